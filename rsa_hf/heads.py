@@ -1,0 +1,172 @@
+"""`RSAHeads`: the trainable part of one RSA layer, and the mixing of attention and recurrence (paper eq. 4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from rsa_hf.config import HeadPlan
+from rsa_hf.geometry import Geometry
+from rsa_hf.product import rem_product
+from rsa_hf.rem import decay_rates
+
+__all__ = ["RSAHeads"]
+
+
+class RSAHeads(nn.Module):
+    """The gate and the rates of one layer's RSA heads: out = (1 − g) · attention + g · P V (spec §1).
+
+    Parameters, all one-dimensional, float32 whatever the model's dtype, and stored as value / parameter_scale:
+
+    * `mu`: (1,), or (R,) with one gate per head; g = σ(μ).
+    * `eta`: (k1 + k4,); λ = tanh η.
+    * `nu`, `theta`: (k2 + k5,), or twice as many where pairs are not tied; γ = sigmoid ν, θ in radians.
+
+    Args:
+        plan: the heads of this layer.
+    """
+
+    mu: nn.Parameter
+    eta: nn.Parameter
+    nu: nn.Parameter
+    theta: nn.Parameter
+
+    def __init__(self, plan: HeadPlan) -> None:
+        super().__init__()
+        self.plan = plan
+        sizes = {
+            "mu": plan.num_rsa_heads if plan.gate_per_head else 1,
+            "eta": plan.num_eta,
+            "nu": plan.num_nu,
+            "theta": plan.num_nu,
+        }
+        for name, size in sizes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(size, dtype=torch.float32)))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set every parameter that a checkpoint has not set to where it starts (spec §4; paper section 3).
+
+        η is spread over [−2, −1] ∪ [1, 2], ν over [1, 2], θ is π/4, μ is the plan's.
+        """
+        plan = self.plan
+        eta = [_spread_over_both_signs((i + 0.5) / plan.num_eta) for i in range(plan.num_eta)]
+        pairs = plan.num_cyclical_pairs + plan.num_dilated_cyclical_pairs
+        nu = [1 + (i + 0.5) / pairs for i in range(pairs)]
+        if not plan.tie_pairs:
+            # In head order: the cos heads of a kind, then its sin heads, each starting as the tied pair would.
+            k2 = plan.num_cyclical_pairs
+            nu = 2 * nu[:k2] + 2 * nu[k2:]
+        starts = {
+            "mu": [plan.gate_init] * self.mu.numel(),
+            "eta": eta,
+            "nu": nu,
+            "theta": [math.pi / 4] * plan.num_nu,
+        }
+        for name, start in starts.items():
+            parameter = getattr(self, name)
+            if parameter.device.type != "meta" and not getattr(parameter, "_is_hf_initialized", False):
+                parameter.copy_(torch.tensor(start, dtype=torch.float32) / plan.parameter_scale)
+
+    def rates(self) -> dict[str, Tensor]:
+        """What is in force: `gate` (1,) or (R,), `lam` (k1 + k4,), `gamma` and `theta` as `nu` is; float32."""
+        scale = self.plan.parameter_scale
+        lam, gamma = decay_rates(self.eta * scale, self.nu * scale)
+        return {
+            "gate": torch.sigmoid(self.mu * scale),
+            "lam": lam,
+            "gamma": gamma,
+            "theta": self.theta * scale,
+        }
+
+    def forward(self, attention: Tensor, value: Tensor, geometry: Geometry) -> Tensor:
+        """Mix the recurrence into the output of attention.
+
+        Args:
+            attention: softmax attention's output, [B, T, H, D].
+            value: V, [B, Hkv, S, D]; head h reads value head h // (H / Hkv).
+            geometry: who sees whom.
+
+        Returns:
+            [B, T, H, D] in the dtype of `attention`: RSA heads mixed, plain heads untouched.
+
+        Raises:
+            ValueError: the layer has fewer heads than the plan has RSA heads, or other lengths than `geometry`.
+        """
+        R, H = self.plan.num_rsa_heads, attention.shape[2]
+        if R > H or H % value.shape[1]:
+            raise ValueError(
+                f"the plan has {R} RSA heads, but this attention layer has {H} heads and {value.shape[1]} value "
+                f"heads: at most {H} RSA heads, and a whole number of heads per value head, are possible."
+            )
+        if value.shape[2] != geometry.key_length or attention.shape[1] != geometry.query_length:
+            raise ValueError(
+                f"attention has {attention.shape[1]} queries and {value.shape[2]} values, but the mask was read for "
+                f"{geometry.query_length} and {geometry.key_length}."
+            )
+        rates = self.rates()
+        decay, theta = self.per_head(rates)
+        visible = geometry.visible
+        product = rem_product(
+            value,
+            self.plan.kinds,
+            decay,
+            theta,
+            self.plan.dilations,
+            query_length=geometry.query_length,
+            query_offset=geometry.query_offset,
+            causal=geometry.causal,
+            groups=H // value.shape[1],
+            key_mask=geometry.key_mask,
+            visible=visible if visible is None or visible.shape[1] == 1 else visible[:, :R],
+        ).transpose(1, 2)
+        softmax = attention[:, :, :R].to(product.dtype)
+        # Written as attention + g (P V − attention): exact where g = 0, so a shut gate changes no bit.
+        mixed = softmax + rates["gate"].to(product.dtype).reshape(-1, 1) * (product - softmax)
+        mixed = mixed.to(attention.dtype)
+        return mixed if R == H else torch.cat([mixed, attention[:, :, R:]], dim=2)
+
+    def per_head(self, rates: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """λ or γ, and θ, of each RSA head in head order: (R,) each."""
+        plan = self.plan
+        k1, copies = plan.num_regular, 2 if plan.tie_pairs else 1
+        undilated = plan.num_cyclical_pairs * 2 // copies
+
+        def in_head_order(regular: Tensor, cyclical: Tensor) -> Tensor:
+            plain, dilated = [cyclical[:undilated]] * copies, [cyclical[undilated:]] * copies
+            return torch.cat([regular[:k1], *plain, regular[k1:], *dilated])
+
+        return (
+            in_head_order(rates["lam"], rates["gamma"]),
+            in_head_order(torch.zeros_like(rates["lam"]), rates["theta"]),
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RSAHeads:
+        # model.half() and model.to(bfloat16) must not round the rates: a step of bfloat16 near γ = 0.9 changes a
+        # memory of 100 tokens by a third. Devices still change.
+        def keep_float32(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if moved.dtype == tensor.dtype or not tensor.is_floating_point():
+                return moved
+            return tensor.to(moved.device)
+
+        super()._apply(keep_float32, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def extra_repr(self) -> str:
+        """The plan, in `print(model)`."""
+        plan = self.plan
+        return (
+            f"regular={plan.num_regular}, cyclical_pairs={plan.num_cyclical_pairs}, "
+            f"dilated_regular={plan.num_dilated_regular}, dilated_cyclical_pairs={plan.num_dilated_cyclical_pairs}, "
+            f"dilation={list(plan.dilation)}"
+        )
+
+
+def _spread_over_both_signs(fraction: float) -> float:
+    """Walk [−2, −1] and then [1, 2] as the fraction goes from 0 to 1."""
+    return -2 + 2 * fraction if fraction < 0.5 else 2 * fraction

@@ -1,0 +1,366 @@
+"""Every touch on transformers' internals. Importing `rsa_hf` installs them; plain models are not affected.
+
+Each hook is checked before any is installed: where transformers has moved, importing `rsa_hf` raises, says which hook
+does not fit and which versions do, and leaves transformers as it was.
+
+What the hooks do:
+
+* `AttentionInterface.get_interface`: an attention module with a child named `rsa` gets its output mixed.
+* `PreTrainedModel.post_init`: a config that holds a plan (`config.rsa`) gets its `rsa` children built.
+* `PreTrainedModel._initialize_weights`: `rsa` children that no checkpoint fills start as the plan says.
+* `PreTrainedModel._finalize_model_loading`, `_from_config`: a checkpoint and its plan must match exactly.
+* `PreTrainedModel.save_pretrained`: recurrence is never saved without its plan.
+* `PreTrainedConfig.to_json_file`, `_dict_from_json_file`: the locks that keep a transformers without `rsa_hf` from
+  loading a patched checkpoint as a plain model, put on in the file and taken off in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import transformers
+from packaging.version import Version
+from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
+
+from rsa_hf.checkpoint import attach_from_config, read_plan, saved_plans
+from rsa_hf.config import HeadPlan
+from rsa_hf.geometry import is_causal, read_geometry
+from rsa_hf.heads import RSAHeads
+
+__all__ = ["AttentionCall", "install", "record_attention_calls"]
+
+TRANSFORMERS_RANGE = ("5.17", "6")  # tested at both ends; the upper end is excluded
+
+# What a transformers without rsa_hf prints when it meets the lock, so it has to tell what to do.
+LOCK = "rsa_hf (this checkpoint has RSA heads: pip install rsa_hf, then import rsa_hf before loading it)"
+
+RSA_KEY = re.compile(r"(^|\.)rsa\.(mu|eta|nu|theta)$")
+
+
+@dataclass(frozen=True)
+class _Hook:
+    """One attribute of transformers that is replaced, and the parameters it is expected to have."""
+
+    owner: type
+    name: str
+    parameters: tuple[str, ...]
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def install() -> None:
+    """Install all hooks; does nothing where they are installed already.
+
+    Raises:
+        ImportError: transformers is outside the supported range, or one of its internals is not as expected.
+    """
+    low, high = TRANSFORMERS_RANGE
+    version = Version(transformers.__version__)
+    fits = f"rsa_hf works with transformers ≥ {low}, < {high}; installed is {version}."
+    if not Version(low) <= version < Version(high):
+        raise ImportError(f"{fits} Install one that fits: pip install 'transformers>={low},<{high}'")
+    originals = []
+    for hook in _HOOKS:
+        static = inspect.getattr_static(hook.owner, hook.name, None)
+        function = getattr(static, "__func__", static)
+        if getattr(function, "_rsa_hf_hook", False):
+            return
+        found = list(inspect.signature(function).parameters) if callable(function) else None
+        if found is None or [name for name in hook.parameters if name not in found]:
+            raise ImportError(
+                f"{fits} {hook.owner.__name__}.{hook.name} was expected to take ({', '.join(hook.parameters)}), but "
+                f"{'is missing' if found is None else 'takes (' + ', '.join(found) + ')'}. Install a transformers "
+                f"version that rsa_hf was tested with, or a newer rsa_hf."
+            )
+        originals.append((hook, static, function))
+    for hook, static, function in originals:
+        replacement = functools.wraps(function)(hook.wrap(function))
+        replacement._rsa_hf_hook = True  # type: ignore[attr-defined]
+        kind = type(static) if isinstance(static, (staticmethod, classmethod)) else None
+        setattr(hook.owner, hook.name, kind(replacement) if kind else replacement)
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of an attention function, as `record_attention_calls` sees it."""
+
+    module: nn.Module
+    num_heads: int
+    query_length: int
+    key_length: int
+    causal: bool | None
+
+
+_recording = threading.Lock()
+
+
+@contextmanager
+def record_attention_calls() -> Iterator[list[AttentionCall]]:
+    """Record every call that goes through transformers' attention interface while the context is open."""
+    calls: list[AttentionCall] = []
+    with _recording:
+        original = AttentionInterface.get_interface
+
+        def recording(self: AttentionInterface, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+            base = original(self, name, default)
+
+            def attention(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **keywords: Any) -> Any:
+                causal = is_causal(module, keywords)
+                calls.append(AttentionCall(module, query.shape[1], query.shape[2], key.shape[2], causal))
+                return base(module, query, key, *args, **keywords)
+
+            return attention
+
+        setattr(AttentionInterface, "get_interface", recording)  # noqa: B010  (mypy refuses the plain assignment)
+        try:
+            yield calls
+        finally:
+            setattr(AttentionInterface, "get_interface", original)  # noqa: B010
+
+
+def _wrap_get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_interface(self: AttentionInterface, attn_implementation: str, default: Callable[..., Any]) -> Any:
+        base = original(self, attn_implementation, default)
+
+        def attention(module: nn.Module, *args: Any, **keywords: Any) -> Any:
+            rsa = module._modules.get("rsa")
+            # By its plan, not its class: PEFT puts a wrapper there that passes attributes on.
+            if rsa is None or not isinstance(getattr(rsa, "plan", None), HeadPlan):
+                return base(module, *args, **keywords)
+            return _attention_with_rsa(cast(RSAHeads, rsa), base, attn_implementation, module, *args, **keywords)
+
+        return attention
+
+    return get_interface
+
+
+def _attention_with_rsa(
+    rsa: RSAHeads,
+    base: Callable[..., Any],
+    implementation: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    *args: Any,
+    **keywords: Any,
+) -> Any:
+    if keywords.get("cache") is not None or (implementation or "").startswith("paged|"):
+        raise NotImplementedError(
+            "RSA does not work with continuous batching: its paged cache is filled inside the attention function, so "
+            "the values of earlier tokens cannot be seen. Use model.generate(...) instead."
+        )
+    output, weights = base(module, query, key, value, attention_mask, *args, **keywords)
+    flash = "flash" in (implementation or "")
+    packed = [name for name in ("cu_seq_lens_q", "cu_seqlens_q") if keywords.get(name) is not None]
+    if flash and packed:
+        raise NotImplementedError(
+            f"RSA cannot read packed documents from {packed[0]} yet. Load the model with attn_implementation='sdpa'."
+        )
+    causal = rsa.plan.causal if rsa.plan.causal is not None else is_causal(module, keywords)
+    if causal is None:
+        raise ValueError(
+            f"{type(module).__name__} does not say whether it is causal. Patch with RSAConfig(causal=True) or "
+            "RSAConfig(causal=False)."
+        )
+    geometry = read_geometry(
+        query,
+        key,
+        attention_mask,
+        causal=causal,
+        aligned_top_left=implementation == "sdpa",
+        # Under sdpa and eager the window is in the mask; flash attention takes it as a keyword.
+        sliding_window=keywords.get("sliding_window") if flash else None,
+    )
+    return rsa(output, value, geometry), weights
+
+
+# --- building, initialising, loading --------------------------------------------------------------------------------
+
+
+def _wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def post_init(self: PreTrainedModel) -> None:
+        attach_from_config(self)
+        original(self)
+
+    return post_init
+
+
+def _wrap_initialize_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _initialize_weights(self: PreTrainedModel, module: nn.Module, *args: Any, **keywords: Any) -> None:
+        if isinstance(module, RSAHeads):
+            module.reset_parameters()
+            return
+        original(self, module, *args, **keywords)
+
+    return _initialize_weights
+
+
+def _require_attached(model: PreTrainedModel) -> None:
+    if saved_plans(model.config) and not any(isinstance(m, RSAHeads) for m in model.modules()):
+        plan = read_plan(next(iter(saved_plans(model.config))))
+        raise ValueError(
+            f"the config holds an RSA plan for the modules {', '.join(plan.modules[:3])}, … but "
+            f"{type(model).__name__} has none of them, and would run as a plain model. Load it with the class that "
+            "was patched, or remove config.rsa."
+        )
+
+
+def _wrap_from_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _from_config(cls: type[PreTrainedModel], config: PreTrainedConfig, **keywords: Any) -> PreTrainedModel:
+        model: PreTrainedModel = original(cls, config, **keywords)
+        _require_attached(model)
+        return model
+
+    return _from_config
+
+
+def _wrap_finalize_model_loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _finalize_model_loading(model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
+        _require_attached(model)
+        _require_matching_keys(model, loading_info)
+        loading_info = original(model, load_config, loading_info)
+        _require_numbers(model)
+        return loading_info
+
+    return _finalize_model_loading
+
+
+def _require_matching_keys(model: PreTrainedModel, loading_info: Any) -> None:
+    # Keys of parts that this class does not have at all, e.g. the decoder of a T5EncoderModel.
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    unexpected = [
+        key
+        for key in sorted(loading_info.unexpected_keys)
+        if RSA_KEY.search(key) and not any(pattern.search(key) for pattern in ignored)
+    ]
+    # An empty parameter (a plan without heads of its kind) says nothing, so it may be missing.
+    missing = [
+        key for key in sorted(loading_info.missing_keys) if RSA_KEY.search(key) and model.get_parameter(key).numel()
+    ]
+    mismatched = [entry for entry in sorted(loading_info.mismatched_keys) if RSA_KEY.search(entry[0])]
+    problems = []
+    if missing:
+        problems.append(f"missing from the checkpoint: {', '.join(missing)}")
+    if unexpected:
+        problems.append(f"in the checkpoint, but not in the plan: {', '.join(unexpected)}")
+    for key, found, expected in mismatched:
+        problems.append(f"{key} has shape {tuple(found)} in the checkpoint, but the plan needs {tuple(expected)}")
+    if problems:
+        raise ValueError(
+            f"the RSA weights do not fit the plan in config.rsa ({'; '.join(problems)}). Load the weights together "
+            "with the config.json they were saved with; to add RSA to a plain checkpoint, load it plain and call "
+            "patch_model."
+        )
+
+
+def _require_numbers(model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        if not RSA_KEY.search(name) or parameter.device.type == "meta":
+            continue
+        # A gate may be shut (−inf) or wide open (inf); a rate may not.
+        bad = parameter.isnan() if name.endswith("mu") else ~parameter.isfinite()
+        if bool(bad.any()):
+            raise ValueError(
+                f"{name} is {parameter.tolist()} in the checkpoint: "
+                f"{'a number' if name.endswith('mu') else 'a finite number'} is needed. The file is damaged, or "
+                "training diverged: load an earlier checkpoint."
+            )
+
+
+# --- saving ---------------------------------------------------------------------------------------------------------
+
+
+def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save_pretrained(self: PreTrainedModel, *args: Any, **keywords: Any) -> Any:
+        has_heads = any(isinstance(module, RSAHeads) for module in self.modules())
+        if has_heads and not saved_plans(self.config):
+            raise ValueError(
+                f"this {type(self).__name__} has RSA heads, but its config has no plan (config.rsa), so a saved copy "
+                "could not be loaded again. Save the model that was given to patch_model, or patch this part itself."
+            )
+        if saved_plans(self.config) and not has_heads:
+            raise ValueError(
+                f"config.rsa of this {type(self).__name__} holds an RSA plan, but the model has no RSA heads. Remove "
+                "config.rsa, or patch the model."
+            )
+        return original(self, *args, **keywords)
+
+    return save_pretrained
+
+
+def _wrap_to_json_file(original: Callable[..., Any]) -> Callable[..., Any]:
+    def to_json_file(self: PreTrainedConfig, json_file_path: Any, *args: Any, **keywords: Any) -> None:
+        if not saved_plans(self):
+            original(self, json_file_path, *args, **keywords)
+            return
+        # Written beside and renamed: at no moment is there a config.json without its locks.
+        beside = f"{os.fspath(json_file_path)}.{os.getpid()}.tmp"
+        try:
+            original(self, beside, *args, **keywords)
+            with open(beside, encoding="utf-8") as file:
+                content = json.load(file)
+            content["attn_implementation"] = LOCK
+            content["fusion_config"] = {**(content.get("fusion_config") or {}), LOCK: True}
+            with open(beside, "w", encoding="utf-8") as file:
+                file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
+            os.replace(beside, json_file_path)
+        except BaseException:
+            if os.path.exists(beside):
+                os.remove(beside)
+            raise
+
+    return to_json_file
+
+
+def _wrap_dict_from_json_file(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _dict_from_json_file(cls: type[PreTrainedConfig], json_file: Any) -> Any:
+        content = original(cls, json_file)
+        if isinstance(content, dict):
+            _take_off_locks(content)
+        return content
+
+    return _dict_from_json_file
+
+
+def _take_off_locks(content: dict[str, Any]) -> None:
+    if str(content.get("attn_implementation", "")).startswith("rsa_hf"):
+        del content["attn_implementation"]
+    fusions = content.get("fusion_config")
+    if isinstance(fusions, dict):
+        kept = {name: value for name, value in fusions.items() if not name.startswith("rsa_hf")}
+        if kept:
+            content["fusion_config"] = kept
+        elif fusions:
+            del content["fusion_config"]
+
+
+_HOOKS = (
+    _Hook(AttentionInterface, "get_interface", ("self", "attn_implementation", "default"), _wrap_get_interface),
+    _Hook(PreTrainedModel, "post_init", ("self",), _wrap_post_init),
+    _Hook(PreTrainedModel, "_initialize_weights", ("self", "module"), _wrap_initialize_weights),
+    _Hook(PreTrainedModel, "_from_config", ("cls", "config"), _wrap_from_config),
+    _Hook(
+        PreTrainedModel,
+        "_finalize_model_loading",
+        ("model", "load_config", "loading_info"),
+        _wrap_finalize_model_loading,
+    ),
+    _Hook(PreTrainedModel, "save_pretrained", ("self", "save_directory"), _wrap_save_pretrained),
+    _Hook(PreTrainedConfig, "to_json_file", ("self", "json_file_path"), _wrap_to_json_file),
+    _Hook(PreTrainedConfig, "_dict_from_json_file", ("cls", "json_file"), _wrap_dict_from_json_file),
+)

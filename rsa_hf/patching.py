@@ -1,0 +1,206 @@
+"""Find the self-attention modules of a model, put RSA heads on them, and take them off again."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+from rsa_hf.checkpoint import SavedPlan, attach_heads, detach_heads, read_plan, write_plan
+from rsa_hf.config import RSAConfig
+from rsa_hf.heads import RSAHeads
+from rsa_hf.hooks import AttentionCall, record_attention_calls
+
+__all__ = ["is_patched", "patch_model", "unpatch_model"]
+
+PROBE_LENGTH = 8
+PROBE_DECODER_LENGTH = 5  # another length than the encoder's, or cross-attention looks like self-attention
+
+
+def patch_model(
+    model: PreTrainedModel,
+    config: RSAConfig | Mapping[str, Any] | None = None,
+    *,
+    probe_inputs: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
+    """Put RSA heads on the self-attention modules of a model, in place.
+
+    Which modules those are is found by running the model's base once on a few tokens; after patching it is run again,
+    to see that every RSA layer takes part. Where anything fails the model is as it was before.
+
+    Args:
+        model: any transformers model whose attention goes through transformers' attention interface.
+        config: the plan; None: `RSAConfig()`. A mapping is read with `RSAConfig.from_dict`.
+        probe_inputs: keyword arguments for that run, for a base model that does not take `input_ids`; query and key
+            lengths of cross-attention must differ.
+
+    Returns:
+        The model. Patching again with the same plan does nothing.
+
+    Raises:
+        TypeError: `model` is no `PreTrainedModel`, or a setting has the wrong type.
+        ValueError: the model has no attention that can be patched, the plan does not fit it, it is patched already
+            with another plan, or a layer does not say its direction.
+        RuntimeError: an RSA layer took no part in the model's forward pass.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"patch_model takes a transformers PreTrainedModel, got {type(model).__name__}. For a wrapped model (DDP, "
+            "PEFT, torch.compile) patch the model inside, before it is wrapped."
+        )
+    if config is None:
+        config = RSAConfig()
+    elif isinstance(config, Mapping):
+        config = RSAConfig.from_dict(config)
+    elif not isinstance(config, RSAConfig):
+        raise TypeError(f"config is an RSAConfig or a mapping, got {type(config).__name__}: {config!r:.200}")
+    base = model.base_model
+    found = _self_attention_calls(base, probe_inputs)
+    names = list(found)
+    if config.layers is not None:
+        if config.layers[-1] >= len(names):
+            raise ValueError(
+                f"layers={list(config.layers)}: this model has {len(names)} self-attention modules, so indices go "
+                f"from 0 to {len(names) - 1}: {_shorten(names)}."
+            )
+        names = [names[i] for i in config.layers]
+    num_heads = [found[name].num_heads for name in names]
+    plan = SavedPlan(tuple(names), config.resolved(num_heads))
+    if is_patched(model):
+        _require_same_plan(model, plan)
+        return model
+    for name in names:
+        if config.causal is None and found[name].causal is None:
+            raise ValueError(
+                f"{name} ({type(found[name].module).__name__}) does not say whether it is causal. Set causal=True or "
+                "causal=False in RSAConfig."
+            )
+    attach_heads(list(zip([found[name].module for name in names], plan.config.layer_plans(num_heads), strict=True)))
+    model.config.rsa = write_plan(plan)
+    try:
+        _require_all_called(base, names, probe_inputs)
+    except BaseException:
+        unpatch_model(model)
+        raise
+    return model
+
+
+def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Take the RSA heads off again: the exact model, config and state-dict keys from before.
+
+    Args:
+        model: a patched model; one that is not patched is left as it is.
+
+    Returns:
+        The model.
+    """
+    detach_heads(model)
+    if "rsa" in vars(model.config):
+        del model.config.rsa
+    return model
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether any module of the model has RSA heads."""
+    return any(isinstance(module, RSAHeads) for module in model.modules())
+
+
+def _require_same_plan(model: PreTrainedModel, plan: SavedPlan) -> None:
+    content = vars(model.config).get("rsa")
+    present = None if content is None else read_plan(content)
+    if present == plan:
+        return
+    if present is None:
+        what = "a part of this model is patched already"
+    else:
+        old, new = present.config.to_dict(), plan.config.to_dict()
+        changed = [f"{key}: {old[key]!r} → {new[key]!r}" for key in old if old[key] != new[key]]
+        if present.modules != plan.modules:
+            changed.append(f"modules: {_shorten(present.modules)} → {_shorten(plan.modules)}")
+        what = f"the model is patched already, with another plan ({'; '.join(changed)})"
+    raise ValueError(f"{what}. Call unpatch_model first; that discards the trained gates and rates.")
+
+
+def _self_attention_calls(base: nn.Module, probe_inputs: Mapping[str, Any] | None) -> dict[str, AttentionCall]:
+    """The self-attention modules that go through the attention interface, by name relative to the base, in order."""
+    with record_attention_calls() as calls:
+        _probe(base, probe_inputs)
+    by_module = {call.module: call for call in calls if call.query_length == call.key_length}
+    found = {name: by_module[module] for name, module in base.named_modules() if module in by_module}
+    if found:
+        return found
+    if calls:
+        seen = _shorten(sorted({type(call.module).__name__ for call in calls}))
+        raise ValueError(
+            f"{type(base).__name__} has cross-attention only ({seen}: query and key lengths differ), which RSA never "
+            "patches: recurrence needs queries and keys on one time axis."
+        )
+    looked_at = _shorten(sorted({type(m).__name__ for m in base.modules() if "attention" in type(m).__name__.lower()}))
+    raise ValueError(
+        f"{type(base).__name__} has no attention that can be patched: no module called transformers' attention "
+        f"interface. Looked at {sum(1 for _ in base.modules())} modules, among them of attention: "
+        f"{looked_at or 'none'}."
+    )
+
+
+def _require_all_called(base: nn.Module, names: Sequence[str], probe_inputs: Mapping[str, Any] | None) -> None:
+    called: set[str] = set()
+    handles = [
+        base.get_submodule(name).rsa.register_forward_hook(lambda *_, name=name: called.add(name))  # type: ignore[union-attr]
+        for name in names
+    ]
+    try:
+        _probe(base, probe_inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    silent = [name for name in names if name not in called]
+    if silent:
+        raise RuntimeError(
+            f"the RSA heads of {_shorten(silent)} took no part in a forward pass; the model is unchanged."
+        )
+
+
+def _probe(base: nn.Module, probe_inputs: Mapping[str, Any] | None) -> None:
+    """Run the base model once, in evaluation mode, leaving its state and the random generators as they were."""
+    inputs = dict(_probe_inputs(base) if probe_inputs is None else probe_inputs)
+    training = {module: module.training for module in base.modules()}
+    base.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            base(**inputs)
+    except Exception as error:
+        raise ValueError(
+            f"a trial run of {type(base).__name__} with {', '.join(inputs)} failed ({type(error).__name__}: {error}). "
+            "Give patch_model(..., probe_inputs={...}) that its forward accepts."
+        ) from error
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
+def _probe_inputs(base: nn.Module) -> dict[str, Any]:
+    main = getattr(base, "main_input_name", "input_ids")
+    if main != "input_ids":
+        raise ValueError(
+            f"{type(base).__name__} takes {main}, not input_ids: give patch_model(..., probe_inputs={{{main!r}: …}}), "
+            "a small input on which the model runs."
+        )
+    config: Any = base.config
+    text = config.get_text_config()
+    special = {getattr(text, name, None) for name in ("pad_token_id", "eos_token_id", "bos_token_id")}
+    token = next(token for token in range(len(special) + 1) if token not in special)
+    device = next((p.device for p in base.parameters()), torch.device("cpu"))
+    inputs = {"input_ids": torch.full((1, PROBE_LENGTH), token, device=device)}
+    if config.is_encoder_decoder and "decoder_input_ids" in inspect.signature(base.forward).parameters:
+        inputs["decoder_input_ids"] = torch.full((1, PROBE_DECODER_LENGTH), token, device=device)
+    return inputs
+
+
+def _shorten(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:6])
+    return shown if len(names) <= 6 else f"{shown}, … ({len(names)} in all)"

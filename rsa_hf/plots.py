@@ -1,0 +1,259 @@
+"""Pictures: what the RSA heads have learned, and curves of training. They need matplotlib."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rsa_hf.rem import lag_weights
+from rsa_hf.report import HeadReport, LayerReport, RSAReport, rsa_report
+
+__all__ = ["plot_rem", "plot_training_curves"]
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+KIND_COLOURS = dict(zip(("regular", "cos", "sin"), COLOURS, strict=False))
+KIND_FORMULAS = {"regular": r"regular  $\lambda^\tau$"} | {
+    kind: rf"{kind}  $\gamma^\tau\,\{kind}(\tau\theta)$" for kind in ("cos", "sin")
+}
+GREY = "#666666"
+STYLE = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": GREY,
+    "axes.titlesize": 9,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E6E6E6",
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "legend.frameon": False,
+}
+FADED = 0.05  # the lag axis ends about where weights have fallen to this
+LAG_RANGE = (12, 256)
+MOST_MARKERS = 40  # more of them on one curve run together
+DASHES = (0, (3, 1.5))
+BAND_ALPHA = 0.13
+
+
+def plot_rem(model_or_report: nn.Module | RSAReport, path: str | Path) -> None:
+    """Draw the decay curve f(τ) of every RSA head, one panel per layer, and below them the gates per layer.
+
+    A dilated head is drawn dashed through the lags that it reaches. A regular head with negative λ, whose weights
+    change sign with each lag, is drawn as the band that they jump across. Where a layer has one gate per head, the
+    bar is their mean and dots are the heads.
+
+    Args:
+        model_or_report: a patched model, or what `rsa_report` returned for one.
+        path: the file, usually a `.png`; its folder is made.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: the model has no RSA heads.
+    """
+    figure_type, rc_context = _matplotlib()
+    report = model_or_report if isinstance(model_or_report, RSAReport) else rsa_report(model_or_report)
+    if not report.layers:
+        raise ValueError("the model has no RSA heads, so there is nothing to draw. Call patch_model first.")
+    names = _layer_names([layer.module for layer in report.layers])
+    n = len(names)
+    columns = 3 if n in (5, 6, 9) else min(n, 4 if n <= 16 else 6 if n <= 36 else 8)
+    rows = math.ceil(n / columns)
+    end = _last_lag(report)
+    heads = [head for layer in report.layers for head in layer.heads]
+    signed = any(head.kind != "regular" or head.decay < 0 for head in heads)
+    with rc_context(STYLE):
+        width = max(6.4, 2.2 * columns + 0.8)
+        figure = figure_type(figsize=(width, 1.75 * rows + 3.2), layout="constrained")
+        upper, lower = figure.subfigures(2, 1, height_ratios=[1.75 * rows + 0.8, 2.4])
+        grid = upper.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+        for i, axes in enumerate(grid.flat):
+            if i >= n:
+                axes.set_axis_off()
+                continue
+            _draw_heads(axes, report.layers[i], end)
+            axes.set_title(names[i], loc="left")
+            axes.set_ylim(-1.05 if signed else -0.05, 1.05)
+            axes.tick_params(labelbottom=i + columns >= n)
+        upper.supxlabel("lag τ (positions back)", fontsize=9)
+        upper.supylabel("weight f(τ)", fontsize=9)
+        handles = _legend_handles(heads)
+        upper.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8.5)
+        _draw_gates(lower.subplots(), report.layers, names)
+        _save(figure, path)
+
+
+def plot_training_curves(
+    curves: Mapping[str, Sequence[tuple[float, float]]], path: str | Path, xlabel: str, ylabel: str, title: str
+) -> None:
+    """Draw one line per curve, with its label at its end.
+
+    Args:
+        curves: of each label the points (x, y), in the order of x; a point that is not finite leaves a gap.
+        path: the file, usually a `.png`; its folder is made.
+        xlabel: what x is.
+        ylabel: what y is.
+        title: the title.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: no curves, or one without a finite point.
+    """
+    figure_type, rc_context = _matplotlib()
+    if not curves:
+        raise ValueError("there are no curves to draw; give at least one.")
+    ends = {}
+    for label, points in curves.items():
+        finite = [point for point in points if all(map(math.isfinite, point))]
+        if not finite:
+            raise ValueError(f"the curve {label!r} has {len(points)} points, none of them finite; leave it out.")
+        ends[label] = finite[-1]
+    with rc_context(STYLE):
+        figure = figure_type(figsize=(6.4, 4.0), layout="constrained")
+        axes = figure.subplots()
+        colours = {label: COLOURS[i % len(COLOURS)] for i, label in enumerate(curves)}
+        for i, (label, points) in enumerate(curves.items()):
+            style = ("-", "--", ":")[i // len(COLOURS) % 3]
+            x, y = zip(*((x, y if math.isfinite(y) else math.nan) for x, y in points), strict=True)
+            # A single point would be invisible as a line.
+            marker = "o" if len(points) == 1 else None
+            axes.plot(x, y, style, color=colours[label], linewidth=1.8, marker=marker)
+        axes.set_xlabel(xlabel)
+        axes.set_ylabel(ylabel)
+        axes.set_title(title, loc="left", fontsize=10.5)
+        heights = _spread([y for _, y in ends.values()], axes.get_ylim(), gap=0.055)
+        right = max(x for x, _ in ends.values())
+        for (label, end), height in zip(ends.items(), heights, strict=True):
+            axes.plot(*end, "o", markersize=3.5, color=colours[label])
+            axes.annotate(
+                label, (right, height), (8, 0), textcoords="offset points", va="center", color=colours[label]
+            )
+        _save(figure, path)
+
+
+def _matplotlib() -> tuple[Any, Any]:
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing needs matplotlib: pip install 'rsa_hf[plot]'") from error
+    # A Figure made without pyplot needs no display and opens no window.
+    return Figure, matplotlib.rc_context
+
+
+def _save(figure: Any, path: str | Path) -> None:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, facecolor="white")
+
+
+def _layer_names(modules: Sequence[str]) -> list[str]:
+    """`layer 0`, `layer 1`, …; where a model has two stacks, such as encoder and decoder, counted in each."""
+    stacks = [re.split(r"\.\d+(?:\.|$)", module)[0].split(".") for module in modules]
+    words = [tuple(dict.fromkeys(parts)) for parts in zip(*stacks, strict=False)]
+    told_apart = next((i for i, variants in enumerate(words) if len(variants) > 1), None)
+    labels = ["layer" if told_apart is None else stack[told_apart] for stack in stacks]
+    return [f"{label} {labels[:i].count(label)}" for i, label in enumerate(labels)]
+
+
+def _last_lag(report: RSAReport) -> int:
+    """Where the lag axis ends: nine of ten heads have faded by then."""
+    reaches = []
+    for layer in report.layers:
+        for head in layer.heads:
+            rate = abs(head.decay)
+            steps = math.inf if rate >= 1 else math.log(FADED) / math.log(rate) if rate > 0 else 1
+            reaches.append(head.dilation * steps)
+    reach = sorted(reaches)[int(0.9 * (len(reaches) - 1))]
+    return math.ceil(min(max(reach, LAG_RANGE[0]), LAG_RANGE[1]))
+
+
+def _draw_heads(axes: Any, layer: LayerReport, end: int) -> None:
+    axes.axhline(0, color=GREY, linewidth=0.6)
+    for head in layer.heads:
+        lags = torch.arange(head.dilation, max(end, head.dilation) + 1, head.dilation)
+        theta = torch.tensor(head.theta or 0.0, dtype=torch.float64)
+        decay = torch.tensor(head.decay, dtype=torch.float64)
+        colour = KIND_COLOURS[head.kind]
+        if head.kind == "regular" and head.decay < 0:
+            band = lag_weights("regular", decay.abs(), theta, lags, head.dilation)
+            axes.fill_between(lags, band, -band, color=colour, alpha=BAND_ALPHA, linewidth=0)
+            axes.plot(lags, torch.stack([band, -band], dim=1), color=colour, linewidth=0.7, alpha=0.6)
+            continue
+        weights = lag_weights(head.kind, decay, theta, lags, head.dilation)
+        axes.plot(
+            lags,
+            weights,
+            color=colour,
+            linestyle=DASHES if head.dilation > 1 else "-",
+            marker="o" if head.dilation > 1 and len(lags) <= MOST_MARKERS else None,
+            markersize=2,
+            linewidth=1.2,
+            alpha=0.85,
+        )
+    axes.set_xlim(0, end)
+
+
+def _legend_handles(heads: Sequence[HeadReport]) -> list[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    alternating = [head for head in heads if head.kind == "regular" and head.decay < 0]
+    kinds = {head.kind for head in heads if head not in alternating}
+    handles: list[Any] = [
+        Line2D([], [], color=colour, label=KIND_FORMULAS[kind])
+        for kind, colour in KIND_COLOURS.items()
+        if kind in kinds
+    ]
+    if alternating:
+        label = r"$\lambda < 0$: alternates across the band"
+        handles.insert(1, Patch(color=KIND_COLOURS["regular"], alpha=3 * BAND_ALPHA, linewidth=0, label=label))
+    if dilations := sorted({head.dilation for head in heads if head.dilation > 1}):
+        label = f"dilated by {', '.join(map(str, dilations[:6]))}{', …' if len(dilations) > 6 else ''}"
+        handles.append(Line2D([], [], color=GREY, linestyle=DASHES, marker="o", markersize=2, label=label))
+    return handles
+
+
+def _draw_gates(axes: Any, layers: Sequence[LayerReport], names: Sequence[str]) -> None:
+    n = len(layers)
+    means = [sum(head.gate for head in layer.heads) / len(layer.heads) for layer in layers]
+    bars = axes.bar(range(n), means, width=0.7, color="#B0C4D4")
+    for i, layer in enumerate(layers):
+        gates = sorted({head.gate for head in layer.heads})
+        if len(gates) > 1:
+            axes.plot([i] * len(gates), gates, ".", color=COLOURS[0], markersize=4, alpha=0.8)
+    if n <= 16:
+        axes.bar_label(bars, fmt="%.2f", fontsize=8, color=GREY, padding=3)
+    highest = max(head.gate for layer in layers for head in layer.heads)
+    axes.set_ylim(0, min(1.15, max(0.1, 1.25 * highest)))
+    margin = max(0.7, (6 - n) / 2)  # no bar as wide as the page
+    axes.set_xlim(-margin, n - 1 + margin)
+    ticks = range(0, n, max(1, math.ceil(n / 24)))
+    if names[-1] == f"layer {n - 1}":
+        axes.set_xticks(ticks)
+        axes.set_xlabel("layer")
+    else:
+        axes.set_xticks(ticks, [names[i] for i in ticks], rotation=45, ha="right", rotation_mode="anchor")
+    axes.grid(axis="x", visible=False)
+    axes.set_ylabel("gate g")
+    axes.set_title("gates: 0 is attention only, 1 is recurrence only", loc="left")
+
+
+def _spread(values: Sequence[float], limits: tuple[float, float], gap: float) -> list[float]:
+    """Heights for labels near the values, at least a gap (a share of the axis) apart."""
+    step = gap * (limits[1] - limits[0])
+    order = sorted(range(len(values)), key=values.__getitem__)
+    heights = list(values)
+    for below, above in itertools.pairwise(order):
+        heights[above] = max(heights[above], heights[below] + step)
+    # Pushing upwards only moves the whole group up; half of that is given back.
+    excess = sum(heights[i] - values[i] for i in order) / len(order)
+    return [height - excess for height in heights]

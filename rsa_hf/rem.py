@@ -1,0 +1,135 @@
+r"""The recurrence encoding matrices: the paper's mathematics, to be read beside it.
+
+Notation (spec, head of the page): H heads, T queries, S keys; t indexes queries, s keys; queries are positions
+`query_offset … query_offset + T - 1` of the key axis, and τ = (query_offset + t) − s.
+
+A REM is the Toeplitz matrix P[t, s] = f(τ) with f(0) = 0 (spec §1, §2; paper eqs. 2–4 and section 3):
+
+    regular          f(τ) = λ^τ              λ = tanh η
+    cyclical, cos    f(τ) = γ^τ cos(τθ)      γ = sigmoid ν
+    cyclical, sin    f(τ) = γ^τ sin(τθ)
+    dilated by d     f(τ) = f_base(τ / d) where d divides τ, else 0
+
+Masked (causal) REMs have f(τ) = 0 for τ ≤ 0; unmasked ones are P + Pᵀ, that is f(|τ|) with a zero diagonal.
+
+A head is described by its kind, its `decay` (λ or γ), its angle `theta` (not read for regular heads) and its
+`dilation`. Everything else in the package is tested against `rem_matrix`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["KINDS", "decay_rates", "head_tensors", "lag_weights", "rem_matrix"]
+
+KINDS = ("regular", "cos", "sin")
+
+
+def decay_rates(eta: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
+    """λ = tanh η, in (−1, 1), and γ = sigmoid ν, in (0, 1) (spec §2; paper section 3), elementwise."""
+    return torch.tanh(eta), torch.sigmoid(nu)
+
+
+def lag_weights(kind: str, decay: Tensor, theta: Tensor, lags: Tensor, dilation: int = 1) -> Tensor:
+    """f(τ) of one causal head at the given lags (spec §2).
+
+    Args:
+        kind: `"regular"`, `"cos"` or `"sin"`.
+        decay: λ or γ, shape ().
+        theta: θ in radians, shape (); not read for regular heads.
+        lags: whole numbers τ, any shape.
+        dilation: d ≥ 1.
+
+    Returns:
+        f(τ) in the dtype of `decay`, the shape of `lags`; 0 where τ ≤ 0 or d does not divide τ.
+    """
+    reached = (lags >= 1) & (lags % dilation == 0)
+    # Where no weight is wanted the power is taken at 1, not at a lag ≤ 0: λ^0 and λ^-τ would bring gradients of
+    # their own, infinite at λ = 0.
+    steps = torch.where(reached, lags // dilation, 1).to(decay.dtype)
+    weights = decay**steps
+    if kind == "cos":
+        weights = weights * torch.cos(steps * theta)
+    elif kind == "sin":
+        weights = weights * torch.sin(steps * theta)
+    return torch.where(reached, weights, torch.zeros_like(weights))
+
+
+def rem_matrix(
+    kinds: str | Sequence[str],
+    decay: float | Sequence[float] | Tensor,
+    theta: float | Sequence[float] | Tensor = 0.0,
+    dilation: int | Sequence[int] = 1,
+    *,
+    query_length: int,
+    key_length: int | None = None,
+    query_offset: int | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """The explicit P of every head: quadratic in memory, for looking at and as the reference.
+
+    Args:
+        kinds: the kind of each of the H heads (`"regular"`, `"cos"`, `"sin"`), or one for all.
+        decay: λ (regular) or γ (cyclical) of each head, shape (H,), or one for all.
+        theta: θ of each cyclical head in radians, shape (H,), or one for all.
+        dilation: d of each head, or one for all.
+        query_length: T.
+        key_length: S; default T.
+        query_offset: position of the first query on the key axis; default S − T: the queries come last (spec §3).
+        causal: masked (True) or unmasked (False) REMs.
+
+    Returns:
+        P, shape [H, T, S].
+
+    Raises:
+        ValueError: an unknown kind, a dilation below 1, or head descriptions of different lengths.
+    """
+    kinds, decay, theta, dilation = head_tensors(kinds, decay, theta, dilation)
+    key_length = query_length if key_length is None else key_length
+    query_offset = key_length - query_length if query_offset is None else query_offset
+    t = torch.arange(query_length, device=decay.device)
+    s = torch.arange(key_length, device=decay.device)
+    lags = (query_offset + t)[:, None] - s[None, :]
+    if not causal:
+        lags = lags.abs()
+    heads = zip(kinds, decay.unbind(), theta.unbind(), dilation, strict=True)
+    return torch.stack([lag_weights(kind, rho, angle, lags, d) for kind, rho, angle, d in heads])
+
+
+def head_tensors(
+    kinds: str | Sequence[str],
+    decay: float | Sequence[float] | Tensor,
+    theta: float | Sequence[float] | Tensor,
+    dilation: int | Sequence[int],
+) -> tuple[tuple[str, ...], Tensor, Tensor, tuple[int, ...]]:
+    """Bring a description of H heads to one form: kinds and dilations of length H, decay and theta of shape (H,).
+
+    Single values stand for all heads; H is the longest description.
+
+    Raises:
+        ValueError: an unknown kind, a dilation below 1, or descriptions of different lengths.
+    """
+    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    dilation = (dilation,) if isinstance(dilation, int) else tuple(dilation)
+    rates = torch.as_tensor(decay).reshape(-1)
+    rates = rates if rates.is_floating_point() else rates.to(torch.get_default_dtype())
+    angles = torch.as_tensor(theta, dtype=rates.dtype, device=rates.device).reshape(-1)
+    given = {"kinds": len(kinds), "decay": len(rates), "theta": len(angles), "dilation": len(dilation)}
+    H = max(given.values())
+    if any(n not in (1, H) for n in given.values()):
+        raise ValueError(f"each of kinds, decay, theta, dilation needs one entry or one per head; got {given}.")
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(f"kind {kind!r} is unknown; allowed: {', '.join(KINDS)}.")
+    for d in dilation:
+        if d < 1:
+            raise ValueError(f"dilation {d}: a whole number ≥ 1 is needed.")
+    return (
+        kinds * H if len(kinds) == 1 else kinds,
+        rates.expand(H),
+        angles.expand(H),
+        dilation * H if len(dilation) == 1 else dilation,
+    )

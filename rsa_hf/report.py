@@ -1,0 +1,120 @@
+"""What a patched model has learned, layer by layer: gates, rates, how far back the heads remember."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rsa_hf.heads import RSAHeads
+
+__all__ = ["HeadReport", "LayerReport", "RSAReport", "rsa_report"]
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """One RSA head: its REM and what is in force.
+
+    Attributes:
+        head: index of the head in its layer.
+        kind: `"regular"`, `"cos"` or `"sin"`.
+        dilation: d, 1 where the head is not dilated.
+        gate: g = σ(μ).
+        decay: λ or γ.
+        theta: θ in radians; None for a regular head.
+        half_life: number of positions after which |λ|^τ or γ^τ has fallen to one half; inf where it does not fall.
+    """
+
+    head: int
+    kind: str
+    dilation: int
+    gate: float
+    decay: float
+    theta: float | None
+    half_life: float
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """The RSA heads of one attention module."""
+
+    module: str
+    heads: tuple[HeadReport, ...]
+
+
+@dataclass(frozen=True)
+class RSAReport:
+    """All RSA layers of a model; `print` shows a table."""
+
+    layers: tuple[LayerReport, ...]
+    num_parameters: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain lists and numbers, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return "no RSA heads: the model is not patched"
+        rows = [("module", "head", "REM", "d", "gate", "decay", "theta", "half-life")]
+        for layer in self.layers:
+            for h in layer.heads:
+                rows.append(
+                    (
+                        layer.module,
+                        str(h.head),
+                        h.kind,
+                        str(h.dilation),
+                        f"{h.gate:.4f}",
+                        f"{h.decay:+.4f}",
+                        "" if h.theta is None else f"{h.theta:+.4f}",
+                        f"{h.half_life:.1f}",
+                    )
+                )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        lines.append(f"{len(self.layers)} layers, {self.num_parameters} RSA parameters")
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def rsa_report(model: nn.Module) -> RSAReport:
+    """Read gates and rates off a model.
+
+    Args:
+        model: any module; one without RSA heads gives an empty report.
+
+    Returns:
+        The report: `print(report)` for a table, `report.to_dict()` for JSON.
+    """
+    layers, parameters = [], 0
+    for name, module in model.named_modules():
+        if isinstance(module, RSAHeads):
+            layers.append(LayerReport(name.removesuffix(".rsa"), tuple(_head_reports(module))))
+            parameters += sum(parameter.numel() for parameter in module.parameters())
+    return RSAReport(tuple(layers), parameters)
+
+
+def _head_reports(heads: RSAHeads) -> list[HeadReport]:
+    rates = {name: value.double().cpu() for name, value in heads.rates().items()}
+    decay, theta = heads.per_head(rates)
+    gate = rates["gate"].expand(heads.plan.num_rsa_heads)
+    reports = []
+    for i, (kind, d) in enumerate(zip(heads.plan.kinds, heads.plan.dilations, strict=True)):
+        rate = float(decay[i])
+        half_life = _half_life(abs(rate), d)
+        angle = None if kind == "regular" else float(theta[i])
+        reports.append(HeadReport(i, kind, d, float(gate[i]), rate, angle, half_life))
+    return reports
+
+
+def _half_life(modulus: float, dilation: int) -> float:
+    if modulus in (0, 1):
+        return 0.0 if modulus == 0 else math.inf
+    return dilation * math.log(0.5) / math.log(modulus)

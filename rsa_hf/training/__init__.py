@@ -1,0 +1,1 @@
+"""Training: parameter groups, run configuration, the loop on Accelerate, the Trainer callback."""

@@ -1,0 +1,37 @@
+"""Fixtures for all tests. No test reaches a network: Hub access is switched off before anything is imported."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from hypothesis import settings
+
+import rsa_hf  # noqa: F401  (arms the hooks)
+
+# Seeded: the same examples on every run. No deadline: shared machines stall.
+settings.register_profile("rsa_hf", derandomize=True, deadline=None, max_examples=30)
+settings.load_profile("rsa_hf")
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """Real data and checkpoints beside the repository."""
+    folder = Path(os.environ.get("RSA_HF_DATA", Path(__file__).parents[2] / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"needs the data folder {folder}; set RSA_HF_DATA to where it is")
+    return folder

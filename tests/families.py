@@ -1,0 +1,103 @@
+"""Tiny random models of every family that the fast tests run on: a new family is one line."""
+
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    RobertaConfig,
+    T5Config,
+)
+
+VOCAB = 97
+PAD = 0
+
+_SPECIAL = {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2}
+
+# For the cache tests RSA heads are shared over two families of positions (learned, rotary) and grouped values.
+CONFIGS = {
+    "bert": lambda: BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        intermediate_size=48,
+        max_position_embeddings=128,
+        **_SPECIAL,
+    ),
+    "roberta": lambda: RobertaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        intermediate_size=48,
+        max_position_embeddings=128,
+        **_SPECIAL,
+    ),
+    "gpt2": lambda: GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=8, n_positions=128, **_SPECIAL),
+    "llama": lambda: LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=128,
+        **_SPECIAL,
+    ),
+    "t5": lambda: T5Config(
+        vocab_size=VOCAB,
+        d_model=32,
+        d_kv=4,
+        d_ff=48,
+        num_layers=2,
+        num_heads=8,
+        decoder_start_token_id=PAD,
+        pad_token_id=PAD,
+        eos_token_id=2,
+    ),
+}
+FAMILIES = sorted(CONFIGS)
+DECODERS = ["gpt2", "llama"]
+ENCODERS = ["bert", "roberta"]
+ATTENTIONS = ["sdpa", "eager"]
+
+# Every kind of head, dilated and not, per-head dilation, and two plain heads.
+FULL_PLAN = {
+    "num_regular": 1,
+    "num_cyclical_pairs": 1,
+    "num_dilated_regular": 1,
+    "num_dilated_cyclical_pairs": 1,
+    "dilation": [2, 3, 5],
+    "gate_init": 0.5,
+}
+
+
+def build(family: str, attention: str = "sdpa"):
+    """A base model; weights larger than usual, so that attention is far from uniform."""
+    model = AutoModel.from_config(CONFIGS[family](), attn_implementation=attention)
+    return _widen(model)
+
+
+def build_language_model(family: str, attention: str = "sdpa"):
+    auto = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
+    return _widen(auto.from_config(CONFIGS[family](), attn_implementation=attention))
+
+
+def _widen(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.copy_(torch.randn(parameter.shape) * 0.2)
+    return model.eval()
+
+
+def inputs(family: str, batch: int = 2, length: int = 11) -> dict[str, torch.Tensor]:
+    """Random tokens, none of them special; another length for the decoder of an encoder-decoder."""
+    ids = {"input_ids": torch.randint(3, VOCAB, (batch, length))}
+    if family == "t5":
+        ids["decoder_input_ids"] = torch.randint(3, VOCAB, (batch, length - 4))
+    return ids

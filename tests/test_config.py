@@ -1,0 +1,125 @@
+"""Plans: what is accepted, what is refused and how it is said, and what a plan comes to per layer."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsa_hf import RSAConfig
+
+XL = {"num_dilated_cyclical_pairs": 2, "dilation": [3, 6, 9, 12]}
+
+
+def test_head_order_and_per_head_dilation():
+    (plan,) = RSAConfig(
+        num_regular=2,
+        num_cyclical_pairs=1,
+        num_dilated_regular=1,
+        num_dilated_cyclical_pairs=2,
+        dilation=[7, 3, 6, 9, 12],
+    ).layer_plans([12])
+    assert plan.kinds == ("regular", "regular", "cos", "sin", "regular", "cos", "cos", "sin", "sin")
+    assert plan.dilations == (1, 1, 1, 1, 7, 3, 6, 9, 12)
+    assert (plan.num_rsa_heads, plan.num_eta, plan.num_nu) == (9, 3, 3)
+
+
+@pytest.mark.parametrize("heads", range(1, 33))
+def test_default_plan_fits_any_head_count(heads):
+    (plan,) = RSAConfig().layer_plans([heads])
+    assert plan.num_rsa_heads == max(1, heads // 2)
+    (resolved,) = RSAConfig().resolved([heads]).layer_plans([None])
+    assert resolved == plan
+
+
+def test_plan_per_layer():
+    config = RSAConfig(num_regular=[1, 2], num_dilated_regular=[1, 0], dilation=[[4], []], gate_init=(-3, 3))
+    first, second = config.layer_plans([4, 4])
+    assert (first.num_regular, first.dilation, first.gate_init) == (1, (4,), -3)
+    assert (second.num_regular, second.dilation, second.gate_init) == (2, (), 3)
+
+
+@given(
+    st.builds(
+        dict,
+        num_regular=st.integers(0, 3),
+        num_cyclical_pairs=st.integers(0, 2),
+        num_dilated_cyclical_pairs=st.integers(0, 2),
+        dilation=st.integers(1, 30),
+        gate_init=st.one_of(st.floats(-3, 3), st.just(-math.inf), st.tuples(st.floats(-3, 0), st.floats(0, 3))),
+        gate_per_head=st.booleans(),
+        tie_pairs=st.booleans(),
+        layers=st.one_of(st.none(), st.lists(st.integers(0, 9), min_size=1, unique=True)),
+        causal=st.sampled_from([None, True, False]),
+        parameter_scale=st.floats(0.1, 100),
+    )
+)
+def test_json_round_trip(values):
+    config = RSAConfig(**values)
+    assert RSAConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("values", "heads", "message"),
+    [
+        ({"num_regular": 5}, [4], "layer 0 has 4 attention heads.*5 RSA heads.*at most 4"),
+        ({"num_cyclical_pairs": 2}, [4, 2], "layer 1 has 2 attention heads.*4 RSA heads"),
+        (
+            {"num_dilated_cyclical_pairs": 2, "dilation": [3, 6]},
+            [8],
+            r"\[3, 6\] has 2 entries.*4 dilated heads",
+        ),
+        ({"num_dilated_regular": 1}, [8], "1 dilated heads but dilation is not given"),
+        ({"dilation": 3}, [8], "no dilated heads"),
+        ({"num_regular": 0}, [8], "no RSA head"),
+        ({"num_regular": [1, 2, 3]}, [8, 8], "3 entries, but 2 layers"),
+        ({"num_dilated_regular": 1, "dilation": [[1], [2], [3]]}, [8, 8], "3 lists.*2 layers"),
+        ({}, [None], "needs the number of heads"),
+        ({"num_regular": 10**9}, [None], "at most 4096"),
+    ],
+)
+def test_plans_that_do_not_fit(values, heads, message):
+    with pytest.raises(ValueError, match=message):
+        RSAConfig(**values).layer_plans(heads)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"dilation": 0}, ValueError, "dilation=0.*≥ 1"),
+        ({"dilation": [3, -1]}, ValueError, "dilation=-1"),
+        ({"dilation": 2.0}, TypeError, "dilation=2.0"),
+        ({"dilation": [[[1]]]}, TypeError, "nested too deep"),
+        ({"num_regular": -1}, ValueError, "num_regular=-1"),
+        ({"num_regular": 1.5}, TypeError, "num_regular=1.5"),
+        ({"num_regular": True}, TypeError, "num_regular=True"),
+        ({"num_regular": []}, ValueError, "num_regular"),
+        ({"gate_init": math.nan}, ValueError, "gate_init=nan"),
+        ({"gate_init": "open"}, TypeError, "gate_init='open'"),
+        ({"gate_init": (0, math.inf)}, ValueError, "must be finite"),
+        ({"gate_init": (0, 1, 2)}, ValueError, "two ends"),
+        ({"gate_per_head": 1}, TypeError, "gate_per_head=1"),
+        ({"causal": "yes"}, TypeError, "causal='yes'"),
+        ({"layers": []}, ValueError, "at least one layer"),
+        ({"layers": [1, 1]}, ValueError, "more than once"),
+        ({"layers": [-1]}, ValueError, "count from 0"),
+        ({"layers": 3}, TypeError, "layers=3"),
+        ({"parameter_scale": 0}, ValueError, "parameter_scale=0"),
+        ({"parameter_scale": math.inf}, ValueError, "positive finite"),
+    ],
+)
+def test_bad_values(values, error, message):
+    with pytest.raises(error, match=message):
+        RSAConfig(**values)
+
+
+def test_unknown_key_names_the_nearest():
+    with pytest.raises(ValueError, match="num_regulars.*Did you mean 'num_regular'.*Allowed: num_regular"):
+        RSAConfig.from_dict({"num_regulars": 2})
+    with pytest.raises(TypeError, match="mapping"):
+        RSAConfig.from_dict([("num_regular", 2)])
+
+
+def test_shut_gate_can_be_written_in_files():
+    assert RSAConfig.from_dict({"gate_init": "-inf"}).gate_init == -math.inf

@@ -1,0 +1,178 @@
+"""Caches: cached, chunked and uncached runs agree, with padding, and a wrong REM does not."""
+
+import pytest
+import torch
+from families import ATTENTIONS, DECODERS, FULL_PLAN, VOCAB, build_language_model
+from transformers import DynamicCache, StaticCache
+
+import rsa_hf.heads
+from rsa_hf import RSAConfig, patch_model, rem_product
+
+LENGTH = 14
+
+
+def batch():
+    ids = torch.randint(3, VOCAB, (3, LENGTH))
+    mask = torch.ones_like(ids)
+    mask[0, :4], mask[1, :1] = 0, 0
+    return {
+        "input_ids": ids * mask,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+    }
+
+
+def uncached(model, inputs):
+    return model(**inputs, use_cache=False).logits
+
+
+def in_pieces(model, inputs, pieces, cache):
+    """Run the text piece by piece over one cache: chunked prefill, then single tokens."""
+    logits, start = [], 0
+    for length in pieces:
+        stop = start + length
+        out = model(
+            input_ids=inputs["input_ids"][:, start:stop],
+            attention_mask=inputs["attention_mask"][:, :stop],
+            position_ids=inputs["position_ids"][:, start:stop],
+            past_key_values=cache,
+        )
+        logits.append(out.logits)
+        start = stop
+    return torch.cat(logits, 1)
+
+
+CACHES = {
+    "dynamic": lambda model: DynamicCache(config=model.config),
+    "static": lambda model: StaticCache(config=model.config, max_cache_len=LENGTH + 6),
+}
+PIECES = {"cached": [8, 1, 1, 1, 1, 1, 1], "chunked prefill": [3, 5, 4, 2], "token by token": [1] * LENGTH}
+
+
+def difference(model, inputs, pieces, cache):
+    real = inputs["attention_mask"].bool()
+    return float((in_pieces(model, inputs, pieces, cache)[real] - uncached(model, inputs)[real]).abs().max())
+
+
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("family", DECODERS)
+@torch.no_grad()
+def test_cached_chunked_and_uncached_agree(family, attention, cache, pieces, monkeypatch):
+    model = patch_model(build_language_model(family, attention), RSAConfig(**FULL_PLAN))
+    inputs = batch()
+    assert difference(model, inputs, pieces, CACHES[cache](model)) <= 1e-5
+
+    def forgets_the_offset(value, *args, query_length, query_offset, **keywords):
+        # Distances counted from the start of the piece: the trap of public re-implementations.
+        return rem_product(value, *args, query_length=query_length, query_offset=0, **keywords)
+
+    monkeypatch.setattr(rsa_hf.heads, "rem_product", forgets_the_offset)
+    assert difference(model, inputs, pieces, CACHES[cache](model)) > 1e-3
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("family", DECODERS)
+@torch.no_grad()
+def test_left_padding_changes_nothing(family, attention, monkeypatch):
+    model = patch_model(build_language_model(family, attention), RSAConfig(**FULL_PLAN))
+    inputs = batch()
+
+    def gap():
+        padded = uncached(model, inputs)
+        alone = model(input_ids=inputs["input_ids"][:1, 4:], use_cache=False).logits
+        return float((padded[:1, 4:] - alone).abs().max())
+
+    assert gap() <= 1e-5
+
+    def lets_padding_in(value, *args, key_mask=None, visible=None, **keywords):
+        return rem_product(value, *args, **keywords)
+
+    monkeypatch.setattr(rsa_hf.heads, "rem_product", lets_padding_in)
+    assert gap() > 1e-3
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
+@torch.no_grad()
+def test_no_token_sees_the_future(family, attention, monkeypatch):
+    model = patch_model(build_language_model(family, attention), RSAConfig(**FULL_PLAN))
+    ids = torch.randint(3, VOCAB, (2, 12))
+    name = "decoder_input_ids" if family == "t5" else "input_ids"
+    more = {"input_ids": ids} if family == "t5" else {}
+
+    def change():
+        before = model(**more, **{name: ids}).logits
+        other = ids.clone()
+        other[:, 8] = (ids[:, 8] - 3 + 1) % (VOCAB - 3) + 3
+        return (model(**more, **{name: other}).logits - before).abs().amax((0, 2))
+
+    assert float(change()[:8].max()) == 0
+    assert float(change()[9:].max()) > 1e-3
+
+    def looks_ahead(value, *args, causal, **keywords):
+        return rem_product(value, *args, causal=False, **keywords)
+
+    monkeypatch.setattr(rsa_hf.heads, "rem_product", looks_ahead)
+    assert float(change()[:8].max()) > 1e-3
+
+
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
+@torch.no_grad()
+def test_generate_with_and_without_cache(family, arguments):
+    model = patch_model(build_language_model(family), RSAConfig(**FULL_PLAN))
+    inputs = batch()
+    inputs.pop("position_ids")
+    arguments = {
+        "max_new_tokens": 9,
+        "min_new_tokens": 9,
+        "do_sample": False,
+        "output_scores": True,
+        **arguments,
+    }
+    cached = model.generate(**inputs, **arguments, return_dict_in_generate=True)
+    arguments.pop("cache_implementation", None)
+    plain = model.generate(**inputs, **arguments, use_cache=False, return_dict_in_generate=True)
+    assert torch.equal(cached.sequences, plain.sequences)
+    for a, b in zip(cached.scores, plain.scores, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_continuous_batching_is_refused():
+    model = patch_model(build_language_model("gpt2"), RSAConfig(**FULL_PLAN))
+    with pytest.raises(NotImplementedError, match="continuous batching"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.long), cache=object())
+
+
+@torch.no_grad()
+def test_sorting_gpt2_still_sorts(data_folder, tmp_path):
+    """The trained checkpoint stays right on all 729 inputs after patching with a shut gate, saving and loading."""
+    from itertools import product
+
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(data_folder / "checkpoints" / "gpt2-nano-sort").eval()
+    ids = torch.tensor(list(product(range(3), repeat=6)))
+
+    def right(model):
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=6,
+            min_new_tokens=6,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        return int((out[:, 6:] == ids.sort(dim=1).values).all(1).sum())
+
+    assert right(model) == 729
+    patch_model(model, RSAConfig(gate_init=float("-inf")))
+    assert right(model) == 729
+    model.save_pretrained(tmp_path)
+    assert right(AutoModelForCausalLM.from_pretrained(tmp_path)) == 729
+    # A gate that is open, untrained, must not: else the check could not fail.
+    opened = AutoModelForCausalLM.from_pretrained(data_folder / "checkpoints" / "gpt2-nano-sort").eval()
+    assert right(patch_model(opened, RSAConfig(gate_init=2.0))) < 729

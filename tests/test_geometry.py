@@ -1,0 +1,179 @@
+"""Masks of every convention, read into geometries and checked against who really sees whom."""
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from references import double_loop, relative_error
+
+from rsa_hf import rem_product
+from rsa_hf.geometry import Geometry, read_geometry
+
+MIN = torch.finfo(torch.float32).min
+
+
+def call(T, S, mask, causal=True, aligned_top_left=True, **keywords):
+    query, key = torch.empty(2, 3, T, 4), torch.empty(2, 3, S, 4)
+    return read_geometry(query, key, mask, causal=causal, aligned_top_left=aligned_top_left, **keywords)
+
+
+def product(geometry: Geometry, value):
+    return rem_product(
+        value,
+        ["regular", "cos", "sin"],
+        [0.9, 0.8, 0.95],
+        0.7,
+        [1, 2, 3],
+        query_length=geometry.query_length,
+        query_offset=geometry.query_offset,
+        causal=geometry.causal,
+        key_mask=geometry.key_mask,
+        visible=geometry.visible,
+    )
+
+
+def expected_product(value, T, offset, causal, visible):
+    rates = torch.tensor([0.9, 0.8, 0.95], dtype=value.dtype), torch.full((3,), 0.7, dtype=value.dtype)
+    return double_loop(value, ["regular", "cos", "sin"], *rates, [1, 2, 3], T, offset, causal, visible)
+
+
+def causal_visible(T, S, offset, key_mask):
+    seen = torch.arange(S)[None, :] <= (offset + torch.arange(T))[:, None]
+    return seen[None, None] & key_mask[:, None, None, :]
+
+
+@given(
+    T=st.integers(1, 9),
+    before=st.integers(0, 9),
+    behind=st.integers(0, 5),
+    left=st.tuples(st.integers(0, 4), st.integers(0, 4)),
+    additive=st.booleans(),
+)
+def test_causal_masks_with_padding_caches_and_empty_slots(T, before, behind, left, additive):
+    # Queries at before … before + T − 1 of a cache with empty slots behind; rows padded on the left.
+    S = before + T + behind
+    key_mask = torch.arange(S)[None, :] >= torch.tensor([min(n, before + T - 1) for n in left])[:, None]
+    visible = causal_visible(T, S, before, key_mask)
+    mask = torch.where(visible, 0.0, MIN) if additive else visible
+    geometry = call(T, S, mask)
+    assert geometry.visible is None, "a causal mask with padding has a linear path"
+    if T != S:
+        assert geometry.query_offset == before
+    value = torch.randn(2, 3, S, 2, dtype=torch.float64)
+    wanted = expected_product(value, T, before, True, visible)
+    real = visible.any(-1)[:, 0]  # rows that are padding see nothing; what they give is not used
+    found = product(geometry, value)
+    assert relative_error(found.transpose(1, 2)[real], wanted.transpose(1, 2)[real]) < 1e-6
+
+
+@pytest.mark.parametrize("additive", [True, False])
+def test_right_padding(additive):
+    key_mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0, 0]]).bool()
+    for causal in (True, False):
+        visible = causal_visible(7, 7, 0, key_mask) if causal else key_mask[:, None, None, :].expand(-1, 1, 7, -1)
+        mask = torch.where(visible, 0.0, MIN) if additive else visible
+        geometry = call(7, 7, mask, causal=causal)
+        assert geometry.visible is None
+        value = torch.randn(2, 3, 7, 2, dtype=torch.float64)
+        assert relative_error(product(geometry, value), expected_product(value, 7, 0, causal, visible)) < 1e-6
+
+
+def test_a_mask_row_for_all_queries():
+    key_mask = torch.tensor([[True, True, False, True]])
+    geometry = call(4, 4, key_mask[:, None, None, :], causal=False)
+    assert torch.equal(geometry.key_mask, key_mask)
+
+
+@pytest.mark.parametrize("kind", ["packed", "window", "prefix", "per head"])
+def test_other_visibility_is_exact_and_says_that_it_is_dense(kind):
+    T = 8
+    t, s = torch.arange(T)[:, None], torch.arange(T)[None, :]
+    visible = {
+        "packed": (s <= t) & ((s < 5) == (t < 5)),
+        "window": (s <= t) & (t - s < 3),
+        "prefix": (s <= t) | (s < 3),
+        "per head": s <= t,
+    }[kind][None, None].expand(2, 1, -1, -1)
+    if kind == "per head":
+        visible = visible.repeat(1, 3, 1, 1)
+        visible[:, 1, 5, 2] = False
+    with pytest.warns(UserWarning, match="quadratic"):
+        geometry = call(T, T, visible)
+    value = torch.randn(2, 3, T, 2, dtype=torch.float64)
+    if kind == "per head":
+        rows = [expected_product(value, T, 0, True, visible[:, h : h + 1])[:, h] for h in range(3)]
+        expected = torch.stack(rows, 1)
+    else:
+        expected = expected_product(value, T, 0, True, visible)
+    assert relative_error(product(geometry, value), expected) < 1e-6
+
+
+def test_missing_mask():
+    # (T, S, causal, aligned_top_left) → offset: a single query sees every key; sdpa aligns several at the top left.
+    assert call(6, 6, None).query_offset == 0
+    assert call(1, 6, None).query_offset == 5
+    assert call(4, 6, None).query_offset == 0
+    assert call(4, 6, None, aligned_top_left=False).query_offset == 2
+    assert call(4, 6, None, causal=False).query_offset == 2
+
+
+def test_two_dimensional_masks_and_windows_of_flash_attention():
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    geometry = call(4, 4, mask, aligned_top_left=False)
+    assert torch.equal(geometry.key_mask, mask.bool())
+    with pytest.warns(UserWarning, match="sliding window"):
+        geometry = call(4, 6, None, aligned_top_left=False, sliding_window=3)
+    t, s = 2 + torch.arange(4)[:, None], torch.arange(6)[None, :]
+    value = torch.randn(2, 3, 6, 2, dtype=torch.float64)
+    visible = ((s <= t) & (t - s < 3))[None, None].expand(2, -1, -1, -1)
+    assert relative_error(product(geometry, value), expected_product(value, 4, 2, True, visible)) < 1e-6
+
+
+def test_position_bias_in_the_mask_is_not_taken_for_hiding():
+    bias = torch.randn(1, 3, 5, 5) * 50
+    mask = torch.where(torch.ones(5, 5).tril().bool(), bias, MIN)
+    geometry = call(5, 5, mask)
+    assert (geometry.visible, geometry.key_mask) == (None, None)
+    assert call(5, 5, torch.where(torch.ones(5, 5).tril().bool(), 0.0, -10_000.0)[None, None]).visible is None
+
+
+def test_one_mask_is_read_once(monkeypatch):
+    import rsa_hf.geometry as module
+
+    read, calls = module._read_mask, []
+    monkeypatch.setattr(module, "_read_mask", lambda *args: calls.append(1) or read(*args))
+    mask = torch.ones(2, 1, 5, 5).tril().bool()
+    first = call(5, 5, mask)
+    assert call(5, 5, mask) is first
+    assert len(calls) == 1
+    mask[0, 0, :, 0] = False  # written to in place: what was read before no longer holds
+    assert call(5, 5, mask).key_mask is not None
+    assert len(calls) == 2
+    call(5, 5, mask.clone())
+    assert len(calls) == 3
+    with torch.inference_mode():
+        call(5, 5, torch.ones(2, 1, 5, 5).tril().bool())
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "message"),
+    [
+        (object(), TypeError, "mask of type object.*sdpa"),
+        (torch.ones(2, 5, 5), ValueError, r"\(2, 5, 5\)"),
+        (torch.ones(2, 3), ValueError, r"\(2, 3\)"),
+        (torch.ones(2, 1, 4, 5), ValueError, "5 queries"),
+        (torch.ones(2, 1, 5, 3), ValueError, "5 keys"),
+    ],
+)
+def test_masks_that_cannot_be_read(mask, error, message):
+    with pytest.raises(error, match=message):
+        call(5, 5, mask)
+
+
+def test_linear_geometries_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(5, 5, torch.ones(2, 1, 5, 5).tril().bool())
+        call(5, 9, None)

@@ -1,0 +1,151 @@
+"""One RSA layer against the paper's equation written out, and the parameters that stand behind it."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from references import relative_error, rsa_attention
+
+from rsa_hf import RSAConfig, RSAHeads, rem_matrix
+from rsa_hf.geometry import Geometry
+
+PLAN = {
+    "num_regular": 2,
+    "num_cyclical_pairs": 1,
+    "num_dilated_regular": 1,
+    "num_dilated_cyclical_pairs": 1,
+    "dilation": [2, 3, 4],
+}
+
+
+def make(**values) -> RSAHeads:
+    return RSAHeads(RSAConfig(**{**PLAN, **values}).layer_plans([10])[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("gate_per_head", [True, False])
+@pytest.mark.parametrize("tie_pairs", [True, False])
+@pytest.mark.parametrize("value_heads", [10, 5, 2])
+def test_equation_4_with_plain_heads_and_grouped_values(causal, gate_per_head, tie_pairs, value_heads):
+    T, H, D, R = 23, 10, 4, 7
+    heads = make(gate_per_head=gate_per_head, tie_pairs=tie_pairs, gate_init=0.3)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.01)
+    query, key, value = (torch.randn(2, n, T, D, dtype=torch.float64) for n in (H, value_heads, value_heads))
+    wide_key, wide_value = (x.repeat_interleave(H // value_heads, 1) for x in (key, value))
+
+    # The heads' rates in head order, spelled out: regular, cos, sin, dilated regular, dilated cos, dilated sin.
+    rates = {name: rate.detach().double() for name, rate in heads.rates().items()}
+    lam, gamma, theta = rates["lam"], rates["gamma"], rates["theta"]
+    pairs = [0, 0, 1, 1] if tie_pairs else [0, 1, 2, 3]
+    decay = torch.stack([lam[0], lam[1], gamma[pairs[0]], gamma[pairs[1]], lam[2], gamma[pairs[2]], gamma[pairs[3]]])
+    zero = torch.zeros((), dtype=torch.float64)
+    angles = torch.stack([zero, zero, theta[pairs[0]], theta[pairs[1]], zero, theta[pairs[2]], theta[pairs[3]]])
+    kinds = ["regular", "regular", "cos", "sin", "regular", "cos", "sin"]
+    P = torch.zeros(H, T, T, dtype=torch.float64)
+    P[:R] = rem_matrix(kinds, decay, angles, [1, 1, 1, 1, 2, 3, 4], query_length=T, causal=causal)
+    gate = torch.zeros(H, 1, 1, dtype=torch.float64)
+    gate[:R, 0, 0] = rates["gate"]
+
+    plain = rsa_attention(query, wide_key, wide_value, 0.0, P, causal)
+    expected = rsa_attention(query, wide_key, wide_value, gate, P, causal).transpose(1, 2)
+    found = heads(plain.transpose(1, 2), value, Geometry(T, T, 0, causal))
+    assert relative_error(found, expected) < 1e-6  # rates are float32
+    assert torch.equal(found[:, :, R:], plain.transpose(1, 2)[:, :, R:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_shut_gate_changes_no_bit(dtype):
+    heads = make(gate_init=-math.inf)
+    attention, value = torch.randn(2, 9, 10, 4).to(dtype), torch.randn(2, 10, 9, 4).to(dtype)
+    out = heads(attention, value, Geometry(9, 9, 0, True))
+    assert out.dtype == dtype
+    assert torch.equal(out, attention)
+
+
+def test_every_parameter_gets_a_gradient():
+    heads = make(gate_init=0.0)
+    out = heads(torch.randn(2, 9, 10, 4), torch.randn(2, 10, 9, 4), Geometry(9, 9, 0, True))
+    out.square().sum().backward()
+    for name, parameter in heads.named_parameters():
+        assert bool((parameter.grad != 0).all()), name
+
+
+def test_gradients_of_stored_parameters():
+    heads = make(gate_init=0.2, gate_per_head=True)
+    attention, value = torch.randn(1, 8, 10, 2).double(), torch.randn(1, 10, 8, 2).double()
+    names = [name for name, _ in heads.named_parameters()]
+    stored = [parameter.detach().double().requires_grad_() for parameter in heads.parameters()]
+
+    def run(*values):
+        return torch.func.functional_call(
+            heads, dict(zip(names, values, strict=True)), (attention, value, Geometry(8, 8, 0, True))
+        )
+
+    assert torch.autograd.gradcheck(run, stored)
+
+
+def test_where_parameters_start():
+    heads = make(gate_init=-3.0)
+    rates = heads.rates()
+    scale = heads.plan.parameter_scale
+    torch.testing.assert_close(rates["gate"], torch.sigmoid(torch.tensor([-3.0])))
+    eta, nu = heads.eta * scale, heads.nu * scale
+    assert bool(((eta.abs() >= 1) & (eta.abs() <= 2)).all())
+    assert eta.unique().numel() == 3
+    assert bool(((nu >= 1) & (nu <= 2)).all())
+    torch.testing.assert_close(rates["theta"], torch.full((2,), math.pi / 4))
+    assert {p.dtype for p in heads.parameters()} == {torch.float32}
+    assert all(p.dim() == 1 for p in heads.parameters())
+
+
+@pytest.mark.parametrize("scale", [1.0, 20.0])
+def test_scale_changes_what_is_stored_not_what_is_in_force(scale):
+    plain, scaled = make(parameter_scale=1.0), make(parameter_scale=scale)
+    for name, rate in plain.rates().items():
+        torch.testing.assert_close(scaled.rates()[name], rate)
+    torch.testing.assert_close(scaled.mu * scale, plain.mu)
+
+
+def test_untied_pairs_start_as_tied_ones():
+    attention, value = torch.randn(2, 9, 10, 4), torch.randn(2, 10, 9, 4)
+    geometry = Geometry(9, 9, 0, True)
+    tied, untied = make(gate_init=0.0), make(gate_init=0.0, tie_pairs=False)
+    assert untied.nu.numel() == 2 * tied.nu.numel()
+    torch.testing.assert_close(untied(attention, value, geometry), tied(attention, value, geometry))
+
+
+@pytest.mark.parametrize("cast", [lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.to(torch.bfloat16)])
+def test_rates_stay_float32(cast):
+    heads = make()
+    before = copy.deepcopy(heads.state_dict())
+    model = cast(torch.nn.Sequential(torch.nn.Linear(2, 2), heads))
+    assert model[0].weight.dtype != torch.float32
+    for name, value in model[1].state_dict().items():
+        assert torch.equal(value, before[name])
+        assert value.dtype == torch.float32
+
+
+def test_moves_to_other_devices():
+    assert {p.device.type for p in make().to("meta").parameters()} == {"meta"}
+
+
+def test_copies_and_pickles():
+    heads = make()
+    for twin in (copy.deepcopy(heads), pickle.loads(pickle.dumps(heads))):
+        for name, value in twin.state_dict().items():
+            assert torch.equal(value, heads.state_dict()[name])
+        assert twin.plan == heads.plan
+
+
+def test_more_rsa_heads_than_heads():
+    with pytest.raises(ValueError, match="7 RSA heads.*has 4 heads"):
+        make()(torch.randn(1, 5, 4, 2), torch.randn(1, 4, 5, 2), Geometry(5, 5, 0, True))
+
+
+def test_lengths_that_do_not_fit_the_mask():
+    with pytest.raises(ValueError, match="5 queries and 5 values.*6 and 6"):
+        make()(torch.randn(1, 5, 10, 2), torch.randn(1, 10, 5, 2), Geometry(6, 6, 0, True))

@@ -1,0 +1,249 @@
+"""patch_model and unpatch_model on whole models."""
+
+import copy
+import math
+
+import pytest
+import torch
+from families import CONFIGS, FAMILIES, FULL_PLAN, build, build_language_model, inputs
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertLMHeadModel,
+    GPT2Config,
+    GPT2Model,
+    MambaConfig,
+    MambaModel,
+    T5EncoderModel,
+)
+
+from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, rsa_report, unpatch_model
+
+ATTENTIONS = ["sdpa", "eager"]
+
+
+def state_of(model):
+    return (
+        copy.deepcopy(model.state_dict()),
+        copy.deepcopy(model.config.to_dict()),
+        [n for n, _ in model.named_modules()],
+    )
+
+
+def assert_same_state(model, before):
+    weights, config, modules = before
+    assert list(model.state_dict()) == list(weights)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+    assert model.config.to_dict() == config
+    assert [n for n, _ in model.named_modules()] == modules
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_shut_gate_is_bitwise_the_unpatched_model(family, attention):
+    model, batch = build(family, attention), inputs(family)
+    padded = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+    padded["attention_mask"][0, :3] = 0
+    expected, expected_padded = model(**batch)[0], model(**padded)[0]
+    patch_model(model, RSAConfig(**{**FULL_PLAN, "gate_init": -math.inf}))
+    assert torch.equal(model(**batch)[0], expected)
+    assert torch.equal(model(**padded)[0], expected_padded)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_open_gate_acts_and_unpatch_is_exact(family, attention):
+    model, batch = build(family, attention), inputs(family)
+    before, expected = state_of(model), model(**batch)[0]
+    assert patch_model(model, RSAConfig(**FULL_PLAN)) is model
+    assert is_patched(model)
+    assert (model(**batch)[0] - expected).abs().max() > 0.05
+    assert unpatch_model(model) is model
+    assert not is_patched(model)
+    assert_same_state(model, before)
+    assert torch.equal(model(**batch)[0], expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_reach_every_rsa_parameter_and_weight(family):
+    model, batch = build_language_model(family), inputs(family)
+    if family in ("bert", "roberta"):
+        model = build(family)
+    patch_model(model, RSAConfig(**FULL_PLAN)).train()
+    model(**batch)[0].square().mean().backward()
+    for name, parameter in model.named_parameters():
+        if ".rsa." in name:
+            assert parameter.grad is not None, name
+            assert bool((parameter.grad != 0).all()), name
+
+
+def test_attention_modules_are_where_they_should_be():
+    expected = {
+        "bert": ["encoder.layer.0.attention.self", "encoder.layer.1.attention.self"],
+        "gpt2": ["h.0.attn", "h.1.attn"],
+        "llama": ["layers.0.self_attn", "layers.1.self_attn"],
+        # Both stacks' self-attention, no cross-attention.
+        "t5": [f"{part}.block.{i}.layer.0.SelfAttention" for part in ("encoder", "decoder") for i in (0, 1)],
+    }
+    for family, names in expected.items():
+        model = patch_model(build(family))
+        assert model.config.rsa["modules"] == names
+        assert [n for n, m in model.named_modules() if isinstance(m, RSAHeads)] == [f"{n}.rsa" for n in names]
+
+
+def test_parameters_added_are_exactly_gate_and_rates():
+    # Spec §2: 14 layers with two dilated cyclical pairs each add 14 · (1 μ + 2 ν + 2 θ) = 70.
+    config = GPT2Config(vocab_size=50, n_embd=16, n_layer=14, n_head=8, n_positions=32)
+    model = GPT2Model(config)
+    plain = model.num_parameters()
+    patch_model(model, RSAConfig(num_dilated_cyclical_pairs=2, dilation=[3, 6, 9, 12], gate_init=1))
+    assert model.num_parameters() - plain == 70
+    assert rsa_report(model).num_parameters == 70
+
+
+def test_patching_again_with_the_same_plan_does_nothing():
+    model = build("gpt2")
+    patch_model(model, RSAConfig(**FULL_PLAN))
+    with torch.no_grad():
+        model.h[0].attn.rsa.mu.fill_(0.01)
+    before = state_of(model)
+    patch_model(model, RSAConfig(**FULL_PLAN))
+    patch_model(model, dict(FULL_PLAN))
+    assert_same_state(model, before)
+
+
+def test_patching_again_with_another_plan_is_refused():
+    model = patch_model(build("gpt2"), RSAConfig(**FULL_PLAN))
+    before = state_of(model)
+    with pytest.raises(ValueError, match=r"another plan \(.*gate_init: 0.5 → 1.0.*unpatch_model"):
+        patch_model(model, RSAConfig(**{**FULL_PLAN, "gate_init": 1.0}))
+    with pytest.raises(ValueError, match=r"modules: h.0.attn, h.1.attn → h.1.attn"):
+        patch_model(model, RSAConfig(**FULL_PLAN, layers=[1]))
+    assert_same_state(model, before)
+
+
+def test_some_layers_only():
+    model = patch_model(build("gpt2"), RSAConfig(layers=[1]))
+    assert model.config.rsa["modules"] == ["h.1.attn"]
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        (RSAConfig(num_regular=9), ValueError, "8 attention heads.*9 RSA heads"),
+        (RSAConfig(num_dilated_regular=2, dilation=[3]), ValueError, "1 entries.*2 dilated heads"),
+        (RSAConfig(layers=[2]), ValueError, "indices go from 0 to 1: h.0.attn, h.1.attn"),
+        ({"num_regulr": 1}, ValueError, "num_regulr"),
+        ("everything", TypeError, "RSAConfig or a mapping"),
+    ],
+)
+def test_a_plan_that_does_not_fit_leaves_the_model_as_it_was(config, error, message):
+    model = build("gpt2")
+    before = state_of(model)
+    with pytest.raises(error, match=message):
+        patch_model(model, config)
+    assert_same_state(model, before)
+
+
+def test_a_model_without_attention_is_refused():
+    model = MambaModel(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1))
+    before = state_of(model)
+    with pytest.raises(ValueError, match=r"MambaModel has no attention that can be patched.*Looked at \d+ modules"):
+        patch_model(model)
+    assert_same_state(model, before)
+
+
+def test_cross_attention_only_is_refused():
+    config = BertConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        is_decoder=True,
+        add_cross_attention=True,
+    )
+    cross = BertLMHeadModel(config).bert.encoder.layer[0].crossattention
+
+    class CrossAttentionOnly(T5EncoderModel):
+        """A base whose only attention looks at another sequence."""
+
+        def __init__(self):
+            super().__init__(CONFIGS["t5"]())
+            del self.encoder, self.shared
+            self.cross = cross
+
+        def forward(self, input_ids):
+            return self.cross(torch.randn(1, 5, 16), None, torch.randn(1, 8, 16))
+
+    with pytest.raises(ValueError, match=r"cross-attention only \(BertCrossAttention"):
+        patch_model(CrossAttentionOnly())
+
+
+def test_what_is_no_transformers_model_is_refused():
+    with pytest.raises(TypeError, match="PreTrainedModel, got Linear"):
+        patch_model(torch.nn.Linear(2, 2))
+
+
+def test_a_failing_trial_run_says_what_to_do():
+    with pytest.raises(ValueError, match=r"trial run of GPT2Model with tokens failed.*probe_inputs"):
+        patch_model(build("gpt2"), probe_inputs={"tokens": torch.ones(1, 4)})
+
+
+def test_an_occupied_name_is_refused():
+    model = build("gpt2")
+    model.h[1].attn.rsa = torch.nn.Linear(1, 1)
+    before = state_of(model)
+    with pytest.raises(ValueError, match="already has an attribute 'rsa'"):
+        patch_model(model)
+    assert_same_state(model, before)
+
+
+def test_rsa_layers_that_take_no_part_are_noticed(monkeypatch):
+    # Without the hook on the attention interface the children would be there, trained on nothing.
+    model = build("gpt2")
+    before = state_of(model)
+    monkeypatch.setattr("rsa_hf.hooks._attention_with_rsa", lambda rsa, base, name, *args, **kw: base(*args, **kw))
+    with pytest.raises(RuntimeError, match=r"h.0.attn, h.1.attn took no part"):
+        patch_model(model)
+    assert_same_state(model, before)
+
+
+def test_patching_disturbs_neither_training_mode_nor_random_numbers():
+    model = build("gpt2").train()
+    model.h[0].eval()
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    patch_model(model)
+    assert torch.equal(torch.rand(4), expected)
+    assert model.training
+    assert not model.h[0].training
+    assert not model.h[0].attn.rsa.training
+    assert model.h[1].attn.rsa.training
+
+
+def test_plain_models_are_untouched_beside_a_patched_one():
+    torch.manual_seed(1)
+    plain, batch = build("gpt2"), inputs("gpt2")
+    twin = copy.deepcopy(plain)
+    with torch.no_grad():
+        expected = plain(**batch)[0]
+        patch_model(twin, RSAConfig(**FULL_PLAN))
+        assert torch.equal(plain(**batch)[0], expected)
+        assert not torch.equal(twin(**batch)[0], expected)
+    assert "rsa" not in vars(plain.config)
+
+
+def test_patch_the_head_class_or_its_base():
+    model = AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]()).eval()
+    twin = copy.deepcopy(model)
+    batch = inputs("roberta")
+    patch_model(model, RSAConfig(**FULL_PLAN))
+    patch_model(twin.roberta, RSAConfig(**FULL_PLAN))
+    with torch.no_grad():
+        assert torch.equal(model(**batch).logits, twin(**batch).logits)
+    assert model.config.rsa == twin.config.rsa

@@ -1,0 +1,72 @@
+"""The explicit matrices, entry by entry."""
+
+import math
+
+import pytest
+import torch
+
+from rsa_hf import rem_matrix
+from rsa_hf.rem import decay_rates
+
+
+def test_entries_of_the_six_rems():
+    lam, gamma, theta = -0.7, 0.8, 0.6
+    kinds = ["regular", "cos", "sin"] * 2
+    P = rem_matrix(
+        kinds,
+        torch.tensor([lam, gamma, gamma] * 2, dtype=torch.float64),
+        torch.tensor([0.0, theta, theta] * 2, dtype=torch.float64),
+        [1, 1, 1, 2, 3, 3],
+        query_length=7,
+    )
+    assert P.shape == (6, 7, 7)
+    assert P[0, 5, 2].item() == pytest.approx(lam**3)
+    assert P[1, 5, 2].item() == pytest.approx(gamma**3 * math.cos(3 * theta))
+    assert P[2, 5, 2].item() == pytest.approx(gamma**3 * math.sin(3 * theta))
+    assert P[3, 6, 2].item() == pytest.approx(lam**2)
+    assert P[3, 5, 2].item() == 0
+    assert P[4, 6, 0].item() == pytest.approx(gamma**2 * math.cos(2 * theta))
+    assert P[5, 4, 1].item() == pytest.approx(gamma * math.sin(theta))
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 8])
+def test_dilation_is_a_kronecker_product(d):
+    # Spec §2: the leading T×T block of P ⊗ I_d.
+    T = 8
+    base = rem_matrix(["regular", "cos", "sin"], 0.9, 0.5, 1, query_length=T)
+    dilated = rem_matrix(["regular", "cos", "sin"], 0.9, 0.5, d, query_length=T)
+    expected = torch.stack([torch.kron(head, torch.eye(d))[:T, :T] for head in base])
+    torch.testing.assert_close(dilated, expected)
+
+
+def test_unmasked_is_masked_plus_its_transpose():
+    masked = rem_matrix(["regular", "cos", "sin"], 0.9, 0.5, [1, 2, 3], query_length=9)
+    unmasked = rem_matrix(["regular", "cos", "sin"], 0.9, 0.5, [1, 2, 3], query_length=9, causal=False)
+    torch.testing.assert_close(unmasked, masked + masked.transpose(-1, -2))
+    assert torch.count_nonzero(unmasked.diagonal(dim1=-2, dim2=-1)) == 0
+
+
+def test_queries_are_the_last_positions():
+    whole = rem_matrix("cos", 0.9, 0.5, query_length=12)
+    torch.testing.assert_close(rem_matrix("cos", 0.9, 0.5, query_length=5, key_length=12), whole[:, 7:])
+    torch.testing.assert_close(
+        rem_matrix("cos", 0.9, 0.5, query_length=5, key_length=12, query_offset=2), whole[:, 2:7]
+    )
+
+
+def test_gradients_reach_the_rates():
+    torch.set_default_dtype(torch.float64)
+    try:
+        eta = torch.tensor([0.0, -1.3], requires_grad=True)
+        nu = torch.tensor([1.2, 0.1], requires_grad=True)
+        theta = torch.tensor([0.3, 0.9], requires_grad=True)
+
+        def matrices(eta, nu, theta):
+            lam, gamma = decay_rates(eta, nu)
+            decay, angles = torch.cat([lam, gamma, gamma]), torch.cat([torch.zeros(2), theta, theta])
+            kinds = ["regular"] * 2 + ["cos"] * 2 + ["sin"] * 2
+            return rem_matrix(kinds, decay, angles, [1, 2, 1, 3, 1, 2], query_length=6)
+
+        assert torch.autograd.gradcheck(matrices, (eta, nu, theta))
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -1,0 +1,283 @@
+"""Checkpoints: what goes in comes out bit for bit, and what does not fit is refused by name."""
+
+import copy
+import json
+import math
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from families import CONFIGS, FAMILIES, FULL_PLAN, build, build_language_model, inputs
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    RobertaModel,
+    T5EncoderModel,
+    T5ForConditionalGeneration,
+    pipeline,
+)
+
+from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, rsa_report
+
+
+def trained(model, plan=None):
+    """A patched model whose gates and rates are not where they started."""
+    patch_model(model, RSAConfig(**(FULL_PLAN if plan is None else plan)))
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, RSAHeads):
+                for parameter in module.parameters():
+                    parameter.add_(torch.randn(parameter.shape) * 0.02)
+    return model.eval()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = trained(build("roberta"))
+    model.save_pretrained(tmp_path)
+    return model, tmp_path
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_auto_model_gives_the_same_bits(family, tmp_path):
+    model, batch = trained(build(family)), inputs(family)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded(**batch)[0], model(**batch)[0])
+    assert loaded.config.rsa == model.config.rsa
+    assert str(rsa_report(loaded)) == str(rsa_report(model))
+    # Saved again it is the same again.
+    loaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(AutoModel.from_pretrained(tmp_path / "again")(**batch)[0], model(**batch)[0])
+
+
+@pytest.mark.parametrize("how", ["shards", "device_map", "concrete class", "deepcopy", "pickle", "offload"])
+@torch.no_grad()
+def test_every_way_of_loading(how, saved, tmp_path):
+    model, folder = saved
+    batch = inputs("roberta")
+    if how == "shards":
+        model.save_pretrained(tmp_path / "shards", max_shard_size="5KB")
+        assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+        loaded = AutoModel.from_pretrained(tmp_path / "shards")
+    elif how == "device_map":
+        loaded = AutoModel.from_pretrained(folder, device_map={"": "cpu"})
+    elif how == "concrete class":
+        loaded = RobertaModel.from_pretrained(folder)
+    elif how == "deepcopy":
+        loaded = copy.deepcopy(model)
+    elif how == "pickle":
+        loaded = pickle.loads(pickle.dumps(model))
+    else:
+        places = {"embeddings": "cpu", "encoder.layer.0": "cpu", "encoder.layer.1": "disk", "pooler": "disk"}
+        loaded = AutoModel.from_pretrained(folder, device_map=places, offload_folder=tmp_path / "offload")
+        assert {p.device.type for p in loaded.encoder.layer[1].attention.self.rsa.parameters()} == {"meta"}
+    assert torch.equal(loaded(**batch)[0], model(**batch)[0])
+
+
+@torch.no_grad()
+def test_other_heads_on_the_same_base(tmp_path):
+    model = trained(AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]()))
+    model.save_pretrained(tmp_path)
+    batch = inputs("roberta")
+    expected = model.roberta(**batch).last_hidden_state
+    assert torch.equal(
+        AutoModelForSequenceClassification.from_pretrained(tmp_path)(**batch).logits, model(**batch).logits
+    )
+    assert torch.equal(AutoModel.from_pretrained(tmp_path)(**batch).last_hidden_state, expected)
+    causal = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(causal.roberta(**batch).last_hidden_state, expected)
+
+
+@torch.no_grad()
+def test_one_half_of_an_encoder_decoder(tmp_path):
+    model = trained(build_language_model("t5"))
+    model.save_pretrained(tmp_path)
+    ids = inputs("t5")["input_ids"]
+    half = T5EncoderModel.from_pretrained(tmp_path)
+    assert torch.equal(half(input_ids=ids)[0], model.encoder(input_ids=ids)[0])
+    assert isinstance(T5ForConditionalGeneration.from_pretrained(tmp_path), T5ForConditionalGeneration)
+
+
+@torch.no_grad()
+def test_lower_precision_keeps_rates_in_float32(saved):
+    model, folder = saved
+    loaded = AutoModel.from_pretrained(folder, dtype=torch.bfloat16)
+    weights = dict(model.named_parameters())
+    for name, parameter in loaded.named_parameters():
+        if ".rsa." in name:
+            assert parameter.dtype == torch.float32
+            assert torch.equal(parameter, weights[name])
+        else:
+            assert parameter.dtype == torch.bfloat16
+
+
+def test_a_new_model_from_the_config_starts_as_the_plan_says(saved):
+    _, folder = saved
+    fresh = AutoModel.from_config(AutoConfig.from_pretrained(folder))
+    assert is_patched(fresh)
+    gate = fresh.encoder.layer[0].attention.self.rsa.rates()["gate"]
+    torch.testing.assert_close(gate, torch.sigmoid(torch.tensor([FULL_PLAN["gate_init"]])))
+
+
+def test_pipeline(saved, data_folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(data_folder / "tokenizers" / "roberta")
+    config = CONFIGS["roberta"]()
+    config.vocab_size = len(tokenizer)
+    model = trained(AutoModelForSequenceClassification.from_config(config))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    text = "int f(int *p) { return p[1]; }"
+    with torch.no_grad():
+        expected = model(**tokenizer(text, return_tensors="pt")).logits[0]
+    scores = pipeline("text-classification", model=str(tmp_path), top_k=None, function_to_apply="none")([text])[0]
+    found = {score["label"]: score["score"] for score in scores}
+    assert [found["LABEL_0"], found["LABEL_1"]] == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        "AutoModel.from_pretrained(path)",
+        "RobertaModel.from_pretrained(path)",
+        "AutoModel.from_config(AutoConfig.from_pretrained(path))",
+        "AutoModel.from_pretrained(path, attn_implementation='sdpa')",
+        "pipeline('feature-extraction', model=path)",
+    ],
+)
+def test_without_rsa_hf_the_checkpoint_does_not_load(load, saved):
+    _, folder = saved
+    code = f"""
+        import sys
+        from transformers import AutoConfig, AutoModel, RobertaModel, pipeline
+        assert "rsa_hf" not in sys.modules
+        path = {str(folder)!r}
+        {load}
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "pip install rsa_hf, then import rsa_hf" in done.stderr
+
+
+def test_locks_are_in_the_file_and_not_in_memory(saved):
+    model, folder = saved
+    content = json.loads((folder / "config.json").read_text())
+    assert content["attn_implementation"].startswith("rsa_hf")
+    assert all(name.startswith("rsa_hf") for name in content["fusion_config"])
+    assert content["model_type"] == "roberta"
+    for config in (model.config, AutoConfig.from_pretrained(folder)):
+        assert config._attn_implementation in ("sdpa", None)
+        assert not hasattr(config, "fusion_config")
+    assert [path.name for path in folder.glob("*.tmp")] == []
+
+
+def edit_weights(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder, change):
+    content = json.loads((folder / "config.json").read_text())
+    change(content)
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+LAYER = "encoder.layer.1.attention.self.rsa"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop(f"{LAYER}.mu"), f"missing from the checkpoint: {LAYER}.mu"),
+        (
+            lambda w: w.update({"encoder.layer.0.attention.self.rsa.mu": torch.zeros(3)}),
+            r"rsa.mu has shape \(3,\).*\(1,\)",
+        ),
+        (
+            lambda w: w.update({"pooler.rsa.eta": torch.zeros(2)}),
+            "in the checkpoint, but not in the plan: pooler.rsa.eta",
+        ),
+        (lambda w: w[f"{LAYER}.mu"].fill_(math.nan), f"{LAYER}.mu is .nan.*a number is needed"),
+        (lambda w: w[f"{LAYER}.eta"].fill_(math.inf), f"{LAYER}.eta is .inf.*finite number"),
+    ],
+)
+def test_weights_that_do_not_fit_the_plan(saved, change, message):
+    _, folder = saved
+    edit_weights(folder, change)
+    with pytest.raises(ValueError, match=message):
+        AutoModel.from_pretrained(folder)
+    with pytest.raises(ValueError, match=message):
+        AutoModel.from_pretrained(folder, ignore_mismatched_sizes=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda c: c.pop("rsa"), ValueError, "in the checkpoint, but not in the plan"),
+        (lambda c: c["rsa"]["plan"].update(num_regular=2), ValueError, "eta has shape"),
+        (lambda c: c["rsa"]["plan"].update(num_regular=9e9), TypeError, "num_regular=9000000000.0"),
+        (lambda c: c["rsa"]["plan"].update(dilation=-1), ValueError, "dilation=-1"),
+        (lambda c: c["rsa"]["plan"].update(depth=1), ValueError, "unknown RSA setting 'depth'"),
+        (lambda c: c["rsa"].update(format_version=2), ValueError, "format_version 2.*newer"),
+        (lambda c: c["rsa"].pop("modules"), ValueError, "needed: format_version, modules, plan"),
+        (
+            lambda c: c["rsa"].update(modules=["encoder.layer.7.attention.self"]),
+            ValueError,
+            "has none of them",
+        ),
+        (lambda c: c["rsa"].update(modules=["__class__"]), ValueError, "no module name"),
+        (lambda c: c["rsa"].update(modules=["../x"]), ValueError, "no module name"),
+        (lambda c: c["rsa"].update(modules=["nowhere"]), ValueError, "has none of them"),
+        (lambda c: c.update(rsa=[1]), TypeError, "config.rsa is a mapping"),
+        (lambda c: c.update(num_hidden_layers=1), ValueError, "number of layers changed"),
+    ],
+)
+def test_plans_that_do_not_fit(saved, change, error, message):
+    _, folder = saved
+    edit_config(folder, change)
+    with pytest.raises(error, match=message):
+        AutoModel.from_pretrained(folder)
+
+
+def test_a_plain_checkpoint_with_a_plan_is_refused(tmp_path, saved):
+    model, _ = saved
+    build("roberta").save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match="missing from the checkpoint.*load it plain and call patch_model"):
+        AutoModel.from_pretrained(tmp_path / "plain", config=model.config)
+
+
+def test_recurrence_is_not_saved_without_its_plan(tmp_path):
+    model = trained(build_language_model("t5"))
+    with pytest.raises(ValueError, match="config has no plan"):
+        model.encoder.save_pretrained(tmp_path)
+    config = copy.deepcopy(model.config)
+    plain = build_language_model("t5")
+    plain.config.rsa = config.rsa
+    with pytest.raises(ValueError, match="model has no RSA heads"):
+        plain.save_pretrained(tmp_path)
+
+
+@torch.no_grad()
+def test_shut_gate_survives(tmp_path):
+    model = patch_model(build("gpt2"), RSAConfig(gate_init=-math.inf))
+    model.save_pretrained(tmp_path)
+    json.loads((tmp_path / "config.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert loaded.h[0].attn.rsa.rates()["gate"].item() == 0
+    assert torch.equal(loaded(**(batch := inputs("gpt2")))[0], model(**batch)[0])
+
+
+def test_a_plain_model_is_saved_as_ever(tmp_path):
+    build("roberta").save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert not {"rsa", "attn_implementation", "fusion_config"} & set(content)
