@@ -106,6 +106,24 @@ class _Rate:
         real, imaginary = self.powers(exponents)
         return torch.where(self.is_sin.reshape(-1, *[1] * exponents.dim()), imaginary, real)
 
+    def weights_of_state(self, length: int) -> Tensor:
+        """z^{length−1−i} for i = 0 … length−1, as rows (real, imaginary): what a state keeps; [H, 2, length]."""
+        return torch.stack(self.powers(torch.arange(length - 1, -1, -1, device=self.decay.device)), dim=1)
+
+    def readout(self, exponents: Tensor) -> Tensor:
+        """What a head reads of z^j h: the real part, for sin heads the imaginary part; [H, len(exponents), 2]."""
+        real, imaginary = self.powers(exponents)
+        is_sin = self.is_sin[:, None]
+        columns = [torch.where(is_sin, imaginary, real), torch.where(is_sin, real, -imaginary)]
+        return torch.stack(columns, dim=-1)
+
+    def matrix(self, exponents: Tensor, step: int) -> Tensor:
+        """z^{step·exponent}, 0 at exponents < 0, acting on stacked (real, imaginary) rows: [H, 2·rows, 2·columns]."""
+        zero = torch.zeros((), dtype=self.dtype, device=self.decay.device)
+        powers = self.powers(exponents.clamp(min=0) * step)
+        real, imaginary = (torch.where(exponents >= 0, part, zero) for part in powers)
+        return torch.cat([torch.cat([real, -imaginary], dim=-1), torch.cat([imaginary, real], dim=-1)], dim=-2)
+
 
 def _causal_product(value: Tensor, z: _Rate, d: int, prefix: int) -> Tensor:
     """Masked P V of heads that share a dilation d; the first `prefix` of the S keys precede the queries."""
@@ -115,62 +133,46 @@ def _causal_product(value: Tensor, z: _Rate, d: int, prefix: int) -> Tensor:
     left, right = -prefix % d, -T % d
     if left or right:
         value = F.pad(value, (0, 0, left, right))
-    steps = value.reshape(B, H, -1, d * D)
+    W = d * D
+    steps = value.reshape(B, H, -1, W)
     before, steps = steps[:, :, : (prefix + left) // d], steps[:, :, (prefix + left) // d :]
     n = steps.shape[2]
     C = min(CHUNK, n)
-    steps = F.pad(steps, (0, 0, 0, -n % C)).reshape(B, H, -1, C, d * D)
+    if n % C:
+        steps = F.pad(steps, (0, 0, 0, -n % C))
+    N = steps.shape[2] // C
+    # Everything that shares a head's matrices becomes columns, so that each product is one matrix product a head.
+    columns = steps.reshape(B, H, N, C, W).permute(1, 3, 2, 0, 4).reshape(H, C, N * B * W)
 
     i = torch.arange(C, device=value.device)
     lags = i[:, None] - i[None, :]
     block = torch.where(lags > 0, z.read(lags.clamp(min=1)), torch.zeros((), dtype=z.dtype, device=value.device))
-    output = block[:, None] @ steps
-    if steps.shape[2] > 1 or before.shape[2]:
-        states = _chunk_states(before, steps, z, C)
-        real, imaginary = z.powers(i + 1)
-        is_sin = z.is_sin[:, None]
-        readout = torch.stack(
-            [torch.where(is_sin, imaginary, real), torch.where(is_sin, real, -imaginary)], dim=-1
-        )  # [H, C, 2]: Re z^{i+1}h, or Im z^{i+1}h for sin heads
-        output = output + readout[:, None] @ states
-    return output.reshape(B, H, -1, D)[:, :, :T]
-
-
-def _chunk_states(before: Tensor, steps: Tensor, z: _Rate, C: int) -> Tensor:
-    """h_n for every chunk n = 0 … N−1, as (real, imaginary) rows: [B, H, N, 2, dD]."""
-    summaries = _state_of(steps[:, :, :-1], z, C)  # chunk n feeds state n + 1
-    first = _state_of(before.unsqueeze(2), z, before.shape[2])
-    return _carry(torch.cat([first, summaries], dim=2), z, C)
-
-
-def _state_of(steps: Tensor, z: _Rate, length: int) -> Tensor:
-    """Σ_i z^{length−1−i} v_i over the steps of each chunk: [B, H, N, length, W] to [B, H, N, 2, W]."""
-    weights = torch.stack(z.powers(torch.arange(length - 1, -1, -1, device=steps.device)), dim=1)  # [H, 2, length]
-    return weights[:, None] @ steps
+    if N == 1 and before.shape[2] == 0:
+        output = block @ columns
+    else:
+        products = torch.cat([block, z.weights_of_state(C)], dim=1) @ columns
+        summaries = products[:, C:].reshape(H, 2, N, B * W)[:, :, :-1]  # chunk n feeds state n + 1
+        old = before.permute(1, 2, 0, 3).reshape(H, -1, B * W)
+        first = (z.weights_of_state(before.shape[2]) @ old)[:, :, None]
+        states = _carry(torch.cat([first, summaries], dim=2), z, C).reshape(H, 2, N * B * W)
+        output = torch.baddbmm(products[:, :C], z.readout(i + 1), states)
+    output = output.reshape(H, C, N, B, W).permute(3, 0, 2, 1, 4)
+    return output.reshape(B, H, N * C * d, D)[:, :, :T]
 
 
 def _carry(terms: Tensor, z: _Rate, step: int) -> Tensor:
-    """x_n + z^step x_{n−1} + z^{2·step} x_{n−2} + …, for complex terms x: [B, H, N, 2, W], the same shape back."""
-    B, H, N, _, W = terms.shape
+    """x_n + z^step x_{n−1} + z^{2·step} x_{n−2} + …, for complex terms x: [H, 2, N, W], the same shape back."""
+    H, _, N, W = terms.shape
     if N == 1:
         return terms
     M = min(CHUNK, N)
-    chunks = F.pad(terms, (0, 0, 0, 0, 0, -N % M)).reshape(B, H, -1, 2 * M, W)
+    chunks = F.pad(terms, (0, 0, 0, -N % M)).reshape(H, 2, -1, M, W).transpose(2, 3)  # [H, 2, M, N / M, W]
+    outer = chunks.shape[3]
     i = torch.arange(M, device=terms.device)
-    carried = _complex_toeplitz(z, i[:, None] - i[None, :], step)[:, None] @ chunks
-    if chunks.shape[2] > 1:
-        # The last row of a chunk of states is what the next chunk of states starts from.
-        last = carried[:, :, :-1, -2:]
-        entering = F.pad(_carry(last, z, step * M), (0, 0, 0, 0, 1, 0))
-        carried = carried + _complex_toeplitz(z, i[:, None] + 1, step)[:, None] @ entering
-    return carried.reshape(B, H, -1, 2, W)[:, :, :N]
-
-
-def _complex_toeplitz(z: _Rate, exponents: Tensor, step: int) -> Tensor:
-    """z^{step·exponent}, 0 at exponents < 0, as a real matrix acting on interleaved (real, imaginary) rows."""
-    real, imaginary = z.powers(exponents.clamp(min=0) * step)
-    zero = torch.zeros((), dtype=z.dtype, device=real.device)
-    real, imaginary = torch.where(exponents >= 0, real, zero), torch.where(exponents >= 0, imaginary, zero)
-    rows, columns = exponents.shape
-    blocks = torch.stack([real, -imaginary, imaginary, real], dim=-1).reshape(-1, rows, columns, 2, 2)
-    return blocks.transpose(2, 3).reshape(-1, 2 * rows, 2 * columns)
+    carried = (z.matrix(i[:, None] - i[None, :], step) @ chunks.reshape(H, 2 * M, -1)).reshape(H, 2, M, outer, W)
+    if outer > 1:
+        # What the last state of a chunk of states holds enters the next chunk.
+        entering = F.pad(_carry(carried[:, :, -1, :-1], z, step * M), (0, 0, 1, 0))
+        added = z.matrix(i[:, None] + 1, step) @ entering.reshape(H, 2, -1)
+        carried = carried + added.reshape(H, 2, M, outer, W)
+    return carried.transpose(2, 3).reshape(H, 2, outer * M, W)[:, :, :N]
