@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from families import ATTENTIONS, DECODERS, FULL_PLAN, VOCAB, build_language_model
 from transformers import DynamicCache, StaticCache
 
 import rsa_hf.heads
+from families import ATTENTIONS, DECODERS, FULL_PLAN, VOCAB, build_language_model
 from rsa_hf import RSAConfig, patch_model, rem_product
 
 LENGTH = 14

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from references import double_loop, relative_error
 
+from references import double_loop, relative_error
 from rsa_hf import rem_product
 from rsa_hf.geometry import Geometry, read_geometry
 

@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 import torch
-from references import relative_error, rsa_attention
 
+from references import relative_error, rsa_attention
 from rsa_hf import RSAConfig, RSAHeads, rem_matrix
 from rsa_hf.geometry import Geometry
 

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from families import CONFIGS, FAMILIES, FULL_PLAN, build, build_language_model, inputs
 from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
@@ -17,6 +16,7 @@ from transformers import (
     T5EncoderModel,
 )
 
+from families import CONFIGS, FAMILIES, FULL_PLAN, build, build_language_model, inputs
 from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, rsa_report, unpatch_model
 
 ATTENTIONS = ["sdpa", "eager"]

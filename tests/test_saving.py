@@ -10,7 +10,6 @@ import textwrap
 
 import pytest
 import torch
-from families import CONFIGS, FAMILIES, FULL_PLAN, build, build_language_model, inputs
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -23,6 +22,7 @@ from transformers import (
     pipeline,
 )
 
+from families import CONFIGS, FAMILIES, FULL_PLAN, build, build_language_model, inputs
 from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, rsa_report
 
 

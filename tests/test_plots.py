@@ -1,0 +1,174 @@
+"""The pictures: written, in the right size, with every layer; and clear words where there is nothing to draw."""
+
+import builtins
+import math
+import sys
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+
+from rsa_hf import RSAConfig, RSAHeads, patch_model, rsa_report
+from rsa_hf.plots import _last_lag, _layer_names, _spread, plot_rem, plot_training_curves
+
+matplotlib = pytest.importorskip("matplotlib")
+
+POINTS = [(0, 3.0), (100, 2.0), (200, 1.5)]
+
+
+def gpt2(layers: int, **plan) -> GPT2LMHeadModel:
+    config = GPT2Config(
+        n_layer=layers, n_embd=32, n_head=8, n_positions=16, vocab_size=32, bos_token_id=0, eos_token_id=0
+    )
+    return patch_model(GPT2LMHeadModel(config), RSAConfig(**plan))
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that were saved, to look into."""
+    from matplotlib.figure import Figure
+
+    saved = []
+    original = Figure.savefig
+
+    def savefig(self, *arguments, **keywords):
+        saved.append(self)
+        original(self, *arguments, **keywords)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return saved
+
+
+def size(path):
+    header = path.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    return int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
+
+
+@pytest.mark.parametrize("layers", [1, 6, 12, pytest.param(48, marks=pytest.mark.slow)])
+def test_one_panel_per_layer_and_the_gates(tmp_path, figures, layers):
+    path = tmp_path / "new" / "rsa.png"
+    plot_rem(gpt2(layers), path)
+    width, height = size(path)
+    assert 900 < width < 3000
+    assert 600 < height < 3000
+    upper, lower = figures[0].subfigs
+    titles = [axes.get_title(loc="left") for axes in upper.axes if axes.axison]
+    assert titles == [f"layer {i}" for i in range(layers)]
+    assert len(lower.axes[0].patches) == layers
+
+
+def test_every_head_is_drawn_with_its_curve(tmp_path, figures):
+    model = gpt2(1, num_regular=2, num_cyclical_pairs=1, num_dilated_cyclical_pairs=1, dilation=[2, 4])
+    report = rsa_report(model)
+    plot_rem(report, tmp_path / "rsa.png")
+    axes = figures[0].subfigs[0].axes[0]
+    drawn = {tuple(line.get_xdata()[:2]): line.get_ydata() for line in axes.lines if len(line.get_xdata()) > 2}
+    dilated = report.layers[0].heads[4:]
+    for head in dilated:
+        wave = {"cos": math.cos, "sin": math.sin}[head.kind]
+        curve = drawn[(head.dilation, 2 * head.dilation)]
+        assert curve[0] == pytest.approx(head.decay * wave(head.theta))
+        assert curve[1] == pytest.approx(head.decay**2 * wave(2 * head.theta))
+    labels = [text.get_text() for text in figures[0].subfigs[0].legends[0].get_texts()]
+    assert [label.split()[0] for label in labels] == ["regular", r"$\lambda", "cos", "sin", "dilated"]
+    assert labels[-1] == "dilated by 2, 4"
+
+
+def test_gates_per_head_are_dots(tmp_path, figures):
+    model = gpt2(2, gate_per_head=True)
+    with torch.no_grad():
+        for heads in (module for module in model.modules() if isinstance(module, RSAHeads)):
+            heads.mu.add_(torch.randn_like(heads.mu) / 20)
+    plot_rem(model, tmp_path / "rsa.png")
+    dots = [line for line in figures[0].subfigs[1].axes[0].lines if len(line.get_xdata()) == 4]
+    assert len(dots) == 2
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.inf, 0.0])
+def test_extreme_gates_and_rates(tmp_path, value):
+    model = gpt2(1, gate_init=value, num_regular=2)
+    with torch.no_grad():
+        model.transformer.h[0].attn.rsa.eta.copy_(torch.tensor([0.0, 100.0]))  # λ = 0 and λ = 1
+    plot_rem(model, tmp_path / "rsa.png")
+    size(tmp_path / "rsa.png")
+
+
+def test_encoder_and_decoder_are_told_apart(tmp_path, figures):
+    config = T5Config(d_model=32, num_layers=2, num_heads=4, d_kv=8, d_ff=32, vocab_size=32)
+    plot_rem(patch_model(T5ForConditionalGeneration(config), RSAConfig()), tmp_path / "rsa.png")
+    titles = [axes.get_title(loc="left") for axes in figures[0].subfigs[0].axes]
+    assert titles == ["encoder 0", "encoder 1", "decoder 0", "decoder 1"]
+
+
+def test_layer_names():
+    assert _layer_names(["a.h.0.attn", "a.h.2.attn"]) == ["layer 0", "layer 1"]
+    assert _layer_names(["attn"]) == ["layer 0"]
+    assert _layer_names(["m.enc.0", "m.enc.1", "m.dec.0"]) == ["enc 0", "enc 1", "dec 0"]
+
+
+def test_one_endless_head_does_not_squeeze_the_rest():
+    model = gpt2(4)
+    before = _last_lag(rsa_report(model))
+    with torch.no_grad():
+        model.transformer.h[0].attn.rsa.eta[0] = 100.0
+    assert _last_lag(rsa_report(model)) <= max(before, 256)
+
+
+def test_training_curves(tmp_path, figures):
+    path = tmp_path / "curves.png"
+    curves = {"plain": POINTS, "with RSA": [(0, 3.0), (100, math.nan), (200, 1.49)]}
+    plot_training_curves(curves, path, "step", "bits per byte", "a title")
+    size(path)
+    axes = figures[0].axes[0]
+    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title(loc="left")) == ("step", "bits per byte", "a title")
+    labels = {text.get_text(): text.xy[1] for text in axes.texts}
+    assert labels.keys() == curves.keys()
+    low, high = axes.get_ylim()
+    assert labels["plain"] - labels["with RSA"] >= 0.05 * (high - low)  # not written over each other
+
+
+def test_many_curves_and_single_points(tmp_path):
+    plot_training_curves(
+        {str(i): [(0, i), (1, i + 1)] for i in range(9)} | {"x": [(1, 2)]}, tmp_path / "a.png", "", "", ""
+    )
+    size(tmp_path / "a.png")
+
+
+def test_spread_keeps_the_order_and_the_gap():
+    heights = _spread([1.0, 0.0, 1.01, 5.0], (0.0, 10.0), gap=0.1)
+    assert sorted(range(4), key=heights.__getitem__) == [1, 0, 2, 3]
+    assert all(b - a >= 1 - 1e-9 for a, b in zip(sorted(heights), sorted(heights)[1:], strict=False))
+
+
+def test_nothing_to_draw(tmp_path):
+    plain = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=4, n_positions=16, vocab_size=32))
+    with pytest.raises(ValueError, match="no RSA heads.*patch_model"):
+        plot_rem(plain, tmp_path / "rsa.png")
+    with pytest.raises(ValueError, match="no curves"):
+        plot_training_curves({}, tmp_path / "a.png", "", "", "")
+    with pytest.raises(ValueError, match="'x' has 2 points, none of them finite"):
+        plot_training_curves({"x": [(0, math.nan), (1, math.inf)]}, tmp_path / "a.png", "", "", "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib(tmp_path, monkeypatch):
+    original = builtins.__import__
+
+    def absent(name, *arguments, **keywords):
+        if name.split(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return original(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with pytest.raises(ImportError, match=r"pip install 'rsa_hf\[plot\]'"):
+        plot_rem(gpt2(1), tmp_path / "rsa.png")
+    with pytest.raises(ImportError, match=r"pip install 'rsa_hf\[plot\]'"):
+        plot_training_curves({"a": POINTS}, tmp_path / "a.png", "", "", "")
+
+
+def test_no_window_and_no_backend_is_touched(tmp_path):
+    """pyplot, which may look for a display, is never loaded by a picture."""
+    loaded = "matplotlib.pyplot" in sys.modules
+    plot_rem(gpt2(1), tmp_path / "rsa.png")
+    assert ("matplotlib.pyplot" in sys.modules) == loaded

@@ -1,0 +1,32 @@
+"""The report says what is in force."""
+
+import math
+
+import pytest
+
+from families import FULL_PLAN, build
+from rsa_hf import RSAConfig, patch_model, rsa_report
+
+
+def test_figures_are_the_rates_in_force():
+    model = patch_model(build("gpt2"), RSAConfig(**FULL_PLAN))
+    report = rsa_report(model)
+    assert [layer.module for layer in report.layers] == ["h.0.attn", "h.1.attn"]
+    heads = report.layers[0].heads
+    rates = model.h[0].attn.rsa.rates()
+    assert [h.kind for h in heads] == ["regular", "cos", "sin", "regular", "cos", "sin"]
+    assert [h.dilation for h in heads] == [1, 1, 1, 2, 3, 5]
+    assert [h.theta is None for h in heads] == [True, False, False, True, False, False]
+    lam, gamma = rates["lam"].tolist(), rates["gamma"].tolist()
+    assert [h.decay for h in heads] == pytest.approx([lam[0], gamma[0], gamma[0], lam[1], gamma[1], gamma[1]])
+    assert heads[5].gate == pytest.approx(1 / (1 + math.exp(-0.5)))
+    for head in heads:
+        assert abs(head.decay) ** (head.half_life / head.dilation) == pytest.approx(0.5)
+    assert str(report).count("h.0.attn") == 6
+    assert report.num_parameters == 2 * (1 + 2 + 2 + 2)
+
+
+def test_a_plain_model_says_so():
+    report = rsa_report(build("gpt2"))
+    assert report.layers == ()
+    assert "not patched" in str(report)
