@@ -6,7 +6,6 @@ import textwrap
 
 import pytest
 import torch
-import transformers
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 import rsa_hf.hooks as hooks
@@ -22,7 +21,7 @@ def test_installing_again_does_nothing():
 
 @pytest.mark.parametrize("version", ["5.16.1", "4.57.0", "6.0.0"])
 def test_a_version_outside_the_range_is_named(version, monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr(hooks.transformers, "__version__", version)
     with pytest.raises(ImportError, match=rf"≥ 5.17, < 6; installed is {version}.*pip install"):
         hooks.install()
 
