@@ -46,8 +46,8 @@ test-oldest:    ## The fast tests on the oldest supported torch and transformers
 demo: $(READY)  ## Patch, fine-tune, compare, save, reload and plot, in under 8 minutes on 2 cores
 	$(BIN)/python scripts/demo.py --output outputs/demo
 
-devign: $(READY) ## Patched against unpatched MiniLM on 2,000 Devign functions, 3 seeds: writes RESULTS.md
-	$(BIN)/python scripts/compare_on_devign.py --data ../shared/data/devign --output outputs/devign
+devign: $(READY) ## Patched against unpatched MiniLM on 2,000 Devign functions, 3 seeds: writes results/
+	$(BIN)/python scripts/compare_on_devign.py --data ../shared/data/devign
 
 clean:          ## Remove what the other targets made
 	rm -rf $(VENV) .venv-oldest outputs .pytest_cache .mypy_cache .ruff_cache

@@ -25,14 +25,16 @@ class RSAHeads(nn.Module):
     * `eta`: (k1 + k4,); λ = tanh η.
     * `nu`, `theta`: (k2 + k5,), or twice as many where pairs are not tied; γ = sigmoid ν, θ in radians.
 
+    Those that a plan has no heads for are None.
+
     Args:
         plan: the heads of this layer.
     """
 
     mu: nn.Parameter
-    eta: nn.Parameter
-    nu: nn.Parameter
-    theta: nn.Parameter
+    eta: nn.Parameter | None
+    nu: nn.Parameter | None
+    theta: nn.Parameter | None
 
     def __init__(self, plan: HeadPlan) -> None:
         super().__init__()
@@ -44,7 +46,9 @@ class RSAHeads(nn.Module):
             "theta": plan.num_nu,
         }
         for name, size in sizes.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(size, dtype=torch.float32)))
+            # No empty parameters: savers that look for shared storage take all of them for one and drop it.
+            parameter = nn.Parameter(torch.empty(size, dtype=torch.float32)) if size else None
+            self.register_parameter(name, parameter)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -69,19 +73,22 @@ class RSAHeads(nn.Module):
         }
         for name, start in starts.items():
             parameter = getattr(self, name)
-            if parameter.device.type != "meta" and not getattr(parameter, "_is_hf_initialized", False):
+            if (
+                parameter is not None
+                and parameter.device.type != "meta"
+                and not getattr(parameter, "_is_hf_initialized", False)
+            ):
                 parameter.copy_(torch.tensor(start, dtype=torch.float32) / plan.parameter_scale)
 
     def rates(self) -> dict[str, Tensor]:
         """What is in force: `gate` (1,) or (R,), `lam` (k1 + k4,), `gamma` and `theta` as `nu` is; float32."""
         scale = self.plan.parameter_scale
-        lam, gamma = decay_rates(self.eta * scale, self.nu * scale)
-        return {
-            "gate": torch.sigmoid(self.mu * scale),
-            "lam": lam,
-            "gamma": gamma,
-            "theta": self.theta * scale,
-        }
+
+        def value(parameter: nn.Parameter | None) -> Tensor:
+            return self.mu.new_empty(0) if parameter is None else torch.mul(parameter, scale)
+
+        lam, gamma = decay_rates(value(self.eta), value(self.nu))
+        return {"gate": torch.sigmoid(value(self.mu)), "lam": lam, "gamma": gamma, "theta": value(self.theta)}
 
     def forward(self, attention: Tensor, value: Tensor, geometry: Geometry) -> Tensor:
         """Mix the recurrence into the output of attention.

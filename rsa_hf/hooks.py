@@ -8,7 +8,7 @@ What the hooks do:
 * `AttentionInterface.get_interface`: an attention module with a child named `rsa` gets its output mixed.
 * `PreTrainedModel.post_init`: a config that holds a plan (`config.rsa`) gets its `rsa` children built.
 * `PreTrainedModel._initialize_weights`: `rsa` children that no checkpoint fills start as the plan says.
-* `PreTrainedModel._finalize_model_loading`, `_from_config`: a checkpoint and its plan must match exactly.
+* `PreTrainedModel._load_pretrained_model`, `_from_config`: a checkpoint and its plan must match exactly.
 * `PreTrainedModel.save_pretrained`: recurrence is never saved without its plan.
 * `PreTrainedConfig.to_json_file`, `_dict_from_json_file`: the locks that keep a transformers without `rsa_hf` from
   loading a patched checkpoint as a plain model, put on in the file and taken off in memory.
@@ -29,6 +29,7 @@ from typing import Any, cast
 
 import transformers
 from packaging.version import Version
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
@@ -229,15 +230,29 @@ def _wrap_from_config(original: Callable[..., Any]) -> Callable[..., Any]:
     return _from_config
 
 
-def _wrap_finalize_model_loading(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _finalize_model_loading(model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
+def _wrap_load_pretrained_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _load_pretrained_model(
+        model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **keywords: Any
+    ) -> Any:
         _require_attached(model)
+        loading_info, *rest = original(model, state_dict, checkpoint_files, load_config, *args, **keywords)
+        loading_info.unexpected_keys -= _empty_tensors(loading_info.unexpected_keys, checkpoint_files)
         _require_matching_keys(model, loading_info)
-        loading_info = original(model, load_config, loading_info)
         _require_numbers(model)
-        return loading_info
+        return (loading_info, *rest)
 
-    return _finalize_model_loading
+    return _load_pretrained_model
+
+
+def _empty_tensors(keys: set[str], checkpoint_files: Any) -> set[str]:
+    """RSA keys whose tensor has no entries: a writer may keep `eta` (0,) for a plan without regular heads."""
+    wanted = {key for key in keys if RSA_KEY.search(key)}
+    files = [file for file in checkpoint_files or () if str(file).endswith(".safetensors")] if wanted else []
+    empty = set()
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            empty |= {key for key in wanted.intersection(tensors.keys()) if 0 in tensors.get_slice(key).get_shape()}
+    return empty
 
 
 def _require_matching_keys(model: PreTrainedModel, loading_info: Any) -> None:
@@ -248,10 +263,7 @@ def _require_matching_keys(model: PreTrainedModel, loading_info: Any) -> None:
         for key in sorted(loading_info.unexpected_keys)
         if RSA_KEY.search(key) and not any(pattern.search(key) for pattern in ignored)
     ]
-    # An empty parameter (a plan without heads of its kind) says nothing, so it may be missing.
-    missing = [
-        key for key in sorted(loading_info.missing_keys) if RSA_KEY.search(key) and model.get_parameter(key).numel()
-    ]
+    missing = [key for key in sorted(loading_info.missing_keys) if RSA_KEY.search(key)]
     mismatched = [entry for entry in sorted(loading_info.mismatched_keys) if RSA_KEY.search(entry[0])]
     problems = []
     if missing:
@@ -356,9 +368,9 @@ _HOOKS = (
     _Hook(PreTrainedModel, "_from_config", ("cls", "config"), _wrap_from_config),
     _Hook(
         PreTrainedModel,
-        "_finalize_model_loading",
-        ("model", "load_config", "loading_info"),
-        _wrap_finalize_model_loading,
+        "_load_pretrained_model",
+        ("model", "state_dict", "checkpoint_files", "load_config"),
+        _wrap_load_pretrained_model,
     ),
     _Hook(PreTrainedModel, "save_pretrained", ("self", "save_directory"), _wrap_save_pretrained),
     _Hook(PreTrainedConfig, "to_json_file", ("self", "json_file_path"), _wrap_to_json_file),

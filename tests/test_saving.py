@@ -277,6 +277,20 @@ def test_shut_gate_survives(tmp_path):
     assert torch.equal(loaded(**(batch := inputs("gpt2")))[0], model(**batch)[0])
 
 
+@torch.no_grad()
+def test_plans_without_heads_of_a_kind(tmp_path):
+    model, batch = trained(build("roberta"), {"num_regular": 2, "gate_init": 0.5}), inputs("roberta")
+    assert not [name for name in model.state_dict() if name.endswith(("rsa.nu", "rsa.theta"))]
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModel.from_pretrained(tmp_path)(**batch)[0], model(**batch)[0])
+    # A checkpoint may hold the empty parameters as well; one that is not empty has no place in the plan.
+    edit_weights(tmp_path, lambda w: w.update({f"{LAYER}.nu": torch.zeros(0), f"{LAYER}.theta": torch.zeros(0)}))
+    assert torch.equal(AutoModel.from_pretrained(tmp_path)(**batch)[0], model(**batch)[0])
+    edit_weights(tmp_path, lambda w: w.update({f"{LAYER}.nu": torch.zeros(1)}))
+    with pytest.raises(ValueError, match=f"not in the plan: {LAYER}.nu"):
+        AutoModel.from_pretrained(tmp_path)
+
+
 def test_a_plain_model_is_saved_as_ever(tmp_path):
     build("roberta").save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from references import double_loop, lag_weight, recurrence, relative_error
 
+from references import double_loop, lag_weight, recurrence, relative_error
 from rsa_hf import rem_product
 from rsa_hf.product.dense import dense_product
 from rsa_hf.rem import rem_matrix

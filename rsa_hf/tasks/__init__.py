@@ -1,0 +1,1 @@
+"""Tasks: defect detection and language modelling, their data, audits and scores."""

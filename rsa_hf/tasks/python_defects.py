@@ -1,0 +1,430 @@
+"""A defect-detection data set that needs no download: the standard library with injected defects.
+
+Every function and method of the installed Python's standard library that fits the length bounds is a
+candidate. It enters the data twice: once as it is (target 0) and once with a single defect (target 1)
+injected into its syntax tree. Three properties make the scores worth reading:
+
+* Pairs. Both members of a pair stand in the same split, next to each other. Topic, style and length are
+  therefore the same in both classes, the majority class is exactly one half, and only the defect tells the
+  members apart.
+* Split by file. The split is a hash of the file's path, so that a file is in one split whatever the seed and
+  whatever the length bounds; and of all functions that agree once names and constants are blanked (type-2
+  clones) only one is kept, so that no copy of a training function waits in the test split.
+* One normalisation. Docstrings are stripped and both members are printed by `ast.unparse`, so that layout and
+  comments cannot give the label away.
+
+A defect counts only if the defective text parses back to the injected tree, compiles to other bytecode than
+the original, and is not itself the text of another function. Error messages, f-strings, default values,
+annotations and decorators are left alone: a change there would hardly be a defect.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import random
+import sysconfig
+import tokenize
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import pairwise
+from operator import delitem
+from types import CodeType
+
+DEFECT_KINDS = (
+    "off_by_one",  # an index, a slice bound, a range or a compared integer moves by one
+    "boundary_comparison",  # < becomes <=, > becomes >=, and back
+    "reversed_comparison",  # < becomes >, <= becomes >=, and back
+    "negated_comparison",  # == becomes !=, `is` becomes `is not`, < becomes >=, and back
+    "swapped_arguments",  # two neighbouring positional arguments of a call change places
+    "wrong_variable",  # a local variable is read where another one was meant
+    "missing_not",  # `not x` becomes `x`
+    "extra_not",  # the condition `x` becomes `not x`
+    "swapped_and_or",  # `and` becomes `or`, and back
+    "missing_return",  # `return f(x)` becomes `f(x)`, `return x` disappears
+    "wrong_operator",  # + becomes -, * becomes //, << becomes >>, & becomes |, and back
+    "flipped_boolean",  # True becomes False, and back
+)
+
+_EXCLUDED_FOLDERS = {  # tests, demonstrations, generated tables, and what is not the standard library
+    *("test", "tests", "idlelib", "turtledemo", "encodings", "pydoc_data", "lib2to3", "ensurepip"),
+    *("site-packages", "dist-packages", "lib-dynload", "__pycache__"),
+}
+_SPLIT_ENDS = {"train": 0.7, "validation": 0.8, "test": 1.0}  # upper ends of intervals of the path's hash
+_SYMMETRIC_CALLS = {
+    "gcd",
+    "hypot",
+    "isclose",
+    "lcm",
+    "max",
+    "min",
+}  # swapping their arguments changes nothing
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)  # what statements stand in
+_SCOPES = (_Function, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_Edit = tuple[str, Callable[[], None]]
+
+
+def _both_ways(table: dict[type[ast.AST], type[ast.AST]]) -> dict[type[ast.AST], type[ast.AST]]:
+    return table | {new: old for old, new in table.items()}
+
+
+_COMPARISONS = {
+    "boundary_comparison": _both_ways({ast.Lt: ast.LtE, ast.Gt: ast.GtE}),
+    "reversed_comparison": _both_ways({ast.Lt: ast.Gt, ast.LtE: ast.GtE}),
+    "negated_comparison": _both_ways(
+        {ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.In: ast.NotIn, ast.Lt: ast.GtE, ast.Gt: ast.LtE}
+    ),
+}
+_OPERATORS = _both_ways({ast.Add: ast.Sub, ast.Mult: ast.FloorDiv, ast.LShift: ast.RShift, ast.BitAnd: ast.BitOr})
+
+
+@dataclass(frozen=True)
+class Example:
+    """One function of a defect-detection data set.
+
+    Attributes:
+        func: The source text.
+        target: 1 for a defective function, 0 for a clean one.
+        path: Embedded data only: the file, relative to the standard library.
+        name: Embedded data only: the qualified name within the file.
+        kind: Embedded data only: the injected defect, one of `DEFECT_KINDS`; empty for a clean function.
+    """
+
+    func: str
+    target: int
+    path: str = ""
+    name: str = ""
+    kind: str = ""
+
+
+def load_python_defects(
+    num_examples: int | None = None,
+    seed: int = 0,
+    min_characters: int = 60,
+    max_characters: int = 400,
+    kinds: Sequence[str] | None = None,
+) -> dict[str, list[Example]]:
+    """Build the embedded data set.
+
+    The result depends on the arguments and on the installed Python's standard library, on nothing else. A
+    smaller `num_examples` gives the first examples of a larger one. The kinds of defect are spread as evenly
+    over each split as the functions allow.
+
+    Args:
+        num_examples: At most this many examples over all splits together; None for every one there is. An odd
+            number is rounded down, as examples come in pairs.
+        seed: Chooses the order of the functions and their defects, but not the split a file belongs to.
+        min_characters: Shortest function, clean or defective, in characters after normalisation.
+        max_characters: Longest function, clean or defective, in characters after normalisation.
+        kinds: The kinds of defect to inject, of `DEFECT_KINDS`; None for all.
+
+    Returns:
+        The splits train, validation and test, each a list in which every clean function is followed by its
+        defective twin.
+
+    Raises:
+        ValueError: If a bound, a kind or `num_examples` is out of range.
+        FileNotFoundError: If this Python comes without the sources of its standard library.
+    """
+    check_options(min_characters, max_characters, kinds)
+    if num_examples is not None and num_examples < 2:
+        raise ValueError(f"num_examples is {num_examples}; choose 2 or more, or None for all examples")
+
+    kinds = DEFECT_KINDS if kinds is None else kinds
+    corpus = list(_corpus(sysconfig.get_path("stdlib"), min_characters, max_characters))
+    rng = random.Random(seed)
+    rng.shuffle(corpus)
+    taken = {clean.func for clean in corpus}
+    usage = {split: Counter[str]() for split in _SPLIT_ENDS}
+    splits: dict[str, list[Example]] = {split: [] for split in _SPLIT_ENDS}
+    lengths = range(min_characters, max_characters + 1)
+    num_pairs = len(corpus) if num_examples is None else num_examples // 2
+    for clean in corpus:
+        if num_pairs == 0:
+            break
+        split = _split_of(clean.path)
+        defect = _inject(clean.func, kinds, usage[split], taken, lengths, rng)
+        if defect is None:
+            continue
+        func, kind = defect
+        taken.add(func)
+        usage[split][kind] += 1
+        splits[split] += [clean, Example(func, 1, clean.path, clean.name, kind)]
+        num_pairs -= 1
+    return splits
+
+
+def check_options(min_characters: int, max_characters: int, kinds: Sequence[str] | None) -> None:
+    """Check options of `load_python_defects` without building anything.
+
+    Args:
+        min_characters: See `load_python_defects`.
+        max_characters: See `load_python_defects`.
+        kinds: See `load_python_defects`.
+
+    Raises:
+        ValueError: If one of them is out of range.
+    """
+    if kinds is not None and (not kinds or not set(kinds) <= set(DEFECT_KINDS)):
+        raise ValueError(
+            f"the kinds of defect are {list(kinds)}; choose one or more of {', '.join(DEFECT_KINDS)}, "
+            "or None for all of them"
+        )
+    if not 1 <= min_characters <= max_characters:
+        raise ValueError(
+            f"min_characters is {min_characters} and max_characters is {max_characters}; "
+            "choose 1 <= min_characters <= max_characters"
+        )
+
+
+def _split_of(path: str) -> str:
+    position = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big") / 2**32
+    return next(split for split, end in _SPLIT_ENDS.items() if position < end)
+
+
+@lru_cache(maxsize=2)
+def _corpus(root: str, min_characters: int, max_characters: int) -> tuple[Example, ...]:
+    """Collects the clean functions below `root`, one of each group of type-2 clones, in path order."""
+    corpus = []
+    seen = set()
+    for path in _source_files(root):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old files hold invalid escape sequences
+            try:
+                with tokenize.open(os.path.join(root, path)) as file:
+                    tree = ast.parse(file.read())
+            except (SyntaxError, UnicodeDecodeError):
+                continue  # templates and deliberately broken files are no Python
+        for name, function in _functions(tree, ""):
+            _strip_docstrings(function)
+            text = ast.unparse(function)
+            if not min_characters <= len(text) <= max_characters:
+                continue
+            clone_group = tuple(type(node) for node in ast.walk(function))
+            if clone_group not in seen:
+                seen.add(clone_group)
+                corpus.append(Example(text, 0, path, name))
+    if not corpus:
+        raise FileNotFoundError(
+            f"no Python functions of {min_characters} to {max_characters} characters found below {root!r}: "
+            "widen the bounds, or use a Python that is installed with its library sources"
+        )
+    return tuple(corpus)
+
+
+def _source_files(root: str) -> Iterator[str]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - _EXCLUDED_FOLDERS)
+        for name in sorted(names):
+            if name.endswith(".py"):
+                yield os.path.relpath(os.path.join(folder, name), root).replace(os.sep, "/")
+
+
+def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, _Function]]:
+    """Yields qualified name and tree of each function and method, but not those inside another function."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, _Function):
+            yield prefix + child.name, child
+        elif isinstance(child, ast.ClassDef):
+            yield from _functions(child, f"{prefix}{child.name}.")
+        elif isinstance(child, _BLOCKS):
+            yield from _functions(child, prefix)
+
+
+def _strip_docstrings(node: ast.AST) -> None:
+    """Removes the docstring of `node` and of all functions and classes inside it, in place."""
+    if isinstance(node, (_Function, ast.ClassDef)) and ast.get_docstring(node, clean=False) is not None:
+        node.body = node.body[1:] or [ast.Pass()]
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, _BLOCKS):
+            _strip_docstrings(child)
+
+
+def _inject(
+    clean: str, kinds: Sequence[str], usage: Counter[str], taken: set[str], lengths: range, rng: random.Random
+) -> tuple[str, str] | None:
+    """Returns the text with one defect and the defect's kind, or None where no defect can be injected."""
+    tree = _parse(clean)
+    if ast.unparse(tree) != clean:
+        return None  # printing is not a fixed point here, and would give the defective text away
+    edits = _edits(tree)
+    order = [index for index, (kind, _) in enumerate(edits) if kind in kinds]
+    rng.shuffle(order)
+    order.sort(key=lambda index: usage[edits[index][0]])
+    for attempt, index in enumerate(order):
+        if attempt > 0:  # the edit before has changed the tree
+            tree = _parse(clean)
+            edits = _edits(tree)
+        kind, apply = edits[index]
+        apply()
+        defective = ast.unparse(tree)
+        if (
+            defective not in taken
+            and len(defective) in lengths
+            and ast.unparse(_parse(defective)) == defective
+            and _bytecode(defective) != _bytecode(clean)
+        ):
+            return defective, kind
+    return None
+
+
+def _parse(text: str) -> _Function:
+    function = ast.parse(text).body[0]
+    assert isinstance(function, _Function)
+    return function
+
+
+def _bytecode(text: str) -> tuple[object, ...]:
+    """Compiles a function to what is executed, without names of files and positions of lines."""
+
+    def content(code: CodeType) -> tuple[object, ...]:
+        constants = tuple(content(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts)
+        return code.co_code, code.co_names, code.co_varnames, code.co_cellvars, code.co_freevars, constants
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an injected defect may be one the compiler warns of
+        return content(compile(text, "<function>", "exec", dont_inherit=True))
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A place in a syntax tree: its node, where that hangs, and whether the function's names hold there."""
+
+    node: ast.AST
+    parent: ast.AST
+    field: str
+    index: int | None
+    own_scope: bool
+
+    def put(self, new: ast.AST) -> None:
+        """Replaces the node by another."""
+        if self.index is None:
+            setattr(self.parent, self.field, new)
+        else:
+            getattr(self.parent, self.field)[self.index] = new
+
+
+def _slots(parent: ast.AST, own_scope: bool = True) -> Iterator[_Slot]:
+    """Yields every place below `parent` in which a defect makes sense, in the order of the source."""
+    for field, value in ast.iter_fields(parent):
+        if field in ("annotation", "decorator_list", "msg", "returns", "type_params"):
+            continue
+        for index, node in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            # A node without fields is an operator or a context, which its parent's edits replace.
+            if not getattr(node, "_fields", ()) or isinstance(node, (ast.arguments, ast.JoinedStr, ast.Raise)):
+                continue
+            yield _Slot(node, parent, field, index, own_scope)
+            yield from _slots(node, own_scope and not isinstance(node, _SCOPES))
+
+
+def _edits(function: _Function) -> list[_Edit]:
+    """Lists every defect that can be injected: its kind, and what injects it into `function` in place."""
+    slots = list(_slots(function))
+    bindings = _bindings(function, slots)
+    return [edit for slot in slots for edit in _slot_edits(slot, bindings)]
+
+
+def _slot_edits(slot: _Slot, bindings: dict[str, int]) -> Iterator[_Edit]:
+    match slot.node:
+        case ast.Compare(ops=[operator]) as node:
+            for kind, table in _COMPARISONS.items():
+                if type(operator) in table:
+                    yield kind, partial(setattr, node, "ops", [table[type(operator)]()])
+        case ast.Call(func=ast.Name(id=callee) | ast.Attribute(attr=callee), args=args) as node:
+            for i, (first, second) in enumerate(pairwise(args)):
+                starred = isinstance(first, ast.Starred) or isinstance(second, ast.Starred)
+                if callee not in _SYMMETRIC_CALLS and not starred and ast.dump(first) != ast.dump(second):
+                    swapped = [*args[:i], second, first, *args[i + 2 :]]
+                    yield "swapped_arguments", partial(setattr, node, "args", swapped)
+        case ast.Name(id=name, ctx=ast.Load()) as node if slot.own_scope and name in bindings:
+            for other, line in bindings.items():
+                if other != name and line < node.lineno:
+                    yield "wrong_variable", partial(setattr, node, "id", other)
+        case ast.UnaryOp(op=ast.Not(), operand=operand) if not _is_nested_junction(operand, slot.parent):
+            yield "missing_not", partial(slot.put, operand)
+        case ast.BoolOp(op=junction) as node if not any(
+            _is_nested_junction(node, neighbour) for neighbour in (slot.parent, *node.values)
+        ):
+            other_junction = ast.Or() if isinstance(junction, ast.And) else ast.And()
+            yield "swapped_and_or", partial(setattr, node, "op", other_junction)
+        case ast.Return(value=ast.Call() | ast.Await() as value):
+            yield "missing_return", partial(slot.put, ast.Expr(value))
+        case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
+            block = getattr(slot.parent, slot.field)
+            if len(block) > 1:  # an empty block would be no Python
+                yield "missing_return", partial(delitem, block, slot.index)
+        case ast.BinOp(op=operator, left=left, right=right) as node:
+            if type(operator) in _OPERATORS and not _is_sequence(left) and not _is_sequence(right):
+                yield "wrong_operator", partial(setattr, node, "op", _OPERATORS[type(operator)]())
+        case ast.AugAssign(op=operator, value=value) as node:
+            if type(operator) in _OPERATORS and not _is_sequence(value):
+                yield "wrong_operator", partial(setattr, node, "op", _OPERATORS[type(operator)]())
+        case ast.Constant(value=bool(value)) if not isinstance(slot.parent, ast.While):
+            yield "flipped_boolean", partial(slot.put, ast.Constant(not value))
+    if slot.field == "test" and isinstance(slot.node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):
+        yield "extra_not", partial(slot.put, ast.UnaryOp(ast.Not(), slot.node))
+    for new in _neighbours(slot):
+        yield "off_by_one", partial(slot.put, new)
+
+
+def _bindings(function: _Function, slots: list[_Slot]) -> dict[str, int]:
+    """Returns the local variables, without `self` and `cls`, and the line in which each is first bound."""
+    arguments = function.args
+    plain = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    bindings = {argument.arg: 0 for argument in plain}
+    outer = {"self", "cls"}
+    for slot in slots:
+        match slot.node:
+            case ast.Global(names=names) | ast.Nonlocal(names=names):
+                outer.update(names)
+            case ast.Name(id=name, ctx=ast.Store()) as node if slot.own_scope:
+                bindings.setdefault(name, node.lineno)
+    return {name: line for name, line in bindings.items() if name not in outer}
+
+
+def _neighbours(slot: _Slot) -> list[ast.expr]:
+    """Returns what an off-by-one slip would write here; empty where there is no index, range or bound."""
+    match slot.parent:
+        case ast.Slice() | ast.Call(func=ast.Name(id="range")) if slot.field in ("lower", "upper", "args"):
+            counts = True
+        case ast.Subscript() if slot.field == "slice":
+            counts = False
+        case ast.Compare(ops=[ast.Lt() | ast.LtE() | ast.Gt() | ast.GtE() | ast.Eq() | ast.NotEq()]) as compare:
+            # `len(x) + 1 < 2` is nobody's slip: with a number on the other side, that number moves.
+            sides = (compare.left, *compare.comparators)
+            is_length = isinstance(slot.node, ast.Call) and ast.unparse(slot.node.func) == "len"
+            counts = is_length and not any(isinstance(side, ast.Constant) for side in sides)
+        case _:
+            return []
+    match slot.node:
+        case ast.Constant(value=int(value)) if not isinstance(value, bool):
+            return [_literal(value - 1), _literal(value + 1)]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(value))):
+            return [_literal(-value - 1), _literal(-value + 1)]
+        case ast.BinOp(op=ast.Add() | ast.Sub() as sign, left=left, right=ast.Constant(value=int(value))):
+            less = left if value == 1 else ast.BinOp(left, sign, _literal(value - 1))
+            return [less, ast.BinOp(left, sign, ast.Constant(value + 1))]
+        case (ast.Name() | ast.Attribute() | ast.Call() | ast.BinOp()) as node if counts:
+            return [ast.BinOp(node, operator, ast.Constant(1)) for operator in (ast.Add(), ast.Sub())]
+    return []
+
+
+def _is_nested_junction(node: ast.AST, neighbour: ast.AST) -> bool:
+    """Whether an edit could leave a pair of parentheses as in `(a and b) and c`, which nobody writes."""
+    return isinstance(node, ast.BoolOp) and isinstance(neighbour, ast.BoolOp)
+
+
+def _literal(value: int) -> ast.expr:
+    return ast.Constant(value) if value >= 0 else ast.UnaryOp(ast.USub(), ast.Constant(-value))
+
+
+def _is_sequence(node: ast.AST) -> bool:
+    """Whether `node` is surely text, a list or a tuple, on which arithmetic would fail at once."""
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes))
+    return is_text or isinstance(node, (ast.JoinedStr, ast.List, ast.ListComp, ast.Tuple))

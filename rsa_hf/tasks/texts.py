@@ -1,0 +1,244 @@
+"""Where the text of a language model comes from: Hub sets, files, bytes, or Python's own standard library."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import math
+import random
+import sysconfig
+import tokenize
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+__all__ = ["SPLITS", "LanguageModelingDataConfig", "check_block_shape", "check_integer", "line_boundary", "read_texts"]
+
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass
+class LanguageModelingDataConfig:
+    """Where the text comes from and how it is cut into blocks.
+
+    Attributes:
+        source: "embedded" (Python source of the running interpreter's standard library, without its tests:
+            needs no download, split by file; comparable only under one Python version), "hub" or "files".
+        files: For "files": one path for each of "train" (required), "validation" and "test"; `.txt`, `.gz` or
+            `.xz`, read as bytes.
+        hub_dataset: For "hub": the name of a data set, for instance "Salesforce/wikitext".
+        hub_subset: For "hub": its configuration, for instance "wikitext-103-raw-v1".
+        text_column: For "hub": the column of text. A row that does not end its line gets a line end.
+        block_size: Tokens in a block, at least 2.
+        stride: For evaluation: tokens from one block's start to the next, 1 … block_size − 1; the tokens that
+            a block repeats are context, scored only once. None: block_size − 1, the fewest blocks in which
+            each block's first new token is still predicted from the one before it.
+        max_train_bytes: Keep at most so many bytes of the training text, in order, cut after a line end (in a
+            line too long for that, between two characters). None keeps all.
+        max_eval_bytes: The same for the validation and the test text, each.
+        validation_fraction: The share cut off for validation where the source has none.
+        test_fraction: The share cut off for testing where the source has neither validation nor test, 0 for
+            none. For "hub" and "files" both shares are bytes from the end of the training text, in order (the
+            defaults are enwik8's usual 90/5/5); for "embedded", shares of the shuffled files.
+        count_line_ends_as_words: Count each line end as a word, as published WikiText perplexities do.
+        seed: Shuffles the files of "embedded"; the other sources keep their order.
+
+    Raises:
+        ValueError: A value is outside what is described here, or belongs to another source.
+    """
+
+    source: str = "embedded"
+    files: dict[str, str] = field(default_factory=dict)
+    hub_dataset: str | None = None
+    hub_subset: str | None = None
+    text_column: str = "text"
+    block_size: int = 256
+    stride: int | None = None
+    max_train_bytes: int | None = None
+    max_eval_bytes: int | None = None
+    validation_fraction: float = 0.05
+    test_fraction: float = 0.05
+    count_line_ends_as_words: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.source not in _READERS:
+            raise ValueError(f"source is {self.source!r}; set it to one of {list(_READERS)}")
+        for name, owner in (("files", "files"), ("hub_dataset", "hub"), ("hub_subset", "hub")):
+            if getattr(self, name) and self.source != owner:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r} but source {self.source!r} does not read it; "
+                    f"set source to {owner!r} or leave {name} out"
+                )
+        if self.source == "hub" and not self.hub_dataset:
+            raise ValueError(f"hub_dataset is {self.hub_dataset!r}; source 'hub' needs a data set's name")
+        if self.source == "files" and "train" not in self.files:
+            raise ValueError(f"files has {list(self.files)}; source 'files' needs a path for 'train'")
+        if unknown := [split for split in self.files if split not in SPLITS]:
+            raise ValueError(f"files has {unknown}; allowed are {list(SPLITS)}: rename or remove them")
+        check_block_shape(self.block_size, self.stride)
+        for name in ("max_train_bytes", "max_eval_bytes"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 1)
+        check_integer("seed", self.seed, 0)
+        for name, allowed, is_allowed in (
+            ("validation_fraction", "above 0 and below 1", 0 < self.validation_fraction < 1),
+            (
+                "test_fraction",
+                f"from 0 to below {1 - self.validation_fraction:g}, so that validation_fraction and it leave "
+                "some text for training",
+                0 <= self.test_fraction < 1 - self.validation_fraction,
+            ),
+        ):
+            if not is_allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; choose a number {allowed}")
+
+
+def check_integer(name: str, value: Any, low: int, high: float = math.inf) -> None:
+    """Raise a ValueError that names the setting where a value is no whole number from low to high."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        allowed = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+        raise ValueError(f"{name} is {value!r}; choose a whole number {allowed}")
+
+
+def check_block_shape(block_size: int, stride: int | None) -> None:
+    """Raise a ValueError where blocks of this size and stride cannot cover a text."""
+    check_integer("block_size", block_size, 2)
+    if stride is not None:  # a block's first token has no context, so at least one token is repeated
+        check_integer("stride", stride, 1, block_size - 1)
+
+
+def _read_file(path: Path) -> bytes:
+    openers: dict[str, Callable[..., Any]] = {".txt": open, ".gz": gzip.open, ".xz": lzma.open}
+    if path.suffix not in openers:
+        raise ValueError(f"{path} ends in {path.suffix!r}; allowed are {list(openers)}: rename or convert it")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not a file; give the path of an existing text file")
+    text = bytearray()
+    with openers[path.suffix](path, "rb") as stream:
+        try:
+            while chunk := stream.read(2**16):
+                text += chunk
+        except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+            raise ValueError(
+                f"{path} is corrupt or truncated: reading stopped after line {text.count(10)} ({error}); "
+                "make or fetch the file again"
+            ) from error
+    if not text:
+        raise ValueError(f"{path} is empty; a text of at least two tokens is needed")
+    return bytes(text)
+
+
+def _read_files(config: LanguageModelingDataConfig) -> dict[str, bytes]:
+    return _split_in_order({split: _read_file(Path(path)) for split, path in config.files.items()}, config)
+
+
+def _read_hub(config: LanguageModelingDataConfig) -> dict[str, bytes]:
+    name, column = config.hub_dataset, config.text_column
+    loaded = datasets.load_dataset(name, config.hub_subset)
+    if "train" not in loaded:
+        raise ValueError(f"hub_dataset {name!r} has splits {list(loaded)}, but 'train' is needed; choose another")
+    texts = {}
+    for split in SPLITS:
+        if split not in loaded:
+            continue
+        if column not in (columns := loaded[split].column_names):
+            raise ValueError(f"text_column is {column!r}; {name!r} has the columns {columns}: choose one")
+        rows = []
+        for index, row in enumerate(loaded[split][column]):
+            if not isinstance(row, str):
+                raise ValueError(f"row {index} of {split} in {name!r} is {row!r}; choose a column of strings")
+            rows.append(_with_line_end(row))
+        texts[split] = "".join(rows).encode()
+    return _split_in_order(texts, config)
+
+
+def _read_embedded(config: LanguageModelingDataConfig) -> dict[str, bytes]:
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    unique: dict[str, None] = {}  # equal files could otherwise stand in two splits
+    for path in sorted(root.rglob("*.py")):
+        if skipped.isdisjoint(path.relative_to(root).parts):
+            with tokenize.open(path) as stream:  # knows Python's rule for a file's encoding
+                unique[_with_line_end(stream.read())] = None
+    sources = list(unique)
+    if len(sources) < len(SPLITS):
+        raise ValueError(f"{root} has {len(sources)} Python source files; use source 'files' or 'hub'")
+    random.Random(config.seed).shuffle(sources)
+    num_validation = max(1, round(len(sources) * config.validation_fraction))
+    num_test = max(1, round(len(sources) * config.test_fraction)) if config.test_fraction else 0
+    num_train = len(sources) - num_validation - num_test
+    parts = {
+        "train": sources[:num_train],
+        "validation": sources[num_train : num_train + num_validation],
+        "test": sources[num_train + num_validation :],
+    }
+    return {split: "".join(part).encode() for split, part in parts.items() if part}
+
+
+_READERS: dict[str, Callable[[LanguageModelingDataConfig], dict[str, bytes]]] = {
+    "embedded": _read_embedded,
+    "hub": _read_hub,
+    "files": _read_files,
+}
+
+
+def _split_in_order(texts: dict[str, bytes], config: LanguageModelingDataConfig) -> dict[str, bytes]:
+    if "validation" in texts:
+        return texts
+    text = texts["train"]
+    test_fraction = 0.0 if "test" in texts else config.test_fraction
+    ends = (1 - config.validation_fraction - test_fraction, 1 - test_fraction)
+    first, second = (_character_boundary(text, round(len(text) * end)) for end in ends)
+    parts = {"train": text[:first], "validation": text[first:second]}
+    return {**texts, **parts, "test": text[second:]} if test_fraction else {**texts, **parts}
+
+
+def _with_line_end(text: str) -> str:
+    return text if text.endswith("\n") else text + "\n"
+
+
+def _character_boundary(text: bytes, position: int) -> int:
+    """The last boundary of a UTF-8 character at or before a position; that position in other bytes."""
+    for candidate in range(position, max(position - 4, -1), -1):
+        if candidate == len(text) or text[candidate] & 0xC0 != 0x80:
+            return candidate
+    return position
+
+
+def line_boundary(text: bytes, start: int, limit: int) -> int:
+    """Where to end a piece of at most `limit` bytes: after a line end, else after a character."""
+    end = start + limit
+    if end >= len(text):
+        return len(text)
+    return text.rfind(b"\n", start, end) + 1 or _character_boundary(text, end)
+
+
+def read_texts(config: LanguageModelingDataConfig) -> dict[str, bytes]:
+    """Read the texts of a configuration and cut them to its limits.
+
+    Args:
+        config: Where the text comes from, and how much of it is kept.
+
+    Returns:
+        The bytes of each split: train, validation and, where there is one, test.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: A file or data set cannot be used, or nothing is left of a split.
+    """
+    texts = _READERS[config.source](config)
+    for split, text in texts.items():
+        option = "max_train_bytes" if split == "train" else "max_eval_bytes"
+        limit = getattr(config, option)
+        texts[split] = text if limit is None else text[: line_boundary(text, 0, limit)]
+        if not texts[split]:
+            raise ValueError(
+                f"nothing is left of the {split} text ({len(text)} bytes, {option} {limit}); "
+                f"raise {option}, or give more text or a larger fraction"
+            )
+    return texts

@@ -1,0 +1,208 @@
+"""What the training scripts share beside the loop: the model, its answers, errors, results."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
+
+from rsa_hf.config import RSAConfig
+from rsa_hf.patching import is_patched, patch_model
+from rsa_hf.plots import plot_rem
+from rsa_hf.training.loop import TrainResult
+from rsa_hf.training.metrics_log import finite_or_null
+from rsa_hf.training.settings import ModelSettings, RunConfig
+from rsa_hf.training.steps import Batch, TrainingDivergedError
+
+__all__ = [
+    "format_table",
+    "load_model",
+    "locate",
+    "predict_logits",
+    "report_results",
+    "require_tokens_known",
+    "script_errors",
+]
+
+PACKAGE = "package:"
+
+
+@contextmanager
+def script_errors() -> Iterator[None]:
+    """Let a script that meets a user's mistake print `error: …` and end with exit code 2, without a traceback."""
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    except (ValueError, OSError, TrainingDivergedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def locate(name: str) -> str:
+    """What `from_pretrained` takes for a model's name: `package:NAME/FOLDER` becomes the path of that folder.
+
+    Raises:
+        ValueError: the package is not installed, or has no such folder.
+    """
+    if not name.startswith(PACKAGE):
+        return name
+    package, _, folder = name.removeprefix(PACKAGE).partition("/")
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:
+        spec = None
+    places = [] if spec is None else list(spec.submodule_search_locations or [])
+    if not places:
+        raise ValueError(
+            f"{name!r}: the Python package {package!r} is not installed. Install it (the models of the configs "
+            "that ship with rsa_hf: pip install 'rsa_hf[demo]'), or name another model."
+        )
+    path = Path(places[0]) / folder
+    if not path.is_dir():
+        raise ValueError(f"{name!r}: the package {package!r} has no folder {folder!r} ({path}).")
+    return str(path)
+
+
+def load_model(
+    auto_class: Any, settings: ModelSettings, rsa: RSAConfig | None, **config_values: Any
+) -> PreTrainedModel:
+    """Load a pretrained model, or make one from scratch, and put RSA heads on it.
+
+    Weights are float32, whatever they were saved in; half precision is for the training loop to choose.
+
+    Args:
+        auto_class: `AutoModelForCausalLM` or another of transformers' Auto classes.
+        settings: the model.
+        rsa: the RSA heads; None: none are put on it.
+        config_values: entries that the task wants in the model's config; those of the settings go before them.
+
+    Raises:
+        OSError: the model is not found.
+        ValueError: an unknown model type, an unknown entry in `config_overrides`, or a plan that does not fit.
+    """
+    kind = settings.model_type
+    if kind is not None and kind not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"model_type={kind!r} is none of transformers' model types.{hint}")
+
+    def config_with(**values: Any) -> Any:
+        if kind is not None:
+            return AutoConfig.for_model(kind, **values)
+        assert settings.name_or_path is not None  # one of the two is given
+        return AutoConfig.from_pretrained(locate(settings.name_or_path), **values)
+
+    known = config_with()
+    for key in settings.config_overrides:
+        # transformers itself takes any key, and a misspelt one would change nothing.
+        if not hasattr(known, key):
+            near = difflib.get_close_matches(key, known.to_dict(), n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"config_overrides: a {type(known).__name__} has no entry {key!r}.{hint}")
+    config = config_with(**{**config_values, **settings.config_overrides})
+    keywords = {} if settings.attn_implementation is None else {"attn_implementation": settings.attn_implementation}
+    model: PreTrainedModel
+    if settings.name_or_path is None:
+        model = auto_class.from_config(config, **keywords)
+    else:
+        model = auto_class.from_pretrained(
+            locate(settings.name_or_path), config=config, dtype=torch.float32, **keywords
+        )
+    return model if rsa is None else patch_model(model, rsa)
+
+
+def require_tokens_known(model: PreTrainedModel, num_tokens: int) -> None:
+    """Check that the model has an embedding for each of a tokenizer's tokens.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    embeddings: Any = model.get_input_embeddings()
+    known = embeddings.weight.shape[0]
+    if num_tokens > known:
+        raise ValueError(
+            f"the tokenizer has {num_tokens} tokens, the model {known}. Give the model's own tokenizer as "
+            "model.tokenizer, or set config_overrides.vocab_size of a model from scratch."
+        )
+
+
+@torch.no_grad()
+def predict_logits(
+    model: PreTrainedModel,
+    rows: Sequence[Mapping[str, Any]],
+    collate_fn: Callable[[list[Any]], Batch],
+    batch_size: int,
+) -> torch.Tensor:
+    """The logits of a classifier, on the CPU, in the order of the rows. The model is left in eval mode.
+
+    Args:
+        model: the classifier.
+        rows: what it is asked about; `input_ids` tells the lengths.
+        collate_fn: makes a batch of a list of rows.
+        batch_size: rows per batch.
+    """
+    model.eval()  # type: ignore[no-untyped-call]
+    # Rows of like length together: less padding. The longest first, so that memory runs out at once or never.
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]["input_ids"]))
+    logits = []
+    for start in range(0, len(order), batch_size):
+        batch = collate_fn([rows[i] for i in order[start : start + batch_size]])
+        inputs = {name: value.to(model.device) for name, value in batch.items() if name != "labels"}
+        logits.append(model(**inputs).logits.float().cpu())
+    return torch.cat(logits)[torch.tensor(order).argsort()]
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, the first of them the head, as lines of text in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def report_results(
+    config: RunConfig[Any],
+    result: TrainResult,
+    scores: Mapping[str, Mapping[str, float]],
+    rows: Sequence[Sequence[str]],
+    model: PreTrainedModel,
+) -> None:
+    """Print the table of a finished run, save its figures, and draw what the RSA heads have learned.
+
+    In the output folder this writes `results.json` and, of a patched model, `rsa.png`.
+
+    Args:
+        config: the settings of the run.
+        result: what `train` returned.
+        scores: the figures of the best model, by split; NaN and infinity become null in the file.
+        rows: the table, its head first.
+        model: the best model.
+    """
+    output = Path(config.training.output_dir)
+    results = {
+        "patched": is_patched(model),
+        "steps": result.steps,
+        "best_step": result.best_step,
+        "train_tokens": result.tokens,
+        **scores,
+        "config": config.to_dict(),
+    }
+    (output / "results.json").write_text(json.dumps(finite_or_null(results), indent=2) + "\n", encoding="utf-8")
+    print("\n" + format_table(rows))
+    written = [output / "results.json"]
+    if is_patched(model):
+        try:
+            plot_rem(model, output / "rsa.png")
+            written.append(output / "rsa.png")
+        except ImportError as error:
+            print(f"no picture of the RSA heads: {error}")
+    print(f"\nwritten: {', '.join(map(str, written))}")

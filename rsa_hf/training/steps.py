@@ -1,0 +1,231 @@
+"""One optimiser step: which examples it takes, and a gradient that does not depend on how they are divided."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device, set_seed
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel, get_scheduler
+
+from rsa_hf.training.param_groups import param_groups
+from rsa_hf.training.settings import TrainingSettings
+
+__all__ = ["Batch", "Examples", "StepExamples", "Stepper", "TrainingDivergedError"]
+
+IGNORED_LABEL = -100  # what transformers' losses leave out
+
+Batch = Mapping[str, Tensor]
+
+
+class Examples(Protocol):
+    """A data set with a length, of which single examples can be read."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class TrainingDivergedError(RuntimeError):
+    """The loss became NaN or infinite."""
+
+
+class StepExamples:
+    """Which examples each step takes: every epoch all of them once, in an order that seed and epoch decide.
+
+    The examples of a step do not depend on how many processes share them, nor on the steps before; so a run can
+    be continued at any step.
+
+    Args:
+        num_examples: size of the training set.
+        batch_size: examples per process and micro-batch.
+        accumulation: micro-batches per step; the last step of an epoch may have fewer, and smaller ones.
+        num_processes: among how many processes a step is divided.
+        process_index: which of them this one is.
+        seed: of the order.
+    """
+
+    def __init__(
+        self,
+        num_examples: int,
+        batch_size: int,
+        accumulation: int,
+        num_processes: int,
+        process_index: int,
+        seed: int,
+    ) -> None:
+        self.num_examples = num_examples
+        self.batch_size = batch_size
+        self.per_step = batch_size * accumulation * num_processes
+        self.steps_per_epoch = math.ceil(num_examples / self.per_step)
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.seed = seed
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def __call__(self, step: int) -> tuple[list[list[int]], bool]:
+        """The micro-batches of this process at a step (counted from 0), and whether they count.
+
+        Where the rest of an epoch has fewer examples than there are processes, some get one that does not count:
+        all have to take part in a step.
+        """
+        epoch, position = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            # Seeded with a string, which Python mixes well: seed 0's second epoch is not seed 1's first.
+            self._order = list(range(self.num_examples))
+            random.Random(f"{self.seed}, epoch {epoch}").shuffle(self._order)
+            self._epoch = epoch
+        taken = self._order[position * self.per_step : (position + 1) * self.per_step]
+        mine = taken[self.process_index :: self.num_processes]
+        counts = bool(mine)
+        mine = mine or taken[:1]
+        return [mine[i : i + self.batch_size] for i in range(0, len(mine), self.batch_size)], counts
+
+
+class Stepper:
+    """A model with its optimiser and learning-rate schedule, ready to take steps.
+
+    Args:
+        accelerator: made with `step_scheduler_with_optimizer=False`.
+        model: what is trained; it is moved to the accelerator's device.
+        dataset: the examples.
+        collate_fn: makes a batch of a list of examples.
+        training: how to train.
+        class_weights: the weight of each class in the loss.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: PreTrainedModel,
+        dataset: Examples,
+        collate_fn: Callable[[list[Any]], Batch],
+        training: TrainingSettings,
+        class_weights: Sequence[float] | None,
+    ) -> None:
+        self.accelerator = accelerator
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+        self.training = training
+        self.class_weights = None if class_weights is None else torch.tensor(class_weights)
+        self.examples = StepExamples(
+            len(dataset),
+            training.batch_size,
+            training.gradient_accumulation_steps,
+            accelerator.num_processes,
+            accelerator.process_index,
+            training.seed,
+        )
+        epochs = training.epochs * self.examples.steps_per_epoch
+        self.total_steps = math.ceil(epochs) if training.max_steps is None else training.max_steps
+        set_seed(training.seed, device_specific=True)
+        groups = param_groups(model, training.learning_rate, training.weight_decay, training.rsa_learning_rate)
+        optimizer = torch.optim.AdamW(groups)
+        constant = training.lr_schedule == "constant"
+        # The schedule depends on the whole run's length, never on where a part of it starts or stops.
+        scheduler = get_scheduler(
+            "constant_with_warmup" if constant else training.lr_schedule,
+            optimizer,
+            num_warmup_steps=math.ceil(training.warmup_ratio * self.total_steps),
+            num_training_steps=self.total_steps,
+        )
+        self.model, self.optimizer, self.scheduler = accelerator.prepare(model, optimizer, scheduler)
+
+    def step(self, step: int) -> tuple[float, int]:
+        """Take the optimiser step of this number, counted from 0.
+
+        The gradient is that of the mean loss over all items of the step. A micro-batch's mean loss therefore
+        enters with its share of the items, not with one share for each micro-batch.
+
+        Returns:
+            The mean loss over the step's items, and the number of input tokens, padding not counted.
+
+        Raises:
+            TrainingDivergedError: the loss is NaN or infinite; the weights are as they were before.
+            ValueError: a batch without labels.
+        """
+        indices, counts = self.examples(step)
+        batches = [self.collate_fn([self.dataset[i] for i in micro_batch]) for micro_batch in indices]
+        items = [self._count_items(batch) if counts else 0.0 for batch in batches]
+        tokens = sum(_count_tokens(batch) for batch in batches) if counts else 0
+        total, all_tokens = self._sum_over_processes(sum(items), tokens)
+        if total == 0:
+            raise ValueError(
+                f"the examples of step {step + 1} have no label other than {IGNORED_LABEL}: nothing to learn from."
+            )
+        processes = self.accelerator.num_processes
+        loss_here = 0.0
+        for i, (batch, count) in enumerate(zip(batches, items, strict=True)):
+            # Gradients are exchanged once a step, in its last backward pass.
+            last = i == len(batches) - 1
+            with nullcontext() if last else self.accelerator.no_sync(self.model):
+                loss = self._mean_loss(send_to_device(batch, self.accelerator.device))
+                # The exchange takes the mean over the processes, where the sum is wanted.
+                self.accelerator.backward(loss * (count / total * processes))
+            loss_here += loss.item() * (count / total)
+        (loss_of_step,) = self._sum_over_processes(loss_here)
+        if not math.isfinite(loss_of_step):
+            self.optimizer.zero_grad()
+            raise TrainingDivergedError(
+                f"the loss is {loss_of_step} at step {step + 1}. Lower training.learning_rate (now "
+                f"{self.training.learning_rate:g}) or training.rsa_learning_rate, or train with mixed_precision "
+                "'no'; the checkpoints of earlier steps are whole."
+            )
+        if self.training.max_grad_norm is not None:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), self.training.max_grad_norm)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return loss_of_step, int(all_tokens)
+
+    def learning_rate(self) -> float:
+        """The rate of the next step, of the first parameter group (the weights, where they are trained)."""
+        return float(self.scheduler.get_last_lr()[0])
+
+    def _count_items(self, batch: Batch) -> float:
+        if "labels" not in batch:
+            raise ValueError(f"a batch has {', '.join(batch)}, but no labels; collate_fn has to give them.")
+        labels = batch["labels"]
+        labels = labels[labels != IGNORED_LABEL]
+        return labels.numel() if self.class_weights is None else self.class_weights[labels].sum().item()
+
+    def _mean_loss(self, batch: Batch) -> Tensor:
+        if self.class_weights is None:
+            loss: Tensor = self.model(**batch).loss
+            return loss
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits = self.model(**inputs).logits.float()
+        return cross_entropy(logits, batch["labels"], weight=self.class_weights.to(logits))
+
+    def _sum_over_processes(self, *values: float) -> list[float]:
+        if self.accelerator.num_processes == 1:
+            return list(values)
+        summed = self.accelerator.reduce(
+            torch.tensor(values, dtype=torch.float64, device=self.accelerator.device), "sum"
+        )
+        return [float(value) for value in summed]
+
+
+def _count_tokens(batch: Batch) -> int:
+    mask = batch.get("attention_mask")
+    return batch["input_ids"].numel() if mask is None else int(mask.sum())
+
+
+@contextmanager
+def checkpointed_activations(model: PreTrainedModel, enabled: bool) -> Iterator[None]:
+    """Compute activations again in the backward pass, while the context is open."""
+    if enabled:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if enabled:
+            model.gradient_checkpointing_disable()  # type: ignore[no-untyped-call]

@@ -1,0 +1,196 @@
+"""One YAML file and the command line: what they give, and what is refused with which words."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from rsa_hf import RSAConfig
+from rsa_hf.tasks.defect_data import DefectDataConfig
+from rsa_hf.tasks.texts import LanguageModelingDataConfig
+from rsa_hf.training.arguments import ConfigError, read_run_config
+from rsa_hf.training.settings import ModelSettings, TrainingSettings
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODEL = "model: {name_or_path: gpt2}\n"
+
+
+@dataclass
+class Data:
+    source: Literal["embedded", "hub"] = "embedded"
+    files: dict[str, str] = field(default_factory=dict)
+    lengths: tuple[int, ...] = (1, 2)
+    limit: int | None = None
+    share: float = 0.5
+    name: str | None = None
+    shuffle: bool = True
+    seed: int = 0
+
+
+@dataclass
+class NeedsPath:
+    path: str
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(text: str, *arguments: str, data=Data):
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return read_run_config([str(path), *arguments], data)
+
+    return read
+
+
+def test_defaults(read):
+    config = read(MODEL)
+    assert config.model == ModelSettings(name_or_path="gpt2")
+    assert config.rsa is None
+    assert config.data == Data()
+    assert config.training == TrainingSettings()
+
+
+def test_all_sections(read):
+    config = read(
+        "model: {model_type: llama, config_overrides: {hidden_size: 8}}\n"
+        "rsa: {num_regular: 2, gate_init: -inf, layers: [0, 1]}\n"
+        "data: {lengths: [4, 5], shuffle: false, name: x}\n"
+        "training: {learning_rate: 1e-3, mixed_precision: no, resume: never}\n"
+    )
+    assert config.model.config_overrides == {"hidden_size": 8}
+    assert config.rsa == RSAConfig(num_regular=2, gate_init=-math.inf, layers=(0, 1))
+    assert config.data == Data(lengths=(4, 5), shuffle=False, name="x")
+    assert (config.training.learning_rate, config.training.mixed_precision) == (1e-3, "no")
+
+
+@pytest.mark.parametrize("spelling", [["--learning_rate", "1e-4"], ["--training.learning_rate=1e-4"]])
+def test_command_line_goes_before_the_file(read, spelling):
+    assert read(MODEL + "training: {learning_rate: 2}\n", *spelling).training.learning_rate == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "section", "key", "value"),
+    [
+        (["--share", "1"], "data", "share", 1.0),
+        (["--share", ".5"], "data", "share", 0.5),
+        (["--limit", "1e4"], "data", "limit", 10_000),
+        (["--limit", "null"], "data", "limit", None),
+        (["--files", "{train: a.txt}"], "data", "files", {"train": "a.txt"}),
+        (["--files.train", "a.txt", "--files.test=b.txt"], "data", "files", {"train": "a.txt", "test": "b.txt"}),
+        (["--name", "2024"], "data", "name", "2024"),
+        (["--name", "1e-4"], "data", "name", "1e-4"),
+        (["--name=--odd"], "data", "name", "--odd"),
+        (["--data.seed", "3"], "data", "seed", 3),
+        (["--training.seed", "3"], "training", "seed", 3),
+        (["--mixed_precision", "no"], "training", "mixed_precision", "no"),
+        (["--gradient_checkpointing", "true"], "training", "gradient_checkpointing", True),
+        (["--max_grad_norm", "null"], "training", "max_grad_norm", None),
+        (["--gate_init", "-1.5"], "rsa", "gate_init", -1.5),
+        (["--rsa.gate_init", "[-3, 0]"], "rsa", "gate_init", (-3.0, 0.0)),
+        (["--rsa", "{num_regular: 3}", "--rsa.dilation", "2"], "rsa", "num_regular", 3),
+    ],
+)
+def test_values_get_the_type_of_their_field(read, arguments, section, key, value):
+    got = getattr(getattr(read(MODEL, *arguments), section), key)
+    assert got == value
+    assert type(got) is type(value)
+
+
+def test_rsa_null_takes_the_heads_off(read):
+    assert read(MODEL + "rsa: {num_regular: 2}\n", "--rsa", "null").rsa is None
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "words"),
+    [
+        # unknown names
+        ("modle: {}\n", [], ["'modle'", "Did you mean 'model'", "model, rsa, data, training"]),
+        (MODEL + "training: {learning_rat: 1}\n", [], ["training", "'learning_rat'", "'learning_rate'", "batch_size"]),
+        (MODEL + "rsa: {num_regulr: 1}\n", [], ["rsa", "'num_regulr'", "'num_regular'", "parameter_scale"]),
+        (MODEL + "data: {files: {}, 3: 4}\n", [], ["data", "unknown key 3", "source"]),
+        (MODEL, ["--lerning_rate", "1"], ["--lerning_rate", "Did you mean 'learning_rate'"]),
+        (MODEL, ["--training.lerning_rate", "1"], ["--training.lerning_rate", "Did you mean 'learning_rate'"]),
+        (MODEL, ["--trainin.seed", "1"], ["--trainin.seed", "unknown key 'trainin'"]),
+        (MODEL, ["--model", "gpt2"], ["--model is a section", "--model.KEY VALUE"]),
+        # ambiguous or incomplete
+        (MODEL, ["--seed", "1"], ["--seed", "--data.seed or --training.seed"]),
+        (MODEL, ["--share"], ["--share has no value", "--share=VALUE"]),
+        (MODEL, ["--share", "--seed", "1"], ["--share has no value"]),
+        (MODEL, ["other.yaml"], ["one YAML file", "other.yaml"]),
+        # wrong types
+        (MODEL + "training: {batch_size: many}\n", [], ["training.batch_size='many'", "a whole number", "str"]),
+        (MODEL + "training: {batch_size: 1.5}\n", [], ["training.batch_size=1.5", "a whole number"]),
+        (MODEL + "training: {batch_size: true}\n", [], ["training.batch_size=True", "bool"]),
+        (MODEL + "training: {learning_rate: fast}\n", [], ["training.learning_rate='fast'", "a number"]),
+        (MODEL + "training: {learning_rate: null}\n", [], ["training.learning_rate=None", "a number"]),
+        (MODEL + "training: {gradient_checkpointing: yes}\n", [], ["'yes'", "true or false"]),
+        (MODEL + "training: {mixed_precision: fp8}\n", [], ["mixed_precision='fp8'", "no, bf16, fp16"]),
+        (MODEL + "training: {max_steps: x}\n", [], ["max_steps='x'", "a whole number or null"]),
+        (MODEL + "data: {name: 2024}\n", [], ["data.name=2024", "a string or null", "quotes"]),
+        (MODEL + "data: {lengths: [1, x]}\n", [], ["data.lengths=[1, 'x']", "a list"]),
+        (MODEL + "data: {files: a.txt}\n", [], ["data.files='a.txt'", "a mapping"]),
+        (MODEL + "data: {files: a.txt}\n", ["--files.train", "b"], ["data.files is 'a.txt'"]),
+        (MODEL + "data: {source: web}\n", [], ["data.source='web'", "embedded, hub"]),
+        (MODEL + "rsa: {num_regular: x}\n", [], ["rsa: num_regular='x'", "whole number"]),
+        (MODEL + "rsa: 3\n", [], ["rsa=3", "a mapping"]),
+        (MODEL + "training: 3\n", ["--batch_size", "1"], ["training=3", "a mapping"]),
+        # values that are not allowed
+        ("", [], ["model: name_or_path=None and model_type=None", "set one of the two"]),
+        ("model: {name_or_path: a, model_type: b}\n", [], ["name_or_path='a' and model_type='b'"]),
+        (MODEL + "training: {batch_size: 0}\n", [], ["training: batch_size=0", "≥ 1"]),
+        (MODEL + "training: {learning_rate: -1}\n", [], ["learning_rate=-1.0", "positive"]),
+        (MODEL + "training: {epochs: .inf}\n", [], ["epochs=inf", "positive"]),
+        (MODEL + "training: {weight_decay: .nan}\n", [], ["weight_decay=nan", "≥ 0"]),
+        (MODEL + "training: {warmup_ratio: 2}\n", [], ["warmup_ratio=2.0", "from 0 to 1"]),
+        (MODEL + "training: {seed: -1}\n", [], ["seed=-1", "from 0"]),
+        (MODEL + "training: {output_dir: ''}\n", [], ["output_dir=''"]),
+        (MODEL + "rsa: {parameter_scale: 0}\n", [], ["rsa: parameter_scale=0"]),
+        # no YAML, or not plain YAML
+        ("model: [\n", [], ["run.yaml is no valid YAML", "line"]),
+        ("- 1\n", [], ["run.yaml holds list", "mapping"]),
+        (MODEL + MODEL, [], ["'model' stands more than once", "line 1"]),
+        ("model: !!python/object/apply:os.getcwd []\n", [], ["no valid YAML", "could not determine a constructor"]),
+        (MODEL, ["--files", "{a"], ["--files {a", "no valid YAML"]),
+    ],
+)
+def test_refused(read, text, arguments, words):
+    with pytest.raises(ConfigError) as error:
+        read(text, *arguments)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_missing_file_and_no_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read .*absent.yaml"):
+        read_run_config([str(tmp_path / "absent.yaml")], Data)
+    with pytest.raises(ConfigError, match="one YAML file is needed.*got none"):
+        read_run_config(["--share", "1"], Data)
+
+
+def test_missing_required_key(read):
+    with pytest.raises(ConfigError, match=r"data\.path is missing"):
+        read(MODEL, data=NeedsPath)
+
+
+def test_help_names_every_key(read, capsys):
+    with pytest.raises(SystemExit) as stop:
+        read(MODEL, "--help")
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for key in ("name_or_path", "num_regular", "source", "shuffle", "learning_rate", "resume"):
+        assert f"  {key} (default: " in text
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configs_are_valid_and_explained(path):
+    data = {"defect": DefectDataConfig, "lm": LanguageModelingDataConfig}[path.stem.split("_")[0]]
+    config = read_run_config([str(path)], data)
+    assert config.rsa is not None
+    assert config.training.output_dir.startswith("outputs/")
+    # Written out and read again, the settings are the same: nothing in them is out of reach of YAML and JSON.
+    assert RSAConfig.from_dict(config.to_dict()["rsa"]) == config.rsa
+    for line in path.read_text(encoding="utf-8").splitlines():
+        is_section = line.endswith(":") and not line.startswith("   ")
+        assert not line.strip() or "#" in line or is_section, f"{path.name}: {line!r} has no comment"

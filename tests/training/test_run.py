@@ -1,0 +1,162 @@
+"""What the scripts share: the model that is asked for, a mistake in one line, results on the screen and on disk."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, BertForMaskedLM
+
+from rsa_hf import RSAConfig, is_patched
+from rsa_hf.tasks.texts import LanguageModelingDataConfig
+from rsa_hf.training.loop import TrainResult
+from rsa_hf.training.run import (
+    format_table,
+    load_model,
+    locate,
+    predict_logits,
+    report_results,
+    require_tokens_known,
+    script_errors,
+)
+from rsa_hf.training.settings import ModelSettings, RunConfig, TrainingSettings
+from rsa_hf.training.steps import TrainingDivergedError
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "vocab_size": 64,
+}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    BertForMaskedLM(BertConfig(**SIZES)).to(torch.bfloat16).save_pretrained(tmp_path / "bert")
+    return str(tmp_path / "bert")
+
+
+def test_a_pretrained_model_is_loaded_in_float32_and_patched(saved):
+    settings = ModelSettings(saved, config_overrides={"hidden_dropout_prob": 0.5}, attn_implementation="eager")
+    model = load_model(AutoModelForSequenceClassification, settings, RSAConfig(num_regular=2), num_labels=3)
+    assert is_patched(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.config.num_labels == 3
+    assert model.config.hidden_dropout_prob == 0.5
+    assert model.config._attn_implementation == "eager"
+    original = BertForMaskedLM.from_pretrained(saved).bert.encoder.layer[0].attention.self.query.weight
+    assert torch.equal(model.bert.encoder.layer[0].attention.self.query.weight, original.float())
+
+
+def test_a_model_from_scratch():
+    settings = ModelSettings(model_type="llama", config_overrides={**SIZES, "num_key_value_heads": 2})
+    model = load_model(AutoModelForCausalLM, settings, None)
+    assert not is_patched(model)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert (model.config.hidden_size, model.config.num_key_value_heads) == (32, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (ModelSettings(model_type="lama"), ["model_type='lama'", "Did you mean 'llama'?"]),
+        (
+            ModelSettings(model_type="llama", config_overrides={"hiden_size": 8}),
+            ["LlamaConfig has no entry 'hiden_size'", "Did you mean 'hidden_size'?"],
+        ),
+        (ModelSettings("package:no_such_package/model"), ["'no_such_package' is not installed", "Install it"]),
+        (ModelSettings("package:/model"), ["is not installed"]),
+        (ModelSettings("package:transformers/no_such_folder"), ["has no folder 'no_such_folder'"]),
+        (ModelSettings("/no/such/folder"), ["/no/such/folder"]),
+    ],
+)
+def test_a_model_that_cannot_be_made(settings, words):
+    with pytest.raises((ValueError, OSError)) as error:
+        load_model(AutoModelForCausalLM, settings, None)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_folder_of_an_installed_package():
+    assert locate("gpt2") == "gpt2"
+    assert locate("package:rsa_hf/training").endswith("rsa_hf/training")
+
+
+def test_table():
+    assert format_table([["a", "figure"], ["long name", "1"]]) == "a          figure\n---------  ------\nlong name  1"
+
+
+def report(folder, rsa, scores):
+    settings = ModelSettings(model_type="llama", config_overrides=SIZES)
+    config = RunConfig(settings, rsa, LanguageModelingDataConfig(), TrainingSettings(output_dir=str(folder)))
+    result = TrainResult(8, 100, {"loss": 2.0}, 4, {"loss": 1.0}, folder / "best", folder / "final")
+    report_results(config, result, scores, [["a"], ["b"]], load_model(AutoModelForCausalLM, settings, rsa))
+
+
+def test_results(tmp_path, capsys):
+    report(tmp_path, None, {"validation": {"loss": 1.0}, "test": {"loss": math.inf, "score": math.nan}})
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert written["config"]["training"]["output_dir"] == str(tmp_path)
+    del written["config"]
+    assert written == {
+        "patched": False,
+        "steps": 8,
+        "best_step": 4,
+        "train_tokens": 100,
+        "validation": {"loss": 1.0},
+        "test": {"loss": None, "score": None},
+    }
+    assert "a\n-\nb" in capsys.readouterr().out
+    assert not (tmp_path / "rsa.png").exists()
+
+
+def test_results_of_a_patched_model_with_and_without_matplotlib(tmp_path, capsys, monkeypatch):
+    def absent(*arguments):
+        raise ImportError("drawing needs matplotlib: pip install 'rsa_hf[plot]'")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rsa_hf.training.run.plot_rem", absent)
+        report(tmp_path, RSAConfig(num_regular=2), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert "no picture of the RSA heads: drawing needs matplotlib: pip install 'rsa_hf[plot]'" in lines
+    assert not (tmp_path / "rsa.png").exists()
+    pytest.importorskip("matplotlib")
+    report(tmp_path, RSAConfig(num_regular=2), {})
+    assert (tmp_path / "rsa.png").exists()
+    assert f"written: {tmp_path / 'results.json'}, {tmp_path / 'rsa.png'}" in capsys.readouterr().out
+
+
+def test_logits_are_in_the_order_of_the_rows_whatever_the_batch(saved):
+    model = load_model(AutoModelForSequenceClassification, ModelSettings(saved), None, num_labels=2)
+    rows = [{"input_ids": list(range(1, 2 + i % 5)), "labels": 0} for i in range(7)]
+
+    def collate(batch):
+        longest = max(len(row["input_ids"]) for row in batch)
+        ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in batch])
+        return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": torch.zeros(len(batch))}
+
+    expected = torch.cat([predict_logits(model, [row], collate, 1) for row in rows])
+    assert not model.training
+    for batch_size in (2, 3, 10):
+        torch.testing.assert_close(predict_logits(model, rows, collate, batch_size), expected)
+
+
+def test_a_tokenizer_that_is_too_large(saved):
+    model = load_model(AutoModelForSequenceClassification, ModelSettings(saved), None)
+    require_tokens_known(model, 64)
+    with pytest.raises(ValueError, match="the tokenizer has 65 tokens, the model 64"):
+        require_tokens_known(model, 65)
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), OSError("no"), TrainingDivergedError("no")])
+def test_a_user_s_mistake_is_one_line(error, capsys):
+    with pytest.raises(SystemExit) as stop, script_errors():
+        raise error
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: no\n"
+
+
+def test_a_fault_of_ours_keeps_its_traceback():
+    with pytest.raises(KeyError), script_errors():
+        raise KeyError("x")

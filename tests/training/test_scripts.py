@@ -1,0 +1,247 @@
+"""The two scripts, run as a user runs them."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2Model,
+    PreTrainedTokenizerFast,
+)
+
+from rsa_hf import is_patched
+
+ROOT = Path(__file__).parents[2]
+
+
+SCRIPTS = {"lm": "train_language_model.py", "defect": "train_defect_detection.py"}
+
+
+def command(task, arguments):
+    config = {"lm": "lm_bytes_embedded.yaml", "defect": "defect_minilm_embedded.yaml"}[task]
+    return [str(ROOT / "scripts" / SCRIPTS[task]), str(ROOT / "configs" / config), *map(str, arguments)]
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run_process(task, *arguments):
+    return subprocess.run(
+        [sys.executable, *command(task, arguments)], capture_output=True, text=True, env=ENVIRONMENT, timeout=240
+    )
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs a script in this process, which saves loading torch each time; returns what it printed, and its exit code."""
+
+    def run(task, *arguments):
+        monkeypatch.setattr(sys, "argv", command(task, arguments))
+        capsys.readouterr()
+        code = 0
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code
+        printed = capsys.readouterr()
+        return printed.out, printed.err, code
+
+    return run
+
+
+@pytest.fixture
+def language_model(tmp_path):
+    """Settings that make a run of a second out of the config."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i} of a text, not a long one\n" for i in range(400)))
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 32}
+    values = {f"config_overrides.{name}": value for name, value in sizes.items()}
+    values |= {"source": "files", "files.train": text, "block_size": 32, "max_steps": 6, "eval_every_steps": 3}
+    return [f"--{key}={value}" for key, value in {**values, "batch_size": 4}.items()]
+
+
+FUNCTIONS = [f"int f{i}(int a) {{ return a {'<=>'[i % 3]} {i}; }}" for i in range(40)]
+
+
+@pytest.fixture
+def defect_detection(tmp_path):
+    """The same for defects: a small BERT, its tokenizer, and 40 functions, one in four defective."""
+    words = Tokenizer(models.BPE(unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    words.train_from_iterator(FUNCTIONS, trainers.BpeTrainer(vocab_size=100, special_tokens=special))
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), special, strict=True))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=32, **names)
+    sizes = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 12, "intermediate_size": 32}
+    model = BertModel(BertConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=32))
+    for part in (tokenizer, model):
+        part.save_pretrained(tmp_path / "bert")
+    values = {"name_or_path": tmp_path / "bert", "source": "files", "max_length": 32, "chunk_overlap": 4}
+    for i, split in enumerate(("train", "validation", "test")):
+        path = values[f"{split}_file"] = tmp_path / f"{split}.jsonl"
+        chosen = FUNCTIONS[:20] if split == "train" else FUNCTIONS[10 * i + 10 : 10 * i + 20]
+        lines = [json.dumps({"func": text, "target": int(j % 4 == 0)}) for j, text in enumerate(chosen)]
+        path.write_text("\n".join(lines))
+    values |= {"epochs": 2, "batch_size": 8, "eval_batch_size": 4}
+    return [f"--{key}={value}" for key, value in values.items()]
+
+
+# --- language modelling ---------------------------------------------------------------------------------------
+
+
+def test_language_model_patched_and_plain(tmp_path, run, language_model):
+    for name, extra in (("with RSA", []), ("plain", ["--rsa", "null"])):
+        folder = tmp_path / name
+        out, err, code = run("lm", *language_model, "--output_dir", folder, *extra)
+        assert code == 0, err
+        results = json.loads((folder / "results.json").read_text())
+        patched = name == "with RSA"
+        assert results["patched"] == patched
+        assert results["steps"] == 6
+        assert results["config"]["data"]["block_size"] == 32
+        assert 0 < results["test"]["bits_per_byte"] < 9
+        table = [line for line in out.splitlines() if line.startswith((name, "model"))]
+        assert len(table) == 3
+        assert f"{results['test']['bits_per_byte']:.5g}" in table[2]
+        assert "training: 100%" in err
+        assert (folder / "rsa.png").exists() == patched
+        assert is_patched(AutoModelForCausalLM.from_pretrained(folder / "best")) == patched
+
+
+@pytest.mark.slow
+def test_killed_by_a_signal_and_continued(tmp_path, language_model):
+    """SIGKILL at whatever moment, then the same command again: bitwise the uninterrupted run."""
+    many = ["--max_steps=150", "--eval_every_steps=50", "--save_every_steps=7", "--log_every_steps=1"]
+    whole = run_process("lm", *language_model, *many, "--output_dir", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    arguments = [*language_model, *many, "--output_dir", tmp_path / "parts"]
+    process = subprocess.Popen(
+        [sys.executable, *command("lm", arguments)],
+        env=ENVIRONMENT,
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    log = tmp_path / "parts" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (log.exists() and log.read_text().count("\n") >= 40):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    done = run_process("lm", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert log.read_text() == (tmp_path / "whole" / "metrics.jsonl").read_text()
+    for name in ("best", "final"):
+        left, right = (load_file(tmp_path / run / name / "model.safetensors") for run in ("whole", "parts"))
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+# --- defect detection -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("with RSA", []),
+        ("plain", ["--rsa", "null"]),
+        ("with RSA", ["--long_functions", "chunk", "--max_length", "12", "--class_weights", "true"]),
+    ],
+)
+def test_defect_detection(tmp_path, run, defect_detection, name, extra):
+    folder = tmp_path / "out"
+    out, err, code = run("defect", *defect_detection, "--output_dir", folder, *extra)
+    assert code == 0, err
+    results = json.loads((folder / "results.json").read_text())
+    assert results["patched"] == (name == "with RSA")
+    assert results["test"]["num_examples"] == 10  # functions, however many chunks
+    assert results["test"]["majority_accuracy"] == 0.7
+    row = out.splitlines()[-3]
+    assert row.split()[-6:] == [
+        "test",
+        f"{results['test']['accuracy']:.2%}",
+        "70.00%",
+        f"{results['test']['f1']:.4f}",
+        f"{results['test']['mcc']:.4f}",
+        "10",
+    ]
+    assert row.startswith(name)
+    assert "defective" in out.splitlines()[0]  # the audit
+    audit = json.loads((folder / "audit.json").read_text())
+    assert audit["splits"]["train"]["examples"] == 20
+    assert (folder / "rsa.png").exists() == (name == "with RSA")
+    for saved in ("best", "final"):
+        assert is_patched(AutoModelForSequenceClassification.from_pretrained(folder / saved)) == (name == "with RSA")
+        assert AutoTokenizer.from_pretrained(folder / saved).model_max_length == 32
+
+
+def test_defect_detection_with_a_decoder_that_has_no_padding_token(tmp_path, run, defect_detection):
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "bert", pad_token=None, eos_token="[SEP]")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    GPT2Model(GPT2Config(n_layer=1, n_embd=24, n_head=12, vocab_size=len(tokenizer), n_positions=32)).save_pretrained(
+        tmp_path / "gpt2"
+    )
+    more = ["--name_or_path", tmp_path / "gpt2", "--output_dir", tmp_path / "out"]
+    _, err, code = run("defect", *defect_detection, *more)
+    assert code == 0, err
+    best = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "best")
+    assert is_patched(best)
+    assert best.config.pad_token_id == tokenizer.eos_token_id
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("task", "arguments", "words"),
+    [
+        ("lm", ["--lerning_rate", "1"], "--lerning_rate: unknown key 'lerning_rate'. Did you mean 'learning_rate'?"),
+        ("lm", ["--rsa.num_regular", "9"], "layer 0 has 8 attention heads, but the plan asks for"),
+        ("lm", ["--files.train", "absent.txt"], "absent.txt is not a file"),
+        ("lm", ["--tokenizer", "null"], "model.tokenizer=None"),
+        ("lm", ["--config_overrides.vocab_size", "100"], "the tokenizer has 256 tokens, the model 100."),
+        ("lm", ["--class_weights", "true"], "training.class_weights=True, but this task has no classes"),
+        ("defect", ["--bach_size", "1"], "--bach_size: unknown key 'bach_size'. Did you mean 'batch_size'?"),
+        ("defect", ["--max_length", "64"], "data.max_length=64: this model takes at most 32 tokens."),
+        ("defect", ["--validation_file", "null"], "the data has no validation split"),
+        ("defect", ["--train_file", "absent.jsonl"], "absent.jsonl is not a file"),
+        ("defect", ["--name_or_path", "/absent"], ""),  # in transformers' words
+        ("defect", ["--name_or_path", "null", "--model_type", "bert"], "model.tokenizer=None"),
+    ],
+)
+def test_a_mistake_is_told_without_a_traceback(
+    tmp_path, run, language_model, defect_detection, task, arguments, words
+):
+    settings = language_model if task == "lm" else defect_detection
+    out, err, code = run(task, *settings, "--output_dir", tmp_path / "out", *arguments)
+    assert code == 2
+    error = err[err.index("error: ") :]
+    assert error.startswith(f"error: {words}")
+    assert "Traceback" not in err
+    assert out == ""
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", SCRIPTS)
+def test_no_traceback_reaches_the_user(tmp_path, task):
+    done = run_process(task, "--lerning_rate", 1, "--output_dir", tmp_path / "out")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --lerning_rate: unknown key")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
