@@ -95,9 +95,9 @@ class HeadPlan:
 class RSAConfig:
     """What `patch_model` puts on a model.
 
-    With no counts given, every layer gets a mix of RSA and plain heads: half of its heads (at least one)
-    become RSA heads, one third of those as cyclical pairs, the rest regular. A mix beat both all-RSA and
-    all-plain layers in a first comparison (spec §8).
+    With no counts given, every layer gets a mix of RSA and plain heads: half of its heads (at least one) become RSA
+    heads, as cyclical pairs, an odd one regular. The published language models take half the heads and cyclical pairs
+    too (spec §7), and a mix beat both all-RSA and all-plain layers in a first comparison (spec §8).
 
     Each count is one number for all layers, or one per patched layer.
 
@@ -275,7 +275,7 @@ class RSAConfig:
 
 def _default_counts(heads: int) -> tuple[int, int, int, int]:
     rsa = max(1, heads // 2)
-    pairs = rsa // 3
+    pairs = rsa // 2
     return rsa - 2 * pairs, pairs, 0, 0
 
 
