@@ -65,7 +65,7 @@ def run(script: str, config: str, output: Path, *settings: str) -> dict:
 def defect_detection(output: Path, steps: int) -> Path:
     settings = ["--max_steps", str(steps), "--eval_every_steps", str(steps)]
     results = {
-        arm: run("train_defect_detection.py", "demo_defect_detection.yaml", output / folder, *settings, *more)
+        arm: run("train_defect_detection.py", "defect_demo.yaml", output / folder, *settings, *more)
         for (arm, more), folder in zip(ARMS.items(), ("patched", "plain"), strict=True)
     }
     rows = [["model", "test accuracy", "F1", "MCC", "functions", "seconds"]]

@@ -108,7 +108,7 @@ def test_layer_names():
 
 
 def test_one_endless_head_does_not_squeeze_the_rest():
-    model = gpt2(4)
+    model = gpt2(4, num_regular=2)
     before = _last_lag(rsa_report(model))
     with torch.no_grad():
         model.transformer.h[0].attn.rsa.eta[0] = 100.0
