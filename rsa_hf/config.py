@@ -23,7 +23,7 @@ _COUNT_FIELDS = ("num_regular", "num_cyclical_pairs", "num_dilated_regular", "nu
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """The RSA heads of one attention layer (spec §4; the paper's k1 … k6 and d).
+    """The RSA heads of one attention layer (the paper's k1 … k6 and d, section 3).
 
     RSA heads come first, in the order regular, cos, sin, dilated regular, dilated cos, dilated sin; the plain
     heads follow. The i-th cos head and the i-th sin head of a kind are a pair.
@@ -97,7 +97,7 @@ class RSAConfig:
 
     With no counts given, every layer gets a mix of RSA and plain heads: half of its heads (at least one) become RSA
     heads, as cyclical pairs, an odd one regular. The published language models take half the heads and cyclical pairs
-    too (spec §7), and a mix beat both all-RSA and all-plain layers in a first comparison (spec §8).
+    too (paper, section 4.3).
 
     Each count is one number for all layers, or one per patched layer.
 
@@ -119,7 +119,7 @@ class RSAConfig:
         causal: True for masked REMs, False for unmasked ones; None: as the module it is put on.
         parameter_scale: RSA parameters are stored as value / parameter_scale, so that an optimiser of Adam's kind
             moves the values parameter_scale times as fast as the weights. At the weights' own pace gates and rates
-            hardly move (spec §8). 1 stores the plain values.
+            hardly move (results/parameter_scale.md). 1 stores the plain values.
 
     Raises:
         TypeError: a field has a type that does not fit.

@@ -2,7 +2,7 @@
 
 The one file that knows transformers' mask conventions. An attention call is read once into a `Geometry`, which is
 what the product P V needs to know of it. A query never takes part in a recurrence over keys that attention hides
-from it (spec §3).
+from it.
 """
 
 from __future__ import annotations

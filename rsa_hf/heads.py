@@ -17,7 +17,7 @@ __all__ = ["RSAHeads"]
 
 
 class RSAHeads(nn.Module):
-    """The gate and the rates of one layer's RSA heads: out = (1 − g) · attention + g · P V (spec §1).
+    """The gate and the rates of one layer's RSA heads: out = (1 − g) · attention + g · P V (paper, eq. 4).
 
     Parameters, all one-dimensional, float32 whatever the model's dtype, and stored as value / parameter_scale:
 
@@ -53,7 +53,7 @@ class RSAHeads(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set every parameter that a checkpoint has not set to where it starts (spec §4; paper section 3).
+        """Set every parameter that a checkpoint has not set to where it starts (paper, section 3).
 
         η is spread over [−2, −1] ∪ [1, 2], ν over [1, 2], θ is π/4, μ is the plan's.
         """

@@ -1,9 +1,9 @@
 r"""The recurrence encoding matrices: the paper's mathematics, to be read beside it.
 
-Notation (spec, head of the page): H heads, T queries, S keys; t indexes queries, s keys; queries are positions
+Notation: H heads, T queries, S keys; t indexes queries, s keys; queries are positions
 `query_offset … query_offset + T - 1` of the key axis, and τ = (query_offset + t) − s.
 
-A REM is the Toeplitz matrix P[t, s] = f(τ) with f(0) = 0 (spec §1, §2; paper eqs. 2–4 and section 3):
+A REM is the Toeplitz matrix P[t, s] = f(τ) with f(0) = 0 (paper, eqs. 2–4 and section 3):
 
     regular          f(τ) = λ^τ              λ = tanh η
     cyclical, cos    f(τ) = γ^τ cos(τθ)      γ = sigmoid ν
@@ -29,12 +29,12 @@ KINDS = ("regular", "cos", "sin")
 
 
 def decay_rates(eta: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
-    """λ = tanh η, in (−1, 1), and γ = sigmoid ν, in (0, 1) (spec §2; paper section 3), elementwise."""
+    """λ = tanh η, in (−1, 1), and γ = sigmoid ν, in (0, 1) (paper, section 3), elementwise."""
     return torch.tanh(eta), torch.sigmoid(nu)
 
 
 def lag_weights(kind: str, decay: Tensor, theta: Tensor, lags: Tensor, dilation: int = 1) -> Tensor:
-    """f(τ) of one causal head at the given lags (spec §2).
+    """f(τ) of one causal head at the given lags (paper, eqs. 2 and 3).
 
     Args:
         kind: `"regular"`, `"cos"` or `"sin"`.
@@ -78,7 +78,7 @@ def rem_matrix(
         dilation: d of each head, or one for all.
         query_length: T.
         key_length: S; default T.
-        query_offset: position of the first query on the key axis; default S − T: the queries come last (spec §3).
+        query_offset: position of the first query on the key axis; default S − T: the queries come last.
         causal: masked (True) or unmasked (False) REMs.
 
     Returns:

@@ -95,7 +95,7 @@ def test_attention_modules_are_where_they_should_be():
 
 
 def test_parameters_added_are_exactly_gate_and_rates():
-    # Spec §2: 14 layers with two dilated cyclical pairs each add 14 · (1 μ + 2 ν + 2 θ) = 70.
+    # 14 layers with two dilated cyclical pairs each add 14 · (1 μ + 2 ν + 2 θ) = 70.
     config = GPT2Config(vocab_size=50, n_embd=16, n_layer=14, n_head=8, n_positions=32)
     model = GPT2Model(config)
     plain = model.num_parameters()

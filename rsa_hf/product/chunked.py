@@ -1,4 +1,4 @@
-r"""P V in linear time and memory: a scan over chunks of C steps, in plain PyTorch (spec §5).
+r"""P V in linear time and memory: a scan over chunks of C steps, in plain PyTorch.
 
 With the complex rate z of a head (λ, or γ e^{iθ}), Σ_{j≥1} z^j v_{t−j} is a scalar linear recurrence. Let
 

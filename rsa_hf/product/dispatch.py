@@ -28,7 +28,9 @@ def rem_product(
     key_mask: Tensor | None = None,
     visible: Tensor | None = None,
 ) -> Tensor:
-    """P V for every head (spec §1, §3), in time and memory linear in the length wherever no `visible` is given.
+    """P V for every head, the recurrent half of paper eq. 4.
+
+    Time and memory are linear in the length wherever no `visible` is given.
 
     Args:
         value: V, shape [B, Hv, S, D], any floating dtype. Head h reads value head h // groups.
@@ -68,7 +70,7 @@ def rem_product(
             f"queries at positions {offset} … {offset + T - 1} do not lie on a key axis of length {S}: "
             f"query_offset must be between 0 and S − T = {S - T}."
         )
-    # Decay powers and sums lose too much in half precision, so autocast stays out (spec §5).
+    # Decay powers and sums lose too much in half precision, so autocast stays out.
     with torch.autocast(value.device.type, enabled=False):
         value = _values_of_heads(value, H, groups).to(dtype)
         if key_mask is not None:

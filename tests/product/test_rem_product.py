@@ -210,7 +210,7 @@ def long_lags_switched_on(kind, rate, angle, lag):
 
 @pytest.mark.parametrize("broken", [slip_in_the_cosine, lag_matrix, long_lags_switched_on])
 def test_a_wrong_rem_is_caught(broken):
-    # The errors that public re-implementations are known to make (spec §7).
+    # The errors that public re-implementations are known to make.
     value, decay, theta = draw(17)
     found = rem_product(value, KINDS, decay, theta, DILATION)
     wrong = double_loop(value, KINDS, decay, theta, DILATION, 17, 0, True, weight=broken)
