@@ -31,7 +31,7 @@ def test_entries_of_the_six_rems():
 
 @pytest.mark.parametrize("d", [1, 2, 3, 8])
 def test_dilation_is_a_kronecker_product(d):
-    # the leading T×T block of P ⊗ I_d.
+    # The leading T×T block of P ⊗ I_d.
     T = 8
     base = rem_matrix(["regular", "cos", "sin"], 0.9, 0.5, 1, query_length=T)
     dilated = rem_matrix(["regular", "cos", "sin"], 0.9, 0.5, d, query_length=T)
