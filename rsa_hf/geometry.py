@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,11 @@ def read_geometry(
             "as sdpa, eager and flash attention take it. Load the model with attn_implementation='sdpa' or 'eager'."
         )
     if attention_mask is not None and attention_mask.dim() == 4:
-        return _masks.read(attention_mask, T, S, causal)
+        if torch.compiler.is_compiling() and T == S:
+            # The queries' place is known, and the dense path is exact whatever the mask holds.
+            visible = _visible(attention_mask, T, S)
+            return Geometry(T, S, 0, causal, None, visible.expand(-1, -1, T, S))
+        return _read_outside_the_graph(attention_mask, T, S, causal)
     offset = 0 if aligned_top_left and causal and T > 1 else S - T
     key_mask = None
     if attention_mask is not None:
@@ -114,9 +119,8 @@ class _MaskReader(threading.local):
         self.geometry: Geometry | None = None
 
     def read(self, mask: Tensor, T: int, S: int, causal: bool) -> Geometry:
-        # Under torch.compile there is nothing to save, and a mask made under inference_mode has no version that
-        # would tell whether it was written to since.
-        if torch.compiler.is_compiling() or mask.is_inference():
+        # A mask made under inference_mode has no version that would tell whether it was written to since.
+        if mask.is_inference():
             return _read_mask(mask, T, S, causal)
         asked = (T, S, causal)
         if (
@@ -133,18 +137,25 @@ class _MaskReader(threading.local):
 
 _masks = _MaskReader()
 
+# Where the queries stand in a cache is in the mask's values, which a compiled graph cannot look at: the graph breaks
+# here, and under fullgraph=True torch says so, rather than that distances are counted from the wrong place.
+_read_outside_the_graph: Callable[[Tensor, int, int, bool], Geometry]
+_read_outside_the_graph = torch.compiler.disable(_masks.read)  # type: ignore[no-untyped-call]
 
-def _read_mask(mask: Tensor, T: int, S: int, causal: bool) -> Geometry:
+
+def _visible(mask: Tensor, T: int, S: int) -> Tensor:
+    """A 4-D mask as a boolean one, its last axis cut to the keys there are."""
     if mask.shape[-1] < S or mask.shape[-2] not in (1, T):
         raise ValueError(
             f"RSA cannot read an attention mask of shape {tuple(mask.shape)} for {T} queries and {S} keys: "
             "[batch, heads, queries, keys] is needed."
         )
     mask = mask.detach()[..., :S]
-    visible = mask if mask.dtype == torch.bool else mask > HIDDEN_AT_OR_BELOW
-    if torch.compiler.is_compiling():
-        # What a mask holds cannot be looked at here; the dense path is exact whatever it is.
-        return Geometry(T, S, _offset(visible, T, S, causal=False), causal, None, visible.expand(-1, -1, T, S))
+    return mask if mask.dtype == torch.bool else mask > HIDDEN_AT_OR_BELOW
+
+
+def _read_mask(mask: Tensor, T: int, S: int, causal: bool) -> Geometry:
+    visible = _visible(mask, T, S)
     if visible.shape[1] > 1 and bool((visible == visible[:, :1]).all()):
         visible = visible[:, :1]
     offset = _offset(visible, T, S, causal)

@@ -177,3 +177,16 @@ def test_linear_geometries_do_not_warn():
         warnings.simplefilter("error")
         call(5, 5, torch.ones(2, 1, 5, 5).tril().bool())
         call(5, 9, None)
+
+
+def test_a_compiled_graph_does_not_guess_where_the_queries_stand():
+    # Two queries at positions 3 and 4 of a cache with empty slots behind: not the last two of its eight.
+    visible = torch.arange(8)[None, :] <= torch.tensor([[3], [4]])
+    value = torch.randn(2, 3, 8, 2, dtype=torch.float64)
+    mask = visible[None, None].expand(2, -1, -1, -1).contiguous()
+
+    def run(mask):
+        return product(call(2, 8, mask), value)
+
+    expected = expected_product(value, 2, 3, True, mask)
+    assert relative_error(torch.compile(run, backend="eager")(mask), expected) < 1e-6
