@@ -37,7 +37,7 @@ def inspect(
 
     if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
         raise ValueError(f"{path}: there is no such folder. Name the folder of a checkpoint, or a model on the Hub.")
-    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()
     report = rsa_report(AutoModel.from_pretrained(str(Path(path).expanduser())))
     if not report.layers:
         raise ValueError(f"{path} is a plain checkpoint: it has no RSA heads to show.")

@@ -7,6 +7,7 @@ from it.
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 import weakref
@@ -15,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Geometry", "is_causal", "read_geometry"]
+__all__ = ["Documents", "Geometry", "is_causal", "read_geometry", "read_mask"]
 
 # Additive masks hide a key with −inf, the dtype's minimum, or −10,000 in older models; anything above is a bias.
 HIDDEN_AT_OR_BELOW = -1e4
@@ -33,7 +35,12 @@ class Geometry:
         query_offset: position of the first query on the key axis.
         causal: masked or unmasked REMs.
         key_mask: shape [B or 1, S], False for keys that nobody sees; None: all are seen.
+        documents: of packed rows, whose queries only see keys of their own; None: a row is one document.
+        window: number of positions back that a query sees, itself included, and ahead where it is not causal; or None.
         visible: shape [B or 1, H or 1, T, S], for visibility that the fields above cannot express; else None.
+        position: the position of a single query, shape (), where only the mask tells it: then `visible` has the row,
+            and `query_offset` says nothing.
+        mask: a 4-D mask that a graph being compiled cannot look into; whoever computes it reads it with `read_mask`.
     """
 
     query_length: int
@@ -41,7 +48,48 @@ class Geometry:
     query_offset: int
     causal: bool
     key_mask: Tensor | None = None
+    documents: Documents | None = None
+    window: int | None = None
     visible: Tensor | None = None
+    position: Tensor | None = None
+    mask: Tensor | None = None
+
+
+class Documents:
+    """The documents of packed rows.
+
+    Args:
+        numbers: shape [B, S]; a document is a run of equal numbers.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers = numbers
+        # What the product has worked out for these documents and their key mask, kept for the next layer.
+        self.layouts: dict[int, Any] = {}
+
+    @functools.cached_property
+    def index(self) -> Tensor:
+        """Which document of its row each position belongs to: [B, S]."""
+        return F.pad(self.numbers[:, 1:] != self.numbers[:, :-1], (1, 0)).cumsum(1)
+
+    @functools.cached_property
+    def lengths(self) -> Tensor:
+        """Lengths of the documents, 0 behind the last one of a row: [B, documents]."""
+        count = int(self.index[:, -1].max()) + 1
+        lengths = torch.zeros(len(self.index), count, dtype=torch.long, device=self.index.device)
+        return lengths.scatter_add_(1, self.index, torch.ones_like(self.index))
+
+    @functools.cached_property
+    def position(self) -> Tensor:
+        """The place of each position within its document: [B, S]."""
+        starts = self.lengths.cumsum(1) - self.lengths
+        positions = torch.arange(self.index.shape[1], device=self.index.device)
+        return positions - starts.gather(1, self.index)
+
+    @functools.cached_property
+    def mean_length(self) -> int:
+        """Of all documents, rounded."""
+        return round(self.index.numel() / int((self.lengths > 0).sum()))
 
 
 def is_causal(module: nn.Module, keywords: dict[str, Any]) -> bool | None:
@@ -87,11 +135,12 @@ def read_geometry(
             "as sdpa, eager and flash attention take it. Load the model with attn_implementation='sdpa' or 'eager'."
         )
     if attention_mask is not None and attention_mask.dim() == 4:
-        if torch.compiler.is_compiling() and T == S:
-            # The queries' place is known, and the dense path is exact whatever the mask holds.
-            visible = _visible(attention_mask, T, S)
-            return Geometry(T, S, 0, causal, None, visible.expand(-1, -1, T, S))
-        return _read_outside_the_graph(attention_mask, T, S, causal)
+        if causal and T == 1:
+            return _masks.read(_read_row, attention_mask, T, S, causal)
+        if torch.compiler.is_compiling():
+            _visible(attention_mask, T, S)
+            return Geometry(T, S, 0, causal, mask=attention_mask)
+        return read_mask(attention_mask, T, S, causal)
     offset = 0 if aligned_top_left and causal and T > 1 else S - T
     key_mask = None
     if attention_mask is not None:
@@ -101,46 +150,50 @@ def read_geometry(
                 "keys: [batch, keys] or [batch, heads, queries, keys] is needed."
             )
         key_mask = attention_mask[:, -S:].bool()
-    if sliding_window is not None and sliding_window < S:
-        lags = _lags(T, S, offset, query.device)
-        inside = lags < sliding_window if causal else lags.abs() < sliding_window
-        _warn_dense("a sliding window")
-        return Geometry(T, S, offset, causal, key_mask, inside[None, None])
-    return Geometry(T, S, offset, causal, key_mask)
+    window = sliding_window if sliding_window is not None and sliding_window < S else None
+    return Geometry(T, S, offset, causal, key_mask, window=window)
+
+
+def read_mask(mask: Tensor, query_length: int, key_length: int, causal: bool) -> Geometry:
+    """What a 4-D mask says, remembered for the other layers of the same forward.
+
+    Args:
+        mask: shape [B or 1, H or 1, T or 1, S or more], boolean or additive.
+        query_length: T.
+        key_length: S.
+        causal: direction of the layer.
+
+    Raises:
+        ValueError: the mask's shape does not fit.
+    """
+    return _masks.read(_read_mask, mask, query_length, key_length, causal)
 
 
 class _MaskReader(threading.local):
-    """Reads 4-D masks; remembers the last one, since all layers of a forward share one mask tensor."""
+    """Remembers what the last masks said: all layers of a forward share one, or alternate between a few."""
+
+    SIZE = 4
 
     def __init__(self) -> None:
-        self.mask: weakref.ref[Tensor] | None = None
-        self.version = -1
-        self.asked: tuple[int, int, bool] | None = None
-        self.geometry: Geometry | None = None
+        self.known: list[tuple[weakref.ref[Tensor], tuple[Any, ...], Geometry]] = []
 
-    def read(self, mask: Tensor, T: int, S: int, causal: bool) -> Geometry:
+    def read(
+        self, reader: Callable[[Tensor, int, int, bool], Geometry], mask: Tensor, T: int, S: int, causal: bool
+    ) -> Geometry:
         # A mask made under inference_mode has no version that would tell whether it was written to since.
-        if mask.is_inference():
-            return _read_mask(mask, T, S, causal)
-        asked = (T, S, causal)
-        if (
-            self.geometry is not None
-            and self.mask is not None
-            and self.mask() is mask
-            and (self.version, self.asked) == (mask._version, asked)
-        ):
-            return self.geometry
-        geometry = _read_mask(mask, T, S, causal)
-        self.mask, self.version, self.asked, self.geometry = weakref.ref(mask), mask._version, asked, geometry
+        if torch.compiler.is_compiling() or mask.is_inference():
+            return reader(mask, T, S, causal)
+        asked = (mask._version, reader, T, S, causal)
+        for known, question, answer in self.known:
+            if known() is mask and question == asked:
+                return answer
+        geometry = reader(mask, T, S, causal)
+        alive = [entry for entry in self.known if entry[0]() is not None]
+        self.known = [(weakref.ref(mask), asked, geometry), *alive[: self.SIZE - 1]]
         return geometry
 
 
 _masks = _MaskReader()
-
-# Where the queries stand in a cache is in the mask's values, which a compiled graph cannot look at: the graph breaks
-# here, and under fullgraph=True torch says so, rather than that distances are counted from the wrong place.
-_read_outside_the_graph: Callable[[Tensor, int, int, bool], Geometry]
-_read_outside_the_graph = torch.compiler.disable(_masks.read)  # type: ignore[no-untyped-call]
 
 
 def _visible(mask: Tensor, T: int, S: int) -> Tensor:
@@ -154,6 +207,18 @@ def _visible(mask: Tensor, T: int, S: int) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > HIDDEN_AT_OR_BELOW
 
 
+def _read_row(mask: Tensor, T: int, S: int, causal: bool) -> Geometry:
+    """The mask of a single causal query, with no look at its values: nothing waits for the device here.
+
+    The query sees itself and nothing behind itself, so the last slot that any row sees is its position: also in a
+    static cache, whose keys go on behind it.
+    """
+    visible = _visible(mask, T, S)
+    slots = torch.arange(S, device=mask.device)
+    position = torch.where(visible, slots, 0).amax()
+    return Geometry(T, S, S - 1, causal, visible=visible, position=position, mask=mask)
+
+
 def _read_mask(mask: Tensor, T: int, S: int, causal: bool) -> Geometry:
     visible = _visible(mask, T, S)
     if visible.shape[1] > 1 and bool((visible == visible[:, :1]).all()):
@@ -163,10 +228,42 @@ def _read_mask(mask: Tensor, T: int, S: int, causal: bool) -> Geometry:
     expected = key_mask[:, None, None, :]
     if causal:
         expected = expected & (_lags(T, S, offset, mask.device) >= 0)
-    if visible.shape[1] == 1 and torch.equal(visible.expand(-1, -1, T, S), expected.expand(-1, -1, T, S)):
-        return Geometry(T, S, offset, causal, None if bool(key_mask.all()) else key_mask)
-    _warn_dense("a mask that is neither causal nor padding alone (packed documents, a sliding window)")
-    return Geometry(T, S, offset, causal, None, visible.expand(-1, -1, T, S))
+    shown = None if bool(key_mask.all()) else key_mask
+    if visible.shape[1] == 1:
+        visible = visible.expand(-1, -1, T, S)
+        if torch.equal(visible, expected.expand_as(visible)):
+            return Geometry(T, S, offset, causal, shown)
+        documents = Documents(_document_numbers(visible[:, 0], key_mask, offset))
+        index = documents.index
+        rows = index[:, offset : offset + T]
+        same = expected & (rows[:, None, :, None] == index[:, None, None, :])
+        packed = documents if bool((index != index[:, :1]).any()) else None
+        if torch.equal(visible, same):
+            return Geometry(T, S, offset, causal, shown, packed)
+        distance = _lags(T, S, offset, mask.device).abs()
+        window = int(torch.where(visible, distance, 0).amax()) + 1
+        if torch.equal(visible, same & (distance < window)):
+            return Geometry(T, S, offset, causal, shown, packed, window)
+    _warn_dense("a mask that is no combination of direction, padding, packed documents and a sliding window")
+    return Geometry(T, S, offset, causal, visible=visible.expand(-1, -1, T, S))
+
+
+def _document_numbers(visible: Tensor, key_mask: Tensor, offset: int) -> Tensor:
+    """The documents there are if the mask [B, T, S] is one of packed rows: [B, S].
+
+    A document begins at a query that does not see the real key before it. Whether that explains the mask is for the
+    caller to check.
+    """
+    B, T, S = visible.shape
+    positions = torch.arange(S, device=visible.device)
+    last_real = torch.where(key_mask, positions, -1).cummax(dim=1).values
+    before = F.pad(last_real[:, :-1], (1, 0), value=-1)[:, offset : offset + T]
+    sees_it = visible.gather(2, before.clamp(min=0)[..., None])[..., 0]
+    begins = torch.zeros(B, S, dtype=torch.bool, device=visible.device)
+    # Padding between the tokens of a document begins none; padding whose query sees nothing stands for itself.
+    real = key_mask[:, offset : offset + T] | ~visible.any(dim=2)
+    begins[:, offset : offset + T] = (before >= 0) & ~sees_it & real
+    return begins.cumsum(dim=1)
 
 
 def _offset(visible: Tensor, T: int, S: int, causal: bool) -> int:

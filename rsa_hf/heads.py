@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rsa_hf.config import HeadPlan
 from rsa_hf.geometry import Geometry
-from rsa_hf.product import rem_product
+from rsa_hf.product.decode import LagTable, decode
+from rsa_hf.product.operator import recur
+from rsa_hf.product.problem import Mixing, Recurrence, working_dtype
 from rsa_hf.rem import decay_rates
 
 __all__ = ["RSAHeads"]
@@ -49,6 +52,7 @@ class RSAHeads(nn.Module):
             # No empty parameters: savers that look for shared storage take all of them for one and drop it.
             parameter = nn.Parameter(torch.empty(size, dtype=torch.float32)) if size else None
             self.register_parameter(name, parameter)
+        self._kept: tuple[Any, Recurrence, Tensor, LagTable] | None = None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -115,27 +119,44 @@ class RSAHeads(nn.Module):
                 f"attention has {attention.shape[1]} queries and {value.shape[2]} values, but the mask was read for "
                 f"{geometry.query_length} and {geometry.key_length}."
             )
-        rates = self.rates()
-        decay, theta = self.per_head(rates)
-        visible = geometry.visible
-        product = rem_product(
-            value,
-            self.plan.kinds,
-            decay,
-            theta,
-            self.plan.dilations,
-            query_length=geometry.query_length,
-            query_offset=geometry.query_offset,
-            causal=geometry.causal,
-            groups=H // value.shape[1],
-            key_mask=geometry.key_mask,
-            visible=visible if visible is None or visible.shape[1] == 1 else visible[:, :R],
-        ).transpose(1, 2)
-        softmax = attention[:, :, :R].to(product.dtype)
-        # Written as attention + g (P V − attention): exact where g = 0, so a shut gate changes no bit.
-        mixed = softmax + rates["gate"].to(product.dtype).reshape(-1, 1) * (product - softmax)
-        mixed = mixed.to(attention.dtype)
-        return mixed if R == H else torch.cat([mixed, attention[:, :, R:]], dim=2)
+        groups = H // value.shape[1]
+        trained = torch.is_grad_enabled() and (value.requires_grad or any(p.requires_grad for p in self.parameters()))
+        if geometry.query_length == 1 and geometry.causal and not trained:
+            return self._decode(attention, value, geometry, groups)
+        self._kept = None  # a new text begins; what was kept for the last one is not trusted any longer
+        return recur(value, self.recurrence(groups), geometry, Mixing(attention, self.gates()))
+
+    def _decode(self, attention: Tensor, value: Tensor, geometry: Geometry, groups: int) -> Tensor:
+        """One step of generation, with what depends on the parameters alone kept from step to step."""
+        R = self.plan.num_rsa_heads
+        if torch.compiler.is_compiling():
+            recurrence, gate, table = self.recurrence(groups), self.gates(), None
+        else:
+            recurrence, gate, table = self._tables(value, groups)
+        product = decode(value, recurrence, geometry, table).transpose(1, 2)
+        mixed = torch.lerp(attention[:, :, :R].to(product.dtype), product, gate[:, None].to(product.dtype))
+        return torch.cat([mixed.to(attention.dtype), attention[:, :, R:]], dim=2)
+
+    def _tables(self, value: Tensor, groups: int) -> tuple[Recurrence, Tensor, LagTable]:
+        S = value.shape[2]
+        parameters = list(self.parameters())
+        state = (groups, value.device, working_dtype(value), *[(id(p), p._version) for p in parameters])
+        kept = self._kept
+        if kept is None or kept[0] != state or kept[3].longest < S:
+            recurrence = self.recurrence(groups)
+            # Room to grow, so that a cache that grows by a step does not need a new table for each.
+            table = LagTable(recurrence, working_dtype(value), 2 * S)
+            self._kept = kept = (state, recurrence, self.gates(), table)
+        return kept[1:]
+
+    def recurrence(self, groups: int = 1) -> Recurrence:
+        """The REMs in force, for values that `groups` heads share."""
+        decay, theta = self.per_head(self.rates())
+        return Recurrence(self.plan.kinds, decay, theta, self.plan.dilations, groups)
+
+    def gates(self) -> Tensor:
+        """G = σ(μ) of each RSA head: (R,)."""
+        return self.rates()["gate"].expand(self.plan.num_rsa_heads)
 
     def per_head(self, rates: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """λ or γ, and θ, of each RSA head in head order: (R,) each."""

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from references import double_loop, relative_error
-from rsa_hf import rem_product
 from rsa_hf.geometry import Geometry, read_geometry
+from rsa_hf.product.operator import recur
+from rsa_hf.product.problem import Recurrence
 
 MIN = torch.finfo(torch.float32).min
 
@@ -20,18 +21,8 @@ def call(T, S, mask, causal=True, aligned_top_left=True, **keywords):
 
 
 def product(geometry: Geometry, value):
-    return rem_product(
-        value,
-        ["regular", "cos", "sin"],
-        [0.9, 0.8, 0.95],
-        0.7,
-        [1, 2, 3],
-        query_length=geometry.query_length,
-        query_offset=geometry.query_offset,
-        causal=geometry.causal,
-        key_mask=geometry.key_mask,
-        visible=geometry.visible,
-    )
+    rates = torch.tensor([0.9, 0.8, 0.95], dtype=value.dtype), torch.full((3,), 0.7, dtype=value.dtype)
+    return recur(value, Recurrence(("regular", "cos", "sin"), *rates, (1, 2, 3), 1), geometry)
 
 
 def expected_product(value, T, offset, causal, visible):
@@ -58,8 +49,11 @@ def test_causal_masks_with_padding_caches_and_empty_slots(T, before, behind, lef
     visible = causal_visible(T, S, before, key_mask)
     mask = torch.where(visible, 0.0, MIN) if additive else visible
     geometry = call(T, S, mask)
-    assert geometry.visible is None, "a causal mask with padding has a linear path"
-    if T != S:
+    if T == 1:
+        assert geometry.position == before
+    else:
+        assert geometry.visible is None, "a causal mask with padding has a linear path"
+    if 1 < T != S:
         assert geometry.query_offset == before
     value = torch.randn(2, 3, S, 2, dtype=torch.float64)
     wanted = expected_product(value, T, before, True, visible)
@@ -86,13 +80,12 @@ def test_a_mask_row_for_all_queries():
     assert torch.equal(geometry.key_mask, key_mask)
 
 
-@pytest.mark.parametrize("kind", ["packed", "window", "prefix", "per head"])
+@pytest.mark.parametrize("kind", ["prefix", "hole", "per head"])
 def test_other_visibility_is_exact_and_says_that_it_is_dense(kind):
     T = 8
     t, s = torch.arange(T)[:, None], torch.arange(T)[None, :]
     visible = {
-        "packed": (s <= t) & ((s < 5) == (t < 5)),
-        "window": (s <= t) & (t - s < 3),
+        "hole": (s <= t) & ((t != 6) | (s != 3)),
         "prefix": (s <= t) | (s < 3),
         "per head": s <= t,
     }[kind][None, None].expand(2, 1, -1, -1)
@@ -110,6 +103,38 @@ def test_other_visibility_is_exact_and_says_that_it_is_dense(kind):
     assert relative_error(product(geometry, value), expected) < 1e-6
 
 
+@given(
+    lengths=st.tuples(*[st.lists(st.integers(1, 9), min_size=1, max_size=6)] * 2),
+    before=st.integers(0, 20),
+    window=st.none() | st.integers(1, 9),
+    causal=st.booleans(),
+    additive=st.booleans(),
+)
+def test_packed_documents_and_windows(lengths, before, window, causal, additive):
+    # Two rows of documents with padding behind them; the queries may be the last ones only.
+    S = max(sum(row) for row in lengths)
+    numbers, key_mask = torch.full((2, S), -1), torch.zeros(2, S, dtype=torch.bool)
+    for b, row in enumerate(lengths):
+        end = sum(row)
+        numbers[b, :end] = torch.arange(len(row)).repeat_interleave(torch.tensor(row))
+        key_mask[b, :end] = True
+    offset = before % S
+    T = S - offset
+    lags = (offset + torch.arange(T))[:, None] - torch.arange(S)
+    seen = (numbers[:, offset:, None] == numbers[:, None, :]) & key_mask[:, None]
+    seen = seen & (lags.abs() < (window or S)) & ((lags >= 0) | (not causal))
+    visible = seen[:, None]
+    mask = torch.where(visible, 0.0, MIN) if additive else visible
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # all of this has a linear path
+        geometry = call(T, S, mask, causal=causal)
+    value = torch.randn(2, 3, S, 2, dtype=torch.float64)
+    poisoned = torch.where(seen.any(1)[:, None, :, None], value, torch.nan)
+    found, wanted = product(geometry, poisoned), expected_product(value, T, offset, causal, visible)
+    rows = seen.any(-1)  # queries that see nothing are padding; what they give is not used
+    assert relative_error(found.transpose(1, 2)[rows], wanted.transpose(1, 2)[rows]) < 1e-6
+
+
 def test_missing_mask():
     # (T, S, causal, aligned_top_left) → offset: a single query sees every key; sdpa aligns several at the top left.
     assert call(6, 6, None).query_offset == 0
@@ -123,8 +148,7 @@ def test_two_dimensional_masks_and_windows_of_flash_attention():
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
     geometry = call(4, 4, mask, aligned_top_left=False)
     assert torch.equal(geometry.key_mask, mask.bool())
-    with pytest.warns(UserWarning, match="sliding window"):
-        geometry = call(4, 6, None, aligned_top_left=False, sliding_window=3)
+    geometry = call(4, 6, None, aligned_top_left=False, sliding_window=3)
     t, s = 2 + torch.arange(4)[:, None], torch.arange(6)[None, :]
     value = torch.randn(2, 3, 6, 2, dtype=torch.float64)
     visible = ((s <= t) & (t - s < 3))[None, None].expand(2, -1, -1, -1)

@@ -1,14 +1,14 @@
-"""`rem_product`: the one entry to P V. It checks its arguments and chooses the path that computes them."""
+"""`rem_product`: P V for whoever has values and rates. It checks its arguments and brings them to one form."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from rsa_hf.product.chunked import chunked_product
-from rsa_hf.product.dense import dense_product
+from rsa_hf.geometry import Documents, Geometry
+from rsa_hf.product.operator import recur
+from rsa_hf.product.problem import Recurrence
 from rsa_hf.rem import head_tensors
 
 __all__ = ["rem_product"]
@@ -26,6 +26,8 @@ def rem_product(
     causal: bool = True,
     groups: int = 1,
     key_mask: Tensor | None = None,
+    documents: Tensor | None = None,
+    window: int | None = None,
     visible: Tensor | None = None,
 ) -> Tensor:
     """P V for every head, the recurrent half of paper eq. 4.
@@ -43,8 +45,11 @@ def rem_product(
         causal: masked (True) or unmasked (False) REMs.
         groups: number of heads that share a value head (grouped-query attention).
         key_mask: shape [B or 1, S], False for keys that contribute nothing (padding).
-        visible: shape [B or 1, H or 1, T, S], False where query t does not see key s (packed documents, windows).
-            Exact, at the dense cost of O(T·S).
+        documents: shape [B or 1, S], the number of the document that each key belongs to (packed rows); runs of equal
+            numbers are documents, and no query sees into another one.
+        window: number of positions back that a query sees, itself included; unmasked REMs see as many ahead.
+        visible: shape [B or 1, H or 1, T, S], False where query t does not see key s, for visibility of any other
+            shape. Exact, at the dense cost of O(T·S).
 
     Returns:
         P V, shape [B, H, T, D]; float64 for float64 values, else float32, in which it is computed.
@@ -54,10 +59,9 @@ def rem_product(
     """
     if value.dim() != 4:
         raise ValueError(f"value has shape {tuple(value.shape)}; [B, H, S, D] is needed.")
-    dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
     kinds, decay, theta, dilation = head_tensors(kinds, decay, theta, dilation)
-    decay, theta = decay.to(value.device), theta.to(value.device)
-    H, S = len(kinds), value.shape[2]
+    B, _, S, _ = value.shape
+    H = len(kinds)
     T = S if query_length is None else query_length
     offset = S - T if query_offset is None else query_offset
     if groups < 1 or value.shape[1] * groups < H:
@@ -65,24 +69,17 @@ def rem_product(
             f"{H} heads do not fit {value.shape[1]} value heads shared by groups={groups} heads each: "
             f"at most {value.shape[1] * max(groups, 1)} are possible."
         )
+    if window is not None and window < 1:
+        raise ValueError(f"window {window}: a whole number ≥ 1 is needed, since a query sees itself.")
     if not 0 <= offset <= S - T:
         raise ValueError(
             f"queries at positions {offset} … {offset + T - 1} do not lie on a key axis of length {S}: "
             f"query_offset must be between 0 and S − T = {S - T}."
         )
-    # Decay powers and sums lose too much in half precision, so autocast stays out.
-    with torch.autocast(value.device.type, enabled=False):
-        value = _values_of_heads(value, H, groups).to(dtype)
-        if key_mask is not None:
-            # where, not a product: hidden slots may hold anything, NaN included.
-            value = torch.where(key_mask[:, None, :, None], value, torch.zeros((), dtype=dtype, device=value.device))
-        if visible is not None or (not causal and T != S):
-            return dense_product(value, kinds, decay, theta, dilation, T, offset, causal, visible)
-        return chunked_product(value, kinds, decay, theta, dilation, T, offset, causal)
-
-
-def _values_of_heads(value: Tensor, H: int, groups: int) -> Tensor:
-    if groups == 1:
-        return value[:, :H]
-    index = torch.arange(H, device=value.device) // groups
-    return value.index_select(1, index)
+    for name, mask in {"key_mask": key_mask, "documents": documents}.items():
+        if mask is not None and (mask.dim() != 2 or mask.shape[0] not in (1, B) or mask.shape[1] != S):
+            raise ValueError(f"{name} has shape {tuple(mask.shape)}; [{B} or 1, {S}] is needed.")
+    recurrence = Recurrence(kinds, decay.to(value.device), theta.to(value.device), dilation, groups)
+    packed = None if documents is None else Documents(documents.expand(B, -1))
+    key_mask = None if key_mask is None else key_mask.bool()
+    return recur(value, recurrence, Geometry(T, S, offset, causal, key_mask, packed, window, visible))

@@ -39,7 +39,7 @@ PACKAGE = "package:"
 @contextmanager
 def script_errors() -> Iterator[None]:
     """Let a script that meets a user's mistake print `error: …` and end with exit code 2, without a traceback."""
-    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()
     try:
         yield
     except (ValueError, OSError, TrainingDivergedError) as error:
@@ -150,7 +150,7 @@ def predict_logits(
         collate_fn: makes a batch of a list of rows.
         batch_size: rows per batch.
     """
-    model.eval()  # type: ignore[no-untyped-call]
+    model.eval()
     # Rows of like length together: less padding. The longest first, so that memory runs out at once or never.
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i]["input_ids"]))
     logits = []

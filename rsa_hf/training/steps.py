@@ -223,9 +223,9 @@ def _count_tokens(batch: Batch) -> int:
 def checkpointed_activations(model: PreTrainedModel, enabled: bool) -> Iterator[None]:
     """Compute activations again in the backward pass, while the context is open."""
     if enabled:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     try:
         yield
     finally:
         if enabled:
-            model.gradient_checkpointing_disable()  # type: ignore[no-untyped-call]
+            model.gradient_checkpointing_disable()

@@ -1,0 +1,110 @@
+"""How the benchmarks measure: interleaved timing, peak memory in a process of its own, and what machine it was."""
+
+from __future__ import annotations
+
+import multiprocessing
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Processor, threads, versions and commit, for the head of a table."""
+    models = [line.split(":")[1].strip() for line in _lines(CPU_INFO) if line.startswith("model name")]
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    found = {
+        "processor": models[0] if models else platform.processor(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "rsa_hf": version("rsa_hf"),
+        "commit": commit.stdout.strip() or "unknown",
+    }
+    if device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def interleaved(arms: dict[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
+    """Time every arm once in every round, after a round that does not count.
+
+    Returns:
+        For each arm the median, the first and the third quartile, in milliseconds.
+    """
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for counted in range(-1, rounds):
+        for name, run in arms.items():
+            _wait(device)
+            start = time.perf_counter()
+            run()
+            _wait(device)
+            if counted >= 0:
+                times[name].append(1000 * (time.perf_counter() - start))
+    return {name: _spread(values) for name, values in times.items()}
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    return {"median": median, "low": low, "high": high}
+
+
+def ratio(times: dict[str, dict[str, float]], arm: str, rival: str) -> float | None:
+    """Median over median, of one run."""
+    if arm not in times or rival not in times:
+        return None
+    return times[arm]["median"] / times[rival]["median"]
+
+
+def peak_memory(prepare: Callable[..., Callable[[], Any]], *arguments: Any) -> float:
+    """Megabytes that one call takes beyond what was there before it, at its peak.
+
+    Args:
+        prepare: a function of a module; makes the inputs and returns the call to measure.
+        arguments: its arguments.
+    """
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return pool.apply(_measure_peak, (prepare, arguments, torch.get_num_threads()))
+
+
+def _measure_peak(prepare: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...], threads: int) -> float:
+    torch.set_num_threads(threads)
+    run = prepare(*arguments)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        kept = run()  # held, as what a training step holds
+        del kept
+        return (torch.cuda.max_memory_allocated() - before) / 1e6
+    # The high-water mark of a process never falls, so each measurement has a process of its own.
+    before = _resident()
+    kept = run()
+    del kept
+    unit = 1 if sys.platform == "darwin" else 1024
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before) / 1e6
+
+
+def _resident() -> int:
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * resource.getpagesize()

@@ -1,0 +1,32 @@
+"""What the tests of P V share: inputs that cover the kinds of heads, and the comparison of values and gradients."""
+
+import math
+
+import torch
+
+from references import relative_error
+
+KINDS = ("regular", "cos", "sin", "regular", "cos", "sin")
+DILATION = (1, 1, 1, 2, 3, 5)
+
+
+def draw(T, S=None, dtype=torch.float64, B=2, D=3):
+    S = T if S is None else S
+    value = torch.randn(B, len(KINDS), S, D, dtype=dtype)
+    # A negative λ, one within 1e-6 of 1, and complex pairs from fast to slow.
+    decay = torch.tensor([-0.9, 0.95, 0.8, 1 - 1e-6, 0.5, 0.99], dtype=torch.float64)
+    theta = torch.tensor([0.0, math.pi / 4, 0.3, 0.0, 2.0, 0.05], dtype=torch.float64)
+    return [x.requires_grad_() for x in (value, decay, theta)]
+
+
+def values_and_gradients(function, tensors):
+    # A reference without a single lag has no graph: tie its gradients, all zero, to the inputs.
+    output = function(*tensors) + 0 * sum(tensor.sum() for tensor in tensors)
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(output.shape, dtype=output.dtype, generator=generator)
+    return [output, *torch.autograd.grad(output, tensors, weights)]
+
+
+def assert_close(found, expected, tolerance=1e-10):
+    for name, a, b in zip(("P V", "dV", "d decay", "d theta"), found, expected, strict=True):
+        assert relative_error(a, b) <= tolerance, name

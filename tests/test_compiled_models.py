@@ -1,0 +1,71 @@
+"""Whole models under torch.compile(fullgraph=True): training steps, and decoding with a static cache."""
+
+import pytest
+import torch
+from transformers import StaticCache
+
+from families import FULL_PLAN, VOCAB, build_language_model
+from rsa_hf import RSAConfig, patch_model
+
+LENGTH = 40
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def loss_and_gradients(model, forward, inputs):
+    model.zero_grad()
+    # The models' own loss function logs, which breaks the graph of plain models too.
+    logits = forward(**inputs, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["input_ids"][:, 1:].flatten())
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_training_step_is_one_graph(family, attention, padding):
+    model = patch_model(build_language_model(family, attention), RSAConfig(**FULL_PLAN)).eval()
+    inputs = {"input_ids": torch.randint(3, VOCAB, (2, LENGTH)), "attention_mask": torch.ones(2, LENGTH).long()}
+    if padding:
+        inputs["attention_mask"][0, :7] = 0
+    expected = loss_and_gradients(model, model, inputs)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = loss_and_gradients(model, compiled, inputs)
+    assert len(found) == len(expected) > 10
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@torch.no_grad()
+def test_decoding_with_a_static_cache_is_one_graph(family):
+    model = patch_model(build_language_model(family), RSAConfig(**FULL_PLAN)).eval()
+    ids = torch.randint(3, VOCAB, (2, LENGTH))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    expected = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    cache = StaticCache(config=model.config, max_cache_len=LENGTH + 9)
+    graphs = []
+
+    def count(graph, example):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model.forward, fullgraph=True, backend=count)
+    start = LENGTH - 12
+    prefill = {"attention_mask": mask[:, :start], "position_ids": positions[:, :start], "past_key_values": cache}
+    logits = [model(input_ids=ids[:, :start], **prefill).logits]
+    for t in range(start, LENGTH):
+        padded = torch.nn.functional.pad(mask[:, : t + 1], (0, LENGTH + 9 - t - 1))
+        step = {"attention_mask": padded, "position_ids": positions[:, t : t + 1], "past_key_values": cache}
+        logits.append(compiled(input_ids=ids[:, t : t + 1], **step).logits)
+    real = mask.bool()
+    assert float((torch.cat(logits, 1)[real] - expected[real]).abs().max()) <= 1e-5
+    assert len(graphs) == 1, "one graph serves every step"
