@@ -185,6 +185,10 @@ class RSAHeads(nn.Module):
         super()._apply(keep_float32, recurse)  # type: ignore[no-untyped-call]
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles make tables of their own.
+        return {**self.__dict__, "_kept": None}
+
     def extra_repr(self) -> str:
         """The plan, in `print(model)`."""
         plan = self.plan

@@ -1,0 +1,231 @@
+"""P V against its rivals: time and memory, forward and backward, over lengths.
+
+    python scripts/bench_product.py --output results
+
+Rivals, in the same run and interleaved:
+
+* copy: reading V and dOut and writing out and dV once, which nothing can beat;
+* sdpa: fused causal softmax attention, forward and backward, of the same shape;
+* dense: P as a matrix, multiplied with V, built from the rates as public re-implementations do;
+* fft: the same convolution by fast Fourier transforms;
+* explicit: eq. 4 of the paper with both T×S matrices, as public re-implementations compute it (for memory and scale).
+
+A length is reported only if values and every gradient agree with float64 Fourier transforms. What would take more than
+--budget seconds or --memory gigabytes is left out. Writes bench_product.json, .md and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from measuring import interleaved, machine, peak_memory, ratio
+from torch import Tensor
+
+from rsa_hf import rem_matrix, rem_product
+
+HEADS, DIM = 12, 64
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+TOLERANCE = 1e-5
+ARMS = ("rsa", "copy", "sdpa", "dense", "fft", "explicit")
+QUADRATIC = ("sdpa", "dense", "explicit")
+
+
+def batch_of(length: int) -> int:
+    """Rows, so that short texts are not measured alone: 2,048 positions at least."""
+    return max(2048 // length, 1)
+
+
+class Problem:
+    """Inputs of one length, and every arm as a call without arguments that returns output and gradients."""
+
+    def __init__(self, length: int, device: str, dtype: torch.dtype = torch.float32) -> None:
+        generator = torch.Generator().manual_seed(length)
+        B, T = batch_of(length), length
+        # As models lay them out: [B, T, H, D] in memory.
+        self.value, self.query, self.key = (
+            torch.randn(B, T, HEADS, DIM, generator=generator).to(device, dtype).transpose(1, 2).requires_grad_()
+            for _ in range(3)
+        )
+        self.grad = torch.randn(B, HEADS, T, DIM, generator=generator).to(device, dtype)
+        self.kinds = ("regular", "cos", "sin") * (HEADS // 3)
+        self.decay = torch.linspace(0.7, 0.99, HEADS).to(device, dtype).requires_grad_()
+        self.theta = torch.full((HEADS,), math.pi / 4).to(device, dtype).requires_grad_()
+        self.gate = torch.tensor(0.3, device=device, dtype=dtype).requires_grad_()
+        self.length = length
+
+    def _differentiated(self, output: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+        inputs = (self.value, self.decay, self.theta, *more)
+        return (output, *torch.autograd.grad(output, inputs, self.grad))
+
+    def rsa(self) -> Any:
+        """P V of this package."""
+        return self._differentiated(rem_product(self.value, self.kinds, self.decay, self.theta))
+
+    def copy(self) -> Any:
+        """The floor."""
+        with torch.no_grad():
+            return self.value.clone(), self.grad.clone()
+
+    def sdpa(self) -> Any:
+        """Fused softmax attention."""
+        output = F.scaled_dot_product_attention(self.query, self.key, self.value, is_causal=True)
+        return output, torch.autograd.grad(output, (self.query, self.key, self.value), self.grad)
+
+    def dense(self) -> Any:
+        """P V through P."""
+        return self._differentiated(self._matrix() @ self.value)
+
+    def explicit(self) -> Any:
+        """Paper eq. 4 with both matrices."""
+        scores = self.query @ self.key.transpose(-1, -2) / math.sqrt(DIM)
+        hidden = torch.ones(self.length, self.length, dtype=torch.bool, device=scores.device).triu(1)
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        mixed = (1 - self.gate) * weights + self.gate * self._matrix()
+        return self._differentiated(mixed @ self.value, self.query, self.key, self.gate)
+
+    def fft(self) -> Any:
+        """P V through Fourier transforms."""
+        return self._differentiated(self._convolve())
+
+    def _matrix(self) -> Tensor:
+        return rem_matrix(self.kinds, self.decay, self.theta, query_length=self.length)
+
+    def _convolve(self) -> Tensor:
+        n = 2 * self.length
+        weights = rem_matrix(self.kinds, self.decay, self.theta, query_length=1, key_length=self.length)[:, 0].flip(-1)
+        spectrum = torch.fft.rfft(weights, n=n)[:, :, None] * torch.fft.rfft(self.value, n=n, dim=2)
+        return torch.fft.irfft(spectrum, n=n, dim=2)[:, :, : self.length]
+
+    def error(self) -> float:
+        """The largest relative error of P V and its gradients against float64 Fourier transforms."""
+        exact = Problem(self.length, "cpu", torch.float64)
+        for name in ("value", "grad", "decay", "theta"):
+            getattr(exact, name).data = getattr(self, name).detach().double().cpu()
+        pairs = zip(self.rsa(), exact.fft(), strict=True)
+        return max(float((a.double().cpu() - b).detach().norm() / b.detach().norm()) for a, b in pairs)
+
+
+def prepare(arm: str, length: int, device: str) -> Callable[[], Any]:
+    """For `peak_memory`: one arm, after a short run that loads what has to be loaded."""
+    getattr(Problem(64, device), arm)()
+    return getattr(Problem(length, device), arm)  # type: ignore[no-any-return]
+
+
+def fits(arm: str, length: int, memory: float) -> bool:
+    """Whether the arm's matrices, five of [B, H, T, T] at the most, stay within `memory` gigabytes."""
+    if arm not in ("dense", "explicit"):
+        return True
+    return 5 * 4 * batch_of(length) * HEADS * length**2 <= memory * 1e9
+
+
+def measure(length: int, arms: tuple[str, ...], options: argparse.Namespace) -> dict[str, Any]:
+    problem = Problem(length, options.device)
+    error = problem.error()
+    if error > TOLERANCE:
+        raise SystemExit(f"T = {length}: P V is off by {error:.1e}, more than {TOLERANCE:.0e}; nothing is reported.")
+    calls = {arm: getattr(problem, arm) for arm in arms}
+    times = interleaved(calls, options.rounds, torch.device(options.device))
+    memory = {arm: peak_memory(prepare, arm, length, options.device) for arm in arms if arm != "copy"}
+    print(f"T = {length}: " + ", ".join(f"{arm} {times[arm]['median']:.2f} ms" for arm in arms), flush=True)
+    return {"length": length, "batch": batch_of(length), "error": error, "times_ms": times, "memory_mb": memory}
+
+
+def table(record: dict[str, Any]) -> str:
+    head = record["machine"]
+    lines = [
+        "# P V, forward and backward",
+        "",
+        f"Made by `{record['command']}` on {head.get('gpu', head['processor'])}, {head['threads']} threads, torch "
+        f"{head['torch']}, commit {head['commit']}. {HEADS} heads of {DIM}, float32, causal, a third of the heads "
+        "regular; times are medians over "
+        f"{record['rounds']} interleaved rounds, in brackets the quartiles. Memory is what the call adds at its peak. "
+        "An empty cell was not run, for its time or memory.",
+        "",
+        "| T × batch | RSA, ms | × copy | × sdpa | dense / RSA | explicit / RSA | fft / RSA | RSA, MB | sdpa, MB "
+        "| dense, MB | explicit, MB | error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in record["rows"]:
+        times, memory = row["times_ms"], row["memory_mb"]
+        mine = times["rsa"]
+        cells = [
+            f"{row['length']:,} × {row['batch']}",
+            f"{mine['median']:.2f} [{mine['low']:.2f}–{mine['high']:.2f}]",
+            _cell(ratio(times, "rsa", "copy"), ".1f"),
+            _cell(ratio(times, "rsa", "sdpa"), ".3f"),
+            *(_cell(ratio(times, rival, "rsa"), ".1f") for rival in ("dense", "explicit", "fft")),
+            *(_cell(memory.get(arm), ",.0f") for arm in ("rsa", "sdpa", "dense", "explicit")),
+            f"{row['error']:.0e}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def chart(record: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    for arm in ARMS:
+        points = [
+            (r["length"], r["times_ms"][arm]["median"] / r["batch"]) for r in record["rows"] if arm in r["times_ms"]
+        ]
+        axes[0].plot(*zip(*points, strict=True), marker="o", label=arm)
+        points = [(r["length"], r["memory_mb"][arm] / r["batch"]) for r in record["rows"] if arm in r["memory_mb"]]
+        if points:
+            axes[1].plot(*zip(*points, strict=True), marker="o", label=arm)
+    for axis, name in zip(axes, ("ms per row", "MB per row, at the peak"), strict=True):
+        axis.set(xscale="log", yscale="log", xlabel="T", ylabel=name)
+        axis.set_xscale("log", base=2)
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.suptitle(f"P V, forward and backward, {HEADS} heads of {DIM}")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("results"))
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--budget", type=float, default=3.0, help="seconds that one call of a rival may take")
+    parser.add_argument("--memory", type=float, default=6.0, help="gigabytes that a rival's matrices may take")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    slow: set[str] = set()
+    for length in sorted(options.lengths):
+        arms = tuple(arm for arm in ARMS if arm not in slow and fits(arm, length, options.memory))
+        rows.append(measure(length, arms, options))
+        # A rival that is past the budget now is left out of the longer lengths.
+        slow |= {
+            arm for arm in QUADRATIC if arm in arms and rows[-1]["times_ms"][arm]["median"] > 1000 * options.budget
+        }
+    command = (
+        f"python scripts/bench_product.py --lengths {' '.join(map(str, options.lengths))} --rounds {options.rounds}"
+    )
+    where = machine(torch.device(options.device))
+    record = {"command": command, "machine": where, "rounds": options.rounds, "rows": rows}
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "bench_product.json").write_text(json.dumps(record, indent=1) + "\n")
+    text = table(record)
+    (options.output / "bench_product.md").write_text(text)
+    chart(record, options.output / "bench_product.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
