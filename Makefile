@@ -10,7 +10,7 @@ THREADS ?= 2
 export OMP_NUM_THREADS = $(THREADS)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help venv test test-all test-oldest lint types demo devign clean
+.PHONY: help venv test test-all test-oldest test-python bench lint types demo devign clean
 
 help:           ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/'
@@ -43,6 +43,16 @@ test-oldest:    ## The fast tests on the oldest supported torch and transformers
 	.venv-oldest/bin/pip install --quiet --editable '.[dev,demo]'
 	.venv-oldest/bin/python -m pytest -m 'not slow'
 
+test-python:    ## The fast tests under another Python, e.g. PYTHON=python3.13, in an environment of its own
+	$(PYTHON) -m venv .venv-$(notdir $(PYTHON))
+	.venv-$(notdir $(PYTHON))/bin/pip install --quiet torch==2.13.0
+	.venv-$(notdir $(PYTHON))/bin/pip install --quiet --editable '.[dev,demo]'
+	.venv-$(notdir $(PYTHON))/bin/python -m pytest -m 'not slow'
+
+bench: $(READY) ## P V and GPT-2 small against their rivals, time and memory: writes results/ (about half an hour)
+	$(BIN)/python scripts/bench_product.py --output results
+	$(BIN)/python scripts/bench_model.py --output results
+
 demo: $(READY)  ## Patch, fine-tune, compare, save, reload and plot, in under 8 minutes on 2 cores
 	$(BIN)/python scripts/demo.py --output outputs/demo
 
@@ -50,4 +60,4 @@ devign: $(READY) ## Patched against unpatched MiniLM on 2,000 Devign functions, 
 	$(BIN)/python scripts/compare_on_devign.py --data ../shared/data/devign
 
 clean:          ## Remove what the other targets made
-	rm -rf $(VENV) .venv-oldest outputs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-* outputs .pytest_cache .mypy_cache .ruff_cache

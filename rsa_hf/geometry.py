@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Documents", "Geometry", "is_causal", "read_geometry", "read_mask"]
+__all__ = ["Documents", "Geometry", "flash_documents", "is_causal", "read_geometry", "read_mask"]
 
 # Additive masks hide a key with −inf, the dtype's minimum, or −10,000 in older models; anything above is a bias.
 HIDDEN_AT_OR_BELOW = -1e4
@@ -108,6 +108,7 @@ def read_geometry(
     causal: bool,
     aligned_top_left: bool,
     sliding_window: int | None = None,
+    documents: Tensor | None = None,
 ) -> Geometry:
     """Read one attention call.
 
@@ -120,6 +121,7 @@ def read_geometry(
         aligned_top_left: what a missing mask means where T < S: queries at positions 0 … T−1 (sdpa), or the last
             T positions (eager, flash attention). A single query sees every key under both.
         sliding_window: number of positions back that a query sees, itself included, where no mask says so.
+        documents: the number of each key's document, [B, S], where no mask says so.
 
     Returns:
         The geometry of the call.
@@ -151,7 +153,36 @@ def read_geometry(
             )
         key_mask = attention_mask[:, -S:].bool()
     window = sliding_window if sliding_window is not None and sliding_window < S else None
-    return Geometry(T, S, offset, causal, key_mask, window=window)
+    packed = None if documents is None else Documents(documents)
+    return Geometry(T, S, offset, causal, key_mask, packed, window)
+
+
+def flash_documents(query: Tensor, key: Tensor, keywords: dict[str, Any]) -> Tensor | None:
+    """Packed documents as flash attention is told of them, by keyword: [1, S], or None where there is one document.
+
+    Args:
+        query: shape [1, H, T, D].
+        key: shape [1, Hkv, S, D].
+        keywords: of the attention call: `cu_seq_lens_q`, where each document begins and the last ends; or
+            `position_ids`, [1, T], which begin anew at 0 with each document.
+
+    Raises:
+        NotImplementedError: packed queries behind a cache.
+    """
+    B, S = len(query), key.shape[2]
+    ends = keywords.get("cu_seq_lens_q", keywords.get("cu_seqlens_q"))
+    positions = keywords.get("position_ids")
+    if ends is not None:
+        if query.shape[2] != S or B != 1:
+            raise NotImplementedError(
+                f"RSA reads packed documents in one row, with as many queries as keys; got {B} rows, "
+                f"{query.shape[2]} queries and {S} keys. Use attn_implementation='sdpa'."
+            )
+        return torch.searchsorted(ends, torch.arange(S, dtype=ends.dtype, device=ends.device), right=True)[None]
+    if positions is None or B != 1 or query.shape[2] != S or positions.shape != (1, S):
+        return None
+    begins = positions == 0
+    return begins.cumsum(dim=1) if bool(begins[:, 1:].any()) else None
 
 
 def read_mask(mask: Tensor, query_length: int, key_length: int, causal: bool) -> Geometry:

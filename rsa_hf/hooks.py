@@ -36,7 +36,7 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from rsa_hf.checkpoint import attach_from_config, read_plan, saved_plans
 from rsa_hf.config import HeadPlan
-from rsa_hf.geometry import is_causal, read_geometry
+from rsa_hf.geometry import flash_documents, is_causal, read_geometry
 from rsa_hf.heads import RSAHeads
 
 __all__ = ["AttentionCall", "install", "record_attention_calls"]
@@ -167,11 +167,6 @@ def _attention_with_rsa(
         )
     output, weights = base(module, query, key, value, attention_mask, *args, **keywords)
     flash = "flash" in (implementation or "")
-    packed = [name for name in ("cu_seq_lens_q", "cu_seqlens_q") if keywords.get(name) is not None]
-    if flash and packed:
-        raise NotImplementedError(
-            f"RSA cannot read packed documents from {packed[0]} yet. Load the model with attn_implementation='sdpa'."
-        )
     causal = rsa.plan.causal if rsa.plan.causal is not None else is_causal(module, keywords)
     if causal is None:
         raise ValueError(
@@ -184,8 +179,9 @@ def _attention_with_rsa(
         attention_mask,
         causal=causal,
         aligned_top_left=implementation == "sdpa",
-        # Under sdpa and eager the window is in the mask; flash attention takes it as a keyword.
+        # Under sdpa and eager windows and documents are in the mask; flash attention takes them as keywords.
         sliding_window=keywords.get("sliding_window") if flash else None,
+        documents=flash_documents(query, key, keywords) if flash and attention_mask is None else None,
     )
     return rsa(output, value, geometry), weights
 

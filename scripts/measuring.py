@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import platform
-import resource
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -97,14 +95,15 @@ def _measure_peak(prepare: Callable[..., Callable[[], Any]], arguments: tuple[An
         kept = run()  # held, as what a training step holds
         del kept
         return (torch.cuda.max_memory_allocated() - before) / 1e6
-    # The high-water mark of a process never falls, so each measurement has a process of its own.
-    before = _resident()
+    # The high-water mark of a process never falls, so each measurement has a process of its own. (Not getrusage: what
+    # it says of a new process is the mark of the one that started it.)
+    before = _status("VmRSS")
     kept = run()
     del kept
-    unit = 1 if sys.platform == "darwin" else 1024
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before) / 1e6
+    return (_status("VmHWM") - before) / 1e6
 
 
-def _resident() -> int:
-    pages = Path("/proc/self/statm").read_text().split()[1]
-    return int(pages) * resource.getpagesize()
+def _status(key: str) -> int:
+    """Resident memory of this process now (VmRSS) or at its peak (VmHWM), in bytes."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(lines[key].split()[0])

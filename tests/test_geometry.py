@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from references import double_loop, relative_error
-from rsa_hf.geometry import Geometry, read_geometry
+from rsa_hf.geometry import Geometry, flash_documents, read_geometry
 from rsa_hf.product.operator import recur
 from rsa_hf.product.problem import Recurrence
 
@@ -214,3 +214,30 @@ def test_a_compiled_graph_does_not_guess_where_the_queries_stand():
 
     expected = expected_product(value, 2, 3, True, mask)
     assert relative_error(torch.compile(run, backend="eager")(mask), expected) < 1e-6
+
+
+@pytest.mark.parametrize("told_by", ["cu_seq_lens_q", "position_ids"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_documents_of_flash_attention(told_by, causal):
+    lengths = torch.tensor([3, 1, 5])
+    number = torch.arange(3).repeat_interleave(lengths)
+    keywords = {
+        "cu_seq_lens_q": {"cu_seq_lens_q": torch.tensor([0, 3, 4, 9], dtype=torch.int32)},
+        "position_ids": {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]},
+    }[told_by]
+    query, value = torch.empty(1, 3, 9, 4), torch.randn(1, 3, 9, 2, dtype=torch.float64)
+    documents = flash_documents(query, value, keywords)
+    geometry = read_geometry(query, value, None, causal=causal, aligned_top_left=False, documents=documents)
+    visible = number[:, None] == number[None, :]
+    visible = (visible & torch.ones(9, 9).tril().bool() if causal else visible)[None, None]
+    assert relative_error(product(geometry, value), expected_product(value, 9, 0, causal, visible)) < 1e-6
+
+
+def test_one_document_under_flash_attention():
+    query = torch.empty(1, 3, 9, 4)
+    assert flash_documents(query, query, {"position_ids": torch.arange(9)[None]}) is None
+    assert flash_documents(query, query, {"position_ids": torch.arange(9)[None] + 5}) is None
+    assert flash_documents(query[:, :, :1], query, {"position_ids": torch.tensor([[0]])}) is None
+    assert flash_documents(query, query, {}) is None
+    with pytest.raises(NotImplementedError, match="2 queries and 9 keys.*sdpa"):
+        flash_documents(query[:, :, :2], query, {"cu_seq_lens_q": torch.tensor([0, 2])})

@@ -247,3 +247,14 @@ def test_patch_the_head_class_or_its_base():
     with torch.no_grad():
         assert torch.equal(model(**batch).logits, twin(**batch).logits)
     assert model.config.rsa == twin.config.rsa
+
+
+@torch.no_grad()
+def test_the_attentions_of_a_model_are_the_softmax_half():
+    model, ids = build("gpt2", "eager"), inputs("gpt2")["input_ids"]
+    expected = model(ids, output_attentions=True)
+    patch_model(model, RSAConfig(**FULL_PLAN))
+    found = model(ids, output_attentions=True)
+    # The first layer gets what it got before; from there on the gate has a say.
+    assert torch.equal(found.attentions[0], expected.attentions[0])
+    assert not torch.allclose(found.last_hidden_state, expected.last_hidden_state)
