@@ -128,25 +128,28 @@ class RSAHeads(nn.Module):
 
     def _decode(self, attention: Tensor, value: Tensor, geometry: Geometry, groups: int) -> Tensor:
         """One step of generation, with what depends on the parameters alone kept from step to step."""
-        R = self.plan.num_rsa_heads
+        dtype = working_dtype(value)
         if torch.compiler.is_compiling():
-            recurrence, gate, table = self.recurrence(groups), self.gates(), None
+            recurrence, gate, table = self.recurrence(groups), self.gates().to(dtype)[:, None], None
         else:
             recurrence, gate, table = self._tables(value, groups)
+        R = len(recurrence.kinds)
         product = decode(value, recurrence, geometry, table).transpose(1, 2)
-        mixed = torch.lerp(attention[:, :, :R].to(product.dtype), product, gate[:, None].to(product.dtype))
-        return torch.cat([mixed.to(attention.dtype), attention[:, :, R:]], dim=2)
+        mixed = torch.lerp(attention[:, :, :R].to(dtype), product, gate).to(attention.dtype)
+        return mixed if attention.shape[2] == R else torch.cat([mixed, attention[:, :, R:]], dim=2)
 
     def _tables(self, value: Tensor, groups: int) -> tuple[Recurrence, Tensor, LagTable]:
-        S = value.shape[2]
-        parameters = list(self.parameters())
-        state = (groups, value.device, working_dtype(value), *[(id(p), p._version) for p in parameters])
+        """The REMs in force, the gates, [R, 1], and the weights of the lags."""
+        S, dtype = value.shape[2], working_dtype(value)
+        parameters = [p for p in self._parameters.values() if p is not None]
+        versions = [(id(p), -1 if p.is_inference() else p._version) for p in parameters]
+        state = (groups, value.device, dtype, versions)
         kept = self._kept
         if kept is None or kept[0] != state or kept[3].longest < S:
             recurrence = self.recurrence(groups)
             # Room to grow, so that a cache that grows by a step does not need a new table for each.
-            table = LagTable(recurrence, working_dtype(value), 2 * S)
-            self._kept = kept = (state, recurrence, self.gates(), table)
+            table = LagTable(recurrence, dtype, 2 * S)
+            self._kept = kept = (state, recurrence, self.gates().to(dtype)[:, None], table)
         return kept[1:]
 
     def recurrence(self, groups: int = 1) -> Recurrence:

@@ -179,14 +179,14 @@ def chart(record: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    for arm in ARMS:
+    for color, arm in enumerate(ARMS):
         points = [
             (r["length"], r["times_ms"][arm]["median"] / r["batch"]) for r in record["rows"] if arm in r["times_ms"]
         ]
-        axes[0].plot(*zip(*points, strict=True), marker="o", label=arm)
+        axes[0].plot(*zip(*points, strict=True), f"C{color}o-", label=arm)
         points = [(r["length"], r["memory_mb"][arm] / r["batch"]) for r in record["rows"] if arm in r["memory_mb"]]
         if points:
-            axes[1].plot(*zip(*points, strict=True), marker="o", label=arm)
+            axes[1].plot(*zip(*points, strict=True), f"C{color}o-", label=arm)
     for axis, name in zip(axes, ("ms per row", "MB per row, at the peak"), strict=True):
         axis.set(xscale="log", yscale="log", xlabel="T", ylabel=name)
         axis.set_xscale("log", base=2)

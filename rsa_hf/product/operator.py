@@ -34,7 +34,8 @@ def recur(value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: Mix
         mixing: softmax attention and the gate, or None.
     """
     attention, gate = (None, None) if mixing is None else (mixing.attention, mixing.gate)
-    # Decay powers and sums lose too much in half precision, so autocast stays out.
+    # Decay powers and sums lose too much in half precision, so autocast stays out, also where a backward pass is run
+    # inside of it.
     with torch.autocast(value.device.type, enabled=False):
         if not torch.compiler.is_compiling():
             tensors = (value, recurrence.decay, recurrence.theta, attention, gate)
@@ -64,6 +65,13 @@ def _forward(value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: 
 
 
 def _backward(
+    grad: Tensor, value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: Mixing | None
+) -> Gradients:
+    with torch.autocast(value.device.type, enabled=False):
+        return _backward_of_path(grad, value, recurrence, geometry, mixing)
+
+
+def _backward_of_path(
     grad: Tensor, value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: Mixing | None
 ) -> Gradients:
     if _is_scan(geometry):

@@ -21,6 +21,7 @@ lengths alone and is remembered. Picked from a table of ∂z^k/∂ρ it is the m
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -65,7 +66,7 @@ class _Places(NamedTuple):
     doubled: dict[tuple[int, bool], Tensor]
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=32)
 def _places(
     kinds: tuple[str, ...], C: int, digits: tuple[int, ...], doublings: int, causal: bool, device: torch.device
 ) -> _Places:
@@ -87,17 +88,18 @@ def _places(
     both = torch.stack([_chunk_entries(entries, C, causal, is_sin) for is_sin in (False, True)])
     chunk = of_heads(both[[int(kind == "sin") for kind in kinds]])
     levels = {}
+    # Gradients go against the states, by the conjugate; an unmasked REM has states from both sides.
+    directions = [(False, False), (True, True)] if causal else list(itertools.product((False, True), repeat=2))
     for level, (first, M) in enumerate(zip(first_of_level, digits, strict=True)):
         i = torch.arange(M)
-        for reverse in (False, True):
+        for reverse, conjugate in directions:
             back = i.flip(0) if reverse else i  # steps between a state and the edge that the level is entered from
             lags = back[:, None] - back - 1
-            for conjugate in (False, True):
-                inside = entries.complex(torch.where(lags < 0, -1, lags + first), conjugate)
-                handed_on = entries.complex(back.flip(0)[None] + first, conjugate)
-                readout = entries.complex(back[:, None] + first, conjugate)
-                carry = torch.cat([inside, handed_on])
-                levels[level, reverse, conjugate] = _Level(of_heads(carry), of_heads(readout))
+            inside = entries.complex(torch.where(lags < 0, -1, lags + first), conjugate)
+            handed_on = entries.complex(back.flip(0)[None] + first, conjugate)
+            readout = entries.complex(back[:, None] + first, conjugate)
+            carry = torch.cat([inside, handed_on])
+            levels[level, reverse, conjugate] = _Level(of_heads(carry), of_heads(readout))
     doubled = {
         (i, conjugate): of_heads(entries.complex(torch.tensor([[first_doubled + i]]), conjugate))
         for i in range(doublings)

@@ -148,6 +148,19 @@ def test_half_precision(dtype, causal):
     assert torch.equal(autocast, found)
 
 
+@pytest.mark.parametrize("window", [None, 30])
+def test_a_backward_pass_inside_autocast(window):
+    tensors = [tensor.detach().float().requires_grad_() for tensor in draw(200)]
+
+    def product(v, r, a):
+        return rem_product(v, KINDS, r, a, DILATION, window=window)
+
+    expected = values_and_gradients(product, tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = values_and_gradients(product, tensors)
+    assert_close(found, expected, 1e-6)
+
+
 @given(
     T=st.integers(1, 90),
     before=st.integers(0, 90),
