@@ -120,46 +120,47 @@ class RSAHeads(nn.Module):
                 f"{geometry.query_length} and {geometry.key_length}."
             )
         groups = H // value.shape[1]
-        trained = torch.is_grad_enabled() and (value.requires_grad or any(p.requires_grad for p in self.parameters()))
-        if geometry.query_length == 1 and geometry.causal and not trained:
+        if geometry.query_length == 1 and geometry.causal and not self._is_trained(value):
             return self._decode(attention, value, geometry, groups)
         self._kept = None  # a new text begins; what was kept for the last one is not trusted any longer
-        return recur(value, self.recurrence(groups), geometry, Mixing(attention, self.gates()))
+        recurrence, gate = self._in_force(groups)
+        return recur(value, recurrence, geometry, Mixing(attention, gate))
+
+    def _is_trained(self, value: Tensor) -> bool:
+        return torch.is_grad_enabled() and (value.requires_grad or any(p.requires_grad for p in self.parameters()))
 
     def _decode(self, attention: Tensor, value: Tensor, geometry: Geometry, groups: int) -> Tensor:
         """One step of generation, with what depends on the parameters alone kept from step to step."""
         dtype = working_dtype(value)
         if torch.compiler.is_compiling():
-            recurrence, gate, table = self.recurrence(groups), self.gates().to(dtype)[:, None], None
+            (recurrence, gate), table = self._in_force(groups), None
         else:
             recurrence, gate, table = self._tables(value, groups)
         R = len(recurrence.kinds)
         product = decode(value, recurrence, geometry, table).transpose(1, 2)
-        mixed = torch.lerp(attention[:, :, :R].to(dtype), product, gate).to(attention.dtype)
+        mixed = torch.lerp(attention[:, :, :R].to(dtype), product, gate[:, None].to(dtype)).to(attention.dtype)
         return mixed if attention.shape[2] == R else torch.cat([mixed, attention[:, :, R:]], dim=2)
 
     def _tables(self, value: Tensor, groups: int) -> tuple[Recurrence, Tensor, LagTable]:
-        """The REMs in force, the gates, [R, 1], and the weights of the lags."""
+        """What is in force, and the weights of its lags."""
         S, dtype = value.shape[2], working_dtype(value)
         parameters = [p for p in self._parameters.values() if p is not None]
         versions = [(id(p), -1 if p.is_inference() else p._version) for p in parameters]
         state = (groups, value.device, dtype, versions)
         kept = self._kept
         if kept is None or kept[0] != state or kept[3].longest < S:
-            recurrence = self.recurrence(groups)
+            recurrence, gate = self._in_force(groups)
             # Room to grow, so that a cache that grows by a step does not need a new table for each.
             table = LagTable(recurrence, dtype, 2 * S)
-            self._kept = kept = (state, recurrence, self.gates().to(dtype)[:, None], table)
+            self._kept = kept = (state, recurrence, gate, table)
         return kept[1:]
 
-    def recurrence(self, groups: int = 1) -> Recurrence:
-        """The REMs in force, for values that `groups` heads share."""
-        decay, theta = self.per_head(self.rates())
-        return Recurrence(self.plan.kinds, decay, theta, self.plan.dilations, groups)
-
-    def gates(self) -> Tensor:
-        """G = σ(μ) of each RSA head: (R,)."""
-        return self.rates()["gate"].expand(self.plan.num_rsa_heads)
+    def _in_force(self, groups: int) -> tuple[Recurrence, Tensor]:
+        """The REMs, for values that `groups` heads share, and the gate of each head, (R,)."""
+        rates = self.rates()
+        decay, theta = self.per_head(rates)
+        recurrence = Recurrence(self.plan.kinds, decay, theta, self.plan.dilations, groups)
+        return recurrence, rates["gate"].expand(self.plan.num_rsa_heads)
 
     def per_head(self, rates: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """λ or γ, and θ, of each RSA head in head order: (R,) each."""

@@ -19,7 +19,7 @@ from rsa_hf.product.rates import weights_of_lags
 
 __all__ = ["LagTable", "decode"]
 
-NEGLIGIBLE = 2.0**-30  # of the largest value, in P V: a hundredth of what float32 resolves
+NEGLIGIBLE = 2.0**-30  # of the largest value, in P V: below what float32 resolves
 
 
 class LagTable:

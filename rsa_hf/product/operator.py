@@ -37,8 +37,8 @@ def recur(value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: Mix
     # Decay powers and sums lose too much in half precision, so autocast stays out, also where a backward pass is run
     # inside of it.
     with torch.autocast(value.device.type, enabled=False):
+        tensors = (value, recurrence.decay, recurrence.theta, attention, gate)
         if not torch.compiler.is_compiling():
-            tensors = (value, recurrence.decay, recurrence.theta, attention, gate)
             result: Tensor = _Recurrence.apply(*tensors, recurrence, geometry)  # type: ignore[no-untyped-call]
             return result
         documents = None if geometry.documents is None else geometry.documents.numbers
@@ -46,7 +46,6 @@ def recur(value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: Mix
         kinds = [KINDS.index(kind) for kind in recurrence.kinds]
         sizes = (geometry.query_length, geometry.query_offset, geometry.causal, geometry.window)
         heads = (kinds, list(recurrence.dilation), recurrence.groups)
-        tensors = (value, recurrence.decay, recurrence.theta, attention, gate)
         output: Tensor = _operator(*tensors, *masks, *heads, *sizes)
         return output
 
@@ -161,9 +160,8 @@ def _operator(*arguments: Any) -> Tensor:
 
 @_operator.register_fake
 def _(*arguments: Any) -> Tensor:
-    value, recurrence, geometry, mixing = _unflatten(
-        *arguments[:5], None, *arguments[6:]
-    )  # the mask has no values to read
+    # Without the mask, which has no values to read here.
+    value, recurrence, geometry, mixing = _unflatten(*arguments[:5], None, *arguments[6:])
     if mixing is not None:
         return torch.empty_like(mixing.attention, memory_format=torch.contiguous_format)
     shape = (len(value), len(recurrence.kinds), geometry.query_length, value.shape[3])

@@ -214,7 +214,7 @@ def powers_table(
             real.append(-k * imaginary[0])
             imaginary.append(k * real[0])
     both = torch.stack([torch.stack(real), torch.stack(imaginary)])
-    # Long decays end in subnormal numbers, over which processors take a hundred times as long: 0 in their place.
+    # Long decays end in subnormal numbers, which processors multiply far more slowly than others: 0 in their place.
     limits = torch.finfo(dtype)
     both = torch.where(both.abs() < limits.tiny / limits.eps, 0, both).to(dtype)
     return both[0], both[1]

@@ -14,8 +14,7 @@ and [·; ·] for rows below rows:
 a_n is the gradient with respect to s_n. Nothing but V has to be kept for the backward pass.
 
 Chunks are short: a matrix product of few rows is bound by memory, so that a shorter chunk saves multiplications, of
-which ∂M/∂ρ needs as many again for each rate. (The other way to dρ, the C×C matrix dY Vᵀ contracted with ∂M/∂ρ, has
-half the multiplications for a cyclical head, and took twice as long: its sum runs along the rows.)
+which ∂M/∂ρ needs as many again for each rate.
 """
 
 from __future__ import annotations
@@ -305,7 +304,7 @@ class _Carry:
         g, _, N, W = terms.shape
 
         def from_before(x: Tensor, distance: int) -> Tensor:
-            """X of `distance` chunks before (behind, in reverse), 0 where that is another document."""
+            """What is `distance` chunks before (behind, in reverse), 0 where that is another document."""
             same = layout.same_document(distance, W)
             if self.reverse:
                 return F.pad(torch.where(same, x[:, :, distance:], 0), (0, 0, 0, distance))

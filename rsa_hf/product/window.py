@@ -112,7 +112,7 @@ class _CausalWindow:
 
     def forward(self, keys: Tensor) -> Tensor:
         """P V, [B, h, S, D], of keys of that shape."""
-        own = scan_forward(self._as_rows(keys), self.recurrence, self._in_blocks(keys), None)
+        own = scan_forward(self._as_rows(keys), self.recurrence, self._in_blocks(), None)
         output = self._from_rows(own, keys)
         if output.shape[2] > 1:
             read, write = self._tables(keys)
@@ -122,7 +122,7 @@ class _CausalWindow:
 
     def backward(self, grad: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients with respect to keys, [B, h, S, D], and to λ or γ and θ, [2, h]."""
-        own = scan_backward(self._as_rows(grad), self._as_rows(keys), self.recurrence, self._in_blocks(keys), None)
+        own = scan_backward(self._as_rows(grad), self._as_rows(keys), self.recurrence, self._in_blocks(), None)
         dkeys, drates = self._from_rows(own.value, keys), torch.stack([own.decay, own.theta]).to(keys.dtype)
         if dkeys.shape[2] > 1:
             read, write = self._tables(keys, derivatives=True)
@@ -188,7 +188,7 @@ class _CausalWindow:
         B, h, _, D = keys.shape
         return rows.reshape(B, -1, h, self.steps, self.dilation * D).transpose(1, 2).contiguous()
 
-    def _in_blocks(self, keys: Tensor) -> Geometry:
+    def _in_blocks(self) -> Geometry:
         width = self.steps * self.dilation
         documents = None
         if self.documents is not None:
