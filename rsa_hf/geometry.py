@@ -206,21 +206,27 @@ class _MaskReader(threading.local):
     SIZE = 4
 
     def __init__(self) -> None:
-        self.known: list[tuple[weakref.ref[Tensor], tuple[Any, ...], Geometry]] = []
+        self.known: list[tuple[weakref.ref[Tensor], Tensor | None, tuple[Any, ...], Geometry]] = []
 
     def read(
         self, reader: Callable[[Tensor, int, int, bool], Geometry], mask: Tensor, T: int, S: int, causal: bool
     ) -> Geometry:
-        # A mask made under inference_mode has no version that would tell whether it was written to since.
-        if torch.compiler.is_compiling() or mask.is_inference():
+        if torch.compiler.is_compiling() or (mask.is_inference() and T == 1):
             return reader(mask, T, S, causal)
-        asked = (mask._version, reader, T, S, causal)
-        for known, question, answer in self.known:
-            if known() is mask and question == asked:
+        # A mask made under inference_mode has no version that would tell whether it was written to since, so a copy is
+        # kept to compare it with; not for a single query, whose mask takes no time to read and which waits for nothing.
+        asked = (None if mask.is_inference() else mask._version, reader, T, S, causal)
+        for reference, copy, question, answer in self.known:
+            if reference() is mask and question == asked and (copy is None or torch.equal(copy, mask)):
                 return answer
         geometry = reader(mask, T, S, causal)
-        alive = [entry for entry in self.known if entry[0]() is not None]
-        self.known = [(weakref.ref(mask), asked, geometry), *alive[: self.SIZE - 1]]
+        known = self.known
+
+        def forget(dead: weakref.ref[Tensor]) -> None:
+            known[:] = [entry for entry in known if entry[0] is not dead]
+
+        copy = mask.clone() if mask.is_inference() else None
+        known[:] = [(weakref.ref(mask, forget), copy, asked, geometry), *known[: self.SIZE - 1]]
         return geometry
 
 
@@ -247,7 +253,8 @@ def _read_row(mask: Tensor, T: int, S: int, causal: bool) -> Geometry:
     visible = _visible(mask, T, S)
     slots = torch.arange(S, device=mask.device)
     position = torch.where(visible, slots, 0).amax()
-    return Geometry(T, S, S - 1, causal, visible=visible, position=position, mask=mask)
+    # (Detached, since what is remembered of a mask must not keep it alive.)
+    return Geometry(T, S, S - 1, causal, visible=visible, position=position, mask=mask.detach())
 
 
 def _read_mask(mask: Tensor, T: int, S: int, causal: bool) -> Geometry:

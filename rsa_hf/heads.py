@@ -134,25 +134,29 @@ class RSAHeads(nn.Module):
         dtype = working_dtype(value)
         if torch.compiler.is_compiling():
             (recurrence, gate), table = self._in_force(groups), None
+            gate = gate[:, None].to(dtype)
         else:
-            recurrence, gate, table = self._tables(value, groups)
+            recurrence, gate, table = self._tables(value, groups, dtype)
         R = len(recurrence.kinds)
         product = decode(value, recurrence, geometry, table).transpose(1, 2)
-        mixed = torch.lerp(attention[:, :, :R].to(dtype), product, gate[:, None].to(dtype)).to(attention.dtype)
-        return mixed if attention.shape[2] == R else torch.cat([mixed, attention[:, :, R:]], dim=2)
+        if attention.shape[2] == R:
+            return torch.lerp(attention.to(dtype), product, gate).to(attention.dtype)
+        mixed, plain = attention.split((R, attention.shape[2] - R), dim=2)
+        return torch.cat([torch.lerp(mixed.to(dtype), product, gate).to(attention.dtype), plain], dim=2)
 
-    def _tables(self, value: Tensor, groups: int) -> tuple[Recurrence, Tensor, LagTable]:
-        """What is in force, and the weights of its lags."""
-        S, dtype = value.shape[2], working_dtype(value)
-        parameters = [p for p in self._parameters.values() if p is not None]
-        versions = [(id(p), -1 if p.is_inference() else p._version) for p in parameters]
-        state = (groups, value.device, dtype, versions)
+    def _tables(self, value: Tensor, groups: int, dtype: torch.dtype) -> tuple[Recurrence, Tensor, LagTable]:
+        """What is in force, gates as [R, 1], and the weights of its lags."""
+        S = value.shape[2]
+        state: list[Any] = [groups, dtype, value.device]
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                state += [id(parameter), -1 if parameter.is_inference() else parameter._version]
         kept = self._kept
         if kept is None or kept[0] != state or kept[3].longest < S:
             recurrence, gate = self._in_force(groups)
             # Room to grow, so that a cache that grows by a step does not need a new table for each.
             table = LagTable(recurrence, dtype, 2 * S)
-            self._kept = kept = (state, recurrence, gate, table)
+            self._kept = kept = (state, recurrence, gate[:, None].to(dtype), table)
         return kept[1:]
 
     def _in_force(self, groups: int) -> tuple[Recurrence, Tensor]:

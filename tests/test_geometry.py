@@ -177,8 +177,22 @@ def test_one_mask_is_read_once(monkeypatch):
     assert len(calls) == 2
     call(5, 5, mask.clone())
     assert len(calls) == 3
+    del mask
+    assert not module._masks.known  # nothing is kept of a mask that is gone
+
+
+def test_one_mask_is_read_once_under_inference_mode(monkeypatch):
+    import rsa_hf.geometry as module
+
+    read, calls = module._read_mask, []
+    monkeypatch.setattr(module, "_read_mask", lambda *args: calls.append(1) or read(*args))
     with torch.inference_mode():
-        call(5, 5, torch.ones(2, 1, 5, 5).tril().bool())
+        mask = torch.ones(2, 1, 5, 5).tril().bool()
+        first = call(5, 5, mask)
+        assert call(5, 5, mask) is first
+        mask[0, 0, :, 0] = False  # no version counter tells of it
+        assert call(5, 5, mask).key_mask is not None
+        assert len(calls) == 2
 
 
 @pytest.mark.parametrize(

@@ -56,10 +56,11 @@ def decode(value: Tensor, recurrence: Recurrence, geometry: Geometry, table: Lag
         if table is None:
             weights = weights_of_lags(recurrence, torch.arange(end - 1, -1, -1, device=device), dtype)[0]
         else:
-            weights = table.newest_last[:, -end:]
-        if geometry.window is not None:
-            weights = weights[:, -geometry.window :]
-        return _weighted_sum(weights[None], value[:, :, end - weights.shape[1] : end], recurrence.groups)
+            weights = table.newest_last
+        seen = min(weights.shape[1], end, geometry.window or end)
+        if seen < weights.shape[1]:
+            weights = weights[:, -seen:]
+        return _weighted_sum(weights[None], value.narrow(2, end - seen, seen), recurrence.groups)
     position = geometry.query_offset if geometry.position is None else geometry.position
     lags = position - torch.arange(S, device=device)
     if table is None:
@@ -78,15 +79,18 @@ def decode(value: Tensor, recurrence: Recurrence, geometry: Geometry, table: Lag
 
 def _weighted_sum(weights: Tensor, value: Tensor, groups: int) -> Tensor:
     """Σ_s w_s v_s for weights [B or 1, H, S] and values [B, Hv, S, D]: [B, H, 1, D]."""
-    value = value.to(weights.dtype)
     H = weights.shape[1]
-    if groups == 1:
-        return weights[:, :, None] @ value[:, :H]
-    # The heads that share a value head are the rows of one matrix product.
     shared = -(-H // groups)
-    rows = F.pad(weights, (0, 0, 0, shared * groups - H)).unflatten(1, (shared, groups))
-    sums: Tensor = rows @ value[:, :shared]
-    return sums.flatten(1, 2)[:, :H, None]
+    if shared * groups > H:
+        weights = F.pad(weights, (0, 0, 0, shared * groups - H))
+    if shared < value.shape[1]:
+        value = value[:, :shared]
+    B, _, S, D = value.shape
+    # The heads that share a value head are the rows of one matrix product. (Not `matmul`: what it does to bring its
+    # arguments to this form takes longer than the product.)
+    rows = weights.expand(B, -1, -1).reshape(B * shared, groups, S)
+    sums = torch.bmm(rows, value.to(weights.dtype).reshape(B * shared, S, D))
+    return sums.view(B, shared * groups, 1, D)[:, :H]
 
 
 def _reach(recurrence: Recurrence) -> int:
