@@ -214,7 +214,7 @@ class _MaskReader(threading.local):
         if torch.compiler.is_compiling() or (mask.is_inference() and T == 1):
             return reader(mask, T, S, causal)
         # A mask made under inference_mode has no version that would tell whether it was written to since, so a copy is
-        # kept to compare it with; not for a single query, whose mask takes no time to read and which waits for nothing.
+        # kept to compare it with; not for a single query, whose mask is quickly read and which waits for nothing.
         asked = (None if mask.is_inference() else mask._version, reader, T, S, causal)
         for reference, copy, question, answer in self.known:
             if reference() is mask and question == asked and (copy is None or torch.equal(copy, mask)):

@@ -35,6 +35,7 @@ LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 TOLERANCE = 1e-5
 ARMS = ("rsa", "copy", "sdpa", "dense", "fft", "explicit")
 QUADRATIC = ("sdpa", "dense", "explicit")
+PATIENCE = 20.0  # seconds of timing a length, after which five rounds of an arm are enough
 
 
 def batch_of(length: int) -> int:
@@ -131,7 +132,7 @@ def measure(length: int, arms: tuple[str, ...], options: argparse.Namespace) -> 
     if error > TOLERANCE:
         raise SystemExit(f"T = {length}: P V is off by {error:.1e}, more than {TOLERANCE:.0e}; nothing is reported.")
     calls = {arm: getattr(problem, arm) for arm in arms}
-    times = interleaved(calls, options.rounds, torch.device(options.device))
+    times = interleaved(calls, options.rounds, torch.device(options.device), PATIENCE)
     memory = {arm: peak_memory(prepare, arm, length, options.device) for arm in arms if arm != "copy"}
     print(f"T = {length}: " + ", ".join(f"{arm} {times[arm]['median']:.2f} ms" for arm in arms), flush=True)
     return {"length": length, "batch": batch_of(length), "error": error, "times_ms": times, "memory_mb": memory}
@@ -145,8 +146,8 @@ def table(record: dict[str, Any]) -> str:
         f"Made by `{record['command']}` on {head.get('gpu', head['processor'])}, {head['threads']} threads, torch "
         f"{head['torch']}, commit {head['commit']}. {HEADS} heads of {DIM}, float32, causal, a third of the heads "
         "regular; times are medians over "
-        f"{record['rounds']} interleaved rounds, in brackets the quartiles. Memory is what the call adds at its peak. "
-        "An empty cell was not run, for its time or memory.",
+        f"{record['rounds']} interleaved rounds (five at least, where a rival takes long), in brackets the "
+        "quartiles. Memory is what the call adds at its peak. An empty cell was not run, for its time or memory.",
         "",
         "| T × batch | RSA, ms | × copy | × sdpa | dense / RSA | explicit / RSA | fft / RSA | RSA, MB | sdpa, MB "
         "| dense, MB | explicit, MB | error |",

@@ -39,22 +39,32 @@ def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def interleaved(arms: dict[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
+def interleaved(
+    arms: dict[str, Callable[[], Any]], rounds: int, device: torch.device, patience: float = float("inf")
+) -> dict[str, dict[str, float]]:
     """Time every arm once in every round, after a round that does not count.
 
+    Args:
+        arms: what to time, by name.
+        rounds: how often.
+        device: what has to be waited for.
+        patience: seconds after which an arm takes no part in further rounds, if it had five.
+
     Returns:
-        For each arm the median, the first and the third quartile, in milliseconds.
+        For each arm the median, the first and the third quartile, in milliseconds, and the number of rounds.
     """
     times: dict[str, list[float]] = {name: [] for name in arms}
     for counted in range(-1, rounds):
         for name, run in arms.items():
+            if len(times[name]) >= 5 and sum(times[name]) > 1000 * patience:
+                continue
             _wait(device)
             start = time.perf_counter()
             run()
             _wait(device)
             if counted >= 0:
                 times[name].append(1000 * (time.perf_counter() - start))
-    return {name: _spread(values) for name, values in times.items()}
+    return {name: {**_spread(values), "rounds": len(values)} for name, values in times.items()}
 
 
 def _wait(device: torch.device) -> None:

@@ -14,6 +14,7 @@ this and its mirror image.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rsa_hf.geometry import Documents, Geometry
-from rsa_hf.product.problem import ProductGradients, Recurrence, keys_of_heads, to_value_heads
+from rsa_hf.product.problem import ProductGradients, Recurrence, working_dtype
 from rsa_hf.product.rates import kinds_mask, powers_table
 from rsa_hf.product.scan import scan_backward, scan_forward
 
@@ -36,34 +37,36 @@ def window_forward(value: Tensor, recurrence: Recurrence, geometry: Geometry) ->
         recurrence: the heads.
         geometry: who sees whom.
     """
-    keys = _keys(value, recurrence, geometry)
-    output = torch.zeros_like(keys)
-    for heads, windows in _by_dilation(recurrence, geometry, keys):
+    keys = _keys(value, geometry)
+    B, _, S, D = keys.shape
+    output = keys.new_zeros(B, len(recurrence.kinds), S, D)
+    for heads, shared, windows in _parts(recurrence, geometry, keys):
         for causal in windows:
-            output[:, heads] += causal.turn(causal.forward(causal.turn(keys[:, heads])))
+            output[:, heads] += causal.turn(causal.forward(causal.turn(keys[:, shared])))
     return output[:, :, geometry.query_offset : geometry.query_offset + geometry.query_length]
 
 
 def window_backward(grad: Tensor, value: Tensor, recurrence: Recurrence, geometry: Geometry) -> ProductGradients:
     """The gradients of `window_forward`, from the gradient of its output and its own arguments."""
-    keys = _keys(value, recurrence, geometry)
+    keys = _keys(value, geometry)
     start, stop = geometry.query_offset, geometry.query_offset + geometry.query_length
     grad = F.pad(grad.to(keys.dtype), (0, 0, start, geometry.key_length - stop))
     dkeys = torch.zeros_like(keys)
     ddecay, dtheta = torch.zeros_like(recurrence.decay), torch.zeros_like(recurrence.theta)
-    for heads, windows in _by_dilation(recurrence, geometry, keys):
+    for heads, shared, windows in _parts(recurrence, geometry, keys):
         for causal in windows:
-            dv, of_heads = causal.backward(causal.turn(grad[:, heads]), causal.turn(keys[:, heads]))
-            dkeys[:, heads] += causal.turn(dv)
+            dv, of_heads = causal.backward(causal.turn(grad[:, heads]), causal.turn(keys[:, shared]))
+            dkeys[:, shared] += causal.turn(dv)
             ddecay[heads] += of_heads[0].to(ddecay.dtype)
             dtheta[heads] += of_heads[1].to(dtheta.dtype)
     if geometry.key_mask is not None:
         dkeys = torch.where(geometry.key_mask[:, None, :, None], dkeys, 0)
-    return ProductGradients(to_value_heads(dkeys, value, recurrence.groups), ddecay, dtheta)
+    return ProductGradients(dkeys.to(value.dtype), ddecay, dtheta)
 
 
-def _keys(value: Tensor, recurrence: Recurrence, geometry: Geometry) -> Tensor:
-    keys = keys_of_heads(value, recurrence)
+def _keys(value: Tensor, geometry: Geometry) -> Tensor:
+    """V in the dtype to compute in, 0 where nobody sees it."""
+    keys = value.to(working_dtype(value))
     stop = geometry.query_offset + geometry.query_length
     if geometry.causal and stop < geometry.key_length:
         keys = F.pad(keys[:, :, :stop], (0, 0, 0, geometry.key_length - stop))
@@ -71,22 +74,29 @@ def _keys(value: Tensor, recurrence: Recurrence, geometry: Geometry) -> Tensor:
     return keys if geometry.key_mask is None else torch.where(geometry.key_mask[:, None, :, None], keys, 0)
 
 
-def _by_dilation(
+def _parts(
     recurrence: Recurrence, geometry: Geometry, keys: Tensor
-) -> Iterator[tuple[Tensor, list[_CausalWindow]]]:
-    """The heads of each dilation, with the causal windows that their own is the sum of."""
+) -> Iterator[tuple[list[int], list[int], list[_CausalWindow]]]:
+    """Heads of one dilation that each read a value head of their own.
+
+    Yields:
+        The heads, the value heads that they read, and the causal windows that their own is the sum of.
+    """
     assert geometry.window is not None
     documents = None if geometry.documents is None else geometry.documents.index
-    for d in sorted(set(recurrence.dilation)):
-        heads = torch.tensor([h for h, of_head in enumerate(recurrence.dilation) if of_head == d], device=keys.device)
-        kinds = tuple(recurrence.kinds[h] for h in heads.tolist())
+    groups = recurrence.groups
+    for d, of_group in itertools.product(sorted(set(recurrence.dilation)), range(groups)):
+        heads = [h for h, of_head in enumerate(recurrence.dilation) if of_head == d and h % groups == of_group]
+        if not heads:
+            continue
+        kinds = tuple(recurrence.kinds[h] for h in heads)
         mine = Recurrence(kinds, recurrence.decay[heads], recurrence.theta[heads], (d,) * len(heads), 1)
         steps = (geometry.window - 1) // d + 1  # the step itself, and the lags d, 2d, … below w
         windows = [_CausalWindow(mine, d, steps, documents, backwards=False)]
         if not geometry.causal:
             turned = None if documents is None else documents.flip(1)
             windows.append(_CausalWindow(mine, d, steps, turned, backwards=True))
-        yield heads, windows
+        yield heads, [h // groups for h in heads], windows
 
 
 class _CausalWindow:
