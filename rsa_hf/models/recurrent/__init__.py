@@ -1,0 +1,17 @@
+"""RNN, LSTM and GRU as transformers models: token-level recurrence. Importing registers Auto classes."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rsa_hf.models.recurrent.configuration import RecurrentConfig
+from rsa_hf.models.recurrent.modeling import (
+    RecurrentForCausalLM,
+    RecurrentForSequenceClassification,
+    RecurrentModel,
+)
+
+__all__ = ["RecurrentConfig", "RecurrentForCausalLM", "RecurrentForSequenceClassification", "RecurrentModel"]
+
+AutoConfig.register(RecurrentConfig.model_type, RecurrentConfig)
+AutoModel.register(RecurrentConfig, RecurrentModel)
+AutoModelForCausalLM.register(RecurrentConfig, RecurrentForCausalLM)
+AutoModelForSequenceClassification.register(RecurrentConfig, RecurrentForSequenceClassification)

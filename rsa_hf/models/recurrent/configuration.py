@@ -1,0 +1,65 @@
+"""The configuration of the recurrent networks."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+
+__all__ = ["CELLS", "RecurrentConfig"]
+
+CELLS = ("rnn", "lstm", "gru")
+
+
+@strict
+class RecurrentConfig(PreTrainedConfig):
+    """A stack of recurrent layers between an embedding and a head.
+
+    Args:
+        vocab_size: number of tokens.
+        cell: `"rnn"` (Elman's, with tanh), `"lstm"` or `"gru"`, as in `torch.nn`.
+        hidden_size: width of the embeddings and of each layer's state, in each direction.
+        num_hidden_layers: number of layers.
+        dilations: layer l carries its state over d_l steps, h_t from h_{t−d} (Chang et al., 2017, Dilated Recurrent
+            Neural Networks); None: 1 everywhere.
+        bidirectional: a second recurrence from the end to the beginning in each layer; not for language models.
+        dropout: on the embeddings and on each layer's output.
+        initializer_range: standard deviation of fresh embeddings; recurrent layers start as `torch.nn` has them.
+        tie_word_embeddings: the language model's softmax uses the embedding table.
+        use_cache: return the state.
+
+    Raises:
+        ValueError: a field has a value that is not allowed; the message names it.
+    """
+
+    model_type = "recurrent"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["state"]
+
+    vocab_size: int = 50257
+    cell: str = "lstm"
+    hidden_size: int = 512
+    num_hidden_layers: int = 2
+    dilations: list[int] | tuple[int, ...] | None = None
+    bidirectional: bool = False
+    dropout: float | int = 0.1
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.cell not in CELLS:
+            raise ValueError(f"cell={self.cell!r}: one of {', '.join(map(repr, CELLS))} is needed.")
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: a whole number ≥ 1 is needed.")
+        self.dilations = [1] * self.num_hidden_layers if self.dilations is None else list(self.dilations)
+        if len(self.dilations) != self.num_hidden_layers or min(self.dilations) < 1:
+            raise ValueError(
+                f"dilations={self.dilations}: a whole number ≥ 1 for each of the {self.num_hidden_layers} layers is "
+                "needed."
+            )
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]

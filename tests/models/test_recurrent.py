@@ -1,0 +1,215 @@
+"""RNN, LSTM and GRU: against cells stepped by hand, over segments, behind padding, and in generation."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rsa_hf.models.recurrent import (
+    RecurrentConfig,
+    RecurrentForCausalLM,
+    RecurrentForSequenceClassification,
+    RecurrentModel,
+)
+
+CELLS = {"rnn": nn.RNNCell, "lstm": nn.LSTMCell, "gru": nn.GRUCell}
+VOCAB, N = 23, 6
+
+
+def config(**changes):
+    return RecurrentConfig(
+        **{"vocab_size": VOCAB, "hidden_size": N, "dropout": 0.0, "initializer_range": 1.0, **changes}
+    )
+
+
+def build(model_class=RecurrentModel, **changes):
+    torch.manual_seed(0)
+    return model_class(config(**changes)).eval()
+
+
+def draw(B=3, T=17, seed=0):
+    return torch.randint(0, VOCAB, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def by_hand(model, ids):
+    """Every row and layer stepped one by one, h_t from h_{t−d}."""
+    rows = []
+    for row in ids:
+        inputs = list(model.embeddings(row))
+        for layer, d in zip(model.layers, model.config.dilations, strict=True):
+            cell = CELLS[model.config.cell](N, N)
+            cell.load_state_dict({name.removesuffix("_l0"): value for name, value in layer.cell.state_dict().items()})
+            states = []
+            for t, x in enumerate(inputs):
+                before = states[t - d] if t >= d else None
+                states.append(cell(x[None], before))
+            inputs = [state[0][0] if isinstance(state, tuple) else state[0] for state in states]
+        rows.append(torch.stack(inputs))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("dilations", [[1, 1], [1, 2], [3, 20]])
+@torch.no_grad()
+def test_agrees_with_cells_stepped_by_hand(cell, dilations):
+    model, ids = build(cell=cell, dilations=dilations), draw()
+    expected = by_hand(model, ids)
+    torch.testing.assert_close(model(ids).last_hidden_state, expected, rtol=1e-5, atol=1e-6)
+    # The control: another dilation is something else.
+    other = build(cell=cell, dilations=[d + 1 for d in dilations])
+    other.load_state_dict(model.state_dict())
+    assert float((other(ids).last_hidden_state - expected).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cuts", [(17,), (1, 16), (5, 7, 5), (1,) * 17])
+def test_segments_with_their_state_are_one_text(cell, cuts):
+    model, ids = build(cell=cell, dilations=[2, 5]), draw()
+    expected = model(ids)
+    state, found = None, []
+    for segment in ids.split(cuts, dim=1):
+        outputs = model(segment, state=state)
+        state = outputs.state
+        found.append(outputs.last_hidden_state)
+    torch.testing.assert_close(torch.cat(found, 1), expected.last_hidden_state, rtol=1e-5, atol=1e-6)
+    for part, whole in zip(state, expected.state, strict=True):
+        torch.testing.assert_close(part, whole, rtol=1e-5, atol=1e-6)
+        assert not part.requires_grad  # gradients end where a segment begins
+    if len(cuts) > 1:  # the control
+        forgetful = torch.cat([model(segment).last_hidden_state for segment in ids.split(cuts, dim=1)], 1)
+        assert float((forgetful - expected.last_hidden_state).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("dilations", [[1, 1], [2, 5]])
+def test_padding_anywhere_changes_nothing(cell, bidirectional, dilations):
+    model = build(cell=cell, bidirectional=bidirectional, dilations=dilations)
+    ids, mask = draw(4, 12), torch.ones(4, 12, dtype=torch.long)
+    mask[0, :5] = 0
+    mask[1, 7:] = 0
+    mask[2, [0, 4, 5, 11]] = 0
+    outputs = model(ids, mask)
+    for b in range(4):
+        alone = model(ids[b : b + 1, mask[b].bool()])
+        found = outputs.last_hidden_state[b, mask[b].bool()]
+        torch.testing.assert_close(found, alone.last_hidden_state[0], rtol=1e-5, atol=1e-6)
+        for part, whole in zip(outputs.state or (), alone.state or (), strict=True):
+            torch.testing.assert_close(part[b], whole[0], rtol=1e-5, atol=1e-6)
+    assert float((model(ids).last_hidden_state - outputs.last_hidden_state)[0, 5:].abs().max()) > 1e-3
+
+
+def test_a_way_back_is_the_network_on_the_text_turned_round():
+    model, ids = build(bidirectional=True, num_hidden_layers=1), draw()
+    forward, backward = model(ids).last_hidden_state.split(N, -1)
+    turned = copy.deepcopy(model)
+    for name, parameter in model.layers[0].cell.named_parameters():
+        other = f"{name}_reverse" if not name.endswith("_reverse") else name.removesuffix("_reverse")
+        turned.layers[0].cell.get_parameter(other).data.copy_(parameter)
+    expected = turned(ids.flip(1)).last_hidden_state.flip(1)
+    torch.testing.assert_close(torch.cat([backward, forward], -1), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_end_at_the_segment():
+    model, ids = build(RecurrentForCausalLM), draw()
+    first = model(ids[:, :8])
+    model(ids[:, 8:], state=first.state, labels=ids[:, 8:]).loss.backward()
+    unseen = [token for token in ids[:, :8].unique().tolist() if token not in ids[:, 8:]]
+    untied = build(RecurrentForCausalLM, tie_word_embeddings=False)
+    untied(ids[:, 8:], state=untied(ids[:, :8]).state, labels=ids[:, 8:]).loss.backward()
+    assert unseen
+    assert not untied.model.embeddings.weight.grad[unseen].any()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}])
+def test_generation_is_that_of_the_uncached_model(cell, options):
+    model = build(RecurrentForCausalLM, cell=cell, dilations=[1, 3], pad_token_id=0, eos_token_id=VOCAB - 1)
+    ids = draw(2, 7).clamp(1, VOCAB - 2)
+    ids[0, :3], mask = 0, torch.ones(2, 7, dtype=torch.long)
+    mask[0, :3] = 0
+    ways = [
+        model.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False, use_cache=use, **options)
+        for use in (True, False)
+    ]
+    assert torch.equal(*ways)
+    alone = model.generate(ids[:1, 3:], max_new_tokens=9, do_sample=False, **options)
+    assert torch.equal(ways[0][0, 3 : 3 + alone.shape[1]], alone[0])
+
+
+def test_a_classifier_reads_the_last_real_token_and_of_the_way_back_the_first():
+    model = build(RecurrentForSequenceClassification, bidirectional=True, num_labels=3, pad_token_id=0)
+    ids = draw(2, 9).clamp(min=1)
+    ids[0, 6:] = 0
+    hidden = model.model(ids[:1, :6]).last_hidden_state[0]
+    expected = model.score(torch.cat([hidden[-1, :N], hidden[0, N:]]))
+    torch.testing.assert_close(model(ids).logits[0], expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model(ids, attention_mask=(ids > 0).long()).logits, model(ids).logits)
+    model(ids, labels=torch.tensor([0, 2])).loss.backward()
+    assert model.score.weight.grad.any()
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_save_and_load_through_auto_classes(tmp_path, cell):
+    ids = draw()
+    for model_class, auto in (
+        (RecurrentModel, AutoModel),
+        (RecurrentForCausalLM, AutoModelForCausalLM),
+        (RecurrentForSequenceClassification, AutoModelForSequenceClassification),
+    ):
+        model = build(model_class, cell=cell, dilations=[1, 4])
+        model.save_pretrained(tmp_path / auto.__name__)
+        loaded = auto.from_pretrained(tmp_path / auto.__name__)
+        assert type(loaded) is model_class
+        for found, expected in zip(loaded(ids)[:1], model(ids)[:1], strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_learns_a_text_over_segments():
+    torch.manual_seed(0)
+    model = build(RecurrentForCausalLM, hidden_size=32, initializer_range=0.1).train()
+    text = torch.arange(400).remainder(7).reshape(2, 200)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(20):
+        state = None
+        for segment in text.split(20, dim=1):
+            outputs = model(segment, state=state, labels=segment)
+            state = outputs.state
+            optimizer.zero_grad()
+            outputs.loss.backward()
+            optimizer.step()
+            losses.append(float(outputs.loss.detach()))
+    assert losses[0] > 0.8 * math.log(VOCAB)
+    assert losses[-1] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cell": "tanh"}, "cell='tanh'.*'lstm'"),
+        ({"hidden_size": 0}, "hidden_size=0"),
+        ({"dilations": [1]}, r"dilations=\[1\].*2 layers"),
+        ({"dilations": [1, 0]}, r"dilations=\[1, 0\]"),
+    ],
+)
+def test_configs_that_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+def test_inputs_that_are_refused():
+    model, ids = build(), draw()
+    state = model(ids).state
+    with pytest.raises(ValueError, match=r"state has shapes.*\[batch, parts, dilation, hidden_size\]"):
+        model(ids[:2], state=state)
+    with pytest.raises(ValueError, match="exactly one"):
+        model()
+    with pytest.raises(ValueError, match="cannot be bidirectional"):
+        build(RecurrentForCausalLM, bidirectional=True)
+    with pytest.raises(ValueError, match="takes no state"):
+        build(bidirectional=True)(ids, state=state)
