@@ -115,8 +115,9 @@ def read_geometry(
     Args:
         query: shape [B, H, T, D].
         key: shape [B, Hkv, S, D].
-        attention_mask: None; 2-D [B, S], nonzero or True for real keys (flash attention); or 4-D
-            [B or 1, H or 1, T or 1, S], boolean (sdpa) or additive (eager).
+        attention_mask: None; 2-D [B, S], nonzero or True for real keys (flash attention), or [B, M] with T ≤ M < S
+            where a static cache goes on behind the queries; or 4-D [B or 1, H or 1, T or 1, S], boolean (sdpa) or
+            additive (eager).
         causal: direction of the layer.
         aligned_top_left: what a missing mask means where T < S: queries at positions 0 … T−1 (sdpa), or the last
             T positions (eager, flash attention). A single query sees every key under both.
@@ -146,12 +147,14 @@ def read_geometry(
     offset = 0 if aligned_top_left and causal and T > 1 else S - T
     key_mask = None
     if attention_mask is not None:
-        if attention_mask.dim() != 2 or attention_mask.shape[-1] < S:
+        if attention_mask.dim() != 2 or attention_mask.shape[-1] < T:
             raise ValueError(
                 f"RSA cannot read an attention mask of shape {tuple(attention_mask.shape)} for {T} queries and {S} "
                 "keys: [batch, keys] or [batch, heads, queries, keys] is needed."
             )
-        key_mask = attention_mask[:, -S:].bool()
+        empty = max(0, S - attention_mask.shape[-1])
+        key_mask = F.pad(attention_mask[:, -S:].bool(), (0, empty))
+        offset -= empty
     window = sliding_window if sliding_window is not None and sliding_window < S else None
     packed = None if documents is None else Documents(documents)
     return Geometry(T, S, offset, causal, key_mask, packed, window)
@@ -164,7 +167,7 @@ def flash_documents(query: Tensor, key: Tensor, keywords: dict[str, Any]) -> Ten
         query: shape [1, H, T, D].
         key: shape [1, Hkv, S, D].
         keywords: of the attention call: `cu_seq_lens_q`, where each document begins and the last ends; or
-            `position_ids`, [1, T], which begin anew at 0 with each document.
+            `position_ids`, [1, T], which begin anew at their smallest with each document (RoBERTa's is not 0).
 
     Raises:
         NotImplementedError: packed queries behind a cache.
@@ -181,7 +184,7 @@ def flash_documents(query: Tensor, key: Tensor, keywords: dict[str, Any]) -> Ten
         return torch.searchsorted(ends, torch.arange(S, dtype=ends.dtype, device=ends.device), right=True)[None]
     if positions is None or B != 1 or query.shape[2] != S or positions.shape != (1, S):
         return None
-    begins = positions == 0
+    begins = positions == positions.min()
     return begins.cumsum(dim=1) if bool(begins[:, 1:].any()) else None
 
 

@@ -5,9 +5,13 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    BartConfig,
     BertConfig,
+    Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    MistralConfig,
+    ModernBertConfig,
     RobertaConfig,
     T5Config,
 )
@@ -62,6 +66,53 @@ CONFIGS = {
 }
 FAMILIES = sorted(CONFIGS)
 DECODERS = ["gpt2", "llama"]
+
+# Families for the tests of generation and flash attention alone: every layer with a window, every other layer with
+# one (so that a cache is a hybrid), windows to both sides, and cross-attention that flash attention serves.
+WINDOW = 5
+_SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+    "sliding_window": WINDOW,
+    **_SPECIAL,
+}
+MORE_CONFIGS = {
+    "mistral": lambda: MistralConfig(**_SMALL),
+    "gemma3": lambda: Gemma3TextConfig(**_SMALL, layer_types=["sliding_attention", "full_attention"]),
+    "modernbert": lambda: ModernBertConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        intermediate_size=48,
+        max_position_embeddings=128,
+        local_attention=2 * WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+        **_SPECIAL,
+    ),
+    "bart": lambda: BartConfig(
+        vocab_size=VOCAB,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=8,
+        decoder_attention_heads=8,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_position_embeddings=128,
+        decoder_start_token_id=2,
+        forced_eos_token_id=None,
+        **_SPECIAL,
+    ),
+}
+WINDOWED = ["mistral", "gemma3"]
+ENCODER_DECODERS = ["t5", "bart"]
 ENCODERS = ["bert", "roberta"]
 ATTENTIONS = ["sdpa", "eager"]
 
@@ -78,13 +129,17 @@ FULL_PLAN = {
 
 def build(family: str, attention: str = "sdpa"):
     """A base model; weights larger than usual, so that attention is far from uniform."""
-    model = AutoModel.from_config(CONFIGS[family](), attn_implementation=attention)
+    model = AutoModel.from_config(_config(family), attn_implementation=attention)
     return _widen(model)
 
 
 def build_language_model(family: str, attention: str = "sdpa"):
-    auto = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
-    return _widen(auto.from_config(CONFIGS[family](), attn_implementation=attention))
+    auto = AutoModelForSeq2SeqLM if family in ENCODER_DECODERS else AutoModelForCausalLM
+    return _widen(auto.from_config(_config(family), attn_implementation=attention))
+
+
+def _config(family: str):
+    return {**CONFIGS, **MORE_CONFIGS}[family]()
 
 
 def _widen(model):

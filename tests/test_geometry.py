@@ -155,6 +155,15 @@ def test_two_dimensional_masks_and_windows_of_flash_attention():
     assert relative_error(product(geometry, value), expected_product(value, 4, 2, True, visible)) < 1e-6
 
 
+def test_a_mask_that_ends_before_the_static_cache_does():
+    # Three queries at the end of five tokens, the first of which is padding in one row; two slots are empty.
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
+    geometry = call(3, 7, mask, aligned_top_left=False)
+    visible = causal_visible(3, 7, 2, torch.nn.functional.pad(mask, (0, 2)).bool())
+    value = torch.randn(2, 3, 7, 2, dtype=torch.float64)
+    assert relative_error(product(geometry, value), expected_product(value, 3, 2, True, visible)) < 1e-6
+
+
 def test_position_bias_in_the_mask_is_not_taken_for_hiding():
     bias = torch.randn(1, 3, 5, 5) * 50
     mask = torch.where(torch.ones(5, 5).tril().bool(), bias, MIN)
@@ -251,6 +260,8 @@ def test_one_document_under_flash_attention():
     query = torch.empty(1, 3, 9, 4)
     assert flash_documents(query, query, {"position_ids": torch.arange(9)[None]}) is None
     assert flash_documents(query, query, {"position_ids": torch.arange(9)[None] + 5}) is None
+    begins_anew = torch.cat([torch.arange(2, 6), torch.arange(2, 7)])[None]  # RoBERTa's positions begin at 2
+    assert flash_documents(query, query, {"position_ids": begins_anew}).tolist() == [[1] * 4 + [2] * 5]
     assert flash_documents(query[:, :, :1], query, {"position_ids": torch.tensor([[0]])}) is None
     assert flash_documents(query, query, {}) is None
     with pytest.raises(NotImplementedError, match="2 queries and 9 keys.*sdpa"):

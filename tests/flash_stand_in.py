@@ -1,0 +1,66 @@
+"""A stand-in on the CPU for the flash_attn kernels, for transformers' own flash path to run over.
+
+Written from the documentation of flash_attn 2: queries are the last of the keys (bottom-right alignment), a window is
+counted from the diagonal, inclusive on both sides, causal attention sees nothing ahead, and a query without keys gives
+zeros. Everything round the kernels (unpadding, packed documents, windows) is transformers' code.
+"""
+
+import sys
+import types
+
+import torch
+from transformers import modeling_flash_attention_utils as flash_utils
+
+
+def flash_attn_func(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, deterministic=False
+):
+    """Attention of q [B, T, H, D] to k, v [B, S, Hkv, D]: [B, T, H, D]."""
+    T, S, groups = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    ahead = torch.arange(S)[None, :] - (S - T + torch.arange(T))[:, None]
+    left, right = window_size
+    right = 0 if causal else right
+    hidden = torch.zeros(T, S, dtype=torch.bool)
+    if left >= 0:
+        hidden |= ahead < -left
+    if right >= 0:
+        hidden |= ahead > right
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden.all(-1)[:, None], 0.0)
+    return (torch.dropout(weights, dropout_p, dropout_p > 0) @ v).transpose(1, 2)
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, deterministic=False,
+):  # fmt: skip
+    """The same for sequences laid end to end: q [ΣT, H, D], k, v [ΣS, Hkv, D], and where each begins and ends."""
+    lengths_q, lengths_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    assert (sum(lengths_q), sum(lengths_k)) == (len(q), len(k))
+    assert (max(lengths_q), max(lengths_k)) == (int(max_seqlen_q), int(max_seqlen_k))
+    parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
+    return torch.cat(
+        [
+            flash_attn_func(a[None], b[None], c[None], dropout_p, softmax_scale, causal, window_size, softcap)[0]
+            for a, b, c in parts
+        ]
+    )
+
+
+def install(monkeypatch) -> None:
+    """Let transformers find these functions where it looks for the package flash_attn, on the CPU."""
+    package, padding = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.bert_padding")
+    package.flash_attn_func, package.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+    package.flash_attn_with_kvcache = None
+    padding.pad_input, padding.unpad_input = flash_utils._pad_input, flash_utils._unpad_input
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.bert_padding", padding)
+    monkeypatch.setattr(flash_utils, "is_flash_attn_2_available", lambda *_, **__: True)
+    monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
+    versions = flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX
+    checks = {"general_availability_check": lambda: True, "supported_devices": ((lambda: True, "cpu"),)}
+    monkeypatch.setitem(versions, 2, {**versions[2], **checks})
