@@ -52,7 +52,7 @@ class RSAHeads(nn.Module):
             # No empty parameters: savers that look for shared storage take all of them for one and drop it.
             parameter = nn.Parameter(torch.empty(size, dtype=torch.float32)) if size else None
             self.register_parameter(name, parameter)
-        self._kept: tuple[Any, Recurrence, Tensor, LagTable] | None = None
+        self._kept: tuple[Any, list[nn.Parameter], Recurrence, Tensor, LagTable] | None = None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -120,7 +120,8 @@ class RSAHeads(nn.Module):
                 f"{geometry.query_length} and {geometry.key_length}."
             )
         groups = H // value.shape[1]
-        if geometry.query_length == 1 and geometry.causal and not self._is_trained(value):
+        is_step = geometry.query_length == 1 and geometry.key_length > 1 and geometry.causal
+        if is_step and not self._is_trained(value):
             return self._decode(attention, value, geometry, groups)
         self._kept = None  # a new text begins; what was kept for the last one is not trusted any longer
         recurrence, gate = self._in_force(groups)
@@ -147,17 +148,19 @@ class RSAHeads(nn.Module):
     def _tables(self, value: Tensor, groups: int, dtype: torch.dtype) -> tuple[Recurrence, Tensor, LagTable]:
         """What is in force, gates as [R, 1], and the weights of its lags."""
         S = value.shape[2]
+        parameters = [parameter for parameter in self._parameters.values() if parameter is not None]
         state: list[Any] = [groups, dtype, value.device]
-        for parameter in self._parameters.values():
-            if parameter is not None:
-                state += [id(parameter), -1 if parameter.is_inference() else parameter._version]
+        for parameter in parameters:
+            version = -1 if parameter.is_inference() else parameter._version
+            state += [id(parameter), parameter.data_ptr(), version]
         kept = self._kept
-        if kept is None or kept[0] != state or kept[3].longest < S:
+        if kept is None or kept[0] != state or kept[4].longest < S:
             recurrence, gate = self._in_force(groups)
             # Room to grow, so that a cache that grows by a step does not need a new table for each.
             table = LagTable(recurrence, dtype, 2 * S)
-            self._kept = kept = (state, recurrence, gate[:, None].to(dtype), table)
-        return kept[1:]
+            # The parameters are held, so that no other can get the id of one that was replaced.
+            self._kept = kept = (state, parameters, recurrence, gate[:, None].to(dtype), table)
+        return kept[2:]
 
     def _in_force(self, groups: int) -> tuple[Recurrence, Tensor]:
         """The REMs, for values that `groups` heads share, and the gate of each head, (R,)."""

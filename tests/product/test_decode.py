@@ -97,13 +97,16 @@ def test_changed_parameters_are_noticed():
         fresh.load_state_dict(heads.state_dict())
         assert torch.equal(fresh(attention, value, row(value)), changed)
         before = changed
-    # What bypasses the version counter is noticed with the next text.
+    # A parameter whose storage is another, or that is another, is noticed at once.
+    heads.nu.data = heads.nu.data + 0.02
+    changed = heads(attention, value, row(value))
+    assert not torch.allclose(changed, before)
+    heads.nu = torch.nn.Parameter(heads.nu.detach() + 0.02)
+    before = heads(attention, value, row(value))
+    assert not torch.allclose(changed, before)
+    # What bypasses the version counter is noticed with the next text, be it a single token.
     heads.nu.data.copy_(heads.nu + 0.02)
-    heads(
-        torch.randn(2, 3, 8, 4),
-        value[:, :, :3],
-        read_geometry(value[:, :, :3], value[:, :, :3], None, causal=True, aligned_top_left=True),
-    )
+    heads(attention, value[:, :, :1], row(value[:, :, :1]))
     assert not torch.allclose(heads(attention, value, row(value)), before)
 
 
