@@ -6,6 +6,7 @@ does not fit and which versions do, and leaves transformers as it was.
 What the hooks do:
 
 * `AttentionInterface.get_interface`: an attention module with a child named `rsa` gets its output mixed.
+* `ContinuousMixin.init_continuous_batching`: refused for a patched model, before a thread of its own is started.
 * `PreTrainedModel.post_init`: a config that holds a plan (`config.rsa`) gets its `rsa` children built.
 * `PreTrainedModel._initialize_weights`: `rsa` children that no checkpoint fills start as the plan says.
 * `PreTrainedModel._load_pretrained_model`, `_from_config`: a checkpoint and its plan must match exactly.
@@ -32,6 +33,7 @@ from packaging.version import Version
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from rsa_hf.checkpoint import attach_from_config, read_plan, saved_plans
@@ -45,6 +47,11 @@ TRANSFORMERS_RANGE = ("5.17", "6")  # tested at both ends; the upper end is excl
 
 # What a transformers without rsa_hf prints when it meets the lock, so it has to tell what to do.
 LOCK = "rsa_hf (this checkpoint has RSA heads: pip install rsa_hf, then import rsa_hf before loading it)"
+
+NO_CONTINUOUS_BATCHING = (
+    "RSA does not work with continuous batching: its paged cache is filled inside the attention function, so the "
+    "values of earlier tokens cannot be seen. Use model.generate(...) instead."
+)
 
 RSA_KEY = re.compile(r"(^|\.)rsa\.(mu|eta|nu|theta)$")
 
@@ -119,6 +126,7 @@ def record_attention_calls() -> Iterator[list[AttentionCall]]:
             base = original(self, name, default)
 
             def attention(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **keywords: Any) -> Any:
+                _require_supported(name, keywords)
                 causal = is_causal(module, keywords)
                 calls.append(AttentionCall(module, query.shape[1], query.shape[2], key.shape[2], causal))
                 return base(module, query, key, *args, **keywords)
@@ -160,11 +168,7 @@ def _attention_with_rsa(
     *args: Any,
     **keywords: Any,
 ) -> Any:
-    if keywords.get("cache") is not None or (implementation or "").startswith("paged|"):
-        raise NotImplementedError(
-            "RSA does not work with continuous batching: its paged cache is filled inside the attention function, so "
-            "the values of earlier tokens cannot be seen. Use model.generate(...) instead."
-        )
+    _require_supported(implementation, keywords)
     output, weights = base(module, query, key, value, attention_mask, *args, **keywords)
     flash = "flash" in (implementation or "")
     causal = rsa.plan.causal if rsa.plan.causal is not None else is_causal(module, keywords)
@@ -184,6 +188,26 @@ def _attention_with_rsa(
         documents=flash_documents(query, key, keywords) if flash and attention_mask is None else None,
     )
     return rsa(output, value, geometry), weights
+
+
+def _require_supported(implementation: str | None, keywords: dict[str, Any]) -> None:
+    if keywords.get("cache") is not None or (implementation or "").startswith("paged|"):
+        raise NotImplementedError(NO_CONTINUOUS_BATCHING)
+    if implementation == "flex_attention":
+        raise NotImplementedError(
+            "RSA does not work with flex attention: its masks (BlockMask) are functions, which cannot be read. Use "
+            "attn_implementation='sdpa', 'eager' or 'flash_attention_2'."
+        )
+
+
+def _wrap_init_continuous_batching(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init_continuous_batching(self: Any, *args: Any, **keywords: Any) -> Any:
+        # Raised in the thread that generates, an error would only be logged, and the caller given no tokens.
+        if any(isinstance(module, RSAHeads) for module in self.modules()):
+            raise NotImplementedError(NO_CONTINUOUS_BATCHING)
+        return original(self, *args, **keywords)
+
+    return init_continuous_batching
 
 
 # --- building, initialising, loading --------------------------------------------------------------------------------
@@ -359,6 +383,7 @@ def _take_off_locks(content: dict[str, Any]) -> None:
 
 _HOOKS = (
     _Hook(AttentionInterface, "get_interface", ("self", "attn_implementation", "default"), _wrap_get_interface),
+    _Hook(ContinuousMixin, "init_continuous_batching", ("self",), _wrap_init_continuous_batching),
     _Hook(PreTrainedModel, "post_init", ("self",), _wrap_post_init),
     _Hook(PreTrainedModel, "_initialize_weights", ("self", "module"), _wrap_initialize_weights),
     _Hook(PreTrainedModel, "_from_config", ("cls", "config"), _wrap_from_config),

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from families import ATTENTIONS, DECODERS, FULL_PLAN, VOCAB, build_language_model
+from broken import break_geometry, forgets_the_offset
+from families import ATTENTIONS, DECODERS, FULL_PLAN, VOCAB, WINDOWED, build_language_model
 from rsa_hf import RSAConfig, patch_model
-from rsa_hf.heads import RSAHeads
 
 LENGTH = 14
 
@@ -51,14 +51,6 @@ CACHES = {
 PIECES = {"cached": [8, 1, 1, 1, 1, 1, 1], "chunked prefill": [3, 5, 4, 2], "token by token": [1] * LENGTH}
 
 
-def break_geometry(monkeypatch, change):
-    """Let every RSA layer see another geometry than the one it was called with."""
-    forward = RSAHeads.forward
-    monkeypatch.setattr(
-        RSAHeads, "forward", lambda self, attention, value, geometry: forward(self, attention, value, change(geometry))
-    )
-
-
 def difference(model, inputs, pieces, cache):
     real = inputs["attention_mask"].bool()
     return float((in_pieces(model, inputs, pieces, cache)[real] - uncached(model, inputs)[real]).abs().max())
@@ -67,20 +59,47 @@ def difference(model, inputs, pieces, cache):
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", [*DECODERS, *WINDOWED])
 @torch.no_grad()
 def test_cached_chunked_and_uncached_agree(family, attention, cache, pieces, monkeypatch):
     model = patch_model(build_language_model(family, attention), RSAConfig(**FULL_PLAN))
     inputs = batch()
     assert difference(model, inputs, pieces, CACHES[cache](model)) <= 1e-5
-
-    def forgets_the_offset(geometry):
-        # Distances counted from the start of the piece: the trap of public re-implementations.
-        position = None if geometry.position is None else torch.zeros_like(geometry.position)
-        return replace(geometry, query_offset=0, position=position)
-
     break_geometry(monkeypatch, forgets_the_offset)
     assert difference(model, inputs, pieces, CACHES[cache](model)) > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [*DECODERS, *WINDOWED])
+def test_a_cache_that_is_cropped_reordered_and_repeated(family, monkeypatch):
+    """What speculative decoding, beam search and contrastive search do to a cache between two steps."""
+    model = patch_model(build_language_model(family), RSAConfig(**FULL_PLAN))
+    inputs = batch()
+    other = {**inputs, "input_ids": inputs["input_ids"].clone()}
+    other["input_ids"][:, 9:] = (inputs["input_ids"][:, 9:] + 11) % (VOCAB - 3) + 3
+    rows = torch.tensor([2, 0, 0])
+
+    def gap():
+        cache = DynamicCache(config=model.config)
+        cache.activate_past_recording()
+        in_pieces(model, other, [9, 1, 1, 1], cache)  # a draft: three tokens, which are taken back
+        cache.crop(-3)
+        cache.reorder_cache(rows)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([0, 3, 4]))
+        picked = {name: tensor[rows] for name, tensor in inputs.items()}
+        found = []
+        for start, stop in ((9, 11), (11, 12), (12, 13), (13, 14)):
+            piece = {name: picked[name][:, start:stop] for name in ("input_ids", "position_ids")}
+            found.append(
+                model(**piece, attention_mask=picked["attention_mask"][:, :stop], past_key_values=cache).logits
+            )
+            cache.crop(0)
+        return float((torch.cat(found, 1) - uncached(model, picked)[:, 9:]).abs().max())
+
+    assert gap() <= 1e-5
+    break_geometry(monkeypatch, forgets_the_offset)
+    assert gap() > 1e-3
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -121,34 +140,6 @@ def test_no_token_sees_the_future(family, attention, monkeypatch):
 
     break_geometry(monkeypatch, lambda geometry: replace(geometry, causal=False))
     assert float(change()[:8].max()) > 1e-3
-
-
-@pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
-@torch.no_grad()
-def test_generate_with_and_without_cache(family, arguments):
-    model = patch_model(build_language_model(family), RSAConfig(**FULL_PLAN))
-    inputs = batch()
-    inputs.pop("position_ids")
-    arguments = {
-        "max_new_tokens": 9,
-        "min_new_tokens": 9,
-        "do_sample": False,
-        "output_scores": True,
-        **arguments,
-    }
-    cached = model.generate(**inputs, **arguments, return_dict_in_generate=True)
-    arguments.pop("cache_implementation", None)
-    plain = model.generate(**inputs, **arguments, use_cache=False, return_dict_in_generate=True)
-    assert torch.equal(cached.sequences, plain.sequences)
-    for a, b in zip(cached.scores, plain.scores, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-
-
-def test_continuous_batching_is_refused():
-    model = patch_model(build_language_model("gpt2"), RSAConfig(**FULL_PLAN))
-    with pytest.raises(NotImplementedError, match="continuous batching"):
-        model(input_ids=torch.ones(1, 4, dtype=torch.long), cache=object())
 
 
 @torch.no_grad()

@@ -29,11 +29,12 @@ def test_a_version_outside_the_range_is_named(version, monkeypatch):
 MOVED = """
     import transformers
     from transformers import modeling_utils, configuration_utils
+    from transformers.generation.continuous_batching import continuous_api
     {move}
     originals = {{
         (owner, name): owner.__dict__.get(name)
         for owner in (modeling_utils.PreTrainedModel, modeling_utils.AttentionInterface,
-                      configuration_utils.PreTrainedConfig)
+                      configuration_utils.PreTrainedConfig, continuous_api.ContinuousMixin)
         for name in list(owner.__dict__)
     }}
     try:
@@ -53,7 +54,7 @@ MOVED = """
 @pytest.mark.parametrize("hook", hooks._HOOKS, ids=lambda hook: hook.name)
 @pytest.mark.parametrize("how", ["renamed", "other parameters"])
 def test_a_moved_internal_is_named_and_nothing_is_half_installed(hook, how):
-    owner = f"{'configuration_utils' if hook.owner.__name__ == 'PreTrainedConfig' else 'modeling_utils'}.{hook.owner.__name__}"
+    owner = f"{hook.owner.__module__.rpartition('.')[2]}.{hook.owner.__name__}"
     move = f"del {owner}.{hook.name}" if how == "renamed" else f"{owner}.{hook.name} = lambda changed: None"
     code = textwrap.dedent(MOVED).format(move=move, builds=False)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

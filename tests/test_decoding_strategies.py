@@ -1,0 +1,259 @@
+"""`generate()` in each of its ways, against a loop that reads the whole text anew for every token."""
+
+import pytest
+import torch
+from transformers import DynamicCache, QuantizedCache
+from transformers.generation.configuration_utils import CompileConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from broken import break_geometry, forgets_the_offset
+from families import DECODERS, ENCODER_DECODERS, FULL_PLAN, PAD, VOCAB, WINDOWED, build_language_model
+from rsa_hf import RSAConfig, patch_model, rem_matrix, unpatch_model
+from rsa_hf.heads import RSAHeads
+
+LENGTH, STEPS = 11, 9
+GREEDY = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
+SPECULATIVE = {"prompt lookup", "assisted"}
+
+
+def patched(family, seed=0):
+    torch.manual_seed(seed)
+    return patch_model(build_language_model(family), RSAConfig(**FULL_PLAN))
+
+
+def prompt(rows=3):
+    """Rows padded on the left, whose text repeats itself, so that looking up the prompt finds something."""
+    ids = torch.randint(3, VOCAB, (rows, 4)).repeat(1, 3)[:, :LENGTH]
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return {"input_ids": torch.where(mask.bool(), ids, PAD), "attention_mask": mask}
+
+
+def greedy_loop(model, inputs, steps=STEPS):
+    """Tokens [B, steps] and logits [B, steps, V] of greedy decoding, one uncached forward a token."""
+    ids, mask, logits = inputs["input_ids"], inputs["attention_mask"], []
+    encoder = model.config.is_encoder_decoder
+    written = torch.full((len(ids), 1), model.config.decoder_start_token_id) if encoder else ids
+    for _ in range(steps):
+        if encoder:
+            text = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": written}
+        else:
+            seen = torch.nn.functional.pad(mask, (0, written.shape[1] - mask.shape[1]), value=1)
+            positions = (seen.cumsum(-1) - 1).clamp(min=0)
+            text = {"input_ids": written, "attention_mask": seen, "position_ids": positions}
+        last = model(**text, use_cache=False).logits[:, -1].clone()
+        last[:, model.config.eos_token_id] = -torch.inf
+        logits.append(last)
+        written = torch.cat([written, last.argmax(-1, keepdim=True)], 1)
+    return written[:, -steps:], torch.stack(logits, 1)
+
+
+def off_by(model, inputs, expected, arguments):
+    """How far generate() is from the loop: in logits, or infinitely where another token was written."""
+    out = model.generate(**inputs, **GREEDY, **arguments, output_scores=True, return_dict_in_generate=True)
+    tokens, logits = expected
+    if not torch.equal(out.sequences[:, -STEPS:], tokens):
+        return float("inf")
+    scores = torch.stack(out.scores, 1)
+    finite = logits.isfinite() & scores.isfinite()
+    return float((scores - logits)[finite].abs().max())
+
+
+def cases():
+    every_decoder = [*DECODERS, *WINDOWED]
+    yield from (("dynamic", family) for family in [*every_decoder, *ENCODER_DECODERS])
+    yield from (("static", family) for family in [*every_decoder, *ENCODER_DECODERS])
+    yield from (("offloaded", family) for family in ["gpt2", "gemma3"])
+    yield from (("chunked prefill", family) for family in every_decoder)
+    yield from (("chunked prefill, static", family) for family in every_decoder)
+    yield from (("prompt lookup", family) for family in every_decoder)
+    yield from (("assisted", family) for family in [*every_decoder, *ENCODER_DECODERS])
+
+
+def arguments_of(strategy, family):
+    if strategy == "assisted":
+        # Another model of the family: most of what it drafts is refused, so the cache is cropped again and again.
+        return {"assistant_model": patched(family, seed=5)}
+    return {
+        "dynamic": {},
+        "static": {"cache_implementation": "static"},
+        "offloaded": {"cache_implementation": "offloaded"},
+        "chunked prefill": {"prefill_chunk_size": 4},
+        "chunked prefill, static": {"prefill_chunk_size": 4, "cache_implementation": "static"},
+        "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    }[strategy]
+
+
+@pytest.mark.parametrize(("strategy", "family"), cases())
+@torch.no_grad()
+def test_each_way_writes_what_a_loop_without_cache_writes(strategy, family, monkeypatch):
+    model, arguments = patched(family), arguments_of(strategy, family)
+    if strategy == "offloaded" and not torch.accelerator.is_available():
+        pytest.skip("an offloaded cache moves between the CPU and a GPU")
+    inputs = prompt(1 if strategy in SPECULATIVE else 3)
+    expected = greedy_loop(model, inputs)
+    assert off_by(model, inputs, expected, arguments) <= 2e-5
+    break_geometry(monkeypatch, forgets_the_offset)
+    assert off_by(model, inputs, expected, arguments) > 1e-3
+
+
+@pytest.mark.parametrize("strategy", sorted(SPECULATIVE))
+@torch.no_grad()
+def test_drafts_are_refused_and_nothing_of_them_survives(strategy):
+    # The same model object goes on afterwards, with the tables it kept, as a fresh copy does.
+    model, arguments = patched("llama"), arguments_of(strategy, "llama")
+    inputs = prompt(1)
+    cropped = []
+    crop = DynamicCache.crop
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DynamicCache, "crop", lambda self, count: cropped.append(count) or crop(self, count))
+        model.generate(**inputs, **GREEDY, **arguments)
+    assert any(count < 0 for count in cropped)
+    other = {"input_ids": inputs["input_ids"].flip(1), "attention_mask": torch.ones_like(inputs["input_ids"])}
+    fresh = patched("llama")
+    assert off_by(model, other, greedy_loop(fresh, other), {}) <= 2e-5
+    assert off_by(model, other, greedy_loop(fresh, other), arguments) <= 2e-5
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", [*DECODERS, *WINDOWED, *ENCODER_DECODERS])
+@torch.no_grad()
+def test_beam_search(family, cache, monkeypatch):
+    """What beam search says a text is worth is what one uncached forward over that text says."""
+    model, inputs = patched(family), prompt()
+    arguments = {**GREEDY, "num_beams": 3, "length_penalty": 0.0}
+    if cache == "static":
+        arguments["cache_implementation"] = "static"
+
+    def gap():
+        out = model.generate(**inputs, **arguments, output_scores=True, return_dict_in_generate=True)
+        written = out.sequences
+        if model.config.is_encoder_decoder:
+            text = {**inputs, "decoder_input_ids": written}
+        else:
+            mask = torch.nn.functional.pad(inputs["attention_mask"], (0, STEPS), value=1)
+            text = {"input_ids": written, "attention_mask": mask}
+            text["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+        likely = model(**text, use_cache=False).logits.log_softmax(-1)
+        worth = likely[:, -STEPS - 1 : -1].gather(2, written[:, -STEPS:, None]).sum((1, 2))
+        return float((worth - out.sequences_scores).abs().max())
+
+    assert gap() <= 2e-4
+    plain = model.generate(**inputs, **{**arguments, "cache_implementation": None}, use_cache=False)
+    assert torch.equal(model.generate(**inputs, **arguments), plain)
+    break_geometry(monkeypatch, forgets_the_offset)
+    assert gap() > 1e-3
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@torch.no_grad()
+def test_a_quantized_cache(family, monkeypatch):
+    """The values that attention reads, rounded, are those that the recurrence reads."""
+    model, inputs = patched(family), prompt(1)
+    inputs = {name: tensor[:, 3:] for name, tensor in inputs.items()}
+    try:
+        QuantizedCache(backend="fp8", config=model.config)
+    except ValueError:
+        pytest.skip("this version of transformers has no quantized cache of its own")
+    quantized = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+
+    def logits():
+        forced = torch.arange(3, 3 + STEPS)
+
+        def force(batch, ids):
+            return [int(forced[len(ids) - 8])]
+
+        out = model.generate(
+            **inputs, **GREEDY, **quantized, prefix_allowed_tokens_fn=force, output_logits=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        return torch.stack(out.logits, 1)
+
+    found = logits()
+    exact = model(torch.cat([inputs["input_ids"], torch.arange(3, 3 + STEPS)[None]], 1)).logits[:, -STEPS - 1 : -1]
+    assert 1e-4 < float((found - exact).abs().max()) < 1, "rounded, or the check is one of nothing"
+    with monkeypatch.context() as patch:
+        patch.setattr(RSAHeads, "forward", explicit)
+        torch.testing.assert_close(logits(), found, rtol=1e-4, atol=1e-4)
+    break_geometry(monkeypatch, forgets_the_offset)
+    assert float((logits() - found).abs().max()) > 1e-2
+
+
+def explicit(self, attention, value, geometry):
+    """RSA through the explicit P of queries that are the last of the keys."""
+    rates = self.rates()
+    decay, theta = self.per_head(rates)
+    R, groups = self.plan.num_rsa_heads, attention.shape[2] // value.shape[1]
+    lengths = {"query_length": attention.shape[1], "key_length": value.shape[2]}
+    P = rem_matrix(self.plan.kinds, decay, theta, self.plan.dilations, **lengths)
+    product = (P @ value.repeat_interleave(groups, 1)[:, :R]).transpose(1, 2)
+    mixed = (1 - rates["gate"]) * attention[:, :, :R] + rates["gate"] * product
+    return torch.cat([mixed, attention[:, :, R:]], 2)
+
+
+@pytest.mark.slow  # compiles
+@pytest.mark.parametrize("family", [*DECODERS, *WINDOWED, "t5"])
+@torch.no_grad()
+def test_a_compiled_static_cache(family, monkeypatch):
+    inputs = prompt()
+
+    def compiled(model, expected):
+        """How far it is from the loop, and the number of graphs that this took."""
+        graphs = []
+        options = CompileConfig(backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True, mode=None)
+        options._compile_all_devices = True  # by itself, generate() compiles on a GPU alone
+        torch._dynamo.reset()
+        gap = off_by(model, inputs, expected, {"cache_implementation": "static", "compile_config": options})
+        torch._dynamo.reset()
+        return gap, len(graphs)
+
+    model, plain = patched(family), unpatch_model(patched(family))
+    expected = greedy_loop(model, inputs)
+    gap, graphs = compiled(model, expected)
+    assert gap <= 2e-5
+    assert graphs == compiled(plain, greedy_loop(plain, inputs))[1] > 0
+    break_geometry(monkeypatch, forgets_the_offset)
+    assert compiled(model, expected)[0] > 1e-3
+
+
+REFUSED = {
+    "generate_batch": lambda model: model.generate_batch([[3, 4, 5]], max_new_tokens=2),
+    "paged cache": lambda model: model.generate(torch.tensor([[3, 4, 5]]), cache_implementation="paged"),
+    "manager": lambda model: model.init_continuous_batching(),
+    "context manager": lambda model: model.continuous_batching_context_manager().__enter__(),
+    "paged attention": lambda model: (model.set_attn_implementation("paged|eager"), model(torch.tensor([[3, 4, 5]]))),
+    "paged values": lambda model: model(torch.tensor([[3, 4, 5]]), cache=object()),
+}
+
+
+@pytest.mark.parametrize("way", REFUSED)
+def test_continuous_batching_is_refused(way):
+    model = patched("llama")
+    with pytest.raises(NotImplementedError, match="continuous batching.*model.generate"):
+        REFUSED[way](model)
+
+
+def test_continuous_batching_of_a_plain_model_is_left_alone():
+    model = patched("llama")
+    unpatch_model(model)
+    assert type(model.init_continuous_batching()).__name__ == "ContinuousBatchingManager"
+
+
+@torch.no_grad()
+def test_flex_attention_is_refused():
+    model = patched("llama")
+    module, (query, value) = model.model.layers[0].self_attn, torch.randn(2, 1, 8, 3, 4)
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface("flex_attention", None)
+    with pytest.raises(NotImplementedError, match="flex attention.*sdpa"):
+        attention(module, query, value[:, :2], value[:, :2], None)
+
+
+@pytest.mark.slow  # making a BlockMask takes seconds
+@torch.no_grad()
+def test_models_with_flex_attention_are_refused():
+    model = patched("llama")
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(NotImplementedError, match="flex attention.*sdpa"):
+        model(torch.tensor([[3, 4, 5]]))
+    with pytest.raises(ValueError, match="flex attention.*sdpa"):
+        patch_model(build_language_model("llama", "flex_attention"))
