@@ -82,7 +82,10 @@ def test_a_cache_that_is_cropped_reordered_and_repeated(family, monkeypatch):
     def gap():
         cache = DynamicCache(config=model.config)
         cache.activate_past_recording()
-        in_pieces(model, other, [9, 1, 1, 1], cache)  # a draft: three tokens, which are taken back
+        in_pieces(model, other, [9], cache)
+        cache.crop(0)
+        draft = {name: other[name][:, 9:12] for name in ("input_ids", "position_ids")}
+        model(**draft, attention_mask=other["attention_mask"][:, :12], past_key_values=cache)
         cache.crop(-3)
         cache.reorder_cache(rows)
         cache.batch_repeat_interleave(2)
