@@ -10,7 +10,7 @@ THREADS ?= 2
 export OMP_NUM_THREADS = $(THREADS)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help venv test test-all test-oldest test-python bench lint types demo devign clean
+.PHONY: help venv test test-all test-oldest test-python transformers-tests bench lint types demo devign clean
 
 help:           ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/'
@@ -48,6 +48,9 @@ test-python:    ## The fast tests under another Python, e.g. PYTHON=python3.13, 
 	.venv-$(notdir $(PYTHON))/bin/pip install --quiet torch==2.13.0
 	.venv-$(notdir $(PYTHON))/bin/pip install --quiet --editable '.[dev,demo]'
 	.venv-$(notdir $(PYTHON))/bin/python -m pytest -m 'not slow'
+
+transformers-tests: $(READY) ## transformers' own model tests, plain and patched: writes results/ (10 minutes)
+	$(BIN)/python scripts/run_transformers_tests.py --output results
 
 bench: $(READY) ## P V and GPT-2 small against their rivals, time and memory: writes results/ (about half an hour)
 	$(BIN)/python scripts/bench_product.py --output results

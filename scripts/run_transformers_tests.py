@@ -1,0 +1,178 @@
+"""transformers' own common model tests on plain and on patched GPT-2, RoBERTa and Llama, and a table of what differs.
+
+    python scripts/run_transformers_tests.py --output results
+
+Fetches the source distribution of the installed transformers from the package index; nothing of it is kept in the
+repository. Each part is a process of its own that runs one model's tests in one arm: plain, patched with shut gates,
+patched with open gates. A part that is finished is not repeated, until outputs/transformers_tests is removed;
+`--minutes` bounds how long new parts are begun.
+`--source` names a checkout of the same version instead, whose tests/generation, tests/exporters and tests/models the
+source distribution leaves out: there tests/models/{gpt2,roberta,llama} are run too. Writes transformers_tests.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tarfile
+import time
+import xml.etree.ElementTree as ET
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+HERE = Path(__file__).parent
+WORK = Path("outputs/transformers_tests")
+ARMS = {"plain": "unpatched", "shut": "patched, gates shut", "open": "patched, gates at 1/2"}
+FAMILIES = {"gpt2": "GPT2Tests", "roberta": "RobertaTests", "llama": "LlamaTests"}
+SECONDS_A_TEST = 100
+LIMIT = 1200  # seconds a part
+UNEXPECTED = "NOT EXPECTED:"
+
+# Tests that a patched model is not expected to pass: in which arms, and why.
+EXPECTED = {
+    "test_model_weights_reload_no_missing_tied_weights": (
+        ("shut", "open"),
+        "the test empties the checkpoint and wants a warning for every parameter; a checkpoint without its RSA "
+        "parameters is an error by design",
+    ),
+    "test_torch_save_load": (
+        ("shut",),
+        "the test subtracts parameters that must be equal; −∞ − (−∞), of a shut gate, is no number",
+    ),
+}
+
+
+def fetch() -> Path:
+    """The unpacked source distribution of the installed version."""
+    source = WORK / f"transformers-{transformers.__version__}"
+    if not source.exists():
+        wanted = f"transformers=={transformers.__version__}"
+        command = ["download", "--quiet", "--no-deps", "--no-binary", ":all:", "--dest", str(WORK), wanted]
+        subprocess.run([sys.executable, "-m", "pip", *command], check=True)
+        with tarfile.open(f"{source}.tar.gz") as archive:
+            archive.extractall(WORK, filter="data")
+    return source
+
+
+def run_part(source: Path, family: str, arm: str) -> Path:
+    """Run a part unless that was done; its results, as JUnit XML."""
+    results = WORK / f"{source.resolve().name}-results" / f"{family}-{arm}.xml"
+    if results.exists():
+        return results
+    results.parent.mkdir(exist_ok=True)
+    files = [f"{HERE / 'transformers_tests' / 'test_models.py'}::{FAMILIES[family]}"]
+    own = source / "tests" / "models" / family / f"test_modeling_{family}.py"
+    files += [str(own)] if own.exists() else []
+    unfinished = results.with_suffix(".unfinished.xml")
+    command = ["-p", "plugin", "-c", str(source / "pyproject.toml"), "-o", "log_cli=0", "-p", "no:cacheprovider"]
+    command += [
+        "-q",
+        "-W",
+        "ignore",
+        "--tb=line",
+        f"--timeout={SECONDS_A_TEST}",
+        f"--junit-xml={unfinished.resolve()}",
+    ]
+    paths = [str(source.resolve()), str((HERE / "transformers_tests").resolve()), str(HERE.parent.resolve())]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
+        "RSA_HF_ARM": arm,
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run([sys.executable, "-m", "pytest", *files, *command], env=environment, timeout=LIMIT)
+    if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise SystemExit(f"the tests of {family}, {arm}, could not be run; see above.")
+    unfinished.rename(results)
+    return results
+
+
+def outcomes(results: Path) -> dict[str, tuple[str, str]]:
+    """For each test `passed`, `failed` or `skipped`, and the first line of why."""
+    found = {}
+    for case in ET.parse(results).iter("testcase"):
+        outcome, why = "passed", ""
+        for child in case:
+            if child.tag in ("failure", "error", "skipped"):
+                outcome = "skipped" if child.tag == "skipped" else "failed"
+                why = (child.get("message") or "").strip().partition("\n")[0]
+        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+        # The subtests of a test come under its name: it passes where all of them do.
+        if found.get(name, ("passed", ""))[0] != "failed":
+            found[name] = (outcome, why)
+    return found
+
+
+def table(found: dict[str, dict[str, dict[str, tuple[str, str]]]], command: str, has_all: bool) -> str:
+    lines = [
+        "# transformers' own model tests on patched models",
+        "",
+        f"`{command}`: transformers {transformers.__version__}, torch {torch.__version__}, on the CPU. "
+        "`tests/test_modeling_common.py` of the "
+        + ("checkout, and its `tests/models`." if has_all else "source distribution, which has no `tests/models`, ")
+        + ("" if has_all else "`tests/generation` and `tests/exporters`: they are left out.")
+        + f" A test may take {SECONDS_A_TEST} seconds.",
+        "",
+        "| model | arm | passed | failed | skipped |",
+        "|---|---|---|---|---|",
+    ]
+    for family, arms in found.items():
+        for arm, tests in arms.items():
+            counts = Counter(outcome for outcome, _ in tests.values())
+            lines.append(f"| {family} | {ARMS[arm]} | {counts['passed']} | {counts['failed']} | {counts['skipped']} |")
+    lines += ["", "## Where a patched model differs from the plain one", ""]
+    differing: dict[str, list[str]] = {}
+    for family, arms in found.items():
+        for test, (outcome, _) in arms["plain"].items():
+            for arm in ("shut", "open"):
+                other, why = arms[arm].get(test, ("failed", "was not run"))
+                if other != outcome:
+                    name = test.partition("::")[2]
+                    where, reason = EXPECTED.get(name, ((), ""))
+                    if arm not in where:
+                        reason = f"{UNEXPECTED} {why:.300}"
+                    line = f"`{name}` {outcome} → {other}" + ("" if other == "passed" else f": {reason}")
+                    differing.setdefault(line, []).append(f"{family} {arm}")
+    lines += [f"* {line} ({', '.join(where)})" for line, where in differing.items()] or ["Nowhere."]
+    lines += ["", "## What fails on the plain model, too", ""]
+    failing = [
+        f"* {family}: `{test}`: {why:.200}"
+        for family, arms in found.items()
+        for test, (outcome, why) in arms["plain"].items()
+        if outcome == "failed"
+    ]
+    lines += failing or ["Nothing."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, default=Path("results"), help="folder for transformers_tests.md")
+    parser.add_argument("--source", type=Path, help="a checkout of the installed version of transformers")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no part after so long")
+    arguments = parser.parse_args()
+    WORK.mkdir(parents=True, exist_ok=True)
+    source = arguments.source or fetch()
+    begun = time.monotonic()
+    found: dict[str, dict[str, dict[str, tuple[str, str]]]] = {}
+    for family in FAMILIES:
+        for arm in ARMS:
+            if time.monotonic() - begun > 60 * arguments.minutes:
+                raise SystemExit("Time is up. Run the same command again to go on.")
+            found.setdefault(family, {})[arm] = outcomes(run_part(source, family, arm))
+    command = "python scripts/run_transformers_tests.py"
+    text = table(found, command, arguments.source is not None)
+    (arguments.output / "transformers_tests.md").write_text(text)
+    if UNEXPECTED in text:
+        raise SystemExit(f"patched models fail where they should not: see {arguments.output}/transformers_tests.md")
+
+
+if __name__ == "__main__":
+    main()
