@@ -15,6 +15,7 @@ from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from rsa_hf.adapters import adapter_of
 from rsa_hf.config import HeadPlan, RSAConfig
 from rsa_hf.heads import RSAHeads
 
@@ -121,11 +122,15 @@ def attach_heads(layers: Sequence[tuple[nn.Module, HeadPlan]]) -> None:
             )
     heads = []
     for module, plan in layers:
-        parameter = next(module.parameters(), None)
-        heads.append(RSAHeads(plan) if parameter is None else RSAHeads(plan).to(parameter.device))
+        child, parameter = RSAHeads(plan), next(module.parameters(), None)
+        # While a checkpoint is loaded all is on the meta device, but for parameters (XLNet's) that do not ask for it.
+        heads.append(child if parameter is None or child.mu.is_meta else child.to(parameter.device))
     for (module, _), child in zip(layers, heads, strict=True):
         if not hasattr(module, "rsa"):
             child.train(module.training)
+            adapter = adapter_of(module)
+            if adapter is not None:
+                child.adapter = adapter
             module.add_module("rsa", child)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from rsa_hf.product.operator import recur
 from rsa_hf.product.problem import Mixing, Recurrence, working_dtype
 from rsa_hf.rem import decay_rates
 
-__all__ = ["RSAHeads"]
+__all__ = ["RSAHeads", "heads_of"]
 
 
 class RSAHeads(nn.Module):
@@ -38,6 +38,7 @@ class RSAHeads(nn.Module):
     eta: nn.Parameter | None
     nu: nn.Parameter | None
     theta: nn.Parameter | None
+    adapter: Any = None  # goes with the layer into copies and pickles; see adapters.py
 
     def __init__(self, plan: HeadPlan) -> None:
         super().__init__()
@@ -208,6 +209,13 @@ class RSAHeads(nn.Module):
             f"dilated_regular={plan.num_dilated_regular}, dilated_cyclical_pairs={plan.num_dilated_cyclical_pairs}, "
             f"dilation={list(plan.dilation)}"
         )
+
+
+def heads_of(module: nn.Module) -> RSAHeads | None:
+    """The RSA heads of an attention module, its child `rsa`; None where it has none."""
+    rsa = module._modules.get("rsa")
+    # By its plan, not its class: PEFT puts a wrapper there that passes attributes on.
+    return cast(RSAHeads, rsa) if isinstance(getattr(rsa, "plan", None), HeadPlan) else None
 
 
 def _spread_over_both_signs(fraction: float) -> float:

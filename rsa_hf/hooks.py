@@ -1,7 +1,7 @@
-"""Every touch on transformers' internals. Importing `rsa_hf` installs them; plain models are not affected.
+"""Every touch on transformers' internals, but for the classes in `adapters.py`. Importing `rsa_hf` installs them.
 
-Each hook is checked before any is installed: where transformers has moved, importing `rsa_hf` raises, says which hook
-does not fit and which versions do, and leaves transformers as it was.
+Plain models are not affected. Each hook is checked before any is installed: where transformers has moved, importing
+`rsa_hf` raises, says which hook does not fit and which versions do, and leaves transformers as it was.
 
 What the hooks do:
 
@@ -24,9 +24,9 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import transformers
 from packaging.version import Version
@@ -36,14 +36,13 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
+from rsa_hf.adapters import connect, has_adapters, watch
 from rsa_hf.checkpoint import attach_from_config, read_plan, saved_plans
-from rsa_hf.config import HeadPlan
 from rsa_hf.geometry import flash_documents, is_causal, read_geometry
-from rsa_hf.heads import RSAHeads
+from rsa_hf.heads import RSAHeads, heads_of
+from rsa_hf.versions import TRANSFORMERS_RANGE, what_fits
 
 __all__ = ["AttentionCall", "install", "record_attention_calls"]
-
-TRANSFORMERS_RANGE = ("5.17", "6")  # tested at both ends; the upper end is excluded
 
 # What a transformers without rsa_hf prints when it meets the lock, so it has to tell what to do.
 LOCK = "rsa_hf (this checkpoint has RSA heads: pip install rsa_hf, then import rsa_hf before loading it)"
@@ -73,9 +72,8 @@ def install() -> None:
         ImportError: transformers is outside the supported range, or one of its internals is not as expected.
     """
     low, high = TRANSFORMERS_RANGE
-    version = Version(transformers.__version__)
-    fits = f"rsa_hf works with transformers ≥ {low}, < {high}; installed is {version}."
-    if not Version(low) <= version < Version(high):
+    fits = what_fits()
+    if not Version(low) <= Version(transformers.__version__) < Version(high):
         raise ImportError(f"{fits} Install one that fits: pip install 'transformers>={low},<{high}'")
     originals = []
     for hook in _HOOKS:
@@ -117,9 +115,9 @@ _recording = threading.Lock()
 
 @contextmanager
 def record_attention_calls() -> Iterator[list[AttentionCall]]:
-    """Record every call that goes through transformers' attention interface while the context is open."""
+    """Record every call of attention while the context is open: through the interface, and in connected modules."""
     calls: list[AttentionCall] = []
-    with _recording:
+    with _recording, watch(lambda *call: calls.append(AttentionCall(*call))):
         original = AttentionInterface.get_interface
 
         def recording(self: AttentionInterface, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,11 +143,10 @@ def _wrap_get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
         base = original(self, attn_implementation, default)
 
         def attention(module: nn.Module, *args: Any, **keywords: Any) -> Any:
-            rsa = module._modules.get("rsa")
-            # By its plan, not its class: PEFT puts a wrapper there that passes attributes on.
-            if rsa is None or not isinstance(getattr(rsa, "plan", None), HeadPlan):
+            rsa = heads_of(module)
+            if rsa is None:
                 return base(module, *args, **keywords)
-            return _attention_with_rsa(cast(RSAHeads, rsa), base, attn_implementation, module, *args, **keywords)
+            return _attention_with_rsa(rsa, base, attn_implementation, module, *args, **keywords)
 
         return attention
 
@@ -216,6 +213,13 @@ def _wrap_init_continuous_batching(original: Callable[..., Any]) -> Callable[...
 def _wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def post_init(self: PreTrainedModel) -> None:
         attach_from_config(self)
+        if saved_plans(self.config):
+            connect(self)
+        elif has_adapters(self):
+            # Before anybody (Accelerate) keeps bound methods of it. A plain model has to work in any case; should its
+            # classes not be as expected, patch_model says so.
+            with suppress(RuntimeError):
+                connect(self)
         original(self)
 
     return post_init

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
+from rsa_hf.adapters import NO_SOFTMAX_ATTENTION, connect
 from rsa_hf.checkpoint import SavedPlan, attach_heads, detach_heads, read_plan, write_plan
 from rsa_hf.config import RSAConfig
 from rsa_hf.heads import RSAHeads
@@ -33,7 +34,8 @@ def patch_model(
     to see that every RSA layer takes part. Where anything fails the model is as it was before.
 
     Args:
-        model: any transformers model whose attention goes through transformers' attention interface.
+        model: any transformers model whose attention goes through transformers' attention interface, or is one of
+            those in `rsa_hf/adapters.py`.
         config: the plan; None: `RSAConfig()`. A mapping is read with `RSAConfig.from_dict`.
         probe_inputs: keyword arguments for that run, for a base model that does not take `input_ids`; query and key
             lengths of cross-attention must differ.
@@ -45,7 +47,8 @@ def patch_model(
         TypeError: `model` is no `PreTrainedModel`, or a setting has the wrong type.
         ValueError: the model has no attention that can be patched, the plan does not fit it, it is patched already
             with another plan, or a layer does not say its direction.
-        RuntimeError: an RSA layer took no part in the model's forward pass.
+        RuntimeError: an RSA layer took no part in the model's forward pass, or the model is one of those in
+            `rsa_hf/adapters.py` and not as expected.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -126,7 +129,9 @@ def _require_same_plan(model: PreTrainedModel, plan: SavedPlan) -> None:
 
 
 def _self_attention_calls(base: nn.Module, probe_inputs: Mapping[str, Any] | None) -> dict[str, AttentionCall]:
-    """The self-attention modules that go through the attention interface, by name relative to the base, in order."""
+    """The self-attention modules that can be patched, by name relative to the base, in order."""
+    _require_softmax_attention(base)
+    connect(base)
     with record_attention_calls() as calls:
         _probe(base, probe_inputs)
     by_module = {call.module: call for call in calls if call.query_length == call.key_length}
@@ -142,9 +147,19 @@ def _self_attention_calls(base: nn.Module, probe_inputs: Mapping[str, Any] | Non
     looked_at = _shorten(sorted({type(m).__name__ for m in base.modules() if "attention" in type(m).__name__.lower()}))
     raise ValueError(
         f"{type(base).__name__} has no attention that can be patched: no module called transformers' attention "
-        f"interface. Looked at {sum(1 for _ in base.modules())} modules, among them of attention: "
-        f"{looked_at or 'none'}."
+        f"interface, and rsa_hf/adapters.py knows none of them. Looked at {sum(1 for _ in base.modules())} modules, "
+        f"among them of attention: {looked_at or 'none'}."
     )
+
+
+def _require_softmax_attention(base: nn.Module) -> None:
+    config: Any = base.config
+    reason = NO_SOFTMAX_ATTENTION.get(config.model_type)
+    if reason is not None:
+        raise ValueError(
+            f"{type(base).__name__} has no attention that can be patched: {reason}, and RSA mixes recurrence into "
+            "softmax attention. Hybrid models are patched in their layers of softmax attention."
+        )
 
 
 def _require_all_called(base: nn.Module, names: Sequence[str], probe_inputs: Mapping[str, Any] | None) -> None:
