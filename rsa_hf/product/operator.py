@@ -175,8 +175,16 @@ def _(*arguments: Any) -> Tensor:
 )
 def _backward_operator(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     gradients = _backward(grad, *_unflatten(*arguments))
-    # An operator returns tensors, and no None.
-    return tuple(grad.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    # An operator returns tensors, and no None, with the strides that it promises the compiler.
+    return tuple(
+        grad.new_empty(0) if gradient is None else _laid_out_like(gradient, tensor)
+        for gradient, tensor in zip(gradients, arguments[:5], strict=True)
+    )
+
+
+def _laid_out_like(gradient: Tensor, tensor: Tensor) -> Tensor:
+    promised = torch.empty_like(tensor)
+    return gradient if gradient.stride() == promised.stride() else promised.copy_(gradient)
 
 
 @_backward_operator.register_fake

@@ -1,0 +1,30 @@
+"""Models that do not use the attention interface, under torch.compile(fullgraph=True)."""
+
+import pytest
+import torch
+
+from adapted import ADAPTED, build_adapted
+from families import FULL_PLAN, VOCAB
+from rsa_hf import RSAConfig, patch_model
+from test_compiled_models import fresh_compiler  # noqa: F401  (a fixture)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "gpt_neo" else pytest.mark.slow) for n in ADAPTED])
+def test_a_training_step_is_one_graph(name):
+    model = patch_model(build_adapted(name), RSAConfig(**FULL_PLAN))
+    inputs = {"input_ids": torch.randint(3, VOCAB, (2, 20))}
+    if name != "xlnet_causal":
+        inputs["attention_mask"] = torch.ones(2, 20).long()
+        inputs["attention_mask"][0, :7] = 0
+
+    def gradients(forward):
+        model.zero_grad()
+        forward(**inputs)[0].square().mean().backward()
+        return {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients(model)
+    found = gradients(torch.compile(model, fullgraph=True, backend="aot_eager"))
+    assert len(expected) > 10
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
