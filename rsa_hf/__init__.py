@@ -5,8 +5,10 @@ Importing the package also arms its transformers hooks, so that patched checkpoi
 """
 
 from rsa_hf.hooks import install as _install
+from rsa_hf.peft_hooks import arm as _arm
 
 _install()
+_arm()
 
 from rsa_hf.config import RSAConfig  # noqa: E402
 from rsa_hf.heads import RSAHeads  # noqa: E402

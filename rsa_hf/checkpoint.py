@@ -24,8 +24,10 @@ __all__ = [
     "attach_from_config",
     "attach_heads",
     "detach_heads",
+    "differences",
     "read_plan",
     "saved_plans",
+    "shorten",
     "write_plan",
 ]
 
@@ -73,6 +75,21 @@ def read_plan(content: Any) -> SavedPlan:
     if len(set(modules)) != len(modules):
         raise ValueError("config.rsa['modules'] names a module more than once.")
     return SavedPlan(tuple(modules), RSAConfig.from_dict(content["plan"]))
+
+
+def differences(old: SavedPlan, new: SavedPlan) -> str:
+    """Where two plans differ, for messages."""
+    before, after = old.config.to_dict(), new.config.to_dict()
+    changed = [f"{key}: {before[key]!r} → {after[key]!r}" for key in before if before[key] != after[key]]
+    if old.modules != new.modules:
+        changed.append(f"modules: {shorten(old.modules)} → {shorten(new.modules)}")
+    return "; ".join(changed)
+
+
+def shorten(names: Sequence[str]) -> str:
+    """The first few of many names, for messages."""
+    shown = ", ".join(names[:6])
+    return shown if len(names) <= 6 else f"{shown}, … ({len(names)} in all)"
 
 
 def saved_plans(config: PreTrainedConfig) -> list[Any]:

@@ -23,7 +23,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -39,10 +39,10 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 from rsa_hf.adapters import connect, has_adapters, watch
 from rsa_hf.checkpoint import attach_from_config, read_plan, saved_plans
 from rsa_hf.geometry import flash_documents, is_causal, read_geometry
-from rsa_hf.heads import RSAHeads, heads_of
+from rsa_hf.heads import RSAHeads, heads_of, holds_copies
 from rsa_hf.versions import TRANSFORMERS_RANGE, what_fits
 
-__all__ = ["AttentionCall", "install", "record_attention_calls"]
+__all__ = ["AttentionCall", "Hook", "install", "record_attention_calls", "replace_all", "require_number"]
 
 # What a transformers without rsa_hf prints when it meets the lock, so it has to tell what to do.
 LOCK = "rsa_hf (this checkpoint has RSA heads: pip install rsa_hf, then import rsa_hf before loading it)"
@@ -56,10 +56,10 @@ RSA_KEY = re.compile(r"(^|\.)rsa\.(mu|eta|nu|theta)$")
 
 
 @dataclass(frozen=True)
-class _Hook:
-    """One attribute of transformers that is replaced, and the parameters it is expected to have."""
+class Hook:
+    """One function of another library that is replaced, and the parameters it is expected to have."""
 
-    owner: type
+    owner: Any  # a class or a module
     name: str
     parameters: tuple[str, ...]
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -75,18 +75,31 @@ def install() -> None:
     fits = what_fits()
     if not Version(low) <= Version(transformers.__version__) < Version(high):
         raise ImportError(f"{fits} Install one that fits: pip install 'transformers>={low},<{high}'")
+    if getattr(getattr(AttentionInterface, "get_interface", None), "_rsa_hf_hook", False):
+        return
+    replace_all(_HOOKS, fits)
+
+
+def replace_all(hooks: Sequence[Hook], fits: str) -> None:
+    """Put every hook in its place or, where one does not fit, none of them.
+
+    Args:
+        hooks: what to replace.
+        fits: which versions of the library fit, for the message.
+
+    Raises:
+        ImportError: a function is missing or has not the expected parameters.
+    """
     originals = []
-    for hook in _HOOKS:
+    for hook in hooks:
         static = inspect.getattr_static(hook.owner, hook.name, None)
         function = getattr(static, "__func__", static)
-        if getattr(function, "_rsa_hf_hook", False):
-            return
         found = list(inspect.signature(function).parameters) if callable(function) else None
         if found is None or [name for name in hook.parameters if name not in found]:
             raise ImportError(
                 f"{fits} {hook.owner.__name__}.{hook.name} was expected to take ({', '.join(hook.parameters)}), but "
-                f"{'is missing' if found is None else 'takes (' + ', '.join(found) + ')'}. Install a transformers "
-                f"version that rsa_hf was tested with, or a newer rsa_hf."
+                f"{'is missing' if found is None else 'takes (' + ', '.join(found) + ')'}. Install a version that "
+                "rsa_hf was tested with, or a newer rsa_hf."
             )
         originals.append((hook, static, function))
     for hook, static, function in originals:
@@ -287,7 +300,10 @@ def _require_matching_keys(model: PreTrainedModel, loading_info: Any) -> None:
         for key in sorted(loading_info.unexpected_keys)
         if RSA_KEY.search(key) and not any(pattern.search(key) for pattern in ignored)
     ]
+    # `model.load_adapter` comes this way too, and an adapter never has the weights of its base.
     missing = [key for key in sorted(loading_info.missing_keys) if RSA_KEY.search(key)]
+    if model._hf_peft_config_loaded:
+        missing = []
     mismatched = [entry for entry in sorted(loading_info.mismatched_keys) if RSA_KEY.search(entry[0])]
     problems = []
     if missing:
@@ -306,16 +322,24 @@ def _require_matching_keys(model: PreTrainedModel, loading_info: Any) -> None:
 
 def _require_numbers(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
-        if not RSA_KEY.search(name) or parameter.device.type == "meta":
-            continue
-        # A gate may be shut (−inf) or wide open (inf); a rate may not.
-        bad = parameter.isnan() if name.endswith("mu") else ~parameter.isfinite()
-        if bool(bad.any()):
-            raise ValueError(
-                f"{name} is {parameter.tolist()} in the checkpoint: "
-                f"{'a number' if name.endswith('mu') else 'a finite number'} is needed. The file is damaged, or "
-                "training diverged: load an earlier checkpoint."
-            )
+        if RSA_KEY.search(name) and parameter.device.type != "meta":
+            require_number(name, parameter)
+
+
+def require_number(name: str, parameter: Tensor) -> None:
+    """Check the values of an RSA parameter that was read from a file.
+
+    Raises:
+        ValueError: a gate is NaN, or a rate is not finite.
+    """
+    # A gate may be shut (−inf) or wide open (inf); a rate may not.
+    bad = parameter.isnan() if name.endswith("mu") else ~parameter.isfinite()
+    if bool(bad.any()):
+        raise ValueError(
+            f"{name} is {parameter.tolist()} in the checkpoint: "
+            f"{'a number' if name.endswith('mu') else 'a finite number'} is needed. The file is damaged, or "
+            "training diverged: load an earlier checkpoint."
+        )
 
 
 # --- saving ---------------------------------------------------------------------------------------------------------
@@ -324,6 +348,11 @@ def _require_numbers(model: PreTrainedModel) -> None:
 def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
     def save_pretrained(self: PreTrainedModel, *args: Any, **keywords: Any) -> Any:
         has_heads = any(isinstance(module, RSAHeads) for module in self.modules())
+        if not self._hf_peft_config_loaded and any(holds_copies(module) for module in self.modules()):
+            raise ValueError(
+                f"the RSA heads of this {type(self).__name__} are wrapped by PEFT, so a saved copy could not be "
+                "loaded again. Save the PEFT model instead, or the model that its merge_and_unload() returns."
+            )
         if has_heads and not saved_plans(self.config):
             raise ValueError(
                 f"this {type(self).__name__} has RSA heads, but its config has no plan (config.rsa), so a saved copy "
@@ -386,18 +415,18 @@ def _take_off_locks(content: dict[str, Any]) -> None:
 
 
 _HOOKS = (
-    _Hook(AttentionInterface, "get_interface", ("self", "attn_implementation", "default"), _wrap_get_interface),
-    _Hook(ContinuousMixin, "init_continuous_batching", ("self",), _wrap_init_continuous_batching),
-    _Hook(PreTrainedModel, "post_init", ("self",), _wrap_post_init),
-    _Hook(PreTrainedModel, "_initialize_weights", ("self", "module"), _wrap_initialize_weights),
-    _Hook(PreTrainedModel, "_from_config", ("cls", "config"), _wrap_from_config),
-    _Hook(
+    Hook(AttentionInterface, "get_interface", ("self", "attn_implementation", "default"), _wrap_get_interface),
+    Hook(ContinuousMixin, "init_continuous_batching", ("self",), _wrap_init_continuous_batching),
+    Hook(PreTrainedModel, "post_init", ("self",), _wrap_post_init),
+    Hook(PreTrainedModel, "_initialize_weights", ("self", "module"), _wrap_initialize_weights),
+    Hook(PreTrainedModel, "_from_config", ("cls", "config"), _wrap_from_config),
+    Hook(
         PreTrainedModel,
         "_load_pretrained_model",
         ("model", "state_dict", "checkpoint_files", "load_config"),
         _wrap_load_pretrained_model,
     ),
-    _Hook(PreTrainedModel, "save_pretrained", ("self", "save_directory"), _wrap_save_pretrained),
-    _Hook(PreTrainedConfig, "to_json_file", ("self", "json_file_path"), _wrap_to_json_file),
-    _Hook(PreTrainedConfig, "_dict_from_json_file", ("cls", "json_file"), _wrap_dict_from_json_file),
+    Hook(PreTrainedModel, "save_pretrained", ("self", "save_directory"), _wrap_save_pretrained),
+    Hook(PreTrainedConfig, "to_json_file", ("self", "json_file_path"), _wrap_to_json_file),
+    Hook(PreTrainedConfig, "_dict_from_json_file", ("cls", "json_file"), _wrap_dict_from_json_file),
 )

@@ -11,9 +11,9 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.adapters import NO_SOFTMAX_ATTENTION, connect
-from rsa_hf.checkpoint import SavedPlan, attach_heads, detach_heads, read_plan, write_plan
+from rsa_hf.checkpoint import SavedPlan, attach_heads, detach_heads, differences, read_plan, shorten, write_plan
 from rsa_hf.config import RSAConfig
-from rsa_hf.heads import RSAHeads
+from rsa_hf.heads import RSAHeads, holds_copies
 from rsa_hf.hooks import AttentionCall, record_attention_calls
 
 __all__ = ["is_patched", "patch_model", "unpatch_model"]
@@ -53,7 +53,8 @@ def patch_model(
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"patch_model takes a transformers PreTrainedModel, got {type(model).__name__}. For a wrapped model (DDP, "
-            "PEFT, torch.compile) patch the model inside, before it is wrapped."
+            "PEFT, torch.compile) patch the model inside, before it is wrapped; rsa_hf.peft.get_peft_model patches "
+            "and adds a PEFT adapter in one call."
         )
     if config is None:
         config = RSAConfig()
@@ -61,6 +62,12 @@ def patch_model(
         config = RSAConfig.from_dict(config)
     elif not isinstance(config, RSAConfig):
         raise TypeError(f"config is an RSAConfig or a mapping, got {type(config).__name__}: {config!r:.200}")
+    if not is_patched(model) and any("base_layer" in module._modules for module in model.modules()):
+        raise ValueError(
+            f"this {type(model).__name__} has PEFT adapters already, which would not save RSA heads that come later. "
+            "Patch first, or use rsa_hf.peft.get_peft_model; to keep what the adapters learned, patch the model that "
+            "merge_and_unload() returns."
+        )
     base = model.base_model
     found = _self_attention_calls(base, probe_inputs)
     names = list(found)
@@ -68,7 +75,7 @@ def patch_model(
         if config.layers[-1] >= len(names):
             raise ValueError(
                 f"layers={list(config.layers)}: this model has {len(names)} self-attention modules, so indices go "
-                f"from 0 to {len(names) - 1}: {_shorten(names)}."
+                f"from 0 to {len(names) - 1}: {shorten(names)}."
             )
         names = [names[i] for i in config.layers]
     num_heads = [found[name].num_heads for name in names]
@@ -100,7 +107,22 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
 
     Returns:
         The model.
+
+    Raises:
+        TypeError: `model` is no `PreTrainedModel`.
+        ValueError: PEFT holds the RSA heads.
     """
+    take_off_first = (
+        "First take the adapters off: unpatch_model(model.merge_and_unload()) keeps what LoRA learned, "
+        "unpatch_model(model.unload()) gives the plain model."
+    )
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"unpatch_model takes a transformers PreTrainedModel, got {type(model).__name__}. For DDP and "
+            f"torch.compile give the model inside. For a PEFT model: {take_off_first}"
+        )
+    if any(holds_copies(module) for module in model.modules()):
+        raise ValueError(f"PEFT holds the RSA heads of this {type(model).__name__}. {take_off_first}")
     detach_heads(model)
     if "rsa" in vars(model.config):
         del model.config.rsa
@@ -120,11 +142,7 @@ def _require_same_plan(model: PreTrainedModel, plan: SavedPlan) -> None:
     if present is None:
         what = "a part of this model is patched already"
     else:
-        old, new = present.config.to_dict(), plan.config.to_dict()
-        changed = [f"{key}: {old[key]!r} → {new[key]!r}" for key in old if old[key] != new[key]]
-        if present.modules != plan.modules:
-            changed.append(f"modules: {_shorten(present.modules)} → {_shorten(plan.modules)}")
-        what = f"the model is patched already, with another plan ({'; '.join(changed)})"
+        what = f"the model is patched already, with another plan ({differences(present, plan)})"
     raise ValueError(f"{what}. Call unpatch_model first; that discards the trained gates and rates.")
 
 
@@ -139,12 +157,12 @@ def _self_attention_calls(base: nn.Module, probe_inputs: Mapping[str, Any] | Non
     if found:
         return found
     if calls:
-        seen = _shorten(sorted({type(call.module).__name__ for call in calls}))
+        seen = shorten(sorted({type(call.module).__name__ for call in calls}))
         raise ValueError(
             f"{type(base).__name__} has cross-attention only ({seen}: query and key lengths differ), which RSA never "
             "patches: recurrence needs queries and keys on one time axis."
         )
-    looked_at = _shorten(sorted({type(m).__name__ for m in base.modules() if "attention" in type(m).__name__.lower()}))
+    looked_at = shorten(sorted({type(m).__name__ for m in base.modules() if "attention" in type(m).__name__.lower()}))
     raise ValueError(
         f"{type(base).__name__} has no attention that can be patched: no module called transformers' attention "
         f"interface, and rsa_hf/adapters.py knows none of them. Looked at {sum(1 for _ in base.modules())} modules, "
@@ -176,7 +194,7 @@ def _require_all_called(base: nn.Module, names: Sequence[str], probe_inputs: Map
     silent = [name for name in names if name not in called]
     if silent:
         raise RuntimeError(
-            f"the RSA heads of {_shorten(silent)} took no part in a forward pass; the model is unchanged."
+            f"the RSA heads of {shorten(silent)} took no part in a forward pass; the model is unchanged."
         )
 
 
@@ -214,8 +232,3 @@ def _probe_inputs(base: nn.Module) -> dict[str, Any]:
     if config.is_encoder_decoder and "decoder_input_ids" in inspect.signature(base.forward).parameters:
         inputs["decoder_input_ids"] = torch.full((1, PROBE_DECODER_LENGTH), token, device=device)
     return inputs
-
-
-def _shorten(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:6])
-    return shown if len(names) <= 6 else f"{shown}, … ({len(names)} in all)"

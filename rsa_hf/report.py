@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rsa_hf.heads import RSAHeads
+from rsa_hf.heads import RSAHeads, heads_in_force
 
 __all__ = ["HeadReport", "LayerReport", "RSAReport", "rsa_report"]
 
@@ -88,16 +88,15 @@ def rsa_report(model: nn.Module) -> RSAReport:
     """Read gates and rates off a model.
 
     Args:
-        model: any module; one without RSA heads gives an empty report.
+        model: any module; one without RSA heads gives an empty report. Under PEFT the copies in force are read.
 
     Returns:
         The report: `print(report)` for a table, `report.to_dict()` for JSON.
     """
     layers, parameters = [], 0
-    for name, module in model.named_modules():
-        if isinstance(module, RSAHeads):
-            layers.append(LayerReport(name.removesuffix(".rsa"), tuple(_head_reports(module))))
-            parameters += sum(parameter.numel() for parameter in module.parameters())
+    for name, heads in heads_in_force(model):
+        layers.append(LayerReport(name.removesuffix(".rsa"), tuple(_head_reports(heads))))
+        parameters += sum(parameter.numel() for parameter in heads.parameters())
     return RSAReport(tuple(layers), parameters)
 
 

@@ -1,0 +1,51 @@
+"""Adapters on tiny models, shared by the tests of PEFT."""
+
+import torch
+from peft import IA3Config, LoraConfig, PromptTuningConfig
+
+import rsa_hf.peft
+from families import FULL_PLAN, build_language_model
+from rsa_hf import RSAConfig
+
+PLAN = RSAConfig(**FULL_PLAN)
+METHODS = {
+    "lora": lambda: LoraConfig(target_modules="all-linear"),
+    "dora": lambda: LoraConfig(use_dora=True),
+    "ia3": lambda: IA3Config(),
+    "rsa only": lambda: None,
+    "prompt": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+def base_model(family):
+    """The same weights on every call."""
+    torch.manual_seed(7)
+    return build_language_model(family)
+
+
+def disturb(model, seed=1):
+    """Stands for training: move everything that would be trained, gates and rates by a good deal."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                size = 0.05 if ".rsa." in name else 0.1
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
+    return model.eval()
+
+
+def trained_adapter(family, method="lora", seed=1, plan=PLAN):
+    """A model with an adapter whose values are not those it began with."""
+    torch.manual_seed(0)
+    return disturb(rsa_hf.peft.get_peft_model(base_model(family), METHODS[method](), plan), seed)
+
+
+def logits(model, batch):
+    with torch.no_grad():
+        return model(**batch).logits
+
+
+def adapter_values(model, adapter="default"):
+    """The gates and rates that an adapter holds, by name."""
+    marker = f".rsa.modules_to_save.{adapter}."
+    return {name: value.detach().clone() for name, value in model.named_parameters() if marker in name}

@@ -1,0 +1,332 @@
+"""Adapters that train, save, load, merge and switch gates and rates with everything else."""
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
+from peft.utils.hotswap import hotswap_adapter
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers.utils import hub
+
+import rsa_hf.peft
+from adapters import METHODS, PLAN, adapter_values, base_model, disturb, logits, trained_adapter
+from families import CONFIGS, inputs
+from rsa_hf import RSAConfig, RSAHeads, is_patched, param_groups, patch_model, rsa_report, unpatch_model
+from rsa_hf.peft import get_peft_model, load, rsa_only_config, with_rsa
+
+FAMILIES = ["gpt2", "llama", "roberta"]
+
+
+def by_hand(family, model, with_heads=True):
+    """The model that LoRA and RSA stand for, put together without PEFT: W + scaling · B A, and the trained rates."""
+    state, plain = model.state_dict(), base_model(family)
+    if with_heads:
+        patch_model(plain, PLAN)
+    with torch.no_grad():
+        for name, module in plain.named_modules():
+            prefix = f"base_model.model.{name}."
+            if f"{prefix}lora_A.default.weight" in state:
+                change = state[f"{prefix}lora_B.default.weight"] @ state[f"{prefix}lora_A.default.weight"]  # r = α
+                module.weight += change.T if module.weight.shape != change.shape or family == "gpt2" else change
+        for name, parameter in plain.named_parameters():
+            if ".rsa." in name:
+                before, _, last = name.rpartition(".")
+                parameter.copy_(state[f"base_model.model.{before}.modules_to_save.default.{last}"])
+    return plain
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_and_rates_are_both_in_force(family):
+    model, batch = trained_adapter(family), inputs(family)
+    expected = logits(by_hand(family, model), batch)
+    lost = logits(by_hand(family, model, with_heads=False), batch)
+    effect = (expected - lost).abs().max()
+    assert effect > 0.05
+    assert (logits(model, batch) - expected).abs().max() < 1e-4 * effect
+
+
+# PEFT has no prompt tuning of an encoder with a language-modelling head.
+TRAINED = [(family, method) for family in FAMILIES for method in METHODS if (family, method) != ("roberta", "prompt")]
+
+
+@pytest.mark.parametrize(("family", "method"), TRAINED)
+def test_only_the_adapter_and_its_rates_are_trained(family, method):
+    given = METHODS[method]()
+    before = None if given is None else given.to_dict()
+    model = get_peft_model(base_model(family), given, PLAN)
+    assert before is None or given.to_dict() == before
+    batch = inputs(family)
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    rates = {name for name, p in model.named_parameters() if p.requires_grad and ".rsa." in name}
+    assert rates == set(adapter_values(model))
+    assert len(rates) == 8
+    for name, parameter in model.named_parameters():
+        if name in rates:
+            assert parameter.dtype == torch.float32
+            assert (parameter.grad != 0).all(), name
+        elif parameter.requires_grad:
+            assert any(mark in name for mark in ("lora_", "ia3_", "prompt_encoder")), name
+        else:
+            assert parameter.grad is None, name
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_what_is_saved_comes_back(family, method, tmp_path):
+    model, batch = trained_adapter(family, method), inputs(family)
+    expected = logits(model, batch)
+    model.save_pretrained(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    onto_plain = load(base_model(family), tmp_path)
+    onto_patched = PeftModel.from_pretrained(patch_model(base_model(family), PLAN), tmp_path)
+    for loaded in (onto_plain, onto_patched):
+        assert torch.equal(logits(loaded, batch), expected)
+        # PEFT leaves the embedding of its prompts as it is.
+        assert not any(p.requires_grad for n, p in loaded.named_parameters() if "prompt_encoder" not in n)
+        for name, value in adapter_values(model).items():
+            assert torch.equal(adapter_values(loaded)[name], value), name
+    again = load(base_model(family), tmp_path, is_trainable=method != "prompt", low_cpu_mem_usage=True)
+    assert torch.equal(logits(again.eval(), batch), expected)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_transformers_own_adapters_too(family, tmp_path):
+    model, batch = trained_adapter(family), inputs(family)
+    expected = logits(model, batch)
+    model.save_pretrained(tmp_path / "adapter")
+    patched = patch_model(base_model(family), PLAN)
+    as_patched = logits(patched, batch)
+    patched.load_adapter(str(tmp_path / "adapter"))
+    torch.testing.assert_close(logits(patched, batch), expected)
+    patched.disable_adapters()
+    assert torch.equal(logits(patched, batch), as_patched)
+    patched.enable_adapters()
+    torch.testing.assert_close(logits(patched, batch), expected)
+    patched.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load(base_model(family), tmp_path / "again"), batch), expected)
+
+
+def test_auto_classes_load_an_adapter_whose_base_is_a_patched_checkpoint(tmp_path):
+    base, batch = patch_model(base_model("llama"), PLAN), inputs("llama")
+    base.save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = disturb(get_peft_model(base, LoraConfig(task_type="CAUSAL_LM")))
+    model.save_pretrained(tmp_path / "adapter")
+    for auto in (AutoPeftModelForCausalLM, AutoModelForCausalLM):
+        loaded = auto.from_pretrained(tmp_path / "adapter")
+        torch.testing.assert_close(logits(loaded, batch), logits(model, batch))
+
+
+def test_an_adapter_of_rates_alone_is_a_few_kilobytes(tmp_path):
+    sizes = {"n_layer": 12, "n_head": 12, "n_embd": 24, "vocab_size": 50, "n_positions": 16}
+    model = get_peft_model(GPT2LMHeadModel(GPT2Config(**sizes)), None, RSAConfig())
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size < 6_000
+    assert (tmp_path / "adapter_config.json").stat().st_size < 3_000
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert trained == 12 * (1 + 2 * 3)  # μ; ν and θ of three pairs
+
+
+@pytest.mark.parametrize("method", ["lora", "rsa only", "ia3"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merged_is_an_ordinary_patched_model(family, method, tmp_path):
+    # In double precision, where merging in another order costs no digits that count.
+    model = disturb(get_peft_model(base_model(family).double(), METHODS[method](), PLAN))
+    batch, rates = inputs(family), list(adapter_values(model).values())
+    expected = logits(model, batch)
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    reloaded = type(merged).from_pretrained(tmp_path, dtype=torch.float64)
+    assert torch.equal(logits(reloaded, batch), logits(merged, batch))
+    assert (logits(reloaded, batch) - expected).abs().max() < 1e-6
+    with_untrained_rates = copy.deepcopy(reloaded)
+    for module in with_untrained_rates.modules():
+        if isinstance(module, RSAHeads):
+            module.reset_parameters()
+    assert (logits(with_untrained_rates, batch) - expected).abs().max() > 0.01
+    found = [value for name, value in reloaded.named_parameters() if ".rsa." in name]
+    assert all(torch.equal(a, b) for a, b in zip(found, rates, strict=True))
+    assert patch_model(reloaded, PLAN) is reloaded
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_disabled_adapter_leaves_the_model_as_patched(family):
+    model, batch = trained_adapter(family), inputs(family)
+    plain = logits(base_model(family), batch)
+    as_patched = logits(patch_model(base_model(family), PLAN), batch)
+    assert (plain - as_patched).abs().max() > 0.05
+    with model.disable_adapter():
+        assert torch.equal(logits(model, batch), as_patched)
+        assert rsa_report(model).layers[0].heads[0].gate == pytest.approx(torch.tensor(0.5).sigmoid().item())
+    assert not torch.equal(logits(model, batch), as_patched)
+    assert torch.equal(logits(unpatch_model(model.unload()), batch), plain)
+
+
+def test_two_adapters_keep_their_own_rates(tmp_path):
+    batch = inputs("llama")
+    model = trained_adapter("llama", seed=1)
+    first = logits(model, batch)
+    model.add_adapter("second", with_rsa(LoraConfig()))
+    model.set_adapter("second")
+    disturb(model, seed=2)
+    second = logits(model, batch)
+    assert (first - second).abs().max() > 0.05
+    model.set_adapter("default")
+    assert torch.equal(logits(model, batch), first)
+    model.save_pretrained(tmp_path)
+    loaded = load(base_model("llama"), tmp_path)
+    loaded.load_adapter(str(tmp_path / "second"), "second")
+    assert torch.equal(logits(loaded, batch), first)
+    loaded.set_adapter("second")
+    assert torch.equal(logits(loaded, batch), second)
+    second_gate = rsa_report(loaded).layers[0].heads[0].gate
+    loaded.set_adapter("default")
+    assert rsa_report(loaded).layers[0].heads[0].gate != second_gate
+    alone = load(base_model("llama"), tmp_path / "second")
+    assert torch.equal(logits(alone, batch), second)
+    loaded.delete_adapter("default")
+    assert torch.equal(logits(loaded, batch), second)
+
+
+def test_an_adapter_without_rates_beside_one_with_them():
+    batch = inputs("gpt2")
+    model = trained_adapter("gpt2")
+    with_rates = logits(model, batch)
+    model.add_adapter("lora", LoraConfig())
+    model.set_adapter("lora")
+    as_patched = logits(patch_model(base_model("gpt2"), PLAN), batch)
+    torch.testing.assert_close(logits(model, batch), as_patched)  # an untrained LoRA changes nothing
+    model.set_adapter("default")
+    assert torch.equal(logits(model, batch), with_rates)
+
+
+@pytest.mark.parametrize("method", ["lora", "rsa only"])
+def test_hot_swapping_takes_the_rates_along(method, tmp_path):
+    batch = inputs("llama")
+    for seed in (1, 2):
+        trained_adapter("llama", method, seed).save_pretrained(tmp_path / str(seed))
+    model = load(base_model("llama"), tmp_path / "1")
+    first = logits(model, batch)
+    # Decoding keeps tables of what is in force, which must not outlive it.
+    decode = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    model.generate(**batch, **decode)
+    hotswap_adapter(model, str(tmp_path / "2"), adapter_name="default")
+    fresh = load(base_model("llama"), tmp_path / "2")
+    assert torch.equal(logits(model, batch), logits(fresh, batch))
+    assert (first - logits(model, batch)).abs().max() > 0.01
+    steps = zip(model.generate(**batch, **decode).logits, fresh.generate(**batch, **decode).logits, strict=True)
+    assert all(torch.equal(a, b) for a, b in steps)
+
+
+@pytest.mark.parametrize("method", ["lora", "prompt"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_decoding_with_a_cache_gives_the_whole_text_s_logits(family, method):
+    model, batch = trained_adapter(family, method), inputs(family, batch=1)
+    out = model.generate(
+        **batch, max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True, eos_token_id=None
+    )
+    whole = logits(model, {"input_ids": out.sequences[:, :-1]})
+    torch.testing.assert_close(torch.stack(out.logits, 1), whole[:, -6:], atol=1e-4, rtol=1e-4)
+
+
+def test_reports_and_groups_see_through_the_wrapper():
+    model = trained_adapter("gpt2")
+    model.add_adapter("second", with_rsa(LoraConfig()))
+    assert is_patched(model)
+    report = rsa_report(model)
+    assert len(report.layers) == 2
+    assert report.layers[0].module == "base_model.model.transformer.h.0.attn"
+    scale = PLAN.parameter_scale
+    mu = adapter_values(model)["base_model.model.transformer.h.0.attn.rsa.modules_to_save.default.mu"]
+    assert report.layers[0].heads[0].gate == pytest.approx(torch.sigmoid(mu * scale).item())
+    groups = {group["name"]: group for group in param_groups(model, 1e-3, 0.1, rsa_learning_rate=0.02)}
+    listed = [id(parameter) for group in groups.values() for parameter in group["params"]]
+    assert sorted(listed) == sorted(id(p) for p in model.parameters() if p.requires_grad)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)] for p in groups["rsa"]["params"]} == set(adapter_values(model))
+    assert (groups["rsa"]["lr"], groups["rsa"]["weight_decay"]) == (0.02 / scale, 0.0)
+
+
+def test_patching_and_unpatching_a_peft_model_says_what_to_do():
+    model, batch = trained_adapter("gpt2"), inputs("gpt2")
+    before = logits(model, batch)
+    base = model.get_base_model()
+    for call, error, words in (
+        (lambda: patch_model(model), TypeError, "got PeftModel.*rsa_hf.peft.get_peft_model"),
+        (lambda: get_peft_model(model), TypeError, "got PeftModel.*model.add_adapter"),
+        (lambda: unpatch_model(model), TypeError, r"got PeftModel.*unpatch_model\(model.merge_and_unload\(\)\)"),
+        (lambda: unpatch_model(base), ValueError, r"PEFT holds the RSA heads.*unload\(\)"),
+        (lambda: base.save_pretrained("nowhere"), ValueError, "wrapped by PEFT.*merge_and_unload"),
+        (lambda: load(model, "nowhere"), TypeError, "model.load_adapter"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+    assert torch.equal(logits(model, batch), before)
+    plain = base_model("gpt2")
+    plain.add_adapter(LoraConfig())
+    with pytest.raises(ValueError, match=r"has PEFT adapters already.*merge_and_unload\(\) returns"):
+        patch_model(plain)
+
+
+def test_where_peft_fails_the_model_is_as_it_was():
+    model = base_model("gpt2")
+    keys = list(model.state_dict())
+    with pytest.raises(ValueError, match="No modules were targeted for adaptation"):
+        get_peft_model(model, LoraConfig(target_modules=["no_such_layer"]))
+    assert list(model.state_dict()) == keys
+    assert not is_patched(model)
+    assert not hasattr(model.config, "rsa")
+
+
+def test_a_method_that_cannot_hold_rates_is_refused():
+    class Method:
+        pass
+
+    with pytest.raises(
+        ValueError, match="Method has no modules_to_save.*None for an adapter of gates and rates alone"
+    ):
+        with_rsa(Method())
+
+
+def test_a_new_head_is_trained_along_with_the_rates():
+    base = AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]())
+    model = get_peft_model(base, rsa_only_config("SEQ_CLS"))
+    names = [name.split(".modules_to_save.")[0] for name, p in model.named_parameters() if p.requires_grad]
+    trained = {name.rsplit(".", 1)[-1] for name in names}
+    assert trained == {"rsa", "classifier"}
+
+
+def test_what_is_pushed_loads(tmp_path, monkeypatch):
+    model, batch = trained_adapter("gpt2"), inputs("gpt2")
+
+    def upload(self, folder, *_, **__):
+        shutil.copytree(folder, tmp_path / "pushed")
+
+    class Api:
+        """Stands in for the Hub: takes the folder that would be uploaded."""
+
+        def create_repo(self, repo_id, **_):
+            return type("Repo", (), {"repo_id": repo_id})
+
+    if hasattr(hub, "hf_api"):
+        monkeypatch.setattr(hub, "hf_api", lambda *_, **__: Api())
+    if hasattr(hub, "create_repo"):
+        monkeypatch.setattr(hub, "create_repo", Api().create_repo)
+    monkeypatch.setattr(hub.PushToHubMixin, "_upload_modified_files", upload)
+    card = type("Card", (), {"save": lambda self, path: None})
+    monkeypatch.setattr(hub, "create_and_tag_model_card", lambda *_, **__: card())
+    model.push_to_hub("someone/rsa-lora")
+    assert torch.equal(logits(load(base_model("gpt2"), tmp_path / "pushed"), batch), logits(model, batch))
+    assert json.loads((tmp_path / "pushed" / "adapter_config.json").read_text())["task_type"].startswith("rsa_hf (")
+
+
+def test_the_module_does_not_hide_the_library():
+    assert rsa_hf.peft.peft.__name__ == "peft"
+    assert hasattr(rsa_hf.peft.peft, "PeftModel")
