@@ -1,7 +1,8 @@
 """rsa_hf: self-attention with recurrence (RSA, ICLR 2023) for any pretrained Hugging Face Transformer.
 
 Importing the package also arms its transformers hooks, so that patched checkpoints load through `AutoModel` and
-`pipeline`. Models without RSA heads are not affected.
+`pipeline`, and, once `peft` is imported, those that keep adapters from losing RSA heads. Models without RSA heads are
+not affected.
 """
 
 from rsa_hf.hooks import install as _install

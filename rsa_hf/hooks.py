@@ -300,9 +300,14 @@ def _require_matching_keys(model: PreTrainedModel, loading_info: Any) -> None:
         for key in sorted(loading_info.unexpected_keys)
         if RSA_KEY.search(key) and not any(pattern.search(key) for pattern in ignored)
     ]
-    # `model.load_adapter` comes this way too, and an adapter never has the weights of its base.
     missing = [key for key in sorted(loading_info.missing_keys) if RSA_KEY.search(key)]
-    if model._hf_peft_config_loaded:
+    if model._hf_peft_config_loaded:  # `model.load_adapter` comes this way too; an adapter has no weights of its base
+        if unexpected:
+            raise ValueError(
+                f"transformers {transformers.__version__} does not load the gates and rates of an adapter: "
+                "they would be lost in silence. Load it with rsa_hf.peft.load or PeftModel.from_pretrained, on a "
+                "fresh base model, or use a newer transformers."
+            )
         missing = []
     mismatched = [entry for entry in sorted(loading_info.mismatched_keys) if RSA_KEY.search(entry[0])]
     problems = []

@@ -50,7 +50,7 @@ __all__ = ["HUB_OPTIONS", "arm", "holds_values", "install"]
 
 logger = logging.getLogger(__name__)
 
-PEFT_RANGE = "0.19"  # tested with this one and the newest
+PEFT_RANGE = "0.19.1"  # tested with this one and the newest
 
 # What a PEFT without rsa_hf prints when it meets the lock, so it has to tell what to do.
 LOCK = "rsa_hf (this adapter has RSA heads: pip install rsa_hf, then import rsa_hf before loading it)"

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import rsa_hf.peft_hooks as peft_hooks
 from adapters import METHODS, PLAN, adapter_values, base_model, disturb, logits, trained_adapter
 from families import CONFIGS, FULL_PLAN, inputs
 from rsa_hf import RSAConfig, is_patched, patch_model
-from rsa_hf.hooks import Hook, replace_all
+from rsa_hf.hooks import Hook, _require_matching_keys, replace_all
 from rsa_hf.peft import get_peft_model, load, with_rsa
 
 OTHER_PLAN = RSAConfig(**{**FULL_PLAN, "dilation": [2, 3, 7]})
@@ -300,14 +301,26 @@ def test_the_lock_stops_a_peft_without_rsa_hf(adapter, monkeypatch):
         PeftModel.from_pretrained(patch_model(base_model("gpt2"), PLAN), adapter)
 
 
+def test_a_transformers_that_would_drop_the_rates_is_named():
+    model = base_model("gpt2")
+    model.add_adapter(LoraConfig())
+    info = SimpleNamespace(missing_keys=set(), unexpected_keys={FIRST}, mismatched_keys=set())
+    with pytest.raises(
+        ValueError, match=r"transformers \d.* does not load the gates and rates of an adapter.*rsa_hf.peft.load"
+    ):
+        _require_matching_keys(model, info)
+
+
 def test_a_moved_internal_of_peft_is_named():
     class Moved:
         def load_adapter(self, somewhere):
             pass
 
     hook = Hook(Moved, "load_adapter", ("self", "model_id"), lambda original: original)
-    with pytest.raises(ImportError, match=r"peft ≥ 0.19.*Moved.load_adapter was expected to take \(self, model_id\)"):
-        replace_all([hook], "rsa_hf works with peft ≥ 0.19; installed is 9.")
+    with pytest.raises(
+        ImportError, match=r"peft ≥ 0.19.1.*Moved.load_adapter was expected to take \(self, model_id\)"
+    ):
+        replace_all([hook], "rsa_hf works with peft ≥ 0.19.1; installed is 9.")
 
 
 ARMED = """

@@ -45,6 +45,7 @@ def test_all_code_runs_in_order(codebert, tmp_path, monkeypatch):
     for name, value in names["same"].state_dict().items():
         assert torch.equal(value, names["model"].state_dict()[name]), name
     assert set(names["classify"]("int f() { return 1; }")[0]) == {"label", "score"}
+    assert is_patched(names["merged"])
     assert names["config"].num_dilated_cyclical_pairs == 2
 
 
