@@ -149,3 +149,17 @@ def test_more_rsa_heads_than_heads():
 def test_lengths_that_do_not_fit_the_mask():
     with pytest.raises(ValueError, match="5 queries and 5 values.*6 and 6"):
         make()(torch.randn(1, 5, 10, 2), torch.randn(1, 10, 5, 2), Geometry(6, 6, 0, True))
+
+
+@pytest.mark.parametrize("queries", [1, 5, 23])
+def test_a_mask_with_a_part_for_each_head(queries):
+    T, S, H, R = queries, 23, 10, 7
+    heads, value = make(gate_init=0.3), torch.randn(2, H, S, 4)
+    visible = torch.rand(2, H, T, S) < 0.7
+    attention = torch.randn(2, T, H, 4)
+    found = heads(attention, value, Geometry(T, S, S - T, True, visible=visible))
+    for h in range(R):  # each head as if all had its mask
+        alone = heads(attention, value, Geometry(T, S, S - T, True, visible=visible[:, h : h + 1]))
+        torch.testing.assert_close(found[:, :, h], alone[:, :, h])
+    other = heads(attention, value, Geometry(T, S, S - T, True, visible=visible[:, :1]))
+    assert float((found - other)[:, :, 1:R].detach().abs().max()) > 1e-2

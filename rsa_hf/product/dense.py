@@ -78,7 +78,7 @@ def dense_backward(grad: Tensor, value: Tensor, recurrence: Recurrence, geometry
     matrices = _matrices(recurrence, geometry, dtype, derivatives=True)
     keys = _keys(value, recurrence, geometry)
     dkeys = matrices[0].transpose(-1, -2) @ grad
-    seen = _seen(geometry, value.device)
+    seen = _seen(recurrence, geometry, value.device)
     if seen is not None:
         dkeys = torch.where(seen, dkeys, 0)
     drates = [((derivative @ keys) * grad).sum((0, 2, 3)) for derivative in matrices[1:]]
@@ -98,7 +98,7 @@ def _matrices(
     lags = (lags if geometry.causal else lags.abs()).clamp(min=0)
     # One table of weights, from which all of P is picked; lag 0 has no weight and stands for all that have none.
     table = weights_of_lags(recurrence, torch.arange(T + S, device=device), dtype, derivatives)
-    visible = geometry.visible
+    visible = _visible(recurrence, geometry)
     if geometry.key_mask is not None:
         keys = geometry.key_mask[:, None, None]
         visible = keys if visible is None else visible & keys
@@ -113,9 +113,15 @@ def _matrices(
     return matrices if visible is None else [torch.where(visible, P, 0) for P in matrices]
 
 
-def _seen(geometry: Geometry, device: torch.device) -> Tensor | None:
+def _visible(recurrence: Recurrence, geometry: Geometry) -> Tensor | None:
+    """Who sees whom, [B or 1, H or 1, T, S]: a mask with a part for each head has one for plain heads too."""
+    return None if geometry.visible is None else geometry.visible[:, : len(recurrence.kinds)]
+
+
+def _seen(recurrence: Recurrence, geometry: Geometry, device: torch.device) -> Tensor | None:
     """Keys that some query sees, [B or 1, H or 1, S, 1]: others may hold anything, and 0 · NaN would be NaN."""
-    seen = None if geometry.visible is None else geometry.visible.any(dim=-2)[..., None]
+    visible = _visible(recurrence, geometry)
+    seen = None if visible is None else visible.any(dim=-2)[..., None]
     if geometry.key_mask is not None:
         keys = geometry.key_mask[:, None, :, None]
         seen = keys if seen is None else seen & keys
@@ -129,5 +135,5 @@ def _seen(geometry: Geometry, device: torch.device) -> Tensor | None:
 
 def _keys(value: Tensor, recurrence: Recurrence, geometry: Geometry) -> Tensor:
     keys = keys_of_heads(value, recurrence)
-    seen = _seen(geometry, value.device)
+    seen = _seen(recurrence, geometry, value.device)
     return keys if seen is None else torch.where(seen, keys, 0)
