@@ -1,0 +1,88 @@
+"""What it costs to have rsa_hf: the time of its import over transformers', and of patching a model."""
+
+import json
+import subprocess
+import sys
+from statistics import median
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2Model
+
+from families import build
+from rsa_hf import is_patched, patch_model, unpatch_model
+
+IMPORTS = """
+import json, time
+begin = time.process_time()
+from transformers import GPT2Model  # as everyone has who has a model
+middle = time.process_time()
+import rsa_hf
+print(json.dumps([middle - begin, time.process_time() - middle]))
+"""
+
+
+@pytest.mark.slow  # starts an interpreter five times, each of which imports torch and transformers
+def test_importing_takes_a_small_part_of_what_transformers_takes():
+    # Processor time, so that others on the machine do not count; and in proportion, so that the machine does not.
+    times = []
+    for _ in range(5):
+        done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+        times.append(json.loads(done.stdout.splitlines()[-1]))
+    transformers, ours = (median(column) for column in zip(*times, strict=True))
+    print(f"transformers with GPT-2: {transformers:.3f} s, rsa_hf on top: {ours:.3f} s")
+    # Its own code, and nothing heavy behind it: importing peft or datasets alone takes as much as this allows.
+    assert ours < 0.06 * transformers
+
+
+@pytest.mark.slow  # GPT-2 small has 124 million weights to be drawn
+def test_patching_gpt2_small_takes_less_than_a_few_tokens_through_it():
+    from time import process_time
+
+    model, ids = GPT2Model(GPT2Config()).eval(), torch.ones(1, 64, dtype=torch.long)
+    times = {"patch": [], "forward": []}
+    with torch.no_grad():
+        for _ in range(7):
+            begin = process_time()
+            patch_model(model)
+            times["patch"].append(process_time() - begin)
+            unpatch_model(model)
+            begin = process_time()
+            model(ids)
+            times["forward"].append(process_time() - begin)
+    patch, forward = median(times["patch"]), median(times["forward"])
+    print(f"patching GPT-2 small: {patch:.3f} s; 64 tokens through it: {forward:.3f} s")
+    assert patch < forward
+
+
+def test_no_weight_of_a_linear_layer_is_read():
+    """So it takes no longer to patch a large model, or one whose weights are still on the disk."""
+    model = build("llama")
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.fill_(torch.nan)
+    hidden = []
+    handle = model.norm.register_forward_hook(lambda module, inputs, output: hidden.append(output))
+    patch_model(model)
+    handle.remove()
+    assert is_patched(model)
+    assert len(hidden) == 2  # trial runs
+    assert all(bool(output.isfinite().all()) for output in hidden)
+
+
+def test_a_model_to_which_values_matter_is_run_as_it_is():
+    model = build("gpt2")
+    seen = []
+
+    def refuses_zeros(module, inputs, output):
+        seen.append(bool((output == 0).all()))
+        if seen[-1]:
+            raise RuntimeError("all zeros")
+
+    handle = model.h[0].attn.c_attn.register_forward_hook(refuses_zeros)
+    patch_model(model)
+    handle.remove()
+    assert is_patched(model)
+    assert seen == [True, False] * 2
