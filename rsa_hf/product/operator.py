@@ -2,7 +2,8 @@
 
 Eager code goes through an `autograd.Function`; code under `torch.compile` and `torch.export` through the operators
 `rsa_hf::recurrence` and `rsa_hf::recurrence_backward`, which a graph holds as one node each: what is done inside
-depends on what a mask holds, and a graph cannot ask for that. Both compute the same.
+depends on what a mask holds, and a graph cannot ask for that. Both compute the same. Graphs for ONNX, which has no
+such operator, hold the plain operators of `traced.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from rsa_hf.geometry import Documents, Geometry, read_mask
 from rsa_hf.product.dense import dense_backward, dense_forward
 from rsa_hf.product.problem import Gradients, Mixing, Recurrence, working_dtype
 from rsa_hf.product.scan import scan_backward, scan_forward
+from rsa_hf.product.traced import traced_forward
 from rsa_hf.product.window import window_backward, window_forward
 from rsa_hf.rem import KINDS
 
@@ -41,6 +43,8 @@ def recur(value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: Mix
         if not torch.compiler.is_compiling():
             result: Tensor = _Recurrence.apply(*tensors, recurrence, geometry)  # type: ignore[no-untyped-call]
             return result
+        if torch.onnx.is_in_onnx_export():
+            return traced_forward(value, recurrence, geometry, mixing)
         documents = None if geometry.documents is None else geometry.documents.numbers
         masks = (geometry.mask, geometry.key_mask, documents, geometry.visible)
         kinds = [KINDS.index(kind) for kind in recurrence.kinds]
