@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
+MAX_MODULES = 4096  # more than any model has
 # transformers searches parameter names for this pattern while it loads; its own tests want it to end with them.
 KEEP_IN_FLOAT32 = r"(?<![^.])rsa\.(?:mu|eta|nu|theta)$"
 _MODULE_NAME = re.compile(r"[A-Za-z]\w*(\.\w+)*", re.ASCII)
@@ -51,7 +52,7 @@ def write_plan(plan: SavedPlan) -> dict[str, Any]:
 
 
 def read_plan(content: Any) -> SavedPlan:
-    """Read and validate the content of `config.rsa`.
+    """Read and validate the content of `config.rsa`, which may come from anyone: nothing is built for it.
 
     Raises:
         TypeError: a part has the wrong type.
@@ -74,7 +75,11 @@ def read_plan(content: Any) -> SavedPlan:
             raise ValueError(f"config.rsa['modules'] has {name!r:.200}, which is no module name such as 'h.0.attn'.")
     if len(set(modules)) != len(modules):
         raise ValueError("config.rsa['modules'] names a module more than once.")
-    return SavedPlan(tuple(modules), RSAConfig.from_dict(content["plan"]))
+    if len(modules) > MAX_MODULES:
+        raise ValueError(f"config.rsa['modules'] has {len(modules)} names; at most {MAX_MODULES} are allowed.")
+    plan = SavedPlan(tuple(modules), RSAConfig.from_dict(content["plan"]))
+    plan.config.layer_plans([None] * len(modules))
+    return plan
 
 
 def differences(old: SavedPlan, new: SavedPlan) -> str:

@@ -16,7 +16,9 @@ __all__ = ["HeadPlan", "RSAConfig"]
 Count = int | tuple[int, ...] | None
 _T = TypeVar("_T")
 
-MAX_HEADS = 4096  # more than any model has; keeps a damaged plan from asking for all memory
+# More than any model has, or any text asks for; keeps a damaged plan from asking for all memory.
+MAX_HEADS = 4096
+MAX_DILATION = 65_536
 
 _COUNT_FIELDS = ("num_regular", "num_cyclical_pairs", "num_dilated_regular", "num_dilated_cyclical_pairs")
 
@@ -338,6 +340,8 @@ def _check_dilation(value: object) -> Any:
     assert isinstance(value, int)
     if value < 1:
         raise ValueError(f"dilation={value}: {allowed} is needed; 1 is no dilation.")
+    if value > MAX_DILATION:
+        raise ValueError(f"dilation={value}: at most {MAX_DILATION} is allowed.")
     return value
 
 

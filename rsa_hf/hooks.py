@@ -10,7 +10,8 @@ What the hooks do:
 * `PreTrainedModel.post_init`: a config that holds a plan (`config.rsa`) gets its `rsa` children built.
 * `PreTrainedModel._initialize_weights`: `rsa` children that no checkpoint fills start as the plan says.
 * `PreTrainedModel._load_pretrained_model`, `_from_config`: a checkpoint and its plan must match exactly.
-* `PreTrainedModel.save_pretrained`: recurrence is never saved without its plan.
+* `PreTrainedModel.save_pretrained`: recurrence is never saved without its plan, and gets a model card.
+* `PushToHubMixin._upload_modified_files`, `Trainer.create_model_card`: the model card survives theirs.
 * `PreTrainedConfig.to_json_file`, `_dict_from_json_file`: the locks that keep a transformers without `rsa_hf` from
   loading a patched checkpoint as a plain model, put on in the file and taken off in memory.
 """
@@ -20,29 +21,32 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import logging
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import transformers
-from packaging.version import Version
+import torch.distributed
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
+from transformers.utils.hub import PushToHubMixin
 
 from rsa_hf.adapters import connect, has_adapters, watch
+from rsa_hf.card import CardFacts, read_facts, write_card
 from rsa_hf.checkpoint import attach_from_config, read_plan, saved_plans
 from rsa_hf.geometry import flash_documents, is_causal, read_geometry
 from rsa_hf.heads import RSAHeads, heads_of, holds_copies
-from rsa_hf.versions import TRANSFORMERS_RANGE, what_fits
+from rsa_hf.versions import require_transformers
 
-__all__ = ["AttentionCall", "Hook", "install", "record_attention_calls", "replace_all", "require_number"]
+__all__ = ["AttentionCall", "Hook", "install", "installed", "record_attention_calls", "replace_all", "require_number"]
 
 # What a transformers without rsa_hf prints when it meets the lock, so it has to tell what to do.
 LOCK = "rsa_hf (this checkpoint has RSA heads: pip install rsa_hf, then import rsa_hf before loading it)"
@@ -51,6 +55,8 @@ NO_CONTINUOUS_BATCHING = (
     "RSA does not work with continuous batching: its paged cache is filled inside the attention function, so the "
     "values of earlier tokens cannot be seen. Use model.generate(...) instead."
 )
+
+logger = logging.getLogger(__name__)
 
 RSA_KEY = re.compile(r"(^|\.)rsa\.(mu|eta|nu|theta)$")
 
@@ -71,13 +77,16 @@ def install() -> None:
     Raises:
         ImportError: transformers is outside the supported range, or one of its internals is not as expected.
     """
-    low, high = TRANSFORMERS_RANGE
-    fits = what_fits()
-    if not Version(low) <= Version(transformers.__version__) < Version(high):
-        raise ImportError(f"{fits} Install one that fits: pip install 'transformers>={low},<{high}'")
-    if getattr(getattr(AttentionInterface, "get_interface", None), "_rsa_hf_hook", False):
-        return
-    replace_all(_HOOKS, fits)
+    replace_all([hook for hook in _HOOKS if not _is_in_place(hook)], require_transformers())
+
+
+def installed() -> dict[str, bool]:
+    """Each hook by name, and whether it is in place."""
+    return {f"{hook.owner.__name__}.{hook.name}": _is_in_place(hook) for hook in _HOOKS}
+
+
+def _is_in_place(hook: Hook) -> bool:
+    return hasattr(getattr(hook.owner, hook.name, None), "_rsa_hf_hook")
 
 
 def replace_all(hooks: Sequence[Hook], fits: str) -> None:
@@ -272,6 +281,7 @@ def _wrap_load_pretrained_model(original: Callable[..., Any]) -> Callable[..., A
         model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **keywords: Any
     ) -> Any:
         _require_attached(model)
+        _require_safetensors(model, checkpoint_files, load_config)
         loading_info, *rest = original(model, state_dict, checkpoint_files, load_config, *args, **keywords)
         loading_info.unexpected_keys -= _empty_tensors(loading_info.unexpected_keys, checkpoint_files)
         _require_matching_keys(model, loading_info)
@@ -279,6 +289,18 @@ def _wrap_load_pretrained_model(original: Callable[..., Any]) -> Callable[..., A
         return (loading_info, *rest)
 
     return _load_pretrained_model
+
+
+def _require_safetensors(model: PreTrainedModel, checkpoint_files: Any, load_config: Any) -> None:
+    pickled = [
+        os.path.basename(file) for file in checkpoint_files or () if str(file).endswith((".bin", ".pt", ".pth"))
+    ]
+    if pickled and saved_plans(model.config) and load_config.use_safetensors is not False:
+        raise ValueError(
+            f"this checkpoint with RSA heads has its weights in {', '.join(pickled[:3])}, a pickle, which can run "
+            "code when it is read; rsa_hf saves safetensors alone. If you trust where it comes from, load it with "
+            "from_pretrained(..., use_safetensors=False), and save it again."
+        )
 
 
 def _empty_tensors(keys: set[str], checkpoint_files: Any) -> set[str]:
@@ -351,7 +373,9 @@ def require_number(name: str, parameter: Tensor) -> None:
 
 
 def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
-    def save_pretrained(self: PreTrainedModel, *args: Any, **keywords: Any) -> Any:
+    def save_pretrained(
+        self: PreTrainedModel, save_directory: Any, is_main_process: bool = True, *args: Any, **keywords: Any
+    ) -> Any:
         has_heads = any(isinstance(module, RSAHeads) for module in self.modules())
         if not self._hf_peft_config_loaded and any(holds_copies(module) for module in self.modules()):
             raise ValueError(
@@ -368,9 +392,65 @@ def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"config.rsa of this {type(self).__name__} holds an RSA plan, but the model has no RSA heads. Remove "
                 "config.rsa, or patch the model."
             )
-        return original(self, *args, **keywords)
+        result = original(self, save_directory, is_main_process, *args, **keywords)
+        if has_heads and is_main_process and _is_first_process():
+            _write_card(self, save_directory)
+            _hook_trainer()
+        return result
 
     return save_pretrained
+
+
+def _wrap_upload_modified_files(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _upload_modified_files(self: Any, working_dir: Any, repo_id: str, *args: Any, **keywords: Any) -> Any:
+        if isinstance(self, PreTrainedModel) and saved_plans(self.config):
+            _write_card(self, working_dir, CardFacts(name=repo_id), plot=True)
+        return original(self, working_dir, repo_id, *args, **keywords)
+
+    return _upload_modified_files
+
+
+def _wrap_create_model_card(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_model_card(self: Any, *args: Any, **keywords: Any) -> None:
+        facts = read_facts(self.args.output_dir)
+        original(self, *args, **keywords)
+        model = self.accelerator.unwrap_model(self.model)
+        if self.is_world_process_zero() and isinstance(model, PreTrainedModel) and saved_plans(model.config):
+            facts = facts.updated(CardFacts(seeds=(self.args.seed,), name=getattr(self, "hub_model_id", None)))
+            _write_card(model, self.args.output_dir, facts, plot=True)
+
+    return create_model_card
+
+
+def _hook_trainer() -> None:
+    """Hook the Trainer's card, if there is a Trainer.
+
+    Not on import, which would take as long again for those who have none. Whoever pushes with a Trainer saves the
+    model first, and its module is loaded by then.
+    """
+    module = sys.modules.get("transformers.trainer")
+    if module is None:
+        return
+    hook = Hook(module.Trainer, "create_model_card", ("self",), _wrap_create_model_card)
+    if not _is_in_place(hook):
+        try:
+            replace_all([hook], "The Trainer will write its own model card alone.")
+        except ImportError as error:
+            logger.warning("%s", error)
+
+
+def _write_card(model: PreTrainedModel, folder: Any, facts: CardFacts | None = None, plot: bool = False) -> None:
+    try:
+        write_card(model, folder, facts, plot)
+    except Exception as error:
+        # The weights are saved, and hours of training are not to end because of a card.
+        logger.warning("the model card in %s was not brought up to date: %s", folder, error)
+
+
+def _is_first_process() -> bool:
+    return not (
+        torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()
+    )
 
 
 def _wrap_to_json_file(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -401,6 +481,10 @@ def _wrap_dict_from_json_file(original: Callable[..., Any]) -> Callable[..., Any
     def _dict_from_json_file(cls: type[PreTrainedConfig], json_file: Any) -> Any:
         content = original(cls, json_file)
         if isinstance(content, dict):
+            # Before anything is built: a plan from a file may ask for any amount of memory.
+            for part in (content, *content.values()):
+                if isinstance(part, dict) and part.get("rsa") is not None:
+                    read_plan(part["rsa"])
             _take_off_locks(content)
         return content
 
@@ -431,7 +515,8 @@ _HOOKS = (
         ("model", "state_dict", "checkpoint_files", "load_config"),
         _wrap_load_pretrained_model,
     ),
-    Hook(PreTrainedModel, "save_pretrained", ("self", "save_directory"), _wrap_save_pretrained),
+    Hook(PreTrainedModel, "save_pretrained", ("self", "save_directory", "is_main_process"), _wrap_save_pretrained),
+    Hook(PushToHubMixin, "_upload_modified_files", ("self", "working_dir", "repo_id"), _wrap_upload_modified_files),
     Hook(PreTrainedConfig, "to_json_file", ("self", "json_file_path"), _wrap_to_json_file),
     Hook(PreTrainedConfig, "_dict_from_json_file", ("cls", "json_file"), _wrap_dict_from_json_file),
 )

@@ -1,86 +1,64 @@
-"""The model card of a patched model."""
+"""Upload a saved checkpoint to the Hub, and nothing beside it."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import os
 from pathlib import Path
 
-from huggingface_hub import ModelCard, ModelCardData
-from transformers import PreTrainedModel
+from huggingface_hub import HfApi
+from transformers import AutoConfig
 
-from rsa_hf.report import rsa_report
+from rsa_hf.checkpoint import saved_plans
 
-__all__ = ["model_card"]
+__all__ = ["push_folder"]
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-
-_CITATION = """@inproceedings{huang2023encoding,
-  title     = {Encoding Recurrence into Transformers},
-  author    = {Huang, Feiqing and Lu, Kexin and Cai, Yuxi and Qin, Zhen and Fang, Yanwen and Tian, Guangjian and
-               Li, Guodong},
-  booktitle = {International Conference on Learning Representations},
-  year      = {2023}
-}"""
+# What a checkpoint is made of. Not optimiser states and arguments of a Trainer, which are pickled, logs, checkpoints.
+UPLOADED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md", "rsa.png"]
 
 
-def model_card(
-    model: PreTrainedModel,
+def push_folder(
+    folder: str | os.PathLike[str],
+    repo_id: str,
     *,
-    base_model: str | None = None,
-    scores: Mapping[str, Mapping[str, float]] | None = None,
-    command: str | None = None,
-    plot: str | None = None,
-) -> ModelCard:
-    """The card of a patched model: how to load it, its plan and its gates, and what it scored.
+    private: bool | None = None,
+    revision: str | None = None,
+    message: str | None = None,
+) -> str:
+    """Upload the folder of a patched checkpoint: weights in safetensors, config, tokenizer, card and picture.
+
+    The token is the one of `hf auth login`, or of the environment variable `HF_TOKEN`.
 
     Args:
-        model: a patched model.
-        base_model: what was patched; it goes into the card's metadata only if it can be a Hub id, since a local path
-            there is refused by the Hub.
-        scores: tables of metrics, by the name of the run or split; shown as they are.
-        command: what trained the model.
-        plot: file name of a picture beside the card.
+        folder: where a patched model was saved.
+        repo_id: "user/name"; made where it does not exist.
+        private: whether a repository that is made is private; None: as the user has set it on the Hub.
+        revision: the branch; None: main.
+        message: of the commit.
 
     Returns:
-        The card: `card.save(folder / "README.md")`.
+        The address of the commit.
 
     Raises:
-        ValueError: the model has no RSA heads.
+        OSError: the folder, or the Hub, cannot be reached, or the Hub says no.
+        ValueError: the folder holds no patched checkpoint with weights in safetensors.
     """
-    report = rsa_report(model)
-    if not report.layers:
-        raise ValueError("the model has no RSA heads, so there is nothing to say on a card. Call patch_model first.")
-    is_hub_id = base_model is not None and _HUB_ID.fullmatch(base_model) and not Path(base_model).exists()
-    data = ModelCardData(
-        library_name="transformers",
-        tags=["rsa_hf", "rsa", "recurrence"],
-        base_model=base_model if is_hub_id else None,
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: there is no such folder. Name the folder of a checkpoint.")
+    if not (folder / "config.json").is_file() or not saved_plans(AutoConfig.from_pretrained(folder)):
+        raise ValueError(f"{folder} holds no checkpoint with RSA heads: save a patched model there.")
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"{folder} has no weights in safetensors, without which rsa_hf does not load what is downloaded. Save the "
+            "model again with save_pretrained."
+        )
+    api = HfApi()
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    commit = api.upload_folder(
+        repo_id=repo_id,
+        folder_path=folder,
+        allow_patterns=UPLOADED,
+        revision=revision,
+        commit_message=message or "Upload a model with RSA heads",
     )
-    parts = [
-        f"---\n{data.to_yaml()}\n---",
-        f"# {type(model).__name__} with RSA heads",
-        "Self-attention with recurrence (RSA, ICLR 2023): in the heads below, attention is mixed with a recurrence "
-        "encoding matrix by a learned gate.",
-        "## How to load it",
-        f"```python\nimport rsa_hf  # pip install rsa_hf\nfrom transformers import {type(model).__name__}\n\n"
-        f'model = {type(model).__name__}.from_pretrained("path/or/name")\n```',
-        "Without `import rsa_hf` the checkpoint refuses to load, rather than run as a plain model.",
-    ]
-    if scores:
-        parts += ["## Results", _score_table(scores)]
-    if command:
-        parts += ["## Training", f"```\n{command}\n```"]
-    parts += ["## Gates and rates", f"```\n{report}\n```"]
-    if plot:
-        parts.append(f"![learned decay curves and gates]({plot})")
-    parts += ["## Citation", f"```bibtex\n{_CITATION}\n```"]
-    return ModelCard("\n\n".join(parts) + "\n")
-
-
-def _score_table(scores: Mapping[str, Mapping[str, float]]) -> str:
-    names = list(dict.fromkeys(name for score in scores.values() for name in score))
-    rows = [["", *names], ["---"] * (len(names) + 1)]
-    for run, score in scores.items():
-        rows.append([run, *(f"{score[name]:.4g}" if name in score else "" for name in names)])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return str(commit.commit_url)

@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import rsa_hf
-from rsa_hf.hub import model_card
+from rsa_hf.card import CardFacts, write_card
 from rsa_hf.plots import plot_training_curves
 from rsa_hf.training.run import format_table, script_errors
 
@@ -80,11 +80,8 @@ def defect_detection(output: Path, steps: int) -> Path:
     folder = output / "patched" / "best"
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     scores = {arm: {key: result["test"][key] for key in ("accuracy", "f1", "mcc")} for arm, result in results.items()}
-    (folder / "rsa.png").write_bytes((output / "patched" / "rsa.png").read_bytes())
-    card = model_card(
-        model, base_model="sentence-transformers/all-MiniLM-L6-v2", scores=scores, command="make demo", plot="rsa.png"
-    )
-    card.save(folder / "README.md")
+    facts = CardFacts(base_model="sentence-transformers/all-MiniLM-L6-v2", scores=scores, command="make demo")
+    write_card(model, folder, facts, plot=True)
     print(f"\nGates and rates of the patched model (also: rsa-hf inspect {folder}):\n\n{rsa_hf.rsa_report(model)}")
     return folder
 

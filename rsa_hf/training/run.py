@@ -15,6 +15,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
+from rsa_hf.card import CardFacts, write_card
 from rsa_hf.config import RSAConfig
 from rsa_hf.patching import is_patched, patch_model
 from rsa_hf.plots import plot_rem
@@ -24,6 +25,7 @@ from rsa_hf.training.settings import ModelSettings, RunConfig
 from rsa_hf.training.steps import Batch, TrainingDivergedError
 
 __all__ = [
+    "card_facts",
     "format_table",
     "load_model",
     "locate",
@@ -169,6 +171,34 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def card_facts(results: Path) -> CardFacts:
+    """What the `results.json` of a run has for the model card: base model, data, seed and scores.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no `results.json` of a run.
+    """
+    try:
+        content = json.loads(results.read_text(encoding="utf-8"))
+        config = content["config"]
+        data, model = config["data"], config["model"]
+        scores = {
+            split: {name: float(value) for name, value in content[split].items() if value is not None}
+            for split in ("validation", "test")
+            if split in content
+        }
+        source = data.get("source")
+        datasets = {"hub": data.get("hub_dataset"), "embedded": "Python's standard library"}
+        return CardFacts(
+            base_model=model.get("name_or_path"),
+            datasets=tuple(filter(None, [datasets.get(str(source))])),
+            seeds=(config["training"]["seed"],),
+            scores=scores,
+        )
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{results} is no results.json of a training run ({error!r}).") from error
+
+
 def report_results(
     config: RunConfig[Any],
     result: TrainResult,
@@ -178,7 +208,7 @@ def report_results(
 ) -> None:
     """Print the table of a finished run, save its figures, and draw what the RSA heads have learned.
 
-    In the output folder this writes `results.json` and, of a patched model, `rsa.png`.
+    In the output folder this writes `results.json` and, of a patched model, `rsa.png`; in `best/` its model card.
 
     Args:
         config: the settings of the run.
@@ -205,4 +235,6 @@ def report_results(
             written.append(output / "rsa.png")
         except ImportError as error:
             print(f"no picture of the RSA heads: {error}")
+        card = write_card(model, result.best_dir, card_facts(output / "results.json"), plot=True)
+        written += [] if card is None else [card]
     print(f"\nwritten: {', '.join(map(str, written))}")

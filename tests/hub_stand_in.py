@@ -1,0 +1,239 @@
+"""A Hugging Face Hub on 127.0.0.1, as far as huggingface_hub needs one to push and to load models."""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+import yaml
+
+TOKEN = "hf_" + "AbCdEfGhIjKlMnOpQrStUvWxYz"
+USER = "someone"
+IN_LFS = (".safetensors", ".bin", ".png")
+MODEL_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+class StandIn:
+    """Repositories as a list of commits, each a whole {path: bytes}.
+
+    Attributes:
+        endpoint: what HF_ENDPOINT is to be.
+        requests: "METHOD path" of all that was asked.
+        unknown: those that a stand-in does not know, which no test should ask for.
+        authorised: tokens that came along.
+    """
+
+    def __init__(self):
+        self.commits: dict[str, list[dict[str, bytes]]] = {}
+        self.blobs: dict[str, bytes] = {}
+        self.requests: list[str] = []
+        self.unknown: list[str] = []
+        self.authorised: set[str] = set()
+        hub = self
+
+        class Handler(_Handler):
+            stand_in = hub
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.endpoint = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def __enter__(self):
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.server.shutdown()
+        self.server.server_close()
+
+    def files(self, repo: str) -> dict[str, bytes]:
+        """What is in the newest commit."""
+        return self.commits[repo][-1]
+
+    def card(self, repo: str) -> str:
+        return self.files(repo)["README.md"].decode()
+
+    def put(self, repo: str, files: dict[str, bytes]) -> None:
+        """A commit that someone else has made."""
+        self.commits.setdefault(repo, []).append(dict(files))
+
+    def commit_id(self, repo: str) -> str:
+        return hashlib.sha1(f"{repo}{len(self.commits[repo])}".encode()).hexdigest()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    stand_in: StandIn
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self._answer()
+
+    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815  (http.server's names)
+
+    def _answer(self):
+        hub, path = self.stand_in, unquote(urlsplit(self.path).path)
+        length = int(self.headers.get("Content-Length") or 0)
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            self.body = b""
+            while size := int(self.rfile.readline(), 16):
+                self.body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+        else:
+            self.body = self.rfile.read(length)
+        hub.requests.append(f"{self.command} {path}")
+        self.token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        if self.token:
+            hub.authorised.add(self.token)
+        for pattern, method in _ROUTES:
+            if match := re.fullmatch(pattern, f"{self.command} {path}"):
+                method(self, **match.groupdict())
+                return
+        hub.unknown.append(f"{self.command} {path}")
+        self._json({"error": "not found"}, 404)
+
+    def _json(self, content, status=200, **headers):
+        self._bytes(json.dumps(content).encode(), status, **{"Content-Type": "application/json", **headers})
+
+    def _bytes(self, content, status=200, **headers):
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def _may_write(self):
+        if self.token == TOKEN:
+            return True
+        self._json({"error": "Invalid username or password."}, 401)
+        return False
+
+    def create(self):
+        asked = json.loads(self.body)
+        repo = f"{asked.get('organization') or USER}/{asked['name']}"
+        if not self._may_write():
+            return
+        exists = repo in self.stand_in.commits
+        self.stand_in.commits.setdefault(repo, [{}])
+        answer = {"url": f"{self.stand_in.endpoint}/{repo}", "name": repo}
+        self._json(
+            answer | ({"error": "You already created this model repo"} if exists else {}), 409 if exists else 200
+        )
+
+    def validate_card(self):
+        text = json.loads(self.body)["content"]
+        metadata = yaml.safe_load(text.split("---")[1])
+        base = metadata.get("base_model") or []
+        wrong = [name for name in ([base] if isinstance(base, str) else base) if not MODEL_ID.fullmatch(name)]
+        errors = [{"message": f'"base_model" {name!r} is not a valid model id'} for name in wrong]
+        self._json({"errors": errors, "warnings": []}, 400 if errors else 200)
+
+    def preupload(self, repo, revision):
+        files = [
+            {
+                "path": file["path"],
+                "uploadMode": "lfs" if file["path"].endswith(IN_LFS) else "regular",
+                "shouldIgnore": False,
+            }
+            for file in json.loads(self.body)["files"]
+        ]
+        if self._may_write():
+            self._json({"files": files})
+
+    def lfs_batch(self, repo):
+        objects = [
+            {**entry, "actions": {"upload": {"href": f"{self.stand_in.endpoint}/lfs/{entry['oid']}"}}}
+            for entry in json.loads(self.body)["objects"]
+        ]
+        if self._may_write():
+            self._json({"transfer": "basic", "objects": objects})
+
+    def lfs_put(self, oid):
+        assert hashlib.sha256(self.body).hexdigest() == oid
+        self.stand_in.blobs[oid] = self.body
+        self._bytes(b"")
+
+    def commit(self, repo, revision):
+        if not self._may_write():
+            return
+        files = dict(self.stand_in.files(repo))
+        for line in self.body.decode().splitlines():
+            entry = json.loads(line)
+            value = entry["value"]
+            if entry["key"] == "file":
+                assert value["encoding"] == "base64"
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif entry["key"] == "lfsFile":
+                files[value["path"]] = self.stand_in.blobs[value["oid"]]
+            else:
+                assert entry["key"] == "header", entry
+        self.stand_in.put(repo, files)
+        oid = self.stand_in.commit_id(repo)
+        self._json({"success": True, "commitOid": oid, "commitUrl": f"{self.stand_in.endpoint}/{repo}/commit/{oid}"})
+
+    def info(self, repo, revision="main"):
+        if repo not in self.stand_in.commits:
+            self._json({"error": "Repository not found"}, 404, **{"X-Error-Code": "RepoNotFound"})
+            return
+        names = sorted(self.stand_in.files(repo))
+        self._json(
+            {
+                "id": repo,
+                "modelId": repo,
+                "sha": self.stand_in.commit_id(repo),
+                "private": False,
+                "tags": [],
+                "siblings": [{"rfilename": name} for name in names],
+            }
+        )
+
+    def nothing(self):
+        self._json({}, 404)
+
+    def tree(self, repo, revision, folder=None):
+        if repo not in self.stand_in.commits:
+            self._json({"error": "Repository not found"}, 404, **{"X-Error-Code": "RepoNotFound"})
+            return
+        if folder is not None:
+            self._json({"error": "Entry not found"}, 404, **{"X-Error-Code": "EntryNotFound"})
+            return
+        files = self.stand_in.files(repo)
+        self._json(
+            [
+                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                for name, content in files.items()
+            ]
+        )
+
+    def resolve(self, repo, revision, path):
+        if repo not in self.stand_in.commits:
+            self._json({"error": "Repository not found"}, 404, **{"X-Error-Code": "RepoNotFound"})
+            return
+        commit = {"X-Repo-Commit": self.stand_in.commit_id(repo)}
+        content = self.stand_in.files(repo).get(path)
+        if content is None:
+            self._json({"error": "Entry not found"}, 404, **commit, **{"X-Error-Code": "EntryNotFound"})
+            return
+        self._bytes(content, **commit, ETag=f'"{hashlib.sha256(content).hexdigest()}"')
+
+
+_REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
+_ROUTES = [
+    (r"POST /api/repos/create", _Handler.create),
+    (r"GET /api/agent-harnesses", _Handler.nothing),  # for huggingface_hub's own statistics
+    (r"POST /api/validate-yaml", _Handler.validate_card),
+    (rf"POST /api/models/{_REPO}/preupload/(?P<revision>[^/]+)", _Handler.preupload),
+    (rf"POST /api/models/{_REPO}/commit/(?P<revision>[^/]+)", _Handler.commit),
+    (rf"POST /{_REPO}\.git/info/lfs/objects/batch", _Handler.lfs_batch),
+    (r"PUT /lfs/(?P<oid>\w+)", _Handler.lfs_put),
+    (rf"GET /api/models/{_REPO}/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?", _Handler.tree),
+    (rf"GET /api/models/{_REPO}/revision/(?P<revision>[^/]+)", _Handler.info),
+    (rf"GET /api/models/{_REPO}", _Handler.info),
+    (rf"(GET|HEAD) /{_REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", _Handler.resolve),
+]
