@@ -5,19 +5,8 @@ Importing the package also arms its transformers hooks, so that patched checkpoi
 not affected.
 """
 
-from rsa_hf.hooks import install as _install
-from rsa_hf.peft_hooks import arm as _arm
-
-_install()
-_arm()
-
-from rsa_hf.config import RSAConfig  # noqa: E402
-from rsa_hf.heads import RSAHeads  # noqa: E402
-from rsa_hf.patching import is_patched, patch_model, unpatch_model  # noqa: E402
-from rsa_hf.product import rem_product  # noqa: E402
-from rsa_hf.rem import rem_matrix  # noqa: E402
-from rsa_hf.report import rsa_report  # noqa: E402
-from rsa_hf.training.param_groups import param_groups  # noqa: E402
+import os as _os
+import sys as _sys
 
 __version__ = "0.1.0"
 
@@ -32,3 +21,24 @@ __all__ = [
     "rsa_report",
     "unpatch_model",
 ]
+
+# The command `rsa-hf` imports this package before it has read a word. It has to start where transformers does not fit,
+# to say so, and should not import torch to print its help; its commands arm the hooks when they need them.
+if _os.path.splitext(_os.path.basename(_sys.argv[0] if _sys.argv else ""))[0] != "rsa-hf":
+    from rsa_hf.versions import require_transformers as _require_transformers
+
+    _require_transformers()
+
+    from rsa_hf.hooks import install as _install
+    from rsa_hf.peft_hooks import arm as _arm
+
+    _install()
+    _arm()
+
+    from rsa_hf.config import RSAConfig
+    from rsa_hf.heads import RSAHeads
+    from rsa_hf.patching import is_patched, patch_model, unpatch_model
+    from rsa_hf.product import rem_product
+    from rsa_hf.rem import rem_matrix
+    from rsa_hf.report import rsa_report
+    from rsa_hf.training.param_groups import param_groups

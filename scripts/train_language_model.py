@@ -5,69 +5,10 @@
 `--help` lists the keys, the YAML files in configs/ explain them.
 """
 
-from __future__ import annotations
-
 import sys
 
-from accelerate import Accelerator
-from accelerate.utils import set_seed
-from torch.utils.data import default_collate
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
-from rsa_hf import is_patched
-from rsa_hf.tasks.language_modeling import (
-    LanguageModelingDataConfig,
-    load_language_modeling_tokenizer,
-    prepare_language_modeling,
-)
-from rsa_hf.tasks.perplexity import evaluate_language_model
-from rsa_hf.training.arguments import read_run_config
-from rsa_hf.training.loop import train
-from rsa_hf.training.run import load_model, locate, report_results, require_tokens_known, script_errors
-
-
-def main(arguments: list[str]) -> None:
-    config = read_run_config(arguments, LanguageModelingDataConfig)
-    training = config.training
-    accelerator = Accelerator(mixed_precision=training.mixed_precision)
-    set_seed(training.seed)
-    tokenizer_name = config.model.tokenizer or config.model.name_or_path
-    if tokenizer_name is None:
-        raise ValueError("model.tokenizer=None: a model from scratch needs one; 'bytes' is one that needs no files.")
-    tokenizer = load_language_modeling_tokenizer(locate(tokenizer_name))
-    with accelerator.main_process_first():  # the others then find what the first has downloaded
-        text = prepare_language_modeling(config.data, tokenizer)
-        model = load_model(AutoModelForCausalLM, config.model, config.rsa)
-    require_tokens_known(model, text.vocab_size)
-
-    def evaluate(model: PreTrainedModel) -> dict[str, float]:
-        return evaluate_language_model(model, text.validation, training.eval_batch_size)
-
-    result = train(
-        model,
-        text.train,
-        default_collate,
-        evaluate,
-        training,
-        best_metric="bits_per_byte",
-        greater_is_better=False,
-        tokenizer=tokenizer,
-        settings=config.to_dict(),
-    )
-    if not accelerator.is_main_process:
-        return
-    best = AutoModelForCausalLM.from_pretrained(result.best_dir).to(accelerator.device)
-    scores = {"validation": result.best_metrics}
-    if text.test is not None:
-        scores["test"] = evaluate_language_model(best, text.test, training.eval_batch_size)
-    name = "with RSA" if is_patched(best) else "plain"
-    rows = [["model", "text", "bits per byte", "word perplexity", "token perplexity", "tokens", "words", "bytes"]]
-    for split, score in scores.items():
-        figures = (score[key] for key in ("bits_per_byte", "word_perplexity", "token_perplexity"))
-        counts = (score[key] for key in ("num_tokens", "num_words", "num_bytes"))
-        rows.append([name, split, *(f"{value:.5g}" for value in figures), *(f"{value:,}" for value in counts)])
-    report_results(config, result, scores, rows, best)
-
+from rsa_hf.tasks.train_language_model import main
+from rsa_hf.training.run import script_errors
 
 if __name__ == "__main__":
     with script_errors():

@@ -1,0 +1,147 @@
+"""`rsa-hf doctor`: does it work here, and if not, why. It starts where nothing else of rsa_hf can be imported."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from importlib import metadata, util
+from typing import NamedTuple
+
+import typer
+from packaging.specifiers import SpecifierSet
+
+__all__ = ["doctor"]
+
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "evaluate", "huggingface_hub", "peft", "safetensors")
+OPTIONAL = {
+    "triton": "kernels for NVIDIA GPUs: pip install 'rsa_hf[gpu]'",
+    "matplotlib": "pictures: pip install 'rsa_hf[plot]'",
+    "onnx": "ONNX export: pip install 'rsa_hf[onnx]'",
+    "onnxruntime": "ONNX export: pip install 'rsa_hf[onnx]'",
+}
+TOLERANCE = 1e-5
+
+
+class Finding(NamedTuple):
+    """One line of the report."""
+
+    verdict: str  # ok, note or FAIL
+    subject: str
+    words: str
+
+
+def doctor() -> None:
+    """Show versions, backends, hooks and devices, and check one small model; the exit code is 1 if anything fails.
+
+    Example: rsa-hf doctor
+    """
+    failed = False
+    for check in (_versions, _backends, _hooks, _self_check):
+        for finding in _guarded(check):
+            failed |= finding.verdict == "FAIL"
+            print(f"{finding.verdict:5} {finding.subject:20} {finding.words}", flush=True)
+    print("\nsomething is wrong: see FAIL above" if failed else "\nall is well")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    try:
+        yield from check()
+    except Exception as error:  # whatever it is, it is what a doctor is asked for
+        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        yield Finding("FAIL", check.__name__.strip("_").replace("_", " "), f"{type(error).__name__}: {first}")
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("ok", "python", f"{platform.python_version()} on {platform.platform()}")
+    try:
+        needed = dict(_requirements())
+        yield Finding("ok", "rsa_hf", metadata.version("rsa_hf"))
+    except metadata.PackageNotFoundError:
+        needed = dict[str, SpecifierSet]()
+        yield Finding("note", "rsa_hf", "is not installed, but found by its path: pip install it to have its versions")
+    from packaging.version import Version
+
+    for name in PACKAGES:
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield Finding("FAIL", name, f"is missing: pip install '{name}{needed.get(name, '')}'")
+            continue
+        specifier = needed.get(name)
+        if specifier is None or Version(version).base_version in specifier or version in specifier:
+            yield Finding("ok", name, f"{version}{f' (needed: {specifier})' if specifier else ''}")
+        else:
+            yield Finding("FAIL", name, f"{version} does not fit: pip install '{name}{specifier}'")
+
+
+def _requirements() -> Iterator[tuple[str, SpecifierSet]]:
+    from packaging.requirements import Requirement
+
+    for text in metadata.requires("rsa_hf") or ():
+        requirement = Requirement(text)
+        if requirement.marker is None:
+            yield requirement.name, requirement.specifier
+
+
+def _backends() -> Iterator[Finding]:
+    import torch
+
+    for name, use in OPTIONAL.items():
+        found = util.find_spec(name) is not None
+        yield Finding("ok" if found else "note", name, metadata.version(name) if found else f"not installed; {use}")
+    yield Finding("ok", "cpu", f"{torch.get_num_threads()} threads")
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(i)
+            words = f"{device.name}, {device.total_memory / 2**30:.0f} GB, capability {device.major}.{device.minor}"
+            yield Finding("ok", f"cuda:{i}", words)
+    else:
+        yield Finding("note", "cuda", "no GPU that this torch can use")
+
+
+def _hooks() -> Iterator[Finding]:
+    from rsa_hf.versions import require_transformers
+
+    yield Finding("ok", "transformers", require_transformers())
+    from rsa_hf.hooks import install, installed
+
+    install()
+    for name, is_on in installed().items():
+        yield Finding("ok" if is_on else "FAIL", "hook", name)
+
+
+def _self_check() -> Iterator[Finding]:
+    """A tiny GPT-2: a shut gate changes no bit, an open one does what the explicit P says."""
+    import torch
+    from transformers import GPT2Config, GPT2Model
+
+    from rsa_hf.config import RSAConfig
+    from rsa_hf.patching import patch_model
+    from rsa_hf.product import rem_product
+    from rsa_hf.rem import rem_matrix
+
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    for device in devices:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            model = GPT2Model(GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=64)).eval().to(device)
+            ids = torch.randint(0, 64, (2, 33)).to(device)
+            plain = model(ids)[0]
+            patch_model(model, RSAConfig(num_regular=1, num_cyclical_pairs=1, gate_init=float("-inf")))
+            shut = model(ids)[0]
+            for block in model.h:
+                block.attn.rsa.mu.zero_()
+            opened = model(ids)[0]
+            value = torch.randn(2, 3, 33, 8, device=device)
+            heads = (["regular", "cos", "sin"], [-0.9, 0.95, 0.8], 0.7, [1, 2, 3])
+            P = rem_matrix(*heads, query_length=33).to(value)
+            error = float((rem_product(value, *heads) - P @ value).abs().max())
+        changed = float((opened - plain).abs().max())
+        right = torch.equal(shut, plain) and changed > 100 * TOLERANCE and error < TOLERANCE
+        words = (
+            f"shut gate {'changes no bit' if torch.equal(shut, plain) else 'CHANGES THE OUTPUT'}, open gate changes "
+            f"it by {changed:.2g}, P V agrees with the explicit P to {error:.1g}"
+        )
+        yield Finding("ok" if right else "FAIL", f"self-check, {device}", words)

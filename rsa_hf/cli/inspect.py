@@ -1,0 +1,36 @@
+"""`rsa-hf inspect`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rsa_hf.cli.errors import user_input
+from rsa_hf.cli.models import arm, load_patched
+
+__all__ = ["inspect"]
+
+
+def inspect(
+    path: Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name on the Hub.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Also write the decay curves and gates to this PNG.")] = None,
+) -> None:
+    """Show the gates and rates of a patched checkpoint, layer by layer.
+
+    Example: rsa-hf inspect outputs/demo/patched --plot rsa.png
+    """
+    arm()
+    from rsa_hf.report import rsa_report
+
+    report = rsa_report(load_patched(path))
+    print(json.dumps(report.to_dict(), indent=2) if as_json else report)
+    if plot is not None:
+        from rsa_hf.plots import plot_rem
+
+        with user_input(ImportError, OSError):
+            plot_rem(report, plot)
+        print(f"written: {plot}")

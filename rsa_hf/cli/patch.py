@@ -1,0 +1,75 @@
+"""`rsa-hf patch`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rsa_hf.cli.errors import UserError, user_input
+from rsa_hf.cli.models import arm, load_checkpoint
+
+__all__ = ["patch"]
+
+
+def patch(
+    base: Annotated[str, typer.Argument(help="A model's name on the Hub, its folder, or package:NAME/FOLDER.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the patched checkpoint; new or empty.")],
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            help="Settings of RSAConfig: a YAML or JSON file (also one of a run), or the settings themselves."
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into OUT though it holds files.")] = False,
+) -> None:
+    """Put RSA heads on a pretrained model and save it, with its tokenizer and a model card.
+
+    Example: rsa-hf patch openai-community/gpt2 outputs/gpt2-rsa --plan "{num_cyclical_pairs: 2, gate_init: -3}"
+    """
+    if out.exists() and not (out.is_dir() and (overwrite or not any(out.iterdir()))):
+        raise UserError(f"{out} exists and is not an empty folder. Choose another one, or give --overwrite.")
+    arm()
+    from rsa_hf.config import RSAConfig
+    from rsa_hf.patching import is_patched, patch_model
+    from rsa_hf.report import rsa_report
+
+    with user_input(ValueError, TypeError, OSError):
+        config = RSAConfig() if plan is None else RSAConfig.from_dict(_read(plan))
+    model = load_checkpoint(base)
+    if is_patched(model):
+        raise UserError(f"{base} has RSA heads already.")
+    with user_input(ValueError):
+        patch_model(model, config)
+    with user_input(OSError):
+        model.save_pretrained(out)
+    tokenizer = _save_tokenizer(base, out)
+    report = rsa_report(model)
+    print(f"{len(report.layers)} layers patched, {report.num_parameters} RSA parameters; written: {out}")
+    if not tokenizer:
+        print(f"{base} has no tokenizer that could be saved beside it.")
+
+
+def _read(plan: str) -> Any:
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(plan).read_text(encoding="utf-8") if Path(plan).is_file() else plan)
+    except yaml.YAMLError as error:
+        raise ValueError(f"--plan {plan}: no valid YAML: {error}") from error
+    if isinstance(content, str):
+        raise ValueError(f"--plan {plan}: there is no such file, and settings look like '{{num_regular: 2}}'.")
+    return content["rsa"] if isinstance(content, dict) and "rsa" in content else content
+
+
+def _save_tokenizer(base: str, out: Path) -> bool:
+    from transformers import AutoTokenizer
+
+    from rsa_hf.training.run import locate
+
+    try:
+        AutoTokenizer.from_pretrained(locate(base)).save_pretrained(out)
+    except (OSError, ValueError, KeyError):  # what transformers raises for a folder without one, by its kind
+        return False
+    return True
