@@ -151,7 +151,7 @@ def write_card(
 def read_facts(folder: str | os.PathLike[str]) -> CardFacts:
     """The facts on the card in a folder; none where there is no card, or one without a part of rsa_hf's."""
     path = Path(folder) / CARD
-    return _facts_in(path.read_text(encoding="utf-8")) if path.exists() else CardFacts()
+    return _facts_in(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else CardFacts()
 
 
 def _merge(text: str | None, model: PreTrainedModel, facts: CardFacts, plot: str | None) -> RepoCard:
