@@ -1,11 +1,13 @@
-"""`RSACallback`: gates and rates reach every tracker of a plain Trainer, whatever the order of callbacks."""
+"""`RSACallback`: gates and rates reach every tracker of a plain Trainer, wherever it stands among the callbacks."""
 
 import logging
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_callback import DefaultFlowCallback, TrainerControl, TrainerState
+from transformers.integrations import integration_utils
 
 from rsa_hf import RSAConfig, patch_model, rsa_report
 from rsa_hf.training.callback import RSACallback
@@ -42,69 +44,71 @@ def trainer(folder, callbacks, patched=True, **arguments):
     )
 
 
-@pytest.mark.parametrize("order", ["tracker first", "tracker last", "added later"])
-def test_every_log_of_the_loss_has_gates_and_rates(tmp_path, order):
-    tracker = Recorder()
-    ours = RSACallback()
-    given = {"tracker first": [tracker, ours], "tracker last": [ours, tracker], "added later": [tracker]}
-    training = trainer(tmp_path, given[order])
-    if order == "added later":
-        training.add_callback(ours)
+def with_gates(training):
+    """Adds the callback, last as always."""
+    training.add_callback(RSACallback(training))
+    return training
+
+
+def test_gates_and_rates_reach_trackers_before_and_after(tmp_path):
+    before, after = Recorder(), Recorder()
+    training = with_gates(trainer(tmp_path, [before]))
+    training.add_callback(after)
     training.train()
-    with_loss = [logs for logs in tracker.logs if "loss" in logs]
-    assert len(with_loss) == 2
-    assert all(logs.keys() >= KEYS for logs in with_loss)
+    assert training.callback_handler.callbacks.index(before) < training.callback_handler.callbacks.index(after)
+    for tracker in (before, after):
+        ours = [logs for logs in tracker.logs if "rsa/gate" in logs]
+        assert [logs["epoch"] for logs in ours] == [logs["epoch"] for logs in tracker.logs if "loss" in logs]
+        assert len(ours) == 2
+        assert all(logs.keys() == {*KEYS, "epoch"} for logs in ours)
+        assert ours[0]["rsa/gate"] != ours[1]["rsa/gate"]
     # The last log was written after the last step: it holds what the model has now.
+    last = [logs for logs in before.logs if "rsa/gate" in logs][-1]
     layers = rsa_report(training.model).layers
     gates = [layer.heads[0].gate for layer in layers]
-    assert with_loss[-1]["rsa/gate"] == pytest.approx(sum(gates) / 2)
+    assert last["rsa/gate"] == pytest.approx(sum(gates) / 2)
     for i, layer in enumerate(layers):
-        assert with_loss[-1][f"rsa/gate/layer_{i:02d}"] == pytest.approx(gates[i])
+        assert last[f"rsa/gate/layer_{i:02d}"] == pytest.approx(gates[i])
         mean = sum(abs(head.decay) for head in layer.heads) / len(layer.heads)
-        assert with_loss[-1][f"rsa/decay/layer_{i:02d}"] == pytest.approx(mean)
-    assert with_loss[0]["rsa/gate"] != with_loss[1]["rsa/gate"]
-    in_history = [logs for logs in training.state.log_history if "loss" in logs]
-    assert [logs["rsa/gate"] for logs in in_history] == [logs["rsa/gate"] for logs in with_loss]
+        assert last[f"rsa/decay/layer_{i:02d}"] == pytest.approx(mean)
+    in_history = [logs for logs in training.state.log_history if "rsa/gate" in logs]
+    assert [logs["step"] for logs in in_history] == [2, 4]
+    assert in_history[-1] == {**last, "step": 4}
 
 
-def test_other_callbacks_are_each_called_once(tmp_path):
-    calls = []
+def test_transformers_own_tracker_writes_them_at_the_right_steps(tmp_path, monkeypatch):
+    """`TensorBoardCallback`, with its writer replaced: what would stand in the event file."""
+    written = []
 
-    class Counts(TrainerCallback):
-        def on_init_end(self, args, state, control, **kwargs):
-            calls.append("init")
+    class Writer:
+        def add_scalar(self, name, value, step):
+            written.append((name, value, step))
 
-        def on_train_begin(self, args, state, control, **kwargs):
-            calls.append("begin")
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: None
 
-    trainer(tmp_path, [Recorder(), RSACallback(), Counts()]).train()
-    assert calls == ["init", "begin"]
+    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=None))
+    training = with_gates(trainer(tmp_path, [integration_utils.TensorBoardCallback(tb_writer=Writer())]))
+    training.train()
+    gates = [(value, step) for name, value, step in written if name == "train/rsa/gate"]
+    history = [(logs["rsa/gate"], logs["step"]) for logs in training.state.log_history if "rsa/gate" in logs]
+    assert gates == history
+    assert [step for name, _, step in written if name == "train/loss"] == [2, 4]
+    assert [step for name, _, step in written if name == "train/rsa/decay/layer_01"] == [2, 4]
 
 
 def test_logs_without_the_loss_stay_as_they_are(tmp_path):
     tracker = Recorder()
-    training = trainer(tmp_path, [tracker, RSACallback()], eval_strategy="steps", eval_steps=2)
+    training = with_gates(trainer(tmp_path, [tracker], eval_strategy="steps", eval_steps=2))
     training.train()
-    others = [logs for logs in tracker.logs if "loss" not in logs]
-    assert any("eval_loss" in logs for logs in others)
-    assert any("train_loss" in logs for logs in others)
-    assert not any(key.startswith("rsa/") for logs in others for key in logs)
+    kinds = [sorted({"loss", "eval_loss", "train_loss", "rsa/gate"} & logs.keys()) for logs in tracker.logs]
+    assert kinds == [["loss"], ["rsa/gate"], ["eval_loss"]] * 2 + [["train_loss"]]
 
 
 def test_a_plain_model_is_said_to_have_nothing(tmp_path, caplog):
     tracker = Recorder()
     with caplog.at_level(logging.WARNING):
-        trainer(tmp_path, [tracker, RSACallback()], patched=False).train()
+        with_gates(trainer(tmp_path, [tracker], patched=False)).train()
     assert "the model has no RSA heads. Call patch_model first." in caplog.text
     assert not any(key.startswith("rsa/") for logs in tracker.logs for key in logs)
-
-
-def test_called_by_something_else_it_warns_and_still_logs(tmp_path, caplog):
-    training = trainer(tmp_path, [DefaultFlowCallback()])
-    ours = RSACallback()
-    logs = {"loss": 1.0}
-    with caplog.at_level(logging.WARNING):
-        ours.on_init_end(training.args, TrainerState(), TrainerControl())
-    assert "did not find the Trainer's list of callbacks" in caplog.text
-    ours.on_log(training.args, TrainerState(), TrainerControl(), logs=logs, model=training.model)
-    assert logs.keys() >= KEYS

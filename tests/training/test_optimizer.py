@@ -1,0 +1,132 @@
+"""`optimizer_cls_and_kwargs`: the Trainer's own optimiser, in RSA's parameter groups."""
+
+import copy
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from rsa_hf import RSAConfig, param_groups, patch_model
+from rsa_hf.heads import RSAHeads
+from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
+
+STEPS = 3
+
+
+def gpt2():
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": 64}
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **off, bos_token_id=0, eos_token_id=0))
+    return patch_model(model, RSAConfig(num_regular=1, num_cyclical_pairs=1, gate_init=(-3.0, 0.5)))
+
+
+def rows():
+    ids = torch.randint(0, 64, (4 * STEPS, 8), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def arguments(folder, **values):
+    defaults = {"max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "weight_decay": 1.0}
+    return TrainingArguments(
+        str(folder), report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no", **{**defaults, **values}
+    )
+
+
+def trained(args, model=None, **keywords):
+    trainer = Trainer(model, args, train_dataset=rows(), **keywords)
+    trainer.train()
+    return trainer
+
+
+def stored(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters() if ".rsa." in name}
+
+
+def by_hand(model, batches, **rates):
+    """The run in plain torch: two of AdamW's textbook arguments, the rates falling to 0 in a line."""
+    optimizer = AdamW(param_groups(model, **rates), fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / len(batches))
+    for ids in batches:
+        model(input_ids=ids, labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return model
+
+
+def test_a_trainer_trains_as_plain_torch_with_the_same_groups(tmp_path):
+    args = arguments(tmp_path, train_sampling_strategy="sequential")
+    trainer = trained(args, gpt2(), optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3))
+    batches = torch.stack([row["input_ids"] for row in rows()]).split(4)
+    expected = by_hand(gpt2(), batches, learning_rate=1e-2, weight_decay=1.0, rsa_learning_rate=0.3)
+    start = gpt2().state_dict()
+    for name, value in expected.state_dict().items():
+        moved = (value - start[name]).norm()
+        assert moved > 0, name
+        # Decay alone moves a weight by a hundredth of this; a slip in a rate by more.
+        assert (trainer.model.state_dict()[name] - value).norm() < 1e-3 * moved, name
+    groups = trainer.optimizer.param_groups  # the Trainer logs the rate of the first one
+    assert [(g["name"], g["weight_decay"], g["initial_lr"]) for g in groups] == [
+        ("weights", 1.0, 1e-2),
+        ("no_decay", 0.0, 1e-2),
+        ("rsa", 0.0, 0.3 / 20),
+    ]
+
+
+def test_without_it_the_trainer_decays_gates(tmp_path):
+    """What the helper is for: with gradients of zero, only decay moves a parameter."""
+
+    def run(folder, helper):
+        args = arguments(tmp_path / folder, learning_rate=1e-1, weight_decay=0.5)
+        model = gpt2()
+        for module in model.modules():
+            if isinstance(module, RSAHeads):
+                for parameter in module.parameters():
+                    parameter.register_hook(torch.zeros_like)
+        before = stored(model)
+        keywords = {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs(args)} if helper else {}
+        after = stored(trained(args, model, **keywords).model)
+        return [torch.equal(before[name], after[name]) for name in before]
+
+    assert all(run("with", helper=True))
+    assert not any(run("without", helper=False))
+
+
+def test_every_trainer_gets_groups_of_its_own_model(tmp_path):
+    """The Trainer takes entries out of the dict that it is given; here nothing must be used up by the first run."""
+    args = arguments(tmp_path, max_steps=1)
+    given = optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3)
+    kept = copy.copy(given[1])
+    trainer = Trainer(None, args, train_dataset=rows(), model_init=gpt2, optimizer_cls_and_kwargs=given)
+    for _ in range(2):  # model_init makes a new model for each
+        trainer.train()
+        mine = {id(p) for p in trainer.model.parameters()}
+        assert {id(p) for group in trainer.optimizer.param_groups for p in group["params"]} == mine
+        assert [group["name"] for group in trainer.optimizer.param_groups] == ["weights", "no_decay", "rsa"]
+    assert given[1] == kept
+
+
+def test_the_optimiser_is_the_one_of_the_arguments(tmp_path):
+    args = arguments(tmp_path, optim="sgd", max_steps=1, learning_rate=0.5)
+    trainer = trained(args, gpt2(), optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args))
+    assert type(trainer.optimizer.optimizer) is SGD
+    args = arguments(tmp_path, max_steps=1, adam_beta1=0.7, adam_epsilon=1e-5)
+    trainer = trained(args, gpt2(), optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args))
+    assert type(trainer.optimizer.optimizer) is AdamW
+    assert trainer.optimizer.param_groups[2]["betas"] == (0.7, 0.999)
+    assert trainer.optimizer.param_groups[2]["eps"] == 1e-5
+
+
+def test_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"rsa_learning_rate=-1.0: a positive number is needed"):
+        optimizer_cls_and_kwargs(arguments(tmp_path), rsa_learning_rate=-1.0)
+
+
+@pytest.mark.parametrize("own", ["params", "model", "optimizer_dict"])
+def test_an_optimiser_with_parameters_of_its_own_is_refused(tmp_path, monkeypatch, own):
+    monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", lambda args: (AdamW, {"lr": 1.0, own: []}))
+    with pytest.raises(ValueError, match=r"takes no groups\. Choose another, such as 'adamw_torch'"):
+        optimizer_cls_and_kwargs(arguments(tmp_path))
