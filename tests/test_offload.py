@@ -1,0 +1,98 @@
+"""Models in parts: shards on disk, weights that wait on disk, device maps. The outputs do not change by a bit."""
+
+import copy
+import json
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from transformers import AutoModel, AutoModelForCausalLM
+
+from families import FULL_PLAN, build_language_model, inputs
+from rsa_hf import RSAConfig, patch_model, unpatch_model
+from rsa_hf.heads import RSAHeads
+
+FAMILIES = ["gpt2", "llama", "t5"]
+
+
+@pytest.fixture(params=FAMILIES)
+def case(request):
+    model = patch_model(build_language_model(request.param), RSAConfig(**FULL_PLAN))
+    batch = inputs(request.param)
+    with torch.no_grad():
+        expected = model(**batch).logits
+        plain = unpatch_model(copy.deepcopy(model))(**batch).logits
+    assert (expected - plain).abs().max() > 1e-2  # RSA that is lost would show
+    return model, batch, expected
+
+
+@torch.no_grad()
+def assert_same(model, batch, expected):
+    assert torch.equal(model(**batch).logits, expected)
+
+
+def test_shards(case, tmp_path):
+    model, batch, expected = case
+    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    homes = {file for name, file in index.items() if ".rsa." in name}
+    assert len(homes) > 1
+    assert len(set(index.values())) > len(homes)
+    loaded = type(model).from_pretrained(tmp_path)
+    saved = model.state_dict()
+    assert all(torch.equal(value, saved[name]) for name, value in loaded.state_dict().items())
+    assert_same(loaded, batch, expected)
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])
+def test_device_maps(case, tmp_path, device_map):
+    model, batch, expected = case
+    model.save_pretrained(tmp_path)
+    assert_same(type(model).from_pretrained(tmp_path, device_map=device_map), batch, expected)
+
+
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_weights_that_wait_elsewhere(case, tmp_path, where):
+    model, batch, expected = case
+    if where == "disk":
+        offloaded = disk_offload(copy.deepcopy(model), tmp_path, execution_device=torch.device("cpu"))
+        assert any(".rsa.mu" in path.name for path in tmp_path.iterdir())
+    else:
+        offloaded = cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"))
+    assert_same(offloaded, batch, expected)
+    # Between calls the heads hold nothing.
+    heads = [module for module in offloaded.modules() if isinstance(module, RSAHeads)]
+    assert heads
+    assert all(parameter.device.type == "meta" for module in heads for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_layers_loaded_onto_disk(family, tmp_path):
+    model = patch_model(build_language_model(family), RSAConfig(**FULL_PLAN))
+    model.save_pretrained(tmp_path / "model")
+    base, layers = model.base_model_prefix, {"gpt2": "h", "llama": "layers"}[family]
+    names = [f"{base}.{name}" for name, _ in getattr(model, base).named_children() if name != layers]
+    device_map = {
+        **dict.fromkeys([*names, "lm_head"], "cpu"),
+        f"{base}.{layers}.0": "cpu",
+        f"{base}.{layers}.1": "disk",
+    }
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=device_map, offload_folder=str(tmp_path / "offload")
+    )
+    waiting = loaded.get_submodule(f"{base}.{layers}.1")
+    assert all(parameter.device.type == "meta" for parameter in waiting.parameters())
+    ids = torch.randint(3, 90, (2, 9))
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+        # One token after the other, from the tables that decoding keeps.
+        ours, expected = (one.generate(ids, max_new_tokens=6, do_sample=False) for one in (loaded, model))
+    assert torch.equal(ours, expected)
+
+
+def test_a_base_model_of_shards(tmp_path):
+    model = patch_model(build_language_model("gpt2"), RSAConfig(**FULL_PLAN))
+    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    base = AutoModel.from_pretrained(tmp_path)
+    expected = model.transformer.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in base.state_dict().items())
