@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed
+import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig

@@ -13,19 +13,28 @@ at every line end as well; `count_line_ends_as_words` follows them (WikiText-2 t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rsa_hf.tasks.texts import LanguageModelingDataConfig, check_block_shape, line_boundary, read_texts
+from rsa_hf.tasks.texts import (
+    LanguageModelingDataConfig,
+    check_block_shape,
+    line_boundary,
+    read_texts,
+    stream_training_text,
+)
 
 __all__ = [
     "IGNORED_LABEL",
     "EvaluationBlocks",
     "LanguageModelingDataConfig",
     "PreparedText",
+    "StreamedBlocks",
     "TrainingBlocks",
     "load_language_modeling_tokenizer",
     "prepare_language_modeling",
@@ -49,26 +58,40 @@ def load_language_modeling_tokenizer(name: str) -> PreTrainedTokenizerBase | Non
     return None if name == "bytes" else AutoTokenizer.from_pretrained(name)
 
 
-def _encode(split: str, text: bytes, tokenizer: PreTrainedTokenizerBase | None) -> torch.Tensor:
-    if tokenizer is None:
-        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    pieces = []
-    start = 0
-    while start < len(text):
-        end = line_boundary(text, start, TOKENIZED_PIECE_BYTES)
+def _encode(split: str, chunks: Iterable[bytes], tokenizer: PreTrainedTokenizerBase | None) -> Iterator[torch.Tensor]:
+    """The token ids of a text, piece by piece; the chunks that it comes in do not matter."""
+    lines = 0
+    for piece in _pieces(chunks):
+        if tokenizer is None:
+            yield torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+            continue
         try:
-            piece = text[start:end].decode()
+            text = piece.decode()
         except UnicodeDecodeError as error:
-            line = text.count(b"\n", 0, start + error.start) + 1
+            line = lines + piece.count(b"\n", 0, error.start) + 1
             raise ValueError(
-                f"the {split} text is not UTF-8 at line {line} (byte {text[start + error.start]:#04x}); "
+                f"the {split} text is not UTF-8 at line {line} (byte {piece[error.start]:#04x}); "
                 "convert it, or use the tokenizer 'bytes', which takes any bytes"
             ) from error
+        lines += piece.count(b"\n")
         # No special tokens: every token that is scored then stands for a part of the text.
-        ids = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-        pieces.append(torch.tensor(ids, dtype=torch.int32))
-        start = end
-    return torch.cat(pieces)
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        yield torch.tensor(ids, dtype=torch.int32)
+
+
+def _pieces(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Pieces to tokenize at once, cut after a line end where there is one."""
+    held = bytearray()
+    for chunk in chunks:
+        held += chunk
+        start = 0
+        while len(held) - start > TOKENIZED_PIECE_BYTES:
+            end = line_boundary(held, start, TOKENIZED_PIECE_BYTES)
+            yield bytes(held[start:end])
+            start = end
+        del held[:start]
+    if held:
+        yield bytes(held)
 
 
 class TrainingBlocks(Dataset[dict[str, torch.Tensor]]):
@@ -88,11 +111,7 @@ class TrainingBlocks(Dataset[dict[str, torch.Tensor]]):
 
     def __init__(self, token_ids: torch.Tensor, block_size: int) -> None:
         check_block_shape(block_size, None)
-        if len(token_ids) < block_size:
-            raise ValueError(
-                f"the training text has {len(token_ids)} tokens, fewer than block_size {block_size}; "
-                "choose a smaller block_size or more text"
-            )
+        _require_a_block(len(token_ids), block_size)
         self.token_ids = token_ids
         self.block_size = block_size
 
@@ -102,6 +121,54 @@ class TrainingBlocks(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         begin = range(len(self))[index] * self.block_size
         return _block(self.token_ids[begin : begin + self.block_size], 1)
+
+
+class StreamedBlocks(IterableDataset[dict[str, torch.Tensor]]):
+    """The items of `TrainingBlocks`, in order, of a text that is read anew each time they are asked for.
+
+    Args:
+        chunks: Called for each pass; gives the bytes of the text in chunks of any size.
+        tokenizer: Any tokenizer of transformers, or None for raw bytes.
+        block_size: Tokens in a block, at least 2.
+
+    Raises:
+        ValueError: A block size below 2. While iterating: a text that is not UTF-8, fewer tokens than one block, or
+            several workers of a `DataLoader`, each of which would read the whole text.
+    """
+
+    def __init__(
+        self,
+        chunks: Callable[[], Iterable[bytes]],
+        tokenizer: PreTrainedTokenizerBase | None,
+        block_size: int,
+    ) -> None:
+        check_block_shape(block_size, None)
+        self.chunks = chunks
+        self.tokenizer = tokenizer
+        self.block_size = block_size
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise ValueError(f"num_workers is {worker.num_workers}; a text is streamed by one: choose 0 or 1")
+        size, num_tokens = self.block_size, 0
+        rest: list[torch.Tensor] = []
+        for piece in _encode("training", self.chunks(), self.tokenizer):
+            num_tokens += len(piece)
+            token_ids = torch.cat([*rest, piece])
+            whole = len(token_ids) // size * size
+            for begin in range(0, whole, size):
+                yield _block(token_ids[begin : begin + size], 1)
+            rest = [token_ids[whole:]]
+        _require_a_block(num_tokens, size)
+
+
+def _require_a_block(num_tokens: int, block_size: int) -> None:
+    if num_tokens < block_size:
+        raise ValueError(
+            f"the training text has {num_tokens} tokens, fewer than block_size {block_size}; "
+            "choose a smaller block_size or more text"
+        )
 
 
 class EvaluationBlocks(Dataset[dict[str, torch.Tensor]]):
@@ -162,13 +229,13 @@ class PreparedText:
     """What training and evaluation need of a text.
 
     Attributes:
-        train: Blocks for training.
+        train: Blocks for training; `StreamedBlocks` where the configuration asks for streaming.
         validation: Blocks for evaluation, with the byte and word counts of their text.
         test: The same for the test text; None where there is none.
         vocab_size: The number of token ids a model must know.
     """
 
-    train: TrainingBlocks
+    train: TrainingBlocks | StreamedBlocks
     validation: EvaluationBlocks
     test: EvaluationBlocks | None
     vocab_size: int
@@ -195,7 +262,7 @@ def prepare_language_modeling(
         ValueError: A file or data set cannot be used, or a split is too short.
     """
     texts = read_texts(config)
-    token_ids = {split: _encode(split, text, tokenizer) for split, text in texts.items()}
+    token_ids = {split: torch.cat([*_encode(split, [text], tokenizer)]) for split, text in texts.items()}
 
     def evaluation(split: str) -> EvaluationBlocks:
         ids = token_ids[split]
@@ -204,8 +271,13 @@ def prepare_language_modeling(
         num_words = len(scored.split()) + (scored.count(b"\n") if config.count_line_ends_as_words else 0)
         return EvaluationBlocks(ids, config.block_size, len(scored), num_words, config.stride)
 
+    train: TrainingBlocks | StreamedBlocks
+    if config.streaming:
+        train = StreamedBlocks(partial(stream_training_text, config), tokenizer, config.block_size)
+    else:
+        train = TrainingBlocks(token_ids["train"], config.block_size)
     return PreparedText(
-        train=TrainingBlocks(token_ids["train"], config.block_size),
+        train=train,
         validation=evaluation("validation"),
         test=evaluation("test") if "test" in texts else None,
         vocab_size=BYTE_VOCABULARY_SIZE if tokenizer is None else len(tokenizer),

@@ -9,14 +9,22 @@ import random
 import sysconfig
 import tokenize
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import datasets
 
-__all__ = ["SPLITS", "LanguageModelingDataConfig", "check_block_shape", "check_integer", "line_boundary", "read_texts"]
+__all__ = [
+    "SPLITS",
+    "LanguageModelingDataConfig",
+    "check_block_shape",
+    "check_integer",
+    "line_boundary",
+    "read_texts",
+    "stream_training_text",
+]
 
 SPLITS = ("train", "validation", "test")
 
@@ -44,6 +52,9 @@ class LanguageModelingDataConfig:
         test_fraction: The share cut off for testing where the source has neither validation nor test, 0 for
             none. For "hub" and "files" both shares are bytes from the end of the training text, in order (the
             defaults are enwik8's usual 90/5/5); for "embedded", shares of the shuffled files.
+        streaming: Read the training text piece by piece whenever it is needed, so that it need not be downloaded or
+            fit in memory. Its blocks are then trained on in order, not shuffled. For "hub" and "files" with a
+            validation text of their own.
         count_line_ends_as_words: Count each line end as a word, as published WikiText perplexities do.
         seed: Shuffles the files of "embedded"; the other sources keep their order.
 
@@ -62,6 +73,7 @@ class LanguageModelingDataConfig:
     max_eval_bytes: int | None = None
     validation_fraction: float = 0.05
     test_fraction: float = 0.05
+    streaming: bool = False
     count_line_ends_as_words: bool = False
     seed: int = 0
 
@@ -78,6 +90,14 @@ class LanguageModelingDataConfig:
             raise ValueError(f"hub_dataset is {self.hub_dataset!r}; source 'hub' needs a data set's name")
         if self.source == "files" and "train" not in self.files:
             raise ValueError(f"files has {list(self.files)}; source 'files' needs a path for 'train'")
+        if self.streaming and (
+            self.source == "embedded" or (self.source == "files" and "validation" not in self.files)
+        ):
+            raise ValueError(
+                f"streaming is {self.streaming} but source {self.source!r} "
+                + ("is made in memory" if self.source == "embedded" else "has no file for 'validation'")
+                + "; a stream has no end to cut a validation text from: give one, or set streaming to false"
+            )
         if unknown := [split for split in self.files if split not in SPLITS]:
             raise ValueError(f"files has {unknown}; allowed are {list(SPLITS)}: rename or remove them")
         check_block_shape(self.block_size, self.stride)
@@ -112,49 +132,59 @@ def check_block_shape(block_size: int, stride: int | None) -> None:
         check_integer("stride", stride, 1, block_size - 1)
 
 
-def _read_file(path: Path) -> bytes:
+def _file_chunks(path: Path) -> Iterator[bytes]:
     openers: dict[str, Callable[..., Any]] = {".txt": open, ".gz": gzip.open, ".xz": lzma.open}
     if path.suffix not in openers:
         raise ValueError(f"{path} ends in {path.suffix!r}; allowed are {list(openers)}: rename or convert it")
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file; give the path of an existing text file")
-    text = bytearray()
+    lines, empty = 0, True
     with openers[path.suffix](path, "rb") as stream:
         try:
             while chunk := stream.read(2**16):
-                text += chunk
+                empty = False
+                lines += chunk.count(b"\n")
+                yield chunk
         except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
             raise ValueError(
-                f"{path} is corrupt or truncated: reading stopped after line {text.count(10)} ({error}); "
+                f"{path} is corrupt or truncated: reading stopped after line {lines} ({error}); "
                 "make or fetch the file again"
             ) from error
-    if not text:
+    if empty:
         raise ValueError(f"{path} is empty; a text of at least two tokens is needed")
-    return bytes(text)
 
 
 def _read_files(config: LanguageModelingDataConfig) -> dict[str, bytes]:
-    return _split_in_order({split: _read_file(Path(path)) for split, path in config.files.items()}, config)
+    splits = [split for split in config.files if not (config.streaming and split == "train")]
+    return _split_in_order({split: b"".join(_file_chunks(Path(config.files[split]))) for split in splits}, config)
+
+
+def _load_hub(config: LanguageModelingDataConfig) -> Any:
+    loaded = datasets.load_dataset(config.hub_dataset, config.hub_subset, streaming=config.streaming)
+    for needed in ("train", "validation") if config.streaming else ("train",):
+        if needed not in loaded:
+            raise ValueError(
+                f"hub_dataset {config.hub_dataset!r} has splits {list(loaded)}, but {needed!r} is needed"
+                + ("; set streaming to false, or choose another" if needed == "validation" else "; choose another")
+            )
+    return loaded
+
+
+def _hub_rows(loaded: Any, split: str, config: LanguageModelingDataConfig) -> Iterator[bytes]:
+    name, column = config.hub_dataset, config.text_column
+    columns = loaded[split].column_names  # a stream may not know
+    if columns is not None and column not in columns:
+        raise ValueError(f"text_column is {column!r}; {name!r} has the columns {columns}: choose one")
+    for index, row in enumerate(loaded[split][column]):
+        if not isinstance(row, str):
+            raise ValueError(f"row {index} of {split} in {name!r} is {row!r}; choose a column of strings")
+        yield _with_line_end(row).encode()
 
 
 def _read_hub(config: LanguageModelingDataConfig) -> dict[str, bytes]:
-    name, column = config.hub_dataset, config.text_column
-    loaded = datasets.load_dataset(name, config.hub_subset)
-    if "train" not in loaded:
-        raise ValueError(f"hub_dataset {name!r} has splits {list(loaded)}, but 'train' is needed; choose another")
-    texts = {}
-    for split in SPLITS:
-        if split not in loaded:
-            continue
-        if column not in (columns := loaded[split].column_names):
-            raise ValueError(f"text_column is {column!r}; {name!r} has the columns {columns}: choose one")
-        rows = []
-        for index, row in enumerate(loaded[split][column]):
-            if not isinstance(row, str):
-                raise ValueError(f"row {index} of {split} in {name!r} is {row!r}; choose a column of strings")
-            rows.append(_with_line_end(row))
-        texts[split] = "".join(rows).encode()
-    return _split_in_order(texts, config)
+    loaded = _load_hub(config)
+    splits = [split for split in SPLITS if split in loaded and not (config.streaming and split == "train")]
+    return _split_in_order({split: b"".join(_hub_rows(loaded, split, config)) for split in splits}, config)
 
 
 def _read_embedded(config: LanguageModelingDataConfig) -> dict[str, bytes]:
@@ -202,7 +232,7 @@ def _with_line_end(text: str) -> str:
     return text if text.endswith("\n") else text + "\n"
 
 
-def _character_boundary(text: bytes, position: int) -> int:
+def _character_boundary(text: bytes | bytearray, position: int) -> int:
     """The last boundary of a UTF-8 character at or before a position; that position in other bytes."""
     for candidate in range(position, max(position - 4, -1), -1):
         if candidate == len(text) or text[candidate] & 0xC0 != 0x80:
@@ -210,7 +240,7 @@ def _character_boundary(text: bytes, position: int) -> int:
     return position
 
 
-def line_boundary(text: bytes, start: int, limit: int) -> int:
+def line_boundary(text: bytes | bytearray, start: int, limit: int) -> int:
     """Where to end a piece of at most `limit` bytes: after a line end, else after a character."""
     end = start + limit
     if end >= len(text):
@@ -225,7 +255,7 @@ def read_texts(config: LanguageModelingDataConfig) -> dict[str, bytes]:
         config: Where the text comes from, and how much of it is kept.
 
     Returns:
-        The bytes of each split: train, validation and, where there is one, test.
+        The bytes of each split: train (not where it is streamed), validation and, where there is one, test.
 
     Raises:
         FileNotFoundError: A file is missing.
@@ -242,3 +272,35 @@ def read_texts(config: LanguageModelingDataConfig) -> dict[str, bytes]:
                 f"raise {option}, or give more text or a larger fraction"
             )
     return texts
+
+
+def stream_training_text(config: LanguageModelingDataConfig) -> Iterator[bytes]:
+    """The training text of a configuration with `streaming`, in pieces: together the bytes that `read_texts` gives.
+
+    Args:
+        config: Where the text comes from; `max_train_bytes` counts.
+
+    Raises:
+        FileNotFoundError: The file is missing.
+        ValueError: The file or data set cannot be used.
+    """
+    if config.source == "files":
+        chunks = _file_chunks(Path(config.files["train"]))
+    else:
+        chunks = _hub_rows(_load_hub(config), "train", config)
+    return chunks if config.max_train_bytes is None else _cut_at_line(chunks, config.max_train_bytes)
+
+
+def _cut_at_line(chunks: Iterable[bytes], limit: int) -> Iterator[bytes]:
+    """`text[: line_boundary(text, 0, limit)]` of a text that comes in chunks."""
+    passed, held = 0, b""  # whole lines that were given away; what follows them
+    for chunk in chunks:
+        held += chunk
+        if passed + len(held) > limit:
+            end = held.rfind(b"\n", 0, limit - passed) + 1
+            yield held[: end if end or passed else _character_boundary(held, limit)]
+            return
+        end = held.rfind(b"\n") + 1
+        yield held[:end]
+        passed, held = passed + end, held[end:]
+    yield held

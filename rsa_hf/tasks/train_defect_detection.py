@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,7 +18,14 @@ from rsa_hf.tasks.audit import audit, format_audit
 from rsa_hf.tasks.defect_data import DefectDataConfig, Example, load_defect_data
 from rsa_hf.training.arguments import read_run_config
 from rsa_hf.training.loop import train
-from rsa_hf.training.run import load_model, locate, predict_logits, report_results, require_tokens_known
+from rsa_hf.training.run import (
+    launched_accelerator,
+    load_model,
+    locate,
+    predict_logits,
+    report_results,
+    require_tokens_known,
+)
 
 __all__ = ["evaluate", "main"]
 
@@ -36,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
     """
     config = read_run_config(arguments, DefectDataConfig)
     training, output = config.training, Path(config.training.output_dir)
-    accelerator = Accelerator(mixed_precision=training.mixed_precision)
+    accelerator = launched_accelerator(training.mixed_precision)
     set_seed(training.seed)
     source = config.model.tokenizer or config.model.name_or_path
     if source is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import default_collate
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -18,7 +17,7 @@ from rsa_hf.tasks.language_modeling import (
 from rsa_hf.tasks.perplexity import evaluate_language_model
 from rsa_hf.training.arguments import read_run_config
 from rsa_hf.training.loop import train
-from rsa_hf.training.run import load_model, locate, report_results, require_tokens_known
+from rsa_hf.training.run import launched_accelerator, load_model, locate, report_results, require_tokens_known
 
 __all__ = ["evaluate", "main"]
 
@@ -35,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
     """
     config = read_run_config(arguments, LanguageModelingDataConfig)
     training = config.training
-    accelerator = Accelerator(mixed_precision=training.mixed_precision)
+    accelerator = launched_accelerator(training.mixed_precision)
     set_seed(training.seed)
     tokenizer_name = config.model.tokenizer or config.model.name_or_path
     if tokenizer_name is None:

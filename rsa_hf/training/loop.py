@@ -10,6 +10,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -53,7 +54,7 @@ class TrainResult:
 
 def train(
     model: PreTrainedModel,
-    train_dataset: Examples,
+    train_dataset: Examples | IterableDataset[Any],
     collate_fn: Callable[[list[Any]], Batch],
     evaluate: Callable[[PreTrainedModel], dict[str, float]],
     training: TrainingSettings,
@@ -71,7 +72,9 @@ def train(
 
     Args:
         model: its forward takes what `collate_fn` returns, and gives the mean loss over the labels.
-        train_dataset: the examples; an epoch takes each once, in an order that depends on seed and epoch.
+        train_dataset: the examples; an epoch takes each once, in an order that depends on seed and epoch. Those of
+            an `IterableDataset` are taken in its order, `training.max_steps` says how long, and a run that is
+            continued reads past those it has seen.
         collate_fn: makes a batch, with `labels`, of a list of examples.
         evaluate: returns metrics of the model. Every process calls it, as sharded models need, and the main
             process's figures count. It may switch the model to eval mode.
@@ -89,10 +92,11 @@ def train(
 
     Raises:
         TrainingDivergedError: the loss became NaN or infinite.
-        ValueError: no examples, no class weights where they are asked for, a batch without labels, metrics without
-            `best_metric`, or a checkpoint that does not fit.
+        ValueError: no examples, a stream without `max_steps`, no class weights where they are asked for, a batch
+            without labels, metrics without `best_metric`, or a checkpoint that does not fit.
     """
-    if len(train_dataset) == 0:
+    num_examples = None if isinstance(train_dataset, IterableDataset) else len(train_dataset)
+    if num_examples == 0:
         raise ValueError("the training set has 0 examples; at least one is needed.")
     if training.class_weights and class_weights is None:
         raise ValueError("training.class_weights=True, but this task has no classes to weigh; set it to false.")
@@ -101,7 +105,7 @@ def train(
     settings = {
         **(settings or {"training": asdict(training)}),
         "num_processes": accelerator.num_processes,
-        "num_train_examples": len(train_dataset),
+        "num_train_examples": num_examples,
     }
     checkpoints = CheckpointFolder(Path(training.output_dir) / "checkpoints", settings, accelerator)
     added = {"forward", "_original_forward"} - vars(model).keys()
@@ -138,7 +142,7 @@ class _Run:
     def complete(self) -> TrainResult:
         """Take all steps that are left."""
         training, total = self.training, self.stepper.total_steps
-        steps_per_epoch = self.stepper.examples.steps_per_epoch
+        steps_per_epoch = self.stepper.steps_per_epoch
 
         def is_due(every: int) -> bool:
             return progress.step % every == 0 or progress.step == total
@@ -161,13 +165,14 @@ class _Run:
                 progress.losses.append(loss)
                 bar.set_postfix(loss=f"{loss:.4f}", lr=f"{learning_rate:.2e}", refresh=False)
                 bar.update()
-                evaluates = is_due(training.eval_every_steps or steps_per_epoch)
+                evaluates = is_due(training.eval_every_steps or steps_per_epoch or total)
                 if evaluates:
                     self._evaluate(progress)
                     if not bar.disable:  # tqdm writes on a disabled bar too
                         bar.write(f"step {progress.step}: {_in_words(progress.metrics)}")
                 if evaluates or is_due(training.log_every_steps):
-                    self._log(progress, progress.step / steps_per_epoch, learning_rate, evaluates)
+                    epoch = None if steps_per_epoch is None else progress.step / steps_per_epoch
+                    self._log(progress, epoch, learning_rate, evaluates)
                 if is_due(training.save_every_steps) if training.save_every_steps else evaluates:
                     self.checkpoints.save(progress)
         self._save_model(self.output / "final")
@@ -190,7 +195,7 @@ class _Run:
         folder = self.checkpoints.newest() if auto else Path(self.training.resume)
         return Progress() if folder is None else self.checkpoints.load(folder)
 
-    def _log(self, progress: Progress, epoch: float, learning_rate: float, evaluated: bool) -> None:
+    def _log(self, progress: Progress, epoch: float | None, learning_rate: float, evaluated: bool) -> None:
         record = {
             "step": progress.step,
             "epoch": epoch,

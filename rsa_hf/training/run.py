@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate import Accelerator
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from rsa_hf.card import CardFacts, write_card
@@ -27,6 +28,7 @@ from rsa_hf.training.steps import Batch, TrainingDivergedError
 __all__ = [
     "card_facts",
     "format_table",
+    "launched_accelerator",
     "load_model",
     "locate",
     "predict_logits",
@@ -47,6 +49,18 @@ def script_errors() -> Iterator[None]:
     except (ValueError, OSError, TrainingDivergedError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def launched_accelerator(mixed_precision: str) -> Accelerator:
+    """The Accelerator of a script, whose processes find each other on machines without a GPU too.
+
+    Accelerate itself takes processes on CPUs for single ones unless it is told of the CPU, and each would train
+    alone and overwrite the others' files.
+
+    Args:
+        mixed_precision: "no", "bf16" or "fp16".
+    """
+    return Accelerator(mixed_precision=mixed_precision, cpu=not torch.accelerator.is_available())
 
 
 def locate(name: str) -> str:

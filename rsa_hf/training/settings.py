@@ -54,7 +54,7 @@ class TrainingSettings:
         rsa_learning_rate: the same for gates and rates; None: `parameter_scale` times `learning_rate`.
         weight_decay: for matrices; biases, norms and RSA parameters are never decayed.
         epochs: passes over the training set; not read where `max_steps` is set.
-        max_steps: optimiser steps in all; None: as many as `epochs` takes.
+        max_steps: optimiser steps in all; None: as many as `epochs` takes. Needed where the data is streamed.
         batch_size: examples per process and micro-batch.
         eval_batch_size: examples per batch of an evaluation.
         gradient_accumulation_steps: micro-batches per optimiser step.
@@ -66,7 +66,8 @@ class TrainingSettings:
         gradient_checkpointing: compute activations again in the backward pass, for memory.
         seed: of the model's new weights, the data order and dropout.
         log_every_steps: a line in `metrics.jsonl` so often.
-        eval_every_steps: an evaluation so often; None: at the end of each epoch. And one at the end.
+        eval_every_steps: an evaluation so often; None: at the end of each epoch, which streams do not have. And one at
+            the end.
         save_every_steps: a checkpoint so often; None: after each evaluation. And one at the end.
         resume: "auto" goes on from the newest checkpoint in `output_dir`, where there is one; "never" starts
             over and deletes the checkpoints there; else the path of a checkpoint.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -13,12 +14,14 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device, set_seed
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, get_scheduler
 
+from rsa_hf.training.fsdp import shard_rsa_heads
 from rsa_hf.training.param_groups import param_groups
 from rsa_hf.training.settings import TrainingSettings
 
-__all__ = ["Batch", "Examples", "StepExamples", "Stepper", "TrainingDivergedError"]
+__all__ = ["Batch", "Examples", "StepExamples", "Stepper", "StreamedExamples", "TrainingDivergedError"]
 
 IGNORED_LABEL = -100  # what transformers' losses leave out
 
@@ -84,10 +87,57 @@ class StepExamples:
             random.Random(f"{self.seed}, epoch {epoch}").shuffle(self._order)
             self._epoch = epoch
         taken = self._order[position * self.per_step : (position + 1) * self.per_step]
-        mine = taken[self.process_index :: self.num_processes]
-        counts = bool(mine)
-        mine = mine or taken[:1]
-        return [mine[i : i + self.batch_size] for i in range(0, len(mine), self.batch_size)], counts
+        return _divide(taken, self.batch_size, self.num_processes, self.process_index)
+
+
+class StreamedExamples:
+    """The examples of each step where they come one after the other, in their order, each epoch anew.
+
+    They are divided as `StepExamples` divides them. Any step can be asked for: the examples before it are read and
+    left out, from where the last step ended or, to go back, from the start. Every process reads all of them.
+
+    Args:
+        examples: read from the start in every epoch.
+        batch_size: examples per process and micro-batch.
+        accumulation: micro-batches per step; the last step of an epoch may have fewer, and smaller ones.
+        num_processes: among how many processes a step is divided.
+        process_index: which of them this one is.
+    """
+
+    def __init__(
+        self, examples: Iterable[Any], batch_size: int, accumulation: int, num_processes: int, process_index: int
+    ) -> None:
+        self.examples = examples
+        self.batch_size = batch_size
+        self.per_step = batch_size * accumulation * num_processes
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self._steps = self._read()
+        self._next = 0
+
+    def __call__(self, step: int) -> tuple[list[list[Any]], bool]:
+        """The micro-batches of this process at a step (counted from 0), and whether they count."""
+        if step < self._next:
+            self._steps, self._next = self._read(), 0
+        for taken in islice(self._steps, step - self._next, None):
+            self._next = step + 1
+            return _divide(taken, self.batch_size, self.num_processes, self.process_index)
+        raise ValueError("the training set has 0 examples; at least one is needed.")
+
+    def _read(self) -> Iterator[list[Any]]:
+        empty = False
+        while not empty:
+            examples, empty = iter(self.examples), True
+            while taken := list(islice(examples, self.per_step)):
+                empty = False
+                yield taken
+
+
+def _divide(taken: list[Any], batch_size: int, num_processes: int, process_index: int) -> tuple[list[list[Any]], bool]:
+    mine = taken[process_index::num_processes]
+    counts = bool(mine)
+    mine = mine or taken[:1]
+    return [mine[i : i + batch_size] for i in range(0, len(mine), batch_size)], counts
 
 
 class Stepper:
@@ -96,37 +146,49 @@ class Stepper:
     Args:
         accelerator: made with `step_scheduler_with_optimizer=False`.
         model: what is trained; it is moved to the accelerator's device.
-        dataset: the examples.
+        dataset: the examples; those of an `IterableDataset` are taken in its order.
         collate_fn: makes a batch of a list of examples.
         training: how to train.
         class_weights: the weight of each class in the loss.
+
+    Raises:
+        ValueError: a stream without `max_steps`.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
         model: PreTrainedModel,
-        dataset: Examples,
+        dataset: Examples | IterableDataset[Any],
         collate_fn: Callable[[list[Any]], Batch],
         training: TrainingSettings,
         class_weights: Sequence[float] | None,
     ) -> None:
         self.accelerator = accelerator
-        self.dataset = dataset
         self.collate_fn = collate_fn
         self.training = training
         self.class_weights = None if class_weights is None else torch.tensor(class_weights)
-        self.examples = StepExamples(
-            len(dataset),
+        division = (
             training.batch_size,
             training.gradient_accumulation_steps,
             accelerator.num_processes,
             accelerator.process_index,
-            training.seed,
         )
-        epochs = training.epochs * self.examples.steps_per_epoch
-        self.total_steps = math.ceil(epochs) if training.max_steps is None else training.max_steps
+        self.steps_per_epoch: int | None = None
+        if isinstance(dataset, IterableDataset):
+            if training.max_steps is None:
+                raise ValueError("training.max_steps=None, but a stream has no length: set max_steps, not epochs.")
+            self._micro_batches: Callable[[int], tuple[list[list[Any]], bool]] = StreamedExamples(dataset, *division)
+            self.total_steps = training.max_steps
+        else:
+            self._dataset = dataset
+            self._indices = StepExamples(len(dataset), *division, training.seed)
+            self._micro_batches = self._look_up
+            self.steps_per_epoch = self._indices.steps_per_epoch
+            epochs = training.epochs * self.steps_per_epoch
+            self.total_steps = math.ceil(epochs) if training.max_steps is None else training.max_steps
         set_seed(training.seed, device_specific=True)
+        shard_rsa_heads(model, accelerator)
         groups = param_groups(model, training.learning_rate, training.weight_decay, training.rsa_learning_rate)
         optimizer = torch.optim.AdamW(groups)
         constant = training.lr_schedule == "constant"
@@ -152,8 +214,8 @@ class Stepper:
             TrainingDivergedError: the loss is NaN or infinite; the weights are as they were before.
             ValueError: a batch without labels.
         """
-        indices, counts = self.examples(step)
-        batches = [self.collate_fn([self.dataset[i] for i in micro_batch]) for micro_batch in indices]
+        micro_batches, counts = self._micro_batches(step)
+        batches = [self.collate_fn(examples) for examples in micro_batches]
         items = [self._count_items(batch) if counts else 0.0 for batch in batches]
         tokens = sum(_count_tokens(batch) for batch in batches) if counts else 0
         total, all_tokens = self._sum_over_processes(sum(items), tokens)
@@ -185,6 +247,10 @@ class Stepper:
         self.scheduler.step()
         self.optimizer.zero_grad()
         return loss_of_step, int(all_tokens)
+
+    def _look_up(self, step: int) -> tuple[list[list[Any]], bool]:
+        indices, counts = self._indices(step)
+        return [[self._dataset[i] for i in micro_batch] for micro_batch in indices], counts
 
     def learning_rate(self) -> float:
         """The rate of the next step, of the first parameter group (the weights, where they are trained)."""

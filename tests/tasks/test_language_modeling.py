@@ -455,8 +455,8 @@ def test_hub_rows_become_lines(monkeypatch):
     rows = [" = Title = \n", "", "some words\n", "no line end"] * 20
     calls = []
 
-    def load_dataset(*arguments):
-        calls.append(arguments)
+    def load_dataset(*arguments, streaming):
+        calls.append((*arguments, streaming))
         return datasets.DatasetDict(loaded)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -465,7 +465,7 @@ def test_hub_rows_become_lines(monkeypatch):
     )
     loaded = {split: datasets.Dataset.from_dict({"body": rows}) for split in ("train", "validation")}
     prepared = prepare_language_modeling(config, None)
-    assert calls == [("owner/name", "raw")]
+    assert calls == [("owner/name", "raw", False)]
     assert raw(prepared.train) == b" = Title = \n\nsome words\nno line end\n" * 20
     assert prepared.test is None
 

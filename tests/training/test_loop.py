@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from torch.utils.data import IterableDataset
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -21,7 +22,7 @@ from transformers import (
 from rsa_hf import RSAConfig, is_patched, patch_model, rsa_report
 from rsa_hf.training.loop import TrainingDivergedError, train
 from rsa_hf.training.settings import TrainingSettings
-from rsa_hf.training.steps import StepExamples
+from rsa_hf.training.steps import StepExamples, StreamedExamples
 
 PLAN = RSAConfig(num_regular=1, num_cyclical_pairs=1)
 
@@ -403,6 +404,68 @@ def test_a_half_written_line_is_dropped(tmp_path):
         file.write('{"step": 5, "lo')
     run(tmp_path, max_steps=4, save_every_steps=2)
     assert lines(tmp_path) == whole
+
+
+# --- streamed -------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    """Examples one after the other; `read` tells how many were."""
+
+    def __init__(self, examples, killed_after=None):
+        self.examples, self.killed_after, self.read = examples, killed_after, 0
+
+    def __iter__(self):
+        for example in self.examples:
+            if self.read == self.killed_after:
+                raise Killed
+            self.read += 1
+            yield example
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_stream_is_the_data_set_in_its_order(tmp_path, monkeypatch, accumulation):
+    """Over the end of an epoch, which has a smaller last step; dropout is on."""
+    settings = {"max_steps": 8, "batch_size": 8 // accumulation, "gradient_accumulation_steps": accumulation}
+    settings |= {"eval_every_steps": 4}
+    run(tmp_path / "stream", data=Stream(texts(21)), **settings)
+    monkeypatch.setattr("rsa_hf.training.steps.random.Random.shuffle", lambda self, order: None)
+    run(tmp_path / "list", data=texts(21), **settings)
+    without_epochs = [{k: v for k, v in line.items() if k != "epoch"} for line in lines(tmp_path / "list")]
+    assert [{k: v for k, v in line.items() if k != "epoch"} for line in lines(tmp_path / "stream")] == without_epochs
+    assert_same_weights(weights(tmp_path / "stream" / "final"), weights(tmp_path / "list" / "final"))
+
+
+@pytest.mark.parametrize("killed_at", [3, 7])
+def test_a_stream_is_continued_bitwise(tmp_path, killed_at):
+    settings = {"max_steps": 9, "save_every_steps": 2, "eval_every_steps": 3}
+    run(tmp_path / "whole", data=Stream(texts(20)), **settings)
+    with pytest.raises(Killed):
+        run(tmp_path / "parts", data=Stream(texts(20), killed_after=4 * killed_at + 1), **settings)
+    again = Stream(texts(20))
+    run(tmp_path / "parts", data=again, **settings)
+    assert again.read == 4 * 9  # those before the checkpoint are read past
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+    assert_same_weights(weights(tmp_path / "parts" / "final"), weights(tmp_path / "whole" / "final"))
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_processes_share_the_steps_of_a_stream(num_processes):
+    alone = StreamedExamples(range(11), 2 * num_processes, 1, 1, 0)
+    shared = [StreamedExamples(range(11), 2, 1, num_processes, rank) for rank in range(num_processes)]
+    for step in [0, 1, 2, 3, 7, 4]:  # forward, past some, and back
+        expected = [i for micro_batch in alone(step)[0] for i in micro_batch]
+        parts = [one(step) for one in shared]
+        assert all(micro_batches[0] for micro_batches, _ in parts)
+        got = [i for micro_batches, counts in parts if counts for one in micro_batches for i in one]
+        assert sorted(got) == sorted(expected)
+
+
+def test_a_stream_needs_max_steps_and_examples(tmp_path):
+    with pytest.raises(ValueError, match=r"training.max_steps=None, but a stream has no length: set max_steps"):
+        run(tmp_path, data=Stream(texts(4)), max_steps=None)
+    with pytest.raises(ValueError, match="has 0 examples"):
+        run(tmp_path, data=Stream([]))
 
 
 # --- refused --------------------------------------------------------------------------------------------------

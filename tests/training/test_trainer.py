@@ -6,11 +6,15 @@ import shutil
 import pytest
 import torch
 from torch.utils.data import Dataset
-from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 from transformers.utils import hub
 
-from families import CONFIGS, FULL_PLAN, VOCAB
+from families import CONFIGS, ENCODERS, FULL_PLAN, VOCAB
 from rsa_hf import RSAConfig, patch_model, rsa_report
+from rsa_hf.heads import RSAHeads
+from rsa_hf.tasks.language_modeling import StreamedBlocks, TrainingBlocks
+from rsa_hf.training.callback import RSACallback
+from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
 
 
 class Tokens(Dataset):
@@ -75,15 +79,6 @@ def test_gates_and_rates_are_trained_without_a_word_about_them(tmp_path):
             assert a.decay != b.decay
 
 
-def test_resuming_is_exact(tmp_path):
-    whole = make_trainer(tmp_path / "whole")
-    whole.train()
-    shutil.copytree(tmp_path / "whole" / "checkpoint-4", tmp_path / "again" / "checkpoint-4")
-    resumed = make_trainer(tmp_path / "again")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "again" / "checkpoint-4"))
-    assert_same(weights(resumed.model), weights(whole.model))
-
-
 def test_the_best_model_comes_back_whole(tmp_path):
     # "Best" is the highest loss here, which with this learning rate is not the last one.
     trainer = make_trainer(
@@ -139,28 +134,186 @@ class _Card:
             file.write("card")
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_checkpointing_gives_the_same_gradients(use_reentrant):
+# --- the Trainer's switches: the same training, another way ----------------------------------------------------------
+
+
+def language_model(family="gpt2", **values):
     torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(CONFIGS["roberta"](), attn_implementation="sdpa")
-    model.config.hidden_dropout_prob = 0.0
-    patch_model(model, RSAConfig(**FULL_PLAN)).train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    config = CONFIGS[family]()
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    auto = AutoModelForSequenceClassification if family in ENCODERS else AutoModelForCausalLM
+    return patch_model(auto.from_config(config, **values), RSAConfig(**FULL_PLAN))
+
+
+def blocks(size, seed=3):
+    """Token blocks with from 2 to 9 labels, so that a mean of means is not the mean."""
+    ids = torch.randint(3, VOCAB, (size, 10), generator=torch.Generator().manual_seed(seed))
+    labels = torch.stack([row.index_fill(0, torch.arange(1 + i % 8), -100) for i, row in enumerate(ids)])
+    return [{"input_ids": a, "labels": b} for a, b in zip(ids, labels, strict=True)]
+
+
+def trained(folder, model=None, data=None, **values):
+    defaults = {"max_steps": 3, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "logging_steps": 1}
+    defaults |= {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+    args = TrainingArguments(str(folder), train_sampling_strategy="sequential", **{**defaults, **values})
+    trainer = Trainer(model or language_model(), args, train_dataset=data or blocks(24))
+    trainer.train()
+    return trainer
+
+
+def losses(trainer):
+    return [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
+
+
+def assert_same_training(trainer, reference, tolerance):
+    """The weights agree up to a share of how far training has moved them."""
+    assert losses(trainer) == pytest.approx(losses(reference), rel=1e-5)
+    start, found = language_model().state_dict(), trainer.model.state_dict()
+    for name, value in reference.model.state_dict().items():
+        moved = (value - start[name]).norm()
+        assert moved > 0, name
+        assert (found[name] - value).norm() < tolerance * moved, name
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "roberta"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_gives_the_same_gradients(family, use_reentrant):
+    model = language_model(family, attn_implementation="sdpa").train()
     rows = [Tokens(6, 2)[i] for i in range(6)]
     batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
     batch["attention_mask"][0, 6:] = 0
+    if family not in ENCODERS:
+        batch["labels"] = batch["input_ids"]
 
     def gradients():
         model.zero_grad()
         model(**batch).loss.backward()
-        return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if ".rsa." in name}
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
     plain = gradients()
+    assert sum(".rsa." in name and bool((gradient != 0).all()) for name, gradient in plain.items()) == 8
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     if use_reentrant:
         model.enable_input_require_grads()
+    calls = []
+    handle = next(m for m in model.modules() if isinstance(m, RSAHeads)).register_forward_hook(
+        lambda *_: calls.append(torch.is_grad_enabled())
+    )
     for name, gradient in gradients().items():
         torch.testing.assert_close(gradient, plain[name])
-        assert bool((gradient != 0).any())
+    handle.remove()
+    assert len(calls) == 2  # once forward, once more in the backward pass
+
+
+def test_gradient_checkpointing_in_the_trainer(tmp_path):
+    reference = trained(tmp_path)
+    for use_reentrant in (True, False):
+        keywords = {"gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
+        trainer = trained(tmp_path, gradient_checkpointing=True, **keywords)
+        assert_same_training(trainer, reference, tolerance=1e-4)
+
+
+def test_accumulation_is_the_big_batch(tmp_path):
+    reference = trained(tmp_path)
+    parts = trained(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    assert_same_training(parts, reference, tolerance=2e-3)
+    # What a mean of the micro-batches' means would give is another loss, by far more.
+    model, data = language_model(), blocks(8)
+
+    def loss(rows):
+        return model(**{key: torch.stack([row[key] for row in rows]) for key in rows[0]}).loss.item()
+
+    mean_of_means = sum(loss(data[i : i + 2]) for i in range(0, 8, 2)) / 4
+    assert abs(mean_of_means - losses(reference)[0]) > 1e-4 * mean_of_means
+
+
+def test_bf16_leaves_gates_and_rates_in_float32(tmp_path):
+    reference, model = trained(tmp_path), language_model()
+    seen = set()
+    for module in model.modules():
+        if isinstance(module, RSAHeads):
+            module.register_forward_hook(
+                lambda heads, args, output: seen.update((args[1].dtype, *(r.dtype for r in heads.rates().values())))
+            )
+    trainer = trained(tmp_path, model, bf16=True)
+    assert seen == {torch.bfloat16, torch.float32}  # the values that come in, and the rates
+    assert all(p.dtype == torch.float32 for name, p in model.named_parameters() if ".rsa." in name)
+    assert losses(trainer) != losses(reference)
+    assert losses(trainer) == pytest.approx(losses(reference), rel=1e-2)
+
+
+@pytest.mark.slow  # compiling
+def test_compiled(tmp_path):
+    reference = trained(tmp_path)
+    trainer = trained(tmp_path, torch_compile=True, torch_compile_backend="aot_eager")
+    assert_same_training(trainer, reference, tolerance=2e-3)
+    trainer.save_model(tmp_path / "saved")
+    assert_same(weights(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), weights(trainer.model))
+
+
+def test_streamed_blocks_are_a_train_dataset(tmp_path):
+    text = bytes(3 + i * i % (VOCAB - 3) for i in range(8 * 3 * 10 + 5))
+    in_memory = TrainingBlocks(torch.tensor(list(text)), 10)
+    streamed = StreamedBlocks(lambda: [text[:50], text[50:]], None, 10)
+    left, right = (trained(tmp_path, data=data) for data in (in_memory, streamed))
+    assert losses(left) == losses(right)
+    assert_same(weights(left.model), weights(right.model))
+
+
+class Killed(BaseException):
+    """Nothing catches it, as nothing catches a signal."""
+
+
+def test_killed_in_the_middle_and_resumed_is_bitwise_the_whole_run(tmp_path):
+    """Dropout is on. Weights, optimiser, schedule and every loss, from a checkpoint that lies inside an epoch."""
+
+    class Deadly(Tokens):
+        left = None
+
+        def __getitem__(self, i):
+            if self.left is not None:
+                self.left -= 1
+                if self.left < 0:
+                    raise Killed
+            return super().__getitem__(i)
+
+    def start(name, left):
+        trainer = make_trainer(tmp_path / name, weight_decay=0.1, save_steps=3)
+        keywords = optimizer_cls_and_kwargs(trainer.args, rsa_learning_rate=0.1)
+        data = Deadly(40, 0)
+        data.left = left
+        trainer = Trainer(
+            trainer.model,
+            trainer.args,
+            train_dataset=data,
+            eval_dataset=trainer.eval_dataset,
+            optimizer_cls_and_kwargs=keywords,
+        )
+        trainer.add_callback(RSACallback(trainer))
+        return trainer
+
+    whole = start("whole", None)
+    whole.train()
+    with pytest.raises(Killed):
+        start("parts", 4 * 4 + 2).train()  # in the fifth of eight steps
+    assert sorted(path.name for path in (tmp_path / "parts").glob("checkpoint-*")) == ["checkpoint-3"]
+    resumed = start("parts", None)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(weights(resumed.model), weights(whole.model))
+    left, right = (trainer.optimizer.state_dict() for trainer in (resumed, whole))
+    assert left["param_groups"] == right["param_groups"]
+    for index, state in right["state"].items():
+        for key, value in state.items():
+            assert torch.equal(left["state"][index][key], value)
+    assert resumed.lr_scheduler.state_dict() == whole.lr_scheduler.state_dict()
+    timed = ("runtime", "per_second", "train_loss", "total_flos")
+
+    def history(trainer):
+        return [
+            {key: value for key, value in logs.items() if not key.endswith(timed)}
+            for logs in trainer.state.log_history
+        ]
+
+    assert history(resumed) == history(whole)
