@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -119,6 +120,13 @@ class RSAHeads(nn.Module):
             raise ValueError(
                 f"attention has {attention.shape[1]} queries and {value.shape[2]} values, but the mask was read for "
                 f"{geometry.query_length} and {geometry.key_length}."
+            )
+        if self.mu.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling():
+            # Not through `_apply`: FSDP and DeepSpeed hand a module parameters of their own.
+            warnings.warn(
+                f"RSA parameters came as {self.mu.dtype}: gates and rates are rounded, and learn coarsely. Under "
+                "FSDP2 call rsa_hf.training.fsdp.shard_rsa_heads before the model is prepared.",
+                stacklevel=2,
             )
         groups = H // value.shape[1]
         is_step = geometry.query_length == 1 and geometry.key_length > 1 and geometry.causal

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rsa_hf.heads import RSAHeads, heads_in_force
 
@@ -88,7 +89,8 @@ def rsa_report(model: nn.Module) -> RSAReport:
     """Read gates and rates off a model.
 
     Args:
-        model: any module; one without RSA heads gives an empty report. Under PEFT the copies in force are read.
+        model: any module; one without RSA heads gives an empty report. Under PEFT the copies in force are read. Of a
+            model under FSDP2, every process has to ask for it.
 
     Returns:
         The report: `print(report)` for a table, `report.to_dict()` for JSON.
@@ -101,7 +103,7 @@ def rsa_report(model: nn.Module) -> RSAReport:
 
 
 def _head_reports(heads: RSAHeads) -> list[HeadReport]:
-    rates = {name: value.double().cpu() for name, value in heads.rates().items()}
+    rates = {name: _whole(value).double().cpu() for name, value in heads.rates().items()}
     decay, theta = heads.per_head(rates)
     gate = rates["gate"].expand(heads.plan.num_rsa_heads)
     reports = []
@@ -111,6 +113,11 @@ def _head_reports(heads: RSAHeads) -> list[HeadReport]:
         angle = None if kind == "regular" else float(theta[i])
         reports.append(HeadReport(i, kind, d, float(gate[i]), rate, angle, half_life))
     return reports
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    # Under FSDP2 every process holds a part.
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _half_life(modulus: float, dilation: int) -> float:

@@ -1,0 +1,108 @@
+"""FSDP2 through Accelerate, two processes: the gradients of one, and RSA parameters that no policy rounds."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fsdp_run as single
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM
+
+from rsa_hf import param_groups, rsa_report
+from rsa_hf.training.fsdp import shard_rsa_heads
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fsdp")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", single.__file__, str(folder)]
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The same batches in one process and float32, the two halves of a batch as one."""
+    model = single.language_model()
+    optimizer = torch.optim.AdamW(param_groups(model, 1e-2))
+    steps = [single.step(model, optimizer, ids, torch.Tensor.backward) for ids in single.batches()]
+    return model, [loss for loss, _ in steps], steps[0][1]
+
+
+def read(folder, name):
+    return [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+def errors(gradients, expected):
+    return {name: float((gradients[name] - value).norm() / value.norm()) for name, value in expected.items()}
+
+
+@pytest.mark.slow
+def test_without_mixed_precision_it_is_the_single_process_run(sharded, alone):
+    model, losses, gradients = alone
+    both = read(sharded, "exact")
+    for step, loss in enumerate(losses):
+        assert sum(found[0][step] for found in both) / 2 == pytest.approx(loss, rel=1e-5)
+    assert max(errors(both[0][1], gradients).values()) < 1e-5
+    weights = both[0][5]
+    start = single.language_model().state_dict()
+    for name, value in model.state_dict().items():
+        assert (weights[name] - value).norm() < 1e-3 * (value - start[name]).norm(), name
+
+
+@pytest.mark.slow
+def test_gates_and_rates_compute_in_float32_under_mixed_precision(sharded, alone):
+    ours, rounded = read(sharded, "bf16")[0], read(sharded, "rounded")[0]
+    assert ours[2] == ["torch.float32"]
+    assert rounded[2] == ["torch.bfloat16"]  # what the unit of their own prevents
+    assert ours[3] == rounded[3] == ["torch.float32"]
+    # Activations are bfloat16 in both, so gradients agree with float32 to its precision.
+    rsa = {name: error for name, error in errors(ours[1], alone[2]).items() if ".rsa." in name}
+    assert len(rsa) == 8
+    assert max(rsa.values()) < 0.1
+    assert all(not torch.equal(ours[1][name], rounded[1][name]) for name in rsa)
+
+
+@pytest.mark.slow
+def test_reports_and_saved_models_are_whole(sharded):
+    first, second = read(sharded, "bf16")
+    assert first[4] == second[4]
+    saved = AutoModelForCausalLM.from_pretrained(sharded / "model")
+    for name, value in saved.state_dict().items():
+        assert torch.equal(value, first[5][name]), name
+    report = rsa_report(saved).to_dict()
+    assert report["layers"] == first[4]["layers"]
+    assert report != rsa_report(single.language_model()).to_dict()
+
+
+@pytest.mark.slow
+def test_ram_efficient_loading_is_refused(sharded):
+    for rank in (0, 1):
+        assert "Set it to false" in json.loads((sharded / f"refused-{rank}.json").read_text())
+
+
+def test_without_fsdp_nothing_is_done():
+    model = single.language_model()
+    before = type(model.model.layers[0].self_attn.rsa)
+    shard_rsa_heads(model, Accelerator(cpu=True))
+    assert type(model.model.layers[0].self_attn.rsa) is before
+
+
+def test_rounded_parameters_are_told(recwarn):
+    model = single.language_model()
+    ids = single.batches()[0]
+    model(ids)
+    assert not [warning for warning in recwarn if "rounded" in str(warning.message)]
+    heads = model.model.layers[1].self_attn.rsa
+    heads.mu = torch.nn.Parameter(heads.mu.detach().bfloat16())
+    with pytest.warns(UserWarning, match=r"RSA parameters came as torch.bfloat16.*call rsa_hf.training.fsdp"):
+        model(ids)
