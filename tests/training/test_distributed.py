@@ -1,0 +1,194 @@
+"""Two processes learn what one does, and only one of them writes; the configs of `configs/accelerate/`."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import distributed_run as single
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rsa_hf import is_patched
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs" / "accelerate"
+SCRIPT = Path(single.__file__)
+
+
+def launch(config, *command):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / config)]
+    return subprocess.run(
+        [*launcher, *map(str, command)], env=environment, capture_output=True, text=True, timeout=280, cwd=ROOT
+    )
+
+
+# --- the configs ----------------------------------------------------------------------------------------------------
+
+
+def launched_with(config):
+    """What `accelerate launch` makes of a file."""
+    args = launch_command_parser().parse_args(["--config_file", str(CONFIGS / config), "script.py"])
+    return _validate_launch_command(args)[0]
+
+
+@pytest.mark.parametrize("config", sorted(path.name for path in CONFIGS.glob("*.yaml")))
+def test_accelerate_reads_every_config(config):
+    read = load_config_from_file(str(CONFIGS / config)).to_dict()
+    given = yaml.safe_load((CONFIGS / config).read_text())
+    for key, value in given.items():
+        assert str(read[key]) == str(value), key
+    args = launched_with(config)
+    assert args.num_processes == given["num_processes"]
+    assert args.mixed_precision == given["mixed_precision"]
+    # Each file says how it is called, by its own name.
+    assert f"--config_file configs/accelerate/{config}" in (CONFIGS / config).read_text()
+
+
+def test_what_the_configs_launch():
+    assert launched_with("single_cpu.yaml").use_cpu
+    two = launched_with("two_cpus_gloo.yaml")
+    assert two.use_cpu and two.multi_gpu and not two.use_fsdp
+    assert not launched_with("one_gpu_bf16.yaml").multi_gpu
+    assert launched_with("multi_gpu_ddp.yaml").multi_gpu
+    fsdp = launched_with("fsdp2_bf16.yaml")
+    assert fsdp.use_fsdp and fsdp.fsdp_version == 2
+    assert str(fsdp.fsdp_cpu_ram_efficient_loading).lower() == "false"
+    assert fsdp.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
+
+
+# --- two processes --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """One launch, for all that two processes do without failing."""
+    folder = tmp_path_factory.mktemp("two")
+    done = launch("two_cpus_gloo.yaml", SCRIPT, "train", folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """The same global batch in this process."""
+    folder = tmp_path_factory.mktemp("one")
+    single.run_loop(folder / "whole", single.texts(11), batch_size=4)
+    return folder, single.run_trainer(folder / "trainer", batch_size=4)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_close_weights(left, right, start, tolerance):
+    """Equal up to a share of how far training has moved each parameter."""
+    assert left.keys() == right.keys()
+    for name, value in right.items():
+        if name.endswith("key.bias"):
+            continue  # softmax does not depend on it: its gradient is rounding
+        moved = (value - start[name]).norm()
+        assert moved > 0, name
+        assert (left[name] - value).norm() < tolerance * moved, name
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_does(two, one):
+    for rank in (0, 1):
+        found = json.loads((two / f"rank{rank}.json").read_text())
+        assert found["processes"] == 2
+        assert found["device"].startswith("cpu")
+    ours, alone = lines(two / "whole"), lines(one[0] / "whole")
+    assert [line["step"] for line in ours] == list(range(1, 8))
+    for left, right in zip(ours, alone, strict=True):
+        assert left["loss"] == pytest.approx(right["loss"], rel=1e-5)
+        assert (left["tokens"], left["epoch"]) == (right["tokens"], right["epoch"])
+        assert left.get("eval", {}).keys() == right.get("eval", {}).keys()
+    start = single.language_model().state_dict()
+    states = [AutoModelForCausalLM.from_pretrained(f / "whole" / "final").state_dict() for f in (two, one[0])]
+    assert_close_weights(*states, start, tolerance=2e-3)
+    # A mean over the two processes' own means is another loss, by far more than that.
+    batch = [single.texts(11)[i] for i in (0, 1, 9, 10)]
+    halves = [single.language_model()(**single.stack(half)).loss.item() for half in (batch[:2], batch[2:])]
+    whole = single.language_model()(**single.stack(batch)).loss.item()
+    assert abs(sum(halves) / 2 - whole) > 1e-4 * whole
+
+
+@pytest.mark.slow
+def test_killed_and_continued_in_two_processes_is_bitwise_the_whole_run(two):
+    assert lines(two / "parts") == lines(two / "whole")
+    for name in ("best", "final"):
+        left, right = (load_file(two / run / name / "model.safetensors") for run in ("parts", "whole"))
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_processes_in_one(two, tmp_path):
+    """The model loads; going on with another number of processes, which would take other steps, is refused."""
+    checkpoint = two / "whole" / "checkpoints" / "step-7"
+    saved = load_file(checkpoint / "model.safetensors")
+    model = single.language_model()
+    missing, unexpected = model.load_state_dict(saved, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])  # tied
+    final = AutoModelForCausalLM.from_pretrained(two / "whole" / "final")
+    assert is_patched(final)
+    ids = torch.arange(1, 20)[None]
+    assert torch.equal(model.eval()(ids).logits, final.eval()(ids).logits)
+    with pytest.raises(ValueError, match="num_processes was 2, now 1"):
+        single.run_loop(tmp_path, single.texts(11), resume=str(checkpoint))
+
+
+@pytest.mark.slow
+def test_the_trainer_in_two_processes(two, one):
+    histories = [json.loads((two / f"rank{rank}.json").read_text())["history"] for rank in (0, 1)]
+    trainer = one[1]
+    for history in histories:
+        assert len(history) == len(trainer.state.log_history)
+        for left, right in zip(history, trainer.state.log_history, strict=True):
+            for key, value in right.items():
+                # eval_loss counts the rows twice that even out the processes; metrics do not.
+                if not key.endswith(("_runtime", "_per_second", "_flos", "eval_loss")):
+                    assert left[key] == pytest.approx(value, rel=1e-4), key
+    evaluated = next(logs for logs in histories[0] if "eval_loss" in logs)
+    assert evaluated["eval_num_examples"] == 7  # over two processes: one of them has a row less
+    assert any("rsa/gate" in logs for logs in histories[0])
+    last = AutoModelForSequenceClassification.from_pretrained(two / "trainer" / "checkpoint-4").state_dict()
+    assert_close_weights(last, trainer.model.state_dict(), single.classifier().state_dict(), tolerance=2e-3)
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_ends_the_run(tmp_path):
+    done = launch("two_cpus_gloo.yaml", SCRIPT, "fail", tmp_path)
+    assert done.returncode != 0
+    assert "error: this process has met a bad example" in done.stderr
+    assert not (tmp_path / "final").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["single_cpu.yaml", "two_cpus_gloo.yaml"])
+def test_the_script_under_the_configs(tmp_path, config):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i} of a text, not a long one\n" for i in range(400)))
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 32}
+    values = {f"config_overrides.{name}": value for name, value in sizes.items()}
+    values |= {"source": "files", "files.train": text, "block_size": 32, "max_steps": 3, "eval_every_steps": 3}
+    values |= {"batch_size": 4, "output_dir": tmp_path / "out", "log_every_steps": 1}
+    script = [ROOT / "scripts" / "train_language_model.py", ROOT / "configs" / "lm_bytes_embedded.yaml"]
+    done = launch(config, *script, *(f"--{key}={value}" for key, value in values.items()))
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in lines(tmp_path / "out")] == [1, 2, 3]
+    assert done.stdout.count("bits per byte") == 1  # one table, from one process
+    assert done.stderr.count("| 0/3 [") == 1  # one progress bar
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["train_tokens"] == 3 * 4 * 32 * (2 if "two" in config else 1)
+    assert math.isfinite(results["test"]["bits_per_byte"])
