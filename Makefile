@@ -10,7 +10,7 @@ THREADS ?= 2
 export OMP_NUM_THREADS = $(THREADS)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help venv test test-all test-oldest test-python transformers-tests bench lint types demo devign clean
+.PHONY: help venv test test-all test-oldest test-python transformers-tests bench survey lint types demo devign clean
 
 help:           ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/'
@@ -55,6 +55,9 @@ transformers-tests: $(READY) ## transformers' own model tests, plain and patched
 bench: $(READY) ## P V and GPT-2 small against their rivals, time and memory: writes results/ (about half an hour)
 	$(BIN)/python scripts/bench_product.py --output results
 	$(BIN)/python scripts/bench_model.py --output results
+
+survey: $(READY) ## Every model type of transformers, tiny: writes SUPPORTED.md, goes on where it stopped (ARGS=--fresh: anew)
+	$(BIN)/python scripts/survey_architectures.py --jobs $(THREADS) $(ARGS)
 
 demo: $(READY)  ## Patch, fine-tune, compare, save, reload and plot, in under 8 minutes on 2 cores
 	$(BIN)/python scripts/demo.py --output outputs/demo

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,9 +145,11 @@ def attach_heads(layers: Sequence[tuple[nn.Module, HeadPlan]]) -> None:
             )
     heads = []
     for module, plan in layers:
-        child, parameter = RSAHeads(plan), next(module.parameters(), None)
-        # While a checkpoint is loaded all is on the meta device, but for parameters (XLNet's) that do not ask for it.
-        heads.append(child if parameter is None or child.mu.is_meta else child.to(parameter.device))
+        parameter = next(module.parameters(), None)
+        # Not moved there afterwards: a model may be built on the meta device with some of its parameters elsewhere
+        # (DiffLlama's, XLNet's), and nothing can be moved off that.
+        with nullcontext() if parameter is None else parameter.device:
+            heads.append(RSAHeads(plan))
     for (module, _), child in zip(layers, heads, strict=True):
         if not hasattr(module, "rsa"):
             child.train(module.training)

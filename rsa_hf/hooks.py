@@ -31,6 +31,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed
 import transformers
 from safetensors import safe_open
@@ -124,13 +125,23 @@ def replace_all(hooks: Sequence[Hook], fits: str) -> None:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of an attention function, as `record_attention_calls` sees it."""
+    """One call of an attention function, as `record_attention_calls` sees it.
+
+    Attributes:
+        module: the attention module.
+        num_heads: H.
+        query_length: T.
+        key_length: S.
+        causal: direction as the call or the module says it; None: neither does.
+        sees_later: whether any query but the last saw the last key.
+    """
 
     module: nn.Module
     num_heads: int
     query_length: int
     key_length: int
     causal: bool | None
+    sees_later: bool
 
 
 _recording = threading.Lock()
@@ -140,17 +151,27 @@ _recording = threading.Lock()
 def record_attention_calls() -> Iterator[list[AttentionCall]]:
     """Record every call of attention while the context is open: through the interface, and in connected modules."""
     calls: list[AttentionCall] = []
-    with _recording, watch(lambda *call: calls.append(AttentionCall(*call))):
+
+    def record(module: nn.Module, num_heads: int, query_length: int, key_length: int, causal: bool) -> None:
+        calls.append(AttentionCall(module, num_heads, query_length, key_length, causal, sees_later=not causal))
+
+    with _recording, watch(record):
         original = AttentionInterface.get_interface
 
         def recording(self: AttentionInterface, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
             base = original(self, name, default)
 
-            def attention(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **keywords: Any) -> Any:
+            def attention(
+                module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **keywords: Any
+            ) -> Any:
                 _require_supported(name, keywords)
-                causal = is_causal(module, keywords)
-                calls.append(AttentionCall(module, query.shape[1], query.shape[2], key.shape[2], causal))
-                return base(module, query, key, *args, **keywords)
+                # Zero queries weigh all keys alike that they see, and only the last has a value here.
+                last = torch.zeros_like(value)
+                last[:, :, -1] = 1
+                seen = base(module, torch.zeros_like(query), key, last, *args, **keywords)[0]
+                causal, sees_later = is_causal(module, keywords), bool((seen[:, :-1] != 0).any())
+                calls.append(AttentionCall(module, query.shape[1], query.shape[2], key.shape[2], causal, sees_later))
+                return base(module, query, key, value, *args, **keywords)
 
             return attention
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,7 +50,7 @@ def patch_model(
     Raises:
         TypeError: `model` is no `PreTrainedModel`, or a setting has the wrong type.
         ValueError: the model has no attention that can be patched, the plan does not fit it, it is patched already
-            with another plan, or a layer does not say its direction.
+            with another plan, or its layers do not say their directions and have different ones.
         RuntimeError: an RSA layer took no part in the model's forward pass, or the model is one of those in
             `rsa_hf/adapters.py` and not as expected.
     """
@@ -72,6 +74,7 @@ def patch_model(
         )
     base = model.base_model
     found = _self_attention_calls(base, probe_inputs)
+    _warn_of_parts_without(base, {call.module for call in found.values()})
     names = list(found)
     if config.layers is not None:
         if config.layers[-1] >= len(names):
@@ -81,16 +84,11 @@ def patch_model(
             )
         names = [names[i] for i in config.layers]
     num_heads = [found[name].num_heads for name in names]
+    config = _with_direction(config, {name: found[name] for name in names})
     plan = SavedPlan(tuple(names), config.resolved(num_heads))
     if is_patched(model):
         _require_same_plan(model, plan)
         return model
-    for name in names:
-        if config.causal is None and found[name].causal is None:
-            raise ValueError(
-                f"{name} ({type(found[name].module).__name__}) does not say whether it is causal. Set causal=True or "
-                "causal=False in RSAConfig."
-            )
     attach_heads(list(zip([found[name].module for name in names], plan.config.layer_plans(num_heads), strict=True)))
     model.config.rsa = write_plan(plan)
     try:
@@ -134,6 +132,39 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
 def is_patched(model: nn.Module) -> bool:
     """Whether any module of the model has RSA heads."""
     return any(isinstance(module, RSAHeads) for module in model.modules())
+
+
+def _with_direction(config: RSAConfig, calls: Mapping[str, AttentionCall]) -> RSAConfig:
+    """The plan; with the direction in it where modules say none, or another than their masks have.
+
+    Some classes carry no `is_causal` (LayoutLM, Doge), or one that their masks belie (BigBirdPegasus).
+    """
+    astray = [name for name, call in calls.items() if call.causal is not (not call.sees_later)]
+    if config.causal is not None or not astray:
+        return config
+    directions = {not call.sees_later for call in calls.values()}
+    if len(directions) == 1:
+        return replace(config, causal=directions.pop())
+    first = calls[astray[0]]
+    raise ValueError(
+        f"{shorten(astray)} ({type(first.module).__name__}): is_causal is {first.causal}, but in a trial run queries "
+        f"{'saw' if first.sees_later else 'did not see'} later keys, and other layers have the other direction. Patch "
+        "the layers of each direction with layers=[...] and causal=True or causal=False in RSAConfig."
+    )
+
+
+def _warn_of_parts_without(base: Any, modules: Collection[nn.Module]) -> None:
+    """Say which half of an encoder-decoder has no self-attention that can be patched."""
+    if not base.config.is_encoder_decoder:
+        return
+    for half, part in (("encoder", base.get_encoder()), ("decoder", base.get_decoder())):
+        if part is not base and not any(module in modules for module in part.modules()):
+            kinds = sorted({type(m).__name__ for m in part.modules() if "attention" in type(m).__name__.lower()})
+            warnings.warn(
+                f"the {half} of this {type(base).__name__} gets no RSA heads: none of its self-attention goes through "
+                f"transformers' attention interface with queries and keys on one time axis ({shorten(kinds)}).",
+                stacklevel=3,
+            )
 
 
 def _require_same_plan(model: PreTrainedModel, plan: SavedPlan) -> None:
@@ -236,8 +267,9 @@ class _WithoutWeights(TorchFunctionMode):
 
 
 def _probe_inputs(base: nn.Module) -> dict[str, Any]:
+    accepted = inspect.signature(base.forward).parameters
     main = getattr(base, "main_input_name", "input_ids")
-    if main != "input_ids":
+    if main != "input_ids" and main in accepted:
         raise ValueError(
             f"{type(base).__name__} takes {main}, not input_ids: give patch_model(..., probe_inputs={{{main!r}: …}}), "
             "a small input on which the model runs."
@@ -248,6 +280,6 @@ def _probe_inputs(base: nn.Module) -> dict[str, Any]:
     token = next(token for token in range(len(special) + 1) if token not in special)
     device = next((p.device for p in base.parameters()), torch.device("cpu"))
     inputs = {"input_ids": torch.full((1, PROBE_LENGTH), token, device=device)}
-    if config.is_encoder_decoder and "decoder_input_ids" in inspect.signature(base.forward).parameters:
+    if config.is_encoder_decoder and "decoder_input_ids" in accepted:
         inputs["decoder_input_ids"] = torch.full((1, PROBE_DECODER_LENGTH), token, device=device)
     return inputs

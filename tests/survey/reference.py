@@ -1,0 +1,127 @@
+"""The paper's equation 4 on a whole model, written out with T×S matrices and none of the package's code.
+
+Who sees whom is not read from masks: the model's own attention function is called with zero queries and with the unit
+vectors as values, and its output is the (uniform) attention matrix. So P keeps what softmax attention keeps, and no
+convention on masks or direction has to be known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import AttentionInterface
+
+from references import lag_weight
+
+__all__ = ["plain_attention", "reference_attention", "without_attention"]
+
+
+@contextmanager
+def reference_attention(seen_padding: tuple[int, int] = (0, 0)) -> Iterator[dict[nn.Module, int]]:
+    """Replace RSA's attention by the reference: for every self-attention that has an `rsa` child, eq. 4.
+
+    Args:
+        seen_padding: (n, S) lets P, wrongly, see the first n keys of the first row where there are S keys.
+
+    Yields:
+        The modules called with as many queries as keys, and their number of heads; filled as the model runs.
+    """
+    seen: dict[nn.Module, int] = {}
+
+    def attention(
+        base: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kw: Any
+    ) -> Any:
+        output, weights = base(module, query, key, *args, **kw)
+        if query.shape[2] != key.shape[2]:
+            return output, weights
+        seen[module] = query.shape[1]
+        if hasattr(module, "rsa"):
+            visible = _visible(base, module, query, key, *args, **kw)
+            if key.shape[2] == seen_padding[1]:
+                visible[0, :, seen_padding[0] :, : seen_padding[0]] = True
+            output = _eq4(module.rsa, output, visible, args[0])
+        return output, weights
+
+    with _replaced(attention):
+        yield seen
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Leave RSA out: the attention functions of the unpatched model."""
+    with _replaced(lambda base, *args, **kw: base(*args, **kw)):
+        yield
+
+
+@contextmanager
+def without_attention() -> Iterator[None]:
+    """Every attention gives zeros: what then still passes from token to token is no attention."""
+
+    def attention(base: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+        output, weights = base(*args, **kw)
+        return torch.zeros_like(output), weights
+
+    with _replaced(attention):
+        yield
+
+
+@contextmanager
+def _replaced(attention: Callable[..., Any]) -> Iterator[None]:
+    hooked = AttentionInterface.get_interface
+    original = hooked.__wrapped__
+
+    def get_interface(self: AttentionInterface, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        base = original(self, name, default)
+        return lambda *args, **kw: attention(base, *args, **kw)
+
+    AttentionInterface.get_interface = get_interface
+    try:
+        yield
+    finally:
+        AttentionInterface.get_interface = hooked
+
+
+@torch.no_grad()
+def _visible(
+    base: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any
+) -> Tensor:
+    """[B, H, T, S], True where a query sees a key."""
+    B, heads, S, _ = value.shape
+    units = torch.eye(S, dtype=value.dtype).expand(B, heads, S, S)
+    weights = base(module, torch.zeros_like(query), key, units, *args, **kw)[0]
+    return weights.transpose(1, 2) > 0
+
+
+def _eq4(rsa: nn.Module, attention: Tensor, visible: Tensor, value: Tensor) -> Tensor:
+    plan, H, T, S = rsa.plan, *visible.shape[1:]
+    gate, parameters = _parameters(rsa)
+    lags = (torch.arange(T)[:, None] - torch.arange(S)[None, :]).abs()
+    value = value.repeat_interleave(H // value.shape[1], dim=1)
+    heads = [attention[:, :, h] for h in range(H)]
+    for h, (kind, rate, angle, d) in enumerate(parameters):
+        reached = (lags > 0) & (lags % d == 0)
+        P = torch.where(reached, lag_weight(kind, rate, angle, torch.where(reached, lags // d, 1)), 0.0)
+        product = torch.where(visible[:, h], P, 0.0).to(value.dtype) @ value[:, h]
+        g = gate[h % len(gate)] if len(gate) > 1 else gate[0]
+        heads[h] = (1 - g) * heads[h] + g * product
+    assert len(parameters) == plan.num_rsa_heads
+    return torch.stack(heads, dim=2).to(attention.dtype)
+
+
+def _parameters(rsa: nn.Module) -> tuple[Tensor, list[tuple[str, Tensor, Tensor | None, int]]]:
+    """The gates, and kind, rate, angle and dilation of each RSA head, from the stored parameters of tied pairs."""
+    plan, scale = rsa.plan, rsa.plan.parameter_scale
+    eta = [] if rsa.eta is None else list(torch.tanh(rsa.eta * scale))
+    pairs = [] if rsa.nu is None else list(zip(torch.sigmoid(rsa.nu * scale), rsa.theta * scale, strict=True))
+    k1, k2 = plan.num_regular, plan.num_cyclical_pairs
+    heads: list[Any] = [("regular", rate, None) for rate in eta[:k1]]
+    heads += [("cos", *pair) for pair in pairs[:k2]] + [("sin", *pair) for pair in pairs[:k2]]
+    heads += [("regular", rate, None) for rate in eta[k1:]]
+    heads += [("cos", *pair) for pair in pairs[k2:]] + [("sin", *pair) for pair in pairs[k2:]]
+    dilations = [1] * (len(heads) - len(plan.dilation)) + list(plan.dilation)
+    gate = torch.sigmoid(rsa.mu * scale)
+    return gate, [(*head, d) for head, d in zip(heads, dilations, strict=True)]

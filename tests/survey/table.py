@@ -1,0 +1,106 @@
+"""SUPPORTED.md: what a survey has found, as a page to read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from survey.checks import CHECKS
+from survey.records import Records
+from survey.tiny_models import TASKS
+
+__all__ = ["outcome", "write_table"]
+
+MEANING = {
+    "works": "every check that applies holds for every task, and fails where RSA is broken on purpose",
+    "refused": "`patch_model` raises an error that says why, and leaves the model as it was",
+    "not built": "no tiny model could be built or run, so nothing is known",
+    "unproven": "a check holds, but with a broken RSA too",
+    "wrong": "a check fails",
+}
+
+
+def outcome(record: dict[str, Any]) -> str:
+    """Of a type: that of its tasks; where they differ, the worst of those that were tried."""
+    found = {task["outcome"] for task in record.values()}
+    return next(name for name in ("wrong", "unproven", "refused", "works", "not built") if name in found)
+
+
+def write_table(records: Records, path: Path) -> str:
+    """Write the page; returns its summary line."""
+    by_outcome = {name: [t for t in sorted(records) if outcome(records[t]) == name] for name in MEANING}
+    counts = ", ".join(f"{len(names)} {name}" for name, names in by_outcome.items())
+    summary = f"{len(records)} model types: {counts}."
+    versions = ", ".join(f"{name} {version}" for name, version in records.versions.items())
+    lines = [
+        "# Which models RSA works on",
+        "",
+        "Written by `make survey` (scripts/survey_architectures.py), not by hand. Every model type in transformers'",
+        "causal-LM, masked-LM, sequence-classification and seq2seq mappings, as a tiny model with random weights on the",
+        "CPU, under the attention that transformers chooses for it (sdpa where there is, else eager).",
+        "",
+        f"**{summary}** {versions}.",
+        "",
+        "| | types | meaning |",
+        "|---|---|---|",
+        *(f"| {name} | {len(by_outcome[name])} | {meaning} |" for name, meaning in MEANING.items()),
+        "",
+        "## The checks",
+        "",
+        *(f"* **{name}**: {(check.__doc__ or '').strip()}" for name, (check, _) in CHECKS.items()),
+        "",
+        "Each is run again with RSA broken on purpose, and has to fail then. A check that does not apply is one whose",
+        "property the plain model does not have; the reasons are in results/architectures.json.",
+        "",
+        "## Works",
+        "",
+        "| type | tasks | RSA layers | checks that do not apply |",
+        "|---|---|---|---|",
+        *(_works(name, records[name]) for name in by_outcome["works"]),
+    ]
+    notes = [f"* `{name}`: {note}" for name in by_outcome["works"] for note in _notes(records[name])]
+    lines += ["", "In part, with a warning that says so:", "", *notes] if notes else []
+    for name in ("refused", "not built", "unproven", "wrong"):
+        if by_outcome[name]:
+            lines += ["", f"## {name.capitalize()}", "", "| type | tasks | why |", "|---|---|---|"]
+            lines += [row for model_type in by_outcome[name] for row in _reasons(model_type, records[model_type])]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return f"{path}: {summary}"
+
+
+def _works(model_type: str, record: dict[str, Any]) -> str:
+    tried = {task: found for task, found in record.items() if found["outcome"] == "works"}
+    skipped = [name for name in CHECKS if all(found["checks"][name] != "holds" for found in tried.values())]
+    layers = _joined(str(found["layers"]) for found in tried.values())
+    return f"| `{model_type}` | {_tasks(record, 'works')} | {layers} | {', '.join(skipped)} |"
+
+
+def _tasks(record: dict[str, Any], wanted: str) -> str:
+    return ", ".join(task for task in TASKS if task in record and record[task]["outcome"] == wanted)
+
+
+def _notes(record: dict[str, Any]) -> list[str]:
+    notes = [note for found in record.values() for note in found.get("without", [])]
+    notes += [
+        f"{task} not built: {_cell(found['why'])}" for task, found in record.items() if found["outcome"] == "not built"
+    ]
+    return list(dict.fromkeys(notes))
+
+
+def _reasons(model_type: str, record: dict[str, Any]) -> Iterable[str]:
+    reasons: dict[str, list[str]] = {}
+    for task, found in record.items():
+        reasons.setdefault(found["why"] or "works", []).append(task)
+    return [f"| `{model_type}` | {', '.join(tasks)} | {_cell(why)} |" for why, tasks in reasons.items()]
+
+
+def _cell(text: str) -> str:
+    text = text.replace("|", "\\|")
+    return text if len(text) <= 400 else text[:399] + "…"
+
+
+def _joined(values: Iterable[str]) -> str:
+    counted = Counter(values)
+    return ", ".join(sorted(counted))
