@@ -21,13 +21,10 @@ def make_trainer(folder, **arguments):
     rows = [{"input_ids": row, "labels": row} for row in ids]
     settings = {"max_steps": 6, "save_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 3e-3, "seed": 1}
     settings |= {"report_to": "none", "disable_tqdm": True, "logging_steps": 1, "use_cpu": True}
-    return Trainer(
-        model,
-        TrainingArguments(str(folder), **{**settings, **arguments}),
-        train_dataset=rows,
-        eval_dataset=rows[:8],
-        callbacks=[RSACallback()],
-    )
+    args = TrainingArguments(str(folder), **{**settings, **arguments})
+    trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows[:8])
+    trainer.add_callback(RSACallback(trainer))
+    return trainer
 
 
 def test_only_lora_and_rates_move_and_the_log_has_them(tmp_path):
@@ -37,7 +34,7 @@ def test_only_lora_and_rates_move_and_the_log_has_them(tmp_path):
     for name, value in trainer.model.state_dict().items():
         adapted = "lora_" in name or ".modules_to_save." in name
         assert torch.equal(value, before[name]) is not adapted, name
-    last = [log for log in trainer.state.log_history if "loss" in log][-1]
+    last = [log for log in trainer.state.log_history if "rsa/gate" in log][-1]
     for i, layer in enumerate(rsa_report(trainer.model).layers):
         assert last[f"rsa/gate/layer_{i:02d}"] == pytest.approx(layer.heads[0].gate)
     # Six steps at a falling 3e-3 · 20: gates move by more than weights could (6 · 3e-3).
