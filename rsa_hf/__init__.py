@@ -35,6 +35,7 @@ if _os.path.splitext(_os.path.basename(_sys.argv[0] if _sys.argv else ""))[0] !=
     _install()
     _arm()
 
+    import rsa_hf.models  # registers Auto classes
     from rsa_hf.config import RSAConfig
     from rsa_hf.heads import RSAHeads
     from rsa_hf.patching import is_patched, patch_model, unpatch_model

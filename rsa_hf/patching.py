@@ -267,6 +267,9 @@ class _WithoutWeights(TorchFunctionMode):
 
 
 def _probe_inputs(base: nn.Module) -> dict[str, Any]:
+    own: dict[str, Any] | None = getattr(base, "rsa_probe_inputs", None)
+    if own is not None:
+        return own
     accepted = inspect.signature(base.forward).parameters
     main = getattr(base, "main_input_name", "input_ids")
     if main != "input_ids" and main in accepted:

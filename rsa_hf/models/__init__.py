@@ -1,5 +1,5 @@
 """Models that transformers lacks, as transformers models, one folder each. Importing this registers Auto classes."""
 
-from rsa_hf.models import recurrent
+from rsa_hf.models import recurrent, transformer_xl
 
-__all__ = ["recurrent"]
+__all__ = ["recurrent", "transformer_xl"]

@@ -1,0 +1,22 @@
+"""Transformer-XL (Dai et al., 2019), which transformers 5 no longer has. Importing it registers the Auto classes."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rsa_hf.models.transformer_xl.configuration import TransformerXLConfig
+from rsa_hf.models.transformer_xl.modeling import (
+    TransformerXLForCausalLM,
+    TransformerXLForSequenceClassification,
+    TransformerXLModel,
+)
+
+__all__ = [
+    "TransformerXLConfig",
+    "TransformerXLForCausalLM",
+    "TransformerXLForSequenceClassification",
+    "TransformerXLModel",
+]
+
+AutoConfig.register(TransformerXLConfig.model_type, TransformerXLConfig)
+AutoModel.register(TransformerXLConfig, TransformerXLModel)
+AutoModelForCausalLM.register(TransformerXLConfig, TransformerXLForCausalLM)
+AutoModelForSequenceClassification.register(TransformerXLConfig, TransformerXLForSequenceClassification)

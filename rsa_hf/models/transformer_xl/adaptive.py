@@ -1,0 +1,148 @@
+"""Adaptive embedding and adaptive softmax (Baevski and Auli, 2019, arXiv:1809.10853; Grave et al., 2017).
+
+Tokens are sorted by frequency and cut into bands. With `div_val` > 1 band i has embeddings of width d_embed /
+div_val^i, projected to the model's width. The softmax is over the first band and one entry for each other band, and
+then within the band. Parameters are named and laid out as in transformers 4.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rsa_hf.models.transformer_xl.configuration import TransformerXLConfig
+
+__all__ = ["AdaptiveEmbedding", "AdaptiveLogSoftmax", "Bands", "tied_parameters"]
+
+
+class Bands:
+    """Which tokens form a band, and the tables of embeddings.
+
+    Attributes:
+        ranges: first token of each band, and the one behind its last.
+        tables: size and width of each table: one a band, or one for all where div_val is 1.
+        one_table: the latter.
+        projected: whether embeddings are projected to the model's width; one table of that width is not.
+    """
+
+    def __init__(self, config: TransformerXLConfig) -> None:
+        edges = [0, *config.cutoffs, config.vocab_size]
+        self.ranges = list(zip(edges[:-1], edges[1:], strict=True))
+        self.one_table = config.div_val == 1
+        width = config.embedding_width
+        if self.one_table:
+            self.tables = [(config.vocab_size, width)]
+        else:
+            self.tables = [(b - a, width // config.div_val**i) for i, (a, b) in enumerate(self.ranges)]
+        self.projected = not self.one_table or width != config.d_model
+
+    def __len__(self) -> int:
+        return len(self.ranges)
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """The band of each token, in the shape of `tokens`; a token outside the vocabulary falls to an outer band."""
+        starts = torch.tensor([start for start, _ in self.ranges[1:]], dtype=tokens.dtype, device=tokens.device)
+        return torch.bucketize(tokens.contiguous(), starts, right=True)
+
+
+class AdaptiveEmbedding(nn.Module):
+    """Embeddings, projected to the model's width and scaled by √d_model."""
+
+    def __init__(self, config: TransformerXLConfig) -> None:
+        super().__init__()
+        self.bands = Bands(config)
+        self.d_model = config.d_model
+        self.emb_layers = nn.ModuleList(nn.Embedding(size, width) for size, width in self.bands.tables)
+        widths = [width for _, width in self.bands.tables] if self.bands.projected else []
+        self.emb_projs = nn.ParameterList(nn.Parameter(torch.empty(config.d_model, width)) for width in widths)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Embed tokens [B, T]: [B, T, d_model].
+
+        Raises:
+            IndexError: a token outside the vocabulary.
+        """
+        if len(self.bands.tables) == 1:
+            embedded = self.emb_layers[0](tokens)
+            if self.bands.projected:
+                embedded = F.linear(embedded, self.emb_projs[0])
+            return embedded * self.d_model**0.5
+        band = self.bands.of(tokens)
+        embedded = self.emb_projs[0].new_zeros(*tokens.shape, self.d_model)
+        for i, (start, _) in enumerate(self.bands.ranges):
+            at = band == i
+            projected = F.linear(self.emb_layers[i](tokens[at] - start), self.emb_projs[i])
+            embedded[at] = projected.to(embedded.dtype)
+        return embedded * self.d_model**0.5
+
+
+class AdaptiveLogSoftmax(nn.Module):
+    """Log-probabilities of tokens: of all, or at less cost of one a position. Plain where there is one band."""
+
+    def __init__(self, config: TransformerXLConfig) -> None:
+        super().__init__()
+        self.bands = bands = Bands(config)
+        if len(bands) > 1:
+            self.cluster_weight = nn.Parameter(torch.empty(len(bands) - 1, config.embedding_width))
+            self.cluster_bias = nn.Parameter(torch.empty(len(bands) - 1))
+        self.out_layers = nn.ModuleList(nn.Linear(width, size) for size, width in bands.tables)
+        widths = [width for _, width in bands.tables] * (len(bands) if bands.one_table else 1)
+        self.out_projs = nn.ParameterList(
+            nn.Parameter(torch.empty(config.d_model, width)) for width in (widths if bands.projected else [])
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Log-probabilities of all tokens behind hidden states [..., d_model]: [..., V]."""
+        head = self._log_softmax(hidden, 0)
+        first = self.bands.ranges[0][1]
+        tails = [head[..., first + i - 1, None] + self._log_softmax(hidden, i) for i in range(1, len(self.bands))]
+        return torch.cat([head[..., :first], *tails], dim=-1).to(hidden.dtype)
+
+    def negative_log_likelihood(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """−log p of one token behind each hidden state, without the bands that have none of them.
+
+        Args:
+            hidden: shape [N, d_model].
+            tokens: shape [N].
+
+        Returns:
+            Shape [N], float32.
+        """
+        head = self._log_softmax(hidden, 0)
+        if len(self.bands) == 1:
+            return -head.gather(1, tokens[:, None])[:, 0]
+        band, first = self.bands.of(tokens), self.bands.ranges[0][1]
+        entry = torch.where(band == 0, tokens, first + band - 1)
+        log_likelihood = head.gather(1, entry[:, None])[:, 0]
+        for i in range(1, len(self.bands)):
+            at = (band == i).nonzero()[:, 0]
+            within = tokens[at] - self.bands.ranges[i][0]
+            of_band = self._log_softmax(hidden[at], i).gather(1, within[:, None])[:, 0]
+            log_likelihood = log_likelihood.index_add(0, at, of_band)
+        return -log_likelihood
+
+    def _log_softmax(self, hidden: Tensor, i: int) -> Tensor:
+        """Within band i, in float32. Band 0 has an entry for each other band, behind its tokens."""
+        start, end = self.bands.ranges[i]
+        layer = self.out_layers[0 if self.bands.one_table else i]
+        weight, bias = layer.weight, layer.bias
+        if self.bands.one_table:
+            weight, bias = weight[start:end], bias[start:end]
+        if i == 0 and len(self.bands) > 1:
+            weight, bias = torch.cat([weight, self.cluster_weight]), torch.cat([bias, self.cluster_bias])
+        if self.bands.projected:
+            hidden = F.linear(hidden, self.out_projs[i].t())
+        return F.linear(hidden, weight, bias).log_softmax(dim=-1, dtype=torch.float32)
+
+
+def tied_parameters(config: TransformerXLConfig) -> dict[str, str]:
+    """Names of the softmax's parameters that are the embedding's own, each with its name there."""
+    bands = Bands(config)
+    tied = {}
+    if config.tie_word_embeddings:
+        tied |= {f"out_layers.{i}.weight": f"emb_layers.{i}.weight" for i in range(len(bands.tables))}
+    if bands.projected:
+        shared = [i for i, tie in enumerate(config.projections_tied) if tie]
+        tied |= {f"out_projs.{i}": f"emb_projs.{0 if bands.one_table else i}" for i in shared}
+    return tied

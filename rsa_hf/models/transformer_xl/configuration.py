@@ -1,0 +1,137 @@
+"""The configuration of Transformer-XL, in the fields of transformers 4, so that its checkpoints load as they are."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+
+__all__ = ["TransformerXLConfig"]
+
+
+@strict
+class TransformerXLConfig(PreTrainedConfig):
+    """Transformer-XL (Dai et al., 2019, arXiv:1901.02860). Defaults are those of the WikiText-103 model.
+
+    Args:
+        vocab_size: number of tokens V.
+        cutoffs: where the bands of the adaptive embedding and softmax begin, tokens being sorted by frequency; `[]`
+            is the plain softmax.
+        d_model: width of the hidden states.
+        d_embed: width of the embeddings of the most frequent band; None: as d_model.
+        n_head: number of attention heads H.
+        d_head: width of a head D.
+        d_inner: inner width of the feed-forward layers.
+        div_val: each band's embeddings are this factor narrower than the band before; 1: all bands share one table.
+        pre_lnorm: layer normalisation at the input of each block, instead of at its output.
+        n_layer: number of layers.
+        mem_len: number of positions M that the memory keeps of each layer; also the window of `same_length`.
+        clamp_len: distances beyond this look alike, and longer segments are refused; 0 or less: no limit.
+        same_length: every query sees `mem_len` positions, itself included, rather than all there are.
+        zero_memory: a text begins behind a memory of M zero states, to which attention attends, as in transformers 4;
+            False: with no memory, as in the paper. It is True for configs that transformers 4 has written.
+        proj_share_all_but_first: bands but the first project with the embedding's matrix on the way out.
+        tie_projs: the same for each of the bands; None: as `proj_share_all_but_first` says.
+        tie_word_embeddings: the softmax uses the embedding tables.
+        untie_r: each layer has biases u and v of its own.
+        dropout: on embeddings, positions, attention output and feed-forward.
+        dropatt: on attention weights.
+        init_std: standard deviation of fresh weights.
+        proj_init_std: that of fresh projections of embeddings.
+        layer_norm_epsilon: of all layer normalisations.
+        use_cache: return the memory.
+
+    Raises:
+        ValueError: a field has a value that is not allowed; the message names it.
+    """
+
+    model_type = "transfo-xl"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["mems"]
+    attribute_map: ClassVar[dict[str, str]] = {
+        "n_token": "vocab_size",
+        "hidden_size": "d_model",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "head_dim": "d_head",
+    }
+
+    vocab_size: int = 267735
+    cutoffs: list[int] | tuple[int, ...] = (20000, 40000, 200000)
+    d_model: int = 1024
+    d_embed: int | None = None
+    n_head: int = 16
+    d_head: int = 64
+    d_inner: int = 4096
+    div_val: int = 4
+    pre_lnorm: bool = False
+    n_layer: int = 18
+    mem_len: int = 1600
+    clamp_len: int = 1000
+    same_length: bool = True
+    zero_memory: bool = False
+    proj_share_all_but_first: bool = True
+    tie_projs: list[bool] | tuple[bool, ...] | None = None
+    tie_word_embeddings: bool = True
+    untie_r: bool = True
+    dropout: float | int = 0.1
+    dropatt: float | int = 0.0
+    init_std: float = 0.02
+    proj_init_std: float = 0.01
+    layer_norm_epsilon: float = 1e-5
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = 0
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.cutoffs = list(self.cutoffs)
+        bands = len(self.cutoffs) + 1
+        for name in ("vocab_size", "d_model", "embedding_width", "n_head", "d_head", "d_inner", "div_val", "n_layer"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: a whole number ≥ 1 is needed.")
+        edges = [0, *self.cutoffs, self.vocab_size]
+        if any(low >= high for low, high in zip(edges, edges[1:], strict=False)):
+            raise ValueError(
+                f"cutoffs={self.cutoffs}: they must increase, and lie between 0 and vocab_size={self.vocab_size}, both "
+                "excluded; [] is the plain softmax."
+            )
+        if self.embedding_width // self.div_val ** (bands - 1) < 1:
+            raise ValueError(
+                f"div_val={self.div_val}: band {bands} would have no width left of d_embed={self.embedding_width}. Use a "
+                "smaller div_val or fewer cutoffs."
+            )
+        if len(self.projections_tied) != bands:
+            raise ValueError(f"tie_projs={self.tie_projs}: one entry for each of the {bands} bands is needed.")
+        if self.d_model % 2:
+            raise ValueError(f"d_model={self.d_model}: an even number is needed, half sines and half cosines.")
+        if self.mem_len < 0 or (self.same_length and self.mem_len == 0):
+            raise ValueError(
+                f"mem_len={self.mem_len}: a whole number ≥ 0 is needed, and ≥ 1 with same_length=True, whose window "
+                "it is. For no memory set mem_len=0 and same_length=False."
+            )
+        if kwargs.get("attn_type", 0) != 0:
+            raise ValueError(
+                f"attn_type={kwargs['attn_type']}: only 0 is implemented, the relative positions of the paper; 1 to 3 "
+                "are the baselines that it compares with."
+            )
+        if kwargs.get("sample_softmax", -1) > 0:
+            raise ValueError(f"sample_softmax={kwargs['sample_softmax']}: the sampled softmax is not implemented; use -1.")
+        super().__post_init__(**kwargs)
+
+    @property
+    def embedding_width(self) -> int:
+        """`d_embed`, or `d_model` where it is None."""
+        return self.d_model if self.d_embed is None else self.d_embed
+
+    @property
+    def projections_tied(self) -> list[bool]:
+        """`tie_projs`, or what `proj_share_all_but_first` says where it is None."""
+        if self.tie_projs is None:
+            return [False] + [self.proj_share_all_but_first] * len(self.cutoffs)
+        return list(self.tie_projs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read a saved config; one without `zero_memory` is from transformers 4, which attended to zeros."""
+        return super().from_dict({"zero_memory": True, **config_dict}, **kwargs)
