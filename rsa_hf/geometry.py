@@ -262,6 +262,9 @@ def _read_row(mask: Tensor, T: int, S: int, causal: bool) -> Geometry:
 
 def _read_mask(mask: Tensor, T: int, S: int, causal: bool) -> Geometry:
     visible = _visible(mask, T, S)
+    if mask.is_meta:
+        # It holds nothing, and nothing is computed from it but shapes.
+        return Geometry(T, S, S - T, causal)
     if visible.shape[1] > 1 and bool((visible == visible[:, :1]).all()):
         visible = visible[:, :1]
     offset = _offset(visible, T, S, causal)

@@ -121,6 +121,8 @@ class RSAHeads(nn.Module):
                 f"attention has {attention.shape[1]} queries and {value.shape[2]} values, but the mask was read for "
                 f"{geometry.query_length} and {geometry.key_length}."
             )
+        if value.is_meta:
+            return torch.empty_like(attention)  # a shape is all there is
         if self.mu.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling():
             # Not through `_apply`: FSDP and DeepSpeed hand a module parameters of their own.
             warnings.warn(

@@ -4,8 +4,9 @@
 
 The published text8 shape (512 wide, 8 heads of 64, inner width 2048), fewer layers, segments of --length behind a
 memory of as many. Each arm runs in a process of its own, the reference in its own environment (see
-transformer_xl_reference.py), and they take turns: one step each, round by round. A step is forward, backward and AdamW.
-Before anything is reported, both give the same loss for the same weights. Writes bench_transformer_xl.json and .md.
+transformer_xl_reference.py), and they take turns: one step each, round by round. A step is forward, backward and
+AdamW. Before anything is reported, both give the same loss for the same weights. Writes bench_transformer_xl.json and
+.md.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def build(arm: str, arguments: argparse.Namespace) -> torch.nn.Module:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """Answer each line on standard input with the seconds of one step; the first answer is the loss of fresh weights."""
+    """Print the loss of fresh weights, then, for each line on standard input, the seconds of one step."""
     torch.set_num_threads(arguments.threads)
     model = build(arguments.worker, arguments)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2.5e-4)
@@ -107,7 +108,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     workers, losses = {}, {}
     for name, arm in ARMS.items():
         python, environment = (reference_python(), there) if arm == "reference" else (sys.executable, here)
-        options = [f"--{key}={getattr(arguments, key)}" for key in ("layers", "length", "batch", "threads", "checkpoint")]
+        options = [
+            f"--{key}={getattr(arguments, key)}" for key in ("layers", "length", "batch", "threads", "checkpoint")
+        ]
         workers[name] = subprocess.Popen(
             [str(python), str(Path(__file__).resolve()), *options, f"--worker={arm}"],
             stdin=subprocess.PIPE,
@@ -131,7 +134,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def ask(worker: subprocess.Popen[str], line: str = "") -> float:
-    assert worker.stdin is not None and worker.stdout is not None
+    assert worker.stdin is not None
+    assert worker.stdout is not None
     worker.stdin.write(line)
     worker.stdin.flush()
     return float(worker.stdout.readline())

@@ -66,7 +66,8 @@ def reference_python(cache: Path | None = None) -> Path:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", f"transformers=={VERSION}"], check=True)
         torch = importlib.util.find_spec("torch")
-        assert torch is not None and torch.origin is not None
+        assert torch is not None
+        assert torch.origin is not None
         # Last on the path, so that what was installed above comes first.
         (next(folder.glob("lib/python*/site-packages")) / "torch.pth").write_text(f"{Path(torch.origin).parents[1]}\n")
         ready.touch()
@@ -90,7 +91,8 @@ def load_reference() -> Any:
     assert transformers.__version__ == VERSION, transformers.__version__
     name = "transformers.models.deprecated.transfo_xl.modeling_transfo_xl"
     spec = importlib.util.find_spec(name)
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     source = Path(spec.origin).read_text(encoding="utf-8")
     broken, whole = ".type_as(\n                dtype=word_emb.dtype\n            )", ".to(dtype=word_emb.dtype)"
     assert source.count(broken) == 1

@@ -11,6 +11,7 @@ import sys
 import typer
 
 from rsa_hf.cli.card import card
+from rsa_hf.cli.convert import convert_transformer_xl
 from rsa_hf.cli.doctor import doctor
 from rsa_hf.cli.errors import UserError
 from rsa_hf.cli.evaluate import evaluate
@@ -22,7 +23,7 @@ from rsa_hf.cli.train import train
 __all__ = ["main"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (patch, inspect, card, push, doctor):
+for command in (patch, inspect, card, push, convert_transformer_xl, doctor):
     app.command()(command)
 app.add_typer(train, name="train")
 app.add_typer(evaluate, name="evaluate")

@@ -2,12 +2,10 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rsa_hf.models.transformer_xl.classifier import TransformerXLForSequenceClassification
 from rsa_hf.models.transformer_xl.configuration import TransformerXLConfig
-from rsa_hf.models.transformer_xl.modeling import (
-    TransformerXLForCausalLM,
-    TransformerXLForSequenceClassification,
-    TransformerXLModel,
-)
+from rsa_hf.models.transformer_xl.language_model import TransformerXLForCausalLM
+from rsa_hf.models.transformer_xl.modeling import TransformerXLModel
 
 __all__ = [
     "TransformerXLConfig",

@@ -7,6 +7,10 @@ then within the band. Parameters are named and laid out as in transformers 4.
 
 from __future__ import annotations
 
+import itertools
+import math
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,8 +31,7 @@ class Bands:
     """
 
     def __init__(self, config: TransformerXLConfig) -> None:
-        edges = [0, *config.cutoffs, config.vocab_size]
-        self.ranges = list(zip(edges[:-1], edges[1:], strict=True))
+        self.ranges = list(itertools.pairwise([0, *config.cutoffs, config.vocab_size]))
         self.one_table = config.div_val == 1
         width = config.embedding_width
         if self.one_table:
@@ -52,7 +55,7 @@ class AdaptiveEmbedding(nn.Module):
     def __init__(self, config: TransformerXLConfig) -> None:
         super().__init__()
         self.bands = Bands(config)
-        self.d_model = config.d_model
+        self.width, self.scale = config.d_model, math.sqrt(config.d_model)
         self.emb_layers = nn.ModuleList(nn.Embedding(size, width) for size, width in self.bands.tables)
         widths = [width for _, width in self.bands.tables] if self.bands.projected else []
         self.emb_projs = nn.ParameterList(nn.Parameter(torch.empty(config.d_model, width)) for width in widths)
@@ -64,17 +67,17 @@ class AdaptiveEmbedding(nn.Module):
             IndexError: a token outside the vocabulary.
         """
         if len(self.bands.tables) == 1:
-            embedded = self.emb_layers[0](tokens)
+            embedded: Tensor = self.emb_layers[0](tokens)
             if self.bands.projected:
                 embedded = F.linear(embedded, self.emb_projs[0])
-            return embedded * self.d_model**0.5
+            return embedded * self.scale
         band = self.bands.of(tokens)
-        embedded = self.emb_projs[0].new_zeros(*tokens.shape, self.d_model)
+        embedded = self.emb_projs[0].new_zeros(*tokens.shape, self.width)
         for i, (start, _) in enumerate(self.bands.ranges):
             at = band == i
             projected = F.linear(self.emb_layers[i](tokens[at] - start), self.emb_projs[i])
             embedded[at] = projected.to(embedded.dtype)
-        return embedded * self.d_model**0.5
+        return embedded * self.scale
 
 
 class AdaptiveLogSoftmax(nn.Module):
@@ -95,6 +98,8 @@ class AdaptiveLogSoftmax(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Log-probabilities of all tokens behind hidden states [..., d_model]: [..., V]."""
         head = self._log_softmax(hidden, 0)
+        if len(self.bands) == 1:
+            return head.to(hidden.dtype)
         first = self.bands.ranges[0][1]
         tails = [head[..., first + i - 1, None] + self._log_softmax(hidden, i) for i in range(1, len(self.bands))]
         return torch.cat([head[..., :first], *tails], dim=-1).to(hidden.dtype)
@@ -126,8 +131,8 @@ class AdaptiveLogSoftmax(nn.Module):
         """Within band i, in float32. Band 0 has an entry for each other band, behind its tokens."""
         start, end = self.bands.ranges[i]
         layer = self.out_layers[0 if self.bands.one_table else i]
-        weight, bias = layer.weight, layer.bias
-        if self.bands.one_table:
+        weight, bias = cast(Tensor, layer.weight), cast(Tensor, layer.bias)
+        if self.bands.one_table and len(self.bands) > 1:
             weight, bias = weight[start:end], bias[start:end]
         if i == 0 and len(self.bands) > 1:
             weight, bias = torch.cat([weight, self.cluster_weight]), torch.cat([bias, self.cluster_bias])
@@ -139,7 +144,7 @@ class AdaptiveLogSoftmax(nn.Module):
 def tied_parameters(config: TransformerXLConfig) -> dict[str, str]:
     """Names of the softmax's parameters that are the embedding's own, each with its name there."""
     bands = Bands(config)
-    tied = {}
+    tied: dict[str, str] = {}
     if config.tie_word_embeddings:
         tied |= {f"out_layers.{i}.weight": f"emb_layers.{i}.weight" for i in range(len(bands.tables))}
     if bands.projected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -90,16 +91,15 @@ class TransformerXLConfig(PreTrainedConfig):
         for name in ("vocab_size", "d_model", "embedding_width", "n_head", "d_head", "d_inner", "div_val", "n_layer"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: a whole number ≥ 1 is needed.")
-        edges = [0, *self.cutoffs, self.vocab_size]
-        if any(low >= high for low, high in zip(edges, edges[1:], strict=False)):
+        if any(low >= high for low, high in itertools.pairwise([0, *self.cutoffs, self.vocab_size])):
             raise ValueError(
-                f"cutoffs={self.cutoffs}: they must increase, and lie between 0 and vocab_size={self.vocab_size}, both "
-                "excluded; [] is the plain softmax."
+                f"cutoffs={self.cutoffs}: they must increase, and lie between 0 and vocab_size={self.vocab_size}, "
+                "both excluded; [] is the plain softmax."
             )
         if self.embedding_width // self.div_val ** (bands - 1) < 1:
             raise ValueError(
-                f"div_val={self.div_val}: band {bands} would have no width left of d_embed={self.embedding_width}. Use a "
-                "smaller div_val or fewer cutoffs."
+                f"div_val={self.div_val}: band {bands} has no width left of d_embed={self.embedding_width}. Use "
+                "a smaller div_val or fewer cutoffs."
             )
         if len(self.projections_tied) != bands:
             raise ValueError(f"tie_projs={self.tie_projs}: one entry for each of the {bands} bands is needed.")
@@ -116,8 +116,10 @@ class TransformerXLConfig(PreTrainedConfig):
                 "are the baselines that it compares with."
             )
         if kwargs.get("sample_softmax", -1) > 0:
-            raise ValueError(f"sample_softmax={kwargs['sample_softmax']}: the sampled softmax is not implemented; use -1.")
-        super().__post_init__(**kwargs)
+            raise ValueError(
+                f"sample_softmax={kwargs['sample_softmax']}: the sampled softmax is not implemented; use -1."
+            )
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
 
     @property
     def embedding_width(self) -> int:

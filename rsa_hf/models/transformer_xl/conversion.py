@@ -1,0 +1,141 @@
+"""Checkpoints of the original implementation, and of NVIDIA's, which descends from it.
+
+What differs from the layout of transformers 4, which ours is:
+
+* names: the model's parts stand at the top instead of below `transformer`; NVIDIA's softmax has lists of weights and
+  biases instead of layers, and its tied projections once more under a name of their own;
+* the softmax's entries for the bands but the first stand in reverse, the last band's first;
+* a text begins with no memory instead of zeros.
+
+NVIDIA's `same_length` sees `mem_len` + 1 positions; the converted model sees `mem_len`, as the original does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rsa_hf.models.transformer_xl.configuration import TransformerXLConfig
+from rsa_hf.models.transformer_xl.language_model import TransformerXLForCausalLM
+
+__all__ = ["convert_checkpoint", "convert_state_dict"]
+
+_RENAMED = (
+    (re.compile(r"^(word_emb|layers|r_w_bias|r_r_bias|pos_emb)\b"), r"transformer.\1"),
+    (re.compile(r"^crit\.out_layers_weights\.(\d+)$"), r"crit.out_layers.\1.weight"),
+    (re.compile(r"^crit\.out_layers_biases\.(\d+)$"), r"crit.out_layers.\1.bias"),
+)
+# Computed, or the embedding's projections once more.
+_LEFT_OUT = re.compile(r"^(transformer\.pos_emb\.inv_freq|crit\.shared_out_projs\.\d+)$")
+_RENAMED_FIELDS = {"n_token": "vocab_size", "tie_weight": "tie_word_embeddings"}
+_FIELDS = (
+    *("n_token", "n_layer", "n_head", "d_model", "d_head", "d_inner", "dropout", "dropatt", "tie_weight", "d_embed"),
+    *("div_val", "tie_projs", "pre_lnorm", "mem_len", "cutoffs", "same_length", "attn_type", "clamp_len"),
+)
+# Classes of NVIDIA's training script that its checkpoints hold beside the weights: nothing of them is needed.
+_VOCABULARIES = ("utils.vocabulary.Vocab", "utils.vocabulary.OpenAIVocab", "vocabulary.Vocab", "data_utils.Vocab")
+
+
+def convert_checkpoint(
+    source: str | Path, output: str | Path, config: TransformerXLConfig | None = None
+) -> TransformerXLForCausalLM:
+    """Convert a `.pt` file to a folder that `AutoModelForCausalLM.from_pretrained` loads.
+
+    Args:
+        source: a checkpoint of NVIDIA's training script (`model_config` and `model_state`), or a state dict in the
+            original's layout. Code in it is never run.
+        output: the folder to write.
+        config: the architecture, for a file that does not tell it.
+
+    Returns:
+        The model.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the file holds something else, or does not fill the model; nothing is written then.
+    """
+    content = _read(Path(source))
+    state = content.get("model_state", content)
+    if config is None:
+        if "model_config" not in content:
+            raise ValueError(
+                f"{source} does not tell the architecture. Give convert_checkpoint(..., "
+                "config=TransformerXLConfig(…)) as it was trained, untie_r=False in the original."
+            )
+        config = _read_config(content["model_config"])
+    model = TransformerXLForCausalLM(config)
+    state = convert_state_dict(state, config)
+    expected = model.state_dict()
+    tied = model.all_tied_weights_keys
+    missing = set(expected) - set(state) - set(tied)
+    unexpected = set(state) - set(expected)
+    shapes = {key for key in set(state) & set(expected) if state[key].shape != expected[key].shape}
+    if missing or unexpected or shapes:
+        raise ValueError(
+            f"{source} does not have the layout of the original Transformer-XL, or not this architecture: missing are "
+            f"{sorted(missing)[:5]}, unexpected are {sorted(unexpected)[:5]}, of another shape are "
+            f"{[(key, tuple(state[key].shape), tuple(expected[key].shape)) for key in sorted(shapes)[:5]]}."
+        )
+    for target, origin in tied.items():
+        # A tied parameter stands in a file once or twice.
+        if target in state and not torch.equal(state[target], state[origin]):
+            raise ValueError(f"the config ties {target} to {origin}, but {source} has different values for them.")
+    model.load_state_dict(state, strict=False)
+    model.tie_weights()
+    model.save_pretrained(output)
+    return model
+
+
+def convert_state_dict(state: Mapping[str, Tensor], config: TransformerXLConfig) -> dict[str, Tensor]:
+    """The parameters of the original's layout under the names, and in the order, of ours.
+
+    Args:
+        state: of the original implementation or of NVIDIA's.
+        config: the architecture.
+    """
+    converted = {}
+    for key, value in state.items():
+        for pattern, replacement in _RENAMED:
+            key = pattern.sub(replacement, key)
+        if _LEFT_OUT.match(key):
+            continue
+        if key in ("crit.cluster_weight", "crit.cluster_bias"):
+            value = value.flip(0)
+        converted[key] = value
+    return converted
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """Tensors, plain values and the settings of a training script; nothing that would run code."""
+    ignored = [(_Ignored, name) for name in _VOCABULARIES]
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace, *ignored]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} holds Python objects, not only tensors and settings; a whole model, as the original saves it? "
+            "Where it was trained, run torch.save(torch.load('model.pt').state_dict(), 'state.pt'), and convert that "
+            f"with config=…. ({error})"
+        ) from error
+    if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
+        raise ValueError(f"{path} holds a {type(content).__name__}; a state dict is needed.")
+    return content
+
+
+class _Ignored:
+    """Stands in for an object that is not needed."""
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _read_config(fields: Mapping[str, Any]) -> TransformerXLConfig:
+    known = {_RENAMED_FIELDS.get(name, name): fields[name] for name in _FIELDS if fields.get(name) is not None}
+    return TransformerXLConfig(**known, untie_r=False, zero_memory=False)

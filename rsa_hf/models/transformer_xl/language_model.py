@@ -1,0 +1,130 @@
+"""Transformer-XL as a language model: loss, log-probabilities, generation with memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.generation.utils import GenerationMixin
+from transformers.utils.generic import can_return_tuple
+
+from rsa_hf.models.transformer_xl.adaptive import AdaptiveLogSoftmax, tied_parameters
+from rsa_hf.models.transformer_xl.configuration import TransformerXLConfig
+from rsa_hf.models.transformer_xl.modeling import (
+    TransformerXLHeadOutput,
+    TransformerXLModel,
+    TransformerXLPreTrainedModel,
+)
+
+__all__ = ["TransformerXLForCausalLM"]
+
+
+class TransformerXLForCausalLM(TransformerXLPreTrainedModel, GenerationMixin):
+    """Transformer-XL with an adaptive (or, without cutoffs, plain) softmax over the next token."""
+
+    def __init__(self, config: TransformerXLConfig) -> None:
+        super().__init__(config)
+        self.transformer = TransformerXLModel(config)
+        self.crit = AdaptiveLogSoftmax(config)
+        self._tied_weights_keys = {
+            f"crit.{target}": f"transformer.word_emb.{source}" for target, source in tied_parameters(config).items()
+        }
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Projections are tied by a setting of their own, so this does not depend on `tie_word_embeddings` alone."""
+        return dict(self._tied_weights_keys)
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The softmax's layer, where there is one."""
+        return self.crit.out_layers[0] if len(self.crit.out_layers) == 1 else None
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace what `get_output_embeddings` gives."""
+        self.crit.out_layers[0] = new_embeddings
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        mems: Sequence[Tensor] | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: int | Tensor | None = None,
+        **keywords: Any,
+    ) -> TransformerXLHeadOutput:
+        """Log-probabilities of the next token, and the loss.
+
+        Args:
+            input_ids: as of `TransformerXLModel.forward`, like what is not named here.
+            attention_mask: likewise.
+            mems: likewise.
+            inputs_embeds: likewise.
+            labels: shape [B, T], the tokens themselves (they are shifted here); −100 is not counted.
+            use_cache: as of `TransformerXLModel.forward`.
+            logits_to_keep: number of last positions to compute logits of, or which; 0: all.
+            num_items_in_batch: what to divide the summed loss by, where a batch is one part of a larger one; None:
+                the labels counted.
+            **keywords: `output_hidden_states`, `output_attentions`.
+
+        Returns:
+            With labels, a model in training mode with an adaptive softmax gives no logits: not to compute those of
+            every word is what it is for.
+        """
+        outputs = self.transformer(input_ids, attention_mask, mems, inputs_embeds, use_cache, **keywords)
+        hidden = outputs.last_hidden_state
+        loss = None if labels is None else self._loss(hidden[:, :-1], labels[:, 1:], num_items_in_batch)
+        logits = None
+        if loss is None or not self.training or not self.config.cutoffs:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.crit(hidden[:, kept])
+        return TransformerXLHeadOutput(
+            loss=loss,
+            logits=logits,
+            mems=outputs.mems,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _loss(self, hidden: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
+        counted = labels != -100
+        total = self.crit.negative_log_likelihood(hidden[counted], labels[counted]).sum()
+        if num_items_in_batch is not None:
+            return total / torch.as_tensor(num_items_in_batch, device=total.device)
+        return total / counted.sum().clamp(min=1)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Sequence[Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        mems: Sequence[Tensor] | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool = False,
+        use_cache: bool | None = None,
+        **keywords: Any,
+    ) -> dict[str, Any]:
+        """The next segment: all tokens, or those behind the memory, which `generate` calls `past_key_values`."""
+        if past_key_values is not None and next_sequence_length is not None:
+            input_ids, mems = input_ids[:, -next_sequence_length:], past_key_values
+        inputs = {"inputs_embeds": inputs_embeds} if is_first_iteration and inputs_embeds is not None else {}
+        return {
+            **(inputs or {"input_ids": input_ids}),
+            "attention_mask": attention_mask,
+            "mems": mems,
+            "use_cache": use_cache,
+            **{name: value for name, value in keywords.items() if name != "labels"},
+        }
+
+    def _reorder_cache(self, mems: Sequence[Tensor] | None, beams: Tensor) -> tuple[Tensor, ...] | None:
+        return None if mems is None else tuple(memory.index_select(0, beams.to(memory.device)) for memory in mems)

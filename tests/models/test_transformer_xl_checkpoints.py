@@ -1,0 +1,246 @@
+"""Checkpoints: patched and plain, of transformers 4, of the original and NVIDIA's; and those that are refused."""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from xl import BANDS, build, config, in_segments, text
+
+from rsa_hf import RSAConfig, cli, is_patched, patch_model
+from rsa_hf.models.transformer_xl import TransformerXLConfig
+from rsa_hf.models.transformer_xl.conversion import convert_checkpoint
+
+GOLDEN = Path(__file__).parent / "golden"
+LAYOUTS = {
+    "plain": {"untie_r": False},
+    "one_table": {"cutoffs": [9, 14, 20]},
+    "one_table_projected": {"cutoffs": [9, 14, 20], "d_embed": 20},
+    "tables": BANDS,
+    "tables_untied": {**BANDS, "proj_share_all_but_first": False, "tie_word_embeddings": False, "pre_lnorm": True},
+}
+
+
+@pytest.mark.parametrize("rsa", [None, {}], ids=["plain", "rsa"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@torch.no_grad()
+def test_auto_model_gives_the_same_bits(layout, rsa, tmp_path):
+    model, tokens = build(rsa=rsa, **LAYOUTS[layout]), text()
+    for name, parameter in model.named_parameters():
+        if name.split(".")[-1] in ("bias", "cluster_bias", "mu", "eta", "nu", "theta"):
+            parameter.add_(torch.randn(parameter.shape) * 0.02)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(in_segments(loaded, tokens, [10, 14]), in_segments(model, tokens, [10, 14]))
+    assert loaded.num_parameters() == model.num_parameters()
+    assert is_patched(loaded) == (rsa is not None)
+    assert not loaded.config.zero_memory
+    base = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(base(tokens)[0], model.transformer(tokens)[0])
+    # Both locks keep a transformers without rsa_hf from running it as a plain model.
+    content = json.loads((tmp_path / "config.json").read_text())
+    locks = [content.get("attn_implementation", ""), *content.get("fusion_config", {})]
+    assert sum(lock.startswith("rsa_hf") for lock in locks) == (2 if rsa is not None else 0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_tied_is_trained_as_one(layout):
+    model = build(**LAYOUTS[layout])
+    tied = model.all_tied_weights_keys
+    for target, source in tied.items():
+        assert model.get_parameter(target) is model.get_parameter(source)
+    # Tied embeddings of each table, and with projections tied those of each band but the first.
+    assert len(tied) == {"plain": 1, "one_table": 1, "one_table_projected": 4, "tables": 7, "tables_untied": 0}[layout]
+
+
+@pytest.mark.parametrize("layout", ["one_table", "plain", "tables"])
+@torch.no_grad()
+def test_bin_and_safetensors_of_transformers_4(layout, tmp_path):
+    """`.bin` has every tied parameter twice, safetensors once."""
+    shutil.copytree(GOLDEN / layout, tmp_path, dirs_exist_ok=True)
+    expected = AutoModelForCausalLM.from_pretrained(GOLDEN / layout)
+    state = {name: value.clone() for name, value in expected.state_dict().items()}
+    state["transformer.pos_emb.inv_freq"] = torch.ones(8)
+    if layout == "plain":
+        for i in range(2):
+            for name in ("r_w_bias", "r_r_bias"):
+                state[f"transformer.layers.{i}.dec_attn.{name}"] = state[f"transformer.{name}"].clone()
+    for file in ("model.safetensors", "pytorch_model.bin"):
+        (tmp_path / file).unlink(missing_ok=True)
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokens = text(length=9)
+    assert torch.equal(loaded(tokens).logits, expected(tokens).logits)
+    assert loaded.num_parameters() == expected.num_parameters()
+    assert loaded.config.zero_memory
+
+
+def original(model, nvidia):
+    """The state dict of the original implementation, or of NVIDIA's, with the weights of a model of ours."""
+    state = {}
+    for name, value in model.state_dict().items():
+        name = name.removeprefix("transformer.")
+        if name.startswith("crit.cluster"):
+            value = value.flip(0)
+        if nvidia and name.startswith("crit.out_layers"):
+            if name.endswith("weight") and model.config.tie_word_embeddings:
+                continue
+            part = "weights" if name.endswith("weight") else "biases"
+            name = f"crit.out_layers_{part}.{name.split('.')[2]}"
+        if nvidia and f"crit.{name.split('crit.')[-1]}" in model.all_tied_weights_keys:
+            continue
+        state[name] = value.clone()
+        if nvidia and name.startswith("word_emb.emb_projs"):
+            state[name.replace("word_emb.emb_projs", "crit.shared_out_projs")] = value.clone()
+    state["pos_emb.inv_freq"] = torch.ones(16)
+    return state
+
+
+def nvidia_config(model):
+    c = model.config
+    return {
+        "n_token": c.vocab_size, "n_layer": c.n_layer, "n_head": c.n_head, "d_model": c.d_model, "d_head": c.d_head,
+        "d_inner": c.d_inner, "dropout": 0.1, "dropatt": 0.0, "dtype": None, "tie_weight": c.tie_word_embeddings,
+        "d_embed": c.embedding_width, "div_val": c.div_val, "tie_projs": c.projections_tied, "pre_lnorm": c.pre_lnorm,
+        "tgt_len": 16, "ext_len": 0, "mem_len": c.mem_len, "cutoffs": c.cutoffs, "same_length": c.same_length,
+        "attn_type": 0, "clamp_len": c.clamp_len, "sample_softmax": -1,
+    }  # fmt: skip
+
+
+def log_probability_of_the_original(model, state, hidden, token):
+    """log p of a token as the original's softmax has it: band i's entry is the i-th from the end (div_val > 1)."""
+    edges = [0, *model.config.cutoffs, model.config.vocab_size]
+    band = sum(token >= edge for edge in edges[1:-1])
+
+    def logits(i, weight, bias):
+        return (hidden @ state[f"crit.out_projs.{i}"]) @ weight.T + bias
+
+    weight = torch.cat([state["crit.out_layers.0.weight"], state["crit.cluster_weight"]])
+    head = logits(0, weight, torch.cat([state["crit.out_layers.0.bias"], state["crit.cluster_bias"]])).log_softmax(-1)
+    if band == 0:
+        return head[token]
+    tail = logits(band, state[f"crit.out_layers.{band}.weight"], state[f"crit.out_layers.{band}.bias"]).log_softmax(-1)
+    return head[-band] + tail[token - edges[band]]
+
+
+@pytest.mark.parametrize("nvidia", [False, True], ids=["original", "nvidia"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@torch.no_grad()
+def test_original_layouts_are_converted(layout, nvidia, tmp_path, monkeypatch, capsys):
+    model, tokens = build(**{**LAYOUTS[layout], "untie_r": False}), text()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_()
+    state = original(model, nvidia)
+    args = argparse.Namespace(lr=0.01, cuda=True)
+    torch.save(
+        {"args": args, "model_config": nvidia_config(model), "model_state": state} if nvidia else state,
+        tmp_path / "xl.pt",
+    )
+    if nvidia:
+        convert_checkpoint(tmp_path / "xl.pt", tmp_path / "xl")
+    else:
+        with pytest.raises(ValueError, match="does not tell the architecture"):
+            convert_checkpoint(tmp_path / "xl.pt", tmp_path / "xl")
+        assert not (tmp_path / "xl").exists()
+        (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
+        files = [tmp_path / "xl.pt", tmp_path / "xl", "--config", tmp_path / "config.json"]
+        monkeypatch.setattr("sys.argv", ["rsa-hf", "convert-transformer-xl", *map(str, files)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert (end.value.code or 0) == 0, capsys.readouterr()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "xl")
+    assert torch.equal(in_segments(loaded, tokens, [10, 14]), in_segments(model, tokens, [10, 14]))
+    if layout == "tables" and not nvidia:
+        hidden = loaded.transformer(tokens)[0][0, -1]
+        for token in (4, 11, 17, 25):
+            expected = log_probability_of_the_original(loaded, state, hidden, token)
+            torch.testing.assert_close(loaded(tokens).logits[0, -1, token], expected)
+
+
+def test_files_of_another_kind_are_refused(tmp_path):
+    model = build(untie_r=False)
+    state = original(model, False)
+    wrong = {
+        "missing are.*r_w_bias": {k: v for k, v in state.items() if k != "r_w_bias"},
+        "unexpected are.*layers.2": {**state, "layers.2.dec_attn.o_net.weight": torch.ones(32, 32)},
+        r"another shape are.*o_net": {**state, "layers.0.dec_attn.o_net.weight": torch.ones(32, 31)},
+        "ties crit.out_layers.0.weight": {**state, "crit.out_layers.0.weight": torch.ones(29, 32)},
+        "holds a list": [1, 2],
+    }
+    for message, content in wrong.items():
+        torch.save(content, tmp_path / "xl.pt")
+        with pytest.raises(ValueError, match=message):
+            convert_checkpoint(tmp_path / "xl.pt", tmp_path / "xl", config(untie_r=False))
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "xl.pt")
+    with pytest.raises(ValueError, match=r"state_dict\(\)"):
+        convert_checkpoint(tmp_path / "xl.pt", tmp_path / "xl", config(untie_r=False))
+    assert not (tmp_path / "xl").exists()
+
+
+def saved_as(folder, model, state, settings=None):
+    folder.mkdir()
+    model.config.save_pretrained(folder)
+    if settings:
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**content, **settings}))
+    save_file({name: value.contiguous().clone() for name, value in state.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("auto", [AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModel])
+def test_half_a_checkpoint_is_refused(auto, tmp_path):
+    model = build(**BANDS)
+    model.save_pretrained(tmp_path / "whole")
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    auto.from_pretrained(tmp_path / "whole")
+    broken = {
+        "a layer is missing": {k: v for k, v in whole.items() if "layers.1.pos_ff" not in k},
+        "one is unknown": {**whole, "transformer.layers.0.dec_attn.k_net.weight": torch.ones(2, 2)},
+    }
+    if auto is AutoModelForCausalLM:
+        broken["half the softmax"] = {k: v for k, v in whole.items() if "cluster" not in k}
+        broken["nvidia"] = original(model, True)
+    for i, state in enumerate(broken.values()):
+        with pytest.raises(ValueError, match="does not have the layout of"):
+            auto.from_pretrained(saved_as(tmp_path / str(i), model, state))
+
+
+def test_a_head_may_be_of_another_class(tmp_path):
+    """A base model and a classifier may come from a language model, and a language model from a base model."""
+    model = build(rsa={}, **BANDS)
+    model.transformer.save_pretrained(tmp_path)
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert {key.split(".")[0] for key in info["missing_keys"]} == {"crit"}
+    tokens = text()
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert torch.equal(loaded.transformer(tokens)[0], model.transformer(tokens)[0])
+
+
+def test_biases_of_another_kind_are_refused(tmp_path):
+    """Shared biases are no biases of each layer, and the other way round."""
+    for i, (untie, other) in enumerate([(True, False), (False, True)]):
+        model = build(untie_r=untie)
+        folder = saved_as(tmp_path / str(i), model, model.state_dict(), {"untie_r": other})
+        with pytest.raises(ValueError, match="r_w_bias"):
+            AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_configs_of_transformers_4_begin_with_zeros(tmp_path):
+    assert not TransformerXLConfig().zero_memory
+    assert TransformerXLConfig.from_pretrained(GOLDEN / "tables").zero_memory
+    TransformerXLConfig().save_pretrained(tmp_path)
+    assert not TransformerXLConfig.from_pretrained(tmp_path).zero_memory
+
+
+def test_resizing_the_vocabulary():
+    model = patch_model(build(), RSAConfig())
+    model.resize_token_embeddings(34)
+    assert model(torch.tensor([[33]])).logits.shape == (1, 1, 34)
+    assert model.crit.out_layers[0].weight is model.transformer.word_emb.emb_layers[0].weight
+    with pytest.raises(NotImplementedError, match="cutoffs"):
+        build(**BANDS).resize_token_embeddings(34)
