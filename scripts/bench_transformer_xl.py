@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,14 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import machine
 from transformer_xl_reference import load_reference, reference_python
 
-ARMS = {
-    "transformers 4.57": "reference",
-    "rsa_hf, sdpa": "sdpa",
-    "rsa_hf, eager": "eager",
-    "rsa_hf, sdpa, RSA": "rsa",
-}
+REFERENCE, PLAIN, RSA = "transformers 4.57", "rsa_hf, sdpa", "rsa_hf, sdpa, 4 RSA heads"
+ARMS = {REFERENCE: "reference", "rsa_hf, eager": "eager", PLAIN: "sdpa", RSA: "rsa"}
 TOLERANCE = 1e-5
 
 
@@ -101,7 +99,7 @@ def work(arguments: argparse.Namespace) -> None:
         print(time.perf_counter() - start, flush=True)
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
     """Times of all arms, in milliseconds, one a round."""
     here = {"PYTHONPATH": os.pathsep.join(sys.path), **os.environ}
     there = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -130,7 +128,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         assert worker.stdin is not None
         worker.stdin.close()
         worker.wait()
-    return {"losses": losses, "times": times}
+    for name in ARMS:
+        # Open gates are another model; the rest is the same one.
+        if name != RSA and abs(losses[name] - losses[REFERENCE]) > TOLERANCE * abs(losses[REFERENCE]):
+            raise RuntimeError(f"{name} has the loss {losses[name]}, {REFERENCE} has {losses[REFERENCE]}.")
+    return times
 
 
 def ask(worker: subprocess.Popen[str], line: str = "") -> float:
@@ -139,6 +141,50 @@ def ask(worker: subprocess.Popen[str], line: str = "") -> float:
     worker.stdin.write(line)
     worker.stdin.flush()
     return float(worker.stdout.readline())
+
+
+def report(times: dict[str, list[float]], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Medians and quartiles of each arm, and medians of the ratios of neighbours in a round."""
+
+    def quartiles(values: list[float]) -> dict[str, float]:
+        low, median, high = statistics.quantiles(values, n=4)
+        return {"median": round(median, 4), "low": round(low, 4), "high": round(high, 4)}
+
+    pairs = [(PLAIN, REFERENCE), ("rsa_hf, eager", REFERENCE), (RSA, REFERENCE), (RSA, PLAIN)]
+    ratios = {
+        f"{arm} / {rival}": quartiles([x / y for x, y in zip(times[arm], times[rival], strict=True)])
+        for arm, rival in pairs
+    }
+    command = f"python scripts/bench_transformer_xl.py --layers {arguments.layers} --length {arguments.length}"
+    return {
+        "command": f"{command} --batch {arguments.batch} --rounds {arguments.rounds} --threads {arguments.threads}",
+        "machine": {**machine(torch.device("cpu")), "threads": arguments.threads},
+        "milliseconds": {name: quartiles(values) for name, values in times.items()},
+        "ratios": ratios,
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    lines = [
+        "# A training step of Transformer-XL",
+        "",
+        f"`{found['command']}`",
+        "",
+        *(f"* {key}: {value}" for key, value in found["machine"].items()),
+        "",
+        "| | milliseconds a step | quartiles |",
+        "|---|---|---|",
+        *(f"| {k} | {v['median']:.0f} | {v['low']:.0f}–{v['high']:.0f} |" for k, v in found["milliseconds"].items()),
+        "",
+        "Ratios within a round, where the arms take turns:",
+        "",
+        "| | median | quartiles |",
+        "|---|---|---|",
+        *(f"| {k} | {v['median']:.3f} | {v['low']:.3f}–{v['high']:.3f} |" for k, v in found["ratios"].items()),
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -157,8 +203,13 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         arguments.checkpoint = folder
-        found = measure(arguments)
-    print(json.dumps(found, indent=1))
+        times = measure(arguments)
+    found = report(times, arguments)
+    print(table(found))
+    if arguments.output is not None:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        (arguments.output / "bench_transformer_xl.json").write_text(json.dumps(found, indent=2) + "\n")
+        (arguments.output / "bench_transformer_xl.md").write_text(table(found))
 
 
 if __name__ == "__main__":

@@ -142,8 +142,9 @@ def require_tokens_known(model: PreTrainedModel, num_tokens: int) -> None:
     Raises:
         ValueError: it has fewer.
     """
+    # Adaptive embeddings are several tables; their sizes are in the config.
     embeddings: Any = model.get_input_embeddings()
-    known = embeddings.weight.shape[0]
+    known = embeddings.weight.shape[0] if hasattr(embeddings, "weight") else model.config.vocab_size
     if num_tokens > known:
         raise ValueError(
             f"the tokenizer has {num_tokens} tokens, the model {known}. Give the model's own tokenizer as "
