@@ -25,17 +25,10 @@ __all__ = [
 # The command `rsa-hf` imports this package before it has read a word. It has to start where transformers does not fit,
 # to say so, and should not import torch to print its help; its commands arm the hooks when they need them.
 if _os.path.splitext(_os.path.basename(_sys.argv[0] if _sys.argv else ""))[0] != "rsa-hf":
-    from rsa_hf.versions import require_transformers as _require_transformers
+    from rsa_hf.arming import arm as _arm
 
-    _require_transformers()
-
-    from rsa_hf.hooks import install as _install
-    from rsa_hf.peft_hooks import arm as _arm
-
-    _install()
     _arm()
 
-    import rsa_hf.models  # registers Auto classes
     from rsa_hf.config import RSAConfig
     from rsa_hf.heads import RSAHeads
     from rsa_hf.patching import is_patched, patch_model, unpatch_model

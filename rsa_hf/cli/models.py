@@ -19,13 +19,10 @@ def arm() -> None:
     Raises:
         UserError: transformers does not fit.
     """
+    from rsa_hf import arming
+
     with user_input(ImportError):
-        from rsa_hf.versions import require_transformers
-
-        require_transformers()
-        from rsa_hf.hooks import install
-
-        install()
+        arming.arm()
     import transformers
 
     transformers.logging.disable_progress_bar()
