@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Without a GPU, kernels are interpreted. Triton asks once, when it is imported, which transformers does.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import transformers
 from hypothesis import settings
 

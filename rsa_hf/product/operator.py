@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rsa_hf.geometry import Documents, Geometry, read_mask
+from rsa_hf.product.backend import choose_backend
 from rsa_hf.product.dense import dense_backward, dense_forward
 from rsa_hf.product.problem import Gradients, Mixing, Recurrence, working_dtype
 from rsa_hf.product.scan import scan_backward, scan_forward
@@ -55,9 +56,14 @@ def recur(value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: Mix
 
 
 def _forward(value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: Mixing | None) -> Tensor:
-    if _is_scan(geometry):
+    backend = choose_backend(value, recurrence, mixing)
+    if _is_scan(geometry, backend):
+        if backend == "triton":
+            from rsa_hf.product.triton.launch import triton_forward
+
+            return triton_forward(value, recurrence, geometry, mixing)
         return scan_forward(value, recurrence, geometry, mixing)
-    product = (dense_forward if _is_dense(geometry) else window_forward)(value, recurrence, geometry)
+    product = (dense_forward if _is_dense(geometry, backend) else window_forward)(value, recurrence, geometry)
     if mixing is None:
         return product
     H, attention = len(recurrence.kinds), mixing.attention
@@ -77,9 +83,15 @@ def _backward(
 def _backward_of_path(
     grad: Tensor, value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: Mixing | None
 ) -> Gradients:
-    if _is_scan(geometry):
+    backend = choose_backend(value, recurrence, mixing)
+    if _is_scan(geometry, backend):
+        if backend == "triton":
+            from rsa_hf.product.triton.launch import triton_backward
+
+            return triton_backward(grad, value, recurrence, geometry, mixing)
         return scan_backward(grad, value, recurrence, geometry, mixing)
-    forward, backward = (dense_forward, dense_backward) if _is_dense(geometry) else (window_forward, window_backward)
+    is_dense = _is_dense(geometry, backend)
+    forward, backward = (dense_forward, dense_backward) if is_dense else (window_forward, window_backward)
     if mixing is None:
         return Gradients(*backward(grad, value, recurrence, geometry), None, None)
     H, dtype = len(recurrence.kinds), working_dtype(value)
@@ -92,13 +104,13 @@ def _backward_of_path(
     return Gradients(*backward(dproduct, value, recurrence, geometry), dattention, dgate)
 
 
-def _is_scan(geometry: Geometry) -> bool:
-    return geometry.window is None and not _is_dense(geometry)
+def _is_scan(geometry: Geometry, backend: str) -> bool:
+    return geometry.window is None and not _is_dense(geometry, backend)
 
 
-def _is_dense(geometry: Geometry) -> bool:
+def _is_dense(geometry: Geometry, backend: str) -> bool:
     few = geometry.query_length <= FEW_QUERIES and geometry.query_length < geometry.key_length
-    return geometry.visible is not None or few
+    return backend == "dense" or geometry.visible is not None or few
 
 
 # --- eager ----------------------------------------------------------------------------------------------------------

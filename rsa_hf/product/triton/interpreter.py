@@ -1,0 +1,70 @@
+"""Triton's interpreter runs kernels on a machine without a GPU: set TRITON_INTERPRET=1 before triton is imported.
+
+Three things in it stand in the way (seen in Triton 3.6) and are put right here, where kernels are interpreted at all:
+
+* It keeps scalars as arrays of one element, and NumPy refuses to make an `int` of them since 2.4.
+* It keeps bfloat16 as whole numbers, and multiplies those in matrix products.
+* It patches the whole language anew at every call of a helper function, which takes most of the time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+
+__all__ = ["repair_interpreter"]
+
+
+def repair_interpreter() -> None:
+    """Put Triton's interpreter right; does nothing where kernels are compiled."""
+    if not triton.knobs.runtime.interpret:
+        return
+    from triton.runtime import interpreter
+
+    if getattr(interpreter, "_rsa_hf_repaired", False):
+        return
+    interpreter._rsa_hf_repaired = True
+    _count_with_numpy(interpreter)
+    _multiply_bfloat16(interpreter)
+    _patch_once(interpreter)
+
+
+def _count_with_numpy(interpreter: Any) -> None:
+    original = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_lang_tensor
+
+
+def _multiply_bfloat16(interpreter: Any) -> None:
+    original = interpreter.InterpreterBuilder.create_dot
+    bfloat16, float32 = interpreter.tl.bfloat16, interpreter.tl.float32
+
+    def create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        a, b = (self.cast_impl(x, float32) if x.dtype.scalar == bfloat16 else x for x in (a, b))
+        return original(self, a, b, *others)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def _patch_once(interpreter: Any) -> None:
+    """Patch the language once in a launch for every module that helpers come from."""
+    original_patch, original_launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: dict[str, Any] = {}
+
+    def patch_lang(function: Any) -> Any:
+        if function.__module__ not in patched:
+            patched[function.__module__] = original_patch(function)
+            return patched[function.__module__]
+        return interpreter._LangPatchScope()
+
+    def launch(self: Any, *args: Any, **keywords: Any) -> Any:
+        patched.clear()
+        return original_launch(self, *args, **keywords)
+
+    interpreter._patch_lang = patch_lang
+    interpreter.GridExecutor.__call__ = launch

@@ -1,0 +1,47 @@
+"""The kernels compile for an H200: no GPU is needed to find out, but a process in which kernels are not interpreted."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton, which exists for Linux: pip install 'rsa_hf[gpu]'")
+
+ROOT = Path(__file__).parents[2]
+SHARED_MEMORY = 227 * 1024  # of a multiprocessor
+
+
+def compile_for_hopper(*names):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, str(Path(__file__).with_name("compile_for_hopper.py")), *names]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return {found["name"]: found for found in map(json.loads, run.stdout.splitlines())}
+
+
+def check(found):
+    for name, kernel in found.items():
+        assert kernel["shared"] <= SHARED_MEMORY, kernel
+        if name.startswith(("forward", "backward")):
+            assert kernel["tensor_cores"], kernel
+        if name.startswith(("forward_bf16", "backward_bf16")):
+            assert kernel["wide_loads"], kernel
+
+
+def test_the_main_kernels():
+    found = compile_for_hopper("bf16_0", "segments_everything", "powers", "rates")
+    assert set(found) == {"forward_bf16_0", "backward_bf16_0", "segments_everything", "powers", "rates"}
+    check(found)
+    # The forward kernel of a plain causal model keeps all it needs in registers.
+    assert found["forward_bf16_0"]["stack"] == 0
+
+
+@pytest.mark.slow
+def test_every_variant():
+    found = compile_for_hopper()
+    assert len(found) > 40
+    check(found)
