@@ -10,7 +10,7 @@ THREADS ?= 2
 export OMP_NUM_THREADS = $(THREADS)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help venv test test-all test-oldest test-python transformers-tests bench survey lint types demo devign clean
+.PHONY: help venv test test-all test-oldest test-python transformers-tests bench bench-gpu survey lint types demo devign clean
 
 help:           ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/'
@@ -58,6 +58,9 @@ bench: $(READY) ## P V and GPT-2 small against their rivals, time and memory: wr
 
 survey: $(READY) ## Every model type of transformers, tiny: writes SUPPORTED.md, goes on where it stopped (ARGS=--fresh: anew)
 	$(BIN)/python scripts/survey_architectures.py --jobs $(THREADS) $(ARGS)
+
+bench-gpu:      ## The GPU kernels, with the python3 whose torch sees the GPU: writes results/ (under 10 minutes)
+	PYTHONPATH=$(CURDIR) python3 scripts/bench_gpu.py --out results
 
 demo: $(READY)  ## Patch, fine-tune, compare, save, reload and plot, in under 8 minutes on 2 cores
 	$(BIN)/python scripts/demo.py --output outputs/demo

@@ -1,0 +1,566 @@
+"""The Triton kernels on a GPU: equality first, then product, training, decoding and memory, against floor and rival.
+
+    python scripts/bench_gpu.py --out results
+
+Needs an NVIDIA GPU, torch, triton and transformers, and no network: GPT-2 small has random weights. Takes under ten
+minutes on an H200. Unless values and every gradient agree with float64, nothing is measured. Each row is measured on
+its own, and bench_gpu.json is written after each, so that what fails or runs out of time loses nothing else; in the
+table such a row says 'not measured'. Writes bench_gpu.json, .md and .png (a roofline).
+
+`--dry` runs all of it on a CPU in Triton's interpreter, at sizes that say nothing about speed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if "--dry" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+
+import argparse
+import gc
+import json
+import math
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import interleaved, machine, ratio
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, StaticCache
+
+from rsa_hf import RSAConfig, patch_model, rem_matrix, rem_product
+from rsa_hf.geometry import Documents, Geometry
+from rsa_hf.product.operator import recur
+from rsa_hf.product.problem import Mixing, Recurrence
+from rsa_hf.product.triton import tuning
+from rsa_hf.product.triton.launch import triton_backward, triton_forward
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+SUMS = 1e-4  # gradients of rates and gates, whatever the dtype
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large everything is."""
+
+    heads: int = 16
+    head_size: int = 64
+    values: int = 2**30  # in V of the product: 2 GB of bfloat16
+    lengths: tuple[int, ...] = (512, 8192)
+    checked: int = 700
+    dense: int = 8192
+    longest: int = 2**20
+    texts: tuple[tuple[int, int], ...] = ((1024, 8), (8192, 1))  # T and batch
+    batches: tuple[int, ...] = (1, 64)
+    context: int = 512
+    steps: int = 16
+    rounds: int = 15
+    matrix: int = 8192
+
+    def model(self) -> GPT2Config:
+        """GPT-2 small, with room for the longest text."""
+        return GPT2Config(n_positions=max(length for length, _ in self.texts))
+
+
+@dataclass(frozen=True)
+class DrySizes(Sizes):
+    """What the interpreter gets through in seconds."""
+
+    heads: int = 2
+    head_size: int = 16
+    values: int = 2 * 16 * 40
+    lengths: tuple[int, ...] = (20, 40)
+    checked: int = 20
+    dense: int = 20
+    longest: int = 70
+    texts: tuple[tuple[int, int], ...] = ((20, 1), (33, 1))
+    batches: tuple[int, ...] = (1, 2)
+    context: int = 20
+    steps: int = 2
+    rounds: int = 1
+    matrix: int = 64
+
+    def model(self) -> GPT2Config:
+        """A tiny GPT-2."""
+        return GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=2, n_positions=64)
+
+
+class Bench:
+    """All measurements; each returns what goes into the record."""
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        self.sizes, self.device, self.dry = sizes, device, isinstance(sizes, DrySizes)
+
+    # --- problems ---------------------------------------------------------------------------------------------------
+
+    def rates(self, heads: int) -> tuple[tuple[str, ...], Tensor, Tensor]:
+        """Kinds, decay and θ of heads of every kind."""
+        kinds = (("regular", "cos", "sin") * heads)[:heads]
+        decay = torch.linspace(0.7, 0.99, heads, device=self.device)
+        return kinds, decay, torch.full((heads,), math.pi / 4, device=self.device)
+
+    def problem(
+        self, length: int, batch: int, causal: bool, dtype: torch.dtype = torch.bfloat16, **masks: Any
+    ) -> tuple[Tensor, Recurrence, Geometry, Mixing]:
+        """V, the heads, the geometry and attention, laid out as models do: [B, T, H, D] in memory."""
+        H, D = self.sizes.heads, self.sizes.head_size
+        shape = (batch, length, H, D)
+        value = torch.randn(shape, device=self.device, dtype=dtype).transpose(1, 2)
+        attention = torch.randn(shape, device=self.device, dtype=dtype)
+        kinds, decay, theta = self.rates(H)
+        recurrence = Recurrence(kinds, decay, theta, (1,) * H, 1)
+        gate = torch.linspace(0.1, 0.9, H, device=self.device)
+        return value, recurrence, Geometry(length, length, 0, causal, **masks), Mixing(attention, gate)
+
+    def batch(self, length: int) -> int:
+        """How many rows make up V's size."""
+        return max(self.sizes.values // (self.sizes.heads * self.sizes.head_size * length), 1)
+
+    def time(self, **arms: Callable[[], Any]) -> dict[str, dict[str, float]]:
+        """Milliseconds of each arm."""
+        return interleaved(arms, self.sizes.rounds, self.device)
+
+    # --- equality ---------------------------------------------------------------------------------------------------
+
+    def equality(self) -> dict[str, float]:
+        """The largest relative error of the output and of any gradient, for every kind of geometry.
+
+        Raises:
+            SystemExit: one is too large; nothing is to be reported then.
+        """
+        T = self.sizes.checked
+        key_mask = torch.ones(2, T, dtype=torch.bool, device=self.device)
+        key_mask[0, : T // 3] = False
+        documents = torch.arange(T, device=self.device).expand(2, -1) // max(T // 5, 1)
+        masks = {"plain": {}, "padded": {"key_mask": key_mask}, "packed": {"documents": Documents(documents)}}
+        errors = {}
+        for dtype in TOLERANCE:
+            for causal in (True, False):
+                for name, mask in masks.items():
+                    torch.manual_seed(0)
+                    problem = self.problem(T, 2, causal, dtype, **mask)
+                    where = f"{str(dtype).removeprefix('torch.')}, {'causal' if causal else 'bidirectional'}, {name}"
+                    errors[where] = self.error(problem, where)
+        return errors
+
+    def error(self, problem: tuple[Tensor, Recurrence, Geometry, Mixing], where: str) -> float:
+        """The largest relative error of one problem against the explicit P in float64."""
+        value, heads, geometry, mixing = problem
+        exact = [t.detach().double() for t in (value, heads.decay, heads.theta, mixing.attention, mixing.gate)]
+        found = [t.detach() for t in (value, heads.decay, heads.theta, mixing.attention, mixing.gate)]
+        weights = torch.randn_like(mixing.attention)
+
+        def run(tensors: list[Tensor], weights: Tensor) -> list[Tensor]:
+            v, decay, theta, attention, gate = (t.requires_grad_() for t in tensors)
+            recurrence = Recurrence(heads.kinds, decay, theta, heads.dilation, 1)
+            output = recur(v, recurrence, geometry, Mixing(attention, gate))
+            return [output, *torch.autograd.grad(output, tensors, weights)]
+
+        os.environ["RSA_HF_BACKEND"] = "dense"
+        expected = run(exact, weights.double())
+        os.environ["RSA_HF_BACKEND"] = "triton"
+        names = ("output", "dV", "d decay", "d theta", "d attention", "d gate")
+        worst = 0.0
+        for name, a, b in zip(names, run(found, weights), expected, strict=True):
+            error = float((a.double() - b).detach().norm() / b.detach().norm().clamp_min(1e-30))
+            limit = TOLERANCE[value.dtype] if name in ("output", "dV", "d attention") else SUMS
+            if not error <= limit:
+                raise SystemExit(f"{where}: {name} is off by {error:.1e}, more than {limit:.0e}; nothing is reported.")
+            worst = max(worst, error)
+        return worst
+
+    # --- rows -------------------------------------------------------------------------------------------------------
+
+    def ceilings(self) -> dict[str, float]:
+        """What the card does at best: a copy of V, in bytes a second, and a bf16 matrix product, in operations."""
+        source = torch.randn(self.sizes.values, device=self.device, dtype=torch.bfloat16)
+        target = torch.empty_like(source)
+        n = self.sizes.matrix
+        a, b = (torch.randn(n, n, device=self.device, dtype=torch.bfloat16) for _ in range(2))
+        times = self.time(copy=lambda: target.copy_(source), matmul=lambda: a @ b)
+        seconds = {arm: spread["median"] / 1000 for arm, spread in times.items()}
+        return {"bytes_per_s": 2 * source.nbytes / seconds["copy"], "operations_per_s": 2 * n**3 / seconds["matmul"]}
+
+    def product(self, length: int, causal: bool) -> dict[str, Any]:
+        """P V alone against a copy of as many bytes as it reads and writes, in the same run."""
+        value, heads, geometry, _ = self.problem(length, self.batch(length), causal)
+        moved = value.nbytes + 2 * value.nbytes  # V in, float32 out
+        half = torch.empty(moved // 2, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(half)
+        times = self.time(
+            product=lambda: triton_forward(value, heads, geometry, None), copy=lambda: target.copy_(half)
+        )
+        share = times["copy"]["median"] / times["product"]["median"]
+        return {
+            "value": share,
+            "batch": len(value),
+            "times_ms": times,
+            "bytes": moved,
+            "operations": 266 * value.numel(),
+        }
+
+    def fused(self, length: int, causal: bool) -> dict[str, Any]:
+        """Forward and backward with the gate, against a copy of as many bytes as they must read and write."""
+        value, heads, geometry, mixing = self.problem(length, self.batch(length) // 2 or 1, causal)
+        grad = torch.randn_like(mixing.attention)
+        moved = 8 * value.nbytes  # V, attention, output; V, attention, dOut, dV, dAttention
+        half = torch.empty(moved // 2, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(half)
+
+        def both() -> None:
+            triton_forward(value, heads, geometry, mixing)
+            triton_backward(grad, value, heads, geometry, mixing)
+
+        times = self.time(
+            both=both,
+            forward=lambda: triton_forward(value, heads, geometry, mixing),
+            floor=lambda: target.copy_(half),
+        )
+        slower = ratio(times, "both", "floor")
+        return {
+            "value": slower,
+            "batch": len(value),
+            "times_ms": times,
+            "bytes": moved,
+            "operations": 680 * value.numel(),
+        }
+
+    def dense(self) -> dict[str, Any]:
+        """P V and its gradients against the explicit P."""
+        T = self.sizes.dense
+        value, heads, _, _ = self.problem(T, 1, True)
+        decay, theta = heads.decay.requires_grad_(), heads.theta.requires_grad_()
+        value.requires_grad_()
+        grad = torch.randn(value.shape, device=self.device)
+
+        def linear() -> Any:
+            return torch.autograd.grad(rem_product(value, heads.kinds, decay, theta), (value, decay, theta), grad)
+
+        def explicit() -> Any:
+            P = rem_matrix(heads.kinds, decay, theta, query_length=T).to(value.dtype)
+            return torch.autograd.grad(P @ value, (value, decay, theta), grad.to(value.dtype))
+
+        times = self.time(rsa=linear, dense=explicit)
+        return {"value": ratio(times, "dense", "rsa"), "times_ms": times}
+
+    def build(self, patched: bool) -> GPT2LMHeadModel:
+        """GPT-2 with the same random weights, in bf16."""
+        torch.manual_seed(0)
+        config = self.sizes.model()
+        model = GPT2LMHeadModel._from_config(config, attn_implementation="sdpa").to(self.device, torch.bfloat16)
+        plan = RSAConfig(num_cyclical_pairs=1) if self.dry else RSAConfig()
+        return patch_model(model, plan) if patched else model
+
+    def training(self, length: int, batch: int) -> dict[str, Any]:
+        """A training step, patched over unpatched: time, in turns, and peak memory, one after the other."""
+        ids = torch.randint(0, 97, (batch, length), device=self.device)
+
+        def step_of(patched: bool) -> Callable[[], None]:
+            model = self.build(patched).train()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+            def step() -> None:
+                optimizer.zero_grad()
+                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+                optimizer.step()
+
+            return step
+
+        memory = {}
+        for name in ("unpatched", "patched") if self.device.type == "cuda" else ():
+            gc.collect()
+            before = torch.cuda.memory_allocated()
+            step = step_of(name == "patched")
+            step()
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            memory[name] = (torch.cuda.max_memory_allocated() - before) / 1e6
+            del step
+        times = self.time(unpatched=step_of(False), patched=step_of(True))
+        found: dict[str, Any] = {"value": ratio(times, "patched", "unpatched"), "times_ms": times}
+        if memory:
+            found |= {"memory": memory["patched"] / memory["unpatched"], "memory_mb": memory}
+        return found
+
+    def decoding(self, batch: int) -> dict[str, Any]:
+        """Steps of decoding with a static cache in a compiled model, patched over unpatched."""
+        times = self.time(unpatched=self.decoder(False, batch), patched=self.decoder(True, batch))
+        return {"value": ratio(times, "patched", "unpatched"), "steps": self.sizes.steps, "times_ms": times}
+
+    def decoder(self, patched: bool, batch: int) -> Callable[[], None]:
+        """Some steps behind the same context, as a call."""
+        context, steps = self.sizes.context, self.sizes.steps
+        model = self.build(patched).eval()
+        cache = StaticCache(config=model.config, max_cache_len=context + steps)
+        ids = torch.randint(0, 97, (batch, context + steps), device=self.device)
+        options = {"backend": "eager"} if self.dry else {"mode": "reduce-overhead"}
+        forward = torch.compile(model.forward, fullgraph=True, **options)
+        masks = torch.arange(context + steps, device=self.device) <= torch.arange(
+            context + steps, device=self.device
+        ).unsqueeze(1)
+        positions = torch.arange(context + steps, device=self.device).expand(batch, -1)
+
+        @torch.no_grad()
+        def run() -> None:
+            cache.reset()
+            model(input_ids=ids[:, :context], past_key_values=cache)
+            for t in range(context, context + steps):
+                forward(
+                    input_ids=ids[:, t : t + 1].clone(),
+                    attention_mask=masks[t].expand(batch, -1).long(),
+                    position_ids=positions[:, t : t + 1].clone(),
+                    past_key_values=cache,
+                )
+
+        return run
+
+    def longest(self) -> dict[str, Any]:
+        """Forward and backward of one layer's heads over a million positions."""
+        value, heads, geometry, mixing = self.problem(self.sizes.longest, 1, True)
+        grad = torch.randn_like(mixing.attention)
+
+        def both() -> None:
+            triton_forward(value, heads, geometry, mixing)
+            triton_backward(grad, value, heads, geometry, mixing)
+
+        times = self.time(both=both)
+        return {"value": times["both"]["median"], "times_ms": times}
+
+    def sweep(self) -> dict[str, Any]:
+        """Every block shape worth trying, in the shapes of the product: milliseconds, or why it does not run."""
+        length = self.sizes.lengths[-1]
+        value, heads, geometry, mixing = self.problem(length, max(self.batch(length) // 8, 1), True)
+        grad = torch.randn_like(mixing.attention)
+        kernels = {
+            "forward": lambda shape: triton_forward(value, heads, geometry, mixing, shape),
+            "backward": lambda shape: triton_backward(grad, value, heads, geometry, mixing, shape),
+        }
+        found: dict[str, Any] = {}
+        for name, kernel in kernels.items():
+            tried = found[name] = []
+            for shape in self.shapes():
+                entry: dict[str, Any] = shape._asdict()
+                tried.append(entry)
+                try:
+                    entry["ms"] = interleaved({"it": lambda: kernel(shape)}, 3, self.device)["it"]["median"]  # noqa: B023
+                except Exception as error:
+                    entry["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        return found
+
+    def shapes(self) -> list[tuning.Tuning]:
+        """What the sweep tries."""
+        if self.dry:
+            return [tuning.Tuning(16, 16, 4, 2)]
+        chosen = [(64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 2), (64, 8, 3), (32, 4, 3), (32, 4, 4), (128, 8, 2)]
+        shapes = [tuning.Tuning(chunk, 64, warps, stages) for chunk, warps, stages in chosen]
+        return shapes + [tuning.Tuning(64, 32, warps, 3) for warps in (2, 4)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table: what is measured, what it is compared with, and what it is to reach."""
+
+    name: str
+    rival: str
+    target: str
+    measure: Callable[[Bench], Any]
+    form: str = "{value:.3f}"
+
+
+def rows_of(sizes: Sizes) -> list[Row]:
+    rows = [
+        Row(
+            "copy, and a bf16 matrix product",
+            "",
+            "",
+            Bench.ceilings,
+            "{bytes_per_s:.3g} B/s, {operations_per_s:.3g} /s",
+        )
+    ]
+    for causal, direction in ((True, "causal"), (False, "bidirectional")):
+        for T in sizes.lengths:
+            rows.append(
+                Row(
+                    f"P V forward, {direction}, T = {T:,}, share of the copy's bandwidth",
+                    "copy of as many bytes",
+                    "≥ 0.80",
+                    lambda bench, T=T, causal=causal: bench.product(T, causal),
+                )
+            )
+    for causal, direction in ((True, "causal"), (False, "bidirectional")):
+        T = sizes.lengths[-1]
+        rows.append(
+            Row(
+                f"forward + backward, gate fused, {direction}, T = {T:,}, times the floor",
+                "copy of as many bytes",
+                "≤ 1.5",
+                lambda bench, T=T, causal=causal: bench.fused(T, causal),
+            )
+        )
+    rows.append(Row(f"P V forward + backward, T = {sizes.dense:,}, times faster", "dense P", "≥ 50", Bench.dense))
+    for T, B in sizes.texts:
+        rows.append(
+            Row(
+                f"training step, GPT-2, T = {T:,}, batch {B}, time; memory",
+                "unpatched",
+                "≤ 1.03; ≤ 1.02",
+                lambda bench, T=T, B=B: bench.training(T, B),
+                "{value:.3f}; {memory:.3f}",
+            )
+        )
+    for B in sizes.batches:
+        rows.append(
+            Row(
+                f"decoding, static cache, compiled, batch {B}",
+                "unpatched",
+                "≤ 1.03",
+                lambda bench, B=B: bench.decoding(B),
+            )
+        )
+    longest = f"one layer's heads, T = {sizes.longest:,}, forward + backward"
+    rows.append(Row(longest, "", "runs", Bench.longest, "{value:.1f} ms"))
+    rows.append(Row("sweep over block shapes", "", "", Bench.sweep, "in bench_gpu.json"))
+    return rows
+
+
+def run(record: dict[str, Any], bench: Bench, rows: list[Row], out: Path, budget: float) -> None:
+    """Measure row by row, writing after each."""
+    started = time.perf_counter()
+    for row in rows:
+        entry = record["rows"][row.name] = {}
+        if time.perf_counter() - started > budget:
+            entry["error"] = f"out of time: {budget:.0f} s were spent on the rows before"
+        else:
+            try:
+                entry["found"] = row.measure(bench)
+            except Exception as error:
+                entry["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+                entry["traceback"] = traceback.format_exc()
+        torch._dynamo.reset()
+        gc.collect()
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+        entry["seconds_since_start"] = round(time.perf_counter() - started, 1)
+        record["tuned"] = [[*map(str, question), shape._asdict()] for question, shape in tuning._known.items()]
+        write(out / "bench_gpu.json", json.dumps(record, indent=1) + "\n")
+        print(f"{row.name}: {measured(row, record)}", flush=True)
+
+
+def write(path: Path, text: str) -> None:
+    beside = path.with_suffix(".tmp")
+    beside.write_text(text)
+    beside.replace(path)
+
+
+def measured(row: Row, record: dict[str, Any]) -> str:
+    """What a row found, or that it was not measured, and why if something was tried."""
+    entry = record["rows"].get(row.name, {})
+    found = entry.get("found")
+    if found is None:
+        return f"{NOT_MEASURED} ({entry['error']})" if "error" in entry else NOT_MEASURED
+    if record["dry"]:
+        return f"{NOT_MEASURED} (interpreted)"
+    parts = []
+    for part in row.form.split("; "):
+        try:
+            parts.append(part.format(**found))
+        except KeyError:
+            parts.append(NOT_MEASURED)
+    return "; ".join(parts)
+
+
+def table(record: dict[str, Any], rows: list[Row]) -> str:
+    lines = ["# The Triton kernels on a GPU", ""]
+    if record["machine"] is None:
+        lines += [
+            "No GPU has run this yet: `make bench-gpu` fills the table, in under ten minutes.",
+        ]
+    else:
+        head = record["machine"]
+        lines += [
+            f"Made by `{record['command']}` on {head.get('gpu', head['processor'])}, torch {head['torch']}, triton "
+            f"{head['triton']}, transformers {head['transformers']}, commit {head['commit']}. Medians of "
+            f"{record['rounds']} interleaved rounds; bf16. Values and every gradient were held against float64 first: "
+            f"largest relative error {max(record['equality'].values()):.0e}.",
+        ]
+    lines += ["", "| | against | target | measured |", "|---|---|---|---|"]
+    lines += [f"| {row.name} | {row.rival} | {row.target} | {measured(row, record)} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def roofline(record: dict[str, Any], path: Path) -> bool:
+    """Operations a second over operations a byte, under both ceilings; False where the ceilings are not measured."""
+    found = {name: entry["found"] for name, entry in record["rows"].items() if "found" in entry}
+    ceilings = next((f for f in found.values() if "bytes_per_s" in f), None)
+    if ceilings is None:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    intensities = [2.0**i for i in range(11)]
+    roof = [min(i * ceilings["bytes_per_s"], ceilings["operations_per_s"]) for i in intensities]
+    axis.plot(intensities, roof, "k-", label="copy and bf16 matrix product, measured")
+    for name, one in found.items():
+        if "operations" in one:
+            arm = "product" if "product" in one["times_ms"] else "both"
+            seconds = one["times_ms"][arm]["median"] / 1000
+            axis.plot(one["operations"] / one["bytes"], one["operations"] / seconds, "o", label=name)
+    axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="operations per second")
+    axis.set_title("interpreted on a CPU: says nothing about a GPU" if record["dry"] else record["machine"]["gpu"])
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU, in Triton's interpreter")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no further row is begun")
+    parser.add_argument("--table-only", action="store_true", help="write the table of a run that has not been made")
+    options = parser.parse_args()
+    os.environ["RSA_HF_BACKEND"] = "triton"
+    sizes = DrySizes() if options.dry else Sizes()
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows = rows_of(sizes)
+    if options.table_only:
+        record = {"dry": False, "machine": None, "rows": {}}
+        write(options.out / "bench_gpu.md", table(record, rows))
+        return
+    if not options.dry and not torch.cuda.is_available():
+        raise SystemExit(
+            "no GPU is here; --dry runs everything in Triton's interpreter, at sizes that measure nothing."
+        )
+    device = torch.device("cpu" if options.dry else "cuda")
+    bench = Bench(sizes, device)
+    import triton
+
+    record = {
+        "command": "python scripts/bench_gpu.py" + " --dry" * options.dry,
+        "dry": options.dry,
+        "machine": {**machine(device), "triton": triton.__version__},
+        "rounds": sizes.rounds,
+        "equality": bench.equality(),
+        "rows": {},
+    }
+    print(f"equality: {max(record['equality'].values()):.1e}", flush=True)
+    run(record, bench, rows, options.out, options.budget)
+    roofline(record, options.out / "bench_gpu.png")
+    text = table(record, rows)
+    write(options.out / "bench_gpu.md", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
