@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import platform
+import shutil
 import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,32 @@ CPU_INFO = Path("/proc/cpuinfo")
 def machine(device: torch.device) -> dict[str, Any]:
     """Processor, threads, versions and commit, for the head of a table."""
     models = [line.split(":")[1].strip() for line in _lines(CPU_INFO) if line.startswith("model name")]
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     found = {
         "processor": models[0] if models else platform.processor(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "rsa_hf": version("rsa_hf"),
-        "commit": commit.stdout.strip() or "unknown",
+        "rsa_hf": _installed("rsa_hf"),
+        "commit": _commit(),
     }
     if device.type == "cuda":
         found["gpu"] = torch.cuda.get_device_name(device)
     return found
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed: run from its sources"
+
+
+def _commit() -> str:
+    if shutil.which("git") is None:
+        return "unknown"
+    run = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return run.stdout.strip() or "unknown"
 
 
 def _lines(path: Path) -> list[str]:

@@ -35,8 +35,8 @@ def variants():
             for number, tuning in enumerate(candidates(kernel, 64, 8 * dtype.itemsize)):
                 name = f"{kernel}_{TYPES[dtype]}_{number}"
                 yield name, kernel, dtype, tuning, 64, BARE
-    tuning = Tuning(64, 64, 4, 2)
     for kernel in ("forward", "backward", "segments"):
+        tuning = candidates(kernel, 64, 16)[0]
         flags = {"bidirectional": {"CAUSAL": False}, "masked": {"MASKED": True}, "alone": {"MIXED": False}}
         flags |= {"packed": {"PACKED": True}, "segmented": {"SEGMENTS": 8}}
         flags |= {"everything": {"CAUSAL": False, "MASKED": True, "PACKED": True, "SEGMENTS": 8}}
@@ -45,8 +45,8 @@ def variants():
     for head_size, block in ((80, 32), (256, 64), (16, 16), (20, 32)):
         yield f"forward_head_{head_size}", "forward", torch.bfloat16, Tuning(64, block, 4, 2), head_size, BARE
         yield f"backward_head_{head_size}", "backward", torch.bfloat16, Tuning(64, block, 4, 2), head_size, BARE
-    yield "powers", "powers", torch.float32, tuning, 64, {"SEGMENTS": 1}
-    yield "rates", "rates", torch.float32, Tuning(64, 256, 4, 2), 64, {"MIXED": True}
+    yield "powers", "powers", torch.float32, Tuning(64, 64, 1, 1), 64, {"SEGMENTS": 1}
+    yield "rates", "rates", torch.float32, Tuning(64, 256, 1, 1), 64, {"MIXED": True}
 
 
 def compiled(kernel, dtype, tuning, head_size, flags):

@@ -33,11 +33,9 @@ def check(found):
 
 
 def test_the_main_kernels():
-    found = compile_for_hopper("bf16_0", "segments_everything", "powers", "rates")
-    assert set(found) == {"forward_bf16_0", "backward_bf16_0", "segments_everything", "powers", "rates"}
+    found = compile_for_hopper("everything", "powers", "rates")
+    assert len(found) == 5
     check(found)
-    # The forward kernel of a plain causal model keeps all it needs in registers.
-    assert found["forward_bf16_0"]["stack"] == 0
 
 
 @pytest.mark.slow
@@ -45,3 +43,5 @@ def test_every_variant():
     found = compile_for_hopper()
     assert len(found) > 40
     check(found)
+    # The forward kernel of a plain causal model keeps all it needs in registers.
+    assert found["forward_bf16_0"]["stack"] == 0

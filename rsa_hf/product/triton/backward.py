@@ -11,19 +11,18 @@ from rsa_hf.product.triton.states import (
     _load_states,
     _positions,
     _program,
+    _reading,
     _seen,
     _states_of_segment,
     _store_rows,
     _sums,
     _walk,
+    _writing,
 )
 from rsa_hf.product.triton.tables import (
     DWRITE,
-    DZ,
     TABLE_ROWS,
     WRITE,
-    Z,
-    _entry,
     _multiply,
     _split,
     _steps_of_segment,
@@ -40,16 +39,15 @@ def _inner_products(v, x, acc):
 
 
 @triton.jit
-def _slope_of_readout(v, h_real, h_imaginary, q_real, q_imaginary, table, exponents, reached, POWERS: tl.constexpr):
+def _slope_of_readout(v, h_real, h_imaginary, q_real, q_imaginary, reading, reached):
     """⟨v, Re(z^k h)⟩ and its complex derivative, channel by channel: [BLOCK] each."""
-    real, imaginary = _entry(table, Z, exponents, POWERS)
+    real, imaginary, slope, imaginary_slope = reading
     p, p_imaginary = _sums(v, real * reached, imaginary * reached)
-    real, imaginary = _entry(table, DZ, exponents, POWERS)
-    s, s_imaginary = _sums(v, real * reached, imaginary * reached)
+    s, s_imaginary = _sums(v, slope * reached, imaginary_slope * reached)
     product = p * h_real - p_imaginary * h_imaginary
-    slope = s * h_real - s_imaginary * h_imaginary + p * q_real - p_imaginary * q_imaginary
-    imaginary_slope = s * h_imaginary + s_imaginary * h_real + p * q_imaginary + p_imaginary * q_real
-    return product, slope, imaginary_slope
+    change = s * h_real - s_imaginary * h_imaginary + p * q_real - p_imaginary * q_imaginary
+    imaginary_change = s * h_imaginary + s_imaginary * h_real + p * q_imaginary + p_imaginary * q_real
+    return product, change, imaginary_change
 
 
 @triton.jit
@@ -223,6 +221,9 @@ def backward_kernel(
     slope = tl.zeros([BLOCK], tl.float32)
     imaginary_slope = tl.zeros([BLOCK], tl.float32)
     inner = tl.zeros([CHUNK, CHUNK], tl.float32)
+    writing = _writing(table, CHUNK - 1 - i, CHUNK, True, POWERS)
+    from_left = _reading(table, i + 1, True, POWERS)
+    from_right = _reading(table, CHUNK - i, True, POWERS)
     for number in tl.range(0, last - first, num_stages=STAGES):
         chunk = first + number
         position, inside = _positions(chunk, steps, residue, d, CHUNK, True)
@@ -248,21 +249,21 @@ def backward_kernel(
             acc = _multiply(high, low, x, acc, SPLIT)
             inner = _inner_products(v, x, inner)
         if not CAUSAL:
-            reached, _, _ = _borders(documents, chunk, steps, residue, d, CHUNK, True, PACKED, True)
+            reached, taken, keep = _borders(documents, chunk, steps, residue, d, CHUNK, True, PACKED, True)
             pointers = entering + chunk.to(tl.int64) * (4 * BLOCK) + tl.arange(0, BLOCK)
             has_place = (chunk + 1) * CHUNK < steps + tl.zeros([BLOCK], tl.int32)
             b_real, b_imaginary, e_real, e_imaginary = _load_states(pointers, has_place, BLOCK, True)
-            acc = _add_readout(acc, b_real, b_imaginary, table, CHUNK - i, reached, POWERS)
+            acc = _add_readout(acc, b_real, b_imaginary, from_right, reached)
             more, more_slope, more_imaginary = _slope_of_readout(
-                wide, b_real, b_imaginary, e_real, e_imaginary, table, CHUNK - i, reached, POWERS
+                wide, b_real, b_imaginary, e_real, e_imaginary, from_right, reached
             )
             product += more
             slope += more_slope
             imaginary_slope += more_imaginary
         reached, taken, keep = _borders(documents, chunk, steps, residue, d, CHUNK, True, PACKED, False)
-        acc = _add_readout(acc, h_real, h_imaginary, table, i + 1, reached, POWERS)
+        acc = _add_readout(acc, h_real, h_imaginary, from_left, reached)
         more, more_slope, more_imaginary = _slope_of_readout(
-            wide, h_real, h_imaginary, q_real, q_imaginary, table, i + 1, reached, POWERS
+            wide, h_real, h_imaginary, q_real, q_imaginary, from_left, reached
         )
         product += more
         slope += more_slope
@@ -273,13 +274,10 @@ def backward_kernel(
             q_real,
             q_imaginary,
             x.to(tl.float32),
-            table,
-            CHUNK - 1 - i,
+            writing,
             taken,
             keep,
-            CHUNK,
             True,
-            POWERS,
         )
         # Hidden keys get no gradient, and it has to be written.
         dv = tl.where(seen[:, None], weight * acc, 0.0)

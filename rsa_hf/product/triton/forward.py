@@ -10,18 +10,20 @@ from rsa_hf.product.triton.states import (
     _load_states,
     _positions,
     _program,
+    _reading,
     _seen,
     _states_of_segment,
     _store_rows,
     _walk,
+    _writing,
 )
-from rsa_hf.product.triton.tables import TABLE_ROWS, WRITE, Z, _entry, _multiply, _split, _steps_of_segment, _toeplitz
+from rsa_hf.product.triton.tables import TABLE_ROWS, WRITE, _multiply, _split, _steps_of_segment, _toeplitz
 
 
 @triton.jit
-def _add_readout(acc, h_real, h_imaginary, table, exponents, reached, POWERS: tl.constexpr):
+def _add_readout(acc, h_real, h_imaginary, reading, reached):
     """Add Re(z^k h), row by row, where the state reaches."""
-    real, imaginary = _entry(table, Z, exponents, POWERS)
+    real, imaginary, _, _ = reading
     real, imaginary = (real * reached)[:, None], (imaginary * reached)[:, None]
     return acc + real * h_real[None, :] - imaginary * h_imaginary[None, :]
 
@@ -95,7 +97,7 @@ def forward_kernel(
         length: how many keys there are to read.
         offset: position of the first query.
     """
-    head, residue, row, block, segment, _ = _program(columns, num_columns, rows, BLOCKS)
+    head, residue, row, block, segment, _column = _program(columns, num_columns, rows, BLOCKS)
     d = tl.load(heads + 2 * head)
     table += head * TABLE_ROWS * POWERS
     steps = tl.cdiv(length - residue, d)
@@ -227,6 +229,9 @@ def forward_kernel(
         KEPT=False,
     )
     end = tl.minimum(tl.cdiv(tl.maximum(offset + queries - residue, 0), d * CHUNK), last)
+    writing = _writing(table, CHUNK - 1 - i, CHUNK, False, POWERS)
+    from_left = _reading(table, i + 1, False, POWERS)
+    from_right = _reading(table, CHUNK - i, False, POWERS)
     for number in tl.range(0, end - begin, num_stages=STAGES):
         chunk = begin + number
         position, inside = _positions(chunk, steps, residue, d, CHUNK, False)
@@ -243,26 +248,23 @@ def forward_kernel(
         else:
             acc = _multiply(high, low, x, acc, SPLIT)
         if not CAUSAL:
-            reached, _, _ = _borders(documents, chunk, steps, residue, d, CHUNK, False, PACKED, True)
+            reached, taken, keep = _borders(documents, chunk, steps, residue, d, CHUNK, False, PACKED, True)
             pointers = entering + chunk.to(tl.int64) * (2 * BLOCK) + tl.arange(0, BLOCK)
             has_place = (chunk + 1) * CHUNK < steps + tl.zeros([BLOCK], tl.int32)
-            b_real, b_imaginary, _, _ = _load_states(pointers, has_place, BLOCK, False)
-            acc = _add_readout(acc, b_real, b_imaginary, table, CHUNK - i, reached, POWERS)
+            b_real, b_imaginary, _e_real, _e_imaginary = _load_states(pointers, has_place, BLOCK, False)
+            acc = _add_readout(acc, b_real, b_imaginary, from_right, reached)
         reached, taken, keep = _borders(documents, chunk, steps, residue, d, CHUNK, False, PACKED, False)
-        acc = _add_readout(acc, h_real, h_imaginary, table, i + 1, reached, POWERS)
+        acc = _add_readout(acc, h_real, h_imaginary, from_left, reached)
         h_real, h_imaginary, q_real, q_imaginary = _advance(
             h_real,
             h_imaginary,
             q_real,
             q_imaginary,
             x.to(tl.float32),
-            table,
-            CHUNK - 1 - i,
+            writing,
             taken,
             keep,
-            CHUNK,
             False,
-            POWERS,
         )
         if MIXED:
             acc = _lerp(softmax, acc, weight)

@@ -70,14 +70,40 @@ def _document(documents, step, steps, residue, d, REVERSED: tl.constexpr):
 
 
 @triton.jit
-def _step_on(h_real, h_imaginary, table, exponent, POWERS: tl.constexpr):
-    """z^k h, with z^k to twice float32's digits: rounded once, it would be multiplied on at every chunk."""
-    real, imaginary = _entry(table, Z, exponent, POWERS)
-    real_rest, imaginary_rest = _entry(table, REST, exponent, POWERS)
+def _writing(table, exponents, CHUNK: tl.constexpr, SLOPES: tl.constexpr, POWERS: tl.constexpr):
+    """What `_advance` needs of the table, read once before a loop: a loop that writes reads it anew every time.
+
+    Returns:
+        The weights ζ z^k and ζ ∂z^k/∂decay of rows, [C], then z^C, what float32 leaves of it, and ∂z^C/∂decay; each as
+        (real, imaginary).
+    """
+    real, imaginary = _entry(table, WRITE, exponents, POWERS)
+    slope, imaginary_slope = real, imaginary
+    if SLOPES:
+        slope, imaginary_slope = _entry(table, DWRITE, exponents, POWERS)
+    z_real, z_imaginary = _entry(table, Z, CHUNK, POWERS)
+    rest, imaginary_rest = _entry(table, REST, CHUNK, POWERS)
+    d_real, d_imaginary = _entry(table, DZ, CHUNK, POWERS)
+    return real, imaginary, slope, imaginary_slope, z_real, z_imaginary, rest, imaginary_rest, d_real, d_imaginary
+
+
+@triton.jit
+def _reading(table, exponents, SLOPES: tl.constexpr, POWERS: tl.constexpr):
+    """What reading a state needs of the table: z^k and ∂z^k/∂decay of rows, as (real, imaginary), [C] each."""
+    real, imaginary = _entry(table, Z, exponents, POWERS)
+    slope, imaginary_slope = real, imaginary
+    if SLOPES:
+        slope, imaginary_slope = _entry(table, DZ, exponents, POWERS)
+    return real, imaginary, slope, imaginary_slope
+
+
+@triton.jit
+def _step_on(h_real, h_imaginary, real, imaginary, rest, imaginary_rest):
+    """z^C h, with z^C to twice float32's digits: rounded once, it would be multiplied on at every chunk."""
     moved = real * h_real - imaginary * h_imaginary
     imaginary_moved = real * h_imaginary + imaginary * h_real
-    moved += real_rest * h_real - imaginary_rest * h_imaginary
-    imaginary_moved += real_rest * h_imaginary + imaginary_rest * h_real
+    moved += rest * h_real - imaginary_rest * h_imaginary
+    imaginary_moved += rest * h_imaginary + imaginary_rest * h_real
     return moved, imaginary_moved
 
 
@@ -88,41 +114,25 @@ def _sums(x, real, imaginary):
 
 
 @triton.jit
-def _advance(
-    h_real,
-    h_imaginary,
-    q_real,
-    q_imaginary,
-    x,
-    table,
-    exponents,
-    taken,
-    keep,
-    CHUNK: tl.constexpr,
-    SLOPES: tl.constexpr,
-    POWERS: tl.constexpr,
-):
-    """The states on the other side of a chunk, from the rows x, each so many steps away from there.
+def _advance(h_real, h_imaginary, q_real, q_imaginary, x, writing, taken, keep, SLOPES: tl.constexpr):
+    """The states on the other side of a chunk, from its rows.
 
     Where:
         h_real, h_imaginary: h, [BLOCK].
         q_real, q_imaginary: ∂h/∂decay, [BLOCK], looked at with SLOPES.
-        x: [C, BLOCK] float32.
-        table: of the head.
-        exponents: [C].
+        x: the rows, [C, BLOCK] float32.
+        writing: of `_writing`, with the steps from each row to that side as exponents.
         taken: 1 where a row belongs to the document on the other side, [C].
         keep: 1 where the state does.
     """
-    z_real, z_imaginary = _entry(table, WRITE, exponents, POWERS)
-    written, imaginary_written = _sums(x, z_real * taken, z_imaginary * taken)
-    moved, imaginary_moved = _step_on(h_real, h_imaginary, table, CHUNK, POWERS)
+    real, imaginary, slope, imaginary_slope, z_real, z_imaginary, rest, imaginary_rest, d_real, d_imaginary = writing
+    written, imaginary_written = _sums(x, real * taken, imaginary * taken)
+    moved, imaginary_moved = _step_on(h_real, h_imaginary, z_real, z_imaginary, rest, imaginary_rest)
     if SLOPES:
-        d_real, d_imaginary = _entry(table, DZ, CHUNK, POWERS)
-        q_moved, q_imaginary_moved = _step_on(q_real, q_imaginary, table, CHUNK, POWERS)
+        q_moved, q_imaginary_moved = _step_on(q_real, q_imaginary, z_real, z_imaginary, rest, imaginary_rest)
         q_moved += d_real * h_real - d_imaginary * h_imaginary
         q_imaginary_moved += d_real * h_imaginary + d_imaginary * h_real
-        z_real, z_imaginary = _entry(table, DWRITE, exponents, POWERS)
-        q_written, q_imaginary_written = _sums(x, z_real * taken, z_imaginary * taken)
+        q_written, q_imaginary_written = _sums(x, slope * taken, imaginary_slope * taken)
         q_real, q_imaginary = keep * q_moved + q_written, keep * q_imaginary_moved + q_imaginary_written
     return keep * moved + written, keep * imaginary_moved + imaginary_written, q_real, q_imaginary
 
@@ -201,6 +211,7 @@ def _walk(
     """
     i = tl.arange(0, CHUNK)
     exponents = i if FROM_RIGHT else CHUNK - 1 - i
+    writing = _writing(table, exponents, CHUNK, SLOPES, POWERS)
     states: tl.constexpr = 4 if SLOPES else 2
     for number in tl.range(0, last - first, num_stages=STAGES):
         chunk = last - 1 - number if FROM_RIGHT else first + number
@@ -217,9 +228,9 @@ def _walk(
             if SLOPES:
                 tl.store(into + 2 * BLOCK, q_real, mask=has_place)
                 tl.store(into + 3 * BLOCK, q_imaginary, mask=has_place)
-        _, taken, keep = _borders(documents, chunk, steps, residue, d, CHUNK, REVERSED, PACKED, FROM_RIGHT)
+        _reached, taken, keep = _borders(documents, chunk, steps, residue, d, CHUNK, REVERSED, PACKED, FROM_RIGHT)
         h_real, h_imaginary, q_real, q_imaginary = _advance(
-            h_real, h_imaginary, q_real, q_imaginary, tile, table, exponents, taken, keep, CHUNK, SLOPES, POWERS
+            h_real, h_imaginary, q_real, q_imaginary, tile, writing, taken, keep, SLOPES
         )
     return h_real, h_imaginary, q_real, q_imaginary
 
@@ -322,7 +333,7 @@ def segments_kernel(
     REVERSED: tl.constexpr,
 ):
     """What each segment of V, or of dOut, writes into the states on either side: [programs, 2 sides, 4, BLOCK]."""
-    head, residue, row, block, segment, _ = _program(columns, num_columns, rows, BLOCKS)
+    head, residue, row, block, segment, _column = _program(columns, num_columns, rows, BLOCKS)
     d = tl.load(heads + 2 * head)
     table += head * TABLE_ROWS * POWERS
     steps = tl.cdiv(length - residue, d)
