@@ -133,7 +133,7 @@ class AttentionCall:
         query_length: T.
         key_length: S.
         causal: direction as the call or the module says it; None: neither does.
-        sees_later: whether any query but the last saw the last key.
+        sees_later: whether any query but the last saw the last key; None on the meta device, where nothing is seen.
     """
 
     module: nn.Module
@@ -141,7 +141,12 @@ class AttentionCall:
     query_length: int
     key_length: int
     causal: bool | None
-    sees_later: bool
+    sees_later: bool | None
+
+    @property
+    def direction(self) -> bool | None:
+        """Whether the call is causal, as its mask shows or, where that shows nothing, as the module says."""
+        return self.causal if self.sees_later is None else not self.sees_later
 
 
 _recording = threading.Lock()
@@ -169,7 +174,8 @@ def record_attention_calls() -> Iterator[list[AttentionCall]]:
                 last = torch.zeros_like(value)
                 last[:, :, -1] = 1
                 seen = base(module, torch.zeros_like(query), key, last, *args, **keywords)[0]
-                causal, sees_later = is_causal(module, keywords), bool((seen[:, :-1] != 0).any())
+                sees_later = None if seen.is_meta else bool((seen[:, :-1] != 0).any())
+                causal = is_causal(module, keywords)
                 calls.append(AttentionCall(module, query.shape[1], query.shape[2], key.shape[2], causal, sees_later))
                 return base(module, query, key, value, *args, **keywords)
 

@@ -139,10 +139,18 @@ def _with_direction(config: RSAConfig, calls: Mapping[str, AttentionCall]) -> RS
 
     Some classes carry no `is_causal` (LayoutLM, Doge), or one that their masks belie (BigBirdPegasus).
     """
-    astray = [name for name, call in calls.items() if call.causal is not (not call.sees_later)]
-    if config.causal is not None or not astray:
+    if config.causal is not None:
         return config
-    directions = {not call.sees_later for call in calls.values()}
+    unknown = [name for name, call in calls.items() if call.direction is None]
+    if unknown:
+        raise ValueError(
+            f"{shorten(unknown)} ({type(calls[unknown[0]].module).__name__}): the modules do not say whether they are "
+            "causal, and on the meta device no mask shows it. Set causal=True or causal=False in RSAConfig."
+        )
+    astray = [name for name, call in calls.items() if call.causal is not call.direction]
+    directions = {call.direction for call in calls.values()}
+    if not astray:
+        return config
     if len(directions) == 1:
         return replace(config, causal=directions.pop())
     first = calls[astray[0]]
