@@ -298,10 +298,18 @@ def _require_attached(model: PreTrainedModel) -> None:
 def _wrap_from_config(original: Callable[..., Any]) -> Callable[..., Any]:
     def _from_config(cls: type[PreTrainedModel], config: PreTrainedConfig, **keywords: Any) -> PreTrainedModel:
         model: PreTrainedModel = original(cls, config, **keywords)
-        _require_attached(model)
+        if not _is_part_of_patched(model):
+            _require_attached(model)
         return model
 
     return _from_config
+
+
+def _is_part_of_patched(model: PreTrainedModel) -> bool:
+    """Whether a model is built inside of the patched one, and has its modules under shorter names (Mllama)."""
+    present = {name for name, _ in model.named_modules()}
+    planned = [name for content in saved_plans(model.config) for name in read_plan(content).modules]
+    return any(name in present for name in (full.partition(".")[2] for full in planned))
 
 
 def _wrap_load_pretrained_model(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,6 +16,8 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    MllamaForCausalLM,
+    MllamaTextConfig,
     RobertaModel,
     T5EncoderModel,
     T5ForConditionalGeneration,
@@ -23,7 +25,7 @@ from transformers import (
 )
 
 from families import CONFIGS, FAMILIES, FULL_PLAN, build, build_language_model, inputs
-from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, rsa_report
+from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, rsa_report, unpatch_model
 
 
 def trained(model, plan=None):
@@ -295,3 +297,25 @@ def test_a_plain_model_is_saved_as_ever(tmp_path):
     build("roberta").save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     assert not {"rsa", "attn_implementation", "fusion_config"} & set(content)
+
+
+@torch.no_grad()
+def test_a_decoder_that_builds_its_own_base_from_the_config_comes_back(tmp_path):
+    # Mllama's text decoder alone: its base is another PreTrainedModel, built from the same config.
+    config = MllamaTextConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=40,
+        cross_attention_layers=[],
+        pad_token_id=0,
+    )
+    model = patch_model(MllamaForCausalLM(config), RSAConfig(gate_init=0.0)).eval()
+    ids = torch.randint(3, 50, (1, 7))
+    expected = model(ids).logits
+    model.save_pretrained(tmp_path)
+    assert torch.equal(MllamaForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, expected)
+    unpatch_model(model)
+    assert not torch.allclose(model(ids).logits, expected)
