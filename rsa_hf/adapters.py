@@ -27,9 +27,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
-from rsa_hf.geometry import HIDDEN_AT_OR_BELOW, flash_documents, read_geometry
+from rsa_hf.geometry import HIDDEN_AT_OR_BELOW, flash_documents, read_geometry, remembered
 from rsa_hf.heads import heads_of
 from rsa_hf.versions import what_fits
 
@@ -231,7 +230,7 @@ def _run_gpt_neo(module: Any, attn: Callable[..., Any], call: dict[str, Any], mi
     if module.attention_type == "local":
         window = module.config.window_size
         if mask is not None:
-            mask = _derived(_within_window, mask, output.shape[2], call["value"].shape[2], window)
+            mask = remembered(_within_window, mask, output.shape[2], call["value"].shape[2], window)
     mixed = mix(output.transpose(1, 2), call["value"], mask, causal=True, sliding_window=window)
     return mixed.transpose(1, 2), weights
 
@@ -247,7 +246,7 @@ def _run_xlnet(module: nn.Module, core: Callable[..., Any], call: dict[str, Any]
     # The only trace of the direction: distances from S to −T in a bidirectional model, from S to 0 in a causal one.
     causal = call["k_head_r"].shape[0] == value.shape[2] + 1
     if mask is not None:
-        mask = _derived(_xlnet_visible, mask, causal)
+        mask = remembered(_xlnet_visible, mask, causal)
     mixed = mix(output.transpose(0, 1), value, mask, causal=causal).transpose(0, 1)
     return (mixed, *found[1:]) if isinstance(found, tuple) else mixed
 
@@ -270,7 +269,7 @@ def _through_cache(cache: str, heads: str, projection: str, *, hides: bool = Fal
         seen = _Cache(call.get(cache))
         mask = call.get("attention_mask")
         if hides and mask is not None:
-            mask = _derived(torch.logical_not, mask)
+            mask = remembered(torch.logical_not, mask)
         project = getattr(module, projection)
         mixed = False
 
@@ -366,7 +365,7 @@ def _through_projection(projection: str, values: Callable[[Any, Tensor], Tensor]
         if seen is None:
             raise _not_seen(module, projection)
         attention = output.unflatten(-1, (module.num_attention_heads, -1))
-        mask = _derived(_deberta_visible, call["attention_mask"])
+        mask = remembered(_deberta_visible, call["attention_mask"])
         return (mix(attention, values(module, seen), mask, causal=False).flatten(2), *rest)
 
     return run
@@ -385,19 +384,6 @@ def _deberta_v2_values(module: Any, states: Tensor) -> Tensor:
 
 
 # --- masks ----------------------------------------------------------------------------------------------------------
-
-_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def _derived(how: Callable[..., Tensor], mask: Tensor, *args: int) -> Tensor:
-    """`how(mask, *args)`, made once for all layers of a forward: those who read masks remember them by identity."""
-    if torch.compiler.is_compiling() or mask.is_inference():
-        return how(mask, *args)
-    asked = (mask._version, how, args)
-    answers: dict[Any, Tensor] = _known.setdefault(mask, {})
-    if asked not in answers:
-        answers[asked] = how(mask, *args)
-    return answers[asked]
 
 
 def _within_window(mask: Tensor, T: int, S: int, window: int) -> Tensor:

@@ -13,13 +13,24 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Documents", "Geometry", "flash_documents", "is_causal", "read_geometry", "read_mask"]
+__all__ = [
+    "HIDDEN_AT_OR_BELOW",
+    "Documents",
+    "Geometry",
+    "flash_documents",
+    "is_causal",
+    "read_geometry",
+    "read_mask",
+    "remembered",
+]
+
+Answer = TypeVar("Answer")
 
 # Additive masks hide a key with −inf, the dtype's minimum, or −10,000 in older models; anything above is a bias.
 HIDDEN_AT_OR_BELOW = -1e4
@@ -139,7 +150,9 @@ def read_geometry(
         )
     if attention_mask is not None and attention_mask.dim() == 4:
         if causal and T == 1:
-            return _masks.read(_read_row, attention_mask, T, S, causal)
+            # Comparing a mask with its copy would wait for the device; a row is read without.
+            read = _read_row if attention_mask.is_inference() else functools.partial(remembered, _read_row)
+            return read(attention_mask, T, S, causal)
         if torch.compiler.is_compiling():
             _visible(attention_mask, T, S)
             return Geometry(T, S, 0, causal, mask=attention_mask)
@@ -184,6 +197,10 @@ def flash_documents(query: Tensor, key: Tensor, keywords: dict[str, Any]) -> Ten
         return torch.searchsorted(ends, torch.arange(S, dtype=ends.dtype, device=ends.device), right=True)[None]
     if positions is None or B != 1 or query.shape[2] != S or positions.shape != (1, S):
         return None
+    return remembered(_documents_of_positions, positions)
+
+
+def _documents_of_positions(positions: Tensor) -> Tensor | None:
     begins = positions == positions.min()
     return begins.cumsum(dim=1) if bool(begins[:, 1:].any()) else None
 
@@ -200,40 +217,47 @@ def read_mask(mask: Tensor, query_length: int, key_length: int, causal: bool) ->
     Raises:
         ValueError: the mask's shape does not fit.
     """
-    return _masks.read(_read_mask, mask, query_length, key_length, causal)
+    return remembered(_read_mask, mask, query_length, key_length, causal)
 
 
-class _MaskReader(threading.local):
-    """Remembers what the last masks said: all layers of a forward share one, or alternate between a few."""
+class _Memory(threading.local):
+    """Remembers the last answers: all layers of a forward ask the same of one mask, or alternate between a few."""
 
-    SIZE = 4
+    SIZE = 8
 
     def __init__(self) -> None:
-        self.known: list[tuple[weakref.ref[Tensor], Tensor | None, tuple[Any, ...], Geometry]] = []
-
-    def read(
-        self, reader: Callable[[Tensor, int, int, bool], Geometry], mask: Tensor, T: int, S: int, causal: bool
-    ) -> Geometry:
-        if torch.compiler.is_compiling() or (mask.is_inference() and T == 1):
-            return reader(mask, T, S, causal)
-        # A mask made under inference_mode has no version that would tell whether it was written to since, so a copy is
-        # kept to compare it with; not for a single query, whose mask is quickly read and which waits for nothing.
-        asked = (None if mask.is_inference() else mask._version, reader, T, S, causal)
-        for reference, copy, question, answer in self.known:
-            if reference() is mask and question == asked and (copy is None or torch.equal(copy, mask)):
-                return answer
-        geometry = reader(mask, T, S, causal)
-        known = self.known
-
-        def forget(dead: weakref.ref[Tensor]) -> None:
-            known[:] = [entry for entry in known if entry[0] is not dead]
-
-        copy = mask.clone() if mask.is_inference() else None
-        known[:] = [(weakref.ref(mask, forget), copy, asked, geometry), *known[: self.SIZE - 1]]
-        return geometry
+        self.known: list[tuple[weakref.ref[Tensor], Tensor | None, tuple[Any, ...], Any]] = []
 
 
-_masks = _MaskReader()
+_memory = _Memory()
+
+
+def remembered(question: Callable[..., Answer], tensor: Tensor, *args: Any) -> Answer:
+    """`question(tensor, *args)`, asked once for all layers of a forward.
+
+    Args:
+        question: a function; its answer must not hold the tensor itself, or that would live for ever.
+        tensor: a mask, or positions.
+        args: what else it takes; can be compared.
+    """
+    if torch.compiler.is_compiling():
+        return question(tensor, *args)
+    # A tensor made under inference_mode has no version that would tell whether it was written to since, so a copy is
+    # kept to compare it with.
+    asked = (None if tensor.is_inference() else tensor._version, question, *args)
+    known = _memory.known
+    for reference, copy, before, answer in known:
+        if reference() is tensor and before == asked and (copy is None or torch.equal(copy, tensor)):
+            found: Answer = answer
+            return found
+    new = question(tensor, *args)
+
+    def forget(dead: weakref.ref[Tensor]) -> None:
+        known[:] = [entry for entry in known if entry[0] is not dead]
+
+    copy = tensor.clone() if tensor.is_inference() else None
+    known[:] = [(weakref.ref(tensor, forget), copy, asked, new), *known[: _Memory.SIZE - 1]]
+    return new
 
 
 def _visible(mask: Tensor, T: int, S: int) -> Tensor:

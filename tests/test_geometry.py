@@ -187,7 +187,7 @@ def test_one_mask_is_read_once(monkeypatch):
     call(5, 5, mask.clone())
     assert len(calls) == 3
     del mask
-    assert not module._masks.known  # nothing is kept of a mask that is gone
+    assert not module._memory.known  # nothing is kept of a mask that is gone
 
 
 def test_one_mask_is_read_once_under_inference_mode(monkeypatch):
@@ -266,3 +266,18 @@ def test_one_document_under_flash_attention():
     assert flash_documents(query, query, {}) is None
     with pytest.raises(NotImplementedError, match="2 queries and 9 keys.*sdpa"):
         flash_documents(query[:, :, :2], query, {"cu_seq_lens_q": torch.tensor([0, 2])})
+
+
+def test_positions_of_packed_documents_are_read_once(monkeypatch):
+    import rsa_hf.geometry as module
+
+    read, calls = module._documents_of_positions, []
+    monkeypatch.setattr(module, "_documents_of_positions", lambda positions: calls.append(1) or read(positions))
+    query, positions = torch.empty(1, 2, 5, 3), torch.tensor([[0, 1, 0, 1, 2]])
+    first = flash_documents(query, query, {"position_ids": positions})
+    assert first.tolist() == [[1, 1, 2, 2, 2]]
+    assert flash_documents(query, query, {"position_ids": positions}) is first
+    assert len(calls) == 1
+    positions[0, 2:] += 2  # written to in place: one document now
+    assert flash_documents(query, query, {"position_ids": positions}) is None
+    assert len(calls) == 2

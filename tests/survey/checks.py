@@ -303,7 +303,7 @@ def _results(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 def _padded(case: Case) -> dict[str, Tensor]:
     """The first text behind padding, the second behind more text."""
     ids = case.inputs["input_ids"]
-    first = torch.full((1, PADDING), case.model.config.get_text_config().pad_token_id or 0)
+    first = torch.full((1, PADDING), getattr(case.model.config.get_text_config(), "pad_token_id", None) or 0)
     ids = torch.cat([torch.cat([first, ids[:1, :PADDING]]), ids], dim=1)
     mask = torch.ones_like(ids)
     mask[0, :PADDING] = 0

@@ -2,7 +2,8 @@
 
 Who sees whom is not read from masks: the model's own attention function is called with zero queries and with the unit
 vectors as values, and its output is the (uniform) attention matrix. So P keeps what softmax attention keeps, and no
-convention on masks or direction has to be known.
+convention on masks or direction has to be known. (Models beside the attention interface have no such function; there
+the mask that their adapter hands on is taken at its word.)
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 from references import lag_weight
+from rsa_hf import adapters
 
 __all__ = ["plain_attention", "reference_attention", "without_attention"]
 
@@ -46,14 +48,27 @@ def reference_attention(seen_padding: tuple[int, int] = (0, 0)) -> Iterator[dict
             output = _eq4(module.rsa, output, visible, args[0])
         return output, weights
 
-    with _replaced(attention):
+    def mix(module: nn.Module, output: Tensor, value: Tensor, mask: Tensor | None, causal: bool, **kw: Any) -> Tensor:
+        T, S = output.shape[1], value.shape[2]
+        if T != S:
+            return output
+        seen[module] = output.shape[2]
+        if not hasattr(module, "rsa"):
+            return output
+        visible = _stated(mask, causal, kw.get("sliding_window"), S)
+        visible = visible.expand(len(output), output.shape[2], T, S).clone()
+        if seen_padding[1] == S:
+            visible[0, :, seen_padding[0] :, : seen_padding[0]] = True
+        return _eq4(module.rsa, output, visible, value)
+
+    with _replaced(attention, mix):
         yield seen
 
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
     """Leave RSA out: the attention functions of the unpatched model."""
-    with _replaced(lambda base, *args, **kw: base(*args, **kw)):
+    with _replaced(lambda base, *args, **kw: base(*args, **kw), lambda module, output, *args, **kw: output):
         yield
 
 
@@ -65,12 +80,13 @@ def without_attention() -> Iterator[None]:
         output, weights = base(*args, **kw)
         return torch.zeros_like(output), weights
 
-    with _replaced(attention):
+    with _replaced(attention, lambda module, output, *args, **kw: torch.zeros_like(output)):
         yield
 
 
 @contextmanager
-def _replaced(attention: Callable[..., Any]) -> Iterator[None]:
+def _replaced(attention: Callable[..., Any], mix: Callable[..., Tensor]) -> Iterator[None]:
+    """Another attention function behind the interface, and another mixing in the models beside it."""
     hooked = AttentionInterface.get_interface
     original = hooked.__wrapped__
 
@@ -79,10 +95,27 @@ def _replaced(attention: Callable[..., Any]) -> Iterator[None]:
         return lambda *args, **kw: attention(base, *args, **kw)
 
     AttentionInterface.get_interface = get_interface
+    mixing, adapters.mix_recurrence = adapters.mix_recurrence, mix
     try:
-        yield
+        with adapters.watch(lambda *call: None):  # so that modules without an `rsa` child come by, too
+            yield
     finally:
         AttentionInterface.get_interface = hooked
+        adapters.mix_recurrence = mixing
+
+
+def _stated(mask: Tensor | None, causal: bool, window: int | None, S: int) -> Tensor:
+    """[B or 1, H or 1, T or 1, S] of what a mask, a direction and a window say."""
+    lags = torch.arange(S)[:, None] - torch.arange(S)[None, :]
+    visible = torch.ones(1, 1, S, S, dtype=torch.bool)
+    if causal:
+        visible = visible & (lags >= 0)
+    if window is not None:
+        visible = visible & (lags < window)
+    if mask is not None:
+        shown = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        visible = visible & (shown if mask.dim() == 4 else shown[:, None, None])[..., :S]
+    return visible
 
 
 @torch.no_grad()
