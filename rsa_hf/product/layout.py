@@ -64,7 +64,11 @@ class PlainLayout:
         in_time = self._in_time(columns)
         width = self.chunk * self.dilation * math.prod(self.digits[:-1])
         if start:
-            steps.copy_(in_time.flatten(2, -2)[:, :, start : start + steps.shape[2]])
+            # Of a memory that nobody asks about, nothing is moved.
+            first, before = divmod(start, width)
+            stop = before + steps.shape[2]
+            asked = in_time[:, :, first : first - (-stop // width)]
+            steps.copy_(asked.flatten(2, -2)[:, :, before:stop])
             return
         full, rest = divmod(steps.shape[2], width)
         if full:
