@@ -151,8 +151,9 @@ def read_geometry(
     if attention_mask is not None and attention_mask.dim() == 4:
         if causal and T == 1:
             # Comparing a mask with its copy would wait for the device; a row is read without.
-            read = _read_row if attention_mask.is_inference() else functools.partial(remembered, _read_row)
-            return read(attention_mask, T, S, causal)
+            if torch.compiler.is_compiling() or attention_mask.is_inference():
+                return _read_row(attention_mask, T, S, causal)
+            return remembered(_read_row, attention_mask, T, S, causal)
         if torch.compiler.is_compiling():
             _visible(attention_mask, T, S)
             return Geometry(T, S, 0, causal, mask=attention_mask)
