@@ -31,11 +31,12 @@ MOVED = """
     import transformers
     from transformers import modeling_utils, configuration_utils
     from transformers.generation.continuous_batching import continuous_api
+    from transformers.utils import hub
     {move}
     originals = {{
         (owner, name): owner.__dict__.get(name)
         for owner in (modeling_utils.PreTrainedModel, modeling_utils.AttentionInterface,
-                      configuration_utils.PreTrainedConfig, continuous_api.ContinuousMixin)
+                      configuration_utils.PreTrainedConfig, continuous_api.ContinuousMixin, hub.PushToHubMixin)
         for name in list(owner.__dict__)
     }}
     try:
