@@ -15,9 +15,18 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.checkpoint import SavedPlan, differences, read_plan, saved_plans, shorten, write_plan
-from rsa_hf.heads import RSAHeads, holds_copies
-from rsa_hf.hooks import RSA_KEY, require_number
+from rsa_hf.checkpoint import (
+    RSA_KEY,
+    SavedPlan,
+    differences,
+    read_plan,
+    require_number,
+    saved_plans,
+    shorten,
+    write_plan,
+)
+from rsa_hf.heads import RSAHeads
+from rsa_hf.lookup import holds_copies
 
 __all__ = ["AdapterPlan", "describe", "read_adapter_plan", "require_fit", "require_tensors", "rsa_children"]
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from rsa_hf.geometry import HIDDEN_AT_OR_BELOW, flash_documents, read_geometry, remembered
-from rsa_hf.heads import heads_of
+from rsa_hf.lookup import heads_of
 from rsa_hf.versions import what_fits
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What `import rsa_hf` does beside giving names: it arms transformers and PEFT, and registers models."""
+"""What `import rsa_hf` does beside giving names: it arms transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["arm"]
 
 
 def arm() -> None:
-    """Install the hooks into transformers, have those into PEFT follow its import, register our models' Auto classes.
+    """Install the hooks into transformers, and have those into PEFT follow its import.
 
     Raises:
         ImportError: transformers does not fit.
@@ -19,4 +19,3 @@ def arm() -> None:
 
     hooks.install()
     peft_hooks.arm()
-    import rsa_hf.models  # noqa: F401

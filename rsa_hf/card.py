@@ -6,7 +6,7 @@ that a card can be made anew from the model and the card before it.
 
 transformers writes README.md in three places: `push_to_hub` and `save_pretrained(push_to_hub=True)` put the card of
 the Hub, or an empty one, into the folder just before it is uploaded, and `Trainer.create_model_card` replaces the one
-in the output folder before `Trainer.push_to_hub` uploads that. So `hooks.py` calls `write_card` after each of them.
+in the output folder before `Trainer.push_to_hub` uploads that. So `hooks/saving.py` calls `write_card` after each.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
@@ -21,12 +21,14 @@ from rsa_hf.config import HeadPlan, RSAConfig
 from rsa_hf.heads import RSAHeads
 
 __all__ = [
+    "RSA_KEY",
     "SavedPlan",
     "attach_from_config",
     "attach_heads",
     "detach_heads",
     "differences",
     "read_plan",
+    "require_number",
     "saved_plans",
     "shorten",
     "write_plan",
@@ -34,6 +36,7 @@ __all__ = [
 
 FORMAT_VERSION = 1
 MAX_MODULES = 4096  # more than any model has
+RSA_KEY = re.compile(r"(^|\.)rsa\.(mu|eta|nu|theta)$")  # a tensor of a checkpoint that belongs to RSA heads
 # transformers searches parameter names for this pattern while it loads; its own tests want it to end with them.
 KEEP_IN_FLOAT32 = r"(?<![^.])rsa\.(?:mu|eta|nu|theta)$"
 _MODULE_NAME = re.compile(r"[A-Za-z]\w*(\.\w+)*", re.ASCII)
@@ -175,3 +178,19 @@ def _submodule(root: nn.Module, name: str) -> nn.Module | None:
     for part in name.split("."):
         module = module._modules.get(part) if module is not None else None
     return module
+
+
+def require_number(name: str, parameter: Tensor) -> None:
+    """Check the values of an RSA parameter that was read from a file.
+
+    Raises:
+        ValueError: a gate is NaN, or a rate is not finite.
+    """
+    # A gate may be shut (−inf) or wide open (inf); a rate may not.
+    bad = parameter.isnan() if name.endswith("mu") else ~parameter.isfinite()
+    if bool(bad.any()):
+        raise ValueError(
+            f"{name} is {parameter.tolist()} in the checkpoint: "
+            f"{'a number' if name.endswith('mu') else 'a finite number'} is needed. The file is damaged, or "
+            "training diverged: load an earlier checkpoint."
+        )

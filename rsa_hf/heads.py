@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from rsa_hf.product.operator import recur
 from rsa_hf.product.problem import Mixing, Recurrence, working_dtype
 from rsa_hf.rem import decay_rates
 
-__all__ = ["RSAHeads", "heads_in_force", "heads_of", "holds_copies"]
+__all__ = ["RSAHeads"]
 
 
 class RSAHeads(nn.Module):
@@ -219,35 +219,6 @@ class RSAHeads(nn.Module):
             f"dilated_regular={plan.num_dilated_regular}, dilated_cyclical_pairs={plan.num_dilated_cyclical_pairs}, "
             f"dilation={list(plan.dilation)}"
         )
-
-
-def heads_of(module: nn.Module) -> RSAHeads | None:
-    """The RSA heads of an attention module, its child `rsa`; None where it has none."""
-    rsa = module._modules.get("rsa")
-    # By its plan, not its class: PEFT puts a wrapper there that passes attributes on.
-    return cast(RSAHeads, rsa) if isinstance(getattr(rsa, "plan", None), HeadPlan) else None
-
-
-def holds_copies(module: nn.Module) -> bool:
-    """Whether a module is PEFT's wrapper round RSA heads: the heads as patched, and a copy for each adapter."""
-    return isinstance(module._modules.get("original_module"), RSAHeads)
-
-
-def heads_in_force(model: nn.Module) -> Iterator[tuple[str, RSAHeads]]:
-    """The RSA heads that a forward pass uses, with their names in the model, in module order.
-
-    Under PEFT these are the copies of the active adapter or, where it has none or is disabled, the heads as patched.
-    """
-    seen: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        if module in seen:
-            continue
-        if isinstance(module, RSAHeads):
-            yield name, module
-        elif holds_copies(module):
-            seen.update(module.modules())
-            # The wrapper passes attributes on to the copy in force, so whose method this is tells which one it is.
-            yield name, cast(Any, module).rates.__self__
 
 
 def _spread_over_both_signs(fraction: float) -> float:

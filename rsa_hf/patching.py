@@ -17,8 +17,9 @@ from transformers.modeling_utils import PreTrainedModel
 from rsa_hf.adapters import NO_SOFTMAX_ATTENTION, connect
 from rsa_hf.checkpoint import SavedPlan, attach_heads, detach_heads, differences, read_plan, shorten, write_plan
 from rsa_hf.config import RSAConfig
-from rsa_hf.heads import RSAHeads, holds_copies
-from rsa_hf.hooks import AttentionCall, record_attention_calls
+from rsa_hf.heads import RSAHeads
+from rsa_hf.hooks.attention import AttentionCall, record_attention_calls
+from rsa_hf.lookup import holds_copies
 
 __all__ = ["is_patched", "patch_model", "unpatch_model"]
 

@@ -30,7 +30,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.adapter_plan import AdapterPlan, require_same_base
 from rsa_hf.config import RSAConfig
-from rsa_hf.heads import holds_copies
+from rsa_hf.lookup import holds_copies
 from rsa_hf.patching import is_patched, patch_model, unpatch_model
 from rsa_hf.peft_hooks import HUB_OPTIONS, holds_values, install
 

@@ -43,8 +43,10 @@ from rsa_hf.adapter_plan import (
     require_tensors,
     rsa_children,
 )
-from rsa_hf.heads import RSAHeads, holds_copies
-from rsa_hf.hooks import RSA_KEY, Hook, replace_all
+from rsa_hf.checkpoint import RSA_KEY
+from rsa_hf.heads import RSAHeads
+from rsa_hf.hooks.replacing import Hook, replace_all
+from rsa_hf.lookup import holds_copies
 
 __all__ = ["HUB_OPTIONS", "arm", "holds_values", "install"]
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rsa_hf.heads import RSAHeads, heads_in_force
+from rsa_hf.heads import RSAHeads
+from rsa_hf.lookup import heads_in_force
 
 __all__ = ["HeadReport", "LayerReport", "RSAReport", "rsa_report"]
 

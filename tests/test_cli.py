@@ -246,7 +246,9 @@ def test_doctor_is_content_here(run):
 
 
 def test_doctor_finds_what_is_broken(run, monkeypatch):
-    monkeypatch.setattr(rsa_hf.hooks.AttentionInterface, "get_interface", lambda self, name, default: default)
+    monkeypatch.setattr(
+        rsa_hf.hooks.attention.AttentionInterface, "get_interface", lambda self, name, default: default
+    )
     monkeypatch.setattr("rsa_hf.hooks.install", lambda: None)
     monkeypatch.setattr("rsa_hf.product.rem_product", lambda value, *_: value)
     code, out, _ = run("doctor")

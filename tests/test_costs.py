@@ -1,6 +1,7 @@
 """What it costs to have rsa_hf: the time of its import over transformers', and of patching a model."""
 
 import json
+import os
 import subprocess
 import sys
 from statistics import median
@@ -23,17 +24,22 @@ print(json.dumps([middle - begin, time.process_time() - middle]))
 """
 
 
-@pytest.mark.slow  # starts an interpreter five times, each of which imports torch and transformers
-def test_importing_takes_a_small_part_of_what_transformers_takes():
+@pytest.mark.slow  # starts an interpreter six times, each of which imports torch and transformers
+def test_importing_takes_a_small_part_of_what_transformers_takes(tmp_path):
     # Processor time, so that others on the machine do not count; and in proportion, so that the machine does not.
+    # With bytecode on the disk, as an installed package has it; the first run writes it.
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment = {**kept, "PYTHONPYCACHEPREFIX": str(tmp_path)}
     times = []
-    for _ in range(5):
-        done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    for _ in range(6):
+        done = subprocess.run(
+            [sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, env=environment
+        )
         times.append(json.loads(done.stdout.splitlines()[-1]))
-    transformers, ours = (median(column) for column in zip(*times, strict=True))
+    transformers, ours = (median(column) for column in zip(*times[1:], strict=True))
     print(f"transformers with GPT-2: {transformers:.3f} s, rsa_hf on top: {ours:.3f} s")
     # Its own code, and nothing heavy behind it: importing peft or datasets alone takes as much as this allows.
-    assert ours < 0.06 * transformers
+    assert ours < 0.04 * transformers
 
 
 @pytest.mark.slow  # GPT-2 small has 124 million weights to be drawn

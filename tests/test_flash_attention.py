@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import flash_stand_in
-import rsa_hf.hooks as hooks
+import rsa_hf.hooks.attention as hooks
 from broken import break_geometry, forgets_the_offset
 from families import FULL_PLAN, PAD, VOCAB, WINDOWED, build, build_language_model
 from references import relative_error

@@ -53,7 +53,7 @@ MOVED = """
 
 
 @pytest.mark.slow  # each starts an interpreter and imports torch and transformers
-@pytest.mark.parametrize("hook", hooks._HOOKS, ids=lambda hook: hook.name)
+@pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda hook: hook.name)
 @pytest.mark.parametrize("how", ["renamed", "other parameters"])
 def test_a_moved_internal_is_named_and_nothing_is_half_installed(hook, how):
     owner = f"{hook.owner.__module__.rpartition('.')[2]}.{hook.owner.__name__}"

@@ -206,7 +206,9 @@ def test_rsa_layers_that_take_no_part_are_noticed(monkeypatch):
     # Without the hook on the attention interface the children would be there, trained on nothing.
     model = build("gpt2")
     before = state_of(model)
-    monkeypatch.setattr("rsa_hf.hooks._attention_with_rsa", lambda rsa, base, name, *args, **kw: base(*args, **kw))
+    monkeypatch.setattr(
+        "rsa_hf.hooks.attention._attention_with_rsa", lambda rsa, base, name, *args, **kw: base(*args, **kw)
+    )
     with pytest.raises(RuntimeError, match=r"h.0.attn, h.1.attn took no part"):
         patch_model(model)
     assert_same_state(model, before)

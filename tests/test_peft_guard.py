@@ -20,7 +20,8 @@ import rsa_hf.peft_hooks as peft_hooks
 from adapters import METHODS, PLAN, adapter_values, base_model, disturb, logits, trained_adapter
 from families import CONFIGS, FULL_PLAN, inputs
 from rsa_hf import RSAConfig, is_patched, patch_model
-from rsa_hf.hooks import Hook, _require_matching_keys, replace_all
+from rsa_hf.hooks.loading import _require_matching_keys
+from rsa_hf.hooks.replacing import Hook, replace_all
 from rsa_hf.peft import get_peft_model, load, with_rsa
 
 OTHER_PLAN = RSAConfig(**{**FULL_PLAN, "dilation": [2, 3, 7]})

@@ -1,5 +1,18 @@
-"""Models that transformers lacks, as transformers models, one folder each. Importing this registers Auto classes."""
+"""Models that transformers lacks, as transformers models, one folder each.
 
-from rsa_hf.models import recurrent, transformer_xl
+Importing a folder registers its Auto classes; a model type that an Auto class meets has its folder imported.
+"""
 
-__all__ = ["recurrent", "transformer_xl"]
+from __future__ import annotations
+
+from importlib import import_module
+
+__all__ = ["MODEL_TYPES", "register"]
+
+MODEL_TYPES = {"recurrent": "recurrent", "transfo-xl": "transformer_xl"}  # each with its folder
+
+
+def register(model_type: object) -> None:
+    """Import the folder of a model type of ours, which registers its Auto classes; nothing for any other."""
+    if isinstance(model_type, str) and model_type in MODEL_TYPES:
+        import_module(f"rsa_hf.models.{MODEL_TYPES[model_type]}")

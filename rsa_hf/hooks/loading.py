@@ -1,0 +1,169 @@
+"""Hooks into building, initialising and loading: a config that holds a plan gets its heads, and a checkpoint fits it.
+
+* `PreTrainedModel.post_init`: a config that holds a plan (`config.rsa`) gets its `rsa` children built.
+* `PreTrainedModel._initialize_weights`: `rsa` children that no checkpoint fills start as the plan says.
+* `PreTrainedModel._load_pretrained_model`, `_from_config`: a checkpoint and its plan must match exactly.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import transformers
+from safetensors import safe_open
+from torch import nn
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from rsa_hf.adapters import connect, has_adapters
+from rsa_hf.checkpoint import RSA_KEY, attach_from_config, read_plan, require_number, saved_plans
+from rsa_hf.heads import RSAHeads
+from rsa_hf.hooks.replacing import Hook
+
+__all__ = ["HOOKS"]
+
+
+def _wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def post_init(self: PreTrainedModel) -> None:
+        attach_from_config(self)
+        if saved_plans(self.config):
+            connect(self)
+        elif has_adapters(self):
+            # Before anybody (Accelerate) keeps bound methods of it. A plain model has to work in any case; should its
+            # classes not be as expected, patch_model says so.
+            with suppress(RuntimeError):
+                connect(self)
+        original(self)
+
+    return post_init
+
+
+def _wrap_initialize_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _initialize_weights(self: PreTrainedModel, module: nn.Module, *args: Any, **keywords: Any) -> None:
+        if isinstance(module, RSAHeads):
+            module.reset_parameters()
+            return
+        original(self, module, *args, **keywords)
+
+    return _initialize_weights
+
+
+def _require_attached(model: PreTrainedModel) -> None:
+    if saved_plans(model.config) and not any(isinstance(m, RSAHeads) for m in model.modules()):
+        plan = read_plan(next(iter(saved_plans(model.config))))
+        raise ValueError(
+            f"the config holds an RSA plan for the modules {', '.join(plan.modules[:3])}, … but "
+            f"{type(model).__name__} has none of them, and would run as a plain model. Load it with the class that "
+            "was patched, or remove config.rsa."
+        )
+
+
+def _wrap_from_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _from_config(cls: type[PreTrainedModel], config: PreTrainedConfig, **keywords: Any) -> PreTrainedModel:
+        model: PreTrainedModel = original(cls, config, **keywords)
+        if not _is_part_of_patched(model):
+            _require_attached(model)
+        return model
+
+    return _from_config
+
+
+def _is_part_of_patched(model: PreTrainedModel) -> bool:
+    """Whether a model is built inside of the patched one, and has its modules under shorter names (Mllama)."""
+    present = {name for name, _ in model.named_modules()}
+    planned = [name for content in saved_plans(model.config) for name in read_plan(content).modules]
+    return any(name in present for name in (full.partition(".")[2] for full in planned))
+
+
+def _wrap_load_pretrained_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _load_pretrained_model(
+        model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **keywords: Any
+    ) -> Any:
+        _require_attached(model)
+        _require_safetensors(model, checkpoint_files, load_config)
+        loading_info, *rest = original(model, state_dict, checkpoint_files, load_config, *args, **keywords)
+        loading_info.unexpected_keys -= _empty_tensors(loading_info.unexpected_keys, checkpoint_files)
+        _require_matching_keys(model, loading_info)
+        _require_numbers(model)
+        return (loading_info, *rest)
+
+    return _load_pretrained_model
+
+
+def _require_safetensors(model: PreTrainedModel, checkpoint_files: Any, load_config: Any) -> None:
+    pickled = [
+        os.path.basename(file) for file in checkpoint_files or () if str(file).endswith((".bin", ".pt", ".pth"))
+    ]
+    if pickled and saved_plans(model.config) and load_config.use_safetensors is not False:
+        raise ValueError(
+            f"this checkpoint with RSA heads has its weights in {', '.join(pickled[:3])}, a pickle, which can run "
+            "code when it is read; rsa_hf saves safetensors alone. If you trust where it comes from, load it with "
+            "from_pretrained(..., use_safetensors=False), and save it again."
+        )
+
+
+def _empty_tensors(keys: set[str], checkpoint_files: Any) -> set[str]:
+    """RSA keys whose tensor has no entries: a writer may keep `eta` (0,) for a plan without regular heads."""
+    wanted = {key for key in keys if RSA_KEY.search(key)}
+    files = [file for file in checkpoint_files or () if str(file).endswith(".safetensors")] if wanted else []
+    empty = set()
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            empty |= {key for key in wanted.intersection(tensors.keys()) if 0 in tensors.get_slice(key).get_shape()}
+    return empty
+
+
+def _require_matching_keys(model: PreTrainedModel, loading_info: Any) -> None:
+    # Keys of parts that this class does not have at all, e.g. the decoder of a T5EncoderModel.
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    unexpected = [
+        key
+        for key in sorted(loading_info.unexpected_keys)
+        if RSA_KEY.search(key) and not any(pattern.search(key) for pattern in ignored)
+    ]
+    missing = [key for key in sorted(loading_info.missing_keys) if RSA_KEY.search(key)]
+    if model._hf_peft_config_loaded:  # `model.load_adapter` comes this way too; an adapter has no weights of its base
+        if unexpected:
+            raise ValueError(
+                f"transformers {transformers.__version__} does not load the gates and rates of an adapter: "
+                "they would be lost in silence. Load it with rsa_hf.peft.load or PeftModel.from_pretrained, on a "
+                "fresh base model, or use a newer transformers."
+            )
+        missing = []
+    mismatched = [entry for entry in sorted(loading_info.mismatched_keys) if RSA_KEY.search(entry[0])]
+    problems = []
+    if missing:
+        problems.append(f"missing from the checkpoint: {', '.join(missing)}")
+    if unexpected:
+        problems.append(f"in the checkpoint, but not in the plan: {', '.join(unexpected)}")
+    for key, found, expected in mismatched:
+        problems.append(f"{key} has shape {tuple(found)} in the checkpoint, but the plan needs {tuple(expected)}")
+    if problems:
+        raise ValueError(
+            f"the RSA weights do not fit the plan in config.rsa ({'; '.join(problems)}). Load the weights together "
+            "with the config.json they were saved with; to add RSA to a plain checkpoint, load it plain and call "
+            "patch_model."
+        )
+
+
+def _require_numbers(model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        if RSA_KEY.search(name) and parameter.device.type != "meta":
+            require_number(name, parameter)
+
+
+HOOKS = (
+    Hook(PreTrainedModel, "post_init", ("self",), _wrap_post_init),
+    Hook(PreTrainedModel, "_initialize_weights", ("self", "module"), _wrap_initialize_weights),
+    Hook(PreTrainedModel, "_from_config", ("cls", "config"), _wrap_from_config),
+    Hook(
+        PreTrainedModel,
+        "_load_pretrained_model",
+        ("model", "state_dict", "checkpoint_files", "load_config"),
+        _wrap_load_pretrained_model,
+    ),
+)

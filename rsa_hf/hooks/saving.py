@@ -1,0 +1,113 @@
+"""Hooks into saving: recurrence is never saved without its plan, and a patched model has a model card.
+
+* `PreTrainedModel.save_pretrained`: what is saved can be loaded again, and gets a model card.
+* `PushToHubMixin._upload_modified_files`, `Trainer.create_model_card`: the model card survives theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.hub import PushToHubMixin
+
+from rsa_hf.card import CardFacts, read_facts, write_card
+from rsa_hf.checkpoint import saved_plans
+from rsa_hf.heads import RSAHeads
+from rsa_hf.hooks.replacing import Hook, is_in_place, replace_all
+from rsa_hf.lookup import holds_copies
+
+__all__ = ["HOOKS"]
+
+logger = logging.getLogger(__name__)
+
+
+def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save_pretrained(
+        self: PreTrainedModel, save_directory: Any, is_main_process: bool = True, *args: Any, **keywords: Any
+    ) -> Any:
+        has_heads = any(isinstance(module, RSAHeads) for module in self.modules())
+        if not self._hf_peft_config_loaded and any(holds_copies(module) for module in self.modules()):
+            raise ValueError(
+                f"the RSA heads of this {type(self).__name__} are wrapped by PEFT, so a saved copy could not be "
+                "loaded again. Save the PEFT model instead, or the model that its merge_and_unload() returns."
+            )
+        if has_heads and not saved_plans(self.config):
+            raise ValueError(
+                f"this {type(self).__name__} has RSA heads, but its config has no plan (config.rsa), so a saved copy "
+                "could not be loaded again. Save the model that was given to patch_model, or patch this part itself."
+            )
+        if saved_plans(self.config) and not has_heads:
+            raise ValueError(
+                f"config.rsa of this {type(self).__name__} holds an RSA plan, but the model has no RSA heads. Remove "
+                "config.rsa, or patch the model."
+            )
+        result = original(self, save_directory, is_main_process, *args, **keywords)
+        if has_heads and is_main_process and _is_first_process():
+            _write_card(self, save_directory)
+            _hook_trainer()
+        return result
+
+    return save_pretrained
+
+
+def _wrap_upload_modified_files(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _upload_modified_files(self: Any, working_dir: Any, repo_id: str, *args: Any, **keywords: Any) -> Any:
+        if isinstance(self, PreTrainedModel) and saved_plans(self.config):
+            _write_card(self, working_dir, CardFacts(name=repo_id), plot=True)
+        return original(self, working_dir, repo_id, *args, **keywords)
+
+    return _upload_modified_files
+
+
+def _wrap_create_model_card(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_model_card(self: Any, *args: Any, **keywords: Any) -> None:
+        facts = read_facts(self.args.output_dir)
+        original(self, *args, **keywords)
+        model = self.accelerator.unwrap_model(self.model)
+        if self.is_world_process_zero() and isinstance(model, PreTrainedModel) and saved_plans(model.config):
+            facts = facts.updated(CardFacts(seeds=(self.args.seed,), name=getattr(self, "hub_model_id", None)))
+            _write_card(model, self.args.output_dir, facts, plot=True)
+
+    return create_model_card
+
+
+def _hook_trainer() -> None:
+    """Hook the Trainer's card, if there is a Trainer.
+
+    Not on import, which would take as long again for those who have none. Whoever pushes with a Trainer saves the
+    model first, and its module is loaded by then.
+    """
+    module = sys.modules.get("transformers.trainer")
+    if module is None:
+        return
+    hook = Hook(module.Trainer, "create_model_card", ("self",), _wrap_create_model_card)
+    if not is_in_place(hook):
+        try:
+            replace_all([hook], "The Trainer will write its own model card alone.")
+        except ImportError as error:
+            logger.warning("%s", error)
+
+
+def _write_card(model: PreTrainedModel, folder: Any, facts: CardFacts | None = None, plot: bool = False) -> None:
+    try:
+        write_card(model, folder, facts, plot)
+    except Exception as error:
+        # The weights are saved, and hours of training are not to end because of a card.
+        logger.warning("the model card in %s was not brought up to date: %s", folder, error)
+
+
+def _is_first_process() -> bool:
+    return not (
+        torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()
+    )
+
+
+HOOKS = (
+    Hook(PreTrainedModel, "save_pretrained", ("self", "save_directory", "is_main_process"), _wrap_save_pretrained),
+    Hook(PushToHubMixin, "_upload_modified_files", ("self", "working_dir", "repo_id"), _wrap_upload_modified_files),
+)
