@@ -10,7 +10,7 @@ THREADS ?= 2
 export OMP_NUM_THREADS = $(THREADS)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help venv test test-all test-oldest test-python transformers-tests bench bench-gpu survey lint types demo devign clean
+.PHONY: help venv test test-all test-oldest test-newest test-python transformers-tests bench bench-gpu survey lint types demo devign clean
 
 help:           ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/'
@@ -42,6 +42,12 @@ test-oldest:    ## The fast tests on the oldest supported torch and transformers
 	.venv-oldest/bin/pip install --quiet torch==2.11.0 transformers==5.17.0
 	.venv-oldest/bin/pip install --quiet --editable '.[dev,demo]'
 	.venv-oldest/bin/python -m pytest -m 'not slow'
+
+test-newest:    ## The fast tests on the newest torch and transformers that are said to fit, in their own environment
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/pip install --quiet --upgrade torch
+	.venv-newest/bin/pip install --quiet --upgrade --upgrade-strategy eager --editable '.[dev,demo]'
+	.venv-newest/bin/python -m pytest -m 'not slow'
 
 test-python:    ## The fast tests under another Python, e.g. PYTHON=python3.13, in an environment of its own
 	$(PYTHON) -m venv .venv-$(notdir $(PYTHON))
