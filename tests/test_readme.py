@@ -89,7 +89,7 @@ def test_the_commands_that_train_run_in_order(tmp_path, monkeypatch):
     lines = [line for line in lines if line.startswith(("rsa-hf train", "rsa-hf evaluate", "accelerate launch"))]
     # Those with a file of Accelerate's are for several processes or GPUs; tests/training reads the files.
     lines = [line for line in lines if "--config_file" not in line]
-    assert len(lines) == 5
+    assert len(lines) == 8
     for line in lines:
         command = shlex.split(line.replace("configs/", f"{ROOT}/configs/"), comments=True)
         if command[0] == "accelerate":

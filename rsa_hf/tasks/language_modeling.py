@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from rsa_hf.tasks.segments import EvaluationSegments, TrainingTracks
 from rsa_hf.tasks.texts import (
     LanguageModelingDataConfig,
     check_block_shape,
@@ -229,20 +230,22 @@ class PreparedText:
     """What training and evaluation need of a text.
 
     Attributes:
-        train: Blocks for training; `StreamedBlocks` where the configuration asks for streaming.
-        validation: Blocks for evaluation, with the byte and word counts of their text.
+        train: Blocks for training; `StreamedBlocks` where the configuration asks for streaming, and `TrainingTracks`
+            where it asks to carry memory.
+        validation: Blocks for evaluation, with the byte and word counts of their text; segments where the
+            configuration asks to carry memory.
         test: The same for the test text; None where there is none.
         vocab_size: The number of token ids a model must know.
     """
 
-    train: TrainingBlocks | StreamedBlocks
-    validation: EvaluationBlocks
-    test: EvaluationBlocks | None
+    train: TrainingBlocks | StreamedBlocks | TrainingTracks
+    validation: EvaluationBlocks | EvaluationSegments
+    test: EvaluationBlocks | EvaluationSegments | None
     vocab_size: int
 
 
 def prepare_language_modeling(
-    config: LanguageModelingDataConfig, tokenizer: PreTrainedTokenizerBase | None
+    config: LanguageModelingDataConfig, tokenizer: PreTrainedTokenizerBase | None, num_tracks: int = 1
 ) -> PreparedText:
     """Read, cut, tokenize and count the texts of a configuration.
 
@@ -253,6 +256,8 @@ def prepare_language_modeling(
     Args:
         config: Where the text comes from and how it is cut.
         tokenizer: Any tokenizer of transformers, or None for raw bytes.
+        num_tracks: Rows of a training step, on all processes and in all micro-batches; where memory is carried the
+            training text is cut into so many tracks.
 
     Returns:
         The blocks of each split.
@@ -264,15 +269,19 @@ def prepare_language_modeling(
     texts = read_texts(config)
     token_ids = {split: torch.cat([*_encode(split, [text], tokenizer)]) for split, text in texts.items()}
 
-    def evaluation(split: str) -> EvaluationBlocks:
+    def evaluation(split: str) -> EvaluationBlocks | EvaluationSegments:
         ids = token_ids[split]
         first = texts[split][:1] if tokenizer is None else _first_token_text(ids, tokenizer)
         scored = texts[split].removeprefix(first)
         num_words = len(scored.split()) + (scored.count(b"\n") if config.count_line_ends_as_words else 0)
-        return EvaluationBlocks(ids, config.block_size, len(scored), num_words, config.stride)
+        if config.carry_memory:
+            return EvaluationSegments(ids, config.evaluation_block_size, len(scored), num_words)
+        return EvaluationBlocks(ids, config.evaluation_block_size, len(scored), num_words, config.stride)
 
-    train: TrainingBlocks | StreamedBlocks
-    if config.streaming:
+    train: TrainingBlocks | StreamedBlocks | TrainingTracks
+    if config.carry_memory:
+        train = TrainingTracks(token_ids["train"], config.block_size, num_tracks)
+    elif config.streaming:
         train = StreamedBlocks(partial(stream_training_text, config), tokenizer, config.block_size)
     else:
         train = TrainingBlocks(token_ids["train"], config.block_size)

@@ -42,9 +42,16 @@ class LanguageModelingDataConfig:
         hub_subset: For "hub": its configuration, for instance "wikitext-103-raw-v1".
         text_column: For "hub": the column of text. A row that does not end its line gets a line end.
         block_size: Tokens in a block, at least 2.
-        stride: For evaluation: tokens from one block's start to the next, 1 … block_size − 1; the tokens that
-            a block repeats are context, scored only once. None: block_size − 1, the fewest blocks in which
-            each block's first new token is still predicted from the one before it.
+        carry_memory: For models that carry something from segment to segment (Transformer-XL, recurrent networks):
+            train on consecutive segments of `block_size` tokens, one text a row, and keep what the model remembers
+            from step to step and in evaluation. False: blocks are trained on one by one, in random order.
+        eval_block_size: The block or segment size in evaluation; None: `block_size`.
+        eval_memory: Entries of the model's config that are set otherwise in evaluation, such as `mem_len` of
+            Transformer-XL, for a longer memory than in training. With `carry_memory`.
+        stride: For evaluation: tokens from one block's start to the next, 1 … block size − 1; the tokens that
+            a block repeats are context, scored only once. None: block size − 1, the fewest blocks in which
+            each block's first new token is still predicted from the one before it. Not with `carry_memory`, whose
+            segments have their context in memory.
         max_train_bytes: Keep at most so many bytes of the training text, in order, cut after a line end (in a
             line too long for that, between two characters). None keeps all.
         max_eval_bytes: The same for the validation and the test text, each.
@@ -68,6 +75,9 @@ class LanguageModelingDataConfig:
     hub_subset: str | None = None
     text_column: str = "text"
     block_size: int = 256
+    carry_memory: bool = False
+    eval_block_size: int | None = None
+    eval_memory: dict[str, Any] = field(default_factory=dict)
     stride: int | None = None
     max_train_bytes: int | None = None
     max_eval_bytes: int | None = None
@@ -100,7 +110,13 @@ class LanguageModelingDataConfig:
             )
         if unknown := [split for split in self.files if split not in SPLITS]:
             raise ValueError(f"files has {unknown}; allowed are {list(SPLITS)}: rename or remove them")
-        check_block_shape(self.block_size, self.stride)
+        check_block_shape(self.block_size, None)
+        check_block_shape(
+            self.evaluation_block_size,
+            self.stride,
+            "block_size" if self.eval_block_size is None else "eval_block_size",
+        )
+        self._require_memory_to_fit()
         for name in ("max_train_bytes", "max_eval_bytes"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
@@ -117,6 +133,28 @@ class LanguageModelingDataConfig:
             if not is_allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose a number {allowed}")
 
+    @property
+    def evaluation_block_size(self) -> int:
+        """`eval_block_size`, or `block_size` where it is None."""
+        return self.block_size if self.eval_block_size is None else self.eval_block_size
+
+    def _require_memory_to_fit(self) -> None:
+        if self.eval_memory and not self.carry_memory:
+            raise ValueError(
+                f"eval_memory is {self.eval_memory} but carry_memory is {self.carry_memory}: nothing is remembered; "
+                "set carry_memory to true, or leave eval_memory out"
+            )
+        if self.carry_memory and self.stride is not None:
+            raise ValueError(
+                f"stride is {self.stride} but carry_memory is {self.carry_memory}: the memory is a segment's context, "
+                "and no token is read twice; leave stride out, or set carry_memory to false"
+            )
+        if self.carry_memory and self.streaming:
+            raise ValueError(
+                f"streaming is {self.streaming} and carry_memory too, but a stream has no known length to cut into "
+                "tracks; set one of them to false"
+            )
+
 
 def check_integer(name: str, value: Any, low: int, high: float = math.inf) -> None:
     """Raise a ValueError that names the setting where a value is no whole number from low to high."""
@@ -125,9 +163,9 @@ def check_integer(name: str, value: Any, low: int, high: float = math.inf) -> No
         raise ValueError(f"{name} is {value!r}; choose a whole number {allowed}")
 
 
-def check_block_shape(block_size: int, stride: int | None) -> None:
-    """Raise a ValueError where blocks of this size and stride cannot cover a text."""
-    check_integer("block_size", block_size, 2)
+def check_block_shape(block_size: int, stride: int | None, name: str = "block_size") -> None:
+    """Raise a ValueError where blocks of this size, so named, and stride cannot cover a text."""
+    check_integer(name, block_size, 2)
     if stride is not None:  # a block's first token has no context, so at least one token is repeated
         check_integer("stride", stride, 1, block_size - 1)
 

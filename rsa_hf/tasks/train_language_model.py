@@ -10,11 +10,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rsa_hf.patching import is_patched
 from rsa_hf.tasks.language_modeling import (
+    EvaluationBlocks,
     LanguageModelingDataConfig,
     load_language_modeling_tokenizer,
     prepare_language_modeling,
 )
-from rsa_hf.tasks.perplexity import evaluate_language_model
+from rsa_hf.tasks.perplexity import evaluate_language_model, set_memory
+from rsa_hf.tasks.segments import EvaluationSegments
 from rsa_hf.training.arguments import read_run_config
 from rsa_hf.training.loop import train
 from rsa_hf.training.run import launched_accelerator, load_model, locate, report_results, require_tokens_known
@@ -40,19 +42,22 @@ def main(arguments: Sequence[str]) -> None:
     if tokenizer_name is None:
         raise ValueError("model.tokenizer=None: a model from scratch needs one; 'bytes' is one that needs no files.")
     tokenizer = load_language_modeling_tokenizer(locate(tokenizer_name))
+    rows = training.batch_size * training.gradient_accumulation_steps * accelerator.num_processes
     with accelerator.main_process_first():  # the others then find what the first has downloaded
-        text = prepare_language_modeling(config.data, tokenizer)
+        text = prepare_language_modeling(config.data, tokenizer, num_tracks=rows)
         model = load_model(AutoModelForCausalLM, config.model, config.rsa)
     require_tokens_known(model, text.vocab_size)
+    with set_memory(model, config.data.eval_memory):
+        pass  # a mistake should show now, not at the first evaluation
 
-    def score(model: PreTrainedModel) -> dict[str, float]:
-        return evaluate_language_model(model, text.validation, training.eval_batch_size)
+    def score(model: PreTrainedModel, blocks: EvaluationBlocks | EvaluationSegments) -> dict[str, float]:
+        return evaluate_language_model(model, blocks, training.eval_batch_size, memory=config.data.eval_memory)
 
     result = train(
         model,
         text.train,
         default_collate,
-        score,
+        lambda model: score(model, text.validation),
         training,
         best_metric="bits_per_byte",
         greater_is_better=False,
@@ -64,14 +69,14 @@ def main(arguments: Sequence[str]) -> None:
     best = AutoModelForCausalLM.from_pretrained(result.best_dir).to(accelerator.device)
     scores = {"validation": result.best_metrics}
     if text.test is not None:
-        scores["test"] = evaluate_language_model(best, text.test, training.eval_batch_size)
+        scores["test"] = score(best, text.test)
     name = "with RSA" if is_patched(best) else "plain"
-    rows = [["model", "text", "bits per byte", "word perplexity", "token perplexity", "tokens", "words", "bytes"]]
+    table = [["model", "text", "bits per byte", "word perplexity", "token perplexity", "tokens", "words", "bytes"]]
     for split, figure in scores.items():
         figures = (figure[key] for key in ("bits_per_byte", "word_perplexity", "token_perplexity"))
         counts = (figure[key] for key in ("num_tokens", "num_words", "num_bytes"))
-        rows.append([name, split, *(f"{value:.5g}" for value in figures), *(f"{value:,}" for value in counts)])
-    report_results(config, result, scores, rows, best)
+        table.append([name, split, *(f"{value:.5g}" for value in figures), *(f"{value:,}" for value in counts)])
+    report_results(config, result, scores, table, best)
 
 
 def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float]:
@@ -97,4 +102,4 @@ def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float
     blocks = {"validation": text.validation, "test": text.test}.get(split)
     if blocks is None:
         raise ValueError(f"the data has no split {split!r} to score a model on.")
-    return evaluate_language_model(model, blocks, config.training.eval_batch_size)
+    return evaluate_language_model(model, blocks, config.training.eval_batch_size, memory=config.data.eval_memory)

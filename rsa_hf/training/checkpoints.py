@@ -13,6 +13,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from rsa_hf.training.carried import CarriedState
+
 __all__ = ["CheckpointFolder", "Progress", "written_whole"]
 
 KEPT = 2  # the newest, and one more in case that one proves unreadable
@@ -81,14 +83,21 @@ class CheckpointFolder:
         # Through JSON, so that what is compared later has the types that it is read back with.
         self.settings: dict[str, Any] = json.loads(json.dumps(flat))
 
-    def save(self, progress: Progress) -> None:
-        """Write `step-N`, and delete all but the newest checkpoints."""
+    def save(self, progress: Progress, carried: CarriedState | None = None) -> None:
+        """Write `step-N`, and delete all but the newest checkpoints.
+
+        Args:
+            progress: how far the run has come.
+            carried: what the model carries to the next step, of this process.
+        """
         folder = self.path / f"step-{progress.step}"
         temporary = self.path / f".{folder.name}.tmp"
         if self.accelerator.is_main_process:
             _emptied(temporary)  # of what a killed run may have left
         self.accelerator.wait_for_everyone()
         self.accelerator.save_state(str(temporary))
+        if carried is not None:
+            carried.save(temporary, self.accelerator.process_index)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             content = {"progress": asdict(progress), "settings": self.settings}
@@ -105,8 +114,12 @@ class CheckpointFolder:
         whole = self._whole()
         return whole[-1] if whole else None
 
-    def load(self, folder: Path) -> Progress:
+    def load(self, folder: Path, carried: CarriedState | None = None) -> Progress:
         """Set everything as it was when a checkpoint was saved, random generators included.
+
+        Args:
+            folder: the checkpoint.
+            carried: set to what the model carried.
 
         Raises:
             ValueError: the folder is no whole checkpoint, or one of a run with other settings.
@@ -130,6 +143,8 @@ class CheckpointFolder:
                 "go on with that run, or start a new one with another training.output_dir, or start over with "
                 "training.resume 'never', which deletes that run's checkpoints."
             )
+        if carried is not None:
+            carried.load(folder, self.accelerator.process_index, self.accelerator.device)
         self.accelerator.load_state(str(folder))
         return progress
 

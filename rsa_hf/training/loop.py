@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rsa_hf.report import rsa_report
+from rsa_hf.training.carried import Tracks
 from rsa_hf.training.checkpoints import CheckpointFolder, Progress, written_whole
 from rsa_hf.training.metrics_log import MetricsLog
 from rsa_hf.training.settings import TrainingSettings
@@ -54,7 +55,7 @@ class TrainResult:
 
 def train(
     model: PreTrainedModel,
-    train_dataset: Examples | IterableDataset[Any],
+    train_dataset: Examples | Tracks | IterableDataset[Any],
     collate_fn: Callable[[list[Any]], Batch],
     evaluate: Callable[[PreTrainedModel], dict[str, float]],
     training: TrainingSettings,
@@ -74,8 +75,9 @@ def train(
         model: its forward takes what `collate_fn` returns, and gives the mean loss over the labels.
         train_dataset: the examples; an epoch takes each once, in an order that depends on seed and epoch. Those of
             an `IterableDataset` are taken in its order, `training.max_steps` says how long, and a run that is
-            continued reads past those it has seen.
-        collate_fn: makes a batch, with `labels`, of a list of examples.
+            continued reads past those it has seen. `Tracks` are taken in their order too, and the model carries its
+            memory along each of them, through steps and checkpoints, to the end of an epoch.
+        collate_fn: makes a batch, with `labels` (of tracks, `shift_labels`), of a list of examples.
         evaluate: returns metrics of the model. Every process calls it, as sharded models need, and the main
             process's figures count. It may switch the model to eval mode.
         training: how to train.
@@ -92,8 +94,9 @@ def train(
 
     Raises:
         TrainingDivergedError: the loss became NaN or infinite.
-        ValueError: no examples, a stream without `max_steps`, no class weights where they are asked for, a batch
-            without labels, metrics without `best_metric`, or a checkpoint that does not fit.
+        ValueError: no examples, a stream without `max_steps`, tracks for a model that carries nothing or in another
+            number than a step has rows, no class weights where they are asked for, a batch without labels, metrics
+            without `best_metric`, or a checkpoint that does not fit.
     """
     num_examples = None if isinstance(train_dataset, IterableDataset) else len(train_dataset)
     if num_examples == 0:
@@ -174,7 +177,7 @@ class _Run:
                     epoch = None if steps_per_epoch is None else progress.step / steps_per_epoch
                     self._log(progress, epoch, learning_rate, evaluates)
                 if is_due(training.save_every_steps) if training.save_every_steps else evaluates:
-                    self.checkpoints.save(progress)
+                    self.checkpoints.save(progress, self.stepper.carried)
         self._save_model(self.output / "final")
         assert progress.best_step is not None  # the last step, if no other, was evaluated
         return TrainResult(
@@ -193,7 +196,7 @@ class _Run:
             return Progress()
         auto = self.training.resume == "auto"
         folder = self.checkpoints.newest() if auto else Path(self.training.resume)
-        return Progress() if folder is None else self.checkpoints.load(folder)
+        return Progress() if folder is None else self.checkpoints.load(folder, self.stepper.carried)
 
     def _log(self, progress: Progress, epoch: float | None, learning_rate: float, evaluated: bool) -> None:
         record = {

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, get_scheduler
 
+from rsa_hf.training.carried import CarriedState, Tracks
 from rsa_hf.training.fsdp import shard_rsa_heads
 from rsa_hf.training.param_groups import param_groups
 from rsa_hf.training.settings import TrainingSettings
@@ -41,7 +42,7 @@ class TrainingDivergedError(RuntimeError):
 
 
 class StepExamples:
-    """Which examples each step takes: every epoch all of them once, in an order that seed and epoch decide.
+    """Which examples each step takes: every epoch all of them once, in their order or one of seed and epoch.
 
     The examples of a step do not depend on how many processes share them, nor on the steps before; so a run can
     be continued at any step.
@@ -52,7 +53,7 @@ class StepExamples:
         accumulation: micro-batches per step; the last step of an epoch may have fewer, and smaller ones.
         num_processes: among how many processes a step is divided.
         process_index: which of them this one is.
-        seed: of the order.
+        seed: of the order; None: they are taken one after the other.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class StepExamples:
         accumulation: int,
         num_processes: int,
         process_index: int,
-        seed: int,
+        seed: int | None,
     ) -> None:
         self.num_examples = num_examples
         self.batch_size = batch_size
@@ -84,7 +85,8 @@ class StepExamples:
         if epoch != self._epoch:
             # Seeded with a string, which Python mixes well: seed 0's second epoch is not seed 1's first.
             self._order = list(range(self.num_examples))
-            random.Random(f"{self.seed}, epoch {epoch}").shuffle(self._order)
+            if self.seed is not None:
+                random.Random(f"{self.seed}, epoch {epoch}").shuffle(self._order)
             self._epoch = epoch
         taken = self._order[position * self.per_step : (position + 1) * self.per_step]
         return _divide(taken, self.batch_size, self.num_processes, self.process_index)
@@ -146,20 +148,25 @@ class Stepper:
     Args:
         accelerator: made with `step_scheduler_with_optimizer=False`.
         model: what is trained; it is moved to the accelerator's device.
-        dataset: the examples; those of an `IterableDataset` are taken in its order.
+        dataset: the examples; those of an `IterableDataset` are taken in its order, and so are `Tracks`, for which
+            the model carries its memory from step to step, until an epoch ends.
         collate_fn: makes a batch of a list of examples.
         training: how to train.
         class_weights: the weight of each class in the loss.
 
+    Attributes:
+        carried: what the model carries between steps; None where the examples are no `Tracks`.
+
     Raises:
-        ValueError: a stream without `max_steps`.
+        ValueError: a stream without `max_steps`; tracks for a model that carries nothing, or another number of them
+            than a step has rows.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
         model: PreTrainedModel,
-        dataset: Examples | IterableDataset[Any],
+        dataset: Examples | Tracks | IterableDataset[Any],
         collate_fn: Callable[[list[Any]], Batch],
         training: TrainingSettings,
         class_weights: Sequence[float] | None,
@@ -175,6 +182,7 @@ class Stepper:
             accelerator.process_index,
         )
         self.steps_per_epoch: int | None = None
+        self.carried = CarriedState(model) if isinstance(dataset, Tracks) else None
         if isinstance(dataset, IterableDataset):
             if training.max_steps is None:
                 raise ValueError("training.max_steps=None, but a stream has no length: set max_steps, not epochs.")
@@ -182,7 +190,13 @@ class Stepper:
             self.total_steps = training.max_steps
         else:
             self._dataset = dataset
-            self._indices = StepExamples(len(dataset), *division, training.seed)
+            self._indices = StepExamples(len(dataset), *division, None if self.carried else training.seed)
+            if isinstance(dataset, Tracks) and dataset.num_tracks != self._indices.per_step:
+                raise ValueError(
+                    f"the data has {dataset.num_tracks} tracks, but a step takes {self._indices.per_step} rows "
+                    f"({training.batch_size} in each of {training.gradient_accumulation_steps} micro-batches on each "
+                    f"of {accelerator.num_processes} processes): cut it into so many."
+                )
             self._micro_batches = self._look_up
             self.steps_per_epoch = self._indices.steps_per_epoch
             epochs = training.epochs * self.steps_per_epoch
@@ -214,6 +228,8 @@ class Stepper:
             TrainingDivergedError: the loss is NaN or infinite; the weights are as they were before.
             ValueError: a batch without labels.
         """
+        if self.carried is not None and self.steps_per_epoch and step % self.steps_per_epoch == 0:
+            self.carried.reset()
         micro_batches, counts = self._micro_batches(step)
         batches = [self.collate_fn(examples) for examples in micro_batches]
         items = [self._count_items(batch) if counts else 0.0 for batch in batches]
@@ -229,7 +245,7 @@ class Stepper:
             # Gradients are exchanged once a step, in its last backward pass.
             last = i == len(batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                loss = self._mean_loss(send_to_device(batch, self.accelerator.device))
+                loss = self._mean_loss(send_to_device(batch, self.accelerator.device), i)
                 # The exchange takes the mean over the processes, where the sum is wanted.
                 self.accelerator.backward(loss * (count / total * processes))
             loss_here += loss.item() * (count / total)
@@ -257,13 +273,16 @@ class Stepper:
         return float(self.scheduler.get_last_lr()[0])
 
     def _count_items(self, batch: Batch) -> float:
-        if "labels" not in batch:
-            raise ValueError(f"a batch has {', '.join(batch)}, but no labels; collate_fn has to give them.")
-        labels = batch["labels"]
+        name = "labels" if self.carried is None else "shift_labels"
+        if name not in batch:
+            raise ValueError(f"a batch has {', '.join(batch)}, but no {name}; collate_fn has to give them.")
+        labels = batch[name]
         labels = labels[labels != IGNORED_LABEL]
         return labels.numel() if self.class_weights is None else self.class_weights[labels].sum().item()
 
-    def _mean_loss(self, batch: Batch) -> Tensor:
+    def _mean_loss(self, batch: Batch, micro_batch: int) -> Tensor:
+        if self.carried is not None:
+            return self.carried.mean_loss(self.model, batch, micro_batch)
         if self.class_weights is None:
             loss: Tensor = self.model(**batch).loss
             return loss

@@ -17,7 +17,9 @@ from transformers import (
 )
 
 from rsa_hf import RSAConfig, patch_model
+from rsa_hf.models.recurrent import RecurrentConfig, RecurrentForCausalLM
 from rsa_hf.tasks.defect_detection import trainer_metrics
+from rsa_hf.tasks.segments import TrainingTracks
 from rsa_hf.training.callback import RSACallback
 from rsa_hf.training.loop import train
 from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
@@ -91,6 +93,37 @@ def run_loop(folder, data, **settings):
     return train(language_model(), data, stack, evaluate, training, **keywords)
 
 
+class MortalTracks(TrainingTracks):
+    """Tracks, after so many segments of which a process is killed."""
+
+    left = None
+
+    def __getitem__(self, index):
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise Killed
+        return super().__getitem__(index)
+
+
+def run_carried(folder, left=None, **settings):
+    """An LSTM on four tracks of five segments, over the end of an epoch."""
+    torch.manual_seed(0)
+    config = RecurrentConfig(vocab_size=64, hidden_size=16, dropout=0.0, initializer_range=1.0)
+    data = MortalTracks(torch.randint(0, 64, (4 * 5 * 8 + 1,), generator=torch.Generator().manual_seed(1)), 8, 4)
+    data.left = left
+    defaults = {
+        "max_steps": 7,
+        "learning_rate": 1e-2,
+        "warmup_ratio": 0.0,
+        "log_every_steps": 1,
+        "save_every_steps": 2,
+    }
+    training = TrainingSettings(**{"output_dir": str(folder), "batch_size": 2, **defaults, **settings})
+    keywords = {"best_metric": "loss", "greater_is_better": False}
+    return train(RecurrentForCausalLM(config), data, stack, evaluate, training, **keywords)
+
+
 def run_trainer(folder, batch_size):
     args = TrainingArguments(
         str(folder),
@@ -137,6 +170,13 @@ def main(part, folder):
     except Killed:
         torch.manual_seed(99)  # another process would have other generators
         run_loop(folder / "parts", texts(11))
+    run_carried(folder / "carried")
+    try:
+        # Both processes come to their ninth segment in the fifth step, within the first epoch.
+        run_carried(folder / "carried_parts", left=8)
+    except Killed:
+        torch.manual_seed(99)
+        run_carried(folder / "carried_parts")
     trainer = run_trainer(folder / "trainer", batch_size=2)
     found = {"processes": state.num_processes, "device": str(state.device), "history": trainer.state.log_history}
     (folder / f"rank{state.process_index}.json").write_text(json.dumps(found))

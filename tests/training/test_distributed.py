@@ -133,6 +133,20 @@ def test_killed_and_continued_in_two_processes_is_bitwise_the_whole_run(two):
 
 
 @pytest.mark.slow
+def test_each_of_two_processes_carries_the_memory_of_its_tracks(two, tmp_path):
+    single.run_carried(tmp_path, batch_size=4)
+    ours, alone = lines(two / "carried"), lines(tmp_path)
+    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in alone], rel=1e-5)
+    assert [line["tokens"] for line in ours] == [line["tokens"] for line in alone]
+    checkpoint = two / "carried" / "checkpoints" / "step-4"
+    saved = [path.name for path in sorted(checkpoint.glob("segment_state_*"))]
+    assert saved == ["segment_state_0.pt", "segment_state_1.pt"]
+    assert lines(two / "carried_parts") == ours
+    left, right = (load_file(two / run / "final" / "model.safetensors") for run in ("carried_parts", "carried"))
+    assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_two_processes_in_one(two, tmp_path):
     """The model loads; going on with another number of processes, which would take other steps, is refused."""
     checkpoint = two / "whole" / "checkpoints" / "step-7"

@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rsa_hf import is_patched
+from rsa_hf import cli, is_patched
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,8 +31,8 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = {"lm": "train_language_model.py", "defect": "train_defect_detection.py"}
 
 
-def command(task, arguments):
-    config = {"lm": "lm_bytes_embedded.yaml", "defect": "defect_minilm_embedded.yaml"}[task]
+def command(task, arguments, config=None):
+    config = config or {"lm": "lm_bytes_embedded.yaml", "defect": "defect_minilm_embedded.yaml"}[task]
     return [str(ROOT / "scripts" / SCRIPTS[task]), str(ROOT / "configs" / config), *map(str, arguments)]
 
 
@@ -49,8 +49,8 @@ def run_process(task, *arguments):
 def run(monkeypatch, capsys):
     """Runs a script in this process, which saves loading torch each time; returns what it printed, and its exit code."""
 
-    def run(task, *arguments):
-        monkeypatch.setattr(sys, "argv", command(task, arguments))
+    def run(task, *arguments, config=None):
+        monkeypatch.setattr(sys, "argv", command(task, arguments, config))
         capsys.readouterr()
         code = 0
         try:
@@ -120,6 +120,46 @@ def test_language_model_patched_and_plain(tmp_path, run, language_model):
         assert "training: 100%" in err
         assert (folder / "rsa.png").exists() == patched
         assert is_patched(AutoModelForCausalLM.from_pretrained(folder / "best")) == patched
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "memory"),
+    [
+        ("lm_bytes_transformer_xl.yaml", {"d_model": 32, "n_layer": 1, "d_inner": 32, "mem_len": 16}, {"mem_len": 96}),
+        ("lm_bytes_lstm.yaml", {"hidden_size": 32, "num_hidden_layers": 1}, {}),
+    ],
+)
+def test_language_models_with_memory(tmp_path, run, monkeypatch, capsys, config, sizes, memory):
+    """Trained by config; evaluated with longer memory and in other segments, then and by `rsa-hf evaluate`."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i} of a text, not a long one\n" for i in range(400)))
+    values = {f"config_overrides.{name}": value for name, value in sizes.items()}
+    values |= {"source": "files", "files.train": text, "block_size": 32, "max_steps": 40, "batch_size": 4}
+    values |= {"eval_every_steps": 20, "learning_rate": 1e-2, "eval_block_size": 24, "output_dir": tmp_path / "out"}
+    values |= {f"eval_memory.{name}": value for name, value in memory.items()}
+    options = [f"--{key}={value}" for key, value in values.items()]
+    _, err, code = run("lm", *options, config=config)
+    assert code == 0, err
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["config"]["data"]["carry_memory"]
+    assert results["train_tokens"] == 40 * 4 * 32
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "best")
+    assert all(getattr(trained.config, name) == value for name, value in sizes.items())
+
+    def evaluated(*more):
+        arguments = ["rsa-hf", "evaluate", "lm", tmp_path / "out" / "best", ROOT / "configs" / config, *options, *more]
+        monkeypatch.setattr(sys, "argv", list(map(str, arguments)))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert not end.value.code
+        return json.loads(capsys.readouterr().out)["bits_per_byte"]
+
+    assert evaluated() == pytest.approx(results["test"]["bits_per_byte"], rel=1e-6)
+    # A recurrent network reads the same in any segments, Transformer-XL sees about as much of it; blocks are worse.
+    assert evaluated("--eval_block_size=50") == pytest.approx(evaluated(), rel=1e-2 if memory else 1e-6)
+    blocks = ["--carry_memory=false", "--eval_memory={}", "--eval_block_size=4"]
+    assert evaluated(*blocks) > 1.02 * evaluated()
 
 
 @pytest.mark.slow
@@ -215,6 +255,13 @@ def test_defect_detection_with_a_decoder_that_has_no_padding_token(tmp_path, run
         ("lm", ["--files.train", "absent.txt"], "absent.txt is not a file"),
         ("lm", ["--tokenizer", "null"], "model.tokenizer=None"),
         ("lm", ["--config_overrides.vocab_size", "100"], "the tokenizer has 256 tokens, the model 100."),
+        ("lm", ["--carry_memory", "true"], "a LlamaForCausalLM carries nothing from segment to segment"),
+        ("lm", ["--eval_memory.mem_len", "9"], "data: eval_memory is {'mem_len': 9} but carry_memory is False"),
+        (
+            "lm",
+            ["--eval_memory.mem_len", "9", "--carry_memory", "true"],
+            "eval_memory has ['mem_len']; of a LlamaForCausalLM nothing can be set",
+        ),
         ("lm", ["--class_weights", "true"], "training.class_weights=True, but this task has no classes"),
         ("defect", ["--bach_size", "1"], "--bach_size: unknown key 'bach_size'. Did you mean 'batch_size'?"),
         ("defect", ["--max_length", "64"], "data.max_length=64: this model takes at most 32 tokens."),

@@ -49,6 +49,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     config_class = RecurrentConfig
     config: RecurrentConfig
     base_model_prefix = "model"
+    segment_state = "state"
     _is_stateful = True
 
     def _init_weights(self, module: nn.Module) -> None:

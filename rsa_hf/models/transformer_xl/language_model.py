@@ -56,6 +56,7 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
+        shift_labels: Tensor | None = None,
         **keywords: Any,
     ) -> TransformerXLHeadOutput:
         """Log-probabilities of the next token, and the loss.
@@ -70,6 +71,8 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, GenerationMixin):
             logits_to_keep: number of last positions to compute logits of, or which; 0: all.
             num_items_in_batch: what to divide the summed loss by, where a batch is one part of a larger one; None:
                 the labels counted.
+            shift_labels: shape [B, T], the token that follows each position, instead of `labels`: of a segment whose
+                last token is followed by the next segment's first.
             **keywords: `output_hidden_states`, `output_attentions`.
 
         Returns:
@@ -78,7 +81,11 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, GenerationMixin):
         """
         outputs = self.transformer(input_ids, attention_mask, mems, inputs_embeds, use_cache, **keywords)
         hidden = outputs.last_hidden_state
-        loss = None if labels is None else self._loss(hidden[:, :-1], labels[:, 1:], num_items_in_batch)
+        loss = None
+        if shift_labels is not None:
+            loss = self._loss(hidden, shift_labels, num_items_in_batch)
+        elif labels is not None:
+            loss = self._loss(hidden[:, :-1], labels[:, 1:], num_items_in_batch)
         logits = None
         if loss is None or not self.training or not self.config.cutoffs:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

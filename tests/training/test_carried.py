@@ -1,0 +1,240 @@
+"""Memory carried from step to step: the long text in one pass, however it is divided, and however often interrupted."""
+
+import json
+import math
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from torch.utils.data import default_collate
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from rsa_hf import RSAConfig, patch_model
+from rsa_hf.models.recurrent import RecurrentConfig
+from rsa_hf.models.transformer_xl import TransformerXLConfig
+from rsa_hf.tasks.segments import TrainingTracks
+from rsa_hf.training.carried import CarriedState
+from rsa_hf.training.loop import train
+from rsa_hf.training.settings import TrainingSettings
+
+VOCAB, LENGTH = 29, 8
+XL = {
+    "vocab_size": VOCAB, "cutoffs": [], "div_val": 1, "d_model": 32, "n_head": 8, "d_head": 4, "d_inner": 48,
+    "n_layer": 2, "mem_len": 64, "clamp_len": -1, "same_length": False, "dropout": 0.0, "eos_token_id": None,
+    "init_std": 0.3, "proj_init_std": 0.3,
+}  # fmt: skip
+
+
+def transformer_xl(**changes):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(TransformerXLConfig(**{**XL, **changes}))
+    return patch_model(model, RSAConfig(num_regular=2, num_cyclical_pairs=1, gate_init=0.5))
+
+
+def lstm(**changes):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "dropout": 0.0, "initializer_range": 2.0, **changes}
+    return AutoModelForCausalLM.from_config(RecurrentConfig(vocab_size=VOCAB, **sizes))
+
+
+MODELS = {
+    "transformer_xl": transformer_xl,
+    "adaptive": lambda **changes: transformer_xl(cutoffs=[9, 20], div_val=2, **changes),
+    "lstm": lstm,
+}
+
+
+def tracks(num_tracks=4, num_segments=6):
+    """The same text, however many tracks it is cut into."""
+    tokens = torch.randint(0, VOCAB, (4 * 6 * LENGTH + 1,), generator=torch.Generator().manual_seed(1))
+    assert num_tracks * num_segments <= 24
+    return TrainingTracks(tokens[: num_tracks * num_segments * LENGTH + 1], LENGTH, num_tracks)
+
+
+def run(folder, model, data=None, **settings):
+    defaults = {"batch_size": 4, "max_steps": 6, "learning_rate": 1e-2, "warmup_ratio": 0.0, "log_every_steps": 1}
+    training = TrainingSettings(**{"output_dir": str(folder), **defaults, **settings})
+
+    @torch.no_grad()
+    def evaluate(model):
+        model.eval()
+        return {"loss": model(torch.arange(LENGTH)[None]).logits.logsumexp(-1).mean().item()}
+
+    return train(
+        model,
+        tracks() if data is None else data,
+        default_collate,
+        evaluate,
+        training,
+        best_metric="loss",
+        greater_is_better=False,
+    )
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+STILL = {"learning_rate": 1e-30, "rsa_learning_rate": 1e-30}  # Adam moves every value by its rate: by nothing
+
+
+@torch.no_grad()
+def losses_in_one_pass(model, data):
+    """The mean loss of each step over the rows, each row of the data being read in one long forward."""
+    model.eval()
+    whole = data.num_segments * LENGTH
+    starts = [track * whole for track in range(data.num_tracks)]
+    rows = torch.stack([data.token_ids[start : start + whole + 1] for start in starts])
+    log_probabilities = model(rows[:, :-1]).logits.log_softmax(-1)
+    losses = -log_probabilities.gather(2, rows[:, 1:, None])[..., 0]
+    return losses.unflatten(1, (-1, LENGTH)).mean(dim=(0, 2)).tolist()
+
+
+def logged(folder):
+    return [line["loss"] for line in lines(folder)]
+
+
+# --- what is carried ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_loss_is_that_of_one_pass_over_each_track(tmp_path, name, accumulation):
+    """Over two epochs: memory begins anew with the second. The control: without memory it is another loss."""
+    expected = losses_in_one_pass(MODELS[name](), tracks())
+    division = {"batch_size": 4 // accumulation, "gradient_accumulation_steps": accumulation}
+    result = run(tmp_path / "carried", MODELS[name](), **STILL, **division, max_steps=12)
+    assert result.tokens == 12 * 4 * LENGTH
+    assert logged(tmp_path / "carried") == pytest.approx(expected * 2, abs=1e-5)
+
+    model = MODELS[name]()
+    argument = model.segment_state
+    model.register_forward_pre_hook(
+        lambda module, positional, inputs: (positional, {**inputs, argument: None}), with_kwargs=True
+    )
+    run(tmp_path / "dropped", model, **STILL, **division)
+    dropped = logged(tmp_path / "dropped")
+    assert dropped[0] == pytest.approx(expected[0], abs=1e-5)
+    assert min(abs(a - b) for a, b in zip(dropped[1:], expected[1:], strict=True)) > 1e-4
+
+
+def test_rows_that_are_permuted_are_caught(tmp_path, monkeypatch):
+    expected = losses_in_one_pass(lstm(), tracks())
+    read = TrainingTracks.__getitem__
+    monkeypatch.setattr(TrainingTracks, "__getitem__", lambda self, i: read(self, i ^ 1 if i // 4 % 2 else i))
+    run(tmp_path, lstm(), **STILL)
+    assert logged(tmp_path)[0] == pytest.approx(expected[0], abs=1e-5)
+    assert max(abs(a - b) for a, b in zip(logged(tmp_path), expected, strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_accumulation_is_the_big_batch(tmp_path, name):
+    still = losses_in_one_pass(MODELS[name](), tracks())
+    run(tmp_path / "whole", MODELS[name]())
+    run(tmp_path / "parts", MODELS[name](), batch_size=2, gradient_accumulation_steps=2)
+    assert logged(tmp_path / "parts") == pytest.approx(logged(tmp_path / "whole"), abs=1e-4)
+    assert abs(logged(tmp_path / "whole")[-1] - still[-1]) > 1e-2  # it has learned something
+
+
+def test_gradients_are_those_of_each_segment_behind_a_detached_memory(tmp_path):
+    """By hand, with the model's own arguments and torch's loss and optimiser."""
+    by_hand, data = lstm(), tracks()
+    optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-2, weight_decay=0.0)
+    state, expected = None, []
+    for step in range(6):
+        batch = default_collate([data[4 * step + row] for row in range(4)])
+        out = by_hand(batch["input_ids"], state=state)
+        state = tuple(part.detach() for part in out.state)
+        loss = torch.nn.functional.cross_entropy(out.logits.transpose(1, 2), batch["shift_labels"])
+        expected.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run(tmp_path, lstm(), weight_decay=0.0, max_grad_norm=None, lr_schedule="constant")
+    assert logged(tmp_path) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["transformer_xl", "lstm"])
+def test_bf16(tmp_path, name):
+    expected = losses_in_one_pass(MODELS[name](), tracks())
+    AcceleratorState._reset_state()
+    try:
+        run(tmp_path, MODELS[name](), mixed_precision="bf16", **STILL)
+    finally:
+        AcceleratorState._reset_state()
+    assert logged(tmp_path) == pytest.approx(expected, rel=2e-2)
+
+
+# --- interrupted and continued --------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Nothing in the package catches it, as nothing catches a signal."""
+
+
+@pytest.fixture
+def killed_at(monkeypatch):
+    """Kills a run when it reads an example of this step, counted from 0."""
+
+    def kill(step):
+        read, left = TrainingTracks.__getitem__, [4 * step]
+
+        def fetch(self, index):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return read(self, index)
+
+        monkeypatch.setattr(TrainingTracks, "__getitem__", fetch)
+
+    return kill
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("step", [3, 6, 8])
+def test_killed_and_continued_is_bitwise_the_whole_run(tmp_path, monkeypatch, killed_at, name, step):
+    """Checkpoints lie inside epochs of 6 steps and at their end; dropout is on."""
+    settings = {"max_steps": 10, "save_every_steps": 2, "batch_size": 2, "gradient_accumulation_steps": 2}
+    run(tmp_path / "whole", MODELS[name](dropout=0.1), **settings)
+    killed_at(step)
+    with pytest.raises(Killed):
+        run(tmp_path / "parts", MODELS[name](dropout=0.1), **settings)
+    monkeypatch.undo()
+    torch.manual_seed(99)  # another process would have other generators
+    run(tmp_path / "parts", MODELS[name](dropout=0.1), **settings)
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+    left, right = (load_file(tmp_path / run / "final" / "model.safetensors") for run in ("parts", "whole"))
+    assert left.keys() == right.keys()
+    assert [key for key in left if not torch.equal(left[key], right[key])] == []
+
+
+def test_a_checkpoint_without_the_memory_is_caught(tmp_path, monkeypatch, killed_at):
+    settings = {"max_steps": 5, "save_every_steps": 2, "batch_size": 2, "gradient_accumulation_steps": 2}
+    run(tmp_path / "whole", lstm(dropout=0.1), **settings)
+    killed_at(3)
+    with pytest.raises(Killed):
+        run(tmp_path / "parts", lstm(dropout=0.1), **settings)
+    monkeypatch.undo()
+    monkeypatch.setattr(CarriedState, "load", lambda *arguments: None)
+    run(tmp_path / "parts", lstm(dropout=0.1), **settings)
+    assert logged(tmp_path / "parts")[:2] == logged(tmp_path / "whole")[:2]
+    assert logged(tmp_path / "parts")[2:] != logged(tmp_path / "whole")[2:]
+
+
+# --- refused --------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_go_together_is_named(tmp_path):
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=VOCAB))
+    with pytest.raises(ValueError, match=r"a GPT2LMHeadModel carries nothing.*Set data.carry_memory to false"):
+        run(tmp_path, gpt2)
+    with pytest.raises(ValueError, match=r"the data has 4 tracks, but a step takes 6 rows \(3 in each of 2 micro"):
+        run(tmp_path, lstm(), batch_size=3, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match=r"returned no mems to carry .* use_cache=True and a memory of more than 0"):
+        run(tmp_path, transformer_xl(mem_len=0))
+    assert not list((tmp_path / "checkpoints").glob("*"))
+    run(tmp_path, lstm(), max_steps=3)
+    with pytest.raises(ValueError, match="num_train_examples was 24, now 20"):
+        run(tmp_path, lstm(), tracks(num_segments=5), max_steps=3)
+    assert all(math.isfinite(loss) for loss in logged(tmp_path))
