@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from accelerate.utils import recursively_apply
+from accelerate.utils import recursively_apply, send_to_device
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -114,7 +114,9 @@ class CarriedState:
         Raises:
             OSError: there is no such file.
         """
-        self._states = torch.load(folder / _file(process), map_location=device, weights_only=True)
+        # To the CPU first: torch.load does not know the device cpu:0 of processes that gloo joins.
+        states = torch.load(folder / _file(process), map_location="cpu", weights_only=True)
+        self._states = send_to_device(states, device)
 
 
 def _file(process: int) -> str:
