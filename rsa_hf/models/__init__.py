@@ -9,7 +9,12 @@ from importlib import import_module
 
 __all__ = ["MODEL_TYPES", "register"]
 
-MODEL_TYPES = {"recurrent": "recurrent", "transfo-xl": "transformer_xl"}  # each with its folder
+# Each with its folder.
+MODEL_TYPES = {
+    "recurrent": "recurrent",
+    "sru_plus_plus": "sru_plus_plus",
+    "transfo-xl": "transformer_xl",
+}
 
 
 def register(model_type: object) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     config_class = RecurrentConfig
     config: RecurrentConfig
     base_model_prefix = "model"
-    segment_state = "state"
+    segment_state: ClassVar[str] = "state"  # argument and output that goes from one segment to the next
     _is_stateful = True
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -226,11 +226,11 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         **_: Any,
     ) -> dict[str, Any]:
-        """The next segment: all tokens, or the last one behind a state."""
+        """The next segment: all tokens, or the last one behind the state that the tokens before it left."""
         inputs: dict[str, Any] = {"input_ids": input_ids}
         if is_first_iteration and inputs_embeds is not None:
             inputs = {"inputs_embeds": inputs_embeds}
-        elif not is_first_iteration and state is not None:
+        elif not is_first_iteration and use_cache and state is not None:
             inputs = {"input_ids": input_ids[:, -1:]}
         return {**inputs, "attention_mask": attention_mask, "state": state, "use_cache": use_cache}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,7 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
     # Entries of the config that every call reads anew, so that they may be others in evaluation than in training.
     memory_settings = ("mem_len", "same_length", "clamp_len")
     supports_gradient_checkpointing = True
+    segment_state: ClassVar[str] = "mems"  # argument and output that goes from one segment to the next
     _supports_sdpa = True
     _no_split_modules = ["TransformerXLLayer"]  # noqa: RUF012  (transformers' own type)
     _skip_keys_device_placement = ["mems"]  # noqa: RUF012

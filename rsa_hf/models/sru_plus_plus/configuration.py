@@ -1,0 +1,68 @@
+"""The configuration of SRU++."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+
+__all__ = ["SRUPlusPlusConfig"]
+
+
+@strict
+class SRUPlusPlusConfig(PreTrainedConfig):
+    """SRU++ (Lei, 2021, arXiv:2102.12459). Defaults are those of the base model on enwik8, for 256 bytes.
+
+    Args:
+        vocab_size: number of tokens.
+        hidden_size: width d of the embeddings and of each layer's recurrence.
+        projection_size: width d′ of attention, usually much smaller.
+        num_hidden_layers: number of layers.
+        num_attention_heads: number of attention heads H, each of width d′ / H, RSA heads among them; the paper has 1.
+        mem_len: number of positions M before a segment that attention looks back on.
+        highway_bias: where the bias of the highway gate starts; below 0, a layer starts near the identity.
+        dropout: on the embeddings, in front of W_o, and on the last layer's output.
+        attention_dropout: on attention weights.
+        layer_norm_epsilon: of all layer normalisations.
+        tie_word_embeddings: the language model's softmax uses the embedding table.
+        use_cache: return the state.
+
+    Raises:
+        ValueError: a field has a value that is not allowed; the message names it.
+    """
+
+    model_type = "sru_plus_plus"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["state"]
+
+    vocab_size: int = 256
+    hidden_size: int = 3072
+    projection_size: int = 768
+    num_hidden_layers: int = 10
+    num_attention_heads: int = 1
+    mem_len: int = 1024
+    highway_bias: float | int = -2.0
+    dropout: float | int = 0.22
+    attention_dropout: float | int = 0.22
+    layer_norm_epsilon: float = 1e-5
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for name in ("vocab_size", "hidden_size", "projection_size", "num_hidden_layers", "num_attention_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: a whole number ≥ 1 is needed.")
+        if self.projection_size % self.num_attention_heads:
+            raise ValueError(
+                f"projection_size={self.projection_size}: a multiple of num_attention_heads="
+                f"{self.num_attention_heads} is needed; the heads share it."
+            )
+        if self.mem_len < 0:
+            raise ValueError(f"mem_len={self.mem_len}: a whole number ≥ 0 is needed; 0 is no memory.")
+        for name in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: a number from 0 to below 1 is needed.")
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
