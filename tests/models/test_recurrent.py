@@ -41,27 +41,59 @@ def by_hand(model, ids):
         inputs = list(model.embeddings(row))
         for layer, d in zip(model.layers, model.config.dilations, strict=True):
             cell = CELLS[model.config.cell](N, N)
-            cell.load_state_dict({name.removesuffix("_l0"): value for name, value in layer.cell.state_dict().items()})
+            weights = {name.removesuffix("_l0"): parameter for name, parameter in layer.cell.named_parameters()}
             states = []
             for t, x in enumerate(inputs):
                 before = states[t - d] if t >= d else None
-                states.append(cell(x[None], before))
+                states.append(torch.func.functional_call(cell, weights, (x[None], before)))
             inputs = [state[0][0] if isinstance(state, tuple) else state[0] for state in states]
         rows.append(torch.stack(inputs))
     return torch.stack(rows)
 
 
+def values_and_gradients(model, hidden):
+    weight = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(hidden)
+    model.zero_grad()
+    (hidden * weight).sum().backward()
+    return {"output": hidden.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
+
+
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("dilations", [[1, 1], [1, 2], [3, 20]])
-@torch.no_grad()
 def test_agrees_with_cells_stepped_by_hand(cell, dilations):
-    model, ids = build(cell=cell, dilations=dilations), draw()
+    """Values and gradients, in float64."""
+    model, ids = build(cell=cell, dilations=dilations).double(), draw()
+    found = values_and_gradients(model, model(ids).last_hidden_state)
     expected = by_hand(model, ids)
-    torch.testing.assert_close(model(ids).last_hidden_state, expected, rtol=1e-5, atol=1e-6)
+    for name, value in values_and_gradients(model, expected).items():
+        # Where the text is shorter than the dilation, no state goes anywhere.
+        assert bool(value.any()) or (max(dilations) > 17 and "weight_hh" in name), name
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10, msg=name)
     # The control: another dilation is something else.
     other = build(cell=cell, dilations=[d + 1 for d in dilations])
-    other.load_state_dict(model.state_dict())
-    assert float((other(ids).last_hidden_state - expected).abs().max()) > 1e-2
+    other.double().load_state_dict(model.state_dict())
+    assert float((other(ids).last_hidden_state - expected).detach().abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_without_dilation_it_is_the_network_of_torch_nn(cell, bidirectional):
+    """Three layers at once, behind the same embeddings; values and gradients, in float64."""
+    model, ids = build(cell=cell, bidirectional=bidirectional, num_hidden_layers=3).double(), draw()
+    whole = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}[cell](
+        N, N, 3, batch_first=True, bidirectional=bidirectional
+    )
+    weights = {
+        name.replace("_l0", f"_l{i}"): parameter
+        for i, layer in enumerate(model.layers)
+        for name, parameter in layer.cell.named_parameters()
+    }
+    assert weights.keys() == dict(whole.named_parameters()).keys()
+    found = values_and_gradients(model, model(ids).last_hidden_state)
+    output, _ = torch.func.functional_call(whole, weights, (model.embeddings(ids),))
+    for name, value in values_and_gradients(model, output).items():
+        assert bool(value.any()), name
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10, msg=name)
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -139,6 +171,20 @@ def test_generation_is_that_of_the_uncached_model(cell, options):
     assert torch.equal(*ways)
     alone = model.generate(ids[:1, 3:], max_new_tokens=9, do_sample=False, **options)
     assert torch.equal(ways[0][0, 3 : 3 + alone.shape[1]], alone[0])
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generation_goes_on_from_a_state(use_cache):
+    model, ids = build(RecurrentForCausalLM), draw()
+    settings = {"max_new_tokens": 9, "do_sample": False, "use_cache": use_cache}
+
+    def scores(ids, state=None):
+        out = model.generate(ids, state=state, output_scores=True, return_dict_in_generate=True, **settings)
+        return torch.stack(out.scores)
+
+    whole = scores(ids)
+    torch.testing.assert_close(scores(ids[:, 8:], model(ids[:, :8]).state), whole, rtol=1e-5, atol=1e-5)
+    assert float((scores(ids[:, 8:]) - whole).abs().max()) > 1e-4
 
 
 def test_a_classifier_reads_the_last_real_token_and_of_the_way_back_the_first():
