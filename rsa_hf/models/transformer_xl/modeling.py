@@ -102,7 +102,6 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
 
     config_class = TransformerXLConfig
     base_model_prefix = "transformer"
-    segment_state = "mems"
     # Entries of the config that every call reads anew, so that they may be others in evaluation than in training.
     memory_settings = ("mem_len", "same_length", "clamp_len")
     supports_gradient_checkpointing = True
