@@ -1,0 +1,80 @@
+"""The configuration of the Temporal Latent Bottleneck."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+
+__all__ = ["TemporalLatentBottleneckConfig"]
+
+
+@strict
+class TemporalLatentBottleneckConfig(PreTrainedConfig):
+    """Temporal Latent Bottleneck (Didolkar et al., 2022, arXiv:2205.14794).
+
+    Args:
+        vocab_size: number of tokens V.
+        hidden_size: width n of tokens and state vectors.
+        num_hidden_layers: number of self-attention layers of the fast stream.
+        num_attention_heads: number of heads H, of self- and cross-attention.
+        intermediate_size: inner width of the feed-forward layers.
+        chunk_size: number of tokens of a chunk, K.
+        num_states: number of state vectors of the slow stream, N.
+        cross_attention_every: the fast stream attends to the states behind every so many self-attention layers, R.
+        dropout: on embeddings, attention output and feed-forward.
+        attention_dropout: on attention weights.
+        initializer_range: standard deviation of fresh weights.
+        layer_norm_eps: of all layer normalisations.
+        tie_word_embeddings: the softmax uses the embedding table.
+        use_cache: return the state.
+
+    Raises:
+        ValueError: a field has a value that is not allowed; the message names it.
+    """
+
+    model_type = "temporal_latent_bottleneck"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["state"]
+
+    vocab_size: int = 50257
+    hidden_size: int = 512
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 8
+    intermediate_size: int = 2048
+    chunk_size: int = 64
+    num_states: int = 16
+    cross_attention_every: int = 2
+    dropout: float | int = 0.1
+    attention_dropout: float | int = 0.0
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for name in (
+            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+            "num_states", "cross_attention_every",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: a whole number ≥ 1 is needed.")
+        if self.chunk_size < 2:
+            raise ValueError(
+                f"chunk_size={self.chunk_size}: a whole number ≥ 2 is needed; in a chunk of one token there is "
+                "nothing to attend to."
+            )
+        if self.hidden_size % 2 or self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size}: an even number that num_attention_heads={self.num_attention_heads} "
+                "divides is needed."
+            )
+        if self.cross_attention_every > self.num_hidden_layers:
+            raise ValueError(
+                f"cross_attention_every={self.cross_attention_every}: at most num_hidden_layers="
+                f"{self.num_hidden_layers} is possible, or the fast stream never sees the states."
+            )
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
