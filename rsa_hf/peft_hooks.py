@@ -67,7 +67,7 @@ def arm() -> None:
     """Put the hooks in place now if `peft` is imported already, else as soon as it is."""
     if "peft" in sys.modules:
         _install_or_warn()
-    else:
+    elif not any(isinstance(finder, _WhenPeftIsImported) for finder in sys.meta_path):  # two would ask each other
         sys.meta_path.insert(0, _WhenPeftIsImported())
 
 

@@ -1,5 +1,6 @@
 """An adapter never loses its RSA heads in silence: another base, plan or file is an error, whichever way it is loaded."""
 
+import importlib.util
 import json
 import pickle
 import subprocess
@@ -364,3 +365,13 @@ def test_the_guard_is_armed_whatever_is_imported_first(adapter, first, second, w
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert words in done.stdout
+
+
+def test_armed_twice_before_peft_is_imported(monkeypatch):
+    """Each of two finders would ask the other for peft, without end."""
+    monkeypatch.delitem(sys.modules, "peft", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if type(f).__name__ != "_WhenPeftIsImported"])
+    for _ in range(2):
+        peft_hooks.arm()
+    assert [type(finder).__name__ for finder in sys.meta_path].count("_WhenPeftIsImported") == 1
+    assert importlib.util.find_spec("peft").name == "peft"
