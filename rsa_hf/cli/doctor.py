@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata, util
-from typing import NamedTuple
+from typing import Annotated
 
 import typer
 from packaging.specifiers import SpecifierSet
+
+from rsa_hf.cli.findings import Finding, guarded
+from rsa_hf.cli.models import arm, load_checkpoint
 
 __all__ = ["doctor"]
 
@@ -22,35 +25,50 @@ OPTIONAL = {
 TOLERANCE = 1e-5
 
 
-class Finding(NamedTuple):
-    """One line of the report."""
-
-    verdict: str  # ok, note or FAIL
-    subject: str
-    words: str
-
-
-def doctor() -> None:
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Also try this model: a name on the Hub, a folder, or package:NAME/FOLDER; patched or not."),
+    ] = None,
+) -> None:
     """Show versions, backends, hooks and devices, and check one small model; the exit code is 1 if anything fails.
 
-    Example: rsa-hf doctor
+    With --model, RSA's promises are tried on that model too: shut gates change no bit, later tokens leave earlier
+    outputs as they are, a cache and padding change nothing, and what is saved comes back. Its files are only read;
+    saving is tried in a temporary folder, which needs room for the model once more.
+
+    Example: rsa-hf doctor --model openai-community/gpt2
     """
     failed = False
     for check in (_versions, _backends, _hooks, _self_check):
-        for finding in _guarded(check):
-            failed |= finding.verdict == "FAIL"
-            print(f"{finding.verdict:5} {finding.subject:20} {finding.words}", flush=True)
+        failed |= _print(guarded(check.__name__.strip("_").replace("_", " "), check))
+    if model is not None and failed:
+        print(f"{'note':5} {'model':20} {model} was not tried: first mend what failed")
+    elif model is not None:
+        failed |= _print(_model(model))
     print("\nsomething is wrong: see FAIL above" if failed else "\nall is well")
     if failed:
         raise typer.Exit(1)
 
 
-def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    try:
-        yield from check()
-    except Exception as error:  # whatever it is, it is what a doctor is asked for
-        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        yield Finding("FAIL", check.__name__.strip("_").replace("_", " "), f"{type(error).__name__}: {first}")
+def _print(findings: Iterator[Finding]) -> bool:
+    """Print findings as they come; whether any is a failure."""
+    failed = False
+    for finding in findings:
+        failed |= finding.verdict == "FAIL"
+        print(finding, flush=True)
+    return failed
+
+
+def _model(name: str) -> Iterator[Finding]:
+    arm()
+    from rsa_hf.cli.doctor_model import examine
+    from rsa_hf.patching import is_patched
+
+    model = load_checkpoint(name)
+    had = "has RSA heads" if is_patched(model) else "is plain, and gets RSA heads for as long as it is tried"
+    yield Finding("ok", "model", f"{name}: {type(model).__name__} {had}")
+    yield from guarded("model", lambda: examine(model))
 
 
 def _versions() -> Iterator[Finding]:

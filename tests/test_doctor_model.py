@@ -1,0 +1,203 @@
+"""`rsa-hf doctor --model`: content with sound models of every kind, and each check finds what it is there for."""
+
+import hashlib
+import tempfile
+from contextlib import nullcontext
+
+import pytest
+import torch
+from transformers import (
+    AttentionInterface,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    ViTConfig,
+    ViTModel,
+)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from families import CONFIGS, DECODERS, ENCODER_DECODERS, ENCODERS, FULL_PLAN, build, build_language_model
+from rsa_hf import RSAConfig, cli, is_patched, patch_model
+from rsa_hf.cli import doctor_model
+from rsa_hf.cli.doctor_model import examine, examined
+from survey.broken import BROKEN
+
+SUBJECTS = ["identity", "unpatching", "reload", "effect", "causality", "cache", "cache", "padding"]
+
+
+def make(family, patched):
+    """Gates and rates of a patched one are off their starts."""
+    model = build(family) if family in ENCODERS else build_language_model(family)
+    if patched:
+        patch_model(model, RSAConfig(**FULL_PLAN))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ".rsa." in name:
+                    parameter.add_(torch.randn(parameter.shape) * 0.02)
+    return model
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("family", [*DECODERS, *ENCODER_DECODERS, "bert", "gemma3"])
+def test_a_sound_model(family, patched):
+    model = make(family, patched)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.config.architectures, model.config.dtype = [type(model).__name__], "float32"  # as saving does
+    config = model.config.to_dict()
+    findings = list(examine(model))
+    is_decoder = family not in ENCODERS
+    assert [finding.subject for finding in findings] == (SUBJECTS if is_decoder else [*SUBJECTS[:5], *SUBJECTS[6:]])
+    # Of an encoder, two checks have nothing to look at, and say so.
+    notes = [finding.subject for finding in findings if finding.verdict == "note"]
+    assert notes == ([] if is_decoder else ["causality", "cache"])
+    assert {finding.verdict for finding in findings} <= {"ok", "note"}
+    # The model is as it was.
+    assert is_patched(model) is patched
+    assert model.config.to_dict() == config
+    assert list(model.state_dict()) == list(state)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_a_classifier_and_bfloat16(tmp_path):
+    classifier = AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]())
+    assert {f.verdict for f in examine(classifier)} == {"ok", "note"}
+    build_language_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    loaded = type(build_language_model("llama")).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert [(f.verdict, f.subject) for f in examine(loaded)] == [("ok", subject) for subject in SUBJECTS]
+
+
+def broken_saving():
+    """A `save_pretrained` that saves the plain model alone."""
+    original = PreTrainedModel.save_pretrained
+
+    def save_pretrained(self, folder, **keywords):
+        with doctor_model._unpatched(self) if is_patched(self) else nullcontext():
+            original(self, folder, **keywords)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(PreTrainedModel, "save_pretrained", save_pretrained)
+    return patch
+
+
+CAUGHT_BY = {
+    "not quite shut": "identity",
+    "one left behind": "unpatching",
+    "rates lost": "reload",
+    "does nothing": "effect",
+    "other direction": "causality",
+    "offset forgotten": "cache",
+    "mask ignored": "padding",
+}
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("how", CAUGHT_BY)
+def test_what_is_broken_is_found(how, patched):
+    model = make("llama", patched)
+    with BROKEN[how]():
+        failed = {finding.subject for finding in examine(model) if finding.verdict == "FAIL"}
+    assert CAUGHT_BY[how] in failed
+    if how not in ("does nothing", "other direction"):  # those two show in more than one way
+        assert failed == {CAUGHT_BY[how]}
+
+
+@pytest.mark.parametrize("family", ["bart", "bert"])
+def test_padding_behind_a_text_that_sees_it_is_read_too(family, monkeypatch):
+    model = make(family, True)
+    if family == "bert":
+        monkeypatch.setattr(doctor_model.Subject, "accepts", lambda self, name: name != "position_ids")
+    with BROKEN["mask ignored"]():
+        failed = [finding for finding in examine(model) if finding.verdict == "FAIL"]
+    assert [finding.words[:19] for finding in failed] == ["right-padded rows a"]
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_saving_that_drops_rsa_is_found(patched):
+    model, patch = make("gpt2", patched), broken_saving()
+    with examined(model) as subject:
+        try:
+            findings = list(doctor_model.check_reload(subject))
+        finally:
+            patch.undo()
+    assert [(f.verdict, f.words) for f in findings] == [("FAIL", "what was saved has lost its RSA heads")]
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_attention_that_ignores_causality_is_found(patched, monkeypatch):
+    """A user's own attention function, registered without its mask."""
+
+    def careless(module, query, key, value, attention_mask, **keywords):
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, **{**keywords, "is_causal": False})
+
+    AttentionInterface.register("careless", careless)
+    AttentionMaskInterface.register("careless", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    try:
+        model = make("llama", patched)
+        model.set_attn_implementation("careless")
+        findings = {finding.subject: finding for finding in examine(model)}
+    finally:
+        for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+            registry._global_mapping.pop("careless", None)
+    assert findings["causality"].verdict == "FAIL"
+    assert "without RSA too, though its attention says that it is causal" in findings["causality"].words
+
+
+def test_a_check_that_breaks_off_is_a_failure(monkeypatch):
+    monkeypatch.setattr(doctor_model, "_backwards", lambda subject: [][1])
+    findings = {finding.subject: finding for finding in examine(make("gpt2", True))}
+    assert findings["causality"].verdict == "FAIL"
+    assert "IndexError" in findings["causality"].words
+    assert findings["padding"].verdict == "ok"
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def doctor(monkeypatch, capsys):
+    def doctor(*arguments):
+        monkeypatch.setattr("sys.argv", ["rsa-hf", "doctor", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return end.value.code or 0, *capsys.readouterr()
+
+    return doctor
+
+
+def contents(folder):
+    return {
+        path.name: (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+        for path in folder.iterdir()
+    }
+
+
+@pytest.mark.parametrize("how", ["plain", "patched", "broken"])
+def test_the_command_reads_only(how, doctor, tmp_path, monkeypatch):
+    folder, scratch = tmp_path / "model", tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    make("gpt2", how != "plain").save_pretrained(folder)
+    before = contents(folder)
+    with BROKEN["offset forgotten"]() if how == "broken" else nullcontext():
+        code, out, _ = doctor("--model", folder)
+    assert contents(folder) == before
+    assert list(scratch.iterdir()) == []
+    assert f"{folder}: GPT2LMHeadModel {'is plain' if how == 'plain' else 'has RSA heads'}" in out
+    if how == "broken":
+        assert code == 1
+        assert "FAIL  cache                token by token, outputs are off by" in out
+        assert "something is wrong" in out
+    else:
+        assert code == 0, out
+        assert "all is well" in out
+
+
+def test_what_cannot_be_tried(doctor, tmp_path):
+    code, _, err = doctor("--model", tmp_path / "absent")
+    assert code == 2
+    assert "there is no such folder" in err
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    ViTModel(ViTConfig(**sizes, image_size=8, patch_size=4)).save_pretrained(tmp_path / "vit")
+    code, out, _ = doctor("--model", tmp_path / "vit")
+    assert code == 1
+    assert "takes pixel_values: doctor tries models that take input_ids" in out
