@@ -10,7 +10,7 @@ THREADS ?= 2
 export OMP_NUM_THREADS = $(THREADS)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help venv test test-all test-oldest test-newest test-python transformers-tests bench bench-gpu survey lint types demo devign clean
+.PHONY: help venv test test-all test-reliability test-oldest test-newest test-python transformers-tests bench bench-gpu survey lint types demo devign clean
 
 help:           ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/'
@@ -36,6 +36,11 @@ test: lint types ## Lint, types and the fast tests (under 10 minutes on 2 cores)
 
 test-all: lint types ## All tests
 	$(BIN)/python -m pytest --durations=20
+
+test-reliability: $(READY) ## Hostile input in full numbers: plans, run configs, data lines; counts go to outputs/reliability.jsonl
+	mkdir -p outputs && rm -f outputs/reliability.jsonl
+	RSA_HF_RELIABILITY=full RSA_HF_RELIABILITY_COUNTS=outputs/reliability.jsonl \
+		$(BIN)/python -m pytest tests/reliability -m 'slow or not slow' --timeout=2400
 
 test-oldest:    ## The fast tests on the oldest supported torch and transformers, in their own environment
 	$(PYTHON) -m venv .venv-oldest

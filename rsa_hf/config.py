@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+from rsa_hf.brief import brief
+
 __all__ = ["HeadPlan", "RSAConfig"]
 
 Count = int | tuple[int, ...] | None
@@ -19,6 +21,11 @@ _T = TypeVar("_T")
 # More than any model has, or any text asks for; keeps a damaged plan from asking for all memory.
 MAX_HEADS = 4096
 MAX_DILATION = 65_536
+MAX_LAYERS = 4096
+
+# No gate or optimiser needs more; further out, what is stored leaves the range of float32.
+MIN_SCALE, MAX_SCALE = 1e-6, 1e6
+MAX_GATE = 1e6
 
 _COUNT_FIELDS = ("num_regular", "num_cyclical_pairs", "num_dilated_regular", "num_dilated_cyclical_pairs")
 
@@ -151,8 +158,11 @@ class RSAConfig:
         if self.causal is not None:
             _check_bool("causal", self.causal)
         scale = _check_number("parameter_scale", self.parameter_scale)
-        if not (0 < scale < math.inf):
-            raise ValueError(f"parameter_scale={scale}: a positive finite number is needed; 1 stores plain values.")
+        if not MIN_SCALE <= scale <= MAX_SCALE:
+            raise ValueError(
+                f"parameter_scale={scale}: a positive finite number is needed, from {MIN_SCALE:g} to {MAX_SCALE:g}; "
+                "1 stores plain values."
+            )
         object.__setattr__(self, "parameter_scale", scale)
 
     @classmethod
@@ -164,13 +174,15 @@ class RSAConfig:
             ValueError: an unknown key, or a value that is not allowed.
         """
         if not isinstance(values, Mapping):
-            raise TypeError(f"an RSA plan is a mapping of fields to values, got {type(values).__name__}: {values!r}")
+            raise TypeError(
+                f"an RSA plan is a mapping of fields to values, got {type(values).__name__}: {brief(values)}"
+            )
         known = [field.name for field in fields(cls)]
         for key in values:
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
+                near = difflib.get_close_matches(str(key)[:100], known, n=1)
                 hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"unknown RSA setting {key!r}.{hint} Allowed: {', '.join(known)}.")
+                raise ValueError(f"unknown RSA setting {brief(key)}.{hint} Allowed: {', '.join(known)}.")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -191,7 +203,7 @@ class RSAConfig:
         if all(getattr(self, name) is None for name in _COUNT_FIELDS):
             if self.dilation is not None:
                 raise ValueError(
-                    f"dilation={_as_lists(self.dilation)} is given but no dilated heads are: the default plan has "
+                    f"dilation={brief(self.dilation)} is given but no dilated heads are: the default plan has "
                     "none; set num_dilated_regular or num_dilated_cyclical_pairs too."
                 )
             if None in num_heads:
@@ -268,7 +280,7 @@ class RSAConfig:
             return (value,) * dilated_heads
         if len(value) != dilated_heads:
             raise ValueError(
-                f"dilation={list(value)} has {len(value)} entries, but layer {layer} has {dilated_heads} dilated "
+                f"dilation={brief(value)} has {len(value)} entries, but layer {layer} has {dilated_heads} dilated "
                 "heads (a dilated pair is two). Give one factor for all, or one per dilated head in the order dilated "
                 "regular, dilated cos, dilated sin."
             )
@@ -291,7 +303,7 @@ def _is_int(value: object) -> bool:
 
 def _check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: True or False is needed, got {type(value).__name__}.")
+        raise TypeError(f"{name}={brief(value)}: True or False is needed, got {type(value).__name__}.")
 
 
 def _check_number(name: str, value: object) -> float:
@@ -299,8 +311,11 @@ def _check_number(name: str, value: object) -> float:
     if isinstance(value, str) and value.strip().lower() in ("-inf", "inf", "+inf"):
         value = float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}={value!r}: a number is needed, got {type(value).__name__}.")
-    return float(value)
+        raise TypeError(f"{name}={brief(value)}: a number is needed, got {type(value).__name__}.")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}={brief(value)}: the number is too large.") from None
 
 
 def _check_count(name: str, value: object) -> Count:
@@ -312,50 +327,58 @@ def _check_count(name: str, value: object) -> Count:
             raise ValueError(f"{name}=[]: {allowed} is needed.")
         for entry in value:
             if not _is_int(entry):
-                raise TypeError(f"{name}={list(value)!r}: {allowed} is needed, got {entry!r}.")
+                raise TypeError(f"{name}={brief(value)}: {allowed} is needed, got {brief(entry)}.")
             if entry < 0:
-                raise ValueError(f"{name}={list(value)!r}: {allowed} is needed, got {entry}.")
+                raise ValueError(f"{name}={brief(value)}: {allowed} is needed, got {brief(entry)}.")
         return tuple(value)
     if not _is_int(value):
-        raise TypeError(f"{name}={value!r}: {allowed} is needed.")
+        raise TypeError(f"{name}={brief(value)}: {allowed} is needed.")
     assert isinstance(value, int)
     if value < 0:
-        raise ValueError(f"{name}={value}: {allowed} is needed.")
+        raise ValueError(f"{name}={brief(value)}: {allowed} is needed.")
     return value
 
 
-def _check_dilation(value: object) -> Any:
+def _check_dilation(value: object, depth: int = 0) -> Any:
     allowed = "a whole number ≥ 1, one per dilated head, or one such list per layer"
     if value is None:
         return None
     if isinstance(value, (list, tuple)):
-        entries = tuple(_check_dilation(entry) for entry in value)
+        if depth == 2:
+            raise TypeError(f"dilation={brief(value)}: {allowed} is needed; this list is nested too deep.")
+        entries = tuple(_check_dilation(entry, depth + 1) for entry in value)
         if any(entry is None for entry in entries) or len({isinstance(e, tuple) for e in entries}) > 1:
-            raise TypeError(f"dilation={value!r}: {allowed} is needed.")
-        if any(isinstance(e, tuple) and any(isinstance(x, tuple) for x in e) for e in entries):
-            raise TypeError(f"dilation={value!r}: {allowed} is needed; this list is nested too deep.")
+            raise TypeError(f"dilation={brief(value)}: {allowed} is needed.")
         return entries
     if not _is_int(value):
-        raise TypeError(f"dilation={value!r}: {allowed} is needed.")
+        raise TypeError(f"dilation={brief(value)}: {allowed} is needed.")
     assert isinstance(value, int)
     if value < 1:
-        raise ValueError(f"dilation={value}: {allowed} is needed; 1 is no dilation.")
+        raise ValueError(f"dilation={brief(value)}: {allowed} is needed; 1 is no dilation.")
     if value > MAX_DILATION:
-        raise ValueError(f"dilation={value}: at most {MAX_DILATION} is allowed.")
+        raise ValueError(f"dilation={brief(value)}: at most {MAX_DILATION} is allowed.")
     return value
 
 
 def _check_gate_init(value: object) -> float | tuple[float, float]:
     if isinstance(value, (list, tuple)):
         if len(value) != 2:
-            raise ValueError(f"gate_init={list(value)!r}: one number, or the two ends (low, high), are needed.")
+            raise ValueError(f"gate_init={brief(value)}: one number, or the two ends (low, high), are needed.")
         low, high = (_check_number("gate_init", v) for v in value)
-        if not (math.isfinite(low) and math.isfinite(high)):
-            raise ValueError(f"gate_init={list(value)!r}: the two ends (low, high) must be finite.")
+        if not (abs(low) <= MAX_GATE and abs(high) <= MAX_GATE):
+            raise ValueError(
+                f"gate_init={brief(value)}: the two ends (low, high) must be finite, from {-MAX_GATE:g} to "
+                f"{MAX_GATE:g}."
+            )
         return low, high
     number = _check_number("gate_init", value)
     if math.isnan(number):
         raise ValueError("gate_init=nan: a number is needed, such as -3.0, or float('-inf') for a shut gate.")
+    if math.isfinite(number) and abs(number) > MAX_GATE:
+        raise ValueError(
+            f"gate_init={number}: a number from {-MAX_GATE:g} to {MAX_GATE:g} is needed, or float('-inf') for a shut "
+            "gate."
+        )
     return number
 
 
@@ -363,15 +386,17 @@ def _check_layers(value: object) -> tuple[int, ...] | None:
     if value is None:
         return None
     if not isinstance(value, (list, tuple, range)):
-        raise TypeError(f"layers={value!r}: a list of layer indices is needed, or None for every layer.")
+        raise TypeError(f"layers={brief(value)}: a list of layer indices is needed, or None for every layer.")
+    if len(value) > MAX_LAYERS:
+        raise ValueError(f"layers has {len(value)} indices; at most {MAX_LAYERS} are allowed.")
     layers = tuple(value)
     for entry in layers:
         if not _is_int(entry):
-            raise TypeError(f"layers={list(layers)!r}: layer indices are whole numbers, got {entry!r}.")
+            raise TypeError(f"layers={brief(layers)}: layer indices are whole numbers, got {brief(entry)}.")
         if entry < 0:
-            raise ValueError(f"layers={list(layers)!r}: layer indices count from 0, got {entry}.")
+            raise ValueError(f"layers={brief(layers)}: layer indices count from 0, got {brief(entry)}.")
     if len(set(layers)) != len(layers):
-        raise ValueError(f"layers={list(layers)!r}: an index stands more than once.")
+        raise ValueError(f"layers={brief(layers)}: an index stands more than once.")
     if not layers:
         raise ValueError("layers=[]: name at least one layer, or None for every layer.")
     return tuple(sorted(layers))
@@ -381,5 +406,5 @@ def _per_layer(name: str, value: int | tuple[_T, ...], n: int) -> tuple[Any, ...
     if isinstance(value, int):
         return (value,) * n
     if len(value) != n:
-        raise ValueError(f"{name}={list(value)} has {len(value)} entries, but {n} layers are patched.")
+        raise ValueError(f"{name}={brief(value)} has {len(value)} entries, but {n} layers are patched.")
     return value

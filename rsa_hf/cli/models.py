@@ -35,12 +35,14 @@ def load_checkpoint(name: str) -> PreTrainedModel:
         UserError: it cannot be found or read.
     """
     import transformers
+    from safetensors import SafetensorError
 
     from rsa_hf.training.run import locate
 
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
         raise UserError(f"{name}: there is no such folder. Name the folder of a checkpoint, or a model on the Hub.")
-    with user_input(ValueError, TypeError, OSError, ImportError):
+    # A SafetensorError is a damaged file; a RuntimeError, transformers' word for tensors of other shapes.
+    with user_input(ValueError, TypeError, OSError, ImportError, SafetensorError, RuntimeError):
         place = locate(str(Path(name).expanduser()) if name.startswith("~") else name)
         config = transformers.AutoConfig.from_pretrained(place)
         architectures = getattr(config, "architectures", None) or []

@@ -52,15 +52,22 @@ def patch(
 
 
 def _read(plan: str) -> Any:
-    import yaml
+    from rsa_hf.plain_yaml import read_yaml
 
     try:
-        content = yaml.safe_load(Path(plan).read_text(encoding="utf-8") if Path(plan).is_file() else plan)
-    except yaml.YAMLError as error:
-        raise ValueError(f"--plan {plan}: no valid YAML: {error}") from error
+        content = read_yaml(Path(plan).read_text(encoding="utf-8") if _is_file(plan) else plan)
+    except ValueError as error:
+        raise ValueError(f"--plan {plan:.200}: {error}") from error
     if isinstance(content, str):
-        raise ValueError(f"--plan {plan}: there is no such file, and settings look like '{{num_regular: 2}}'.")
+        raise ValueError(f"--plan {plan:.200}: there is no such file, and settings look like '{{num_regular: 2}}'.")
     return content["rsa"] if isinstance(content, dict) and "rsa" in content else content
+
+
+def _is_file(plan: str) -> bool:
+    try:
+        return Path(plan).is_file()
+    except (OSError, ValueError):  # settings, too long or too strange for a name
+        return False
 
 
 def _save_tokenizer(base: str, out: Path) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 import datasets
 
+from rsa_hf.brief import brief
 from rsa_hf.tasks.python_defects import Example, check_options, load_python_defects
 
 __all__ = ["SPLITS", "DefectDataConfig", "Example", "conflicting", "identity", "load_defect_data", "read_json_lines"]
@@ -189,6 +190,8 @@ def _parsed(line: bytes, where: str) -> Any:
         return json.loads(line)
     except ValueError as error:  # no JSON, or no UTF-8
         raise ValueError(f"{where}: not valid JSON ({error}); write one object a line") from error
+    except RecursionError as error:
+        raise ValueError(f"{where}: nested too deep; write one flat object a line") from error
 
 
 def _read_hub(name: str) -> dict[str, list[Example]]:
@@ -207,12 +210,16 @@ def _checked(row: Any, where: str) -> Example:
         raise ValueError(f"{where}: found {type(row).__name__}; an object with `func` and `target` is needed")
     for field in ("func", "target"):
         if field not in row:
-            raise ValueError(f"{where}: the field {field!r} is missing; found {', '.join(map(repr, row))}")
+            raise ValueError(f"{where}: the field {field!r} is missing; found {brief(list(row))[1:-1]}")
     func, target = row["func"], row["target"]
     if not isinstance(func, str) or not func.strip():
-        raise ValueError(f"{where}: func is {func!r}; the text of a function is needed, so remove or fill it")
+        raise ValueError(f"{where}: func is {brief(func)}; the text of a function is needed, so remove or fill it")
     if not isinstance(target, int) or target not in (0, 1):  # bool is an int
-        raise ValueError(f"{where}: target is {target!r}; allowed are 0 (clean) and 1 (defective)")
+        raise ValueError(f"{where}: target is {brief(target)}; allowed are 0 (clean) and 1 (defective)")
+    try:
+        func.encode()
+    except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can spell and no tokenizer takes
+        raise ValueError(f"{where}: func is no valid Unicode ({error.reason}); repair or remove it") from error
     return Example(func, int(target))
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import re
 import types
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
+from rsa_hf.brief import brief
 from rsa_hf.config import RSAConfig
+from rsa_hf.plain_yaml import read_yaml
 from rsa_hf.training.settings import ModelSettings, RunConfig, TrainingSettings
 
 __all__ = ["ConfigError", "read_run_config"]
@@ -78,44 +77,15 @@ def _default(field: Field[Any]) -> Any:
 # --- YAML ---------------------------------------------------------------------------------------------------
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads plain values as YAML 1.2 does, and refuses a key that stands twice.
-
-    In YAML 1.1, PyYAML's language, 1e-4 is a string and the `no` of `mixed_precision: no` is False.
-    """
-
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own class attribute
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                line = node.start_mark.line + 1
-                raise yaml.YAMLError(f"{key!r} stands more than once in the mapping that starts in line {line}")
-        return super().construct_mapping(node, deep)
-
-
-for _tag, _pattern, _starts in (
-    ("null", r"null|~|", ["n", "~", ""]),
-    ("bool", r"true|false", ["t", "f"]),
-    ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
-    ("float", r"[-+]?((\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|\.inf)|\.nan", list("-+.0123456789")),
-):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_pattern})$"), _starts)
-
-
-def _parse(text: str) -> Any:
-    # The loader is a SafeLoader: it builds plain values only.
-    return yaml.load(text, Loader=_Loader)
-
-
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        content = _parse(path.read_text(encoding="utf-8"))
+        content = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path} ({error.strerror}). Give the path of a YAML file.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is no valid YAML: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is {error}") from error
     content = {} if content is None else content
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds {type(content).__name__}, not a mapping of sections to settings.")
@@ -148,9 +118,9 @@ def _split_arguments(arguments: Sequence[str]) -> tuple[Path, list[tuple[str, st
 
 def _override(content: dict[str, Any], sections: dict[str, type], spelled: str, text: str) -> None:
     try:
-        value = _parse(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--{spelled} {text}: the value is no valid YAML: {error}") from error
+        value = read_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"--{spelled} {text:.200}: the value is {error}") from error
     if spelled == "rsa":
         content["rsa"] = value
         return
@@ -167,7 +137,7 @@ def _override(content: dict[str, Any], sections: dict[str, type], spelled: str, 
     else:
         mapping = target.get(key) or {}
         if not isinstance(mapping, dict):
-            raise ConfigError(f"--{spelled}: {section}.{key} is {mapping!r}, not a mapping with entries.")
+            raise ConfigError(f"--{spelled}: {section}.{key} is {brief(mapping)}, not a mapping with entries.")
         target[key] = {**mapping, entry: value}
 
 
@@ -198,7 +168,7 @@ def _build(name: str, section: type[Any], values: Any) -> Any:
     """Make a section's dataclass of a mapping."""
     values = {} if values is None else values
     if not isinstance(values, dict):
-        raise ConfigError(f"{name}={values!r}: a mapping of keys to values is needed.")
+        raise ConfigError(f"{name}={brief(values)}: a mapping of keys to values is needed.")
     for key in values:
         if key not in _keys(section):
             raise ConfigError(f"{name}: {_unknown('key', key, _keys(section))}")
@@ -220,9 +190,9 @@ def _keys(section: type[Any]) -> list[str]:
 
 def _unknown(what: str, name: object, known: Iterable[str]) -> str:
     known = list(known)
-    near = difflib.get_close_matches(str(name), known, n=1)
+    near = difflib.get_close_matches(brief(name).strip("'"), known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"unknown {what} {name!r}.{hint} Allowed: {', '.join(known)}."
+    return f"unknown {what} {brief(name)}.{hint} Allowed: {', '.join(known)}."
 
 
 def _members(expected: Any) -> tuple[Any, ...]:
@@ -241,7 +211,7 @@ def _convert(name: str, value: Any, expected: Any) -> Any:
         if converted is not _NO_FIT:
             return converted
     quotes = " Put it in quotes." if str in _members(expected) and isinstance(value, (int, float)) else ""
-    raise ConfigError(f"{name}={value!r}: {_describe(expected)} is needed, got {type(value).__name__}.{quotes}")
+    raise ConfigError(f"{name}={brief(value)}: {_describe(expected)} is needed, got {type(value).__name__}.{quotes}")
 
 
 _NO_FIT = object()
@@ -258,7 +228,10 @@ def _convert_to_one(value: Any, expected: Any) -> Any:
         return _NO_FIT if _NO_FIT in entries else origin(entries)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if expected is float:
-        return float(value) if is_number else _NO_FIT
+        try:
+            return float(value) if is_number else _NO_FIT
+        except OverflowError:  # a whole number beyond what a float holds
+            return _NO_FIT
     if expected is int:
         return int(value) if is_number and value == value // 1 else _NO_FIT
     if expected is Any:

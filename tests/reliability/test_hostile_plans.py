@@ -1,0 +1,107 @@
+"""Plans and run configs by the hundred: a documented error that is short, or a plan that means what it says."""
+
+import json
+
+import pytest
+import torch
+
+from families import build
+from reliability import hostile
+from reliability.trial import time_limit, try_many
+from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, unpatch_model
+from rsa_hf.plain_yaml import read_yaml
+from rsa_hf.tasks.defect_data import DefectDataConfig
+from rsa_hf.training.arguments import ConfigError, read_run_config
+
+HEADS = 8
+
+
+def require_right(config):
+    """What a plan builds has the heads that it asks for, and numbers."""
+    assert RSAConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    for i, plan in enumerate(config.layer_plans([HEADS, HEADS])):
+        assert 1 <= plan.num_rsa_heads <= HEADS
+        assert len(plan.dilations) == plan.num_rsa_heads
+        for name in ("num_regular", "num_cyclical_pairs"):
+            asked = getattr(config, name)
+            if asked is not None:
+                assert getattr(plan, name) == (asked[i] if isinstance(asked, tuple) else asked)
+        rates = RSAHeads(plan).rates()
+        assert not rates["gate"].isnan().any()
+        assert all(bool(rates[name].isfinite().all()) for name in ("lam", "gamma", "theta"))
+        start = torch.sigmoid(torch.tensor(plan.gate_init))
+        torch.testing.assert_close(rates["gate"], start.expand_as(rates["gate"]), rtol=1e-3, atol=1e-6)
+
+
+def test_plans():
+    def case(random):
+        plan = hostile.plan(random)
+        config = RSAConfig.from_dict(plan if random.random() < 0.5 else read_yaml(hostile.spelled(random, plan)))
+        require_right(config)
+
+    came_out = try_many("plans", case, (ValueError, TypeError))
+    assert min(came_out["right answer"], came_out["refused: ValueError"], came_out["refused: TypeError"]) > 20
+
+
+def test_run_configs(tmp_path):
+    path = tmp_path / "run.yaml"
+
+    def case(random):
+        path.write_text(hostile.run_config(random), encoding="utf-8", errors="surrogatepass")
+        config = read_run_config([str(path)], DefectDataConfig)
+        assert config.rsa is None or RSAConfig.from_dict(config.rsa.to_dict()) == config.rsa
+        config.to_dict()
+
+    came_out = try_many("run configs", case, (ConfigError,))
+    assert min(came_out.values()) > 5
+    assert len(came_out) == 2
+
+
+@pytest.mark.parametrize("text", hostile.ODD_YAML, ids=lambda text: text[:12].encode("unicode_escape").decode())
+def test_odd_yaml(text, tmp_path):
+    (tmp_path / "run.yaml").write_text(text)
+    with time_limit(), pytest.raises(ConfigError) as error:
+        read_run_config([str(tmp_path / "run.yaml")], DefectDataConfig)
+    assert len(str(error.value)) < 5000
+
+
+def test_no_model_is_half_patched():
+    model = build("gpt2")
+    state, config = {name: value.clone() for name, value in model.state_dict().items()}, model.config.to_dict()
+
+    def require_untouched():
+        assert not is_patched(model)
+        assert list(model.state_dict()) == list(state)
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        assert model.config.to_dict() == config
+
+    def case(random):
+        plan = hostile.plan(random)
+        try:
+            patch_model(model, plan)
+        except Exception:
+            require_untouched()
+            raise
+        assert is_patched(model)
+        unpatch_model(model)
+        require_untouched()
+
+    came_out = try_many("patches", case, (ValueError, TypeError))
+    assert came_out["right answer"] > 5
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"gate_init": 10**400}, "gate_init=1000.*too large"),
+        ({"gate_init": [-1e308, 1e308]}, "must be finite, from -1e\\+06"),
+        ({"gate_init": 1e300}, "a number from -1e\\+06 to 1e\\+06"),
+        ({"parameter_scale": 1e300}, "from 1e-06 to 1e\\+06"),
+        ({"parameter_scale": 1e-300}, "from 1e-06 to 1e\\+06"),
+        ({"layers": range(10**12)}, "at most 4096"),
+        ({"num_regular": -(10**5000)}, "more digits than can be shown"),
+    ],
+)
+def test_numbers_out_of_range(plan, words):
+    with pytest.raises(ValueError, match=words):
+        RSAConfig(**plan)
