@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from rsa_hf.cli.findings import Finding, guarded
 from rsa_hf.config import RSAConfig
-from rsa_hf.heads import RSAHeads, heads_of
+from rsa_hf.heads import RSAHeads
+from rsa_hf.lookup import heads_of
 from rsa_hf.patching import is_patched, patch_model, unpatch_model
 
 __all__ = [
