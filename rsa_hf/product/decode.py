@@ -89,7 +89,13 @@ def _weighted_sum(weights: Tensor, value: Tensor, groups: int) -> Tensor:
     # The heads that share a value head are the rows of one matrix product. (Not `matmul`: what it does to bring its
     # arguments to this form takes longer than the product.)
     rows = weights.expand(B, -1, -1).reshape(B * shared, groups, S)
-    sums = torch.bmm(rows, value.to(weights.dtype).reshape(B * shared, S, D))
+    columns = value.to(weights.dtype).reshape(B * shared, S, D)
+    if torch.is_autocast_enabled(value.device.type):
+        # It would multiply in half precision.
+        with torch.autocast(value.device.type, enabled=False):
+            sums = torch.bmm(rows, columns)
+    else:
+        sums = torch.bmm(rows, columns)
     return sums.view(B, shared * groups, 1, D)[:, :H]
 
 

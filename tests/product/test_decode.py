@@ -157,3 +157,17 @@ def test_no_step_waits_for_the_device():
     step()  # learns how far back to look, once
     with Recorded():
         step()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_autocast_stays_out(kept):
+    """As of the whole product: sums of half precision would neither fit the rest of the step nor be exact."""
+    value, recurrence = inputs()
+    value = value.to(torch.bfloat16)
+    recurrence = Recurrence(KINDS, recurrence.decay.float(), recurrence.theta.float(), DILATION, 1)
+    table = LagTable(recurrence, torch.float32, S) if kept else None
+    expected = decode(value, recurrence, geometry(None), table)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = decode(value, recurrence, geometry(None), table)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
