@@ -11,6 +11,7 @@ __all__ = ["MODEL_TYPES", "register"]
 
 # Each with its folder.
 MODEL_TYPES = {
+    "block-recurrent": "block_recurrent",
     "recurrent": "recurrent",
     "sru_plus_plus": "sru_plus_plus",
     "temporal_latent_bottleneck": "temporal_latent_bottleneck",

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rsa_hf.models.transformer_xl.configuration import TransformerXLConfig
 
-__all__ = ["TransformerXLAttention", "relative_scores", "sinusoids", "visibility"]
+__all__ = ["TransformerXLAttention", "eager_attention_forward", "relative_scores", "sinusoids", "visibility"]
 
 
 def sinusoids(distances: Tensor, d_model: int) -> Tensor:

@@ -16,7 +16,7 @@ from rsa_hf.models.transformer_xl.modeling import (
     TransformerXLPreTrainedModel,
 )
 
-__all__ = ["TransformerXLForSequenceClassification"]
+__all__ = ["TransformerXLForSequenceClassification", "last_token"]
 
 
 class TransformerXLForSequenceClassification(TransformerXLPreTrainedModel):
@@ -53,7 +53,8 @@ class TransformerXLForSequenceClassification(TransformerXLPreTrainedModel):
         """
         outputs = self.transformer(input_ids, attention_mask, mems, inputs_embeds, use_cache, **keywords)
         hidden = outputs.last_hidden_state
-        logits = self.score(hidden[torch.arange(len(hidden)), self._last_token(hidden, input_ids, attention_mask)])
+        last = last_token(hidden, input_ids, attention_mask, self.config.pad_token_id)
+        logits = self.score(hidden[torch.arange(len(hidden)), last])
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
@@ -65,13 +66,23 @@ class TransformerXLForSequenceClassification(TransformerXLPreTrainedModel):
             attentions=outputs.attentions,
         )
 
-    def _last_token(self, hidden: Tensor, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
-        """The place in the segment of each row's last token that is not padding: [B]."""
-        T, pad = hidden.shape[1], self.config.pad_token_id
-        if attention_mask is not None:
-            real = attention_mask[:, -T:].bool()
-        elif input_ids is not None and pad is not None:
-            real = input_ids != pad
-        else:
-            real = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
-        return (real * torch.arange(T, device=hidden.device)).argmax(dim=1)
+
+def last_token(
+    hidden: Tensor, input_ids: Tensor | None, attention_mask: Tensor | None, pad_token_id: int | None
+) -> Tensor:
+    """The place in the segment of each row's last token that is not padding: [B].
+
+    Args:
+        hidden: the segment, shape [B, T, …].
+        input_ids: shape [B, T]; they tell where there is no mask, but a `pad_token_id`.
+        attention_mask: shape [B, L], 0 for padding; its last T columns are the segment.
+        pad_token_id: of padding.
+    """
+    T = hidden.shape[1]
+    if attention_mask is not None:
+        real = attention_mask[:, -T:].bool()
+    elif input_ids is not None and pad_token_id is not None:
+        real = input_ids != pad_token_id
+    else:
+        real = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+    return (real * torch.arange(T, device=hidden.device)).argmax(dim=1)

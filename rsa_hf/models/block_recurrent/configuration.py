@@ -1,0 +1,105 @@
+"""The configuration of the Block-Recurrent Transformer."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+
+__all__ = ["CELLS", "GATES", "BlockRecurrentConfig"]
+
+CELLS = ("skip", "single", "dual")
+GATES = ("fixed", "lstm")
+
+
+@strict
+class BlockRecurrentConfig(PreTrainedConfig):
+    """Block-Recurrent Transformer (Hutchins et al., 2022, arXiv:2203.07852). Defaults are those of the paper.
+
+    Args:
+        vocab_size: number of tokens V.
+        d_model: width of the hidden states and of the state vectors.
+        n_head: number of attention heads H.
+        d_head: width of a head D.
+        d_inner: inner width of the feed-forward layers.
+        n_layer: number of layers.
+        window_size: W: tokens of a window, between two updates of the state; also how many positions back a token
+            sees, itself included.
+        recurrent_layers: indices of the recurrent layers, negative ones from the end; `[]`: a Transformer-XL with a
+            sliding window.
+        num_state_vectors: N, of each recurrent layer.
+        cell: how a state is updated: `"dual"` gates the attention's output and the feed-forward layer's, `"single"`
+            the feed-forward layer's alone, `"skip"` has no feed-forward layer.
+        gate: `"fixed"`, learned but the same at all times, or `"lstm"`, computed from the inputs.
+        relative_attention_num_buckets: classes of distances, as in T5.
+        relative_attention_max_distance: distances from here on are one class.
+        dropout: on embeddings, attention output and feed-forward, but not in the state's updates.
+        dropatt: on the attention weights of tokens.
+        layer_norm_epsilon: of all layer normalisations.
+        tie_word_embeddings: the softmax uses the embedding table.
+        use_cache: return the memory.
+
+    Raises:
+        ValueError: a field has a value that is not allowed; the message names it.
+    """
+
+    model_type = "block-recurrent"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["mems"]
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "d_model",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "head_dim": "d_head",
+    }
+
+    vocab_size: int = 32000
+    d_model: int = 1024
+    n_head: int = 8
+    d_head: int = 128
+    d_inner: int = 4096
+    n_layer: int = 12
+    window_size: int = 512
+    recurrent_layers: list[int] | tuple[int, ...] = (-3,)
+    num_state_vectors: int = 512
+    cell: str = "skip"
+    gate: str = "fixed"
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+    dropout: float | int = 0.05
+    dropatt: float | int = 0.05
+    layer_norm_epsilon: float = 1e-6
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.recurrent_layers = list(self.recurrent_layers)
+        for name in (
+            "vocab_size", "d_model", "n_head", "d_head", "d_inner", "n_layer", "window_size", "num_state_vectors",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: a whole number ≥ 1 is needed.")
+        for name, allowed in (("cell", CELLS), ("gate", GATES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}: one of {', '.join(map(repr, allowed))} is needed.")
+        places, L = self.recurrent_places, self.n_layer
+        if any(not -L <= i < L for i in self.recurrent_layers) or len(places) < len(self.recurrent_layers):
+            raise ValueError(
+                f"recurrent_layers={self.recurrent_layers}: different layers of the {L} are needed, from {-L} "
+                f"to {L - 1}."
+            )
+        buckets, furthest = self.relative_attention_num_buckets, self.relative_attention_max_distance
+        if buckets < 2 or furthest <= buckets // 2:
+            raise ValueError(
+                f"relative_attention_num_buckets={buckets}, relative_attention_max_distance={furthest}: at least 2 "
+                "buckets are needed, of which half are for single distances, and a distance beyond those."
+            )
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
+
+    @property
+    def recurrent_places(self) -> list[int]:
+        """Indices of the recurrent layers counted from the first layer, in order."""
+        return sorted({i % self.n_layer for i in self.recurrent_layers})
