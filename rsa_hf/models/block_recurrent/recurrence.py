@@ -65,8 +65,10 @@ class LSTMGate(nn.Module):
     def forward(self, state: Tensor, h: Tensor) -> Tensor:
         """From c [B, N, d_model] and h [B, N, width] to c' [B, N, d_model]."""
         z: Tensor = self.input(h).tanh()
-        i, f = self.gates(h).chunk(2, dim=-1)
-        return state * (f + 1).sigmoid() + z * (i - 1).sigmoid()
+        i_and_f: Tensor = self.gates(h)
+        i, f = i_and_f.split(z.shape[-1], dim=-1)
+        next_state: Tensor = state * (f + 1).sigmoid() + z * (i - 1).sigmoid()
+        return next_state
 
 
 class StateCell(nn.Module):
