@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from rsa_hf.rem import lag_weights
 from rsa_hf.report import HeadReport, LayerReport, RSAReport, rsa_report
 
-__all__ = ["plot_rem", "plot_training_curves"]
+__all__ = ["panels", "plot_rem", "plot_training_curves"]
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -136,6 +137,31 @@ def plot_training_curves(
             axes.annotate(
                 label, (right, height), (8, 0), textcoords="offset points", va="center", color=colours[label]
             )
+        _save(figure, path)
+
+
+@contextmanager
+def panels(path: str | Path, count: int, columns: int = 3, sharey: bool = False) -> Iterator[list[Any]]:
+    """Axes to draw in, in the style of the other pictures; written when the block ends without an error.
+
+    Args:
+        path: the file, usually a `.png`; its folder is made.
+        count: how many axes.
+        columns: at most so many side by side.
+        sharey: whether they have one y axis.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    figure_type, rc_context = _matplotlib()
+    columns = min(columns, count)
+    rows = math.ceil(count / columns)
+    with rc_context(STYLE):
+        figure = figure_type(figsize=(max(5.0, 3.4 * columns), 3.0 * rows + 0.2), layout="constrained")
+        grid = list(figure.subplots(rows, columns, sharey=sharey, squeeze=False).flat)
+        for axes in grid[count:]:
+            axes.set_axis_off()
+        yield grid[:count]
         _save(figure, path)
 
 

@@ -21,6 +21,7 @@ from test_hub import hub, tokenizer  # noqa: F401  (fixtures)
 ROOT = Path(__file__).parents[1]
 RSA_HF = [sys.executable, "-c", "import sys; sys.argv[0] = 'rsa-hf'; from rsa_hf.cli import main; main()"]
 COMMANDS = ["patch", "inspect", "card", "push", "doctor", "train defect", "train lm", "evaluate defect", "evaluate lm"]
+COMMANDS += ["reproduce"]
 
 
 @pytest.fixture

@@ -18,12 +18,13 @@ from rsa_hf.cli.evaluate import evaluate
 from rsa_hf.cli.inspect import inspect
 from rsa_hf.cli.patch import patch
 from rsa_hf.cli.push import push
+from rsa_hf.cli.reproduce import reproduce
 from rsa_hf.cli.train import train
 
 __all__ = ["main"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (patch, inspect, card, push, convert_transformer_xl, doctor):
+for command in (patch, inspect, card, push, convert_transformer_xl, doctor, reproduce):
     app.command()(command)
 app.add_typer(train, name="train")
 app.add_typer(evaluate, name="evaluate")

@@ -1,0 +1,52 @@
+"""`rsa-hf reproduce`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rsa_hf.cli.errors import UserError, user_input
+from rsa_hf.cli.models import arm
+
+__all__ = ["reproduce"]
+
+
+def reproduce(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An experiment, or: all, list, page.")],
+    full: Annotated[bool, typer.Option("--full/--quick", help="The larger sizes, or minutes on two cores.")] = False,
+    out: Annotated[Path, typer.Option(help="The folder that gets RESULTS.md and results/reproduce.")] = Path("."),
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds; default as the experiment says.")] = None,
+) -> None:
+    """Run an experiment of the paper: table, figure, verdict; one that was broken off goes on where it was.
+
+    NAME is one of those that `list` shows; `all` runs every one, `page` only writes RESULTS.md again. Data is looked
+    for in the folder that the environment variable RSA_HF_DATA names.
+
+    Example: rsa-hf reproduce linear-rnn --quick
+    """
+    arm()
+    from rsa_hf.reproduce.experiment import EXPERIMENTS, Size, find_experiment, is_written
+    from rsa_hf.reproduce.page import write_page
+    from rsa_hf.reproduce.runner import run_experiment
+
+    if name == "list":
+        for each, about in EXPERIMENTS.items():
+            print(f"{each:18} {about}{'' if is_written(each) else ' (not in this version)'}")
+        return
+    chosen = [] if name == "page" else [each for each in EXPERIMENTS if is_written(each)] if name == "all" else [name]
+    size: Size = "full" if full else "quick"
+    missing = []
+    for each in chosen:
+        with user_input(ValueError):
+            experiment = find_experiment(each)
+        try:
+            conclusion = run_experiment(experiment, size, out, seeds)
+        except (FileNotFoundError, ImportError) as error:
+            missing.append(f"{each}: {error}")
+            continue
+        print(f"{each}: {conclusion.verdict}: {conclusion.sentence}")
+    print(f"written: {write_page(out)}")
+    if missing:
+        raise UserError("not run: " + "; ".join(missing))

@@ -1,0 +1,140 @@
+"""What an experiment is: cells to run, rows that sum them up, a conclusion that can go either way, and a figure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from rsa_hf.reproduce.summary import Row, summarise
+
+__all__ = [
+    "EXPERIMENTS",
+    "SIZES",
+    "Cell",
+    "Conclusion",
+    "Experiment",
+    "Result",
+    "Size",
+    "Values",
+    "Verdict",
+    "cell_key",
+    "find_experiment",
+    "is_written",
+]
+
+# In the order of the page; each with what it is about.
+EXPERIMENTS = {
+    "sample-efficiency": "tokens needed to reach the unpatched model's final bits per byte",
+    "fine-tune": "patched pretrained models against the same without RSA, at 1 %, 10 % and 100 % of the data",
+    "synthetic": "prediction errors of RSA and linear RNNs over those of nonlinear RNNs (appendix B, figure 6)",
+    "regular-languages": "formal languages, at lengths beyond those trained on",
+    "forecasting": "ETT and Weather, Informer and others with and without RSA",
+    "language-model": "Transformer-XL and Block-Recurrent Transformer with and without RSA",
+    "linear-rnn": "a linear RNN and its heads have the same hidden states (propositions 1, 2 and 4)",
+    "dilation": "the dilating factor, from autocorrelation and recurrence plots (section 3)",
+}
+
+Size = Literal["toy", "quick", "full"]
+SIZES: tuple[Size, ...] = ("toy", "quick", "full")
+Verdict = Literal["confirmed", "not confirmed", "not measurable at this size"]
+
+# The settings of one run: an arm, a seed, sizes; values that JSON knows. "seed" is what `summarise` averages over.
+Cell = Mapping[str, str | int | float | bool]
+# What was measured: numbers by name, and lists of them for the figure.
+Values = dict[str, float | list[float]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A cell that has run.
+
+    Attributes:
+        cell: its settings.
+        values: what `run_cell` returned.
+        seconds: wall time.
+        machine: what it ran on, in words.
+    """
+
+    cell: Cell
+    values: Values
+    seconds: float
+    machine: str
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """What the rows say about the claim.
+
+    Attributes:
+        verdict: "confirmed" or "not confirmed", or "not measurable at this size".
+        sentence: one honest sentence, whose figures are made from the rows.
+    """
+
+    verdict: Verdict
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One claim of the paper, as something to run.
+
+    Attributes:
+        name: what the command line calls it, one of `EXPERIMENTS`.
+        claim: the claim, in one sentence that can be false.
+        published: the published figures and where they stand, or that there are none.
+        seeds: how many seeds each size has unless told otherwise.
+        cells: (size, seeds) → all cells, in the order in which they run. Cells of one key are one cell.
+        run_cell: runs one cell. It seeds itself from the cell alone: the same cell gives the same values, whatever ran
+            before it. It may raise FileNotFoundError or ImportError where data or a package is missing.
+        conclude: rows → conclusion. It must be able to say "not confirmed".
+        draw: (results, path): writes the figure.
+        summarise: results → rows.
+        revision: to be raised when `run_cell` comes to measure something else: cells of older ones are run again.
+    """
+
+    name: str
+    claim: str
+    published: str
+    seeds: Mapping[Size, int]
+    cells: Callable[[Size, int], Sequence[Cell]]
+    run_cell: Callable[[Cell], Values]
+    conclude: Callable[[Sequence[Row]], Conclusion]
+    draw: Callable[[Sequence[Result], Path], None]
+    summarise: Callable[[Sequence[Result]], list[Row]] = field(default=summarise)
+    revision: int = 1
+
+
+def cell_key(cell: Cell, revision: int) -> str:
+    """A name for a cell that depends on its settings and the experiment's revision, not on their order."""
+    text = json.dumps([revision, dict(cell)], sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def is_written(name: str) -> bool:
+    """Whether this version of rsa_hf has the experiment."""
+    return find_spec(_module(name)) is not None
+
+
+def find_experiment(name: str) -> Experiment:
+    """The experiment of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in EXPERIMENTS:
+        raise ValueError(f"there is no experiment {name!r}; there are {', '.join(EXPERIMENTS)}.")
+    if not is_written(name):
+        raise ValueError(f"the experiment {name} is not in this version of rsa_hf; `rsa-hf reproduce list` shows all.")
+    experiment = import_module(_module(name)).EXPERIMENT
+    assert isinstance(experiment, Experiment)
+    return experiment
+
+
+def _module(name: str) -> str:
+    return f"rsa_hf.reproduce.{name.replace('-', '_')}"

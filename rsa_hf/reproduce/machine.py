@@ -1,0 +1,35 @@
+"""What a cell ran on, for the cost of a result."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+__all__ = ["machine", "versions"]
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def machine() -> str:
+    """Processor and threads, or the GPU, in words."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    threads = torch.get_num_threads()
+    name = models[0] if models else platform.processor() or platform.machine()
+    return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the figures depend on."""
+    found = {"python": platform.python_version()}
+    for package in ("rsa_hf", "torch", "transformers", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed: run from its sources"
+    return found

@@ -1,0 +1,82 @@
+"""Means over seeds with 95 % intervals of Student's t, and rows of a table."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rsa_hf.reproduce.experiment import Result
+
+__all__ = ["Row", "find_rows", "interval", "summarise"]
+
+Setting = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measure of one group of cells that differ in their seed alone.
+
+    Attributes:
+        settings: what the cells of the group have in common.
+        measure: the name of the value.
+        mean: over the seeds.
+        low: the lower end of the 95 % interval; NaN where there is one seed.
+        high: the upper end.
+        seeds: how many there are.
+    """
+
+    settings: Mapping[str, Setting]
+    measure: str
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and the two ends of the 95 % interval of Student's t; the ends of a single value are NaN.
+
+    Raises:
+        ImportError: scipy is not installed.
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("there are no values to take the mean of.")
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return mean, math.nan, math.nan
+    try:
+        from scipy.stats import t
+    except ImportError as error:
+        raise ImportError("intervals need scipy: pip install 'rsa_hf[reproduce]'") from error
+    half = float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    return mean, mean - half, mean + half
+
+
+def summarise(results: Sequence[Result]) -> list[Row]:
+    """A row for each measure and each group of cells that differ in `seed` alone, in the order of the cells.
+
+    Lists among the values are for the figure and make no row.
+    """
+    groups: dict[tuple[tuple[str, Setting], ...], list[Result]] = {}
+    for result in results:
+        key = tuple((name, value) for name, value in result.cell.items() if name != "seed")
+        groups.setdefault(key, []).append(result)
+    rows = []
+    for key, group in groups.items():
+        for measure in dict.fromkeys(name for result in group for name in result.values):
+            found = [value for result in group if isinstance(value := result.values.get(measure), int | float)]
+            if found:
+                rows.append(Row(dict(key), measure, *interval(found), len(found)))
+    return rows
+
+
+def find_rows(rows: Sequence[Row], measure: str, **settings: Setting) -> list[Row]:
+    """The rows of a measure that have these settings, in order."""
+    return [
+        row for row in rows if row.measure == measure and all(row.settings.get(k) == v for k, v in settings.items())
+    ]

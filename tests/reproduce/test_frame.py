@@ -1,0 +1,165 @@
+"""The frame: what is kept, what is run again, what the intervals are, and that a page says what was not measured."""
+
+import csv
+import json
+import math
+import re
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from rsa_hf import cli
+from rsa_hf.plots import panels
+from rsa_hf.reproduce.experiment import EXPERIMENTS, Conclusion, Experiment, Result, cell_key, find_experiment
+from rsa_hf.reproduce.page import write_page
+from rsa_hf.reproduce.runner import FOLDER, read_results, run_experiment
+from rsa_hf.reproduce.summary import find_rows, interval, summarise
+
+NAME = "linear-rnn"  # any of the eight; the frame does not look at what they are
+
+
+def cells(size, seeds):
+    return [{"arm": arm, "seed": seed} for arm in ("rsa", "plain") for seed in range(seeds)]
+
+
+def conclude(rows):
+    rsa, plain = (find_rows(rows, "loss", arm=arm)[0] for arm in ("rsa", "plain"))
+    return Conclusion("confirmed" if rsa.high < plain.low else "not confirmed", f"{rsa.mean:.2f} | {plain.mean:.2f}")
+
+
+def draw(results, path):
+    with panels(path, 1) as [axes]:
+        axes.plot([result.values["loss"] for result in results])
+
+
+@pytest.fixture
+def counted():
+    """An experiment and the cells that it has run."""
+    ran = []
+
+    def run_cell(cell):
+        ran.append(dict(cell))
+        return {"loss": (1.0 if cell["arm"] == "rsa" else 2.0) + 0.1 * cell["seed"], "curve": [1.0, 2.0]}
+
+    return Experiment(NAME, "A claim.", "1.5", {"toy": 3, "quick": 3, "full": 5}, cells, run_cell, conclude, draw), ran
+
+
+def test_a_run_writes_everything(counted, tmp_path):
+    experiment, ran = counted
+    conclusion = run_experiment(experiment, "toy", tmp_path, progress=False)
+    folder = tmp_path / FOLDER / NAME / "toy"
+    assert {path.name for path in folder.iterdir()} == {
+        *("cells.jsonl", "table.csv", "table.md", "figure.png", "conclusion.json", "configuration.json")
+    }
+    assert conclusion.verdict == "confirmed" and len(ran) == 6
+    with (folder / "table.csv").open() as file:
+        [rsa, plain] = csv.DictReader(file)
+    assert (rsa["arm"], rsa["measure"], rsa["seeds"]) == ("rsa", "loss", "3")
+    assert float(plain["mean"]) == pytest.approx(2.1)
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+    configuration = json.loads((folder / "configuration.json").read_text())
+    assert configuration["cells"] == cells("toy", 3)
+
+
+def test_a_run_that_was_broken_off_goes_on(counted, tmp_path):
+    experiment, ran = counted
+
+    def breaks(cell):
+        if len(ran) == 4:
+            raise KeyboardInterrupt
+        return experiment.run_cell(cell)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(replace(experiment, run_cell=breaks), "toy", tmp_path, progress=False)
+    assert len(read_results(tmp_path / FOLDER / NAME / "toy")) == 4
+    run_experiment(experiment, "toy", tmp_path, progress=False)
+    assert ran == cells("toy", 3)  # each once
+    run_experiment(experiment, "toy", tmp_path, seeds=4, progress=False)
+    assert len(ran) == 8
+    # What a cell means has changed: all are run again.
+    run_experiment(replace(experiment, revision=2), "toy", tmp_path, progress=False)
+    assert len(ran) == 14
+
+
+def test_a_damaged_cell_is_told(counted, tmp_path):
+    experiment, _ = counted
+    run_experiment(experiment, "toy", tmp_path, progress=False)
+    path = tmp_path / FOLDER / NAME / "toy" / "cells.jsonl"
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(ValueError, match="line 6.*delete the line"):
+        run_experiment(experiment, "toy", tmp_path, progress=False)
+
+
+def test_the_key_of_a_cell_is_of_its_settings():
+    assert cell_key({"a": 1, "b": 2}, 1) == cell_key({"b": 2, "a": 1}, 1)
+    assert len({cell_key(cell, r) for cell in ({"a": 1}, {"a": 2}, {"a": 1, "b": 1}) for r in (1, 2)}) == 6
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says():
+    # Student's t for 5 values: 2.776, from a printed table.
+    values = [1.0, 2.0, 4.0, 5.0, 9.0]
+    mean, low, high = interval(values)
+    assert (high - mean) / (statistics.stdev(values) / math.sqrt(5)) == pytest.approx(2.776, abs=5e-4)
+    assert mean - low == pytest.approx(high - mean)
+    assert math.isnan(interval([1.0])[1])
+    with pytest.raises(ValueError):
+        interval([])
+
+
+def test_rows_are_of_cells_that_differ_in_their_seed_alone():
+    results = [
+        Result({"arm": arm, "length": n, "seed": seed}, {"loss": n + seed, "curve": [1.0]}, 1.0, "m")
+        for arm in ("rsa", "plain")
+        for n in (1, 2)
+        for seed in (0, 1)
+    ]
+    rows = summarise(results)
+    assert [(row.settings["arm"], row.settings["length"], row.measure) for row in rows] == [
+        *(("rsa", 1, "loss"), ("rsa", 2, "loss"), ("plain", 1, "loss"), ("plain", 2, "loss"))
+    ]
+    assert [row.mean for row in find_rows(rows, "loss", length=2)] == [2.5, 2.5]
+
+
+def test_the_page_shows_what_was_measured_and_what_was_not(counted, tmp_path):
+    experiment, _ = counted
+    against = replace(experiment, run_cell=lambda cell: {"loss": 2.0 - (cell["arm"] == "plain")})
+    run_experiment(against, "toy", tmp_path, progress=False)
+    page = write_page(tmp_path).read_text()
+    section = page.split(f"## {NAME}\n")[1].split("\n## ")[0]
+    assert "**Not confirmed**: 2.00 | 1.00" in section
+    assert f"](results/reproduce/{NAME}/toy/figure.png)" in section
+    assert f"`rsa-hf reproduce {NAME} --toy`" in section and "* Seeds: 3;" in section
+    for name in EXPERIMENTS:
+        assert f"\n## {name}\n" in page
+    assert len(re.findall(r"\*\*Not measured", page)) == len(EXPERIMENTS) - 1
+    # The largest size is shown.
+    run_experiment(experiment, "quick", tmp_path, progress=False)
+    run_experiment(against, "toy", tmp_path, progress=False)
+    assert "**Confirmed**: 1.10 | 2.10" in write_page(tmp_path).read_text()
+
+
+def test_names_that_are_not_there_are_told():
+    with pytest.raises(ValueError, match="there is no experiment 'linear_rnn'; there are .*linear-rnn"):
+        find_experiment("linear_rnn")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["rsa-hf", "reproduce", *map(str, arguments), "--out", str(tmp_path)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return end.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+def test_list_and_page(run, tmp_path):
+    code, out, _ = run("list")
+    assert code == 0 and all(name in out for name in EXPERIMENTS)
+    assert not (tmp_path / "RESULTS.md").exists()
+    code, out, _ = run("page")
+    assert code == 0 and (tmp_path / "RESULTS.md").exists()
+    code, _, err = run("linear-rnnn")
+    assert code == 2 and err.startswith("error: there is no experiment 'linear-rnnn'")
