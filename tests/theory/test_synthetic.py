@@ -1,0 +1,115 @@
+"""Appendix B: the data against its equations step by step, RSA against the dense P, and a broken REM that loses."""
+
+import math
+
+import pytest
+import torch
+
+import rsa_hf.theory.synthetic as synthetic
+from rsa_hf.product import rem_product
+from rsa_hf.rem import rem_matrix
+from rsa_hf.reproduce.runner import run_experiment
+from rsa_hf.reproduce.summary import Row
+from rsa_hf.reproduce.synthetic import EXPERIMENT, conclude
+from rsa_hf.theory.synthetic import ACTIVATIONS, HEADS, fit, generate, rsa, two_layer_rnn
+
+
+def double(p):
+    return {name: value.double() for name, value in p.items()}
+
+
+def start(name, N):
+    return double(synthetic._start(name, N, torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_two_layers_in_one_step_are_two_layers(activation):
+    act, alpha = ACTIVATIONS[activation], 0.3
+    p, x = start("linear", 3), torch.randn(3, 7, 2, dtype=torch.float64)
+    found = two_layer_rnn(x, p, lambda h: alpha * act(h) + (1 - alpha) * h)
+    for n in range(3):
+        z = torch.zeros(2, 2, dtype=torch.float64)
+        for t in range(7):
+            below = x[n, t]
+            for i in range(2):
+                h = p["W_h"][n, i] @ z[i] + p["W_z"][n, i] @ below + p["b"][n, i]
+                below = z[i] = alpha * act(h) + (1 - alpha) * h
+            torch.testing.assert_close(found[n, t], z[1], atol=1e-12, rtol=0)
+
+
+def test_the_data_differ_in_alpha_alone_and_are_one_sequence():
+    x, y = generate("tanh", (0.0, 1.0), 3, 10, seed=1)
+    assert x.shape == y.shape == (2, 3, 10, 2)
+    assert torch.equal(x[0], x[1]) and not torch.equal(y[0], y[1])
+    # Cut, not started anew: the state goes on into the next segment.
+    whole = generate("tanh", (0.0, 1.0), 1, 30, seed=1)[1]
+    assert torch.equal(y.reshape(2, 30, 2), whole.reshape(2, 30, 2))
+    assert not torch.equal(generate("tanh", (0.0, 1.0), 3, 10, seed=2)[1], y)
+
+
+def test_rsa_is_equation_4_with_the_dense_p():
+    p, x = start("rsa", 3), torch.randn(3, 9, 2, dtype=torch.float64)
+    p["eta"][1], p["nu"][1], p["theta"][2] = -0.4, 0.3, 1.1  # replications have rates of their own
+    found = rsa(x, p)
+    for n in range(3):
+        z = x[n]
+        for i in range(2):
+            lam, gamma, theta = torch.tanh(p["eta"][n, i]), torch.sigmoid(p["nu"][n, i]), p["theta"][n, i]
+            P = rem_matrix(HEADS, torch.stack([lam, gamma, gamma]), theta.expand(3), query_length=9)
+            out = z @ p["identity"][n, i].T + p["b"][n, i]
+            for h in range(3):
+                query, key, value = (z @ p[name][n, i, h].T for name in ("query", "key", "value"))
+                scores = (query @ key.T / math.sqrt(2)).masked_fill(torch.ones(9, 9).triu(1).bool(), -math.inf)
+                g = torch.sigmoid(p["mu"][n, i])
+                out = out + ((1 - g) * scores.softmax(-1) + g * P[h]) @ value
+            z = out
+        torch.testing.assert_close(found[n], z, atol=1e-10, rtol=0)
+
+
+def test_what_is_not_trained_on_is_not_seen():
+    x, y = (part.flatten(0, 1) for part in generate("tanh", (0.5,), 4, 30, seed=0))
+    changed = y.clone()
+    changed[:, -1] += 100
+    for held_out in (0, 5):
+        errors = [fit("linear", "tanh", x, target, most_steps=30, held_out=held_out) for target in (y, changed)]
+        # Only the error itself knows of the change: the prediction is the same.
+        assert errors[0].max() < 100 < errors[1].min()
+    shut = fit("linear", "tanh", x, y, most_steps=0)
+    assert fit("linear", "tanh", x, y, most_steps=100).mean() < 0.9 * shut.mean()
+
+
+def zeroed(value, *plan):
+    return torch.zeros_like(rem_product(value, *plan))
+
+
+def ahead(value, *plan):
+    """P shifted by one, so that the latest input is seen and the lags are wrong."""
+    return rem_product(value, *plan).roll(1, dims=2)
+
+
+@pytest.mark.parametrize("broken", [zeroed, ahead])
+def test_a_broken_rem_loses(broken, monkeypatch):
+    x, y = (part.flatten(0, 1) for part in generate("tanh", (0.0,), 30, 60, seed=3))
+    right = fit("rsa", "tanh", x, y, most_steps=60, held_out=10).mean()
+    monkeypatch.setattr(synthetic, "rem_product", broken)
+    assert fit("rsa", "tanh", x, y, most_steps=60, held_out=10).mean() > 1.1 * right
+
+
+def row(rule, activation, mean, half):
+    settings = {"rule": rule, "activation": activation, "alpha": 0.7}
+    return Row(settings, "rsa / linear", mean, mean - half, mean + half, 5)
+
+
+@pytest.mark.parametrize(
+    ("mean", "half", "verdict"),
+    [(0.8, 0.1, "confirmed"), (1.2, 0.1, "not confirmed"), (0.9, 0.2, "not measurable at this size")],
+)
+def test_the_verdict_follows_the_paper_s_rule(mean, half, verdict):
+    rows = [row("loss", "tanh", mean, half), row("loss", "relu", 0.8, 0.1), row("early", "tanh", 0.5, 0.01)]
+    assert conclude(rows).verdict == verdict
+
+
+def test_it_runs_at_toy_size_and_says_the_same_again(tmp_path):
+    first = run_experiment(EXPERIMENT, "toy", tmp_path / "a", progress=False)
+    assert first == run_experiment(EXPERIMENT, "toy", tmp_path / "b", progress=False)
+    assert "where α > 0.6" in first.sentence
