@@ -10,7 +10,7 @@ THREADS ?= 2
 export OMP_NUM_THREADS = $(THREADS)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help venv test test-all test-reliability test-oldest test-newest test-python transformers-tests bench bench-gpu survey lint types demo devign clean
+.PHONY: help venv test test-all test-reliability test-oldest test-newest test-python transformers-tests bench bench-gpu survey lint types demo devign reproduce clean
 
 help:           ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/'
@@ -78,6 +78,9 @@ demo: $(READY)  ## Patch, fine-tune, compare, save, reload and plot, in under 8 
 
 devign: $(READY) ## Patched against unpatched MiniLM on 2,000 Devign functions, 3 seeds: writes results/
 	$(BIN)/python scripts/compare_on_devign.py --data ../shared/data/devign
+
+reproduce: $(READY) ## The paper's claims at their quick size: writes RESULTS.md and results/reproduce/ (RSA_HF_DATA: data)
+	$(BIN)/rsa-hf reproduce all --quick
 
 clean:          ## Remove what the other targets made
 	rm -rf $(VENV) .venv-* outputs .pytest_cache .mypy_cache .ruff_cache

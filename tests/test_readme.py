@@ -70,7 +70,7 @@ def test_all_code_runs_in_order(codebert, tmp_path, monkeypatch, hub):  # noqa: 
     lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("rsa-hf")]
     commands = [shlex.split(line.replace("microsoft/codebert-base", str(codebert)), comments=True) for line in lines]
     said = {command[1] for command in commands}
-    assert said == {"patch", "inspect", "train", "evaluate", "card", "push", "doctor"}
+    assert said == {"patch", "inspect", "train", "evaluate", "card", "push", "doctor", "reproduce"}
     for command in commands:
         if command[1] not in ("train", "evaluate"):
             monkeypatch.setattr("sys.argv", command)

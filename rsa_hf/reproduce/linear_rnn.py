@@ -87,17 +87,16 @@ def _trained(
     W_h: Tensor, W_x: Tensor, readout: Tensor, dilation: int, steps: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Weights after training to say again what was seen three steps of the recurrence ago."""
-    weights = [W_h.clone().requires_grad_(), W_x.clone().requires_grad_()]
-    optimizer = torch.optim.Adam(weights, lr=0.003)
+    W_h, W_x = W_h.clone().requires_grad_(), W_x.clone().requires_grad_()
+    optimizer = torch.optim.Adam([W_h, W_x], lr=0.003)
     ago = 3 * dilation
     for _ in range(steps):
         x = torch.randn(8, 8 * ago, INPUTS, dtype=torch.float64, generator=generator)
-        loss = (linear_rnn(x, *weights, dilation)[:, ago:] @ readout - x[:, :-ago]).square().mean()
+        loss = (linear_rnn(x, W_h, W_x, dilation)[:, ago:] @ readout - x[:, :-ago]).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    W_h, W_x = (weight.detach() for weight in weights)
-    return W_h, W_x
+    return W_h.detach(), W_x.detach()
 
 
 def _started(
