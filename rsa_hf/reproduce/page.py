@@ -35,7 +35,7 @@ def write_page(root: Path) -> Path:
 
 def _section(name: str, root: Path) -> tuple[str, str, str]:
     """The verdict, the size and the words of one experiment."""
-    title = f"## {name}\n\n{EXPERIMENTS[name].capitalize()}.\n"
+    title = f"## {name}\n\n{EXPERIMENTS[name][0].upper()}{EXPERIMENTS[name][1:]}.\n"
     for size in reversed(SIZES):
         folder = root / FOLDER / name / size
         if (folder / "configuration.json").exists():

@@ -90,6 +90,7 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
         ratios = [row.mean for row in tested]
         verdicts[rule] = "confirmed" if better == len(tested) else "not confirmed" if worse else "open"
         name = {"loss": "with the paper's end of training", "early": "with early stopping"}[rule]
+        name += f" (at most {tested[0].settings['most_steps']} steps)"
         parts.append(
             f"{name} RSA's MSPE is {min(ratios):.2f} to {max(ratios):.2f} times the linear RNN's where "
             f"α > {NONLINEAR}, better beyond the interval in {better} of {len(tested)} cases and worse in {worse}"

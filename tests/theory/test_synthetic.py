@@ -96,7 +96,7 @@ def test_a_broken_rem_loses(broken, monkeypatch):
 
 
 def row(rule, activation, mean, half):
-    settings = {"rule": rule, "activation": activation, "alpha": 0.7}
+    settings = {"rule": rule, "activation": activation, "alpha": 0.7, "most_steps": 9}
     return Row(settings, "rsa / linear", mean, mean - half, mean + half, 5)
 
 
