@@ -1,4 +1,4 @@
-"""RNN, LSTM and GRU: against cells stepped by hand, over segments, behind padding, and in generation."""
+"""RNN, LSTM, GRU and linear RNN: against cells stepped by hand, over segments, behind padding, and in generation."""
 
 import copy
 import math
@@ -14,8 +14,23 @@ from rsa_hf.models.recurrent import (
     RecurrentForSequenceClassification,
     RecurrentModel,
 )
+from rsa_hf.models.recurrent.layer import RecurrentLayer
 
-CELLS = {"rnn": nn.RNNCell, "lstm": nn.LSTMCell, "gru": nn.GRUCell}
+
+class LinearCell(nn.Module):
+    """One step of h_t = W_h h_{t−1} + W_x x_t."""
+
+    def __init__(self, input_size, hidden_size):
+        super().__init__()
+        self.weight_ih = nn.Parameter(torch.empty(hidden_size, input_size))
+        self.weight_hh = nn.Parameter(torch.empty(hidden_size, hidden_size))
+
+    def forward(self, x, h=None):
+        written = nn.functional.linear(x, self.weight_ih)
+        return written if h is None else written + nn.functional.linear(h, self.weight_hh)
+
+
+CELLS = {"rnn": nn.RNNCell, "lstm": nn.LSTMCell, "gru": nn.GRUCell, "linear": LinearCell}
 VOCAB, N = 23, 6
 
 
@@ -134,15 +149,74 @@ def test_padding_anywhere_changes_nothing(cell, bidirectional, dilations):
     assert float((model(ids).last_hidden_state - outputs.last_hidden_state)[0, 5:].abs().max()) > 1e-3
 
 
-def test_a_way_back_is_the_network_on_the_text_turned_round():
-    model, ids = build(bidirectional=True, num_hidden_layers=1), draw()
-    forward, backward = model(ids).last_hidden_state.split(N, -1)
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("dilation", [1, 3, 20])
+def test_a_way_back_is_the_network_on_the_text_turned_round(cell, dilation):
+    model, ids = build(cell=cell, bidirectional=True, num_hidden_layers=1, dilations=[dilation]), draw()
+    outputs = model(ids)
+    forward, backward = outputs.last_hidden_state.split(N, -1)
     turned = copy.deepcopy(model)
     for name, parameter in model.layers[0].cell.named_parameters():
         other = f"{name}_reverse" if not name.endswith("_reverse") else name.removesuffix("_reverse")
         turned.layers[0].cell.get_parameter(other).data.copy_(parameter)
-    expected = turned(ids.flip(1)).last_hidden_state.flip(1)
-    torch.testing.assert_close(torch.cat([backward, forward], -1), expected, rtol=1e-5, atol=1e-6)
+    expected = turned(ids.flip(1))
+    torch.testing.assert_close(
+        torch.cat([backward, forward], -1), expected.last_hidden_state.flip(1), rtol=1e-5, atol=1e-6
+    )
+    # Each part of the state is there, back: here back, there.
+    found = outputs.state[0].unflatten(1, (-1, 2)).flip(2).flatten(1, 2)
+    torch.testing.assert_close(found, expected.state[0], rtol=1e-5, atol=1e-6)
+    alone = build(cell=cell, num_hidden_layers=1, dilations=[dilation])
+    alone.load_state_dict({name: value for name, value in model.state_dict().items() if "reverse" not in name})
+    torch.testing.assert_close(outputs.state[0][:, ::2], alone(ids).state[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dilation", [1, 3])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_linear_cell_is_a_sum_over_all_pairs_of_steps(dilation, bidirectional):
+    torch.manual_seed(0)
+    B, T, m = 3, 11, 4
+    layer = RecurrentLayer("linear", m, N, dilation, bidirectional).double()
+    x = torch.randn(B, T, m, dtype=torch.float64, requires_grad=True)
+    lengths = torch.tensor([11, 5, 8])
+    rows = []
+    for row, length in zip(x, lengths.tolist(), strict=True):
+        outputs = []
+        for suffix, sign in (("", 1), ("_reverse", -1))[: 1 + bidirectional]:
+            W_x, W_h = (layer.cell.get_parameter(f"weight_{kind}_l0{suffix}") for kind in ("ih", "hh"))
+            outputs.append(
+                torch.stack(
+                    [
+                        sum(
+                            torch.linalg.matrix_power(W_h, (t - s) * sign // dilation) @ W_x @ row[s]
+                            for s in range(length)
+                            if (t - s) * sign >= 0 and (t - s) % dilation == 0
+                        )
+                        for t in range(length)
+                    ]
+                )
+            )
+        rows.append(torch.cat(outputs, -1))
+    output, _ = layer(x, lengths)
+    weights = [torch.randn_like(row) for row in rows]
+    found, expected = (
+        torch.autograd.grad(sum((row * weight).sum() for row, weight in zip(given, weights, strict=True)),
+                            [x, *layer.parameters()])
+        for given in ([output[b, :length] for b, length in enumerate(lengths)], rows)
+    )  # fmt: skip
+    for b, row in enumerate(rows):
+        torch.testing.assert_close(output[b, : len(row)], row, rtol=1e-10, atol=1e-12)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert theirs.any()
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_a_fresh_linear_cell_is_stable():
+    torch.manual_seed(0)
+    layer = RecurrentLayer("linear", 64, 64, 1, bidirectional=False)
+    assert float(torch.linalg.eigvals(layer.cell.weight_hh_l0.detach()).abs().max()) < 0.8
+    output, _ = layer(torch.randn(1, 2000, 64))
+    assert float(output[:, -100:].detach().std()) < 2 * float(output[:, :100].detach().std())
 
 
 def test_gradients_end_at_the_segment():

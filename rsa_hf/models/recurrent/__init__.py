@@ -1,4 +1,4 @@
-"""RNN, LSTM and GRU as transformers models: token-level recurrence. Importing registers Auto classes."""
+"""RNN, LSTM, GRU and linear RNN as transformers models: token-level recurrence. Importing registers Auto classes."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 

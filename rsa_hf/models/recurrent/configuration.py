@@ -9,7 +9,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 __all__ = ["CELLS", "RecurrentConfig"]
 
-CELLS = ("rnn", "lstm", "gru")
+CELLS = ("rnn", "lstm", "gru", "linear")
 
 
 @strict
@@ -18,7 +18,8 @@ class RecurrentConfig(PreTrainedConfig):
 
     Args:
         vocab_size: number of tokens.
-        cell: `"rnn"` (Elman's, with tanh), `"lstm"` or `"gru"`, as in `torch.nn`.
+        cell: `"rnn"` (Elman's, with tanh), `"lstm"` or `"gru"`, as in `torch.nn`; or `"linear"`, h_t = W_h h_{t−1} +
+            W_x x_t, of which RSA's heads are made (paper, proposition 1).
         hidden_size: width of the embeddings and of each layer's state, in each direction.
         num_hidden_layers: number of layers.
         dilations: layer l carries its state over d_l steps, h_t from h_{t−d} (Chang et al., 2017, Dilated Recurrent

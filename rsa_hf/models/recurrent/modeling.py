@@ -32,7 +32,7 @@ class RecurrentOutput(ModelOutput):
         loss: with labels.
         logits: [B, T, vocab_size], or [B, num_labels] of a classifier.
         last_hidden_state: of the bare network, [B, T, n], or 2n where it is bidirectional.
-        state: of each layer, [B, k, d, n], detached; None where bidirectional.
+        state: of each layer, [B, k, d, n], detached unless asked otherwise; [B, 2k, d, n] where bidirectional.
         hidden_states: the embeddings and each layer's output.
     """
 
@@ -93,6 +93,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        detach_state: bool = True,
         **_: Any,
     ) -> RecurrentOutput:
         """Hidden states of a segment.
@@ -105,6 +106,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
             inputs_embeds: shape [B, T, n], in place of `input_ids`.
             use_cache: return the state; None: as the config says.
             output_hidden_states: return the embeddings and every layer's output.
+            detach_state: gradients end where the segment ends; False: they come back through the state.
 
         Raises:
             ValueError: not exactly one of `input_ids` and `inputs_embeds`, or a state that does not fit.
@@ -122,12 +124,11 @@ class RecurrentModel(RecurrentPreTrainedModel):
             hidden, after = layer(hidden, lengths, before)
             hidden = self.dropout(hidden)
             all_hidden.append(hidden if order is None else _put_back(hidden, order))
-            if after is not None:
-                last.append(after.detach())
+            last.append(after.detach() if detach_state else after)
         wanted = self.config.use_cache if use_cache is None else use_cache
         return RecurrentOutput(
             last_hidden_state=all_hidden[-1],
-            state=tuple(last) if wanted and not self.config.bidirectional else None,
+            state=tuple(last) if wanted else None,
             hidden_states=tuple(all_hidden) if output_hidden_states else None,
         )
 
