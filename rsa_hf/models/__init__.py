@@ -13,6 +13,7 @@ __all__ = ["MODEL_TYPES", "register"]
 MODEL_TYPES = {
     "block-recurrent": "block_recurrent",
     "recurrent": "recurrent",
+    "recurrent_encoder_decoder": "recurrent_encoder_decoder",
     "sru_plus_plus": "sru_plus_plus",
     "temporal_latent_bottleneck": "temporal_latent_bottleneck",
     "transfo-xl": "transformer_xl",

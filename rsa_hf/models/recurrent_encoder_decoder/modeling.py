@@ -1,0 +1,327 @@
+"""Encoder-decoder RNNs (Sutskever et al., 2014, Sequence to Sequence Learning with Neural Networks; Cho et al., 2014).
+
+The encoder's last state is the context c, all that the decoder knows of the source: s_0 = c,
+s_t = f(s_{t−1}, y_{t−1}), and the token y_t is drawn from softmax(W s_t). In training y_{t−1} is the true token
+(teacher forcing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.generation.utils import GenerationMixin
+from transformers.utils.generic import ModelOutput, can_return_tuple
+
+from rsa_hf.models.recurrent.modeling import RecurrentModel, RecurrentPreTrainedModel, State
+from rsa_hf.models.recurrent_encoder_decoder.configuration import RecurrentEncoderDecoderConfig
+
+__all__ = [
+    "RecurrentEncoder",
+    "RecurrentEncoderDecoderForConditionalGeneration",
+    "RecurrentEncoderDecoderModel",
+    "RecurrentEncoderDecoderOutput",
+    "RecurrentEncoderOutput",
+]
+
+
+@dataclass
+class RecurrentEncoderOutput(ModelOutput):
+    """What the encoder returns.
+
+    Attributes:
+        last_hidden_state: [B, S, n], or [B, S, 2n] where it is bidirectional; of padding they mean nothing.
+        context: the decoder's first state, [B, L, k, n] of L layers, k = 2 parts for an LSTM (h, c), else 1.
+        hidden_states: the embeddings and each layer's output.
+    """
+
+    last_hidden_state: Tensor | None = None
+    context: Tensor | None = None
+    hidden_states: State | None = None
+
+
+@dataclass
+class RecurrentEncoderDecoderOutput(ModelOutput):
+    """What the encoder-decoder returns.
+
+    Attributes:
+        loss: with labels.
+        logits: [B, T, vocab_size].
+        last_hidden_state: of the bare network, [B, T, n].
+        state: of each of the decoder's layers, [B, k, 1, n], detached.
+        decoder_hidden_states: the decoder's embeddings and each layer's output.
+        context: as of `RecurrentEncoderOutput`; None where a state was given, like what follows.
+        encoder_last_hidden_state: likewise.
+        encoder_hidden_states: likewise.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    last_hidden_state: Tensor | None = None
+    state: State | None = None
+    decoder_hidden_states: State | None = None
+    context: Tensor | None = None
+    encoder_last_hidden_state: Tensor | None = None
+    encoder_hidden_states: State | None = None
+
+
+class RecurrentEncoderDecoderPreTrainedModel(RecurrentPreTrainedModel):
+    """Weights of all encoder-decoder RNNs."""
+
+    config_class = RecurrentEncoderDecoderConfig  # type: ignore[assignment]
+    config: RecurrentEncoderDecoderConfig  # type: ignore[assignment]
+
+
+class RecurrentEncoder(RecurrentEncoderDecoderPreTrainedModel):
+    """The encoder: a recurrent network, and where it is bidirectional a map of its last states to the context."""
+
+    def __init__(self, config: RecurrentEncoderDecoderConfig) -> None:
+        super().__init__(config)
+        n = config.hidden_size
+        self.network = RecurrentModel(config.encoder_config())
+        self.parts = 2 if config.cell == "lstm" else 1
+        maps = config.num_hidden_layers * self.parts if config.bidirectional else 0
+        self.projections = nn.ModuleList(nn.Linear(2 * n, n) for _ in range(maps))
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding table."""
+        return self.network.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the embedding table."""
+        self.network.set_input_embeddings(value)
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **_: Any,
+    ) -> RecurrentEncoderOutput:
+        """The context of sources.
+
+        Args:
+            input_ids: shape [B, S].
+            attention_mask: shape [B, S]; 0 for padding, on either side or between. None: every token is real but
+                `pad_token_id`; so where that is also another token's, give a mask.
+            inputs_embeds: shape [B, S, n], in place of `input_ids`.
+            output_hidden_states: return the embeddings and every layer's output.
+
+        Raises:
+            ValueError: not exactly one of `input_ids` and `inputs_embeds`.
+        """
+        if attention_mask is None and input_ids is not None:
+            attention_mask = (input_ids != self.config.pad_token_id).long()
+        outputs = self.network(
+            input_ids, attention_mask, None, inputs_embeds, True, output_hidden_states, detach_state=False
+        )
+        context = torch.stack(outputs.state, dim=1).squeeze(3)
+        if self.config.bidirectional:
+            both = context.unflatten(2, (self.parts, 2)).flatten(3).flatten(1, 2).unbind(1)
+            context = torch.stack([project(ends) for project, ends in zip(self.projections, both, strict=True)], dim=1)
+            context = context.unflatten(1, (-1, self.parts))
+        return RecurrentEncoderOutput(outputs.last_hidden_state, context, outputs.hidden_states)
+
+
+class RecurrentEncoderDecoderModel(RecurrentEncoderDecoderPreTrainedModel):
+    """Encoder and decoder, without a head."""
+
+    _tied_weights_keys = {"decoder.embeddings.weight": "encoder.network.embeddings.weight"}  # noqa: RUF012
+
+    def __init__(self, config: RecurrentEncoderDecoderConfig) -> None:
+        super().__init__(config)
+        self.encoder = RecurrentEncoder(config)
+        self.decoder = RecurrentModel(config.decoder_config())
+        self.decoder.set_input_embeddings(self.encoder.get_input_embeddings())
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding table of encoder and decoder."""
+        return self.encoder.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the embedding table of encoder and decoder."""
+        self.encoder.set_input_embeddings(value)
+        self.decoder.set_input_embeddings(value)
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """One vocabulary has one table: `tie_word_embeddings` is about the softmax alone."""
+        return dict(self._tied_weights_keys)
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: RecurrentEncoderOutput | None = None,
+        state: Sequence[Tensor] | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **_: Any,
+    ) -> RecurrentEncoderDecoderOutput:
+        """Hidden states of the decoder.
+
+        Args:
+            input_ids: sources, shape [B, S].
+            attention_mask: of the sources, shape [B, S]; as of `RecurrentEncoder.forward`.
+            decoder_input_ids: what the decoder reads, `decoder_start_token_id` first, shape [B, T].
+            decoder_attention_mask: shape [B, T] or longer, as of `RecurrentModel.forward`; None: no padding. Padding
+                behind the targets needs none: nothing comes after it.
+            encoder_outputs: what the encoder returned; then the sources are not read.
+            state: what the call on the targets' tokens before returned; then neither of them is.
+            inputs_embeds: shape [B, S, n], in place of `input_ids`.
+            decoder_inputs_embeds: shape [B, T, n], in place of `decoder_input_ids`.
+            use_cache: return the decoder's state; None: as the config says.
+            output_hidden_states: return the embeddings and every layer's output, of encoder and decoder.
+
+        Raises:
+            ValueError: not exactly one of `decoder_input_ids` and `decoder_inputs_embeds`; neither sources nor
+                `encoder_outputs` nor `state`; a context or state that does not fit.
+        """
+        if state is not None:
+            encoder_outputs = None
+        elif encoder_outputs is None:
+            encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds, output_hidden_states)
+        if encoder_outputs is not None:
+            state = self._first_state(encoder_outputs.context, decoder_input_ids, decoder_inputs_embeds)
+        outputs = self.decoder(
+            decoder_input_ids,
+            decoder_attention_mask,
+            state,
+            decoder_inputs_embeds,
+            self.config.use_cache if use_cache is None else use_cache,
+            output_hidden_states,
+        )
+        encoded = RecurrentEncoderOutput() if encoder_outputs is None else encoder_outputs
+        return RecurrentEncoderDecoderOutput(
+            last_hidden_state=outputs.last_hidden_state,
+            state=outputs.state,
+            decoder_hidden_states=outputs.hidden_states,
+            context=encoded.context,
+            encoder_last_hidden_state=encoded.last_hidden_state,
+            encoder_hidden_states=encoded.hidden_states,
+        )
+
+    def _first_state(self, context: Tensor | None, ids: Tensor | None, embeds: Tensor | None) -> State | None:
+        if (ids is None) == (embeds is None):
+            raise ValueError("give exactly one of decoder_input_ids and decoder_inputs_embeds (or labels).")
+        rows = len(ids if ids is not None else embeds)  # type: ignore[arg-type]
+        needed = (rows, self.config.num_hidden_layers, self.encoder.parts, self.config.hidden_size)
+        found = None if context is None else tuple(context.shape)
+        if context is None or found != needed:
+            raise ValueError(
+                f"the context has shape {found}; [batch, layers, parts, hidden_size] is needed: {needed}."
+            )
+        return context.unsqueeze(3).unbind(1)
+
+
+class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPreTrainedModel, GenerationMixin):
+    """An encoder-decoder RNN that predicts the next token of the target."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.encoder.network.embeddings.weight"}  # noqa: RUF012
+
+    def __init__(self, config: RecurrentEncoderDecoderConfig) -> None:
+        super().__init__(config)
+        self.model = RecurrentEncoderDecoderModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: RecurrentEncoderOutput | None = None,
+        state: Sequence[Tensor] | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **keywords: Any,
+    ) -> RecurrentEncoderDecoderOutput:
+        """Logits of the target's tokens, and the loss.
+
+        Args:
+            input_ids: as of `RecurrentEncoderDecoderModel.forward`, like what is not named here.
+            attention_mask: likewise.
+            decoder_input_ids: likewise; None: the labels one step later, behind `decoder_start_token_id`.
+            decoder_attention_mask: likewise.
+            encoder_outputs: likewise.
+            state: likewise.
+            inputs_embeds: likewise.
+            decoder_inputs_embeds: likewise.
+            labels: the targets, shape [B, T]: logits t are those of label t (they are not shifted here, but what the
+                decoder reads is); −100 is not counted.
+            use_cache: as of `RecurrentEncoderDecoderModel.forward`.
+            output_hidden_states: likewise.
+            **keywords: for the loss, e.g. `num_items_in_batch`.
+        """
+        if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        outputs = self.model(
+            input_ids,
+            attention_mask,
+            decoder_input_ids,
+            decoder_attention_mask,
+            encoder_outputs,
+            state,
+            inputs_embeds,
+            decoder_inputs_embeds,
+            use_cache,
+            output_hidden_states,
+        )
+        logits = self.lm_head(outputs.last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=None, shift_labels=labels, vocab_size=self.config.vocab_size, **keywords
+            )
+        return RecurrentEncoderDecoderOutput(**{**outputs, "last_hidden_state": None, "loss": loss, "logits": logits})
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """What the decoder reads to predict labels [B, T]: the labels one step later (teacher forcing)."""
+        before = nn.functional.pad(labels[:, :-1], (1, 0), value=self.config.decoder_start_token_id)
+        return before.masked_fill(before == -100, self.config.pad_token_id)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: RecurrentEncoderOutput | None = None,
+        state: Sequence[Tensor] | None = None,
+        is_first_iteration: bool = False,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,  # this very name lets `generate` take all that `forward` takes, as the Seq2SeqTrainer's labels
+    ) -> dict[str, Any]:
+        """The decoder's next segment: all tokens behind the context, or the last one behind a state."""
+        behind_state = state is not None and not is_first_iteration
+        return {
+            "decoder_input_ids": input_ids[:, -1:] if behind_state else input_ids,
+            "decoder_attention_mask": decoder_attention_mask,
+            "encoder_outputs": encoder_outputs,
+            "state": state,
+            "use_cache": use_cache,
+            "output_hidden_states": output_hidden_states,
+        }
+
+    def _reorder_cache(self, state: Sequence[Tensor], beams: Tensor) -> State:
+        return tuple(part.index_select(0, beams.to(part.device)) for part in state)

@@ -1,0 +1,365 @@
+"""Encoder-decoder RNNs: against cells stepped by hand, behind padding, in generation, and with the Seq2SeqTrainer."""
+
+import itertools
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSeq2SeqLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    set_seed,
+)
+
+from rsa_hf.models.recurrent_encoder_decoder import (
+    RecurrentEncoderDecoderConfig,
+    RecurrentEncoderDecoderForConditionalGeneration,
+    RecurrentEncoderDecoderModel,
+)
+from rsa_hf.models.recurrent_encoder_decoder.modeling import RecurrentEncoderOutput
+
+CELLS = {"rnn": nn.RNNCell, "lstm": nn.LSTMCell, "gru": nn.GRUCell}
+PAD, EOS, VOCAB, N = 0, 1, 11, 5
+SOURCES = torch.tensor([[3, 4, 5, 6, 7, 1], [9, 2, 1, 0, 0, 0], [0, 0, 0, 8, 8, 1], [0, 0, 0, 0, 0, 0]])
+LABELS = torch.tensor([[7, 2, 3, 1], [5, 1, -100, -100], [2, 2, 1, -100], [4, 1, -100, -100]])
+SHAPES = [(cell, bidirectional) for cell in (*CELLS, "linear") for bidirectional in (False, True)]
+
+
+def build(model_class=RecurrentEncoderDecoderForConditionalGeneration, **changes):
+    torch.manual_seed(0)
+    fields = {"vocab_size": VOCAB, "hidden_size": N, "dropout": 0.0, "initializer_range": 1.0, "cell": "gru"}
+    model = model_class(RecurrentEncoderDecoderConfig(**{**fields, **changes})).eval()
+    for parameter in model.parameters():
+        parameter.data *= 2  # as they start, states of so few steps are nearly alike
+    return model
+
+
+def step(kind, weights, suffix, x, state):
+    """One step of a cell with a layer's own weights, so that gradients reach them; the state is a list [h] or [h, c]."""
+    named = {name.removesuffix(suffix): weight for name, weight in weights if name.endswith(suffix)}
+    if kind == "linear":
+        return [named["weight_ih"] @ x + named["weight_hh"] @ state[0]]
+    cell = CELLS[kind](len(x), len(state[0]))
+    after = functional_call(cell, named, (x, tuple(state) if kind == "lstm" else state[0]))
+    return list(after) if kind == "lstm" else [after]
+
+
+def run(kind, layer, suffix, inputs, state):
+    weights, outputs = list(layer.cell.named_parameters()), []
+    for x in inputs:
+        state = step(kind, weights, suffix, x, state)
+        outputs.append(state[0])
+    return outputs, state
+
+
+def context_by_hand(model, source):
+    """Of each layer, the decoder's first state, from the real tokens of one source."""
+    kind, encoder = model.config.cell, model.model.encoder
+    parts = 2 if kind == "lstm" else 1
+    projections, inputs, context = iter(encoder.projections), list(encoder.network.embeddings(source)), []
+    for layer in encoder.network.layers:
+        zeros = [layer.cell.weight_hh_l0.new_zeros(N)] * parts
+        there, state = run(kind, layer, "_l0", inputs, zeros)
+        if model.config.bidirectional:
+            back, other = run(kind, layer, "_l0_reverse", inputs[::-1], zeros)
+            state = [next(projections)(torch.cat(ends)) for ends in zip(state, other, strict=True)]
+            there = [torch.cat(ways) for ways in zip(there, back[::-1], strict=True)]
+        inputs = there
+        context.append(state)
+    return context
+
+
+def decoded_by_hand(model, context, read):
+    """Logits behind every token that the decoder reads."""
+    inputs = list(model.model.decoder.embeddings(read))
+    for layer, state in zip(model.model.decoder.layers, context, strict=True):
+        inputs, _ = run(model.config.cell, layer, "_l0", inputs, state)
+    return torch.stack([model.lm_head(x) for x in inputs])
+
+
+def loss_by_hand(model):
+    logits, losses = [], []
+    for source, labels in zip(SOURCES, LABELS, strict=True):
+        target = labels[labels != -100]
+        read = torch.cat([torch.tensor([model.config.decoder_start_token_id]), target[:-1]])
+        logits.append(decoded_by_hand(model, context_by_hand(model, source[source != PAD]), read))
+        losses.append(F.cross_entropy(logits[-1], target, reduction="sum"))
+    return logits, sum(losses) / int((LABELS != -100).sum())
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("cell", "bidirectional"), SHAPES)
+@pytest.mark.parametrize("start", [None, 2])
+def test_logits_loss_and_gradients_are_those_of_cells_stepped_by_hand(cell, bidirectional, start):
+    # In float64, as a linear cell's states grow; the loss is computed in float32, as all of transformers' are.
+    model = build(cell=cell, bidirectional=bidirectional, decoder_start_token_id=start).double()
+    logits, expected = loss_by_hand(model)
+    outputs = model(SOURCES, attention_mask=(SOURCES != PAD).long(), labels=LABELS)
+    for found, row in zip(outputs.logits, logits, strict=True):
+        torch.testing.assert_close(found[: len(row)], row, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(outputs.loss, expected.float())
+    wanted = gradients(model, expected)
+    for name, gradient in gradients(model, outputs.loss).items():
+        torch.testing.assert_close(
+            gradient, wanted[name], rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+        )
+        if "reverse" not in name or bidirectional:
+            assert wanted[name].any(), name  # the encoder learns through the context
+    # In parts of a batch the sum counts.
+    part = model(SOURCES, labels=LABELS, num_items_in_batch=100).loss
+    torch.testing.assert_close(part, (expected * int((LABELS != -100).sum()) / 100).float())
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        ("prepare_decoder_input_ids_from_labels", lambda self, labels: labels.masked_fill(labels == -100, PAD)),
+        ("prepare_decoder_input_ids_from_labels", lambda self, labels: F.pad(labels[:, 1:], (0, 1)).clamp(min=0)),
+    ],
+    ids=["labels not shifted", "labels shifted the wrong way"],
+)
+def test_labels_that_are_not_shifted_are_caught(monkeypatch, broken):
+    model = build()
+    logits, expected = loss_by_hand(model)
+    monkeypatch.setattr(RecurrentEncoderDecoderForConditionalGeneration, *broken)
+    outputs = model(SOURCES, labels=LABELS)
+    assert float((outputs.logits[0] - logits[0]).detach().abs().max()) > 0.1
+    assert abs(float(outputs.loss.detach() - expected.detach())) > 1e-3
+
+
+def test_what_the_decoder_reads():
+    model = build(decoder_start_token_id=2)
+    read = model.prepare_decoder_input_ids_from_labels(LABELS)
+    assert read.tolist() == [[2, 7, 2, 3], [2, 5, 1, 0], [2, 2, 2, 1], [2, 4, 1, 0]]
+    given = model(SOURCES, decoder_input_ids=read, labels=LABELS)
+    torch.testing.assert_close(given.loss, model(SOURCES, labels=LABELS).loss)
+
+
+@pytest.mark.parametrize(("cell", "bidirectional"), SHAPES)
+@torch.no_grad()
+def test_padding_of_sources_changes_nothing(cell, bidirectional):
+    model = build(cell=cell, bidirectional=bidirectional)
+    read = torch.tensor([[0, 4, 7]])
+    alone = model(torch.tensor([[9, 2, 1]]), decoder_input_ids=read).logits
+    for source in ([9, 2, 1, 0, 0], [0, 0, 9, 2, 1], [0, 9, 0, 2, 1]):
+        ids = torch.tensor([source])
+        torch.testing.assert_close(model(ids, decoder_input_ids=read).logits, alone)
+        masked = model(ids.masked_fill(ids == PAD, 6), attention_mask=(ids != PAD).long(), decoder_input_ids=read)
+        torch.testing.assert_close(masked.logits, alone)
+        # The control: padding that is read.
+        seen = model(ids.masked_fill(ids == PAD, 6), decoder_input_ids=read).logits
+        assert float((seen - alone).abs().max()) > 1e-3
+    # Padding of the targets' beginning.
+    late = {"decoder_input_ids": torch.tensor([[5, 0, 4, 7]]), "decoder_attention_mask": torch.tensor([[0, 1, 1, 1]])}
+    torch.testing.assert_close(model(torch.tensor([[9, 2, 1]]), **late).logits[:, 1:], alone)
+
+
+def greedy_by_hand(model, source, steps):
+    context, tokens = context_by_hand(model, source[source != PAD]), [model.config.decoder_start_token_id]
+    while len(tokens) <= steps and tokens[-1] != EOS:
+        tokens.append(int(decoded_by_hand(model, context, torch.tensor(tokens))[-1].argmax()))
+    return tokens
+
+
+@pytest.mark.parametrize(("cell", "bidirectional"), SHAPES)
+@pytest.mark.parametrize("use_cache", [True, False])
+@torch.no_grad()
+def test_greedy_generation_is_the_argmax_of_every_step(cell, bidirectional, use_cache):
+    # Untied: a tied softmax of random weights repeats one token.
+    model = build(cell=cell, bidirectional=bidirectional, tie_word_embeddings=False, decoder_start_token_id=3)
+    found = model.generate(SOURCES, max_new_tokens=6, do_sample=False, use_cache=use_cache)
+    expected = [greedy_by_hand(model, source, 6) for source in SOURCES]
+    assert [row[: len(tokens)] for row, tokens in zip(found.tolist(), expected, strict=True)] == expected
+    assert len({tuple(tokens) for tokens in expected}) > 1  # the source is read
+
+
+def all_targets(vocabulary, length):
+    """Every target of at most so many tokens that ends with EOS where it is shorter, as tuples."""
+    for tokens in itertools.product(range(vocabulary), repeat=length):
+        if EOS not in tokens[:-1]:
+            yield tokens
+    for shorter in range(1, length):
+        yield from ((*tokens, EOS) for tokens in itertools.product(set(range(vocabulary)) - {EOS}, repeat=shorter - 1))
+
+
+@pytest.mark.parametrize(("cell", "bidirectional"), SHAPES)
+@torch.no_grad()
+def test_a_wide_beam_finds_the_best_of_all_targets(cell, bidirectional):
+    model = build(cell=cell, bidirectional=bidirectional, vocab_size=4, tie_word_embeddings=False)
+    sources = torch.tensor([[2, 3, 3, 1], [3, 2, 1, 0]])
+    options = {"max_new_tokens": 3, "num_beams": 16, "length_penalty": 0.0, "do_sample": False}
+    found = model.generate(sources, return_dict_in_generate=True, output_scores=True, **options)
+    for source, row, score in zip(sources, found.sequences.tolist(), found.sequences_scores, strict=True):
+        context = context_by_hand(model, source[source != PAD])
+        scores = {}
+        for target in all_targets(4, 3):
+            logits = decoded_by_hand(model, context, torch.tensor([PAD, *target[:-1]]))
+            scores[target] = float(logits.log_softmax(-1)[range(len(target)), list(target)].sum())
+        best = max(scores, key=scores.get)
+        assert tuple(row[1 : 1 + len(best)]) == best
+        assert float(score) == pytest.approx(scores[best], abs=1e-4)
+
+
+@pytest.mark.parametrize("cell", [*CELLS, "linear"])
+def test_beams_take_their_states_along(monkeypatch, cell):
+    model = build(cell=cell, tie_word_embeddings=False, eos_token_id=None, bidirectional=True)
+    options = {"num_beams": 4, "max_new_tokens": 8, "do_sample": False, "num_return_sequences": 4}
+    expected = model.generate(SOURCES, use_cache=False, **options)
+    assert torch.equal(model.generate(SOURCES, **options), expected)
+    monkeypatch.setattr(
+        RecurrentEncoderDecoderForConditionalGeneration, "_reorder_cache", lambda self, state, _: state
+    )
+    assert not torch.equal(model.generate(SOURCES, **options), expected)
+
+
+@torch.no_grad()
+def test_a_target_in_segments_with_their_state_is_one_target():
+    model = build(cell="lstm", bidirectional=True)
+    read = torch.tensor([[0, 4, 7, 2, 5]] * len(SOURCES))
+    whole = model(SOURCES, decoder_input_ids=read, output_hidden_states=True)
+    encoded = model.get_encoder()(SOURCES)
+    first = model(encoder_outputs=encoded, decoder_input_ids=read[:, :2])
+    second = model(state=first.state, decoder_input_ids=read[:, 2:])
+    torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), whole.logits)
+    torch.testing.assert_close(encoded.context, whole.context)
+    assert [part.shape for part in second.state] == [(len(SOURCES), 2, 1, N)] * 2
+    assert len(whole.encoder_hidden_states) == len(whole.decoder_hidden_states) == 3
+    forgetful = model(SOURCES, decoder_input_ids=read[:, 2:]).logits
+    assert float((forgetful - second.logits).abs().max()) > 1e-2
+
+
+def test_generation_returns_hidden_states():
+    outputs = build().generate(SOURCES, max_new_tokens=2, return_dict_in_generate=True, output_hidden_states=True)
+    assert len(outputs.encoder_hidden_states) == 3
+    assert outputs.decoder_hidden_states[0][-1].shape == (len(SOURCES), 1, N)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("cell", "bidirectional"), SHAPES)
+@torch.no_grad()
+def test_save_and_load_through_auto_classes(tmp_path, cell, bidirectional, tied):
+    for model_class, auto in (
+        (RecurrentEncoderDecoderModel, AutoModel),
+        (RecurrentEncoderDecoderForConditionalGeneration, AutoModelForSeq2SeqLM),
+    ):
+        model = build(model_class, cell=cell, bidirectional=bidirectional, tie_word_embeddings=tied)
+        model.save_pretrained(tmp_path)
+        loaded = auto.from_pretrained(tmp_path)
+        assert type(loaded) is model_class
+        assert AutoConfig.from_pretrained(tmp_path).to_dict() == loaded.config.to_dict()
+        read = {"decoder_input_ids": LABELS.clamp(min=0)}
+        assert torch.equal(loaded(SOURCES, **read)[0], model(SOURCES, **read)[0])
+        base = getattr(loaded, "model", loaded)
+        assert base.decoder.embeddings.weight is base.encoder.network.embeddings.weight
+    assert (loaded.lm_head.weight is base.encoder.network.embeddings.weight) is tied
+    loaded.resize_token_embeddings(VOCAB + 3)
+    assert base.decoder.embeddings.weight is base.encoder.network.embeddings.weight
+    logits = loaded(SOURCES, **read).logits
+    torch.testing.assert_close(logits[..., :VOCAB], model(SOURCES, **read).logits)
+    assert logits.shape[-1] == VOCAB + 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cell": "tanh"}, "cell='tanh'.*'lstm'"),
+        ({"hidden_size": 0}, "hidden_size=0"),
+        ({"pad_token_id": VOCAB}, f"pad_token_id={VOCAB}: one of the {VOCAB} tokens"),
+        ({"decoder_start_token_id": -1}, "decoder_start_token_id=-1"),
+        ({"is_encoder_decoder": False}, "is_encoder_decoder=False.*RecurrentConfig"),
+    ],
+)
+def test_configs_that_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        build(**changes)
+
+
+def test_inputs_that_are_refused():
+    model = build(cell="lstm")
+    read = {"decoder_input_ids": LABELS.clamp(min=0)}
+    outputs = model(SOURCES, **read)
+    for state in (outputs.state[:1], [part[:2] for part in outputs.state], [part[:, :1] for part in outputs.state]):
+        with pytest.raises(ValueError, match=r"state has shapes.*\[batch, parts, dilation, hidden_size\]"):
+            model(state=state, **read)
+    for context in (None, outputs.context[:2], outputs.context[:, :1], outputs.context[:, :, :1]):
+        with pytest.raises(ValueError, match=r"context has shape.*\[batch, layers, parts, hidden_size\]"):
+            model(encoder_outputs=RecurrentEncoderOutput(context=context), **read)
+    with pytest.raises(ValueError, match="decoder_input_ids and decoder_inputs_embeds"):
+        model(SOURCES)
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model(**read)
+
+
+def reversals(count, seed, symbols=6, longest=6):
+    """Strings of symbols and their reversals, both behind EOS and padded on the right to one length."""
+    generator = numpy.random.default_rng(seed)
+    rows = []
+    for _ in range(count):
+        text = generator.integers(2, 2 + symbols, generator.integers(1, longest + 1)).tolist()
+        empty = longest - len(text)
+        labels = [*text[::-1], EOS] + [-100] * empty
+        rows.append({"input_ids": [*text, EOS] + [PAD] * empty, "labels": labels})
+    return rows
+
+
+def ended(tokens):
+    """The tokens up to EOS: what follows is filled by beam search and by the Trainer, each in its way."""
+    return tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
+
+
+def train(folder, train_rows, test_rows, steps, **changes):
+    """Exact matches among the held-out strings, in generation, and the evaluation's loss."""
+    set_seed(0)
+    model = build(initializer_range=0.15, vocab_size=8, **changes)
+    arguments = Seq2SeqTrainingArguments(
+        folder, max_steps=steps, per_device_train_batch_size=64, per_device_eval_batch_size=64, learning_rate=1e-2,
+        warmup_steps=20, predict_with_generate=True, generation_max_length=9, report_to=[], save_strategy="no",
+        use_cpu=True, disable_tqdm=True, logging_steps=1000, seed=0, generation_num_beams=2,
+    )  # fmt: skip
+
+    def exact(predicted):
+        same = [
+            ended(row[1:].tolist()) == ended(labels.tolist())
+            for row, labels in zip(predicted.predictions, predicted.label_ids, strict=True)
+        ]
+        return {"exact": sum(same) / len(same)}
+
+    trainer = Seq2SeqTrainer(model, arguments, train_dataset=train_rows, eval_dataset=test_rows, compute_metrics=exact)
+    trainer.train()
+    return trainer.evaluate()
+
+
+def test_the_seq2seq_trainer_trains_and_generates(tmp_path):
+    rows = reversals(640, 1, longest=2), reversals(20, 2, longest=2)
+    before = train(str(tmp_path), *rows, 0, hidden_size=32)
+    after = train(str(tmp_path), *rows, 100, hidden_size=32)
+    assert after["eval_loss"] < 0.2 * before["eval_loss"]
+    assert before["eval_exact"] < 0.2
+    assert after["eval_exact"] > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cell", "bidirectional"), [("gru", False), ("lstm", True)])
+def test_learns_to_reverse_strings_by_teacher_forcing(tmp_path, monkeypatch, cell, bidirectional):
+    options = {"cell": cell, "bidirectional": bidirectional, "hidden_size": 64, "num_hidden_layers": 1}
+    rows = reversals(4000, 1), [row for row in reversals(300, 2) if row["input_ids"][4] != PAD]
+    assert train(str(tmp_path), *rows, 600, **options)["eval_exact"] > 0.9
+    monkeypatch.setattr(
+        RecurrentEncoderDecoderForConditionalGeneration,
+        "prepare_decoder_input_ids_from_labels",
+        lambda self, labels: labels.masked_fill(labels == -100, PAD),
+    )
+    broken = train(str(tmp_path), *rows, 300, **options)
+    assert broken["eval_loss"] < 0.1  # it copies what it reads,
+    assert broken["eval_exact"] < 0.1  # and has learnt nothing
