@@ -353,7 +353,8 @@ def test_the_seq2seq_trainer_trains_and_generates(tmp_path):
 @pytest.mark.parametrize(("cell", "bidirectional"), [("gru", False), ("lstm", True)])
 def test_learns_to_reverse_strings_by_teacher_forcing(tmp_path, monkeypatch, cell, bidirectional):
     options = {"cell": cell, "bidirectional": bidirectional, "hidden_size": 64, "num_hidden_layers": 1}
-    rows = reversals(4000, 1), [row for row in reversals(300, 2) if row["input_ids"][4] != PAD]
+    known = reversals(4000, 1)
+    rows = known, [row for row in reversals(300, 2) if row["input_ids"][4] != PAD and row not in known]
     assert train(str(tmp_path), *rows, 600, **options)["eval_exact"] > 0.9
     monkeypatch.setattr(
         RecurrentEncoderDecoderForConditionalGeneration,
