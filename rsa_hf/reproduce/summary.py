@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rsa_hf.reproduce.experiment import Result
 
-__all__ = ["Row", "find_rows", "interval", "summarise"]
+__all__ = ["Row", "Setting", "find_rows", "interval", "summarise"]
 
 Setting = str | int | float | bool
 

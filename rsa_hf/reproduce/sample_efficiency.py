@@ -1,0 +1,181 @@
+"""Sample efficiency: how many tokens a model needs to reach the unpatched model's final bits per byte.
+
+Every arm is trained at every learning rate; an arm stands with the rate that is best for it on average over the
+seeds. The target of a seed is what the plain model reaches with that seed at the end of its training.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from rsa_hf.plots import panels
+from rsa_hf.reproduce.arms import ARMS, CONTROLS, make_arm
+from rsa_hf.reproduce.byte_models import SHAPES, Curve, build, read_corpus, train_on_bytes
+from rsa_hf.reproduce.experiment import Cell, Conclusion, Experiment, Result, Size, Values
+from rsa_hf.reproduce.summary import Row, find_rows, interval
+
+__all__ = ["EXPERIMENT"]
+
+GOALS = {"gpt2": 0.2, "llama": 0.4}  # of the plain model's tokens, what this project aims at
+GROUP = ("corpus", "train_bytes", "model", "family", "steps")
+
+
+def _cells(size: Size, seeds: int) -> list[Cell]:
+    evaluations, eval_bytes = (6, 4_000) if size == "toy" else (20, 20_000)
+    if size == "toy":
+        grid, rates = [("python", 100_000, "0.03M", 60)], (3e-3, 1e-2)
+    elif size == "quick":
+        grid, rates = [("enwik8", 1_000_000, "0.1M", 240)], (3e-3, 1e-2)
+    else:
+        corpora, rates = ("enwik8", "wikitext-2", "python"), (5e-4, 1e-3, 3e-3, 1e-2)
+        grid = [(corpus, n, "1M", 400) for corpus in corpora for n in (100_000, 1_000_000, 10_000_000)]
+        if torch.cuda.is_available():
+            grid += [(corpus, 10_000_000, model, 1000) for corpus in corpora for model in ("10M", "30M")]
+    return [
+        {
+            "corpus": corpus,
+            "train_bytes": train_bytes,
+            "model": model,
+            "family": family,
+            "steps": steps,
+            "evaluations": evaluations,
+            "eval_bytes": eval_bytes,
+            "arm": arm,
+            "learning_rate": rate,
+            "seed": seed,
+        }
+        for corpus, train_bytes, model, steps in grid
+        for seed in range(seeds)
+        for family in GOALS
+        for arm in (ARMS if family == "llama" else ("plain", "rsa"))
+        for rate in rates
+    ]
+
+
+def _run_cell(cell: Cell) -> Values:
+    shape, seed, steps = SHAPES[str(cell["model"])], int(cell["seed"]), int(cell["steps"])
+    text = read_corpus(str(cell["corpus"]), int(cell["train_bytes"]), int(cell["eval_bytes"]), shape.block)
+    torch.manual_seed(seed)
+    model = make_arm(str(cell["arm"]), build(str(cell["family"]), shape), shape.block)
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    rate = float(cell["learning_rate"])
+    evaluations = int(cell["evaluations"])
+    curve = train_on_bytes(model, text, shape, learning_rate=rate, steps=steps, evaluations=evaluations, seed=seed)
+    return {
+        "final": curve.bits_per_byte[-1],
+        "parameters": float(sum(parameter.numel() for parameter in model.parameters())),
+        "tokens": curve.tokens,
+        "bits per byte": curve.bits_per_byte,
+    }
+
+
+def _curve(result: Result) -> Curve:
+    tokens, scores = result.values["tokens"], result.values["bits per byte"]
+    assert isinstance(tokens, list)
+    assert isinstance(scores, list)
+    return Curve(tokens, scores)
+
+
+def _final(result: Result) -> float:
+    final = result.values["final"]
+    assert not isinstance(final, list)
+    return final
+
+
+def _groups(
+    results: Sequence[Result],
+) -> Iterator[tuple[dict[str, str | int | float | bool], dict[str, list[Result]]]]:
+    """For each setting and arm, the runs at the arm's best learning rate, in the order of their seeds."""
+    groups = dict.fromkeys(tuple(result.cell[name] for name in GROUP) for result in results)
+    for key in groups:
+        mine = [result for result in results if tuple(result.cell[name] for name in GROUP) == key]
+        best = {}
+        for arm in dict.fromkeys(str(result.cell["arm"]) for result in mine):
+            by_rate: dict[float, list[Result]] = {}
+            for result in mine:
+                if result.cell["arm"] == arm:
+                    by_rate.setdefault(float(result.cell["learning_rate"]), []).append(result)
+            runs = min(by_rate.values(), key=lambda runs: statistics.fmean(map(_final, runs)))
+            best[arm] = sorted(runs, key=lambda result: int(result.cell["seed"]))
+        yield dict(zip(GROUP, key, strict=True)), best
+
+
+def _summarise(results: Sequence[Result]) -> list[Row]:
+    rows = []
+    for settings, best in _groups(results):
+        plain = best["plain"]
+        for arm, runs in best.items():
+            measures = {
+                "bits per byte": [_final(run) for run in runs],
+                "learning rate": [float(run.cell["learning_rate"]) for run in runs],
+                "time / plain": [run.seconds / other.seconds for run, other in zip(runs, plain, strict=True)],
+                "parameters": [float(run.values["parameters"]) for run in runs],  # type: ignore[arg-type]
+            }
+            if arm != "plain":
+                measures["tokens / plain"] = [
+                    _curve(run).tokens_until(_final(other)) / _curve(other).tokens[-1]
+                    for run, other in zip(runs, plain, strict=True)
+                ]
+            for measure, values in measures.items():
+                # A run that never gets there has no ratio, so its mean has no interval either.
+                ends = interval(values) if max(values) < math.inf else (math.inf, math.nan, math.nan)
+                rows.append(Row({**settings, "arm": arm}, measure, *ends, len(values)))
+    return rows
+
+
+def _conclude(rows: Sequence[Row]) -> Conclusion:
+    ratios = find_rows(rows, "tokens / plain", arm="rsa")
+    clear = [row for row in ratios if row.high < 1]
+    words = []
+    for row in ratios:
+        family = str(row.settings["family"])
+        same = {name: row.settings[name] for name in GROUP}
+        others = [each for arm in CONTROLS for each in find_rows(rows, "tokens / plain", arm=arm, **same)]
+        ends = "one seed" if math.isnan(row.low) else f"{row.low:.2f} … {row.high:.2f}"
+        text = (
+            f"{family} of {row.settings['model']}, {row.settings['train_bytes']:,} bytes of {row.settings['corpus']}: "
+            f"RSA needs {row.mean:.2f} ({ends}) of the plain model's tokens, goal {GOALS[family]} "
+            f"{'met' if row.mean <= GOALS[family] else 'not met'}"
+        )
+        if others:
+            first = min(others, key=lambda each: each.mean)
+            text += f", the best control ({first.settings['arm']}) {first.mean:.2f}"
+        words.append(text)
+    if any(row.mean >= 1 for row in ratios):
+        verdict = "not confirmed"
+    else:
+        verdict = "confirmed" if len(clear) == len(ratios) else "not measurable at this size"
+    return Conclusion(verdict, "; ".join(words) + ".")  # type: ignore[arg-type]
+
+
+def _draw(results: Sequence[Result], path: Path) -> None:
+    groups = list(_groups(results))
+    with panels(path, len(groups), columns=2) as axes:
+        for axis, (settings, best) in zip(axes, groups, strict=True):
+            for arm, runs in best.items():
+                curves = [_curve(run) for run in runs]
+                means = [statistics.fmean(scores) for scores in zip(*(c.bits_per_byte for c in curves), strict=True)]
+                axis.plot(curves[0].tokens, means, label=arm)
+            axis.set_title(f"{settings['family']}, {settings['model']}, {settings['corpus']}")
+            axis.set_xlabel("bytes trained on")
+            axis.set_ylabel("bits per byte")
+            axis.legend()
+
+
+EXPERIMENT = Experiment(
+    name="sample-efficiency",
+    claim="A model with RSA heads reaches the final bits per byte of the same model without them from fewer tokens.",
+    published="text8, 14 layers, bits per character: learnable Toeplitz P 1.183, REM 1.164 (paper, section 4); the "
+    "paper has no ratio of tokens.",
+    seeds={"toy": 2, "quick": 3, "full": 5},
+    cells=_cells,
+    run_cell=_run_cell,
+    conclude=_conclude,
+    draw=_draw,
+    summarise=_summarise,
+)

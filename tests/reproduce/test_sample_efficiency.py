@@ -1,0 +1,138 @@
+"""Sample efficiency: what is compared is what is said, and the verdict follows the figures."""
+
+import math
+
+import pytest
+import torch
+
+from rsa_hf import RSAConfig, patch_model
+from rsa_hf.lookup import heads_of
+from rsa_hf.reproduce import sample_efficiency
+from rsa_hf.reproduce.arms import ARMS, make_arm
+from rsa_hf.reproduce.byte_models import SHAPES, Curve, build
+from rsa_hf.reproduce.experiment import Result
+from rsa_hf.reproduce.sample_efficiency import EXPERIMENT
+
+SHAPE = SHAPES["0.03M"]
+IDS = torch.arange(40).remainder(7)[None]
+
+
+def plain(seed=0):
+    torch.manual_seed(seed)
+    return build("llama", SHAPE).eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_is_causal_and_learns_all_it_has(arm):
+    model = make_arm(arm, plain(), SHAPE.block).eval()
+    changed = IDS.clone()
+    changed[0, 30:] = 9
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=changed).logits[:, :30], logits(model)[:, :30])
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    without = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert not without
+    if arm != "convolution":  # the identity at first
+        assert (arm == "plain") == torch.equal(logits(model), logits(plain()))
+
+
+def test_learned_lags_start_as_the_rem():
+    free, rem = make_arm("toeplitz", plain(), SHAPE.block), make_arm("rsa", plain(), SHAPE.block)
+    torch.testing.assert_close(logits(free), logits(rem))
+
+
+def test_without_softmax_the_gate_stays_open():
+    model = make_arm("no softmax", plain(), SHAPE.block)
+    gates = [heads.rates()["gate"] for m in model.modules() if (heads := heads_of(m)) is not None]
+    assert gates
+    assert all(bool((gate == 1).all()) for gate in gates)
+    assert not [name for name, p in model.named_parameters() if name.endswith("rsa.mu") and p.requires_grad]
+
+
+def test_alibi_is_a_bias_on_the_scores():
+    """Against attention written out."""
+    model = make_arm("alibi", plain(), SHAPE.block)
+    assert model.bias.shape == (1, SHAPE.heads, SHAPE.block, SHAPE.block)
+    assert model.bias[0, 0, 5, 3] == pytest.approx(-2 * 2 ** (-8 / SHAPE.heads))
+    assert model.bias[0, -1, 5, 4] == pytest.approx(-(2**-8))
+    assert bool((model.bias[0, :, 3, 4] < -1e30).all())
+
+
+def test_an_unknown_arm_is_named():
+    with pytest.raises(ValueError, match="arm='rope'.*plain, rsa"):
+        make_arm("rope", plain(), SHAPE.block)
+
+
+def test_tokens_until():
+    curve = Curve([100.0, 200.0, 300.0], [4.0, 3.0, 3.5])
+    assert curve.tokens_until(5.0) == 100
+    assert curve.tokens_until(3.5) == 150
+    assert curve.tokens_until(3.0) == 200
+    assert curve.tokens_until(2.9) == math.inf
+
+
+def result(arm, scores, seed=0, rate=1e-3, family="llama"):
+    cell = {"corpus": "python", "train_bytes": 10, "model": "0.03M", "family": family, "steps": 3, "arm": arm}
+    values = {"final": scores[-1], "parameters": 1.0, "tokens": [1.0, 2.0, 3.0], "bits per byte": list(scores)}
+    return Result({**cell, "learning_rate": rate, "seed": seed}, values, 1.0, "here")
+
+
+def concluded(*results):
+    return EXPERIMENT.conclude(EXPERIMENT.summarise(results))
+
+
+def test_each_arm_stands_with_its_own_best_rate():
+    base = [result("plain", (5, 4, 3.0), seed, 1e-3) for seed in (0, 1)]
+    worse = [result("plain", (5, 5, 4.0), seed, 1e-2) for seed in (0, 1)]
+    good = [result("rsa", (4, 3.0, 2.0), seed, 1e-2) for seed in (0, 1)]
+    bad = [result("rsa", (6, 6, 6.0), seed, 1e-3) for seed in (0, 1)]
+    rows = EXPERIMENT.summarise([*base, *worse, *good, *bad])
+    ratio = next(row for row in rows if row.measure == "tokens / plain")
+    assert ratio.mean == pytest.approx(2 / 3)
+    assert next(row for row in rows if row.measure == "learning rate" and row.settings["arm"] == "rsa").mean == 1e-2
+
+
+def test_verdicts():
+    base = [result("plain", (5, 4, 3.0), seed) for seed in (0, 1, 2)]
+    assert (
+        concluded(*base, *(result("rsa", (3.5, 2.9 + seed / 50, 2), seed) for seed in (0, 1, 2))).verdict
+        == "confirmed"
+    )
+    assert concluded(*base, *(result("rsa", (5, 5, 4), seed) for seed in (0, 1, 2))).verdict == "not confirmed"
+    mixed = [result("rsa", scores, seed) for seed, scores in enumerate([(3, 2, 1), (5, 4, 3.0), (3, 2, 1)])]
+    assert concluded(*base, *mixed).verdict == "not measurable at this size"
+    assert "goal 0.4 not met" in concluded(*base, *mixed).sentence
+
+
+def toy(make, monkeypatch):
+    monkeypatch.setattr(sample_efficiency, "make_arm", make)
+    cells = [c for c in EXPERIMENT.cells("toy", 1) if c["family"] == "gpt2" and c["learning_rate"] == 1e-2]
+    return concluded(*(Result(cell, EXPERIMENT.run_cell(cell), 1.0, "here") for cell in cells))
+
+
+def test_a_rem_that_is_switched_off_wins_nothing(monkeypatch):
+    assert toy(make_arm, monkeypatch).verdict != "not confirmed"
+
+    def broken(arm, model, longest):
+        if arm == "rsa":
+            patch_model(model, RSAConfig(gate_init=-math.inf))
+            for module in model.modules():
+                if (heads := heads_of(module)) is not None:
+                    heads.requires_grad_(False)
+        return model
+
+    conclusion = toy(broken, monkeypatch)
+    assert conclusion.verdict == "not confirmed"
+    assert "RSA needs 1.00" in conclusion.sentence
+
+
+def test_a_cell_gives_the_same_again():
+    cell = {**EXPERIMENT.cells("toy", 1)[1], "steps": 20}
+    first = EXPERIMENT.run_cell(cell)
+    torch.rand(3)
+    assert EXPERIMENT.run_cell(cell) == first
