@@ -11,17 +11,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from rsa_hf.reproduce.cells import Cell, Result, Values
 from rsa_hf.reproduce.summary import Row, summarise
 
 __all__ = [
     "EXPERIMENTS",
     "SIZES",
-    "Cell",
     "Conclusion",
     "Experiment",
-    "Result",
     "Size",
-    "Values",
     "Verdict",
     "cell_key",
     "find_experiment",
@@ -43,28 +41,6 @@ EXPERIMENTS = {
 Size = Literal["toy", "quick", "full"]
 SIZES: tuple[Size, ...] = ("toy", "quick", "full")
 Verdict = Literal["confirmed", "not confirmed", "not measurable at this size"]
-
-# The settings of one run: an arm, a seed, sizes; values that JSON knows. "seed" is what `summarise` averages over.
-Cell = Mapping[str, str | int | float | bool]
-# What was measured: numbers by name, and lists of them for the figure.
-Values = dict[str, float | list[float]]
-
-
-@dataclass(frozen=True)
-class Result:
-    """A cell that has run.
-
-    Attributes:
-        cell: its settings.
-        values: what `run_cell` returned.
-        seconds: wall time.
-        machine: what it ran on, in words.
-    """
-
-    cell: Cell
-    values: Values
-    seconds: float
-    machine: str
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from rsa_hf.reproduce.experiment import Cell, Conclusion, Experiment, Result, Size, cell_key
+from rsa_hf.reproduce.cells import Cell, Result
+from rsa_hf.reproduce.experiment import Conclusion, Experiment, Size, cell_key
 from rsa_hf.reproduce.machine import machine, versions
 from rsa_hf.reproduce.summary import Row
 

@@ -16,7 +16,8 @@ import torch
 from rsa_hf.plots import panels
 from rsa_hf.reproduce.arms import ARMS, CONTROLS, make_arm
 from rsa_hf.reproduce.byte_models import SHAPES, Curve, build, read_corpus, train_on_bytes
-from rsa_hf.reproduce.experiment import Cell, Conclusion, Experiment, Result, Size, Values
+from rsa_hf.reproduce.cells import Cell, Result, Values
+from rsa_hf.reproduce.experiment import Conclusion, Experiment, Size
 from rsa_hf.reproduce.summary import Row, find_rows, interval
 
 __all__ = ["EXPERIMENT"]
@@ -26,6 +27,7 @@ GROUP = ("corpus", "train_bytes", "model", "family", "steps")
 
 
 def _cells(size: Size, seeds: int) -> list[Cell]:
+    rates: tuple[float, ...]
     evaluations, eval_bytes = (6, 4_000) if size == "toy" else (20, 20_000)
     if size == "toy":
         grid, rates = [("python", 100_000, "0.03M", 60)], (3e-3, 1e-2)

@@ -6,10 +6,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rsa_hf.reproduce.experiment import Result
+from rsa_hf.reproduce.cells import Result
 
 __all__ = ["Row", "Setting", "find_rows", "interval", "summarise"]
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from rsa_hf.plots import COLOURS, panels
-from rsa_hf.reproduce.experiment import Cell, Conclusion, Experiment, Result, Size, Values
+from rsa_hf.reproduce.cells import Cell, Result, Values
+from rsa_hf.reproduce.experiment import Conclusion, Experiment, Size
 from rsa_hf.reproduce.summary import Row, find_rows, summarise
 from rsa_hf.theory.synthetic import ACTIVATIONS, MODELS, fit, generate
 

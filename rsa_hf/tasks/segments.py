@@ -12,7 +12,8 @@ import math
 import torch
 from torch.utils.data import Dataset
 
-from rsa_hf.tasks.texts import check_block_shape, check_integer
+from rsa_hf.checks import check_integer
+from rsa_hf.tasks.texts import check_block_shape
 
 __all__ = ["EvaluationSegments", "TrainingTracks"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import lzma
-import math
 import random
 import sysconfig
 import tokenize
@@ -16,11 +15,12 @@ from typing import Any
 
 import datasets
 
+from rsa_hf.checks import check_integer
+
 __all__ = [
     "SPLITS",
     "LanguageModelingDataConfig",
     "check_block_shape",
-    "check_integer",
     "line_boundary",
     "read_texts",
     "stream_training_text",
@@ -154,13 +154,6 @@ class LanguageModelingDataConfig:
                 f"streaming is {self.streaming} and carry_memory too, but a stream has no known length to cut into "
                 "tracks; set one of them to false"
             )
-
-
-def check_integer(name: str, value: Any, low: int, high: float = math.inf) -> None:
-    """Raise a ValueError that names the setting where a value is no whole number from low to high."""
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        allowed = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
-        raise ValueError(f"{name} is {value!r}; choose a whole number {allowed}")
 
 
 def check_block_shape(block_size: int, stride: int | None, name: str = "block_size") -> None:

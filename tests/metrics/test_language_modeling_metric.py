@@ -8,7 +8,7 @@ import evaluate
 import pytest
 
 import rsa_hf
-from rsa_hf.tasks.perplexity import LanguageModelingScore
+from rsa_hf.metrics.score import LanguageModelingScore
 
 METRIC = Path(rsa_hf.__file__).parent / "metrics" / "language_modeling"
 

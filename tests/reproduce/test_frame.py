@@ -11,7 +11,8 @@ import pytest
 
 from rsa_hf import cli
 from rsa_hf.plots import panels
-from rsa_hf.reproduce.experiment import EXPERIMENTS, Conclusion, Experiment, Result, cell_key, find_experiment
+from rsa_hf.reproduce.cells import Result
+from rsa_hf.reproduce.experiment import EXPERIMENTS, Conclusion, Experiment, cell_key, find_experiment
 from rsa_hf.reproduce.page import write_page
 from rsa_hf.reproduce.runner import FOLDER, read_results, run_experiment
 from rsa_hf.reproduce.summary import find_rows, interval, summarise

@@ -7,7 +7,8 @@ import torch
 
 from rsa_hf import is_patched
 from rsa_hf.heads import RSAHeads
-from rsa_hf.reproduce.experiment import Result, find_experiment
+from rsa_hf.reproduce.cells import Result
+from rsa_hf.reproduce.experiment import find_experiment
 from rsa_hf.reproduce.regular_languages import arms
 from rsa_hf.reproduce.regular_languages.arms import ARMS, make_arm
 from rsa_hf.reproduce.regular_languages.learning import accuracy, encode, right_strings

@@ -10,7 +10,7 @@ from rsa_hf.lookup import heads_of
 from rsa_hf.reproduce import sample_efficiency
 from rsa_hf.reproduce.arms import ARMS, make_arm
 from rsa_hf.reproduce.byte_models import SHAPES, Curve, build
-from rsa_hf.reproduce.experiment import Result
+from rsa_hf.reproduce.cells import Result
 from rsa_hf.reproduce.sample_efficiency import EXPERIMENT
 
 SHAPE = SHAPES["0.03M"]

@@ -8,7 +8,7 @@ import datasets
 import evaluate
 
 # evaluate runs a copy of this file from its own cache, so the import names the installed package.
-from rsa_hf.tasks.perplexity import LanguageModelingScore
+from rsa_hf.metrics.score import LanguageModelingScore
 
 _DESCRIPTION = """
 Token perplexity, word perplexity and bits per byte of a language model. Each text, or part of one, comes as

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from rsa_hf.plots import panels
-from rsa_hf.reproduce.experiment import Cell, Experiment, Result, Size, Values
+from rsa_hf.reproduce.cells import Cell, Result, Values
+from rsa_hf.reproduce.experiment import Experiment, Size
 from rsa_hf.reproduce.regular_languages.arms import ARMS, make_arm
 from rsa_hf.reproduce.regular_languages.learning import accuracy, encode, learn
 from rsa_hf.reproduce.regular_languages.tables import conclude, in_bin, summarise

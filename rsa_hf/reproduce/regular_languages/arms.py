@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
 
-from rsa_hf import RSAConfig, patch_model
+from rsa_hf.config import RSAConfig
 from rsa_hf.models.recurrent import RecurrentConfig, RecurrentModel
+from rsa_hf.patching import patch_model
 
 __all__ = ["ARMS", "StepPredictor", "make_arm", "rsa_plan"]
 
 HEADS = 8
 LONGEST = 151
 TRANSFORMERS = ("rsa", "transformer", "rsa-sinusoidal", "transformer-sinusoidal")
-CELLS = {"lstm": "lstm", "gru": "gru"}
+CELLS = {"lstm": "lstm", "gru": "gru", "linear-rnn": "linear"}
 ARMS = (*TRANSFORMERS, *CELLS)
 
 

@@ -1,0 +1,30 @@
+"""A cell is one run of an experiment; a result is a cell that has run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Cell", "Result", "Values"]
+
+# The settings of one run: an arm, a seed, sizes; values that JSON knows. "seed" is what `summarise` averages over.
+Cell = Mapping[str, str | int | float | bool]
+# What was measured: numbers by name, and lists of them for the figure.
+Values = dict[str, float | list[float]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A cell that has run.
+
+    Attributes:
+        cell: its settings.
+        values: what `run_cell` returned.
+        seconds: wall time.
+        machine: what it ran on, in words.
+    """
+
+    cell: Cell
+    values: Values
+    seconds: float
+    machine: str
