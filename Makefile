@@ -8,6 +8,8 @@ READY  := $(VENV)/.ready
 THREADS ?= 2
 
 export OMP_NUM_THREADS = $(THREADS)
+# A process for each core, a file of tests to one of them: sharing a core, threads of two processes wait for each other.
+PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(THREADS) --dist loadfile
 export TOKENIZERS_PARALLELISM = false
 
 .PHONY: help venv test test-all test-reliability test-oldest test-newest test-python transformers-tests bench bench-gpu survey lint types demo devign reproduce clean
@@ -32,7 +34,7 @@ types: $(READY) ## Type check
 	$(BIN)/mypy
 
 test: lint types ## Lint, types and the fast tests (under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -m 'not slow' --durations=10
+	$(PYTEST) -m 'not slow' --durations=10
 
 test-all: lint types ## All tests
 	$(BIN)/python -m pytest --durations=20

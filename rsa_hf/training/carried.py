@@ -7,7 +7,6 @@ what was carried, and the field of its output that returns it for the segment th
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -78,7 +77,7 @@ class CarriedState:
 
     def __init__(self, model: nn.Module) -> None:
         self.name = segment_state_of(model)
-        self._computes_loss = "shift_labels" in inspect.signature(model.forward).parameters
+        self._computes_loss = getattr(model, "takes_shift_labels", False)
         self._states: dict[int, Any] = {}
 
     def reset(self) -> None:

@@ -70,7 +70,8 @@ def values_and_gradients(model, hidden):
     weight = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(hidden)
     model.zero_grad()
     (hidden * weight).sum().backward()
-    return {"output": hidden.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    return {"output": hidden.detach(), **{name: gradient.clone() for name, gradient in gradients.items()}}
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -90,7 +91,7 @@ def test_agrees_with_cells_stepped_by_hand(cell, dilations):
     assert float((other(ids).last_hidden_state - expected).detach().abs().max()) > 1e-2
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_without_dilation_it_is_the_network_of_torch_nn(cell, bidirectional):
     """Three layers at once, behind the same embeddings; values and gradients, in float64."""

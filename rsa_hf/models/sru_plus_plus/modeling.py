@@ -104,6 +104,8 @@ class SRUPlusPlusPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     segment_state: ClassVar[str] = "state"  # argument and output that goes from one segment to the next
+    # Entries of the config that every call reads anew, so that they may be others in evaluation than in training.
+    memory_settings = ("mem_len",)
     _is_stateful = True
     _supports_sdpa = True
     _no_split_modules = ["SRUPlusPlusLayer"]  # noqa: RUF012  (transformers' own type)

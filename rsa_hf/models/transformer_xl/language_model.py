@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,10 @@ __all__ = ["TransformerXLForCausalLM"]
 
 class TransformerXLForCausalLM(TransformerXLPreTrainedModel, GenerationMixin):
     """Transformer-XL with an adaptive (or, without cutoffs, plain) softmax over the next token."""
+
+    # It computes the loss of `shift_labels` itself. They are among the keywords of `forward`: the Trainer takes every
+    # argument of it with "label" in its name for one that has to be there.
+    takes_shift_labels: ClassVar[bool] = True
 
     def __init__(self, config: TransformerXLConfig) -> None:
         super().__init__(config)
@@ -56,7 +60,6 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
-        shift_labels: Tensor | None = None,
         **keywords: Any,
     ) -> TransformerXLHeadOutput:
         """Log-probabilities of the next token, and the loss.
@@ -71,14 +74,15 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, GenerationMixin):
             logits_to_keep: number of last positions to compute logits of, or which; 0: all.
             num_items_in_batch: what to divide the summed loss by, where a batch is one part of a larger one; None:
                 the labels counted.
-            shift_labels: shape [B, T], the token that follows each position, instead of `labels`: of a segment whose
-                last token is followed by the next segment's first.
-            **keywords: `output_hidden_states`, `output_attentions`.
+            **keywords: `output_hidden_states`, `output_attentions`; and `shift_labels`, shape [B, T], the token that
+                follows each position, instead of `labels`: of a segment whose last token is followed by the next
+                segment's first.
 
         Returns:
             With labels, a model in training mode with an adaptive softmax gives no logits: not to compute those of
             every word is what it is for.
         """
+        shift_labels = keywords.pop("shift_labels", None)
         outputs = self.transformer(input_ids, attention_mask, mems, inputs_embeds, use_cache, **keywords)
         hidden = outputs.last_hidden_state
         loss = None
