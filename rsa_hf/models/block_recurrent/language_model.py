@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.generation.utils import GenerationMixin
 from transformers.utils.generic import can_return_tuple
 
 from rsa_hf.models.block_recurrent.configuration import BlockRecurrentConfig
@@ -15,11 +14,12 @@ from rsa_hf.models.block_recurrent.modeling import (
     BlockRecurrentOutput,
     BlockRecurrentPreTrainedModel,
 )
+from rsa_hf.models.generation import MemoryGenerationMixin
 
 __all__ = ["BlockRecurrentForCausalLM"]
 
 
-class BlockRecurrentForCausalLM(BlockRecurrentPreTrainedModel, GenerationMixin):
+class BlockRecurrentForCausalLM(BlockRecurrentPreTrainedModel, MemoryGenerationMixin):
     """The Block-Recurrent Transformer with a softmax over the next token."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  (as transformers declares it)
@@ -65,34 +65,3 @@ class BlockRecurrentForCausalLM(BlockRecurrentPreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **keywords)
         return BlockRecurrentOutput(loss=loss, logits=logits, mems=outputs.mems, hidden_states=outputs.hidden_states)
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
-
-    def prepare_inputs_for_generation(  # type: ignore[override]
-        self,
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        past_key_values: Sequence[Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        mems: Sequence[Tensor] | None = None,
-        inputs_embeds: Tensor | None = None,
-        is_first_iteration: bool = False,
-        use_cache: bool | None = None,
-        **keywords: Any,
-    ) -> dict[str, Any]:
-        """The next segment: all tokens, or those behind the memory, which `generate` calls `past_key_values`."""
-        if past_key_values is not None and next_sequence_length is not None:
-            input_ids, mems = input_ids[:, -next_sequence_length:], past_key_values
-        inputs = {"inputs_embeds": inputs_embeds} if is_first_iteration and inputs_embeds is not None else {}
-        return {
-            **(inputs or {"input_ids": input_ids}),
-            "attention_mask": attention_mask,
-            "mems": mems,
-            "use_cache": use_cache,
-            **{name: value for name, value in keywords.items() if name != "labels"},
-        }
-
-    def _reorder_cache(self, mems: Sequence[Tensor] | None, beams: Tensor) -> tuple[Tensor, ...] | None:
-        return None if mems is None else tuple(memory.index_select(0, beams.to(memory.device)) for memory in mems)

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
+from rsa_hf.models.generation import StateGenerationMixin
 from rsa_hf.models.recurrent.configuration import RecurrentConfig
 from rsa_hf.models.recurrent.layer import RecurrentLayer
 
@@ -160,7 +160,7 @@ def _put_back(x: Tensor, order: Tensor) -> Tensor:
     return torch.empty_like(x).scatter(1, index, x)
 
 
-class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
+class RecurrentForCausalLM(RecurrentPreTrainedModel, StateGenerationMixin):
     """A recurrent network that predicts the next token.
 
     Raises:
@@ -212,31 +212,6 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **keywords)
         return RecurrentOutput(loss=loss, logits=logits, state=outputs.state, hidden_states=outputs.hidden_states)
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
-
-    def prepare_inputs_for_generation(  # type: ignore[override]
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        state: Sequence[Tensor] | None = None,
-        inputs_embeds: Tensor | None = None,
-        is_first_iteration: bool = False,
-        use_cache: bool | None = None,
-        **_: Any,
-    ) -> dict[str, Any]:
-        """The next segment: all tokens, or the last one behind the state that the tokens before it left."""
-        inputs: dict[str, Any] = {"input_ids": input_ids}
-        if is_first_iteration and inputs_embeds is not None:
-            inputs = {"inputs_embeds": inputs_embeds}
-        elif not is_first_iteration and use_cache and state is not None:
-            inputs = {"input_ids": input_ids[:, -1:]}
-        return {**inputs, "attention_mask": attention_mask, "state": state, "use_cache": use_cache}
-
-    def _reorder_cache(self, state: Sequence[Tensor], beams: Tensor) -> State:
-        return tuple(part.index_select(0, beams.to(part.device)) for part in state)
 
 
 class RecurrentForSequenceClassification(RecurrentPreTrainedModel):

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.generation.utils import GenerationMixin
 from transformers.utils.generic import can_return_tuple
 
+from rsa_hf.models.generation import StateGenerationMixin
 from rsa_hf.models.sru_plus_plus.configuration import SRUPlusPlusConfig
 from rsa_hf.models.sru_plus_plus.modeling import SRUPlusPlusHeadOutput, SRUPlusPlusModel, SRUPlusPlusPreTrainedModel
 
 __all__ = ["SRUPlusPlusForCausalLM"]
 
 
-class SRUPlusPlusForCausalLM(SRUPlusPlusPreTrainedModel, GenerationMixin):
+class SRUPlusPlusForCausalLM(SRUPlusPlusPreTrainedModel, StateGenerationMixin):
     """SRU++ with a softmax over the next token."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012  (as transformers declares it)
@@ -68,28 +68,3 @@ class SRUPlusPlusForCausalLM(SRUPlusPlusPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
-
-    def prepare_inputs_for_generation(  # type: ignore[override]
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        state: Sequence[Tensor] | None = None,
-        inputs_embeds: Tensor | None = None,
-        is_first_iteration: bool = False,
-        use_cache: bool | None = None,
-        **_: Any,
-    ) -> dict[str, Any]:
-        """The next segment: all tokens, or the last one behind the state that the tokens before it left."""
-        inputs: dict[str, Any] = {"input_ids": input_ids}
-        if is_first_iteration and inputs_embeds is not None:
-            inputs = {"inputs_embeds": inputs_embeds}
-        elif not is_first_iteration and use_cache and state is not None:
-            inputs = {"input_ids": input_ids[:, -1:]}
-        return {**inputs, "attention_mask": attention_mask, "state": state, "use_cache": use_cache}
-
-    def _reorder_cache(self, state: Sequence[Tensor], beams: Tensor) -> tuple[Tensor, ...]:
-        return tuple(part.index_select(0, beams.to(part.device)) for part in state)

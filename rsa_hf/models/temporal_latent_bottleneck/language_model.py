@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.generation.utils import GenerationMixin
 from transformers.utils.generic import can_return_tuple
 
+from rsa_hf.models.generation import StateGenerationMixin
 from rsa_hf.models.temporal_latent_bottleneck.configuration import TemporalLatentBottleneckConfig
 from rsa_hf.models.temporal_latent_bottleneck.modeling import (
     State,
@@ -19,7 +19,7 @@ from rsa_hf.models.temporal_latent_bottleneck.modeling import (
 __all__ = ["TemporalLatentBottleneckForCausalLM"]
 
 
-class TemporalLatentBottleneckForCausalLM(TemporalLatentBottleneckPreTrainedModel, GenerationMixin):
+class TemporalLatentBottleneckForCausalLM(TemporalLatentBottleneckPreTrainedModel, StateGenerationMixin):
     """A Temporal Latent Bottleneck that predicts the next token."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012  (as transformers declares it)
@@ -67,28 +67,3 @@ class TemporalLatentBottleneckForCausalLM(TemporalLatentBottleneckPreTrainedMode
         return TemporalLatentBottleneckOutput(
             loss=loss, logits=logits, state=outputs.state, hidden_states=outputs.hidden_states
         )
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
-
-    def prepare_inputs_for_generation(  # type: ignore[override]
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        state: State | None = None,
-        inputs_embeds: Tensor | None = None,
-        is_first_iteration: bool = False,
-        use_cache: bool | None = None,
-        **_: Any,
-    ) -> dict[str, Any]:
-        """The next segment: all tokens, or the last one behind a state."""
-        inputs: dict[str, Any] = {"input_ids": input_ids}
-        if is_first_iteration and inputs_embeds is not None:
-            inputs = {"inputs_embeds": inputs_embeds}
-        elif not is_first_iteration and state is not None:
-            inputs = {"input_ids": input_ids[:, -1:]}
-        return {**inputs, "attention_mask": attention_mask, "state": state, "use_cache": use_cache}
-
-    def _reorder_cache(self, state: State, beams: Tensor) -> State:
-        return tuple(part.index_select(0, beams.to(part.device)) for part in state)

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.generation.utils import GenerationMixin
 from transformers.utils.generic import can_return_tuple
 
+from rsa_hf.models.generation import MemoryGenerationMixin
 from rsa_hf.models.transformer_xl.adaptive import AdaptiveLogSoftmax, tied_parameters
 from rsa_hf.models.transformer_xl.configuration import TransformerXLConfig
 from rsa_hf.models.transformer_xl.modeling import (
@@ -21,7 +21,7 @@ from rsa_hf.models.transformer_xl.modeling import (
 __all__ = ["TransformerXLForCausalLM"]
 
 
-class TransformerXLForCausalLM(TransformerXLPreTrainedModel, GenerationMixin):
+class TransformerXLForCausalLM(TransformerXLPreTrainedModel, MemoryGenerationMixin):
     """Transformer-XL with an adaptive (or, without cutoffs, plain) softmax over the next token."""
 
     # It computes the loss of `shift_labels` itself. They are among the keywords of `forward`: the Trainer takes every
@@ -108,34 +108,3 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, GenerationMixin):
         if num_items_in_batch is not None:
             return total / torch.as_tensor(num_items_in_batch, device=total.device)
         return total / counted.sum().clamp(min=1)
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
-
-    def prepare_inputs_for_generation(  # type: ignore[override]
-        self,
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        past_key_values: Sequence[Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        mems: Sequence[Tensor] | None = None,
-        inputs_embeds: Tensor | None = None,
-        is_first_iteration: bool = False,
-        use_cache: bool | None = None,
-        **keywords: Any,
-    ) -> dict[str, Any]:
-        """The next segment: all tokens, or those behind the memory, which `generate` calls `past_key_values`."""
-        if past_key_values is not None and next_sequence_length is not None:
-            input_ids, mems = input_ids[:, -next_sequence_length:], past_key_values
-        inputs = {"inputs_embeds": inputs_embeds} if is_first_iteration and inputs_embeds is not None else {}
-        return {
-            **(inputs or {"input_ids": input_ids}),
-            "attention_mask": attention_mask,
-            "mems": mems,
-            "use_cache": use_cache,
-            **{name: value for name, value in keywords.items() if name != "labels"},
-        }
-
-    def _reorder_cache(self, mems: Sequence[Tensor] | None, beams: Tensor) -> tuple[Tensor, ...] | None:
-        return None if mems is None else tuple(memory.index_select(0, beams.to(memory.device)) for memory in mems)
