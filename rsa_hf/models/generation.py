@@ -12,7 +12,7 @@ __all__ = ["MemoryGenerationMixin", "StateGenerationMixin"]
 
 
 class MemoryGenerationMixin(GenerationMixin):
-    """For models whose argument and output is `mems`, tensors rows on dim 0; to `generate` it is a cache."""
+    """For models whose argument and output is `mems`, tensors with rows on dim 0; a cache to `generate`."""
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
