@@ -39,10 +39,11 @@ test: lint types ## Lint, types and the fast tests (under 10 minutes on 2 cores)
 test-all: lint types ## All tests
 	$(BIN)/python -m pytest --durations=20
 
-test-reliability: $(READY) ## Hostile input in full numbers: plans, run configs, data lines; counts go to outputs/reliability.jsonl
+test-reliability: $(READY) ## Faults, hostile input, long runs in full numbers (45 minutes): writes RELIABILITY.md
 	mkdir -p outputs && rm -f outputs/reliability.jsonl
-	RSA_HF_RELIABILITY=full RSA_HF_RELIABILITY_COUNTS=outputs/reliability.jsonl \
-		$(BIN)/python -m pytest tests/reliability -m 'slow or not slow' --timeout=2400
+	RSA_HF_RELIABILITY=full RSA_HF_RELIABILITY_RECORD=$(CURDIR)/outputs/reliability.jsonl \
+		$(PYTEST) tests/reliability tests/test_hooks.py -m 'slow or not slow' --timeout=2700
+	$(BIN)/python scripts/write_reliability.py outputs/reliability.jsonl
 
 test-oldest:    ## The fast tests on the oldest supported torch and transformers, in their own environment
 	$(PYTHON) -m venv .venv-oldest

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import rsa_hf
+from rsa_hf.plain_yaml import read_yaml
 
 PACKAGE = Path(rsa_hf.__file__).parent
 ALLOWED = {
@@ -59,3 +60,10 @@ def test_no_file_of_the_package(path):
 )
 def test_the_search_finds_them(source):
     assert len(dangers(source)) == 1
+
+
+def test_yaml_runs_nothing(tmp_path):
+    made = tmp_path / "made"
+    with pytest.raises(ValueError, match="could not determine a constructor"):
+        read_yaml(f"a: !!python/object/apply:os.mkdir [{str(made)!r}]")
+    assert not made.exists()

@@ -1,18 +1,19 @@
 """Run hostile input by the hundred: each is refused in a documented way or answered rightly, in bounded time.
 
-How many: a few hundreds, or those of `FULL` where the environment variable RSA_HF_RELIABILITY is "full", as under
-`make test-reliability`. What came out is appended, a line a kind, to the file RSA_HF_RELIABILITY_COUNTS, if it is set.
+How many: a few, or those of `FULL` where the environment variable RSA_HF_RELIABILITY is "full", as under
+`make test-reliability`. What came out is written down, see `reliability.record`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from random import Random
+
+from reliability.record import Part, note
 
 SEED = 0
 SECONDS = 10  # for one case
@@ -39,8 +40,14 @@ def time_limit(seconds: float = SECONDS):
         signal.signal(signal.SIGALRM, before)
 
 
+def is_full() -> bool:
+    """Whether this is `make test-reliability`."""
+    return os.environ.get("RSA_HF_RELIABILITY") == "full"
+
+
 def number_of(kind: str) -> int:
-    return (FULL if os.environ.get("RSA_HF_RELIABILITY") == "full" else FAST)[kind]
+    """How often a kind is tried."""
+    return (FULL if is_full() else FAST)[kind]
 
 
 def try_many(
@@ -74,14 +81,5 @@ def try_many(
             raise AssertionError(f"{kind}, seed {seed}: {type(error).__name__}: {str(error)[:2000]}") from error
         assert message is None or message.strip(), f"{kind}, seed {seed}: an error that says nothing"
         assert len(message or "") <= LONGEST_MESSAGE, f"{kind}, seed {seed}: a message of {len(message)} characters"
-    _note(kind, came_out)
+    note(Part.HOSTILE_FILES, kind, came_out, seed=SEED)
     return came_out
-
-
-def _note(kind: str, came_out: Counter[str]) -> None:
-    path = os.environ.get("RSA_HF_RELIABILITY_COUNTS")
-    if path:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(
-                json.dumps({"kind": kind, "seed": SEED, "tried": came_out.total(), "came out": came_out}) + "\n"
-            )

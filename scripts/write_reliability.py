@@ -1,0 +1,63 @@
+"""RELIABILITY.md from what `make test-reliability` wrote down: what was tried, how often, what came out.
+
+python scripts/write_reliability.py outputs/reliability.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from reliability.record import Part
+
+HEAD = """# What rsa_hf promises when things go wrong, and how that was tried
+
+Made by `make test-reliability`; every figure is from that run. Each table says what was tried and what came out: how
+often, or how much. Below it stand the protections that the promise rests on: each was taken out of a copy of the code,
+and the named test went red.
+"""
+
+
+def page(lines: Sequence[dict[str, Any]]) -> str:
+    """The page for the lines of a run; a promise without a line says that it was not tried."""
+    parts = [HEAD]
+    for number, part in enumerate(Part, 1):
+        parts.append(f"\n## {number}. {part.value}\n")
+        mine = [line for line in lines if line["part"] == part.name]
+        trials = [line for line in mine if "kind" in line]
+        mutations = [line for line in mine if "protection" in line]
+        if not trials:
+            parts.append("\nNot tried in this run.\n")
+        else:
+            parts.append("\n| what was tried | what came out | first seed |\n|---|---|---|\n")
+        for line in trials:
+            came_out = "; ".join(f"{name}: {_number(value)}" for name, value in line["came out"].items())
+            parts.append(f"| {line['kind']} | {came_out} | {'' if line['seed'] is None else line['seed']} |\n")
+        if mutations:
+            parts.append("\n| taken out | went red |\n|---|---|\n")
+            parts += [f"| {line['protection']} | `{line['red']}` |\n" for line in mutations]
+    return "".join(parts)
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def main() -> None:
+    """Read the lines, write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("record", type=Path, help="the lines that the run wrote down")
+    parser.add_argument("--output", type=Path, default=Path("RELIABILITY.md"))
+    arguments = parser.parse_args()
+    lines = [json.loads(line) for line in arguments.record.read_text(encoding="utf-8").splitlines()]
+    arguments.output.write_text(page(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

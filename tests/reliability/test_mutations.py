@@ -1,0 +1,49 @@
+"""Each protection is needed: without it, a test of ours goes red."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reliability.mutations import MUTATIONS
+from reliability.record import note_mutation
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("rsa_hf", "tests", "scripts", "configs", "pyproject.toml")
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """A copy of the project to edit."""
+    folder = tmp_path_factory.mktemp("project")
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.protection)
+def test_the_edit_fits(mutation):
+    assert (ROOT / mutation.file).read_text(encoding="utf-8").count(mutation.old) == 1
+    assert (ROOT / mutation.red.partition("::")[0]).exists()
+
+
+@pytest.mark.slow  # each runs a test in another process
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.protection)
+def test_without_it_a_test_is_red(mutation, copy):
+    path = copy / mutation.file
+    whole = path.read_text(encoding="utf-8")
+    path.write_text(whole.replace(mutation.old, mutation.new), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", mutation.red, "-x", "-p", "no:cacheprovider", "-m", "slow or not slow"]
+    try:
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+    finally:
+        path.write_text(whole, encoding="utf-8")
+    # 1: tests failed. An edit that keeps the tests from being collected would end with another code.
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"FAILED {mutation.red.partition('[')[0]}" in done.stdout
+    note_mutation(mutation.part, mutation.protection, mutation.red)
