@@ -18,6 +18,7 @@ def reproduce(
     full: Annotated[bool, typer.Option("--full/--quick", help="The larger sizes, or minutes on two cores.")] = False,
     out: Annotated[Path, typer.Option(help="The folder that gets RESULTS.md and results/reproduce.")] = Path("."),
     seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds; default as the experiment says.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Cells at a time; default one a core, or one a GPU.")] = None,
 ) -> None:
     """Run an experiment of the paper: table, figure, verdict; one that was broken off goes on where it was.
 
@@ -29,6 +30,7 @@ def reproduce(
     arm()
     from rsa_hf.reproduce.experiment import EXPERIMENTS, Size, find_experiment, is_written
     from rsa_hf.reproduce.page import write_page
+    from rsa_hf.reproduce.processes import default_jobs
     from rsa_hf.reproduce.runner import run_experiment
 
     if name == "list":
@@ -42,7 +44,7 @@ def reproduce(
         with user_input(ValueError):
             experiment = find_experiment(each)
         try:
-            conclusion = run_experiment(experiment, size, out, seeds)
+            conclusion = run_experiment(experiment, size, out, seeds, jobs=jobs or default_jobs())
         except (FileNotFoundError, ImportError) as error:
             missing.append(f"{each}: {error}")
             continue

@@ -11,7 +11,6 @@ import io
 import json
 import math
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +20,8 @@ from tqdm import tqdm
 
 from rsa_hf.reproduce.cells import Cell, Result
 from rsa_hf.reproduce.experiment import Conclusion, Experiment, Size, cell_key
-from rsa_hf.reproduce.machine import machine, versions
+from rsa_hf.reproduce.machine import versions
+from rsa_hf.reproduce.processes import run_cells
 from rsa_hf.reproduce.summary import Row
 
 __all__ = ["FOLDER", "read_results", "run_experiment"]
@@ -31,7 +31,7 @@ KEPT = "cells.jsonl"
 
 
 def run_experiment(
-    experiment: Experiment, size: Size, root: Path, seeds: int | None = None, progress: bool = True
+    experiment: Experiment, size: Size, root: Path, seeds: int | None = None, progress: bool = True, jobs: int = 1
 ) -> Conclusion:
     """Run what has not run yet, and write table, figure, conclusion and configuration.
 
@@ -41,6 +41,7 @@ def run_experiment(
         root: the folder that has, or gets, `results/reproduce`.
         seeds: how many; default what the experiment has for this size.
         progress: show a bar.
+        jobs: how many cells run at a time, see `run_cells`.
 
     Returns:
         What the rows say about the claim.
@@ -48,25 +49,23 @@ def run_experiment(
     Raises:
         FileNotFoundError: data is missing.
         ImportError: a package is missing.
-        ValueError: `seeds` is below 1, or a kept file cannot be read.
+        ValueError: `seeds` or `jobs` is below 1, or a kept file cannot be read.
     """
     if seeds is None:
         seeds = experiment.seeds[size]
-    if seeds < 1:
-        raise ValueError(f"seeds is {seeds}; at least 1 is needed.")
+    for name, number in (("seeds", seeds), ("jobs", jobs)):
+        if number < 1:
+            raise ValueError(f"{name} is {number}; at least 1 is needed.")
     cells = {cell_key(cell, experiment.revision): cell for cell in experiment.cells(size, seeds)}
     folder = root / FOLDER / experiment.name / size
     folder.mkdir(parents=True, exist_ok=True)
     kept = read_results(folder)
-    hardware = machine()
-    left = [key for key in cells if key not in kept]
+    left = {key: cell for key, cell in cells.items() if key not in kept}
     with tqdm(total=len(cells), initial=len(cells) - len(left), desc=experiment.name, disable=not progress) as bar:
-        for key in left:
-            bar.set_postfix_str(_words(cells[key]), refresh=True)
-            start = time.perf_counter()
-            values = experiment.run_cell(cells[key])
-            kept[key] = Result(cells[key], values, time.perf_counter() - start, hardware)
+        for key, result in run_cells(experiment.run_cell, left, jobs):
+            kept[key] = result
             _write(folder / KEPT, "".join(_line(key, result) for key, result in kept.items()))
+            bar.set_postfix_str(f"done: {_words(result.cell)}", refresh=False)
             bar.update()
     results = [kept[key] for key in cells]
     rows = experiment.summarise(results)

@@ -8,12 +8,14 @@ import statistics
 from dataclasses import replace
 
 import pytest
+import torch
 
 from rsa_hf import cli
 from rsa_hf.plots import panels
 from rsa_hf.reproduce.cells import Result
 from rsa_hf.reproduce.experiment import EXPERIMENTS, Conclusion, Experiment, cell_key, find_experiment
 from rsa_hf.reproduce.page import write_page
+from rsa_hf.reproduce.processes import default_jobs, run_cells
 from rsa_hf.reproduce.runner import FOLDER, read_results, run_experiment
 from rsa_hf.reproduce.summary import find_rows, interval, summarise
 
@@ -81,6 +83,28 @@ def test_a_run_that_was_broken_off_goes_on(counted, tmp_path):
     # What a cell means has changed: all are run again.
     run_experiment(replace(experiment, revision=2), "toy", tmp_path, progress=False)
     assert len(ran) == 14
+
+
+def square(cell):
+    if cell["seed"] == cell.get("breaks"):
+        raise FileNotFoundError("no data")
+    return {"loss": float(cell["seed"] ** 2), "threads": torch.get_num_threads()}
+
+
+def test_cells_run_in_processes_of_their_own():
+    cells = {str(i): {"seed": i} for i in range(4)}
+    found = dict(run_cells(square, cells, 2))
+    assert {key: found[key].cell for key in cells} == cells
+    assert [found[key].values["loss"] for key in cells] == [0, 1, 4, 9]
+    assert {result.values["threads"] for result in found.values()} == {max(1, default_jobs() // 2)}
+    with pytest.raises(FileNotFoundError, match="no data"):
+        list(run_cells(square, {key: {**cell, "breaks": 1} for key, cell in cells.items()}, 2))
+
+
+@pytest.mark.parametrize("name", ["seeds", "jobs"])
+def test_numbers_below_one_are_told(counted, tmp_path, name):
+    with pytest.raises(ValueError, match=f"{name} is 0; at least 1"):
+        run_experiment(counted[0], "toy", tmp_path, **{name: 0})
 
 
 def test_a_damaged_cell_is_told(counted, tmp_path):
