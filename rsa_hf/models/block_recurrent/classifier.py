@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.utils.generic import can_return_tuple
 
@@ -15,7 +14,7 @@ from rsa_hf.models.block_recurrent.modeling import (
     BlockRecurrentOutput,
     BlockRecurrentPreTrainedModel,
 )
-from rsa_hf.models.transformer_xl.classifier import last_token
+from rsa_hf.models.last_token import at_last_token, mask_until_last_token
 
 __all__ = ["BlockRecurrentForSequenceClassification"]
 
@@ -56,9 +55,8 @@ class BlockRecurrentForSequenceClassification(BlockRecurrentPreTrainedModel):
         outputs = self.model(
             input_ids, attention_mask, mems, inputs_embeds, use_cache, output_hidden_states=output_hidden_states
         )
-        hidden = outputs.last_hidden_state
-        last = last_token(hidden, input_ids, attention_mask, self.config.pad_token_id)
-        logits = self.score(hidden[torch.arange(len(hidden), device=hidden.device), last])
+        tokens = mask_until_last_token(attention_mask, input_ids, self.config.pad_token_id)
+        logits = self.score(at_last_token(outputs.last_hidden_state, tokens))
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)

@@ -16,6 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from rsa_hf.models.generation import StateGenerationMixin
+from rsa_hf.models.last_token import at_last_token, mask_until_last_token
 from rsa_hf.models.recurrent.configuration import RecurrentConfig
 from rsa_hf.models.recurrent.layer import RecurrentLayer
 
@@ -247,20 +248,16 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
             use_cache: as of `RecurrentModel.forward`.
             output_hidden_states: likewise.
         """
-        if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
-            behind = (input_ids != self.config.pad_token_id).flip(1).cummax(1).values.flip(1)
-            attention_mask = behind.long()
+        attention_mask = mask_until_last_token(attention_mask, input_ids, self.config.pad_token_id)
         outputs = self.model(
             input_ids, attention_mask, state, inputs_embeds, use_cache, output_hidden_states=output_hidden_states
         )
-        hidden = outputs.last_hidden_state
-        B, T, _ = hidden.shape
-        rows, positions = torch.arange(B, device=hidden.device), torch.arange(T, device=hidden.device)
-        real = torch.ones(B, T, device=hidden.device) if attention_mask is None else attention_mask[:, -T:]
-        n = self.config.hidden_size
-        features = [hidden[rows, torch.where(real > 0, positions, -1).argmax(1), :n]]
+        forwards, backwards = outputs.last_hidden_state.tensor_split([self.config.hidden_size], dim=2)
+        features = [at_last_token(forwards, attention_mask)]
         if self.config.bidirectional:
-            features.append(hidden[rows, torch.where(real > 0, positions, T).argmin(1), n:])
+            # The way back ends at the first token.
+            tokens = None if attention_mask is None else attention_mask[:, -backwards.shape[1] :].flip(1)
+            features.append(at_last_token(backwards.flip(1), tokens))
         logits = self.score(torch.cat(features, dim=-1))
         loss = None
         if labels is not None:

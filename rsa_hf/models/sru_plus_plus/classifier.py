@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.utils.generic import can_return_tuple
 
+from rsa_hf.models.last_token import at_last_token, mask_until_last_token
 from rsa_hf.models.sru_plus_plus.configuration import SRUPlusPlusConfig
 from rsa_hf.models.sru_plus_plus.modeling import SRUPlusPlusHeadOutput, SRUPlusPlusModel, SRUPlusPlusPreTrainedModel
 
@@ -47,15 +47,9 @@ class SRUPlusPlusForSequenceClassification(SRUPlusPlusPreTrainedModel):
             use_cache: as of `SRUPlusPlusModel.forward`.
             **keywords: `output_hidden_states`, `output_attentions`.
         """
-        if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
-            # The last token that is no padding, and all before it.
-            attention_mask = (input_ids != self.config.pad_token_id).flip(1).cummax(1).values.flip(1).long()
+        attention_mask = mask_until_last_token(attention_mask, input_ids, self.config.pad_token_id)
         outputs = self.model(input_ids, attention_mask, state, inputs_embeds, use_cache, **keywords)
-        hidden = outputs.last_hidden_state
-        B, T, _ = hidden.shape
-        positions = torch.arange(T, device=hidden.device)
-        real = positions.new_ones(B, T) if attention_mask is None else attention_mask[:, -T:] > 0
-        logits = self.score(hidden[torch.arange(B, device=hidden.device), (real * positions).argmax(dim=1)])
+        logits = self.score(at_last_token(outputs.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)

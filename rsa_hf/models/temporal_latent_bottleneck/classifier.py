@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.utils.generic import can_return_tuple
 
+from rsa_hf.models.last_token import at_last_token, mask_until_last_token
 from rsa_hf.models.temporal_latent_bottleneck.configuration import TemporalLatentBottleneckConfig
 from rsa_hf.models.temporal_latent_bottleneck.modeling import (
     State,
@@ -56,19 +56,11 @@ class TemporalLatentBottleneckForSequenceClassification(TemporalLatentBottleneck
             use_cache: as of `TemporalLatentBottleneckModel.forward`.
             output_hidden_states: likewise.
         """
-        if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
-            is_token = (input_ids != self.config.pad_token_id).long()
-            attention_mask = is_token.flip(1).cummax(1).values.flip(1)
+        attention_mask = mask_until_last_token(attention_mask, input_ids, self.config.pad_token_id)
         outputs = self.model(
             input_ids, attention_mask, state, inputs_embeds, use_cache, output_hidden_states=output_hidden_states
         )
-        hidden = outputs.last_hidden_state
-        B, T, _n = hidden.shape
-        rows, positions = torch.arange(B, device=hidden.device), torch.arange(T, device=hidden.device)
-        last = torch.full((B,), T - 1, device=hidden.device)
-        if attention_mask is not None:
-            last = (attention_mask[:, -T:].bool() * positions).argmax(dim=1)
-        logits = self.score(hidden[rows, last])
+        logits = self.score(at_last_token(outputs.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.utils.generic import can_return_tuple
 
+from rsa_hf.models.last_token import at_last_token, mask_until_last_token
 from rsa_hf.models.transformer_xl.configuration import TransformerXLConfig
 from rsa_hf.models.transformer_xl.modeling import (
     TransformerXLHeadOutput,
@@ -16,7 +16,7 @@ from rsa_hf.models.transformer_xl.modeling import (
     TransformerXLPreTrainedModel,
 )
 
-__all__ = ["TransformerXLForSequenceClassification", "last_token"]
+__all__ = ["TransformerXLForSequenceClassification"]
 
 
 class TransformerXLForSequenceClassification(TransformerXLPreTrainedModel):
@@ -52,9 +52,8 @@ class TransformerXLForSequenceClassification(TransformerXLPreTrainedModel):
             **keywords: `output_hidden_states`, `output_attentions`.
         """
         outputs = self.transformer(input_ids, attention_mask, mems, inputs_embeds, use_cache, **keywords)
-        hidden = outputs.last_hidden_state
-        last = last_token(hidden, input_ids, attention_mask, self.config.pad_token_id)
-        logits = self.score(hidden[torch.arange(len(hidden)), last])
+        tokens = mask_until_last_token(attention_mask, input_ids, self.config.pad_token_id)
+        logits = self.score(at_last_token(outputs.last_hidden_state, tokens))
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
@@ -65,24 +64,3 @@ class TransformerXLForSequenceClassification(TransformerXLPreTrainedModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-
-def last_token(
-    hidden: Tensor, input_ids: Tensor | None, attention_mask: Tensor | None, pad_token_id: int | None
-) -> Tensor:
-    """The place in the segment of each row's last token that is not padding: [B].
-
-    Args:
-        hidden: the segment, shape [B, T, …].
-        input_ids: shape [B, T]; they tell where there is no mask, but a `pad_token_id`.
-        attention_mask: shape [B, L], 0 for padding; its last T columns are the segment.
-        pad_token_id: of padding.
-    """
-    T = hidden.shape[1]
-    if attention_mask is not None:
-        real = attention_mask[:, -T:].bool()
-    elif input_ids is not None and pad_token_id is not None:
-        real = input_ids != pad_token_id
-    else:
-        real = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
-    return (real * torch.arange(T, device=hidden.device)).argmax(dim=1)
