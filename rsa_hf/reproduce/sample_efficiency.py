@@ -28,11 +28,11 @@ GROUP = ("corpus", "train_bytes", "model", "family", "steps")
 
 def _cells(size: Size, seeds: int) -> list[Cell]:
     rates: tuple[float, ...]
-    evaluations, eval_bytes = (6, 4_000) if size == "toy" else (20, 20_000)
+    evaluations, eval_bytes = (6, 4_000) if size == "toy" else (10, 10_000) if size == "quick" else (20, 20_000)
     if size == "toy":
         grid, rates = [("python", 100_000, "0.03M", 60)], (3e-3, 1e-2)
     elif size == "quick":
-        grid, rates = [("enwik8", 1_000_000, "0.1M", 240)], (3e-3, 1e-2)
+        grid, rates = [("enwik8", 1_000_000, "0.1M", 300)], (2e-3, 6e-3)
     else:
         corpora, rates = ("enwik8", "wikitext-2", "python"), (5e-4, 1e-3, 3e-3, 1e-2)
         grid = [(corpus, n, "1M", 400) for corpus in corpora for n in (100_000, 1_000_000, 10_000_000)]
@@ -71,6 +71,7 @@ def _run_cell(cell: Cell) -> Values:
     return {
         "final": curve.bits_per_byte[-1],
         "parameters": float(sum(parameter.numel() for parameter in model.parameters())),
+        "seconds": curve.seconds,
         "tokens": curve.tokens,
         "bits per byte": curve.bits_per_byte,
     }
@@ -83,10 +84,10 @@ def _curve(result: Result) -> Curve:
     return Curve(tokens, scores)
 
 
-def _final(result: Result) -> float:
-    final = result.values["final"]
-    assert not isinstance(final, list)
-    return final
+def _number(result: Result, name: str) -> float:
+    value = result.values[name]
+    assert not isinstance(value, list)
+    return value
 
 
 def _groups(
@@ -102,7 +103,7 @@ def _groups(
             for result in mine:
                 if result.cell["arm"] == arm:
                     by_rate.setdefault(float(result.cell["learning_rate"]), []).append(result)
-            runs = min(by_rate.values(), key=lambda runs: statistics.fmean(map(_final, runs)))
+            runs = min(by_rate.values(), key=lambda runs: statistics.fmean(_number(run, "final") for run in runs))
             best[arm] = sorted(runs, key=lambda result: int(result.cell["seed"]))
         yield dict(zip(GROUP, key, strict=True)), best
 
@@ -113,14 +114,16 @@ def _summarise(results: Sequence[Result]) -> list[Row]:
         plain = best["plain"]
         for arm, runs in best.items():
             measures = {
-                "bits per byte": [_final(run) for run in runs],
+                "bits per byte": [_number(run, "final") for run in runs],
                 "learning rate": [float(run.cell["learning_rate"]) for run in runs],
-                "time / plain": [run.seconds / other.seconds for run, other in zip(runs, plain, strict=True)],
-                "parameters": [float(run.values["parameters"]) for run in runs],  # type: ignore[arg-type]
+                "time / plain": [
+                    _number(run, "seconds") / _number(other, "seconds") for run, other in zip(runs, plain, strict=True)
+                ],
+                "parameters": [_number(run, "parameters") for run in runs],
             }
             if arm != "plain":
                 measures["tokens / plain"] = [
-                    _curve(run).tokens_until(_final(other)) / _curve(other).tokens[-1]
+                    _curve(run).tokens_until(_number(other, "final")) / _curve(other).tokens[-1]
                     for run, other in zip(runs, plain, strict=True)
                 ]
             for measure, values in measures.items():
@@ -180,4 +183,5 @@ EXPERIMENT = Experiment(
     conclude=_conclude,
     draw=_draw,
     summarise=_summarise,
+    revision=2,
 )

@@ -78,7 +78,13 @@ def test_tokens_until():
 
 def result(arm, scores, seed=0, rate=1e-3, family="llama"):
     cell = {"corpus": "python", "train_bytes": 10, "model": "0.03M", "family": family, "steps": 3, "arm": arm}
-    values = {"final": scores[-1], "parameters": 1.0, "tokens": [1.0, 2.0, 3.0], "bits per byte": list(scores)}
+    values = {
+        "final": scores[-1],
+        "parameters": 1.0,
+        "seconds": 1.0,
+        "tokens": [1.0, 2.0, 3.0],
+        "bits per byte": list(scores),
+    }
     return Result({**cell, "learning_rate": rate, "seed": seed}, values, 1.0, "here")
 
 
