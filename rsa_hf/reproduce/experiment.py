@@ -66,8 +66,8 @@ class Experiment:
         published: the published figures and where they stand, or that there are none.
         seeds: how many seeds each size has unless told otherwise.
         cells: (size, seeds) → all cells, in the order in which they run. Cells of one key are one cell.
-        run_cell: runs one cell. It seeds itself from the cell alone: the same cell gives the same values,
-            times aside, whatever ran before it. It may raise FileNotFoundError or ImportError where data or a package is missing.
+        run_cell: runs one cell. It seeds itself from the cell alone: the same cell gives the same values, times aside,
+            whatever ran before it. It may raise FileNotFoundError or ImportError where data or a package is missing.
         conclude: rows → conclusion. It must be able to say "not confirmed".
         draw: (results, path): writes the figure.
         summarise: results → rows.
