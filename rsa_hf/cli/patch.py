@@ -34,6 +34,7 @@ def patch(
     from rsa_hf.config import RSAConfig
     from rsa_hf.patching import is_patched, patch_model
     from rsa_hf.report import rsa_report
+    from rsa_hf.training.storage import storage_errors
 
     with user_input(ValueError, TypeError, OSError):
         config = RSAConfig() if plan is None else RSAConfig.from_dict(_read(plan))
@@ -42,9 +43,9 @@ def patch(
         raise UserError(f"{base} has RSA heads already.")
     with user_input(ValueError):
         patch_model(model, config)
-    with user_input(OSError):
+    with user_input(OSError), storage_errors(out):
         model.save_pretrained(out)
-    tokenizer = _save_tokenizer(base, out)
+        tokenizer = _save_tokenizer(base, out)
     report = rsa_report(model)
     print(f"{len(report.layers)} layers patched, {report.num_parameters} RSA parameters; written: {out}")
     if not tokenizer:
@@ -76,7 +77,8 @@ def _save_tokenizer(base: str, out: Path) -> bool:
     from rsa_hf.training.run import locate
 
     try:
-        AutoTokenizer.from_pretrained(locate(base)).save_pretrained(out)
+        tokenizer = AutoTokenizer.from_pretrained(locate(base))
     except (OSError, ValueError, KeyError):  # what transformers raises for a folder without one, by its kind
         return False
+    tokenizer.save_pretrained(out)
     return True

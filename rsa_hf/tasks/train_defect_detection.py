@@ -26,6 +26,7 @@ from rsa_hf.training.run import (
     report_results,
     require_tokens_known,
 )
+from rsa_hf.training.storage import sole_writer, write_text
 
 __all__ = ["evaluate", "main"]
 
@@ -63,8 +64,8 @@ def main(arguments: Sequence[str]) -> None:
     if accelerator.is_main_process:
         report = audit(splits, tokenizer, config.data.max_length)
         print(format_audit(report))
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "audit.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        with sole_writer(output):
+            write_text(output / "audit.json", json.dumps(report, indent=2) + "\n")
     score = _scorer(splits, tokenizer, config.data, training.eval_batch_size)
     inputs = _inputs(task.tokenize(splits["train"], tokenizer, config.data))
     labels = [example.target for example in splits["train"]]

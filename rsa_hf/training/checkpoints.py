@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,11 @@ from typing import Any
 from accelerate import Accelerator
 
 from rsa_hf.training.carried import CarriedState
+from rsa_hf.training.storage import discard, emptied, put_in_place, recover, storage_errors
 
-__all__ = ["CheckpointFolder", "Progress", "written_whole"]
+__all__ = ["CheckpointFolder", "Progress"]
+
+logger = logging.getLogger(__name__)
 
 KEPT = 2  # the newest, and one more in case that one proves unreadable
 _PROGRESS_FILE = "progress.json"
@@ -54,19 +57,6 @@ class Progress:
     best_metrics: dict[str, float] = field(default_factory=dict)
 
 
-@contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
-    """A temporary folder to write into, which takes the place of `folder` when the block ends without an error.
-
-    Only one process may enter.
-    """
-    temporary = _emptied(folder.with_name(f".{folder.name}.tmp"))
-    yield temporary
-    if folder.exists():
-        shutil.rmtree(folder)
-    temporary.rename(folder)
-
-
 class CheckpointFolder:
     """The checkpoints of one run, `step-N` below a folder.
 
@@ -83,36 +73,67 @@ class CheckpointFolder:
         # Through JSON, so that what is compared later has the types that it is read back with.
         self.settings: dict[str, Any] = json.loads(json.dumps(flat))
 
+    def recover(self) -> None:
+        """Clear up what a killed run has left."""
+        if self.accelerator.is_main_process:
+            with storage_errors(self.path):
+                for left in self.path.glob(".step-*"):
+                    recover(self.path / left.stem.removeprefix("."))
+        self.accelerator.wait_for_everyone()
+
     def save(self, progress: Progress, carried: CarriedState | None = None) -> None:
         """Write `step-N`, and delete all but the newest checkpoints.
 
         Args:
             progress: how far the run has come.
             carried: what the model carries to the next step, of this process.
+
+        Raises:
+            StorageError: it cannot be written; the checkpoints before are whole.
         """
         folder = self.path / f"step-{progress.step}"
         temporary = self.path / f".{folder.name}.tmp"
+        try:
+            with storage_errors(self.path):
+                self._write(folder, progress, carried)
+        except Exception:
+            shutil.rmtree(temporary, ignore_errors=True)  # it may fill the disk
+            raise
+        self.accelerator.wait_for_everyone()
+
+    def _write(self, folder: Path, progress: Progress, carried: CarriedState | None) -> None:
+        temporary = self.path / f".{folder.name}.tmp"
         if self.accelerator.is_main_process:
-            _emptied(temporary)  # of what a killed run may have left
+            emptied(folder)
         self.accelerator.wait_for_everyone()
         self.accelerator.save_state(str(temporary))
         if carried is not None:
             carried.save(temporary, self.accelerator.process_index)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            content = {"progress": asdict(progress), "settings": self.settings}
+            content = {"progress": asdict(progress), "settings": self.settings, "files": _sizes(temporary)}
             (temporary / _PROGRESS_FILE).write_text(json.dumps(content, indent=1), encoding="utf-8")
-            if folder.exists():
-                shutil.rmtree(folder)
-            temporary.rename(folder)
-            for old in self._whole()[:-KEPT]:
-                shutil.rmtree(old)
-        self.accelerator.wait_for_everyone()
+            put_in_place(folder)
+            for old in [folder for folder in self._saved() if _fault(folder) is None][:-KEPT]:
+                discard(old)
 
     def newest(self) -> Path | None:
-        """The newest checkpoint; None where there is none."""
-        whole = self._whole()
-        return whole[-1] if whole else None
+        """The newest whole checkpoint; None where none was saved.
+
+        Raises:
+            ValueError: there are checkpoints, but all of them are damaged.
+        """
+        faults: list[str] = []
+        for folder in reversed(self._saved()):
+            fault = _fault(folder)
+            if fault is None:
+                for damaged in faults:
+                    logger.warning("%s; %s is taken, the newest that is whole.", damaged, folder)
+                return folder
+            faults.append(f"the checkpoint {folder} is damaged: {fault}")
+        if faults:
+            raise ValueError(f"{'; '.join(faults)}. To start over, set training.resume to 'never'.")
+        return None
 
     def load(self, folder: Path, carried: CarriedState | None = None) -> Progress:
         """Set everything as it was when a checkpoint was saved, random generators included.
@@ -127,11 +148,14 @@ class CheckpointFolder:
         try:
             content = json.loads((folder / _PROGRESS_FILE).read_text(encoding="utf-8"))
             progress, settings = Progress(**content["progress"]), content["settings"]
+            fault = _fault(folder)
         except (OSError, ValueError, KeyError, TypeError) as error:
+            fault = str(error)
+        if fault is not None:
             raise ValueError(
-                f"{folder} is no whole checkpoint ({error}). Give a step-N folder of this run as training.resume, "
+                f"{folder} is no whole checkpoint ({fault}). Give a step-N folder of this run as training.resume, "
                 "or 'auto' for the newest, or 'never' to start over."
-            ) from error
+            )
         changed = [
             f"{name} was {_show(settings, name)}, now {_show(self.settings, name)}"
             for name in sorted(settings.keys() | self.settings.keys())
@@ -148,28 +172,43 @@ class CheckpointFolder:
         self.accelerator.load_state(str(folder))
         return progress
 
-    def clear(self) -> None:
-        """Delete every checkpoint, and nothing else that may lie beside them."""
+    def clear(self, after: int = -1) -> None:
+        """Delete every checkpoint after a step, and nothing else that may lie beside them."""
         if self.accelerator.is_main_process:
-            for folder in self._whole():
-                shutil.rmtree(folder)
+            with storage_errors(self.path):
+                for folder in reversed(self._saved()):
+                    if _step(folder) > after:
+                        discard(folder)
         self.accelerator.wait_for_everyone()
 
-    def _whole(self) -> list[Path]:
+    def _saved(self) -> list[Path]:
         """The checkpoints, oldest first. A folder gets its name only after everything in it is written."""
-        found = []
-        for folder in self.path.glob("step-*"):
-            match = re.fullmatch(r"step-(\d+)", folder.name)
-            if match and (folder / _PROGRESS_FILE).is_file():
-                found.append((int(match[1]), folder))
-        return [folder for _, folder in sorted(found)]
+        folders = [folder for folder in self.path.glob("step-*") if re.fullmatch(r"step-\d+", folder.name)]
+        return sorted((folder for folder in folders if (folder / _PROGRESS_FILE).is_file()), key=_step)
 
 
-def _emptied(folder: Path) -> Path:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    return folder
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != _PROGRESS_FILE)
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+
+
+def _fault(folder: Path) -> str | None:
+    """What a checkpoint lacks of what was written, as after a copy that broke off; None where it is whole."""
+    try:
+        written = json.loads((folder / _PROGRESS_FILE).read_text(encoding="utf-8"))["files"]
+        found = _sizes(folder)
+        for name, size in written.items():
+            if name not in found:
+                return f"{name} is missing"
+            if found[name] != size:
+                return f"{name} has {found[name]} bytes, of {size}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{_PROGRESS_FILE} cannot be read ({error!r})"
+    return None
 
 
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rsa_hf.report import rsa_report
 from rsa_hf.training.carried import Tracks
-from rsa_hf.training.checkpoints import CheckpointFolder, Progress, written_whole
+from rsa_hf.training.checkpoints import CheckpointFolder, Progress
 from rsa_hf.training.metrics_log import MetricsLog
 from rsa_hf.training.settings import TrainingSettings
 from rsa_hf.training.steps import (
@@ -26,6 +27,7 @@ from rsa_hf.training.steps import (
     TrainingDivergedError,
     checkpointed_activations,
 )
+from rsa_hf.training.storage import StorageError, recover, sole_writer, storage_errors, written_whole
 
 __all__ = ["TrainResult", "TrainingDivergedError", "train"]
 
@@ -93,6 +95,8 @@ def train(
         The metrics, and where the models lie.
 
     Raises:
+        StorageError: a full disk, a folder that cannot be written into, or another process that writes into it. What
+            was saved before is whole, and the run can be continued from it.
         TrainingDivergedError: the loss became NaN or infinite.
         ValueError: no examples, a stream without `max_steps`, tracks for a model that carries nothing or in another
             number than a step has rows, no class weights where they are asked for, a batch without labels, metrics
@@ -110,13 +114,15 @@ def train(
         "num_processes": accelerator.num_processes,
         "num_train_examples": num_examples,
     }
-    checkpoints = CheckpointFolder(Path(training.output_dir) / "checkpoints", settings, accelerator)
+    output = Path(training.output_dir)
+    checkpoints = CheckpointFolder(output / "checkpoints", settings, accelerator)
     added = {"forward", "_original_forward"} - vars(model).keys()
     try:
         with checkpointed_activations(model, training.gradient_checkpointing):
             stepper = Stepper(accelerator, model, train_dataset, collate_fn, training, class_weights)
-            run = _Run(model, stepper, checkpoints, training, evaluate, best_metric, greater_is_better, tokenizer)
-            return run.complete()
+            with sole_writer(output) if accelerator.is_main_process else nullcontext():
+                run = _Run(model, stepper, checkpoints, training, evaluate, best_metric, greater_is_better, tokenizer)
+                return run.complete()
     finally:
         # Under mixed precision Accelerate wraps the model's forward. Its own unwrap_model would take off the
         # decorators of transformers as well.
@@ -144,6 +150,14 @@ class _Run:
 
     def complete(self) -> TrainResult:
         """Take all steps that are left."""
+        try:
+            return self._complete()
+        except StorageError as error:
+            newest = self.checkpoints.newest()
+            kept = "No checkpoint was saved yet." if newest is None else f"{newest} is whole: a run goes on from it."
+            raise StorageError(f"{error} {kept}") from error
+
+    def _complete(self) -> TrainResult:
         training, total = self.training, self.stepper.total_steps
         steps_per_epoch = self.stepper.steps_per_epoch
 
@@ -177,6 +191,7 @@ class _Run:
                     epoch = None if steps_per_epoch is None else progress.step / steps_per_epoch
                     self._log(progress, epoch, learning_rate, evaluates)
                 if is_due(training.save_every_steps) if training.save_every_steps else evaluates:
+                    self.log.flush()
                     self.checkpoints.save(progress, self.stepper.carried)
         self._save_model(self.output / "final")
         assert progress.best_step is not None  # the last step, if no other, was evaluated
@@ -191,12 +206,20 @@ class _Run:
         )
 
     def _restore(self) -> Progress:
+        if self.accelerator.is_main_process:
+            with storage_errors(self.output):
+                recover(self.output / "best")
+                recover(self.output / "final")
+        self.checkpoints.recover()
         if self.training.resume == "never":
             self.checkpoints.clear()
             return Progress()
         auto = self.training.resume == "auto"
         folder = self.checkpoints.newest() if auto else Path(self.training.resume)
-        return Progress() if folder is None else self.checkpoints.load(folder, self.stepper.carried)
+        progress = Progress() if folder is None else self.checkpoints.load(folder, self.stepper.carried)
+        # Those of a course that is given up would be newer than what is saved from here on.
+        self.checkpoints.clear(after=progress.step)
+        return progress
 
     def _log(self, progress: Progress, epoch: float | None, learning_rate: float, evaluated: bool) -> None:
         record = {

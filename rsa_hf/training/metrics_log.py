@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rsa_hf.report import RSAReport
+from rsa_hf.training.storage import storage_errors, write_text
 
 __all__ = ["MetricsLog", "finite_or_null"]
 
@@ -27,7 +28,8 @@ class MetricsLog:
         self.path = path
         self.writes = writes
         if writes:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            with storage_errors(path.parent):
+                path.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, record: dict[str, Any], report: RSAReport) -> None:
         """Add a line: the record and, of a patched model, gates and rates by layer and head under `rsa`."""
@@ -42,8 +44,14 @@ class MetricsLog:
             for layer in report.layers
         }
         line = json.dumps(finite_or_null({**record, "rsa": layers} if layers else record), allow_nan=False)
-        with self.path.open("a", encoding="utf-8") as file:
+        with storage_errors(self.path.parent), self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+    def flush(self) -> None:
+        """Wait until all lines are on the disk, where a checkpoint that follows them will be."""
+        if self.writes and self.path.exists():
+            with storage_errors(self.path.parent), self.path.open("a", encoding="utf-8") as file:
+                os.fsync(file.fileno())
 
     def keep_until(self, step: int) -> None:
         """Drop the lines after a step, from which a run is continued, and a line that was never finished."""
@@ -57,9 +65,7 @@ class MetricsLog:
                 break  # the run was killed while it wrote this
             if record["step"] <= step:
                 kept.append(line + "\n")
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text("".join(kept), encoding="utf-8")
-        os.replace(beside, self.path)
+        write_text(self.path, "".join(kept))
 
 
 def finite_or_null(value: Any) -> Any:

@@ -24,6 +24,7 @@ from rsa_hf.training.loop import TrainResult
 from rsa_hf.training.metrics_log import finite_or_null
 from rsa_hf.training.settings import ModelSettings, RunConfig
 from rsa_hf.training.steps import Batch, TrainingDivergedError
+from rsa_hf.training.storage import sole_writer, storage_errors, write_text
 
 __all__ = [
     "card_facts",
@@ -231,6 +232,9 @@ def report_results(
         scores: the figures of the best model, by split; NaN and infinity become null in the file.
         rows: the table, its head first.
         model: the best model.
+
+    Raises:
+        StorageError: they cannot be written; the table was printed.
     """
     output = Path(config.training.output_dir)
     results = {
@@ -241,15 +245,16 @@ def report_results(
         **scores,
         "config": config.to_dict(),
     }
-    (output / "results.json").write_text(json.dumps(finite_or_null(results), indent=2) + "\n", encoding="utf-8")
     print("\n" + format_table(rows))
-    written = [output / "results.json"]
-    if is_patched(model):
-        try:
-            plot_rem(model, output / "rsa.png")
-            written.append(output / "rsa.png")
-        except ImportError as error:
-            print(f"no picture of the RSA heads: {error}")
-        card = write_card(model, result.best_dir, card_facts(output / "results.json"), plot=True)
-        written += [] if card is None else [card]
+    with sole_writer(output), storage_errors(output):
+        write_text(output / "results.json", json.dumps(finite_or_null(results), indent=2) + "\n")
+        written = [output / "results.json"]
+        if is_patched(model):
+            try:
+                plot_rem(model, output / "rsa.png")
+                written.append(output / "rsa.png")
+            except ImportError as error:
+                print(f"no picture of the RSA heads: {error}")
+            card = write_card(model, result.best_dir, card_facts(output / "results.json"), plot=True)
+            written += [] if card is None else [card]
     print(f"\nwritten: {', '.join(map(str, written))}")

@@ -70,7 +70,7 @@ class TrainingSettings:
             the end.
         save_every_steps: a checkpoint so often; None: after each evaluation. And one at the end.
         resume: "auto" goes on from the newest checkpoint in `output_dir`, where there is one; "never" starts
-            over and deletes the checkpoints there; else the path of a checkpoint.
+            over and deletes the checkpoints there; else the path of a checkpoint, and those after it are deleted.
 
     Raises:
         ValueError: a value is outside its range.
