@@ -23,14 +23,14 @@ def newest_whole_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     """The newest checkpoint of a Trainer that was written to its end.
 
     The Trainer writes `checkpoint-N` in its place, file by file. After a process that was killed meanwhile, or a full
-    disk, `trainer.train(resume_from_checkpoint=True)` takes what there is of the newest one: an error at best, else
-    a run that goes on without its optimiser, schedule or step. This takes the newest whole one:
+    disk, `trainer.train(resume_from_checkpoint=True)` takes the torn one and fails. This takes the newest whole one:
 
         trainer.train(resume_from_checkpoint=newest_whole_checkpoint(args.output_dir))
 
     A checkpoint is whole if its `trainer_state.json`, which is written last, is, and so is every file of tensors in
     it. That holds as long as the Trainer does not write over older checkpoints: give a run that is started anew a
-    folder of its own. Of several processes the main one's files are looked at.
+    folder of its own, and call `train` in `rsa_hf.training.storage.sole_writer(Path(args.output_dir))` where another
+    process could meet it there. Of several processes that train together the main one's files are looked at.
 
     Args:
         output_dir: that of the `TrainingArguments`.

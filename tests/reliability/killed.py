@@ -93,7 +93,7 @@ def _child(target, arguments, log, moment, told, package):
     with open(log, "a", encoding="utf-8") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
-    assert rsa_hf.__file__ == package  # the server looks for modules on its own
+    assert os.path.samefile(rsa_hf.__file__, package)  # the server looks for modules on its own
     torch.set_num_threads(1)
     torch.manual_seed(os.getpid())  # what a process begins with must not matter
     if moment is not None:
@@ -147,7 +147,8 @@ class Run:
     Attributes:
         target: what trains, in a module that a new process can import.
         arguments: its arguments, of the folder that it writes into.
-        checkpoint: what the path of a file event has while a checkpoint is written or deleted.
+        folder: what the path of a file event has in the folder of the run.
+        checkpoint: what it has while a checkpoint is written or deleted.
         torn: whether a checkpoint in the folder is torn.
         check: raises where the folder has no checkpoint to go on from, though one was saved before.
         result: all of a finished run that has to be equal, by name.
@@ -155,6 +156,7 @@ class Run:
 
     target: Callable[..., None]
     arguments: Callable[[Path], tuple[Any, ...]]
+    folder: str
     checkpoint: str
     torn: Callable[[Path], bool]
     check: Callable[[Path], None]
@@ -171,6 +173,7 @@ def kill_and_go_on(run: Run, folder: Path, kills: int, seed: int) -> Counter[str
     log = folder / "log.txt"
     whole = folder / "whole"
     folder.mkdir(exist_ok=True)
+    run_in_process(time.sleep, (0,), log)  # the server starts; what is measured next is a run alone
     start = time.monotonic()
     assert run_in_process(run.target, run.arguments(whole), log) == 0, log.read_text()
     duration = time.monotonic() - start
@@ -200,9 +203,9 @@ def _moments(run: Run, random: Random, kills: int, duration: float) -> Iterator[
     for i in range(20 * kills):
         if i % 2:
             delay = random.choice([None, random.uniform(0, 0.01)])
-            yield Moment(run.checkpoint, random.randint(1, 60), delay)
+            yield Moment(run.checkpoint, random.randint(1, 30), delay)
         else:
-            yield Moment(".", random.randint(1, 5), random.uniform(0, duration))
+            yield Moment(run.folder, 1, random.uniform(0, duration / 2))
     raise AssertionError(f"{kills} kills were not reached")
 
 

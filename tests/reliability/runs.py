@@ -28,6 +28,8 @@ from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
 from rsa_hf.training.settings import TrainingSettings
 from rsa_hf.training.trainer_checkpoints import newest_whole_checkpoint
 
+OUTPUT = "/(whole|parts[^/]*)/"  # as `kill_and_go_on` calls the folders of runs
+
 # --- the loop of the scripts, and the scripts ----------------------------------------------------------------------
 
 
@@ -101,7 +103,7 @@ def _options(values: dict) -> list[str]:
 
 
 def loop() -> Run:
-    return Run(train_loop, lambda folder: (folder,), "checkpoints/", is_torn, check_checkpoints, result)
+    return Run(train_loop, lambda folder: (folder,), OUTPUT, "checkpoints/", is_torn, check_checkpoints, result)
 
 
 def language_model(folder: Path) -> Run:
@@ -111,14 +113,14 @@ def language_model(folder: Path) -> Run:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 32}
     values = {f"config_overrides.{name}": value for name, value in sizes.items()}
     values |= {"config_overrides.attention_dropout": 0.1}  # which reads the random generator
-    values |= {"source": "files", "files.train": text, "block_size": 32, "batch_size": 4, "max_steps": 60}
-    values |= {"eval_every_steps": 20, "save_every_steps": 3, "log_every_steps": 1}
+    values |= {"source": "files", "files.train": text, "block_size": 32, "batch_size": 4, "max_steps": 48}
+    values |= {"eval_every_steps": 16, "save_every_steps": 3, "log_every_steps": 1}
     config = str(ROOT / "configs" / "lm_bytes_embedded.yaml")
 
     def arguments(output):
         return "train_language_model.py", [config, *_options(values), f"--output_dir={output}"]
 
-    return Run(run_script, arguments, "checkpoints/", is_torn, check_checkpoints, result)
+    return Run(run_script, arguments, OUTPUT, "checkpoints/", is_torn, check_checkpoints, result)
 
 
 def defect_detection(folder: Path) -> Run:
@@ -140,19 +142,19 @@ def defect_detection(folder: Path) -> Run:
         path = values[f"{split}_file"] = folder / f"{split}.jsonl"
         chosen = functions[:20] if split == "train" else functions[10 * i + 10 : 10 * i + 20]
         path.write_text("\n".join(json.dumps({"func": f, "target": int(j % 4 == 0)}) for j, f in enumerate(chosen)))
-    values |= {"max_steps": 45, "batch_size": 8, "eval_batch_size": 4, "learning_rate": 1e-3}
-    values |= {"eval_every_steps": 15, "save_every_steps": 3, "log_every_steps": 1}
+    values |= {"max_steps": 36, "batch_size": 8, "eval_batch_size": 4, "learning_rate": 1e-3}
+    values |= {"eval_every_steps": 12, "save_every_steps": 3, "log_every_steps": 1}
     config = str(ROOT / "configs" / "defect_minilm_embedded.yaml")
 
     def arguments(output):
         return "train_defect_detection.py", [config, *_options(values), f"--output_dir={output}"]
 
-    return Run(run_script, arguments, "checkpoints/", is_torn, check_checkpoints, result)
+    return Run(run_script, arguments, OUTPUT, "checkpoints/", is_torn, check_checkpoints, result)
 
 
 # --- the Trainer ---------------------------------------------------------------------------------------------------
 
-STEPS, SAVED_EVERY = 36, 3
+STEPS, SAVED_EVERY = 24, 3
 
 
 def train_with_trainer(folder: Path, **values) -> None:
@@ -215,6 +217,7 @@ def trainer() -> Run:
     return Run(
         train_with_trainer,
         lambda folder: (folder,),
+        OUTPUT,
         r"checkpoint-\d+",
         trainer_is_torn,
         check_trainer_checkpoints,

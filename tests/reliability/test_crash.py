@@ -34,7 +34,7 @@ def test_killed_at_random_moments(kind, tmp_path):
 @pytest.mark.timeout(900)
 def test_the_loop_is_killed_before_its_file_events(tmp_path):
     """Exactly before a file below checkpoints/ is opened, renamed or removed, one event after the other."""
-    run, log, every = runs.loop(), tmp_path / "log.txt", 1 if is_full() else 11
+    run, log, every = runs.loop(), tmp_path / "log.txt", 3 if is_full() else 11
     assert run_in_process(run.target, run.arguments(tmp_path / "whole"), log) == 0, log.read_text()
     expected = run.result(tmp_path / "whole")
     came_out = {"killed": 0, "of these while a checkpoint was written": 0, "gone on bitwise": 0}
@@ -154,6 +154,14 @@ def test_a_torn_checkpoint_of_the_trainer_is_passed_over(file, trained, tmp_path
     assert newest_whole_checkpoint(folder) == str(folder / "checkpoint-2")
     shutil.rmtree(folder / "checkpoint-2")
     assert newest_whole_checkpoint(folder) is None
+
+
+def test_the_trainer_itself_fails_on_a_torn_checkpoint(trained, tmp_path, monkeypatch):
+    folder = shutil.copytree(trained, tmp_path / "run")
+    (folder / "checkpoint-4" / "trainer_state.json").unlink()
+    monkeypatch.setattr(runs, "newest_whole_checkpoint", lambda folder: True)
+    with pytest.raises(FileNotFoundError, match="trainer_state.json"):
+        runs.train_with_trainer(folder, max_steps=4, save_steps=2, eval_strategy="no")
 
 
 def test_no_checkpoint_of_the_trainer(trained, tmp_path):

@@ -3,7 +3,6 @@
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -189,28 +188,43 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow  # a process
 def test_two_processes_and_one_folder(tmp_path, expected):
-    """The first is stopped in the middle of its run; the second is refused and changes nothing; the first goes on."""
-    folder = tmp_path / "run"
-    first = SERVER.Process(target=runs.train_loop, args=(folder,))
+    """The first waits in the middle of its run; the second is refused and changes nothing; the first goes on."""
+    folder, waits, go = (tmp_path / name for name in ("run", "waits", "go"))
+    first = SERVER.Process(target=_train_and_wait, args=(folder, waits, go))
     first.start()
-    deadline = time.monotonic() + 60
-    while not runs.checkpoints(folder):
-        assert first.is_alive() and time.monotonic() < deadline
-        time.sleep(0.002)
-    os.kill(first.pid, signal.SIGSTOP)
-    try:
-        before = snapshot(folder)
-        with pytest.raises(StorageError, match=r"another process is writing into .*/run \(it holds .*\)\. Wait until"):
-            runs.train_loop(folder)
-        with pytest.raises(StorageError, match="another process"):
-            runs.train_loop(folder, resume="never")
-        assert snapshot(folder) == before
-    finally:
-        os.kill(first.pid, signal.SIGCONT)
+    wait_for(waits, first)
+    before = snapshot(folder)
+    with pytest.raises(StorageError, match=r"another process is writing into .*/run \(it holds .*\)\. Wait until"):
+        runs.train_loop(folder)
+    with pytest.raises(StorageError, match="another process"):
+        runs.train_loop(folder, resume="never")
+    assert snapshot(folder) == before
+    go.touch()
     first.join(60)
     assert first.exitcode == 0
     assert_equal(runs.result(folder), expected, "the first")
     note(Part.STORAGE, "a second process in the folder of a run", {"refused and named, nothing mixed": 2})
+
+
+def wait_for(path: Path, process) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.is_alive() and time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def _train_and_wait(folder, waits, go):
+    original = CheckpointFolder._write
+
+    def write(self, *arguments):
+        if len(runs.checkpoints(folder)) == 2 and not waits.exists():
+            waits.touch()
+            while not go.exists():
+                time.sleep(0.002)
+        return original(self, *arguments)
+
+    CheckpointFolder._write = write
+    runs.train_loop(folder)
 
 
 def test_one_writer_at_a_time(tmp_path):
@@ -225,8 +239,7 @@ def test_a_killed_process_holds_nothing(tmp_path):
     """What it held the folder with goes with it."""
     child = SERVER.Process(target=_hold, args=(tmp_path,))
     child.start()
-    while not (tmp_path / "held").exists():
-        time.sleep(0.002)
+    wait_for(tmp_path / "held", child)
     with pytest.raises(StorageError), sole_writer(tmp_path):
         pass
     child.kill()
