@@ -191,7 +191,7 @@ def kill_and_go_on(run: Run, folder: Path, kills: int, seed: int) -> Counter[str
                 break
             assert code == -signal.SIGKILL, log.read_text()
             came_out["killed"] += 1
-            came_out["of these while a checkpoint was written"] += run.torn(parts)
+            came_out["of these while a checkpoint was written or deleted"] += run.torn(parts)
             run.check(parts)
         assert_equal(run.result(parts), expected, parts.name)
         came_out["runs finished, bitwise as the uninterrupted one"] += 1

@@ -51,7 +51,7 @@ MUTATIONS = [
         "rsa_hf/training/checkpoints.py",
         '            (temporary / _PROGRESS_FILE).write_text(json.dumps(content, indent=1), encoding="utf-8")\n            put_in_place(folder)\n',
         '            put_in_place(folder)\n            (folder / _PROGRESS_FILE).write_text(json.dumps(content, indent=1), encoding="utf-8")\n',
-        "tests/reliability/test_crash.py::test_the_loop_is_killed_before_its_file_events",
+        "tests/reliability/test_crash.py::test_a_checkpoint_has_its_name_only_while_it_is_whole",
     ),
     Mutation(
         Part.CRASH,
@@ -59,7 +59,7 @@ MUTATIONS = [
         "rsa_hf/training/checkpoints.py",
         "                discard(old)",
         "                shutil.rmtree(old)",
-        "tests/reliability/test_crash.py::test_the_loop_is_killed_before_its_file_events",
+        "tests/reliability/test_crash.py::test_a_checkpoint_has_its_name_only_while_it_is_whole",
     ),
     Mutation(
         Part.CRASH,

@@ -1,8 +1,11 @@
 """A run that is killed with SIGKILL goes on as if it had not been: the Trainer, both scripts, and their loop."""
 
 import json
+import re
 import shutil
 import signal
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from transformers.trainer_utils import get_last_checkpoint
@@ -26,7 +29,7 @@ KINDS = {
 def test_killed_at_random_moments(kind, tmp_path):
     kills = 20 if is_full() else 4
     came_out = kill_and_go_on(KINDS[kind](tmp_path), tmp_path / "runs", kills, SEED)
-    assert came_out["of these while a checkpoint was written"] >= kills // 5
+    assert came_out["of these while a checkpoint was written or deleted"] >= kills // 5
     note(Part.CRASH, f"{kind}: SIGKILL, then the same command again", came_out, SEED)
 
 
@@ -37,7 +40,7 @@ def test_the_loop_is_killed_before_its_file_events(tmp_path):
     run, log, every = runs.loop(), tmp_path / "log.txt", 3 if is_full() else 11
     assert run_in_process(run.target, run.arguments(tmp_path / "whole"), log) == 0, log.read_text()
     expected = run.result(tmp_path / "whole")
-    came_out = {"killed": 0, "of these while a checkpoint was written": 0, "gone on bitwise": 0}
+    came_out = {"killed": 0, "of these while a checkpoint was written or deleted": 0, "gone on bitwise": 0}
     for event in range(1, 10_000, every):
         parts = tmp_path / f"parts-{event}"
         code = run_in_process(run.target, run.arguments(parts), log, Moment(run.checkpoint, event))
@@ -46,12 +49,34 @@ def test_the_loop_is_killed_before_its_file_events(tmp_path):
         assert code == -signal.SIGKILL, log.read_text()
         run.check(parts)
         came_out["killed"] += 1
-        came_out["of these while a checkpoint was written"] += run.torn(parts)
+        came_out["of these while a checkpoint was written or deleted"] += run.torn(parts)
         assert run_in_process(run.target, run.arguments(parts), log) == 0, log.read_text()
         assert_equal(run.result(parts), expected, parts.name)
         came_out["gone on bitwise"] += 1
-    assert came_out["of these while a checkpoint was written"] >= 3
+    assert came_out["of these while a checkpoint was written or deleted"] >= 3
     note(Part.CRASH, f"the loop of both scripts: SIGKILL before every {every}. file event", came_out)
+
+
+def test_a_checkpoint_has_its_name_only_while_it_is_whole(tmp_path, monkeypatch):
+    """It gets the name last, and loses it before anything in it is deleted."""
+    rename, remove, happened = Path.rename, shutil.rmtree, Counter()
+
+    def renamed(self, target):
+        if re.fullmatch(r"step-\d+", target.name):
+            runs.content(self)
+            happened["named"] += 1
+        return rename(self, target)
+
+    def rmtree(folder, **keywords):
+        assert Path(folder).name.startswith(".")
+        happened["deleted"] += 1
+        remove(folder, **keywords)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    runs.train_loop(tmp_path / "run")
+    assert happened["named"] == 4
+    assert happened["deleted"] >= 2
 
 
 # --- the newest whole one ------------------------------------------------------------------------------------------
