@@ -71,7 +71,7 @@ def run_in_process(
         The exit code; −9 of a process that was killed.
     """
     listener, told = SERVER.Pipe(duplex=False)
-    process = SERVER.Process(target=_child, args=(target, arguments, log, moment, told, rsa_hf.__file__))
+    process = SERVER.Process(target=_child, args=(target, arguments, log, moment, told, rsa_hf.__file__), daemon=True)
     process.start()
     told.close()
     try:

@@ -190,7 +190,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 def test_two_processes_and_one_folder(tmp_path, expected):
     """The first waits in the middle of its run; the second is refused and changes nothing; the first goes on."""
     folder, waits, go = (tmp_path / name for name in ("run", "waits", "go"))
-    first = SERVER.Process(target=_train_and_wait, args=(folder, waits, go))
+    first = SERVER.Process(target=_train_and_wait, args=(folder, waits, go), daemon=True)
     first.start()
     wait_for(waits, first)
     before = snapshot(folder)
@@ -237,7 +237,7 @@ def test_one_writer_at_a_time(tmp_path):
 @pytest.mark.slow  # a process
 def test_a_killed_process_holds_nothing(tmp_path):
     """What it held the folder with goes with it."""
-    child = SERVER.Process(target=_hold, args=(tmp_path,))
+    child = SERVER.Process(target=_hold, args=(tmp_path,), daemon=True)
     child.start()
     wait_for(tmp_path / "held", child)
     with pytest.raises(StorageError), sole_writer(tmp_path):
