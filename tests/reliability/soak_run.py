@@ -1,0 +1,134 @@
+"""A long run of streamed language-model training under watch: what `test_soak.py` starts in a process of its own.
+
+    python soak_run.py FOLDER SECONDS STEPS_BETWEEN_CHECKPOINTS BLOCK_SIZE
+
+A short run first, which leaves in place what every first run leaves (caches, a thread of tqdm) and tells how long a
+step takes; then the run itself, as many steps as take SECONDS of processor time, with an evaluation and a checkpoint
+every so many. It is interrupted in the middle as by Ctrl-C and, in the same process, called again, which goes on from
+its newest checkpoint. After every checkpoint a line goes to FOLDER/watched.jsonl, see `Watch.look`.
+"""
+
+import gc
+import json
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+from array import array
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from rsa_hf.tasks import train_language_model
+from rsa_hf.tasks.texts import LanguageModelingDataConfig, read_texts
+from rsa_hf.training.checkpoints import CheckpointFolder
+from rsa_hf.training.steps import Stepper
+
+CONFIG = Path(__file__).parents[2] / "configs" / "lm_bytes_embedded.yaml"
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 128}
+YARDSTICK_EVERY = 10  # steps
+
+
+class Yardstick:
+    """Work that nothing of ours is in: a step's time is told in it, so that the machine's own pace does not count."""
+
+    def __init__(self, block_size):
+        self.layer = torch.nn.TransformerEncoderLayer(64, 8, 128, dropout=0.0, batch_first=True)
+        self.states = torch.randn(8, block_size, 64)
+
+    def __call__(self):
+        for _ in range(3):
+            self.layer.zero_grad()
+            self.layer(self.states).square().mean().backward()
+
+
+class Watch:
+    """Takes the time of every step, interrupts one of them, and looks at the process after every checkpoint."""
+
+    def __init__(self, output, block_size):
+        self.output = output
+        self.times = {name: array("d") for name in ("step seconds", "step in yardsticks")}
+        self.yardstick = Yardstick(block_size)
+        self.interrupts_at = None
+        step, save = Stepper.step, CheckpointFolder.save
+
+        def timed_step(stepper, number):
+            if number == self.interrupts_at:
+                self.interrupts_at = None
+                signal.raise_signal(signal.SIGINT)
+            begin = time.process_time()
+            taken = step(stepper, number)
+            middle = time.process_time()
+            self.times["step seconds"].append(middle - begin)
+            if number % YARDSTICK_EVERY == 0:
+                self.yardstick()  # at once: a neighbour slows both
+                self.times["step in yardsticks"].append((middle - begin) / (time.process_time() - middle))
+            return taken
+
+        def watched_save(folder, progress, *rest):
+            save(folder, progress, *rest)
+            written = folder.path / f"step-{progress.step}"
+            self.look(progress.step, {path.name: path.stat().st_size for path in written.iterdir()})
+
+        Stepper.step, CheckpointFolder.save = timed_step, watched_save
+
+    def look(self, step=None, sizes=None):
+        """Write down what the process holds, and how long the steps since the last look took (processor time).
+
+        Args:
+            step: of the checkpoint that was written; None: there is none.
+            sizes: of its files, in bytes.
+        """
+        gc.collect()
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        found = {
+            "step": step,
+            "sizes": sizes,
+            "cpu": time.process_time(),
+            "rss": resident,
+            "blocks": sys.getallocatedblocks(),  # objects of Python's, however small
+            "tensors": sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()),
+            "files": sorted(os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()),
+            "threads": len(os.listdir("/proc/self/task")),
+            "python threads": sorted(thread.name for thread in threading.enumerate()),
+        }
+        for name, values in self.times.items():
+            if values:
+                found[name] = statistics.median(values)
+                del values[:]
+        with self.output.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+
+
+def main(folder, seconds, every, block_size):
+    # More than two passes over the text, so that its file is opened again.
+    texts = read_texts(LanguageModelingDataConfig(max_train_bytes=4 * every * 8 * block_size, max_eval_bytes=20_000))
+    for split in ("train", "validation"):
+        (folder / f"{split}.txt").write_bytes(texts[split])
+    settings = {f"config_overrides.{name}": size for name, size in SIZES.items()}
+    settings |= {f"files.{split}": folder / f"{split}.txt" for split in ("train", "validation")}
+    settings |= {"source": "files", "streaming": "true", "max_train_bytes": "null", "block_size": block_size}
+    settings |= {"batch_size": 8, "eval_every_steps": every, "log_every_steps": every // 10}
+    watch = Watch(folder / "watched.jsonl", block_size)
+
+    def train(name, max_steps):
+        last = {"output_dir": folder / name, "max_steps": max_steps}
+        train_language_model.main([str(CONFIG), *(f"--{key}={value}" for key, value in {**settings, **last}.items())])
+
+    train("warm", 2 * every)
+    begins, ends = (json.loads(line)["cpu"] for line in watch.output.read_text().splitlines())
+    max_steps = max(8, round(seconds / (ends - begins))) * every
+    watch.look()
+    watch.interrupts_at = max_steps // 2 + every // 2
+    with suppress(KeyboardInterrupt):
+        train("long", max_steps)
+    watch.look()
+    train("long", max_steps)
+    watch.look()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

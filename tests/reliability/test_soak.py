@@ -1,0 +1,104 @@
+"""A long run stays flat: memory, step time, open files, threads and temporary folders of streamed training.
+
+The run is that of `rsa-hf train lm`, see soak_run.py. A step's time is processor time, in units of a fixed piece of
+work that is measured right after it: what else runs on the machine slows both.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean, median
+
+import pytest
+
+from reliability.record import Part, note
+from reliability.trial import is_full
+
+ROOT = Path(__file__).parents[2]
+SHORT = {"seconds": 5, "steps between checkpoints": 10, "block size": 32}
+LONG = {"seconds": 30 * 60, "steps between checkpoints": 500, "block size": 128}  # of processor time
+
+
+def soak(folder, seconds, every, block_size):
+    """The lines of a run: first those of its warming up, then for each part its checkpoints and a last one."""
+    (folder / "temporary").mkdir()
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TMPDIR": str(folder / "temporary"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # torch makes it on import, and leaves it
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, str(Path(__file__).with_name("soak_run.py")), folder, seconds, every, block_size]
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, env=environment, timeout=300 + 1.3 * seconds
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in (folder / "watched.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow  # trains for some seconds; for half an hour under `make test-reliability`
+@pytest.mark.timeout(45 * 60)
+def test_a_long_run_stays_flat(tmp_path):
+    settings = LONG if is_full() else SHORT
+    lines = soak(tmp_path, *settings.values())
+    _, _, before, *run, after = lines
+    checkpoints = [line for line in run if line["step"] is not None]
+    every = settings["steps between checkpoints"]
+
+    # It was interrupted in the middle, and went on from the newest checkpoint to the end.
+    (interrupted,) = [line for line in run if line["step"] is None]
+    steps = [line["step"] for line in checkpoints]
+    assert steps == list(range(every, steps[-1] + 1, every))
+    assert run.index(interrupted) == len(checkpoints) // 2
+    assert sorted(path.name for path in (tmp_path / "long" / "checkpoints").iterdir()) == sorted(
+        f"step-{step}" for step in steps[-2:]
+    )
+    logged = [json.loads(line)["step"] for line in (tmp_path / "long" / "metrics.jsonl").read_text().splitlines()]
+    assert logged == list(range(every // 10, steps[-1] + 1, every // 10))
+
+    # Nothing is left behind: no file, thread or tensor more than there was, no temporary folder.
+    for name in ("files", "threads", "python threads", "tensors"):
+        assert after[name] == interrupted[name] == before[name], name
+    for line in checkpoints:
+        assert [line[name] for name in ("files", "threads")] == [before[name] for name in ("files", "threads")]
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert [path for path in tmp_path.rglob("*") if path.name.startswith(".") or path.suffix == ".tmp"] == []
+
+    quarter = len(checkpoints) // 4
+    first, middle, last = checkpoints[:quarter], checkpoints[-2 * quarter : -quarter], checkpoints[-quarter:]
+    # How many a stream holds depends on where in its text it is.
+    assert max(line["tensors"] for line in last) <= max(line["tensors"] for line in first)
+    for name, size in first[0]["sizes"].items():  # figures have more and fewer digits
+        assert last[-1]["sizes"][name] <= 1.01 * size + 100, name
+    memory, pace = (
+        median(line[name] for line in last) / median(line[name] for line in first)
+        for name in ("rss", "step in yardsticks")
+    )
+    # Objects that are kept for each step, down to a single float; both quarters are after the resume.
+    objects = (mean(line["blocks"] for line in last) - mean(line["blocks"] for line in middle)) / (
+        mean(line["step"] for line in last) - mean(line["step"] for line in middle)
+    )
+    note(
+        Part.SOAK,
+        "streamed training with evaluation, checkpoints, an interrupt and a resume; last against first quarter",
+        {
+            "minutes of processor time": (after["cpu"] - before["cpu"]) / 60,
+            "steps": steps[-1],
+            "checkpoints": len(checkpoints),
+            "memory (RSS) × ": memory,
+            "time of a step × ": pace,
+            "Python objects kept per step": objects,
+            "file descriptors left": len(after["files"]) - len(before["files"]),
+            "threads left": after["threads"] - before["threads"],
+            "tensors left": after["tensors"] - before["tensors"],
+            "temporary files left": 0,
+        },
+    )
+    print(f"memory × {memory:.4f}, time of a step × {pace:.4f}, objects kept per step {objects:.3f}")
+    assert memory < 1.05
+    assert pace < (1.05 if is_full() else 1.5)  # of so few steps a median says little
+    assert objects < (0.1 if is_full() else 30)  # some hundreds come and go
