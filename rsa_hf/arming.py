@@ -13,9 +13,15 @@ def arm() -> None:
     Raises:
         ImportError: transformers does not fit.
     """
-    require_transformers()
+    fits = require_transformers()
     # Behind the check: what these import from transformers may not be there in a version that does not fit.
-    from rsa_hf import hooks, peft_hooks
+    try:
+        from rsa_hf import hooks, peft_hooks
+    except ImportError as error:
+        raise ImportError(
+            f"{fits} Something that rsa_hf needs is not there: {error}. Install a version that rsa_hf was tested "
+            "with, or a newer rsa_hf."
+        ) from error
 
     hooks.install()
     peft_hooks.arm()

@@ -45,7 +45,7 @@ from rsa_hf.adapter_plan import (
 )
 from rsa_hf.checkpoint import RSA_KEY
 from rsa_hf.heads import RSAHeads
-from rsa_hf.hooks.replacing import Hook, replace_all
+from rsa_hf.hooks.replacing import ADVICE, Hook, replace_all
 from rsa_hf.lookup import holds_copies
 
 __all__ = ["HUB_OPTIONS", "arm", "holds_values", "install"]
@@ -83,7 +83,11 @@ def install() -> None:
     import peft
 
     fits = f"rsa_hf works with peft ≥ {PEFT_RANGE}; installed is {peft.__version__}."
-    replace_all(_hooks(), fits)
+    try:
+        hooks = _hooks()
+    except ImportError as error:
+        raise ImportError(f"{fits} Something that rsa_hf needs is not there: {error}. {ADVICE}") from error
+    replace_all(hooks, fits)
     _installed = True
 
 

@@ -8,7 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Hook", "is_in_place", "replace_all"]
+__all__ = ["ADVICE", "Hook", "is_in_place", "replace_all"]
+
+ADVICE = "Install a version that rsa_hf was tested with, or a newer rsa_hf."
+_INHERITED = object()
 
 
 @dataclass(frozen=True)
@@ -34,22 +37,33 @@ def replace_all(hooks: Sequence[Hook], fits: str) -> None:
         fits: which versions of the library fit, for the message.
 
     Raises:
-        ImportError: a function is missing or has not the expected parameters.
+        ImportError: a function is missing, has not the expected parameters, or cannot be replaced.
     """
-    originals = []
+    replacements = []
     for hook in hooks:
         static = inspect.getattr_static(hook.owner, hook.name, None)
         function = getattr(static, "__func__", static)
         found = list(inspect.signature(function).parameters) if callable(function) else None
         if found is None or [name for name in hook.parameters if name not in found]:
+            problem = "is missing" if found is None else f"takes ({', '.join(found)})"
             raise ImportError(
                 f"{fits} {hook.owner.__name__}.{hook.name} was expected to take ({', '.join(hook.parameters)}), but "
-                f"{'is missing' if found is None else 'takes (' + ', '.join(found) + ')'}. Install a version that "
-                "rsa_hf was tested with, or a newer rsa_hf."
+                f"{problem}. {ADVICE}"
             )
-        originals.append((hook, static, function))
-    for hook, static, function in originals:
         replacement = functools.wraps(function)(hook.wrap(function))
         replacement._rsa_hf_hook = True  # type: ignore[attr-defined]
         kind = type(static) if isinstance(static, (staticmethod, classmethod)) else None
-        setattr(hook.owner, hook.name, kind(replacement) if kind else replacement)
+        replacements.append((hook, kind(replacement) if kind else replacement))
+    replaced: list[tuple[Hook, Any]] = []
+    try:
+        for hook, replacement in replacements:
+            before = vars(hook.owner).get(hook.name, _INHERITED)
+            setattr(hook.owner, hook.name, replacement)
+            replaced.append((hook, before))
+    except (AttributeError, TypeError) as error:
+        for done, before in reversed(replaced):
+            if before is _INHERITED:
+                delattr(done.owner, done.name)
+            else:
+                setattr(done.owner, done.name, before)
+        raise ImportError(f"{fits} {hook.owner.__name__}.{hook.name} cannot be replaced: {error}. {ADVICE}") from error

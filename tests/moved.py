@@ -1,0 +1,165 @@
+"""A transformers, or peft, of which something has moved: what test_hooks.py starts in a process of its own.
+
+    python moved.py '{"renamed": "post_init", "other": null, "peft": false}'
+    python moved.py '{"renamed": null, "other": ["transformers.modeling_utils", "PreTrainedModel", "post_init"], …}'
+
+Renamed: throughout the libraries' source, as their own authors would do it, so that they themselves work. Other: the
+function of a module and a class (or "") takes other parameters, and does what it did. Neither: rsa_hf is not imported.
+
+It imports rsa_hf, twice, runs plain models, and prints a line of JSON: what was said, what of the libraries was
+touched, and a digest of what the plain models gave.
+"""
+
+import hashlib
+import importlib
+import importlib.machinery
+import inspect
+import json
+import logging
+import re
+import sys
+import tempfile
+from importlib.metadata import version
+
+SUFFIX = "_of_another_version"
+MOVABLE = ("transformers", "peft")
+
+
+class RenamingLoader(importlib.machinery.SourceFileLoader):
+    """Loads a module with a name in its source replaced."""
+
+    name_there: str
+
+    def get_code(self, fullname):
+        source = self.get_source(fullname)
+        changed = re.sub(rf"\b{self.name_there}\b", f"{self.name_there}{SUFFIX}", source)
+        return super().get_code(fullname) if changed == source else compile(changed, self.path, "exec")
+
+
+class RenamingFinder(importlib.machinery.PathFinder):
+    name_there: str
+
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        if fullname.split(".")[0] not in MOVABLE:
+            return None
+        spec = super().find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = RenamingLoader(spec.loader.name, spec.loader.path)
+            spec.loader.name_there = cls.name_there
+        return spec
+
+
+def rename(name):
+    RenamingFinder.name_there = name
+    sys.meta_path.insert(0, RenamingFinder)
+
+
+def find(module, name):
+    holder = importlib.import_module(module)
+    return getattr(holder, name) if name else holder
+
+
+def give_other_parameters(owner, name):
+    static = inspect.getattr_static(owner, name)
+    original = getattr(static, "__func__", static)
+
+    def moved(*everything, **by_name):
+        return original(*everything, **by_name)
+
+    kind = type(static) if isinstance(static, (staticmethod, classmethod)) else None
+    setattr(owner, name, kind(moved) if kind else moved)
+
+
+def contents():
+    """What every class of the libraries holds, and every function and class that a module of theirs knows, by place."""
+    modules = [module for key, module in list(sys.modules.items()) if key.split(".")[0] in MOVABLE]
+    known = [(module, name, value) for module in modules for name, value in list(vars(module).items())]
+    classes = {value for _, _, value in known if inspect.isclass(value) and value.__module__.split(".")[0] in MOVABLE}
+    found = {(module.__name__, name): value for module, name, value in known if callable(value)}
+    places = [(cls, f"{cls.__module__}.{cls.__qualname__}") for cls in classes]
+    return found | {(place, name): value for cls, place in places for name, value in list(vars(cls).items())}
+
+
+def plain(renamed, with_peft):
+    """A digest of what a plain model gives, trained, in text, and saved and loaded; and one with LoRA."""
+    import torch
+    from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+    def call(owner, name, *arguments, **keywords):
+        return getattr(owner, name + SUFFIX if name == renamed else name)(*arguments, **keywords)
+
+    found = hashlib.sha256()
+    torch.manual_seed(0)
+    ids = torch.arange(24).reshape(2, 12)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, pad_token_id=0)).eval()
+
+    def add(tensor):
+        found.update(tensor.detach().numpy().tobytes())
+
+    def trained(model):
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        add(model(input_ids=ids).logits)
+
+    trained(model)
+    add(model.generate(ids, max_new_tokens=5, do_sample=False))
+    with tempfile.TemporaryDirectory() as folder:
+        call(model, "save_pretrained", folder)
+        add(call(AutoModelForCausalLM, "from_pretrained", folder)(ids).logits)
+    if with_peft:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["c_attn"], task_type="CAUSAL_LM")).eval()
+        trained(model)
+        with tempfile.TemporaryDirectory() as folder:
+            call(model, "save_pretrained", folder)
+            loaded = call(peft.PeftModel, "from_pretrained", model.unload(), folder)
+            add(loaded(input_ids=ids).logits)
+            call(loaded, "load_adapter", folder, "second")
+            loaded.set_adapter("second")
+            add(loaded(input_ids=ids).logits)
+    return found.hexdigest()
+
+
+def what_is_said(module):
+    """Import a module of ours and return what it says; it must say something."""
+    warnings = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("rsa_hf").addHandler(handler)
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        return str(error)
+    if not warnings:
+        raise SystemExit(f"{module} was imported all the same, and said nothing")
+    return warnings[0]
+
+
+def main(renamed, other, with_peft):
+    if renamed:
+        rename(renamed)
+    import transformers
+    from transformers import AutoModelForCausalLM, GPT2LMHeadModel  # noqa: F401
+    from transformers.generation.continuous_batching import continuous_api  # noqa: F401
+
+    assert transformers.__version__ == version("transformers")
+    if with_peft:
+        import peft  # noqa: F401
+    if other:
+        give_other_parameters(find(*other[:2]), other[2])
+    if not (renamed or other):
+        print(json.dumps({"said": [], "plain": plain(None, with_peft)}))
+        return
+    before = contents()
+    said = [what_is_said("rsa_hf"), what_is_said("rsa_hf.peft" if with_peft else "rsa_hf")]
+    after = contents()
+    touched = [f"{owner}.{name}" for (owner, name), value in before.items() if after[owner, name] is not value]
+    print(json.dumps({"said": said, "touched": sorted(touched), "plain": plain(renamed, with_peft)}))
+
+
+if __name__ == "__main__":
+    case = json.loads(sys.argv[1])
+    main(case["renamed"], case["other"], case["peft"])
