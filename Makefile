@@ -42,7 +42,7 @@ test-all: lint types ## All tests
 test-reliability: $(READY) ## Faults, hostile input, long runs in full numbers (45 minutes): writes RELIABILITY.md
 	mkdir -p outputs && rm -f outputs/reliability.jsonl
 	RSA_HF_RELIABILITY=full RSA_HF_RELIABILITY_RECORD=$(CURDIR)/outputs/reliability.jsonl \
-		$(PYTEST) tests/reliability tests/test_hooks.py -m 'slow or not slow' --timeout=2700
+		$(PYTEST) tests/reliability tests/test_hooks.py tests/test_doctor_model.py -m 'slow or not slow' --timeout=2700
 	$(BIN)/python scripts/write_reliability.py outputs/reliability.jsonl
 
 test-oldest:    ## The fast tests on the oldest supported torch and transformers, in their own environment
