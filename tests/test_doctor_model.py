@@ -2,6 +2,7 @@
 
 import hashlib
 import tempfile
+from collections import Counter
 from contextlib import nullcontext
 
 import pytest
@@ -17,9 +18,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from families import CONFIGS, DECODERS, ENCODER_DECODERS, ENCODERS, FULL_PLAN, build, build_language_model
+from reliability.record import Part, note
 from rsa_hf import RSAConfig, cli, is_patched, patch_model
-from rsa_hf.cli import doctor_model
-from rsa_hf.cli.doctor_model import examine, examined
+from rsa_hf.cli.doctor_model import causality, examine
+from rsa_hf.cli.doctor_model.reload import check_reload
+from rsa_hf.cli.doctor_model.subject import Subject, examined, unpatched
 from survey.broken import BROKEN
 
 SUBJECTS = ["identity", "unpatching", "reload", "effect", "causality", "cache", "cache", "padding"]
@@ -37,9 +40,18 @@ def make(family, patched):
     return model
 
 
+@pytest.fixture(scope="module")
+def seen():
+    """Counts what the checks find, and broken variants by the check that catches them; written down at the end."""
+    seen = {"sound models": Counter(), "broken variants": Counter()}
+    yield seen
+    for kind, came_out in seen.items():
+        note(Part.DOCTOR, kind, came_out)
+
+
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("family", [*DECODERS, *ENCODER_DECODERS, "bert", "gemma3"])
-def test_a_sound_model(family, patched):
+def test_a_sound_model(family, patched, seen):
     model = make(family, patched)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model.config.architectures, model.config.dtype = [type(model).__name__], "float32"  # as saving does
@@ -56,6 +68,8 @@ def test_a_sound_model(family, patched):
     assert model.config.to_dict() == config
     assert list(model.state_dict()) == list(state)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    seen["sound models"]["models"] += 1
+    seen["sound models"].update(f"{finding.subject} {finding.verdict}" for finding in findings)
 
 
 def test_a_classifier_and_bfloat16(tmp_path):
@@ -71,7 +85,7 @@ def broken_saving():
     original = PreTrainedModel.save_pretrained
 
     def save_pretrained(self, folder, **keywords):
-        with doctor_model._unpatched(self) if is_patched(self) else nullcontext():
+        with unpatched(self) if is_patched(self) else nullcontext():
             original(self, folder, **keywords)
 
     patch = pytest.MonkeyPatch()
@@ -92,38 +106,40 @@ CAUGHT_BY = {
 
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("how", CAUGHT_BY)
-def test_what_is_broken_is_found(how, patched):
+def test_what_is_broken_is_found(how, patched, seen):
     model = make("llama", patched)
     with BROKEN[how]():
         failed = {finding.subject for finding in examine(model) if finding.verdict == "FAIL"}
     assert CAUGHT_BY[how] in failed
     if how not in ("does nothing", "other direction"):  # those two show in more than one way
         assert failed == {CAUGHT_BY[how]}
+    seen["broken variants"][f"{how} (caught by {CAUGHT_BY[how]})"] += 1
 
 
 @pytest.mark.parametrize("family", ["bart", "bert"])
 def test_padding_behind_a_text_that_sees_it_is_read_too(family, monkeypatch):
     model = make(family, True)
     if family == "bert":
-        monkeypatch.setattr(doctor_model.Subject, "accepts", lambda self, name: name != "position_ids")
+        monkeypatch.setattr(Subject, "accepts", lambda self, name: name != "position_ids")
     with BROKEN["mask ignored"]():
         failed = [finding for finding in examine(model) if finding.verdict == "FAIL"]
     assert [finding.words[:19] for finding in failed] == ["right-padded rows a"]
 
 
 @pytest.mark.parametrize("patched", [False, True])
-def test_saving_that_drops_rsa_is_found(patched):
+def test_saving_that_drops_rsa_is_found(patched, seen):
     model, patch = make("gpt2", patched), broken_saving()
     with examined(model) as subject:
         try:
-            findings = list(doctor_model.check_reload(subject))
+            findings = list(check_reload(subject))
         finally:
             patch.undo()
     assert [(f.verdict, f.words) for f in findings] == [("FAIL", "what was saved has lost its RSA heads")]
+    seen["broken variants"]["saving drops RSA (caught by reload)"] += 1
 
 
 @pytest.mark.parametrize("patched", [False, True])
-def test_attention_that_ignores_causality_is_found(patched, monkeypatch):
+def test_attention_that_ignores_causality_is_found(patched, seen):
     """A user's own attention function, registered without its mask."""
 
     def careless(module, query, key, value, attention_mask, **keywords):
@@ -140,10 +156,11 @@ def test_attention_that_ignores_causality_is_found(patched, monkeypatch):
             registry._global_mapping.pop("careless", None)
     assert findings["causality"].verdict == "FAIL"
     assert "without RSA too, though its attention says that it is causal" in findings["causality"].words
+    seen["broken variants"]["attention ignores causality (caught by causality)"] += 1
 
 
 def test_a_check_that_breaks_off_is_a_failure(monkeypatch):
-    monkeypatch.setattr(doctor_model, "_backwards", lambda subject: [][1])
+    monkeypatch.setattr(causality, "_backwards", lambda subject: [][1])
     findings = {finding.subject: finding for finding in examine(make("gpt2", True))}
     assert findings["causality"].verdict == "FAIL"
     assert "IndexError" in findings["causality"].words
