@@ -3,9 +3,9 @@
     python soak_run.py FOLDER SECONDS STEPS_BETWEEN_CHECKPOINTS BLOCK_SIZE
 
 A short run first, which leaves in place what every first run leaves (caches, a thread of tqdm) and tells how long a
-step takes; then the run itself, as many steps as take SECONDS of processor time, with an evaluation and a checkpoint
-every so many. It is interrupted in the middle as by Ctrl-C and, in the same process, called again, which goes on from
-its newest checkpoint. After every checkpoint a line goes to FOLDER/watched.jsonl, see `Watch.look`.
+step takes; then the run itself, as many steps as take SECONDS, with an evaluation and a checkpoint every so many. It is
+interrupted in the middle as by Ctrl-C and, in the same process, called again, which goes on from its newest checkpoint.
+After every checkpoint a line goes to FOLDER/watched.jsonl, see `Watch.look`.
 """
 
 import gc
@@ -87,6 +87,7 @@ class Watch:
         found = {
             "step": step,
             "sizes": sizes,
+            "seconds": time.monotonic(),
             "cpu": time.process_time(),
             "rss": resident,
             "blocks": sys.getallocatedblocks(),  # objects of Python's, however small
@@ -119,7 +120,7 @@ def main(folder, seconds, every, block_size):
         train_language_model.main([str(CONFIG), *(f"--{key}={value}" for key, value in {**settings, **last}.items())])
 
     train("warm", 2 * every)
-    begins, ends = (json.loads(line)["cpu"] for line in watch.output.read_text().splitlines())
+    begins, ends = (json.loads(line)["seconds"] for line in watch.output.read_text().splitlines())
     max_steps = max(8, round(seconds / (ends - begins))) * every
     watch.look()
     watch.interrupts_at = max_steps // 2 + every // 2
