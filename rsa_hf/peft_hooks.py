@@ -396,7 +396,7 @@ def _hooks() -> list[Hook]:
     name = "set_peft_model_state_dict"
     function = getattr(save_and_load, name, None)
     loaded = [module for key, module in sys.modules.items() if key.split(".")[0] == "peft"]
-    holders = [module for module in loaded if vars(module).get(name, None) is function] or [save_and_load]
+    holders = [module for module in loaded if vars(module).get(name, ...) is function] or [save_and_load]
     parameters = ("model", "peft_model_state_dict", "adapter_name")
     return [
         Hook(PeftConfigMixin, "save_pretrained", ("self", "save_directory"), _wrap_config_save),

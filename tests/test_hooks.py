@@ -41,8 +41,10 @@ ROOT = Path(__file__).parents[1]
 RANGES = {False: "rsa_hf works with transformers ≥ 5.17, < 6; installed is", True: "rsa_hf works with peft ≥ 0.19.1;"}
 PEFT_HOOKS = [
     hook
-    for hook in {hook.name + str(hook.wrap): hook for hook in reversed(peft_hooks._hooks())}.values()
+    for hook in peft_hooks._hooks()
     if hook.owner is not PreTrainedModel  # among those of transformers
+    # A function that several modules know moves where it is defined.
+    and (inspect.isclass(hook.owner) or getattr(hook.owner, hook.name).__module__ == hook.owner.__name__)
 ]
 
 
