@@ -86,8 +86,11 @@ def plain(renamed, with_peft):
     import torch
     from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+    def get(owner, name):
+        return getattr(owner, name + SUFFIX if name == renamed else name)
+
     def call(owner, name, *arguments, **keywords):
-        return getattr(owner, name + SUFFIX if name == renamed else name)(*arguments, **keywords)
+        return get(owner, name)(*arguments, **keywords)
 
     found = hashlib.sha256()
     torch.manual_seed(0)
@@ -115,7 +118,7 @@ def plain(renamed, with_peft):
         trained(model)
         with tempfile.TemporaryDirectory() as folder:
             call(model, "save_pretrained", folder)
-            loaded = call(peft.PeftModel, "from_pretrained", model.unload(), folder)
+            loaded = call(get(peft, "PeftModel"), "from_pretrained", model.unload(), folder)
             add(loaded(input_ids=ids).logits)
             call(loaded, "load_adapter", folder, "second")
             loaded.set_adapter("second")

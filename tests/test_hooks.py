@@ -104,7 +104,7 @@ def owners(of):
 @pytest.mark.slow  # each starts an interpreter and imports torch and transformers
 @pytest.mark.parametrize(("peft", "name"), cases(functions) + cases(owners))
 def test_what_is_renamed_is_named_and_nothing_is_half_installed(peft, name, require_named):
-    how = "a class is renamed" if name[0].isupper() or name[:2] == "_L" else "a function is renamed"
+    how = f"a {'class' if name.lstrip('_')[0].isupper() else 'function'} is renamed"
     require_named(outcome(renamed=name, peft=peft), name, peft, how)
 
 

@@ -207,6 +207,14 @@ MUTATIONS = [
         "tests/test_hooks.py::test_what_is_renamed_is_named_and_nothing_is_half_installed[True-inject_adapter]",
     ),
     Mutation(
+        Part.MOVING_TRANSFORMERS,
+        "the parameters of each method with an adapter are checked",
+        "rsa_hf/adapters.py",
+        "if not callable(original) or missing:",
+        "if not callable(original):",
+        "tests/test_adapters.py::test_a_moved_method_is_named_and_nothing_is_installed[other parameters]",
+    ),
+    Mutation(
         Part.SOAK,
         "losses are forgotten once they are logged",
         "rsa_hf/training/loop.py",
