@@ -27,6 +27,7 @@ from huggingface_hub.repocard import RepoCard
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.checkpoint import saved_plans
+from rsa_hf.credentials import without_credentials
 from rsa_hf.heads import RSAHeads
 from rsa_hf.report import RSAReport, rsa_report
 
@@ -159,7 +160,7 @@ def _merge(text: str | None, model: PreTrainedModel, facts: CardFacts, plot: str
         raise ValueError("the model has no RSA heads, so there is nothing to say on a card. Call patch_model first.")
     if facts.base_model is None:
         facts = replace(facts, base_model=_loaded_from(model))
-    section = _section(model, facts, plot)
+    section = without_credentials(_section(model, facts, plot))  # the command may be one with a token
     if text is None:
         text = f"---\nlibrary_name: transformers\n---\n\n# {type(model).__name__} with RSA heads\n"
     try:

@@ -17,6 +17,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.adapters import adapter_of
+from rsa_hf.attention_modules import may_have_heads
+from rsa_hf.brief import brief
 from rsa_hf.config import HeadPlan, RSAConfig
 from rsa_hf.heads import RSAHeads
 
@@ -36,6 +38,7 @@ __all__ = [
 
 FORMAT_VERSION = 1
 MAX_MODULES = 4096  # more than any model has
+MAX_STORED = 1e12  # of a rate as it is stored; times any parameter_scale and any lag it is still finite in float32
 RSA_KEY = re.compile(r"(^|\.)rsa\.(mu|eta|nu|theta)$")  # a tensor of a checkpoint that belongs to RSA heads
 # transformers searches parameter names for this pattern while it loads; its own tests want it to end with them.
 KEEP_IN_FLOAT32 = r"(?<![^.])rsa\.(?:mu|eta|nu|theta)$"
@@ -66,11 +69,11 @@ def read_plan(content: Any) -> SavedPlan:
         raise TypeError(f"config.rsa is a mapping, got {type(content).__name__}: {content!r:.200}")
     if content.get("format_version") != FORMAT_VERSION:
         raise ValueError(
-            f"config.rsa has format_version {content.get('format_version')!r}; this rsa_hf reads {FORMAT_VERSION}. A "
-            "newer checkpoint needs a newer rsa_hf."
+            f"config.rsa has format_version {brief(content.get('format_version'))}; this rsa_hf reads "
+            f"{FORMAT_VERSION}. A newer checkpoint needs a newer rsa_hf."
         )
     if set(content) != {"format_version", "modules", "plan"}:
-        raise ValueError(f"config.rsa has the keys {sorted(content)}; needed: format_version, modules, plan.")
+        raise ValueError(f"config.rsa has the keys {brief(sorted(content))}; needed: format_version, modules, plan.")
     modules = content["modules"]
     if not isinstance(modules, (list, tuple)) or not modules:
         raise TypeError(f"config.rsa['modules'] is a list of module names, got {modules!r:.200}")
@@ -83,6 +86,12 @@ def read_plan(content: Any) -> SavedPlan:
         raise ValueError(f"config.rsa['modules'] has {len(modules)} names; at most {MAX_MODULES} are allowed.")
     plan = SavedPlan(tuple(modules), RSAConfig.from_dict(content["plan"]))
     plan.config.layer_plans([None] * len(modules))
+    layers = plan.config.layers
+    if layers is not None and (len(layers) != len(modules) or layers[-1] >= MAX_MODULES):
+        raise ValueError(
+            f"config.rsa['plan'] has layers={brief(layers)}, but config.rsa['modules'] names {len(modules)} modules: "
+            f"one index below {MAX_MODULES} for each is needed."
+        )
     return plan
 
 
@@ -114,7 +123,8 @@ def attach_from_config(model: PreTrainedModel) -> None:
     alone, and whoever builds the whole model checks that it has them.
 
     Raises:
-        TypeError, ValueError: the plan is damaged, or names modules that this model should have and has not.
+        TypeError, ValueError: the plan is damaged, names modules that this model should have and has not, a module
+            that is no self-attention, or one module by two names.
     """
     content = vars(model.config).get("rsa")
     if content is None:
@@ -130,6 +140,18 @@ def attach_from_config(model: PreTrainedModel) -> None:
         raise ValueError(
             f"config.rsa names the attention modules {', '.join(absent)}, which this {type(base).__name__} does not "
             "have. Was the number of layers changed? Load the model with the config it was saved with."
+        )
+    wrong = [name for name, module in found.items() if not may_have_heads(name, module)]
+    if wrong:
+        kinds = sorted({type(found[name]).__name__ for name in wrong})
+        raise ValueError(
+            f"config.rsa names {shorten(wrong)} ({shorten(kinds)}), which is no self-attention of this "
+            f"{type(base).__name__}: its RSA heads would never run. Load the model with the config it was saved with."
+        )
+    if len(set(found.values())) != len(found):
+        raise ValueError(
+            f"config.rsa names a module of this {type(base).__name__} twice, by two names ({shorten(list(found))}). "
+            "Load the model with the config it was saved with."
         )
     attach_heads([(found[name], layer) for name, layer in zip(plan.modules, layers, strict=True) if name in found])
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), KEEP_IN_FLOAT32}
@@ -183,14 +205,26 @@ def _submodule(root: nn.Module, name: str) -> nn.Module | None:
 def require_number(name: str, parameter: Tensor) -> None:
     """Check the values of an RSA parameter that was read from a file.
 
+    Args:
+        name: of the tensor, ending in `mu`, `eta`, `nu` or `theta`.
+        parameter: as it is stored.
+
     Raises:
-        ValueError: a gate is NaN, or a rate is not finite.
+        TypeError: it holds no floating-point numbers.
+        ValueError: a gate is NaN, or a rate is not finite, or so large that no training can have brought it there.
     """
-    # A gate may be shut (−inf) or wide open (inf); a rate may not.
-    bad = parameter.isnan() if name.endswith("mu") else ~parameter.isfinite()
+    if not parameter.is_floating_point():
+        raise TypeError(
+            f"{name} is of type {str(parameter.dtype).removeprefix('torch.')} in the checkpoint: floating-point "
+            "numbers are needed. The file is damaged: get it again."
+        )
+    # A gate may be shut (−inf) or wide open (inf). A rate of NaN or ±inf has no meaning: NaN in θ, or in λ, is NaN in
+    # all that its head gives, and the angle of an infinite θ is not defined.
+    is_gate = name.endswith("mu")
+    bad = parameter.isnan() if is_gate else ~(parameter.abs() <= MAX_STORED)
     if bool(bad.any()):
         raise ValueError(
-            f"{name} is {parameter.tolist()} in the checkpoint: "
-            f"{'a number' if name.endswith('mu') else 'a finite number'} is needed. The file is damaged, or "
-            "training diverged: load an earlier checkpoint."
+            f"{name} is {brief(parameter.tolist())} in the checkpoint: "
+            f"{'a number' if is_gate else f'a finite number, of at most {MAX_STORED:g},'} is needed. The file is "
+            "damaged, or training diverged: load an earlier checkpoint."
         )

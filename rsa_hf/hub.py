@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants
 from transformers import AutoConfig
 
 from rsa_hf.checkpoint import saved_plans
+from rsa_hf.credentials import holds_credentials
 
 __all__ = ["push_folder"]
 
 # What a checkpoint is made of. Not optimiser states and arguments of a Trainer, which are pickled, logs, checkpoints.
-UPLOADED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md", "rsa.png"]
+TEXTS = ["*.json", "*.txt", "*.jinja", "README.md"]
+UPLOADED = [*TEXTS, "*.safetensors", "*.model", "rsa.png"]
 
 
 def push_folder(
@@ -26,7 +28,8 @@ def push_folder(
 ) -> str:
     """Upload the folder of a patched checkpoint: weights in safetensors, config, tokenizer, card and picture.
 
-    The token is the one of `hf auth login`, or of the environment variable `HF_TOKEN`.
+    The token is the one of `hf auth login`, or of the environment variable `HF_TOKEN`. One that stands anywhere else,
+    in an address or in a file of the folder, is refused: it would be shown in messages, or to everybody.
 
     Args:
         folder: where a patched model was saved.
@@ -40,8 +43,16 @@ def push_folder(
 
     Raises:
         OSError: the folder, or the Hub, cannot be reached, or the Hub says no.
-        ValueError: the folder holds no patched checkpoint with weights in safetensors.
+        ValueError: the folder holds no patched checkpoint with weights in safetensors; or there is a token or a
+            password in an argument, in the Hub's address or in a file.
     """
+    given = {"repo_id": repo_id, "revision": revision, "message": message, "HF_ENDPOINT": constants.ENDPOINT}
+    for name, value in given.items():
+        if value is not None and holds_credentials(value):
+            raise ValueError(
+                f"there is a token or a password in {name}, where messages would show it. Leave it out: log in with "
+                "`hf auth login`, or set HF_TOKEN. Where others may have seen it, make a new one."
+            )
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: there is no such folder. Name the folder of a checkpoint.")
@@ -52,6 +63,9 @@ def push_folder(
             f"{folder} has no weights in safetensors, without which rsa_hf does not load what is downloaded. Save the "
             "model again with save_pretrained."
         )
+    for path in (path for pattern in TEXTS for path in folder.glob(pattern)):
+        if holds_credentials(path.read_text(encoding="utf-8", errors="replace")):
+            raise ValueError(f"there is a token or a password in {path}, which would be uploaded. Take it out first.")
     api = HfApi()
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     commit = api.upload_folder(

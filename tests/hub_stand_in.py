@@ -24,6 +24,8 @@ class StandIn:
         requests: "METHOD path" of all that was asked.
         unknown: those that a stand-in does not know, which no test should ask for.
         authorised: tokens that came along.
+        fails_with: a status that it answers every request with; None: as it should.
+        delay: seconds before it answers.
     """
 
     def __init__(self):
@@ -32,6 +34,8 @@ class StandIn:
         self.requests: list[str] = []
         self.unknown: list[str] = []
         self.authorised: set[str] = set()
+        self.fails_with: int | None = None
+        self.delay = 0.0
         hub = self
 
         class Handler(_Handler):
@@ -90,6 +94,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if self.token:
             hub.authorised.add(self.token)
+        threading.Event().wait(hub.delay)  # time.sleep may be replaced, so that nobody waits before asking again
+        if hub.fails_with is not None:
+            # Said with the token in it, as no Hub should.
+            self._json({"error": f"no: {self.token}"}, hub.fails_with)
+            return
         for pattern, method in _ROUTES:
             if match := re.fullmatch(pattern, f"{self.command} {path}"):
                 method(self, **match.groupdict())

@@ -12,9 +12,18 @@ PACKAGE = Path(rsa_hf.__file__).parent
 
 # From the mathematics up to what a user types. A part imports only from parts before it.
 LAYERS = (
-    *("brief", "checks", "plain_yaml", "versions"),  # small tools
+    *("brief", "checks", "credentials", "plain_yaml", "versions"),  # small tools
     *("rem", "geometry", "config", "product", "heads", "lookup"),  # the computation
-    *("adapters", "checkpoint", "report", "plots", "card", "models", "hooks"),  # what meets transformers
+    *(
+        "adapters",
+        "attention_modules",
+        "checkpoint",
+        "report",
+        "plots",
+        "card",
+        "models",
+        "hooks",
+    ),  # what meets transformers
     *("adapter_plan", "peft_hooks", "arming", "patching", "peft", "hub"),  # putting it on, PEFT, the Hub
     *("theory", "metrics", "training", "tasks", "reproduce", "cli"),  # what uses all of it
     "__init__",

@@ -85,6 +85,17 @@ def test_every_way_of_loading(how, saved, tmp_path):
 
 
 @torch.no_grad()
+def test_a_folder_by_a_relative_name(saved, monkeypatch):
+    model, folder = saved
+    model.save_pretrained(folder / "shards", max_shard_size="5KB")
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    batch = inputs("roberta")
+    assert torch.equal(AutoModel.from_pretrained("..")(**batch)[0], model(**batch)[0])
+    assert torch.equal(AutoModel.from_pretrained("../shards")(**batch)[0], model(**batch)[0])
+
+
+@torch.no_grad()
 def test_other_heads_on_the_same_base(tmp_path):
     model = trained(AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]()))
     model.save_pretrained(tmp_path)
@@ -232,7 +243,12 @@ def test_weights_that_do_not_fit_the_plan(saved, change, message):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda c: c.pop("rsa"), ValueError, "in the checkpoint, but not in the plan"),
+        (lambda c: c.pop("rsa"), ValueError, "has RSA heads, but holds no plan"),
+        (
+            lambda c: [c.pop(key) for key in ("rsa", "attn_implementation", "fusion_config")],
+            ValueError,
+            "in the checkpoint, but not in the plan",
+        ),
         (lambda c: c["rsa"]["plan"].update(num_regular=2), ValueError, "eta has shape"),
         (lambda c: c["rsa"]["plan"].update(num_regular=9e9), TypeError, "num_regular=9000000000.0"),
         (lambda c: c["rsa"]["plan"].update(dilation=-1), ValueError, "dilation=-1"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +14,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["arm", "load_checkpoint", "load_patched"]
+
+# Where transformers reads config.json and the index of shards, and reports tensors of other shapes.
+READING = ("transformers/configuration_utils.py", "transformers/utils/hub.py", "transformers/utils/loading_report.py")
 
 
 def arm() -> None:
@@ -41,14 +47,51 @@ def load_checkpoint(name: str) -> PreTrainedModel:
 
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
         raise UserError(f"{name}: there is no such folder. Name the folder of a checkpoint, or a model on the Hub.")
-    # A SafetensorError is a damaged file; a RuntimeError, transformers' word for tensors of other shapes.
-    with user_input(ValueError, TypeError, OSError, ImportError, SafetensorError, RuntimeError):
+    with user_input(ValueError):
         place = locate(str(Path(name).expanduser()) if name.startswith("~") else name)
+    with user_input(ValueError, TypeError, OSError, ImportError, SafetensorError), _damage_named(name):
         config = transformers.AutoConfig.from_pretrained(place)
         architectures = getattr(config, "architectures", None) or []
-        auto: Any = transformers.AutoModel
-        model: PreTrainedModel = getattr(transformers, next(iter(architectures), ""), auto).from_pretrained(place)
+        named: Any = getattr(transformers, str(next(iter(architectures), "")), None)
+        # The file may name anything that transformers has.
+        is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+        model: PreTrainedModel = (named if is_model else transformers.AutoModel).from_pretrained(place)
     return model
+
+
+@contextmanager
+def _damage_named(name: str) -> Iterator[None]:
+    """Make a ValueError of what transformers trips over in damaged files. Faults pass, those of rsa_hf among them.
+
+    Raises:
+        ValueError: the files of the checkpoint are damaged, or do not fit each other.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, OSError, ImportError):
+        raise
+    except Exception as error:
+        if not _comes_of_files(error):
+            raise
+        raise ValueError(
+            f"{name}: the files of this checkpoint are damaged, or do not fit each other ({type(error).__name__}: "
+            f"{error!s:.2000})."
+        ) from error
+
+
+def _comes_of_files(error: Exception) -> bool:
+    """Whether transformers raised an error, and about what it read: nothing of rsa_hf, nor the machine, nor torch.
+
+    A config's odd values end in errors of many types (KeyError: 'gelu_nev'), but not in a RuntimeError, which says as
+    often that there is no memory, or that something in a computation is wrong.
+    """
+    files = [Path(frame.filename).as_posix() for frame in traceback.extract_tb(error.__traceback__)]
+    package = Path(__file__).parents[1].as_posix()
+    ours = [place for place, file in enumerate(files) if file.startswith(package)]
+    called = files[ours[-1] + 1 :]
+    if not called or "/transformers/" not in called[0]:
+        return False
+    return not isinstance(error, RuntimeError) or any(file.endswith(READING) for file in called)
 
 
 def load_patched(name: str) -> PreTrainedModel:

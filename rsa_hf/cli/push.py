@@ -28,6 +28,7 @@ def push(
     arm()
     from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]
 
+    from rsa_hf.credentials import without_credentials
     from rsa_hf.hub import push_folder
 
     try:
@@ -36,6 +37,6 @@ def push(
     except HfHubHTTPError as error:
         login = " Log in with `hf auth login`, or set HF_TOKEN to a token that may write."
         status = error.response.status_code if error.response is not None else None
-        raise UserError(f"{error}{login if status in (401, 403) else ''}") from error
+        raise UserError(f"{without_credentials(str(error))}{login if status in (401, 403) else ''}") from error
     except HTTPError as error:
-        raise UserError(f"the Hub cannot be reached: {error}") from error
+        raise UserError(f"the Hub cannot be reached: {without_credentials(str(error))}") from error

@@ -50,25 +50,54 @@ def _wrap_dict_from_json_file(original: Callable[..., Any]) -> Callable[..., Any
         content = original(cls, json_file)
         if isinstance(content, dict):
             # Before anything is built: a plan from a file may ask for any amount of memory.
-            for part in (content, *content.values()):
-                if isinstance(part, dict) and part.get("rsa") is not None:
-                    read_plan(part["rsa"])
-            _take_off_locks(content)
+            plans = [
+                part["rsa"]
+                for part in (content, *content.values())
+                if isinstance(part, dict) and part.get("rsa") is not None
+            ]
+            for plan in plans:
+                read_plan(plan)
+            if plans:
+                _require_unique_keys(json_file)
+            if _take_off_locks(content) and not plans:
+                raise ValueError(
+                    f"{json_file} says that its checkpoint has RSA heads, but holds no plan for them (rsa). The file "
+                    "is damaged: get it again, or save the model again."
+                )
         return content
 
     return _dict_from_json_file
 
 
-def _take_off_locks(content: dict[str, Any]) -> None:
+def _require_unique_keys(json_file: Any) -> None:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(
+                f"{json_file} has {twice!r:.200} more than once in one mapping: which one holds is not clear."
+            )
+        return content
+
+    with open(json_file, encoding="utf-8") as file:
+        json.load(file, object_pairs_hook=unique)
+
+
+def _take_off_locks(content: dict[str, Any]) -> bool:
+    """Take the locks off a config; whether there were any."""
+    before = len(content)
     if str(content.get("attn_implementation", "")).startswith("rsa_hf"):
         del content["attn_implementation"]
     fusions = content.get("fusion_config")
-    if isinstance(fusions, dict):
-        kept = {name: value for name, value in fusions.items() if not name.startswith("rsa_hf")}
-        if kept:
-            content["fusion_config"] = kept
-        elif fusions:
-            del content["fusion_config"]
+    if not isinstance(fusions, dict):
+        return len(content) < before
+    kept = {name: value for name, value in fusions.items() if not name.startswith("rsa_hf")}
+    if kept:
+        content["fusion_config"] = kept
+    elif fusions:
+        del content["fusion_config"]
+    return len(content) < before or len(kept) < len(fusions)
 
 
 HOOKS = (

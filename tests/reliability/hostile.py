@@ -92,13 +92,13 @@ def plan(random: Random) -> Any:
         return value(random)
     fields: dict[str, Any] = {}
     for name in random.sample(PLAN_FIELDS, random.randrange(5)):
-        fields[name] = _nearly_right(random, name) if random.random() < 0.7 else value(random)
+        fields[name] = nearly_right(random, name) if random.random() < 0.7 else value(random)
     if random.random() < 0.03:
         fields[random.choice(WORDS)] = value(random)
     return fields
 
 
-def _nearly_right(random: Random, name: str) -> Any:
+def nearly_right(random: Random, name: str) -> Any:
     if name in ("gate_per_head", "tie_pairs", "causal"):
         return random.random() < 0.5
     if name == "layers":

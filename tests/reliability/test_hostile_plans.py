@@ -65,6 +65,18 @@ def test_odd_yaml(text, tmp_path):
     assert len(str(error.value)) < 5000
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[" * 31 + "]" * 31, "nested more than 30 deep"),
+        (f"a: &a [{'1, ' * 400}]\nb: [{'*a, ' * 400}]", "more than 100000 values"),
+    ],
+)
+def test_yaml_of_bounded_size(text, words):
+    with time_limit(), pytest.raises(ValueError, match=words):
+        read_yaml(text)
+
+
 def test_no_model_is_half_patched():
     model = build("gpt2")
     state, config = {name: value.clone() for name, value in model.state_dict().items()}, model.config.to_dict()

@@ -18,8 +18,15 @@ from reliability.record import Part, note
 SEED = 0
 SECONDS = 10  # for one case
 LONGEST_MESSAGE = 20_000
-FAST = {"plans": 600, "run configs": 200, "data lines": 500, "patches": 100}
-FULL = {"plans": 100_000, "run configs": 20_000, "data lines": 100_000, "patches": 5_000}
+FAST = {"plans": 600, "run configs": 200, "data lines": 500, "patches": 100, "checkpoints": 125, "adapters": 20}
+FULL = {
+    "plans": 100_000,
+    "run configs": 20_000,
+    "data lines": 100_000,
+    "patches": 5_000,
+    "checkpoints": 9_000,
+    "adapters": 1_000,
+}
 
 
 class Hang(BaseException):

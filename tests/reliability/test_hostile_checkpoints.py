@@ -1,0 +1,453 @@
+"""Damaged checkpoints by the hundred: refused in a documented way, or what is loaded is what the files say.
+
+What they say is read by the format of safetensors alone (`damage.tensors`), and put on a freshly patched model.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import resource
+import tempfile
+import threading
+import traceback
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel
+
+import rsa_hf
+import rsa_hf.peft
+from adapters import METHODS, disturb
+from families import CONFIGS, FULL_PLAN, MORE_CONFIGS
+from models.xl import config as xl_config
+from reliability import damage
+from reliability.trial import number_of, try_many
+from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model
+from rsa_hf.checkpoint import RSA_KEY, attach_from_config
+from rsa_hf.cli.errors import UserError
+from rsa_hf.cli.models import load_checkpoint
+
+PACKAGE = str(Path(rsa_hf.__file__).parent)
+DOCUMENTED = (ValueError, TypeError, OSError)
+GIGABYTE = 2**30
+IDS = torch.arange(3, 14)[None]
+
+# One layer, but where plans per layer and shards are tried.
+MODELS = {
+    "gpt2": (CONFIGS["gpt2"], {"n_layer": 1}),
+    "shards": (CONFIGS["gpt2"], {}),
+    "bert": (CONFIGS["bert"], {"num_hidden_layers": 1}),
+    "bart": (MORE_CONFIGS["bart"], {"encoder_layers": 1, "decoder_layers": 1}),
+    "transfo-xl": (xl_config, {"n_layer": 1}),
+}
+OTHER_MODULES = {
+    "gpt2": ["h.0.mlp", "h.0", "wte", "ln_f", "h", "h.0.attn.c_attn", "h.7.attn", "x"],
+    "shards": ["h.0.mlp", "h.1.mlp.c_fc", "h.1.ln_1"],
+    "bert": ["encoder", "embeddings", "pooler", "encoder.layer.0.attention", "encoder.layer.0.attention.output"],
+    "bart": ["encoder", "shared", "decoder.layers.0.encoder_attn", "decoder.layers.0", "decoder.layers.0.fc1"],
+    "transfo-xl": ["layers", "word_emb", "drop"],
+}
+KINDS = [*damage.KINDS, "other module", "shards"]
+
+
+@functools.cache
+def plain(name):
+    """A model with weights larger than usual, so that attention is far from uniform; not to be changed."""
+    torch.manual_seed(1)
+    make, changes = MODELS[name]
+    config = make()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    model = AutoModel.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.copy_(torch.randn(parameter.shape) * 0.2)
+    return model
+
+
+@functools.cache
+def sound(name):
+    """The files of a patched model whose gates and rates are not where they started."""
+    model = patch_model(copy.deepcopy(plain(name)), RSAConfig(**FULL_PLAN))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if RSA_KEY.search(key):
+                parameter.add_(torch.randn(parameter.shape) * 0.02)
+    return saved(model, max_shard_size="40KB" if name == "shards" else "5GB")
+
+
+def saved(model, **options):
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, **options)
+        return {
+            path.name: path.read_bytes() for path in Path(folder).iterdir() if path.suffix in (".json", ".safetensors")
+        }
+
+
+def write(folder, files, before):
+    for path in folder.iterdir():
+        if path.name not in files:
+            path.unlink()
+    for name, content in files.items():
+        if before.get(name) != content or not (folder / name).exists():
+            (folder / name).write_bytes(content)
+
+
+@contextmanager
+def little_memory():
+    """Fail what asks for much more memory than a tiny model needs."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2 * GIGABYTE, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@contextmanager
+def no_refusal():
+    """An error of what looks at the answer is none of loading."""
+    try:
+        yield
+    except DOCUMENTED as error:
+        raise AssertionError(f"loaded, but: {error!r}") from error
+
+
+def same_bits(one, other):
+    return one.shape == other.shape and torch.equal(
+        one.detach().contiguous().view(-1).view(torch.uint8), other.detach().contiguous().view(-1).view(torch.uint8)
+    )
+
+
+# --- what is right --------------------------------------------------------------------------------------------------
+
+
+def outputs(model):
+    inputs = {"decoder_input_ids": IDS[:, :7]} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return model(input_ids=IDS, **inputs)[0]
+
+
+@functools.lru_cache(maxsize=64)
+def freshly_patched(name, plan):
+    return patch_model(copy.deepcopy(plain(name)), json.loads(plan))
+
+
+def require_right(model, name, files, info):
+    """Each tensor is that of the files, and RSA heads do what those of a freshly patched model do."""
+    found, state = damage.tensors(files), model.state_dict()
+    content = json.loads(files[damage.CONFIG])
+    for key, tensor in found.items():
+        if key in state:
+            assert same_bits(state[key], tensor.to(state[key].dtype)), key
+        else:
+            assert not RSA_KEY.search(key) or 0 in tensor.shape, key
+    absent = set(state) - set(found) - set(model.all_tied_weights_keys)
+    assert absent <= set(info["missing_keys"])
+    assert not set(found) & set(info["missing_keys"])
+    assert not any(RSA_KEY.search(key) for key in absent)
+    heads = {key.removesuffix(".rsa"): m for key, m in model.named_modules() if isinstance(m, RSAHeads)}
+    assert set(heads) == set(content["rsa"]["modules"])
+    assert model.config.rsa == content["rsa"]
+    if absent or {**content, "rsa": None} != {**json.loads(sound(name)[damage.CONFIG]), "rsa": None}:
+        return "right answer; transformers names what is new" if absent else "right answer: another model"
+    return require_effect(model, name, heads, state, content["rsa"]["plan"])
+
+
+def require_effect(model, name, heads, state, plan):
+    try:
+        answer = outputs(model)
+    except ValueError as error:
+        if "RSA heads, but this attention layer has" not in str(error):
+            raise
+        return "refused by the first forward: ValueError"
+    fresh = freshly_patched(name, json.dumps(plan | {"layers": None}))
+    fresh.load_state_dict(state)
+    assert same_bits(answer, outputs(fresh))
+    open_gates = any(bool((h.rates()["gate"] > 1e-6).any()) for h in heads.values())
+    for key, rsa in heads.items():
+        del model.get_submodule(key)._modules["rsa"]
+        assert isinstance(rsa, RSAHeads)
+    if open_gates and bool(answer.isfinite().all()):
+        assert not torch.equal(outputs(model), answer)
+    return None
+
+
+def is_of_transformers(error):
+    """Whether an error came out of other code than ours, which only called it."""
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return not frames[-1].startswith((PACKAGE, str(Path(__file__).parent)))
+
+
+def require_sound_process(folder):
+    """After a refusal, everything else works as before."""
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.empty(0).device.type == "cpu"
+    write(folder, sound("gpt2"), {})
+    model, info = AutoModel.from_pretrained(folder, output_loading_info=True)
+    assert require_right(model, "gpt2", sound("gpt2"), info) is None
+    write(folder, plain_files(), {})
+    model = AutoModel.from_pretrained(folder)
+    assert not is_patched(model)
+    assert same_bits(outputs(model), outputs(plain("gpt2")))
+
+
+@functools.cache
+def plain_files():
+    return saved(plain("gpt2"))
+
+
+# --- the trials -----------------------------------------------------------------------------------------------------
+
+
+def try_kind(kind, folder, count):
+    def case(random):
+        name = random.choice([key for key in MODELS if kind != "shards" or key == "shards"])
+        files = dict(sound(name))
+        change = {"shards": damage.shards, "other module": damage.other_module(OTHER_MODULES[name])}
+        (change.get(kind) or damage.KINDS[kind])(random, files)
+        write(folder, files, {})
+        try:
+            model, info = AutoModel.from_pretrained(folder, output_loading_info=True)
+        except Exception as error:
+            require_refusal_of_the_command_line(folder)
+            if random.random() < 0.02:
+                require_sound_process(folder)
+            if not isinstance(error, DOCUMENTED) and is_of_transformers(error):
+                return f"refused by transformers: {type(error).__name__}"
+            raise
+        state = {key: value.clone() for key, value in model.state_dict().items()} if random.random() < 0.1 else {}
+        with no_refusal():
+            came_out = require_right(model, name, files, info)
+        if state:
+            with_command = load_checkpoint(str(folder)).state_dict()
+            assert all(
+                same_bits(value, with_command[key]) for key, value in state.items() if key not in info["missing_keys"]
+            )
+        return came_out
+
+    return try_many(f"checkpoints: {kind}", case, DOCUMENTED, count)
+
+
+def require_refusal_of_the_command_line(folder):
+    with pytest.raises(UserError) as refused:
+        load_checkpoint(str(folder))
+    assert str(refused.value).strip()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints(kind, tmp_path):
+    threads = threading.active_count()
+    with little_memory():
+        came_out = try_kind(kind, tmp_path, -(-number_of("checkpoints") // len(KINDS)))
+    if kind != "plan that fits":
+        assert any(word.startswith("refused") for word in came_out), came_out
+    require_sound_process(tmp_path)
+    assert threading.active_count() <= threads + 8
+
+
+# --- each protection by itself --------------------------------------------------------------------------------------
+
+
+def in_config(change):
+    def happen(files):
+        content = json.loads(files[damage.CONFIG])
+        change(content)
+        files[damage.CONFIG] = json.dumps(content).encode()
+
+    return happen
+
+
+def moved(old, new):
+    return lambda files: damage.move_heads(files, old, new)
+
+
+def in_tensor(key, values, dtype="F32"):
+    def happen(files):
+        header, body = damage.split(files[damage.WEIGHTS])
+        start, end = header[key]["data_offsets"]
+        header[key]["dtype"] = dtype
+        content = torch.tensor(values, dtype=damage.DTYPES[dtype]).repeat((end - start) // 4).numpy().tobytes()
+        files[damage.WEIGHTS] = damage.joined(header, body[:start] + content + body[end:])
+
+    return happen
+
+
+def in_index(place):
+    def happen(files):
+        index = json.loads(files[damage.INDEX])
+        index["weight_map"]["wte.weight"] = place
+        files[damage.INDEX] = json.dumps(index).encode()
+
+    return happen
+
+
+def twice(files):
+    index = json.loads(files[damage.INDEX])
+    files["again.safetensors"] = files[index["weight_map"]["h.0.attn.rsa.mu"]]
+    index["weight_map"]["ln_f.bias"] = "again.safetensors"
+    files[damage.INDEX] = json.dumps(index).encode()
+
+
+ATTENTION = "h.0.attn"
+REFUSED = {
+    "a feed-forward layer": ("gpt2", moved(ATTENTION, "h.0.mlp"), "h.0.mlp .GPT2MLP., which is no self-attention"),
+    "a list of layers": ("gpt2", moved(ATTENTION, "h"), "h .ModuleList., which is no self-attention"),
+    "a model inside": (
+        "bart",
+        moved("encoder.layers.0.self_attn", "encoder"),
+        "encoder .BartEncoder., which is no self",
+    ),
+    "cross-attention": (
+        "bart",
+        moved("decoder.layers.0.self_attn", "decoder.layers.0.encoder_attn"),
+        "encoder_attn .BartAttention., which is no self-attention",
+    ),
+    "one module more": (
+        "gpt2",
+        in_config(lambda content: content["rsa"]["modules"].append("blocks.0.attn")),
+        "an RSA plan for blocks.0.attn, which this GPT2Model does not have",
+    ),
+    "a layer too many": (
+        "gpt2",
+        in_config(lambda content: content["rsa"]["plan"].update(layers=[0, 1])),
+        "layers=.0, 1., but .* names 1 modules",
+    ),
+    "no plan": ("gpt2", in_config(lambda content: content.pop("rsa")), "RSA heads, but holds no plan"),
+    "a key twice": (
+        "gpt2",
+        lambda files: files.update(
+            {damage.CONFIG: files[damage.CONFIG].replace(b'"plan": {', b'"plan": {"dilation": 7,')}
+        ),
+        "config.json has 'dilation' more than once",
+    ),
+    "NaN in a gate": ("gpt2", in_tensor("h.0.attn.rsa.mu", [float("nan")]), "rsa.mu is .nan. .* a number is needed"),
+    "infinity in a rate": ("gpt2", in_tensor("h.0.attn.rsa.nu", [float("-inf")]), "rsa.nu is .-inf.* a finite number"),
+    "a vast angle": ("gpt2", in_tensor("h.0.attn.rsa.theta", [1e38]), "theta is .* of at most 1e.12, is needed"),
+    "whole numbers": ("gpt2", in_tensor("h.0.attn.rsa.eta", [1], "I32"), "eta is of type int32"),
+    "a file outside": ("shards", in_index("../model.safetensors"), "outside of its own folder: .*It was not read"),
+    "a file elsewhere": ("shards", in_index("/etc/passwd"), "outside of its own folder: '/etc/passwd'"),
+    "a pickle by another name": ("shards", in_index("config.json"), "its weights in config.json, a pickle"),
+    "a tensor in two files": ("shards", twice, "stands in two files of the checkpoint"),
+    "a vocabulary without end": (
+        "gpt2",
+        in_config(lambda content: content.update(vocab_size=2**33)),
+        r"wte.weight has shape \(97, 32\), not \(8589934592, 32\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_is_refused(how, tmp_path):
+    name, change, words = REFUSED[how]
+    files = dict(sound(name))
+    change(files)
+    write(tmp_path, files, {})
+    with little_memory():
+        with pytest.raises(DOCUMENTED, match=words) as error:
+            AutoModel.from_pretrained(tmp_path)
+        assert len(str(error.value)) < 1000
+        with pytest.raises(UserError, match=words):
+            load_checkpoint(str(tmp_path))
+
+
+def test_one_module_by_two_names():
+    model = copy.deepcopy(plain("shards"))
+    model.h[1] = model.h[0]
+    model.config.rsa = json.loads(sound("shards")[damage.CONFIG])["rsa"]
+    with pytest.raises(ValueError, match="a module of this GPT2Model twice, by two names .h.0.attn, h.1.attn."):
+        attach_from_config(model)
+    assert not is_patched(model)
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["rsa_hf.hooks.loading.connect", "transformers.modeling_utils.PreTrainedModel._initialize_missing_keys"],
+)
+def test_a_fault_is_no_mistake_of_the_user(place, tmp_path, monkeypatch):
+    write(tmp_path, sound("gpt2"), {})
+
+    def fail(*_, **__):
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(place, fail)
+    with pytest.raises(RuntimeError, match="^a fault"):
+        load_checkpoint(str(tmp_path))
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------
+
+ADAPTER = "adapter_config.json"
+ADAPTER_KINDS = {
+    **{
+        name: damage.KINDS[name] for name in ("header bit", "body bit", "truncated", "length", "other content", "gone")
+    },
+    **{
+        name: damage.KINDS[name]
+        for name in ("swapped", "missing", "extra", "dtype", "shape", "place", "name", "number")
+    },
+    "plan": lambda random, files: damage.KINDS["plan"](random, files),
+    "section": lambda random, files: damage.KINDS["section"](random, files),
+    "modules": lambda random, files: damage.KINDS["modules"](random, files),
+    "config bit": lambda random, files: damage.config_bit(random, files),
+}
+
+
+@functools.cache
+def sound_adapter():
+    model = copy.deepcopy(plain("gpt2"))
+    adapted = disturb(rsa_hf.peft.get_peft_model(model, METHODS["lora"](), RSAConfig(**FULL_PLAN)))
+    return saved(adapted)
+
+
+def require_right_adapter(adapted, files):
+    state = adapted.state_dict()
+    for key, tensor in damage.tensors_of(files["adapter_model.safetensors"]).items():
+        parts = key.split(".")
+        inside = ["modules_to_save", "default"] if RSA_KEY.search(key) else ["default"]
+        place = parts[:-1] + inside + parts[-1:]
+        names = [key, ".".join(place), ".".join([*parts[:-1], "default", parts[-1]])]
+        held = next((name for name in names if name in state), None)
+        assert held is not None or not RSA_KEY.search(key), key
+        if held is not None:
+            assert same_bits(state[held], tensor.to(state[held].dtype)), key
+    content = json.loads(files[ADAPTER])
+    base = adapted.get_base_model()
+    assert base.config.rsa == {key: content["rsa"][key] for key in ("format_version", "modules", "plan")}
+
+
+def test_adapters(tmp_path):
+    keys = list(plain("gpt2").state_dict())
+
+    def case(random):
+        files = dict(sound_adapter())
+        kind = random.choice(list(ADAPTER_KINDS))
+        files[damage.CONFIG] = files.pop(ADAPTER)  # under the name that the changes know
+        ADAPTER_KINDS[kind](random, files)
+        if damage.CONFIG in files:
+            files[ADAPTER] = files.pop(damage.CONFIG)
+        write(tmp_path, files, {})
+        model = copy.deepcopy(plain("gpt2"))
+        try:
+            adapted = rsa_hf.peft.load(model, tmp_path)
+        except Exception as error:
+            assert list(model.state_dict()) == keys
+            assert not is_patched(model)
+            assert "rsa" not in vars(model.config)
+            if not isinstance(error, DOCUMENTED) and is_of_transformers(error):
+                return f"refused by PEFT: {type(error).__name__}"
+            raise
+        with no_refusal():
+            require_right_adapter(adapted, files)
+        return None
+
+    with little_memory():
+        came_out = try_many("adapters", case, DOCUMENTED)
+    assert came_out["right answer"] > 0
+    assert came_out["refused: ValueError"] > 5

@@ -1,0 +1,129 @@
+"""A token that may write reaches the Hub and nothing else: no log, no message, no traceback, no card, no file."""
+
+import logging
+import traceback
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import HTTPError
+
+from families import build
+from hub_stand_in import TOKEN, USER
+from rsa_hf import RSAConfig, cli, patch_model
+from rsa_hf.card import CardFacts, write_card
+from rsa_hf.credentials import holds_credentials, without_credentials
+from rsa_hf.hub import push_folder
+from test_hub import hub, model  # noqa: F401
+
+REPO = f"{USER}/rsa"
+FAILURES = ["401", "403", "500", "no connection", "no answer"]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    patch_model(build("gpt2"), RSAConfig(gate_init=0.0)).save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+@pytest.fixture
+def fail(hub, monkeypatch):  # noqa: F811
+    """Makes the Hub fail, in one of five ways."""
+
+    def fail(how):
+        if how == "no connection":
+            monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+        elif how == "no answer":
+            hub.delay = 1
+            monkeypatch.setattr(huggingface_hub.get_session(), "timeout", 0.2)
+        else:
+            hub.fails_with = int(how)
+        # A Hub that is down is asked again and again, later and later.
+        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+
+    return fail
+
+
+def everything_said(error, caplog, capfd):
+    """The traceback, all that was logged, and what was printed."""
+    said = "".join(traceback.format_exception(error)) + caplog.text + "".join(capfd.readouterr())
+    return said + "".join(repr(vars(record)) for record in caplog.records if not record.args)
+
+
+@pytest.mark.parametrize("how", FAILURES)
+@pytest.mark.parametrize("where", ["argument", "environment"])
+def test_a_push_that_fails(how, where, hub, fail, model, monkeypatch, caplog, capfd):  # noqa: F811
+    options = {"token": TOKEN} if where == "argument" else {}
+    if where == "argument":
+        monkeypatch.delenv("HF_TOKEN")
+    fail(how)
+    with caplog.at_level(logging.DEBUG), pytest.raises(HTTPError) as error:
+        model.push_to_hub(REPO, **options)
+    # What the Hub itself says is the Hub's: huggingface_hub hands it on. This one says the token, to be told apart.
+    said = everything_said(error.value, caplog, capfd).replace(f"no: {TOKEN}", "no")
+    assert len(said) > 200
+    assert TOKEN not in said
+    assert how in ("no connection",) or hub.authorised == {TOKEN}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_the_command_line(how, hub, fail, saved, monkeypatch, caplog, capfd):  # noqa: F811
+    fail(how)
+    monkeypatch.setattr("sys.argv", ["rsa-hf", "push", str(saved), REPO])
+    with caplog.at_level(logging.DEBUG), pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    printed = "".join(capfd.readouterr())
+    assert "error: " in printed
+    assert "Traceback" not in printed
+    assert TOKEN not in printed + caplog.text
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"repo_id": f"https://someone:{TOKEN}@huggingface.co/{REPO}"},
+        {"repo_id": f"{USER}/{TOKEN}"},
+        {"repo_id": REPO, "revision": TOKEN},
+        {"repo_id": REPO, "message": f"with {TOKEN}"},
+        {"endpoint": f"http://someone:{TOKEN}@127.0.0.1:9"},
+        {"endpoint": "http://someone:secret@127.0.0.1:9"},
+    ],
+)
+def test_a_token_in_another_place_is_refused(given, hub, saved, monkeypatch, caplog, capfd):  # noqa: F811
+    if "endpoint" in given:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", given["endpoint"])
+        given = {"repo_id": REPO}
+    with caplog.at_level(logging.DEBUG), pytest.raises(ValueError, match="a token or a password in") as error:
+        push_folder(saved, **given)
+    said = everything_said(error.value, caplog, capfd)
+    assert TOKEN not in said
+    assert "secret" not in said
+    assert hub.requests == []
+
+
+def test_it_is_on_no_card(tmp_path, saved):
+    model = build("gpt2")  # noqa: F811
+    patch_model(model)
+    write_card(model, tmp_path, CardFacts(command=f"python train.py --hub-token {TOKEN} --url http://a:b@c/d"))
+    card = (tmp_path / "README.md").read_text()
+    assert "--hub-token hf_… --url http://…@c/d" in card
+    assert TOKEN not in card
+
+
+@pytest.mark.parametrize("name", ["README.md", "config.json", "notes.txt"])
+def test_a_file_that_holds_it_is_not_uploaded(name, hub, saved):  # noqa: F811
+    text = (saved / name).read_text() if (saved / name).exists() else ""
+    (saved / name).write_text(text.replace("{", f'{{"note": "{TOKEN}",', 1) if name == "config.json" else text + TOKEN)
+    with pytest.raises(ValueError, match=f"{name}, which would be uploaded") as error:
+        push_folder(saved, REPO)
+    assert TOKEN not in str(error.value)
+    assert hub.requests == []
+
+
+def test_what_looks_like_one():
+    for text in (TOKEN, f"x={TOKEN}.", "http://a:b@c", "https://user@host/x"):
+        assert holds_credentials(text)
+        assert not holds_credentials(without_credentials(text))
+    for text in ("hf_hub_download", "rsa_hf", "a@b.org", '{"://":12,"@":3}', "http://127.0.0.1:9/x@y"):
+        assert not holds_credentials(text)
+        assert without_credentials(text) == text
