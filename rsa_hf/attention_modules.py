@@ -36,11 +36,12 @@ def may_have_heads(name: str, module: nn.Module) -> bool:
             apart by its name alone.
         module: the module.
     """
-    if type(module).__module__.partition(".")[0] not in _KNOWN:
+    kind: Any = type(module)
+    if kind.__module__.partition(".")[0] not in _KNOWN:
         return True
-    if isinstance(module, PreTrainedModel) or not (adapter_of(module) or _asks_for_attention(type(module))):
+    if isinstance(module, PreTrainedModel) or not (adapter_of(module) or _asks_for_attention(kind)):
         return False
-    of_cross_attention = _CROSS.search(name.rpartition(".")[2]) or _CROSS.search(type(module).__name__)
+    of_cross_attention = _CROSS.search(name.rpartition(".")[2]) or _CROSS.search(kind.__name__)
     return not (of_cross_attention or getattr(module, "is_cross_attention", False))
 
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
@@ -266,7 +267,13 @@ def _require_adapter_fits(
         adapter = adapter.without_name()
     require_fit(adapter, holds_values(config), base)
     if tensors is None:
-        tensors = load_peft_weights(folder, device="cpu", **hub)
+        try:
+            tensors = load_peft_weights(folder, device="cpu", **hub)
+        except SafetensorError as error:
+            raise ValueError(
+                f"the tensors of the adapter in {folder} are no sound safetensors file ({error}). Get them again, or "
+                "save the adapter again."
+            ) from error
     require_tensors(tensors, _prefix(config), holds_values(config), base)
 
 
