@@ -8,8 +8,8 @@ interface, and copies, pickles and wrapped or quantised projections work by them
 Three kinds of modules, by where V and the output can be seen:
 
 * a method that computes attention from Q, K and V: GPT-Neo, GPT-J, CodeGen, XLNet (both of its streams);
-* a forward that hands K and V to the cache, and the output to a projection: Bloom, Falcon, MPT, flash attention's
-  versions of GPT-Neo, GPT-J and Falcon;
+* a forward that hands K and V to the cache, and the output to a projection: Bloom, Falcon, MPT, the Informer's
+  ProbSparse attention, flash attention's versions of GPT-Neo, GPT-J and Falcon;
 * a forward that projects V, and returns the output: DeBERTa, DeBERTa-v2.
 
 A new architecture of one of these kinds is a row of `ADAPTERS`.
@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import EncoderDecoderCache
 
 from rsa_hf.geometry import HIDDEN_AT_OR_BELOW, flash_documents, read_geometry, remembered
 from rsa_hf.lookup import heads_of
@@ -254,7 +255,15 @@ def _run_xlnet(module: nn.Module, core: Callable[..., Any], call: dict[str, Any]
 # --- attention between a cache and a projection ---------------------------------------------------------------------
 
 
-def _through_cache(cache: str, heads: str, projection: str, *, hides: bool = False, positions: bool = False) -> Run:
+def _through_cache(
+    cache: str,
+    heads: str,
+    projection: str,
+    *,
+    hides: bool = False,
+    positions: bool = False,
+    decoder: str | None = None,
+) -> Run:
     """For a forward that calls `key, value = cache.update(key, value, layer)` and `projection(output)`.
 
     Args:
@@ -263,11 +272,13 @@ def _through_cache(cache: str, heads: str, projection: str, *, hides: bool = Fal
         projection: the attribute; it is called with [B, T, H * D].
         hides: True in a mask means hidden.
         positions: `position_ids` tell flash attention of packed documents.
+        decoder: the attribute that says whether it is causal; None: it is.
     """
 
     def run(module: nn.Module, forward: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
         seen = _Cache(call.get(cache))
         mask = call.get("attention_mask")
+        causal = decoder is None or bool(getattr(module, decoder))
         if hides and mask is not None:
             mask = remembered(torch.logical_not, mask)
         project = getattr(module, projection)
@@ -281,7 +292,7 @@ def _through_cache(cache: str, heads: str, projection: str, *, hides: bool = Fal
             if positions and mask is None:
                 documents = flash_documents(attention.transpose(1, 2), seen.value, call)
             mixed = True
-            return project(mix(attention, seen.value, mask, causal=True, documents=documents).flatten(2))
+            return project(mix(attention, seen.value, mask, causal=causal, documents=documents).flatten(2))
 
         stand_in = _StandIn(module, {projection: _StandInForCall(project, mix_and_project)})
         found = forward(stand_in, **{**call, cache: seen})
@@ -296,7 +307,8 @@ class _Cache:
     """Stands in for the cache of a forward, or for none, and keeps the values that attention sees."""
 
     def __init__(self, cache: Any) -> None:
-        self.cache = cache
+        # Of an encoder-decoder's two caches, self-attention has the one.
+        self.cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         self.value: Tensor | None = None
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
@@ -483,6 +495,14 @@ ADAPTERS = (
         (*_FORWARD, "layer_past"),
         ("num_attention_heads", "out_proj"),
         _through_cache("layer_past", "num_attention_heads", "out_proj"),
+    ),
+    Adapter(
+        "informer.modeling_informer",
+        "InformerProbSparseAttention",
+        "forward",
+        (*_FORWARD, "past_key_values"),
+        ("num_heads", "out_proj", "is_decoder"),
+        _through_cache("past_key_values", "num_heads", "out_proj", decoder="is_decoder"),
     ),
     Adapter(
         "mpt.modeling_mpt",

@@ -35,6 +35,9 @@ Answer = TypeVar("Answer")
 # Additive masks hide a key with −inf, the dtype's minimum, or −10,000 in older models; anything above is a bias.
 HIDDEN_AT_OR_BELOW = -1e4
 
+# By class, which attribute says that a layer is causal, where `is_causal` is False in encoder and decoder alike.
+DIRECTION_ATTRIBUTES = {"InformerAttention": "is_decoder"}
+
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
@@ -107,7 +110,7 @@ def is_causal(module: nn.Module, keywords: dict[str, Any]) -> bool | None:
     """Direction of an attention call: its `is_causal` keyword, else the module's attribute, else None (unknown)."""
     value = keywords.get("is_causal")
     if value is None:
-        value = getattr(module, "is_causal", None)
+        value = getattr(module, DIRECTION_ATTRIBUTES.get(type(module).__name__, "is_causal"), None)
     return None if value is None else bool(value)
 
 
