@@ -1,0 +1,206 @@
+r"""Choosing the dilating factor d (paper, section 3): autocorrelation of series, recurrence plots of tokens.
+
+A dilated head reaches back d, 2d, 3d, … steps, so d should be the period of what repeats. In a series that is where
+its autocorrelation peaks; in tokens it is a diagonal of the recurrence plot, R[t, s] = 1 where token t equals token s
+(Webber et al., 2016), that has more points than others. Both are one measure: with tokens as one-hot vectors, the
+share of points on diagonal τ beyond that of chance is an autocorrelation.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "autocorrelation",
+    "recurrence_plot",
+    "recurrence_rate",
+    "suggested_dilation",
+    "suggested_token_dilation",
+    "token_autocorrelation",
+]
+
+LONGEST = 512
+# A peak counts where it is at least this share of the highest: the first of a period and its multiples is the period.
+SHARE = 0.5
+# Standard errors above 0. Of 512 lags of white noise the highest is about 3 above.
+ERRORS = 5.0
+FLOOR = 0.05
+
+
+def autocorrelation(series: Tensor, max_lag: int, *, differenced: bool = True) -> Tensor:
+    """Autocorrelation of a series, the mean over its variables.
+
+    r_τ = Σ_t (x_t − x̄)(x_{t+τ} − x̄) / Σ_t (x_t − x̄)², of each variable.
+
+    Args:
+        series: shape [T] or [T, N].
+        max_lag: the largest τ.
+        differenced: of x_t − x_{t−1}. A trend, or a slow wave, makes all autocorrelations large and moves the peaks.
+
+    Returns:
+        r_0 … r_max_lag, shape [max_lag + 1], float64.
+
+    Raises:
+        ValueError: a shape or a lag that does not fit, an entry that is not finite, or a variable that never changes.
+    """
+    x = _finite(series)
+    x = x[:, None] if x.dim() == 1 else x
+    if differenced:
+        x = x.diff(dim=0)
+    _check_lag(max_lag, len(x))
+    x = x - x.mean(0)
+    total = x.square().sum(0)
+    # Rounding leaves something of a constant, but nothing next to its size.
+    size = _finite(series).abs().amax(0) * torch.finfo(series.dtype if series.is_floating_point() else x.dtype).eps
+    still = total <= len(x) * (4 * size).square()
+    if bool(still.any()):
+        raise ValueError(
+            f"variable {int(still.nonzero()[0])} of {len(still)} never changes{' its step' if differenced else ''}: "
+            "there is no autocorrelation. Leave it out."
+        )
+    # Padded, so that the end of the series does not meet its beginning.
+    spectrum = torch.fft.rfft(x, n=2 * len(x), dim=0).abs().square()
+    products = torch.fft.irfft(spectrum, dim=0)[: max_lag + 1]
+    found: Tensor = (products / total).mean(1)
+    return found
+
+
+def recurrence_plot(tokens: Tensor) -> Tensor:
+    """R[t, s]: whether token t equals token s.
+
+    Args:
+        tokens: shape [T].
+
+    Returns:
+        Shape [T, T], boolean.
+    """
+    return tokens[:, None] == tokens
+
+
+def recurrence_rate(tokens: Tensor, max_lag: int, line: int = 1) -> Tensor:
+    """Points of each diagonal of the recurrence plot that lie on lines of at least so many points.
+
+    Args:
+        tokens: shape [T], integers.
+        max_lag: the largest τ.
+        line: the least number of points, one behind the other on the diagonal, that are a line; 1 counts them all.
+
+    Returns:
+        The share of the T − τ points of diagonal τ, shape [max_lag + 1], float64.
+
+    Raises:
+        ValueError: a shape, a lag or a line that does not fit.
+    """
+    _check_tokens(tokens)
+    _check_lag(max_lag, len(tokens))
+    if line < 1:
+        raise ValueError(f"line={line}: at least 1 point is needed.")
+    rates = []
+    for lag in range(max_lag + 1):
+        same = tokens[lag:] == tokens[: len(tokens) - lag]
+        if line > 1:
+            # Where `line` recurrent points in a row begin; each point of a line is among those behind such a place.
+            begins = F.pad(same, (0, line - 1)).unfold(0, line, 1).all(1)
+            same = F.pad(begins, (line - 1, 0)).unfold(0, line, 1).any(1)
+        rates.append(same.double().mean())
+    return torch.stack(rates)
+
+
+def token_autocorrelation(tokens: Tensor, max_lag: int) -> Tensor:
+    """Autocorrelation of tokens as one-hot vectors: how far the recurrence rate is above chance, at most 1.
+
+    Args:
+        tokens: shape [T], integers.
+        max_lag: the largest τ.
+
+    Returns:
+        (rate − chance) / (1 − chance), where chance is Σ p² over the tokens' frequencies; [max_lag + 1], float64.
+
+    Raises:
+        ValueError: a shape or a lag that does not fit, or all tokens are the same.
+    """
+    rate = recurrence_rate(tokens, max_lag)
+    frequencies: Tensor = tokens.unique(return_counts=True)[1].double() / len(tokens)
+    chance = frequencies.square().sum()
+    if len(frequencies) == 1:
+        raise ValueError("all tokens are the same: nothing recurs more than anything else.")
+    return (rate - chance) / (1 - chance)
+
+
+def suggested_dilation(series: Tensor, max_lag: int | None = None, *, at_least: float = FLOOR) -> int | None:
+    """The dilating factor d that a series suggests: the first dominant peak of its differences' autocorrelation.
+
+    Dominant is a peak that is behind the first zero crossing, at least half as high as the highest there (a period
+    shows at its multiples too, sometimes more), and clear of chance by Bartlett's formula.
+
+    Args:
+        series: shape [T] or [T, N]; several variables vote by the mean of their autocorrelations.
+        max_lag: no larger d; default: a quarter of T, at most 512.
+        at_least: the height that the highest peak needs.
+
+    Returns:
+        d, or None where nothing repeats.
+
+    Raises:
+        ValueError: as `autocorrelation`.
+    """
+    max_lag = min(LONGEST, len(series) // 4) if max_lag is None else max_lag
+    return _first_dominant_peak(autocorrelation(series, max_lag), len(series), at_least)
+
+
+def suggested_token_dilation(tokens: Tensor, max_lag: int | None = None, *, at_least: float = FLOOR) -> int | None:
+    """The same of tokens: the first dominant diagonal of their recurrence plot.
+
+    Args:
+        tokens: shape [T], integers.
+        max_lag: no larger d; default: a quarter of T, at most 512.
+        at_least: how far above chance the densest diagonal needs to be, 1 being a copy.
+
+    Returns:
+        d, or None where no diagonal stands out, as in most text.
+
+    Raises:
+        ValueError: as `token_autocorrelation`.
+    """
+    max_lag = min(LONGEST, len(tokens) // 4) if max_lag is None else max_lag
+    return _first_dominant_peak(token_autocorrelation(tokens, max_lag), len(tokens), at_least)
+
+
+def _first_dominant_peak(r: Tensor, length: int, at_least: float) -> int | None:
+    values: list[float] = r.tolist()
+    start = next((lag for lag, value in enumerate(values) if value <= 0), None)
+    if start is None:
+        return None
+    # Bartlett: the standard error at a lag behind which nothing is left but chance.
+    error = math.sqrt((1 + 2 * sum(value**2 for value in values[1:start])) / length)
+    highest = max(values[start:])
+    if highest < max(at_least, ERRORS * error):
+        return None
+    first = next(lag for lag in range(start, len(values)) if values[lag] >= SHARE * highest)
+    end = next((lag for lag in range(first, len(values)) if values[lag] < SHARE * highest), len(values))
+    peak = max(range(first, end), key=values.__getitem__)
+    return None if peak == len(values) - 1 else peak  # still rising: the peak is further out
+
+
+def _finite(series: Tensor) -> Tensor:
+    if series.dim() not in (1, 2):
+        raise ValueError(f"series has shape {tuple(series.shape)}: [T] or [T, N] is needed.")
+    if not bool(series.isfinite().all()):
+        raise ValueError("series has entries that are not finite: fill the gaps first.")
+    return series.detach().double()
+
+
+def _check_tokens(tokens: Tensor) -> None:
+    if tokens.dim() != 1 or tokens.is_floating_point():
+        raise ValueError(
+            f"tokens are {tokens.dtype} of shape {tuple(tokens.shape)}: integers of shape [T] are needed."
+        )
+
+
+def _check_lag(max_lag: int, length: int) -> None:
+    if not 1 <= max_lag < length:
+        raise ValueError(f"max_lag={max_lag}: a lag from 1 to {length - 1}, one less than there are steps, is needed.")
