@@ -1,0 +1,104 @@
+"""Forecasts of ETT and the weather: Informer, LogSparse and Transformer-XL with and without RSA heads (section 4.1).
+
+All variables of a window of known steps are given, and all of a horizon predicted at once, on standardised data.
+`series.py` has the data, `arms.py` the models, `settings.py` what is run and what was published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from rsa_hf.plots import COLOURS, panels
+from rsa_hf.reproduce.cells import Cell, Result, Values
+from rsa_hf.reproduce.experiment import Experiment
+from rsa_hf.reproduce.forecasting.arms import ARMS, Task, make_forecaster
+from rsa_hf.reproduce.forecasting.learning import learn, naive_errors, score
+from rsa_hf.reproduce.forecasting.series import load_series
+from rsa_hf.reproduce.forecasting.settings import PUBLISHED, cells
+from rsa_hf.reproduce.forecasting.tables import conclude, summarise
+from rsa_hf.reproduce.summary import find_rows
+
+__all__ = ["EXPERIMENT"]
+
+
+def run_cell(cell: Cell) -> Values:
+    """Train one model, and score it on the test part. A seed has the same weights and windows for both arms."""
+    series, seed = load_series(str(cell["series"])), int(cell["seed"])
+    context, label, horizon, stride = (int(cell[name]) for name in ("context", "label", "horizon", "stride"))
+    task = Task(context, label, horizon, series.values.shape[1], series.times.shape[1])
+    shape = {name: int(cell[name]) for name in ("width", "encoder_layers", "decoder_layers", "dilation")}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = make_forecaster(str(cell["family"]), str(cell["arm"]), task, **shape).to(device)
+        torch.manual_seed(seed)  # of dropout, and of the keys that ProbSparse attention draws
+        errors = learn(
+            model,
+            series,
+            task,
+            steps=int(cell["steps"]),
+            epochs=int(cell["epochs"]),
+            batch=int(cell["batch"]),
+            learning_rate=float(cell["learning_rate"]),
+            stride=stride,
+            seed=seed,
+        )
+        mse, mae = score(model, series, task, "test", stride)
+    naive_mse, naive_mae = naive_errors(series, task, stride, int(cell["dilation"]))
+    return {
+        "mse": mse,
+        "mae": mae,
+        "validation mse": min(errors),
+        "parameters": float(sum(parameter.numel() for parameter in model.parameters())),
+        "naive mse": naive_mse,
+        "naive mae": naive_mae,
+        "validation errors": errors,
+    }
+
+
+def draw(results: Sequence[Result], path: Path) -> None:
+    """A panel for each series and horizon: the errors of each family and arm, beside the published ones."""
+    rows = summarise(results)
+    groups = list(dict.fromkeys((str(r.cell["series"]), int(r.cell["horizon"])) for r in results))
+    families = list(dict.fromkeys(str(result.cell["family"]) for result in results))
+    with panels(path, len(groups), columns=2) as grid:
+        for axes, (series, horizon) in zip(grid, groups, strict=True):
+            for number, arm in enumerate(ARMS):
+                places = [place + 0.3 * (number - 0.5) for place in range(len(families))]
+                same = {"series": series, "horizon": horizon, "arm": arm}
+                found = [find_rows(rows, "mse", family=family, **same) for family in families]
+                for place, family, [row] in zip(places, families, found, strict=True):
+                    axes.bar(place, row.mean, width=0.28, color=COLOURS[number], label=arm if place < 0.5 else None)
+                    axes.errorbar(
+                        place, row.mean, yerr=[[row.mean - row.low], [row.high - row.mean]], color="#333333", capsize=3
+                    )
+                    if published := PUBLISHED.get((series, horizon, family)):
+                        axes.plot(place, published[arm], "D", color="#333333", markersize=4)
+            [naive] = find_rows(rows, "mse", series=series, horizon=horizon, arm="none")
+            axes.axhline(naive.mean, color="#666666", linewidth=0.8, linestyle="--")
+            axes.set_title(f"{series}, {horizon} steps", loc="left")
+            axes.set_xticks(range(len(families)), families)
+            axes.set_ylabel("MSE")
+            axes.set_xlabel("diamonds: published; dashes: the last period again", fontsize=7)
+        grid[0].legend()
+
+
+EXPERIMENT = Experiment(
+    name="forecasting",
+    claim="The mean squared error of a forecast is lower with RSA heads than of the same model without them.",
+    published="MSE without and with RSA (section 4.1): "
+    + "; ".join(
+        f"{family}, {series}, {horizon} steps {errors['plain']:.3f} → {errors['rsa']:.3f}"
+        for (series, horizon, family), errors in PUBLISHED.items()
+    )
+    + ".",
+    seeds={"toy": 2, "quick": 3, "full": 5},
+    cells=cells,
+    run_cell=run_cell,
+    conclude=conclude,
+    draw=draw,
+    summarise=summarise,
+)

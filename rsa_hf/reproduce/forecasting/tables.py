@@ -1,0 +1,103 @@
+"""From results to rows: each arm at its own learning rate, ratios seed by seed, and the verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+from rsa_hf.reproduce.cells import Result
+from rsa_hf.reproduce.experiment import Conclusion
+from rsa_hf.reproduce.forecasting.settings import PUBLISHED
+from rsa_hf.reproduce.summary import Row, Setting, find_rows, interval
+
+__all__ = ["RATIO", "at_best_rate", "conclude", "summarise"]
+
+GROUP = ("series", "horizon", "family")
+RATIO = "rsa / plain"
+MEASURES = ("mse", "mae", "validation mse", "parameters")
+
+
+def at_best_rate(results: Sequence[Result]) -> dict[tuple[Setting, ...], dict[str, list[Result]]]:
+    """The runs of each arm at its best learning rate, by seed, for each series, horizon and family.
+
+    The rate is chosen by the error on the validation part, never by that on the test part.
+    """
+    found: dict[tuple[Setting, ...], dict[str, list[Result]]] = {}
+    for key in dict.fromkeys(tuple(result.cell[name] for name in GROUP) for result in results):
+        mine = [result for result in results if tuple(result.cell[name] for name in GROUP) == key]
+        found[key] = {}
+        for arm in dict.fromkeys(str(result.cell["arm"]) for result in mine):
+            by_rate: dict[float, list[Result]] = {}
+            for result in mine:
+                if result.cell["arm"] == arm:
+                    by_rate.setdefault(float(result.cell["learning_rate"]), []).append(result)
+            runs = min(by_rate.values(), key=lambda runs: fmean(_value(run, "validation mse") for run in runs))
+            found[key][arm] = sorted(runs, key=lambda run: int(run.cell["seed"]))
+    return found
+
+
+def summarise(results: Sequence[Result]) -> list[Row]:
+    """Errors of each arm at its best learning rate, then RSA's over the plain model's, paired by seed.
+
+    Beside them the published errors, which have no intervals, and those of the last period come again.
+    """
+    rows = []
+    for key, arms in at_best_rate(results).items():
+        group = dict(zip(GROUP, key, strict=True))
+        for arm, runs in arms.items():
+            settings = {**group, "arm": arm, "learning_rate": runs[0].cell["learning_rate"]}
+            rows += [_row(settings, measure, [_value(run, measure) for run in runs]) for measure in MEASURES]
+            published = PUBLISHED.get(key, {}).get(arm)
+            if published is not None:
+                rows.append(Row({**group, "arm": arm}, "published mse", published, math.nan, math.nan, 0))
+        for measure in ("mse", "mae"):
+            ratios = [
+                _value(rsa, measure) / _value(plain, measure)
+                for rsa, plain in zip(arms["rsa"], arms["plain"], strict=True)
+            ]
+            rows.append(_row({**group, "arm": RATIO}, measure, ratios))
+        naive = {**group, "family": "last period again", "arm": "none"}
+        if not find_rows(rows, "mse", **naive):
+            shown = arms["plain"][0]
+            rows += [_row(naive, measure, [_value(shown, f"naive {measure}")]) for measure in ("mse", "mae")]
+    return rows
+
+
+def conclude(rows: Sequence[Row]) -> Conclusion:
+    """Confirmed if RSA's error is lower in every family, series and horizon, beyond the interval."""
+    ratios = find_rows(rows, "mse", arm=RATIO)
+    words = []
+    for row in ratios:
+        same = {name: row.settings[name] for name in GROUP}
+        plain, rsa = (find_rows(rows, "mse", arm=arm, **same)[0].mean for arm in ("plain", "rsa"))
+        ends = "one seed" if math.isnan(row.low) else f"{row.low:.2f} … {row.high:.2f}"
+        text = (
+            f"{same['family']}, {same['series']}, {same['horizon']} steps: MSE {rsa:.3f} with RSA, {plain:.3f} without"
+        )
+        text += f", ratio {row.mean:.2f} ({ends})"
+        published = {arm: find_rows(rows, "published mse", arm=arm, **same) for arm in ("plain", "rsa")}
+        if published["rsa"] and published["plain"]:
+            of_rsa, of_plain = published["rsa"][0].mean, published["plain"][0].mean
+            text += f", published {of_rsa:.3f} and {of_plain:.3f}, ratio {of_rsa / of_plain:.2f}"
+        words.append(text)
+    for row in find_rows(rows, "mse", arm="none"):
+        words.append(
+            f"that the last period comes again has MSE {row.mean:.3f} on {row.settings['series']}, "
+            f"{row.settings['horizon']} steps"
+        )
+    better, worse = sum(row.high < 1 for row in ratios), sum(row.mean >= 1 for row in ratios)
+    sentence = f"RSA is better beyond the interval in {better} of {len(ratios)} comparisons: {'; '.join(words)}."
+    if better == len(ratios):
+        return Conclusion("confirmed", sentence)
+    return Conclusion("not confirmed" if worse else "not measurable at this size", sentence)
+
+
+def _row(settings: dict[str, Setting], measure: str, values: Sequence[float]) -> Row:
+    return Row(settings, measure, *interval(values), len(values))
+
+
+def _value(result: Result, measure: str) -> float:
+    value = result.values[measure]
+    assert isinstance(value, int | float)
+    return value
