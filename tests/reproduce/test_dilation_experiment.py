@@ -1,0 +1,73 @@
+"""The experiment `dilation`: it finds the period of a series that has one, and says so where it does not."""
+
+import pytest
+import torch
+
+from rsa_hf.reproduce import dilation
+from rsa_hf.reproduce.cells import Result
+from rsa_hf.reproduce.dilation import EXPERIMENT
+from rsa_hf.reproduce.forecasting.series import Series
+from rsa_hf.reproduce.runner import read_results, run_experiment
+from rsa_hf.theory import dilation as theory
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    root = tmp_path_factory.mktemp("toy")
+    found = run_experiment(EXPERIMENT, "toy", root, progress=False)
+    return root / "results" / "reproduce" / "dilation" / "toy", found
+
+
+def test_it_confirms_at_toy_size(toy):
+    folder, found = toy
+    assert found.verdict == "confirmed"
+    assert found.sentence.startswith("Seasonal-24 suggests d = 24 where a day is 24 steps, 2 of 2 pieces the day; ")
+    assert "the recurrence plot of python suggests" in found.sentence
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pieces_are_parts_of_the_training_data(toy):
+    found = [result for result in read_results(toy[0]).values() if result.cell["source"] == "seasonal-24"]
+    whole, *pieces = [result.values["autocorrelation"] for result in found]
+    assert len(pieces) == 2 and whole != pieces[0] != pieces[1]
+
+
+@pytest.mark.parametrize(("source", "period"), [("ETTh1", 24), ("ETTh2", 24), ("WTH", 24)])
+def test_real_series_suggest_a_day(source, period, data_folder, monkeypatch):
+    monkeypatch.setenv("RSA_HF_DATA", str(data_folder))
+    values = dilation.run_cell({"source": source, "max_lag": 250, "pieces": 1, "seed": 0})
+    assert (values["suggested d"], values["as expected"]) == (period, 1.0)
+
+
+def noise():
+    return Series(torch.randn(1000, 2), torch.zeros(1000, 4), (900, 950, 1000))
+
+
+def test_a_series_without_a_period_is_not_confirmed(tmp_path, monkeypatch):
+    monkeypatch.setattr(dilation, "load_series", lambda name: noise())
+    found = run_experiment(EXPERIMENT, "toy", tmp_path, progress=False)
+    assert found.verdict == "not confirmed"
+    assert "suggests no d where a day is 24 steps, 0 of 2 pieces" in found.sentence
+
+
+def test_lags_that_are_off_by_one_are_not_confirmed(tmp_path, monkeypatch):
+    right = theory.autocorrelation
+    monkeypatch.setattr(theory, "autocorrelation", lambda *args, **keywords: right(*args, **keywords).roll(1))
+    assert run_experiment(EXPERIMENT, "toy", tmp_path, progress=False).verdict == "not confirmed"
+
+
+def test_one_piece_that_disagrees_is_not_confirmed(toy):
+    found = [
+        Result(
+            {**result.cell},
+            {**result.values, "as expected": 0.0}
+            if (r := result.cell)["pieces"] == 2 and r["seed"] == 1
+            else result.values,
+            1.0,
+            "none",
+        )
+        for result in read_results(toy[0]).values()
+        if result.cell["source"] == "seasonal-24"
+    ]
+    conclusion = EXPERIMENT.conclude(EXPERIMENT.summarise(found))
+    assert conclusion.verdict == "not confirmed" and "1 of 2 pieces" in conclusion.sentence
