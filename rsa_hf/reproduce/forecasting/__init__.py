@@ -19,7 +19,7 @@ from rsa_hf.reproduce.forecasting.learning import learn, naive_errors, score
 from rsa_hf.reproduce.forecasting.series import load_series
 from rsa_hf.reproduce.forecasting.settings import PUBLISHED, cells
 from rsa_hf.reproduce.forecasting.tables import conclude, summarise
-from rsa_hf.reproduce.summary import find_rows
+from rsa_hf.reproduce.summary import Setting, find_rows
 
 __all__ = ["EXPERIMENT"]
 
@@ -68,7 +68,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
         for axes, (series, horizon) in zip(grid, groups, strict=True):
             for number, arm in enumerate(ARMS):
                 places = [place + 0.3 * (number - 0.5) for place in range(len(families))]
-                same = {"series": series, "horizon": horizon, "arm": arm}
+                same: dict[str, Setting] = {"series": series, "horizon": horizon, "arm": arm}
                 found = [find_rows(rows, "mse", family=family, **same) for family in families]
                 for place, family, [row] in zip(places, families, found, strict=True):
                     axes.bar(place, row.mean, width=0.28, color=COLOURS[number], label=arm if place < 0.5 else None)

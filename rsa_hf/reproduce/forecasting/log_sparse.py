@@ -33,7 +33,8 @@ class LogSparseModel(GPT2Model):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config)
         for block in self.h:
-            block.attn.c_attn = ConvolvedProjection(config.n_embd)
+            attention = block.get_submodule("attn")
+            attention.c_attn = ConvolvedProjection(config.n_embd)
         position = torch.arange(config.n_positions)
         lag = position[:, None] - position
         attended = (lag >= 0) & (lag & (lag - 1) == 0)  # 0 and the powers of two
