@@ -110,6 +110,11 @@ class RSAConfig:
 
     Each count is one number for all layers, or one per patched layer.
 
+    The defaults of `gate_init` and `parameter_scale` are meant for pretrained models. `rsa-hf reproduce fine-tune`
+    compares others with them, and RESULTS.md has what was measured so far: gates that begin further open cost more
+    before training and have not gained more beyond chance, gates from −6 hardly learn, and no pace was better beyond
+    chance.
+
     Args:
         num_regular: number of regular REM heads, k1 (λ = tanh η).
         num_cyclical_pairs: number of cos/sin pairs, k2 = k3 (γ = sigmoid ν, θ).

@@ -1,0 +1,41 @@
+"""What is compared: the plain model, and RSA heads that begin with other gates and learn at another pace."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from rsa_hf.config import RSAConfig
+from rsa_hf.patching import patch_model
+
+__all__ = ["ARMS", "DEFAULT", "GATES", "MULTIPLES", "PLAIN", "make_arm"]
+
+PLAIN = "plain"
+GATES = (-6.0, -3.0, 0.0, 1.0)
+# The pace of RSA parameters under Adam, as a multiple of the weights'.
+MULTIPLES = (1.0, 20.0, 100.0)
+
+
+def _name(plan: RSAConfig) -> str:
+    assert not isinstance(plan.gate_init, tuple)
+    return f"μ {plan.gate_init:+g}, × {plan.parameter_scale:g}"
+
+
+DEFAULT = _name(RSAConfig())
+# Gates at the default pace, and paces at the default gate.
+_PLANS = [
+    *(RSAConfig(gate_init=gate) for gate in GATES),
+    *(RSAConfig(parameter_scale=multiple) for multiple in MULTIPLES),
+]
+ARMS: dict[str, RSAConfig | None] = {PLAIN: None, DEFAULT: RSAConfig(), **{_name(plan): plan for plan in _PLANS}}
+
+
+def make_arm(arm: str, model: PreTrainedModel) -> PreTrainedModel:
+    """Turn a pretrained model into an arm of the comparison, in place.
+
+    Raises:
+        ValueError: there is no such arm.
+    """
+    if arm not in ARMS:
+        raise ValueError(f"arm={arm!r}: one of {', '.join(ARMS)} is needed.")
+    plan = ARMS[arm]
+    return model if plan is None else patch_model(model, plan)

@@ -1,0 +1,146 @@
+"""From results to rows: each arm at its own learning rate, gains over the plain model by seed, and the verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+from rsa_hf.config import RSAConfig
+from rsa_hf.reproduce.cells import Result
+from rsa_hf.reproduce.experiment import Conclusion, Verdict
+from rsa_hf.reproduce.fine_tune.arms import ARMS, DEFAULT, PLAIN
+from rsa_hf.reproduce.summary import Row, Setting, find_rows, interval
+
+__all__ = ["GAIN", "SETTING", "conclude", "summarise"]
+
+SETTING = ("model", "task", "share")
+GAIN = "gain"  # over the plain model: bits per byte fewer, or more functions right
+GAIN_BEFORE = "gain before training"  # below 0: what putting RSA heads on costs
+UNITS = {"accuracy": ("percentage points of accuracy", 100), "bits per byte": ("bits per byte", 1)}
+
+
+def summarise(results: Sequence[Result]) -> list[Row]:
+    """Rows of each model, task, share of the data and arm, at the arm's best learning rate.
+
+    The rate is chosen by the mean validation score over the seeds, never by the test score.
+    """
+    groups: dict[tuple[Setting, ...], dict[str, list[Result]]] = {}
+    for result in results:
+        setting = tuple(result.cell[name] for name in SETTING)
+        groups.setdefault(setting, {}).setdefault(str(result.cell["arm"]), []).append(result)
+    rows = []
+    for setting, arms in groups.items():
+        best = {arm: _at_best_rate(found) for arm, found in arms.items()}
+        for arm, by_seed in best.items():
+            settings = {**dict(zip(SETTING, setting, strict=True)), "arm": arm}
+            columns = {
+                name: [_value(result, name) for result in by_seed.values()]
+                for name in next(iter(by_seed.values())).values
+                if not isinstance(next(iter(by_seed.values())).values[name], list)
+            }
+            columns["learning rate"] = [float(result.cell["learning_rate"]) for result in by_seed.values()]
+            columns["seconds"] = [result.seconds for result in by_seed.values()]
+            if arm != PLAIN:
+                pairs = [(result, best[PLAIN][seed]) for seed, result in by_seed.items()]
+                columns[GAIN] = [_gain(result, plain, _score_of(result)) for result, plain in pairs]
+                columns[GAIN_BEFORE] = [_gain(result, plain, "before training") for result, plain in pairs]
+            rows += [Row(settings, name, *interval(values), len(values)) for name, values in columns.items()]
+    return rows
+
+
+def conclude(rows: Sequence[Row]) -> Conclusion:
+    """Confirmed if the default plan gains beyond the interval in every case; not, if it gains nothing in one.
+
+    A gain whose interval does not reach above 0 is none.
+    """
+    gains = find_rows(rows, GAIN, arm=DEFAULT)
+    if any(math.isnan(row.low) for row in gains):
+        return Conclusion("not measurable at this size", "There is one seed, which gives no interval.")
+    helped, not_helped = [row for row in gains if row.low > 0], [row for row in gains if row.high <= 0]
+    verdict: Verdict = "not measurable at this size"
+    if not_helped:
+        verdict = "not confirmed"
+    elif len(helped) == len(gains):
+        verdict = "confirmed"
+    each = [f"{_place(row)} {_in_words(rows, row)}" for row in gains]
+    sentence = (
+        f"With RSAConfig()'s defaults ({DEFAULT} the weights' pace), fine-tuning gains over the same model without "
+        f"RSA, beyond the interval, in {len(helped)} of {len(gains)} cases and loses in "
+        f"{sum(row.high < 0 for row in gains)}: {'; '.join(each)}"
+    )
+    by_gate = _compared(rows, lambda plan: plan.parameter_scale == RSAConfig().parameter_scale)
+    by_pace = _compared(rows, lambda plan: plan.gate_init == RSAConfig().gate_init)
+    parts = [sentence, *(text for text in (by_gate, by_pace) if text)]
+    return Conclusion(verdict, ". ".join(parts) + ".")
+
+
+def _compared(rows: Sequence[Row], chosen: Callable[[RSAConfig], bool]) -> str:
+    """Mean gains of some arms over the cases that have all of them, task by task."""
+    tried = {str(row.settings["arm"]) for row in rows}
+    arms = [arm for arm, plan in ARMS.items() if arm in tried and plan is not None and chosen(plan)]
+    cases: dict[tuple[Setting, Setting], list[list[Row]]] = {}
+    for first in find_rows(rows, GAIN, arm=DEFAULT):
+        setting = {name: first.settings[name] for name in SETTING}
+        found = [row for arm in arms for row in find_rows(rows, GAIN, arm=arm, **setting)]
+        if len(found) == len(arms) > 1:
+            cases.setdefault((setting["model"], setting["task"]), []).append(found)
+    texts = []
+    for (model, task), found_in_each in cases.items():
+        columns = dict(zip(arms, zip(*found_in_each, strict=True), strict=True))
+        means = {arm: fmean(row.mean for row in column) for arm, column in columns.items()}
+        before = {
+            arm: fmean(find_rows(rows, GAIN_BEFORE, **row.settings)[0].mean for row in column)
+            for arm, column in columns.items()
+        }
+        unit, factor = UNITS[_measure(rows, found_in_each[0][0])]
+        listed = ", ".join(f"{arm}: {factor * means[arm]:+.3f} and {factor * before[arm]:+.3f}" for arm in arms)
+        best = max(means, key=lambda arm: means[arm])
+        n = len(found_in_each)
+        texts.append(
+            f"on {model}, {task}, {best} gains most over {n} share{'s' if n > 1 else ''} of the data, beyond the "
+            f"interval in {sum(row.low > 0 for row in columns[best])} (mean gains after and before training, "
+            f"{unit}: {listed})"
+        )
+    text = "; ".join(texts)
+    return text[:1].upper() + text[1:]
+
+
+def _place(row: Row) -> str:
+    return f"{row.settings['model']}, {row.settings['task']}, {100 * float(row.settings['share']):g} %"
+
+
+def _in_words(rows: Sequence[Row], row: Row) -> str:
+    unit, factor = UNITS[_measure(rows, row)]
+    return f"{factor * row.mean:+.3f} ({factor * row.low:+.3f} … {factor * row.high:+.3f}) {unit}"
+
+
+def _measure(rows: Sequence[Row], row: Row) -> str:
+    """The score of a row's task."""
+    return next(measure for measure in UNITS if find_rows(rows, measure, **row.settings))
+
+
+def _at_best_rate(results: Sequence[Result]) -> dict[int, Result]:
+    """The results of the best learning rate, by seed."""
+    by_rate: dict[float, list[Result]] = {}
+    for result in results:
+        by_rate.setdefault(float(result.cell["learning_rate"]), []).append(result)
+    sign = -1 if _score_of(results[0]) == "bits per byte" else 1
+    best = max(by_rate.values(), key=lambda found: sign * fmean(_value(result, "validation") for result in found))
+    return {int(result.cell["seed"]): result for result in best}
+
+
+def _score_of(result: Result) -> str:
+    return next(measure for measure in UNITS if measure in result.values)
+
+
+def _gain(result: Result, plain: Result, name: str) -> float:
+    """Of a score: how much better it is than the plain model's."""
+    sign = -1 if _score_of(result) == "bits per byte" else 1
+    return sign * (_value(result, name) - _value(plain, name))
+
+
+def _value(result: Result, name: str) -> float:
+    value = result.values[name]
+    assert isinstance(value, int | float)
+    return value
