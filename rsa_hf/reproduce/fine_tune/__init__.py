@@ -1,7 +1,8 @@
 """Fine-tuning: pretrained models that get RSA heads against the same without, on little and on much data.
 
 Every arm is trained at every learning rate, with early stopping; an arm stands with the rate that has the best mean
-validation score, and what is compared is the test score.
+validation score, and what is compared is the test score. The quick size has a small byte-level Llama that is trained
+on enwik8 first; MiniLM and SmolLM2 are of the full size.
 """
 
 from __future__ import annotations

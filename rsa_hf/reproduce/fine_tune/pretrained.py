@@ -82,6 +82,7 @@ def _pretrain(shape_name: str, steps: int) -> Mapping[str, Tensor]:
     text = read_corpus(PRETRAINING_CORPUS, PRETRAINING_BYTES, 2 * shape.block, shape.block)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = build("llama", shape).to("cuda" if torch.cuda.is_available() else "cpu")
+        model = build("llama", shape)
+        model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))  # type: ignore[arg-type]
         train_on_bytes(model, text, shape, learning_rate=PRETRAINING_RATE, steps=steps, evaluations=1, seed=0)
     return {name: weight.detach().cpu().clone() for name, weight in model.state_dict().items()}

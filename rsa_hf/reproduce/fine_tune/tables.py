@@ -10,6 +10,7 @@ from rsa_hf.config import RSAConfig
 from rsa_hf.reproduce.cells import Result
 from rsa_hf.reproduce.experiment import Conclusion, Verdict
 from rsa_hf.reproduce.fine_tune.arms import ARMS, DEFAULT, PLAIN
+from rsa_hf.reproduce.fine_tune.grid import COMPARISONS
 from rsa_hf.reproduce.summary import Row, Setting, find_rows, interval
 
 __all__ = ["GAIN", "SETTING", "conclude", "summarise"]
@@ -71,7 +72,10 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
     )
     by_gate = _compared(rows, lambda plan: plan.parameter_scale == RSAConfig().parameter_scale)
     by_pace = _compared(rows, lambda plan: plan.gate_init == RSAConfig().gate_init)
-    parts = [sentence, *(text for text in (by_gate, by_pace) if text)]
+    compared = {row.settings["model"] for row in rows}
+    left_out = [model for model in dict.fromkeys(each.model for each in COMPARISONS["full"]) if model not in compared]
+    not_measured = f"Not measured at this size, but with --full: {', '.join(left_out)}" if left_out else ""
+    parts = [sentence, *(text for text in (by_gate, by_pace, not_measured) if text)]
     return Conclusion(verdict, ". ".join(parts) + ".")
 
 
