@@ -39,7 +39,7 @@ def replace_all(hooks: Sequence[Hook], fits: str) -> None:
     Raises:
         ImportError: a function is missing, has not the expected parameters, or cannot be replaced.
     """
-    replacements = []
+    replacements: list[tuple[Hook, Any]] = []
     for hook in hooks:
         static = inspect.getattr_static(hook.owner, hook.name, None)
         function = getattr(static, "__func__", static)
@@ -50,8 +50,8 @@ def replace_all(hooks: Sequence[Hook], fits: str) -> None:
                 f"{fits} {hook.owner.__name__}.{hook.name} was expected to take ({', '.join(hook.parameters)}), but "
                 f"{problem}. {ADVICE}"
             )
-        replacement = functools.wraps(function)(hook.wrap(function))
-        replacement._rsa_hf_hook = True  # type: ignore[attr-defined]
+        replacement: Any = functools.wraps(function)(hook.wrap(function))
+        replacement._rsa_hf_hook = True
         kind = type(static) if isinstance(static, (staticmethod, classmethod)) else None
         replacements.append((hook, kind(replacement) if kind else replacement))
     replaced: list[tuple[Hook, Any]] = []
