@@ -114,6 +114,7 @@ def main(folder, seconds, every, block_size):
     settings |= {"source": "files", "streaming": "true", "max_train_bytes": "null", "block_size": block_size}
     settings |= {"batch_size": 8, "eval_every_steps": every, "log_every_steps": every // 10}
     watch = Watch(folder / "watched.jsonl", block_size)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in its background deaf to it
 
     def train(name, max_steps):
         last = {"output_dir": folder / name, "max_steps": max_steps}
