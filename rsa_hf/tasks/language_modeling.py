@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rsa_hf.tasks.segments import EvaluationSegments, TrainingTracks
+from rsa_hf.tasks.text8 import text8_tokenizer
 from rsa_hf.tasks.texts import (
     LanguageModelingDataConfig,
     check_block_shape,
@@ -51,11 +52,14 @@ def load_language_modeling_tokenizer(name: str) -> PreTrainedTokenizerBase | Non
     """The tokenizer of a name or folder, or None for "bytes".
 
     Args:
-        name: "bytes" for raw bytes (vocabulary of 256, no tokenizer), else what `AutoTokenizer` accepts.
+        name: "bytes" for raw bytes (vocabulary of 256, no tokenizer), "text8" for its 27 symbols, else what
+            `AutoTokenizer` accepts.
 
     Returns:
         What `prepare_language_modeling` takes as its tokenizer.
     """
+    if name == "text8":
+        return text8_tokenizer()
     return None if name == "bytes" else AutoTokenizer.from_pretrained(name)
 
 
@@ -76,7 +80,16 @@ def _encode(split: str, chunks: Iterable[bytes], tokenizer: PreTrainedTokenizerB
             ) from error
         lines += piece.count(b"\n")
         # No special tokens: every token that is scored then stands for a part of the text.
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        try:
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        except Exception as error:
+            # Of a character that it has no token for, the tokenizers library raises an Exception, no more exact.
+            if "[UNK]" not in str(error):
+                raise
+            raise ValueError(
+                f"the {split} text has characters that the tokenizer has no token for ({error}); clean it "
+                "(scripts/make_text8.py for text8), or choose another tokenizer"
+            ) from error
         yield torch.tensor(ids, dtype=torch.int32)
 
 

@@ -183,7 +183,9 @@ def test_help_names_every_key(read, capsys):
         assert f"  {key} (default: " in text
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted([*CONFIGS.glob("*.yaml"), *CONFIGS.glob("published/*.yaml")]), ids=lambda path: path.stem
+)
 def test_shipped_configs_are_valid_and_explained(path):
     data = {"defect": DefectDataConfig, "lm": LanguageModelingDataConfig}[path.stem.split("_")[0]]
     config = read_run_config([str(path)], data)

@@ -1,0 +1,69 @@
+"""The configs of published models build models of exactly the published size, on the meta device."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rsa_hf import rsa_report
+from rsa_hf.tasks.language_modeling import LanguageModelingDataConfig, load_language_modeling_tokenizer
+from rsa_hf.training.arguments import read_run_config
+from rsa_hf.training.run import load_model
+
+FOLDER = Path(__file__).parents[1] / "configs" / "published"
+
+
+def size(name, *arguments):
+    config = read_run_config([str(FOLDER / f"{name}.yaml"), *arguments], LanguageModelingDataConfig)
+    with torch.device("meta"):
+        return load_model(AutoModelForCausalLM, config.model, config.rsa).num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("layers", "plain", "rsa"), [(10, 34_139_675, 50), (14, 47_789_595, 70), (16, 54_614_555, 80)]
+)
+def test_transformer_xl_on_text8(layers, plain, rsa):
+    arguments = [] if layers == 14 else ["--config_overrides.n_layer", str(layers)]
+    assert size("lm_text8_transformer_xl", *arguments) == plain + rsa
+    assert size("lm_text8_transformer_xl", *arguments, "--rsa", "null") == plain
+
+
+@pytest.mark.parametrize("corpus", ["text8", "enwik8"])
+def test_block_recurrent_has_rsa_heads_in_all_layers_but_the_recurrent_one(corpus):
+    name = f"lm_{corpus}_block_recurrent"
+    assert size(name) == size(name, "--rsa", "null") + 13 * 5
+    # The same trunk as Transformer-XL's: a layer is as large but for relative positions, biases and norms.
+    assert size("lm_text8_block_recurrent", "--rsa", "null") == pytest.approx(47_789_595, rel=0.1)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+def test_what_the_paper_says_of_all_of_them(path):
+    config = read_run_config([str(path)], LanguageModelingDataConfig)
+    training, rsa = config.training, config.rsa
+    assert (training.learning_rate, training.batch_size, training.max_steps) == (2.5e-4, 22, 400_000)
+    assert training.weight_decay == 0
+    assert config.data.carry_memory and config.data.block_size == 512
+    dilation = {"text8": (6, 6, 12, 12), "enwik8": (3, 6, 9, 12)}[path.stem.split("_")[1]]
+    assert (rsa.num_dilated_cyclical_pairs, rsa.dilation, rsa.gate_init) == (2, dilation, 1.0)
+    assert (rsa.num_regular, rsa.num_cyclical_pairs, rsa.num_dilated_regular) == (None, None, None)
+    tokenizer = load_language_modeling_tokenizer(config.model.tokenizer)
+    assert config.model.config_overrides["vocab_size"] == (256 if tokenizer is None else len(tokenizer))
+
+
+def test_a_tiny_one_of_each_runs(tmp_path):
+    """The settings fit together: two steps, every size cut down but the plan and the tokenizer."""
+    from rsa_hf.tasks.train_language_model import main
+
+    (tmp_path / "text.txt").write_text(" the quick brown fox jumps over the lazy dog" * 100)
+    small = {"d_model": 32, "d_head": 4, "d_inner": 32, "n_layer": 3}
+    for path in sorted(FOLDER.glob("*.yaml")):
+        sizes = dict(small, **({"mem_len": 16} if "xl" in path.stem else {"window_size": 16, "num_state_vectors": 4}))
+        overrides = [word for key, value in sizes.items() for word in (f"--config_overrides.{key}", str(value))]
+        output = tmp_path / path.stem
+        main(
+            [str(path), *overrides, "--files.train", str(tmp_path / "text.txt"), "--block_size", "16",
+             "--max_steps", "2", "--batch_size", "2", "--output_dir", str(output)]
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_pretrained(output / "best")
+        assert len(rsa_report(model).layers) == (3 if "xl" in path.stem else 2)
