@@ -25,7 +25,7 @@ _PAGE = re.compile(rb"<text [^>]*[^/>]>([^<]*)")
 _REDIRECT = re.compile(rb"#redirect", re.IGNORECASE)
 # In this order, as each reads what those before it have left.
 _SUBSTITUTIONS = tuple(
-    (re.compile(pattern, re.IGNORECASE if ignore_case else re.NOFLAG), replacement)
+    (re.compile(pattern, re.IGNORECASE if ignore_case else 0), replacement)
     for pattern, replacement, ignore_case in (
         (rb"&amp;", b"&", False),
         (rb"&lt;", b"<", False),
