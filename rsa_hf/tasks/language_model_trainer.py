@@ -1,0 +1,141 @@
+"""`transformers.Trainer` for the texts of `prepare_language_modeling`: bits per byte, and memory that is carried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import SequentialSampler, default_collate
+from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
+
+from rsa_hf.tasks.language_modeling import PreparedText
+from rsa_hf.tasks.perplexity import evaluate_language_model
+from rsa_hf.tasks.segments import TrainingTracks
+from rsa_hf.training.carried import CarriedState
+from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
+from rsa_hf.training.settings import TrainingSettings
+
+__all__ = ["LanguageModelTrainer"]
+
+
+class _Bar(ProgressCallback):
+    """A bar for each run, and nothing else."""
+
+    def on_log(self, *_: Any, **__: Any) -> None:
+        """Print nothing."""
+
+
+class LanguageModelTrainer(Trainer):
+    """Trains as `rsa_hf.training.loop.train` does, without its checkpoints, in one process.
+
+    Evaluation scores the validation text, every token but the first once: `eval_bits_per_byte` and the other figures
+    of `evaluate_language_model`. There is one at the end, and those along the way where `eval_every_steps` divides
+    `max_steps`.
+
+    Args:
+        model_init: makes the model, as of `Trainer`.
+        text: what it learns and is scored on; the tracks of `carry_memory` in the number of a step's rows.
+        training: how it is trained.
+        eval_memory: as of `evaluate_language_model`.
+        progress: show bars.
+    """
+
+    def __init__(
+        self,
+        model_init: Callable[[Any], PreTrainedModel],
+        text: PreparedText,
+        training: TrainingSettings,
+        eval_memory: Mapping[str, Any] | None = None,
+        progress: bool = True,
+    ) -> None:
+        every, steps = training.eval_every_steps, training.max_steps
+        along = every is not None and steps is not None and steps % every == 0
+        constant = training.lr_schedule == "constant"
+        # Newer versions have another name for it, and warn of this one whatever its value.
+        checkpointing: dict[str, Any] = {"gradient_checkpointing": True} if training.gradient_checkpointing else {}
+        args = TrainingArguments(
+            training.output_dir,
+            learning_rate=training.learning_rate,
+            weight_decay=training.weight_decay,
+            num_train_epochs=training.epochs,
+            max_steps=-1 if steps is None else steps,
+            per_device_train_batch_size=training.batch_size,
+            gradient_accumulation_steps=training.gradient_accumulation_steps,
+            warmup_steps=training.warmup_ratio,
+            lr_scheduler_type="constant_with_warmup" if constant else training.lr_schedule,
+            max_grad_norm=training.max_grad_norm or 0.0,
+            bf16=training.mixed_precision == "bf16",
+            fp16=training.mixed_precision == "fp16",
+            seed=training.seed,
+            eval_strategy="steps" if along else "no",
+            eval_steps=every if along else None,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=not progress,
+            remove_unused_columns=False,
+            dataloader_pin_memory=torch.accelerator.is_available(),
+            **checkpointing,
+        )
+        super().__init__(
+            args=args,
+            model_init=model_init,
+            train_dataset=text.train,
+            eval_dataset=text.validation,
+            data_collator=default_collate,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, training.rsa_learning_rate),
+        )
+        # Both print how long each run took.
+        self.remove_callback(ProgressCallback if progress else PrinterCallback)
+        if progress:
+            self.add_callback(_Bar)
+        self.text = text
+        self.eval_batch_size = training.eval_batch_size
+        self.eval_memory = eval_memory
+        self._carried: CarriedState | None = None
+        self._micro_batches = 0
+        if isinstance(text.train, TrainingTracks):
+            # Their loss is a mean over the micro-batch, which the Trainer has to divide by the number of them.
+            self.model_accepts_loss_kwargs = False
+
+    def train(self, *args: Any, **keywords: Any) -> Any:
+        """As `Trainer.train`; a new run begins with nothing carried."""
+        self._carried, self._micro_batches = None, 0
+        return super().train(*args, **keywords)
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """The figures of the validation text, each with `eval_` before its name."""
+        assert self.model is not None
+        scores = evaluate_language_model(
+            self.model, self.text.validation, self.eval_batch_size, memory=self.eval_memory
+        )
+        metrics = {f"eval_{name}": value for name, value in scores.items()}
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """As `Trainer.compute_loss`; of tracks the mean loss, with what the model carries along them."""
+        tracks = self.text.train
+        if not isinstance(tracks, TrainingTracks):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self._carried is None:
+            assert self.model is not None
+            self._carried = CarriedState(self.model)
+        rows = len(inputs["input_ids"])
+        if self._micro_batches * rows % len(tracks) == 0:  # an epoch begins
+            self._carried.reset()
+        self._micro_batches += 1
+        return self._carried.mean_loss(model, inputs, self._micro_batches % self.args.gradient_accumulation_steps)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        if isinstance(self.text.train, TrainingTracks):
+            return SequentialSampler(self.text.train)
+        return super()._get_train_sampler(train_dataset)

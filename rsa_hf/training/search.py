@@ -1,0 +1,198 @@
+"""A search for the head plan, k1 … k6 and d (paper, section 3): optuna, through `Trainer.hyperparameter_search`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import Trainer
+
+from rsa_hf.checks import check_integer
+from rsa_hf.config import MAX_HEADS, RSAConfig
+
+__all__ = ["FoundPlan", "TrialLike", "head_plan_space", "search_head_plans"]
+
+STUDY = "head-plans"
+COUNTS = ("num_cyclical_pairs", "num_dilated_cyclical_pairs", "num_regular", "num_dilated_regular")
+
+
+class TrialLike(Protocol):
+    """What is needed of an `optuna.Trial`."""
+
+    def suggest_int(self, name: str, low: int, high: int, /) -> int:
+        """A whole number from low to high, both included."""
+
+    def suggest_categorical(self, name: str, choices: Sequence[int], /) -> int:
+        """One of the choices."""
+
+
+def head_plan_space(
+    trial: TrialLike, num_heads: int, dilations: Sequence[int] = (2, 4, 8), base: RSAConfig | None = None
+) -> RSAConfig:
+    """Draw a head plan: k2 = k3, k5 = k6, and from one to all of the heads are RSA heads.
+
+    Every plan of that kind can be drawn, and nothing else: each count is drawn from what those before it leave. What
+    is drawn is called as the fields of `RSAConfig`, so that the best run of a search is a plan:
+
+        def model_init(trial):
+            model = AutoModelForCausalLM.from_config(config)
+            return model if trial is None else patch_model(model, head_plan_space(trial, config.num_attention_heads))
+
+        trainer = Trainer(model_init=model_init, args=args, train_dataset=train, eval_dataset=validation)
+        best = trainer.hyperparameter_search(lambda trial: {}, n_trials=30, direction="minimize", backend="optuna")
+        plan = RSAConfig(**best.hyperparameters)
+
+    Args:
+        trial: an `optuna.Trial`.
+        num_heads: H, the heads of a layer; of the layer with the fewest, where they differ.
+        dilations: the factors d that dilated heads may have, all of them the same; empty: there are no dilated heads.
+            What d suits a text, autocorrelation and recurrence plots tell.
+        base: all other settings; default those of `RSAConfig()`.
+
+    Returns:
+        The plan, the same in every layer.
+
+    Raises:
+        ValueError: `num_heads` or a factor is below 1.
+    """
+    check_integer("num_heads", num_heads, 1, MAX_HEADS)
+    for dilation in dilations:
+        check_integer("a dilation", dilation, 1)
+    k4, k5, left = 0, 0, num_heads
+    k2 = trial.suggest_int("num_cyclical_pairs", 0, left // 2)
+    left -= 2 * k2
+    if dilations:
+        k5 = trial.suggest_int("num_dilated_cyclical_pairs", 0, left // 2)
+        left -= 2 * k5
+    k1 = trial.suggest_int("num_regular", 0 if dilations or k2 else 1, left)
+    if dilations:
+        k4 = trial.suggest_int("num_dilated_regular", 0 if k1 or k2 or k5 else 1, left - k1)
+    return replace(
+        base or RSAConfig(),
+        num_regular=k1,
+        num_cyclical_pairs=k2,
+        num_dilated_regular=k4,
+        num_dilated_cyclical_pairs=k5,
+        dilation=trial.suggest_categorical("dilation", tuple(dilations)) if k4 or k5 else None,
+    )
+
+
+@dataclass(frozen=True)
+class FoundPlan:
+    """A plan that was tried.
+
+    Attributes:
+        number: of the trial, counted from 0.
+        score: of its model; None where the trial was ended early because it was worse than most.
+        plan: the plan.
+    """
+
+    number: int
+    score: float | None
+    plan: RSAConfig
+
+
+def search_head_plans(
+    trainer: Trainer,
+    metric: str,
+    trials: int,
+    storage: Path,
+    *,
+    greater_is_better: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    base: RSAConfig | None = None,
+    first: RSAConfig | None = None,
+) -> list[FoundPlan]:
+    """Try head plans, or go on with a search that was broken off.
+
+    Args:
+        trainer: its `model_init` takes a trial and patches the model with `head_plan_space`. With evaluations along
+            the way (`eval_strategy`), trials that fall behind the median are ended early.
+        metric: what `trainer.evaluate` calls the score.
+        trials: how many in all, with those that `storage` holds from before.
+        storage: the file in which each trial is kept as soon as it has ended.
+        greater_is_better: of the score.
+        settings: all that decides a score, for JSON: a search is continued only under the same.
+        base: the `base` of `head_plan_space`.
+        first: a plan to try first, if it is one that `head_plan_space` can draw, and not among those tried.
+
+    Returns:
+        All plans tried, the best first, those ended early last.
+
+    Raises:
+        ImportError: optuna is not installed.
+        ValueError: `trials` is below 1, the file is of another search, or cannot be read.
+    """
+    check_integer("trials", trials, 1)
+    try:
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+    except ImportError as error:
+        raise ImportError("a search for head plans needs optuna: pip install 'rsa_hf[search]'") from error
+    _require_journal(storage)
+    storage.parent.mkdir(parents=True, exist_ok=True)
+    direction = "maximize" if greater_is_better else "minimize"
+    journal = JournalStorage(JournalFileBackend(str(storage)))
+    study = optuna.create_study(storage=journal, study_name=STUDY, direction=direction, load_if_exists=True)
+    _require_same(study, {} if settings is None else json.loads(json.dumps(settings)), storage)
+    if first is not None and not study.get_trials(deepcopy=False):
+        study.enqueue_trial({**{name: getattr(first, name) or 0 for name in COUNTS}, "dilation": first.dilation})
+    ended = _ended(study)
+    if len(ended) < trials:
+        trainer.hyperparameter_search(
+            # The plan is the model's, so there is nothing here for the arguments of the training.
+            lambda trial: {},
+            lambda metrics: metrics[metric],
+            n_trials=trials - len(ended),
+            direction=direction,
+            backend="optuna",
+            storage=journal,
+            study_name=STUDY,
+            load_if_exists=True,
+            # With the same seed a search that goes on would draw its first plans again.
+            sampler=optuna.samplers.TPESampler(seed=trainer.args.seed + len(ended)),
+        )
+    found = [
+        FoundPlan(
+            trial.number,
+            trial.value if trial.state == optuna.trial.TrialState.COMPLETE else None,
+            replace(base or RSAConfig(), **trial.params),
+        )
+        for trial in _ended(study)
+    ]
+    sign = -1 if greater_is_better else 1
+    return sorted(found, key=lambda each: (each.score is None, sign * (each.score or 0.0)))
+
+
+def _require_journal(storage: Path) -> None:
+    """Raise a ValueError where a file is not one of optuna's, which would write into it before it found out."""
+    if not storage.exists():
+        return
+    try:
+        with storage.open(encoding="utf-8") as lines:
+            for line in lines:
+                json.loads(line)["op_code"]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{storage} is no file of a search, or a damaged one; name another one.") from error
+
+
+def _ended(study: Any) -> list[Any]:
+    from optuna.trial import TrialState
+
+    return list(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
+
+
+def _require_same(study: Any, settings: dict[str, Any], storage: Path) -> None:
+    known = study.user_attrs.get("settings")
+    if known is None:
+        study.set_user_attr("settings", settings)
+    elif known != settings:
+        names = sorted(key for key in known.keys() | settings.keys() if known.get(key) != settings.get(key))
+        raise ValueError(
+            f"{storage} has trials under other settings ({', '.join(names)}), whose scores cannot be compared; set "
+            "them as they were, or name another file."
+        )

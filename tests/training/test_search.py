@@ -1,0 +1,95 @@
+"""Head plans are drawn within the constraints, all of them and no others; a search goes on where it was broken off."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsa_hf import RSAConfig
+from rsa_hf.training.search import head_plan_space
+
+
+class Drawn:
+    """A trial that draws with a function of low and high."""
+
+    def __init__(self, draw):
+        self.draw = draw
+
+    def suggest_int(self, name, low, high):
+        assert low <= high, name
+        return self.draw(low, high)
+
+    def suggest_categorical(self, name, choices):
+        return choices[self.draw(0, len(choices) - 1)]
+
+
+def kinds(plan, num_heads):
+    """(k1, …, k6) of a plan, which has to fit."""
+    [layer] = plan.layer_plans([num_heads])
+    dilated = [kind for kind, d in zip(layer.kinds, layer.dilations, strict=True) if d > 1]
+    undilated = [kind for kind, d in zip(layer.kinds, layer.dilations, strict=True) if d == 1]
+    order = ("regular", "cos", "sin")
+    return tuple(part.count(kind) for part in (undilated, dilated) for kind in order)
+
+
+@given(st.integers(1, 24), st.lists(st.integers(2, 50), max_size=3), st.data())
+def test_every_plan_that_is_drawn_is_allowed(num_heads, dilations, data):
+    trial = Drawn(lambda low, high: data.draw(st.integers(low, high)))
+    base = RSAConfig(gate_init=(-1.0, 1.0), gate_per_head=True)
+    plan = head_plan_space(trial, num_heads, dilations, base)
+    k1, k2, k3, k4, k5, k6 = kinds(plan, num_heads)
+    assert k2 == k3 and k5 == k6
+    assert 1 <= k1 + k2 + k3 + k4 + k5 + k6 <= num_heads
+    assert plan.dilation in ((None,) if k4 + k5 == 0 else dilations)
+    assert (plan.gate_init, plan.gate_per_head) == ((-1.0, 1.0), True)
+
+
+def everything(num_heads, dilations):
+    """All plans that can be drawn: the tree of draws, branch by branch."""
+    found, open_branches = set(), [[]]
+    while open_branches:
+        branch = open_branches.pop()
+        choices = iter(branch)
+
+        def draw(low, high, choices=choices, branch=branch):
+            choice = next(choices, None)
+            if choice is not None:
+                return choice
+            open_branches.extend([*branch, each] for each in range(low + 1, high + 1))
+            branch.append(low)
+            return low
+
+        plan = head_plan_space(Drawn(draw), num_heads, dilations)
+        found.add((kinds(plan, num_heads), plan.dilation))
+    return found
+
+
+def allowed(num_heads, dilations):
+    counts = itertools.product(range(num_heads + 1), repeat=6)
+    for k in counts:
+        if 1 <= sum(k) <= num_heads and k[1] == k[2] and k[4] == k[5]:
+            if not any(k[3:]):
+                yield k, None
+            else:
+                yield from ((k, d) for d in dilations)
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 5])
+@pytest.mark.parametrize("dilations", [(), (2, 7)])
+def test_every_plan_that_is_allowed_can_be_drawn(num_heads, dilations):
+    assert everything(num_heads, dilations) == set(allowed(num_heads, dilations))
+
+
+def test_draws_that_ignore_each_other_would_be_noticed():
+    def free(trial, num_heads):
+        return RSAConfig(num_regular=trial.draw(0, num_heads), num_cyclical_pairs=trial.draw(0, num_heads // 2))
+
+    with pytest.raises(ValueError, match="asks for 8 RSA heads"):
+        kinds(free(Drawn(lambda _, high: high), 4), 4)
+
+
+@pytest.mark.parametrize(("num_heads", "dilations"), [(0, (2,)), (True, (2,)), (4, (2, 0)), (4, (1.5,))])
+def test_what_cannot_be_searched(num_heads, dilations):
+    with pytest.raises(ValueError, match=r"choose a whole number"):
+        head_plan_space(Drawn(lambda low, high: low), num_heads, dilations)
