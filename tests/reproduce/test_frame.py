@@ -19,7 +19,7 @@ from rsa_hf.reproduce.processes import default_jobs, run_cells
 from rsa_hf.reproduce.runner import FOLDER, read_results, run_experiment
 from rsa_hf.reproduce.summary import find_rows, interval, summarise
 
-NAME = "linear-rnn"  # any of the eight; the frame does not look at what they are
+NAME = "linear-rnn"  # any of them; the frame does not look at what they are
 
 
 def cells(size, seeds):
