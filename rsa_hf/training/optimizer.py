@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,7 +19,7 @@ _OWN_PARAMETERS = {"params", "model", "optimizer_dict"}
 
 def optimizer_cls_and_kwargs(
     args: TrainingArguments, rsa_learning_rate: float | None = None
-) -> tuple[Callable[[], Callable[..., Optimizer]], dict[str, Any]]:
+) -> tuple[type[Optimizer], dict[str, Any]]:
     """The argument of that name of `transformers.Trainer`: the optimiser of `args`, in the groups of `param_groups`.
 
     Left to itself the Trainer trains RSA parameters at the pace that their `parameter_scale` gives them, and decays
@@ -53,7 +53,8 @@ def optimizer_cls_and_kwargs(
     if rsa_learning_rate is not None and not rsa_learning_rate > 0:
         raise ValueError(f"rsa_learning_rate={rsa_learning_rate}: a positive number is needed.")
     rates = {"weight_decay": args.weight_decay, "rsa_learning_rate": rsa_learning_rate}
-    return _factory, {"optimizer_cls": cls, **rates, **keywords}
+    # transformers declares a class, and takes a factory too.
+    return cast("type[Optimizer]", _factory), {"optimizer_cls": cls, **rates, **keywords}
 
 
 def _factory() -> Callable[..., Optimizer]:
