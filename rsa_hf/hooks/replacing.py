@@ -56,9 +56,9 @@ def replace_all(hooks: Sequence[Hook], fits: str) -> None:
         replacements.append((hook, kind(replacement) if kind else replacement))
     replaced: list[tuple[Hook, Any]] = []
     try:
-        for hook, replacement in replacements:
+        for hook, new in replacements:
             before = vars(hook.owner).get(hook.name, _INHERITED)
-            setattr(hook.owner, hook.name, replacement)
+            setattr(hook.owner, hook.name, new)
             replaced.append((hook, before))
     except (AttributeError, TypeError) as error:
         for done, before in reversed(replaced):

@@ -102,4 +102,4 @@ def test_a_long_run_stays_flat(tmp_path):
     print(f"memory × {memory:.4f}, time of a step × {pace:.4f}, objects kept per step {objects:.3f}")
     assert memory < 1.05
     assert pace < (1.05 if is_full() else 1.5)  # of so few steps a median says little
-    assert objects < (0.1 if is_full() else 30)  # some hundreds come and go
+    assert objects < (0.5 if is_full() else 30)  # some hundreds come and go
