@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -57,7 +58,16 @@ NO_SOFTMAX_ATTENTION = {
 Watcher = Callable[[nn.Module, int, int, int, bool], None]
 Run = Callable[[Any, Callable[..., Any], dict[str, Any], Callable[..., Tensor]], Any]
 
-_watchers: list[Watcher] = []
+
+class _Watching(threading.local):
+    """Who watches calls of attention; in one thread, since others may run models of their own meanwhile."""
+
+    def __init__(self) -> None:
+        self.watchers: list[Watcher] = []
+
+
+_watching = _Watching()
+_connecting = threading.Lock()  # or two threads would both wrap a class, and recurrence be mixed in twice
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,7 @@ def mix_recurrence(
     Returns:
         [B, T, H, D].
     """
-    for watcher in _watchers:
+    for watcher in _watching.watchers:
         watcher(module, attention.shape[2], attention.shape[1], value.shape[2], causal)
     rsa = heads_of(module)
     if rsa is None:
@@ -134,12 +144,12 @@ def mix_recurrence(
 
 @contextmanager
 def watch(watcher: Watcher) -> Iterator[None]:
-    """Call `watcher(module, H, T, S, causal)` for each call of attention in a connected module."""
-    _watchers.append(watcher)
+    """Call `watcher(module, H, T, S, causal)` for each call of attention in a connected module, in this thread."""
+    _watching.watchers.append(watcher)
     try:
         yield
     finally:
-        _watchers.remove(watcher)
+        _watching.watchers.remove(watcher)
 
 
 def adapter_of(module: nn.Module) -> Adapter | None:
@@ -179,6 +189,11 @@ def _restore(path: str, name: str) -> Adapter:
 
 
 def _connect_class(adapter: Adapter) -> None:
+    with _connecting:
+        _wrap_method(adapter)
+
+
+def _wrap_method(adapter: Adapter) -> None:
     cls = getattr(importlib.import_module(adapter.path), adapter.name)
     original = vars(cls).get(adapter.method)
     if hasattr(original, "_rsa_hf_adapter"):
@@ -191,7 +206,7 @@ def _connect_class(adapter: Adapter) -> None:
 
     @functools.wraps(original)
     def method(self: nn.Module, *args: Any, **keywords: Any) -> Any:
-        if heads_of(self) is None and not _watchers:
+        if heads_of(self) is None and not _watching.watchers:
             return original(self, *args, **keywords)
         call = dict(zip(names, args, strict=False)) | keywords
         return adapter.run(self, original, call, functools.partial(mix_recurrence, self))

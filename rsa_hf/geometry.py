@@ -206,7 +206,11 @@ def flash_documents(query: Tensor, key: Tensor, keywords: dict[str, Any]) -> Ten
 
 def _documents_of_positions(positions: Tensor) -> Tensor | None:
     begins = positions == positions.min()
-    return begins.cumsum(dim=1) if bool(begins[:, 1:].any()) else None
+    if not bool(begins[:, 1:].any()):
+        return None
+    if bool(begins.all()):
+        _warn_of_single_tokens()
+    return begins.cumsum(dim=1)
 
 
 def read_mask(mask: Tensor, query_length: int, key_length: int, causal: bool) -> Geometry:
@@ -311,6 +315,8 @@ def _read_mask(mask: Tensor, T: int, S: int, causal: bool) -> Geometry:
         same = expected & (rows[:, None, :, None] == index[:, None, None, :])
         packed = documents if bool((index != index[:, :1]).any()) else None
         if torch.equal(visible, same):
+            if packed is not None and not bool(documents.position.any()):
+                _warn_of_single_tokens()
             return Geometry(T, S, offset, causal, shown, packed)
         distance = _lags(T, S, offset, mask.device).abs()
         window = int(torch.where(visible, distance, 0).amax()) + 1
@@ -344,7 +350,7 @@ def _offset(visible: Tensor, T: int, S: int, causal: bool) -> int:
     A causal query sees itself and nothing behind itself, so the last slot it sees is its own position: also in a
     static cache, whose keys go on behind the queries. Queries that are padding see less; any that is not tells.
     """
-    if not causal or T == S:
+    if not causal or T == S or visible.numel() == 0:
         return S - T
     slots = torch.arange(1, S + 1, device=visible.device)
     own = (visible * slots).amax(dim=-1) - 1 - torch.arange(visible.shape[-2], device=visible.device)
@@ -353,6 +359,16 @@ def _offset(visible: Tensor, T: int, S: int, causal: bool) -> int:
 
 def _lags(T: int, S: int, offset: int, device: torch.device) -> Tensor:
     return (offset + torch.arange(T, device=device))[:, None] - torch.arange(S, device=device)[None, :]
+
+
+def _warn_of_single_tokens() -> None:
+    warnings.warn(
+        "no token of this input sees another one, so attention and RSA heads have nothing to work on: each counts as "
+        "a packed document of its own. If that is not meant, look at position_ids, which begin anew with each "
+        "document: all 0, or the same number for all, they say that every token is one. (A sliding window of 1 "
+        "looks the same.)",
+        stacklevel=2,
+    )
 
 
 def _warn_dense(what: str) -> None:

@@ -14,7 +14,7 @@ from rsa_hf.config import HeadPlan
 from rsa_hf.geometry import Geometry
 from rsa_hf.product.decode import LagTable, decode
 from rsa_hf.product.operator import recur
-from rsa_hf.product.problem import Mixing, Recurrence, working_dtype
+from rsa_hf.product.problem import Mixing, Recurrence, widest_dtype, working_dtype
 from rsa_hf.rem import decay_rates
 
 __all__ = ["RSAHeads"]
@@ -88,10 +88,13 @@ class RSAHeads(nn.Module):
 
     def rates(self) -> dict[str, Tensor]:
         """What is in force: `gate` (1,) or (R,), `lam` (k1 + k4,), `gamma` and `theta` as `nu` is; float32."""
+        return self._rates(self.mu.dtype)
+
+    def _rates(self, dtype: torch.dtype) -> dict[str, Tensor]:
         scale = self.plan.parameter_scale
 
         def value(parameter: nn.Parameter | None) -> Tensor:
-            return self.mu.new_empty(0) if parameter is None else torch.mul(parameter, scale)
+            return self.mu.new_empty(0, dtype=dtype) if parameter is None else torch.mul(parameter.to(dtype), scale)
 
         lam, gamma = decay_rates(value(self.eta), value(self.nu))
         return {"gate": torch.sigmoid(value(self.mu)), "lam": lam, "gamma": gamma, "theta": value(self.theta)}
@@ -175,10 +178,13 @@ class RSAHeads(nn.Module):
 
     def _in_force(self, groups: int) -> tuple[Recurrence, Tensor]:
         """The REMs, for values that `groups` heads share, and the gate of each head, (R,)."""
-        rates = self.rates()
+        # Near ±1 float32 has no numbers for rates that parameters tell apart, and 1 − λ² would give η a gradient of 0.
+        rates = self._rates(widest_dtype(self.mu.device))
         decay, theta = self.per_head(rates)
-        recurrence = Recurrence(self.plan.kinds, decay, theta, self.plan.dilations, groups)
-        return recurrence, rates["gate"].expand(self.plan.num_rsa_heads)
+        gate = rates["gate"].expand(self.plan.num_rsa_heads)
+        # Behind a shut gate P V is never read, so that it may not overflow either: 0 · inf would be NaN.
+        decay = torch.where(gate.float() == 0, 0, decay)
+        return Recurrence(self.plan.kinds, decay, theta, self.plan.dilations, groups), gate
 
     def per_head(self, rates: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """λ or γ, and θ, of each RSA head in head order: (R,) each."""
@@ -204,6 +210,7 @@ class RSAHeads(nn.Module):
                 return moved
             return tensor.to(moved.device)
 
+        self._kept = None  # parameters may get other numbers at the same address
         super()._apply(keep_float32, recurse)  # type: ignore[no-untyped-call]
         return self
 

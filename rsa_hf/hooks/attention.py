@@ -62,7 +62,8 @@ _recording = threading.Lock()
 
 @contextmanager
 def record_attention_calls() -> Iterator[list[AttentionCall]]:
-    """Record every call of attention while the context is open: through the interface, and in connected modules."""
+    """Record the calls of attention in this thread while the context is open, in connected modules too."""
+    here = threading.get_ident()
     calls: list[AttentionCall] = []
 
     def record(module: nn.Module, num_heads: int, query_length: int, key_length: int, causal: bool) -> None:
@@ -73,6 +74,8 @@ def record_attention_calls() -> Iterator[list[AttentionCall]]:
 
         def recording(self: AttentionInterface, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
             base = original(self, name, default)
+            if threading.get_ident() != here:
+                return base  # of another model, which must not notice
 
             def attention(
                 module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **keywords: Any

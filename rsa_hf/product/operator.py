@@ -56,6 +56,8 @@ def recur(value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: Mix
 
 
 def _forward(value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: Mixing | None) -> Tensor:
+    if value.numel() == 0 or geometry.query_length == 0:
+        return _empty_output(value, recurrence, geometry, mixing)
     backend = choose_backend(value, recurrence, mixing)
     if _is_scan(geometry, backend):
         if backend == "triton":
@@ -76,6 +78,10 @@ def _forward(value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: 
 def _backward(
     grad: Tensor, value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: Mixing | None
 ) -> Gradients:
+    if grad.numel() == 0:
+        # As zeros of the tensors' own shapes: values may be there that no query asks about.
+        tensors = (value, recurrence.decay, recurrence.theta, *((mixing.attention, mixing.gate) if mixing else ()))
+        return Gradients(*map(torch.zeros_like, tensors), *(() if mixing else (None, None)))
     with torch.autocast(value.device.type, enabled=False):
         return _backward_of_path(grad, value, recurrence, geometry, mixing)
 
@@ -102,6 +108,14 @@ def _backward_of_path(
     dattention = torch.cat([(dmixed * (1 - gate)).to(grad.dtype), grad[:, :, H:]], dim=2)
     dproduct = (dmixed * gate).transpose(1, 2)
     return Gradients(*backward(dproduct, value, recurrence, geometry), dattention, dgate)
+
+
+def _empty_output(value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: Mixing | None) -> Tensor:
+    """What `_forward` returns, with nothing in it but its shape."""
+    if mixing is not None:
+        return torch.empty_like(mixing.attention, memory_format=torch.contiguous_format)
+    shape = (len(value), len(recurrence.kinds), geometry.query_length, value.shape[3])
+    return value.new_empty(shape, dtype=working_dtype(value))
 
 
 def _is_scan(geometry: Geometry, backend: str) -> bool:
@@ -178,10 +192,7 @@ def _operator(*arguments: Any) -> Tensor:
 def _(*arguments: Any) -> Tensor:
     # Without the mask, which has no values to read here.
     value, recurrence, geometry, mixing = _unflatten(*arguments[:5], None, *arguments[6:])
-    if mixing is not None:
-        return torch.empty_like(mixing.attention, memory_format=torch.contiguous_format)
-    shape = (len(value), len(recurrence.kinds), geometry.query_length, value.shape[3])
-    return value.new_empty(shape, dtype=working_dtype(value))
+    return _empty_output(value, recurrence, geometry, mixing)
 
 
 @torch.library.custom_op(

@@ -15,6 +15,7 @@ __all__ = [
     "Recurrence",
     "keys_of_heads",
     "to_value_heads",
+    "widest_dtype",
     "working_dtype",
 ]
 
@@ -74,6 +75,11 @@ def working_dtype(value: Tensor) -> torch.dtype:
     return torch.float64 if value.dtype == torch.float64 else torch.float32
 
 
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """float64, or float32 where the device has no other: for rates, of which float32 holds too few near ±1."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def keys_of_heads(value: Tensor, recurrence: Recurrence) -> Tensor:
     """V of every head, in the dtype to compute in: [B, H, S, D]."""
     H = len(recurrence.kinds)
@@ -85,6 +91,7 @@ def keys_of_heads(value: Tensor, recurrence: Recurrence) -> Tensor:
 
 def to_value_heads(dkeys: Tensor, value: Tensor, groups: int) -> Tensor:
     """The gradient of V, [B, Hv, S, D], from that of every head's."""
-    dvalue = torch.zeros_like(value)
+    # Summed before it is rounded: in half precision a part of the sum may leave the range that the sum stays in.
+    dvalue = torch.zeros_like(value, dtype=dkeys.dtype)
     shared = torch.arange(dkeys.shape[1], device=value.device) // groups
-    return dvalue.index_add_(1, shared, dkeys.to(value.dtype))
+    return dvalue.index_add_(1, shared, dkeys).to(value.dtype)

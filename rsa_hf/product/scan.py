@@ -74,8 +74,9 @@ def scan_backward(
 ) -> Gradients:
     """The gradients of `scan_forward`, from the gradient of its output and its own arguments."""
     H = len(recurrence.kinds)
-    dvalue = torch.empty_like(value)
-    # Shared value heads collect from several heads; value heads that none reads get nothing.
+    # Shared value heads collect from several heads, and are rounded when all have been added; value heads that none
+    # reads get nothing.
+    dvalue = torch.empty_like(value, dtype=working_dtype(value) if recurrence.groups > 1 else None)
     (dvalue if recurrence.groups > 1 else dvalue[:, H:]).zero_()
     ddecay, dtheta = torch.zeros_like(recurrence.decay), torch.zeros_like(recurrence.theta)
     dattention = dgate = None
@@ -100,7 +101,7 @@ def scan_backward(
         for drate, derivative in zip((ddecay, dtheta), tile.derivatives, strict=False):
             change = tile.dot(tile.multiply(derivative, keys), dy)
             drate[heads] = change if gate is None else change * gate
-    return Gradients(dvalue, ddecay, dtheta, dattention, dgate)
+    return Gradients(dvalue.to(value.dtype), ddecay, dtheta, dattention, dgate)
 
 
 def _tiles(value: Tensor, recurrence: Recurrence, geometry: Geometry, derivatives: bool = False) -> Iterator[_Tile]:

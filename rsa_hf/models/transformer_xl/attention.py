@@ -27,7 +27,9 @@ __all__ = ["TransformerXLAttention", "eager_attention_forward", "relative_scores
 
 def sinusoids(distances: Tensor, d_model: int) -> Tensor:
     """R: half sines, half cosines, of wavelengths 2π … 10000·2π. [N] → [N, d_model], float32."""
-    frequencies = 10000.0 ** (-torch.arange(0, d_model, 2, device=distances.device) / d_model)
+    # (float32 by name: the default dtype is another one while somebody in this process loads a model.)
+    steps = torch.arange(0, d_model, 2, dtype=torch.float32, device=distances.device)
+    frequencies = 10000.0 ** (-steps / d_model)
     angles = distances.float()[:, None] * frequencies
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rsa_hf.geometry import Geometry
 from rsa_hf.product.problem import Gradients, Mixing, Recurrence, working_dtype
+from rsa_hf.product.rates import first_turn
 from rsa_hf.product.triton.backward import backward_kernel, rates_kernel
 from rsa_hf.product.triton.forward import forward_kernel
 from rsa_hf.product.triton.interpreter import repair_interpreter
@@ -46,8 +47,6 @@ def triton_forward(
     else:
         output = torch.empty_like(mixing.attention, memory_format=torch.contiguous_format)
         output[:, :, H:] = mixing.attention[:, :, H:]
-    if output.numel() == 0:
-        return output
     value = _with_rows(value)
 
     def run(tuning: Tuning) -> None:
@@ -74,9 +73,6 @@ def triton_backward(
     if mixing is not None:
         dattention, dgate = _empty_rows(mixing.attention), torch.empty_like(mixing.gate)
         dattention[:, :, H:] = grad[:, :, H:]
-    if grad.numel() == 0:
-        dgate = None if dgate is None else dgate.zero_()
-        return Gradients(dvalue.zero_(), ddecay.zero_(), dtheta.zero_(), dattention, dgate)
     length, shared = _length(geometry), triton.cdiv(H, groups)
     dvalue[:, :, length:] = 0
     dvalue[:, shared:] = 0
@@ -182,14 +178,15 @@ class _Launch:
             self.documents = geometry.documents.index
             self.mask_strides[1] = self.documents.stride(0) if len(self.documents) > 1 else 0
         self.table = value.new_empty(H, int(TABLE_ROWS), self.powers, dtype=torch.float32)
+        theta = first_turn(recurrence.theta)
         powers_kernel[(H,)](
             recurrence.decay,
-            recurrence.theta,
+            theta,
             self.heads,
             self.table,
             self.length,
             recurrence.decay.stride(0),
-            recurrence.theta.stride(0),
+            theta.stride(0),
             CHUNK=self.chunk,
             SEGMENTS=self.segments,
             POWERS=self.powers,

@@ -1,0 +1,129 @@
+"""P V at the edges of its numbers, by every path that computes it: finite, and a double loop's in float64."""
+
+import contextlib
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+
+from references import double_loop
+from reliability.extremes import assert_right, differentiated, problems
+from reliability.record import Part, note
+from reliability.trial import is_full
+from rsa_hf import rem_product
+from rsa_hf.geometry import Documents, Geometry
+from rsa_hf.product import operator
+from rsa_hf.product.decode import LagTable, decode
+from rsa_hf.product.problem import Recurrence
+from rsa_hf.product.traced import traced_forward
+
+EXAMPLES = 400 if is_full() else 25
+some = settings(max_examples=EXAMPLES, phases=(Phase.explicit, Phase.generate))
+tried: Counter[str] = Counter()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _written_down():
+    yield
+    note(Part.NUMBERS, "P V of extreme values, rates, angles, dilations and masks, by path", tried)
+
+
+@contextlib.contextmanager
+def backend(name):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RSA_HF_BACKEND", name)
+        yield patch
+
+
+@pytest.mark.parametrize("name", ["chunked", "dense"])
+@some
+@given(problem=problems())
+def test_eager(name, problem):
+    with backend(name):
+        assert_right(problem, differentiated(problem))
+    tried[name] += 1
+
+
+@some
+@given(problem=problems())
+def test_the_operator_of_compiled_graphs(problem):
+    with backend("chunked") as patch:
+        patch.setattr(operator.torch.compiler, "is_compiling", lambda: True)
+        found = differentiated(problem)
+    assert_right(problem, found)
+    tried["operator"] += 1
+
+
+def geometry_of(problem):
+    S, masks = problem.value.shape[2], problem.masks
+    documents = Documents(masks["documents"]) if "documents" in masks else None
+    others = masks.get("key_mask"), documents, masks.get("window"), masks.get("visible")
+    return Geometry(problem.T, S, S - problem.T, problem.causal, *others)
+
+
+@some
+@given(problem=problems())
+def test_graphs_that_leave_pytorch(problem):
+    heads = Recurrence(problem.kinds, problem.decay, problem.theta, problem.dilation, problem.groups)
+    assert_right(problem, [traced_forward(problem.value, heads, geometry_of(problem), None)])
+    tried["traced"] += 1
+
+
+@some
+@given(
+    problem=problems(queries=1, causal=True, batches=(1, 2), masks=("none", "padding", "window 1", "window", "any"))
+)
+def test_a_step_of_generation(problem):
+    heads = Recurrence(problem.kinds, problem.decay, problem.theta, problem.dilation, problem.groups)
+    S = problem.value.shape[2]
+    for table in (None, LagTable(heads, problem.working, S), LagTable(heads, problem.working, 10 * S)):
+        found = decode(problem.value, heads, geometry_of(problem), table)
+        assert_right(problem, [found], floor=0 if table is None else 2.0**-30)
+    tried["decode"] += 1
+
+
+MASKS = {
+    "none": lambda B, S: {},
+    "padding": lambda B, S: {"key_mask": torch.ones(B, S, dtype=torch.bool)},
+    "documents": lambda B, S: {"documents": torch.arange(S).expand(B, -1)},
+    "window": lambda B, S: {"window": 2},
+    "documents in a window": lambda B, S: {"window": 2, "documents": torch.arange(S).expand(B, -1)},
+    "any": lambda B, S: {"visible": torch.ones(B, 1, S, S, dtype=torch.bool)},
+}
+
+
+@pytest.mark.parametrize("name", ["chunked", "dense"])
+@pytest.mark.parametrize(("B", "S"), [(0, 5), (0, 40), (2, 0), (0, 0)])
+@pytest.mark.parametrize("mask", MASKS)
+def test_nothing_at_all(name, B, S, mask):
+    value = torch.ones(B, 2, S, 3, requires_grad=True)
+    decay = torch.tensor([0.9, 0.8], requires_grad=True)
+    with backend(name):
+        output = rem_product(value, ("regular", "cos"), decay, 1.0, (1, 3), **MASKS[mask](B, S))
+        assert output.shape == (B, 2, S, 3)
+        output.sum().backward()
+    assert value.grad.shape == value.shape
+    assert torch.equal(decay.grad, torch.zeros(2))
+
+
+@pytest.mark.parametrize("name", ["chunked", "dense"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_shared_values_are_rounded_once(name, dtype):
+    # Each of the heads would take the gradient of their values out of the range of float16; together they do not.
+    T, large = 40, 60_000.0
+    value = torch.zeros(1, 1, T, 2, dtype=dtype, requires_grad=True)
+    weights = torch.tensor([large, -large])[None, :, None, None].expand(1, 2, T, 2)
+    decay, dilation = torch.tensor([0.9, 0.9]), (1, 1 if name == "dense" else 2)
+    with backend(name):
+        output = rem_product(value, "regular", decay, dilation=dilation, groups=2)
+        (found,) = torch.autograd.grad(output, value, weights)
+    exact = value.detach().double().requires_grad_()
+    keys = exact.repeat_interleave(2, 1)
+    right = double_loop(keys, ("regular",) * 2, decay.double(), torch.zeros(2).double(), dilation, T, 0, True)
+    (expected,) = torch.autograd.grad(right, exact, weights.double())
+    fits = expected.abs() < torch.finfo(dtype).max
+    assert bool(fits.any())
+    assert bool(found.isfinite()[fits].all())
+    off = (found.double() - expected).abs()[fits]
+    assert float((off - torch.finfo(dtype).eps * expected.abs()[fits]).max()) <= 1e-5 * large * T
