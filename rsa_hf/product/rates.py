@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from typing import NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from rsa_hf.product.problem import Recurrence, widest_dtype
 
-__all__ = ["Matrices", "first_turn", "kinds_mask", "powers_table", "weights_of_lags"]
+__all__ = ["Matrices", "kinds_mask", "powers_table", "weights_of_lags"]
 
 
 class _Entries:
@@ -203,7 +202,7 @@ def powers_table(
     k = exponents.to(wide)
     decay = recurrence.decay.detach().to(wide)[:, None]
     cyclical = kinds_mask(recurrence.kinds, ("cos", "sin"), device)
-    angle = torch.where(cyclical, first_turn(recurrence.theta.detach())[:, None], 0) * k
+    angle = torch.where(cyclical, recurrence.theta.detach().to(wide)[:, None], 0) * k
     cos, sin, modulus = torch.cos(angle), torch.sin(angle), decay**k
     real, imaginary = [modulus * cos], [modulus * sin]
     if derivatives:
@@ -219,16 +218,6 @@ def powers_table(
     limits = torch.finfo(dtype)
     both = torch.where(both.abs() < limits.tiny / limits.eps, 0, both).to(dtype)
     return both[0], both[1]
-
-
-def first_turn(theta: Tensor) -> Tensor:
-    """The angles, in the widest dtype, without the whole turns in them: k θ loses as many digits as θ has of those.
-
-    Paths take different products of powers for one lag, which would then belong to different angles.
-    """
-    wide = theta.to(widest_dtype(theta.device))
-    # Sine and cosine of any number are exact to the last digit; angles that are short are left as they are.
-    return torch.where(wide.abs() <= math.pi, wide, torch.atan2(wide.sin(), wide.cos()))
 
 
 def kinds_mask(kinds: tuple[str, ...], which: tuple[str, ...], device: torch.device) -> Tensor:

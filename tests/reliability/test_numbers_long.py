@@ -48,7 +48,7 @@ def test_long_texts(dtype):
     gradients = torch.autograd.grad(output, leaves, weights)
     worst = 0.0
     for h, (kind, rate, angle, d) in enumerate(HEADS):
-        # What the float32 numbers are, not what was written; and the angle's own turn, where it has many.
+        # What the float32 numbers are, not what was written.
         rate, angle = float(leaves[1][h]), float(leaves[2][h])
         v, w = value[0, h, :, 0].detach().double(), weights[0, h, :, 0].double()
         right = filtered(v, kind, rate, angle, d, w)

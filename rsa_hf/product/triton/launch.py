@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rsa_hf.geometry import Geometry
 from rsa_hf.product.problem import Gradients, Mixing, Recurrence, working_dtype
-from rsa_hf.product.rates import first_turn
 from rsa_hf.product.triton.backward import backward_kernel, rates_kernel
 from rsa_hf.product.triton.forward import forward_kernel
 from rsa_hf.product.triton.interpreter import repair_interpreter
@@ -178,15 +177,14 @@ class _Launch:
             self.documents = geometry.documents.index
             self.mask_strides[1] = self.documents.stride(0) if len(self.documents) > 1 else 0
         self.table = value.new_empty(H, int(TABLE_ROWS), self.powers, dtype=torch.float32)
-        theta = first_turn(recurrence.theta)
         powers_kernel[(H,)](
             recurrence.decay,
-            theta,
+            recurrence.theta,
             self.heads,
             self.table,
             self.length,
             recurrence.decay.stride(0),
-            theta.stride(0),
+            recurrence.theta.stride(0),
             CHUNK=self.chunk,
             SEGMENTS=self.segments,
             POWERS=self.powers,
