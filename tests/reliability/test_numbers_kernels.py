@@ -9,7 +9,7 @@ from reliability.extremes import assert_right, differentiated, problems
 from reliability.record import Part, note
 from reliability.trial import is_full
 
-EXAMPLES = 60 if is_full() else 4
+EXAMPLES = 20 if is_full() else 4
 small_chunks = kernels_under_test.small_chunks
 MASKS = ("none", "padding", "all padding", "single tokens", "documents", "poison")
 
