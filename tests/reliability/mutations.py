@@ -299,7 +299,7 @@ MUTATIONS = [
         "rsa_hf/hooks/attention.py",
         '            setattr(AttentionInterface, "get_interface", original)  # noqa: B010\n',
         "            pass\n",
-        "tests/reliability/test_many_models.py::test_any_order_of_doings",
+        "tests/reliability/test_many_models_threads.py::test_a_probe_looks_at_its_own_thread_alone",
     ),
     Mutation(
         Part.MANY_MODELS,

@@ -158,7 +158,8 @@ class ManyModels(RuleBasedStateMachine):
 
     def require(self, kind, found):
         for mine, expected in zip(found, self.alone["outputs"][kind], strict=True):
-            assert torch.equal(mine, expected), kind
+            # (Plain Bloom's padding is NaN in float64.)
+            torch.testing.assert_close(mine, expected, rtol=0, atol=0, equal_nan=True, msg=str(kind))
 
     @invariant()
     def none_notices_another(self):
@@ -187,6 +188,11 @@ def test_any_order_of_doings(alone):
     ManyModels.alone, ManyModels.done = alone, Counter()
     run_state_machine_as_test(
         ManyModels,
-        settings=settings(max_examples=RUNS, stateful_step_count=STEPS, phases=(Phase.explicit, Phase.generate)),
+        settings=settings(
+            max_examples=RUNS,
+            stateful_step_count=STEPS,
+            report_multiple_bugs=False,
+            phases=(Phase.explicit, Phase.generate),
+        ),
     )
     note(Part.MANY_MODELS, "models built, patched, copied, moved and run in random order", ManyModels.done)

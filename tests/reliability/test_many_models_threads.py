@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from transformers.modeling_utils import AttentionInterface
 
 from models import xl
 from reliability.neighbours import FAMILIES, PLANS, Kind, build, outputs
@@ -98,11 +99,13 @@ def test_a_probe_looks_at_its_own_thread_alone(family):
     expected = run()
     assert not torch.equal(expected, model.eval()(input_ids=torch.tensor([[5, 6, 7, 8]])).logits)
     model.train()
+    before = AttentionInterface.get_interface
     with record_attention_calls() as calls:
         found = in_another_thread(run)
         assert not calls
         run()
         assert calls  # the control
+    assert AttentionInterface.get_interface is before
     assert torch.equal(found, expected)
 
 
