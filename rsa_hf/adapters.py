@@ -67,7 +67,6 @@ class _Watching(threading.local):
 
 
 _watching = _Watching()
-_connecting = threading.Lock()  # or two threads would both wrap a class, and recurrence be mixed in twice
 
 
 @dataclass(frozen=True)
@@ -189,11 +188,6 @@ def _restore(path: str, name: str) -> Adapter:
 
 
 def _connect_class(adapter: Adapter) -> None:
-    with _connecting:
-        _wrap_method(adapter)
-
-
-def _wrap_method(adapter: Adapter) -> None:
     cls = getattr(importlib.import_module(adapter.path), adapter.name)
     original = vars(cls).get(adapter.method)
     if hasattr(original, "_rsa_hf_adapter"):

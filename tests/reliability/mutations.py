@@ -319,14 +319,6 @@ MUTATIONS = [
     ),
     Mutation(
         Part.MANY_MODELS,
-        "one thread at a time connects a class",
-        "rsa_hf/adapters.py",
-        "    with _connecting:",
-        "    if True:",
-        "tests/reliability/test_many_models_threads.py::test_two_threads_connect_a_class_once",
-    ),
-    Mutation(
-        Part.MANY_MODELS,
         "no number has the default dtype of the process",
         "rsa_hf/models/transformer_xl/attention.py",
         "torch.arange(0, d_model, 2, dtype=torch.float32, device",

@@ -1,9 +1,7 @@
 """Models that run in threads while others are patched, loaded and generate: each gives what it gives alone."""
 
 import copy
-import inspect
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,7 +12,7 @@ from models import xl
 from reliability.neighbours import FAMILIES, PLANS, Kind, build, outputs
 from reliability.record import Part, note
 from reliability.trial import is_full
-from rsa_hf import adapters, patch_model, unpatch_model
+from rsa_hf import patch_model, unpatch_model
 from rsa_hf.hooks.attention import record_attention_calls
 
 ROUNDS = 150 if is_full() else 8
@@ -107,24 +105,6 @@ def test_a_probe_looks_at_its_own_thread_alone(family):
         assert calls  # the control
     assert AttentionInterface.get_interface is before
     assert torch.equal(found, expected)
-
-
-def test_two_threads_connect_a_class_once(monkeypatch):
-    model = build("bloom", 0)
-    adapter = next(adapter for adapter in map(adapters.adapter_of, model.modules()) if adapter is not None)
-    cls = next(type(module) for module in model.modules() if adapters.adapter_of(module) is adapter)
-    original = getattr(cls, adapter.method).__wrapped__
-    monkeypatch.setattr(cls, adapter.method, original)
-    signature = inspect.signature
-
-    def slow(*arguments):
-        time.sleep(0.05)
-        return signature(*arguments)
-
-    monkeypatch.setattr(adapters.inspect, "signature", slow)
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(adapters.connect, [model] * 4))
-    assert getattr(cls, adapter.method).__wrapped__ is original
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "transformer_xl"])

@@ -20,7 +20,7 @@ from reliability.trial import is_full
 from rsa_hf import patch_model, unpatch_model
 
 CYCLES, STEPS = (1_000, 20_000) if is_full() else (40, 400)
-SAMPLES = 20
+SAMPLES = 20 if is_full() else 8
 MOST_BYTES = 2 * 2**20
 MOST_OBJECTS = 20 if not is_full() else 100
 

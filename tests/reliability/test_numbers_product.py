@@ -18,7 +18,7 @@ from rsa_hf.product.decode import LagTable, decode
 from rsa_hf.product.problem import Recurrence
 from rsa_hf.product.traced import traced_forward
 
-EXAMPLES = 80 if is_full() else 25
+EXAMPLES = 80 if is_full() else 12
 some = settings(max_examples=EXAMPLES, phases=(Phase.explicit, Phase.generate))
 tried: Counter[str] = Counter()
 
