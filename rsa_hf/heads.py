@@ -86,11 +86,12 @@ class RSAHeads(nn.Module):
             ):
                 parameter.copy_(torch.tensor(start, dtype=torch.float32) / plan.parameter_scale)
 
-    def rates(self) -> dict[str, Tensor]:
-        """What is in force: `gate` (1,) or (R,), `lam` (k1 + k4,), `gamma` and `theta` as `nu` is; float32."""
-        return self._rates(self.mu.dtype)
+    def rates(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """What is in force: `gate` (1,) or (R,), `lam` (k1 + k4,), `gamma` and `theta` as `nu` is.
 
-    def _rates(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        Args:
+            dtype: to compute them in.
+        """
         scale = self.plan.parameter_scale
 
         def value(parameter: nn.Parameter | None) -> Tensor:
@@ -179,7 +180,7 @@ class RSAHeads(nn.Module):
     def _in_force(self, groups: int) -> tuple[Recurrence, Tensor]:
         """The REMs, for values that `groups` heads share, and the gate of each head, (R,)."""
         # Near ±1 float32 has no numbers for rates that parameters tell apart, and 1 − λ² would give η a gradient of 0.
-        rates = self._rates(widest_dtype(self.mu.device))
+        rates = self.rates(widest_dtype(self.mu.device))
         decay, theta = self.per_head(rates)
         gate = rates["gate"].expand(self.plan.num_rsa_heads)
         # Behind a shut gate P V is never read, so that it may not overflow either: 0 · inf would be NaN.

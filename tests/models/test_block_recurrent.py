@@ -48,9 +48,9 @@ def tokens_see(module, query, key, value):
 
 def with_recurrence(rsa, heads, value):
     """RSA heads, by the double loop, with the window of attention."""
-    T, plan, rates = len(heads), rsa.plan, rsa.rates()
-    gate, R = rates["gate"].double(), rsa.plan.num_rsa_heads
-    decay, theta = (x.double() for x in rsa.per_head(rates))
+    T, plan, rates = len(heads), rsa.plan, rsa.rates(torch.float64)
+    gate, R = rates["gate"], rsa.plan.num_rsa_heads
+    decay, theta = rsa.per_head(rates)
     lags = torch.arange(T)[:, None] - torch.arange(T)
     visible = ((lags >= 0) & (lags < WINDOW))[None, None]
     V = torch.stack(value, 1)[None, :R]

@@ -241,8 +241,8 @@ MUTATIONS = [
         Part.NUMBERS,
         "rates come from the parameters in float64",
         "rsa_hf/heads.py",
-        "self._rates(widest_dtype(self.mu.device))",
-        "self._rates(torch.float32)",
+        "self.rates(widest_dtype(self.mu.device))",
+        "self.rates(torch.float32)",
         "tests/reliability/test_numbers_heads.py::test_a_rate_that_float32_cannot_tell_from_one_still_learns",
     ),
     Mutation(
@@ -522,8 +522,10 @@ MUTATIONS = [
         Part.SOAK,
         "the log is closed after each line",
         "rsa_hf/training/metrics_log.py",
-        'with self.path.open("a", encoding="utf-8") as file:\n            file.write(line + "\\n")',
-        'file = self.path.open("a", encoding="utf-8")\n        file.write(line + "\\n")\n        vars(self).setdefault("files", []).append(file)',
+        'with storage_errors(self.path.parent), self.path.open("a", encoding="utf-8") as file:\n'
+        '            file.write(line + "\\n")',
+        'file = self.path.open("a", encoding="utf-8")\n        file.write(line + "\\n")\n'
+        '        vars(self).setdefault("files", []).append(file)',
         "tests/reliability/test_soak.py::test_a_long_run_stays_flat",
     ),
     Mutation(

@@ -196,8 +196,8 @@ def lost_signs(monkeypatch):
     """REMs that only fade, as if λ were |λ| and θ were 0."""
     rates = RSAHeads.rates
 
-    def broken(self):
-        found = rates(self)
+    def broken(self, *dtype):
+        found = rates(self, *dtype)
         return {**found, "lam": found["lam"].abs(), "theta": 0 * found["theta"]}
 
     monkeypatch.setattr(RSAHeads, "rates", broken)

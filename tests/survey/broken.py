@@ -40,7 +40,7 @@ def _geometry(change: Callable[[Geometry], Geometry]) -> Callable[[], AbstractCo
 
 
 def _rates(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Callable[[], AbstractContextManager[None]]:
-    return lambda: _replaced(RSAHeads, "rates", lambda rates: lambda self: change(rates(self)))
+    return lambda: _replaced(RSAHeads, "rates", lambda rates: lambda self, *dtype: change(rates(self, *dtype)))
 
 
 def _does_nothing() -> AbstractContextManager[None]:
