@@ -54,7 +54,7 @@ def require_flat(samples, kind):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc, which Linux has")
-@pytest.mark.parametrize("family", ["gpt2", "bloom"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("bloom", marks=pytest.mark.slow)])
 def test_patching_and_unpatching(family):
     model = neighbours.build(family, 0)
     batch = {"input_ids": torch.tensor([[5, 6, 7, 8]])}
@@ -71,7 +71,7 @@ def test_patching_and_unpatching(family):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc, which Linux has")
-@pytest.mark.parametrize("family", ["gpt2", "mistral"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("mistral", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_generating(family):
     """With a cache that is cropped (GPT-2, which has 128 positions), or slides by itself (Mistral)."""
