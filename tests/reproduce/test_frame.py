@@ -97,8 +97,7 @@ def test_cells_run_in_processes_of_their_own():
     cells = {str(i): {"seed": i} for i in range(4)}
     found = {}
     with pytest.raises(FileNotFoundError, match="no data"):
-        for key, result in run_cells(square, cells, 2):
-            found[key] = result
+        found.update(run_cells(square, cells, 2))
     assert found
     for key, result in found.items():
         assert result.cell == cells[key] and result.values["loss"] == cells[key]["seed"] ** 2
