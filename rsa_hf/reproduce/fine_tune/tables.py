@@ -74,7 +74,7 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
     by_pace = _compared(rows, lambda plan: plan.gate_init == RSAConfig().gate_init)
     compared = {row.settings["model"] for row in rows}
     left_out = [model for model in dict.fromkeys(each.model for each in COMPARISONS["full"]) if model not in compared]
-    not_measured = f"Not measured at this size, but with --full: {', '.join(left_out)}" if left_out else ""
+    not_measured = f"Part of --full alone: {', '.join(left_out)}" if left_out else ""
     parts = [sentence, *(text for text in (by_gate, by_pace, not_measured) if text)]
     return Conclusion(verdict, ". ".join(parts) + ".")
 
