@@ -32,7 +32,7 @@ def _cells(size: Size, seeds: int) -> list[Cell]:
     if size == "toy":
         grid, rates = [("python", 100_000, "0.03M", 60)], (3e-3, 1e-2)
     elif size == "quick":
-        grid, rates = [("enwik8", 1_000_000, "0.1M", 300)], (2e-3, 6e-3)
+        grid, rates = [("enwik8", 1_000_000, "0.1M", 300)], (1e-3, 2e-3)
     else:
         corpora, rates = ("enwik8", "wikitext-2", "python"), (5e-4, 1e-3, 3e-3, 1e-2)
         grid = [(corpus, n, "1M", 400) for corpus in corpora for n in (100_000, 1_000_000, 10_000_000)]
