@@ -126,8 +126,8 @@ def plain(renamed, with_peft):
     return found.hexdigest()
 
 
-def what_is_said(module):
-    """Import a module of ours and return what it says; it must say something."""
+def what_is_said(module, imports):
+    """Import a module of ours and return what it says; it must say something, and be imported or not."""
     warnings = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())
@@ -135,6 +135,8 @@ def what_is_said(module):
     try:
         importlib.import_module(module)
     except ImportError as error:
+        if imports:
+            raise SystemExit(f"{module} is needed without PEFT too, and was not imported: {error}") from error
         return str(error)
     if not warnings:
         raise SystemExit(f"{module} was imported all the same, and said nothing")
@@ -157,7 +159,7 @@ def main(renamed, other, with_peft):
         print(json.dumps({"said": [], "plain": plain(None, with_peft)}))
         return
     before = contents()
-    said = [what_is_said("rsa_hf"), what_is_said("rsa_hf.peft" if with_peft else "rsa_hf")]
+    said = [what_is_said("rsa_hf", with_peft), what_is_said("rsa_hf.peft" if with_peft else "rsa_hf", False)]
     after = contents()
     touched = [f"{owner}.{name}" for (owner, name), value in before.items() if after[owner, name] is not value]
     print(json.dumps({"said": said, "touched": sorted(touched), "plain": plain(renamed, with_peft)}))

@@ -291,7 +291,7 @@ MUTATIONS = [
         "rsa_hf/patching.py",
         '    if "rsa" in vars(model.config):\n        del model.config.rsa\n',
         "",
-        "tests/reliability/test_many_models.py::test_any_order_of_doings",
+        "tests/test_patching.py::test_open_gate_acts_and_unpatch_is_exact",
     ),
     Mutation(
         Part.MANY_MODELS,
