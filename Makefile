@@ -39,10 +39,15 @@ test: lint types ## Lint, types and the fast tests (under 10 minutes on 2 cores)
 test-all: lint types ## All tests
 	$(BIN)/python -m pytest --durations=20
 
+# The longest file comes first, beside all others.
+SOAK        = tests/reliability/test_soak.py
+RELIABILITY = $(SOAK) $(filter-out $(SOAK),$(wildcard tests/reliability/test_*.py)) tests/test_hooks.py \
+	tests/test_doctor_model.py
+
 test-reliability: $(READY) ## Faults, hostile input, long runs in full numbers (45 minutes): writes RELIABILITY.md
 	mkdir -p outputs && rm -f outputs/reliability.jsonl
 	RSA_HF_RELIABILITY=full RSA_HF_RELIABILITY_RECORD=$(CURDIR)/outputs/reliability.jsonl \
-		$(PYTEST) tests/reliability tests/test_hooks.py tests/test_doctor_model.py -m 'slow or not slow' --timeout=2700
+		$(PYTEST) --no-loadscope-reorder -m 'slow or not slow' --timeout=2700 $(RELIABILITY)
 	$(BIN)/python scripts/write_reliability.py outputs/reliability.jsonl
 
 test-oldest:    ## The fast tests on the oldest supported torch and transformers, in their own environment
