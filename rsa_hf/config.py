@@ -130,7 +130,8 @@ class RSAConfig:
         tie_pairs: the cos and the sin head of a pair share (ν, θ), as in the paper.
         layers: indices of the self-attention layers to patch, counted over all self-attention modules of the
             model in module order (for an encoder-decoder: the encoder's first). None: every layer.
-        causal: True for masked REMs, False for unmasked ones; None: as the module it is put on.
+        causal: True for masked REMs, False for unmasked ones, or one of them per patched layer; None: as the module
+            it is put on.
         parameter_scale: RSA parameters are stored as value / parameter_scale, so that an optimiser of Adam's kind
             moves the values parameter_scale times as fast as the weights. At the weights' own pace gates and rates
             hardly move (results/parameter_scale.md). 1 stores the plain values.
@@ -149,7 +150,7 @@ class RSAConfig:
     gate_per_head: bool = False
     tie_pairs: bool = True
     layers: tuple[int, ...] | None = None
-    causal: bool | None = None
+    causal: bool | tuple[bool, ...] | None = None
     parameter_scale: float = 20.0
 
     def __post_init__(self) -> None:
@@ -160,8 +161,7 @@ class RSAConfig:
         object.__setattr__(self, "layers", _check_layers(self.layers))
         for name in ("gate_per_head", "tie_pairs"):
             _check_bool(name, getattr(self, name))
-        if self.causal is not None:
-            _check_bool("causal", self.causal)
+        object.__setattr__(self, "causal", _check_causal(self.causal))
         scale = _check_number("parameter_scale", self.parameter_scale)
         if not MIN_SCALE <= scale <= MAX_SCALE:
             raise ValueError(
@@ -218,8 +218,11 @@ class RSAConfig:
             columns = [_per_layer(name, getattr(self, name) or 0, n) for name in _COUNT_FIELDS]
             counts = list(zip(*columns, strict=True))
         gates = self._layer_gates(n)
+        directions = (None,) * n if self.causal is None else _per_layer("causal", self.causal, n)
         plans = []
-        for layer, (heads, (k1, k2, k4, k5), gate) in enumerate(zip(num_heads, counts, gates, strict=True)):
+        for layer, (heads, (k1, k2, k4, k5), gate, causal) in enumerate(
+            zip(num_heads, counts, gates, directions, strict=True)
+        ):
             used = k1 + 2 * k2 + k4 + 2 * k5
             spelled = (
                 f"num_regular={k1}, num_cyclical_pairs={k2}, num_dilated_regular={k4}, num_dilated_cyclical_pairs={k5}"
@@ -246,7 +249,7 @@ class RSAConfig:
                     gate_per_head=self.gate_per_head,
                     tie_pairs=self.tie_pairs,
                     parameter_scale=self.parameter_scale,
-                    causal=self.causal,
+                    causal=causal,
                 )
             )
         return plans
@@ -309,6 +312,18 @@ def _is_int(value: object) -> bool:
 def _check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name}={brief(value)}: True or False is needed, got {type(value).__name__}.")
+
+
+def _check_causal(value: object) -> bool | tuple[bool, ...] | None:
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"causal={brief(value)}: True, False, one of them per patched layer, or None is needed.")
+    if not value:
+        raise ValueError("causal=[]: True, False, one of them per patched layer, or None is needed.")
+    for entry in value:
+        _check_bool("causal", entry)
+    return tuple(value)
 
 
 def _check_number(name: str, value: object) -> float:

@@ -51,7 +51,7 @@ def patch_model(
     Raises:
         TypeError: `model` is no `PreTrainedModel`, or a setting has the wrong type.
         ValueError: the model has no attention that can be patched, the plan does not fit it, it is patched already
-            with another plan, or its layers do not say their directions and have different ones.
+            with another plan, or on the meta device its layers do not say their directions.
         RuntimeError: an RSA layer took no part in the model's forward pass, or the model is one of those in
             `rsa_hf/adapters.py` and not as expected.
     """
@@ -138,7 +138,8 @@ def is_patched(model: nn.Module) -> bool:
 def _with_direction(config: RSAConfig, calls: Mapping[str, AttentionCall]) -> RSAConfig:
     """The plan; with the direction in it where modules say none, or another than their masks have.
 
-    Some classes carry no `is_causal` (LayoutLM, Doge), or one that their masks belie (BigBirdPegasus).
+    Some classes carry no `is_causal` (LayoutLM, Doge), or one that their masks belie (BigBirdPegasus; NLLB-MoE, whose
+    encoder and decoder share it).
     """
     if config.causal is not None:
         return config
@@ -148,18 +149,10 @@ def _with_direction(config: RSAConfig, calls: Mapping[str, AttentionCall]) -> RS
             f"{shorten(unknown)} ({type(calls[unknown[0]].module).__name__}): the modules do not say whether they are "
             "causal, and on the meta device no mask shows it. Set causal=True or causal=False in RSAConfig."
         )
-    astray = [name for name, call in calls.items() if call.causal is not call.direction]
-    directions = {call.direction for call in calls.values()}
-    if not astray:
+    directions = tuple(bool(call.direction) for call in calls.values())
+    if all(call.causal is call.direction for call in calls.values()):
         return config
-    if len(directions) == 1:
-        return replace(config, causal=directions.pop())
-    first = calls[astray[0]]
-    raise ValueError(
-        f"{shorten(astray)} ({type(first.module).__name__}): is_causal is {first.causal}, but in a trial run queries "
-        f"{'saw' if first.sees_later else 'did not see'} later keys, and other layers have the other direction. Patch "
-        "the layers of each direction with layers=[...] and causal=True or causal=False in RSAConfig."
-    )
+    return replace(config, causal=directions[0] if len(set(directions)) == 1 else directions)
 
 
 def _warn_of_parts_without(base: Any, modules: Collection[nn.Module]) -> None:

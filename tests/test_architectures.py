@@ -22,7 +22,7 @@ from survey.tiny_models import build, model_types
 ROOT = Path(__file__).parents[1]
 
 # Learned, rotary and relative positions, grouped values, latent attention, sliding windows, a hybrid, a classifier, modules
-# that do not say their direction (LayoutLM, Doge) or say a wrong one (BigBirdPegasus), parameters off the meta device
+# that do not say their direction (LayoutLM, Doge) or say a wrong one (BigBirdPegasus, NLLB-MoE), parameters off the meta device
 # (DiffLlama); and the checks that do not apply to them.
 SAMPLE = {
     ("gpt2", "causal-lm"): set(),
@@ -37,6 +37,7 @@ SAMPLE = {
     ("t5", "seq2seq"): set(),
     ("bart", "seq2seq"): {"left padding"},
     ("bigbird_pegasus", "causal-lm"): {"left padding"},
+    ("nllb-moe", "seq2seq"): set(),
 }
 
 
@@ -82,18 +83,49 @@ def test_a_direction_that_modules_do_not_say_is_taken_from_their_masks(model_typ
     assert patch_model(build("gpt2", "causal-lm").model).config.rsa["plan"]["causal"] is None  # they say it
 
 
-def test_two_directions_that_modules_do_not_say_are_refused():
+def test_two_directions_that_modules_do_not_say_are_taken_from_their_masks(tmp_path):
+    said = patch_model(build("t5", "seq2seq").model)
+    assert said.config.rsa["plan"]["causal"] is None
     model = build("t5", "seq2seq").model
     model.set_attn_implementation("eager")  # sdpa takes a module that says nothing for a causal one
     for module in model.modules():
         if hasattr(module, "is_causal"):
             del module.is_causal
-    before = list(model.state_dict())
-    with pytest.raises(ValueError, match="is_causal is None.*layers=.*causal="):
-        patch_model(model)
-    assert list(model.state_dict()) == before
-    patch_model(model, RSAConfig(layers=[0, 1]))
-    assert model.config.rsa["plan"]["causal"] is False
+    patch_model(model)
+    layers = model.config.num_layers
+    assert model.config.rsa["plan"]["causal"] == [False] * layers + [True] * model.config.num_decoder_layers
+
+    said.set_attn_implementation("eager")
+    said.load_state_dict(model.state_dict())
+    ids = torch.arange(3, 12)[None]
+    inputs = {"input_ids": ids, "decoder_input_ids": ids[:, :5]}
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**inputs).logits, said.eval()(**inputs).logits)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="eager")
+    with torch.no_grad():
+        assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+
+    turned = build("t5", "seq2seq").model
+    patch_model(turned, RSAConfig(causal=[True] * layers + [False] * layers))
+    turned.set_attn_implementation("eager")
+    turned.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert not torch.allclose(turned.eval()(**inputs).logits, said(**inputs).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("causal", "words"),
+    [
+        ([True, False, True], "3 entries, but 2 layers"),
+        ([], r"causal=\[\]"),
+        ([1, 0], "got int"),
+        ("yes", "causal='yes'"),
+    ],
+)
+def test_directions_that_do_not_fit(causal, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        patch_model(build("gpt2", "causal-lm").model, RSAConfig(causal=causal))
 
 
 def test_half_an_encoder_decoder_is_patched_with_a_warning():

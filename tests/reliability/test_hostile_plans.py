@@ -26,6 +26,7 @@ def require_right(config):
             asked = getattr(config, name)
             if asked is not None:
                 assert getattr(plan, name) == (asked[i] if isinstance(asked, tuple) else asked)
+        assert plan.causal == (config.causal[i] if isinstance(config.causal, tuple) else config.causal)
         rates = RSAHeads(plan).rates()
         assert not rates["gate"].isnan().any()
         assert all(bool(rates[name].isfinite().all()) for name in ("lam", "gamma", "theta"))
