@@ -34,7 +34,7 @@ def patch(
     from rsa_hf.config import RSAConfig
     from rsa_hf.patching import is_patched, patch_model
     from rsa_hf.report import rsa_report
-    from rsa_hf.training.storage import storage_errors
+    from rsa_hf.storage import storage_errors
 
     with user_input(ValueError, TypeError, OSError):
         config = RSAConfig() if plan is None else RSAConfig.from_dict(_read(plan))

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rsa_hf.report import rsa_report
+from rsa_hf.storage import StorageError, recover, sole_writer, storage_errors, written_whole
 from rsa_hf.training.carried import Tracks
 from rsa_hf.training.checkpoints import CheckpointFolder, Progress
 from rsa_hf.training.metrics_log import MetricsLog
@@ -27,7 +28,6 @@ from rsa_hf.training.steps import (
     TrainingDivergedError,
     checkpointed_activations,
 )
-from rsa_hf.training.storage import StorageError, recover, sole_writer, storage_errors, written_whole
 
 __all__ = ["TrainResult", "TrainingDivergedError", "train"]
 

@@ -20,11 +20,11 @@ from rsa_hf.card import CardFacts, write_card
 from rsa_hf.config import RSAConfig
 from rsa_hf.patching import is_patched, patch_model
 from rsa_hf.plots import plot_rem
+from rsa_hf.storage import sole_writer, storage_errors, write_text
 from rsa_hf.training.loop import TrainResult
 from rsa_hf.training.metrics_log import finite_or_null
 from rsa_hf.training.settings import ModelSettings, RunConfig
 from rsa_hf.training.steps import Batch, TrainingDivergedError
-from rsa_hf.training.storage import sole_writer, storage_errors, write_text
 
 __all__ = [
     "card_facts",

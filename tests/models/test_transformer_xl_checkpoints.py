@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -160,6 +161,23 @@ def test_original_layouts_are_converted(layout, nvidia, tmp_path, monkeypatch, c
         for token in (4, 11, 17, 25):
             expected = log_probability_of_the_original(loaded, state, hidden, token)
             torch.testing.assert_close(loaded(tokens).logits[0, -1, token], expected)
+
+
+def test_a_folder_that_cannot_be_written_into(tmp_path, monkeypatch, capsys):
+    model = build(untie_r=False)
+    torch.save({"model_config": nvidia_config(model), "model_state": original(model, True)}, tmp_path / "xl.pt")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(
+        "sys.argv", ["rsa-hf", "convert-transformer-xl", str(tmp_path / "xl.pt"), str(tmp_path / "xl")]
+    )
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, before[1]))
+    try:
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert end.value.code == 2
+    assert f"error: cannot write to {tmp_path / 'xl'}" in capsys.readouterr().err
 
 
 def test_files_of_another_kind_are_refused(tmp_path):

@@ -401,7 +401,7 @@ MUTATIONS = [
     Mutation(
         Part.CRASH,
         "what was moved aside is put back",
-        "rsa_hf/training/storage.py",
+        "rsa_hf/storage.py",
         "        old.rename(folder)\n    _remove(old)",
         "        pass\n    _remove(old)",
         "tests/reliability/test_storage.py::test_what_was_moved_aside_comes_back",
@@ -409,7 +409,7 @@ MUTATIONS = [
     Mutation(
         Part.CRASH,
         "files are on the disk before they get their name",
-        "rsa_hf/training/storage.py",
+        "rsa_hf/storage.py",
         "        _flush(path)\n    if folder",
         "        pass\n    if folder",
         "tests/reliability/test_storage.py::test_files_are_on_the_disk_before_they_get_their_name",
@@ -433,7 +433,7 @@ MUTATIONS = [
     Mutation(
         Part.STORAGE,
         "one process at a time writes into a folder",
-        "rsa_hf/training/storage.py",
+        "rsa_hf/storage.py",
         "            lock.acquire(blocking=False)",
         "            pass",
         "tests/reliability/test_storage.py::test_two_processes_and_one_folder",
@@ -441,7 +441,7 @@ MUTATIONS = [
     Mutation(
         Part.STORAGE,
         "an error of writing says what to do",
-        "rsa_hf/training/storage.py",
+        "rsa_hf/storage.py",
         "        raise StorageError(_in_words(folder, code)) from error",
         "        raise",
         "tests/reliability/test_storage.py::test_file_size_limit",
@@ -457,7 +457,7 @@ MUTATIONS = [
     Mutation(
         Part.STORAGE,
         "a saved model stays until the next one is whole",
-        "rsa_hf/training/storage.py",
+        "rsa_hf/storage.py",
         "    if folder.exists():\n        _remove(old)\n        folder.rename(old)",
         "    if folder.exists():\n        _remove(folder)",
         "tests/reliability/test_storage.py::test_a_folder_is_never_gone_while_it_is_replaced",

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rsa_hf.models.transformer_xl.configuration import TransformerXLConfig
 from rsa_hf.models.transformer_xl.language_model import TransformerXLForCausalLM
+from rsa_hf.storage import storage_errors
 
 __all__ = ["convert_checkpoint", "convert_state_dict"]
 
@@ -60,6 +61,7 @@ def convert_checkpoint(
     Raises:
         FileNotFoundError: no such file.
         ValueError: the file holds something else, or does not fill the model; nothing is written then.
+        StorageError: the folder cannot be written into.
     """
     content = _read(Path(source))
     state = content.get("model_state", content)
@@ -89,7 +91,8 @@ def convert_checkpoint(
             raise ValueError(f"the config ties {target} to {origin}, but {source} has different values for them.")
     model.load_state_dict(state, strict=False)
     model.tie_weights()
-    model.save_pretrained(output)
+    with storage_errors(Path(output)):
+        model.save_pretrained(output)
     return model
 
 
