@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,10 @@ def reproduce(
     full: Annotated[bool, typer.Option("--full/--quick", help="The larger sizes, or minutes on two cores.")] = False,
     out: Annotated[Path, typer.Option(help="The folder that gets RESULTS.md and results/reproduce.")] = Path("."),
     seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds; default as the experiment says.")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SETTING=VALUE", help="Run a part, e.g. model=1M; several values: a,b. May be repeated."),
+    ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Cells at a time; default one a core, or one a GPU.")] = None,
 ) -> None:
     """Run an experiment of the paper: table, figure, verdict; one that was broken off goes on where it was.
@@ -28,10 +33,11 @@ def reproduce(
     Example: rsa-hf reproduce linear-rnn --quick
     """
     arm()
+    from rsa_hf.reproduce.data import MissingDataError
     from rsa_hf.reproduce.experiment import EXPERIMENTS, Size, find_experiment, is_written
     from rsa_hf.reproduce.page import write_page
     from rsa_hf.reproduce.processes import default_jobs
-    from rsa_hf.reproduce.runner import run_experiment
+    from rsa_hf.reproduce.runner import RequestError, run_experiment
 
     if name == "list":
         for each, about in EXPERIMENTS.items():
@@ -39,16 +45,32 @@ def reproduce(
         return
     chosen = [] if name == "page" else [each for each in EXPERIMENTS if is_written(each)] if name == "all" else [name]
     size: Size = "full" if full else "quick"
+    parts = _parts(only or [])
+    if parts and name == "all":
+        raise UserError(f"--only {only[0] if only else ''} is of one experiment; name it instead of all.")
     missing = []
     for each in chosen:
         with user_input(ValueError):
             experiment = find_experiment(each)
         try:
-            conclusion = run_experiment(experiment, size, out, seeds, jobs=jobs or default_jobs())
-        except (FileNotFoundError, ImportError) as error:
+            with user_input(RequestError):
+                conclusion = run_experiment(experiment, size, out, seeds, only=parts, jobs=jobs or default_jobs())
+        except ModuleNotFoundError:
+            raise  # a fault of ours: a package that the user has to install is told as an ImportError
+        except (MissingDataError, ImportError) as error:
             missing.append(f"{each}: {error}")
             continue
         print(f"{each}: {conclusion.verdict}: {conclusion.sentence}")
     print(f"written: {write_page(out)}")
     if missing:
         raise UserError("not run: " + "; ".join(missing))
+
+
+def _parts(only: Sequence[str]) -> dict[str, list[str]]:
+    parts: dict[str, list[str]] = {}
+    for each in only:
+        name, sign, values = each.partition("=")
+        if not sign or not values:
+            raise UserError(f"--only {each}: SETTING=VALUE is needed, e.g. model=1M.")
+        parts.setdefault(name, []).extend(values.split(","))
+    return parts

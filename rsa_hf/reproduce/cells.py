@@ -28,3 +28,15 @@ class Result:
     values: Values
     seconds: float
     machine: str
+
+    def number(self, name: str) -> float:
+        """A value that is one number.
+
+        Raises:
+            KeyError: there is no such value.
+            TypeError: it is a list.
+        """
+        value = self.values[name]
+        if isinstance(value, list):
+            raise TypeError(f"{name} is a list of {len(value)} numbers.")
+        return value

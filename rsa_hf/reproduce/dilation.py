@@ -14,7 +14,8 @@ from torch import Tensor
 from rsa_hf.plots import COLOURS, panels
 from rsa_hf.reproduce.byte_models import read_corpus
 from rsa_hf.reproduce.cells import Cell, Result, Values
-from rsa_hf.reproduce.experiment import Conclusion, Experiment, Size
+from rsa_hf.reproduce.conclusion import Conclusion
+from rsa_hf.reproduce.experiment import Experiment, Size
 from rsa_hf.reproduce.forecasting.series import load_series
 from rsa_hf.reproduce.summary import Row, find_rows
 from rsa_hf.tasks.language_modeling import TrainingBlocks

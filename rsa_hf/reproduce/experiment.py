@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Literal
 
 from rsa_hf.reproduce.cells import Cell, Result, Values
+from rsa_hf.reproduce.conclusion import Conclusion
 from rsa_hf.reproduce.summary import Row, summarise
 
 __all__ = [
     "EXPERIMENTS",
     "SIZES",
-    "Conclusion",
     "Experiment",
     "Size",
-    "Verdict",
     "cell_key",
     "find_experiment",
     "is_written",
@@ -41,20 +40,6 @@ EXPERIMENTS = {
 
 Size = Literal["toy", "quick", "full"]
 SIZES: tuple[Size, ...] = ("toy", "quick", "full")
-Verdict = Literal["confirmed", "not confirmed", "not measurable at this size"]
-
-
-@dataclass(frozen=True)
-class Conclusion:
-    """What the rows say about the claim.
-
-    Attributes:
-        verdict: "confirmed" or "not confirmed", or "not measurable at this size".
-        sentence: one honest sentence, whose figures are made from the rows.
-    """
-
-    verdict: Verdict
-    sentence: str
 
 
 @dataclass(frozen=True)
@@ -68,10 +53,11 @@ class Experiment:
         seeds: how many seeds each size has unless told otherwise.
         cells: (size, seeds) → all cells, in the order in which they run. Cells of one key are one cell.
         run_cell: runs one cell. It seeds itself from the cell alone: the same cell gives the same values, times aside,
-            whatever ran before it. It may raise FileNotFoundError or ImportError where data or a package is missing.
+            whatever ran before it. It may raise MissingDataError or ImportError where data or a package is missing.
         conclude: rows → conclusion. It must be able to say "not confirmed".
         draw: (results, path): writes the figure.
         summarise: results → rows.
+        parts: the settings by which a part of the cells can be run alone; `summarise` and `conclude` do with any.
         revision: to be raised when `run_cell` comes to measure something else: cells of older ones are run again.
     """
 
@@ -84,6 +70,7 @@ class Experiment:
     conclude: Callable[[Sequence[Row]], Conclusion]
     draw: Callable[[Sequence[Result], Path], None]
     summarise: Callable[[Sequence[Result]], list[Row]] = field(default=summarise)
+    parts: tuple[str, ...] = ()
     revision: int = 1
 
 

@@ -12,7 +12,6 @@ RSA makes can be set beside one another.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,10 @@ import torch
 
 from rsa_hf.plots import COLOURS, panels
 from rsa_hf.reproduce.cells import Cell, Result, Values
-from rsa_hf.reproduce.experiment import Conclusion, Experiment, Size
+from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
+from rsa_hf.reproduce.experiment import Experiment, Size
 from rsa_hf.reproduce.segment_models import ARCHITECTURES, SHAPES, build, read_segments, train_on_segments
-from rsa_hf.reproduce.summary import Row, Setting, find_rows, interval
+from rsa_hf.reproduce.summary import Row, Setting, at_best_rate, find_rows, interval
 from rsa_hf.tasks.perplexity import evaluate_language_model
 
 __all__ = ["EXPERIMENT"]
@@ -82,23 +82,9 @@ def run_cell(cell: Cell) -> Values:
     }
 
 
-def _number(result: Result, name: str) -> float:
-    value = result.values[name]
-    assert not isinstance(value, list)
-    return value
-
-
 def _groups(results: Sequence[Result]) -> Iterator[tuple[dict[str, Setting], dict[str, list[Result]]]]:
-    """For each setting and arm the runs at the arm's best learning rate, in the order of their seeds."""
-    for key in dict.fromkeys(tuple(result.cell[name] for name in GROUP) for result in results):
-        best = {}
-        for arm in ("plain", "rsa"):
-            by_rate: dict[float, list[Result]] = {}
-            for result in results:
-                if tuple(result.cell[name] for name in GROUP) == key and result.cell["arm"] == arm:
-                    by_rate.setdefault(float(result.cell["learning_rate"]), []).append(result)
-            runs = min(by_rate.values(), key=lambda runs: statistics.fmean(_number(run, "validation") for run in runs))
-            best[arm] = sorted(runs, key=lambda result: int(result.cell["seed"]))
+    """For each setting the runs of each arm at its best learning rate."""
+    for key, best in at_best_rate(results, GROUP, lambda run: run.number("validation")).items():
         yield dict(zip(GROUP, key, strict=True)), best
 
 
@@ -109,13 +95,13 @@ def summarise(results: Sequence[Result]) -> list[Row]:
         for arm, runs in best.items():
             pairs = list(zip(runs, best["plain"], strict=True))
             measures = {
-                "bits per character": [_number(run, "test") for run in runs],
+                "bits per character": [run.number("test") for run in runs],
                 "learning rate": [float(run.cell["learning_rate"]) for run in runs],
-                "parameters": [_number(run, "parameters") for run in runs],
+                "parameters": [run.number("parameters") for run in runs],
                 "time / plain": [run.seconds / plain.seconds for run, plain in pairs],
             }
             if arm == "rsa":
-                measures["difference"] = [_number(run, "test") - _number(plain, "test") for run, plain in pairs]
+                measures["difference"] = [run.number("test") - plain.number("test") for run, plain in pairs]
             for measure, values in measures.items():
                 rows.append(Row({**settings, "arm": arm}, measure, *interval(values), len(values)))
     return rows
@@ -135,13 +121,10 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
             f"{row.settings['steps']} steps): {plain:.3f} → {rsa:.3f} bits per character, {row.mean:+.3f} ({ends})"
             + (f"; published {published[1] - published[0]:+.4f}" if published else "")
         )
-    sentence = "; ".join(words) + "."
+    sentence = "; ".join(words) + "." + undecided(differences, 0)
     if not find_rows(rows, "difference", model="14 layers"):
         sentence += " The published size, 14 layers, is not measured: it needs a GPU."
-    if any(row.mean >= 0 for row in differences):
-        return Conclusion("not confirmed", sentence)
-    clear = all(row.high < 0 for row in differences)
-    return Conclusion("confirmed" if clear else "not measurable at this size", sentence)
+    return Conclusion(judge(differences, 0), sentence)
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
@@ -152,7 +135,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
     with panels(path, 2, columns=2) as [left, right]:
         for i, (_, best) in enumerate(groups):
             for arm, colour in (("plain", COLOURS[0]), ("rsa", COLOURS[1])):
-                scores = [_number(run, "test") for run in best[arm]]
+                scores = [run.number("test") for run in best[arm]]
                 left.plot([i] * len(scores), scores, "o", color=colour, alpha=0.6, label=arm if i == 0 else None)
         left.set_ylabel("bits per character")
         left.set_title("each seed", loc="left")
@@ -180,4 +163,5 @@ EXPERIMENT = Experiment(
     conclude=conclude,
     draw=draw,
     summarise=summarise,
+    parts=GROUP,
 )

@@ -12,7 +12,8 @@ from rsa_hf.config import RSAConfig
 from rsa_hf.heads import RSAHeads
 from rsa_hf.plots import COLOURS, panels
 from rsa_hf.reproduce.cells import Cell, Result, Values
-from rsa_hf.reproduce.experiment import Conclusion, Experiment, Size
+from rsa_hf.reproduce.conclusion import Conclusion
+from rsa_hf.reproduce.experiment import Experiment, Size
 from rsa_hf.reproduce.summary import Row, find_rows
 from rsa_hf.theory.linear_rnn import init_from_linear_rnn, linear_rnn, linear_rnn_to_heads
 

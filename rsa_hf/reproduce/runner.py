@@ -11,7 +11,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,27 +19,41 @@ from typing import Any
 from tqdm import tqdm
 
 from rsa_hf.reproduce.cells import Cell, Result
-from rsa_hf.reproduce.experiment import Conclusion, Experiment, Size, cell_key
+from rsa_hf.reproduce.conclusion import Conclusion
+from rsa_hf.reproduce.experiment import Experiment, Size, cell_key
 from rsa_hf.reproduce.machine import versions
 from rsa_hf.reproduce.processes import run_cells
 from rsa_hf.reproduce.summary import Row
 
-__all__ = ["FOLDER", "read_results", "run_experiment"]
+__all__ = ["FOLDER", "RequestError", "read_results", "run_experiment"]
 
 FOLDER = Path("results") / "reproduce"
 KEPT = "cells.jsonl"
 
 
+class RequestError(ValueError):
+    """What was asked for cannot be run, or is not there yet; the message says what can."""
+
+
 def run_experiment(
-    experiment: Experiment, size: Size, root: Path, seeds: int | None = None, progress: bool = True, jobs: int = 1
+    experiment: Experiment,
+    size: Size,
+    root: Path,
+    seeds: int | None = None,
+    only: Mapping[str, Collection[str]] | None = None,
+    progress: bool = True,
+    jobs: int = 1,
 ) -> Conclusion:
     """Run what has not run yet, and write table, figure, conclusion and configuration.
+
+    They are made of all cells of this size that have run for every seed, in this call or an earlier one.
 
     Args:
         experiment: which.
         size: how large.
         root: the folder that has, or gets, `results/reproduce`.
         seeds: how many; default what the experiment has for this size.
+        only: run the cells alone that have one of these values, as words, in each of these settings.
         progress: show a bar.
         jobs: how many cells run at a time, see `run_cells`.
 
@@ -47,28 +61,32 @@ def run_experiment(
         What the rows say about the claim.
 
     Raises:
-        FileNotFoundError: data is missing.
+        MissingDataError: data is missing.
         ImportError: a package is missing.
-        ValueError: `seeds` or `jobs` is below 1, or a kept file cannot be read.
+        RequestError: `seeds` or `jobs` is below 1, `only` fits no cell, what has run makes no comparison yet, or a
+            kept file cannot be read.
     """
     if seeds is None:
         seeds = experiment.seeds[size]
     for name, number in (("seeds", seeds), ("jobs", jobs)):
         if number < 1:
-            raise ValueError(f"{name} is {number}; at least 1 is needed.")
+            raise RequestError(f"{name} is {number}; at least 1 is needed.")
     cells = {cell_key(cell, experiment.revision): cell for cell in experiment.cells(size, seeds)}
     folder = root / FOLDER / experiment.name / size
     folder.mkdir(parents=True, exist_ok=True)
     kept = read_results(folder)
-    left = {key: cell for key, cell in cells.items() if key not in kept}
-    with tqdm(total=len(cells), initial=len(cells) - len(left), desc=experiment.name, disable=not progress) as bar:
+    chosen = _chosen(experiment, cells, only or {})
+    left = {key: cell for key, cell in chosen.items() if key not in kept}
+    with tqdm(total=len(chosen), initial=len(chosen) - len(left), desc=experiment.name, disable=not progress) as bar:
         for key, result in run_cells(experiment.run_cell, left, jobs):
             kept[key] = result
             _write(folder / KEPT, "".join(_line(key, result) for key, result in kept.items()))
             bar.set_postfix_str(f"done: {_words(result.cell)}", refresh=False)
             bar.update()
-    results = [kept[key] for key in cells]
+    results = _of_all_seeds(cells, kept)
     rows = experiment.summarise(results)
+    if not rows:
+        raise RequestError(f"{folder}: what has run makes no comparison yet; run the plain model's cells too.")
     conclusion = experiment.conclude(rows)
     _write(folder / "table.csv", _csv(rows))
     _write(folder / "table.md", _markdown(rows))
@@ -86,17 +104,43 @@ def run_experiment(
         "seconds": round(sum(result.seconds for result in results), 1),
         "machines": sorted({result.machine for result in results}),
         "versions": versions(),
-        "cells": [dict(cell) for cell in cells.values()],
+        "cells": [dict(result.cell) for result in results],
+        "planned": len(cells),
     }
     _write(folder / "configuration.json", _json(configuration))
     return conclusion
+
+
+def _chosen(experiment: Experiment, cells: Mapping[str, Cell], only: Mapping[str, Collection[str]]) -> dict[str, Cell]:
+    for name, words in only.items():
+        if name not in experiment.parts:
+            allowed = ", ".join(experiment.parts) or "none, it is run as a whole"
+            raise RequestError(f"{experiment.name} has no parts by {name!r}; allowed: {allowed}.")
+        there = dict.fromkeys(str(cell[name]) for cell in cells.values())
+        for word in words:
+            if word not in there:
+                raise RequestError(f"{name}={word} is in no cell of this size; there are {', '.join(there)}.")
+    found = {key: cell for key, cell in cells.items() if all(str(cell[name]) in words for name, words in only.items())}
+    if not found:
+        raise RequestError(f"no cell of {experiment.name} has {_words({n: ' or '.join(w) for n, w in only.items()})}.")
+    return found
+
+
+def _of_all_seeds(cells: Mapping[str, Cell], kept: Mapping[str, Result]) -> list[Result]:
+    """The results of those cells whose settings have run with every seed."""
+
+    def settings(cell: Cell) -> str:
+        return json.dumps({name: value for name, value in cell.items() if name != "seed"})
+
+    unfinished = {settings(cell) for key, cell in cells.items() if key not in kept}
+    return [kept[key] for key, cell in cells.items() if settings(cell) not in unfinished]
 
 
 def read_results(folder: Path) -> dict[str, Result]:
     """The finished cells of a folder, by key.
 
     Raises:
-        ValueError: the file is damaged.
+        RequestError: the file is damaged.
     """
     path = folder / KEPT
     if not path.exists():
@@ -108,7 +152,7 @@ def read_results(folder: Path) -> dict[str, Result]:
             key = record.pop("key")
             found[key] = Result(**record)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
+            raise RequestError(
                 f"{path}, line {number}, is not a finished cell ({error}); delete the line to run it again."
             ) from error
     return found

@@ -17,8 +17,9 @@ from rsa_hf.plots import panels
 from rsa_hf.reproduce.arms import ARMS, CONTROLS, make_arm
 from rsa_hf.reproduce.byte_models import SHAPES, Curve, build, read_corpus, train_on_bytes
 from rsa_hf.reproduce.cells import Cell, Result, Values
-from rsa_hf.reproduce.experiment import Conclusion, Experiment, Size
-from rsa_hf.reproduce.summary import Row, find_rows, interval
+from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
+from rsa_hf.reproduce.experiment import Experiment, Size
+from rsa_hf.reproduce.summary import Row, Setting, at_best_rate, find_rows, interval
 
 __all__ = ["EXPERIMENT"]
 
@@ -84,28 +85,13 @@ def _curve(result: Result) -> Curve:
     return Curve(tokens, scores)
 
 
-def _number(result: Result, name: str) -> float:
-    value = result.values[name]
-    assert not isinstance(value, list)
-    return value
-
-
 def _groups(
     results: Sequence[Result],
-) -> Iterator[tuple[dict[str, str | int | float | bool], dict[str, list[Result]]]]:
-    """For each setting and arm, the runs at the arm's best learning rate, in the order of their seeds."""
-    groups = dict.fromkeys(tuple(result.cell[name] for name in GROUP) for result in results)
-    for key in groups:
-        mine = [result for result in results if tuple(result.cell[name] for name in GROUP) == key]
-        best = {}
-        for arm in dict.fromkeys(str(result.cell["arm"]) for result in mine):
-            by_rate: dict[float, list[Result]] = {}
-            for result in mine:
-                if result.cell["arm"] == arm:
-                    by_rate.setdefault(float(result.cell["learning_rate"]), []).append(result)
-            runs = min(by_rate.values(), key=lambda runs: statistics.fmean(_number(run, "final") for run in runs))
-            best[arm] = sorted(runs, key=lambda result: int(result.cell["seed"]))
-        yield dict(zip(GROUP, key, strict=True)), best
+) -> Iterator[tuple[dict[str, Setting], dict[str, list[Result]]]]:
+    """For each setting whose plain model has run, the runs of each arm at its best learning rate."""
+    for key, best in at_best_rate(results, GROUP, lambda run: run.number("final")).items():
+        if "plain" in best:
+            yield dict(zip(GROUP, key, strict=True)), best
 
 
 def _summarise(results: Sequence[Result]) -> list[Row]:
@@ -114,16 +100,16 @@ def _summarise(results: Sequence[Result]) -> list[Row]:
         plain = best["plain"]
         for arm, runs in best.items():
             measures = {
-                "bits per byte": [_number(run, "final") for run in runs],
+                "bits per byte": [run.number("final") for run in runs],
                 "learning rate": [float(run.cell["learning_rate"]) for run in runs],
                 "time / plain": [
-                    _number(run, "seconds") / _number(other, "seconds") for run, other in zip(runs, plain, strict=True)
+                    run.number("seconds") / other.number("seconds") for run, other in zip(runs, plain, strict=True)
                 ],
-                "parameters": [_number(run, "parameters") for run in runs],
+                "parameters": [run.number("parameters") for run in runs],
             }
             if arm != "plain":
                 measures["tokens / plain"] = [
-                    _curve(run).tokens_until(_number(other, "final")) / _curve(other).tokens[-1]
+                    _curve(run).tokens_until(other.number("final")) / _curve(other).tokens[-1]
                     for run, other in zip(runs, plain, strict=True)
                 ]
             for measure, values in measures.items():
@@ -135,7 +121,6 @@ def _summarise(results: Sequence[Result]) -> list[Row]:
 
 def _conclude(rows: Sequence[Row]) -> Conclusion:
     ratios = find_rows(rows, "tokens / plain", arm="rsa")
-    clear = [row for row in ratios if row.high < 1]
     words = []
     for row in ratios:
         family = str(row.settings["family"])
@@ -151,11 +136,7 @@ def _conclude(rows: Sequence[Row]) -> Conclusion:
             first = min(others, key=lambda each: each.mean)
             text += f", the best control ({first.settings['arm']}) {first.mean:.2f}"
         words.append(text)
-    if any(row.mean >= 1 for row in ratios):
-        verdict = "not confirmed"
-    else:
-        verdict = "confirmed" if len(clear) == len(ratios) else "not measurable at this size"
-    return Conclusion(verdict, "; ".join(words) + ".")  # type: ignore[arg-type]
+    return Conclusion(judge(ratios, 1), "; ".join(words) + "." + undecided(ratios, 1))
 
 
 def _draw(results: Sequence[Result], path: Path) -> None:
@@ -183,5 +164,6 @@ EXPERIMENT = Experiment(
     conclude=_conclude,
     draw=_draw,
     summarise=_summarise,
+    parts=("corpus", "train_bytes", "model", "family", "arm"),
     revision=2,
 )

@@ -16,8 +16,9 @@ from rsa_hf.config import RSAConfig
 from rsa_hf.plots import COLOURS, panels
 from rsa_hf.reproduce.byte_models import SHAPES
 from rsa_hf.reproduce.cells import Cell, Result, Values
+from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
 from rsa_hf.reproduce.data import data_file
-from rsa_hf.reproduce.experiment import Conclusion, Experiment, Size
+from rsa_hf.reproduce.experiment import Experiment, Size
 from rsa_hf.reproduce.summary import Row, find_rows
 from rsa_hf.tasks.language_model_trainer import LanguageModelTrainer
 from rsa_hf.tasks.language_modeling import LanguageModelingDataConfig, PreparedText, prepare_language_modeling
@@ -120,9 +121,7 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
         f"{arms['found']:.3f} bits per byte on the test text, the default plan {arms['default']:.3f}, the plain model "
         f"{arms['plain']:.3f}; found − default is {difference.mean:+.3f} ({ends})."
     )
-    if difference.mean >= 0:
-        return Conclusion("not confirmed", sentence)
-    return Conclusion("confirmed" if difference.high < 0 else "not measurable at this size", sentence)
+    return Conclusion(judge([difference], 0), sentence + undecided([difference], 0))
 
 
 def draw(results: Sequence[Result], path: Path) -> None:

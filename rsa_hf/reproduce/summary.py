@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rsa_hf.reproduce.cells import Result
 
-__all__ = ["Row", "Setting", "find_rows", "interval", "summarise"]
+__all__ = ["Row", "Setting", "at_best_rate", "find_rows", "interval", "summarise"]
 
 Setting = str | int | float | bool
 
@@ -78,3 +78,30 @@ def find_rows(rows: Sequence[Row], measure: str, **settings: Setting) -> list[Ro
     return [
         row for row in rows if row.measure == measure and all(row.settings.get(k) == v for k, v in settings.items())
     ]
+
+
+def at_best_rate(
+    results: Sequence[Result], group: Sequence[str], score: Callable[[Result], float]
+) -> dict[tuple[Setting, ...], dict[str, list[Result]]]:
+    """The runs of each arm at its best learning rate, in the order of their seeds, for each group of settings.
+
+    Args:
+        results: cells with an `arm`, a `learning_rate` and a `seed`.
+        group: the names of the settings within which arms are compared.
+        score: the rate with the least mean of it over the seeds is the best; never of what is reported as a test.
+    """
+    found: dict[tuple[Setting, ...], dict[str, dict[float, list[Result]]]] = {}
+    for result in results:
+        by_arm = found.setdefault(tuple(result.cell[name] for name in group), {})
+        by_rate = by_arm.setdefault(str(result.cell["arm"]), {})
+        by_rate.setdefault(float(result.cell["learning_rate"]), []).append(result)
+    return {
+        key: {
+            arm: sorted(
+                min(by_rate.values(), key=lambda runs: statistics.fmean(map(score, runs))),
+                key=lambda run: int(run.cell["seed"]),
+            )
+            for arm, by_rate in by_arm.items()
+        }
+        for key, by_arm in found.items()
+    }

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rsa_hf.plots import COLOURS, panels
 from rsa_hf.reproduce.cells import Cell, Result, Values
-from rsa_hf.reproduce.experiment import Conclusion, Experiment, Size
+from rsa_hf.reproduce.conclusion import Conclusion, judge
+from rsa_hf.reproduce.experiment import Experiment, Size
 from rsa_hf.reproduce.summary import Row, find_rows, summarise
 from rsa_hf.theory.synthetic import ACTIVATIONS, MODELS, fit, generate
 
@@ -89,7 +90,7 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
         ]
         better, worse = sum(row.high < 1 for row in tested), sum(row.low > 1 for row in tested)
         ratios = [row.mean for row in tested]
-        verdicts[rule] = "confirmed" if better == len(tested) else "not confirmed" if worse else "open"
+        verdicts[rule] = judge(tested, 1)
         name = {"loss": "with the paper's end of training", "early": "with early stopping"}[rule]
         name += f" (at most {tested[0].settings['most_steps']} steps)"
         parts.append(
@@ -98,11 +99,7 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
         )
     sentence = "; ".join(parts) + "."
     sentence = sentence[0].upper() + sentence[1:]
-    if verdicts["loss"] == "confirmed":
-        return Conclusion("confirmed", sentence)
-    if verdicts["loss"] == "open":
-        return Conclusion("not measurable at this size", sentence + " The intervals hold 1: more segments are needed.")
-    return Conclusion("not confirmed", sentence)
+    return Conclusion(verdicts["loss"], sentence)
 
 
 def draw(results: Sequence[Result], path: Path) -> None:

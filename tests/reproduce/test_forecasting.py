@@ -251,7 +251,7 @@ def test_verdicts():
     assert found.verdict == "confirmed"
     assert "ratio 0.50 (0.49 … 0.52), published 0.414 and 0.762, ratio 0.54" in found.sentence
     assert "MSE 0.500 on ETTh1" in found.sentence
-    assert verdict((0.5, 0.5, 0.6), (0.6, 0.55, 0.6)).verdict == "not confirmed"
+    assert verdict((0.5, 0.5, 0.6), (0.6, 0.61, 0.72)).verdict == "not confirmed"
     assert verdict((1.0, 1.0, 1.0), (0.5, 0.9, 1.2)).verdict == "not measurable at this size"
     assert verdict((1.0,), (0.5,)).verdict == "not measurable at this size"
 

@@ -14,11 +14,12 @@ import torch
 from rsa_hf import cli
 from rsa_hf.plots import panels
 from rsa_hf.reproduce.cells import Result
-from rsa_hf.reproduce.experiment import EXPERIMENTS, Conclusion, Experiment, cell_key, find_experiment
+from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
+from rsa_hf.reproduce.experiment import EXPERIMENTS, Experiment, cell_key, find_experiment
 from rsa_hf.reproduce.page import write_page
 from rsa_hf.reproduce.processes import default_jobs, run_cells
-from rsa_hf.reproduce.runner import FOLDER, read_results, run_experiment
-from rsa_hf.reproduce.summary import find_rows, interval, summarise
+from rsa_hf.reproduce.runner import FOLDER, RequestError, read_results, run_experiment
+from rsa_hf.reproduce.summary import Row, find_rows, interval, summarise
 
 NAME = "linear-rnn"  # any of them; the frame does not look at what they are
 
@@ -135,6 +136,30 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
         interval([])
 
 
+def row(mean, low=math.nan, high=math.nan):
+    return Row({}, "ratio", mean, low, high, 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "verdict", "open_ones"),
+    [
+        ([row(0.5, 0.4, 0.6), row(0.9, 0.85, 0.95)], "confirmed", 0),
+        ([row(0.5, 0.4, 0.6), row(0.9, 0.8, 1.0)], "not measurable at this size", 1),
+        ([row(0.5, 0.4, 0.6), row(1.1, 0.8, 1.4)], "not measurable at this size", 1),
+        ([row(0.5, 0.4, 0.6), row(1.0, 1.0, 1.0)], "not confirmed", 0),
+        ([row(0.5, 0.4, 0.6), row(math.inf)], "not confirmed", 1),
+        ([row(0.5)], "not measurable at this size", 1),
+        ([row(1.0)], "not confirmed", 1),
+    ],
+)
+def test_the_rule_by_which_intervals_make_a_verdict(rows, verdict, open_ones):
+    assert judge(rows, 1) == verdict
+    words = undecided(rows, 1)
+    assert f"In {open_ones} of {len(rows)} the interval holds 1" in words if open_ones else words == ""
+    with pytest.raises(ValueError, match="no comparison"):
+        judge([], 1)
+
+
 def test_rows_are_of_cells_that_differ_in_their_seed_alone():
     results = [
         Result({"arm": arm, "length": n, "seed": seed}, {"loss": n + seed, "curve": [1.0]}, 1.0, "m")
@@ -160,11 +185,39 @@ def test_the_page_shows_what_was_measured_and_what_was_not(counted, tmp_path):
     assert f"`rsa-hf reproduce {NAME} --toy`" in section and "* Seeds: 3;" in section
     for name in EXPERIMENTS:
         assert f"\n## {name}\n" in page
-    assert len(re.findall(r"\*\*Not measured", page)) == len(EXPERIMENTS) - 1
-    # The largest size is shown.
+    assert len(re.findall(r"\*\*Not measured", page)) == 2 * len(EXPERIMENTS)  # neither quick nor full
+    # Every size is shown.
     run_experiment(experiment, "quick", tmp_path, progress=False)
-    run_experiment(against, "toy", tmp_path, progress=False)
+    page = write_page(tmp_path).read_text()
+    assert "**Confirmed**: 1.10 | 2.10" in page and "**Not confirmed**: 2.00 | 1.00" in page
+    assert f"| [{NAME}](#{NAME}) | confirmed | not measured |" in page
+    assert f"**Not measured**; `rsa-hf reproduce {NAME} --full` measures it." in page
+
+
+def test_a_part_is_run_alone_and_shown_as_one(counted, tmp_path):
+    experiment, ran = counted
+    several = replace(
+        experiment,
+        cells=lambda size, seeds: [{"model": m, **cell} for m in ("small", "large") for cell in cells(size, seeds)],
+        parts=("model", "arm"),
+    )
+    run_experiment(several, "quick", tmp_path, only={"model": ["small"]}, progress=False)
+    assert len(ran) == 6 and {cell["model"] for cell in ran} == {"small"}
+    assert "**Confirmed (6 of 12 cells run)**" in write_page(tmp_path).read_text()
+    run_experiment(several, "quick", tmp_path, only={"model": ["large"], "arm": ["rsa"]}, progress=False)
+    assert "**Confirmed (9 of 12 cells run)**" in write_page(tmp_path).read_text()
+    with pytest.raises(RequestError, match="makes no comparison yet"):
+        run_experiment(replace(several, summarise=lambda results: []), "full", tmp_path, progress=False)
+    ran.clear()
+    run_experiment(several, "quick", tmp_path, progress=False)
+    assert len(ran) == 3  # the plain ones of the large model
     assert "**Confirmed**: 1.10 | 2.10" in write_page(tmp_path).read_text()
+    for only, words in (
+        ({"seed": ["1"]}, "no parts by 'seed'; allowed: model, arm"),
+        ({"model": ["smal"]}, "model=smal is in no cell.*small, large"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            run_experiment(several, "quick", tmp_path, only=only)
 
 
 def test_names_that_are_not_there_are_told():
@@ -189,5 +242,13 @@ def test_list_and_page(run, tmp_path):
     assert not (tmp_path / "RESULTS.md").exists()
     code, out, _ = run("page")
     assert code == 0 and (tmp_path / "RESULTS.md").exists()
+    for wrong, words in (
+        (["sample-efficiency", "--only", "model"], "SETTING=VALUE"),
+        (["all", "--only", "a=b"], "name it"),
+    ):
+        code, _, err = run(*wrong)
+        assert code == 2 and words in err
+    code, _, err = run("sample-efficiency", "--only", "model=2M")
+    assert code == 2 and "model=2M is in no cell of this size; there are 0.1M" in err
     code, _, err = run("linear-rnnn")
     assert code == 2 and err.startswith("error: there is no experiment 'linear-rnnn'")

@@ -37,7 +37,7 @@ def test_a_search_that_finds_nothing_is_not_confirmed(monkeypatch):
     [
         ((-0.1, -0.11, -0.12), "confirmed"),
         ((-0.1, 0.05, -0.02), "not measurable at this size"),
-        ((0.1, 0.05, -0.02), "not confirmed"),
+        ((0.1, 0.09, 0.1), "not confirmed"),
     ],
 )
 def test_verdicts(differences, verdict):

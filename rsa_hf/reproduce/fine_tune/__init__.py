@@ -124,4 +124,5 @@ EXPERIMENT = Experiment(
     conclude=conclude,
     draw=draw,
     summarise=summarise,
+    parts=SETTING,
 )

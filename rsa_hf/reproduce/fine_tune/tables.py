@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from rsa_hf.config import RSAConfig
 from rsa_hf.reproduce.cells import Result
-from rsa_hf.reproduce.experiment import Conclusion, Verdict
+from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
 from rsa_hf.reproduce.fine_tune.arms import ARMS, DEFAULT, PLAIN
 from rsa_hf.reproduce.fine_tune.grid import COMPARISONS
-from rsa_hf.reproduce.summary import Row, Setting, find_rows, interval
+from rsa_hf.reproduce.summary import Row, Setting, at_best_rate, find_rows, interval
 
 __all__ = ["GAIN", "SETTING", "conclude", "summarise"]
 
@@ -26,26 +26,19 @@ def summarise(results: Sequence[Result]) -> list[Row]:
 
     The rate is chosen by the mean validation score over the seeds, never by the test score.
     """
-    groups: dict[tuple[Setting, ...], dict[str, list[Result]]] = {}
-    for result in results:
-        setting = tuple(result.cell[name] for name in SETTING)
-        groups.setdefault(setting, {}).setdefault(str(result.cell["arm"]), []).append(result)
     rows = []
-    for setting, arms in groups.items():
-        best = {arm: _at_best_rate(found) for arm, found in arms.items()}
-        for arm, by_seed in best.items():
+    for setting, best in at_best_rate(results, SETTING, lambda run: -_better(run, "validation")).items():
+        for arm, runs in best.items():
             settings = {**dict(zip(SETTING, setting, strict=True)), "arm": arm}
-            columns = {
-                name: [_value(result, name) for result in by_seed.values()]
-                for name in next(iter(by_seed.values())).values
-                if not isinstance(next(iter(by_seed.values())).values[name], list)
-            }
-            columns["learning rate"] = [float(result.cell["learning_rate"]) for result in by_seed.values()]
-            columns["seconds"] = [result.seconds for result in by_seed.values()]
+            names = [name for name, value in runs[0].values.items() if not isinstance(value, list)]
+            columns = {name: [run.number(name) for run in runs] for name in names}
+            columns["learning rate"] = [float(run.cell["learning_rate"]) for run in runs]
+            columns["seconds"] = [run.seconds for run in runs]
             if arm != PLAIN:
-                pairs = [(result, best[PLAIN][seed]) for seed, result in by_seed.items()]
-                columns[GAIN] = [_gain(result, plain, _score_of(result)) for result, plain in pairs]
-                columns[GAIN_BEFORE] = [_gain(result, plain, "before training") for result, plain in pairs]
+                for gain, name in ((GAIN, _score_of(runs[0])), (GAIN_BEFORE, "before training")):
+                    columns[gain] = [
+                        _better(run, name) - _better(plain, name) for run, plain in zip(runs, best[PLAIN], strict=True)
+                    ]
             rows += [Row(settings, name, *interval(values), len(values)) for name, values in columns.items()]
     return rows
 
@@ -56,18 +49,10 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
     A gain whose interval does not reach above 0 is none.
     """
     gains = find_rows(rows, GAIN, arm=DEFAULT)
-    if any(math.isnan(row.low) for row in gains):
-        return Conclusion("not measurable at this size", "There is one seed, which gives no interval.")
-    helped, not_helped = [row for row in gains if row.low > 0], [row for row in gains if row.high <= 0]
-    verdict: Verdict = "not measurable at this size"
-    if not_helped:
-        verdict = "not confirmed"
-    elif len(helped) == len(gains):
-        verdict = "confirmed"
     each = [f"{_place(row)} {_in_words(rows, row)}" for row in gains]
     sentence = (
         f"With RSAConfig()'s defaults ({DEFAULT} the weights' pace), fine-tuning gains over the same model without "
-        f"RSA, beyond the interval, in {len(helped)} of {len(gains)} cases and loses in "
+        f"RSA, beyond the interval, in {sum(row.low > 0 for row in gains)} of {len(gains)} cases and loses in "
         f"{sum(row.high < 0 for row in gains)}: {'; '.join(each)}"
     )
     by_gate = _compared(rows, lambda plan: plan.parameter_scale == RSAConfig().parameter_scale)
@@ -76,7 +61,8 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
     left_out = [model for model in dict.fromkeys(each.model for each in COMPARISONS["full"]) if model not in compared]
     not_measured = f"Part of --full alone: {', '.join(left_out)}" if left_out else ""
     parts = [sentence, *(text for text in (by_gate, by_pace, not_measured) if text)]
-    return Conclusion(verdict, ". ".join(parts) + ".")
+    losses = [replace(row, mean=-row.mean, low=-row.high, high=-row.low) for row in gains]
+    return Conclusion(judge(losses, 0), ". ".join(parts) + "." + undecided(losses, 0))
 
 
 def _compared(rows: Sequence[Row], chosen: Callable[[RSAConfig], bool]) -> str:
@@ -124,27 +110,10 @@ def _measure(rows: Sequence[Row], row: Row) -> str:
     return next(measure for measure in UNITS if find_rows(rows, measure, **row.settings))
 
 
-def _at_best_rate(results: Sequence[Result]) -> dict[int, Result]:
-    """The results of the best learning rate, by seed."""
-    by_rate: dict[float, list[Result]] = {}
-    for result in results:
-        by_rate.setdefault(float(result.cell["learning_rate"]), []).append(result)
-    sign = -1 if _score_of(results[0]) == "bits per byte" else 1
-    best = max(by_rate.values(), key=lambda found: sign * fmean(_value(result, "validation") for result in found))
-    return {int(result.cell["seed"]): result for result in best}
-
-
 def _score_of(result: Result) -> str:
     return next(measure for measure in UNITS if measure in result.values)
 
 
-def _gain(result: Result, plain: Result, name: str) -> float:
-    """Of a score: how much better it is than the plain model's."""
-    sign = -1 if _score_of(result) == "bits per byte" else 1
-    return sign * (_value(result, name) - _value(plain, name))
-
-
-def _value(result: Result, name: str) -> float:
-    value = result.values[name]
-    assert isinstance(value, int | float)
-    return value
+def _better(result: Result, name: str) -> float:
+    """A score, turned so that more is better."""
+    return result.number(name) * (-1 if _score_of(result) == "bits per byte" else 1)

@@ -101,4 +101,5 @@ EXPERIMENT = Experiment(
     conclude=conclude,
     draw=draw,
     summarise=summarise,
+    parts=("series", "horizon"),
 )

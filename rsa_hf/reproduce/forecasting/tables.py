@@ -4,37 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
 
 from rsa_hf.reproduce.cells import Result
-from rsa_hf.reproduce.experiment import Conclusion
+from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
 from rsa_hf.reproduce.forecasting.settings import PUBLISHED
-from rsa_hf.reproduce.summary import Row, Setting, find_rows, interval
+from rsa_hf.reproduce.summary import Row, Setting, at_best_rate, find_rows, interval
 
-__all__ = ["RATIO", "at_best_rate", "conclude", "summarise"]
+__all__ = ["RATIO", "by_arm", "conclude", "summarise"]
 
 GROUP = ("series", "horizon", "family")
 RATIO = "rsa / plain"
 MEASURES = ("mse", "mae", "validation mse", "parameters")
 
 
-def at_best_rate(results: Sequence[Result]) -> dict[tuple[Setting, ...], dict[str, list[Result]]]:
-    """The runs of each arm at its best learning rate, by seed, for each series, horizon and family.
+def by_arm(results: Sequence[Result]) -> dict[tuple[Setting, ...], dict[str, list[Result]]]:
+    """The runs of each arm at its best learning rate, for each series, horizon and family.
 
     The rate is chosen by the error on the validation part, never by that on the test part.
     """
-    found: dict[tuple[Setting, ...], dict[str, list[Result]]] = {}
-    for key in dict.fromkeys(tuple(result.cell[name] for name in GROUP) for result in results):
-        mine = [result for result in results if tuple(result.cell[name] for name in GROUP) == key]
-        found[key] = {}
-        for arm in dict.fromkeys(str(result.cell["arm"]) for result in mine):
-            by_rate: dict[float, list[Result]] = {}
-            for result in mine:
-                if result.cell["arm"] == arm:
-                    by_rate.setdefault(float(result.cell["learning_rate"]), []).append(result)
-            runs = min(by_rate.values(), key=lambda runs: fmean(_value(run, "validation mse") for run in runs))
-            found[key][arm] = sorted(runs, key=lambda run: int(run.cell["seed"]))
-    return found
+    return at_best_rate(results, GROUP, lambda run: run.number("validation mse"))
 
 
 def summarise(results: Sequence[Result]) -> list[Row]:
@@ -43,24 +31,24 @@ def summarise(results: Sequence[Result]) -> list[Row]:
     Beside them the published errors, which have no intervals, and those of the last period come again.
     """
     rows = []
-    for key, arms in at_best_rate(results).items():
+    for key, arms in by_arm(results).items():
         group = dict(zip(GROUP, key, strict=True))
         for arm, runs in arms.items():
             settings = {**group, "arm": arm, "learning_rate": runs[0].cell["learning_rate"]}
-            rows += [_row(settings, measure, [_value(run, measure) for run in runs]) for measure in MEASURES]
+            rows += [_row(settings, measure, [run.number(measure) for run in runs]) for measure in MEASURES]
             published = PUBLISHED.get(key, {}).get(arm)
             if published is not None:
                 rows.append(Row({**group, "arm": arm}, "published mse", published, math.nan, math.nan, 0))
         for measure in ("mse", "mae"):
             ratios = [
-                _value(rsa, measure) / _value(plain, measure)
+                rsa.number(measure) / plain.number(measure)
                 for rsa, plain in zip(arms["rsa"], arms["plain"], strict=True)
             ]
             rows.append(_row({**group, "arm": RATIO}, measure, ratios))
         naive = {**group, "family": "last period again", "arm": "none"}
         if not find_rows(rows, "mse", **naive):
             shown = arms["plain"][0]
-            rows += [_row(naive, measure, [_value(shown, f"naive {measure}")]) for measure in ("mse", "mae")]
+            rows += [_row(naive, measure, [shown.number(f"naive {measure}")]) for measure in ("mse", "mae")]
     return rows
 
 
@@ -86,18 +74,10 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
             f"that the last period comes again has MSE {row.mean:.3f} on {row.settings['series']}, "
             f"{row.settings['horizon']} steps"
         )
-    better, worse = sum(row.high < 1 for row in ratios), sum(row.mean >= 1 for row in ratios)
+    better = sum(row.high < 1 for row in ratios)
     sentence = f"RSA is better beyond the interval in {better} of {len(ratios)} comparisons: {'; '.join(words)}."
-    if better == len(ratios):
-        return Conclusion("confirmed", sentence)
-    return Conclusion("not confirmed" if worse else "not measurable at this size", sentence)
+    return Conclusion(judge(ratios, 1), sentence + undecided(ratios, 1))
 
 
 def _row(settings: dict[str, Setting], measure: str, values: Sequence[float]) -> Row:
     return Row(settings, measure, *interval(values), len(values))
-
-
-def _value(result: Result, measure: str) -> float:
-    value = result.values[measure]
-    assert isinstance(value, int | float)
-    return value

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from rsa_hf.reproduce.cells import Result
-from rsa_hf.reproduce.experiment import Conclusion
+from rsa_hf.reproduce.conclusion import Conclusion
 from rsa_hf.reproduce.summary import Row, find_rows, interval
 
 __all__ = ["conclude", "in_bin", "summarise"]
