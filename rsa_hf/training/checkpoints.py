@@ -114,8 +114,12 @@ class CheckpointFolder:
             content = {"progress": asdict(progress), "settings": self.settings, "files": _sizes(temporary)}
             (temporary / _PROGRESS_FILE).write_text(json.dumps(content, indent=1), encoding="utf-8")
             put_in_place(folder)
-            for old in [folder for folder in self._saved() if _fault(folder) is None][:-KEPT]:
-                discard(old)
+            self._drop_old()
+
+    def _drop_old(self) -> None:
+        """Delete all but the newest of the whole checkpoints."""
+        for old in [folder for folder in self._saved() if _fault(folder) is None][:-KEPT]:
+            discard(old)
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint; None where none was saved.
@@ -173,12 +177,13 @@ class CheckpointFolder:
         return progress
 
     def clear(self, after: int = -1) -> None:
-        """Delete every checkpoint after a step, and nothing else that may lie beside them."""
+        """Delete every checkpoint after a step, and older ones that a killed run did not come to delete."""
         if self.accelerator.is_main_process:
             with storage_errors(self.path):
                 for folder in reversed(self._saved()):
                     if _step(folder) > after:
                         discard(folder)
+                self._drop_old()
         self.accelerator.wait_for_everyone()
 
     def _saved(self) -> list[Path]:

@@ -132,6 +132,14 @@ def test_what_a_killed_run_left_is_cleared(finished, tmp_path):
     assert_equal(runs.result(folder), runs.result(finished), "cleared")
 
 
+def test_an_old_checkpoint_that_a_killed_run_did_not_come_to_delete(finished, tmp_path):
+    """Also where the run was at its end, and writes no other."""
+    folder = shutil.copytree(finished, tmp_path / "run")
+    shutil.copytree(folder / "checkpoints" / "step-3", folder / "checkpoints" / "step-2")
+    runs.train_loop(folder)
+    assert_equal(runs.result(folder), runs.result(finished), "deleted")
+
+
 @pytest.mark.slow  # processes
 def test_an_older_checkpoint_is_gone_on_from(finished, tmp_path):
     """What is after it is dropped at once: killed then, the run does not jump to the end of the course before."""

@@ -21,7 +21,7 @@ import torch
 from rsa_hf.plots import panels
 from rsa_hf.reproduce.cells import Cell, Result, Values
 from rsa_hf.reproduce.experiment import Experiment, Size
-from rsa_hf.reproduce.regular_languages.arms import ARMS, make_arm
+from rsa_hf.reproduce.regular_languages.arms import ARMS, CELLS, make_arm
 from rsa_hf.reproduce.regular_languages.learning import accuracy, encode, learn
 from rsa_hf.reproduce.regular_languages.tables import conclude, in_bin, summarise
 from rsa_hf.tasks.formal_languages import LANGUAGES, make_splits
@@ -37,7 +37,7 @@ SETTINGS: dict[Size, dict[str, int]] = {
 }
 CHOSEN: dict[Size, tuple[tuple[str, ...], tuple[str, ...], tuple[float, ...]]] = {
     "toy": (("(aa)*", "parity"), ("rsa", "transformer"), (1e-2,)),
-    "quick": (("parity", "(aa)*", "(abab)*", "d-2"), ("rsa", "transformer", "lstm"), (1e-2,)),
+    "quick": (("parity", "(aa)*", "(abab)*", "d-2"), ("rsa", "transformer", *CELLS), (1e-2,)),
     "full": (tuple(LANGUAGES), ARMS, (1e-3, 3e-3, 1e-2)),
 }
 

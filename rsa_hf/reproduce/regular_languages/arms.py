@@ -18,7 +18,7 @@ from rsa_hf.config import RSAConfig
 from rsa_hf.models.recurrent import RecurrentConfig, RecurrentModel
 from rsa_hf.patching import patch_model
 
-__all__ = ["ARMS", "StepPredictor", "make_arm", "rsa_plan"]
+__all__ = ["ARMS", "CELLS", "StepPredictor", "make_arm", "rsa_plan"]
 
 HEADS = 8
 LONGEST = 151
