@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
+from rsa_hf.brief import shorten
 from rsa_hf.checkpoint import (
     RSA_KEY,
     SavedPlan,
@@ -22,7 +23,6 @@ from rsa_hf.checkpoint import (
     read_plan,
     require_number,
     saved_plans,
-    shorten,
     write_plan,
 )
 from rsa_hf.heads import RSAHeads

@@ -18,7 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.adapters import adapter_of
 from rsa_hf.attention_modules import may_have_heads
-from rsa_hf.brief import brief
+from rsa_hf.brief import brief, shorten
 from rsa_hf.config import HeadPlan, RSAConfig
 from rsa_hf.heads import RSAHeads
 
@@ -32,7 +32,6 @@ __all__ = [
     "read_plan",
     "require_number",
     "saved_plans",
-    "shorten",
     "write_plan",
 ]
 
@@ -104,12 +103,6 @@ def differences(old: SavedPlan, new: SavedPlan) -> str:
     return "; ".join(changed)
 
 
-def shorten(names: Sequence[str]) -> str:
-    """The first few of many names, for messages."""
-    shown = ", ".join(names[:6])
-    return shown if len(names) <= 6 else f"{shown}, … ({len(names)} in all)"
-
-
 def saved_plans(config: PreTrainedConfig) -> list[Any]:
     """`config.rsa` of this config and of the configs in it, as they stand."""
     parts = [config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))]
@@ -138,7 +131,7 @@ def attach_from_config(model: PreTrainedModel) -> None:
     absent = [name for name in plan.modules if name not in found and name.split(".")[0] in base._modules]
     if absent:
         raise ValueError(
-            f"config.rsa names the attention modules {', '.join(absent)}, which this {type(base).__name__} does not "
+            f"config.rsa names the attention modules {shorten(absent)}, which this {type(base).__name__} does not "
             "have. Was the number of layers changed? Load the model with the config it was saved with."
         )
     wrong = [name for name, module in found.items() if not may_have_heads(name, module)]

@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.adapters import NO_SOFTMAX_ATTENTION, connect
-from rsa_hf.checkpoint import SavedPlan, attach_heads, detach_heads, differences, read_plan, shorten, write_plan
+from rsa_hf.brief import shorten
+from rsa_hf.checkpoint import SavedPlan, attach_heads, detach_heads, differences, read_plan, write_plan
 from rsa_hf.config import RSAConfig
 from rsa_hf.heads import RSAHeads
 from rsa_hf.hooks.attention import AttentionCall, record_attention_calls

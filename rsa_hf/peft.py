@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import peft
@@ -30,7 +31,6 @@ from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.adapter_plan import AdapterPlan, require_same_base
 from rsa_hf.config import RSAConfig
-from rsa_hf.lookup import holds_copies
 from rsa_hf.patching import is_patched, patch_model, unpatch_model
 from rsa_hf.peft_hooks import HUB_OPTIONS, holds_values, install
 
@@ -73,11 +73,8 @@ def get_peft_model(
     was_patched = is_patched(model)
     if rsa_config is not None or not was_patched:
         patch_model(model, rsa_config, probe_inputs=probe_inputs)
-    try:
+    with _or_as_it_was(model, was_patched):
         return peft.get_peft_model(model, config, **options)
-    except BaseException:
-        _take_off(model, was_patched)
-        raise
 
 
 def with_rsa(peft_config: peft.PeftConfig) -> peft.PeftConfig:
@@ -163,16 +160,31 @@ def load(
                 f"({plan.base_name or 'it has no name'}) and give it here."
             )
         patch_model(model, plan.plan.config, probe_inputs=probe_inputs)
-    try:
+    with _or_as_it_was(model, was_patched):
         return peft.PeftModel.from_pretrained(
             model, os.fspath(adapter), is_trainable=is_trainable, config=config, **options
         )
+
+
+@contextmanager
+def _or_as_it_was(model: PreTrainedModel, was_patched: bool) -> Iterator[None]:
+    """After an error give the model back its modules, what of it is trained, and its patching.
+
+    PEFT puts its layers in one after the other, and may find only then that it cannot.
+    """
+    children = [(module, dict(module._modules)) for module in model.modules()]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    peft_config = vars(model).get("peft_config")
+    try:
+        yield
     except BaseException:
-        _take_off(model, was_patched)
+        for module, before in children:
+            module._modules.clear()
+            module._modules.update(before)
+        for parameter, was_trained in trained:
+            parameter.requires_grad_(was_trained)
+        if peft_config is None:
+            vars(model).pop("peft_config", None)
+        if not was_patched:
+            unpatch_model(model)
         raise
-
-
-def _take_off(model: PreTrainedModel, was_patched: bool) -> None:
-    """Undo the patching of this call, unless PEFT failed so late that its wrappers are on the heads."""
-    if not was_patched and is_patched(model) and not any(holds_copies(module) for module in model.modules()):
-        unpatch_model(model)

@@ -22,7 +22,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.adapters import connect, has_adapters
-from rsa_hf.checkpoint import RSA_KEY, attach_from_config, read_plan, require_number, saved_plans, shorten
+from rsa_hf.brief import shorten
+from rsa_hf.checkpoint import RSA_KEY, attach_from_config, read_plan, require_number, saved_plans
 from rsa_hf.heads import RSAHeads
 from rsa_hf.hooks.replacing import Hook
 from rsa_hf.lookup import heads_of
@@ -84,8 +85,13 @@ def _require_attached(model: PreTrainedModel) -> None:
 
 
 def _is_ignored(model: PreTrainedModel, key: str) -> bool:
-    """Whether a tensor is of a part that this class does not have at all, e.g. the decoder of a T5EncoderModel."""
-    return any(re.search(pattern, key) for pattern in model._keys_to_ignore_on_load_unexpected or ())
+    """Whether a tensor is of a part that this class does not have at all, e.g. the decoder of a T5EncoderModel.
+
+    The plan names it then. Patterns alone say too much: GPT-2's "attn.bias" is found in "h.9.attn.c_attn.bias.rsa.mu".
+    """
+    module = key.rpartition(".rsa.")[0]
+    planned = any(f".{module}".endswith(f".{name}") for plan in saved_plans(model.config) for name in plan["modules"])
+    return planned and any(re.search(pattern, key) for pattern in model._keys_to_ignore_on_load_unexpected or ())
 
 
 def _wrap_from_config(original: Callable[..., Any]) -> Callable[..., Any]:

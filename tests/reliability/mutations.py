@@ -31,6 +31,22 @@ class Mutation:
 MUTATIONS = [
     Mutation(
         Part.HOSTILE_FILES,
+        "what PEFT has put in before it fails is taken out",
+        "rsa_hf/peft.py",
+        "            module._modules.clear()\n            module._modules.update(before)\n",
+        "            pass\n",
+        "tests/reliability/test_hostile_checkpoints.py::test_what_peft_refuses_late_leaves_the_base_as_it_was",
+    ),
+    Mutation(
+        Part.HOSTILE_FILES,
+        "heads that no plan names are not ignored as buffers of transformers'",
+        "rsa_hf/hooks/loading.py",
+        "return planned and any(",
+        "return any(",
+        "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[a gate with the name of a buffer]",
+    ),
+    Mutation(
+        Part.HOSTILE_FILES,
         "YAML is read by a safe loader",
         "rsa_hf/plain_yaml.py",
         "class _Loader(yaml.SafeLoader)",

@@ -1,5 +1,6 @@
 """Each protection is needed: without it, a test of ours goes red."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -27,6 +28,22 @@ def copy(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Runs pytest in a process that has torch and transformers loaded, see prepared.py."""
+    output = tmp_path_factory.mktemp("prepared") / "output.txt"
+    command = [sys.executable, str(Path(__file__).with_name("prepared.py"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+
+        def run(folder, arguments, environment):
+            asked = {"folder": str(folder), "arguments": arguments, "output": str(output), "environment": environment}
+            print(json.dumps(asked), file=server.stdin, flush=True)
+            return int(server.stdout.readline()), output.read_text(encoding="utf-8")
+
+        yield run
+        server.stdin.close()
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.protection)
 def test_the_edit_fits(mutation):
     assert (ROOT / mutation.file).read_text(encoding="utf-8").count(mutation.old) == 1
@@ -35,19 +52,19 @@ def test_the_edit_fits(mutation):
 
 @pytest.mark.slow  # each runs a test in another process
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.protection)
-def test_without_it_a_test_is_red(mutation, copy):
+def test_without_it_a_test_is_red(mutation, copy, prepared):
     path = copy / mutation.file
     whole = path.read_text(encoding="utf-8")
     path.write_text(whole.replace(mutation.old, mutation.new), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", mutation.red, "-x", "-p", "no:cacheprovider", "-m", "slow or not slow"]
     # Small numbers are enough, and what a broken copy finds does not belong on the page.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RSA_HF_RELIABILITY")}
     environment["PYTHONPATH"] = str(copy)
+    arguments = [mutation.red, "-x", "-p", "no:cacheprovider", "-m", "slow or not slow"]
     try:
-        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False, env=environment)
+        code, said = prepared(copy, arguments, environment)
     finally:
         path.write_text(whole, encoding="utf-8")
     # 1: tests failed. An edit that keeps the tests from being collected would end with another code.
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert f"FAILED {mutation.red.partition('[')[0]}" in done.stdout
+    assert code == 1, said
+    assert f"FAILED {mutation.red.partition('[')[0]}" in said
     note_mutation(mutation.part, mutation.protection, mutation.red)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from transformers.modeling_utils import PreTrainedModel
 
+from rsa_hf.brief import shorten
+
 __all__ = ["require_layout"]
 
 HEADS = ("crit", "score")  # of the language model and of the classifier; a checkpoint may be of another class
@@ -31,12 +33,8 @@ def require_layout(model: PreTrainedModel, missing: set[str], unexpected: set[st
             missing = missing - keys
     if missing or unexpected:
         raise ValueError(
-            f"the checkpoint does not have the layout of {type(model).__name__}: missing are {_some(missing)}; "
-            f"unexpected are {_some(unexpected)}. Files of the original implementation or of NVIDIA's are converted "
-            "with rsa_hf.models.transformer_xl.conversion.convert_checkpoint. Nothing was loaded."
+            f"the checkpoint does not have the layout of {type(model).__name__}: missing are "
+            f"{shorten(sorted(missing)) or 'none'}; unexpected are {shorten(sorted(unexpected)) or 'none'}. Files of "
+            "the original implementation or of NVIDIA's are converted with "
+            "rsa_hf.models.transformer_xl.conversion.convert_checkpoint. Nothing was loaded."
         )
-
-
-def _some(keys: set[str]) -> str:
-    shown = sorted(keys)[:5]
-    return ", ".join(shown) + (f", … ({len(keys)} in all)" if len(keys) > 5 else "") if keys else "none"
