@@ -45,7 +45,7 @@ RELIABILITY = $(SOAK) $(filter-out $(SOAK),$(wildcard tests/reliability/test_*.p
 	tests/test_doctor_model.py
 
 test-reliability: $(READY) ## Faults, hostile input, long runs in full numbers (45 minutes): writes RELIABILITY.md
-	mkdir -p outputs && rm -f outputs/reliability.jsonl
+	mkdir -p outputs && echo "{\"began\": $$(date +%s)}" > outputs/reliability.jsonl
 	RSA_HF_RELIABILITY=full RSA_HF_RELIABILITY_RECORD=$(CURDIR)/outputs/reliability.jsonl \
 		$(PYTEST) --no-loadscope-reorder -m 'slow or not slow' --timeout=2700 $(RELIABILITY)
 	$(BIN)/python scripts/write_reliability.py outputs/reliability.jsonl

@@ -8,13 +8,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 
 from reliability.record import Part
+from rsa_hf.reproduce.machine import machine, versions
 
 HEAD = """# What rsa_hf promises when things go wrong, and how that was tried
 
@@ -27,6 +29,11 @@ and the named test went red.
 def page(lines: Sequence[dict[str, Any]]) -> str:
     """The page for the lines of a run; a promise without a line says that it was not tried."""
     parts = [HEAD]
+    began = [line["began"] for line in lines if "began" in line]
+    if began:
+        found = ", ".join(f"{name} {version}" for name, version in versions().items())
+        parts.append(f"\nThe run took {(time.time() - began[0]) / 60:.0f} minutes on {machine()} ({found}).\n")
+    lines = [line for line in lines if "part" in line]
     for number, part in enumerate(Part, 1):
         parts.append(f"\n## {number}. {part.value}\n")
         mine = [line for line in lines if line["part"] == part.name]
