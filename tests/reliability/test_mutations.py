@@ -44,10 +44,25 @@ def prepared(tmp_path_factory):
         server.stdin.close()
 
 
+def _environment(copy):
+    """Small numbers are enough, and what a copy finds does not belong on the page."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RSA_HF_RELIABILITY")}
+    return environment | {"PYTHONPATH": str(copy)}
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.protection)
 def test_the_edit_fits(mutation):
     assert (ROOT / mutation.file).read_text(encoding="utf-8").count(mutation.old) == 1
     assert (ROOT / mutation.red.partition("::")[0]).exists()
+
+
+@pytest.mark.slow  # runs many tests in another process
+@pytest.mark.timeout(900)
+def test_with_all_of_them_they_are_green(copy, prepared):
+    """A test that is red in any case shows nothing."""
+    named = sorted({mutation.red for mutation in MUTATIONS})
+    code, said = prepared(copy, [*named, "-p", "no:cacheprovider", "-m", "slow or not slow"], _environment(copy))
+    assert code == 0, said
 
 
 @pytest.mark.slow  # each runs a test in another process
@@ -56,12 +71,9 @@ def test_without_it_a_test_is_red(mutation, copy, prepared):
     path = copy / mutation.file
     whole = path.read_text(encoding="utf-8")
     path.write_text(whole.replace(mutation.old, mutation.new), encoding="utf-8")
-    # Small numbers are enough, and what a broken copy finds does not belong on the page.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RSA_HF_RELIABILITY")}
-    environment["PYTHONPATH"] = str(copy)
     arguments = [mutation.red, "-x", "-p", "no:cacheprovider", "-m", "slow or not slow"]
     try:
-        code, said = prepared(copy, arguments, environment)
+        code, said = prepared(copy, arguments, _environment(copy))
     finally:
         path.write_text(whole, encoding="utf-8")
     # 1: tests failed. An edit that keeps the tests from being collected would end with another code.
