@@ -24,21 +24,23 @@ from rsa_hf.reproduce.summary import Row, Setting, at_best_rate, find_rows, inte
 __all__ = ["EXPERIMENT"]
 
 GOALS = {"gpt2": 0.2, "llama": 0.4}  # of the plain model's tokens, what this project aims at
+LARGEST = {"enwik8": 3_700_000, "wikitext-2": 10_000_000, "python": 10_000_000}  # bytes that the training text has
 GROUP = ("corpus", "train_bytes", "model", "family", "steps")
 
 
 def _cells(size: Size, seeds: int) -> list[Cell]:
-    rates: tuple[float, ...]
     evaluations, eval_bytes = (6, 4_000) if size == "toy" else (10, 10_000) if size == "quick" else (20, 20_000)
+    grid: list[tuple[str, int, str, int, tuple[float, ...]]]
     if size == "toy":
-        grid, rates = [("python", 100_000, "0.03M", 60)], (3e-3, 1e-2)
+        grid = [("python", 100_000, "0.03M", 60, (3e-3, 1e-2))]
     elif size == "quick":
-        grid, rates = [("enwik8", 1_000_000, "0.1M", 300)], (1e-3, 2e-3)
+        grid = [("enwik8", 1_000_000, "0.1M", 300, (1e-3, 2e-3))]
     else:
-        corpora, rates = ("enwik8", "wikitext-2", "python"), (5e-4, 1e-3, 3e-3, 1e-2)
-        grid = [(corpus, n, "1M", 400) for corpus in corpora for n in (100_000, 1_000_000, 10_000_000)]
+        rates = (1e-3, 3e-3, 1e-2)
+        grid = [(c, n, "1M", 400, rates) for c, most in LARGEST.items() for n in (1_000_000, 100_000, most)]
         if torch.cuda.is_available():
-            grid += [(corpus, 10_000_000, model, 1000) for corpus in corpora for model in ("10M", "30M")]
+            rates = (3e-4, 1e-3, 3e-3)
+            grid += [(c, most, model, 1000, rates) for c, most in LARGEST.items() for model in ("10M", "30M")]
     return [
         {
             "corpus": corpus,
@@ -52,7 +54,7 @@ def _cells(size: Size, seeds: int) -> list[Cell]:
             "learning_rate": rate,
             "seed": seed,
         }
-        for corpus, train_bytes, model, steps in grid
+        for corpus, train_bytes, model, steps, rates in grid
         for seed in range(seeds)
         for family in GOALS
         for arm in (ARMS if family == "llama" else ("plain", "rsa"))
