@@ -2,9 +2,9 @@
 
     python soak_run.py FOLDER SECONDS STEPS_BETWEEN_CHECKPOINTS BLOCK_SIZE
 
-A short run first, which leaves in place what every first run leaves (caches, a thread of tqdm) and tells how long a
-step takes; then the run itself, as many steps as take SECONDS, with an evaluation and a checkpoint every so many. It is
-interrupted in the middle as by Ctrl-C and, in the same process, called again, which goes on from its newest checkpoint.
+A short run first, which leaves in place what every first run leaves (caches, a thread of tqdm); then the run itself,
+with an evaluation and a checkpoint every so many steps. After half of SECONDS it is interrupted as by Ctrl-C and, in
+the same process, called again, which goes on from its newest checkpoint; after the other half it is ended likewise.
 After every checkpoint a line goes to FOLDER/watched.jsonl, see `Watch.look`.
 """
 
@@ -30,6 +30,7 @@ from rsa_hf.training.steps import Stepper
 CONFIG = Path(__file__).parents[2] / "configs" / "lm_bytes_embedded.yaml"
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 128}
 YARDSTICK_EVERY = 10  # steps
+ENDLESS = 10**7  # steps; the clock ends the run
 
 
 class Yardstick:
@@ -48,16 +49,19 @@ class Yardstick:
 class Watch:
     """Takes the time of every step, interrupts one of them, and looks at the process after every checkpoint."""
 
-    def __init__(self, output, block_size):
+    def __init__(self, output, every, block_size):
         self.output = output
         self.times = {name: array("d") for name in ("step seconds", "step in yardsticks")}
         self.yardstick = Yardstick(block_size)
-        self.interrupts_at = None
+        self.every = every
+        self.interrupts_after = None  # seconds, as time.monotonic() counts them
         step, save = Stepper.step, CheckpointFolder.save
 
         def timed_step(stepper, number):
-            if number == self.interrupts_at:
-                self.interrupts_at = None
+            # Between two checkpoints, so that steps are lost and done again.
+            is_time = self.interrupts_after is not None and time.monotonic() > self.interrupts_after
+            if is_time and number % self.every == self.every // 2:
+                self.interrupts_after = None
                 signal.raise_signal(signal.SIGINT)
             begin = time.process_time()
             taken = step(stepper, number)
@@ -113,7 +117,7 @@ def main(folder, seconds, every, block_size):
     settings |= {f"files.{split}": folder / f"{split}.txt" for split in ("train", "validation")}
     settings |= {"source": "files", "streaming": "true", "max_train_bytes": "null", "block_size": block_size}
     settings |= {"batch_size": 8, "eval_every_steps": every, "log_every_steps": every // 10}
-    watch = Watch(folder / "watched.jsonl", block_size)
+    watch = Watch(folder / "watched.jsonl", every, block_size)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in its background deaf to it
 
     def train(name, max_steps):
@@ -121,15 +125,13 @@ def main(folder, seconds, every, block_size):
         train_language_model.main([str(CONFIG), *(f"--{key}={value}" for key, value in {**settings, **last}.items())])
 
     train("warm", 2 * every)
-    begins, ends = (json.loads(line)["seconds"] for line in watch.output.read_text().splitlines())
-    max_steps = max(8, round(seconds / (ends - begins))) * every
     watch.look()
-    watch.interrupts_at = max_steps // 2 + every // 2
-    with suppress(KeyboardInterrupt):
-        train("long", max_steps)
-    watch.look()
-    train("long", max_steps)
-    watch.look()
+    for half in (1, 2):
+        watch.interrupts_after = time.monotonic() + seconds / 2
+        with suppress(KeyboardInterrupt):
+            train("long", ENDLESS)
+        assert watch.interrupts_after is None, f"half {half} has ended by itself"
+        watch.look()
 
 
 if __name__ == "__main__":

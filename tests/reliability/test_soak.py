@@ -49,16 +49,16 @@ def test_a_long_run_stays_flat(tmp_path):
     checkpoints = [line for line in run if line["step"] is not None]
     every = settings["steps between checkpoints"]
 
-    # It was interrupted in the middle, and went on from the newest checkpoint to the end.
+    # It was interrupted in the middle, went on from the newest checkpoint, and was ended between two.
     (interrupted,) = [line for line in run if line["step"] is None]
     steps = [line["step"] for line in checkpoints]
     assert steps == list(range(every, steps[-1] + 1, every))
-    assert run.index(interrupted) == len(checkpoints) // 2
+    assert len(checkpoints) / 3 < run.index(interrupted) < len(checkpoints) * 2 / 3
     assert sorted(path.name for path in (tmp_path / "long" / "checkpoints").iterdir()) == sorted(
         f"step-{step}" for step in steps[-2:]
     )
     logged = [json.loads(line)["step"] for line in (tmp_path / "long" / "metrics.jsonl").read_text().splitlines()]
-    assert logged == list(range(every // 10, steps[-1] + 1, every // 10))
+    assert logged == list(range(every // 10, steps[-1] + every // 2 + 1, every // 10))
 
     # Nothing is left behind: no file, thread or tensor more than there was, no temporary folder.
     for name in ("files", "threads", "python threads", "tensors"):
