@@ -47,7 +47,7 @@ def reproduce(
     size: Size = "full" if full else "quick"
     parts = _parts(only or [])
     if parts and name == "all":
-        raise UserError(f"--only {only[0] if only else ''} is of one experiment; name it instead of all.")
+        raise UserError("--only is for the settings of one experiment; name it instead of all.")
     missing = []
     for each in chosen:
         with user_input(ValueError):
