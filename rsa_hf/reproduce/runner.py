@@ -86,7 +86,7 @@ def run_experiment(
     results = _of_all_seeds(cells, kept)
     rows = experiment.summarise(results)
     if not rows:
-        raise RequestError(f"{folder}: what has run makes no comparison yet; run the plain model's cells too.")
+        raise RequestError(f"{folder}: what has run makes no comparison yet; run the other arms too, plain and rsa.")
     conclusion = experiment.conclude(rows)
     _write(folder / "table.csv", _csv(rows))
     _write(folder / "table.md", _markdown(rows))

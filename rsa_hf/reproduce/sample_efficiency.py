@@ -90,9 +90,9 @@ def _curve(result: Result) -> Curve:
 def _groups(
     results: Sequence[Result],
 ) -> Iterator[tuple[dict[str, Setting], dict[str, list[Result]]]]:
-    """For each setting whose plain model has run, the runs of each arm at its best learning rate."""
+    """For each setting that has run without and with RSA, the runs of each arm at its best learning rate."""
     for key, best in at_best_rate(results, GROUP, lambda run: run.number("final")).items():
-        if "plain" in best:
+        if {"plain", "rsa"} <= best.keys():
             yield dict(zip(GROUP, key, strict=True)), best
 
 

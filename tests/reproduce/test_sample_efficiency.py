@@ -115,6 +115,11 @@ def test_verdicts():
     assert "goal 0.4 not met" in concluded(*base, *mixed).sentence
 
 
+@pytest.mark.parametrize("arm", ["plain", "rsa"])
+def test_one_arm_alone_is_no_comparison(arm):
+    assert EXPERIMENT.summarise([result(arm, (5, 4, 3.0), seed) for seed in (0, 1)]) == []
+
+
 def toy(make, monkeypatch):
     monkeypatch.setattr(sample_efficiency, "make_arm", make)
     cells = [c for c in EXPERIMENT.cells("toy", 1) if c["family"] == "gpt2" and c["learning_rate"] == 1e-2]
