@@ -41,7 +41,7 @@ test-all: lint types ## All tests
 
 # The longest file comes first, beside all others.
 SOAK        = tests/reliability/test_soak.py
-RELIABILITY = $(SOAK) $(filter-out $(SOAK),$(wildcard tests/reliability/test_*.py)) tests/test_hooks.py \
+RELIABILITY = $(SOAK) tests/test_hooks.py $(filter-out $(SOAK),$(wildcard tests/reliability/test_*.py)) \
 	tests/test_doctor_model.py
 
 test-reliability: $(READY) ## Faults, hostile input, long runs in full numbers (45 minutes): writes RELIABILITY.md
