@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Cell", "Result", "Values"]
+__all__ = ["Cell", "Result", "Setting", "Values"]
+
+Setting = str | int | float | bool
 
 # The settings of one run: an arm, a seed, sizes; values that JSON knows. "seed" is what `summarise` averages over.
-Cell = Mapping[str, str | int | float | bool]
+Cell = Mapping[str, Setting]
 # What was measured: numbers by name, and lists of them for the figure.
 Values = dict[str, float | list[float]]
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from rsa_hf.reproduce.cells import Result
+from rsa_hf.reproduce.cells import Result, Setting
 
-__all__ = ["Row", "Setting", "at_best_rate", "find_rows", "interval", "summarise"]
-
-Setting = str | int | float | bool
+__all__ = ["Row", "at_best_rate", "find_rows", "interval", "summarise"]
 
 
 @dataclass(frozen=True)
@@ -81,14 +79,16 @@ def find_rows(rows: Sequence[Row], measure: str, **settings: Setting) -> list[Ro
 
 
 def at_best_rate(
-    results: Sequence[Result], group: Sequence[str], score: Callable[[Result], float]
+    results: Sequence[Result], group: Sequence[str], arms: Collection[str], score: Callable[[Result], float]
 ) -> dict[tuple[Setting, ...], dict[str, list[Result]]]:
     """The runs of each arm at its best learning rate, in the order of their seeds, for each group of settings.
 
     Args:
         results: cells with an `arm`, a `learning_rate` and a `seed`.
         group: the names of the settings within which arms are compared.
-        score: the rate with the least mean of it over the seeds is the best; never of what is reported as a test.
+        arms: those without which there is no comparison; groups that lack one are left out.
+        score: the rate with the least mean of it is the best, over the seeds that have run at every rate; never of
+            what is reported as a test.
     """
     found: dict[tuple[Setting, ...], dict[str, dict[float, list[Result]]]] = {}
     for result in results:
@@ -96,12 +96,17 @@ def at_best_rate(
         by_rate = by_arm.setdefault(str(result.cell["arm"]), {})
         by_rate.setdefault(float(result.cell["learning_rate"]), []).append(result)
     return {
-        key: {
-            arm: sorted(
-                min(by_rate.values(), key=lambda runs: statistics.fmean(map(score, runs))),
-                key=lambda run: int(run.cell["seed"]),
-            )
-            for arm, by_rate in by_arm.items()
-        }
+        key: {arm: _best([*by_rate.values()], score) for arm, by_rate in by_arm.items()}
         for key, by_arm in found.items()
+        if by_arm.keys() >= set(arms)
     }
+
+
+def _best(by_rate: Sequence[list[Result]], score: Callable[[Result], float]) -> list[Result]:
+    shared = set.intersection(*({run.cell["seed"] for run in runs} for runs in by_rate))
+
+    def mean(runs: list[Result]) -> float:
+        return statistics.fmean(score(run) for run in runs if run.cell["seed"] in shared)
+
+    best = min(by_rate, key=mean)
+    return sorted(best, key=lambda run: int(run.cell["seed"]))

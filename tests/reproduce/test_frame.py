@@ -19,7 +19,7 @@ from rsa_hf.reproduce.experiment import EXPERIMENTS, Experiment, cell_key, find_
 from rsa_hf.reproduce.page import write_page
 from rsa_hf.reproduce.processes import default_jobs, run_cells
 from rsa_hf.reproduce.runner import FOLDER, RequestError, read_results, run_experiment
-from rsa_hf.reproduce.summary import Row, find_rows, interval, summarise
+from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, interval, summarise
 
 NAME = "linear-rnn"  # any of them; the frame does not look at what they are
 
@@ -218,6 +218,79 @@ def test_a_part_is_run_alone_and_shown_as_one(counted, tmp_path):
     ):
         with pytest.raises(RequestError, match=words):
             run_experiment(several, "quick", tmp_path, only=only)
+
+
+RATES = (1e-3, 3e-3, 1e-2)
+
+
+def searched_cells(size, seeds):
+    return [{**cell, "learning_rate": rate} for cell in cells(size, seeds) for rate in RATES]
+
+
+def searched_loss(cell):
+    # With the first seed RSA is best at 1e-2; with the second it would be at 1e-3.
+    if cell["arm"] == "plain":
+        return 2.0 + 0.01 * cell["seed"] + (cell["learning_rate"] != 3e-3)
+    return 1.0 + 0.01 * cell["seed"] + (cell["learning_rate"] != (1e-2 if cell["seed"] == 0 else 1e-3))
+
+
+def at_best(results):
+    best = at_best_rate(results, (), ("rsa", "plain"), lambda result: result.number("loss"))
+    return summarise([result for arms in best.values() for runs in arms.values() for result in runs])
+
+
+def test_learning_rates_are_searched_with_the_first_seed(counted, tmp_path):
+    experiment, _ = counted
+    ran = []
+
+    def run_cell(cell):
+        ran.append(dict(cell))
+        return {"loss": searched_loss(cell)}
+
+    searching = replace(
+        experiment, cells=searched_cells, run_cell=run_cell, summarise=at_best, search_by="loss", parts=("arm",)
+    )
+    run_experiment(searching, "quick", tmp_path, progress=False)
+    assert [cell for cell in ran if cell["seed"] == 0] == searched_cells("quick", 1)
+    later = [(cell["arm"], cell["learning_rate"], cell["seed"]) for cell in ran if cell["seed"]]
+    assert sorted(later) == [("plain", 3e-3, 1), ("plain", 3e-3, 2), ("rsa", 1e-2, 1), ("rsa", 1e-2, 2)]
+    with (tmp_path / FOLDER / NAME / "quick" / "table.csv").open() as file:
+        found = {row["arm"]: row for row in csv.DictReader(file)}
+    # The search looks at the first seed alone, in the table too.
+    assert (found["rsa"]["learning_rate"], found["rsa"]["seeds"]) == ("0.01", "3")
+    assert float(found["rsa"]["mean"]) == pytest.approx((1.0 + 2.01 + 2.02) / 3)
+    configuration = json.loads((tmp_path / FOLDER / NAME / "quick" / "configuration.json").read_text())
+    assert len(configuration["cells"]) == configuration["planned"] == 10
+    # More seeds need no new search; without a search every seed tries every rate.
+    ran.clear()
+    run_experiment(searching, "quick", tmp_path, seeds=4, progress=False)
+    assert {(cell["arm"], cell["learning_rate"], cell["seed"]) for cell in ran} == {
+        ("plain", 3e-3, 3),
+        ("rsa", 1e-2, 3),
+    }
+    run_experiment(replace(searching, search_by=None), "quick", tmp_path, progress=False)
+    with (tmp_path / FOLDER / NAME / "quick" / "table.csv").open() as file:
+        assert {row["arm"]: row["learning_rate"] for row in csv.DictReader(file)}["rsa"] == "0.001"
+
+
+def test_a_search_that_is_broken_off_shows_no_arm_that_is_not_done(counted, tmp_path):
+    experiment, _ = counted
+    ran = []
+
+    def breaks(cell):
+        if cell["arm"] == "plain" and cell["seed"] == 2:
+            raise KeyboardInterrupt
+        ran.append(cell)
+        return {"loss": searched_loss(cell)}
+
+    searching = replace(experiment, cells=searched_cells, run_cell=breaks, search_by="loss", parts=("arm",))
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(searching, "quick", tmp_path, progress=False)
+    shown = []
+    looking = replace(searching, summarise=lambda results: shown.extend(results) or [])
+    with pytest.raises(RequestError, match="makes no comparison yet"):
+        run_experiment(looking, "quick", tmp_path, only={"arm": ["rsa"]}, progress=False)
+    assert {result.cell["arm"] for result in shown} == {"rsa"} and len(shown) == 5
 
 
 def test_names_that_are_not_there_are_told():

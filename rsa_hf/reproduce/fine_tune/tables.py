@@ -7,11 +7,11 @@ from dataclasses import replace
 from statistics import fmean
 
 from rsa_hf.config import RSAConfig
-from rsa_hf.reproduce.cells import Result
+from rsa_hf.reproduce.cells import Result, Setting
 from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
 from rsa_hf.reproduce.fine_tune.arms import ARMS, DEFAULT, PLAIN
 from rsa_hf.reproduce.fine_tune.grid import COMPARISONS
-from rsa_hf.reproduce.summary import Row, Setting, at_best_rate, find_rows, interval
+from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, interval
 
 __all__ = ["GAIN", "SETTING", "conclude", "summarise"]
 
@@ -27,7 +27,9 @@ def summarise(results: Sequence[Result]) -> list[Row]:
     The rate is chosen by the mean validation score over the seeds, never by the test score.
     """
     rows = []
-    for setting, best in at_best_rate(results, SETTING, lambda run: -_better(run, "validation")).items():
+    for setting, best in at_best_rate(
+        results, SETTING, (PLAIN, DEFAULT), lambda run: -_better(run, "validation")
+    ).items():
         for arm, runs in best.items():
             settings = {**dict(zip(SETTING, setting, strict=True)), "arm": arm}
             names = [name for name, value in runs[0].values.items() if not isinstance(value, list)]

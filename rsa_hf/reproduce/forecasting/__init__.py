@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 
 from rsa_hf.plots import COLOURS, panels
-from rsa_hf.reproduce.cells import Cell, Result, Values
+from rsa_hf.reproduce.cells import Cell, Result, Setting, Values
 from rsa_hf.reproduce.experiment import Experiment
 from rsa_hf.reproduce.forecasting.arms import ARMS, Task, make_forecaster
 from rsa_hf.reproduce.forecasting.learning import learn, naive_errors, score
 from rsa_hf.reproduce.forecasting.series import load_series
 from rsa_hf.reproduce.forecasting.settings import PUBLISHED, cells
 from rsa_hf.reproduce.forecasting.tables import conclude, summarise
-from rsa_hf.reproduce.summary import Setting, find_rows
+from rsa_hf.reproduce.summary import find_rows
 
 __all__ = ["EXPERIMENT"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rsa_hf.reproduce.cells import Result
+from rsa_hf.reproduce.cells import Result, Setting
 from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
 from rsa_hf.reproduce.forecasting.settings import PUBLISHED
-from rsa_hf.reproduce.summary import Row, Setting, at_best_rate, find_rows, interval
+from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, interval
 
 __all__ = ["RATIO", "by_arm", "conclude", "summarise"]
 
@@ -22,7 +22,7 @@ def by_arm(results: Sequence[Result]) -> dict[tuple[Setting, ...], dict[str, lis
 
     The rate is chosen by the error on the validation part, never by that on the test part.
     """
-    return at_best_rate(results, GROUP, lambda run: run.number("validation mse"))
+    return at_best_rate(results, GROUP, ("plain", "rsa"), lambda run: run.number("validation mse"))
 
 
 def summarise(results: Sequence[Result]) -> list[Row]:
