@@ -39,7 +39,7 @@ class RSAHeads(nn.Module):
     eta: nn.Parameter | None
     nu: nn.Parameter | None
     theta: nn.Parameter | None
-    adapter: Any = None  # goes with the layer into copies and pickles; see adapters.py
+    adapter: Any = None  # goes with the layer into copies and pickles; see adapters/table.py
 
     def __init__(self, plan: HeadPlan) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ def patch_model(
 
     Args:
         model: any transformers model whose attention goes through transformers' attention interface, or is one of
-            those in `rsa_hf/adapters.py`.
+            those in `rsa_hf/adapters/`.
         config: the plan; None: `RSAConfig()`. A mapping is read with `RSAConfig.from_dict`.
         probe_inputs: keyword arguments for that run, for a base model that does not take `input_ids`; query and key
             lengths of cross-attention must differ.
@@ -54,7 +54,7 @@ def patch_model(
         ValueError: the model has no attention that can be patched, the plan does not fit it, it is patched already
             with another plan, or on the meta device its layers do not say their directions.
         RuntimeError: an RSA layer took no part in the model's forward pass, or the model is one of those in
-            `rsa_hf/adapters.py` and not as expected.
+            `rsa_hf/adapters/` and not as expected.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -201,7 +201,7 @@ def _self_attention_calls(base: nn.Module, probe_inputs: Mapping[str, Any] | Non
     looked_at = shorten(sorted({type(m).__name__ for m in base.modules() if "attention" in type(m).__name__.lower()}))
     raise ValueError(
         f"{type(base).__name__} has no attention that can be patched: no module called transformers' attention "
-        f"interface, and rsa_hf/adapters.py knows none of them. Looked at {sum(1 for _ in base.modules())} modules, "
+        f"interface, and rsa_hf.adapters has none for them. Looked at {sum(1 for _ in base.modules())} modules, "
         f"among them of attention: {looked_at or 'none'}."
     )
 

@@ -1,4 +1,4 @@
-"""Tiny random models of the architectures in `rsa_hf/adapters.py`, and what each of them makes V from."""
+"""Tiny random models of the architectures in `rsa_hf/adapters/`, and what each of them makes V from."""
 
 import inspect
 
@@ -13,7 +13,14 @@ from transformers import (
     FalconConfig,
     GPTJConfig,
     GPTNeoConfig,
+    GPTNeoXJapaneseConfig,
+    MegatronBertConfig,
+    MPNetConfig,
     MptConfig,
+    OpenAIGPTConfig,
+    RemBertConfig,
+    RoFormerConfig,
+    XGLMConfig,
     XLNetConfig,
 )
 
@@ -30,17 +37,18 @@ _BERT = {
     "num_attention_heads": HEADS,
     "intermediate_size": 48,
     "max_position_embeddings": 64,
-    "relative_attention": True,
-    "pos_att_type": ["c2p", "p2c"],
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
 }
+_DEBERTA = {**_BERT, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
 _FALCON = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
 _XLNET = {"vocab_size": VOCAB, "d_model": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "d_inner": 48}
 
 CONFIGS = {
     "bloom": lambda: BloomConfig(vocab_size=VOCAB, hidden_size=WIDTH, n_layer=LAYERS, n_head=HEADS, **_SPECIAL),
     "codegen": lambda: CodeGenConfig(**_GPT, rotary_dim=2, **_SPECIAL),
-    "deberta": lambda: DebertaConfig(**_BERT, **_SPECIAL),
-    "deberta_v2": lambda: DebertaV2Config(**_BERT, conv_kernel_size=3, **_SPECIAL),
+    "deberta": lambda: DebertaConfig(**_DEBERTA, **_SPECIAL),
+    "deberta_v2": lambda: DebertaV2Config(**_DEBERTA, conv_kernel_size=3, **_SPECIAL),
     "falcon": lambda: FalconConfig(**_FALCON, **_SPECIAL),  # multi-query, rotary
     "falcon_alibi": lambda: FalconConfig(**_FALCON, alibi=True, multi_query=False, **_SPECIAL),
     "falcon_grouped": lambda: FalconConfig(**_FALCON, new_decoder_architecture=True, num_kv_heads=2, **_SPECIAL),
@@ -55,15 +63,47 @@ CONFIGS = {
         intermediate_size=48,
         **_SPECIAL,
     ),
+    "gpt_neox_japanese": lambda: GPTNeoXJapaneseConfig(
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        intermediate_multiple_size=2,
+        **_SPECIAL,
+    ),
     "gptj": lambda: GPTJConfig(**_GPT, rotary_dim=2, **_SPECIAL),
+    "megatron_bert": lambda: MegatronBertConfig(**_BERT, **_SPECIAL),
+    "megatron_bert_causal": lambda: MegatronBertConfig(**_BERT, is_decoder=True, **_SPECIAL),
+    "mpnet": lambda: MPNetConfig(**_BERT, **_SPECIAL),
     "mpt": lambda: MptConfig(
         vocab_size=VOCAB, d_model=WIDTH, n_layers=LAYERS, n_heads=HEADS, max_seq_len=64, **_SPECIAL
+    ),
+    "openai": lambda: OpenAIGPTConfig(
+        vocab_size=VOCAB, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=64, **_SPECIAL
+    ),
+    "rembert_causal": lambda: RemBertConfig(
+        **_BERT, input_embedding_size=16, output_embedding_size=16, is_decoder=True, **_SPECIAL
+    ),
+    "roformer": lambda: RoFormerConfig(**_BERT, **_SPECIAL),
+    "roformer_causal": lambda: RoFormerConfig(**_BERT, is_decoder=True, **_SPECIAL),
+    "xglm": lambda: XGLMConfig(
+        vocab_size=VOCAB,
+        d_model=WIDTH,
+        num_layers=LAYERS,
+        attention_heads=HEADS,
+        ffn_dim=48,
+        max_position_embeddings=64,
+        dropout=0.0,
+        attention_dropout=0.0,
+        **_SPECIAL,
     ),
     "xlnet": lambda: XLNetConfig(**_XLNET, **_SPECIAL),
     "xlnet_causal": lambda: XLNetConfig(**_XLNET, attn_type="uni", **_SPECIAL),
 }
 ADAPTED = sorted(CONFIGS)
-CAUSAL = [name for name in ADAPTED if not name.startswith(("deberta", "xlnet"))]
+_BIDIRECTIONAL = ("deberta", "deberta_v2", "megatron_bert", "mpnet", "roformer", "xlnet")
+CAUSAL = [name for name in ADAPTED if name not in (*_BIDIRECTIONAL, "xlnet_causal")]
+CACHED = [name for name in CAUSAL if name != "openai"]  # OpenAI-GPT has no cache
 # Those that have no alibi and no windows, and Bloom, run on static caches in transformers.
 STATIC = ["bloom", "codegen", "falcon", "falcon_grouped", "gptj"]
 # A causal XLNet cannot be run with padding, in transformers itself.
@@ -78,7 +118,8 @@ def build_adapted(name, *, language_model=False, **changes):
     model = (AutoModelForCausalLM if language_model else AutoModel).from_config(config)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if parameter.dim() >= 2 or key.endswith("bias"):
+            # (RoFormer's angles are no weights.)
+            if (parameter.dim() >= 2 or key.endswith("bias")) and "embed_positions" not in key:
                 parameter.copy_(torch.randn(parameter.shape) * 0.2)
     return model.eval()
 
@@ -117,14 +158,24 @@ def values_from(name, module, states):
         return value + module.v_bias.view(HEADS, HEAD_SIZE)
     if name == "deberta_v2":
         return module.value_proj(states).view(B, S, HEADS, HEAD_SIZE)
+    if name == "gpt_neox_japanese":
+        return module.query_key_value(states).view(B, S, HEADS, 3, HEAD_SIZE)[:, :, :, 2]
+    if name.startswith(("megatron_bert", "rembert", "roformer")):
+        return module.value(states).view(B, S, HEADS, HEAD_SIZE)
+    if name == "mpnet":
+        return module.v(states).view(B, S, HEADS, HEAD_SIZE)
+    if name == "openai":
+        return module.c_attn(states)[..., 2 * WIDTH :].view(B, S, HEADS, HEAD_SIZE)
+    if name == "xglm":
+        return module.v_proj(states).view(B, S, HEADS, HEAD_SIZE)
     return torch.einsum("bsw,whd->bshd", states, module.v)  # XLNet
 
 
 def output_from(name, module, states, residual, mixed):
     """What an attention module returns for the mixed output of its heads, [B, T, H, D], in evaluation mode."""
-    if name.startswith("deberta"):
+    if name.startswith(("deberta", "megatron_bert", "rembert", "roformer")):
         return mixed.flatten(2)
     if name.startswith("xlnet"):
         return module.layer_norm(torch.einsum("bthd,whd->btw", mixed, module.o) + states)
-    projection = module.dense if hasattr(module, "dense") else module.out_proj
+    [projection] = [getattr(module, name) for name in ("dense", "out_proj", "c_proj", "o") if hasattr(module, name)]
     return projection(mixed.flatten(2)) + (residual if name == "bloom" else 0)

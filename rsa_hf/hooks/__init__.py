@@ -1,4 +1,4 @@
-"""Every touch on transformers' internals, but for the classes in `adapters.py`. Importing `rsa_hf` installs them.
+"""Every touch on transformers' internals, but for the classes in `adapters/`. Importing `rsa_hf` installs them.
 
 Plain models are not affected. Each hook is checked before any is installed: where transformers has moved, importing
 `rsa_hf` raises, says which hook does not fit and which versions do, and leaves transformers as it was.

@@ -328,7 +328,7 @@ MUTATIONS = [
     Mutation(
         Part.MANY_MODELS,
         "watchers of connected modules are a thread's own",
-        "rsa_hf/adapters.py",
+        "rsa_hf/adapters/mixing.py",
         "class _Watching(threading.local):",
         "class _Watching:",
         "tests/reliability/test_many_models_threads.py::test_a_probe_looks_at_its_own_thread_alone",
@@ -344,7 +344,7 @@ MUTATIONS = [
     Mutation(
         Part.MANY_MODELS,
         "watchers are forgotten after a probe",
-        "rsa_hf/adapters.py",
+        "rsa_hf/adapters/mixing.py",
         "        _watching.watchers.remove(watcher)",
         "        pass",
         "tests/reliability/test_memory_flat.py::test_patching_and_unpatching",
@@ -529,7 +529,7 @@ MUTATIONS = [
     Mutation(
         Part.MOVING_TRANSFORMERS,
         "the parameters of each method with an adapter are checked",
-        "rsa_hf/adapters.py",
+        "rsa_hf/adapters/wrapping.py",
         "if not callable(original) or missing:",
         "if not callable(original):",
         "tests/test_adapters.py::test_a_moved_method_is_named_and_nothing_is_installed[other parameters]",
