@@ -83,7 +83,7 @@ class Curve:
 def build(family: str, shape: Shape) -> PreTrainedModel:
     """A byte-level model with random weights: `gpt2`, with learned positions, or `llama`, with rotary ones."""
     if family == "gpt2":
-        return GPT2LMHeadModel(
+        model = GPT2LMHeadModel(
             GPT2Config(
                 vocab_size=256,
                 n_embd=shape.width,
@@ -97,6 +97,8 @@ def build(family: str, shape: Shape) -> PreTrainedModel:
                 eos_token_id=None,
             )
         )
+        model.loss_type = "ForCausalLM"  # transformers does not find it by the name of the class, and says so
+        return model
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=256,

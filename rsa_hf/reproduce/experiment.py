@@ -58,8 +58,8 @@ class Experiment:
         draw: (results, path): writes the figure.
         summarise: results → rows.
         parts: the settings by which a part of the cells can be run alone; `summarise` and `conclude` do with any.
-        search_by: the value, the least being the best, by which learning rates are searched with the first seed alone,
-            see rate_search.py; None: every seed tries every rate.
+        search_by: result → score, the least being the best, by which learning rates are searched with the first seed
+            alone, see rate_search.py; None: every seed runs every cell.
         revision: to be raised when `run_cell` comes to measure something else: cells of older ones are run again.
     """
 
@@ -73,7 +73,7 @@ class Experiment:
     draw: Callable[[Sequence[Result], Path], None]
     summarise: Callable[[Sequence[Result]], list[Row]] = field(default=summarise)
     parts: tuple[str, ...] = ()
-    search_by: str | None = None
+    search_by: Callable[[Result], float] | None = None
     revision: int = 1
 
 

@@ -82,9 +82,14 @@ def run_cell(cell: Cell) -> Values:
     }
 
 
+def score(result: Result) -> float:
+    """What the learning rate of an arm is chosen by."""
+    return result.number("validation")
+
+
 def _groups(results: Sequence[Result]) -> Iterator[tuple[dict[str, Setting], dict[str, list[Result]]]]:
     """For each setting that has run without and with RSA, the runs of each arm at its best learning rate."""
-    for key, best in at_best_rate(results, GROUP, ("plain", "rsa"), lambda run: run.number("validation")).items():
+    for key, best in at_best_rate(results, GROUP, ("plain", "rsa"), score).items():
         yield dict(zip(GROUP, key, strict=True)), best
 
 
@@ -164,6 +169,6 @@ EXPERIMENT = Experiment(
     draw=draw,
     summarise=summarise,
     parts=GROUP,
-    search_by="validation",
+    search_by=score,
     revision=2,
 )

@@ -6,7 +6,7 @@ the same time, more seeds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rsa_hf.reproduce.cells import Cell, Result, Setting
 
@@ -20,13 +20,15 @@ def arm_of(cell: Cell) -> tuple[tuple[str, Setting], ...]:
     return tuple((name, value) for name, value in cell.items() if name not in (RATE, SEED))
 
 
-def cells_to_run(cells: Mapping[str, Cell], kept: Mapping[str, Result], measure: str) -> dict[str, Cell]:
+def cells_to_run(
+    cells: Mapping[str, Cell], kept: Mapping[str, Result], score: Callable[[Result], float]
+) -> dict[str, Cell]:
     """The cells of the first seed, and where all rates of an arm have run with it, the others' at the best one.
 
     Args:
         cells: all of them, by key, with a `learning_rate` and a `seed`.
         kept: what has run.
-        measure: the value by which the least is the best.
+        score: the rate with the least of it is the best.
     """
     first = _first_seed(cells)
     searched: dict[tuple[tuple[str, Setting], ...], dict[str, Setting]] = {}
@@ -34,7 +36,7 @@ def cells_to_run(cells: Mapping[str, Cell], kept: Mapping[str, Result], measure:
         if cell[SEED] == first:
             searched.setdefault(arm_of(cell), {})[key] = cell[RATE]
     best = {
-        arm: rates[min(rates, key=lambda key: kept[key].number(measure))]
+        arm: rates[min(rates, key=lambda key: score(kept[key]))]
         for arm, rates in searched.items()
         if rates.keys() <= kept.keys()
     }

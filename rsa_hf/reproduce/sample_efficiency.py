@@ -87,11 +87,15 @@ def _curve(result: Result) -> Curve:
     return Curve(tokens, scores)
 
 
+def _score(result: Result) -> float:
+    return result.number("final")
+
+
 def _groups(
     results: Sequence[Result],
 ) -> Iterator[tuple[dict[str, Setting], dict[str, list[Result]]]]:
     """For each setting that has run without and with RSA, the runs of each arm at its best learning rate."""
-    for key, best in at_best_rate(results, GROUP, ("plain", "rsa"), lambda run: run.number("final")).items():
+    for key, best in at_best_rate(results, GROUP, ("plain", "rsa"), _score).items():
         yield dict(zip(GROUP, key, strict=True)), best
 
 
@@ -166,6 +170,6 @@ EXPERIMENT = Experiment(
     draw=_draw,
     summarise=_summarise,
     parts=("corpus", "train_bytes", "model", "family", "arm"),
-    search_by="final",
+    search_by=_score,
     revision=2,
 )

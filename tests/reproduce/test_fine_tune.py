@@ -174,12 +174,13 @@ def test_of_accuracy_more_is_better():
 @pytest.mark.parametrize(("measure", "sign"), [("bits per byte", 1), ("accuracy", -1)])
 def test_the_learning_rate_is_chosen_by_the_validation_score(measure, sign):
     runs = [
-        result(PLAIN, sign * test, seed, validation=sign * validation, rate=rate, measure=measure)
+        result(arm, sign * test, seed, validation=sign * validation, rate=rate, measure=measure)
+        for arm in (PLAIN, DEFAULT)
         for seed in (0, 1)
         for rate, validation, test in ((1e-3, 2.0, 1.5), (1e-2, 2.5, 1.0))
     ]
     rows = summarise(runs)
-    [row], [rate] = find_rows(rows, measure), find_rows(rows, "learning rate")
+    [row], [rate] = find_rows(rows, measure, arm=PLAIN), find_rows(rows, "learning rate", arm=PLAIN)
     assert (row.mean, rate.mean) == (sign * 1.5, 1e-3)
 
 

@@ -234,8 +234,12 @@ def searched_loss(cell):
     return 1.0 + 0.01 * cell["seed"] + (cell["learning_rate"] != (1e-2 if cell["seed"] == 0 else 1e-3))
 
 
+def loss(result):
+    return result.number("loss")
+
+
 def at_best(results):
-    best = at_best_rate(results, (), ("rsa", "plain"), lambda result: result.number("loss"))
+    best = at_best_rate(results, (), ("rsa", "plain"), loss)
     return summarise([result for arms in best.values() for runs in arms.values() for result in runs])
 
 
@@ -248,7 +252,7 @@ def test_learning_rates_are_searched_with_the_first_seed(counted, tmp_path):
         return {"loss": searched_loss(cell)}
 
     searching = replace(
-        experiment, cells=searched_cells, run_cell=run_cell, summarise=at_best, search_by="loss", parts=("arm",)
+        experiment, cells=searched_cells, run_cell=run_cell, summarise=at_best, search_by=loss, parts=("arm",)
     )
     run_experiment(searching, "quick", tmp_path, progress=False)
     assert [cell for cell in ran if cell["seed"] == 0] == searched_cells("quick", 1)
@@ -283,7 +287,7 @@ def test_a_search_that_is_broken_off_shows_no_arm_that_is_not_done(counted, tmp_
         ran.append(cell)
         return {"loss": searched_loss(cell)}
 
-    searching = replace(experiment, cells=searched_cells, run_cell=breaks, search_by="loss", parts=("arm",))
+    searching = replace(experiment, cells=searched_cells, run_cell=breaks, search_by=loss, parts=("arm",))
     with pytest.raises(KeyboardInterrupt):
         run_experiment(searching, "quick", tmp_path, progress=False)
     shown = []

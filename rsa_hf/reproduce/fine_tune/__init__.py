@@ -1,8 +1,8 @@
 """Fine-tuning: pretrained models that get RSA heads against the same without, on little and on much data.
 
-Every arm is trained at every learning rate, with early stopping; an arm stands with the rate that has the best mean
-validation score, and what is compared is the test score. The quick size has a small byte-level Llama that is trained
-on enwik8 first; MiniLM and SmolLM2 are of the full size.
+Every arm is trained at every learning rate with the first seed, and at the one with the best validation score with the
+others, with early stopping; what is compared is the test score. The quick size has a small byte-level Llama that is
+trained on enwik8 first; MiniLM and SmolLM2 are of the full size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rsa_hf.reproduce.fine_tune.defects import defect_task
 from rsa_hf.reproduce.fine_tune.grid import COMPARISONS, DEVIGN
 from rsa_hf.reproduce.fine_tune.learning import fine_tune
 from rsa_hf.reproduce.fine_tune.pretrained import load_pretrained
-from rsa_hf.reproduce.fine_tune.tables import GAIN, SETTING, conclude, summarise
+from rsa_hf.reproduce.fine_tune.tables import GAIN, SETTING, by_validation, conclude, summarise
 from rsa_hf.reproduce.fine_tune.texts import text_task
 from rsa_hf.reproduce.summary import find_rows
 
@@ -125,4 +125,5 @@ EXPERIMENT = Experiment(
     draw=draw,
     summarise=summarise,
     parts=SETTING,
+    search_by=by_validation,
 )

@@ -13,7 +13,7 @@ from rsa_hf.reproduce.fine_tune.arms import ARMS, DEFAULT, PLAIN
 from rsa_hf.reproduce.fine_tune.grid import COMPARISONS
 from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, interval
 
-__all__ = ["GAIN", "SETTING", "conclude", "summarise"]
+__all__ = ["GAIN", "SETTING", "by_validation", "conclude", "summarise"]
 
 SETTING = ("model", "task", "share")
 GAIN = "gain"  # over the plain model: bits per byte fewer, or more functions right
@@ -21,15 +21,15 @@ GAIN_BEFORE = "gain before training"  # below 0: what putting RSA heads on costs
 UNITS = {"accuracy": ("percentage points of accuracy", 100), "bits per byte": ("bits per byte", 1)}
 
 
-def summarise(results: Sequence[Result]) -> list[Row]:
-    """Rows of each model, task, share of the data and arm, at the arm's best learning rate.
+def by_validation(result: Result) -> float:
+    """What the learning rate of an arm is chosen by, the least being the best; never the test score."""
+    return -_better(result, "validation")
 
-    The rate is chosen by the mean validation score over the seeds, never by the test score.
-    """
+
+def summarise(results: Sequence[Result]) -> list[Row]:
+    """Rows of each model, task, share of the data and arm, at the arm's best learning rate."""
     rows = []
-    for setting, best in at_best_rate(
-        results, SETTING, (PLAIN, DEFAULT), lambda run: -_better(run, "validation")
-    ).items():
+    for setting, best in at_best_rate(results, SETTING, (PLAIN, DEFAULT), by_validation).items():
         for arm, runs in best.items():
             settings = {**dict(zip(SETTING, setting, strict=True)), "arm": arm}
             names = [name for name, value in runs[0].values.items() if not isinstance(value, list)]

@@ -18,7 +18,7 @@ from rsa_hf.reproduce.forecasting.arms import ARMS, Task, make_forecaster
 from rsa_hf.reproduce.forecasting.learning import learn, naive_errors, score
 from rsa_hf.reproduce.forecasting.series import load_series
 from rsa_hf.reproduce.forecasting.settings import PUBLISHED, cells
-from rsa_hf.reproduce.forecasting.tables import conclude, summarise
+from rsa_hf.reproduce.forecasting.tables import by_validation, conclude, summarise
 from rsa_hf.reproduce.summary import find_rows
 
 __all__ = ["EXPERIMENT"]
@@ -102,4 +102,5 @@ EXPERIMENT = Experiment(
     draw=draw,
     summarise=summarise,
     parts=("series", "horizon"),
+    search_by=by_validation,
 )

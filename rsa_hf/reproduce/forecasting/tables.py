@@ -10,19 +10,21 @@ from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
 from rsa_hf.reproduce.forecasting.settings import PUBLISHED
 from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, interval
 
-__all__ = ["RATIO", "by_arm", "conclude", "summarise"]
+__all__ = ["RATIO", "by_arm", "by_validation", "conclude", "summarise"]
 
 GROUP = ("series", "horizon", "family")
 RATIO = "rsa / plain"
 MEASURES = ("mse", "mae", "validation mse", "parameters")
 
 
-def by_arm(results: Sequence[Result]) -> dict[tuple[Setting, ...], dict[str, list[Result]]]:
-    """The runs of each arm at its best learning rate, for each series, horizon and family.
+def by_validation(result: Result) -> float:
+    """What the learning rate of an arm is chosen by: the error on the validation part, never that on the test part."""
+    return result.number("validation mse")
 
-    The rate is chosen by the error on the validation part, never by that on the test part.
-    """
-    return at_best_rate(results, GROUP, ("plain", "rsa"), lambda run: run.number("validation mse"))
+
+def by_arm(results: Sequence[Result]) -> dict[tuple[Setting, ...], dict[str, list[Result]]]:
+    """The runs of each arm at its best learning rate, for each series, horizon and family."""
+    return at_best_rate(results, GROUP, ("plain", "rsa"), by_validation)
 
 
 def summarise(results: Sequence[Result]) -> list[Row]:
