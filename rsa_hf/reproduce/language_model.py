@@ -162,7 +162,7 @@ EXPERIMENT = Experiment(
     published="Section 4.3, 14 layers, 400,000 steps on the whole data sets, bits per character: Block-Recurrent "
     "Transformer enwik8 1.0746 → 1.0683, text8 1.1652 → 1.1625 with RSA; Transformer-XL text8 1.164 with REMs, 1.183 "
     "with a learned Toeplitz P. The texts here are a prefix of 4.15 MB of enwik8, and text8 made of it.",
-    seeds={"toy": 2, "quick": 4, "full": 5},
+    seeds={"toy": 2, "quick": 5, "full": 5},
     cells=cells,
     run_cell=run_cell,
     conclude=conclude,

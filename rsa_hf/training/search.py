@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -110,7 +111,8 @@ def search_head_plans(
 
     Args:
         trainer: its `model_init` takes a trial and patches the model with `head_plan_space`. With evaluations along
-            the way (`eval_strategy`), trials that fall behind the median are ended early.
+            the way (`eval_strategy`), trials that fall behind the median are ended early. Where it shows no progress
+            bars, optuna says nothing of each trial either.
         metric: what `trainer.evaluate` calls the score.
         trials: how many in all, with those that `storage` holds from before.
         storage: the file in which each trial is kept as soon as it has ended.
@@ -136,26 +138,27 @@ def search_head_plans(
     _require_journal(storage)
     storage.parent.mkdir(parents=True, exist_ok=True)
     direction = "maximize" if greater_is_better else "minimize"
-    journal = JournalStorage(JournalFileBackend(str(storage)))
-    study = optuna.create_study(storage=journal, study_name=STUDY, direction=direction, load_if_exists=True)
-    _require_same(study, {} if settings is None else json.loads(json.dumps(settings)), storage)
-    if first is not None and not study.get_trials(deepcopy=False):
-        study.enqueue_trial({**{name: getattr(first, name) or 0 for name in COUNTS}, "dilation": first.dilation})
-    ended = _ended(study)
-    if len(ended) < trials:
-        trainer.hyperparameter_search(
-            # The plan is the model's, so there is nothing here for the arguments of the training.
-            lambda trial: {},
-            lambda metrics: metrics[metric],
-            n_trials=trials - len(ended),
-            direction=direction,
-            backend="optuna",
-            storage=journal,
-            study_name=STUDY,
-            load_if_exists=True,
-            # With the same seed a search that goes on would draw its first plans again.
-            sampler=optuna.samplers.TPESampler(seed=trainer.args.seed + len(ended)),
-        )
+    with _quiet(trainer.args.disable_tqdm):
+        journal = JournalStorage(JournalFileBackend(str(storage)))
+        study = optuna.create_study(storage=journal, study_name=STUDY, direction=direction, load_if_exists=True)
+        _require_same(study, {} if settings is None else json.loads(json.dumps(settings)), storage)
+        if first is not None and not study.get_trials(deepcopy=False):
+            study.enqueue_trial({**{name: getattr(first, name) or 0 for name in COUNTS}, "dilation": first.dilation})
+        ended = _ended(study)
+        if len(ended) < trials:
+            trainer.hyperparameter_search(
+                # The plan is the model's, so there is nothing here for the arguments of the training.
+                lambda trial: {},
+                lambda metrics: metrics[metric],
+                n_trials=trials - len(ended),
+                direction=direction,
+                backend="optuna",
+                storage=journal,
+                study_name=STUDY,
+                load_if_exists=True,
+                # With the same seed a search that goes on would draw its first plans again.
+                sampler=optuna.samplers.TPESampler(seed=trainer.args.seed + len(ended)),
+            )
     found = [
         FoundPlan(
             trial.number,
@@ -166,6 +169,20 @@ def search_head_plans(
     ]
     sign = -1 if greater_is_better else 1
     return sorted(found, key=lambda each: (each.score is None, sign * (each.score or 0.0)))
+
+
+@contextmanager
+def _quiet(quiet: bool | None) -> Iterator[None]:
+    """Without optuna's line for each study and trial, where that is wished for."""
+    import optuna
+
+    before = optuna.logging.get_verbosity()
+    if quiet:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(before)
 
 
 def _require_journal(storage: Path) -> None:

@@ -1,5 +1,7 @@
 """The experiment `search-heads`: what it measures, and a verdict that can fail."""
 
+import logging
+
 import pytest
 
 from rsa_hf.reproduce import search_heads
@@ -8,11 +10,16 @@ from rsa_hf.reproduce.runner import FOLDER, read_results, run_experiment
 from rsa_hf.reproduce.search_heads import DEFAULT, EXPERIMENT
 from rsa_hf.training.search import FoundPlan
 
-pytest.importorskip("optuna", reason="a search needs it: pip install 'rsa_hf[reproduce]'")
+optuna = pytest.importorskip("optuna", reason="a search needs it: pip install 'rsa_hf[reproduce]'")
 
 
-def test_at_toy_size(tmp_path):
+def test_at_toy_size(tmp_path, caplog, monkeypatch):
+    optuna.logging.set_verbosity(optuna.logging.INFO)
+    monkeypatch.setattr(logging.getLogger("optuna"), "propagate", True)
     run_experiment(EXPERIMENT, "toy", tmp_path, seeds=1, progress=False)
+    # Lines of each trial would bury the progress of the experiment; who uses optuna beside it is not silenced.
+    assert not [record for record in caplog.records if record.name.startswith("optuna")]
+    assert optuna.logging.get_verbosity() == optuna.logging.INFO
     [result] = read_results(tmp_path / FOLDER / "search-heads" / "toy").values()
     values = result.values
     assert len(values["validation"]) == 3

@@ -118,7 +118,7 @@ EXPERIMENT = Experiment(
     "same model without them, on little and on much data.",
     published="The paper detects defects in C functions too (section 4.3), with other models; its figures are not at "
     "hand. Without RSA, CodeBERT is reported at 62.08 % accuracy on all of Devign (CodeXGLUE).",
-    seeds={"toy": 2, "quick": 3, "full": 5},
+    seeds={"toy": 2, "quick": 4, "full": 5},
     cells=cells,
     run_cell=run_cell,
     conclude=conclude,
