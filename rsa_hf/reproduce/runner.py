@@ -18,12 +18,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from rsa_hf.reproduce.cells import Cell, Result, Setting
+from rsa_hf.reproduce.cells import Cell, Result
 from rsa_hf.reproduce.conclusion import Conclusion
 from rsa_hf.reproduce.experiment import Experiment, Size, cell_key
 from rsa_hf.reproduce.machine import versions
 from rsa_hf.reproduce.processes import run_cells
-from rsa_hf.reproduce.rate_search import arm_of, cells_to_run, number_of_runs
+from rsa_hf.reproduce.rate_search import cells_to_run, number_of_runs, results_of_all_seeds
 from rsa_hf.reproduce.summary import Row
 
 __all__ = ["FOLDER", "RequestError", "read_results", "run_experiment"]
@@ -77,16 +77,17 @@ def run_experiment(
     folder.mkdir(parents=True, exist_ok=True)
     kept = read_results(folder)
     chosen = _chosen(experiment, cells, only or {})
-    done = len(_to_run(experiment, chosen, kept).keys() & kept.keys())
-    with tqdm(total=_count(experiment, chosen), initial=done, desc=experiment.name, disable=not progress) as bar:
+    score = experiment.search_by
+    done, total = len(cells_to_run(chosen, kept, score).keys() & kept.keys()), number_of_runs(chosen, score)
+    with tqdm(total=total, initial=done, desc=experiment.name, disable=not progress) as bar:
         # What came of a search of learning rates says what there is left to run.
-        while left := {k: cell for k, cell in _to_run(experiment, chosen, kept).items() if k not in kept}:
+        while left := {key: cell for key, cell in cells_to_run(chosen, kept, score).items() if key not in kept}:
             for key, result in run_cells(experiment.run_cell, left, jobs):
                 kept[key] = result
                 _write(folder / KEPT, "".join(_line(key, result) for key, result in kept.items()))
                 bar.set_postfix_str(f"done: {_words(result.cell)}", refresh=False)
                 bar.update()
-    results = _of_all_seeds(experiment, cells, kept)
+    results = results_of_all_seeds(cells, kept, score)
     rows = experiment.summarise(results)
     if not rows:
         raise RequestError(f"{folder}: what has run makes no comparison yet; run the other arms too, plain and rsa.")
@@ -108,7 +109,7 @@ def run_experiment(
         "machines": sorted({result.machine for result in results}),
         "versions": versions(),
         "cells": [dict(result.cell) for result in results],
-        "planned": _count(experiment, cells),
+        "planned": number_of_runs(cells, score),
     }
     _write(folder / "configuration.json", _json(configuration))
     return conclusion
@@ -127,30 +128,6 @@ def _chosen(experiment: Experiment, cells: Mapping[str, Cell], only: Mapping[str
     if not found:
         raise RequestError(f"no cell of {experiment.name} has {_words({n: ' or '.join(w) for n, w in only.items()})}.")
     return found
-
-
-def _to_run(experiment: Experiment, cells: Mapping[str, Cell], kept: Mapping[str, Result]) -> Mapping[str, Cell]:
-    """The cells that are known to be needed, whether they have run or not."""
-    return cells if experiment.search_by is None else cells_to_run(cells, kept, experiment.search_by)
-
-
-def _count(experiment: Experiment, cells: Mapping[str, Cell]) -> int:
-    return len(cells) if experiment.search_by is None else number_of_runs(cells)
-
-
-def _of_all_seeds(experiment: Experiment, cells: Mapping[str, Cell], kept: Mapping[str, Result]) -> list[Result]:
-    """The results of those cells whose settings have run with every seed; of searched rates, of the whole arm."""
-
-    def settings(cell: Cell) -> Any:
-        return _without_seed(cell) if experiment.search_by is None else arm_of(cell)
-
-    needed = _to_run(experiment, cells, kept)
-    unfinished = {settings(cell) for key, cell in needed.items() if key not in kept}
-    return [kept[key] for key, cell in needed.items() if settings(cell) not in unfinished]
-
-
-def _without_seed(cell: Cell) -> tuple[tuple[str, Setting], ...]:
-    return tuple((name, value) for name, value in cell.items() if name != "seed")
 
 
 def read_results(folder: Path) -> dict[str, Result]:
