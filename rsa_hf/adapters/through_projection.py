@@ -14,6 +14,31 @@ from rsa_hf.geometry import remembered
 __all__ = ["deberta_values", "from_projection_to_return", "heads_of_states", "run_mpnet"]
 
 
+class _Kept:
+    """Stands in for a child module that projects, and keeps what it gave.
+
+    Args:
+        module: the parent.
+        projection: the attribute that holds the child.
+    """
+
+    def __init__(self, module: Any, projection: str) -> None:
+        self._module, self._projection = module, projection
+        self._project: Callable[[Tensor], Tensor] = getattr(module, projection)
+        self._states: Tensor | None = None
+        self.stand_in = StandInForCall(self._project, self._keep)
+
+    def _keep(self, states: Tensor) -> Tensor:
+        self._states = self._project(states)
+        return self._states
+
+    def states(self) -> Tensor:
+        """What it gave. Raises what `not_seen` makes if it was not called."""
+        if self._states is None:
+            raise not_seen(self._module, self._projection)
+        return self._states
+
+
 def from_projection_to_return(projection: str, values: Callable[[Any, Tensor], Tensor]) -> Run:
     """For a forward that returns its output, [B, T, H * D], and the weights.
 
@@ -23,19 +48,12 @@ def from_projection_to_return(projection: str, values: Callable[[Any, Tensor], T
     """
 
     def run(module: Any, forward: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
-        project, seen = getattr(module, projection), None
-
-        def keep(states: Tensor) -> Any:
-            nonlocal seen
-            seen = project(states)
-            return seen
-
-        output, *rest = forward(StandIn(module, {projection: StandInForCall(project, keep)}), **call)
-        if seen is None:
-            raise not_seen(module, projection)
+        kept = _Kept(module, projection)
+        output, *rest = forward(StandIn(module, {projection: kept.stand_in}), **call)
+        value = values(module, kept.states())
         attention = output.unflatten(-1, (module.num_attention_heads, -1))
         mask = remembered(_deberta_visible, call["attention_mask"])
-        return (mix(attention, values(module, seen), mask, causal=False).flatten(2), *rest)
+        return (mix(attention, value, mask, causal=False).flatten(2), *rest)
 
     return run
 
@@ -65,24 +83,16 @@ def _deberta_visible(mask: Tensor) -> Tensor:
 
 def run_mpnet(module: Any, forward: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
     """MPNet: its children `v` and `o` make V and take the output."""
-    project_value, project_output = module.v, module.o
-    seen, mixed = None, False
-
-    def keep(states: Tensor) -> Any:
-        nonlocal seen
-        seen = project_value(states)
-        return seen
+    kept, project_output, mixed = _Kept(module, "v"), module.o, False
 
     def mix_and_project(output: Tensor) -> Any:
         nonlocal mixed
-        if seen is None:
-            raise not_seen(module, "v")
         mixed = True
+        value = heads_of_states(module, kept.states())
         attention = output.unflatten(-1, (module.num_attention_heads, -1))
-        value = heads_of_states(module, seen)
         return project_output(mix(attention, value, call.get("attention_mask"), causal=False).flatten(2))
 
-    stand_ins = {"v": StandInForCall(project_value, keep), "o": StandInForCall(project_output, mix_and_project)}
+    stand_ins = {"v": kept.stand_in, "o": StandInForCall(project_output, mix_and_project)}
     found = forward(StandIn(module, stand_ins), **call)
     if not mixed:
         raise not_seen(module, "o")
