@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -103,8 +104,7 @@ def run_experiment(
         "size": size,
         "seeds": seeds,
         "revision": experiment.revision,
-        "command": f"rsa-hf reproduce {experiment.name} --{size}"
-        + (f" --seeds {seeds}" if seeds != experiment.seeds[size] else ""),
+        "command": _command(experiment, size, seeds, cells.values(), [result.cell for result in results]),
         "seconds": round(sum(result.seconds for result in results), 1),
         "machines": sorted({result.machine for result in results}),
         "versions": versions(),
@@ -113,6 +113,18 @@ def run_experiment(
     }
     _write(folder / "configuration.json", _json(configuration))
     return conclusion
+
+
+def _command(experiment: Experiment, size: Size, seeds: int, cells: Collection[Cell], shown: Collection[Cell]) -> str:
+    """What runs the cells that are shown: of each setting that has parts, the values that occur among them."""
+    words = [f"rsa-hf reproduce {experiment.name} --{size}"]
+    if seeds != experiment.seeds[size]:
+        words.append(f"--seeds {seeds}")
+    for name in experiment.parts:
+        found, all_there_are = (dict.fromkeys(str(cell[name]) for cell in each) for each in (shown, cells))
+        if len(found) < len(all_there_are):
+            words.append(shlex.join(["--only", f"{name}={','.join(found)}"]))
+    return " ".join(words)
 
 
 def _chosen(experiment: Experiment, cells: Mapping[str, Cell], only: Mapping[str, Collection[str]]) -> dict[str, Cell]:

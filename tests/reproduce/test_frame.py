@@ -203,7 +203,9 @@ def test_a_part_is_run_alone_and_shown_as_one(counted, tmp_path):
     )
     run_experiment(several, "quick", tmp_path, only={"model": ["small"]}, progress=False)
     assert len(ran) == 6 and {cell["model"] for cell in ran} == {"small"}
-    assert "**Confirmed (6 of 12 cells run)**" in write_page(tmp_path).read_text()
+    page = write_page(tmp_path).read_text()
+    assert "**Confirmed (6 of 12 cells run)**" in page
+    assert f"`rsa-hf reproduce {NAME} --quick --only model=small`" in page
     run_experiment(several, "quick", tmp_path, only={"model": ["large"], "arm": ["rsa"]}, progress=False)
     assert "**Confirmed (9 of 12 cells run)**" in write_page(tmp_path).read_text()
     with pytest.raises(RequestError, match="makes no comparison yet"):
@@ -211,7 +213,8 @@ def test_a_part_is_run_alone_and_shown_as_one(counted, tmp_path):
     ran.clear()
     run_experiment(several, "quick", tmp_path, progress=False)
     assert len(ran) == 3  # the plain ones of the large model
-    assert "**Confirmed**: 1.10 | 2.10" in write_page(tmp_path).read_text()
+    page = write_page(tmp_path).read_text()
+    assert "**Confirmed**: 1.10 | 2.10" in page and f"`rsa-hf reproduce {NAME} --quick`" in page
     for only, words in (
         ({"seed": ["1"]}, "no parts by 'seed'; allowed: model, arm"),
         ({"model": ["smal"]}, "model=smal is in no cell.*small, large"),
