@@ -25,7 +25,7 @@ MAX_LAYERS = 4096
 
 # No gate or optimiser needs more; further out, what is stored leaves the range of float32.
 MIN_SCALE, MAX_SCALE = 1e-6, 1e6
-MAX_GATE = 1e6
+MAX_START = 1e6
 
 _COUNT_FIELDS = ("num_regular", "num_cyclical_pairs", "num_dilated_regular", "num_dilated_cyclical_pairs")
 
@@ -44,6 +44,8 @@ class HeadPlan:
         num_dilated_cyclical_pairs: k5 = k6.
         dilation: one factor per dilated head, in head order, `k4 + k5 + k6` of them.
         gate_init: where μ starts; −inf is a shut gate.
+        nu_init: the two ends between which the pairs' ν start.
+        theta_init: the same of θ, in radians.
         gate_per_head: one μ per RSA head instead of one per layer.
         tie_pairs: the cos and the sin head of a pair share (ν, θ).
         parameter_scale: parameters are stored as value / parameter_scale.
@@ -56,6 +58,8 @@ class HeadPlan:
     num_dilated_cyclical_pairs: int
     dilation: tuple[int, ...]
     gate_init: float
+    nu_init: tuple[float, float]
+    theta_init: tuple[float, float]
     gate_per_head: bool
     tie_pairs: bool
     parameter_scale: float
@@ -126,6 +130,11 @@ class RSAConfig:
         gate_init: where μ starts, the gate being σ(μ); or `(low, high)`, spread evenly over the patched layers.
             −3 keeps a pretrained model nearly as it was; `float("-inf")` shuts the gate, and outputs are then
             bitwise those of the unpatched model.
+        nu_init: where ν starts, γ being sigmoid ν: one number for all pairs, or `(low, high)`, between which the pairs
+            of a layer stand evenly, in the middles of equal parts. The paper has (1, 2).
+        theta_init: where θ starts, in radians, given in the same way. The paper has π/4 for all. Pairs that start
+            alike are slow to part: from angles spread over (0, π) and a shorter memory models learn faster
+            (results/start.md, `python scripts/measure_start.py`).
         gate_per_head: one μ per RSA head (an extension) instead of one per layer (the paper).
         tie_pairs: the cos and the sin head of a pair share (ν, θ), as in the paper.
         layers: indices of the self-attention layers to patch, counted over all self-attention modules of the
@@ -147,6 +156,8 @@ class RSAConfig:
     num_dilated_cyclical_pairs: Count = None
     dilation: int | tuple[int, ...] | tuple[tuple[int, ...], ...] | None = None
     gate_init: float | tuple[float, float] = -3.0
+    nu_init: float | tuple[float, float] = 0.0
+    theta_init: float | tuple[float, float] = (0.0, math.pi)
     gate_per_head: bool = False
     tie_pairs: bool = True
     layers: tuple[int, ...] | None = None
@@ -158,6 +169,8 @@ class RSAConfig:
             object.__setattr__(self, name, _check_count(name, getattr(self, name)))
         object.__setattr__(self, "dilation", _check_dilation(self.dilation))
         object.__setattr__(self, "gate_init", _check_gate_init(self.gate_init))
+        for name in ("nu_init", "theta_init"):
+            object.__setattr__(self, name, _check_start(name, getattr(self, name)))
         object.__setattr__(self, "layers", _check_layers(self.layers))
         for name in ("gate_per_head", "tie_pairs"):
             _check_bool(name, getattr(self, name))
@@ -246,6 +259,8 @@ class RSAConfig:
                     num_dilated_cyclical_pairs=k5,
                     dilation=self._layer_dilation(layer, n, k4 + 2 * k5),
                     gate_init=gate,
+                    nu_init=_ends(self.nu_init),
+                    theta_init=_ends(self.theta_init),
                     gate_per_head=self.gate_per_head,
                     tie_pairs=self.tie_pairs,
                     parameter_scale=self.parameter_scale,
@@ -382,24 +397,33 @@ def _check_dilation(value: object, depth: int = 0) -> Any:
 
 def _check_gate_init(value: object) -> float | tuple[float, float]:
     if isinstance(value, (list, tuple)):
-        if len(value) != 2:
-            raise ValueError(f"gate_init={brief(value)}: one number, or the two ends (low, high), are needed.")
-        low, high = (_check_number("gate_init", v) for v in value)
-        if not (abs(low) <= MAX_GATE and abs(high) <= MAX_GATE):
-            raise ValueError(
-                f"gate_init={brief(value)}: the two ends (low, high) must be finite, from {-MAX_GATE:g} to "
-                f"{MAX_GATE:g}."
-            )
-        return low, high
+        return _check_start("gate_init", value)
     number = _check_number("gate_init", value)
     if math.isnan(number):
         raise ValueError("gate_init=nan: a number is needed, such as -3.0, or float('-inf') for a shut gate.")
-    if math.isfinite(number) and abs(number) > MAX_GATE:
-        raise ValueError(
-            f"gate_init={number}: a number from {-MAX_GATE:g} to {MAX_GATE:g} is needed, or float('-inf') for a shut "
-            "gate."
-        )
+    return number if math.isinf(number) else _check_start("gate_init", number, ", or float('-inf') for a shut gate")
+
+
+def _check_start(name: str, value: object, otherwise: str = "") -> float | tuple[float, float]:
+    """One finite number, or the two ends of a range."""
+    if isinstance(value, (list, tuple)):
+        if len(value) != 2:
+            raise ValueError(f"{name}={brief(value)}: one number, or the two ends (low, high), are needed.")
+        low, high = (_check_number(name, v) for v in value)
+        if not (abs(low) <= MAX_START and abs(high) <= MAX_START):
+            raise ValueError(
+                f"{name}={brief(value)}: the two ends (low, high) must be finite, from {-MAX_START:g} to "
+                f"{MAX_START:g}."
+            )
+        return low, high
+    number = _check_number(name, value)
+    if not abs(number) <= MAX_START:
+        raise ValueError(f"{name}={number}: a number from {-MAX_START:g} to {MAX_START:g} is needed{otherwise}.")
     return number
+
+
+def _ends(value: float | tuple[float, float]) -> tuple[float, float]:
+    return value if isinstance(value, tuple) else (value, value)
 
 
 def _check_layers(value: object) -> tuple[int, ...] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -59,23 +58,27 @@ class RSAHeads(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set every parameter that a checkpoint has not set to where it starts (paper, section 3).
+        """Set every parameter that a checkpoint has not set to where it starts.
 
-        η is spread over [−2, −1] ∪ [1, 2], ν over [1, 2], θ is π/4, μ is the plan's.
+        η is spread over [−2, −1] ∪ [1, 2] (paper, section 3); μ, and the ends between which ν and θ are spread over
+        the pairs, are the plan's.
         """
         plan = self.plan
         eta = [_spread_over_both_signs((i + 0.5) / plan.num_eta) for i in range(plan.num_eta)]
         pairs = plan.num_cyclical_pairs + plan.num_dilated_cyclical_pairs
-        nu = [1 + (i + 0.5) / pairs for i in range(pairs)]
-        if not plan.tie_pairs:
-            # In head order: the cos heads of a kind, then its sin heads, each starting as the tied pair would.
+
+        def spread(ends: tuple[float, float]) -> list[float]:
+            low, high = ends
+            values = [low + (high - low) * (i + 0.5) / pairs for i in range(pairs)]
+            # Untied, in head order: the cos heads of a kind, then its sin heads, each starting as the tied pair would.
             k2 = plan.num_cyclical_pairs
-            nu = 2 * nu[:k2] + 2 * nu[k2:]
+            return values if plan.tie_pairs else 2 * values[:k2] + 2 * values[k2:]
+
         starts = {
             "mu": [plan.gate_init] * self.mu.numel(),
             "eta": eta,
-            "nu": nu,
-            "theta": [math.pi / 4] * plan.num_nu,
+            "nu": spread(plan.nu_init),
+            "theta": spread(plan.theta_init),
         }
         for name, start in starts.items():
             parameter = getattr(self, name)

@@ -1,7 +1,8 @@
 """Sample efficiency: how many tokens a model needs to reach the unpatched model's final bits per byte.
 
 Every arm is trained at every learning rate with the first seed, and at the one that was best for it with the others.
-The target of a seed is what the plain model reaches with that seed at the end of its training.
+The target of a seed is what the plain model reaches with that seed at the end of its training; and, to see which way
+the ratio goes as training gets longer, what it reaches half way, of half of its tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ __all__ = ["EXPERIMENT"]
 
 GOALS = {"gpt2": 0.2, "llama": 0.4}  # of the plain model's tokens, what this project aims at
 LARGEST = {"enwik8": 3_700_000, "wikitext-2": 10_000_000, "python": 10_000_000}  # bytes that the training text has
+RATIO, RATIO_HALF_WAY = "tokens / plain", "tokens / plain, half way"
 GROUP = ("corpus", "train_bytes", "model", "family", "steps")
 
 
@@ -57,7 +59,7 @@ def _cells(size: Size, seeds: int) -> list[Cell]:
         for corpus, train_bytes, model, steps, rates in grid
         for seed in range(seeds)
         for family in GOALS
-        for arm in (ARMS if family == "llama" else ("plain", "rsa"))
+        for arm in (ARMS if family == "llama" else ("plain", "rsa", "published"))
         for rate in rates
     ]
 
@@ -87,6 +89,12 @@ def _curve(result: Result) -> Curve:
     return Curve(tokens, scores)
 
 
+def _ratio(curve: Curve, plain: Curve, share: float) -> float:
+    """Tokens until what the plain model has reached after this share of its own, over those."""
+    last = max(1, round(share * len(plain.tokens))) - 1
+    return curve.tokens_until(plain.bits_per_byte[last]) / plain.tokens[last]
+
+
 def _score(result: Result) -> float:
     return result.number("final")
 
@@ -113,10 +121,9 @@ def _summarise(results: Sequence[Result]) -> list[Row]:
                 "parameters": [run.number("parameters") for run in runs],
             }
             if arm != "plain":
-                measures["tokens / plain"] = [
-                    _curve(run).tokens_until(other.number("final")) / _curve(other).tokens[-1]
-                    for run, other in zip(runs, plain, strict=True)
-                ]
+                curves = [(_curve(run), _curve(other)) for run, other in zip(runs, plain, strict=True)]
+                for measure, share in ((RATIO, 1.0), (RATIO_HALF_WAY, 0.5)):
+                    measures[measure] = [_ratio(curve, of_plain, share) for curve, of_plain in curves]
             for measure, values in measures.items():
                 # A run that never gets there has no ratio, so its mean has no interval either.
                 ends = interval(values) if max(values) < math.inf else (math.inf, math.nan, math.nan)
@@ -125,17 +132,23 @@ def _summarise(results: Sequence[Result]) -> list[Row]:
 
 
 def _conclude(rows: Sequence[Row]) -> Conclusion:
-    ratios = find_rows(rows, "tokens / plain", arm="rsa")
+    ratios = find_rows(rows, RATIO, arm="rsa")
     words = []
     for row in ratios:
         family = str(row.settings["family"])
         same = {name: row.settings[name] for name in GROUP}
-        others = [each for arm in CONTROLS for each in find_rows(rows, "tokens / plain", arm=arm, **same)]
+        [half_way] = find_rows(rows, RATIO_HALF_WAY, arm="rsa", **same)
+        others = [each for arm in CONTROLS for each in find_rows(rows, RATIO, arm=arm, **same)]
         ends = "one seed" if math.isnan(row.low) else f"{row.low:.2f} … {row.high:.2f}"
         text = (
             f"{family} of {row.settings['model']}, {row.settings['train_bytes']:,} bytes of {row.settings['corpus']}: "
             f"RSA needs {row.mean:.2f} ({ends}) of the plain model's tokens, goal {GOALS[family]} "
-            f"{'met' if row.mean <= GOALS[family] else 'not met'}"
+            f"{'met' if row.mean <= GOALS[family] else 'not met'}; {half_way.mean:.2f} of the first half of them to reach "
+            "what they gave"
+        )
+        text += "".join(
+            f", {each.mean:.2f} with the published plan and start"
+            for each in find_rows(rows, RATIO, arm="published", **same)
         )
         if others:
             first = min(others, key=lambda each: each.mean)
@@ -171,5 +184,5 @@ EXPERIMENT = Experiment(
     summarise=_summarise,
     parts=("corpus", "train_bytes", "model", "family", "arm"),
     search_by=_score,
-    revision=2,
+    revision=3,
 )

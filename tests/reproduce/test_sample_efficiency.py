@@ -103,6 +103,28 @@ def test_each_arm_stands_with_its_own_best_rate():
     assert next(row for row in rows if row.measure == "learning rate" and row.settings["arm"] == "rsa").mean == 1e-2
 
 
+def test_the_ratio_half_way():
+    curves = [result("plain", (6, 5, 4, 3.0)), result("rsa", (5.5, 3.5, 3.0, 2.0))]
+    for run in curves:
+        run.values["tokens"] = [10.0, 20.0, 30.0, 40.0]
+    rows = {row.measure: row.mean for row in EXPERIMENT.summarise(curves)}
+    assert rows["tokens / plain"] == pytest.approx(30 / 40)
+    assert rows["tokens / plain, half way"] == pytest.approx(12.5 / 20)  # 5 is a quarter of the way from 5.5 to 3.5
+    assert (
+        "RSA needs 0.75 (one seed) of the plain model's tokens, goal 0.4 not met; 0.62 of"
+        in concluded(*curves).sentence
+    )
+
+
+def test_the_published_plan_stands_beside_it():
+    runs = [result("plain", (5, 4, 3.0)), result("rsa", (3, 3, 3)), result("published", (4, 3.0, 2.0))]
+    assert ", 0.67 with the published plan and start." in concluded(*runs).sentence
+    plan = next(heads.plan for m in make_arm("published", plain(), SHAPE.block).modules() if (heads := heads_of(m)))
+    assert (plan.num_rsa_heads, plan.nu_init, plan.theta_init) == (SHAPE.heads // 2, (1, 2), (math.pi / 4,) * 2)
+    plan = next(heads.plan for m in make_arm("rsa", plain(), SHAPE.block).modules() if (heads := heads_of(m)))
+    assert (plan.num_rsa_heads, plan.nu_init, plan.theta_init) == (SHAPE.heads, (0, 0), (0, math.pi))
+
+
 def test_verdicts():
     base = [result("plain", (5, 4, 3.0), seed) for seed in (0, 1, 2)]
     assert (

@@ -1,11 +1,14 @@
-"""What is compared: the plain model, and RSA heads that begin with other gates and learn at another pace."""
+"""What is compared: the plain model, and RSA heads that start elsewhere or learn at another pace."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from transformers import PreTrainedModel
 
 from rsa_hf.config import RSAConfig
 from rsa_hf.patching import patch_model
+from rsa_hf.reproduce.published_start import PUBLISHED_START
 
 __all__ = ["ARMS", "DEFAULT", "GATES", "MULTIPLES", "PLAIN", "make_arm"]
 
@@ -17,14 +20,16 @@ MULTIPLES = (1.0, 20.0, 100.0)
 
 def _name(plan: RSAConfig) -> str:
     assert not isinstance(plan.gate_init, tuple)
-    return f"μ {plan.gate_init:+g}, × {plan.parameter_scale:g}"
+    published = replace(plan, **PUBLISHED_START) == plan
+    return f"μ {plan.gate_init:+g}, × {plan.parameter_scale:g}{', published ν and θ' if published else ''}"
 
 
 DEFAULT = _name(RSAConfig())
-# Gates at the default pace, and paces at the default gate.
+# Each differs from the default in one thing alone.
 _PLANS = [
     *(RSAConfig(gate_init=gate) for gate in GATES),
     *(RSAConfig(parameter_scale=multiple) for multiple in MULTIPLES),
+    RSAConfig(**PUBLISHED_START),
 ]
 ARMS: dict[str, RSAConfig | None] = {PLAIN: None, DEFAULT: RSAConfig(), **{_name(plan): plan for plan in _PLANS}}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -57,20 +57,24 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
         f"RSA, beyond the interval, in {sum(row.low > 0 for row in gains)} of {len(gains)} cases and loses in "
         f"{sum(row.high < 0 for row in gains)}: {'; '.join(each)}"
     )
-    by_gate = _compared(rows, lambda plan: plan.parameter_scale == RSAConfig().parameter_scale)
-    by_pace = _compared(rows, lambda plan: plan.gate_init == RSAConfig().gate_init)
+    tried = [_compared(rows, names) for names in (("gate_init",), ("parameter_scale",), ("nu_init", "theta_init"))]
     compared = {row.settings["model"] for row in rows}
     left_out = [model for model in dict.fromkeys(each.model for each in COMPARISONS["full"]) if model not in compared]
     not_measured = f"Part of --full alone: {', '.join(left_out)}" if left_out else ""
-    parts = [sentence, *(text for text in (by_gate, by_pace, not_measured) if text)]
+    parts = [sentence, *(text for text in (*tried, not_measured) if text)]
     losses = [replace(row, mean=-row.mean, low=-row.high, high=-row.low) for row in gains]
     return Conclusion(judge(losses, 0), ". ".join(parts) + "." + undecided(losses, 0))
 
 
-def _compared(rows: Sequence[Row], chosen: Callable[[RSAConfig], bool]) -> str:
-    """Mean gains of some arms over the cases that have all of them, task by task."""
+def _compared(rows: Sequence[Row], names: Sequence[str]) -> str:
+    """Mean gains of arms that differ in some settings alone, over the cases that have all of them, task by task."""
     tried = {str(row.settings["arm"]) for row in rows}
-    arms = [arm for arm, plan in ARMS.items() if arm in tried and plan is not None and chosen(plan)]
+    default = {name: getattr(RSAConfig(), name) for name in names}
+    arms = [
+        arm
+        for arm, plan in ARMS.items()
+        if arm in tried and plan is not None and replace(plan, **default) == RSAConfig()
+    ]
     cases: dict[tuple[Setting, Setting], list[list[Row]]] = {}
     for first in find_rows(rows, GAIN, arm=DEFAULT):
         setting = {name: first.settings[name] for name in SETTING}

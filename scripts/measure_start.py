@@ -1,0 +1,100 @@
+"""Which heads, gates and rates should a model that is trained from scratch start with?
+
+    RSA_HF_DATA=... python scripts/measure_start.py --output results
+
+A byte-level Llama (4 layers, 128 wide, 8 heads) on enwik8, the same text, seeds and training for every start. Each is
+`RSAConfig(num_cyclical_pairs=4, gate_init=1.0)` but for what its name says.
+
+Writes results/start.json and .md: bits per byte on held-out text on the way. It goes on where it was broken off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+
+from rsa_hf import RSAConfig, patch_model
+from rsa_hf.reproduce.byte_models import SHAPES, build, read_corpus, train_on_bytes
+
+BASE = RSAConfig(num_cyclical_pairs=4, gate_init=1.0)
+STARTS = {
+    "no RSA heads": None,
+    "RSAConfig(num_cyclical_pairs=4, gate_init=1.0)": BASE,
+    "θ = π/4 for all, ν over 1 … 2 (published)": replace(BASE, theta_init=math.pi / 4, nu_init=(1.0, 2.0)),
+    "θ = π/4 for all": replace(BASE, theta_init=math.pi / 4),
+    "ν over 1 … 2": replace(BASE, nu_init=(1.0, 2.0)),
+    "ν over 0 … 1": replace(BASE, nu_init=(0.0, 1.0)),
+    "ν = −1": replace(BASE, nu_init=-1.0),
+    "gates from one half": replace(BASE, gate_init=0.0),
+    "gates from σ(2), first layer, to σ(−1), last": replace(BASE, gate_init=(2.0, -1.0)),
+    "two pairs, four plain heads": replace(BASE, num_cyclical_pairs=2),
+    "two regular heads, three pairs": replace(BASE, num_regular=2, num_cyclical_pairs=3),
+}
+SHAPE, LEARNING_RATE, EVALUATIONS = SHAPES["1M"], 1e-3, 4
+
+
+def run(plan: RSAConfig | None, seed: int, steps: int) -> list[float]:
+    text = read_corpus("enwik8", 1_000_000, 50_000, SHAPE.block)
+    torch.manual_seed(seed)
+    model = build("llama", SHAPE)
+    if plan is not None:
+        patch_model(model, plan)
+    curve = train_on_bytes(
+        model, text, SHAPE, learning_rate=LEARNING_RATE, steps=steps, evaluations=EVALUATIONS, seed=seed
+    )
+    return curve.bits_per_byte
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("results"))
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--seeds", type=int, default=2)
+    arguments = parser.parse_args()
+    record = {"command": f"python scripts/measure_start.py --steps {arguments.steps} --seeds {arguments.seeds}"}
+    path = arguments.output / "start.json"
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if before["command"] != record["command"]:
+            parser.error(f"{path} is of another run, {before['command']}; move it away first.")
+        record = before
+    runs = record.setdefault("bits_per_byte", {})
+    todo = [(name, seed) for seed in range(arguments.seeds) for name in STARTS]
+    for name, seed in tqdm(todo):
+        if len(runs.setdefault(name, [])) == seed:
+            runs[name].append(run(STARTS[name], seed, arguments.steps))
+            write(arguments.output, record, arguments.steps)
+    print((arguments.output / "start.md").read_text(encoding="utf-8"))
+
+
+def write(output: Path, record: dict, steps: int) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    record["torch"] = torch.__version__
+    (output / "start.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    marks = [round(steps * (i + 1) / EVALUATIONS) for i in range(EVALUATIONS)]
+    lines = [
+        "# Where should RSA heads start in a model that is trained from scratch?",
+        "",
+        f"Made by `{record['command']}`: a byte-level Llama (4 layers, 128 wide, 8 heads) on enwik8, {SHAPE.batch} × "
+        f"{SHAPE.block} bytes a step, AdamW {LEARNING_RATE}. Bits per byte on held-out text after so many steps, "
+        "means over the seeds, and each seed's at the end. From the second row on every row differs from "
+        "`RSAConfig(num_cyclical_pairs=4, gate_init=1.0)` in what it says alone.",
+        "",
+        f"| start | {' | '.join(map(str, marks))} | each seed |",
+        "|---|" + "---|" * (len(marks) + 1),
+    ]
+    for name, curves in record["bits_per_byte"].items():
+        means = " | ".join(f"{statistics.mean(scores):.3f}" for scores in zip(*curves, strict=True))
+        lines.append(f"| {name} | {means} | {', '.join(f'{curve[-1]:.3f}' for curve in curves)} |")
+    (output / "start.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
