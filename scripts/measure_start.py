@@ -30,12 +30,9 @@ STARTS = {
     "θ = π/4 for all, ν over 1 … 2 (published)": replace(BASE, theta_init=math.pi / 4, nu_init=(1.0, 2.0)),
     "θ = π/4 for all": replace(BASE, theta_init=math.pi / 4),
     "ν over 1 … 2": replace(BASE, nu_init=(1.0, 2.0)),
-    "ν over 0 … 1": replace(BASE, nu_init=(0.0, 1.0)),
     "ν = −1": replace(BASE, nu_init=-1.0),
     "gates from one half": replace(BASE, gate_init=0.0),
-    "gates from σ(2), first layer, to σ(−1), last": replace(BASE, gate_init=(2.0, -1.0)),
     "two pairs, four plain heads": replace(BASE, num_cyclical_pairs=2),
-    "two regular heads, three pairs": replace(BASE, num_regular=2, num_cyclical_pairs=3),
 }
 SHAPE, LEARNING_RATE, EVALUATIONS = SHAPES["1M"], 1e-3, 4
 

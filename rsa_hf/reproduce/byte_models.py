@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from dataclasses import dataclass
 
 import torch
@@ -61,12 +60,10 @@ class Curve:
     Attributes:
         tokens: bytes trained on, at each evaluation.
         bits_per_byte: at each evaluation.
-        seconds: processor time of the training, without the evaluations.
     """
 
     tokens: list[float]
     bits_per_byte: list[float]
-    seconds: float = 0.0
 
     def tokens_until(self, target: float) -> float:
         """Bytes after which the curve first is at `target` or below, between evaluations by a line; or infinity."""
@@ -165,7 +162,7 @@ def train_on_bytes(
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
     order: list[int] = []
-    tokens, scores, seconds, start = list[float](), list[float](), 0.0, time.process_time()
+    tokens, scores = list[float](), list[float]()
     marks = {round(steps * (i + 1) / evaluations) for i in range(evaluations)}
     for step in range(1, steps + 1):
         model.train()
@@ -180,8 +177,6 @@ def train_on_bytes(
         schedule.step()
         optimizer.zero_grad()
         if step in marks:
-            seconds += time.process_time() - start
             tokens.append(float(step * shape.batch * shape.block))
             scores.append(evaluate_language_model(model, text.validation, 32)["bits_per_byte"])
-            start = time.process_time()
-    return Curve(tokens, scores, seconds)
+    return Curve(tokens, scores)

@@ -20,12 +20,14 @@ from rsa_hf.reproduce.byte_models import SHAPES, Curve, build, read_corpus, trai
 from rsa_hf.reproduce.cells import Cell, Result, Setting, Values
 from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
 from rsa_hf.reproduce.experiment import Experiment, Size
+from rsa_hf.reproduce.step_time import step_time_ratio
 from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, interval
 
 __all__ = ["EXPERIMENT"]
 
 GOALS = {"gpt2": 0.2, "llama": 0.4}  # of the plain model's tokens, what this project aims at
 LARGEST = {"enwik8": 3_700_000, "wikitext-2": 10_000_000, "python": 10_000_000}  # bytes that the training text has
+TIME = "time of a step / plain"
 RATIO, RATIO_HALF_WAY = "tokens / plain", "tokens / plain, half way"
 GROUP = ("corpus", "train_bytes", "model", "family", "steps")
 
@@ -68,15 +70,17 @@ def _run_cell(cell: Cell) -> Values:
     shape, seed, steps = SHAPES[str(cell["model"])], int(cell["seed"]), int(cell["steps"])
     text = read_corpus(str(cell["corpus"]), int(cell["train_bytes"]), int(cell["eval_bytes"]), shape.block)
     torch.manual_seed(seed)
-    model = make_arm(str(cell["arm"]), build(str(cell["family"]), shape), shape.block)
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = make_arm(str(cell["arm"]), build(str(cell["family"]), shape), shape.block).to(device)
     rate = float(cell["learning_rate"])
     evaluations = int(cell["evaluations"])
     curve = train_on_bytes(model, text, shape, learning_rate=rate, steps=steps, evaluations=evaluations, seed=seed)
+    plain = build(str(cell["family"]), shape).to(device)  # type: ignore[arg-type]
+    block = torch.arange(shape.batch * shape.block, device=device).view(shape.batch, -1).remainder(256)
     return {
         "final": curve.bits_per_byte[-1],
         "parameters": float(sum(parameter.numel() for parameter in model.parameters())),
-        "seconds": curve.seconds,
+        TIME: step_time_ratio(model, plain, {"input_ids": block, "labels": block}),
         "tokens": curve.tokens,
         "bits per byte": curve.bits_per_byte,
     }
@@ -115,12 +119,10 @@ def _summarise(results: Sequence[Result]) -> list[Row]:
             measures = {
                 "bits per byte": [run.number("final") for run in runs],
                 "learning rate": [float(run.cell["learning_rate"]) for run in runs],
-                "time / plain": [
-                    run.number("seconds") / other.number("seconds") for run, other in zip(runs, plain, strict=True)
-                ],
                 "parameters": [run.number("parameters") for run in runs],
             }
             if arm != "plain":
+                measures[TIME] = [run.number(TIME) for run in runs]
                 curves = [(_curve(run), _curve(other)) for run, other in zip(runs, plain, strict=True)]
                 for measure, share in ((RATIO, 1.0), (RATIO_HALF_WAY, 0.5)):
                     measures[measure] = [_ratio(curve, of_plain, share) for curve, of_plain in curves]
@@ -143,8 +145,8 @@ def _conclude(rows: Sequence[Row]) -> Conclusion:
         text = (
             f"{family} of {row.settings['model']}, {row.settings['train_bytes']:,} bytes of {row.settings['corpus']}: "
             f"RSA needs {row.mean:.2f} ({ends}) of the plain model's tokens, goal {GOALS[family]} "
-            f"{'met' if row.mean <= GOALS[family] else 'not met'}; {half_way.mean:.2f} of the first half of them to reach "
-            "what they gave"
+            f"{'met' if row.mean <= GOALS[family] else 'not met'}; {half_way.mean:.2f} of their first half to "
+            "reach what that gave"
         )
         text += "".join(
             f", {each.mean:.2f} with the published plan and start"
