@@ -114,10 +114,8 @@ class RSAConfig:
 
     Each count is one number for all layers, or one per patched layer.
 
-    The defaults of `gate_init` and `parameter_scale` are meant for pretrained models. `rsa-hf reproduce fine-tune`
-    compares others with them, and RESULTS.md has what was measured so far: gates that begin further open cost more
-    before training and have not gained more beyond chance, gates from −6 hardly learn, and no pace was better beyond
-    chance.
+    The defaults are meant for pretrained models; a model that is trained from scratch learns faster from
+    `RSAConfig.from_scratch`. `rsa-hf reproduce fine-tune` compares others with them; RESULTS.md has what came of it.
 
     Args:
         num_regular: number of regular REM heads, k1 (λ = tanh η).
@@ -131,10 +129,8 @@ class RSAConfig:
             −3 keeps a pretrained model nearly as it was; `float("-inf")` shuts the gate, and outputs are then
             bitwise those of the unpatched model.
         nu_init: where ν starts, γ being sigmoid ν: one number for all pairs, or `(low, high)`, between which the pairs
-            of a layer stand evenly, in the middles of equal parts. The paper has (1, 2).
-        theta_init: where θ starts, in radians, given in the same way. The paper has π/4 for all. Pairs that start
-            alike are slow to part: from angles spread over (0, π) and a shorter memory models learn faster
-            (results/start.md, `python scripts/measure_start.py`).
+            of a layer stand evenly, in the middles of equal parts. The default is the paper's (section 3).
+        theta_init: where θ starts, in radians, given in the same way. The default is the paper's.
         gate_per_head: one μ per RSA head (an extension) instead of one per layer (the paper).
         tie_pairs: the cos and the sin head of a pair share (ν, θ), as in the paper.
         layers: indices of the self-attention layers to patch, counted over all self-attention modules of the
@@ -156,8 +152,8 @@ class RSAConfig:
     num_dilated_cyclical_pairs: Count = None
     dilation: int | tuple[int, ...] | tuple[tuple[int, ...], ...] | None = None
     gate_init: float | tuple[float, float] = -3.0
-    nu_init: float | tuple[float, float] = 0.0
-    theta_init: float | tuple[float, float] = (0.0, math.pi)
+    nu_init: float | tuple[float, float] = (1.0, 2.0)
+    theta_init: float | tuple[float, float] = math.pi / 4
     gate_per_head: bool = False
     tie_pairs: bool = True
     layers: tuple[int, ...] | None = None
@@ -182,6 +178,35 @@ class RSAConfig:
                 "1 stores plain values."
             )
         object.__setattr__(self, "parameter_scale", scale)
+
+    @classmethod
+    def from_scratch(cls, num_heads: int) -> RSAConfig:
+        """The plan for a model that is trained from random weights.
+
+        All heads are RSA heads in cyclical pairs, an odd one regular, with gates from σ(1), ν from 0 and θ spread over
+        (0, π). There is nothing that open gates could harm; and pairs that start alike, as the paper's do, are slow to
+        part (results/start.md, made by `scripts/measure_start.py`, compares). On a pretrained model, which attends to
+        nearest neighbours already, this start has gained less than the paper's (RESULTS.md, fine-tune).
+
+        Args:
+            num_heads: attention heads of each layer, H.
+
+        Raises:
+            TypeError: it is no whole number.
+            ValueError: it is below 1.
+        """
+        if not _is_int(num_heads):
+            raise TypeError(f"num_heads={brief(num_heads)}: a whole number ≥ 1 is needed.")
+        if num_heads < 1:
+            raise ValueError(f"num_heads={num_heads}: a whole number ≥ 1 is needed.")
+        pairs = num_heads // 2
+        return cls(
+            num_regular=num_heads - 2 * pairs,
+            num_cyclical_pairs=pairs,
+            gate_init=1.0,
+            nu_init=0.0,
+            theta_init=(0.0, math.pi),
+        )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RSAConfig:

@@ -3,7 +3,7 @@
     RSA_HF_DATA=... python scripts/measure_start.py --output results
 
 A byte-level Llama (4 layers, 128 wide, 8 heads) on enwik8, the same text, seeds and training for every start. Each is
-`RSAConfig(num_cyclical_pairs=4, gate_init=1.0)` but for what its name says.
+`RSAConfig.from_scratch(8)` but for what its name says.
 
 Writes results/start.json and .md: bits per byte on held-out text on the way. It goes on where it was broken off.
 """
@@ -23,18 +23,19 @@ from tqdm.auto import tqdm
 from rsa_hf import RSAConfig, patch_model
 from rsa_hf.reproduce.byte_models import SHAPES, build, read_corpus, train_on_bytes
 
-BASE = RSAConfig(num_cyclical_pairs=4, gate_init=1.0)
+SHAPE, LEARNING_RATE, EVALUATIONS = SHAPES["1M"], 1e-3, 4
+BASE = RSAConfig.from_scratch(SHAPE.heads)
 STARTS = {
     "no RSA heads": None,
-    "RSAConfig(num_cyclical_pairs=4, gate_init=1.0)": BASE,
+    "RSAConfig.from_scratch(8)": BASE,
     "θ = π/4 for all, ν over 1 … 2 (published)": replace(BASE, theta_init=math.pi / 4, nu_init=(1.0, 2.0)),
     "θ = π/4 for all": replace(BASE, theta_init=math.pi / 4),
     "ν over 1 … 2": replace(BASE, nu_init=(1.0, 2.0)),
     "ν = −1": replace(BASE, nu_init=-1.0),
     "gates from one half": replace(BASE, gate_init=0.0),
+    "θ over 0 … π/2": replace(BASE, theta_init=(0.0, math.pi / 2)),
     "two pairs, four plain heads": replace(BASE, num_cyclical_pairs=2),
 }
-SHAPE, LEARNING_RATE, EVALUATIONS = SHAPES["1M"], 1e-3, 4
 
 
 def run(plan: RSAConfig | None, seed: int, steps: int) -> list[float]:
@@ -82,7 +83,7 @@ def write(output: Path, record: dict, steps: int) -> None:
         f"Made by `{record['command']}`: a byte-level Llama (4 layers, 128 wide, 8 heads) on enwik8, {SHAPE.batch} × "
         f"{SHAPE.block} bytes a step, AdamW {LEARNING_RATE}. Bits per byte on held-out text after so many steps, "
         "means over the seeds, and each seed's at the end. From the second row on every row differs from "
-        "`RSAConfig(num_cyclical_pairs=4, gate_init=1.0)` in what it says alone.",
+        "`RSAConfig.from_scratch(8)` in what it says alone.",
         "",
         f"| start | {' | '.join(map(str, marks))} | each seed |",
         "|---|" + "---|" * (len(marks) + 1),

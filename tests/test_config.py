@@ -40,6 +40,17 @@ def test_plan_per_layer():
     assert (second.num_regular, second.dilation, second.gate_init) == (2, (), 3)
 
 
+@pytest.mark.parametrize(("heads", "regular", "pairs"), [(1, 1, 0), (2, 0, 1), (7, 1, 3), (8, 0, 4)])
+def test_from_scratch_takes_all_heads(heads, regular, pairs):
+    (plan,) = RSAConfig.from_scratch(heads).layer_plans([heads])
+    assert (plan.num_regular, plan.num_cyclical_pairs, plan.num_rsa_heads) == (regular, pairs, heads)
+    assert (plan.gate_init, plan.nu_init, plan.theta_init) == (1, (0, 0), (0, math.pi))
+    with pytest.raises(ValueError, match="num_heads=0: a whole number ≥ 1"):
+        RSAConfig.from_scratch(0)
+    with pytest.raises(TypeError, match=r"num_heads=8\.0"):
+        RSAConfig.from_scratch(8.0)
+
+
 @given(
     st.builds(
         dict,

@@ -96,17 +96,16 @@ def test_where_parameters_start():
     eta = heads.eta * scale
     assert bool(((eta.abs() >= 1) & (eta.abs() <= 2)).all())
     assert eta.unique().numel() == 3
-    torch.testing.assert_close(rates["gamma"], torch.full((2,), 0.5))
-    torch.testing.assert_close(rates["theta"], torch.tensor([math.pi / 4, 3 * math.pi / 4]))
+    torch.testing.assert_close(rates["gamma"], torch.sigmoid(torch.tensor([1.25, 1.75])))
+    torch.testing.assert_close(rates["theta"], torch.full((2,), math.pi / 4))
     assert {p.dtype for p in heads.parameters()} == {torch.float32}
     assert all(p.dim() == 1 for p in heads.parameters())
 
 
-def test_the_published_start_of_nu_and_theta():
-    heads = make(nu_init=(1.0, 2.0), theta_init=math.pi / 4)
-    rates = heads.rates()
-    torch.testing.assert_close(rates["gamma"], torch.sigmoid(torch.tensor([1.25, 1.75])))
-    torch.testing.assert_close(rates["theta"], torch.full((2,), math.pi / 4))
+def test_another_start_of_nu_and_theta():
+    rates = make(nu_init=0.0, theta_init=(0.0, math.pi)).rates()
+    torch.testing.assert_close(rates["gamma"], torch.full((2,), 0.5))
+    torch.testing.assert_close(rates["theta"], torch.tensor([math.pi / 4, 3 * math.pi / 4]))
 
 
 @pytest.mark.parametrize("scale", [1.0, 20.0])

@@ -1,19 +1,18 @@
 """What RSA is compared with: the plain model, and cheaper explanations of what RSA does.
 
 * `plain`: the model as it is.
-* `rsa`: all heads are RSA heads in cyclical pairs, gates from σ(1), rates from `RSAConfig`'s start.
-* `published`: half of the heads are, gates from one half, rates from the paper's start.
+* `rsa`: `RSAConfig.from_scratch`: all heads are RSA heads in cyclical pairs.
+* `published`: half of the heads are, with rates from the paper's start and gates from one half.
 * `alibi`: attention with linear biases (Press et al., 2022), so attention itself can prefer what is near.
 * `toeplitz`: the heads of `rsa` with a learned number for each lag in place of a REM.
 * `convolution`: a causal convolution over four tokens on V (as in Primer, So et al., 2021), starting as the identity.
 * `no softmax`: the heads of `rsa` with the gate fixed at 1, so they see P V alone.
-
-results/start.md has what led to the plan of `rsa`.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from rsa_hf.heads import RSAHeads
 from rsa_hf.lookup import heads_of
 from rsa_hf.patching import patch_model
 from rsa_hf.rem import lag_weights
-from rsa_hf.reproduce.published_start import PUBLISHED_START
 
 __all__ = ["ARMS", "CONTROLS", "make_arm"]
 
@@ -63,9 +61,9 @@ def make_arm(arm: str, model: PreTrainedModel, longest: int) -> nn.Module:
             attention.v_proj = nn.Sequential(projection, CausalConvolution(projection.out_features))
         return model
     if arm == "published":
-        return patch_model(model, RSAConfig(gate_init=0.0, **PUBLISHED_START))
-    gate = math.inf if arm == "no softmax" else 1.0
-    patch_model(model, RSAConfig(num_cyclical_pairs=model.config.num_attention_heads // 2, gate_init=gate))
+        return patch_model(model, RSAConfig(gate_init=0.0))
+    plan = RSAConfig.from_scratch(model.config.num_attention_heads)
+    patch_model(model, replace(plan, gate_init=math.inf) if arm == "no softmax" else plan)
     for module in list(model.modules()):
         heads = heads_of(module)
         if heads is None:

@@ -57,7 +57,7 @@ def test_the_default_is_among_the_gates_and_the_paces():
         MULTIPLES
     )
     assert len(plans) == len(set(plans)) == len(GATES) + len(MULTIPLES)
-    assert sum(plan.theta_init == math.pi / 4 and plan.nu_init == (1, 2) for plan in plans) == 1
+    assert sum(plan.theta_init == (0, math.pi) and plan.nu_init == 0 for plan in plans) == 1
     with pytest.raises(ValueError, match="arm='μ 5'.*plain"):
         make_arm("μ 5", llama())
 
@@ -189,13 +189,13 @@ def test_the_best_gate_and_pace_are_named():
     gains = {arm: 0.1 for arm in ARMS if arm != PLAIN} | {
         "μ +0, × 20": 0.3,
         "μ -3, × 100": 0.2,
-        "μ -3, × 20, published ν and θ": 0.4,
+        "μ -3, × 20, θ spread": 0.4,
     }
     runs = [result(arm, 2.0 + seed - gain, seed) for arm, gain in gains.items() for seed in range(3)]
     sentence = concluded(*PLAIN_RUNS, *runs).sentence
     assert "On m, c, μ +0, × 20 gains most over 1 share of the data, beyond the interval in 1" in sentence
     assert "μ -6, × 20: +0.100 and -0.250" in sentence and "μ +0, × 20: +0.300 and -0.250" in sentence
-    assert "On m, c, μ -3, × 20, published ν and θ gains most over" in sentence and sentence.count("+0.400 and") == 1
+    assert "On m, c, μ -3, × 20, θ spread gains most over" in sentence and sentence.count("+0.400 and") == 1
     paces = sentence.split(". ")[2]
     assert paces.startswith("On m, c, μ -3, × 100 gains most") and "μ -3, × 1: +0.100" in paces and "+0.3" not in paces
 

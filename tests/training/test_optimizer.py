@@ -85,7 +85,6 @@ def test_without_it_the_trainer_decays_gates(tmp_path):
         for module in model.modules():
             if isinstance(module, RSAHeads):
                 for parameter in module.parameters():
-                    torch.nn.init.constant_(parameter, 0.05)  # decay would leave a ν of 0 as it is
                     parameter.register_hook(torch.zeros_like)
         before = stored(model)
         keywords = {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs(args)} if helper else {}

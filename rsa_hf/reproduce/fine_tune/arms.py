@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 
 from rsa_hf.config import RSAConfig
 from rsa_hf.patching import patch_model
-from rsa_hf.reproduce.published_start import PUBLISHED_START
 
 __all__ = ["ARMS", "DEFAULT", "GATES", "MULTIPLES", "PLAIN", "make_arm"]
 
@@ -20,16 +19,17 @@ MULTIPLES = (1.0, 20.0, 100.0)
 
 def _name(plan: RSAConfig) -> str:
     assert not isinstance(plan.gate_init, tuple)
-    published = replace(plan, **PUBLISHED_START) == plan
-    return f"μ {plan.gate_init:+g}, × {plan.parameter_scale:g}{', published ν and θ' if published else ''}"
+    spread = ", θ spread" if isinstance(plan.theta_init, tuple) else ""
+    return f"μ {plan.gate_init:+g}, × {plan.parameter_scale:g}{spread}"
 
 
 DEFAULT = _name(RSAConfig())
+_SCRATCH = RSAConfig.from_scratch(1)
 # Each differs from the default in one thing alone.
 _PLANS = [
     *(RSAConfig(gate_init=gate) for gate in GATES),
     *(RSAConfig(parameter_scale=multiple) for multiple in MULTIPLES),
-    RSAConfig(**PUBLISHED_START),
+    replace(RSAConfig(), nu_init=_SCRATCH.nu_init, theta_init=_SCRATCH.theta_init),
 ]
 ARMS: dict[str, RSAConfig | None] = {PLAIN: None, DEFAULT: RSAConfig(), **{_name(plan): plan for plan in _PLANS}}
 

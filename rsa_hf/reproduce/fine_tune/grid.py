@@ -70,14 +70,14 @@ COMPARISONS: dict[Size, tuple[Comparison, ...]] = {
     "quick": tuple(
         # All arms at one share, and what the claim is of at the others.
         Comparison(
-            model="llama-0.03M",
+            model="llama-0.1M",
             task="c",
             share=share,
             steps=60,
             arms=arms,
             rates=(3e-3, 1e-2),
             batch=8,
-            length=64,
+            length=128,
             most=200_000,
             scored=8_000,
             pretraining_steps=400,

@@ -12,7 +12,6 @@ from rsa_hf.patching import patch_model
 from rsa_hf.reproduce.forecasting.causal import CausalForecaster
 from rsa_hf.reproduce.forecasting.informer import InformerForecaster, OneShotInformer
 from rsa_hf.reproduce.forecasting.log_sparse import LogSparseModel
-from rsa_hf.reproduce.published_start import PUBLISHED_START
 
 __all__ = ["ARMS", "FAMILIES", "HEADS", "Task", "make_forecaster", "rsa_plan"]
 
@@ -45,17 +44,10 @@ class Task:
 def rsa_plan(family: str, dilation: int) -> RSAConfig:
     """Cyclical and dilated pairs on all heads of an Informer, dilated pairs on half of the others'; gates begin at ½.
 
-    Rates begin as published. k = (0, 2, 2, 0, 2, 2) is the published plan of the Informer, and (0, 0, 0, 0, 2, 2) that
-    of Transformer-XL.
+    k = (0, 2, 2, 0, 2, 2) is the published plan of the Informer, and (0, 0, 0, 0, 2, 2) that of Transformer-XL.
     """
     undilated = 2 if family.startswith("informer") else 0
-    return RSAConfig(
-        num_cyclical_pairs=undilated,
-        num_dilated_cyclical_pairs=2,
-        dilation=dilation,
-        gate_init=0.0,
-        **PUBLISHED_START,
-    )
+    return RSAConfig(num_cyclical_pairs=undilated, num_dilated_cyclical_pairs=2, dilation=dilation, gate_init=0.0)
 
 
 def make_forecaster(

@@ -17,7 +17,6 @@ from transformers import GPT2Config, GPT2Model
 from rsa_hf.config import RSAConfig
 from rsa_hf.models.recurrent import RecurrentConfig, RecurrentModel
 from rsa_hf.patching import patch_model
-from rsa_hf.reproduce.published_start import PUBLISHED_START
 
 __all__ = ["ARMS", "CELLS", "StepPredictor", "make_arm", "rsa_plan"]
 
@@ -29,11 +28,8 @@ ARMS = (*TRANSFORMERS, *CELLS)
 
 
 def rsa_plan() -> RSAConfig:
-    """Half of the heads: a slow and an alternating one (λ > 0, λ < 0), and a cyclical pair; the gate begins at ½.
-
-    Rates begin as published.
-    """
-    return RSAConfig(num_regular=2, num_cyclical_pairs=1, gate_init=0.0, **PUBLISHED_START)
+    """Half of the heads: a slow and an alternating one (λ > 0, λ < 0), and a cyclical pair; the gate begins at ½."""
+    return RSAConfig(num_regular=2, num_cyclical_pairs=1, gate_init=0.0)
 
 
 class StepPredictor(nn.Module):
