@@ -56,39 +56,43 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--seeds", type=int, default=2)
     arguments = parser.parse_args()
-    record = {"command": f"python scripts/measure_start.py --steps {arguments.steps} --seeds {arguments.seeds}"}
+    record = {"steps": arguments.steps, "bits_per_byte": {name: [] for name in STARTS}}
     path = arguments.output / "start.json"
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
-        if before["command"] != record["command"]:
-            parser.error(f"{path} is of another run, {before['command']}; move it away first.")
+        if before["steps"] != record["steps"] or before["bits_per_byte"].keys() != record["bits_per_byte"].keys():
+            parser.error(f"{path} is of {before['steps']} steps or of other starts; move it away first.")
         record = before
-    runs = record.setdefault("bits_per_byte", {})
+    runs = record["bits_per_byte"]
     todo = [(name, seed) for seed in range(arguments.seeds) for name in STARTS]
     for name, seed in tqdm(todo):
-        if len(runs.setdefault(name, [])) == seed:
+        if len(runs[name]) == seed:
             runs[name].append(run(STARTS[name], seed, arguments.steps))
-            write(arguments.output, record, arguments.steps)
+            write(arguments.output, record)
     print((arguments.output / "start.md").read_text(encoding="utf-8"))
 
 
-def write(output: Path, record: dict, steps: int) -> None:
+def write(output: Path, record: dict) -> None:
     output.mkdir(parents=True, exist_ok=True)
     record["torch"] = torch.__version__
     (output / "start.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    steps, runs = record["steps"], record["bits_per_byte"]
+    seeds = max(map(len, runs.values()))
     marks = [round(steps * (i + 1) / EVALUATIONS) for i in range(EVALUATIONS)]
     lines = [
         "# Where should RSA heads start in a model that is trained from scratch?",
         "",
-        f"Made by `{record['command']}`: a byte-level Llama (4 layers, 128 wide, 8 heads) on enwik8, {SHAPE.batch} × "
-        f"{SHAPE.block} bytes a step, AdamW {LEARNING_RATE}. Bits per byte on held-out text after so many steps, "
-        "means over the seeds, and each seed's at the end. From the second row on every row differs from "
-        "`RSAConfig.from_scratch(8)` in what it says alone.",
+        f"Made by `python scripts/measure_start.py --steps {steps} --seeds {seeds}`: a byte-level Llama (4 layers, "
+        f"128 wide, 8 heads) on enwik8, {SHAPE.batch} × {SHAPE.block} bytes a step, AdamW {LEARNING_RATE}. Bits per "
+        "byte on held-out text after so many steps, means over the seeds, and each seed's at the end. From the second "
+        "row on every row differs from `RSAConfig.from_scratch(8)` in what it says alone.",
         "",
         f"| start | {' | '.join(map(str, marks))} | each seed |",
         "|---|" + "---|" * (len(marks) + 1),
     ]
-    for name, curves in record["bits_per_byte"].items():
+    for name, curves in runs.items():
+        if not curves:
+            continue
         means = " | ".join(f"{statistics.mean(scores):.3f}" for scores in zip(*curves, strict=True))
         lines.append(f"| {name} | {means} | {', '.join(f'{curve[-1]:.3f}' for curve in curves)} |")
     (output / "start.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -140,6 +140,7 @@ def _conclude(rows: Sequence[Row]) -> Conclusion:
         family = str(row.settings["family"])
         same = {name: row.settings[name] for name in GROUP}
         [half_way] = find_rows(rows, RATIO_HALF_WAY, arm="rsa", **same)
+        [step] = find_rows(rows, TIME, arm="rsa", **same)
         others = [each for arm in CONTROLS for each in find_rows(rows, RATIO, arm=arm, **same)]
         ends = "one seed" if math.isnan(row.low) else f"{row.low:.2f} … {row.high:.2f}"
         text = (
@@ -155,7 +156,7 @@ def _conclude(rows: Sequence[Row]) -> Conclusion:
         if others:
             first = min(others, key=lambda each: each.mean)
             text += f", the best control ({first.settings['arm']}) {first.mean:.2f}"
-        words.append(text)
+        words.append(f"{text}; a step takes {step.mean:.2f} of the plain model's time")
     return Conclusion(judge(ratios, 1), "; ".join(words) + "." + undecided(ratios, 1))
 
 

@@ -128,7 +128,10 @@ def test_the_ratio_half_way():
 
 def test_the_published_plan_stands_beside_it():
     runs = [result("plain", (5, 4, 3.0)), result("rsa", (3, 3, 3)), result("published", (4, 3.0, 2.0))]
-    assert ", 0.67 with the published plan and start." in concluded(*runs).sentence
+    assert (
+        ", 0.67 with the published plan and start; a step takes 1.00 of the plain model's time."
+        in concluded(*runs).sentence
+    )
     plan = next(heads.plan for m in make_arm("published", plain(), SHAPE.block).modules() if (heads := heads_of(m)))
     assert (plan.num_rsa_heads, plan.nu_init, plan.theta_init) == (SHAPE.heads // 2, (1, 2), (math.pi / 4,) * 2)
     plan = next(heads.plan for m in make_arm("rsa", plain(), SHAPE.block).modules() if (heads := heads_of(m)))
