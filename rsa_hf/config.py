@@ -184,9 +184,10 @@ class RSAConfig:
         """The plan for a model that is trained from random weights.
 
         All heads are RSA heads in cyclical pairs, an odd one regular, with gates from σ(1), ν from 0 and θ spread over
-        (0, π). There is nothing that open gates could harm; and pairs that start alike, as the paper's do, are slow to
-        part (results/start.md, made by `scripts/measure_start.py`, compares). On a pretrained model, which attends to
-        nearest neighbours already, this start has gained less than the paper's (RESULTS.md, fine-tune).
+        (0, π). There is nothing that open gates could harm, a memory of few tokens is what can be learned first, and
+        pairs that start alike are slow to part; results/start.md, made by `scripts/measure_start.py`, compares. On a
+        pretrained model, which attends to nearest neighbours already, this start has gained less than the paper's
+        (RESULTS.md, fine-tune).
 
         Args:
             num_heads: attention heads of each layer, H.
