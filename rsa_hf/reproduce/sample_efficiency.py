@@ -75,15 +75,17 @@ def _run_cell(cell: Cell) -> Values:
     rate = float(cell["learning_rate"])
     evaluations = int(cell["evaluations"])
     curve = train_on_bytes(model, text, shape, learning_rate=rate, steps=steps, evaluations=evaluations, seed=seed)
-    plain = build(str(cell["family"]), shape).to(device)  # type: ignore[arg-type]
-    block = torch.arange(shape.batch * shape.block, device=device).view(shape.batch, -1).remainder(256)
-    return {
+    values: Values = {
         "final": curve.bits_per_byte[-1],
         "parameters": float(sum(parameter.numel() for parameter in model.parameters())),
-        TIME: step_time_ratio(model, plain, {"input_ids": block, "labels": block}),
         "tokens": curve.tokens,
         "bits per byte": curve.bits_per_byte,
     }
+    if cell["arm"] != "plain":
+        plain = build(str(cell["family"]), shape).to(device)  # type: ignore[arg-type]
+        block = torch.arange(shape.batch * shape.block, device=device).view(shape.batch, -1).remainder(256)
+        values[TIME] = step_time_ratio(model, plain, {"input_ids": block, "labels": block})
+    return values
 
 
 def _curve(result: Result) -> Curve:
