@@ -60,7 +60,7 @@ def reproduce(
         except (MissingDataError, ImportError) as error:
             missing.append(f"{each}: {error}")
             continue
-        print(f"{each}: {conclusion.verdict}: {conclusion.sentence}")
+        print(f"{each}: {conclusion}")
     print(f"written: {write_page(out)}")
     if missing:
         raise UserError("not run: " + "; ".join(missing))

@@ -21,10 +21,15 @@ class Conclusion:
     Attributes:
         verdict: "confirmed" or "not confirmed", or "not measurable at this size".
         sentence: one honest sentence, whose figures are made from the rows.
+        findings: what it sums up, comparison by comparison.
     """
 
     verdict: Verdict
     sentence: str
+    findings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.verdict}: {self.sentence}", *(f"  {each}" for each in self.findings)])
 
 
 def judge(comparisons: Sequence[Row], even: float) -> Verdict:

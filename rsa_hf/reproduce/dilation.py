@@ -99,24 +99,28 @@ def _piece(x: Tensor, cell: Cell) -> Tensor:
 def conclude(rows: Sequence[Row]) -> Conclusion:
     """Confirmed if the first series as a whole, and each piece of it, suggests its period."""
     agree = [row for source in PERIODS for row in find_rows(rows, "as expected", source=source)]
-    words = []
+    findings = []
     for source in dict.fromkeys(str(row.settings["source"]) for row in agree):
         pieces = [row for row in agree if row.settings["source"] == source and row.settings["pieces"] != 1]
         [found] = find_rows(rows, "suggested d", source=source, pieces=1)
         text = f"{source} suggests {_d(found.mean)} where a day is {PERIODS[source]} steps"
-        words += [text + "".join(f", {round(row.mean * row.seeds)} of {row.seeds} pieces the day" for row in pieces)]
+        findings += [
+            text + "".join(f", {round(row.mean * row.seeds)} of {row.seeds} pieces the day" for row in pieces)
+        ]
     for row in find_rows(rows, "suggested d", pieces=1):
         if row.settings["source"] in TEXTS:
             [peak] = find_rows(rows, "highest peak", source=row.settings["source"], pieces=1)
-            words.append(
+            findings.append(
                 f"the recurrence plot of {row.settings['source']} suggests {_d(row.mean)}: its densest diagonal is "
                 f"{100 * peak.mean:.1f} % above chance"
             )
     first = [row for row in agree if row.settings["source"] == agree[0].settings["source"]]
-    sentence = "; ".join(words) + "."
-    return Conclusion(
-        "confirmed" if all(row.mean == 1 for row in first) else "not confirmed", sentence[0].upper() + sentence[1:]
+    right, count = sum(round(row.mean * row.seeds) for row in first), sum(row.seeds for row in first)
+    sentence = (
+        f"{first[0].settings['source']} suggests its day as d in {right} of {count} cases: as a whole, and piece by "
+        "piece."
     )
+    return Conclusion("confirmed" if right == count else "not confirmed", sentence, tuple(findings))
 
 
 def _d(mean: float) -> str:

@@ -115,21 +115,23 @@ def summarise(results: Sequence[Result]) -> list[Row]:
 def conclude(rows: Sequence[Row]) -> Conclusion:
     """Confirmed where RSA is better beyond the interval for both architectures and on every text."""
     differences = find_rows(rows, "difference")
-    words = []
+    findings = []
     for row in differences:
         same = {name: row.settings[name] for name in GROUP}
         rsa, plain = (find_rows(rows, "bits per character", arm=arm, **same)[0].mean for arm in ("rsa", "plain"))
         ends = "one seed" if math.isnan(row.low) else f"{row.low:+.3f} … {row.high:+.3f}"
         published = PUBLISHED.get((str(row.settings["corpus"]), str(row.settings["architecture"])))
-        words.append(
+        findings.append(
             f"{row.settings['architecture']} on {row.settings['corpus']} ({row.settings['model']}, "
             f"{row.settings['steps']} steps): {plain:.3f} → {rsa:.3f} bits per character, {row.mean:+.3f} ({ends})"
             + (f"; published {published[1] - published[0]:+.4f}" if published else "")
         )
-    sentence = "; ".join(words) + "." + undecided(differences, 0)
+    fewer = sum(row.high < 0 for row in differences)
+    sentence = f"RSA needs fewer bits per character beyond the interval in {fewer} of {len(differences)} comparisons."
+    sentence += undecided(differences, 0)
     if not find_rows(rows, "difference", model="14 layers"):
         sentence += " The published size, 14 layers, is not measured: it needs a GPU."
-    return Conclusion(judge(differences, 0), sentence)
+    return Conclusion(judge(differences, 0), sentence, tuple(findings))
 
 
 def draw(results: Sequence[Result], path: Path) -> None:

@@ -59,6 +59,7 @@ def _measured(run: dict[str, Any], root: Path) -> str:
     where = (FOLDER / run["experiment"] / run["size"]).as_posix()
     lines = [
         f"* **{_verdict(run).capitalize()}**: {run['sentence']}",
+        *(f"  * {finding}" for finding in run["findings"]),
         f"* Seeds: {run['seeds']}; table with intervals: [{where}/table.md]({where}/table.md)",
         f"* Cost: {run['seconds']:,.0f} s for {len(run['cells'])} cells on " + "; ".join(run["machines"]),
         f"* Command: `{run['command']}`",

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from rsa_hf.plots import panels
-from rsa_hf.reproduce.arms import ARMS, CONTROLS, make_arm
+from rsa_hf.reproduce.arms import ARMS, make_arm
 from rsa_hf.reproduce.byte_models import SHAPES, Curve, build, read_corpus, train_on_bytes
 from rsa_hf.reproduce.cells import Cell, Result, Setting, Values
 from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
@@ -28,7 +28,8 @@ __all__ = ["EXPERIMENT"]
 GOALS = {"gpt2": 0.2, "llama": 0.4}  # of the plain model's tokens, what this project aims at
 LARGEST = {"enwik8": 3_700_000, "wikitext-2": 10_000_000, "python": 10_000_000}  # bytes that the training text has
 TIME = "time of a step / plain"
-RATIO, RATIO_HALF_WAY = "tokens / plain", "tokens / plain, half way"
+RATIO, RATIO_HALF_WAY, RATIO_OF_TIME = "tokens / plain", "tokens / plain, half way", "wall-clock / plain"
+OTHERS = tuple(arm for arm in ARMS if arm not in ("plain", "rsa"))
 GROUP = ("corpus", "train_bytes", "model", "family", "steps")
 
 
@@ -128,6 +129,9 @@ def _summarise(results: Sequence[Result]) -> list[Row]:
                 curves = [(_curve(run), _curve(other)) for run, other in zip(runs, plain, strict=True)]
                 for measure, share in ((RATIO, 1.0), (RATIO_HALF_WAY, 0.5)):
                     measures[measure] = [_ratio(curve, of_plain, share) for curve, of_plain in curves]
+                measures[RATIO_OF_TIME] = [
+                    ratio * step for ratio, step in zip(measures[RATIO], measures[TIME], strict=True)
+                ]
             for measure, values in measures.items():
                 # A run that never gets there has no ratio, so its mean has no interval either.
                 ends = interval(values) if max(values) < math.inf else (math.inf, math.nan, math.nan)
@@ -137,29 +141,37 @@ def _summarise(results: Sequence[Result]) -> list[Row]:
 
 def _conclude(rows: Sequence[Row]) -> Conclusion:
     ratios = find_rows(rows, RATIO, arm="rsa")
-    words = []
+    findings = []
     for row in ratios:
         family = str(row.settings["family"])
         same = {name: row.settings[name] for name in GROUP}
-        [half_way] = find_rows(rows, RATIO_HALF_WAY, arm="rsa", **same)
-        [step] = find_rows(rows, TIME, arm="rsa", **same)
-        others = [each for arm in CONTROLS for each in find_rows(rows, RATIO, arm=arm, **same)]
+        [half_way], [wall_clock] = (
+            find_rows(rows, name, arm="rsa", **same) for name in (RATIO_HALF_WAY, RATIO_OF_TIME)
+        )
         ends = "one seed" if math.isnan(row.low) else f"{row.low:.2f} … {row.high:.2f}"
         text = (
             f"{family} of {row.settings['model']}, {row.settings['train_bytes']:,} bytes of {row.settings['corpus']}: "
-            f"RSA needs {row.mean:.2f} ({ends}) of the plain model's tokens, goal {GOALS[family]} "
-            f"{'met' if row.mean <= GOALS[family] else 'not met'}; {half_way.mean:.2f} of their first half to "
-            "reach what that gave"
+            f"{row.mean:.2f} ({ends}) of the plain model's tokens, goal {GOALS[family]} "
+            f"{'met' if row.mean <= GOALS[family] else 'not met'}, and {wall_clock.mean:.2f} of its time; "
+            f"{half_way.mean:.2f} of the first half of its tokens to reach what that gave"
         )
-        text += "".join(
-            f", {each.mean:.2f} with the published plan and start"
-            for each in find_rows(rows, RATIO, arm="published", **same)
-        )
+        others = [each for arm in OTHERS for each in find_rows(rows, RATIO, arm=arm, **same)]
         if others:
-            first = min(others, key=lambda each: each.mean)
-            text += f", the best control ({first.settings['arm']}) {first.mean:.2f}"
-        words.append(f"{text}; a step takes {step.mean:.2f} of the plain model's time")
-    return Conclusion(judge(ratios, 1), "; ".join(words) + "." + undecided(ratios, 1))
+            text += "; the others' tokens: " + ", ".join(
+                f"{each.settings['arm']} {_in_words(each)}" for each in others
+            )
+        findings.append(text)
+    fewer = sum(row.high < 1 for row in ratios)
+    sentence = (
+        f"RSA needs fewer tokens than the plain model, beyond the interval, in {fewer} of {len(ratios)} settings; the "
+        f"goals, {' and '.join(f'{goal} for {family}' for family, goal in GOALS.items())}, are met in "
+        f"{sum(row.mean <= GOALS[str(row.settings['family'])] for row in ratios)}."
+    )
+    return Conclusion(judge(ratios, 1), sentence + undecided(ratios, 1), tuple(findings))
+
+
+def _in_words(ratio: Row) -> str:
+    return f"{ratio.mean:.2f}" if ratio.mean < math.inf else "not there yet in one seed or more"
 
 
 def _draw(results: Sequence[Result], path: Path) -> None:

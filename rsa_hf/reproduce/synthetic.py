@@ -83,7 +83,7 @@ def _at_each_alpha(result: Result) -> list[Result]:
 
 def conclude(rows: Sequence[Row]) -> Conclusion:
     """Whether RSA is better than the linear RNN at every α above 0.6, under the paper's rule, in every activation."""
-    parts, verdicts = [], {}
+    findings, verdicts, said = [], {}, {}
     for rule in RULES:
         tested = [
             row for row in find_rows(rows, "rsa / linear", rule=rule) if float(row.settings["alpha"]) > NONLINEAR
@@ -91,15 +91,17 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
         better, worse = sum(row.high < 1 for row in tested), sum(row.low > 1 for row in tested)
         ratios = [row.mean for row in tested]
         verdicts[rule] = judge(tested, 1)
-        name = {"loss": "with the paper's end of training", "early": "with early stopping"}[rule]
-        name += f" (at most {tested[0].settings['most_steps']} steps)"
-        parts.append(
-            f"{name} RSA's MSPE is {min(ratios):.2f} to {max(ratios):.2f} times the linear RNN's where "
-            f"α > {NONLINEAR}, better beyond the interval in {better} of {len(tested)} cases and worse in {worse}"
+        said[rule] = f"in {better} of {len(tested)} cases and worse in {worse}"
+        name = {"loss": "the paper's end of training", "early": "early stopping"}[rule]
+        findings.append(
+            f"{name} (at most {tested[0].settings['most_steps']} steps): RSA's MSPE is {min(ratios):.2f} to "
+            f"{max(ratios):.2f} times the linear RNN's"
         )
-    sentence = "; ".join(parts) + "."
-    sentence = sentence[0].upper() + sentence[1:]
-    return Conclusion(verdicts["loss"], sentence)
+    sentence = (
+        f"Where α > {NONLINEAR}, RSA predicts better than the linear RNN beyond the interval {said['loss']}, with the "
+        f"paper's end of training; with early stopping {said['early']}."
+    )
+    return Conclusion(verdicts["loss"], sentence, tuple(findings))
 
 
 def draw(results: Sequence[Result], path: Path) -> None:

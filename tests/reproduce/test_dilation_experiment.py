@@ -21,8 +21,9 @@ def toy(tmp_path_factory):
 def test_it_confirms_at_toy_size(toy):
     folder, found = toy
     assert found.verdict == "confirmed"
-    assert found.sentence.startswith("Seasonal-24 suggests d = 24 where a day is 24 steps, 2 of 2 pieces the day; ")
-    assert "the recurrence plot of python suggests" in found.sentence
+    assert found.sentence == "seasonal-24 suggests its day as d in 3 of 3 cases: as a whole, and piece by piece."
+    assert found.findings[0] == "seasonal-24 suggests d = 24 where a day is 24 steps, 2 of 2 pieces the day"
+    assert found.findings[-1].startswith("the recurrence plot of python suggests")
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -47,7 +48,7 @@ def test_a_series_without_a_period_is_not_confirmed(tmp_path, monkeypatch):
     monkeypatch.setattr(dilation, "load_series", lambda name: noise())
     found = run_experiment(EXPERIMENT, "toy", tmp_path, progress=False)
     assert found.verdict == "not confirmed"
-    assert "suggests no d where a day is 24 steps, 0 of 2 pieces" in found.sentence
+    assert "suggests no d where a day is 24 steps, 0 of 2 pieces" in found.findings[0]
 
 
 def test_lags_that_are_off_by_one_are_not_confirmed(tmp_path, monkeypatch):
@@ -70,4 +71,4 @@ def test_one_piece_that_disagrees_is_not_confirmed(toy):
         if result.cell["source"] == "seasonal-24"
     ]
     conclusion = EXPERIMENT.conclude(EXPERIMENT.summarise(found))
-    assert conclusion.verdict == "not confirmed" and "1 of 2 pieces" in conclusion.sentence
+    assert conclusion.verdict == "not confirmed" and "1 of 2 pieces" in conclusion.findings[0]

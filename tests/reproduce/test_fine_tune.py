@@ -145,7 +145,7 @@ def test_the_verdict_can_go_either_way():
     assert found.verdict == "confirmed"
     # 4.303 is Student's t for 3 values, from a printed table; the standard deviation is 0.01.
     half = 4.303 * 0.01 / math.sqrt(3)
-    assert f"m, c, 10 % +0.110 ({0.11 - half:+.3f} … {0.11 + half:+.3f}) bits per byte" in found.sentence
+    assert found.findings[0] == f"m, c, 10 %: +0.110 ({0.11 - half:+.3f} … {0.11 + half:+.3f}) bits per byte"
     assert "in 1 of 1 cases and loses in 0" in found.sentence
     assert concluded(*PLAIN_RUNS, *default(-0.1, -0.11, -0.12)).verdict == "not confirmed"
     assert concluded(*PLAIN_RUNS, *default(0.0, 0.0, 0.0)).verdict == "not confirmed"
@@ -158,14 +158,14 @@ def test_one_case_that_is_lost_is_enough():
     lost = default(-0.1, -0.11, -0.12, share=1.0)
     found = concluded(*PLAIN_RUNS, *default(0.1, 0.11, 0.12), *more, *lost)
     assert found.verdict == "not confirmed"
-    assert "in 1 of 2 cases and loses in 1" in found.sentence and "100 % -0.110" in found.sentence
+    assert "in 1 of 2 cases and loses in 1" in found.sentence and "100 %: -0.110" in str(found)
 
 
 def test_of_accuracy_more_is_better():
     plain = [result(PLAIN, 0.5, seed, measure="accuracy", task="devign") for seed in range(3)]
     better = [result(DEFAULT, 0.6 + seed / 1000, seed, measure="accuracy", task="devign") for seed in range(3)]
     found = concluded(*plain, *better)
-    assert found.verdict == "confirmed" and "+10.100" in found.sentence and "percentage points" in found.sentence
+    assert found.verdict == "confirmed" and "+10.100" in str(found) and "percentage points" in str(found)
     swapped = [
         replace(r, cell={**r.cell, "arm": DEFAULT if r.cell["arm"] == PLAIN else PLAIN}) for r in plain + better
     ]
@@ -192,12 +192,11 @@ def test_the_best_gate_and_pace_are_named():
         "μ -3, × 20, θ spread": 0.4,
     }
     runs = [result(arm, 2.0 + seed - gain, seed) for arm, gain in gains.items() for seed in range(3)]
-    sentence = concluded(*PLAIN_RUNS, *runs).sentence
-    assert "On m, c, μ +0, × 20 gains most over 1 share of the data, beyond the interval in 1" in sentence
-    assert "μ -6, × 20: +0.100 and -0.250" in sentence and "μ +0, × 20: +0.300 and -0.250" in sentence
-    assert "On m, c, μ -3, × 20, θ spread gains most over" in sentence and sentence.count("+0.400 and") == 1
-    paces = sentence.split(". ")[2]
-    assert paces.startswith("On m, c, μ -3, × 100 gains most") and "μ -3, × 1: +0.100" in paces and "+0.3" not in paces
+    _, gates, paces, starts = concluded(*PLAIN_RUNS, *runs).findings
+    assert gates.startswith("on m, c, μ +0, × 20 gains most over 1 share of the data, beyond the interval in 1")
+    assert "μ -6, × 20: +0.100 and -0.250" in gates and "μ +0, × 20: +0.300 and -0.250" in gates
+    assert paces.startswith("on m, c, μ -3, × 100 gains most") and "μ -3, × 1: +0.100" in paces and "+0.3" not in paces
+    assert starts.startswith("on m, c, μ -3, × 20, θ spread gains most over") and "+0.400 and" in starts
 
 
 # --- small runs ---------------------------------------------------------------------------------------------------
@@ -257,7 +256,7 @@ def test_the_toy_run_and_a_rem_that_does_nothing(small_data, monkeypatch, tmp_pa
     ]
     broken = concluded(*lost)
     assert broken.verdict == "not confirmed"
-    assert "in 0 of 1 cases" in broken.sentence and "+0.000 (+0.000 … +0.000)" in broken.sentence
+    assert "in 0 of 1 cases" in broken.sentence and "+0.000 (+0.000 … +0.000)" in broken.findings[0]
 
 
 def one_cell(size, model, task, **changes):

@@ -249,8 +249,8 @@ def verdict(plain, rsa):
 def test_verdicts():
     found = verdict((1.0, 1.1, 1.2), (0.5, 0.56, 0.6))
     assert found.verdict == "confirmed"
-    assert "ratio 0.50 (0.49 … 0.52), published 0.414 and 0.762, ratio 0.54" in found.sentence
-    assert "MSE 0.500 on ETTh1" in found.sentence
+    assert "ratio 0.50 (0.49 … 0.52), published 0.414 and 0.762, ratio 0.54" in found.findings[0]
+    assert "MSE 0.500 on ETTh1" in found.findings[-1]
     assert verdict((0.5, 0.5, 0.6), (0.6, 0.61, 0.72)).verdict == "not confirmed"
     assert verdict((1.0, 1.0, 1.0), (0.5, 0.9, 1.2)).verdict == "not measurable at this size"
     assert verdict((1.0,), (0.5,)).verdict == "not measurable at this size"

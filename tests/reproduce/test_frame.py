@@ -30,7 +30,8 @@ def cells(size, seeds):
 
 def conclude(rows):
     rsa, plain = (find_rows(rows, "loss", arm=arm)[0] for arm in ("rsa", "plain"))
-    return Conclusion("confirmed" if rsa.high < plain.low else "not confirmed", f"{rsa.mean:.2f} | {plain.mean:.2f}")
+    verdict = "confirmed" if rsa.high < plain.low else "not confirmed"
+    return Conclusion(verdict, f"{rsa.mean:.2f} | {plain.mean:.2f}", (f"{rsa.seeds} seeds", "one more"))
 
 
 def draw(results, path):
@@ -180,9 +181,9 @@ def test_the_page_shows_what_was_measured_and_what_was_not(counted, tmp_path):
     run_experiment(against, "toy", tmp_path, progress=False)
     page = write_page(tmp_path).read_text()
     section = page.split(f"## {NAME}\n")[1].split("\n## ")[0]
-    assert "**Not confirmed**: 2.00 | 1.00" in section
+    assert "* **Not confirmed**: 2.00 | 1.00\n  * 3 seeds\n  * one more\n* Seeds: 3;" in section
     assert f"](results/reproduce/{NAME}/toy/figure.png)" in section
-    assert f"`rsa-hf reproduce {NAME} --toy`" in section and "* Seeds: 3;" in section
+    assert f"`rsa-hf reproduce {NAME} --toy`" in section
     for name in EXPERIMENTS:
         assert f"\n## {name}\n" in page
     assert len(re.findall(r"\*\*Not measured", page)) == 2 * len(EXPERIMENTS)  # neither quick nor full

@@ -115,7 +115,7 @@ def test_verdicts():
     conclusion = verdict(2.8, 2.81, 2.79, more=other)
     assert conclusion.verdict == "not confirmed"
     plain, rsa = PUBLISHED["text8", "block-recurrent"]
-    assert f"published {rsa - plain:+.4f}" in conclusion.sentence
+    assert f"published {rsa - plain:+.4f}" in conclusion.findings[1]
     assert "14 layers, is not measured" in conclusion.sentence
 
 
@@ -138,4 +138,4 @@ def test_a_rem_that_is_switched_off_wins_nothing(monkeypatch):
     [cell] = [cell for cell in cells if cell["arm"] == "rsa"]
     off = Result(cell, EXPERIMENT.run_cell(cell), 1.0, "here")
     conclusion = concluded(*(each for each in real if each.cell["arm"] == "plain"), off)
-    assert conclusion.verdict == "not confirmed" and "+0.000" in conclusion.sentence
+    assert conclusion.verdict == "not confirmed" and "+0.000" in conclusion.findings[0]

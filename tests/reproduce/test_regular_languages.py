@@ -164,8 +164,9 @@ def test_the_verdict_can_go_either_way():
     found = verdict(aa=good, parity=bad)
     assert found.verdict == "not confirmed"
     # RSA has 0.95 on average on (aa)* and 0.05 on Parity, the Transformer 0.05 on both.
-    assert "(aa)* +90.0" in found.sentence and "parity +0.0" in found.sentence and "+45.0" in found.sentence
-    assert "on Parity it is not better: rsa 5.0 %, transformer 5.0 %" in found.sentence
+    assert "(aa)* +90.0" in found.findings[0] and "parity +0.0" in found.findings[0] and "+45.0" in found.sentence
+    assert "on Parity it is not better" in found.sentence
+    assert "on Parity: rsa 5.0 %, transformer 5.0 %" in found.findings[1]
     assert verdict(aa=bad, parity=bad).verdict == "not confirmed"
     assert verdict(aa=good[:1], parity=good[:1]).verdict == "not measurable at this size"
 

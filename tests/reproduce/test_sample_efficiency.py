@@ -121,16 +121,29 @@ def test_the_ratio_half_way():
     assert rows["tokens / plain"] == pytest.approx(30 / 40)
     assert rows["tokens / plain, half way"] == pytest.approx(12.5 / 20)  # 5 is a quarter of the way from 5.5 to 3.5
     assert (
-        "RSA needs 0.75 (one seed) of the plain model's tokens, goal 0.4 not met; 0.62 of"
-        in concluded(*curves).sentence
+        "0.75 (one seed) of the plain model's tokens, goal 0.4 not met, and 0.75 of its time; 0.62 of"
+        in concluded(*curves).findings[0]
     )
 
 
-def test_the_published_plan_stands_beside_it():
-    runs = [result("plain", (5, 4, 3.0)), result("rsa", (3, 3, 3)), result("published", (4, 3.0, 2.0))]
+def test_the_ratio_of_time_has_what_a_step_takes_in_it():
+    curves = [result("plain", (5, 4, 3.0)), result("rsa", (4, 3.0, 2))]
+    curves[1].values["time of a step / plain"] = 1.2
+    rows = {row.measure: row.mean for row in EXPERIMENT.summarise(curves)}
+    assert rows["tokens / plain"] == pytest.approx(2 / 3)
+    assert rows["wall-clock / plain"] == pytest.approx(0.8)
     assert (
-        ", 0.67 with the published plan and start; a step takes 1.00 of the plain model's time."
-        in concluded(*runs).sentence
+        "0.67 (one seed) of the plain model's tokens, goal 0.4 not met, and 0.80 of" in concluded(*curves).findings[0]
+    )
+
+
+def test_the_others_stand_beside_it():
+    runs = [result("plain", (5, 4, 3.0)), result("rsa", (3, 3, 3))]
+    runs += [result("published", (4, 3.0, 2.0)), result("alibi", (6, 5, 4.0))]
+    assert (
+        concluded(*runs)
+        .findings[0]
+        .endswith("; the others' tokens: published 0.67, alibi not there yet in one seed or more")
     )
     plan = next(heads.plan for m in make_arm("published", plain(), SHAPE.block).modules() if (heads := heads_of(m)))
     assert (plan.num_rsa_heads, plan.nu_init, plan.theta_init) == (SHAPE.heads // 2, (1, 2), (math.pi / 4,) * 2)
@@ -147,7 +160,8 @@ def test_verdicts():
     assert concluded(*base, *(result("rsa", (5, 5, 4), seed) for seed in (0, 1, 2))).verdict == "not confirmed"
     mixed = [result("rsa", scores, seed) for seed, scores in enumerate([(3, 2, 1), (5, 4, 3.0), (3, 2, 1)])]
     assert concluded(*base, *mixed).verdict == "not measurable at this size"
-    assert "goal 0.4 not met" in concluded(*base, *mixed).sentence
+    assert "goal 0.4 not met" in concluded(*base, *mixed).findings[0]
+    assert "0.4 for llama, are met in 0." in concluded(*base, *mixed).sentence
 
 
 @pytest.mark.parametrize("arm", ["plain", "rsa"])
@@ -174,7 +188,7 @@ def test_a_rem_that_is_switched_off_wins_nothing(monkeypatch):
 
     conclusion = toy(broken, monkeypatch)
     assert conclusion.verdict == "not confirmed"
-    assert "RSA needs 1.00" in conclusion.sentence
+    assert "1.00 (one seed) of the plain" in conclusion.findings[0]
 
 
 def test_a_cell_gives_the_same_again():

@@ -51,22 +51,23 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
     A gain whose interval does not reach above 0 is none.
     """
     gains = find_rows(rows, GAIN, arm=DEFAULT)
-    each = [f"{_place(row)} {_in_words(rows, row)}" for row in gains]
     sentence = (
         f"With RSAConfig()'s defaults ({DEFAULT} the weights' pace), fine-tuning gains over the same model without "
         f"RSA, beyond the interval, in {sum(row.low > 0 for row in gains)} of {len(gains)} cases and loses in "
-        f"{sum(row.high < 0 for row in gains)}: {'; '.join(each)}"
+        f"{sum(row.high < 0 for row in gains)}."
     )
     tried = [_compared(rows, names) for names in (("gate_init",), ("parameter_scale",), ("nu_init", "theta_init"))]
     compared = {row.settings["model"] for row in rows}
     left_out = [model for model in dict.fromkeys(each.model for each in COMPARISONS["full"]) if model not in compared]
-    not_measured = f"Part of --full alone: {', '.join(left_out)}" if left_out else ""
-    parts = [sentence, *(text for text in (*tried, not_measured) if text)]
+    if left_out:
+        sentence += f" Part of --full alone: {', '.join(left_out)}."
+    findings = [f"{_place(row)}: {_in_words(rows, row)}" for row in gains]
+    findings += [text for texts in tried for text in texts]
     losses = [replace(row, mean=-row.mean, low=-row.high, high=-row.low) for row in gains]
-    return Conclusion(judge(losses, 0), ". ".join(parts) + "." + undecided(losses, 0))
+    return Conclusion(judge(losses, 0), sentence + undecided(losses, 0), tuple(findings))
 
 
-def _compared(rows: Sequence[Row], names: Sequence[str]) -> str:
+def _compared(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     """Mean gains of arms that differ in some settings alone, over the cases that have all of them, task by task."""
     tried = {str(row.settings["arm"]) for row in rows}
     default = {name: getattr(RSAConfig(), name) for name in names}
@@ -98,8 +99,7 @@ def _compared(rows: Sequence[Row], names: Sequence[str]) -> str:
             f"interval in {sum(row.low > 0 for row in columns[best])} (mean gains after and before training, "
             f"{unit}: {listed})"
         )
-    text = "; ".join(texts)
-    return text[:1].upper() + text[1:]
+    return texts
 
 
 def _place(row: Row) -> str:

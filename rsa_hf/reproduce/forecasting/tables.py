@@ -57,7 +57,7 @@ def summarise(results: Sequence[Result]) -> list[Row]:
 def conclude(rows: Sequence[Row]) -> Conclusion:
     """Confirmed if RSA's error is lower in every family, series and horizon, beyond the interval."""
     ratios = find_rows(rows, "mse", arm=RATIO)
-    words = []
+    findings = []
     for row in ratios:
         same = {name: row.settings[name] for name in GROUP}
         plain, rsa = (find_rows(rows, "mse", arm=arm, **same)[0].mean for arm in ("plain", "rsa"))
@@ -70,15 +70,15 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
         if published["rsa"] and published["plain"]:
             of_rsa, of_plain = published["rsa"][0].mean, published["plain"][0].mean
             text += f", published {of_rsa:.3f} and {of_plain:.3f}, ratio {of_rsa / of_plain:.2f}"
-        words.append(text)
+        findings.append(text)
     for row in find_rows(rows, "mse", arm="none"):
-        words.append(
+        findings.append(
             f"that the last period comes again has MSE {row.mean:.3f} on {row.settings['series']}, "
             f"{row.settings['horizon']} steps"
         )
     better = sum(row.high < 1 for row in ratios)
-    sentence = f"RSA is better beyond the interval in {better} of {len(ratios)} comparisons: {'; '.join(words)}."
-    return Conclusion(judge(ratios, 1), sentence + undecided(ratios, 1))
+    sentence = f"RSA is better beyond the interval in {better} of {len(ratios)} comparisons."
+    return Conclusion(judge(ratios, 1), sentence + undecided(ratios, 1), tuple(findings))
 
 
 def _row(settings: dict[str, Setting], measure: str, values: Sequence[float]) -> Row:

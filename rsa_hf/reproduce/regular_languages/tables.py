@@ -76,11 +76,15 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
     sentence = (
         f"Beyond the lengths trained on, RSA gets {100 * overall.mean:+.1f} percentage points "
         f"({100 * overall.low:+.1f} … {100 * overall.high:+.1f}) more strings entirely right than the same "
-        f"Transformer, as the mean of {len(each)} languages, which is {'' if better else 'not '}beyond chance (on "
-        + ", ".join(f"{row.settings['language']} {100 * row.mean:+.1f}" for row in each)
-        + f"); on Parity it is {'' if better_on_parity else 'not '}better: {', '.join(arms)}."
+        f"Transformer, as the mean of {len(each)} languages, which is {'' if better else 'not '}beyond chance; on "
+        f"Parity it is {'' if better_on_parity else 'not '}better."
     )
-    return Conclusion("confirmed" if better and better_on_parity else "not confirmed", sentence)
+    findings = (
+        "percentage points more, by language: "
+        + ", ".join(f"{row.settings['language']} {100 * row.mean:+.1f}" for row in each),
+        f"entirely right on Parity: {', '.join(arms)}",
+    )
+    return Conclusion("confirmed" if better and better_on_parity else "not confirmed", sentence, findings)
 
 
 def _best_rate(results: Sequence[Result]) -> dict[int, Result]:
