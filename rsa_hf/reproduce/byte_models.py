@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, get_scheduler
@@ -75,6 +76,10 @@ class Curve:
                 return before[0] + (tokens - before[0]) * (before[1] - target) / (before[1] - score)
             before = (tokens, score)
         return float("inf")
+
+    def score_at(self, tokens: float) -> float:
+        """Bits per byte after so many bytes, between evaluations by a line, before the first one what that gave."""
+        return float(np.interp(tokens, self.tokens, self.bits_per_byte))
 
 
 def build(family: str, shape: Shape) -> PreTrainedModel:

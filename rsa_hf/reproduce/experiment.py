@@ -57,6 +57,7 @@ class Experiment:
         conclude: rows → conclusion. It must be able to say "not confirmed".
         draw: (results, path): writes the figure.
         summarise: results → rows.
+        remark: what a reader has to know of the models or the data to see why it comes out as it does.
         parts: the settings by which a part of the cells can be run alone; `summarise` and `conclude` do with any.
         search_by: result → score, the least being the best, by which learning rates are searched with the first seed
             alone, see rate_search.py; None: every seed runs every cell.
@@ -72,6 +73,7 @@ class Experiment:
     conclude: Callable[[Sequence[Row]], Conclusion]
     draw: Callable[[Sequence[Result], Path], None]
     summarise: Callable[[Sequence[Result]], list[Row]] = field(default=summarise)
+    remark: str = ""
     parts: tuple[str, ...] = ()
     search_by: Callable[[Result], float] | None = None
     revision: int = 1

@@ -47,6 +47,8 @@ def _section(name: str, found: dict[Size, dict[str, Any]], root: Path) -> str:
         return f"{text}\n**Not measured**: this version of rsa_hf does not have the experiment.\n"
     experiment = find_experiment(name)
     text += f"\n* Claim: {experiment.claim}\n* Published: {experiment.published}\n"
+    if experiment.remark:
+        text += f"* Remark: {experiment.remark}\n"
     for size in SIZES:
         if size in found:
             text += f"\n### {name}, {size}\n\n{_measured(found[size], root)}"

@@ -186,6 +186,9 @@ def test_the_page_shows_what_was_measured_and_what_was_not(counted, tmp_path):
     assert f"`rsa-hf reproduce {NAME} --toy`" in section
     for name in EXPERIMENTS:
         assert f"\n## {name}\n" in page
+        shown = find_experiment(name)
+        remark = f"* Remark: {shown.remark}\n" if shown.remark else ""
+        assert f"* Claim: {shown.claim}\n* Published: {shown.published}\n{remark}\n" in page
     assert len(re.findall(r"\*\*Not measured", page)) == 2 * len(EXPERIMENTS)  # neither quick nor full
     # Every size is shown.
     run_experiment(experiment, "quick", tmp_path, progress=False)

@@ -108,6 +108,9 @@ EXPERIMENT = Experiment(
     claim="At lengths beyond those trained on, RSA gets more strings entirely right than the same Transformer without "
     "it: over all languages together, and on Parity.",
     published="None at hand. The conventions are those of Bhattamishra et al. (2020, arXiv 2009.11264).",
+    remark="A REM weighs positions whatever stands there. What depends on where alone, as in (aa)* and (abab)*, it "
+    "can keep at any length; the state of Parity, which each 1 turns over, is no weighted sum of the past, and what "
+    "the other layers make of such a sum holds for the lengths trained on.",
     seeds={"toy": 2, "quick": 3, "full": 5},
     cells=cells,
     run_cell=run_cell,
