@@ -20,11 +20,11 @@ def test_a_training_step_is_one_graph(name):
     def gradients(forward):
         model.zero_grad()
         forward(**inputs)[0].square().mean().backward()
-        return {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+        # A pooler that the loss does not read has no gradient, or, compiled with the rest, one of zeros.
+        return {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in model.named_parameters()}
 
     expected = gradients(model)
     found = gradients(torch.compile(model, fullgraph=True, backend="aot_eager"))
-    assert len(expected) > 10
-    assert found.keys() == expected.keys()
+    assert sum(bool(value.any()) for value in expected.values()) > 10
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
