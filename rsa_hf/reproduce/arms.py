@@ -4,8 +4,8 @@
 * `rsa`: `RSAConfig.from_scratch`: all heads are RSA heads in cyclical pairs.
 * `published`: half of the heads are, with rates from the paper's start and gates from one half.
 * `alibi`: attention with linear biases (Press et al., 2022), so attention itself can prefer what is near.
-* `toeplitz`: the heads of `rsa` with a learned number for each lag in place of a REM.
-* `convolution`: a causal convolution over four tokens on V (as in Primer, So et al., 2021), starting as the identity.
+* `learned toeplitz`: the heads of `rsa` with a learned number for each lag in place of a REM.
+* `short convolution`: the same for the last four tokens alone, a short causal convolution of V beside attention.
 * `no softmax`: the heads of `rsa` with the gate fixed at 1, so they see P V alone.
 """
 
@@ -26,18 +26,18 @@ from rsa_hf.lookup import heads_of
 from rsa_hf.patching import patch_model
 from rsa_hf.rem import lag_weights
 
-__all__ = ["ARMS", "CONTROLS", "make_arm"]
+__all__ = ["ARMS", "make_arm"]
 
-CONTROLS = ("alibi", "toeplitz", "convolution", "no softmax")
-ARMS = ("plain", "rsa", "published", *CONTROLS)
-KERNEL = 4
+KERNEL = 4  # tokens of the short convolution
+LAGS = {"learned toeplitz": None, "short convolution": KERNEL}  # how many lags are learned; None: all
+ARMS = ("plain", "rsa", "published", "alibi", *LAGS, "no softmax")
 
 
 def make_arm(arm: str, model: PreTrainedModel, longest: int) -> nn.Module:
     """Turn a plain model into an arm of the comparison.
 
     Args:
-        arm: one of `ARMS`; `convolution` and `alibi` are for Llama.
+        arm: one of `ARMS`; `alibi` is for Llama.
         model: the plain model, changed in place.
         longest: the most tokens it will see.
 
@@ -53,13 +53,6 @@ def make_arm(arm: str, model: PreTrainedModel, longest: int) -> nn.Module:
         return model
     if arm == "alibi":
         return ALiBi(model, longest)
-    if arm == "convolution":
-        for layer in model.get_submodule("model.layers").children():
-            attention = layer.get_submodule("self_attn")
-            projection = attention.get_submodule("v_proj")
-            assert isinstance(projection, nn.Linear)
-            attention.v_proj = nn.Sequential(projection, CausalConvolution(projection.out_features))
-        return model
     if arm == "published":
         return patch_model(model, RSAConfig(gate_init=0.0))
     plan = RSAConfig.from_scratch(model.config.num_attention_heads)
@@ -68,8 +61,8 @@ def make_arm(arm: str, model: PreTrainedModel, longest: int) -> nn.Module:
         heads = heads_of(module)
         if heads is None:
             continue
-        if arm == "toeplitz":
-            module.rsa = LearnedLags(heads, longest)
+        if arm in LAGS:
+            module.rsa = LearnedLags(heads, LAGS[arm] or longest - 1)
         elif arm == "no softmax":
             heads.mu.requires_grad_(False)
     return model
@@ -101,51 +94,51 @@ class ALiBi(nn.Module):
         return self.model(input_ids, attention_mask=self.bias[:, :, :T, :T], **keywords)
 
 
-class CausalConvolution(nn.Module):
-    """Each channel convolved over the last four tokens, the identity at first.
-
-    Args:
-        channels: of the input, [B, T, channels].
-    """
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        weight = torch.zeros(channels, 1, KERNEL)
-        weight[..., -1] = 1
-        self.weight = nn.Parameter(weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The same shape, [B, T, channels]."""
-        padded = nn.functional.pad(x.transpose(1, 2), (KERNEL - 1, 0))
-        return nn.functional.conv1d(padded, self.weight, groups=len(self.weight)).transpose(1, 2)
-
-
 class LearnedLags(RSAHeads):
     """RSA heads with f(τ) a learned number for each head and lag, which starts as the REM's.
 
+    Gates learn at the pace of RSA's, the numbers at that of the weights: at the rates' pace they lose what they start
+    from.
+
     Args:
         heads: the RSA heads whose place it takes.
-        longest: the most tokens; f is 0 beyond.
+        longest: the longest lag; f is 0 beyond.
     """
 
     def __init__(self, heads: RSAHeads, longest: int) -> None:
         plan: HeadPlan = heads.plan
         super().__init__(plan)
         decay, theta = heads.per_head(heads.rates())
-        lags = torch.arange(longest)
+        lags = torch.arange(1, longest + 1)
         f = [
             lag_weights(kind, decay[r], theta[r], lags, dilation)
             for r, (kind, dilation) in enumerate(zip(plan.kinds, plan.dilations, strict=True))
         ]
         self.eta = self.nu = self.theta = None
-        self.f = nn.Parameter(torch.stack(f).detach() / plan.parameter_scale)
+        self.f = nn.Parameter(torch.stack(f).detach())
 
     def forward(self, attention: Tensor, value: Tensor, geometry: Geometry) -> Tensor:
-        """Mix P V into attention [B, T, H, D], P being dense."""
-        R, T = len(self.f), attention.shape[1]
-        position = torch.arange(T, device=value.device)
-        lag = position[:, None] - position
-        P = torch.where(lag > 0, (self.f * self.plan.parameter_scale)[:, lag.clamp(min=0)], 0)
-        product = (P @ value[:, :R]).transpose(1, 2)
+        """Mix P V into attention [B, T, H, D]."""
+        R, longest = self.f.shape
+        product = (_convolved if longest == KERNEL else _multiplied)(self.f, value[:, :R]).transpose(1, 2)
         gate = torch.sigmoid(self.mu * self.plan.parameter_scale)
         return torch.cat([torch.lerp(attention[:, :, :R], product, gate), attention[:, :, R:]], dim=2)
+
+
+def _multiplied(f: Tensor, value: Tensor) -> Tensor:
+    """P V with P written out."""
+    T = value.shape[2]
+    position = torch.arange(T, device=value.device)
+    lag = position[:, None] - position
+    longest = f.shape[1]
+    return torch.where((lag > 0) & (lag <= longest), f[:, (lag - 1).clamp(0, longest - 1)], 0) @ value
+
+
+def _convolved(f: Tensor, value: Tensor) -> Tensor:
+    """P V lag by lag, which is cheaper for a few of them."""
+    T, longest = value.shape[2], f.shape[1]
+    padded = nn.functional.pad(value, (0, 0, longest, 0))
+    product = torch.zeros_like(value)
+    for lag in range(1, longest + 1):
+        product = product + f[:, lag - 1, None, None] * padded[:, :, longest - lag :][:, :, :T]
+    return product

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from rsa_hf import RSAConfig, patch_model
+from rsa_hf.heads import RSAHeads
 from rsa_hf.lookup import heads_of
 from rsa_hf.reproduce import sample_efficiency
-from rsa_hf.reproduce.arms import ARMS, make_arm
+from rsa_hf.reproduce.arms import ARMS, KERNEL, LearnedLags, make_arm
 from rsa_hf.reproduce.byte_models import SHAPES, Curve, build
 from rsa_hf.reproduce.cells import Result
 from rsa_hf.reproduce.sample_efficiency import EXPERIMENT
@@ -39,13 +40,33 @@ def test_every_arm_is_causal_and_learns_all_it_has(arm):
     model(input_ids=IDS, labels=IDS).loss.backward()
     without = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert not without
-    if arm != "convolution":  # the identity at first
-        assert (arm == "plain") == torch.equal(logits(model), logits(plain()))
+    assert (arm == "plain") == torch.equal(logits(model), logits(plain()))
 
 
 def test_learned_lags_start_as_the_rem():
-    free, rem = make_arm("toeplitz", plain(), SHAPE.block), make_arm("rsa", plain(), SHAPE.block)
+    free, rem = make_arm("learned toeplitz", plain(), SHAPE.block), make_arm("rsa", plain(), SHAPE.block)
     torch.testing.assert_close(logits(free), logits(rem))
+
+
+@pytest.mark.parametrize("longest", [1, KERNEL, KERNEL + 1, 50])
+def test_learned_lags_against_a_loop(longest):
+    """Values and gradients, at lengths below and above the longest lag."""
+    heads = RSAHeads(RSAConfig.from_scratch(4).layer_plans([4])[0])
+    lags = LearnedLags(heads, longest)
+    for T in (1, 3, 7):
+        gate = torch.sigmoid(lags.mu * heads.plan.parameter_scale)
+        attention = torch.randn(2, T, 4, 3)
+        value = torch.randn(2, 4, T, 3, requires_grad=True)
+        product = torch.zeros(2, T, 4, 3)
+        for t in range(T):
+            for s in range(max(0, t - longest), t):
+                product[:, t] = product[:, t] + lags.f[:, t - s - 1, None] * value[:, :, s]
+        expected = (1 - gate) * attention + gate * product
+        found = lags(attention, value, None)
+        torch.testing.assert_close(found, expected)
+        wanted = (value, lags.f, lags.mu) if T > 1 else (lags.mu,)
+        for got, want in zip(*(torch.autograd.grad(x.square().sum(), wanted) for x in (found, expected)), strict=True):
+            torch.testing.assert_close(got, want)
 
 
 def test_without_softmax_the_gate_stays_open():
