@@ -201,8 +201,9 @@ EXPERIMENT = Experiment(
     published="text8, 14 layers, bits per character: learnable Toeplitz P 1.183, REM 1.164 (paper, section 4); the "
     "paper has no ratio of tokens.",
     remark="A GPT-2 with learned positions has to learn that near tokens matter; rotary positions give a Llama much "
-    "of that from the start, so that it leaves less to gain. Two arms take RSA apart: alibi is such a preference "
-    "alone, no softmax is P V alone.",
+    "of that from the start, so that it leaves less to gain. Other arms take RSA apart: alibi is such a preference "
+    "alone, no softmax is P V alone, and learned toeplitz and short convolution begin as RSA does and go on with a "
+    "free number for each lag; where they do as well, what helps is a short memory beside attention in any form.",
     seeds={"toy": 2, "quick": 5, "full": 5},
     cells=_cells,
     run_cell=_run_cell,
