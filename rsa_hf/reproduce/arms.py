@@ -97,8 +97,7 @@ class ALiBi(nn.Module):
 class LearnedLags(RSAHeads):
     """RSA heads with f(τ) a learned number for each head and lag, which starts as the REM's.
 
-    Gates learn at the pace of RSA's, the numbers at that of the weights: at the rates' pace they lose what they start
-    from.
+    Gates learn at the pace of RSA's, the numbers at that of the weights.
 
     Args:
         heads: the RSA heads whose place it takes.
