@@ -83,14 +83,14 @@ def _at_each_alpha(result: Result) -> list[Result]:
 
 def conclude(rows: Sequence[Row]) -> Conclusion:
     """Whether RSA is better than the linear RNN at every α above 0.6, under the paper's rule, in every activation."""
-    findings, verdicts, said = [], {}, {}
-    for rule in RULES:
-        tested = [
-            row for row in find_rows(rows, "rsa / linear", rule=rule) if float(row.settings["alpha"]) > NONLINEAR
-        ]
+    findings, said = [], {}
+    by_rule = {
+        rule: [row for row in find_rows(rows, "rsa / linear", rule=rule) if float(row.settings["alpha"]) > NONLINEAR]
+        for rule in RULES
+    }
+    for rule, tested in by_rule.items():
         better, worse = sum(row.high < 1 for row in tested), sum(row.low > 1 for row in tested)
         ratios = [row.mean for row in tested]
-        verdicts[rule] = judge(tested, 1)
         said[rule] = f"in {better} of {len(tested)} cases and worse in {worse}"
         name = {"loss": "the paper's end of training", "early": "early stopping"}[rule]
         findings.append(
@@ -101,7 +101,7 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
         f"Where α > {NONLINEAR}, RSA predicts better than the linear RNN beyond the interval {said['loss']}, with the "
         f"paper's end of training; with early stopping {said['early']}."
     )
-    return Conclusion(verdicts["loss"], sentence, tuple(findings))
+    return Conclusion(judge(by_rule["loss"], 1), sentence, tuple(findings))
 
 
 def draw(results: Sequence[Result], path: Path) -> None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from rsa_hf.config import RSAConfig
 from rsa_hf.patching import patch_model
 
-__all__ = ["ARMS", "DEFAULT", "GATES", "MULTIPLES", "PLAIN", "make_arm"]
+__all__ = ["ARMS", "DEFAULT", "FASTEST", "GATES", "MULTIPLES", "PLAIN", "make_arm"]
 
 PLAIN = "plain"
 GATES = (-6.0, -3.0, 0.0, 1.0)
@@ -24,6 +24,7 @@ def _name(plan: RSAConfig) -> str:
 
 
 DEFAULT = _name(RSAConfig())
+FASTEST = _name(RSAConfig(parameter_scale=max(MULTIPLES)))
 _SCRATCH = RSAConfig.from_scratch(1)
 # Each differs from the default in one thing alone.
 _PLANS = [
