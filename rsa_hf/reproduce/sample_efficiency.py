@@ -36,11 +36,13 @@ GROUP = ("corpus", "train_bytes", "model", "family", "steps")
 
 def _cells(size: Size, seeds: int) -> list[Cell]:
     evaluations, eval_bytes = (6, 4_000) if size == "toy" else (10, 10_000) if size == "quick" else (20, 20_000)
+    arms: dict[str, Sequence[str]] = {"gpt2": ("plain", "rsa", "published"), "llama": ARMS}
     grid: list[tuple[str, int, str, int, tuple[float, ...]]]
     if size == "toy":
         grid = [("python", 100_000, "0.03M", 60, (3e-3, 1e-2))]
     elif size == "quick":
-        grid = [("enwik8", 1_000_000, "0.1M", 300, (1e-3, 2e-3))]
+        grid = [("enwik8", 1_000_000, "0.1M", 200, (1e-3, 2e-3))]
+        arms = {family: [arm for arm in each if arm != "published"] for family, each in arms.items()}
     else:
         rates = (1e-3, 3e-3, 1e-2)
         grid = [(c, n, "1M", 400, rates) for c, most in LARGEST.items() for n in (1_000_000, 100_000, most)]
@@ -63,7 +65,7 @@ def _cells(size: Size, seeds: int) -> list[Cell]:
         for corpus, train_bytes, model, steps, rates in grid
         for seed in range(seeds)
         for family in GOALS
-        for arm in (ARMS if family == "llama" else ("plain", "rsa", "published"))
+        for arm in arms[family]
         for rate in rates
     ]
 

@@ -38,7 +38,7 @@ def cells(size: Size, seeds: int) -> list[Cell]:
     """One search for each seed."""
     corpus, model, trials, steps = {
         "toy": ("python", "0.03M", 3, 20),
-        "quick": ("enwik8", "0.1M", 12, 100),
+        "quick": ("enwik8", "0.1M", 8, 100),
         "full": ("enwik8", "1M", 60, 400),
     }[size]
     shape: dict[str, int | str | float] = {"corpus": corpus, "model": model, "trials": trials, "steps": steps}
