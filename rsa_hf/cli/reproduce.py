@@ -36,7 +36,7 @@ def reproduce(
     from rsa_hf.reproduce.data import MissingDataError
     from rsa_hf.reproduce.experiment import EXPERIMENTS, Size, find_experiment, is_written
     from rsa_hf.reproduce.page import write_page
-    from rsa_hf.reproduce.processes import default_jobs
+    from rsa_hf.reproduce.processes import Workers, default_jobs
     from rsa_hf.reproduce.runner import RequestError, run_experiment
 
     if name == "list":
@@ -49,18 +49,19 @@ def reproduce(
     if parts and name == "all":
         raise UserError("--only is for the settings of one experiment; name it instead of all.")
     missing = []
-    for each in chosen:
-        with user_input(ValueError):
-            experiment = find_experiment(each)
-        try:
-            with user_input(RequestError):
-                conclusion = run_experiment(experiment, size, out, seeds, only=parts, jobs=jobs or default_jobs())
-        except ModuleNotFoundError:
-            raise  # a fault of ours: a package that the user has to install is told as an ImportError
-        except (MissingDataError, ImportError) as error:
-            missing.append(f"{each}: {error}")
-            continue
-        print(f"{each}: {conclusion}")
+    with Workers(jobs or default_jobs()) as workers:
+        for each in chosen:
+            with user_input(ValueError):
+                experiment = find_experiment(each)
+            try:
+                with user_input(RequestError):
+                    conclusion = run_experiment(experiment, size, out, seeds, only=parts, workers=workers)
+            except ModuleNotFoundError:
+                raise  # a fault of ours: a package that the user has to install is told as an ImportError
+            except (MissingDataError, ImportError) as error:
+                missing.append(f"{each}: {error}")
+                continue
+            print(f"{each}: {conclusion}")
     print(f"written: {write_page(out)}")
     if missing:
         raise UserError("not run: " + "; ".join(missing))

@@ -14,7 +14,7 @@ from rsa_hf.arming import arm
 from rsa_hf.reproduce.cells import Cell, Result, Values
 from rsa_hf.reproduce.machine import machine
 
-__all__ = ["default_jobs", "run_cells"]
+__all__ = ["Workers", "default_jobs", "run_cells"]
 
 RunCell = Callable[[Cell], Values]
 
@@ -26,30 +26,60 @@ def default_jobs() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_cells(run_cell: RunCell, cells: Mapping[str, Cell], jobs: int) -> Iterator[tuple[str, Result]]:
+class Workers:
+    """Processes with an equal share of the cores, for one experiment after the other.
+
+    Each takes seconds to start, and keeps the data and the pretrained models that it has read. A context manager; at
+    its end cells that have not begun are dropped, and those that have are waited for.
+
+    Args:
+        jobs: how many; 1: no process is started, cells run in this one.
+
+    Raises:
+        ValueError: `jobs` is below 1.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        if jobs < 1:
+            raise ValueError(f"jobs is {jobs}; at least 1 is needed.")
+        self.executor: ProcessPoolExecutor | None = None
+        if jobs > 1:
+            threads = max(1, default_jobs() // jobs)
+            self.executor = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin, (threads,))
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.executor is not None:
+            self.executor.shutdown(cancel_futures=True)
+
+
+def run_cells(
+    run_cell: RunCell, cells: Mapping[str, Cell], workers: Workers | None = None
+) -> Iterator[tuple[str, Result]]:
     """The results by key, each as soon as it is there.
 
     Args:
-        run_cell: of the experiment; with more than one job a function of a module, which can be sent to a process.
+        run_cell: of the experiment; with workers a function of a module, which can be sent to a process.
         cells: by key.
-        jobs: how many run at a time: 1 in this process, more in processes with an equal share of the cores.
+        workers: who runs them, a single one being no work to share; None: this process.
 
     Raises:
         What `run_cell` raises; cells that have not begun are not run then.
     """
-    if jobs == 1 or len(cells) < 2:
+    executor = None if workers is None else workers.executor
+    if executor is None or len(cells) < 2:
         for key, cell in cells.items():
             yield key, _run(run_cell, cell)
         return
-    threads = max(1, default_jobs() // jobs)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, _begin, (threads,)) as executor:
-        futures = {executor.submit(_run, run_cell, cell): key for key, cell in cells.items()}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        finally:
-            executor.shutdown(cancel_futures=True)
+    futures = {executor.submit(_run, run_cell, cell): key for key, cell in cells.items()}
+    try:
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    finally:
+        for future in futures:
+            future.cancel()
 
 
 def _begin(threads: int) -> None:

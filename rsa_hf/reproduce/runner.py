@@ -23,7 +23,7 @@ from rsa_hf.reproduce.cells import Cell, Result
 from rsa_hf.reproduce.conclusion import Conclusion
 from rsa_hf.reproduce.experiment import Experiment, Size, cell_key
 from rsa_hf.reproduce.machine import versions
-from rsa_hf.reproduce.processes import run_cells
+from rsa_hf.reproduce.processes import Workers, run_cells
 from rsa_hf.reproduce.rate_search import cells_to_run, number_of_runs, results_of_all_seeds
 from rsa_hf.reproduce.summary import Row
 
@@ -44,7 +44,7 @@ def run_experiment(
     seeds: int | None = None,
     only: Mapping[str, Collection[str]] | None = None,
     progress: bool = True,
-    jobs: int = 1,
+    workers: Workers | None = None,
 ) -> Conclusion:
     """Run what has not run yet, and write table, figure, conclusion and configuration.
 
@@ -57,7 +57,7 @@ def run_experiment(
         seeds: how many; default what the experiment has for this size.
         only: run the cells alone that have one of these values, as words, in each of these settings.
         progress: show a bar.
-        jobs: how many cells run at a time, see `run_cells`.
+        workers: who runs the cells; None: this process, one after the other.
 
     Returns:
         What the rows say about the claim.
@@ -65,14 +65,13 @@ def run_experiment(
     Raises:
         MissingDataError: data is missing.
         ImportError: a package is missing.
-        RequestError: `seeds` or `jobs` is below 1, `only` fits no cell, what has run makes no comparison yet, or a
+        RequestError: `seeds` is below 1, `only` fits no cell, what has run makes no comparison yet, or a
             kept file cannot be read.
     """
     if seeds is None:
         seeds = experiment.seeds[size]
-    for name, number in (("seeds", seeds), ("jobs", jobs)):
-        if number < 1:
-            raise RequestError(f"{name} is {number}; at least 1 is needed.")
+    if seeds < 1:
+        raise RequestError(f"seeds is {seeds}; at least 1 is needed.")
     cells = {cell_key(cell, experiment.revision): cell for cell in experiment.cells(size, seeds)}
     folder = root / FOLDER / experiment.name / size
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +82,7 @@ def run_experiment(
     with tqdm(total=total, initial=done, desc=experiment.name, disable=not progress) as bar:
         # What came of a search of learning rates says what there is left to run.
         while left := {key: cell for key, cell in cells_to_run(chosen, kept, score).items() if key not in kept}:
-            for key, result in run_cells(experiment.run_cell, left, jobs):
+            for key, result in run_cells(experiment.run_cell, left, workers):
                 kept[key] = result
                 _write(folder / KEPT, "".join(_line(key, result) for key, result in kept.items()))
                 bar.set_postfix_str(f"done: {_words(result.cell)}", refresh=False)

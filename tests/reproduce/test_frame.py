@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import re
 import statistics
 import time
@@ -17,7 +18,7 @@ from rsa_hf.reproduce.cells import Result
 from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
 from rsa_hf.reproduce.experiment import EXPERIMENTS, Experiment, cell_key, find_experiment
 from rsa_hf.reproduce.page import write_page
-from rsa_hf.reproduce.processes import default_jobs, run_cells
+from rsa_hf.reproduce.processes import Workers, default_jobs, run_cells
 from rsa_hf.reproduce.runner import FOLDER, RequestError, read_results, run_experiment
 from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, interval, summarise
 
@@ -92,24 +93,33 @@ def square(cell):
     if cell["seed"] == 3:
         time.sleep(1)  # the others are done by then
         raise FileNotFoundError("no data")
-    return {"loss": float(cell["seed"] ** 2), "threads": torch.get_num_threads()}
+    return {"loss": float(cell["seed"] ** 2), "threads": torch.get_num_threads(), "process": os.getpid()}
 
 
 def test_cells_run_in_processes_of_their_own():
     cells = {str(i): {"seed": i} for i in range(4)}
     found = {}
-    with pytest.raises(FileNotFoundError, match="no data"):
-        found.update(run_cells(square, cells, 2))
-    assert found
+    with Workers(2) as workers:
+        with pytest.raises(FileNotFoundError, match="no data"):
+            found.update(run_cells(square, cells, workers))
+        assert found
+        processes = {result.values["process"] for result in found.values()}
+        # The same processes take what comes next as well.
+        del cells["3"]
+        found.update(run_cells(square, cells, workers))
+        processes |= {result.values["process"] for result in found.values()}
+    assert found.keys() == cells.keys()
     for key, result in found.items():
         assert result.cell == cells[key] and result.values["loss"] == cells[key]["seed"] ** 2
         assert result.values["threads"] == max(1, default_jobs() // 2)
+    assert os.getpid() not in processes and len(processes) <= 2
 
 
-@pytest.mark.parametrize("name", ["seeds", "jobs"])
-def test_numbers_below_one_are_told(counted, tmp_path, name):
-    with pytest.raises(ValueError, match=f"{name} is 0; at least 1"):
-        run_experiment(counted[0], "toy", tmp_path, **{name: 0})
+def test_numbers_below_one_are_told(counted, tmp_path):
+    with pytest.raises(ValueError, match="seeds is 0; at least 1"):
+        run_experiment(counted[0], "toy", tmp_path, seeds=0)
+    with pytest.raises(ValueError, match="jobs is 0; at least 1"):
+        Workers(0)
 
 
 def test_a_damaged_cell_is_told(counted, tmp_path):
