@@ -187,16 +187,28 @@ def test_the_learning_rate_is_chosen_by_the_validation_score(measure, sign):
 
 def test_the_best_gate_and_pace_are_named():
     gains = {arm: 0.1 for arm in ARMS if arm != PLAIN} | {
-        "μ +0, × 20": 0.3,
-        "μ -3, × 100": 0.2,
-        "μ -3, × 20, θ spread": 0.4,
+        "mu +0 x20": 0.3,
+        "mu -3 x100": 0.2,
+        "mu -3 x20 theta spread": 0.4,
     }
     runs = [result(arm, 2.0 + seed - gain, seed) for arm, gain in gains.items() for seed in range(3)]
     _, gates, paces, starts = concluded(*PLAIN_RUNS, *runs).findings
-    assert gates.startswith("on m, c, μ +0, × 20 gains most over 1 share of the data, beyond the interval in 1")
-    assert "μ -6, × 20: +0.100 and -0.250" in gates and "μ +0, × 20: +0.300 and -0.250" in gates
-    assert paces.startswith("on m, c, μ -3, × 100 gains most") and "μ -3, × 1: +0.100" in paces and "+0.3" not in paces
-    assert starts.startswith("on m, c, μ -3, × 20, θ spread gains most over") and "+0.400 and" in starts
+    assert gates.startswith("on m, c, mu +0 x20 gains most over 1 share of the data, beyond the interval in 1")
+    assert "mu -6 x20: +0.100 and -0.250" in gates and "mu +0 x20: +0.300 and -0.250" in gates
+    assert paces.startswith("on m, c, mu -3 x100 gains most") and "mu -3 x1: +0.100" in paces and "+0.3" not in paces
+    assert starts.startswith("on m, c, mu -3 x20 theta spread gains most over") and "+0.400 and" in starts
+
+
+def test_models_of_the_full_size_are_named_where_none_of_them_has_run():
+    runs = [result(arm, 2.0 + seed, seed) for arm in (PLAIN, DEFAULT) for seed in range(3)]
+    assert concluded(*runs).sentence.count("Part of --full alone: minilm, smollm2.") == 1
+    in_full = [replace(run, cell={**run.cell, "model": "smollm2"}) for run in runs]
+    assert "Part of" not in concluded(*in_full).sentence
+
+
+def test_every_arm_can_be_asked_for():
+    # `--only arm=A,B` is cut at its commas.
+    assert "arm" in EXPERIMENT.parts and not any("," in arm for arm in ARMS)
 
 
 # --- small runs ---------------------------------------------------------------------------------------------------

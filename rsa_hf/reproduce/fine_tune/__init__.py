@@ -124,6 +124,6 @@ EXPERIMENT = Experiment(
     conclude=conclude,
     draw=draw,
     summarise=summarise,
-    parts=SETTING,
+    parts=(*SETTING, "arm"),
     search_by=by_validation,
 )

@@ -18,9 +18,10 @@ MULTIPLES = (1.0, 20.0, 100.0)
 
 
 def _name(plan: RSAConfig) -> str:
+    """An arm as it is typed on a command line, so without a comma."""
     assert not isinstance(plan.gate_init, tuple)
-    spread = ", θ spread" if isinstance(plan.theta_init, tuple) else ""
-    return f"μ {plan.gate_init:+g}, × {plan.parameter_scale:g}{spread}"
+    spread = " theta spread" if isinstance(plan.theta_init, tuple) else ""
+    return f"mu {plan.gate_init:+g} x{plan.parameter_scale:g}{spread}"
 
 
 DEFAULT = _name(RSAConfig())

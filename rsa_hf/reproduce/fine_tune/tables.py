@@ -52,15 +52,14 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
     """
     gains = find_rows(rows, GAIN, arm=DEFAULT)
     sentence = (
-        f"With RSAConfig()'s defaults ({DEFAULT} the weights' pace), fine-tuning gains over the same model without "
-        f"RSA, beyond the interval, in {sum(row.low > 0 for row in gains)} of {len(gains)} cases and loses in "
-        f"{sum(row.high < 0 for row in gains)}."
+        f"With RSAConfig()'s defaults ({DEFAULT}: start of μ, pace in multiples of the weights'), fine-tuning gains "
+        "over the same model without RSA, beyond the interval, in "
+        f"{sum(row.low > 0 for row in gains)} of {len(gains)} cases and loses in {sum(row.high < 0 for row in gains)}."
     )
     tried = [_compared(rows, names) for names in (("gate_init",), ("parameter_scale",), ("nu_init", "theta_init"))]
-    compared = {row.settings["model"] for row in rows}
-    left_out = [model for model in dict.fromkeys(each.model for each in COMPARISONS["full"]) if model not in compared]
-    if left_out:
-        sentence += f" Part of --full alone: {', '.join(left_out)}."
+    of_full = dict.fromkeys(each.model for each in COMPARISONS["full"])
+    if not any(row.settings["model"] in of_full for row in rows):
+        sentence += f" Part of --full alone: {', '.join(of_full)}."
     findings = [f"{_place(row)}: {_in_words(rows, row)}" for row in gains]
     findings += [text for texts in tried for text in texts]
     losses = [replace(row, mean=-row.mean, low=-row.high, high=-row.low) for row in gains]
