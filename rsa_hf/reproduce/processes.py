@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
+import transformers
 
 from rsa_hf.arming import arm
 from rsa_hf.reproduce.cells import Cell, Result, Values
@@ -84,6 +85,7 @@ def run_cells(
 
 def _begin(threads: int) -> None:
     arm()  # the command, as which a process is started again, does not do so by itself
+    transformers.logging.disable_progress_bar()  # there is one bar, that of the experiment
     torch.set_num_threads(threads)
 
 
