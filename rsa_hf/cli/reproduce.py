@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated
 
 import typer
@@ -38,6 +39,7 @@ def reproduce(
     from rsa_hf.reproduce.page import write_page
     from rsa_hf.reproduce.processes import Workers, default_jobs
     from rsa_hf.reproduce.runner import RequestError, run_experiment
+    from rsa_hf.reproduce.whole_run import is_fresh, keep_time
 
     if name == "list":
         for each, about in EXPERIMENTS.items():
@@ -48,8 +50,11 @@ def reproduce(
     parts = _parts(only or [])
     if parts and name == "all":
         raise UserError("--only is for the settings of one experiment; name it instead of all.")
-    missing = []
-    with Workers(jobs or default_jobs()) as workers:
+    jobs = jobs or default_jobs()
+    with user_input(RequestError):
+        whole = name == "all" and seeds is None and is_fresh(out, size, chosen)
+    missing, start = [], perf_counter()
+    with Workers(jobs) as workers:
         for each in chosen:
             with user_input(ValueError):
                 experiment = find_experiment(each)
@@ -62,6 +67,8 @@ def reproduce(
                 missing.append(f"{each}: {error}")
                 continue
             print(f"{each}: {conclusion}")
+    if whole and not missing:
+        keep_time(out, size, perf_counter() - start, jobs)
     print(f"written: {write_page(out)}")
     if missing:
         raise UserError("not run: " + "; ".join(missing))

@@ -7,6 +7,7 @@
 * `learned toeplitz`: the heads of `rsa` with a learned number for each lag in place of a REM.
 * `short convolution`: the same for the last four tokens alone, a short causal convolution of V beside attention.
 * `no softmax`: the heads of `rsa` with the gate fixed at 1, so they see P V alone.
+* `no recurrence`: the heads of `rsa` with P of zeros, so their gates damp attention, and that is all.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from rsa_hf.lookup import heads_of
 from rsa_hf.patching import patch_model
 from rsa_hf.rem import lag_weights
 
-__all__ = ["ARMS", "make_arm"]
+__all__ = ["ARMS", "DAMPED", "PUBLISHED_START", "damp", "make_arm"]
 
+PUBLISHED_START = RSAConfig(gate_init=0.0)
 KERNEL = 4  # tokens of the short convolution
 LAGS = {"learned toeplitz": None, "short convolution": KERNEL}  # how many lags are learned; None: all
-ARMS = ("plain", "rsa", "published", "alibi", *LAGS, "no softmax")
+DAMPED = "no recurrence"
+ARMS = ("plain", "rsa", "published", "alibi", *LAGS, "no softmax", DAMPED)
 
 
 def make_arm(arm: str, model: PreTrainedModel, longest: int) -> nn.Module:
@@ -54,9 +57,11 @@ def make_arm(arm: str, model: PreTrainedModel, longest: int) -> nn.Module:
     if arm == "alibi":
         return ALiBi(model, longest)
     if arm == "published":
-        return patch_model(model, RSAConfig(gate_init=0.0))
+        return patch_model(model, PUBLISHED_START)
     plan = RSAConfig.from_scratch(model.config.num_attention_heads)
     patch_model(model, replace(plan, gate_init=math.inf) if arm == "no softmax" else plan)
+    if arm == DAMPED:
+        damp(model)
     for module in list(model.modules()):
         heads = heads_of(module)
         if heads is None:
@@ -66,6 +71,14 @@ def make_arm(arm: str, model: PreTrainedModel, longest: int) -> nn.Module:
         elif arm == "no softmax":
             heads.mu.requires_grad_(False)
     return model
+
+
+def damp(model: nn.Module) -> None:
+    """Give a patched model P of zeros in place of its REMs: the rest of RSA, to be told from recurrence."""
+    for module in list(model.modules()):
+        heads = heads_of(module)
+        if heads is not None:
+            module.rsa = Damped(heads)
 
 
 class ALiBi(nn.Module):
@@ -122,6 +135,24 @@ class LearnedLags(RSAHeads):
         product = (_convolved if longest == KERNEL else _multiplied)(self.f, value[:, :R]).transpose(1, 2)
         gate = torch.sigmoid(self.mu * self.plan.parameter_scale)
         return torch.cat([torch.lerp(attention[:, :, :R], product, gate), attention[:, :, R:]], dim=2)
+
+
+class Damped(RSAHeads):
+    """RSA heads with P of zeros.
+
+    Args:
+        heads: the RSA heads whose place it takes.
+    """
+
+    def __init__(self, heads: RSAHeads) -> None:
+        super().__init__(heads.plan)
+        self.eta = self.nu = self.theta = None
+
+    def forward(self, attention: Tensor, value: Tensor, geometry: Geometry) -> Tensor:
+        """Attention [B, T, H, D] with its RSA heads times 1 − σ(μ)."""
+        R = self.plan.num_rsa_heads
+        kept = 1 - torch.sigmoid(self.mu * self.plan.parameter_scale)
+        return torch.cat([kept * attention[:, :, :R], attention[:, :, R:]], dim=2)
 
 
 def _multiplied(f: Tensor, value: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from rsa_hf.reproduce.summary import Row
 
-__all__ = ["Conclusion", "Verdict", "judge", "undecided"]
+__all__ = ["Conclusion", "Verdict", "judge", "undecided", "weakest"]
 
 Verdict = Literal["confirmed", "not confirmed", "not measurable at this size"]
 
@@ -51,6 +51,12 @@ def judge(comparisons: Sequence[Row], even: float) -> Verdict:
     if any((row.mean if math.isnan(row.low) else row.low) >= even for row in comparisons):
         return "not confirmed"
     return "confirmed" if all(row.high < even for row in comparisons) else "not measurable at this size"
+
+
+def weakest(*verdicts: Verdict) -> Verdict:
+    """The verdict of a claim all of whose parts have to hold."""
+    order: tuple[Verdict, ...] = ("not confirmed", "not measurable at this size", "confirmed")
+    return min(verdicts, key=order.index)
 
 
 def undecided(comparisons: Sequence[Row], even: float) -> str:

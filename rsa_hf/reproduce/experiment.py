@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rsa_hf.reproduce.cells import Cell, Result, Values
 from rsa_hf.reproduce.conclusion import Conclusion
@@ -19,6 +19,7 @@ __all__ = [
     "EXPERIMENTS",
     "SIZES",
     "Experiment",
+    "Meanings",
     "Size",
     "cell_key",
     "find_experiment",
@@ -38,8 +39,18 @@ EXPERIMENTS = {
     "search-heads": "a searched head plan against the default one (section 3)",
 }
 
+# What the words among the settings of cells stand for: by setting and word, in values that JSON knows.
+Meanings = Mapping[str, Mapping[str, Any]]
 Size = Literal["toy", "quick", "full"]
 SIZES: tuple[Size, ...] = ("toy", "quick", "full")
+
+
+def _no_words(cells: Sequence[Cell]) -> Meanings:
+    return {}
+
+
+def _never(cell: Cell) -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,8 @@ class Experiment:
         parts: the settings by which a part of the cells can be run alone; `summarise` and `conclude` do with any.
         search_by: result → score, the least being the best, by which learning rates are searched with the first seed
             alone, see rate_search.py; None: every seed runs every cell.
+        needs_gpu: which cells are too large for a CPU; without a GPU they are not run, and shown if they have been.
+        meanings: cells → what the words among their settings stand for, such as sizes and plans.
         revision: to be raised when `run_cell` comes to measure something else: cells of older ones are run again.
     """
 
@@ -76,6 +89,8 @@ class Experiment:
     remark: str = ""
     parts: tuple[str, ...] = ()
     search_by: Callable[[Result], float] | None = None
+    needs_gpu: Callable[[Cell], bool] = _never
+    meanings: Callable[[Sequence[Cell]], Meanings] = _no_words
     revision: int = 1
 
 

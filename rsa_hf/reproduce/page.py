@@ -8,6 +8,7 @@ from typing import Any
 
 from rsa_hf.reproduce.experiment import EXPERIMENTS, SIZES, Size, find_experiment, is_written
 from rsa_hf.reproduce.runner import FOLDER
+from rsa_hf.reproduce.whole_run import time_in_words
 
 __all__ = ["write_page"]
 
@@ -35,8 +36,9 @@ def write_page(root: Path) -> Path:
         verdicts = [_verdict(found[size]) if size in found else NOT_MEASURED for size in SHOWN]
         overview.append(f"| [{name}](#{name}) | {' | '.join(verdicts)} |")
         texts.append(_section(name, found, root))
+    times = [f"{text}\n" for size in SHOWN if (text := time_in_words(root, size))]
     path = root / "RESULTS.md"
-    path.write_text("\n".join([HEAD, "\n".join(overview) + "\n", *texts]), encoding="utf-8")
+    path.write_text("\n".join([HEAD, "\n".join(overview) + "\n", *times, *texts]), encoding="utf-8")
     return path
 
 
@@ -62,12 +64,19 @@ def _measured(run: dict[str, Any], root: Path) -> str:
     lines = [
         f"* **{_verdict(run).capitalize()}**: {run['sentence']}",
         *(f"  * {finding}" for finding in run["findings"]),
+        *_not_measured(run.get("left", {})),
         f"* Seeds: {run['seeds']}; table with intervals: [{where}/table.md]({where}/table.md)",
         f"* Cost: {run['seconds']:,.0f} s for {len(run['cells'])} cells on " + "; ".join(run["machines"]),
         f"* Command: `{run['command']}`",
     ]
     figure = f"\n![{run['experiment']}]({where}/figure.png)\n" if (root / where / "figure.png").exists() else ""
     return "\n".join(lines) + "\n" + figure
+
+
+def _not_measured(left: dict[str, list[str]]) -> list[str]:
+    if not left:
+        return []
+    return ["* Not measured: " + "; ".join(f"{name} {', '.join(words)}" for name, words in left.items())]
 
 
 def _verdict(run: dict[str, Any]) -> str:

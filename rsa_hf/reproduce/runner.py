@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from rsa_hf.reproduce.cells import Cell, Result
@@ -48,7 +49,8 @@ def run_experiment(
 ) -> Conclusion:
     """Run what has not run yet, and write table, figure, conclusion and configuration.
 
-    They are made of all cells of this size that have run for every seed, in this call or an earlier one.
+    They are made of all cells of this size that have run for every seed, in this call or an earlier one, here or on
+    another machine. Without a GPU, cells that need one are passed over.
 
     Args:
         experiment: which.
@@ -65,8 +67,8 @@ def run_experiment(
     Raises:
         MissingDataError: data is missing.
         ImportError: a package is missing.
-        RequestError: `seeds` is below 1, `only` fits no cell, what has run makes no comparison yet, or a
-            kept file cannot be read.
+        RequestError: `seeds` is below 1, `only` fits no cell, all that it fits need a GPU and there is none, what has
+            run makes no comparison yet, or a kept file cannot be read.
     """
     if seeds is None:
         seeds = experiment.seeds[size]
@@ -76,7 +78,7 @@ def run_experiment(
     folder = root / FOLDER / experiment.name / size
     folder.mkdir(parents=True, exist_ok=True)
     kept = read_results(folder)
-    chosen = _chosen(experiment, cells, only or {})
+    chosen = _for_this_machine(experiment, _chosen(experiment, cells, only or {}))
     score = experiment.search_by
     done, total = len(cells_to_run(chosen, kept, score).keys() & kept.keys()), number_of_runs(chosen, score)
     with tqdm(total=total, initial=done, desc=experiment.name, disable=not progress) as bar:
@@ -96,6 +98,7 @@ def run_experiment(
     _write(folder / "table.md", _markdown(rows))
     experiment.draw(results, folder / "figure.png")
     _write(folder / "conclusion.json", _json(asdict(conclusion)))
+    shown = [result.cell for result in results]
     configuration = {
         "experiment": experiment.name,
         "claim": experiment.claim,
@@ -103,12 +106,14 @@ def run_experiment(
         "size": size,
         "seeds": seeds,
         "revision": experiment.revision,
-        "command": _command(experiment, size, seeds, cells.values(), [result.cell for result in results]),
+        "command": _command(experiment, size, seeds, cells.values(), shown),
         "seconds": round(sum(result.seconds for result in results), 1),
         "machines": sorted({result.machine for result in results}),
         "versions": versions(),
-        "cells": [dict(result.cell) for result in results],
+        "cells": [dict(cell) for cell in shown],
+        "meanings": experiment.meanings(shown),
         "planned": number_of_runs(cells, score),
+        "left": _left(experiment, cells.values(), shown),
     }
     _write(folder / "configuration.json", _json(configuration))
     return conclusion
@@ -119,11 +124,20 @@ def _command(experiment: Experiment, size: Size, seeds: int, cells: Collection[C
     words = [f"rsa-hf reproduce {experiment.name} --{size}"]
     if seeds != experiment.seeds[size]:
         words.append(f"--seeds {seeds}")
+    for name in _left(experiment, cells, shown):
+        found = dict.fromkeys(str(cell[name]) for cell in shown)
+        words.append(shlex.join(["--only", f"{name}={','.join(found)}"]))
+    return " ".join(words)
+
+
+def _left(experiment: Experiment, cells: Collection[Cell], shown: Collection[Cell]) -> dict[str, list[str]]:
+    """Of each setting that has parts, the values that are among the cells and not among those that are shown."""
+    left = {}
     for name in experiment.parts:
         found, all_there_are = (dict.fromkeys(str(cell[name]) for cell in each) for each in (shown, cells))
-        if len(found) < len(all_there_are):
-            words.append(shlex.join(["--only", f"{name}={','.join(found)}"]))
-    return " ".join(words)
+        if missing := [word for word in all_there_are if word not in found]:
+            left[name] = missing
+    return left
 
 
 def _chosen(experiment: Experiment, cells: Mapping[str, Cell], only: Mapping[str, Collection[str]]) -> dict[str, Cell]:
@@ -138,6 +152,13 @@ def _chosen(experiment: Experiment, cells: Mapping[str, Cell], only: Mapping[str
     found = {key: cell for key, cell in cells.items() if all(str(cell[name]) in words for name, words in only.items())}
     if not found:
         raise RequestError(f"no cell of {experiment.name} has {_words({n: ' or '.join(w) for n, w in only.items()})}.")
+    return found
+
+
+def _for_this_machine(experiment: Experiment, chosen: Mapping[str, Cell]) -> dict[str, Cell]:
+    found = {key: cell for key, cell in chosen.items() if torch.cuda.is_available() or not experiment.needs_gpu(cell)}
+    if not found:
+        raise RequestError(f"all cells of {experiment.name} that were asked for need a GPU, and there is none here.")
     return found
 
 

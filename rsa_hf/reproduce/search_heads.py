@@ -6,7 +6,7 @@ import itertools
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rsa_hf.reproduce.byte_models import SHAPES
 from rsa_hf.reproduce.cells import Cell, Result, Values
 from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
 from rsa_hf.reproduce.data import data_file
-from rsa_hf.reproduce.experiment import Experiment, Size
+from rsa_hf.reproduce.experiment import Experiment, Meanings, Size
 from rsa_hf.reproduce.summary import Row, find_rows
 from rsa_hf.tasks.language_model_trainer import LanguageModelTrainer
 from rsa_hf.tasks.language_modeling import LanguageModelingDataConfig, PreparedText, prepare_language_modeling
@@ -141,6 +141,15 @@ def draw(results: Sequence[Result], path: Path) -> None:
         right.set_title("trained again: test text, each seed", loc="left")
 
 
+def meanings(cells: Sequence[Cell]) -> Meanings:
+    """The sizes, the default plan, and the dilating factors that the search chooses from."""
+    models = sorted({str(cell["model"]) for cell in cells})
+    return {
+        "model": {model: asdict(SHAPES[model]) for model in models},
+        "arm": {"default": DEFAULT.to_dict(), "found": {"dilations": list(DILATIONS)}},
+    }
+
+
 EXPERIMENT = Experiment(
     name="search-heads",
     claim="A head plan that a constrained search over k1 … k6 and d finds is better on other text, from another seed, "
@@ -152,4 +161,5 @@ EXPERIMENT = Experiment(
     run_cell=run_cell,
     conclude=conclude,
     draw=draw,
+    meanings=meanings,
 )

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, get_
 
 from rsa_hf.config import RSAConfig
 from rsa_hf.patching import patch_model
+from rsa_hf.reproduce.arms import DAMPED, damp
 from rsa_hf.reproduce.data import data_file
 from rsa_hf.tasks.segments import EvaluationSegments, TrainingTracks
 from rsa_hf.tasks.text8 import TEXT8_SYMBOLS, clean_text8
@@ -19,8 +20,19 @@ from rsa_hf.tasks.texts import LanguageModelingDataConfig, read_texts
 from rsa_hf.training.carried import CarriedState
 from rsa_hf.training.param_groups import param_groups
 
-__all__ = ["ARCHITECTURES", "SHAPES", "SegmentedText", "Shape", "build", "read_segments", "train_on_segments"]
+__all__ = [
+    "ARCHITECTURES",
+    "ARMS",
+    "SHAPES",
+    "SegmentedText",
+    "Shape",
+    "build",
+    "read_segments",
+    "rsa_plan",
+    "train_on_segments",
+]
 
+ARMS = ("plain", "rsa", DAMPED)
 ARCHITECTURES = ("transformer-xl", "block-recurrent")
 
 
@@ -124,7 +136,14 @@ def read_segments(corpus: str, shape: Shape, eval_bytes: int) -> SegmentedText:
     )
 
 
-def build(architecture: str, shape: Shape, corpus: str, vocab_size: int, *, rsa: bool) -> PreTrainedModel:
+def rsa_plan(shape: Shape, corpus: str) -> RSAConfig:
+    """The plan of a size, for a text: the published one at 14 layers."""
+    if shape is SHAPES["14 layers"]:
+        return RSAConfig(num_dilated_cyclical_pairs=2, dilation=PUBLISHED_DILATION[corpus], gate_init=1.0)
+    return SMALL_PLAN
+
+
+def build(architecture: str, shape: Shape, corpus: str, vocab_size: int, arm: str) -> PreTrainedModel:
     """A model with random weights.
 
     Args:
@@ -132,7 +151,7 @@ def build(architecture: str, shape: Shape, corpus: str, vocab_size: int, *, rsa:
         shape: its size.
         corpus: what it is for: the published dilating factors depend on it.
         vocab_size: number of symbols.
-        rsa: with RSA heads.
+        arm: one of `ARMS`: as it is, with RSA heads, or with those and P of zeros.
     """
     common = {
         "vocab_size": vocab_size,
@@ -156,13 +175,11 @@ def build(architecture: str, shape: Shape, corpus: str, vocab_size: int, *, rsa:
             window_size=shape.window, recurrent_layers=[shape.recurrent_layer], num_state_vectors=shape.states,
         )  # fmt: skip
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    if not rsa:
-        return model
-    if shape is SHAPES["14 layers"]:
-        plan = RSAConfig(num_dilated_cyclical_pairs=2, dilation=PUBLISHED_DILATION[corpus], gate_init=1.0)
-    else:
-        plan = SMALL_PLAN
-    return patch_model(model, plan)
+    if arm != "plain":
+        patch_model(model, rsa_plan(shape, corpus))
+    if arm == DAMPED:
+        damp(model)
+    return model
 
 
 def train_on_segments(model: PreTrainedModel, tracks: TrainingTracks, learning_rate: float, steps: int) -> None:

@@ -80,26 +80,28 @@ def find_rows(rows: Sequence[Row], measure: str, **settings: Setting) -> list[Ro
 
 def at_best_rate(
     results: Sequence[Result], group: Sequence[str], arms: Collection[str], score: Callable[[Result], float]
-) -> dict[tuple[Setting, ...], dict[str, list[Result]]]:
+) -> list[tuple[dict[str, Setting], dict[str, list[Result]]]]:
     """The runs of each arm at its best learning rate, in the order of their seeds, for each group of settings.
 
     Args:
         results: cells with an `arm`, a `learning_rate` and a `seed`.
         group: the names of the settings within which arms are compared.
         arms: those without which there is no comparison; groups that lack one are left out.
-        score: the rate with the least mean of it is the best, over the seeds that have run at every rate; never of
-            what is reported as a test.
+        score: the rate with the least mean of it is the best, over the seeds that have run at every rate.
+
+    Returns:
+        The settings of each group, and its arms.
     """
     found: dict[tuple[Setting, ...], dict[str, dict[float, list[Result]]]] = {}
     for result in results:
         by_arm = found.setdefault(tuple(result.cell[name] for name in group), {})
         by_rate = by_arm.setdefault(str(result.cell["arm"]), {})
         by_rate.setdefault(float(result.cell["learning_rate"]), []).append(result)
-    return {
-        key: {arm: _best([*by_rate.values()], score) for arm, by_rate in by_arm.items()}
+    return [
+        (dict(zip(group, key, strict=True)), {arm: _best([*runs.values()], score) for arm, runs in by_arm.items()})
         for key, by_arm in found.items()
         if by_arm.keys() >= set(arms)
-    }
+    ]
 
 
 def _best(by_rate: Sequence[list[Result]], score: Callable[[Result], float]) -> list[Result]:

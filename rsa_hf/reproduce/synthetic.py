@@ -140,4 +140,6 @@ EXPERIMENT = Experiment(
     summarise=summarise_ratios,
     conclude=conclude,
     draw=draw,
+    parts=("activation",),
+    meanings=lambda cells: {"size": {size: {"alpha": list(ALPHAS[size])} for size in ALPHAS}},
 )

@@ -23,7 +23,7 @@ def test_it_confirms_at_toy_size(toy):
     assert found.verdict == "confirmed"
     assert found.sentence == "seasonal-24 suggests its day as d in 3 of 3 cases: as a whole, and piece by piece."
     assert found.findings[0] == "seasonal-24 suggests d = 24 where a day is 24 steps, 2 of 2 pieces the day"
-    assert found.findings[-1].startswith("the recurrence plot of python suggests")
+    assert found.findings[-1].startswith("the recurrence plot of python suggests d = ")
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -38,6 +38,26 @@ def test_real_series_suggest_a_day(source, period, data_folder, monkeypatch):
     monkeypatch.setenv("RSA_HF_DATA", str(data_folder))
     values = dilation.run_cell({"source": source, "max_lag": 250, "pieces": 1, "seed": 0})
     assert (values["suggested d"], values["as expected"]) == (period, 1.0)
+
+
+def test_a_text_that_never_falls_to_chance_says_so(toy):
+    text = next(r for r in read_results(toy[0]).values() if r.cell["source"] == "python" and r.cell["pieces"] == 1)
+    series = [r for r in read_results(toy[0]).values() if r.cell["source"] != "python"]
+
+    def said(**values):
+        kept = {k: v for k, v in text.values.items() if k not in ("first zero crossing", "highest peak behind it")}
+        changed = Result(text.cell, {**kept, "suggested d": 0.0, **values}, 1.0, "none")
+        return EXPERIMENT.conclude(EXPERIMENT.summarise([*series, changed])).findings[-1]
+
+    assert said().endswith("no d: every diagonal is denser than chance, so none stands out")
+    assert "from lag 7 on" in (words := said(**{"first zero crossing": 7.0, "highest peak behind it": 0.012}))
+    assert words.endswith("the densest is 1.2 % above it")
+
+
+def test_text8_is_of_27_symbols(data_folder, monkeypatch):
+    monkeypatch.setenv("RSA_HF_DATA", str(data_folder))
+    tokens = dilation._tokens("text8", 20_000)
+    assert set(bytes(tokens.tolist()).decode()) <= set(" abcdefghijklmnopqrstuvwxyz") and len(tokens) > 5_000
 
 
 def noise():

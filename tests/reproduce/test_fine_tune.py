@@ -124,6 +124,7 @@ def test_the_test_score_is_that_of_the_best_validation_score():
 
 def result(arm, test, seed, *, validation=None, rate=1e-3, share=0.1, task="c", measure="bits per byte"):
     cell = {"model": "m", "task": task, "share": share, "arm": arm, "learning_rate": rate, "seed": seed}
+    cell |= {"steps": 10, "batch": 4, "length": 25}
     scores = {measure: test, "validation": test if validation is None else validation, "validation scores": [1.0]}
     scores["before training"] = 3.0 if arm == PLAIN else 3.25
     return Result(cell, scores, 1.0, "none")
@@ -145,7 +146,10 @@ def test_the_verdict_can_go_either_way():
     assert found.verdict == "confirmed"
     # 4.303 is Student's t for 3 values, from a printed table; the standard deviation is 0.01.
     half = 4.303 * 0.01 / math.sqrt(3)
-    assert found.findings[0] == f"m, c, 10 %: +0.110 ({0.11 - half:+.3f} … {0.11 + half:+.3f}) bits per byte"
+    assert (
+        found.findings[0]
+        == f"m, c, 10 %, 1,000 tokens: +0.110 ({0.11 - half:+.3f} … {0.11 + half:+.3f}) bits per byte"
+    )
     assert "in 1 of 1 cases and loses in 0" in found.sentence
     assert concluded(*PLAIN_RUNS, *default(-0.1, -0.11, -0.12)).verdict == "not confirmed"
     assert concluded(*PLAIN_RUNS, *default(0.0, 0.0, 0.0)).verdict == "not confirmed"
@@ -158,7 +162,7 @@ def test_one_case_that_is_lost_is_enough():
     lost = default(-0.1, -0.11, -0.12, share=1.0)
     found = concluded(*PLAIN_RUNS, *default(0.1, 0.11, 0.12), *more, *lost)
     assert found.verdict == "not confirmed"
-    assert "in 1 of 2 cases and loses in 1" in found.sentence and "100 %: -0.110" in str(found)
+    assert "in 1 of 2 cases and loses in 1" in found.sentence and "100 %, 1,000 tokens: -0.110" in str(found)
 
 
 def test_of_accuracy_more_is_better():
@@ -193,10 +197,23 @@ def test_the_best_gate_and_pace_are_named():
     }
     runs = [result(arm, 2.0 + seed - gain, seed) for arm, gain in gains.items() for seed in range(3)]
     _, gates, paces, starts = concluded(*PLAIN_RUNS, *runs).findings
-    assert gates.startswith("on m, c, mu +0 x20 gains most over 1 share of the data, beyond the interval in 1")
+    assert gates.startswith(
+        "on m, c, mu +0 x20 gains most over 1 share of the data, more than the default beyond the interval in 1 (mean"
+    )
     assert "mu -6 x20: +0.100 and -0.250" in gates and "mu +0 x20: +0.300 and -0.250" in gates
     assert paces.startswith("on m, c, mu -3 x100 gains most") and "mu -3 x1: +0.100" in paces and "+0.3" not in paces
     assert starts.startswith("on m, c, mu -3 x20 theta spread gains most over") and "+0.400 and" in starts
+
+
+def test_an_arm_that_is_better_by_chance_is_not_called_better():
+    # Every seed gains over the plain model, but over the default one now this, now that.
+    arm = "mu +0 x20"
+    runs = [result(arm, 2.0 + seed - gain, seed) for seed, gain in enumerate((0.3, 0.05, 0.2))]
+    gates = [text for text in concluded(*PLAIN_RUNS, *default(0.1, 0.1, 0.1), *runs).findings if "gains most" in text]
+    assert (
+        "on m, c, mu +0 x20 gains most over 1 share of the data, more than the default beyond the interval in 0"
+        in gates[0]
+    )
 
 
 def test_models_of_the_full_size_are_named_where_none_of_them_has_run():

@@ -21,6 +21,7 @@ from rsa_hf.reproduce.page import write_page
 from rsa_hf.reproduce.processes import Workers, default_jobs, run_cells
 from rsa_hf.reproduce.runner import FOLDER, RequestError, read_results, run_experiment
 from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, interval, summarise
+from rsa_hf.reproduce.whole_run import is_fresh, keep_time, time_in_words
 
 NAME = "linear-rnn"  # any of them; the frame does not look at what they are
 
@@ -220,6 +221,7 @@ def test_a_part_is_run_alone_and_shown_as_one(counted, tmp_path):
     page = write_page(tmp_path).read_text()
     assert "**Confirmed (6 of 12 cells run)**" in page
     assert f"`rsa-hf reproduce {NAME} --quick --only model=small`" in page
+    assert "* Not measured: model large\n" in page
     run_experiment(several, "quick", tmp_path, only={"model": ["large"], "arm": ["rsa"]}, progress=False)
     assert "**Confirmed (9 of 12 cells run)**" in write_page(tmp_path).read_text()
     with pytest.raises(RequestError, match="makes no comparison yet"):
@@ -229,12 +231,63 @@ def test_a_part_is_run_alone_and_shown_as_one(counted, tmp_path):
     assert len(ran) == 3  # the plain ones of the large model
     page = write_page(tmp_path).read_text()
     assert "**Confirmed**: 1.10 | 2.10" in page and f"`rsa-hf reproduce {NAME} --quick`" in page
+    assert "* Not measured: model" not in page
     for only, words in (
         ({"seed": ["1"]}, "no parts by 'seed'; allowed: model, arm"),
         ({"model": ["smal"]}, "model=smal is in no cell.*small, large"),
     ):
         with pytest.raises(RequestError, match=words):
             run_experiment(several, "quick", tmp_path, only=only)
+
+
+def test_what_a_gpu_has_measured_stays_where_there_is_none(counted, tmp_path, monkeypatch):
+    experiment, ran = counted
+    sized = replace(
+        experiment,
+        cells=lambda size, seeds: [{"model": m, **cell} for m in ("small", "large") for cell in cells(size, seeds)],
+        parts=("model",),
+        needs_gpu=lambda cell: cell["model"] == "large",
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run_experiment(sized, "quick", tmp_path, progress=False)
+    assert {cell["model"] for cell in ran} == {"small"} and len(ran) == 6
+    assert "* Not measured: model large\n" in write_page(tmp_path).read_text()
+    with pytest.raises(RequestError, match="need a GPU, and there is none here"):
+        run_experiment(sized, "quick", tmp_path, only={"model": ["large"]}, progress=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    run_experiment(sized, "quick", tmp_path, progress=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run_experiment(sized, "quick", tmp_path, progress=False)
+    page = write_page(tmp_path).read_text()
+    assert len(ran) == 12 and "Not measured: model" not in page and "; a GPU" in page
+
+
+def test_words_among_the_settings_are_explained(counted, tmp_path):
+    experiment, _ = counted
+    run_experiment(replace(experiment, meanings=lambda cells: {"arm": {"rsa": len(cells)}}), "toy", tmp_path)
+    configuration = json.loads((tmp_path / FOLDER / NAME / "toy" / "configuration.json").read_text())
+    assert configuration["meanings"] == {"arm": {"rsa": 6}}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_meanings_are_of_words_that_occur(name):
+    experiment = find_experiment(name)
+    found = [*experiment.cells("quick", 1)]
+    meanings = json.loads(json.dumps(experiment.meanings(found), allow_nan=False))
+    settings = {setting for cell in found for setting in cell}
+    assert meanings.keys() <= settings | {"arm"}  # a cell of search-heads has all arms
+
+
+def test_the_time_of_a_whole_run_is_kept(tmp_path, counted):
+    experiment, _ = counted
+    assert is_fresh(tmp_path, "quick", [NAME]) and time_in_words(tmp_path, "quick") == ""
+    run_experiment(experiment, "quick", tmp_path, progress=False)
+    assert not is_fresh(tmp_path, "quick", [NAME]) and is_fresh(tmp_path, "full", [NAME])
+    keep_time(tmp_path, "quick", 1623.4, 2)
+    assert "`rsa-hf reproduce all --quick`, with nothing kept from before, took 27 min 3 s, 2 cells" in (
+        write_page(tmp_path).read_text()
+    )
 
 
 RATES = (1e-3, 3e-3, 1e-2)
@@ -257,7 +310,7 @@ def loss(result):
 
 def at_best(results):
     best = at_best_rate(results, (), ("rsa", "plain"), loss)
-    return summarise([result for arms in best.values() for runs in arms.values() for result in runs])
+    return summarise([result for _, arms in best for runs in arms.values() for result in runs])
 
 
 def test_learning_rates_are_searched_with_the_first_seed(counted, tmp_path):

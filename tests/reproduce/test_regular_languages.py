@@ -154,7 +154,7 @@ def verdict(**rsa):
     shares = {}
     for language in ("parity", "(aa)*"):
         shares[language, "rsa", 0.01] = rsa["parity" if language == "parity" else "aa"]
-        shares[language, "transformer", 0.01] = [(1.0, 0.1, 0.0), (1.0, 0.0, 0.1)]
+        shares[language, "transformer", 0.01] = [(1.0, 0.1, 0.0), (1.0, 0.0, 0.1)][: len(rsa["aa"])]
     return conclude(summarise(results(shares)))
 
 
@@ -164,11 +164,23 @@ def test_the_verdict_can_go_either_way():
     found = verdict(aa=good, parity=bad)
     assert found.verdict == "not confirmed"
     # RSA has 0.95 on average on (aa)* and 0.05 on Parity, the Transformer 0.05 on both.
-    assert "(aa)* +90.0" in found.findings[0] and "parity +0.0" in found.findings[0] and "+45.0" in found.sentence
-    assert "on Parity it is not better" in found.sentence
-    assert "on Parity: rsa 5.0 %, transformer 5.0 %" in found.findings[1]
+    assert "+45.0" in found.sentence and "on Parity it is not better" in found.sentence
+    trained_and_beyond = "% entirely right at the lengths trained on and beyond"
+    assert found.findings == (
+        f"parity, {trained_and_beyond}: rsa 100.0 and 5.0, transformer 100.0 and 5.0",
+        f"(aa)*, {trained_and_beyond}: rsa 100.0 and 95.0, transformer 100.0 and 5.0",
+    )
     assert verdict(aa=bad, parity=bad).verdict == "not confirmed"
     assert verdict(aa=good[:1], parity=good[:1]).verdict == "not measurable at this size"
+
+
+def test_a_part_of_the_languages_is_shown_as_one():
+    good, bad = [(1.0, 1.0, 1.0), (1.0, 0.9, 0.9)], [(1.0, 0.0, 0.1), (1.0, 0.1, 0.0)]
+    without_parity = {("(aa)*", "rsa", 0.01): good, ("(aa)*", "transformer", 0.01): bad, ("d-2", "rsa", 0.01): bad}
+    found = conclude(summarise(results(without_parity)))
+    assert found.verdict == "not measurable at this size" and "Parity has not been run" in found.sentence
+    assert "mean of 1 languages" in found.sentence and len(found.findings) == 1
+    assert summarise(results({("d-2", "rsa", 0.01): bad})) == []
 
 
 def test_seeds_are_paired():

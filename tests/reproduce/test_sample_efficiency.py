@@ -77,6 +77,13 @@ def test_without_softmax_the_gate_stays_open():
     assert not [name for name, p in model.named_parameters() if name.endswith("rsa.mu") and p.requires_grad]
 
 
+def test_without_recurrence_is_rsa_with_a_rem_of_zeros(monkeypatch):
+    damped = logits(make_arm("no recurrence", plain(), SHAPE.block))
+    mix = RSAHeads.forward
+    monkeypatch.setattr(RSAHeads, "forward", lambda self, a, value, g: mix(self, a, torch.zeros_like(value), g))
+    torch.testing.assert_close(damped, logits(make_arm("rsa", plain(), SHAPE.block)))
+
+
 def test_alibi_is_a_bias_on_the_scores():
     """Against attention written out."""
     model = make_arm("alibi", plain(), SHAPE.block)
@@ -135,6 +142,13 @@ def test_each_arm_stands_with_its_own_best_rate():
     assert next(row for row in rows if row.measure == "learning rate" and row.settings["arm"] == "rsa").mean == 1e-2
 
 
+def test_rates_on_the_edge_of_the_search_are_named():
+    rates = (1e-4, 1e-3, 1e-2)
+    inside = [result("plain", (5, 4, 3.0 + (rate != 1e-3)), rate=rate) for rate in rates]
+    at_the_end = [result("rsa", (4, 3, 2 - rate), rate=rate) for rate in rates]
+    assert concluded(*inside, *at_the_end).findings[0].endswith("; best at the least or the largest rate tried: rsa")
+
+
 def test_the_ratio_half_way():
     curves = [result("plain", (6, 5, 4, 3.0)), result("rsa", (5.5, 3.5, 3.0, 2.0))]
     for run in curves:
@@ -143,7 +157,7 @@ def test_the_ratio_half_way():
     assert rows["tokens / plain"] == pytest.approx(30 / 40)
     assert rows["tokens / plain, half way"] == pytest.approx(12.5 / 20)  # 5 is a quarter of the way from 5.5 to 3.5
     assert (
-        "0.75 (one seed) of the plain model's tokens and 0.75 of its time; goal 0.4 not met, with that share of the "
+        "10 bytes of python, read 4 times: 0.75 (one seed) of the plain model's tokens and 0.75 of its time; goal 0.4 not met, with that share of the "
         "tokens +1.300 bits per byte from the plain model's last; 0.62 of" in concluded(*curves).findings[0]
     )
 
@@ -163,7 +177,10 @@ def test_the_others_stand_beside_it():
     assert (
         concluded(*runs)
         .findings[0]
-        .endswith("; the others' tokens: published 0.67, alibi not there yet in one seed or more")
+        .endswith(
+            "; the others' tokens: published 0.67 (one seed), alibi not there yet in one seed or more; best at the least "
+            "or the largest rate tried: plain, rsa, published, alibi"
+        )
     )
     plan = next(heads.plan for m in make_arm("published", plain(), SHAPE.block).modules() if (heads := heads_of(m)))
     assert (plan.num_rsa_heads, plan.nu_init, plan.theta_init) == (SHAPE.heads // 2, (1, 2), (math.pi / 4,) * 2)
@@ -184,14 +201,42 @@ def test_verdicts():
     assert "0.4 for llama, are met in 0." in concluded(*base, *mixed).sentence
 
 
+def test_gates_that_do_as_well_without_recurrence_confirm_nothing():
+    runs = [
+        result(arm, (5, 4, 3.0) if arm == "plain" else (4, 2.9, 2), seed)
+        for arm in ("plain", "rsa")
+        for seed in (0, 1, 2)
+    ]
+    as_good = [result("no recurrence", (4, 2.9, 2 + seed / 1000), seed) for seed in (-1, 0, 1)]
+    as_good = [replace(run, cell={**run.cell, "seed": seed}) for seed, run in enumerate(as_good)]
+    worse = [result("no recurrence", (4, 3, 2.5 + seed / 1000), seed) for seed in (0, 1, 2)]
+    assert concluded(*runs, *worse).verdict == "confirmed"
+    assert "ends -0.501 bits per byte from what it does with P of zeros" in concluded(*runs, *worse).findings[0]
+    assert concluded(*runs, *as_good).verdict == "not measurable at this size"
+    better = [result("no recurrence", (3, 2, 1.5 + seed / 1000), seed) for seed in (0, 1, 2)]
+    assert concluded(*runs, *better).verdict == "not confirmed"
+    assert "in 0 of 1 where that has run" in concluded(*runs, *better).sentence
+
+
+def test_every_size_is_planned_on_every_machine():
+    # What a GPU has measured stays on the page where a CPU runs the rest.
+    cells = EXPERIMENT.cells("full", 1)
+    assert {cell["model"] for cell in cells} == {"1M", "10M", "30M"}
+    assert {cell["model"] for cell in cells if EXPERIMENT.needs_gpu(cell)} == {"10M", "30M"}
+
+
 @pytest.mark.parametrize("arm", ["plain", "rsa"])
 def test_one_arm_alone_is_no_comparison(arm):
     assert EXPERIMENT.summarise([result(arm, (5, 4, 3.0), seed) for seed in (0, 1)]) == []
 
 
-def toy(make, monkeypatch):
+def toy(make, monkeypatch, rate=1e-2):
     monkeypatch.setattr(sample_efficiency, "make_arm", make)
-    cells = [c for c in EXPERIMENT.cells("toy", 1) if c["family"] == "gpt2" and c["learning_rate"] == 1e-2]
+    cells = [
+        cell
+        for cell in EXPERIMENT.cells("toy", 1)
+        if (cell["family"], cell["learning_rate"]) == ("gpt2", rate) and cell["arm"] in ("plain", "rsa")
+    ]
     return concluded(*(Result(cell, EXPERIMENT.run_cell(cell), 1.0, "here") for cell in cells))
 
 
@@ -209,6 +254,14 @@ def test_a_rem_that_is_switched_off_wins_nothing(monkeypatch):
     conclusion = toy(broken, monkeypatch)
     assert conclusion.verdict == "not confirmed"
     assert "1.00 (one seed) of the plain" in conclusion.findings[0]
+
+
+def test_a_rem_of_zeros_loses(monkeypatch):
+    # At the larger rate damped attention alone is better than attention in so few steps.
+    assert toy(make_arm, monkeypatch, rate=3e-3).verdict != "not confirmed"
+    mix = RSAHeads.forward
+    monkeypatch.setattr(RSAHeads, "forward", lambda self, a, value, g: mix(self, a, torch.zeros_like(value), g))
+    assert toy(make_arm, monkeypatch, rate=3e-3).verdict == "not confirmed"
 
 
 def test_a_cell_gives_the_same_again():

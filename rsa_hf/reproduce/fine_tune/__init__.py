@@ -15,7 +15,7 @@ import torch
 from rsa_hf.plots import COLOURS, panels
 from rsa_hf.report import rsa_report
 from rsa_hf.reproduce.cells import Cell, Result, Values
-from rsa_hf.reproduce.experiment import Experiment, Size
+from rsa_hf.reproduce.experiment import Experiment, Meanings, Size
 from rsa_hf.reproduce.fine_tune.arms import ARMS, DEFAULT, PLAIN, make_arm
 from rsa_hf.reproduce.fine_tune.defects import defect_task
 from rsa_hf.reproduce.fine_tune.grid import COMPARISONS, DEVIGN
@@ -112,6 +112,12 @@ def draw(results: Sequence[Result], path: Path) -> None:
             axes.set_xlabel("gain in accuracy" if task == DEVIGN else "gain in bits per byte")
 
 
+def meanings(cells: Sequence[Cell]) -> Meanings:
+    """The plan of each arm."""
+    arms = dict.fromkeys(str(cell["arm"]) for cell in cells)
+    return {"arm": {arm: plan.to_dict() for arm in arms if (plan := ARMS[arm]) is not None}}
+
+
 EXPERIMENT = Experiment(
     name="fine-tune",
     claim="A pretrained model that gets RSA heads with RSAConfig()'s defaults is better after fine-tuning than the "
@@ -124,6 +130,7 @@ EXPERIMENT = Experiment(
     conclude=conclude,
     draw=draw,
     summarise=summarise,
+    meanings=meanings,
     parts=(*SETTING, "arm"),
     search_by=by_validation,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -17,6 +18,8 @@ __all__ = ["GAIN", "SETTING", "by_validation", "conclude", "summarise"]
 
 SETTING = ("model", "task", "share")
 GAIN = "gain"  # over the plain model: bits per byte fewer, or more functions right
+OVER_DEFAULT = "gain over the default plan"
+TRAINED_ON = "tokens trained on, at most"
 GAIN_BEFORE = "gain before training"  # below 0: what putting RSA heads on costs
 UNITS = {"accuracy": ("percentage points of accuracy", 100), "bits per byte": ("bits per byte", 1)}
 
@@ -29,20 +32,28 @@ def by_validation(result: Result) -> float:
 def summarise(results: Sequence[Result]) -> list[Row]:
     """Rows of each model, task, share of the data and arm, at the arm's best learning rate."""
     rows = []
-    for setting, best in at_best_rate(results, SETTING, (PLAIN, DEFAULT), by_validation).items():
+    for setting, best in at_best_rate(results, SETTING, (PLAIN, DEFAULT), by_validation):
         for arm, runs in best.items():
-            settings = {**dict(zip(SETTING, setting, strict=True)), "arm": arm}
+            settings = {**setting, "arm": arm}
             names = [name for name, value in runs[0].values.items() if not isinstance(value, list)]
             columns = {name: [run.number(name) for run in runs] for name in names}
             columns["learning rate"] = [float(run.cell["learning_rate"]) for run in runs]
+            columns[TRAINED_ON] = [
+                math.prod(int(run.cell[name]) for name in ("steps", "batch", "length")) for run in runs
+            ]
             columns["seconds"] = [run.seconds for run in runs]
             if arm != PLAIN:
-                for gain, name in ((GAIN, _score_of(runs[0])), (GAIN_BEFORE, "before training")):
-                    columns[gain] = [
-                        _better(run, name) - _better(plain, name) for run, plain in zip(runs, best[PLAIN], strict=True)
-                    ]
+                score = _score_of(runs[0])
+                columns[GAIN] = _gains(runs, best[PLAIN], score)
+                columns[GAIN_BEFORE] = _gains(runs, best[PLAIN], "before training")
+                if arm != DEFAULT:
+                    columns[OVER_DEFAULT] = _gains(runs, best[DEFAULT], score)
             rows += [Row(settings, name, *interval(values), len(values)) for name, values in columns.items()]
     return rows
+
+
+def _gains(runs: Sequence[Result], others: Sequence[Result], name: str) -> list[float]:
+    return [_better(run, name) - _better(other, name) for run, other in zip(runs, others, strict=True)]
 
 
 def conclude(rows: Sequence[Row]) -> Conclusion:
@@ -60,7 +71,10 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
     of_full = dict.fromkeys(each.model for each in COMPARISONS["full"])
     if not any(row.settings["model"] in of_full for row in rows):
         sentence += f" Part of --full alone: {', '.join(of_full)}."
-    findings = [f"{_place(row)}: {_in_words(rows, row)}" for row in gains]
+    findings = [
+        f"{_place(row)}, {find_rows(rows, TRAINED_ON, **row.settings)[0].mean:,.0f} tokens: {_in_words(rows, row)}"
+        for row in gains
+    ]
     findings += [text for texts in tried for text in texts]
     losses = [replace(row, mean=-row.mean, low=-row.high, high=-row.low) for row in gains]
     return Conclusion(judge(losses, 0), sentence + undecided(losses, 0), tuple(findings))
@@ -93,11 +107,11 @@ def _compared(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
         listed = ", ".join(f"{arm}: {factor * means[arm]:+.3f} and {factor * before[arm]:+.3f}" for arm in arms)
         best = max(means, key=lambda arm: means[arm])
         n = len(found_in_each)
-        texts.append(
-            f"on {model}, {task}, {best} gains most over {n} share{'s' if n > 1 else ''} of the data, beyond the "
-            f"interval in {sum(row.low > 0 for row in columns[best])} (mean gains after and before training, "
-            f"{unit}: {listed})"
-        )
+        text = f"on {model}, {task}, {best} gains most over {n} share{'s' if n > 1 else ''} of the data"
+        if best != DEFAULT:
+            over = [find_rows(rows, OVER_DEFAULT, **row.settings)[0] for row in columns[best]]
+            text += f", more than the default beyond the interval in {sum(row.low > 0 for row in over)}"
+        texts.append(f"{text} (mean gains after and before training, {unit}: {listed})")
     return texts
 
 

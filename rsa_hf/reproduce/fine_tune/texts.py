@@ -17,9 +17,8 @@ from rsa_hf.tasks.language_modeling import LanguageModelingDataConfig, prepare_l
 from rsa_hf.tasks.perplexity import evaluate_language_model
 from rsa_hf.tasks.texts import line_boundary, read_texts
 
-__all__ = ["TEXTS", "portion", "text_task"]
+__all__ = ["portion", "text_task"]
 
-TEXTS = ("wikitext-2", "c")
 WIKITEXT_FILES = {"train": "train", "validation": "valid", "test": "test"}
 SCORED_AT_ONCE = 4096  # tokens; a large vocabulary's logits take much memory
 
@@ -30,7 +29,10 @@ def read_splits(name: str) -> dict[str, bytes]:
 
     Raises:
         FileNotFoundError: the data is not there.
+        ValueError: there is no such text.
     """
+    if name not in ("c", "wikitext-2"):
+        raise ValueError(f"task={name!r}: c or wikitext-2 is needed, or devign.")
     if name == "c":
         return {
             split: "\n\n".join(example.func for example in examples).encode()
@@ -67,7 +69,7 @@ def text_task(
     """A text as blocks of tokens, scored in bits per byte.
 
     Args:
-        name: one of `TEXTS`.
+        name: `wikitext-2`, or `c`, the functions of Devign.
         tokenizer: of the model; None for bytes.
         share: of the training text.
         most: bytes of the training text that count as all of it.
@@ -77,6 +79,7 @@ def text_task(
 
     Raises:
         FileNotFoundError: the data is not there.
+        ValueError: there is no such text.
     """
     texts = dict(read_splits(name))
     everything = texts["train"][: line_boundary(texts["train"], 0, most)]

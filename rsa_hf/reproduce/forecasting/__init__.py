@@ -13,8 +13,8 @@ import torch
 
 from rsa_hf.plots import COLOURS, panels
 from rsa_hf.reproduce.cells import Cell, Result, Setting, Values
-from rsa_hf.reproduce.experiment import Experiment
-from rsa_hf.reproduce.forecasting.arms import ARMS, Task, make_forecaster
+from rsa_hf.reproduce.experiment import Experiment, Meanings
+from rsa_hf.reproduce.forecasting.arms import ARMS, Task, make_forecaster, rsa_plan
 from rsa_hf.reproduce.forecasting.learning import learn, naive_errors, score
 from rsa_hf.reproduce.forecasting.series import load_series
 from rsa_hf.reproduce.forecasting.settings import PUBLISHED, cells
@@ -86,6 +86,12 @@ def draw(results: Sequence[Result], path: Path) -> None:
         grid[0].legend()
 
 
+def meanings(cells: Sequence[Cell]) -> Meanings:
+    """RSA's plan in each family, for each dilating factor."""
+    families = dict.fromkeys((str(cell["family"]), int(cell["dilation"])) for cell in cells)
+    return {"arm": {f"rsa, {family}, d = {d}": rsa_plan(family, d).to_dict() for family, d in families}}
+
+
 EXPERIMENT = Experiment(
     name="forecasting",
     claim="The mean squared error of a forecast is lower with RSA heads than of the same model without them.",
@@ -95,12 +101,16 @@ EXPERIMENT = Experiment(
         for (series, horizon, family), errors in PUBLISHED.items()
     )
     + ".",
+    remark="Published for Transformer-XL are figures of one that reads patches; here it reads single steps, without "
+    "memory. Quick runs are short, have a narrow model and one learning rate for all: they compare arms, and are no "
+    "forecasts to use where that the last period comes again has the lower error.",
     seeds={"toy": 2, "quick": 5, "full": 5},
     cells=cells,
     run_cell=run_cell,
     conclude=conclude,
     draw=draw,
     summarise=summarise,
+    meanings=meanings,
     parts=("series", "horizon"),
     search_by=by_validation,
 )

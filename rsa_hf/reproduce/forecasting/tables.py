@@ -10,7 +10,7 @@ from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
 from rsa_hf.reproduce.forecasting.settings import PUBLISHED
 from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, interval
 
-__all__ = ["RATIO", "by_arm", "by_validation", "conclude", "summarise"]
+__all__ = ["RATIO", "by_validation", "conclude", "summarise"]
 
 GROUP = ("series", "horizon", "family")
 RATIO = "rsa / plain"
@@ -22,23 +22,17 @@ def by_validation(result: Result) -> float:
     return result.number("validation mse")
 
 
-def by_arm(results: Sequence[Result]) -> dict[tuple[Setting, ...], dict[str, list[Result]]]:
-    """The runs of each arm at its best learning rate, for each series, horizon and family."""
-    return at_best_rate(results, GROUP, ("plain", "rsa"), by_validation)
-
-
 def summarise(results: Sequence[Result]) -> list[Row]:
     """Errors of each arm at its best learning rate, then RSA's over the plain model's, paired by seed.
 
     Beside them the published errors, which have no intervals, and those of the last period come again.
     """
     rows = []
-    for key, arms in by_arm(results).items():
-        group = dict(zip(GROUP, key, strict=True))
+    for group, arms in at_best_rate(results, GROUP, ("plain", "rsa"), by_validation):
         for arm, runs in arms.items():
             settings = {**group, "arm": arm, "learning_rate": runs[0].cell["learning_rate"]}
             rows += [_row(settings, measure, [run.number(measure) for run in runs]) for measure in MEASURES]
-            published = PUBLISHED.get(key, {}).get(arm)
+            published = PUBLISHED.get(tuple(group.values()), {}).get(arm)
             if published is not None:
                 rows.append(Row({**group, "arm": arm}, "published mse", published, math.nan, math.nan, 0))
         for measure in ("mse", "mae"):

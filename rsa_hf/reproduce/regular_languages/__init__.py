@@ -20,10 +20,10 @@ import torch
 
 from rsa_hf.plots import panels
 from rsa_hf.reproduce.cells import Cell, Result, Values
-from rsa_hf.reproduce.experiment import Experiment, Size
-from rsa_hf.reproduce.regular_languages.arms import ARMS, CELLS, make_arm
+from rsa_hf.reproduce.experiment import Experiment, Meanings, Size
+from rsa_hf.reproduce.regular_languages.arms import ARMS, CELLS, make_arm, rsa_plan
 from rsa_hf.reproduce.regular_languages.learning import accuracy, encode, learn
-from rsa_hf.reproduce.regular_languages.tables import conclude, in_bin, summarise
+from rsa_hf.reproduce.regular_languages.tables import conclude, in_bin, score, summarise
 from rsa_hf.tasks.formal_languages import LANGUAGES, make_splits
 
 __all__ = ["EXPERIMENT"]
@@ -37,7 +37,11 @@ SETTINGS: dict[Size, dict[str, int]] = {
 }
 CHOSEN: dict[Size, tuple[tuple[str, ...], tuple[str, ...], tuple[float, ...]]] = {
     "toy": (("(aa)*", "parity"), ("rsa", "transformer"), (1e-2,)),
-    "quick": (("parity", "(aa)*", "(abab)*", "d-2"), ("rsa", "transformer", *CELLS), (1e-2,)),
+    "quick": (
+        ("parity", "(aa)*", "(abab)*", "d-2"),
+        ("rsa", "transformer", "transformer-sinusoidal", *CELLS),
+        (1e-2,),
+    ),
     "full": (tuple(LANGUAGES), ARMS, (1e-3, 3e-3, 1e-2)),
 }
 
@@ -103,18 +107,29 @@ def draw(results: Sequence[Result], path: Path) -> None:
         grid[0].legend()
 
 
+def meanings(cells: Sequence[Cell]) -> Meanings:
+    """RSA's plan, the same in all arms that have one."""
+    arms = dict.fromkeys(str(cell["arm"]) for cell in cells)
+    return {"arm": {arm: rsa_plan().to_dict() for arm in arms if arm.startswith("rsa")}}
+
+
 EXPERIMENT = Experiment(
     name="regular-languages",
     claim="At lengths beyond those trained on, RSA gets more strings entirely right than the same Transformer without "
     "it: over all languages together, and on Parity.",
     published="None at hand. The conventions are those of Bhattamishra et al. (2020, arXiv 2009.11264).",
-    remark="A REM weighs positions whatever stands there. What depends on where alone, as in (aa)* and (abab)*, it "
-    "can keep at any length; the state of Parity, which each 1 turns over, is no weighted sum of the past, and what "
-    "the other layers make of such a sum holds for the lengths trained on.",
+    remark="The Transformer, with RSA and without, has no position encoding, so that its lengths have no end and it "
+    "counts by its mask; the sinusoidal one has that of Vaswani et al. (2017). A REM weighs positions whatever stands "
+    "there. What depends on where alone, as in (aa)* and (abab)*, it can keep at any length; the state of Parity, "
+    "which each 1 turns over, is no weighted sum of the past. But an arm that does not learn a language at the "
+    "lengths trained on shows nothing about longer ones.",
     seeds={"toy": 2, "quick": 3, "full": 5},
     cells=cells,
     run_cell=run_cell,
     conclude=conclude,
     draw=draw,
     summarise=summarise,
+    meanings=meanings,
+    parts=("language", "arm"),
+    search_by=score,
 )

@@ -8,9 +8,9 @@ from statistics import fmean
 
 from rsa_hf.reproduce.cells import Result
 from rsa_hf.reproduce.conclusion import Conclusion
-from rsa_hf.reproduce.summary import Row, find_rows, interval
+from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, interval
 
-__all__ = ["conclude", "in_bin", "summarise"]
+__all__ = ["conclude", "in_bin", "score", "summarise"]
 
 ALL = "all"
 PAIRS = (("rsa", "transformer"), ("rsa-sinusoidal", "transformer-sinusoidal"))
@@ -23,39 +23,43 @@ def in_bin(low: int, high: int) -> str:
     return f"right {low}–{high}"
 
 
+def score(result: Result) -> float:
+    """What the learning rate of an arm is chosen by, the least being the best: never the longer bins.
+
+    The share of strings right at the lengths trained on decides, and where that is the same the training loss: of a
+    thousand strings a single one outweighs any difference of losses.
+    """
+    return result.number("loss") - 1e4 * result.number(_bins([result])[0])
+
+
 def summarise(results: Sequence[Result]) -> list[Row]:
     """Rows of each language and arm, at its best learning rate; then RSA minus the Transformer, paired by seed.
 
-    The learning rate is chosen by the first bin, which has the lengths trained on, and by the training loss where that
-    is the same: never by the longer bins. Language "all" is the mean over the languages.
+    Language "all" is the mean over the languages that both have run.
     """
-    groups = dict[tuple[str, str], list[Result]]()
-    for result in results:
-        groups.setdefault((str(result.cell["language"]), str(result.cell["arm"])), []).append(result)
-    found = {key: _best_rate(group) for key, group in groups.items()}
     rows = []
-    for (language, arm), by_seed in found.items():
-        rate = next(iter(by_seed.values())).cell["learning_rate"]
-        settings = {"language": language, "arm": arm, "learning_rate": rate}
-        for measure in [*_measures(results), "loss", "steps", "parameters"]:
-            values = [_value(result, measure) for result in by_seed.values()]
-            rows.append(Row(settings, measure, *interval(values), len(values)))
-    languages = list(dict.fromkeys(language for language, _ in found))
+    found = at_best_rate(results, ("language",), PAIRS[0], score)
+    for group, arms in found:
+        for arm, runs in arms.items():
+            settings = {**group, "arm": arm, "learning_rate": runs[0].cell["learning_rate"]}
+            for measure in [*_measures(results), "loss", "steps", "parameters"]:
+                values = [_value(result, measure) for result in runs]
+                rows.append(Row(settings, measure, *interval(values), len(values)))
     for rsa, plain in PAIRS:
-        if not all((language, arm) in found for language in languages for arm in (rsa, plain)):
+        both = {str(group["language"]): arms for group, arms in found if arms.keys() >= {rsa, plain}}
+        if not both:
             continue
-        seeds = found[languages[0], rsa]
         for measure in _measures(results):
             differences = {
                 language: [
-                    _value(found[language, rsa][seed], measure) - _value(found[language, plain][seed], measure)
-                    for seed in seeds
+                    _value(of_rsa, measure) - _value(of_plain, measure)
+                    for of_rsa, of_plain in zip(arms[rsa], arms[plain], strict=True)
                 ]
-                for language in languages
+                for language, arms in both.items()
             }
             differences[ALL] = [fmean(column) for column in zip(*differences.values(), strict=True)]
-            for language, values in differences.items():
-                settings = {"language": language, "arm": f"{rsa} − {plain}"}
+            for name, values in differences.items():
+                settings = {"language": name, "arm": f"{rsa} − {plain}"}
                 rows.append(Row(settings, measure, *interval(values), len(values)))
     return rows
 
@@ -63,42 +67,33 @@ def summarise(results: Sequence[Result]) -> list[Row]:
 def conclude(rows: Sequence[Row]) -> Conclusion:
     """Confirmed if RSA is better at longer strings, beyond chance, over all languages and on Parity."""
     [overall] = find_rows(rows, LONGER, language=ALL, arm=DIFFERENCE)
-    [parity] = find_rows(rows, LONGER, language="parity", arm=DIFFERENCE)
     if math.isnan(overall.low):
         return Conclusion("not measurable at this size", "There is one seed, which gives no interval.")
+    parity = find_rows(rows, LONGER, language="parity", arm=DIFFERENCE)
     each = [row for row in find_rows(rows, LONGER, arm=DIFFERENCE) if row.settings["language"] != ALL]
-    arms = [
-        f"{row.settings['arm']} {_percent(row.mean)}"
-        for row in find_rows(rows, LONGER, language="parity")
-        if "−" not in str(row.settings["arm"])
-    ]
-    better, better_on_parity = overall.low > 0, parity.low > 0
+    better, better_on_parity = overall.low > 0, bool(parity) and parity[0].low > 0
     sentence = (
         f"Beyond the lengths trained on, RSA gets {100 * overall.mean:+.1f} percentage points "
         f"({100 * overall.low:+.1f} … {100 * overall.high:+.1f}) more strings entirely right than the same "
-        f"Transformer, as the mean of {len(each)} languages, which is {'' if better else 'not '}beyond chance; on "
-        f"Parity it is {'' if better_on_parity else 'not '}better."
+        f"Transformer, as the mean of {len(each)} languages, which is {'' if better else 'not '}beyond chance; "
+        + (f"on Parity it is {'' if better_on_parity else 'not '}better." if parity else "Parity has not been run.")
     )
-    findings = (
-        "percentage points more, by language: "
-        + ", ".join(f"{row.settings['language']} {100 * row.mean:+.1f}" for row in each),
-        f"entirely right on Parity: {', '.join(arms)}",
-    )
-    return Conclusion("confirmed" if better and better_on_parity else "not confirmed", sentence, findings)
+    findings = [_of_language(rows, str(row.settings["language"])) for row in each]
+    if better and not parity:
+        return Conclusion("not measurable at this size", sentence, tuple(findings))
+    return Conclusion("confirmed" if better and better_on_parity else "not confirmed", sentence, tuple(findings))
 
 
-def _best_rate(results: Sequence[Result]) -> dict[int, Result]:
-    """The results of the best learning rate, by seed."""
-    by_rate = dict[float, list[Result]]()
-    for result in results:
-        by_rate.setdefault(float(result.cell["learning_rate"]), []).append(result)
-    first = _bins(results)[0]
-
-    def score(rate: float) -> tuple[float, float]:
-        share, loss = (fmean(_value(result, measure) for result in by_rate[rate]) for measure in (first, "loss"))
-        return share, -loss
-
-    return {int(result.cell["seed"]): result for result in by_rate[max(by_rate, key=score)]}
+def _of_language(rows: Sequence[Row], language: str) -> str:
+    """What each arm gets right at the lengths trained on, without which the rest says nothing, and beyond."""
+    trained = next(row.measure for row in rows if row.measure.startswith("right"))
+    arms = [
+        f"{row.settings['arm']} {100 * row.mean:.1f} and "
+        f"{100 * find_rows(rows, LONGER, language=language, arm=row.settings['arm'])[0].mean:.1f}"
+        for row in find_rows(rows, trained, language=language)
+        if "−" not in str(row.settings["arm"])
+    ]
+    return f"{language}, % entirely right at the lengths trained on and beyond: {', '.join(arms)}"
 
 
 def _bins(results: Sequence[Result]) -> list[str]:
@@ -116,7 +111,3 @@ def _value(result: Result, measure: str) -> float:
     value = result.values[measure]
     assert isinstance(value, int | float)
     return value
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
