@@ -17,6 +17,7 @@ from rsa_hf import RSAConfig, is_patched, patch_model
 from rsa_hf.lookup import heads_of
 from rsa_hf.reproduce import byte_models
 from rsa_hf.reproduce import fine_tune as package
+from rsa_hf.reproduce.arms import DAMPED
 from rsa_hf.reproduce.byte_models import SHAPES, build
 from rsa_hf.reproduce.cells import Result
 from rsa_hf.reproduce.experiment import find_experiment
@@ -52,7 +53,7 @@ def test_an_arm_is_the_same_model_with_its_gate_and_pace(arm):
 
 def test_the_default_is_among_the_gates_and_the_paces():
     assert ARMS[DEFAULT] == RSAConfig()
-    plans = [plan for plan in ARMS.values() if plan is not None]
+    plans = [plan for arm, plan in ARMS.items() if arm not in (PLAIN, DAMPED)]
     assert {plan.gate_init for plan in plans} == set(GATES) and {plan.parameter_scale for plan in plans} == set(
         MULTIPLES
     )
@@ -155,6 +156,16 @@ def test_the_verdict_can_go_either_way():
     assert concluded(*PLAIN_RUNS, *default(0.0, 0.0, 0.0)).verdict == "not confirmed"
     assert concluded(*PLAIN_RUNS, *default(0.1, -0.1, 0.1)).verdict == "not measurable at this size"
     assert concluded(PLAIN_RUNS[0], default(0.1)[0]).verdict == "not measurable at this size"
+
+
+def test_gates_that_do_as_well_without_recurrence_confirm_nothing():
+    def damped(*gains):
+        return [result(DAMPED, 2.0 + seed - gain, seed) for seed, gain in enumerate(gains)]
+
+    assert concluded(*PLAIN_RUNS, *default(0.1, 0.11, 0.12), *damped(0.0, 0.0, 0.02)).verdict == "confirmed"
+    found = concluded(*PLAIN_RUNS, *default(0.1, 0.11, 0.12), *damped(0.2, 0.2, 0.21))
+    assert found.verdict == "not confirmed" and "P of zeros in 0 of 1." in found.sentence
+    assert "-0.093" in found.findings[0] and "over P of zeros" in found.findings[0]
 
 
 def test_one_case_that_is_lost_is_enough():

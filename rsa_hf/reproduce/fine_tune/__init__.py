@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
+from rsa_hf.lookup import heads_of
 from rsa_hf.plots import COLOURS, panels
-from rsa_hf.report import rsa_report
 from rsa_hf.reproduce.cells import Cell, Result, Values
 from rsa_hf.reproduce.experiment import Experiment, Meanings, Size
-from rsa_hf.reproduce.fine_tune.arms import ARMS, DEFAULT, PLAIN, make_arm
+from rsa_hf.reproduce.fine_tune.arms import ARMS, DEFAULT, make_arm
 from rsa_hf.reproduce.fine_tune.defects import defect_task
 from rsa_hf.reproduce.fine_tune.grid import COMPARISONS, DEVIGN
 from rsa_hf.reproduce.fine_tune.learning import fine_tune
@@ -78,7 +78,7 @@ def run_cell(cell: Cell) -> Values:
             evaluations=int(cell["evaluations"]),
             seed=seed,
         )
-    gates = [head.gate for layer in rsa_report(model).layers for head in layer.heads] if cell["arm"] != PLAIN else []
+    gates = [float(heads.rates()["gate"].detach().mean()) for heads in filter(None, map(heads_of, model.modules()))]
     return {
         task.measure: scores.test,
         "before training": scores.start,

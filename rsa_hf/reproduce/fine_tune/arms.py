@@ -1,4 +1,4 @@
-"""What is compared: the plain model, and RSA heads that start elsewhere or learn at another pace."""
+"""What is compared: the plain model, and RSA heads, that start elsewhere, learn at another pace, or do not recur."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from rsa_hf.config import RSAConfig
 from rsa_hf.patching import patch_model
+from rsa_hf.reproduce.arms import DAMPED, damp
 
 __all__ = ["ARMS", "DEFAULT", "FASTEST", "GATES", "MULTIPLES", "PLAIN", "make_arm"]
 
@@ -33,7 +34,12 @@ _PLANS = [
     *(RSAConfig(parameter_scale=multiple) for multiple in MULTIPLES),
     replace(RSAConfig(), nu_init=_SCRATCH.nu_init, theta_init=_SCRATCH.theta_init),
 ]
-ARMS: dict[str, RSAConfig | None] = {PLAIN: None, DEFAULT: RSAConfig(), **{_name(plan): plan for plan in _PLANS}}
+ARMS: dict[str, RSAConfig | None] = {
+    PLAIN: None,
+    DEFAULT: RSAConfig(),
+    DAMPED: RSAConfig(),
+    **{_name(plan): plan for plan in _PLANS},
+}
 
 
 def make_arm(arm: str, model: PreTrainedModel) -> PreTrainedModel:
@@ -45,4 +51,8 @@ def make_arm(arm: str, model: PreTrainedModel) -> PreTrainedModel:
     if arm not in ARMS:
         raise ValueError(f"arm={arm!r}: one of {', '.join(ARMS)} is needed.")
     plan = ARMS[arm]
-    return model if plan is None else patch_model(model, plan)
+    if plan is not None:
+        patch_model(model, plan)
+    if arm == DAMPED:
+        damp(model)
+    return model

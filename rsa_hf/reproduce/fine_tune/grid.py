@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rsa_hf.reproduce.arms import DAMPED
 from rsa_hf.reproduce.experiment import Size
 from rsa_hf.reproduce.fine_tune.arms import ARMS, DEFAULT, FASTEST, PLAIN
 
@@ -49,7 +50,7 @@ class Comparison:
     pretraining_steps: int = 0
 
 
-_CLAIM = (PLAIN, DEFAULT)
+_CLAIM = (PLAIN, DEFAULT, DAMPED)
 _PACES = (*_CLAIM, FASTEST)
 COMPARISONS: dict[Size, tuple[Comparison, ...]] = {
     "toy": (

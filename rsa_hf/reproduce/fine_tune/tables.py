@@ -8,6 +8,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from rsa_hf.config import RSAConfig
+from rsa_hf.reproduce.arms import DAMPED
 from rsa_hf.reproduce.cells import Result, Setting
 from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
 from rsa_hf.reproduce.fine_tune.arms import ARMS, DEFAULT, PLAIN
@@ -18,6 +19,7 @@ __all__ = ["GAIN", "SETTING", "by_validation", "conclude", "summarise"]
 
 SETTING = ("model", "task", "share")
 GAIN = "gain"  # over the plain model: bits per byte fewer, or more functions right
+OVER_DAMPED = f"gain over {DAMPED}"
 OVER_DEFAULT = "gain over the default plan"
 TRAINED_ON = "tokens trained on, at most"
 GAIN_BEFORE = "gain before training"  # below 0: what putting RSA heads on costs
@@ -46,7 +48,9 @@ def summarise(results: Sequence[Result]) -> list[Row]:
                 score = _score_of(runs[0])
                 columns[GAIN] = _gains(runs, best[PLAIN], score)
                 columns[GAIN_BEFORE] = _gains(runs, best[PLAIN], "before training")
-                if arm != DEFAULT:
+                if arm == DEFAULT and DAMPED in best:
+                    columns[OVER_DAMPED] = _gains(runs, best[DAMPED], score)
+                elif arm != DEFAULT:
                     columns[OVER_DEFAULT] = _gains(runs, best[DEFAULT], score)
             rows += [Row(settings, name, *interval(values), len(values)) for name, values in columns.items()]
     return rows
@@ -59,24 +63,30 @@ def _gains(runs: Sequence[Result], others: Sequence[Result], name: str) -> list[
 def conclude(rows: Sequence[Row]) -> Conclusion:
     """Confirmed if the default plan gains beyond the interval in every case; not, if it gains nothing in one.
 
-    A gain whose interval does not reach above 0 is none.
+    A gain whose interval does not reach above 0 is none. It has to gain over its own gates with P of zeros too.
     """
-    gains = find_rows(rows, GAIN, arm=DEFAULT)
+    gains, by_recurrence = find_rows(rows, GAIN, arm=DEFAULT), find_rows(rows, OVER_DAMPED)
+    gained, lost = sum(row.low > 0 for row in gains), sum(row.high < 0 for row in gains)
+    without = sum(row.low > 0 for row in by_recurrence)
     sentence = (
         f"With RSAConfig()'s defaults ({DEFAULT}: start of μ, pace in multiples of the weights'), fine-tuning gains "
         "over the same model without RSA, beyond the interval, in "
-        f"{sum(row.low > 0 for row in gains)} of {len(gains)} cases and loses in {sum(row.high < 0 for row in gains)}."
+        f"{gained} of {len(gains)} cases and loses in {lost}; it gains over the same with P of zeros in {without} of "
+        f"{len(by_recurrence)}."
     )
     tried = [_compared(rows, names) for names in (("gate_init",), ("parameter_scale",), ("nu_init", "theta_init"))]
     of_full = dict.fromkeys(each.model for each in COMPARISONS["full"])
     if not any(row.settings["model"] in of_full for row in rows):
         sentence += f" Part of --full alone: {', '.join(of_full)}."
-    findings = [
-        f"{_place(row)}, {find_rows(rows, TRAINED_ON, **row.settings)[0].mean:,.0f} tokens: {_in_words(rows, row)}"
-        for row in gains
-    ]
+    findings = []
+    for row in gains:
+        tokens = find_rows(rows, TRAINED_ON, **row.settings)[0].mean
+        text = f"{_place(row)}, {tokens:,.0f} tokens: {_in_words(rows, row)}"
+        for over in find_rows(rows, OVER_DAMPED, **row.settings):
+            text += f"; {_in_words(rows, over)} over P of zeros"
+        findings.append(text)
     findings += [text for texts in tried for text in texts]
-    losses = [replace(row, mean=-row.mean, low=-row.high, high=-row.low) for row in gains]
+    losses = [replace(row, mean=-row.mean, low=-row.high, high=-row.low) for row in [*gains, *by_recurrence]]
     return Conclusion(judge(losses, 0), sentence + undecided(losses, 0), tuple(findings))
 
 
@@ -87,7 +97,7 @@ def _compared(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     arms = [
         arm
         for arm, plan in ARMS.items()
-        if arm in tried and plan is not None and replace(plan, **default) == RSAConfig()
+        if arm in tried and arm != DAMPED and plan is not None and replace(plan, **default) == RSAConfig()
     ]
     cases: dict[tuple[Setting, Setting], list[list[Row]]] = {}
     for first in find_rows(rows, GAIN, arm=DEFAULT):

@@ -1,4 +1,4 @@
-"""The forecasters that are compared: each family as it is, and with RSA heads on all of its self-attention."""
+"""The forecasters that are compared: each family as it is, and with RSA heads, or those with P of zeros."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from transformers import GPT2Config, InformerConfig
 from rsa_hf.config import RSAConfig
 from rsa_hf.models.transformer_xl import TransformerXLConfig, TransformerXLModel
 from rsa_hf.patching import patch_model
+from rsa_hf.reproduce.arms import DAMPED, damp
 from rsa_hf.reproduce.forecasting.causal import CausalForecaster
 from rsa_hf.reproduce.forecasting.informer import InformerForecaster, OneShotInformer
 from rsa_hf.reproduce.forecasting.log_sparse import LogSparseModel
 
 __all__ = ["ARMS", "FAMILIES", "HEADS", "Task", "make_forecaster", "rsa_plan"]
 
-ARMS = ("plain", "rsa")
+ARMS = ("plain", "rsa", DAMPED)
 # `informer` has ProbSparse attention, `informer-full` all of it.
 FAMILIES = ("informer", "informer-full", "log-sparse", "transformer-xl")
 HEADS = 8
@@ -55,7 +56,7 @@ def make_forecaster(
 ) -> InformerForecaster | CausalForecaster:
     """A fresh forecaster, from values [B, C, N] and times [B, C + H, F] to [B, H, N].
 
-    The weights come from torch's random state, and are the same for both arms.
+    The weights come from torch's random state, and are the same for all arms.
 
     Args:
         family: one of `FAMILIES`.
@@ -81,8 +82,10 @@ def make_forecaster(
         layers, longest = encoder_layers + decoder_layers, task.context + task.horizon
         model = _log_sparse(width, layers, longest) if family == "log-sparse" else _transformer_xl(width, layers)
         forecaster = CausalForecaster(model, width, task.variables, task.time_features)
-    if arm == "rsa":
+    if arm != "plain":
         patch_model(forecaster.body, rsa_plan(family, dilation))
+    if arm == DAMPED:
+        damp(forecaster.body)
     return forecaster
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from rsa_hf.reproduce.arms import DAMPED
 from rsa_hf.reproduce.cells import Result, Setting
 from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
+from rsa_hf.reproduce.forecasting.arms import ARMS
 from rsa_hf.reproduce.forecasting.settings import PUBLISHED
 from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, interval
 
 __all__ = ["RATIO", "by_validation", "conclude", "summarise"]
 
 GROUP = ("series", "horizon", "family")
-RATIO = "rsa / plain"
+RATIO, FROM_DAMPED = "rsa / plain", f"rsa / {DAMPED}"
 MEASURES = ("mse", "mae", "validation mse", "parameters")
 
 
@@ -28,19 +30,18 @@ def summarise(results: Sequence[Result]) -> list[Row]:
     Beside them the published errors, which have no intervals, and those of the last period come again.
     """
     rows = []
-    for group, arms in at_best_rate(results, GROUP, ("plain", "rsa"), by_validation):
+    for group, arms in at_best_rate(results, GROUP, ARMS, by_validation):
         for arm, runs in arms.items():
             settings = {**group, "arm": arm, "learning_rate": runs[0].cell["learning_rate"]}
             rows += [_row(settings, measure, [run.number(measure) for run in runs]) for measure in MEASURES]
             published = PUBLISHED.get(tuple(group.values()), {}).get(arm)
             if published is not None:
                 rows.append(Row({**group, "arm": arm}, "published mse", published, math.nan, math.nan, 0))
-        for measure in ("mse", "mae"):
-            ratios = [
-                rsa.number(measure) / plain.number(measure)
-                for rsa, plain in zip(arms["rsa"], arms["plain"], strict=True)
-            ]
-            rows.append(_row({**group, "arm": RATIO}, measure, ratios))
+        for name, other in ((RATIO, "plain"), (FROM_DAMPED, DAMPED)):
+            for measure in ("mse", "mae"):
+                pairs = zip(arms["rsa"], arms[other], strict=True)
+                ratios = [rsa.number(measure) / of_other.number(measure) for rsa, of_other in pairs]
+                rows.append(_row({**group, "arm": name}, measure, ratios))
         naive = {**group, "family": "last period again", "arm": "none"}
         if not find_rows(rows, "mse", **naive):
             shown = arms["plain"][0]
@@ -55,11 +56,11 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
     for row in ratios:
         same = {name: row.settings[name] for name in GROUP}
         plain, rsa = (find_rows(rows, "mse", arm=arm, **same)[0].mean for arm in ("plain", "rsa"))
-        ends = "one seed" if math.isnan(row.low) else f"{row.low:.2f} … {row.high:.2f}"
+        [from_damped] = find_rows(rows, "mse", arm=FROM_DAMPED, **same)
         text = (
             f"{same['family']}, {same['series']}, {same['horizon']} steps: MSE {rsa:.3f} with RSA, {plain:.3f} without"
         )
-        text += f", ratio {row.mean:.2f} ({ends})"
+        text += f", ratio {_in_words(row)}, and {_in_words(from_damped)} to P of zeros"
         published = {arm: find_rows(rows, "published mse", arm=arm, **same) for arm in ("plain", "rsa")}
         if published["rsa"] and published["plain"]:
             of_rsa, of_plain = published["rsa"][0].mean, published["plain"][0].mean
@@ -70,9 +71,18 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
             f"that the last period comes again has MSE {row.mean:.3f} on {row.settings['series']}, "
             f"{row.settings['horizon']} steps"
         )
-    better = sum(row.high < 1 for row in ratios)
-    sentence = f"RSA is better beyond the interval in {better} of {len(ratios)} comparisons."
-    return Conclusion(judge(ratios, 1), sentence + undecided(ratios, 1), tuple(findings))
+    by_recurrence = find_rows(rows, "mse", arm=FROM_DAMPED)
+    sentence = (
+        f"RSA is better beyond the interval in {sum(row.high < 1 for row in ratios)} of {len(ratios)} comparisons, "
+        f"and better than with P of zeros in {sum(row.high < 1 for row in by_recurrence)}."
+    )
+    compared = [*ratios, *by_recurrence]
+    return Conclusion(judge(compared, 1), sentence + undecided(compared, 1), tuple(findings))
+
+
+def _in_words(row: Row) -> str:
+    ends = "one seed" if math.isnan(row.low) else f"{row.low:.2f} … {row.high:.2f}"
+    return f"{row.mean:.2f} ({ends})"
 
 
 def _row(settings: dict[str, Setting], measure: str, values: Sequence[float]) -> Row:
