@@ -73,10 +73,8 @@ SHAPES = {
     "small": Shape({"transformer-xl": 2, "block-recurrent": 3}, 1, 64, 8, 128, 64, 32, 8, 8, 0.0, True),
     "14 layers": Shape({"transformer-xl": 14, "block-recurrent": 14}, -3, 512, 8, 2048, 512, 256, 512, 22, 0.1, False),
 }
-# Two dilated cyclical pairs in 8 heads at every size. As published for 14 layers; closer, and with the gate half open,
-# where texts, and what a model can learn of them, are short.
+# Of two dilated cyclical pairs in 8 heads.
 PUBLISHED_DILATION = {"enwik8": (3, 6, 9, 12), "text8": (6, 6, 12, 12)}
-SMALL_PLAN = RSAConfig(num_dilated_cyclical_pairs=2, dilation=(1, 2, 1, 2), gate_init=0.0)
 
 
 @dataclass(frozen=True)
@@ -137,10 +135,10 @@ def read_segments(corpus: str, shape: Shape, eval_bytes: int) -> SegmentedText:
 
 
 def rsa_plan(shape: Shape, corpus: str) -> RSAConfig:
-    """The plan of a size, for a text: the published one at 14 layers."""
+    """The plan of a size, for a text: the published one at 14 layers, else that for models trained from scratch."""
     if shape is SHAPES["14 layers"]:
         return RSAConfig(num_dilated_cyclical_pairs=2, dilation=PUBLISHED_DILATION[corpus], gate_init=1.0)
-    return SMALL_PLAN
+    return RSAConfig.from_scratch(shape.heads)
 
 
 def build(architecture: str, shape: Shape, corpus: str, vocab_size: int, arm: str) -> PreTrainedModel:
