@@ -25,6 +25,7 @@ __all__ = [
     "Geometry",
     "flash_documents",
     "is_causal",
+    "query_position",
     "read_geometry",
     "read_mask",
     "remembered",
@@ -345,16 +346,42 @@ def _document_numbers(visible: Tensor, key_mask: Tensor, offset: int) -> Tensor:
 
 
 def _offset(visible: Tensor, T: int, S: int, causal: bool) -> int:
-    """Position of the first query on the key axis.
-
-    A causal query sees itself and nothing behind itself, so the last slot it sees is its own position: also in a
-    static cache, whose keys go on behind the queries. Queries that are padding see less; any that is not tells.
-    """
+    """Position of the first query on the key axis."""
     if not causal or T == S or visible.numel() == 0:
         return S - T
-    slots = torch.arange(1, S + 1, device=visible.device)
-    own = (visible * slots).amax(dim=-1) - 1 - torch.arange(visible.shape[-2], device=visible.device)
-    return min(max(int(own.max()), 0), S - T)
+    return int(query_position(visible, T, S))
+
+
+def query_position(visible: Tensor, T: int, S: int) -> Tensor:
+    """Position of the first of causal queries on the key axis, read off a mask without waiting for its values: ().
+
+    A query sees itself. So T queries in a row stand where each sees the key of its own slot, or nobody does, since it
+    is padding; of such places at the last one, as earlier ones lie behind the queries, which see them too. The
+    farthest key that a query sees does not tell: where an image or a prefix sees ahead it is another token's, and
+    where the query is padding it is one further back.
+
+    Where the first query sees as far as any, as in one prefix, the mask is the same whatever of its tail is padding.
+    Then the last query that sees anything is taken for a token, at the last key that is seen.
+
+    Args:
+        visible: shape [B or 1, H or 1, T or 1, S], boolean.
+        T: number of queries.
+        S: number of keys; those of a static cache go on behind the queries.
+    """
+    visible = visible.expand(-1, -1, T, S).flatten(0, 1)
+    slots = torch.arange(S, device=visible.device)
+    seen = visible.any(dim=1)
+    last = torch.where(seen, slots, 0).max()
+    # [T, S]: which queries cannot stand at which slots, in one row or another.
+    misfits = (seen[:, None] & ~visible).any(dim=0)
+    # Column i of this skewed matrix is the diagonal on which the first query stands at slot i.
+    diagonals = F.pad(misfits.flatten(), (0, T)).view(T, S + 1)[:, : S - T + 1]
+    places = slots[: S - T + 1]
+    counts = torch.where(places <= last, diagonals.sum(dim=0), T + 1)
+    told = torch.where(counts == counts.min(), places, 0).max()
+    asking = torch.where(visible.any(dim=2).any(dim=0), torch.arange(T, device=visible.device), 0).max()
+    is_told = (misfits[0] & (slots == last)).any()
+    return torch.where(is_told, told, (last - asking).clamp(0, S - T))
 
 
 def _lags(T: int, S: int, offset: int, device: torch.device) -> Tensor:

@@ -130,19 +130,20 @@ FULL_PLAN = {
 def build(family: str, attention: str = "sdpa"):
     """A base model; weights larger than usual, so that attention is far from uniform."""
     model = AutoModel.from_config(_config(family), attn_implementation=attention)
-    return _widen(model)
+    return widen(model)
 
 
 def build_language_model(family: str, attention: str = "sdpa"):
     auto = AutoModelForSeq2SeqLM if family in ENCODER_DECODERS else AutoModelForCausalLM
-    return _widen(auto.from_config(_config(family), attn_implementation=attention))
+    return widen(auto.from_config(_config(family), attn_implementation=attention))
 
 
 def _config(family: str):
     return {**CONFIGS, **MORE_CONFIGS}[family]()
 
 
-def _widen(model):
+def widen(model):
+    """Larger weights than usual."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:

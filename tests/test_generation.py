@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration, StaticCache
 
-from broken import break_geometry, forgets_the_offset
-from families import ATTENTIONS, DECODERS, FULL_PLAN, VOCAB, WINDOWED, build_language_model
+from broken import break_geometry, farthest, forgets_the_offset
+from families import ATTENTIONS, DECODERS, FULL_PLAN, MORE_CONFIGS, VOCAB, WINDOWED, build_language_model, widen
 from rsa_hf import RSAConfig, patch_model
 
 LENGTH = 14
@@ -67,6 +67,39 @@ def test_cached_chunked_and_uncached_agree(family, attention, cache, pieces, mon
     assert difference(model, inputs, pieces, CACHES[cache](model)) <= 1e-5
     break_geometry(monkeypatch, forgets_the_offset)
     assert difference(model, inputs, pieces, CACHES[cache](model)) > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:RSA met")
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@torch.no_grad()
+def test_tokens_of_an_image_see_ahead(attention, cache, monkeypatch):
+    """A Gemma 3 whose prompt has images, each of which sees all of itself; the text behind it is causal."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=MORE_CONFIGS["gemma3"]().to_dict(),
+        vision_config={**vision, "image_size": 8, "patch_size": 4},
+        mm_tokens_per_image=4,
+        image_token_index=VOCAB - 1,
+    )
+    model = widen(Gemma3ForConditionalGeneration._from_config(config, attn_implementation=attention))
+    patch_model(model, RSAConfig(**FULL_PLAN))
+    inputs = batch()
+    del inputs["position_ids"]
+    real, images = inputs["attention_mask"].bool(), torch.zeros_like(inputs["input_ids"])
+    images[:, 5:9], images[0, 11:13] = 1, 1
+    expected = uncached(model, {**inputs, "token_type_ids": images})
+
+    def gap():
+        past = CACHES[cache](model.base_model.language_model)
+        found = model(**inputs, token_type_ids=images, past_key_values=past).logits
+        return float((found - expected)[real].abs().max())
+
+    assert gap() <= 1e-5
+    assert float((uncached(model, inputs) - expected)[real].abs().max()) > 1e-2  # they do see ahead
+    if cache == "static":
+        monkeypatch.setattr("rsa_hf.geometry.query_position", farthest)
+        assert gap() > 1e-2
 
 
 @torch.no_grad()

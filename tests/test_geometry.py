@@ -7,10 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from broken import farthest
 from references import double_loop, relative_error
 from rsa_hf.geometry import Geometry, flash_documents, read_geometry
 from rsa_hf.product.operator import recur
 from rsa_hf.product.problem import Recurrence
+from rsa_hf.product.traced import traced_forward
 
 MIN = torch.finfo(torch.float32).min
 
@@ -20,9 +22,13 @@ def call(T, S, mask, causal=True, aligned_top_left=True, **keywords):
     return read_geometry(query, key, mask, causal=causal, aligned_top_left=aligned_top_left, **keywords)
 
 
-def product(geometry: Geometry, value):
+def heads(value):
     rates = torch.tensor([0.9, 0.8, 0.95], dtype=value.dtype), torch.full((3,), 0.7, dtype=value.dtype)
-    return recur(value, Recurrence(("regular", "cos", "sin"), *rates, (1, 2, 3), 1), geometry)
+    return Recurrence(("regular", "cos", "sin"), *rates, (1, 2, 3), 1)
+
+
+def product(geometry: Geometry, value):
+    return recur(value, heads(value), geometry)
 
 
 def expected_product(value, T, offset, causal, visible):
@@ -101,6 +107,113 @@ def test_other_visibility_is_exact_and_says_that_it_is_dense(kind):
     else:
         expected = expected_product(value, T, 0, True, visible)
     assert relative_error(product(geometry, value), expected) < 1e-6
+
+
+# A causal model's image tokens see all of their image, a prefix all of itself. By character: one of ".", or a block.
+TEXTS = {
+    "an image": "...aaaa...",
+    "an image at the end": "....aaaaaa",
+    "a prefix": "aaaaaa....",
+    "all of it a prefix": "aaaaaaaaaa",
+    "two images, side by side": ".aaabbb...",
+    "one token": ".",
+    "no image": "..........",
+}
+# Cached tokens before the text, empty slots of a static cache behind it.
+PLACES = {"uncached": (0, 0), "static cache": (0, 7), "chunk, dynamic cache": (6, 0), "chunk, static cache": (6, 5)}
+# Of each row: padding on the left and on the right, in tokens of the text; behind a cache the left is in that.
+PADDINGS = {"none": ((0, 0), (0, 0)), "ragged": ((2, 0), (0, 3)), "behind all rows": ((0, 0), (3, 2))}
+
+
+def visible_with_blocks(text, before, behind, left, right):
+    """Who sees whom: what lies behind, and the tokens of the same block, but no padding."""
+    T, S = len(text), before + len(text) + behind
+    visible = torch.zeros(len(left), 1, T, S, dtype=torch.bool)
+    for b in range(len(left)):
+        real = range(left[b], before + T - right[b])
+        for t in range(T):
+            for s in real:
+                together = text[t] != "." and s >= before and text[t] == text[s - before : s - before + 1]
+                visible[b, 0, t, s] = s <= before + t or (together and before + t in real)
+    return visible
+
+
+def read_and_traced(value, mask, T):
+    """P V of both ways to read a mask: with a look at its values, and in operators that a graph can hold."""
+    S = value.shape[2]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="RSA met")
+        read = product(call(T, S, mask), value)
+    return read, traced_forward(value, heads(value), Geometry(T, S, 0, True, mask=mask), None)
+
+
+def errors(value, mask, T, before, visible):
+    """Of both, where queries are real."""
+    wanted = expected_product(value, T, before, True, visible).transpose(1, 2)
+    own = torch.arange(T)
+    real = visible[:, 0, own, before + own]
+    return [relative_error(found.transpose(1, 2)[real], wanted[real]) for found in read_and_traced(value, mask, T)]
+
+
+@pytest.mark.parametrize("additive", [True, False])
+@pytest.mark.parametrize("padding", PADDINGS.values(), ids=PADDINGS)
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_queries_that_see_ahead_stand_where_they_are(text, place, padding, additive):
+    before, behind = place
+    left, right = padding
+    T, S = len(text), before + len(text) + behind
+    if before and min(right) and set(text) == {"a"}:
+        right = (0, 2)  # see the next test
+    if T == 1:
+        right = (0, 0)
+    visible = visible_with_blocks(text, before, behind, left, right)
+    mask = torch.where(visible, 0.0, MIN) if additive else visible
+    value = torch.randn(2, 3, S, 2, dtype=torch.float64)
+    assert max(errors(value, mask, T, before, visible)) < 1e-6
+
+
+@given(
+    parts=st.lists(st.tuples(st.booleans(), st.integers(1, 4)), min_size=1, max_size=4),
+    before=st.integers(0, 6),
+    behind=st.integers(0, 6),
+    left=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    right=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+)
+def test_any_blocks_and_paddings(parts, before, behind, left, right):
+    text = "".join((name if is_block else ".") * n for name, (is_block, n) in zip("abcd", parts, strict=False))
+    T, S = len(text), before + len(text) + behind
+    right = tuple(min(n, T - 1) for n in right)
+    left = tuple(min(n, before + T - 1 - r) for n, r in zip(left, right, strict=True))
+    visible = visible_with_blocks(text, before, behind, left, right)
+    value = torch.randn(2, 3, S, 2, dtype=torch.float64)
+    reads = errors(value, visible, T, before, visible)
+    # Where every query sees the last key that any sees, the mask is the same whatever of the tail is padding.
+    last = int(visible.any(2)[:, 0].nonzero()[:, 1].max())
+    told = bool((visible[:, 0].any(1)[:, last] & ~visible[:, 0, 0, last]).any())
+    if told or min(right) == 0 or before == 0:
+        assert max(reads) < 1e-6
+    else:
+        assert relative_error(*read_and_traced(value, visible, T)) < 1e-6
+
+
+def test_all_queries_of_a_chunk_in_one_block_are_taken_for_real():
+    """Two tokens behind six, then padding, or four tokens: the masks are the same, and the answer has to be one."""
+    padded = visible_with_blocks("aaaa", 6, 5, (0, 0), (2, 2))
+    full = visible_with_blocks("aaaa", 4, 7, (0, 0), (0, 0))
+    assert torch.equal(padded, full)
+    value = torch.randn(2, 3, 15, 2, dtype=torch.float64)
+    assert max(errors(value, full, 4, 4, full)) < 1e-6
+
+
+@pytest.mark.parametrize("text", ["...aaaa...", "aaaaaa....", ".aaabbb..."])
+def test_the_farthest_that_any_query_sees_is_not_its_place(text, monkeypatch):
+    visible = visible_with_blocks(text, 3, 7, (2, 0), (0, 2))
+    value = torch.randn(2, 3, 20, 2, dtype=torch.float64)
+    assert max(errors(value, visible, 10, 3, visible)) < 1e-6
+    for module in ("rsa_hf.geometry", "rsa_hf.product.traced"):
+        monkeypatch.setattr(f"{module}.query_position", farthest)
+    assert min(errors(value, visible.clone(), 10, 3, visible)) > 1e-2
 
 
 @given(

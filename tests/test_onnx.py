@@ -5,10 +5,12 @@ import pytest
 import torch
 
 from families import FULL_PLAN, VOCAB, build
+from references import double_loop, relative_error
 from rsa_hf import RSAConfig, patch_model, rem_product
 from rsa_hf.geometry import Geometry, read_geometry
 from rsa_hf.product.problem import Recurrence
 from rsa_hf.product.traced import traced_forward
+from test_geometry import visible_with_blocks
 
 KINDS = ("regular", "cos", "sin", "regular", "cos", "sin")
 DECAY = torch.tensor([-0.9, 0.95, 0.8, 0.7, 0.99, 0.6])
@@ -115,3 +117,35 @@ def test_an_exported_roberta_gives_the_same(exported, batch, length, padding):
     numpy.testing.assert_allclose(found[real], expected[real], atol=1e-5, rtol=1e-5)
     # Without recurrence it would be off by far more than that.
     assert numpy.abs(found - without)[real].mean() > 1e-2
+
+
+@pytest.mark.slow  # the exporter takes its time
+def test_exported_masks_of_images_prefixes_and_static_caches(tmp_path):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package, reason=f"ONNX export needs {package}: pip install 'rsa_hf[onnx]'")
+    import onnxruntime
+
+    class Product(torch.nn.Module):
+        def forward(self, value, mask):
+            return traced_forward(value, heads(), Geometry(mask.shape[2], value.shape[2], 0, True, mask=mask), None)
+
+    batch, length, keys = (torch.export.Dim(name, max=99) for name in ("batch", "length", "keys"))
+    torch.onnx.export(
+        Product(),
+        (torch.randn(2, 6, 17, 4), visible_with_blocks("..aaaa...", 3, 5, (2, 0), (0, 1))),
+        tmp_path / "product.onnx",
+        dynamic_shapes=({0: batch, 2: keys}, {0: batch, 2: length, 3: keys}),
+        input_names=["value", "mask"],
+        dynamo=True,
+    )
+    session = onnxruntime.InferenceSession(str(tmp_path / "product.onnx"), providers=["CPUExecutionProvider"])
+    for text, before, behind in (("..aaaa...", 3, 5), ("aaaaa", 0, 7), ("aaaaa.....bb.", 4, 0), ("aaa.", 0, 0)):
+        mask = visible_with_blocks(text, before, behind, (2, 0, 0), (0, 1, 0))
+        value = torch.randn(3, 6, mask.shape[-1], 4)
+        found = session.run(None, {"value": value.numpy(), "mask": mask.numpy()})[0]
+        theta = torch.full((6,), 0.7)
+        expected = double_loop(value, KINDS, DECAY, theta, DILATION, len(text), before, True, mask)
+        own = torch.arange(len(text))
+        real = mask[:, 0, own, before + own]  # what padding gives is not used
+        error = relative_error(torch.from_numpy(found).transpose(1, 2)[real], expected.transpose(1, 2)[real])
+        assert error < 1e-5

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rsa_hf.geometry import HIDDEN_AT_OR_BELOW, Geometry
+from rsa_hf.geometry import HIDDEN_AT_OR_BELOW, Geometry, query_position
 from rsa_hf.product.problem import Mixing, Recurrence, keys_of_heads, working_dtype
 from rsa_hf.product.rates import weights_of_lags
 
@@ -33,9 +33,7 @@ def traced_forward(value: Tensor, recurrence: Recurrence, geometry: Geometry, mi
     if geometry.mask is not None and geometry.position is None:
         shown = geometry.mask[..., :S]
         visible = shown if shown.dtype == torch.bool else shown > HIDDEN_AT_OR_BELOW
-        # A causal query sees itself and nothing behind itself, so the last slot it sees is its own position.
-        own = torch.where(visible, slots, -1).amax(dim=-1) - torch.arange(visible.shape[-2], device=device)
-        offset = own.amax().clamp(min=0) if geometry.causal else S - T
+        offset = query_position(visible, T, S) if geometry.causal else S - T
     lags = (offset + torch.arange(T, device=device))[:, None] - slots
     lags = lags if geometry.causal else lags.abs()
     if geometry.window is not None:
