@@ -11,6 +11,7 @@ from transformers import (
     DebertaConfig,
     DebertaV2Config,
     FalconConfig,
+    GPT2Config,
     GPTJConfig,
     GPTNeoConfig,
     GPTNeoXJapaneseConfig,
@@ -52,6 +53,8 @@ CONFIGS = {
     "falcon": lambda: FalconConfig(**_FALCON, **_SPECIAL),  # multi-query, rotary
     "falcon_alibi": lambda: FalconConfig(**_FALCON, alibi=True, multi_query=False, **_SPECIAL),
     "falcon_grouped": lambda: FalconConfig(**_FALCON, new_decoder_architecture=True, num_kv_heads=2, **_SPECIAL),
+    # GPT-2 goes round the attention interface with this setting, under eager attention alone.
+    "gpt2_upcast": lambda: GPT2Config(**_GPT, reorder_and_upcast_attn=True, attn_implementation="eager", **_SPECIAL),
     "gpt_neo": lambda: GPTNeoConfig(
         vocab_size=VOCAB,
         hidden_size=WIDTH,
@@ -134,7 +137,7 @@ _BIDIRECTIONAL = ("deberta", "deberta_v2", "megatron_bert", "mpnet", "roformer",
 CAUSAL = [name for name in ADAPTED if name not in (*_BIDIRECTIONAL, "xlnet_causal")]
 CACHED = [name for name in CAUSAL if name != "openai"]  # OpenAI-GPT has no cache
 # Those that have no alibi and no windows, and Bloom, run on static caches in transformers.
-STATIC = ["bloom", "codegen", "falcon", "falcon_grouped", "gptj"]
+STATIC = ["bloom", "codegen", "falcon", "falcon_grouped", "gpt2_upcast", "gptj"]
 # A causal XLNet cannot be run with padding, in transformers itself.
 PADDED = [name for name in ADAPTED if name != "xlnet_causal"]
 
@@ -179,7 +182,7 @@ def values_from(name, module, states):
         return module.value(states).view(B, S, HEADS, HEAD_SIZE)
     if name == "mpnet":
         return module.v(states).view(B, S, HEADS, HEAD_SIZE)
-    if name == "openai":
+    if name in ("gpt2_upcast", "openai"):
         return module.c_attn(states)[..., 2 * WIDTH :].view(B, S, HEADS, HEAD_SIZE)
     if name == "xglm":
         return module.v_proj(states).view(B, S, HEADS, HEAD_SIZE)

@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    DecisionTransformerConfig,
     DynamicCache,
     FNetConfig,
     FNetModel,
@@ -24,6 +25,7 @@ from transformers import (
     RwkvModel,
 )
 from transformers.models.bloom import modeling_bloom
+from transformers.models.decision_transformer.modeling_decision_transformer import DecisionTransformerGPT2Model
 from transformers.models.falcon import modeling_falcon
 from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.gptj import modeling_gptj
@@ -42,7 +44,7 @@ from adapted import (
     output_from,
     values_from,
 )
-from families import FULL_PLAN, VOCAB
+from families import FULL_PLAN, VOCAB, widen
 from references import relative_error
 from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, rem_matrix, unpatch_model
 from test_generation import PIECES, batch, break_geometry, difference, uncached
@@ -324,7 +326,7 @@ def test_saved_and_loaded_gives_the_same_bits(name, tmp_path):
                 parameter.add_(torch.randn(parameter.shape) * 0.02)
     expected = model(**inputs)[0]
     model.save_pretrained(tmp_path)
-    loaded = AutoModel.from_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path, attn_implementation=model.config._attn_implementation)
     assert torch.equal(loaded(**inputs)[0], expected)
     assert {key for key in loaded.state_dict() if ".rsa." in key} == {
         f"{module}.rsa.{parameter}"
@@ -383,6 +385,49 @@ def test_lora_beside_rsa(name):
     # Were LoRA's half of the projection given what attention gave, unmixed, the two would differ.
     assert relative_error(merged(**inputs)[0], found) <= 1e-5
     assert relative_error(unpatch_model(merged)(**inputs)[0], found) > 1e-2
+
+
+# --- GPT-2: one setting, under eager attention alone ----------------------------------------------------------------
+
+
+def build_with_upcast_attention(family):
+    if family == "gpt2":
+        return build_adapted("gpt2_upcast")
+    config = DecisionTransformerConfig(
+        vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=HEADS, bos_token_id=1, eos_token_id=2
+    )
+    config.reorder_and_upcast_attn = True
+    return widen(DecisionTransformerGPT2Model._from_config(config, attn_implementation="eager"))
+
+
+@pytest.mark.parametrize("way", ["patched under sdpa", "loaded", "patched under eager"])
+@pytest.mark.parametrize("family", ["gpt2", "decision transformer"])
+@torch.no_grad()
+def test_upcast_attention_keeps_its_recurrence_under_eager_attention(family, way, tmp_path):
+    model, inputs = build_with_upcast_attention(family), padded_tokens("gpt2_upcast")
+    real = inputs["attention_mask"].bool()
+    plain = model(**inputs)[0]
+    if way != "patched under eager":
+        model.set_attn_implementation("sdpa")
+    patch_model(model, PLAN)
+    model.set_attn_implementation("sdpa")
+    expected = model(**inputs)[0]
+    if way == "loaded":
+        model.save_pretrained(tmp_path)
+        model = type(model).from_pretrained(tmp_path, attn_implementation="eager")
+    model.set_attn_implementation("eager")
+    assert relative_error(model(**inputs)[0][real], expected[real]) <= 1e-5
+    assert relative_error(plain[real], expected[real]) > 1e-2
+
+
+@torch.no_grad()
+def test_cross_attention_of_gpt2_with_upcast_attention_is_left_alone():
+    model = build_adapted("gpt2_upcast", add_cross_attention=True)
+    inputs, states = padded_tokens("gpt2_upcast"), torch.randn(2, 11, 32)
+    expected = model(**inputs, encoder_hidden_states=states)[0]
+    patch_model(model, SHUT, probe_inputs={"input_ids": tokens(1, 6), "encoder_hidden_states": torch.randn(1, 9, 32)})
+    assert model.config.rsa["modules"] == ["h.0.attn", "h.1.attn"]
+    assert torch.equal(model(**inputs, encoder_hidden_states=states)[0], expected)
 
 
 # --- XLNet: memories, two streams -----------------------------------------------------------------------------------

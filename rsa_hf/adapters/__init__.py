@@ -8,7 +8,7 @@ interface, and copies, pickles and wrapped or quantised projections work by them
 Three kinds of modules, by where V and the output can be seen:
 
 * own_method.py: a method that computes attention from Q, K and V: GPT-Neo, GPT-J, CodeGen, XLNet (both of its
-  streams), OpenAI-GPT, GPT-NeoX-Japanese;
+  streams), OpenAI-GPT, GPT-NeoX-Japanese; GPT-2 and the Decision Transformer with `reorder_and_upcast_attn`;
 * through_cache.py: a forward that hands K and V to the cache, and the output to a projection: Bloom, Falcon, MPT, MVP,
   TrOCR, XGLM, the Informer's ProbSparse attention, flash attention's versions of GPT-Neo, GPT-J and Falcon; or that
   returns the output: Megatron-BERT, RemBERT, RoFormer;

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rsa_hf.geometry import HIDDEN_AT_OR_BELOW, remembered
 
-__all__ = ["run_attn", "run_gpt_neo", "run_openai_gpt", "run_xlnet"]
+__all__ = ["run_attn", "run_gpt2", "run_gpt_neo", "run_openai_gpt", "run_xlnet"]
 
 
 def run_attn(module: nn.Module, attn: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
@@ -18,6 +18,13 @@ def run_attn(module: nn.Module, attn: Callable[..., Any], call: dict[str, Any], 
     output, weights = attn(module, **call)
     mixed = mix(output.transpose(1, 2), call["value"], call.get("attention_mask"), causal=True)
     return mixed.transpose(1, 2), weights
+
+
+def run_gpt2(module: Any, attn: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
+    """GPT-2 under eager attention with `reorder_and_upcast_attn`: as GPT-J, but it returns [B, T, H, D]."""
+    output, weights = attn(module, **call)
+    causal = not module.is_cross_attention
+    return mix(output, call["value"], call.get("attention_mask"), causal=causal), weights
 
 
 def run_gpt_neo(module: Any, attn: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:

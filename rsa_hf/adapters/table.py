@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from rsa_hf.adapters.own_method import run_attn, run_gpt_neo, run_openai_gpt, run_xlnet
+from rsa_hf.adapters.own_method import run_attn, run_gpt2, run_gpt_neo, run_openai_gpt, run_xlnet
 from rsa_hf.adapters.through_cache import through_cache_and_projection, through_cache_and_return
 from rsa_hf.adapters.through_projection import (
     deberta_values,
@@ -62,6 +62,11 @@ def _of_bart_s_kin(module: str, name: str) -> Adapter:
     )
 
 
+def _of_gpt2_s_kin(module: str, name: str) -> Adapter:
+    """Attention as GPT-2 has it, which asks for the interface but for one setting (`reorder_and_upcast_attn`)."""
+    return Adapter(module, name, "_upcast_and_reordered_attn", _QKV, ("is_cross_attention",), run_gpt2)
+
+
 ADAPTERS = (
     Adapter(
         "bloom.modeling_bloom",
@@ -88,6 +93,7 @@ ADAPTERS = (
         ("num_attention_heads", "value_proj"),
         from_projection_to_return("value_proj", heads_of_states),
     ),
+    _of_gpt2_s_kin("decision_transformer.modeling_decision_transformer", "DecisionTransformerGPT2Attention"),
     Adapter(
         "falcon.modeling_falcon",
         "FalconAttention",
@@ -104,6 +110,7 @@ ADAPTERS = (
         ("num_heads", "dense"),
         through_cache_and_projection("layer_past", "num_heads", "dense", positions=True),
     ),
+    _of_gpt2_s_kin("gpt2.modeling_gpt2", "GPT2Attention"),
     Adapter(
         "gpt_neo.modeling_gpt_neo", "GPTNeoSelfAttention", "_attn", _QKV, ("attention_type", "config"), run_gpt_neo
     ),
