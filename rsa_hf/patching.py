@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -235,12 +236,11 @@ def _require_all_called(base: nn.Module, names: Sequence[str], probe_inputs: Map
 
 
 def _probe(base: nn.Module, probe_inputs: Mapping[str, Any] | None) -> None:
-    """Run the base model once, in evaluation mode, leaving its state and the random generators as they were."""
+    """Run the base model once, in evaluation mode, leaving its modules and the random generators as they were."""
     inputs = dict(_probe_inputs(base) if probe_inputs is None else probe_inputs)
-    training = {module: module.training for module in base.modules()}
-    base.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with _modules_put_back(base), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            base.eval()
             try:
                 with _WithoutWeights():
                     base(**inputs)
@@ -251,9 +251,24 @@ def _probe(base: nn.Module, probe_inputs: Mapping[str, Any] | None) -> None:
             f"a trial run of {type(base).__name__} with {', '.join(inputs)} failed ({type(error).__name__}: {error}). "
             "Give patch_model(..., probe_inputs={...}) that its forward accepts."
         ) from error
+
+
+@contextmanager
+def _modules_put_back(base: nn.Module) -> Iterator[None]:
+    """Leave every module as it was, with its children and its flags.
+
+    A short input makes BigBird replace its block-sparse attention by dense modules, for good.
+    """
+    before = []
+    for module in base.modules():
+        own = vars(module)
+        before += [(entries, dict(entries)) for entries in (own, own["_modules"], own["_parameters"], own["_buffers"])]
+    try:
+        yield
     finally:
-        for module, mode in training.items():
-            module.training = mode
+        for entries, known in before:
+            entries.clear()
+            entries.update(known)
 
 
 class _WithoutWeights(TorchFunctionMode):

@@ -9,6 +9,10 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BertLMHeadModel,
+    BigBirdConfig,
+    BigBirdModel,
+    BigBirdPegasusConfig,
+    BigBirdPegasusModel,
     GPT2Config,
     GPT2Model,
     MambaConfig,
@@ -16,7 +20,7 @@ from transformers import (
     T5EncoderModel,
 )
 
-from families import CONFIGS, FAMILIES, FULL_PLAN, build, build_language_model, inputs
+from families import CONFIGS, FAMILIES, FULL_PLAN, VOCAB, build, build_language_model, inputs
 from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, rsa_report, unpatch_model
 
 ATTENTIONS = ["sdpa", "eager"]
@@ -226,6 +230,67 @@ def test_patching_disturbs_neither_training_mode_nor_random_numbers():
     assert not model.h[0].training
     assert not model.h[0].attn.rsa.training
     assert model.h[1].attn.rsa.training
+
+
+BLOCK_SPARSE = {"vocab_size": VOCAB, "attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1}
+BIG_BIRDS = {
+    "big_bird": lambda: BigBirdModel(
+        BigBirdConfig(**BLOCK_SPARSE, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+    ),
+    "bigbird_pegasus": lambda: BigBirdPegasusModel(
+        BigBirdPegasusConfig(
+            **BLOCK_SPARSE,
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=1,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=48,
+            max_position_embeddings=128,
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("family", BIG_BIRDS)
+@pytest.mark.filterwarnings("ignore:the encoder of this BigBirdPegasusModel")
+@torch.no_grad()
+def test_a_trial_run_changes_no_module(family):
+    """Block-sparse models turn dense, for good, at the first input as short as that of a trial run."""
+    model, ids = BIG_BIRDS[family]().eval(), torch.randint(3, VOCAB, (1, 40))
+
+    def found():
+        plain = [{k: v for k, v in vars(m).items() if not k.startswith("_")} for m in model.modules()]
+        return [(n, id(m), type(m)) for n, m in model.named_modules()], plain, model(ids)[0]
+
+    def assert_unchanged():
+        modules, plain, output = found()
+        assert (modules, plain) == before[:2]
+        assert torch.equal(output, before[2])
+
+    before = found()
+    if family == "big_bird":
+        with pytest.raises(ValueError, match="BigBirdModel has no attention that can be patched"):
+            patch_model(model)
+    else:
+        patch_model(model, RSAConfig(gate_init=-math.inf))
+        assert model.config.rsa["modules"] == ["decoder.layers.0.self_attn"]
+        assert torch.equal(model(ids)[0], before[2])
+        unpatch_model(model)
+    assert_unchanged()
+
+    def fail(*_):
+        raise RuntimeError("far down")
+
+    handle = list(model.encoder.modules())[-1].register_forward_hook(fail)
+    with pytest.raises(ValueError, match="trial run of .* failed .*far down"):
+        patch_model(model)
+    handle.remove()
+    assert_unchanged()
+    # The control: a run of that length outside of `patch_model` does turn it dense.
+    model(ids[:, :8])
+    assert found()[0] != before[0]
 
 
 def test_plain_models_are_untouched_beside_a_patched_one():
