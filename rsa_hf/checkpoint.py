@@ -27,6 +27,7 @@ __all__ = [
     "SavedPlan",
     "attach_from_config",
     "attach_heads",
+    "configs_with_plans",
     "detach_heads",
     "differences",
     "read_plan",
@@ -105,8 +106,21 @@ def differences(old: SavedPlan, new: SavedPlan) -> str:
 
 def saved_plans(config: PreTrainedConfig) -> list[Any]:
     """`config.rsa` of this config and of the configs in it, as they stand."""
-    parts = [config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))]
-    return [vars(part)["rsa"] for part in parts if vars(part).get("rsa") is not None]
+    return [vars(part)["rsa"] for part in _with_parts(config) if vars(part).get("rsa") is not None]
+
+
+def configs_with_plans(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs, of a model and of its parts, that have a plan, `config.rsa`; each once.
+
+    A part that is a model itself may have been patched alone, or have a copy of the whole's config (T5's halves).
+    """
+    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    parts = {id(part): part for config in configs for part in _with_parts(config) if "rsa" in vars(part)}
+    return list(parts.values())
+
+
+def _with_parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    return [config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))]
 
 
 def attach_from_config(model: PreTrainedModel) -> None:

@@ -17,7 +17,15 @@ from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.adapters import NO_SOFTMAX_ATTENTION, connect
 from rsa_hf.brief import shorten
-from rsa_hf.checkpoint import SavedPlan, attach_heads, detach_heads, differences, read_plan, write_plan
+from rsa_hf.checkpoint import (
+    SavedPlan,
+    attach_heads,
+    configs_with_plans,
+    detach_heads,
+    differences,
+    read_plan,
+    write_plan,
+)
 from rsa_hf.config import RSAConfig
 from rsa_hf.heads import RSAHeads
 from rsa_hf.hooks.attention import AttentionCall, record_attention_calls
@@ -127,8 +135,8 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     if any(holds_copies(module) for module in model.modules()):
         raise ValueError(f"PEFT holds the RSA heads of this {type(model).__name__}. {take_off_first}")
     detach_heads(model)
-    if "rsa" in vars(model.config):
-        del model.config.rsa
+    for config in configs_with_plans(model):
+        del config.rsa
     return model
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import (
     AttentionInterface,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
     ViTConfig,
@@ -218,3 +219,13 @@ def test_what_cannot_be_tried(doctor, tmp_path):
     code, out, _ = doctor("--model", tmp_path / "vit")
     assert code == 1
     assert "takes pixel_values: doctor tries models that take input_ids" in out
+
+
+def test_unpatching_on_trial_puts_the_plans_of_the_parts_back(tmp_path):
+    # T5's halves have copies of the config, with its plan where the model was loaded.
+    make("t5", True).save_pretrained(tmp_path)
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    plans = [part.config.to_dict()["rsa"] for part in (model, model.encoder, model.decoder)]
+    with unpatched(model):
+        assert not any("rsa" in part.config.to_dict() for part in (model, model.encoder, model.decoder))
+    assert [part.config.to_dict()["rsa"] for part in (model, model.encoder, model.decoder)] == plans

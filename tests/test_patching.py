@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from transformers import (
+    AutoModel,
     AutoModelForSequenceClassification,
     BertConfig,
     BertLMHeadModel,
@@ -13,6 +14,8 @@ from transformers import (
     BigBirdModel,
     BigBirdPegasusConfig,
     BigBirdPegasusModel,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
     GPT2Config,
     GPT2Model,
     MambaConfig,
@@ -22,6 +25,7 @@ from transformers import (
 
 from families import CONFIGS, FAMILIES, FULL_PLAN, VOCAB, build, build_language_model, inputs
 from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, rsa_report, unpatch_model
+from rsa_hf.checkpoint import saved_plans
 
 ATTENTIONS = ["sdpa", "eager"]
 
@@ -303,6 +307,39 @@ def test_plain_models_are_untouched_beside_a_patched_one():
         assert torch.equal(plain(**batch)[0], expected)
         assert not torch.equal(twin(**batch)[0], expected)
     assert "rsa" not in vars(plain.config)
+
+
+@torch.no_grad()
+def test_unpatching_the_whole_takes_off_the_plan_of_a_part(tmp_path):
+    def build_whole():
+        parts = [CONFIGS["bert"](), CONFIGS["bert"]()]
+        return EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(*parts)).eval()
+
+    model = build_whole()
+    before, batch = state_of(model), inputs("t5")
+    expected = model(**batch)[0]
+    patch_model(model.decoder, RSAConfig(**FULL_PLAN))
+    assert unpatch_model(model) is model
+    assert not is_patched(model)
+    assert_same_state(model, before)
+    assert "rsa" not in vars(model.decoder.config)
+    model.save_pretrained(tmp_path / "plain")
+    patch_model(model, RSAConfig(**FULL_PLAN))
+    assert saved_plans(model.config) == [model.config.rsa]
+    patched = model(**batch)[0]
+    assert not torch.equal(patched, expected)
+    model.save_pretrained(tmp_path / "patched")
+    assert torch.equal(EncoderDecoderModel.from_pretrained(tmp_path / "patched")(**batch)[0], patched)
+
+
+@torch.no_grad()
+def test_unpatching_a_loaded_model_takes_the_plan_off_its_parts(tmp_path):
+    # T5 gives each half a copy of its config, which has the plan where the model was loaded.
+    patch_model(build("t5"), RSAConfig(**FULL_PLAN)).save_pretrained(tmp_path / "patched")
+    model = unpatch_model(AutoModel.from_pretrained(tmp_path / "patched"))
+    for part in (model, model.encoder, model.decoder):
+        assert not saved_plans(part.config)
+        part.save_pretrained(tmp_path / "plain")
 
 
 def test_patch_the_head_class_or_its_base():

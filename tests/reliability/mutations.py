@@ -305,7 +305,7 @@ MUTATIONS = [
         Part.MANY_MODELS,
         "unpatching takes the plan out of the config",
         "rsa_hf/patching.py",
-        '    if "rsa" in vars(model.config):\n        del model.config.rsa\n',
+        "    for config in configs_with_plans(model):\n        del config.rsa\n",
         "",
         "tests/test_patching.py::test_open_gate_acts_and_unpatch_is_exact",
     ),

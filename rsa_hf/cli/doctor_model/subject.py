@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rsa_hf.checkpoint import configs_with_plans
 from rsa_hf.config import RSAConfig
 from rsa_hf.heads import RSAHeads
 from rsa_hf.lookup import heads_of
@@ -166,12 +167,14 @@ def without_heads(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def unpatched(model: PreTrainedModel) -> Iterator[None]:
     """Call `unpatch_model`, and put the RSA heads back afterwards."""
-    layers, content, strict = rsa_layers(model), model.config.rsa, model._keep_in_fp32_modules_strict
+    layers, strict = rsa_layers(model), model._keep_in_fp32_modules_strict
+    plans = [(config, vars(config)["rsa"]) for config in configs_with_plans(model)]
     try:
         unpatch_model(model)
         yield
     finally:
         for module, heads in layers:
             module._modules["rsa"] = heads
-        model.config.rsa = content
+        for config, content in plans:
+            config.rsa = content
         model._keep_in_fp32_modules_strict = strict
