@@ -245,21 +245,21 @@ class RSAConfig:
                 checkpoint is loaded, whose plan is written out.
 
         Raises:
-            ValueError: more RSA heads than heads, a list of the wrong length, or dilated heads without dilation.
+            ValueError: more RSA heads than heads, a list of the wrong length, dilated heads without dilation, or
+                dilation without dilated heads.
         """
         n = len(num_heads)
         if all(getattr(self, name) is None for name in _COUNT_FIELDS):
             if self.dilation is not None:
-                raise ValueError(
-                    f"dilation={brief(self.dilation)} is given but no dilated heads are: the default plan has "
-                    "none; set num_dilated_regular or num_dilated_cyclical_pairs too."
-                )
+                raise self._no_dilated_heads("the default plan has none")
             if None in num_heads:
                 raise ValueError("a plan without counts needs the number of heads of every layer; give the counts.")
             counts = [_default_counts(heads) for heads in num_heads if heads is not None]
         else:
             columns = [_per_layer(name, getattr(self, name) or 0, n) for name in _COUNT_FIELDS]
             counts = list(zip(*columns, strict=True))
+            if isinstance(self.dilation, int) and not any(k4 or k5 for _, _, k4, k5 in counts):
+                raise self._no_dilated_heads("this plan has none")
         gates = self._layer_gates(n)
         directions = (None,) * n if self.causal is None else _per_layer("causal", self.causal, n)
         plans = []
@@ -309,6 +309,12 @@ class RSAConfig:
         columns = {name: tuple(getattr(plan, name) for plan in plans) for name in _COUNT_FIELDS}
         uniform: dict[str, Any] = {name: c[0] if len(set(c)) == 1 else c for name, c in columns.items()}
         return replace(self, **uniform)
+
+    def _no_dilated_heads(self, why: str) -> ValueError:
+        return ValueError(
+            f"dilation={brief(self.dilation)} is given but no dilated heads are: {why}; set num_dilated_regular or "
+            "num_dilated_cyclical_pairs too."
+        )
 
     def _layer_gates(self, n: int) -> list[float]:
         if isinstance(self.gate_init, tuple):

@@ -40,6 +40,19 @@ def test_plan_per_layer():
     assert (second.num_regular, second.dilation, second.gate_init) == (2, (), 3)
 
 
+@pytest.mark.parametrize("dilation", [None, [], [[], []]])
+def test_no_dilation_for_plans_without_dilated_heads(dilation):
+    config = RSAConfig(num_regular=1, dilation=dilation)
+    assert [plan.dilations for plan in config.layer_plans([2, 2])] == [(1,), (1,)]
+    stored = RSAConfig.from_dict(json.loads(json.dumps(config.resolved([2, 2]).to_dict())))
+    assert stored.layer_plans([None, None]) == config.layer_plans([2, 2])
+
+
+def test_one_dilation_where_some_layers_have_dilated_heads():
+    first, second = RSAConfig(num_regular=1, num_dilated_regular=[0, 2], dilation=24).layer_plans([4, 4])
+    assert (first.dilations, second.dilations) == ((1,), (1, 24, 24))
+
+
 @pytest.mark.parametrize(("heads", "regular", "pairs"), [(1, 1, 0), (2, 0, 1), (7, 1, 3), (8, 0, 4)])
 def test_from_scratch_takes_all_heads(heads, regular, pairs):
     (plan,) = RSAConfig.from_scratch(heads).layer_plans([heads])
@@ -85,6 +98,9 @@ def test_json_round_trip(values):
         ),
         ({"num_dilated_regular": 1}, [8], "1 dilated heads but dilation is not given"),
         ({"dilation": 3}, [8], "no dilated heads"),
+        ({"num_regular": 4, "dilation": 24}, [8], "dilation=24.*no dilated heads.*set num_dilated_regular or"),
+        ({"num_regular": 4, "dilation": 24}, [None], "dilation=24.*no dilated heads"),
+        ({"num_cyclical_pairs": [1, 2], "num_dilated_regular": [0, 0], "dilation": 2}, [8, 8], "no dilated heads"),
         ({"num_regular": 0}, [8], "no RSA head"),
         ({"num_regular": [1, 2, 3]}, [8, 8], "3 entries, but 2 layers"),
         ({"num_dilated_regular": 1, "dilation": [[1], [2], [3]]}, [8, 8], "3 lists.*2 layers"),
