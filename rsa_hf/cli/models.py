@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rsa_hf.brief import brief
 from rsa_hf.cli.errors import UserError, user_input
 
 if TYPE_CHECKING:
@@ -37,8 +38,10 @@ def arm() -> None:
 def load_checkpoint(name: str) -> PreTrainedModel:
     """The model of a folder, a Hub name or `package:NAME/FOLDER`, with the class it was saved with.
 
+    Where its config.json names no class, it is the base model.
+
     Raises:
-        UserError: it cannot be found or read.
+        UserError: it cannot be found or read, or its class is not there.
     """
     import transformers
     from safetensors import SafetensorError
@@ -51,12 +54,34 @@ def load_checkpoint(name: str) -> PreTrainedModel:
         place = locate(str(Path(name).expanduser()) if name.startswith("~") else name)
     with user_input(ValueError, TypeError, OSError, ImportError, SafetensorError), _damage_named(name):
         config = transformers.AutoConfig.from_pretrained(place)
-        architectures = getattr(config, "architectures", None) or []
-        named: Any = getattr(transformers, str(next(iter(architectures), "")), None)
-        # The file may name anything that transformers has.
-        is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
-        model: PreTrainedModel = (named if is_model else transformers.AutoModel).from_pretrained(place)
+        model: PreTrainedModel = _class_of(name, config).from_pretrained(place)
     return model
+
+
+def _class_of(name: str, config: Any) -> Any:
+    """The class that the config of a checkpoint names, of transformers or of ours; AutoModel where it names none.
+
+    Raises:
+        ValueError: it is in neither. Another class would leave out what it does not have, such as the head.
+    """
+    import transformers
+
+    from rsa_hf.models import class_named
+
+    named = config.architectures  # what the file holds, of whatever type
+    if not named:
+        return transformers.AutoModel
+    architecture = named[0] if isinstance(named, list) else named
+    if isinstance(architecture, str):
+        for found in (class_named(architecture, config.model_type), getattr(transformers, architecture, None)):
+            # It may be anything that transformers has.
+            if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) and found.config_class:
+                return found
+    raise ValueError(
+        f"{name}: its config.json names the class {brief(architecture)}, which neither transformers "
+        f"{transformers.__version__} nor rsa_hf has for models of type {brief(config.model_type)}. Correct "
+        "`architectures` there; without that entry the base model is loaded, without a head."
+    )
 
 
 @contextmanager

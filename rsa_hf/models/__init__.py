@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-__all__ = ["MODEL_TYPES", "register"]
+__all__ = ["MODEL_TYPES", "class_named", "register"]
 
 # Each with its folder.
 MODEL_TYPES = {
@@ -18,9 +18,24 @@ MODEL_TYPES = {
     "temporal_latent_bottleneck": "temporal_latent_bottleneck",
     "transfo-xl": "transformer_xl",
 }
+# What transformers 4 called a class: its checkpoints say so.
+_FORMER_NAMES = {
+    "TransfoXLForSequenceClassification": "TransformerXLForSequenceClassification",
+    "TransfoXLLMHeadModel": "TransformerXLForCausalLM",
+    "TransfoXLModel": "TransformerXLModel",
+}
 
 
 def register(model_type: object) -> None:
     """Import the folder of a model type of ours, which registers its Auto classes; nothing for any other."""
     if isinstance(model_type, str) and model_type in MODEL_TYPES:
         import_module(f"rsa_hf.models.{MODEL_TYPES[model_type]}")
+
+
+def class_named(name: str, model_type: object) -> type | None:
+    """The class that a checkpoint of a model type of ours names; None for any other type, and where there is none."""
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+        return None
+    module = import_module(f"rsa_hf.models.{MODEL_TYPES[model_type]}")
+    name = _FORMER_NAMES.get(name, name)
+    return getattr(module, name) if name in module.__all__ else None
