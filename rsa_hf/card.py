@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 import yaml
 from huggingface_hub import CardData, ModelCard, try_to_load_from_cache
 from huggingface_hub.repocard import RepoCard
+from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.checkpoint import saved_plans
@@ -162,7 +164,7 @@ def _merge(text: str | None, model: PreTrainedModel, facts: CardFacts, plot: str
         facts = replace(facts, base_model=_loaded_from(model))
     section = without_credentials(_section(model, facts, plot))  # the command may be one with a token
     if text is None:
-        text = f"---\nlibrary_name: transformers\n---\n\n# {type(model).__name__} with RSA heads\n"
+        text = f"---\nlibrary_name: transformers\n---\n\n# {_class_of(model).__name__} with RSA heads\n"
     try:
         # Not a ModelCard: that one reads `model-index` into objects, and drops what it does not understand.
         card = RepoCard(text)
@@ -207,15 +209,15 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _section(model: PreTrainedModel, facts: CardFacts, plot: str | None) -> str:
-    name, cls = facts.name or "path/or/name", type(model).__name__
+    name, cls = facts.name or "path/or/name", _class_of(model)
     parts = [
         f"{_BEGIN} {_to_json(facts)} -->",
         "## RSA heads",
         "Self-attention with recurrence (RSA, ICLR 2023): in the heads below, attention is mixed with a recurrence "
         "encoding matrix by a learned gate, `RSA(X) = {[1 − σ(μ)] · softmax(QKᵀ/√D) + σ(μ) · P} V`.",
         "### How to load it",
-        f"```python\nimport rsa_hf  # pip install rsa_hf\nfrom transformers import {cls}\n\n"
-        f'model = {cls}.from_pretrained("{name}")\n```',
+        f"```python\nimport rsa_hf  # pip install rsa_hf\nfrom {_place_of(cls)} import {cls.__name__}\n\n"
+        f'model = {cls.__name__}.from_pretrained("{name}")\n```',
         "Without `import rsa_hf` the checkpoint refuses to load, rather than run as a plain model.",
     ]
     if facts.scores:
@@ -244,6 +246,20 @@ def _section(model: PreTrainedModel, facts: CardFacts, plot: str | None) -> str:
         parts.append(f"![learned decay curves and gates]({plot})")
     parts += ["### Citation", f"```bibtex\n{_CITATION}\n```", _END]
     return "\n\n".join(parts)
+
+
+def _class_of(model: PreTrainedModel) -> type:
+    """The class of a model; not the one that FSDP2 makes of it, which nobody can import."""
+    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+
+
+def _place_of(cls: type) -> str:
+    """Where others import a class from: the outermost package that has it, or else its own module."""
+    parts = cls.__module__.split(".")
+    places = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    return next(
+        (place for place in places if getattr(sys.modules.get(place), cls.__name__, None) is cls), cls.__module__
+    )
 
 
 def _can_be_read(model: PreTrainedModel) -> bool:

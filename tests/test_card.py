@@ -1,14 +1,19 @@
 """The model card, and how it lives beside the cards of others."""
 
 import logging
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from torch.distributed.fsdp import FSDPModule
 
 from families import FULL_PLAN, build
 from rsa_hf import RSAConfig, patch_model, rsa_report
 from rsa_hf.card import CardFacts, model_card, read_facts, write_card
+from rsa_hf.models.transformer_xl import TransformerXLConfig, TransformerXLForCausalLM
 
 
 def test_card_says_how_to_load_and_what_was_learned():
@@ -39,6 +44,33 @@ def test_card_says_how_to_load_and_what_was_learned():
         "make demo",
     ):
         assert part in card.content
+
+
+def transformer_xl():
+    sizes = {"d_model": 16, "n_head": 4, "d_head": 4, "d_inner": 16, "n_layer": 1, "mem_len": 4, "clamp_len": -1}
+    return TransformerXLForCausalLM(TransformerXLConfig(vocab_size=97, cutoffs=[], div_val=1, **sizes))
+
+
+@pytest.mark.parametrize("make", [lambda: build("gpt2"), transformer_xl], ids=["transformers", "ours"])
+def test_its_code_loads_the_model(make, tmp_path):
+    model = patch_model(make(), RSAConfig(num_regular=1))
+    model.save_pretrained(tmp_path)
+    write_card(model, tmp_path, CardFacts(name=str(tmp_path)))
+    code = re.search(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), flags=re.DOTALL)[1]
+    assert str(tmp_path) in code
+    code += "print(type(model).__name__, sum(value.double().abs().sum().item() for value in model.parameters()))\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    name, total = done.stdout.split()
+    assert name == type(model).__name__
+    assert float(total) == pytest.approx(sum(value.double().abs().sum().item() for value in model.parameters()))
+
+
+def test_under_fsdp_the_code_names_the_models_own_class():
+    """FSDP2 puts a class of its own over it, which nobody can import."""
+    model = patch_model(build("gpt2"), RSAConfig(**FULL_PLAN))
+    model.__class__ = type("FSDPGPT2Model", (FSDPModule, type(model)), {})
+    assert "from transformers import GPT2Model\n\nmodel = GPT2Model.from_pretrained" in model_card(model).content
 
 
 def test_a_local_path_is_no_base_model(tmp_path):
