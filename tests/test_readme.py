@@ -63,6 +63,9 @@ def test_all_code_runs_in_order(codebert, tmp_path, monkeypatch, hub):  # noqa: 
         assert is_patched(loaded)
         for name, value in loaded.state_dict().items():
             assert torch.equal(value, names["model"].state_dict()[name]), name
+    saved = tmp_path / "outputs" / "codebert-rsa"
+    assert not names["folder"].exists()  # it has taken the place of the one that was saved before
+    assert {"model.safetensors", "tokenizer.json"} <= {path.name for path in saved.iterdir()}
     assert set(names["classify"]("int f() { return 1; }")[0]) == {"label", "score"}
     assert is_patched(names["merged"])
     assert names["config"].num_dilated_cyclical_pairs == 2
