@@ -258,6 +258,13 @@ def test_doctor_finds_what_is_broken(run, monkeypatch):
     assert "FAIL  self" in out
 
 
+def test_doctor_knows_a_requirement_however_it_is_spelled(run, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["huggingface-hub>=99", "torch>=2"])
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "does not fit: pip install 'huggingface_hub>=99'" in out
+
+
 def test_doctor_where_transformers_does_not_fit(tmp_path):
     stub = tmp_path / "transformers"
     stub.mkdir()

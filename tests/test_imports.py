@@ -2,6 +2,8 @@
 
 import ast
 import graphlib
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,23 @@ def test_modules_do_not_import_each_other_in_a_circle():
     graph = {module: {m for m in used if not m.startswith(f"{module}.")} for module, used in graph.items()}
     order = list(graphlib.TopologicalSorter(graph).static_order())
     assert set(FILES) <= set(order)
+
+
+def test_what_is_imported_is_required():
+    """Also what another requirement brings along: it may do without it one day."""
+    text = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
+    lists = text[text.index("\ndependencies = [") : text.index("\ndev = [")]
+    required = {found.lower().replace("_", "-") for found in re.findall(r'"([A-Za-z][\w-]*)', lists)}
+    imported = set()
+    for file in FILES.values():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                imported.add(node.module)
+            elif isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+    packages = {module.split(".")[0] for module in imported} - {*sys.stdlib_module_names, "rsa_hf"}
+    assert {"torch", "transformers", "yaml"} <= packages
+    assert {"pyyaml" if each == "yaml" else each.lower().replace("_", "-") for each in packages} <= required
 
 
 def test_a_circle_would_be_seen(tmp_path):

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from rsa_hf.cli.findings import Finding, guarded
 from rsa_hf.cli.models import arm, load_checkpoint
@@ -85,9 +86,9 @@ def _versions() -> Iterator[Finding]:
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            yield Finding("FAIL", name, f"is missing: pip install '{name}{needed.get(name, '')}'")
+            yield Finding("FAIL", name, f"is missing: pip install '{name}{needed.get(canonicalize_name(name), '')}'")
             continue
-        specifier = needed.get(name)
+        specifier = needed.get(canonicalize_name(name))
         if specifier is None or Version(version).base_version in specifier or version in specifier:
             yield Finding("ok", name, f"{version}{f' (needed: {specifier})' if specifier else ''}")
         else:
@@ -95,12 +96,13 @@ def _versions() -> Iterator[Finding]:
 
 
 def _requirements() -> Iterator[tuple[str, SpecifierSet]]:
+    """By their canonical names: installed metadata may spell huggingface_hub with a dash."""
     from packaging.requirements import Requirement
 
     for text in metadata.requires("rsa_hf") or ():
         requirement = Requirement(text)
         if requirement.marker is None:
-            yield requirement.name, requirement.specifier
+            yield canonicalize_name(requirement.name), requirement.specifier
 
 
 def _backends() -> Iterator[Finding]:
