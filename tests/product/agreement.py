@@ -1,10 +1,11 @@
-"""What the tests of P V share: inputs that cover the kinds of heads, and the comparison of values and gradients."""
+"""What the tests of P V share: inputs that cover the kinds of heads, the reference, comparing values and gradients."""
 
 import math
 
 import torch
 
 from references import relative_error
+from rsa_hf.rem import rem_matrix
 
 KINDS = ("regular", "cos", "sin", "regular", "cos", "sin")
 DILATION = (1, 1, 1, 2, 3, 5)
@@ -17,6 +18,20 @@ def draw(T, S=None, dtype=torch.float64, B=2, D=3):
     decay = torch.tensor([-0.9, 0.95, 0.8, 1 - 1e-6, 0.5, 0.99], dtype=torch.float64)
     theta = torch.tensor([0.0, math.pi / 4, 0.3, 0.0, 2.0, 0.05], dtype=torch.float64)
     return [x.requires_grad_() for x in (value, decay, theta)]
+
+
+def dense_product(value, kinds, decay, theta, dilation, T, offset, causal, visible=None):
+    """(P ∘ visible) V of `rem_matrix`, differentiated by autograd; visible is [B or 1, H or 1, T, S]."""
+    S = value.shape[2]
+    P = rem_matrix(kinds, decay, theta, dilation, query_length=T, key_length=S, query_offset=offset, causal=causal).to(
+        value.dtype
+    )
+    if visible is None:
+        return P @ value
+    P = torch.where(visible, P, torch.zeros((), dtype=P.dtype))
+    # A hidden key may hold anything; 0 · NaN would be NaN, so keys that no query sees are cleared.
+    seen = visible.any(dim=-2)[..., None]
+    return P @ torch.where(seen, value, torch.zeros((), dtype=P.dtype))
 
 
 def values_and_gradients(function, tensors):

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from product.agreement import dense_product
 from references import relative_error
 from rsa_hf.geometry import Documents, Geometry
-from rsa_hf.product.dense import dense_product
 from rsa_hf.product.operator import recur
 from rsa_hf.product.problem import Mixing, Recurrence
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from product.agreement import DILATION, KINDS, draw
+from product.agreement import DILATION, KINDS, dense_product, draw
 from rsa_hf.config import RSAConfig
 from rsa_hf.geometry import read_geometry
 from rsa_hf.heads import RSAHeads
 from rsa_hf.product.decode import LagTable, decode
-from rsa_hf.product.dense import dense_product
 from rsa_hf.product.problem import Recurrence
 
 S = 50

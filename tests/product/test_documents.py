@@ -5,9 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from product.agreement import KINDS, assert_close, draw, values_and_gradients
+from product.agreement import KINDS, assert_close, dense_product, draw, values_and_gradients
 from rsa_hf import rem_product
-from rsa_hf.product.dense import dense_product
 from rsa_hf.product.layout import DocumentLayout
 
 LENGTHS = ([1, 1, 1, 40, 2, 30, 5], [80], [3, 77], [20, 20, 20, 20])

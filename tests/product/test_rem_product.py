@@ -7,10 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from product.agreement import DILATION, KINDS, assert_close, draw, values_and_gradients
+from product.agreement import DILATION, KINDS, assert_close, dense_product, draw, values_and_gradients
 from references import double_loop, lag_weight, recurrence, relative_error
 from rsa_hf import rem_product
-from rsa_hf.product.dense import dense_product
 from rsa_hf.rem import rem_matrix
 
 

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from product.agreement import DILATION, KINDS, assert_close, draw, values_and_gradients
+from product.agreement import DILATION, KINDS, assert_close, dense_product, draw, values_and_gradients
 from rsa_hf import rem_product
-from rsa_hf.product.dense import dense_product
 
 
 def visible_in(window, T, S, causal, numbers=None, key_mask=None):
