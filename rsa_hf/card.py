@@ -32,6 +32,7 @@ from rsa_hf.checkpoint import saved_plans
 from rsa_hf.credentials import without_credentials
 from rsa_hf.heads import RSAHeads
 from rsa_hf.report import RSAReport, rsa_report
+from rsa_hf.storage import write_text
 
 __all__ = ["CardFacts", "is_hub_id", "model_card", "read_facts", "write_card"]
 
@@ -126,6 +127,7 @@ def write_card(
         The card's path; None where `README.md` is no model card (it has no metadata), and so was left alone.
 
     Raises:
+        StorageError: the card cannot be written; the one that is there is as it was.
         ValueError: the model has no RSA heads, or the card's metadata is no YAML.
     """
     path = Path(folder) / CARD
@@ -144,10 +146,7 @@ def write_card(
         except ImportError as error:
             logger.info("no picture on the card: %s", error)
     card = _merge(text, model, known.updated(facts or CardFacts()), picture)
-    # Beside and renamed: a card that someone has written into must not be lost half-way.
-    beside = path.with_name(f"{CARD}.{os.getpid()}.tmp")
-    beside.write_text(str(card), encoding="utf-8")
-    os.replace(beside, path)
+    write_text(path, str(card))  # whole: a card that someone has written into must not be lost half-way
     return path
 
 

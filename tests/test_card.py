@@ -2,6 +2,7 @@
 
 import logging
 import re
+import resource
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from families import FULL_PLAN, build
 from rsa_hf import RSAConfig, patch_model, rsa_report
 from rsa_hf.card import CardFacts, model_card, read_facts, write_card
 from rsa_hf.models.transformer_xl import TransformerXLConfig, TransformerXLForCausalLM
+from rsa_hf.storage import StorageError
 
 
 def test_card_says_how_to_load_and_what_was_learned():
@@ -151,6 +153,19 @@ def test_a_card_that_cannot_be_read_does_not_cost_the_weights(model, tmp_path, c
     assert (tmp_path / "README.md").read_text() == broken
     assert (tmp_path / "model.safetensors").exists()
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_card_that_cannot_be_written_leaves_the_one_before(model, tmp_path):
+    write_card(model, tmp_path, CardFacts(seeds=(1,)))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
+    try:
+        with pytest.raises(StorageError, match="Raise that limit"):
+            write_card(model, tmp_path, CardFacts(seeds=(2,)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("facts", ['{"seeds": ["x"], "name": 3, "scores": {"a": [1]}}', "[1]", "{", '{"seeds": 1}'])
