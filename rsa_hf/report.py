@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from rsa_hf.heads import RSAHeads
 from rsa_hf.lookup import heads_in_force
+from rsa_hf.table import format_table
 
 __all__ = ["HeadReport", "LayerReport", "RSAReport", "rsa_report"]
 
@@ -76,13 +77,7 @@ class RSAReport:
                         f"{h.half_life:.1f}",
                     )
                 )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        lines.append(f"{len(self.layers)} layers, {self.num_parameters} RSA parameters")
-        return "\n".join(lines)
+        return f"{format_table(rows)}\n{len(self.layers)} layers, {self.num_parameters} RSA parameters"
 
 
 @torch.no_grad()

@@ -26,7 +26,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import rsa_hf
 from rsa_hf.card import CardFacts, write_card
 from rsa_hf.plots import plot_training_curves
-from rsa_hf.training.run import format_table, script_errors
+from rsa_hf.table import format_table
+from rsa_hf.training.run import script_errors
 
 SCRIPTS = Path(__file__).parent
 CONFIGS = SCRIPTS.parent / "configs"

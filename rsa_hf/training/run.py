@@ -21,6 +21,7 @@ from rsa_hf.config import RSAConfig
 from rsa_hf.patching import is_patched, patch_model
 from rsa_hf.plots import plot_rem
 from rsa_hf.storage import sole_writer, storage_errors, write_text
+from rsa_hf.table import format_table
 from rsa_hf.training.loop import TrainResult
 from rsa_hf.training.metrics_log import finite_or_null
 from rsa_hf.training.settings import ModelSettings, RunConfig
@@ -28,7 +29,6 @@ from rsa_hf.training.steps import Batch, TrainingDivergedError
 
 __all__ = [
     "card_facts",
-    "format_table",
     "launched_accelerator",
     "load_model",
     "locate",
@@ -177,14 +177,6 @@ def predict_logits(
         inputs = {name: value.to(model.device) for name, value in batch.items() if name != "labels"}
         logits.append(model(**inputs).logits.float().cpu())
     return torch.cat(logits)[torch.tensor(order).argsort()]
-
-
-def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells, the first of them the head, as lines of text in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def card_facts(results: Path) -> CardFacts:

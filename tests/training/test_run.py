@@ -11,7 +11,6 @@ from rsa_hf import RSAConfig, is_patched
 from rsa_hf.tasks.texts import LanguageModelingDataConfig
 from rsa_hf.training.loop import TrainResult
 from rsa_hf.training.run import (
-    format_table,
     load_model,
     locate,
     predict_logits,
@@ -81,10 +80,6 @@ def test_a_model_that_cannot_be_made(settings, words):
 def test_a_folder_of_an_installed_package():
     assert locate("gpt2") == "gpt2"
     assert locate("package:rsa_hf/training").endswith("rsa_hf/training")
-
-
-def test_table():
-    assert format_table([["a", "figure"], ["long name", "1"]]) == "a          figure\n---------  ------\nlong name  1"
 
 
 def report(folder, rsa, scores):
