@@ -14,7 +14,7 @@ PACKAGE = Path(rsa_hf.__file__).parent
 
 # From the mathematics up to what a user types. A part imports only from parts before it.
 LAYERS = (
-    *("brief", "checks", "credentials", "plain_yaml", "storage", "table", "versions"),  # small tools
+    *("brief", "checks", "credentials", "locate", "plain_yaml", "storage", "table", "versions"),  # small tools
     *("rem", "geometry", "config", "product", "heads", "lookup"),  # the computation
     *(
         "adapters",

@@ -46,7 +46,7 @@ def load_checkpoint(name: str) -> PreTrainedModel:
     import transformers
     from safetensors import SafetensorError
 
-    from rsa_hf.training.run import locate
+    from rsa_hf.locate import locate
 
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
         raise UserError(f"{name}: there is no such folder. Name the folder of a checkpoint, or a model on the Hub.")

@@ -74,7 +74,7 @@ def _is_file(plan: str) -> bool:
 def _save_tokenizer(base: str, out: Path) -> bool:
     from transformers import AutoTokenizer
 
-    from rsa_hf.training.run import locate
+    from rsa_hf.locate import locate
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(locate(base))

@@ -11,6 +11,7 @@ import yaml
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rsa_hf.config import RSAConfig
+from rsa_hf.locate import locate
 from rsa_hf.table import format_table
 from rsa_hf.tasks.language_model_trainer import LanguageModelTrainer
 from rsa_hf.tasks.language_modeling import (
@@ -19,7 +20,7 @@ from rsa_hf.tasks.language_modeling import (
     prepare_language_modeling,
 )
 from rsa_hf.training.arguments import read_run_config
-from rsa_hf.training.run import load_model, locate, require_tokens_known
+from rsa_hf.training.run import load_model, require_tokens_known
 from rsa_hf.training.search import FoundPlan, head_plan_space, search_head_plans
 from rsa_hf.training.settings import RunConfig
 

@@ -12,6 +12,7 @@ import datasets
 from accelerate.utils import set_seed
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from rsa_hf.locate import locate
 from rsa_hf.patching import is_patched
 from rsa_hf.storage import sole_writer, write_text
 from rsa_hf.tasks import defect_detection as task
@@ -22,7 +23,6 @@ from rsa_hf.training.loop import train
 from rsa_hf.training.run import (
     launched_accelerator,
     load_model,
-    locate,
     predict_logits,
     report_results,
     require_tokens_known,

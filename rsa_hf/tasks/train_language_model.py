@@ -8,6 +8,7 @@ from accelerate.utils import set_seed
 from torch.utils.data import default_collate
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from rsa_hf.locate import locate
 from rsa_hf.patching import is_patched
 from rsa_hf.tasks.language_modeling import (
     EvaluationBlocks,
@@ -19,7 +20,7 @@ from rsa_hf.tasks.perplexity import evaluate_language_model, set_memory
 from rsa_hf.tasks.segments import EvaluationSegments
 from rsa_hf.training.arguments import read_run_config
 from rsa_hf.training.loop import train
-from rsa_hf.training.run import launched_accelerator, load_model, locate, report_results, require_tokens_known
+from rsa_hf.training.run import launched_accelerator, load_model, report_results, require_tokens_known
 
 __all__ = ["evaluate", "main"]
 

