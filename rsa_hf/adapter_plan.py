@@ -28,7 +28,15 @@ from rsa_hf.checkpoint import (
 from rsa_hf.heads import RSAHeads
 from rsa_hf.lookup import holds_copies
 
-__all__ = ["AdapterPlan", "describe", "read_adapter_plan", "require_fit", "require_tensors", "rsa_children"]
+__all__ = [
+    "AdapterPlan",
+    "describe",
+    "read_adapter_plan",
+    "require_fit",
+    "require_same_base",
+    "require_tensors",
+    "rsa_children",
+]
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 

@@ -90,6 +90,26 @@ def test_modules_do_not_import_each_other_in_a_circle():
     assert set(FILES) <= set(order)
 
 
+def test_functions_and_classes_that_another_part_uses_are_public():
+    trees = {module: ast.parse(file.read_text(encoding="utf-8")) for module, file in FILES.items()}
+    public = {
+        module: set(ast.literal_eval(node.value))
+        for module, tree in trees.items()
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    }
+    hidden = set()
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("rsa_hf."):
+                continue
+            source = name(node.module)
+            if source.split(".")[0] != module.split(".")[0]:
+                used = {alias.name for alias in node.names if name(f"{node.module}.{alias.name}") is None}
+                hidden |= {f"{source}.{each}" for each in used - public[source] if not each.isupper()}
+    assert not hidden
+
+
 def test_what_is_imported_is_required():
     """Also what another requirement brings along: it may do without it one day."""
     text = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
