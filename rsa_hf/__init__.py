@@ -24,7 +24,7 @@ __all__ = [
 
 # The command `rsa-hf` imports this package before it has read a word. It has to start where transformers does not fit,
 # to say so, and should not import torch to print its help; its commands arm the hooks when they need them.
-if _os.path.splitext(_os.path.basename(_sys.argv[0] if _sys.argv else ""))[0] != "rsa-hf":
+if _os.path.basename(_sys.argv[0] if _sys.argv else "") not in ("rsa-hf", "rsa-hf.exe"):
     from rsa_hf.arming import arm as _arm
 
     _arm()

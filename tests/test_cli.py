@@ -312,6 +312,15 @@ def test_help_needs_neither_torch_nor_transformers():
         assert command.split()[0] in done.stdout
 
 
+def test_a_script_that_is_called_like_the_command_has_all_of_the_package(tmp_path):
+    script = tmp_path / "rsa-hf.py"
+    script.write_text(
+        "from rsa_hf import patch_model\nfrom rsa_hf.hooks import installed\nassert all(installed().values())\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_wrong_word_is_told(run):
     for arguments in (["inspekt"], ["inspect"], ["patch", "x"], ["doctor", "--quick"], ["train", "defekt"]):
         code, _, err = run(*arguments)
