@@ -24,7 +24,7 @@ ALPHAS: dict[Size, tuple[float, ...]] = {
     "full": tuple(i / 10 for i in range(11)),
 }
 SEGMENTS: dict[Size, int] = {"toy": 3, "quick": 20, "full": 100}
-STEPS: dict[Size, int] = {"toy": 10, "quick": 200, "full": 2000}
+STEPS: dict[Size, int] = {"toy": 10, "quick": 150, "full": 2000}
 NONLINEAR = 0.6  # above it the paper has RSA before the linear RNN
 
 
