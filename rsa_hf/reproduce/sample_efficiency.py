@@ -34,7 +34,7 @@ TIME = "time of a step / plain"
 RATIO, RATIO_HALF_WAY, RATIO_OF_TIME = "tokens / plain", "tokens / plain, half way", "wall-clock / plain"
 MISSING = "bits per byte above the target, with the goal's tokens"
 FROM_DAMPED = f"bits per byte, rsa − {DAMPED}"
-AT_THE_EDGE = "best rate is the least or largest tried"
+AT_THE_EDGE = "best rate is the least or largest of three or more"
 READ = "times the text is read"
 OTHERS = tuple(arm for arm in ARMS if arm not in ("plain", "rsa"))
 LEFT_OUT = ("published", "learned toeplitz")  # of quick runs, which are to be quick
@@ -117,20 +117,24 @@ def _score(result: Result) -> float:
     return result.number("final")
 
 
+def _rate(result: Result) -> float:
+    return float(result.cell["learning_rate"])
+
+
 def _summarise(results: Sequence[Result]) -> list[Row]:
     rows = []
     for settings, best in at_best_rate(results, GROUP, ("plain", "rsa"), _score):
         plain = best["plain"]
         for arm, runs in best.items():
             tried = {
-                float(result.cell["learning_rate"])
+                _rate(result)
                 for result in results
                 if result.cell["arm"] == arm and all(result.cell[name] == settings[name] for name in GROUP)
             }
             measures = {
                 "bits per byte": [run.number("final") for run in runs],
-                "learning rate": [float(run.cell["learning_rate"]) for run in runs],
-                AT_THE_EDGE: [float(run.cell["learning_rate"] in (min(tried), max(tried))) for run in runs],
+                "learning rate": [_rate(run) for run in runs],
+                AT_THE_EDGE: [float(len(tried) > 2 and _rate(run) in (min(tried), max(tried))) for run in runs],
                 READ: [_curve(run).tokens[-1] / int(run.cell["train_bytes"]) for run in runs],
                 "parameters": [run.number("parameters") for run in runs],
             }
@@ -191,10 +195,11 @@ def _conclude(rows: Sequence[Row]) -> Conclusion:
     sentence = (
         f"RSA needs fewer tokens than the plain model, beyond the interval, in {fewer} of {len(ratios)} settings; the "
         f"goals, {' and '.join(f'{goal} for {family}' for family, goal in GOALS.items())}, are met in "
-        f"{sum(row.mean <= GOALS[str(row.settings['family'])] for row in ratios)}. With P of zeros it ends worse, "
-        f"beyond the interval, in {sum(row.high < 0 for row in beyond_damping)} of {len(beyond_damping)} where that "
-        "has run."
+        f"{sum(row.mean <= GOALS[str(row.settings['family'])] for row in ratios)}."
     )
+    if beyond_damping:
+        worse = sum(row.high < 0 for row in beyond_damping)
+        sentence += f" With P of zeros it ends worse, beyond the interval, in {worse} of {len(beyond_damping)}."
     verdicts = [judge(each, even) for each, even in ((ratios, 1), (beyond_damping, 0)) if each]
     return Conclusion(weakest(*verdicts), sentence + undecided(ratios, 1), tuple(findings))
 

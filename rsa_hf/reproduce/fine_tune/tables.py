@@ -67,13 +67,14 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
     """
     gains, by_recurrence = find_rows(rows, GAIN, arm=DEFAULT), find_rows(rows, OVER_DAMPED)
     gained, lost = sum(row.low > 0 for row in gains), sum(row.high < 0 for row in gains)
-    without = sum(row.low > 0 for row in by_recurrence)
     sentence = (
         f"With RSAConfig()'s defaults ({DEFAULT}: start of μ, pace in multiples of the weights'), fine-tuning gains "
         "over the same model without RSA, beyond the interval, in "
-        f"{gained} of {len(gains)} cases and loses in {lost}; it gains over the same with P of zeros in {without} of "
-        f"{len(by_recurrence)}."
+        f"{gained} of {len(gains)} cases and loses in {lost}."
     )
+    if by_recurrence:
+        without = sum(row.low > 0 for row in by_recurrence)
+        sentence += f" It gains over the same with P of zeros in {without} of {len(by_recurrence)}."
     tried = [_compared(rows, names) for names in (("gate_init",), ("parameter_scale",), ("nu_init", "theta_init"))]
     of_full = dict.fromkeys(each.model for each in COMPARISONS["full"])
     if not any(row.settings["model"] in of_full for row in rows):
