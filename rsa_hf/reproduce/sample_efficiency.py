@@ -200,6 +200,9 @@ def _conclude(rows: Sequence[Row]) -> Conclusion:
     if beyond_damping:
         worse = sum(row.high < 0 for row in beyond_damping)
         sentence += f" With P of zeros it ends worse, beyond the interval, in {worse} of {len(beyond_damping)}."
+    if len(beyond_damping) < len(ratios):
+        missing_controls = len(ratios) - len(beyond_damping)
+        sentence += f" P of zeros is left to run in {missing_controls}, so the verdict is of the tokens alone there."
     verdicts = [judge(each, even) for each, even in ((ratios, 1), (beyond_damping, 0)) if each]
     return Conclusion(weakest(*verdicts), sentence + undecided(ratios, 1), tuple(findings))
 

@@ -198,6 +198,7 @@ def test_verdicts():
     assert concluded(*base, *mixed).verdict == "not measurable at this size"
     assert "goal 0.4 not met" in concluded(*base, *mixed).findings[0]
     assert "0.4 for llama, are met in 0." in concluded(*base, *mixed).sentence
+    assert "left to run in 1, so the verdict is of the tokens alone" in concluded(*base, *mixed).sentence
 
 
 def test_gates_that_do_as_well_without_recurrence_confirm_nothing():
