@@ -64,7 +64,7 @@ def _measured(run: dict[str, Any], root: Path) -> str:
     lines = [
         f"* **{_verdict(run).capitalize()}**: {run['sentence']}",
         *(f"  * {finding}" for finding in run["findings"]),
-        *_not_measured(run.get("left", {})),
+        *_not_measured(run["left"]),
         f"* Seeds: {run['seeds']}; table with intervals: [{where}/table.md]({where}/table.md)",
         f"* Cost: {run['seconds']:,.0f} s for {len(run['cells'])} cells on " + "; ".join(run["machines"]),
         f"* Command: `{run['command']}`",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -19,7 +18,7 @@ from rsa_hf.reproduce.cells import Cell, Result, Values
 from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
 from rsa_hf.reproduce.data import data_file
 from rsa_hf.reproduce.experiment import Experiment, Meanings, Size
-from rsa_hf.reproduce.summary import Row, find_rows
+from rsa_hf.reproduce.summary import Row, find_rows, in_words
 from rsa_hf.tasks.language_model_trainer import LanguageModelTrainer
 from rsa_hf.tasks.language_modeling import LanguageModelingDataConfig, PreparedText, prepare_language_modeling
 from rsa_hf.tasks.perplexity import evaluate_language_model
@@ -115,11 +114,10 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
     """Confirmed where the plan found is better than the default one beyond the interval."""
     [difference] = find_rows(rows, "found − default")
     arms = {arm: find_rows(rows, f"test, {arm}")[0].mean for arm in ("plain", "default", "found")}
-    ends = "one seed" if math.isnan(difference.low) else f"{difference.low:+.3f} … {difference.high:+.3f}"
     sentence = (
         f"After {difference.settings['trials']} trials of {difference.settings['steps']} steps the plan found has "
         f"{arms['found']:.3f} bits per byte on the test text, the default plan {arms['default']:.3f}, the plain model "
-        f"{arms['plain']:.3f}; found − default is {difference.mean:+.3f} ({ends})."
+        f"{arms['plain']:.3f}; found − default is {in_words(difference, '+.3f')}."
     )
     return Conclusion(judge([difference], 0), sentence + undecided([difference], 0))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rsa_hf.reproduce.cells import Result, Setting
 
-__all__ = ["Row", "at_best_rate", "find_rows", "interval", "summarise"]
+__all__ = ["Row", "at_best_rate", "find_rows", "in_words", "interval", "summarise"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,12 @@ class Row:
     low: float
     high: float
     seeds: int
+
+
+def in_words(row: Row, digits: str) -> str:
+    """Its mean with the interval behind it, each written with this format, such as `+.3f`."""
+    ends = "one seed" if math.isnan(row.low) else f"{row.low:{digits}} … {row.high:{digits}}"
+    return f"{row.mean:{digits}} ({ends})"
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:

@@ -257,7 +257,6 @@ def test_a_rem_that_is_switched_off_wins_nothing(monkeypatch):
 
 
 def test_a_rem_of_zeros_loses(monkeypatch):
-    # At the larger rate damped attention alone is better than attention in so few steps.
     assert toy(make_arm, monkeypatch, rate=3e-3).verdict != "not confirmed"
     mix = RSAHeads.forward
     monkeypatch.setattr(RSAHeads, "forward", lambda self, a, value, g: mix(self, a, torch.zeros_like(value), g))

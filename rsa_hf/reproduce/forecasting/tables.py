@@ -10,7 +10,7 @@ from rsa_hf.reproduce.cells import Result, Setting
 from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
 from rsa_hf.reproduce.forecasting.arms import ARMS
 from rsa_hf.reproduce.forecasting.settings import PUBLISHED
-from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, interval
+from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, in_words, interval
 
 __all__ = ["RATIO", "by_validation", "conclude", "summarise"]
 
@@ -60,7 +60,7 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
         text = (
             f"{same['family']}, {same['series']}, {same['horizon']} steps: MSE {rsa:.3f} with RSA, {plain:.3f} without"
         )
-        text += f", ratio {_in_words(row)}, and {_in_words(from_damped)} to P of zeros"
+        text += f", ratio {in_words(row, '.2f')}, and {in_words(from_damped, '.2f')} to P of zeros"
         published = {arm: find_rows(rows, "published mse", arm=arm, **same) for arm in ("plain", "rsa")}
         if published["rsa"] and published["plain"]:
             of_rsa, of_plain = published["rsa"][0].mean, published["plain"][0].mean
@@ -78,11 +78,6 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
     )
     compared = [*ratios, *by_recurrence]
     return Conclusion(judge(compared, 1), sentence + undecided(compared, 1), tuple(findings))
-
-
-def _in_words(row: Row) -> str:
-    ends = "one seed" if math.isnan(row.low) else f"{row.low:.2f} … {row.high:.2f}"
-    return f"{row.mean:.2f} ({ends})"
 
 
 def _row(settings: dict[str, Setting], measure: str, values: Sequence[float]) -> Row:
