@@ -151,6 +151,8 @@ def _spectrum(W_h: Tensor) -> tuple[Tensor, Tensor]:
     for z, M in zip(eigenvalues.tolist(), projectors, strict=True):
         if abs(z) <= closeness:
             continue
+        if abs(z.imag) <= closeness:  # rounding splits a real eigenvalue that is there twice into such a pair
+            z = complex(z.real)
         same = next((i for i, (known, _) in enumerate(distinct) if abs(known - z) <= closeness), None)
         if same is None:
             distinct.append((z, M))

@@ -92,6 +92,18 @@ def test_equal_eigenvalues_share_a_head():
     assert worst(heads, W_h, torch.eye(3).double()) < EXACT
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_equal_eigenvalues_share_a_head_in_any_basis(seed):
+    # To rounding a real eigenvalue that is there twice is now two real ones, now a pair such as 0.7 ± 1e-15 i.
+    basis, W_x = torch.linalg.qr(draw(6, 1.0, seed)[0])[0] + 0.3 * draw(6, 1.0, 50 + seed)[0], draw(6, 1.0, seed)[1]
+    spectrum = torch.tensor([0.7, 0.7, 0.7, -0.4, -0.4, 0.2], dtype=torch.float64)
+    W_h = basis * spectrum @ torch.linalg.inv(basis)
+    heads = linear_rnn_to_heads(W_h, W_x)
+    assert heads.kinds == ("regular",) * 3
+    torch.testing.assert_close(heads.decay, torch.tensor([0.7, -0.4, 0.2], dtype=torch.float64))
+    assert worst(heads, W_h, W_x) < EXACT
+
+
 def test_no_memory_at_all():
     W_h = torch.zeros(3, 3, dtype=torch.float64)
     heads = linear_rnn_to_heads(W_h, torch.eye(3))
