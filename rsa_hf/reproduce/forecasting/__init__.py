@@ -18,7 +18,7 @@ from rsa_hf.reproduce.forecasting.arms import ARMS, Task, make_forecaster, rsa_p
 from rsa_hf.reproduce.forecasting.learning import learn, naive_errors, score
 from rsa_hf.reproduce.forecasting.series import load_series
 from rsa_hf.reproduce.forecasting.settings import PUBLISHED, cells
-from rsa_hf.reproduce.forecasting.tables import by_validation, conclude, summarise
+from rsa_hf.reproduce.forecasting.tables import RATIO, by_validation, conclude, summarise
 from rsa_hf.reproduce.summary import find_rows
 
 __all__ = ["EXPERIMENT"]
@@ -62,14 +62,16 @@ def run_cell(cell: Cell) -> Values:
 def draw(results: Sequence[Result], path: Path) -> None:
     """A panel for each series and horizon: the errors of each family and arm, beside the published ones."""
     rows = summarise(results)
-    groups = list(dict.fromkeys((str(r.cell["series"]), int(r.cell["horizon"])) for r in results))
-    families = list(dict.fromkeys(str(result.cell["family"]) for result in results))
+    # Of what can be compared: a run that was broken off has some arms, or families, alone.
+    compared = [row.settings for row in find_rows(rows, "mse", arm=RATIO)]
+    groups = list(dict.fromkeys((str(each["series"]), int(each["horizon"])) for each in compared))
     with panels(path, len(groups), columns=2) as grid:
         for axes, (series, horizon) in zip(grid, groups, strict=True):
+            same: dict[str, Setting] = {"series": series, "horizon": horizon}
+            families = [str(row.settings["family"]) for row in find_rows(rows, "mse", arm=RATIO, **same)]
             for number, arm in enumerate(ARMS):
                 places = [place + 0.27 * (number - 1) for place in range(len(families))]
-                same: dict[str, Setting] = {"series": series, "horizon": horizon, "arm": arm}
-                found = [find_rows(rows, "mse", family=family, **same) for family in families]
+                found = [find_rows(rows, "mse", family=family, arm=arm, **same) for family in families]
                 for place, family, [row] in zip(places, families, found, strict=True):
                     axes.bar(place, row.mean, width=0.25, color=COLOURS[number], label=arm if place < 0.5 else None)
                     axes.errorbar(
