@@ -85,7 +85,8 @@ def run_experiment(
         # What came of a search of learning rates says what there is left to run.
         while left := {key: cell for key, cell in cells_to_run(chosen, kept, score).items() if key not in kept}:
             for key, result in run_cells(experiment.run_cell, left, workers):
-                kept[key] = result
+                # Another process may have run other cells meanwhile, of another part for instance.
+                kept = {**read_results(folder), **kept, key: result}
                 _write(folder / KEPT, "".join(_line(key, result) for key, result in kept.items()))
                 bar.set_postfix_str(f"done: {_words(result.cell)}", refresh=False)
                 bar.update()
@@ -194,7 +195,7 @@ def _json(value: Any) -> str:
 
 def _write(path: Path, text: str) -> None:
     """Write beside and rename: a run that is broken off leaves the old file or the new one."""
-    beside = path.with_name(path.name + ".part")
+    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
 

@@ -90,6 +90,20 @@ def test_a_run_that_was_broken_off_goes_on(counted, tmp_path):
     assert len(ran) == 14
 
 
+def test_what_another_process_has_run_meanwhile_is_kept(counted, tmp_path):
+    experiment, ran = counted
+    apart = replace(experiment, parts=("arm",))
+
+    def meets_another(cell):
+        if cell["seed"] == 1:
+            other = replace(apart, conclude=lambda rows: Conclusion("not confirmed", "One arm alone."))
+            run_experiment(other, "toy", tmp_path, only={"arm": ["plain"]}, progress=False)
+        return experiment.run_cell(cell)
+
+    run_experiment(replace(apart, run_cell=meets_another), "toy", tmp_path, only={"arm": ["rsa"]}, progress=False)
+    assert len(read_results(tmp_path / FOLDER / NAME / "toy")) == len(ran) == 6
+
+
 def square(cell):
     if cell["seed"] == 3:
         time.sleep(1)  # the others are done by then
