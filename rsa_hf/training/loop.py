@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,7 +18,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rsa_hf.report import rsa_report
-from rsa_hf.storage import StorageError, recover, sole_writer, storage_errors, written_whole
+from rsa_hf.storage import StorageError, recover, sole_writer, storage_errors, write_text, written_whole
 from rsa_hf.training.carried import Tracks
 from rsa_hf.training.checkpoints import CheckpointFolder, Progress
 from rsa_hf.training.metrics_log import MetricsLog
@@ -30,6 +32,10 @@ from rsa_hf.training.steps import (
 )
 
 __all__ = ["TrainResult", "TrainingDivergedError", "train"]
+
+logger = logging.getLogger(__name__)
+
+BEST_STEP = "best.json"  # of which step `best/` is, written before it
 
 
 @dataclass(frozen=True)
@@ -193,6 +199,8 @@ class _Run:
                 if is_due(training.save_every_steps) if training.save_every_steps else evaluates:
                     self.log.flush()
                     self.checkpoints.save(progress, self.stepper.carried)
+        if progress.best_step is None:  # a run that had ended, and has lost its best model
+            self._evaluate(progress)
         self._save_model(self.output / "final")
         assert progress.best_step is not None  # the last step, if no other, was evaluated
         return TrainResult(
@@ -217,9 +225,23 @@ class _Run:
         auto = self.training.resume == "auto"
         folder = self.checkpoints.newest() if auto else Path(self.training.resume)
         progress = Progress() if folder is None else self.checkpoints.load(folder, self.stepper.carried)
+        if progress.best_step is not None and not self._has_best(progress.best_step):
+            logger.warning(
+                "%s is not the model of step %d, the best one when %s was saved; the best of those to come is kept.",
+                *(self.output / "best", progress.best_step, folder),
+            )
+            progress.best_step, progress.best_metrics = None, {}
         # Those of a course that is given up would be newer than what is saved from here on.
         self.checkpoints.clear(after=progress.step)
         return progress
+
+    def _has_best(self, step: int) -> bool:
+        """Whether `best/` is the model of this step: not in another output folder, nor after one that was given up."""
+        told = self.output / BEST_STEP
+        known = json.loads(told.read_text(encoding="utf-8"))["step"] if told.exists() else step
+        shared = [known == step and (self.output / "best").is_dir()]
+        broadcast_object_list(shared)  # saving a model takes all processes
+        return shared[0]
 
     def _log(self, progress: Progress, epoch: float | None, learning_rate: float, evaluated: bool) -> None:
         record = {
@@ -241,6 +263,8 @@ class _Run:
             raise ValueError(f"evaluate returned {', '.join(progress.metrics)}, but no {self.best_metric!r}.")
         if progress.best_step is None or self._is_better(progress.metrics, progress.best_metrics):
             progress.best_step, progress.best_metrics = progress.step, progress.metrics
+            if self.accelerator.is_main_process:
+                write_text(self.output / BEST_STEP, json.dumps({"step": progress.step}) + "\n")
             self._save_model(self.output / "best")
 
     def _is_better(self, metrics: dict[str, float], best: dict[str, float]) -> bool:

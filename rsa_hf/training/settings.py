@@ -49,7 +49,7 @@ class TrainingSettings:
     """How a model is trained, and where what comes of it goes.
 
     Attributes:
-        output_dir: receives `metrics.jsonl`, `checkpoints/`, `best/` and `final/`.
+        output_dir: receives `metrics.jsonl`, `checkpoints/`, `best/` with its step in `best.json`, and `final/`.
         learning_rate: AdamW's rate for the weights, at its highest.
         rsa_learning_rate: the same for gates and rates; None: `parameter_scale` times `learning_rate`.
         weight_decay: for matrices; biases, norms and RSA parameters are never decayed.

@@ -397,6 +397,40 @@ def test_never_starts_over_and_a_path_is_taken(tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-2", "step-9"]
 
 
+def scored(scores):
+    """What gives these scores, one after the other, or is killed."""
+    following = iter(scores)
+
+    def evaluate(model):
+        if isinstance(score := next(following), Killed):
+            raise score
+        return {"loss": score}
+
+    return evaluate
+
+
+def test_the_best_model_is_the_one_that_is_said_to_be(tmp_path):
+    every_two = {"max_steps": 6, "eval_every_steps": 2, "save_every_steps": 1}
+    first = run(tmp_path / "first", evaluate=scored([1.0, 3.0, 4.0]), **every_two)
+    assert first.best_step == 2
+    # In another folder, which has no model of step 2.
+    checkpoint = str(tmp_path / "first" / "checkpoints" / "step-5")
+    moved = run(tmp_path / "moved", evaluate=scored([4.0]), **every_two, resume=checkpoint)
+    assert (moved.best_step, moved.best_metrics) == (6, {"loss": 4.0})
+    assert_same_weights(weights(moved.best_dir), weights(moved.final_dir))
+    # Killed after step 4 was the best, and continued from step 3 with other evaluations.
+    with pytest.raises(Killed):
+        run(tmp_path / "killed", evaluate=scored([1.0, 0.5, Killed()]), **{**every_two, "save_every_steps": 3})
+    others = {"max_steps": 6, "eval_every_steps": 3, "save_every_steps": 3}
+    continued = run(tmp_path / "killed", evaluate=scored([2.0]), **others)
+    assert (continued.best_step, continued.best_metrics) == (6, {"loss": 2.0})
+    assert_same_weights(weights(continued.best_dir), weights(continued.final_dir))
+    # A run that has ended and lost its best model has the last one.
+    shutil.rmtree(tmp_path / "first" / "best")
+    lost = run(tmp_path / "first", evaluate=scored([4.0]), **every_two)
+    assert (lost.best_step, lost.best_metrics) == (6, {"loss": 4.0}) and lost.best_dir.is_dir()
+
+
 def test_a_half_written_line_is_dropped(tmp_path):
     run(tmp_path, max_steps=4, save_every_steps=2)
     whole = lines(tmp_path)
