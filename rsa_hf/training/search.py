@@ -142,9 +142,10 @@ def search_head_plans(
         journal = JournalStorage(JournalFileBackend(str(storage)))
         study = optuna.create_study(storage=journal, study_name=STUDY, direction=direction, load_if_exists=True)
         _require_same(study, {} if settings is None else json.loads(json.dumps(settings)), storage)
-        if first is not None and not study.get_trials(deepcopy=False):
-            study.enqueue_trial({**{name: getattr(first, name) or 0 for name in COUNTS}, "dilation": first.dilation})
         ended = _ended(study)
+        waiting = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.WAITING,))
+        if first is not None and not ended and not waiting:  # one that was killed has not been tried
+            study.enqueue_trial({**{name: getattr(first, name) or 0 for name in COUNTS}, "dilation": first.dilation})
         if len(ended) < trials:
             trainer.hyperparameter_search(
                 # The plan is the model's, so there is nothing here for the arguments of the training.

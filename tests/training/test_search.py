@@ -1,13 +1,15 @@
 """Head plans are drawn within the constraints, all of them and no others; a search goes on where it was broken off."""
 
 import itertools
+from types import SimpleNamespace
 
+import optuna
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rsa_hf import RSAConfig
-from rsa_hf.training.search import head_plan_space
+from rsa_hf.training.search import head_plan_space, search_head_plans
 
 
 class Drawn:
@@ -93,3 +95,33 @@ def test_draws_that_ignore_each_other_would_be_noticed():
 def test_what_cannot_be_searched(num_heads, dilations):
     with pytest.raises(ValueError, match=r"choose a whole number"):
         head_plan_space(Drawn(lambda low, high: low), num_heads, dilations)
+
+
+class Searching:
+    """Stands for a Trainer: tries as many plans as it is asked for, and may be killed in the first."""
+
+    def __init__(self, killed=False):
+        self.killed, self.tried = killed, []
+        self.args = SimpleNamespace(disable_tqdm=True, seed=0)
+
+    def hyperparameter_search(self, space, objective, *, n_trials, backend, **keywords):
+        optuna.create_study(**keywords).optimize(self.one, n_trials=n_trials)
+
+    def one(self, trial):
+        self.tried.append(head_plan_space(trial, 8).num_regular)
+        if self.killed:
+            raise KeyboardInterrupt
+        return 1.0
+
+
+def test_the_first_plan_is_tried_though_a_search_was_killed_in_it(tmp_path):
+    first = RSAConfig(num_regular=7, num_cyclical_pairs=0, num_dilated_regular=0, num_dilated_cyclical_pairs=0)
+    killed = Searching(killed=True)
+    with pytest.raises(KeyboardInterrupt):
+        search_head_plans(killed, "score", 2, tmp_path / "log", first=first)
+    going_on = Searching()
+    found = search_head_plans(going_on, "score", 2, tmp_path / "log", first=first)
+    assert killed.tried == [7] and going_on.tried[0] == 7
+    assert len(found) == 2
+    assert len(search_head_plans(Searching(), "score", 3, tmp_path / "log", first=first)) == 3
+    assert [plan.plan.num_regular for plan in found].count(7) == 1
