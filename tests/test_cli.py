@@ -165,6 +165,10 @@ def test_training_a_language_model_and_what_comes_after(run, text, tmp_path):
     assert (facts.seeds, facts.datasets, facts.metrics) == ((3,), ("someone/texts",), ("perplexity",))
     assert facts.scores["test"]["bits_per_byte"] == results["test"]["bits_per_byte"]
     assert (folder / "best" / "rsa.png").exists()
+    # The scores are those of the best model, and of no other that lies beside it.
+    assert run("card", folder / "final")[0] == 0
+    facts = read_facts(folder / "final")
+    assert (facts.seeds, facts.scores) == ((0,), None)
     for arguments, words in (
         (["evaluate", "lm", folder / "best", config, *text, "--split", "tset"], "no split 'tset'"),
         (["evaluate", "lm", "./absent", config, *text], "absent"),

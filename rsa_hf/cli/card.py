@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,8 @@ def card(
 ) -> None:
     """Write the model card of a checkpoint (README.md) and its picture (rsa.png), or bring them up to date.
 
-    Scores, seed and base model are taken from the results.json that a run has left beside the folder.
+    Seed, data set and base model are taken from the results.json that a run has left beside the folder, and for its
+    `best` the scores, which are of that model alone.
 
     Example: rsa-hf card outputs/defect_minilm/best --base-model microsoft/codebert-base --seed 0
     """
@@ -36,6 +38,8 @@ def card(
     with user_input():
         results = folder.resolve().parent / "results.json"
         facts = card_facts(results) if results.is_file() else CardFacts()
+        if folder.resolve().name != "best":
+            facts = replace(facts, scores=None)
         given = CardFacts(base_model, tuple(dataset or ()), tuple(metric) if metric else None, tuple(seed or ()))
         path = write_card(model, folder, facts.updated(given), plot=True)
     if path is None:
