@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -267,6 +268,14 @@ def test_doctor_knows_a_requirement_however_it_is_spelled(run, monkeypatch):
     code, out, _ = run("doctor")
     assert code == 1
     assert "does not fit: pip install 'huggingface_hub>=99'" in out
+
+
+def test_doctor_knows_a_module_that_comes_in_a_package_of_another_name(run, monkeypatch):
+    version, brings = metadata.version, metadata.packages_distributions
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: {**brings(), "onnxruntime": ["onnxruntime-gpu"]})
+    monkeypatch.setattr(metadata, "version", lambda name: "1.2" if name == "onnxruntime-gpu" else version(name))
+    code, out, _ = run("doctor")
+    assert (code, "ok    onnxruntime          1.2\n" in out) == (0, True)
 
 
 def test_doctor_where_transformers_does_not_fit(tmp_path):

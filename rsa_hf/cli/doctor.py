@@ -108,9 +108,14 @@ def _requirements() -> Iterator[tuple[str, SpecifierSet]]:
 def _backends() -> Iterator[Finding]:
     import torch
 
+    # By the module: onnxruntime also comes in a package onnxruntime-gpu, and triton in one of another name.
+    packages = metadata.packages_distributions()
     for name, use in OPTIONAL.items():
-        found = util.find_spec(name) is not None
-        yield Finding("ok" if found else "note", name, metadata.version(name) if found else f"not installed; {use}")
+        if util.find_spec(name) is None:
+            yield Finding("note", name, f"not installed; {use}")
+        else:
+            found = dict.fromkeys(packages.get(name, ()))
+            yield Finding("ok", name, ", ".join(map(metadata.version, found)) or "found, of no installed package")
     yield Finding("ok", "cpu", f"{torch.get_num_threads()} threads")
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
