@@ -172,6 +172,11 @@ def test_the_verdict_can_go_either_way():
     )
     assert verdict(aa=bad, parity=bad).verdict == "not confirmed"
     assert verdict(aa=good[:1], parity=good[:1]).verdict == "not measurable at this size"
+    # Where chance may have decided it is neither.
+    by_chance = verdict(aa=good, parity=[(1.0, 0.9, 0.9), (1.0, 0.0, 0.1)])
+    assert (
+        by_chance.verdict == "not measurable at this size" and "In 2 of 2 the interval holds 0" in by_chance.sentence
+    )
 
 
 def test_a_part_of_the_languages_is_shown_as_one():

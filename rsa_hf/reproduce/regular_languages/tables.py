@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from rsa_hf.reproduce.cells import Result
-from rsa_hf.reproduce.conclusion import Conclusion
+from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided, weakest
 from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, interval
 
 __all__ = ["conclude", "in_bin", "score", "summarise"]
@@ -79,9 +80,11 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
         + (f"on Parity it is {'' if better_on_parity else 'not '}better." if parity else "Parity has not been run.")
     )
     findings = [_of_language(rows, str(row.settings["language"])) for row in each]
-    if better and not parity:
-        return Conclusion("not measurable at this size", sentence, tuple(findings))
-    return Conclusion("confirmed" if better and better_on_parity else "not confirmed", sentence, tuple(findings))
+    losses = [replace(row, mean=-row.mean, low=-row.high, high=-row.low) for row in (overall, *parity)]
+    verdict = judge(losses, 0)
+    if not parity:
+        verdict = weakest(verdict, "not measurable at this size")
+    return Conclusion(verdict, sentence + undecided(losses, 0), tuple(findings))
 
 
 def _of_language(rows: Sequence[Row], language: str) -> str:
