@@ -2,7 +2,8 @@
 
 Every arm is trained at every learning rate with the first seed, and at the one that was best for it with the others.
 The target of a seed is what the plain model reaches with that seed at the end of its training; and, to see which way
-the ratio goes as training gets longer, what it reaches half way, of half of its tokens.
+the ratio goes as training gets longer, what it reaches half way, of half of its tokens. The plain model too is counted
+until it first was there: on a text that is read many times it gets worse again, and an arm like it would seem better.
 """
 
 from __future__ import annotations
@@ -108,9 +109,9 @@ def _curve(result: Result) -> Curve:
 
 
 def _ratio(curve: Curve, plain: Curve, share: float) -> float:
-    """Tokens until what the plain model has reached after this share of its own, over those."""
-    last = max(1, round(share * len(plain.tokens))) - 1
-    return curve.tokens_until(plain.bits_per_byte[last]) / plain.tokens[last]
+    """Tokens until what the plain model has reached after this share of its own, over those that it took itself."""
+    target = plain.bits_per_byte[max(1, round(share * len(plain.tokens))) - 1]
+    return curve.tokens_until(target) / plain.tokens_until(target)
 
 
 def _score(result: Result) -> float:
@@ -145,7 +146,8 @@ def _summarise(results: Sequence[Result]) -> list[Row]:
                     measures[measure] = [_ratio(curve, of_plain, share) for curve, of_plain in curves]
                 goal = GOALS[str(settings["family"])]
                 measures[MISSING] = [
-                    curve.score_at(goal * of_plain.tokens[-1]) - of_plain.bits_per_byte[-1]
+                    curve.score_at(goal * of_plain.tokens_until(of_plain.bits_per_byte[-1]))
+                    - of_plain.bits_per_byte[-1]
                     for curve, of_plain in curves
                 ]
                 measures[RATIO_OF_TIME] = [

@@ -164,6 +164,17 @@ def test_the_ratio_half_way():
     )
 
 
+def test_an_arm_like_the_plain_model_needs_as_many_tokens():
+    # It gets worse again, and was where it ends long before.
+    for scores in ((6, 4, 3, 2.5), (6, 3, 3.5, 4.0), (3, 4, 5, 6.0)):
+        curves = [result(arm, scores, seed) for arm in ("plain", "rsa") for seed in (0, 1, 2)]
+        for run in curves:
+            run.values["tokens"] = [10.0, 20.0, 30.0, 40.0]
+        rows = {row.measure: row.mean for row in EXPERIMENT.summarise(curves)}
+        assert rows["tokens / plain"] == rows["tokens / plain, half way"] == 1
+        assert concluded(*curves).verdict == "not confirmed"
+
+
 def test_the_ratio_of_time_has_what_a_step_takes_in_it():
     curves = [result("plain", (5, 4, 3.0)), result("rsa", (4, 3.0, 2))]
     curves[1].values["time of a step / plain"] = 1.2
