@@ -3,8 +3,9 @@
     python scripts/compare_on_devign.py --data FOLDER --output results
 
 FOLDER holds train.jsonl.xz, valid.jsonl.xz and test.jsonl.xz of the CodeXGLUE split. Each run is one call of
-scripts/train_defect_detection.py with configs/defect_minilm_devign.yaml; a run that is finished is not repeated, one
-that was stopped goes on where it was. Writes devign_minilm.json and .md into the output folder.
+scripts/train_defect_detection.py with configs/defect_minilm_devign.yaml, and the settings that follow this script's.
+A run that is finished is not repeated, one that was stopped goes on where it was, one of other settings is refused.
+Writes devign_minilm.json and .md into the output folder.
 """
 
 from __future__ import annotations
@@ -22,24 +23,30 @@ from pathlib import Path
 import torch
 import transformers
 
+from rsa_hf.reproduce import summary
+from rsa_hf.tasks.defect_data import DefectDataConfig
+from rsa_hf.training.arguments import read_run_config
+from rsa_hf.training.metrics_log import finite_or_null
 from rsa_hf.training.run import script_errors
 
 SCRIPTS = Path(__file__).parent
 CONFIG = SCRIPTS.parent / "configs" / "defect_minilm_devign.yaml"
 ARMS = {"plain": ["--rsa", "null"], "with RSA": []}
-# Two-sided 95 % points of Student's t for n − 1 degrees of freedom.
-STUDENT_T = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
 
 def run(arm: str, seed: int, data: Path, work: Path, more: list[str]) -> dict:
     output = work / f"{arm.replace(' ', '_')}-{seed}"
-    results = output / "results.json"
-    if not results.exists():
-        files = [f"--{split}_file={data / name}.jsonl.xz" for split, name in FILES.items()]
-        command = [str(SCRIPTS / "train_defect_detection.py"), str(CONFIG), *files, *ARMS[arm], *more]
-        command += ["--training.seed", str(seed), "--output_dir", str(output)]
-        subprocess.run([sys.executable, *command], check=True, env={**os.environ, "TRANSFORMERS_VERBOSITY": "error"})
-    return {"arm": arm, "seed": seed, **json.loads(results.read_text())}
+    path = output / "results.json"
+    files = [f"--{split}_file={data / name}.jsonl.xz" for split, name in FILES.items()]
+    settings = [str(CONFIG), *files, *ARMS[arm], *more, "--training.seed", str(seed), "--output_dir", str(output)]
+    if not path.exists():
+        command = [sys.executable, str(SCRIPTS / "train_defect_detection.py"), *settings]
+        subprocess.run(command, check=True, env={**os.environ, "TRANSFORMERS_VERBOSITY": "error"})
+    results = json.loads(path.read_text())
+    asked = json.loads(json.dumps(finite_or_null(read_run_config(settings, DefectDataConfig).to_dict())))
+    if results["config"] != asked:
+        raise ValueError(f"{path} is of a run with other settings; move it away, or name another folder as --work.")
+    return {"arm": arm, "seed": seed, **results}
 
 
 FILES = {"train": "train", "validation": "valid", "test": "test"}
@@ -47,11 +54,8 @@ FILES = {"train": "train", "validation": "valid", "test": "test"}
 
 def interval(values: list[float]) -> str:
     """Mean and 95 % interval of Student's t, in per cent."""
-    mean = statistics.mean(values)
-    if len(values) < 2:
-        return f"{mean:.2%}"
-    half = STUDENT_T[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{mean:.2%} ± {half:.2%}"
+    mean, low, _ = summary.interval(values)
+    return f"{mean:.2%}" if math.isnan(low) else f"{mean:.2%} ± {mean - low:.2%}"
 
 
 def table(runs: list[dict], command: str) -> str:

@@ -312,3 +312,19 @@ def test_no_traceback_reaches_the_user(tmp_path, task):
     assert done.stderr.startswith("error: --lerning_rate: unknown key")
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
+
+
+def test_runs_that_are_compared_have_the_same_settings(tmp_path):
+    script = runpy.run_path(str(ROOT / "scripts" / "compare_on_devign.py"))
+    read, data_type = script["read_run_config"], script["DefectDataConfig"]
+    folder = tmp_path / "plain-0"
+    folder.mkdir()
+    files = [f"--{split}_file={tmp_path / name}.jsonl.xz" for split, name in script["FILES"].items()]
+    settings = [str(script["CONFIG"]), *files, "--rsa", "null", "--training.seed", "0", "--output_dir", str(folder)]
+    results = {"test": {"accuracy": 0.6}, "config": read(settings, data_type).to_dict()}
+    (folder / "results.json").write_text(json.dumps(results))
+    # It is finished, so nothing is run.
+    assert script["run"]("plain", 0, tmp_path, tmp_path, [])["test"] == {"accuracy": 0.6}
+    with pytest.raises(ValueError, match="of a run with other settings"):
+        script["run"]("plain", 0, tmp_path, tmp_path, ["--max_length", "64"])
+    assert script["interval"]([0.5] * 12) == "50.00% ± 0.00%"
