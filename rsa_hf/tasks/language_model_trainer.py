@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -63,7 +64,7 @@ class LanguageModelTrainer(Trainer):
             max_steps=-1 if steps is None else steps,
             per_device_train_batch_size=training.batch_size,
             gradient_accumulation_steps=training.gradient_accumulation_steps,
-            warmup_steps=training.warmup_ratio,
+            warmup_steps=min(training.warmup_ratio, math.nextafter(1, 0)),  # 1 would be a step
             lr_scheduler_type="constant_with_warmup" if constant else training.lr_schedule,
             max_grad_norm=training.max_grad_norm or 0.0,
             bf16=training.mixed_precision == "bf16",

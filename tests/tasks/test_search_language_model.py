@@ -121,6 +121,13 @@ def test_the_trainer_trains_as_the_script_does(config):
     assert trainer.evaluate()["eval_bits_per_byte"] == pytest.approx(score, abs=1e-5)
 
 
+def test_the_whole_of_a_training_may_be_warm_up(config):
+    settings = read_run_config([str(config), "--warmup_ratio", "1"], LanguageModelingDataConfig)
+    text = prepare_language_modeling(settings.data, None, num_tracks=6)
+    trainer = LanguageModelTrainer(lambda _: torch.nn.Linear(1, 1), text, settings.training, progress=False)
+    assert trainer.args.get_warmup_steps(400) == 400
+
+
 def test_a_plan_as_yaml():
     plan = RSAConfig(
         num_regular=1, num_cyclical_pairs=0, num_dilated_regular=2, dilation=(3, 9), gate_init=(-1.0, 2.0)
