@@ -118,6 +118,7 @@ def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float
         raise ValueError(f"the data has no split {split!r}, only {', '.join(splits)}.")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    model.config.pad_token_id = tokenizer.pad_token_id
     require_tokens_known(model, len(tokenizer))
     return _scorer({split: splits[split]}, tokenizer, config.data, config.training.eval_batch_size)(model, split)
 

@@ -19,11 +19,13 @@ from transformers import (
     BertConfig,
     BertModel,
     GPT2Config,
+    GPT2ForSequenceClassification,
     GPT2Model,
     PreTrainedTokenizerFast,
 )
 
 from rsa_hf import cli, is_patched
+from rsa_hf.tasks import train_defect_detection
 
 ROOT = Path(__file__).parents[2]
 
@@ -312,6 +314,22 @@ def test_no_traceback_reaches_the_user(tmp_path, task):
     assert done.stderr.startswith("error: --lerning_rate: unknown key")
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
+
+
+def test_a_decoder_is_scored_whatever_it_says_of_padding(tmp_path, defect_detection):
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "bert")
+    sizes = {"n_embd": 48, "n_layer": 1, "n_head": 12, "n_positions": 32, "vocab_size": len(tokenizer)}
+    torch.manual_seed(0)
+    model = GPT2ForSequenceClassification(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+    scores = []
+    for padding, batch_size in ((None, 1), (None, 10), (tokenizer.unk_token_id, 10)):
+        model.config.pad_token_id = padding
+        for part in (tokenizer, model):
+            part.save_pretrained(tmp_path / "decoder")
+        settings = [str(ROOT / "configs" / "defect_minilm_embedded.yaml"), *map(str, defect_detection)]
+        settings += ["--eval_batch_size", str(batch_size)]
+        scores.append(train_defect_detection.evaluate(str(tmp_path / "decoder"), "test", settings))
+    assert scores[0] == scores[1] == scores[2]
 
 
 def test_runs_that_are_compared_have_the_same_settings(tmp_path):
