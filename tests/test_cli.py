@@ -156,6 +156,12 @@ def test_training_a_language_model_and_what_comes_after(run, text, tmp_path):
     code, out, err = run("evaluate", "lm", folder / "best", config, *text, "--split", "test")
     assert code == 0, err
     assert json.loads(out)["bits_per_byte"] == pytest.approx(results["test"]["bits_per_byte"], rel=1e-6)
+    # JSON has no infinity: what a word of 12,000 letters is worth.
+    (tmp_path / "word.txt").write_text("line" * 3000)
+    word = [f"--files.{split}={tmp_path / 'word.txt'}" for split in ("train", "validation", "test")]
+    code, out, err = run("evaluate", "lm", folder / "best", config, *text, *word)
+    assert code == 0, err
+    assert json.loads(out, parse_constant=lambda name: pytest.fail(name))["word_perplexity"] is None
     # The run has left a card with what it knows, and `card` adds to it.
     facts = read_facts(folder / "best")
     assert facts.seeds == (0,)

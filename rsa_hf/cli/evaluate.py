@@ -28,15 +28,16 @@ def defect(context: typer.Context, model: Model, config: Config, split: Split = 
     """
     arm()
     from rsa_hf.tasks.train_defect_detection import evaluate
+    from rsa_hf.training.metrics_log import finite_or_null
     from rsa_hf.training.run import script_errors
 
     with script_errors():
-        print(json.dumps(evaluate(model, split, [config, *context.args]), indent=2))
+        print(json.dumps(finite_or_null(evaluate(model, split, [config, *context.args])), indent=2))
 
 
 @evaluate.command(context_settings=PASSED_ON)
 def lm(context: typer.Context, model: Model, config: Config, split: Split = "test") -> None:
-    """Score a language model: bits per byte, perplexity per word and per token; as JSON.
+    """Score a language model: bits per byte, perplexity per word and per token; as JSON, null for infinity.
 
     The section `data` of CONFIG is what counts; what follows, as --key value, overrides it.
 
@@ -44,7 +45,8 @@ def lm(context: typer.Context, model: Model, config: Config, split: Split = "tes
     """
     arm()
     from rsa_hf.tasks.train_language_model import evaluate
+    from rsa_hf.training.metrics_log import finite_or_null
     from rsa_hf.training.run import script_errors
 
     with script_errors():
-        print(json.dumps(evaluate(model, split, [config, *context.args]), indent=2))
+        print(json.dumps(finite_or_null(evaluate(model, split, [config, *context.args])), indent=2))
