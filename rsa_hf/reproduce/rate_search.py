@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from rsa_hf.reproduce.cells import Cell, Result, Setting
+from rsa_hf.reproduce.summary import rated
 
 __all__ = ["cells_to_run", "number_of_runs", "results_of_all_seeds"]
 
@@ -36,7 +37,7 @@ def cells_to_run(cells: Mapping[str, Cell], kept: Mapping[str, Result], score: S
         if cell[SEED] == first:
             searched.setdefault(_arm(cell, score), {})[key] = cell[RATE]
     best = {
-        arm: rates[min(rates, key=lambda key: score(kept[key]))]
+        arm: rates[min(rates, key=lambda key: rated(score(kept[key])))]
         for arm, rates in searched.items()
         if rates.keys() <= kept.keys()
     }

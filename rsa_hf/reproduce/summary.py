@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rsa_hf.reproduce.cells import Result, Setting
 
-__all__ = ["Row", "at_best_rate", "find_rows", "in_words", "interval", "summarise"]
+__all__ = ["Row", "at_best_rate", "find_rows", "in_words", "interval", "rated", "summarise"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Row:
         settings: what the cells of the group have in common.
         measure: the name of the value.
         mean: over the seeds.
-        low: the lower end of the 95 % interval; NaN where there is one seed.
+        low: the lower end of the 95 % interval; NaN where there is none, see `interval`.
         high: the upper end.
         seeds: how many there are.
     """
@@ -35,12 +35,15 @@ class Row:
 
 def in_words(row: Row, digits: str) -> str:
     """Its mean with the interval behind it, each written with this format, such as `+.3f`."""
-    ends = "one seed" if math.isnan(row.low) else f"{row.low:{digits}} … {row.high:{digits}}"
+    none = "one seed" if row.seeds == 1 else "no interval"
+    ends = none if math.isnan(row.low) else f"{row.low:{digits}} … {row.high:{digits}}"
     return f"{row.mean:{digits}} ({ends})"
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean and the two ends of the 95 % interval of Student's t; the ends of a single value are NaN.
+    """Mean and the two ends of the 95 % interval of Student's t.
+
+    The ends are NaN of a single value, and where a value is not finite, as of a run that diverged.
 
     Raises:
         ImportError: scipy is not installed.
@@ -49,7 +52,7 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     if not values:
         raise ValueError("there are no values to take the mean of.")
     mean = statistics.fmean(values)
-    if len(values) == 1:
+    if len(values) == 1 or not all(map(math.isfinite, values)):
         return mean, math.nan, math.nan
     try:
         from scipy.stats import t
@@ -84,6 +87,11 @@ def find_rows(rows: Sequence[Row], measure: str, **settings: Setting) -> list[Ro
     ]
 
 
+def rated(score: float) -> float:
+    """A score by which learning rates are chosen, the least being the best: NaN, of a run that diverged, is worst."""
+    return math.inf if math.isnan(score) else score
+
+
 def at_best_rate(
     results: Sequence[Result], group: Sequence[str], arms: Collection[str], score: Callable[[Result], float]
 ) -> list[tuple[dict[str, Setting], dict[str, list[Result]]]]:
@@ -116,5 +124,5 @@ def _best(by_rate: Sequence[list[Result]], score: Callable[[Result], float]) -> 
     def mean(runs: list[Result]) -> float:
         return statistics.fmean(score(run) for run in runs if run.cell["seed"] in shared)
 
-    best = min(by_rate, key=mean)
+    best = min(by_rate, key=lambda runs: rated(mean(runs)))
     return sorted(best, key=lambda run: int(run.cell["seed"]))

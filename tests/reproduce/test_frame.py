@@ -20,7 +20,7 @@ from rsa_hf.reproduce.experiment import EXPERIMENTS, Experiment, cell_key, find_
 from rsa_hf.reproduce.page import write_page
 from rsa_hf.reproduce.processes import Workers, default_jobs, run_cells
 from rsa_hf.reproduce.runner import FOLDER, RequestError, read_results, run_experiment
-from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, interval, summarise
+from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, in_words, interval, summarise
 from rsa_hf.reproduce.whole_run import is_fresh, keep_time, time_in_words
 
 NAME = "linear-rnn"  # any of them; the frame does not look at what they are
@@ -158,6 +158,11 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
     assert (high - mean) / (statistics.stdev(values) / math.sqrt(5)) == pytest.approx(2.776, abs=5e-4)
     assert mean - low == pytest.approx(high - mean)
     assert math.isnan(interval([1.0])[1])
+    # A run that diverged has no score, and costs the others their interval, not the experiment its table.
+    for diverged in (math.nan, math.inf):
+        assert not any(map(math.isfinite, interval([1.0, diverged, 2.0])))
+    assert in_words(Row({}, "loss", *interval([1.0, math.nan]), 2), ".2f") == "nan (no interval)"
+    assert in_words(Row({}, "loss", *interval([1.0]), 1), ".2f") == "1.00 (one seed)"
     with pytest.raises(ValueError):
         interval([])
 
@@ -359,6 +364,17 @@ def test_learning_rates_are_searched_with_the_first_seed(counted, tmp_path):
     run_experiment(replace(searching, search_by=None), "quick", tmp_path, progress=False)
     with (tmp_path / FOLDER / NAME / "quick" / "table.csv").open() as file:
         assert {row["arm"]: row["learning_rate"] for row in csv.DictReader(file)}["rsa"] == "0.001"
+
+
+def test_a_rate_at_which_training_diverged_is_not_the_best(counted, tmp_path):
+    def run_cell(cell):
+        return {"loss": math.nan if cell["learning_rate"] == min(RATES) else searched_loss(cell)}
+
+    experiment = replace(counted[0], cells=searched_cells, run_cell=run_cell, summarise=at_best, search_by=loss)
+    run_experiment(experiment, "quick", tmp_path, progress=False)
+    with (tmp_path / FOLDER / NAME / "quick" / "table.csv").open() as file:
+        found = {row["arm"]: row["learning_rate"] for row in csv.DictReader(file)}
+    assert found == {"rsa": "0.01", "plain": "0.003"}
 
 
 def test_a_search_that_is_broken_off_shows_no_arm_that_is_not_done(counted, tmp_path):
