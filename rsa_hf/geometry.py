@@ -161,7 +161,7 @@ def read_geometry(
         if torch.compiler.is_compiling():
             _visible(attention_mask, T, S)
             return Geometry(T, S, 0, causal, mask=attention_mask)
-        return read_mask(attention_mask, T, S, causal)
+        return read_mask(attention_mask, len(query), T, S, causal)
     offset = 0 if aligned_top_left and causal and T > 1 else S - T
     key_mask = None
     if attention_mask is not None:
@@ -214,11 +214,12 @@ def _documents_of_positions(positions: Tensor) -> Tensor | None:
     return begins.cumsum(dim=1)
 
 
-def read_mask(mask: Tensor, query_length: int, key_length: int, causal: bool) -> Geometry:
+def read_mask(mask: Tensor, batch: int, query_length: int, key_length: int, causal: bool) -> Geometry:
     """What a 4-D mask says, remembered for the other layers of the same forward.
 
     Args:
         mask: shape [B or 1, H or 1, T or 1, S or more], boolean or additive.
+        batch: B.
         query_length: T.
         key_length: S.
         causal: direction of the layer.
@@ -226,7 +227,7 @@ def read_mask(mask: Tensor, query_length: int, key_length: int, causal: bool) ->
     Raises:
         ValueError: the mask's shape does not fit.
     """
-    return remembered(_read_mask, mask, query_length, key_length, causal)
+    return remembered(_read_mask, mask, batch, query_length, key_length, causal)
 
 
 class _Memory(threading.local):
@@ -293,7 +294,7 @@ def _read_row(mask: Tensor, T: int, S: int, causal: bool) -> Geometry:
     return Geometry(T, S, S - 1, causal, visible=visible, position=position, mask=mask.detach())
 
 
-def _read_mask(mask: Tensor, T: int, S: int, causal: bool) -> Geometry:
+def _read_mask(mask: Tensor, B: int, T: int, S: int, causal: bool) -> Geometry:
     visible = _visible(mask, T, S)
     if mask.is_meta:
         # It holds nothing, and nothing is computed from it but shapes.
@@ -314,7 +315,8 @@ def _read_mask(mask: Tensor, T: int, S: int, causal: bool) -> Geometry:
         index = documents.index
         rows = index[:, offset : offset + T]
         same = expected & (rows[:, None, :, None] == index[:, None, None, :])
-        packed = documents if bool((index != index[:, :1]).any()) else None
+        # The product lays documents out row by row, also where one mask serves all rows.
+        packed = Documents(index.expand(B, -1)) if bool((index != index[:, :1]).any()) else None
         if torch.equal(visible, same):
             if packed is not None and not bool(documents.position.any()):
                 _warn_of_single_tokens()

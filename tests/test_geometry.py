@@ -248,6 +248,19 @@ def test_packed_documents_and_windows(lengths, before, window, causal, additive)
     assert relative_error(found.transpose(1, 2)[rows], wanted.transpose(1, 2)[rows]) < 1e-6
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("causal", [True, False])
+def test_one_mask_of_packed_documents_serves_all_rows(window, causal):
+    number, lags = torch.arange(40) // 9, torch.arange(40)[:, None] - torch.arange(40)
+    seen = (number[:, None] == number) & (lags.abs() < (window or 40)) & ((lags >= 0) | (not causal))
+    visible = seen[None, None]
+    geometry = call(40, 40, visible, causal=causal)
+    assert geometry.visible is None  # a linear path
+    value = torch.randn(2, 3, 40, 2, dtype=torch.float64)
+    wanted = expected_product(value, 40, 0, causal, visible)
+    assert relative_error(product(geometry, value), wanted) < 1e-6
+
+
 def test_missing_mask():
     # (T, S, causal, aligned_top_left) → offset: a single query sees every key; sdpa aligns several at the top left.
     assert call(6, 6, None).query_offset == 0

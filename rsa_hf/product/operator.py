@@ -177,7 +177,7 @@ def _unflatten(*arguments: Any) -> tuple[Tensor, Recurrence, Geometry, Mixing | 
         packed = None if documents is None else Documents(documents)
         geometry = Geometry(query_length, S, query_offset, causal, key_mask, packed, window, visible)
     else:
-        geometry = read_mask(mask, query_length, S, causal)
+        geometry = read_mask(mask, len(value), query_length, S, causal)
     names = tuple(KINDS[kind] for kind in kinds)
     recurrence = Recurrence(names, decay, theta, tuple(dilation), groups)
     return value, recurrence, geometry, _mixing(attention, gate)
