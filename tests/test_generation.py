@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration, StaticCache
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    StaticCache,
+)
 
 from broken import break_geometry, farthest, forgets_the_offset
 from families import ATTENTIONS, DECODERS, FULL_PLAN, MORE_CONFIGS, VOCAB, WINDOWED, build_language_model, widen
@@ -67,6 +74,18 @@ def test_cached_chunked_and_uncached_agree(family, attention, cache, pieces, mon
     assert difference(model, inputs, pieces, CACHES[cache](model)) <= 1e-5
     break_geometry(monkeypatch, forgets_the_offset)
     assert difference(model, inputs, pieces, CACHES[cache](model)) > 1e-3
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@torch.no_grad()
+def test_sdpa_under_a_name_of_its_own(cache, monkeypatch):
+    # As transformers' documentation registers attention functions. With no padding, the first tokens of a static
+    # cache come without a mask, which means what it means under sdpa.
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        monkeypatch.setitem(interface._global_mapping, "its_own", interface()["sdpa"])
+    model = patch_model(build_language_model("llama", "its_own"), RSAConfig(**FULL_PLAN))
+    inputs = {name: rows[2:] for name, rows in batch().items()}
+    assert difference(model, inputs, PIECES["cached"], CACHES[cache](model)) <= 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:RSA met")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
 from rsa_hf.adapters import watch
@@ -140,12 +141,17 @@ def _attention_with_rsa(
         key,
         attention_mask,
         causal=causal,
-        aligned_top_left=implementation == "sdpa",
+        aligned_top_left=_has_masks_of_sdpa(implementation),
         # Under sdpa and eager windows and documents are in the mask; flash attention takes them as keywords.
         sliding_window=keywords.get("sliding_window") if flash else None,
         documents=flash_documents(query, key, keywords) if flash and attention_mask is None else None,
     )
     return rsa(output, value, geometry), weights
+
+
+def _has_masks_of_sdpa(implementation: str) -> bool:
+    """Whether an implementation gets its masks as sdpa does, as one that a user registers under a name of his own."""
+    return ALL_MASK_ATTENTION_FUNCTIONS.get(implementation) is ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
 
 def _require_supported(implementation: str | None, keywords: dict[str, Any]) -> None:
