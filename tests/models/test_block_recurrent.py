@@ -294,6 +294,17 @@ def test_gradient_checkpointing_changes_nothing(rsa):
         torch.testing.assert_close(gradient, plain[name])
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_segments_under_gradient_checkpointing_have_graphs_of_their_own(reentrant):
+    model, tokens, mems = build().train(), text(), None
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for _ in range(2):
+        out = model(tokens, mems=mems, labels=tokens)
+        out.loss.backward()
+        mems = out.mems
+        assert not any(memory.requires_grad for memory in mems)
+
+
 @torch.no_grad()
 def test_bfloat16_stays_close():
     model, tokens = build(rsa={}), text()

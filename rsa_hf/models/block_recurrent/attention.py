@@ -35,12 +35,12 @@ def behind_cache(key: Tensor, value: Tensor, cache: Tensor | None, window_size: 
         window_size: W.
 
     Returns:
-        Keys and values [B, H, C + T, D]; the next cache, without gradient.
+        Keys and values [B, H, C + T, D]; the next cache, with gradient.
     """
     if cache is not None:
         key, value = torch.cat([cache[:, 0], key], dim=2), torch.cat([cache[:, 1], value], dim=2)
     first = key.shape[2] - remembered_length(key.shape[2], window_size)
-    return key, value, torch.stack([key[:, :, first:], value[:, :, first:]], dim=1).detach()
+    return key, value, torch.stack([key[:, :, first:], value[:, :, first:]], dim=1)
 
 
 class RelativeBias(nn.Module):
@@ -82,7 +82,7 @@ class WindowAttention(nn.Module):
             state: there is none.
 
         Returns:
-            [B, T, d_model]; the next cache; None.
+            [B, T, d_model]; the next cache, with gradient; None.
         """
         config = self.config
         query, key, value = split_heads(self.qkv_proj(hidden), config.n_head, 3)

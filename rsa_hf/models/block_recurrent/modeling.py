@@ -163,7 +163,8 @@ class BlockRecurrentModel(BlockRecurrentPreTrainedModel):
         next_caches, next_states = [], []
         for i, layer in enumerate(self.layers):
             hidden, cache, state = layer(hidden, caches[i], windows, states.get(i))
-            next_caches.append(cache)
+            # Not within the layer: what reentrant checkpointing returns of it has a gradient all the same.
+            next_caches.append(cache.detach())
             if state is not None:
                 next_states.append(state.detach())
         use_cache = config.use_cache if use_cache is None else use_cache

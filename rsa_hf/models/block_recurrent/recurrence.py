@@ -140,7 +140,7 @@ class RecurrentAttention(nn.Module):
             state: at the beginning of the window in which the segment begins, [B, N, d_model]; None: of the text.
 
         Returns:
-            [B, T, d_model]; the next cache; the next state, with gradient.
+            [B, T, d_model]; the next cache and the next state, with gradient.
         """
         config, dropatt = self.config, self.config.dropatt if self.training else 0.0
         if state is None:
