@@ -167,7 +167,8 @@ class RSAHeads(nn.Module):
         """What is in force, gates as [R, 1], and the weights of its lags."""
         S = value.shape[2]
         parameters = [parameter for parameter in self._parameters.values() if parameter is not None]
-        state: list[Any] = [groups, dtype, value.device]
+        # What is made under inference_mode cannot be a part of a graph later.
+        state: list[Any] = [groups, dtype, value.device, torch.is_inference_mode_enabled()]
         for parameter in parameters:
             version = -1 if parameter.is_inference() else parameter._version
             state += [id(parameter), parameter.data_ptr(), version]

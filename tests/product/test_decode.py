@@ -109,6 +109,17 @@ def test_changed_parameters_are_noticed():
     assert not torch.allclose(heads(attention, value, row(value)), before)
 
 
+def test_what_inference_mode_has_kept_goes_into_no_graph():
+    heads, attention, value = layer()
+    heads.requires_grad_(False)
+    with torch.inference_mode():
+        expected = heads(attention, value, row(value)).clone()
+    found = heads(attention.requires_grad_(), value, row(value))
+    found.sum().backward()
+    assert torch.equal(found, expected)
+    assert float(attention.grad.abs().min()) > 0
+
+
 @torch.no_grad()
 def test_copies_and_pickles_keep_no_tables():
     heads, attention, value = layer()
