@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers.generation.utils import GenerationMixin
@@ -11,12 +11,30 @@ from transformers.generation.utils import GenerationMixin
 __all__ = ["MemoryGenerationMixin", "StateGenerationMixin"]
 
 
-class MemoryGenerationMixin(GenerationMixin):
-    """For models whose argument and output is `mems`, tensors with rows on dim 0; a cache to `generate`."""
+class _SegmentGenerationMixin(GenerationMixin):
+    """What is handed on consists of tensors with rows on dim 0, and `carried` is the name of the argument."""
+
+    carried: ClassVar[str]
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
+
+    def _expand_inputs_for_generation(self, expand_size: int = 1, **keywords: Any) -> Any:  # type: ignore[override]
+        """For several sequences a row, and beams. transformers repeats tensors, but no tuples of them."""
+        parts = keywords.get(self.carried)
+        if parts is not None:
+            keywords[self.carried] = tuple(part.repeat_interleave(expand_size, dim=0) for part in parts)
+        return super()._expand_inputs_for_generation(expand_size=expand_size, **keywords)  # type: ignore[misc]
+
+    def _reorder_cache(self, parts: Sequence[Tensor] | None, beams: Tensor) -> tuple[Tensor, ...] | None:
+        return None if parts is None else tuple(part.index_select(0, beams.to(part.device)) for part in parts)
+
+
+class MemoryGenerationMixin(_SegmentGenerationMixin):
+    """For models whose argument and output is `mems`; a cache to `generate`."""
+
+    carried = "mems"
 
     def prepare_inputs_for_generation(  # type: ignore[override]
         self,
@@ -42,16 +60,11 @@ class MemoryGenerationMixin(GenerationMixin):
             **{name: value for name, value in keywords.items() if name != "labels"},
         }
 
-    def _reorder_cache(self, mems: Sequence[Tensor] | None, beams: Tensor) -> tuple[Tensor, ...] | None:
-        return None if mems is None else tuple(memory.index_select(0, beams.to(memory.device)) for memory in mems)
 
+class StateGenerationMixin(_SegmentGenerationMixin):
+    """For models whose argument and output is `state`."""
 
-class StateGenerationMixin(GenerationMixin):
-    """For models whose argument and output is `state`, tensors with rows on dim 0."""
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
+    carried = "state"
 
     def prepare_inputs_for_generation(  # type: ignore[override]
         self,
@@ -73,6 +86,3 @@ class StateGenerationMixin(GenerationMixin):
             if name in keywords:
                 inputs[name] = keywords[name]
         return {**inputs, "attention_mask": attention_mask, "state": state, "use_cache": use_cache}
-
-    def _reorder_cache(self, state: Sequence[Tensor], beams: Tensor) -> tuple[Tensor, ...]:
-        return tuple(part.index_select(0, beams.to(part.device)) for part in state)

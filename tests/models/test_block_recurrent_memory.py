@@ -153,13 +153,14 @@ def test_one_token_is_computed_a_step(monkeypatch):
     assert lengths == [9] + [1] * 10
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 4, "num_return_sequences": 2}], ids=["greedy", "beams"])
 @torch.no_grad()
-def test_generate_goes_on_from_a_memory():
+def test_generate_goes_on_from_a_memory(options):
     model, tokens = build(rsa={}), text()
-    whole = model.generate(tokens, **GENERATE).sequences[:, 24:]
+    whole = model.generate(tokens, **GENERATE, **options).sequences[:, 24:]
     mems = model(tokens[:, :16]).mems
-    assert torch.equal(model.generate(tokens[:, 16:], mems=mems, **GENERATE).sequences[:, 8:], whole)
-    assert not torch.equal(model.generate(tokens[:, 16:], **GENERATE).sequences[:, 8:], whole)
+    assert torch.equal(model.generate(tokens[:, 16:], mems=mems, **GENERATE, **options).sequences[:, 8:], whole)
+    assert not torch.equal(model.generate(tokens[:, 16:], **GENERATE, **options).sequences[:, 8:], whole)
 
 
 def test_memory_that_does_not_fit():

@@ -45,3 +45,13 @@ def test_a_given_state_is_behind_all_tokens_where_nothing_is_kept(model):
     kept = model.generate(more, state=state, max_new_tokens=5, do_sample=False)
     anew = model.generate(more, state=state, max_new_tokens=5, do_sample=False, use_cache=False)
     assert torch.equal(kept, anew)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}])
+def test_each_of_several_sequences_goes_on_behind_the_state_of_its_row(model, options):
+    with torch.no_grad():
+        state = model(IDS, use_cache=True).state
+    more = IDS.flip(1)
+    behind = model.generate(more, state=state, max_new_tokens=5, do_sample=False, **options)
+    whole = model.generate(torch.cat([IDS, more], 1), max_new_tokens=5, do_sample=False, **options)
+    assert torch.equal(behind, whole[:, IDS.shape[1] :])
