@@ -185,6 +185,7 @@ def attach_heads(layers: Sequence[tuple[nn.Module, HeadPlan]]) -> None:
     for (module, _), child in zip(layers, heads, strict=True):
         if not hasattr(module, "rsa"):
             child.train(module.training)
+            child._is_hf_initialized = child.mu.device.type != "meta"
             adapter = adapter_of(module)
             if adapter is not None:
                 child.adapter = adapter

@@ -39,6 +39,7 @@ class RSAHeads(nn.Module):
     nu: nn.Parameter | None
     theta: nn.Parameter | None
     adapter: Any = None  # goes with the layer into copies and pickles; see adapters/table.py
+    _is_hf_initialized: bool = False  # transformers' mark: a model built around this one starts what is new alone
 
     def __init__(self, plan: HeadPlan) -> None:
         super().__init__()

@@ -354,6 +354,27 @@ def test_patch_the_head_class_or_its_base():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_model_built_around_a_trained_one_leaves_its_gates_and_rates(loaded, tmp_path):
+    encoder = patch_model(AutoModel.from_config(CONFIGS["bert"]()), RSAConfig(**FULL_PLAN)).eval()
+    for module in encoder.modules():
+        if isinstance(module, RSAHeads):
+            for parameter in module.parameters():
+                parameter.add_(0.02)
+    if loaded:
+        encoder.save_pretrained(tmp_path)
+        encoder = AutoModel.from_pretrained(tmp_path)
+        encoder.encoder.layer[0].attention.self.rsa.mu = torch.nn.Parameter(torch.ones(1))  # no mark of its own
+    weights, batch = copy.deepcopy(encoder.state_dict()), inputs("bert")
+    expected = encoder(**batch)[0]
+    decoder = BertLMHeadModel(CONFIGS["bert"]())
+    around = EncoderDecoderModel(encoder=encoder, decoder=decoder)
+    around.init_weights()
+    assert all(torch.equal(value, weights[name]) for name, value in around.encoder.state_dict().items())
+    assert torch.equal(around.encoder(**batch)[0], expected)
+
+
+@torch.no_grad()
 def test_the_attentions_of_a_model_are_the_softmax_half():
     model, ids = build("gpt2", "eager"), inputs("gpt2")["input_ids"]
     expected = model(ids, output_attentions=True)

@@ -53,7 +53,9 @@ def _wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_initialize_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     def _initialize_weights(self: PreTrainedModel, module: nn.Module, *args: Any, **keywords: Any) -> None:
         if isinstance(module, RSAHeads):
-            module.reset_parameters()
+            if not module._is_hf_initialized:
+                module.reset_parameters()
+                module._is_hf_initialized = True
             return
         original(self, module, *args, **keywords)
 
