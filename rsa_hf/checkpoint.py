@@ -32,6 +32,7 @@ __all__ = [
     "differences",
     "read_plan",
     "require_number",
+    "require_whole_heads",
     "saved_plans",
     "write_plan",
 ]
@@ -208,6 +209,19 @@ def _submodule(root: nn.Module, name: str) -> nn.Module | None:
     for part in name.split("."):
         module = module._modules.get(part) if module is not None else None
     return module
+
+
+def require_whole_heads(model: PreTrainedModel) -> None:
+    """Check that each process has all heads of a layer: the first of a part of them are not the plan's.
+
+    Raises:
+        NotImplementedError: transformers has spread the heads over processes (`tp_plan`).
+    """
+    if (model._tp_size or 1) > 1:
+        raise NotImplementedError(
+            "RSA does not work with tensor parallelism: each process has some of a layer's heads, and would take the "
+            "first of them for RSA heads. Load the model without tp_plan; FSDP2 and device_map leave heads whole."
+        )
 
 
 def require_number(name: str, parameter: Tensor) -> None:

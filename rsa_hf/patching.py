@@ -24,6 +24,7 @@ from rsa_hf.checkpoint import (
     detach_heads,
     differences,
     read_plan,
+    require_whole_heads,
     write_plan,
 )
 from rsa_hf.config import RSAConfig
@@ -62,6 +63,7 @@ def patch_model(
         TypeError: `model` is no `PreTrainedModel`, or a setting has the wrong type.
         ValueError: the model has no attention that can be patched, the plan does not fit it, it is patched already
             with another plan, or on the meta device its layers do not say their directions.
+        NotImplementedError: the model's heads are spread over processes by tensor parallelism.
         RuntimeError: an RSA layer took no part in the model's forward pass, or the model is one of those in
             `rsa_hf/adapters/` and not as expected.
     """
@@ -77,6 +79,7 @@ def patch_model(
         config = RSAConfig.from_dict(config)
     elif not isinstance(config, RSAConfig):
         raise TypeError(f"config is an RSAConfig or a mapping, got {type(config).__name__}: {config!r:.200}")
+    require_whole_heads(model)
     if not is_patched(model) and any("base_layer" in module._modules for module in model.modules()):
         raise ValueError(
             f"this {type(model).__name__} has PEFT adapters already, which would not save RSA heads that come later. "

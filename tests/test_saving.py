@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     MllamaForCausalLM,
     MllamaTextConfig,
+    PreTrainedModel,
     RobertaModel,
     T5EncoderModel,
     T5ForConditionalGeneration,
@@ -342,3 +343,15 @@ def test_a_decoder_that_builds_its_own_base_from_the_config_comes_back(tmp_path)
     assert torch.equal(MllamaForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, expected)
     unpatch_model(model)
     assert not torch.allclose(model(ids).logits, expected)
+
+
+def test_heads_that_are_spread_over_processes_are_refused(tmp_path, monkeypatch):
+    """Each process would take the first of its own heads for RSA heads."""
+    patch_model(build("llama"), RSAConfig(**FULL_PLAN)).save_pretrained(tmp_path)
+    plain = build("llama")
+    monkeypatch.setattr(PreTrainedModel, "_tp_size", 2)  # as from_pretrained(tp_plan="auto") sets it in two processes
+    with pytest.raises(NotImplementedError, match="tensor parallelism.*tp_plan"):
+        AutoModel.from_pretrained(tmp_path)
+    with pytest.raises(NotImplementedError, match="tensor parallelism.*tp_plan"):
+        patch_model(plain, RSAConfig(**FULL_PLAN))
+    assert not is_patched(plain)

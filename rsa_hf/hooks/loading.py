@@ -23,7 +23,14 @@ from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.adapters import connect, has_adapters
 from rsa_hf.brief import shorten
-from rsa_hf.checkpoint import RSA_KEY, attach_from_config, read_plan, require_number, saved_plans
+from rsa_hf.checkpoint import (
+    RSA_KEY,
+    attach_from_config,
+    read_plan,
+    require_number,
+    require_whole_heads,
+    saved_plans,
+)
 from rsa_hf.heads import RSAHeads
 from rsa_hf.hooks.replacing import Hook
 from rsa_hf.lookup import heads_of
@@ -119,6 +126,7 @@ def _wrap_load_pretrained_model(original: Callable[..., Any]) -> Callable[..., A
     ) -> Any:
         _require_attached(model)
         if saved_plans(model.config) and not model._hf_peft_config_loaded:  # an adapter's files are checked before
+            require_whole_heads(model)
             for file in checkpoint_files or ():
                 _require_inside(str(file), load_config.pretrained_model_name_or_path)
             _require_safetensors(checkpoint_files, load_config)
