@@ -324,11 +324,22 @@ def _wrap_transformers_load_adapter(original: Callable[..., Any]) -> Callable[..
     return load_adapter
 
 
+def _holding(adapter_name: str, model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """PEFT's wrappers round RSA heads that have a copy for an adapter, with their names."""
+    for name, child in rsa_children(model):
+        if holds_copies(child) and adapter_name in child.modules_to_save:  # type: ignore[operator]
+            yield name, child
+
+
 def _wrap_inject_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
-    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         config = self.peft_config[adapter_name]
         require_fit(vars(config).get("rsa"), holds_values(config), model)
-        return original(self, model, adapter_name, *args, **kwargs)
+        original(self, model, adapter_name, *args, **kwargs)
+        if adapter_name in self.active_adapters:
+            # PEFT activates it in its own layers; heads wrapped for another adapter would give the base's gates.
+            for _, child in _holding(adapter_name, model):
+                child.set_adapter(adapter_name, inference_mode=config.inference_mode)
 
     return inject_adapter
 
@@ -364,10 +375,9 @@ def _wrap_hotswap(original: Callable[..., Any]) -> Callable[..., Any]:
         others = {key: tensor for key, tensor in state_dict.items() if not RSA_KEY.search(key)}
         original(model, others, adapter_name, config, *args, **kwargs)
         with torch.no_grad():
-            for name, child in rsa_children(base):
-                if holds_copies(child) and adapter_name in child.modules_to_save:  # type: ignore[operator]
-                    for parameter, value in child.modules_to_save[adapter_name].named_parameters():  # type: ignore[index,union-attr]
-                        value.copy_(state_dict[f"{_prefix(config)}{name}.{parameter}"])
+            for name, child in _holding(adapter_name, base):
+                for parameter, value in child.modules_to_save[adapter_name].named_parameters():
+                    value.copy_(state_dict[f"{_prefix(config)}{name}.{parameter}"])
 
     return hotswap_adapter_from_state_dict
 

@@ -128,6 +128,18 @@ def test_transformers_own_adapters_too(family, tmp_path):
     assert torch.equal(logits(load(base_model(family), tmp_path / "again"), batch), expected)
 
 
+@needs_own_adapters
+def test_a_second_one_of_them_brings_its_rates(tmp_path):
+    batch, patched = inputs("llama"), patch_model(base_model("llama"), PLAN)
+    for name, seed in (("first", 1), ("second", 2)):
+        model = trained_adapter("llama", seed=seed)
+        model.save_pretrained(tmp_path / name)
+        patched.load_adapter(str(tmp_path / name), name)
+        torch.testing.assert_close(logits(patched, batch), logits(model, batch))
+    patched.set_adapter("first")
+    torch.testing.assert_close(logits(patched, batch), logits(trained_adapter("llama", seed=1), batch))
+
+
 def test_auto_classes_load_an_adapter_whose_base_is_a_patched_checkpoint(tmp_path):
     base, batch = patch_model(base_model("llama"), PLAN), inputs("llama")
     base.save_pretrained(tmp_path / "base")
