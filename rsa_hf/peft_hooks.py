@@ -12,6 +12,7 @@ module of `modules_to_save`. What the hooks do:
   that base model, plan and tensors fit; `BaseTuner.inject_adapter`, `PeftModel.add_adapter` and
   `set_peft_model_state_dict` check what comes another way.
 * `hotswap_adapter_from_state_dict`: swaps gates and rates too.
+* `LoraModel.add_weighted_adapter`, `IA3Model.add_weighted_adapter`: gates and rates have no weighted sum.
 * `BaseTuner._replace_module`: methods other than LoRA can be merged, though RSA heads have no `weight`.
 * `PreTrainedModel.enable_adapters`: transformers disables wrapped modules, but enables only LoRA layers again.
 """
@@ -382,6 +383,20 @@ def _wrap_hotswap(original: Callable[..., Any]) -> Callable[..., Any]:
     return hotswap_adapter_from_state_dict
 
 
+def _wrap_add_weighted_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_weighted_adapter(self: Any, adapters: list[str], *args: Any, **kwargs: Any) -> None:
+        # Where two of them hold the same module PEFT refuses too; of one it would start a new copy, or make none.
+        held = [name for name in adapters if any(_holding(name, self.model))]
+        if held:
+            raise ValueError(
+                f"the adapters {', '.join(held)} hold gates and rates, which the sum of adapters would lose in "
+                "silence. Sum adapters without them: merge_and_unload() puts one that has them into the model first."
+            )
+        original(self, adapters, *args, **kwargs)
+
+    return add_weighted_adapter
+
+
 def _wrap_replace_module(original: Callable[..., Any]) -> Callable[..., Any]:
     def _replace_module(self: Any, parent: nn.Module, child_name: str, new_module: nn.Module, child: Any) -> None:
         if isinstance(new_module, RSAHeads):
@@ -405,6 +420,8 @@ def _wrap_enable_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
 def _hooks() -> list[Hook]:
     from peft import PeftModel
     from peft.config import PeftConfigMixin
+    from peft.tuners.ia3 import IA3Model
+    from peft.tuners.lora import LoraModel
     from peft.tuners.tuners_utils import BaseTuner
     from peft.utils import hotswap, save_and_load
     from transformers.integrations.peft import PeftAdapterMixin
@@ -429,6 +446,10 @@ def _hooks() -> list[Hook]:
         Hook(PeftModel, "load_adapter", ("self", "model_id", "adapter_name"), _wrap_load_adapter),
         Hook(PeftModel, "add_adapter", ("self", "adapter_name", "peft_config"), _wrap_add_adapter),
         Hook(BaseTuner, "inject_adapter", ("self", "model", "adapter_name"), _wrap_inject_adapter),
+        *(
+            Hook(tuner, "add_weighted_adapter", ("self", "adapters"), _wrap_add_weighted_adapter)
+            for tuner in (LoraModel, IA3Model)
+        ),
         Hook(
             BaseTuner, "_replace_module", ("self", "parent", "child_name", "new_module", "child"), _wrap_replace_module
         ),

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
+from peft import AutoPeftModelForCausalLM, IA3Config, LoraConfig, PeftModel
 from peft.utils.hotswap import hotswap_adapter
 from transformers import (
     AutoModelForCausalLM,
@@ -241,6 +241,20 @@ def test_an_adapter_without_rates_beside_one_with_them():
     torch.testing.assert_close(logits(model, batch), as_patched)  # an untrained LoRA changes nothing
     model.set_adapter("default")
     assert torch.equal(logits(model, batch), with_rates)
+
+
+@pytest.mark.parametrize("method", [LoraConfig, IA3Config])
+def test_gates_and_rates_are_not_lost_in_a_sum_of_adapters(method):
+    model, batch = get_peft_model(base_model("gpt2"), method(), PLAN), inputs("gpt2")
+    expected = logits(disturb(model), batch)
+    for name in ("one", "two"):
+        model.add_adapter(name, method())
+    for adapters in (["default"], ["default", "one"], ["one", "default"]):
+        with pytest.raises(ValueError, match="default hold gates and rates.*merge_and_unload"):
+            model.add_weighted_adapter(adapters, [1.0] * len(adapters), "sum")
+    assert torch.equal(logits(model, batch), expected)
+    model.add_weighted_adapter(["one", "two"], [0.5, 0.5], "sum")  # those without are summed as ever
+    model.set_adapter("sum")
 
 
 @pytest.mark.parametrize("method", ["lora", "rsa only"])
