@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rsa_hf.credentials import holds_credentials
 __all__ = ["push_folder"]
 
 # What a checkpoint is made of. Not optimiser states and arguments of a Trainer, which are pickled, logs, checkpoints.
-TEXTS = ["*.json", "*.txt", "*.jinja", "README.md"]
+TEXTS = ["*.json", "*.txt", "*.jinja", "additional_chat_templates/*.jinja", "README.md"]
 UPLOADED = [*TEXTS, "*.safetensors", "*.model", "rsa.png"]
 
 
@@ -63,7 +64,7 @@ def push_folder(
             f"{folder} has no weights in safetensors, without which rsa_hf does not load what is downloaded. Save the "
             "model again with save_pretrained."
         )
-    for path in (path for pattern in TEXTS for path in folder.glob(pattern)):
+    for path in _matching(folder, TEXTS):
         if holds_credentials(path.read_text(encoding="utf-8", errors="replace")):
             raise ValueError(f"there is a token or a password in {path}, which would be uploaded. Take it out first.")
     api = HfApi()
@@ -71,8 +72,13 @@ def push_folder(
     commit = api.upload_folder(
         repo_id=repo_id,
         folder_path=folder,
-        allow_patterns=UPLOADED,
+        # By name: to the Hub's client a * reaches into folders too, such as those of a Trainer's checkpoints.
+        allow_patterns=[glob.escape(path.relative_to(folder).as_posix()) for path in _matching(folder, UPLOADED)],
         revision=revision,
         commit_message=message or "Upload a model with RSA heads",
     )
     return str(commit.commit_url)
+
+
+def _matching(folder: Path, patterns: list[str]) -> list[Path]:
+    return [path for pattern in patterns for path in folder.glob(pattern)]

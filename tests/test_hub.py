@@ -199,10 +199,16 @@ def test_a_folder_is_pushed_without_what_does_not_belong_there(hub, model, token
         part.save_pretrained(tmp_path / "best")
     for name in ("optimizer.pt", "training_args.bin", "events.log"):
         (tmp_path / "best" / name).write_bytes(b"x")
+    model.save_pretrained(tmp_path / "best" / "checkpoint-5")
+    (tmp_path / "best" / "checkpoint-5" / "trainer_state.json").write_text(f'{{"token": "{TOKEN}"}}')
+    templates = tmp_path / "best" / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "with [tools].jinja").write_text("{{ messages }}")
     url = push_folder(tmp_path / "best", REPO)
     assert url.startswith(f"{hub.endpoint}/{REPO}/commit/")
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(hub.files(REPO))
     assert not {"optimizer.pt", "training_args.bin", "events.log"} & set(hub.files(REPO))
+    assert {name for name in hub.files(REPO) if "/" in name} == {"additional_chat_templates/with [tools].jinja"}
     same_logits(model)
 
 
