@@ -88,11 +88,17 @@ def sole_writer(folder: Path) -> Iterator[None]:
 def written_whole(folder: Path) -> Iterator[Path]:
     """A temporary folder to write into, which takes the place of `folder` when the block ends without an error.
 
-    After an error it is deleted, and `folder` is as it was. Only one process may enter.
+    After an error it is deleted, and `folder` is as it was. Only one process may enter. Of a link to a folder the
+    folder is replaced, and the link stays.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: it cannot be written, or `folder` is a file.
     """
+    folder = _without_link(folder)
+    if folder.exists() and not folder.is_dir():
+        raise StorageError(
+            f"{folder} is a file, and a folder is to be written there. Move it, or choose another name."
+        )
     try:
         with storage_errors(folder.parent):
             yield emptied(folder)
@@ -151,11 +157,17 @@ def discard(folder: Path) -> None:
 
 def recover(folder: Path) -> None:
     """Clear up what a killed process has left beside a folder; put back what it had moved aside."""
+    folder = _without_link(folder)
     old = _beside(folder, "old")
     if old.exists() and not folder.exists():
         old.rename(folder)
     _remove(old)
     _remove(_beside(folder, "tmp"))
+
+
+def _without_link(folder: Path) -> Path:
+    """What a link points to, there or not; any other path as it is."""
+    return folder.resolve() if folder.is_symlink() else folder
 
 
 def _beside(folder: Path, kind: str) -> Path:

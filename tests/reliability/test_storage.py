@@ -387,6 +387,28 @@ def test_what_was_moved_aside_comes_back(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
+def test_a_link_to_a_folder_stays_one(tmp_path):
+    """Models on a larger disk, under a name in the folder of the project."""
+    large, link = tmp_path / "large", tmp_path / "x"
+    large.mkdir()
+    link.symlink_to(large / "model")
+    for text in ("new", "newer"):  # where nothing is yet, and over a model
+        with written_whole(link) as folder:
+            (folder / "a").write_text(text)
+        assert link.is_symlink() and snapshot(large) == {"model/a": text.encode()}
+    (large / "model").rename(large / ".model.old")
+    recover(link)
+    assert [path.name for path in large.iterdir()] == ["model"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["large", "x"]
+
+
+def test_a_file_is_not_replaced_by_a_folder(tmp_path):
+    (tmp_path / "x").write_text("something else")
+    with pytest.raises(StorageError, match="x is a file"), written_whole(tmp_path / "x"):
+        pass
+    assert snapshot(tmp_path) == {"x": b"something else"}
+
+
 def test_a_folder_is_never_gone_while_it_is_replaced(tmp_path, monkeypatch):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "a").write_text("old")
