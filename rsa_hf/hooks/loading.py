@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from huggingface_hub.file_download import repo_folder_name
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
@@ -176,7 +177,9 @@ def _require_inside(file: str, folder: Any) -> None:
     if os.path.isdir(str(folder)):
         inside = Path(os.path.abspath(file)).is_relative_to(os.path.abspath(folder))
     else:
-        inside = file == str(folder) or ".." not in Path(file).parts
+        # The cache itself may be anywhere, also at "../cache".
+        parts, own = Path(file).parts, repo_folder_name(repo_id=str(folder), repo_type="model")
+        inside = file == str(folder) or ".." not in parts[parts.index(own) if own in parts else 0 :]
     if not inside:
         raise ValueError(f"the checkpoint names a file outside of its own folder: {file!r:.500}. It was not read.")
 
