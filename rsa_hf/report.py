@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -85,15 +86,16 @@ def rsa_report(model: nn.Module) -> RSAReport:
     """Read gates and rates off a model.
 
     Args:
-        model: any module; one without RSA heads gives an empty report. Under PEFT the copies in force are read. Of a
-            model under FSDP2, every process has to ask for it.
+        model: any module; one without RSA heads gives an empty report. Under PEFT the copies in force are read, of
+            an offloaded model what waits elsewhere. Of a model under FSDP2, every process has to ask for it.
 
     Returns:
         The report: `print(report)` for a table, `report.to_dict()` for JSON.
     """
     layers, parameters = [], 0
     for name, heads in heads_in_force(model):
-        layers.append(LayerReport(name.removesuffix(".rsa"), tuple(_head_reports(heads))))
+        with align_module_device(heads):
+            layers.append(LayerReport(name.removesuffix(".rsa"), tuple(_head_reports(heads))))
         parameters += sum(parameter.numel() for parameter in heads.parameters())
     return RSAReport(tuple(layers), parameters)
 

@@ -9,7 +9,7 @@ from accelerate import cpu_offload, disk_offload
 from transformers import AutoModel, AutoModelForCausalLM
 
 from families import FULL_PLAN, build_language_model, inputs
-from rsa_hf import RSAConfig, patch_model, unpatch_model
+from rsa_hf import RSAConfig, patch_model, rsa_report, unpatch_model
 from rsa_hf.heads import RSAHeads
 
 FAMILIES = ["gpt2", "llama", "t5"]
@@ -60,6 +60,7 @@ def test_weights_that_wait_elsewhere(case, tmp_path, where):
     else:
         offloaded = cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"))
     assert_same(offloaded, batch, expected)
+    assert rsa_report(offloaded) == rsa_report(model)
     # Between calls the heads hold nothing.
     heads = [module for module in offloaded.modules() if isinstance(module, RSAHeads)]
     assert heads
