@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import has_offloaded_params
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import PreTrainedModel
@@ -258,9 +259,12 @@ def _probe(base: nn.Module, probe_inputs: Mapping[str, Any] | None) -> None:
             except Exception:  # of a model to which values matter; if it fails for good, it says so now
                 base(**inputs)
     except Exception as error:
+        advice = "Give patch_model(..., probe_inputs={...}) that its forward accepts."
+        if any(has_offloaded_params(module) for module in base.modules()):
+            advice = "Some of its weights are offloaded: load it without device_map, patch it, save it, and load that."
         raise ValueError(
             f"a trial run of {type(base).__name__} with {', '.join(inputs)} failed ({type(error).__name__}: {error}). "
-            "Give patch_model(..., probe_inputs={...}) that its forward accepts."
+            f"{advice}"
         ) from error
 
 

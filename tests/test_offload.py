@@ -9,7 +9,7 @@ from accelerate import cpu_offload, disk_offload
 from transformers import AutoModel, AutoModelForCausalLM
 
 from families import FULL_PLAN, build_language_model, inputs
-from rsa_hf import RSAConfig, patch_model, rsa_report, unpatch_model
+from rsa_hf import RSAConfig, is_patched, patch_model, rsa_report, unpatch_model
 from rsa_hf.heads import RSAHeads
 
 FAMILIES = ["gpt2", "llama", "t5"]
@@ -97,3 +97,10 @@ def test_a_base_model_of_shards(tmp_path):
     base = AutoModel.from_pretrained(tmp_path)
     expected = model.transformer.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in base.state_dict().items())
+
+
+def test_patching_what_is_offloaded_says_what_to_do():
+    model = cpu_offload(build_language_model("llama"), execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="weights are offloaded: load it without device_map"):
+        patch_model(model, RSAConfig(**FULL_PLAN))
+    assert not is_patched(model)
