@@ -138,7 +138,8 @@ class RSAConfig:
         gate_per_head: one μ per RSA head (an extension) instead of one per layer (the paper).
         tie_pairs: the cos and the sin head of a pair share (ν, θ), as in the paper.
         layers: indices of the self-attention layers to patch, counted over all self-attention modules of the
-            model in module order (for an encoder-decoder: the encoder's first). None: every layer.
+            model in module order (for an encoder-decoder: the encoder's first). None: every layer. What is given per
+            layer is for them in ascending order.
         causal: True for masked REMs, False for unmasked ones, or one of them per patched layer; None: as the module
             it is put on.
         parameter_scale: RSA parameters are stored as value / parameter_scale, so that an optimiser of Adam's kind
@@ -171,10 +172,10 @@ class RSAConfig:
         object.__setattr__(self, "gate_init", _check_gate_init(self.gate_init))
         for name in ("nu_init", "theta_init"):
             object.__setattr__(self, name, _check_start(name, getattr(self, name)))
-        object.__setattr__(self, "layers", _check_layers(self.layers))
+        object.__setattr__(self, "causal", _check_causal(self.causal))
+        object.__setattr__(self, "layers", _check_layers(self.layers, self._fields_per_layer()))
         for name in ("gate_per_head", "tie_pairs"):
             _check_bool(name, getattr(self, name))
-        object.__setattr__(self, "causal", _check_causal(self.causal))
         scale = _check_number("parameter_scale", self.parameter_scale)
         if not MIN_SCALE <= scale <= MAX_SCALE:
             raise ValueError(
@@ -182,6 +183,12 @@ class RSAConfig:
                 "1 stores plain values."
             )
         object.__setattr__(self, "parameter_scale", scale)
+
+    def _fields_per_layer(self) -> list[str]:
+        """Names of the fields that have an entry for each patched layer."""
+        lists = [name for name in (*_COUNT_FIELDS, "causal") if isinstance(getattr(self, name), tuple)]
+        nested = isinstance(self.dilation, tuple) and any(isinstance(entry, tuple) for entry in self.dilation)
+        return [*lists, "dilation"] if nested else lists
 
     @classmethod
     def from_scratch(cls, num_heads: int) -> RSAConfig:
@@ -462,7 +469,7 @@ def _ends(value: float | tuple[float, float]) -> tuple[float, float]:
     return value if isinstance(value, tuple) else (value, value)
 
 
-def _check_layers(value: object) -> tuple[int, ...] | None:
+def _check_layers(value: object, fields_per_layer: Sequence[str]) -> tuple[int, ...] | None:
     if value is None:
         return None
     if not isinstance(value, (list, tuple, range)):
@@ -479,7 +486,14 @@ def _check_layers(value: object) -> tuple[int, ...] | None:
         raise ValueError(f"layers={brief(layers)}: an index stands more than once.")
     if not layers:
         raise ValueError("layers=[]: name at least one layer, or None for every layer.")
-    return tuple(sorted(layers))
+    ordered = tuple(sorted(layers))
+    if fields_per_layer and layers != ordered:
+        # Nobody could tell whether the entries are in the order of `layers` or in the model's.
+        raise ValueError(
+            f"layers={brief(layers)}: with {', '.join(fields_per_layer)} given per layer, indices must ascend, as the "
+            "entries are for the layers in the model's order."
+        )
+    return ordered
 
 
 def _per_layer(name: str, value: int | tuple[_T, ...], n: int) -> tuple[Any, ...]:
