@@ -16,6 +16,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GPT2Config,
     MllamaForCausalLM,
     MllamaTextConfig,
     PreTrainedModel,
@@ -343,6 +344,28 @@ def test_a_decoder_that_builds_its_own_base_from_the_config_comes_back(tmp_path)
     assert torch.equal(MllamaForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, expected)
     unpatch_model(model)
     assert not torch.allclose(model(ids).logits, expected)
+
+
+class InAFolder(PreTrainedModel):
+    """A model of a user's own, with another one some levels down and no name for it."""
+
+    config_class = GPT2Config
+    _supports_sdpa = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.parts = torch.nn.ModuleDict({"text": AutoModel.from_config(config)})
+        self.post_init()
+
+    def forward(self, input_ids):
+        return self.parts["text"](input_ids).last_hidden_state
+
+
+@torch.no_grad()
+def test_a_model_with_another_one_deeper_in_it_comes_back(tmp_path):
+    model, ids = trained(InAFolder(CONFIGS["gpt2"]())), inputs("gpt2")["input_ids"]
+    model.save_pretrained(tmp_path)
+    assert torch.equal(InAFolder.from_pretrained(tmp_path)(ids), model(ids))
 
 
 def test_heads_that_are_spread_over_processes_are_refused(tmp_path, monkeypatch):

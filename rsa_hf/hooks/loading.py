@@ -117,8 +117,8 @@ def _wrap_from_config(original: Callable[..., Any]) -> Callable[..., Any]:
 def _is_part_of_patched(model: PreTrainedModel) -> bool:
     """Whether a model is built inside of the patched one, and has its modules under shorter names (Mllama)."""
     present = {name for name, _ in model.named_modules()}
-    planned = [name for content in saved_plans(model.config) for name in read_plan(content).modules]
-    return any(name in present for name in (full.partition(".")[2] for full in planned))
+    planned = [name.split(".") for content in saved_plans(model.config) for name in read_plan(content).modules]
+    return any(".".join(parts[i:]) in present for parts in planned for i in range(1, len(parts)))
 
 
 def _wrap_load_pretrained_model(original: Callable[..., Any]) -> Callable[..., Any]:
