@@ -13,6 +13,8 @@ module of `modules_to_save`. What the hooks do:
   `set_peft_model_state_dict` check what comes another way.
 * `hotswap_adapter_from_state_dict`: swaps gates and rates too.
 * `LoraModel.add_weighted_adapter`, `IA3Model.add_weighted_adapter`: gates and rates have no weighted sum.
+* `BaseTuner._unload_and_optionally_merge`, and those of methods with their own: the adapters that are named give the
+  gates and rates too, and no method leaves heads in PEFT's wrappers.
 * `BaseTuner._replace_module`: methods other than LoRA can be merged, though RSA heads have no `weight`.
 * `PreTrainedModel.enable_adapters`: transformers disables wrapped modules, but enables only LoRA layers again.
 """
@@ -397,6 +399,31 @@ def _wrap_add_weighted_adapter(original: Callable[..., Any]) -> Callable[..., An
     return add_weighted_adapter
 
 
+def _wrap_unload(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def unload(self: Any, *args: Any, **kwargs: Any) -> Any:
+        names = signature.bind(self, *args, **kwargs).arguments.get("adapter_names")
+        if names is not None:
+            held = [name for name in names if any(_holding(name, self.model))]
+            if len(held) > 1:
+                raise ValueError(
+                    f"the adapters {', '.join(held)} each have gates and rates of their own: only one can be merged."
+                )
+            for _, child in rsa_children(self.model):
+                if holds_copies(child):
+                    child.set_adapter(held)  # type: ignore[operator]  # PEFT takes the heads that are active
+        unloaded = original(self, *args, **kwargs)
+        for module in list(unloaded.modules()):
+            child = module._modules.get("rsa")
+            if child is not None and holds_copies(child):  # LN tuning unloads its own layers alone
+                heads = child.unload_and_optionally_merge_module(merge=False, safe_merge=False, adapter_names=None)
+                module.add_module("rsa", heads)
+        return unloaded
+
+    return unload
+
+
 def _wrap_replace_module(original: Callable[..., Any]) -> Callable[..., Any]:
     def _replace_module(self: Any, parent: nn.Module, child_name: str, new_module: nn.Module, child: Any) -> None:
         if isinstance(new_module, RSAHeads):
@@ -421,7 +448,9 @@ def _hooks() -> list[Hook]:
     from peft import PeftModel
     from peft.config import PeftConfigMixin
     from peft.tuners.ia3 import IA3Model
+    from peft.tuners.ln_tuning import LNTuningModel
     from peft.tuners.lora import LoraModel
+    from peft.tuners.mixed import MixedModel
     from peft.tuners.tuners_utils import BaseTuner
     from peft.utils import hotswap, save_and_load
     from transformers.integrations.peft import PeftAdapterMixin
@@ -449,6 +478,10 @@ def _hooks() -> list[Hook]:
         *(
             Hook(tuner, "add_weighted_adapter", ("self", "adapters"), _wrap_add_weighted_adapter)
             for tuner in (LoraModel, IA3Model)
+        ),
+        *(
+            Hook(tuner, "_unload_and_optionally_merge", ("self", "merge", "adapter_names"), _wrap_unload)
+            for tuner in (BaseTuner, LNTuningModel, MixedModel)
         ),
         Hook(
             BaseTuner, "_replace_module", ("self", "parent", "child_name", "new_module", "child"), _wrap_replace_module

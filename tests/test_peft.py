@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, IA3Config, LoraConfig, PeftModel
+from peft import AutoPeftModelForCausalLM, IA3Config, LNTuningConfig, LoraConfig, PeftModel
 from peft.utils.hotswap import hotswap_adapter
 from transformers import (
     AutoModelForCausalLM,
@@ -190,6 +190,28 @@ def test_merged_is_an_ordinary_patched_model(family, method, tmp_path):
     found = [value for name, value in reloaded.named_parameters() if ".rsa." in name]
     assert all(torch.equal(a, b) for a, b in zip(found, rates, strict=True))
     assert patch_model(reloaded, PLAN) is reloaded
+
+
+def test_adapters_that_are_named_are_merged_with_their_own_rates():
+    batch, model = inputs("llama"), trained_adapter("llama", seed=1)
+    model.add_adapter("second", with_rsa(LoraConfig()))
+    model.set_adapter("second")
+    expected = logits(disturb(model, seed=2), batch)
+    model.set_adapter("default")
+    with pytest.raises(ValueError, match="default, second each have gates and rates of their own: only one"):
+        model.merge_and_unload(adapter_names=["default", "second"])
+    torch.testing.assert_close(logits(model.merge_and_unload(adapter_names=["second"]), batch), expected)
+
+
+def test_ln_tuning_is_taken_off_with_its_rates(tmp_path):
+    batch, layers = inputs("llama"), ["input_layernorm"]
+    plain = logits(base_model("llama"), batch)
+    adapted = disturb(get_peft_model(base_model("llama"), LNTuningConfig(target_modules=layers), PLAN))
+    expected = logits(adapted, batch)
+    adapted.merge_and_unload().save_pretrained(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path), batch), expected)
+    adapted = get_peft_model(base_model("llama"), LNTuningConfig(target_modules=layers), PLAN)
+    assert torch.equal(logits(unpatch_model(adapted.unload()), batch), plain)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
