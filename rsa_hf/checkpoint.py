@@ -124,11 +124,14 @@ def _with_parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     return [config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))]
 
 
-def attach_from_config(model: PreTrainedModel) -> None:
+def attach_from_config(model: PreTrainedModel) -> list[RSAHeads]:
     """Build the `rsa` children that `model.config.rsa` names; without a plan, nothing.
 
     The parts of a composite model share its config but not its module names: a part with none of the modules is left
     alone, and whoever builds the whole model checks that it has them.
+
+    Returns:
+        Those that were not there yet.
 
     Raises:
         TypeError, ValueError: the plan is damaged, names modules that this model should have and has not, a module
@@ -136,13 +139,13 @@ def attach_from_config(model: PreTrainedModel) -> None:
     """
     content = vars(model.config).get("rsa")
     if content is None:
-        return
+        return []
     plan = read_plan(content)
     base = model.base_model
     layers = plan.config.layer_plans([None] * len(plan.modules))
     found = {name: module for name in plan.modules if (module := _submodule(base, name)) is not None}
     if not found:
-        return
+        return []
     absent = [name for name in plan.modules if name not in found and name.split(".")[0] in base._modules]
     if absent:
         raise ValueError(
@@ -161,12 +164,18 @@ def attach_from_config(model: PreTrainedModel) -> None:
             f"config.rsa names a module of this {type(base).__name__} twice, by two names ({shorten(list(found))}). "
             "Load the model with the config it was saved with."
         )
-    attach_heads([(found[name], layer) for name, layer in zip(plan.modules, layers, strict=True) if name in found])
+    new = attach_heads(
+        [(found[name], layer) for name, layer in zip(plan.modules, layers, strict=True) if name in found]
+    )
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), KEEP_IN_FLOAT32}
+    return new
 
 
-def attach_heads(layers: Sequence[tuple[nn.Module, HeadPlan]]) -> None:
-    """Put an `rsa` child on each attention module: on all of them or, where one fails, on none.
+def attach_heads(layers: Sequence[tuple[nn.Module, HeadPlan]]) -> list[RSAHeads]:
+    """Put an `rsa` child on each attention module that has none: on all of them or, where one fails, on none.
+
+    Returns:
+        The new children.
 
     Raises:
         ValueError: a module has another attribute of that name.
@@ -183,14 +192,17 @@ def attach_heads(layers: Sequence[tuple[nn.Module, HeadPlan]]) -> None:
         # (DiffLlama's, XLNet's), and nothing can be moved off that.
         with nullcontext() if parameter is None else parameter.device:
             heads.append(RSAHeads(plan))
+    new = []
     for (module, _), child in zip(layers, heads, strict=True):
         if not hasattr(module, "rsa"):
+            new.append(child)
             child.train(module.training)
             child._is_hf_initialized = child.mu.device.type != "meta"
             adapter = adapter_of(module)
             if adapter is not None:
                 child.adapter = adapter
             module.add_module("rsa", child)
+    return new
 
 
 def detach_heads(model: nn.Module) -> None:

@@ -50,6 +50,9 @@ def patch_model(
     Which modules those are is found by running the model's base once on a few tokens; after patching it is run again,
     to see that every RSA layer takes part. Where anything fails the model is as it was before.
 
+    The plan is written on `model.config`, as `config.rsa`: a model that is built from this very object later has RSA
+    heads too, which is logged as a warning. Give a plain one a copy from before.
+
     Args:
         model: any transformers model whose attention goes through transformers' attention interface, or is one of
             those in `rsa_hf/adapters/`.

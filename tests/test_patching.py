@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
     BertLMHeadModel,
@@ -351,6 +352,23 @@ def test_patch_the_head_class_or_its_base():
     with torch.no_grad():
         assert torch.equal(model(**batch).logits, twin(**batch).logits)
     assert model.config.rsa == twin.config.rsa
+
+
+def test_a_model_of_the_same_config_says_that_it_has_heads(tmp_path, caplog):
+    """Or a control that is meant to be plain would not be, in silence."""
+    config = CONFIGS["gpt2"]()
+    before = copy.deepcopy(config)
+    model = patch_model(AutoModelForCausalLM.from_config(config), RSAConfig(**FULL_PLAN))
+    model.save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    copy.deepcopy(model)
+    assert not is_patched(AutoModelForCausalLM.from_config(before))
+    assert not caplog.records
+    assert is_patched(AutoModelForCausalLM.from_config(config))
+    [record] = caplog.records  # once for a model, not for each of its parts
+    assert record.levelname == "WARNING" and "GPT2Model is built with RSA heads" in record.getMessage()
+    unpatch_model(model)
+    assert not is_patched(AutoModelForCausalLM.from_config(config))
 
 
 @torch.no_grad()

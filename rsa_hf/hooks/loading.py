@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ from rsa_hf.lookup import heads_of
 
 __all__ = ["HOOKS", "MismatchError"]
 
+logger = logging.getLogger(__name__)
+
 
 class MismatchError(ValueError, RuntimeError):
     """Tensors of other shapes than the model's: a RuntimeError, as transformers raises for them, and a ValueError."""
@@ -45,7 +48,14 @@ class MismatchError(ValueError, RuntimeError):
 
 def _wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def post_init(self: PreTrainedModel) -> None:
-        attach_from_config(self)
+        # from_pretrained builds on the meta device. Elsewhere the weights are random, and a config that is shared with
+        # a patched model would give RSA heads to a control that is meant to be plain.
+        if any(heads.mu.device.type != "meta" for heads in attach_from_config(self)):
+            logger.warning(
+                "A %s is built with RSA heads, as its config has a plan of them: config.rsa. A plain one needs a "
+                "config of its own, copied before patch_model or after unpatch_model.",
+                type(self).__name__,
+            )
         if saved_plans(self.config):
             connect(self)
         elif has_adapters(self):
