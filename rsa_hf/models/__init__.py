@@ -6,8 +6,9 @@ Importing a folder registers its Auto classes; a model type that an Auto class m
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
-__all__ = ["MODEL_TYPES", "class_named", "register"]
+__all__ = ["MODEL_TYPES", "class_named", "register", "register_causal"]
 
 # Each with its folder.
 MODEL_TYPES = {
@@ -30,6 +31,22 @@ def register(model_type: object) -> None:
     """Import the folder of a model type of ours, which registers its Auto classes; nothing for any other."""
     if isinstance(model_type, str) and model_type in MODEL_TYPES:
         import_module(f"rsa_hf.models.{MODEL_TYPES[model_type]}")
+
+
+def register_causal(config: type[Any], model: type[Any]) -> None:
+    """Register a causal language model: for the Auto class, and for those that ask for its name.
+
+    The Trainer does: label smoothing shifts the labels of classes that it finds by name alone. Those of any other are
+    compared with the outputs of their own positions, and the model learns to repeat what it reads.
+
+    Args:
+        config: its configuration.
+        model: the class.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM
+
+    AutoModelForCausalLM.register(config, model)
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] = model.__name__
 
 
 def class_named(name: str, model_type: object) -> type | None:

@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 import rsa_hf.models
 from rsa_hf.models import MODEL_TYPES
@@ -40,6 +41,31 @@ def test_each_type_has_a_config_and_a_model(model_type):
 def test_no_folder_is_forgotten():
     folders = {module.name for module in pkgutil.iter_modules(rsa_hf.models.__path__) if module.ispkg}
     assert folders == set(MODEL_TYPES.values())
+
+
+SMALL = {
+    "block-recurrent": {},
+    "recurrent": {},
+    "sru_plus_plus": {},
+    "temporal_latent_bottleneck": {},
+    "transfo-xl": {"cutoffs": []},
+}
+
+
+@pytest.mark.parametrize("model_type", SMALL)
+def test_label_smoothing_shifts_the_labels_of_a_language_model(model_type, tmp_path):
+    config = AutoConfig.for_model(model_type, vocab_size=11, hidden_size=16, **SMALL[model_type])
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(11, (2, 9))
+    batch = {"input_ids": ids, "labels": ids}
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=1e-9, use_cpu=True, report_to="none")
+    smoothed = Trainer(model, arguments).compute_loss(model, dict(batch))
+    torch.testing.assert_close(smoothed, model(**batch).loss)
+
+
+def test_no_language_model_is_forgotten():
+    configs = {model_type: type(AutoConfig.for_model(model_type)) for model_type in MODEL_TYPES}
+    assert set(SMALL) == {name for name, config in configs.items() if config in AutoModelForCausalLM._model_mapping}
 
 
 def test_a_type_of_nobody_is_still_refused():

@@ -24,6 +24,8 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 
+from rsa_hf.models import MODEL_TYPES
+
 __all__ = ["TASKS", "TEXT_LENGTH", "Case", "build", "model_types", "tasks_of", "tiny_config"]
 
 VOCAB = 160
@@ -180,8 +182,8 @@ class Case:
 
 
 def model_types() -> list[str]:
-    """Every type that has a class for one of the tasks."""
-    return sorted({name for names, _ in TASKS.values() for name in names})
+    """Every type of transformers that has a class for one of the tasks; ours are there too once they are imported."""
+    return sorted({name for names, _ in TASKS.values() for name in names} - set(MODEL_TYPES))
 
 
 def tasks_of(model_type: str) -> list[str]:

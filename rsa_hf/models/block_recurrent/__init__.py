@@ -1,7 +1,8 @@
 """The Block-Recurrent Transformer (Hutchins et al., 2022). Importing it registers the Auto classes."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
+from rsa_hf.models import register_causal
 from rsa_hf.models.block_recurrent.classifier import BlockRecurrentForSequenceClassification
 from rsa_hf.models.block_recurrent.configuration import BlockRecurrentConfig
 from rsa_hf.models.block_recurrent.language_model import BlockRecurrentForCausalLM
@@ -16,5 +17,5 @@ __all__ = [
 
 AutoConfig.register(BlockRecurrentConfig.model_type, BlockRecurrentConfig)
 AutoModel.register(BlockRecurrentConfig, BlockRecurrentModel)
-AutoModelForCausalLM.register(BlockRecurrentConfig, BlockRecurrentForCausalLM)
+register_causal(BlockRecurrentConfig, BlockRecurrentForCausalLM)
 AutoModelForSequenceClassification.register(BlockRecurrentConfig, BlockRecurrentForSequenceClassification)

@@ -1,7 +1,8 @@
 """RNN, LSTM, GRU and linear RNN as transformers models: token-level recurrence. Importing registers Auto classes."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
+from rsa_hf.models import register_causal
 from rsa_hf.models.recurrent.configuration import RecurrentConfig
 from rsa_hf.models.recurrent.modeling import (
     RecurrentForCausalLM,
@@ -13,5 +14,5 @@ __all__ = ["RecurrentConfig", "RecurrentForCausalLM", "RecurrentForSequenceClass
 
 AutoConfig.register(RecurrentConfig.model_type, RecurrentConfig)
 AutoModel.register(RecurrentConfig, RecurrentModel)
-AutoModelForCausalLM.register(RecurrentConfig, RecurrentForCausalLM)
+register_causal(RecurrentConfig, RecurrentForCausalLM)
 AutoModelForSequenceClassification.register(RecurrentConfig, RecurrentForSequenceClassification)

@@ -1,7 +1,8 @@
 """Temporal Latent Bottleneck (Didolkar et al., 2022) as a transformers model. Importing registers Auto classes."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
+from rsa_hf.models import register_causal
 from rsa_hf.models.temporal_latent_bottleneck.classifier import TemporalLatentBottleneckForSequenceClassification
 from rsa_hf.models.temporal_latent_bottleneck.configuration import TemporalLatentBottleneckConfig
 from rsa_hf.models.temporal_latent_bottleneck.language_model import TemporalLatentBottleneckForCausalLM
@@ -16,7 +17,7 @@ __all__ = [
 
 AutoConfig.register(TemporalLatentBottleneckConfig.model_type, TemporalLatentBottleneckConfig)
 AutoModel.register(TemporalLatentBottleneckConfig, TemporalLatentBottleneckModel)
-AutoModelForCausalLM.register(TemporalLatentBottleneckConfig, TemporalLatentBottleneckForCausalLM)
+register_causal(TemporalLatentBottleneckConfig, TemporalLatentBottleneckForCausalLM)
 AutoModelForSequenceClassification.register(
     TemporalLatentBottleneckConfig, TemporalLatentBottleneckForSequenceClassification
 )
