@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from rsa_hf.attention_modules import may_have_heads
 from rsa_hf.brief import brief, shorten
 from rsa_hf.config import HeadPlan, RSAConfig
 from rsa_hf.heads import RSAHeads
+from rsa_hf.lookup import heads_of
 
 __all__ = [
     "RSA_KEY",
@@ -34,6 +35,7 @@ __all__ = [
     "require_number",
     "require_whole_heads",
     "saved_plans",
+    "unplanned_modules",
     "write_plan",
 ]
 
@@ -169,6 +171,39 @@ def attach_from_config(model: PreTrainedModel) -> list[RSAHeads]:
     )
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), KEEP_IN_FLOAT32}
     return new
+
+
+def unplanned_modules(model: PreTrainedModel) -> list[str]:
+    """The modules whose heads are not those of the plan in the model's own config, as layers were dropped or moved.
+
+    Where RSA parameters start is left out: those of a saved copy are in its files.
+    """
+    content = vars(model.config).get("rsa")
+    if content is None:
+        return []
+    plan, base = read_plan(content), model.base_model
+    planned = {
+        _unwrapped(name): layer
+        for name, layer in zip(plan.modules, plan.config.layer_plans([None] * len(plan.modules)), strict=True)
+        if name.split(".")[0] in base._modules  # or it is of a part that this class does not have
+    }
+    found = {
+        _unwrapped(name): heads.plan
+        for name, module in base.named_modules()
+        if (heads := heads_of(module)) is not None
+    }
+
+    def same(a: HeadPlan | None, b: HeadPlan | None) -> bool:
+        if a is None or b is None:
+            return False
+        return a == replace(b, gate_init=a.gate_init, nu_init=a.nu_init, theta_init=a.theta_init)
+
+    return [name for name in {**planned, **found} if not same(planned.get(name), found.get(name))]
+
+
+def _unwrapped(name: str) -> str:
+    """A module's name without those of wrappers on its way (FSDP's, checkpointing's), which do not reach files."""
+    return ".".join(part for part in name.split(".") if not part.startswith("_"))
 
 
 def attach_heads(layers: Sequence[tuple[nn.Module, HeadPlan]]) -> list[RSAHeads]:

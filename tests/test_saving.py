@@ -11,6 +11,7 @@ import textwrap
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -292,6 +293,50 @@ def test_recurrence_is_not_saved_without_its_plan(tmp_path):
     plain.config.rsa = config.rsa
     with pytest.raises(ValueError, match="model has no RSA heads"):
         plain.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("change", ["dropped", "doubled", "turned round", "without heads"])
+@torch.no_grad()
+def test_layers_that_are_no_longer_those_of_the_plan(change, tmp_path):
+    # Turned round, a copy would load with the dilations of other layers.
+    plan = {"num_regular": 1, "num_dilated_regular": 1, "dilation": [[2], [5]], "gate_init": 0.5}
+    model = trained(build_language_model("llama"), plan)
+    layers = model.model.layers
+    if change == "dropped":
+        model.model.layers = layers[:1]
+    elif change == "doubled":
+        layers.append(copy.deepcopy(layers[1]))
+        layers[2].self_attn.layer_idx = 2
+    elif change == "turned round":
+        model.model.layers = torch.nn.ModuleList([layers[1], layers[0]])
+    else:
+        del layers[1].self_attn.rsa
+    model.config.num_hidden_layers = len(model.model.layers)
+    model.config.layer_types = None
+    with pytest.raises(ValueError, match="RSA heads of this LlamaForCausalLM are not those of its plan"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+    # As the message says: what was trained is kept.
+    ids = inputs("llama")["input_ids"]
+    expected, state = model(ids, use_cache=False).logits, model.state_dict()
+    dilation = {"dropped": [[2]], "doubled": [[2], [5], [5]], "turned round": [[5], [2]], "without heads": [[2]]}
+    layers = [0] if change == "without heads" else None
+    patch_model(unpatch_model(model), RSAConfig(**{**plan, "dilation": dilation[change], "layers": layers}))
+    model.load_state_dict(state)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids, use_cache=False).logits, expected)
+
+
+def test_wrapped_layers_are_those_of_the_plan(tmp_path):
+    model = trained(build_language_model("llama"))
+    expected = model.state_dict()
+    layers = model.model.layers
+    model.model.layers = torch.nn.ModuleList(checkpoint_wrapper(layer) for layer in layers)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert list(loaded) == list(expected)
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
 @torch.no_grad()

@@ -15,8 +15,9 @@ import torch.distributed
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.hub import PushToHubMixin
 
+from rsa_hf.brief import shorten
 from rsa_hf.card import CardFacts, read_facts, write_card
-from rsa_hf.checkpoint import saved_plans
+from rsa_hf.checkpoint import saved_plans, unplanned_modules
 from rsa_hf.heads import RSAHeads
 from rsa_hf.hooks.replacing import Hook, is_in_place, replace_all
 from rsa_hf.lookup import holds_copies
@@ -45,6 +46,14 @@ def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
             raise ValueError(
                 f"config.rsa of this {type(self).__name__} holds an RSA plan, but the model has no RSA heads. Remove "
                 "config.rsa, or patch the model."
+            )
+        unplanned = [] if self._hf_peft_config_loaded else unplanned_modules(self)
+        if unplanned:
+            raise ValueError(
+                f"the RSA heads of this {type(self).__name__} are not those of its plan (config.rsa) in "
+                f"{shorten(unplanned)}, so a saved copy could not be loaded again, or would differ. Were layers "
+                "dropped, added or moved? Patch the model as it is now; what was trained is kept by state = "
+                "model.state_dict(); patch_model(unpatch_model(model), config); model.load_state_dict(state)."
             )
         result = original(self, save_directory, is_main_process, *args, **keywords)
         if has_heads and is_main_process and _is_first_process():
