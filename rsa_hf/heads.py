@@ -117,7 +117,13 @@ class RSAHeads(nn.Module):
 
         Raises:
             ValueError: the layer has fewer heads than the plan has RSA heads, or other lengths than `geometry`.
+            NotImplementedError: `torch.jit.trace` records the call.
         """
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise NotImplementedError(
+                "RSA does not work with torch.jit.trace, which torch.onnx.export(dynamo=False) uses too: it would "
+                "record what the masks of the example say. Use torch.export, or torch.onnx.export(..., dynamo=True)."
+            )
         R, H = self.plan.num_rsa_heads, attention.shape[2]
         if R > H or H % value.shape[1]:
             raise ValueError(

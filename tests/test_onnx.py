@@ -1,5 +1,7 @@
 """ONNX: an exported model gives what PyTorch gives, for other batches, lengths and paddings than it was exported with."""
 
+from functools import partial
+
 import numpy
 import pytest
 import torch
@@ -149,3 +151,24 @@ def test_exported_masks_of_images_prefixes_and_static_caches(tmp_path):
         real = mask[:, 0, own, before + own]  # what padding gives is not used
         error = relative_error(torch.from_numpy(found).transpose(1, 2)[real], expected.transpose(1, 2)[real])
         assert error < 1e-5
+
+
+class LastHiddenState(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(ids).last_hidden_state
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("record", [torch.jit.trace, partial(torch.onnx.export, dynamo=False)])
+def test_what_records_an_example_says_what_to_use(record, tmp_path):
+    model = build("roberta")
+    file = () if record is torch.jit.trace else (tmp_path / "model.onnx",)
+    arguments = (LastHiddenState(model), (torch.randint(3, VOCAB, (2, 11)),), *file)
+    record(*arguments)
+    patch_model(model)
+    with pytest.raises(NotImplementedError, match=r"Use torch.export, or torch.onnx.export\(..., dynamo=True\)"):
+        record(*arguments)
