@@ -13,6 +13,7 @@ module of `modules_to_save`. What the hooks do:
   `set_peft_model_state_dict` check what comes another way.
 * `hotswap_adapter_from_state_dict`: swaps gates and rates too.
 * `LoraModel.add_weighted_adapter`, `IA3Model.add_weighted_adapter`: gates and rates have no weighted sum.
+* `BaseTuner.merge_adapter`: merges no adapter in place beside the gates and rates of another one.
 * `BaseTuner._unload_and_optionally_merge`, and those of methods with their own: the adapters that are named give the
   gates and rates too, and no method leaves heads in PEFT's wrappers.
 * `BaseTuner._replace_module`: methods other than LoRA can be merged, though RSA heads have no `weight`.
@@ -399,6 +400,21 @@ def _wrap_add_weighted_adapter(original: Callable[..., Any]) -> Callable[..., An
     return add_weighted_adapter
 
 
+def _wrap_merge_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
+    def merge_adapter(self: Any, adapter_names: list[str] | None = None, *args: Any, **kwargs: Any) -> None:
+        if adapter_names is not None:
+            held = [name for name in adapter_names if any(_holding(name, self.model))]
+            wrapped = (child for _, child in rsa_children(self.model) if holds_copies(child))
+            if any(child.active_adapters != held for child in wrapped):
+                raise ValueError(
+                    f"merged in place, {', '.join(adapter_names)} would stand beside the gates and rates that are "
+                    "active, which are not theirs. Call set_adapter first, then merge_adapter()."
+                )
+        original(self, adapter_names, *args, **kwargs)
+
+    return merge_adapter
+
+
 def _wrap_unload(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
@@ -479,6 +495,7 @@ def _hooks() -> list[Hook]:
             Hook(tuner, "add_weighted_adapter", ("self", "adapters"), _wrap_add_weighted_adapter)
             for tuner in (LoraModel, IA3Model)
         ),
+        Hook(BaseTuner, "merge_adapter", ("self", "adapter_names", "safe_merge"), _wrap_merge_adapter),
         *(
             Hook(tuner, "_unload_and_optionally_merge", ("self", "merge", "adapter_names"), _wrap_unload)
             for tuner in (BaseTuner, LNTuningModel, MixedModel)

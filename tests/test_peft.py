@@ -203,6 +203,25 @@ def test_adapters_that_are_named_are_merged_with_their_own_rates():
     torch.testing.assert_close(logits(model.merge_and_unload(adapter_names=["second"]), batch), expected)
 
 
+def test_an_adapter_is_merged_in_place_with_its_own_rates_alone():
+    batch, model = inputs("llama"), trained_adapter("llama", seed=1)
+    model.add_adapter("second", with_rsa(LoraConfig()))
+    model.add_adapter("plain", LoraConfig())
+    first = logits(model, batch)
+    for names in (["second"], ["default", "second"], ["plain"]):
+        with pytest.raises(ValueError, match=f"in place, {', '.join(names)} would stand beside the gates and rates"):
+            model.merge_adapter(adapter_names=names)
+    assert torch.equal(logits(model, batch), first)
+    for names in (["default"], None):
+        model.merge_adapter(adapter_names=names)
+        torch.testing.assert_close(logits(model, batch), first)
+        model.unmerge_adapter()
+    model.set_adapter("second")
+    second = logits(disturb(model, seed=2), batch)
+    model.merge_adapter(adapter_names=["second"])
+    torch.testing.assert_close(logits(model, batch), second)
+
+
 def test_ln_tuning_is_taken_off_with_its_rates(tmp_path):
     batch, layers = inputs("llama"), ["input_layernorm"]
     plain = logits(base_model("llama"), batch)
