@@ -132,7 +132,8 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     """
     take_off_first = (
         "First take the adapters off: unpatch_model(model.merge_and_unload()) keeps what LoRA learned, "
-        "unpatch_model(model.unload()) gives the plain model."
+        "unpatch_model(model.unload()) gives the plain model. Layers of an adapter from transformers' own add_adapter "
+        "stay, even after delete_adapter: load the base model again."
     )
     if not isinstance(model, PreTrainedModel):
         raise TypeError(

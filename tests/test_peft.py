@@ -364,6 +364,12 @@ def test_patching_and_unpatching_a_peft_model_says_what_to_do():
     plain.add_adapter(LoraConfig())
     with pytest.raises(ValueError, match=r"has PEFT adapters already.*merge_and_unload\(\) returns"):
         patch_model(plain)
+    kept = patch_model(base_model("gpt2"), PLAN)  # by transformers, which has no merge_and_unload
+    kept.add_adapter(with_rsa(LoraConfig()), "a")
+    kept.delete_adapter("a")
+    for call in (lambda: unpatch_model(kept), lambda: kept.save_pretrained("nowhere")):
+        with pytest.raises(ValueError, match="delete_adapter.*load the base model again"):
+            call()
 
 
 def test_where_peft_fails_the_model_is_as_it_was():

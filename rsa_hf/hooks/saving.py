@@ -35,7 +35,8 @@ def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
         if not self._hf_peft_config_loaded and any(holds_copies(module) for module in self.modules()):
             raise ValueError(
                 f"the RSA heads of this {type(self).__name__} are wrapped by PEFT, so a saved copy could not be "
-                "loaded again. Save the PEFT model instead, or the model that its merge_and_unload() returns."
+                "loaded again. Save the PEFT model instead, or the model that its merge_and_unload() returns. After "
+                "transformers' own delete_adapter, which leaves PEFT's layers in the model, load the base model again."
             )
         if has_heads and not saved_plans(self.config):
             raise ValueError(
