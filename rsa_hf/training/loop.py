@@ -103,7 +103,7 @@ def train(
     Raises:
         StorageError: a full disk, a folder that cannot be written into, or another process that writes into it. What
             was saved before is whole, and the run can be continued from it.
-        TrainingDivergedError: the loss became NaN or infinite.
+        TrainingDivergedError: the loss or its gradient became NaN or infinite.
         ValueError: no examples, a stream without `max_steps`, tracks for a model that carries nothing or in another
             number than a step has rows, no class weights where they are asked for, a batch without labels, metrics
             without `best_metric`, or a checkpoint that does not fit.

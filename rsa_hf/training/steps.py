@@ -38,7 +38,7 @@ class Examples(Protocol):
 
 
 class TrainingDivergedError(RuntimeError):
-    """The loss became NaN or infinite."""
+    """The loss or its gradient became NaN or infinite."""
 
 
 class StepExamples:
@@ -225,7 +225,7 @@ class Stepper:
             The mean loss over the step's items, and the number of input tokens, padding not counted.
 
         Raises:
-            TrainingDivergedError: the loss is NaN or infinite; the weights are as they were before.
+            TrainingDivergedError: the loss or its gradient is NaN or infinite; the weights are as they were before.
             ValueError: a batch without labels.
         """
         if self.carried is not None and self.steps_per_epoch and step % self.steps_per_epoch == 0:
@@ -250,19 +250,24 @@ class Stepper:
                 self.accelerator.backward(loss * (count / total * processes))
             loss_here += loss.item() * (count / total)
         (loss_of_step,) = self._sum_over_processes(loss_here)
-        if not math.isfinite(loss_of_step):
-            self.optimizer.zero_grad()
-            raise TrainingDivergedError(
-                f"the loss is {loss_of_step} at step {step + 1}. Lower training.learning_rate (now "
-                f"{self.training.learning_rate:g}) or training.rsa_learning_rate, or train with mixed_precision "
-                "'no'; the checkpoints of earlier steps are whole."
-            )
-        if self.training.max_grad_norm is not None:
-            self.accelerator.clip_grad_norm_(self.model.parameters(), self.training.max_grad_norm)
+        self._require_finite("loss", loss_of_step, step)
+        limit = math.inf if self.training.max_grad_norm is None else self.training.max_grad_norm
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
+        if self.accelerator.scaler is None:  # which leaves such steps out: at its first scales they are ordinary
+            self._require_finite("norm of the gradient", float(norm), step)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
         return loss_of_step, int(all_tokens)
+
+    def _require_finite(self, what: str, value: float, step: int) -> None:
+        if not math.isfinite(value):
+            self.optimizer.zero_grad()
+            raise TrainingDivergedError(
+                f"the {what} is {value} at step {step + 1}. Lower training.learning_rate (now "
+                f"{self.training.learning_rate:g}) or training.rsa_learning_rate, or train with mixed_precision "
+                "'no'; the checkpoints of earlier steps are whole."
+            )
 
     def _look_up(self, step: int) -> tuple[list[list[Any]], bool]:
         indices, counts = self._indices(step)

@@ -565,6 +565,22 @@ def test_an_infinite_loss_stops_too(tmp_path):
         run(tmp_path, model)
 
 
+@pytest.mark.parametrize("max_grad_norm", [1.0, None])
+def test_an_infinite_gradient_at_a_finite_loss_stops_before_the_step(tmp_path, max_grad_norm):
+    model = gpt2()
+    seen = []
+
+    def breaks(gradient):
+        seen.append(gradient)
+        return gradient * math.inf if len(seen) == 3 else gradient
+
+    model.lm_head.weight.register_hook(breaks)
+    with pytest.raises(TrainingDivergedError, match=r"the norm of the gradient is (nan|inf) at step 3"):
+        run(tmp_path, model, max_grad_norm=max_grad_norm, save_every_steps=1)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-1", "step-2"]
+
+
 def test_bad_data_is_named(tmp_path):
     with pytest.raises(ValueError, match="has 0 examples"):
         run(tmp_path, data=[])
