@@ -67,7 +67,7 @@ def run_cells(
         workers: who runs them, a single one being no work to share; None: this process.
 
     Raises:
-        What `run_cell` raises; cells that have not begun are not run then.
+        What `run_cell` raises; cells that have not begun are not run then, and those that have are finished first.
     """
     executor = None if workers is None else workers.executor
     if executor is None or len(cells) < 2:
@@ -75,9 +75,19 @@ def run_cells(
             yield key, _run(run_cell, cell)
         return
     futures = {executor.submit(_run, run_cell, cell): key for key, cell in cells.items()}
+    failed = None
     try:
         for future in as_completed(futures):
-            yield futures[future], future.result()
+            if future.cancelled():
+                continue
+            if future.exception() is None:
+                yield futures[future], future.result()
+            elif failed is None:
+                failed = future
+                for other in futures:
+                    other.cancel()
+        if failed is not None:
+            failed.result()
     finally:
         for future in futures:
             future.cancel()

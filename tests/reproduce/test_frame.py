@@ -130,6 +130,20 @@ def test_cells_run_in_processes_of_their_own():
     assert os.getpid() not in processes and len(processes) <= 2
 
 
+def fails_first(cell):
+    if cell["seed"] == 0:
+        raise FileNotFoundError("no data")
+    time.sleep(1)
+    return {"loss": 1.0}
+
+
+def test_cells_that_run_while_another_fails_are_kept():
+    found = {}
+    with Workers(2) as workers, pytest.raises(FileNotFoundError, match="no data"):
+        found.update(run_cells(fails_first, {str(i): {"seed": i} for i in range(12)}, workers))
+    assert "1" in found and "11" not in found
+
+
 def test_numbers_below_one_are_told(counted, tmp_path):
     with pytest.raises(ValueError, match="seeds is 0; at least 1"):
         run_experiment(counted[0], "toy", tmp_path, seeds=0)
