@@ -37,7 +37,7 @@ def judge(comparisons: Sequence[Row], even: float) -> Verdict:
 
     Confirmed if every interval lies below `even`; not confirmed if one does not reach below it; and not measurable
     where chance may have decided. A single seed confirms nothing: it has no interval, and stands for both ends of one
-    only where it is against the claim.
+    only where it is against the claim. So does an infinite mean, of a run with RSA that diverged.
 
     Args:
         comparisons: what RSA makes of the plain model's score: differences, or ratios.

@@ -33,7 +33,7 @@ from rsa_hf.reproduce.segment_models import (
     train_on_segments,
 )
 from rsa_hf.reproduce.step_time import step_time_ratio
-from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, in_words, interval
+from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, in_words, interval, rated
 from rsa_hf.tasks.perplexity import evaluate_language_model
 
 __all__ = ["EXPERIMENT"]
@@ -118,7 +118,7 @@ def summarise(results: Sequence[Result]) -> list[Row]:
             if arm == "rsa":
                 for measure, other in ((FROM_PLAIN, "plain"), (FROM_DAMPED, DAMPED)):
                     pairs = zip(runs, best[other], strict=True)
-                    measures[measure] = [run.number("test") - of_other.number("test") for run, of_other in pairs]
+                    measures[measure] = [rated(run.number("test")) - of_other.number("test") for run, of_other in pairs]
                 measures[TIME] = [run.number(TIME) for run in runs]
             for measure, values in measures.items():
                 rows.append(Row({**settings, "arm": arm}, measure, *interval(values), len(values)))

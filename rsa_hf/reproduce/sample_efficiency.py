@@ -24,7 +24,7 @@ from rsa_hf.reproduce.cells import Cell, Result, Values
 from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided, weakest
 from rsa_hf.reproduce.experiment import Experiment, Meanings, Size
 from rsa_hf.reproduce.step_time import step_time_ratio
-from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, in_words, interval
+from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, in_words, interval, rated
 
 __all__ = ["EXPERIMENT"]
 
@@ -155,11 +155,10 @@ def _summarise(results: Sequence[Result]) -> list[Row]:
                 ]
             if arm == "rsa" and DAMPED in best:
                 pairs = zip(runs, best[DAMPED], strict=True)
-                measures[FROM_DAMPED] = [_score(run) - _score(damped) for run, damped in pairs]
+                measures[FROM_DAMPED] = [rated(_score(run)) - _score(damped) for run, damped in pairs]
             for measure, values in measures.items():
-                # A run that never gets there has no ratio, so its mean has no interval either.
-                ends = interval(values) if max(values) < math.inf else (math.inf, math.nan, math.nan)
-                rows.append(Row({**settings, "arm": arm}, measure, *ends, len(values)))
+                # A run that never gets there has an infinite ratio, and so has the mean, without an interval.
+                rows.append(Row({**settings, "arm": arm}, measure, *interval(values), len(values)))
     return rows
 
 

@@ -18,7 +18,7 @@ from rsa_hf.reproduce.cells import Cell, Result, Values
 from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
 from rsa_hf.reproduce.data import data_file
 from rsa_hf.reproduce.experiment import Experiment, Meanings, Size
-from rsa_hf.reproduce.summary import Row, find_rows, in_words
+from rsa_hf.reproduce.summary import Row, find_rows, in_words, rated
 from rsa_hf.tasks.language_model_trainer import LanguageModelTrainer
 from rsa_hf.tasks.language_modeling import LanguageModelingDataConfig, PreparedText, prepare_language_modeling
 from rsa_hf.tasks.perplexity import evaluate_language_model
@@ -57,7 +57,7 @@ def run_cell(cell: Cell) -> Values:
         scores = {arm: _test_score(config.model, plan, text, training) for arm, plan in arms.items()}
     plan = found[0].plan
     values: Values = {f"test, {arm}": score for arm, score in scores.items()}
-    values["found − default"] = scores["found"] - scores["default"]
+    values["found − default"] = rated(scores["found"]) - scores["default"]
     values |= {name.removeprefix("num_").replace("_", " "): float(getattr(plan, name) or 0) for name in COUNTS}
     in_order = sorted(found, key=lambda each: each.number)
     values["validation"] = [each.score for each in in_order if each.score is not None]

@@ -88,7 +88,10 @@ def find_rows(rows: Sequence[Row], measure: str, **settings: Setting) -> list[Ro
 
 
 def rated(score: float) -> float:
-    """A score by which learning rates are chosen, the least being the best: NaN, of a run that diverged, is worst."""
+    """A score of which less is better: NaN, of a run that diverged, is the worst there is.
+
+    To choose a rate by it; and of RSA in a comparison, which then is against RSA unless the other run diverged too.
+    """
     return math.inf if math.isnan(score) else score
 
 

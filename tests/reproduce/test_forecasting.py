@@ -254,6 +254,10 @@ def verdict(plain, rsa, damped=None):
 
 
 def test_verdicts():
+    diverged = verdict((1.0, 1.1, 1.2), (0.5, math.nan, 0.6))
+    assert diverged.verdict == "not confirmed" and "ratio inf (no interval)" in diverged.findings[0]
+    both = verdict((1.0, math.nan, 1.2), (0.5, math.nan, 0.6))
+    assert both.verdict == "not measurable at this size"
     found = verdict((1.0, 1.1, 1.2), (0.5, 0.56, 0.6))
     assert found.verdict == "confirmed"
     assert (

@@ -109,6 +109,10 @@ def test_verdicts():
     assert verdict(2.8, 2.81, 2.79).verdict == "confirmed"
     assert verdict(3.1, 3.11, 3.1).verdict == "not confirmed"
     assert verdict(2.8, 3.1, 2.9).verdict == "not measurable at this size"
+    # A run that diverged with RSA alone is against it.
+    assert verdict(2.8, math.nan, 2.9).verdict == "not confirmed"
+    assert verdict(2.8, 2.81, 2.79, damped=math.nan).verdict == "not measurable at this size"
+    assert verdict(2.8, math.nan, 2.9, damped=math.nan).verdict == "not confirmed"  # the plain model did not
     # What damped attention does as well is not the work of recurrence.
     assert verdict(2.8, 2.81, 2.79, damped=2.7).verdict == "not confirmed"
     assert "than with P of zeros in 0." in verdict(2.8, 2.81, 2.79, damped=2.7).sentence

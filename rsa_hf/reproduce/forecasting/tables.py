@@ -10,7 +10,7 @@ from rsa_hf.reproduce.cells import Result, Setting
 from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
 from rsa_hf.reproduce.forecasting.arms import ARMS
 from rsa_hf.reproduce.forecasting.settings import PUBLISHED
-from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, in_words, interval
+from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, in_words, interval, rated
 
 __all__ = ["RATIO", "by_validation", "conclude", "summarise"]
 
@@ -40,7 +40,7 @@ def summarise(results: Sequence[Result]) -> list[Row]:
         for name, other in ((RATIO, "plain"), (FROM_DAMPED, DAMPED)):
             for measure in ("mse", "mae"):
                 pairs = zip(arms["rsa"], arms[other], strict=True)
-                ratios = [rsa.number(measure) / of_other.number(measure) for rsa, of_other in pairs]
+                ratios = [rated(rsa.number(measure)) / of_other.number(measure) for rsa, of_other in pairs]
                 rows.append(_row({**group, "arm": name}, measure, ratios))
         naive = {**group, "family": "last period again", "arm": "none"}
         if not find_rows(rows, "mse", **naive):
