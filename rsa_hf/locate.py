@@ -21,7 +21,7 @@ def locate(name: str) -> str:
     package, _, folder = name.removeprefix(PACKAGE).partition("/")
     try:
         spec = importlib.util.find_spec(package)
-    except ValueError:
+    except (ImportError, ValueError):  # of a.b, a is imported to look for b
         spec = None
     places = [] if spec is None else list(spec.submodule_search_locations or [])
     if not places:

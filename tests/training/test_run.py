@@ -65,6 +65,7 @@ def test_a_model_from_scratch():
         ),
         (ModelSettings("package:no_such_package/model"), ["'no_such_package' is not installed", "Install it"]),
         (ModelSettings("package:/model"), ["is not installed"]),
+        (ModelSettings("package:no_such_package.part/model"), ["'no_such_package.part' is not installed"]),
         (ModelSettings("package:transformers/no_such_folder"), ["has no folder 'no_such_folder'"]),
         (ModelSettings("/no/such/folder"), ["/no/such/folder"]),
     ],
