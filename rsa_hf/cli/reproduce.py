@@ -41,6 +41,10 @@ def reproduce(
     from rsa_hf.reproduce.runner import RequestError, run_experiment
     from rsa_hf.reproduce.whole_run import is_fresh, keep_time
 
+    given = {"--full": full, "--seeds": seeds, "--only": only, "--jobs": jobs}
+    for_a_run = [option for option, value in given.items() if value]
+    if name in ("list", "page") and for_a_run:
+        raise UserError(f"{', '.join(for_a_run)}: {name} runs nothing; name an experiment instead.")
     if name == "list":
         for each, about in EXPERIMENTS.items():
             print(f"{each:18} {about}{'' if is_written(each) else ' (not in this version)'}")

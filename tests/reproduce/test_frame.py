@@ -427,6 +427,12 @@ def run(monkeypatch, capsys, tmp_path):
     return run
 
 
+@pytest.mark.parametrize("name", ["list", "page"])
+def test_list_and_page_take_no_settings_of_a_run(run, name):
+    code, out, err = run(name, "--seeds", 3, "--only", "arm=rsa")
+    assert (code, out) == (2, "") and f"--seeds, --only: {name} runs nothing" in err
+
+
 def test_list_and_page(run, tmp_path):
     code, out, _ = run("list")
     assert code == 0 and all(name in out for name in EXPERIMENTS)
