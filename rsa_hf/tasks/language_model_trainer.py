@@ -41,6 +41,9 @@ class LanguageModelTrainer(Trainer):
         training: how it is trained.
         eval_memory: as of `evaluate_language_model`.
         progress: show bars.
+
+    Raises:
+        ValueError: class weights are asked for, or what `Trainer` raises.
     """
 
     def __init__(
@@ -51,6 +54,8 @@ class LanguageModelTrainer(Trainer):
         eval_memory: Mapping[str, Any] | None = None,
         progress: bool = True,
     ) -> None:
+        if training.class_weights:
+            raise ValueError("training.class_weights=True, but this task has no classes to weigh; set it to false.")
         every, steps = training.eval_every_steps, training.max_steps
         along = every is not None and steps is not None and steps % every == 0
         constant = training.lr_schedule == "constant"

@@ -80,6 +80,8 @@ def test_mistakes_are_told(run, tmp_path, monkeypatch):
     assert run("--trials", 1)[0] == 0
     code, _, err = run("--trials", 2, "--max_steps", 5)
     assert code == 2 and "trials under other settings (training)" in err
+    code, _, err = run("--class_weights", "true")
+    assert code == 2 and "training.class_weights=True, but this task has no classes" in err
     code, _, err = run("--dilations", "2,x")
     assert code == 2 and "--dilations '2,x': whole numbers" in err
     other = tmp_path / "notes.txt"
