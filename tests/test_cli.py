@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import rsa_hf.hooks
 from families import CONFIGS, FULL_PLAN, build
 from hub_stand_in import TOKEN, USER
-from rsa_hf import RSAConfig, cli, is_patched, patch_model, rsa_report
+from rsa_hf import RSAConfig, RSAHeads, cli, is_patched, patch_model, rsa_report
 from rsa_hf.card import read_facts
 from test_hub import hub, tokenizer  # noqa: F401  (fixtures)
 
@@ -108,6 +108,12 @@ def test_inspect_shows_the_report(run, patched, tmp_path):
     assert (tmp_path / "rsa.png").read_bytes().startswith(b"\x89PNG")
     code, out, _ = run("inspect", folder, "--json")
     assert json.loads(out) == json.loads(json.dumps(rsa_report(model).to_dict()))
+    with torch.no_grad():
+        next(module for module in model.modules() if isinstance(module, RSAHeads)).eta.fill_(1e3)
+    model.save_pretrained(tmp_path / "lasting")  # λ is 1, which never falls: JSON has no infinity, nor NaN
+    code, out, err = run("inspect", tmp_path / "lasting", "--json", "--plot", tmp_path / "rsa.png")
+    assert json.loads(out, parse_constant=pytest.fail)["layers"][0]["heads"][0]["half_life"] is None
+    assert code == 0 and "written: " in err
 
 
 def test_mistakes_end_without_a_traceback(run, tmp_path):

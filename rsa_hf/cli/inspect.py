@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -25,12 +26,13 @@ def inspect(
     """
     arm()
     from rsa_hf.report import rsa_report
+    from rsa_hf.training.metrics_log import finite_or_null
 
     report = rsa_report(load_patched(path))
-    print(json.dumps(report.to_dict(), indent=2) if as_json else report)
+    print(json.dumps(finite_or_null(report.to_dict()), indent=2) if as_json else report)
     if plot is not None:
         from rsa_hf.plots import plot_rem
 
         with user_input(ImportError, OSError):
             plot_rem(report, plot)
-        print(f"written: {plot}")
+        print(f"written: {plot}", file=sys.stderr if as_json else sys.stdout)

@@ -69,9 +69,9 @@ class MetricsLog:
 
 
 def finite_or_null(value: Any) -> Any:
-    """Plain mappings, lists and values with None where a number is NaN or infinite, which JSON does not have."""
+    """Plain mappings, lists, tuples and values with None where a number is NaN or infinite, which JSON does not have."""
     if isinstance(value, dict):
         return {key: finite_or_null(entry) for key, entry in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [finite_or_null(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
