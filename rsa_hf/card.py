@@ -34,7 +34,7 @@ from rsa_hf.heads import RSAHeads
 from rsa_hf.report import RSAReport, rsa_report
 from rsa_hf.storage import write_text
 
-__all__ = ["CardFacts", "is_hub_id", "model_card", "read_facts", "write_card"]
+__all__ = ["CardFacts", "clear_card", "is_hub_id", "model_card", "read_facts", "write_card"]
 
 CARD = "README.md"
 PLOT = "rsa.png"
@@ -44,6 +44,7 @@ HUB_METRICS = ("accuracy", "f1", "matthews_correlation", "perplexity")  # as the
 _BEGIN = "<!-- rsa_hf: from here to rsa_hf's next comment the card is made anew on every save"
 _END = "<!-- rsa_hf: end -->"
 _SECTION = re.compile(re.escape(_BEGIN) + r"(?P<facts>[^\n]*) -->\n.*?" + re.escape(_END), re.DOTALL)
+_TITLE = re.compile(r"^(# \w+) with RSA heads$", re.MULTILINE)
 _FRONT_MATTER = re.compile(r"\s*---\n")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _BAR = 20  # characters of a gate that is wide open
@@ -150,6 +151,22 @@ def write_card(
     return path
 
 
+def clear_card(folder: str | os.PathLike[str]) -> None:
+    """Take what rsa_hf wrote off the card in a folder, where a plain model has taken a patched one's place.
+
+    Raises:
+        StorageError: the card cannot be written; the one that is there is as it was.
+        ValueError: the card's metadata is no YAML.
+    """
+    path = Path(folder) / CARD
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    text, found = _SECTION.subn("", text, count=1)
+    if found:
+        card = _read_card(_TITLE.sub(r"\1", text, count=1))
+        card.data["tags"] = [tag for tag in _listed(card.data.get("tags")) if tag not in TAGS] or None
+        write_text(path, f"{str(card).rstrip()}\n")
+
+
 def read_facts(folder: str | os.PathLike[str]) -> CardFacts:
     """The facts on the card in a folder; none where there is no card, or one without a part of rsa_hf's."""
     path = Path(folder) / CARD
@@ -164,16 +181,20 @@ def _merge(text: str | None, model: PreTrainedModel, facts: CardFacts, plot: str
     section = without_credentials(_section(model, facts, plot))  # the command may be one with a token
     if text is None:
         text = f"---\nlibrary_name: transformers\n---\n\n# {_class_of(model).__name__} with RSA heads\n"
-    try:
-        # Not a ModelCard: that one reads `model-index` into objects, and drops what it does not understand.
-        card = RepoCard(text)
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"the metadata at the head of {CARD} cannot be read: {error}") from error
+    card = _read_card(text)
     _add_metadata(card.data, facts)
     # A function in place of the text: a backslash in it is no escape.
     body, found = _SECTION.subn(lambda _: section, card.text, count=1)
     card.text = body if found else f"{card.text.rstrip()}\n\n{section}\n"
     return card
+
+
+def _read_card(text: str) -> RepoCard:
+    try:
+        # Not a ModelCard: that one reads `model-index` into objects, and drops what it does not understand.
+        return RepoCard(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"the metadata at the head of {CARD} cannot be read: {error}") from error
 
 
 def _loaded_from(model: PreTrainedModel) -> str | None:

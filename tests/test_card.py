@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from torch.distributed.fsdp import FSDPModule
 
 from families import FULL_PLAN, build
-from rsa_hf import RSAConfig, patch_model, rsa_report
+from rsa_hf import RSAConfig, patch_model, rsa_report, unpatch_model
 from rsa_hf.card import CardFacts, model_card, read_facts, write_card
 from rsa_hf.models.transformer_xl import TransformerXLConfig, TransformerXLForCausalLM
 from rsa_hf.storage import StorageError
@@ -136,6 +136,22 @@ def test_what_others_wrote_stays(model, tmp_path):
     (tmp_path / "README.md").write_text(again)
     model.save_pretrained(tmp_path)
     assert (tmp_path / "README.md").read_text() == again
+
+
+def test_a_plain_model_in_its_place_leaves_what_others_wrote(tmp_path):
+    unpatched = build("gpt2")
+    unpatched.save_pretrained(tmp_path)
+    assert not (tmp_path / "README.md").exists()
+    model = patch_model(build("gpt2"))
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "README.md"
+    path.write_text(path.read_text().replace("- rsa_hf", "- mine\n- rsa_hf", 1) + "\n## What it is for\n")
+    unpatch_model(model).save_pretrained(tmp_path)
+    assert path.read_text().split() == (
+        "--- library_name: transformers tags: - mine --- # GPT2Model ## What it is for".split()
+    )
+    patch_model(model).save_pretrained(tmp_path)
+    assert "## RSA heads" in path.read_text() and "## What it is for" in path.read_text()
 
 
 def test_a_readme_that_is_no_card_is_left_alone(model, tmp_path):

@@ -1,6 +1,7 @@
 """Hooks into saving: recurrence is never saved without its plan, and a patched model has a model card.
 
 * `PreTrainedModel.save_pretrained`: what is saved can be loaded again, and gets a model card.
+  A plain model that takes a patched one's place takes rsa_hf's part off the card that is there.
 * `PushToHubMixin._upload_modified_files`, `Trainer.create_model_card`: the model card survives theirs.
 """
 
@@ -16,7 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.hub import PushToHubMixin
 
 from rsa_hf.brief import shorten
-from rsa_hf.card import CardFacts, read_facts, write_card
+from rsa_hf.card import CardFacts, clear_card, read_facts, write_card
 from rsa_hf.checkpoint import saved_plans, unplanned_modules
 from rsa_hf.heads import RSAHeads
 from rsa_hf.hooks.replacing import Hook, is_in_place, replace_all
@@ -57,9 +58,10 @@ def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
                 "model.state_dict(); patch_model(unpatch_model(model), config); model.load_state_dict(state)."
             )
         result = original(self, save_directory, is_main_process, *args, **keywords)
-        if has_heads and is_main_process and _is_first_process():
+        if is_main_process and _is_first_process():
             _write_card(self, save_directory)
-            _hook_trainer()
+            if has_heads:
+                _hook_trainer()
         return result
 
     return save_pretrained
@@ -67,7 +69,7 @@ def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_upload_modified_files(original: Callable[..., Any]) -> Callable[..., Any]:
     def _upload_modified_files(self: Any, working_dir: Any, repo_id: str, *args: Any, **keywords: Any) -> Any:
-        if isinstance(self, PreTrainedModel) and saved_plans(self.config):
+        if isinstance(self, PreTrainedModel):
             _write_card(self, working_dir, CardFacts(name=repo_id), plot=True)
         return original(self, working_dir, repo_id, *args, **keywords)
 
@@ -105,7 +107,10 @@ def _hook_trainer() -> None:
 
 def _write_card(model: PreTrainedModel, folder: Any, facts: CardFacts | None = None, plot: bool = False) -> None:
     try:
-        write_card(model, folder, facts, plot)
+        if saved_plans(model.config):
+            write_card(model, folder, facts, plot)
+        elif not model._hf_peft_config_loaded:  # which saves an adapter alone, beside whatever is there
+            clear_card(folder)
     except Exception as error:
         # The weights are saved, and hours of training are not to end because of a card.
         logger.warning("the model card in %s was not brought up to date: %s", folder, error)
