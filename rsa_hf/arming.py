@@ -1,4 +1,4 @@
-"""What `import rsa_hf` does beside giving names: it arms transformers and PEFT."""
+"""What `import rsa_hf` does beside giving names: it arms transformers, its Trainer, and PEFT."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["arm"]
 
 
 def arm() -> None:
-    """Install the hooks into transformers, and have those into PEFT follow its import.
+    """Install the hooks into transformers, and have those into the Trainer and into PEFT follow their imports.
 
     Raises:
         ImportError: transformers does not fit.
@@ -17,6 +17,7 @@ def arm() -> None:
     # Behind the check: what these import from transformers may not be there in a version that does not fit.
     try:
         from rsa_hf import hooks, peft_hooks
+        from rsa_hf.hooks import trainer
     except ImportError as error:
         raise ImportError(
             f"{fits} Something that rsa_hf needs is not there: {error}. Install a version that rsa_hf was tested "
@@ -24,4 +25,5 @@ def arm() -> None:
         ) from error
 
     hooks.install()
+    trainer.arm()
     peft_hooks.arm()

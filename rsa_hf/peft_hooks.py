@@ -30,8 +30,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +48,7 @@ from rsa_hf.adapter_plan import (
 )
 from rsa_hf.checkpoint import RSA_KEY
 from rsa_hf.heads import RSAHeads
+from rsa_hf.hooks.following import follow
 from rsa_hf.hooks.replacing import ADVICE, Hook, replace_all
 from rsa_hf.lookup import holds_copies
 
@@ -70,10 +69,7 @@ _installed = False
 
 def arm() -> None:
     """Put the hooks in place now if `peft` is imported already, else as soon as it is."""
-    if "peft" in sys.modules:
-        _install_or_warn()
-    elif not any(isinstance(finder, _WhenPeftIsImported) for finder in sys.meta_path):  # two would ask each other
-        sys.meta_path.insert(0, _WhenPeftIsImported())
+    follow("peft", _install_or_warn)
 
 
 def install() -> None:
@@ -102,29 +98,6 @@ def _install_or_warn() -> None:
         install()
     except ImportError as error:
         logger.warning("Adapters with RSA heads cannot be saved or loaded: %s", error)
-
-
-class _WhenPeftIsImported(MetaPathFinder):
-    """Finds `peft` as the other finders do, and installs the hooks once it is executed."""
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`; also called by those who only ask whether peft is there."""
-        if fullname != "peft":
-            return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next((spec for finder in others if (spec := finder.find_spec(fullname, path, target))), None)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            execute(module)
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-                _install_or_warn()
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
 
 
 # --- adapter_config.json --------------------------------------------------------------------------------------------

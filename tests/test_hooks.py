@@ -1,5 +1,7 @@
 """The hooks fit the installed transformers, say so where they do not, and leave it whole."""
 
+import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -19,6 +21,7 @@ import rsa_hf.versions as versions
 from families import build, inputs
 from reliability.record import Part, note
 from rsa_hf import RSAConfig, patch_model
+from rsa_hf.hooks.following import follow
 from rsa_hf.hooks.replacing import Hook, is_in_place, replace_all
 
 
@@ -33,6 +36,24 @@ def test_a_version_outside_the_range_is_named(version, monkeypatch):
     monkeypatch.setattr(versions.transformers, "__version__", version)
     with pytest.raises(ImportError, match=rf"≥ 5.17, < 6; installed is {version}.*pip install"):
         hooks.install()
+
+
+@pytest.mark.parametrize("first", ["armed", "imported"])
+def test_hooks_follow_an_import(first, tmp_path, monkeypatch):
+    (tmp_path / "imported_later.py").write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    installed = []
+    if first == "imported":
+        importlib.import_module("imported_later")
+    for _ in range(2):  # two finders would ask each other, without end
+        follow("imported_later", lambda: installed.append(sys.modules["imported_later"].VALUE))
+    assert installed == ([1, 1] if first == "imported" else [])
+    assert importlib.util.find_spec("imported_later") is not None
+    importlib.import_module("imported_later")
+    assert installed == ([1, 1] if first == "imported" else [1])
+    assert not any(getattr(finder, "name", None) == "imported_later" for finder in sys.meta_path)
+    del sys.modules["imported_later"]
 
 
 # --- a transformers, or peft, of which something has moved -----------------------------------------------------------

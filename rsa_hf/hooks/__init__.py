@@ -1,6 +1,7 @@
 """Every touch on transformers' internals, but for the classes in `adapters/`. Importing `rsa_hf` installs them.
 
-What PEFT adapters go through is in `peft_hooks.py`, also where it is transformers'; it follows the import of PEFT.
+What PEFT adapters go through is in `peft_hooks.py`, also where it is transformers'; it follows the import of PEFT, as
+`trainer.py` that of the Trainer.
 
 Plain models are not affected. Each hook is checked before any is installed: where transformers has moved, importing
 `rsa_hf` raises, says which hook does not fit and which versions do, and leaves transformers as it was.

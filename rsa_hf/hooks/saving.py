@@ -2,13 +2,12 @@
 
 * `PreTrainedModel.save_pretrained`: what is saved can be loaded again, and gets a model card.
   A plain model that takes a patched one's place takes rsa_hf's part off the card that is there.
-* `PushToHubMixin._upload_modified_files`, `Trainer.create_model_card`: the model card survives theirs.
+* `PushToHubMixin._upload_modified_files`: the model card survives the one that is made there.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +16,13 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.hub import PushToHubMixin
 
 from rsa_hf.brief import shorten
-from rsa_hf.card import CardFacts, clear_card, read_facts, write_card
+from rsa_hf.card import CardFacts, clear_card, write_card
 from rsa_hf.checkpoint import saved_plans, unplanned_modules
 from rsa_hf.heads import RSAHeads
-from rsa_hf.hooks.replacing import Hook, is_in_place, replace_all
+from rsa_hf.hooks.replacing import Hook
 from rsa_hf.lookup import holds_copies
 
-__all__ = ["HOOKS"]
+__all__ = ["HOOKS", "bring_card_up_to_date"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +58,7 @@ def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         result = original(self, save_directory, is_main_process, *args, **keywords)
         if is_main_process and _is_first_process():
-            _write_card(self, save_directory)
-            if has_heads:
-                _hook_trainer()
+            bring_card_up_to_date(self, save_directory)
         return result
 
     return save_pretrained
@@ -70,42 +67,16 @@ def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_upload_modified_files(original: Callable[..., Any]) -> Callable[..., Any]:
     def _upload_modified_files(self: Any, working_dir: Any, repo_id: str, *args: Any, **keywords: Any) -> Any:
         if isinstance(self, PreTrainedModel):
-            _write_card(self, working_dir, CardFacts(name=repo_id), plot=True)
+            bring_card_up_to_date(self, working_dir, CardFacts(name=repo_id), plot=True)
         return original(self, working_dir, repo_id, *args, **keywords)
 
     return _upload_modified_files
 
 
-def _wrap_create_model_card(original: Callable[..., Any]) -> Callable[..., Any]:
-    def create_model_card(self: Any, *args: Any, **keywords: Any) -> None:
-        facts = read_facts(self.args.output_dir)
-        original(self, *args, **keywords)
-        model = self.accelerator.unwrap_model(self.model)
-        if self.is_world_process_zero() and isinstance(model, PreTrainedModel) and saved_plans(model.config):
-            facts = facts.updated(CardFacts(seeds=(self.args.seed,), name=getattr(self, "hub_model_id", None)))
-            _write_card(model, self.args.output_dir, facts, plot=True)
-
-    return create_model_card
-
-
-def _hook_trainer() -> None:
-    """Hook the Trainer's card, if there is a Trainer.
-
-    Not on import, which would take as long again for those who have none. Whoever pushes with a Trainer saves the
-    model first, and its module is loaded by then.
-    """
-    module = sys.modules.get("transformers.trainer")
-    if module is None:
-        return
-    hook = Hook(module.Trainer, "create_model_card", ("self",), _wrap_create_model_card)
-    if not is_in_place(hook):
-        try:
-            replace_all([hook], "The Trainer will write its own model card alone.")
-        except ImportError as error:
-            logger.warning("%s", error)
-
-
-def _write_card(model: PreTrainedModel, folder: Any, facts: CardFacts | None = None, plot: bool = False) -> None:
+def bring_card_up_to_date(
+    model: PreTrainedModel, folder: Any, facts: CardFacts | None = None, plot: bool = False
+) -> None:
+    """Write the card of a patched model, clear that of a plain one; where that fails, warn."""
     try:
         if saved_plans(model.config):
             write_card(model, folder, facts, plot)

@@ -118,7 +118,7 @@ def summarise(results: Sequence[Result]) -> list[Row]:
             if arm == "rsa":
                 for measure, other in ((FROM_PLAIN, "plain"), (FROM_DAMPED, DAMPED)):
                     pairs = zip(runs, best[other], strict=True)
-                    measures[measure] = [rated(run.number("test")) - of_other.number("test") for run, of_other in pairs]
+                    measures[measure] = [rated(run.number("test")) - base.number("test") for run, base in pairs]
                 measures[TIME] = [run.number(TIME) for run in runs]
             for measure, values in measures.items():
                 rows.append(Row({**settings, "arm": arm}, measure, *interval(values), len(values)))

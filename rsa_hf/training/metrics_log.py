@@ -69,7 +69,7 @@ class MetricsLog:
 
 
 def finite_or_null(value: Any) -> Any:
-    """Plain mappings, lists, tuples and values with None where a number is NaN or infinite, which JSON does not have."""
+    """Mappings, lists, tuples and values with None where a number is NaN or infinite, which JSON does not have."""
     if isinstance(value, dict):
         return {key: finite_or_null(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

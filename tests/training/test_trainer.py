@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.utils import hub
 
 from families import CONFIGS, ENCODERS, FULL_PLAN, VOCAB
-from rsa_hf import RSAConfig, patch_model, rsa_report
+from rsa_hf import RSAConfig, patch_model, rsa_report, unpatch_model
 from rsa_hf.heads import RSAHeads
 from rsa_hf.tasks.language_modeling import StreamedBlocks, TrainingBlocks
 from rsa_hf.training.callback import RSACallback
@@ -317,3 +317,45 @@ def test_killed_in_the_middle_and_resumed_is_bitwise_the_whole_run(tmp_path):
         ]
 
     assert history(resumed) == history(whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"parameter_scale": 1.0}, "another plan than the model's .parameter_scale: 20.0 → 1.0"),
+        ({"dilation": 7}, "another plan than the model's .dilation: "),
+        ({"layers": [1]}, "another plan than the model's .layers: "),
+        (None, "the checkpoint has RSA heads, and the model has none"),
+        ({"gate_init": -1.0}, None),  # where parameters start is in the past
+    ],
+)
+def test_a_run_goes_on_with_the_plan_that_it_was_begun_with(change, words, tmp_path):
+    """The Trainer reads the tensors alone, and those that were stored at another scale are other gates."""
+    begun = make_trainer(tmp_path, max_steps=2)
+    begun.train()
+    trainer = make_trainer(tmp_path, max_steps=2)
+    unpatch_model(trainer.model)
+    if change is not None:
+        patch_model(trainer.model, RSAConfig(**{**FULL_PLAN, **change}))
+    before = copy.deepcopy(trainer.model.state_dict())
+    if words is None:
+        trainer.train(resume_from_checkpoint=True)
+        assert_same(trainer.model.state_dict(), begun.model.state_dict())
+        return
+    with pytest.raises(ValueError, match=f"checkpoint-2 cannot be resumed from: .*{words}"):
+        trainer.train(resume_from_checkpoint=True)
+    assert_same(trainer.model.state_dict(), before)
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_plain_run_goes_on_with_a_plain_model(patched, tmp_path):
+    begun, trainer = (make_trainer(tmp_path, max_steps=2) for _ in range(2))
+    unpatch_model(begun.model)
+    begun.train()
+    if patched:
+        with pytest.raises(ValueError, match="the model has RSA heads, and the checkpoint has none"):
+            trainer.train(resume_from_checkpoint=True)
+    else:
+        unpatch_model(trainer.model)
+        trainer.train(resume_from_checkpoint=True)
+        assert_same(trainer.model.state_dict(), begun.model.state_dict())
