@@ -178,5 +178,5 @@ EXPERIMENT = Experiment(
     run_cell=run_cell,
     conclude=conclude,
     draw=draw,
-    revision=2,
+    revision=3,
 )

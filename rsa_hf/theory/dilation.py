@@ -9,6 +9,8 @@ share of points on diagonal τ beyond that of chance is an autocorrelation.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from statistics import fmean
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +28,8 @@ __all__ = [
 LONGEST = 512
 # A peak counts where it is at least this share of the highest: the first of a period and its multiples is the period.
 SHARE = 0.5
+# What has a period repeats it: at 2d, 3d and 4d there is at least this share of the peak, on average.
+AGAIN, TIMES = 0.1, 4
 # Standard errors above 0. Of 512 lags of white noise the highest is about 3 above.
 ERRORS = 5.0
 FLOOR = 0.05
@@ -135,7 +139,10 @@ def suggested_dilation(series: Tensor, max_lag: int | None = None, *, at_least: 
     """The dilating factor d that a series suggests: the first dominant peak of its differences' autocorrelation.
 
     Dominant is a peak that is behind the first zero crossing, at least half as high as the highest there (a period
-    shows at its multiples too, sometimes more), and clear of chance by Bartlett's formula.
+    shows at its multiples too, sometimes more), and clear of chance by Bartlett's formula; and that comes again at 2d
+    … 4d, with less between. Noise on a slow wave makes its differences' first autocorrelation negative: the wave's
+    own shoulder, at lag 2 or 3, would be a peak otherwise. Of the lags at a peak d is the one whose multiples are
+    highest on average, since the top of a wave is flat.
 
     Args:
         series: shape [T] or [T, N]; several variables vote by the mean of their autocorrelations.
@@ -180,10 +187,23 @@ def _first_dominant_peak(r: Tensor, length: int, at_least: float) -> int | None:
     highest = max(values[start:])
     if highest < max(at_least, ERRORS * error):
         return None
-    first = next(lag for lag in range(start, len(values)) if values[lag] >= SHARE * highest)
-    end = next((lag for lag in range(first, len(values)) if values[lag] < SHARE * highest), len(values))
-    peak = max(range(first, end), key=values.__getitem__)
-    return None if peak == len(values) - 1 else peak  # still rising: the peak is further out
+    end, high = start, SHARE * highest
+    while (first := next((lag for lag in range(end, len(values)) if values[lag] >= high), None)) is not None:
+        end = next((lag for lag in range(first, len(values)) if values[lag] < high), len(values))
+        if max(range(first, end), key=values.__getitem__) == len(values) - 1:
+            return None  # still rising: the peak is further out
+        peak = max(range(first, end), key=lambda lag: fmean(values[lag::lag]))
+        if _comes_again(values, peak):
+            return peak
+    return None
+
+
+def _comes_again(values: Sequence[float], peak: int) -> bool:
+    multiples = values[2 * peak : TIMES * peak + 1 : peak]
+    if not multiples:
+        return True  # further out than was looked
+    between = min(values[peak : 2 * peak])
+    return fmean(multiples) >= AGAIN * values[peak] and between < SHARE * min(values[peak], multiples[0])
 
 
 def _finite(series: Tensor) -> Tensor:

@@ -102,6 +102,24 @@ def test_the_period_and_not_its_multiples(period):
     assert suggested_dilation(alternating + 0.02 * torch.randn(len(alternating)), 4 * period + 1) == period
 
 
+@pytest.mark.parametrize(("days", "size"), [(30, 0.1), (100, 0.3), (365, 0.3), (365, 0.5)])
+def test_noise_on_a_slow_wave_does_not_hide_its_period(days, size):
+    """Differences have more of the noise and less of the wave, so that lag 1 is negative and lag 2 is not."""
+    torch.manual_seed(0)
+    t = torch.arange(24.0 * days)
+    waves = [torch.sin(2 * math.pi * t / 24) + size * torch.randn(len(t)) for _ in range(8)]
+    assert size < 0.2 or all(autocorrelation(wave, 2)[1] < 0 < autocorrelation(wave, 2)[2] for wave in waves)
+    found = [suggested_dilation(wave) for wave in waves]
+    assert found.count(24) >= 7 and set(found) <= {23, 24, 25}
+
+
+@pytest.mark.parametrize("kept", [0.4, 0.7])
+@pytest.mark.parametrize("period", [2, 7, 24])
+def test_a_period_that_is_soon_forgotten_is_found(period, kept):
+    torch.manual_seed(period)
+    assert [suggested_dilation(seasonal(period, kept=kept)) for _ in range(4)] == [period] * 4
+
+
 def noise(kind, generator):
     x = torch.randn(1000, 1, generator=generator)
     if kind == "walk":
