@@ -41,8 +41,19 @@ SAMPLE = {
 }
 
 
+@torch.no_grad()
+def sees_later(model):
+    """Whether the last token changes what a plain model gives before it."""
+    model.eval()
+    ids = torch.arange(3, 12)[None]
+    changed = torch.cat([ids[:, :-1], ids[:, -1:] + 20], 1)
+    return not torch.allclose(model(ids)[0][:, :-1], model(changed)[0][:, :-1], atol=1e-6)
+
+
 @pytest.mark.parametrize(("model_type", "task"), SAMPLE)
 def test_sample(model_type, task):
+    if model_type == "doge" and sees_later(build(model_type, task).model):
+        pytest.skip("the plain Doge of this transformers sees later tokens, so it has no cache to agree with")
     with patched(build(model_type, task)) as model:
         found = {name: run_check(name, model) for name in CHECKS}
     assert {name for name, said in found.items() if said.startswith("not applicable: ")} == SAMPLE[model_type, task]
@@ -74,11 +85,12 @@ def test_a_check_that_cannot_fail_is_no_proof(check, gpt2, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "task", "causal"),
-    [("layoutlm", "masked-lm", False), ("doge", "causal-lm", True), ("bigbird_pegasus", "causal-lm", True)],
+    ("model_type", "task"), [("layoutlm", "masked-lm"), ("doge", "causal-lm"), ("bigbird_pegasus", "causal-lm")]
 )
-def test_a_direction_that_modules_do_not_say_is_taken_from_their_masks(model_type, task, causal):
+def test_a_direction_that_modules_do_not_say_is_taken_from_their_masks(model_type, task):
     model = build(model_type, task).model
+    causal = not sees_later(model)  # Doge's is another one in older versions of transformers
+    assert model_type == "doge" or causal is (model_type == "bigbird_pegasus")
     assert patch_model(model, RSAConfig()).config.rsa["plan"]["causal"] is causal
     assert patch_model(build("gpt2", "causal-lm").model).config.rsa["plan"]["causal"] is None  # they say it
 
@@ -91,6 +103,8 @@ def test_two_directions_that_modules_do_not_say_are_taken_from_their_masks(tmp_p
     for module in model.modules():
         if hasattr(module, "is_causal"):
             del module.is_causal
+    if not sees_later(model.get_encoder()):
+        pytest.skip("without the attribute the plain T5 of this transformers has a causal encoder")
     patch_model(model)
     layers = model.config.num_layers
     assert model.config.rsa["plan"]["causal"] == [False] * layers + [True] * model.config.num_decoder_layers

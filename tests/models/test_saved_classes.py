@@ -104,7 +104,9 @@ def test_a_class_that_is_not_there_is_refused(name, run, tmp_path):
     for command in (["patch", tmp_path / "base", tmp_path / "out"], ["doctor", "--model", tmp_path / "base"]):
         code, _, err = run(*command)
         assert code == 2
-        assert f"config.json names the class {name!r}, which" in err
+        # What is no text an older transformers refuses before we do.
+        named = f"config.json names the class {name!r}, which" in err
+        assert named or (not isinstance(name, str) and "'architectures'" in err)
         assert "Traceback" not in err
     assert not (tmp_path / "out").exists()
 
