@@ -308,6 +308,11 @@ def _holding(adapter_name: str, model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, child
 
 
+def _holders(adapter_names: Iterable[str], model: nn.Module) -> list[str]:
+    """Those of the adapters that have gates and rates of their own."""
+    return [name for name in adapter_names if any(_holding(name, model))]
+
+
 def _wrap_inject_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         config = self.peft_config[adapter_name]
@@ -362,7 +367,7 @@ def _wrap_hotswap(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_add_weighted_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_weighted_adapter(self: Any, adapters: list[str], *args: Any, **kwargs: Any) -> None:
         # Where two of them hold the same module PEFT refuses too; of one it would start a new copy, or make none.
-        held = [name for name in adapters if any(_holding(name, self.model))]
+        held = _holders(adapters, self.model)
         if held:
             raise ValueError(
                 f"the adapters {', '.join(held)} hold gates and rates, which the sum of adapters would lose in "
@@ -376,7 +381,7 @@ def _wrap_add_weighted_adapter(original: Callable[..., Any]) -> Callable[..., An
 def _wrap_merge_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     def merge_adapter(self: Any, adapter_names: list[str] | None = None, *args: Any, **kwargs: Any) -> None:
         if adapter_names is not None:
-            held = [name for name in adapter_names if any(_holding(name, self.model))]
+            held = _holders(adapter_names, self.model)
             wrapped = (child for _, child in rsa_children(self.model) if holds_copies(child))
             if any(child.active_adapters != held for child in wrapped):
                 raise ValueError(
@@ -394,7 +399,7 @@ def _wrap_unload(original: Callable[..., Any]) -> Callable[..., Any]:
     def unload(self: Any, *args: Any, **kwargs: Any) -> Any:
         names = signature.bind(self, *args, **kwargs).arguments.get("adapter_names")
         if names is not None:
-            held = [name for name in names if any(_holding(name, self.model))]
+            held = _holders(names, self.model)
             if len(held) > 1:
                 raise ValueError(
                     f"the adapters {', '.join(held)} each have gates and rates of their own: only one can be merged."

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -80,7 +79,7 @@ def _require_the_plan_of(folder: Path, model: PreTrainedModel) -> None:
     else:
         what = f"its RSA heads have another plan than the model's ({differences(theirs[0], own[0])})"
     raise ValueError(
-        f"{os.fspath(folder)} cannot be resumed from: {what}. Give the Trainer the model that the run was begun with, "
+        f"{folder} cannot be resumed from: {what}. Give the Trainer the model that the run was begun with, "
         "or leave resume_from_checkpoint out."
     )
 
