@@ -37,6 +37,7 @@ __all__ = ["scan_backward", "scan_forward"]
 CHUNK = 16  # steps per chunk
 SINGLE_CHUNK = 32  # a sequence of up to so many steps is one chunk, without states
 TILE = 2**19  # numbers in the columns of a tile on a CPU (2 MB of float32)
+SHORT = 2**14  # numbers of a head up to which all heads' products are written down at once, and then summed
 
 
 def scan_forward(value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: Mixing | None) -> Tensor:
@@ -241,6 +242,9 @@ class _Tile:
 
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         """The inner product of two tiles of columns, head by head: [g]."""
+        if a[0].numel() <= SHORT:
+            products: Tensor = torch.linalg.vecdot(a.flatten(1), b.flatten(1))
+            return products
         return torch.stack([torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(a, b, strict=True)])
 
     def _shape(self, steps: Tensor) -> tuple[int, int, int, int]:

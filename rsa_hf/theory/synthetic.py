@@ -35,6 +35,7 @@ NORM = 0.9
 HEADS = ("regular", "cos", "sin")
 LEARNING_RATE = 0.02
 DROP = 1e-5  # of the training loss, a step; less ends the training (paper, appendix B)
+PATIENCE = 200  # steps without a lower error on what is held out; so many more end early stopping
 WINDOW = 20  # steps over which the drop is taken, Adam's losses being no straight line
 
 
@@ -161,7 +162,7 @@ def fit(
 
     With nothing held out, the training of a segment ends when its loss falls by less than `DROP` a step, taken over
     `WINDOW` steps, as the paper has it. Else the observations before the last one are not trained on: the prediction
-    is taken where their error is lowest (early stopping).
+    is taken where their error is lowest, and training ends `PATIENCE` steps behind it (early stopping).
 
     Args:
         name: one of `MODELS`.
@@ -180,26 +181,43 @@ def fit(
     model = MODELS[name](activation)
     p = {part: start.requires_grad_() for part, start in _start(name, N, torch.Generator().manual_seed(seed)).items()}
     optimizer = torch.optim.Adam(p.values(), lr=LEARNING_RATE)
-    errors = x.new_zeros(N)
-    best = x.new_full((N,), math.inf)
-    ended = torch.zeros(N, dtype=torch.bool)
+    errors = x.new_full((N,), math.nan)
+    running = torch.arange(N)
+    best, since = x.new_full((N,), math.inf), torch.zeros(N)
     for step in range(most_steps + 1):
         # What is not trained on sees the others and is not seen by them, so that one pass serves both.
         squared = (model(x, p) - y).square().mean(2)
         loss, last = squared[:, :trained].mean(1), squared[:, -1].detach()
+        ended = torch.full_like(running, step == most_steps, dtype=torch.bool)
         if held_out:
             now = squared[:, trained:-1].mean(1).detach()
-            errors = torch.where(now < best, last, errors)
-            best = torch.minimum(best, now)
+            better = now < best
+            errors[running] = torch.where(better, last, errors[running])
+            best, since = torch.where(better, now, best), torch.where(better, 0, since + 1)
+            ended |= since >= PATIENCE
         elif step % WINDOW == 0 or step == most_steps:
             now = loss.detach()
-            ending = ~ended & ((best - now < DROP * WINDOW) | (step == most_steps))
-            errors = torch.where(ending, last, errors)
-            ended |= ending
+            ended |= best - now < DROP * WINDOW
+            errors[running[ended]] = last[ended]
             best = now
-            if bool(ended.all()):
-                break
         optimizer.zero_grad()
         loss.sum().backward()
         optimizer.step()
+        if bool(ended.any()):
+            left = ~ended
+            if not bool(left.any()):
+                break
+            running, best, since, x, y = running[left], best[left], since[left], x[left], y[left]
+            p = _continue_with(left, p, optimizer)
     return errors
+
+
+def _continue_with(left: Tensor, p: Parameters, optimizer: torch.optim.Adam) -> Parameters:
+    """The parameters and moments of the replications that train on: most end long before the last one."""
+    kept = {}
+    for name, tensor in p.items():
+        state = optimizer.state.pop(tensor)
+        kept[name] = tensor.detach()[left].requires_grad_()
+        optimizer.state[kept[name]] = {key: value[left] if value.dim() else value for key, value in state.items()}
+    optimizer.param_groups[0]["params"] = list(kept.values())
+    return kept

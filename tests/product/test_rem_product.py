@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from product.agreement import DILATION, KINDS, assert_close, dense_product, draw, values_and_gradients
 from references import double_loop, lag_weight, recurrence, relative_error
 from rsa_hf import rem_product
+from rsa_hf.product import scan
 from rsa_hf.rem import rem_matrix
 
 
@@ -36,8 +37,10 @@ def test_agrees_with_the_recurrent_network(T, causal):
 
 
 def test_agrees_with_the_recurrent_network_over_many_chunks():
-    # Long enough for the states of chunks to be chunked again (64 · 64 steps).
-    tensors = draw(4500, B=1, D=1)
+    # Long enough for the states of chunks to be chunked again (64 · 64 steps), and with enough numbers in a head for
+    # the derivatives of its rates to be summed head by head.
+    tensors = draw(4500, B=1, D=4)
+    assert scan.SHORT < 4500 * 4
     found = values_and_gradients(lambda v, r, a: rem_product(v, KINDS, r, a, DILATION), tensors)
     stepped = values_and_gradients(lambda v, r, a: recurrence(v, KINDS, r, a, DILATION, True), tensors)
     assert_close(found, stepped)
