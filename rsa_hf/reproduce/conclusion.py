@@ -61,7 +61,10 @@ def weakest(*verdicts: Verdict) -> Verdict:
 
 def undecided(comparisons: Sequence[Row], even: float) -> str:
     """A sentence that says in how many comparisons chance may have decided, and what would help; or nothing."""
-    open_ones = sum(math.isnan(row.low) or row.low < even <= row.high for row in comparisons)
+    # An infinite mean has no interval either, but is against the claim.
+    open_ones = sum(
+        not math.isinf(row.mean) and (math.isnan(row.low) or row.low < even <= row.high) for row in comparisons
+    )
     if not open_ones:
         return ""
     return (

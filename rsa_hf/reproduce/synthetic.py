@@ -10,7 +10,7 @@ from rsa_hf.plots import COLOURS, panels
 from rsa_hf.reproduce.cells import Cell, Result, Values
 from rsa_hf.reproduce.conclusion import Conclusion, judge
 from rsa_hf.reproduce.experiment import Experiment, Size
-from rsa_hf.reproduce.summary import Row, find_rows, summarise
+from rsa_hf.reproduce.summary import Row, find_rows, rated, summarise
 from rsa_hf.theory.synthetic import ACTIVATIONS, MODELS, fit, generate
 
 __all__ = ["EXPERIMENT"]
@@ -74,7 +74,7 @@ def _at_each_alpha(result: Result) -> list[Result]:
         values: Values = {
             "linear / nonlinear": linear / nonlinear,
             "rsa / nonlinear": rsa / nonlinear,
-            "rsa / linear": rsa / linear,
+            "rsa / linear": rated(rsa) / linear,
             "mspe nonlinear": nonlinear,
         }
         found.append(replace(result, cell={**result.cell, "alpha": alpha}, values=values))

@@ -192,7 +192,7 @@ def row(mean, low=math.nan, high=math.nan):
         ([row(0.5, 0.4, 0.6), row(0.9, 0.8, 1.0)], "not measurable at this size", 1),
         ([row(0.5, 0.4, 0.6), row(1.1, 0.8, 1.4)], "not measurable at this size", 1),
         ([row(0.5, 0.4, 0.6), row(1.0, 1.0, 1.0)], "not confirmed", 0),
-        ([row(0.5, 0.4, 0.6), row(math.inf)], "not confirmed", 1),
+        ([row(0.5, 0.4, 0.6), row(math.inf)], "not confirmed", 0),
         ([row(0.5)], "not measurable at this size", 1),
         ([row(1.0)], "not confirmed", 1),
     ],

@@ -8,9 +8,10 @@ import torch
 import rsa_hf.theory.synthetic as synthetic
 from rsa_hf.product import rem_product
 from rsa_hf.rem import rem_matrix
+from rsa_hf.reproduce.cells import Result
 from rsa_hf.reproduce.runner import run_experiment
 from rsa_hf.reproduce.summary import Row
-from rsa_hf.reproduce.synthetic import EXPERIMENT, conclude
+from rsa_hf.reproduce.synthetic import EXPERIMENT, conclude, summarise_ratios
 from rsa_hf.theory.synthetic import ACTIVATIONS, HEADS, fit, generate, rsa, two_layer_rnn
 
 
@@ -123,6 +124,17 @@ def row(rule, activation, mean, half):
 def test_the_verdict_follows_the_paper_s_rule(mean, half, verdict):
     rows = [row("loss", "tanh", mean, half), row("loss", "relu", 0.8, 0.1), row("early", "tanh", 0.5, 0.01)]
     assert conclude(rows).verdict == verdict
+
+
+def test_rsa_that_diverged_is_against_the_claim():
+    settings = {"activation": "tanh", "most_steps": 9}
+    results = [
+        Result({**settings, "rule": rule, "seed": seed}, {"alpha": [0.7], **errors, "rsa": [rsa]}, 1.0, "a machine")
+        for errors in [{"linear": [1.2], "nonlinear": [1.1]}]
+        for rule in ("loss", "early")
+        for seed, rsa in enumerate((0.9, 0.91, math.nan if rule == "loss" else 0.9))
+    ]
+    assert conclude(summarise_ratios(results)).verdict == "not confirmed"
 
 
 def test_it_runs_at_toy_size_and_says_the_same_again(tmp_path):
