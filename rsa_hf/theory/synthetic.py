@@ -161,8 +161,9 @@ def fit(
     """Fit one model to each segment without its last step, by Adam, and predict that step.
 
     With nothing held out, the training of a segment ends when its loss falls by less than `DROP` a step, taken over
-    `WINDOW` steps, as the paper has it. Else the observations before the last one are not trained on: the prediction
-    is taken where their error is lowest, and training ends `PATIENCE` steps behind it (early stopping).
+    `WINDOW` steps, as the paper has it; where it has risen, the prediction is that of `WINDOW` steps before, since one
+    step may lead to an RNN that is unstable. Else the observations before the last one are not trained on: the
+    prediction is taken where their error is lowest, and training ends `PATIENCE` steps behind it (early stopping).
 
     Args:
         name: one of `MODELS`.
@@ -183,7 +184,7 @@ def fit(
     optimizer = torch.optim.Adam(p.values(), lr=LEARNING_RATE)
     errors = x.new_full((N,), math.nan)
     running = torch.arange(N)
-    best, since = x.new_full((N,), math.inf), torch.zeros(N)
+    best, since, before = x.new_full((N,), math.inf), torch.zeros(N), errors
     for step in range(most_steps + 1):
         # What is not trained on sees the others and is not seen by them, so that one pass serves both.
         squared = (model(x, p) - y).square().mean(2)
@@ -197,9 +198,9 @@ def fit(
             ended |= since >= PATIENCE
         elif step % WINDOW == 0 or step == most_steps:
             now = loss.detach()
-            ended |= best - now < DROP * WINDOW
-            errors[running[ended]] = last[ended]
-            best = now
+            ended |= ~(best - now >= DROP * WINDOW)  # also where it is NaN
+            errors[running[ended]] = torch.where(now < best, last, before)[ended]
+            best, before = now, last
         optimizer.zero_grad()
         loss.sum().backward()
         optimizer.step()
@@ -207,7 +208,8 @@ def fit(
             left = ~ended
             if not bool(left.any()):
                 break
-            running, best, since, x, y = running[left], best[left], since[left], x[left], y[left]
+            running, best, since, before = running[left], best[left], since[left], before[left]
+            x, y = x[left], y[left]
             p = _continue_with(left, p, optimizer)
     return errors
 

@@ -79,6 +79,14 @@ def test_what_is_not_trained_on_is_not_seen():
     assert fit("linear", "tanh", x, y, most_steps=100).mean() < 0.9 * shut.mean()
 
 
+@pytest.mark.parametrize("held_out", [0, 5])
+def test_steps_that_led_to_an_unstable_rnn_are_taken_back(held_out, monkeypatch):
+    x, y = (part.flatten(0, 1) for part in generate("tanh", (0.5,), 4, 30, seed=0))
+    untrained = fit("linear", "tanh", x, y, most_steps=0, held_out=held_out)
+    monkeypatch.setattr(synthetic, "LEARNING_RATE", 10.0)
+    assert torch.equal(fit("linear", "tanh", x, y, most_steps=100, held_out=held_out), untrained)
+
+
 @pytest.mark.parametrize(("model", "held_out"), [("linear", 0), ("linear", 5)])
 def test_a_replication_trains_as_if_no_other_ended(model, held_out, monkeypatch):
     left = []
