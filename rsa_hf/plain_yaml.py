@@ -22,6 +22,19 @@ class _Loader(yaml.SafeLoader):
     """
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own class attribute
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        # Refused here, on the way down: PyYAML takes seconds over some thousand brackets.
+        if self.depth == MAX_DEPTH:
+            raise yaml.YAMLError(f"it is nested more than {MAX_DEPTH} deep")
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Nothing: YAML 1.2 has no merge keys, and with `!!merge` a few lines would write out any number of pairs."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = Counter(key.value for key, _ in node.value if isinstance(key.value, str))
@@ -53,8 +66,6 @@ def read_yaml(text: str) -> Any:
         # PyYAML lets through what Python says of a value that does not fit its tag, such as `!!bool x`.
         problem = f"{error}" if isinstance(error, yaml.YAMLError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"no valid YAML: {problem}") from error
-    except RecursionError as error:
-        raise ValueError("no valid YAML: it is nested too deep") from error
     _require_small(content)
     return content
 

@@ -70,6 +70,12 @@ def test_odd_yaml(text, tmp_path):
     ("text", "words"),
     [
         ("[" * 31 + "]" * 31, "nested more than 30 deep"),
+        ("a: &a [*a]", "nested more than 30 deep"),
+        ("[" * 5000, "YAML: it is nested more than 30 deep"),  # seconds, were it read to the end
+        (
+            "a: &a0 {k: 1}\n" + "".join(f"b{i}: &a{i + 1} {{!!merge <<: [{f'*a{i}, ' * 9}]}}\n" for i in range(9)),
+            "merge",
+        ),
         (f"a: &a [{'1, ' * 400}]\nb: [{'*a, ' * 400}]", "more than 100000 values"),
     ],
 )
