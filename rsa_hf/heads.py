@@ -178,7 +178,10 @@ class RSAHeads(nn.Module):
         state: list[Any] = [groups, dtype, value.device, torch.is_inference_mode_enabled()]
         for parameter in parameters:
             version = -1 if parameter.is_inference() else parameter._version
-            state += [id(parameter), parameter.data_ptr(), version]
+            # What is written through `.data` counts no version, and a text that begins with one token in a static
+            # cache does not show that it is a new one. On a GPU reading the values would wait for it.
+            values = parameter.tolist() if parameter.device.type == "cpu" else None
+            state += [id(parameter), parameter.data_ptr(), version, values]
         kept = self._kept
         if kept is None or kept[0] != state or kept[4].longest < S:
             recurrence, gate = self._in_force(groups)

@@ -106,7 +106,11 @@ def test_changed_parameters_are_noticed():
     # What bypasses the version counter is noticed with the next text, be it a single token.
     heads.nu.data.copy_(heads.nu + 0.02)
     heads(attention, value[:, :, :1], row(value[:, :, :1]))
-    assert not torch.allclose(heads(attention, value, row(value)), before)
+    changed = heads(attention, value, row(value))
+    assert not torch.allclose(changed, before)
+    # So it is where that token stands in a static cache, which goes on behind it.
+    heads.nu.data.copy_(heads.nu + 0.02)
+    assert not torch.allclose(heads(attention, value, row(value)), changed)
 
 
 def test_what_inference_mode_has_kept_goes_into_no_graph():
