@@ -24,13 +24,14 @@ def optimizer_cls_and_kwargs(
 
     Left to itself the Trainer trains RSA parameters at the pace that their `parameter_scale` gives them, and decays
     them with the weights. Here they are never decayed, and their pace can be chosen. The groups are made when the
-    Trainer makes its optimiser, of the model it trains then: also after `model_init`, and under FSDP.
+    Trainer makes its optimiser, of the model it trains and of what `args` say then: also after `model_init`, under
+    FSDP, and in each trial of `hyperparameter_search`.
 
         args = TrainingArguments("outputs", learning_rate=2e-5, weight_decay=0.01)
         Trainer(model, args, ..., optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, rsa_learning_rate=1e-3))
 
     Args:
-        args: `optim`, `optim_args`, `learning_rate`, `weight_decay` and Adam's settings are read, now.
+        args: those of the Trainer: `optim`, `optim_args`, `learning_rate`, `weight_decay`, Adam's settings.
         rsa_learning_rate: the pace of μ, η, ν and θ, as in `param_groups`.
 
     Returns:
@@ -40,6 +41,15 @@ def optimizer_cls_and_kwargs(
         ValueError: `args.optim` chooses the parameters itself, so that groups cannot be given to it, or a rate is
             not positive.
     """
+    _optimizer_of(args)
+    if rsa_learning_rate is not None and not rsa_learning_rate > 0:
+        raise ValueError(f"rsa_learning_rate={rsa_learning_rate}: a positive number is needed.")
+    # transformers declares a class, and takes a factory too.
+    return cast("type[Optimizer]", _factory), {"args": args, "rsa_learning_rate": rsa_learning_rate}
+
+
+def _optimizer_of(args: TrainingArguments) -> tuple[type[Optimizer], dict[str, Any]]:
+    """The class that `args` choose, and its arguments; see `optimizer_cls_and_kwargs` for what is refused."""
     cls, keywords = Trainer.get_optimizer_cls_and_kwargs(args)
     is_class = isinstance(cls, type) and issubclass(cls, Optimizer)
     # The Trainer keeps embeddings out of bitsandbytes' 8 bits by the class, which it does not see behind a factory.
@@ -50,25 +60,15 @@ def optimizer_cls_and_kwargs(
             "such as 'adamw_torch', or leave optimizer_cls_and_kwargs out: RSA parameters then learn at "
             "parameter_scale times the learning rate."
         )
-    if rsa_learning_rate is not None and not rsa_learning_rate > 0:
-        raise ValueError(f"rsa_learning_rate={rsa_learning_rate}: a positive number is needed.")
-    rates = {"weight_decay": args.weight_decay, "rsa_learning_rate": rsa_learning_rate}
-    # transformers declares a class, and takes a factory too.
-    return cast("type[Optimizer]", _factory), {"optimizer_cls": cls, **rates, **keywords}
+    return cls, keywords
 
 
 def _factory() -> Callable[..., Optimizer]:
     return _make
 
 
-def _make(
-    model: nn.Module,
-    *,
-    optimizer_cls: type[Optimizer],
-    weight_decay: float,
-    rsa_learning_rate: float | None,
-    lr: float,
-    **keywords: Any,
-) -> Optimizer:
+def _make(model: nn.Module, *, args: TrainingArguments, rsa_learning_rate: float | None) -> Optimizer:
     # Callables like this one are called anew for every optimiser; nothing that was given is changed.
-    return optimizer_cls(param_groups(model, lr, weight_decay, rsa_learning_rate), lr=lr, **keywords)  # type: ignore[call-arg]
+    cls, keywords = _optimizer_of(args)
+    groups = param_groups(model, keywords["lr"], args.weight_decay, rsa_learning_rate)
+    return cls(groups, **keywords)

@@ -109,6 +109,26 @@ def test_every_trainer_gets_groups_of_its_own_model(tmp_path):
     assert given[1] == kept
 
 
+def test_each_trial_of_a_search_learns_at_its_own_rate(tmp_path):
+    args = arguments(tmp_path, max_steps=1, eval_strategy="no")
+    keywords = optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3)
+    trainer = Trainer(
+        None, args, train_dataset=rows(), eval_dataset=rows(), model_init=gpt2, optimizer_cls_and_kwargs=keywords
+    )
+    tried = []
+
+    def note(metrics):
+        tried.append([(g["initial_lr"], g["weight_decay"]) for g in trainer.optimizer.param_groups])
+        return 0.0
+
+    def space(trial):
+        return {"learning_rate": 1e-3 * (trial.number + 1), "weight_decay": 0.1 * (trial.number + 1)}
+
+    trainer.hyperparameter_search(space, note, n_trials=2, backend="optuna")
+    rsa = (pytest.approx(0.3 / 20), 0.0)
+    assert tried == [[(1e-3, 0.1), (1e-3, 0.0), rsa], [(2e-3, 0.2), (2e-3, 0.0), rsa]]
+
+
 def test_the_optimiser_is_the_one_of_the_arguments(tmp_path):
     args = arguments(tmp_path, optim="sgd", max_steps=1, learning_rate=0.5)
     trainer = trained(args, gpt2(), optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args))
