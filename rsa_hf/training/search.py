@@ -39,7 +39,7 @@ def head_plan_space(
     is drawn is called as the fields of `RSAConfig`, so that the best run of a search is a plan:
 
         def model_init(trial):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config))  # or the next trial's has this one's plan
             return model if trial is None else patch_model(model, head_plan_space(trial, config.num_attention_heads))
 
         trainer = Trainer(model_init=model_init, args=args, train_dataset=train, eval_dataset=validation)

@@ -1,14 +1,17 @@
 """Head plans are drawn within the constraints, all of them and no others; a search goes on where it was broken off."""
 
+import copy
 import itertools
+import textwrap
 from types import SimpleNamespace
 
 import optuna
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, GPT2Config, Trainer, TrainingArguments
 
-from rsa_hf import RSAConfig
+from rsa_hf import RSAConfig, patch_model
 from rsa_hf.training.search import head_plan_space, search_head_plans
 
 
@@ -95,6 +98,25 @@ def test_draws_that_ignore_each_other_would_be_noticed():
 def test_what_cannot_be_searched(num_heads, dilations):
     with pytest.raises(ValueError, match=r"choose a whole number"):
         head_plan_space(Drawn(lambda low, high: low), num_heads, dilations)
+
+
+def test_the_example_searches_more_than_one_plan(tmp_path):
+    """As it stands in the docstring, but for the sizes."""
+    example = head_plan_space.__doc__.split("is a plan:\n")[1].split("Args:")[0]
+    names = {
+        "copy": copy,
+        "AutoModelForCausalLM": AutoModelForCausalLM,
+        "Trainer": Trainer,
+        "patch_model": patch_model,
+        "RSAConfig": RSAConfig,
+        "head_plan_space": head_plan_space,
+        "config": GPT2Config(n_layer=1, n_embd=8, n_head=4, n_positions=8, vocab_size=16),
+        "args": TrainingArguments(str(tmp_path), max_steps=1, save_strategy="no", report_to="none", use_cpu=True),
+        "train": (rows := [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 2),
+        "validation": rows,
+    }
+    exec(textwrap.dedent(example).replace("n_trials=30", "n_trials=3"), names)
+    assert isinstance(names["plan"], RSAConfig)
 
 
 class Searching:
