@@ -173,7 +173,9 @@ class RSAHeads(nn.Module):
     def _tables(self, value: Tensor, groups: int, dtype: torch.dtype) -> tuple[Recurrence, Tensor, LagTable]:
         """What is in force, gates as [R, 1], and the weights of its lags."""
         S = value.shape[2]
-        parameters = [parameter for parameter in self._parameters.values() if parameter is not None]
+        # (Under torch's parametrize they are in a child: there is none else, and to look for one takes long.)
+        own = self.parameters() if self._modules else self._parameters.values()
+        parameters = [parameter for parameter in own if parameter is not None]
         # What is made under inference_mode cannot be a part of a graph later.
         state: list[Any] = [groups, dtype, value.device, torch.is_inference_mode_enabled()]
         for parameter in parameters:

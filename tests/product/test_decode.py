@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from product.agreement import DILATION, KINDS, dense_product, draw
@@ -111,6 +112,15 @@ def test_changed_parameters_are_noticed():
     # So it is where that token stands in a static cache, which goes on behind it.
     heads.nu.data.copy_(heads.nu + 0.02)
     assert not torch.allclose(heads(attention, value, row(value)), changed)
+
+
+@torch.no_grad()
+def test_changed_parameters_behind_a_parametrization_are_noticed():
+    heads, attention, value = layer()
+    parametrize.register_parametrization(heads, "mu", torch.nn.Hardtanh(-0.1, 0.1))
+    before = heads(attention, value, row(value))
+    heads.parametrizations.mu.original.add_(0.02)
+    assert not torch.allclose(heads(attention, value, row(value)), before)
 
 
 def test_what_inference_mode_has_kept_goes_into_no_graph():
