@@ -72,11 +72,11 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
         return Conclusion("not measurable at this size", "There is one seed, which gives no interval.")
     parity = find_rows(rows, LONGER, language="parity", arm=DIFFERENCE)
     each = [row for row in find_rows(rows, LONGER, arm=DIFFERENCE) if row.settings["language"] != ALL]
-    better, better_on_parity = overall.low > 0, bool(parity) and parity[0].low > 0
+    beyond_chance, better_on_parity = not overall.low <= 0 <= overall.high, bool(parity) and parity[0].low > 0
     sentence = (
         f"Beyond the lengths trained on, RSA gets {100 * overall.mean:+.1f} percentage points "
         f"({100 * overall.low:+.1f} … {100 * overall.high:+.1f}) more strings entirely right than the same "
-        f"Transformer, as the mean of {len(each)} languages, which is {'' if better else 'not '}beyond chance; "
+        f"Transformer, as the mean of {len(each)} languages, which is {'' if beyond_chance else 'not '}beyond chance; "
         + (f"on Parity it is {'' if better_on_parity else 'not '}better." if parity else "Parity has not been run.")
     )
     findings = [_of_language(rows, str(row.settings["language"])) for row in each]
