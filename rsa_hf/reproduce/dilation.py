@@ -14,7 +14,7 @@ from torch import Tensor
 from rsa_hf.plots import COLOURS, panels
 from rsa_hf.reproduce.byte_models import read_corpus
 from rsa_hf.reproduce.cells import Cell, Result, Values
-from rsa_hf.reproduce.conclusion import Conclusion
+from rsa_hf.reproduce.conclusion import Conclusion, Verdict
 from rsa_hf.reproduce.experiment import Experiment, Size
 from rsa_hf.reproduce.forecasting.series import load_series
 from rsa_hf.reproduce.summary import Row, find_rows
@@ -128,11 +128,14 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
             findings.append(f"the recurrence plot of {source} suggests {_d(row.mean)}: {why}")
     first = [row for row in agree if row.settings["source"] == agree[0].settings["source"]]
     right, count = sum(round(row.mean * row.seeds) for row in first), sum(row.seeds for row in first)
-    sentence = (
-        f"{first[0].settings['source']} suggests its day as d in {right} of {count} cases: as a whole, and piece by "
-        "piece."
-    )
-    return Conclusion("confirmed" if right == count else "not confirmed", sentence, tuple(findings))
+    sentence = f"{first[0].settings['source']} suggests its day as d in {right} of {count} cases: as a whole"
+    if count == 1:
+        sentence += " alone. It was not looked at piece by piece, for which more than one seed is needed."
+        verdict: Verdict = "not measurable at this size" if right else "not confirmed"
+    else:
+        sentence += ", and piece by piece."
+        verdict = "confirmed" if right == count else "not confirmed"
+    return Conclusion(verdict, sentence, tuple(findings))
 
 
 def _d(mean: float) -> str:

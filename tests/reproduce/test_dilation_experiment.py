@@ -92,3 +92,12 @@ def test_one_piece_that_disagrees_is_not_confirmed(toy):
     ]
     conclusion = EXPERIMENT.conclude(EXPERIMENT.summarise(found))
     assert conclusion.verdict == "not confirmed" and "1 of 2 pieces" in conclusion.findings[0]
+
+
+def test_without_pieces_nothing_is_said_of_them(toy):
+    whole = [r for r in read_results(toy[0]).values() if r.cell["source"] == "seasonal-24" and r.cell["pieces"] == 1]
+    found = EXPERIMENT.conclude(EXPERIMENT.summarise(whole))
+    assert found.verdict == "not measurable at this size"
+    assert found.sentence.startswith("seasonal-24 suggests its day as d in 1 of 1 cases: as a whole alone. ")
+    wrong = [Result(result.cell, {**result.values, "as expected": 0.0}, 1.0, "none") for result in whole]
+    assert EXPERIMENT.conclude(EXPERIMENT.summarise(wrong)).verdict == "not confirmed"
