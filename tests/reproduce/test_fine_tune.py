@@ -155,7 +155,9 @@ def test_the_verdict_can_go_either_way():
     assert concluded(*PLAIN_RUNS, *default(-0.1, -0.11, -0.12)).verdict == "not confirmed"
     assert concluded(*PLAIN_RUNS, *default(0.0, 0.0, 0.0)).verdict == "not confirmed"
     assert concluded(*PLAIN_RUNS, *default(0.1, -0.1, 0.1)).verdict == "not measurable at this size"
-    assert concluded(PLAIN_RUNS[0], default(0.1)[0]).verdict == "not measurable at this size"
+    single = concluded(PLAIN_RUNS[0], default(0.1)[0])
+    assert single.verdict == "not measurable at this size"
+    assert single.findings[0].endswith("1,000 tokens: +0.100 (one seed) bits per byte")
 
 
 def test_gates_that_do_as_well_without_recurrence_confirm_nothing():

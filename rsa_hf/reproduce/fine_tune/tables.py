@@ -13,7 +13,7 @@ from rsa_hf.reproduce.cells import Result, Setting
 from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
 from rsa_hf.reproduce.fine_tune.arms import ARMS, DEFAULT, PLAIN
 from rsa_hf.reproduce.fine_tune.grid import COMPARISONS
-from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, interval
+from rsa_hf.reproduce.summary import Row, at_best_rate, find_rows, in_words, interval
 
 __all__ = ["GAIN", "SETTING", "by_validation", "conclude", "summarise"]
 
@@ -132,7 +132,8 @@ def _place(row: Row) -> str:
 
 def _in_words(rows: Sequence[Row], row: Row) -> str:
     unit, factor = UNITS[_measure(rows, row)]
-    return f"{factor * row.mean:+.3f} ({factor * row.low:+.3f} … {factor * row.high:+.3f}) {unit}"
+    scaled = replace(row, mean=factor * row.mean, low=factor * row.low, high=factor * row.high)
+    return f"{in_words(scaled, '+.3f')} {unit}"
 
 
 def _measure(rows: Sequence[Row], row: Row) -> str:
