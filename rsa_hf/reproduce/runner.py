@@ -93,7 +93,7 @@ def run_experiment(
     results = results_of_all_seeds(cells, kept, score)
     rows = experiment.summarise(results)
     if not rows:
-        raise RequestError(f"{folder}: what has run makes no comparison yet; run the other arms too, plain and rsa.")
+        raise RequestError(f"{folder}: what has run makes no comparison yet; run the other arms too.")
     conclusion = experiment.conclude(rows)
     _write(folder / "table.csv", _csv(rows))
     _write(folder / "table.md", _markdown(rows))

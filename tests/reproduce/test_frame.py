@@ -257,7 +257,7 @@ def test_a_part_is_run_alone_and_shown_as_one(counted, tmp_path):
     assert "* Not measured: model large\n" in page
     run_experiment(several, "quick", tmp_path, only={"model": ["large"], "arm": ["rsa"]}, progress=False)
     assert "**Confirmed (9 of 12 cells run)**" in write_page(tmp_path).read_text()
-    with pytest.raises(RequestError, match="makes no comparison yet"):
+    with pytest.raises(RequestError, match="makes no comparison yet; run the other arms too\\.$"):
         run_experiment(replace(several, summarise=lambda results: []), "full", tmp_path, progress=False)
     ran.clear()
     run_experiment(several, "quick", tmp_path, progress=False)
