@@ -20,7 +20,7 @@ from rsa_hf.tasks.language_modeling import (
     prepare_language_modeling,
 )
 from rsa_hf.training.arguments import read_run_config
-from rsa_hf.training.run import load_model, require_tokens_known
+from rsa_hf.training.run import load_model, require_positions_known, require_tokens_known
 from rsa_hf.training.search import FoundPlan, head_plan_space, search_head_plans
 from rsa_hf.training.settings import RunConfig
 
@@ -102,6 +102,8 @@ def search(
     )
     plain = load_model(AutoModelForCausalLM, config.model, None)
     require_tokens_known(plain, text.vocab_size)
+    require_positions_known(plain, "data.block_size", config.data.block_size)
+    require_positions_known(plain, "data.eval_block_size", config.data.evaluation_block_size)
     num_heads = heads_per_layer(plain)
     base = replace(
         config.rsa or RSAConfig(),

@@ -20,7 +20,13 @@ from rsa_hf.tasks.perplexity import evaluate_language_model, set_memory
 from rsa_hf.tasks.segments import EvaluationSegments
 from rsa_hf.training.arguments import read_run_config
 from rsa_hf.training.loop import train
-from rsa_hf.training.run import launched_accelerator, load_model, report_results, require_tokens_known
+from rsa_hf.training.run import (
+    launched_accelerator,
+    load_model,
+    report_results,
+    require_positions_known,
+    require_tokens_known,
+)
 
 __all__ = ["evaluate", "main"]
 
@@ -48,6 +54,8 @@ def main(arguments: Sequence[str]) -> None:
         text = prepare_language_modeling(config.data, tokenizer, num_tracks=rows)
         model = load_model(AutoModelForCausalLM, config.model, config.rsa)
     require_tokens_known(model, text.vocab_size)
+    require_positions_known(model, "data.block_size", config.data.block_size)
+    require_positions_known(model, "data.eval_block_size", config.data.evaluation_block_size)
     with set_memory(model, config.data.eval_memory):
         pass  # a mistake should show now, not at the first evaluation
 
@@ -100,6 +108,8 @@ def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float
     model = AutoModelForCausalLM.from_pretrained(locate(name))
     text = prepare_language_modeling(config.data, tokenizer)
     require_tokens_known(model, text.vocab_size)
+    setting = "data.block_size" if config.data.eval_block_size is None else "data.eval_block_size"
+    require_positions_known(model, setting, config.data.evaluation_block_size)
     blocks = {"validation": text.validation, "test": text.test}.get(split)
     if blocks is None:
         raise ValueError(f"the data has no split {split!r} to score a model on.")

@@ -33,6 +33,7 @@ __all__ = [
     "load_model",
     "predict_logits",
     "report_results",
+    "require_positions_known",
     "require_tokens_known",
     "script_errors",
 ]
@@ -123,6 +124,29 @@ def require_tokens_known(model: PreTrainedModel, num_tokens: int) -> None:
             f"the tokenizer has {num_tokens} tokens, the model {known}. Give the model's own tokenizer as "
             "model.tokenizer, or set config_overrides.vocab_size of a model from scratch."
         )
+
+
+def require_positions_known(model: PreTrainedModel, setting: str, num_tokens: int) -> None:
+    """Check that a model with a table of positions has one for each token of an input.
+
+    Rotary and relative positions have no end, whatever their config calls the longest input.
+
+    Args:
+        model: the model.
+        setting: what says how long an input is, for the message.
+        num_tokens: the longest input.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is None or num_tokens <= most:
+        return
+    tokens = model.get_input_embeddings()
+    tables = [each for each in model.modules() if isinstance(each, torch.nn.Embedding) and each is not tokens]
+    # OPT and its kin have two rows more.
+    if any(most <= table.num_embeddings <= most + 2 for table in tables):
+        raise ValueError(f"{setting}={num_tokens}: this model takes at most {most} tokens.")
 
 
 @torch.no_grad()

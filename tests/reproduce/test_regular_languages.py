@@ -174,7 +174,9 @@ def test_the_verdict_can_go_either_way():
     worse = conclude(
         summarise(results({("parity", "rsa", 0.01): bad, ("parity", "transformer", 0.01): [(1.0, 0.9, 0.9)] * 2}))
     )
-    assert worse.verdict == "not confirmed" and "which is beyond chance" in worse.sentence and "-85.0" in worse.sentence
+    assert (
+        worse.verdict == "not confirmed" and "which is beyond chance" in worse.sentence and "-85.0" in worse.sentence
+    )
     assert verdict(aa=good[:1], parity=good[:1]).verdict == "not measurable at this size"
     # Where chance may have decided it is neither.
     by_chance = verdict(aa=good, parity=[(1.0, 0.9, 0.9), (1.0, 0.0, 0.1)])

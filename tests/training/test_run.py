@@ -5,7 +5,13 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, BertForMaskedLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForMaskedLM,
+)
 
 from rsa_hf import RSAConfig, is_patched
 from rsa_hf.tasks.texts import LanguageModelingDataConfig
@@ -14,6 +20,7 @@ from rsa_hf.training.run import (
     load_model,
     predict_logits,
     report_results,
+    require_positions_known,
     require_tokens_known,
     script_errors,
 )
@@ -137,6 +144,26 @@ def test_a_tokenizer_that_is_too_large(saved):
     require_tokens_known(model, 64)
     with pytest.raises(ValueError, match="the tokenizer has 65 tokens, the model 64"):
         require_tokens_known(model, 65)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "has_a_table"), [("gpt2", True), ("opt", True), ("bert", True), ("llama", False), ("bloom", False)]
+)
+def test_inputs_longer_than_the_table_of_positions(model_type, has_a_table):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    more = {"word_embed_proj_dim": 16, "is_decoder": True, "max_position_embeddings": 32}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes, **more)).eval()
+    ids = torch.ones(1, 33, dtype=torch.long)
+    require_positions_known(model, "data.block_size", 32)
+    model(ids[:, :32])
+    if not has_a_table:
+        require_positions_known(model, "data.block_size", 33)
+        model(ids)
+        return
+    with pytest.raises(ValueError, match=r"data\.block_size=33: this model takes at most 32 tokens\."):
+        require_positions_known(model, "data.block_size", 33)
+    with pytest.raises((IndexError, RuntimeError)):
+        model(ids)
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), OSError("no"), TrainingDivergedError("no")])

@@ -268,6 +268,8 @@ def test_defect_detection_with_a_decoder_that_has_no_padding_token(tmp_path, run
 
 # --- mistakes -------------------------------------------------------------------------------------------------
 
+SHORT_GPT2 = "{vocab_size: 256, n_embd: 16, n_layer: 1, n_head: 8, n_positions: 8}"
+
 
 @pytest.mark.parametrize(
     ("task", "arguments", "words"),
@@ -277,6 +279,7 @@ def test_defect_detection_with_a_decoder_that_has_no_padding_token(tmp_path, run
         ("lm", ["--files.train", "absent.txt"], "absent.txt is not a file"),
         ("lm", ["--tokenizer", "null"], "model.tokenizer=None"),
         ("lm", ["--config_overrides.vocab_size", "100"], "the tokenizer has 256 tokens, the model 100."),
+        ("lm", ["--model_type", "gpt2", "--config_overrides", SHORT_GPT2], "data.block_size="),
         ("lm", ["--carry_memory", "true"], "a LlamaForCausalLM carries nothing from segment to segment"),
         ("lm", ["--eval_memory.mem_len", "9"], "data: eval_memory is {'mem_len': 9} but carry_memory is False"),
         (
