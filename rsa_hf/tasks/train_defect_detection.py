@@ -56,9 +56,7 @@ def main(arguments: Sequence[str]) -> None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id
     require_tokens_known(model, len(tokenizer))
-    longest = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", sys.maxsize))
-    if config.data.max_length > longest:
-        raise ValueError(f"data.max_length={config.data.max_length}: this model takes at most {longest} tokens.")
+    _require_room(model, tokenizer, config.data.max_length)
     if "validation" not in splits:
         raise ValueError("the data has no validation split, by which the best model is chosen. Give one.")
     if accelerator.is_main_process:
@@ -120,7 +118,14 @@ def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float
         tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id
     require_tokens_known(model, len(tokenizer))
+    _require_room(model, tokenizer, config.data.max_length)
     return _scorer({split: splits[split]}, tokenizer, config.data, config.training.eval_batch_size)(model, split)
+
+
+def _require_room(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+    longest = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", sys.maxsize))
+    if max_length > longest:
+        raise ValueError(f"data.max_length={max_length}: this model takes at most {longest} tokens.")
 
 
 def _inputs(rows: datasets.Dataset) -> list[dict[str, Any]]:

@@ -333,6 +333,8 @@ def test_a_decoder_is_scored_whatever_it_says_of_padding(tmp_path, defect_detect
         settings += ["--eval_batch_size", str(batch_size)]
         scores.append(train_defect_detection.evaluate(str(tmp_path / "decoder"), "test", settings))
     assert scores[0] == scores[1] == scores[2]
+    with pytest.raises(ValueError, match=r"data\.max_length=64: this model takes at most 32 tokens\."):
+        train_defect_detection.evaluate(str(tmp_path / "decoder"), "test", [*settings, "--max_length", "64"])
 
 
 def test_runs_that_are_compared_have_the_same_settings(tmp_path):
