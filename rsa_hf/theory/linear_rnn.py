@@ -73,7 +73,8 @@ class LinearRNNHeads:
     identity: Tensor
 
     def hidden_states(self, x: Tensor) -> Tensor:
-        """The hidden states for inputs [B, T, m], from the heads alone: [B, T, n]."""
+        """The hidden states for inputs [B, T, m] of any dtype, from the heads alone: [B, T, n], in theirs, float64."""
+        x = x.to(self.identity.dtype)
         own = x @ self.identity.T
         if not self.kinds:
             return own

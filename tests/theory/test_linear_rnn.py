@@ -39,6 +39,14 @@ def test_a_random_rnn_is_its_heads(radius, dilation):
     assert worst(heads, 0.98 * W_h, W_x, dilation) > 1e-4
 
 
+def test_inputs_and_weights_in_float32():
+    W_h, W_x = (weights.float() for weights in draw(8, 0.9))
+    x = torch.randn(2, 30, 5)
+    found = linear_rnn_to_heads(W_h, W_x).hidden_states(x)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found.float(), linear_rnn(x, W_h, W_x), rtol=1e-4, atol=1e-4)
+
+
 def test_a_trained_rnn_is_its_heads():
     torch.manual_seed(0)
     W_h, W_x = (tensor.requires_grad_() for tensor in draw(16, 0.5))
