@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from tqdm import tqdm
 
 from rsa_hf.reproduce.cells import Cell, Result
@@ -32,6 +33,7 @@ __all__ = ["FOLDER", "RequestError", "read_results", "run_experiment"]
 
 FOLDER = Path("results") / "reproduce"
 KEPT = "cells.jsonl"
+LOCK = ".lock"  # of the cells, while they are read and written
 
 
 class RequestError(ValueError):
@@ -85,9 +87,10 @@ def run_experiment(
         # What came of a search of learning rates says what there is left to run.
         while left := {key: cell for key, cell in cells_to_run(chosen, kept, score).items() if key not in kept}:
             for key, result in run_cells(experiment.run_cell, left, workers):
-                # Another process may have run other cells meanwhile, of another part for instance.
-                kept = {**read_results(folder), **kept, key: result}
-                _write(folder / KEPT, "".join(_line(key, result) for key, result in kept.items()))
+                # Another process may have run other cells meanwhile, of another part for instance, and write now.
+                with FileLock(folder / LOCK):
+                    kept = {**read_results(folder), **kept, key: result}
+                    _write(folder / KEPT, "".join(_line(key, result) for key, result in kept.items()))
                 bar.set_postfix_str(f"done: {_words(result.cell)}", refresh=False)
                 bar.update()
     results = results_of_all_seeds(cells, kept, score)

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import statistics
+import threading
 import time
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ import torch
 
 from rsa_hf import cli
 from rsa_hf.plots import panels
+from rsa_hf.reproduce import runner
 from rsa_hf.reproduce.cells import Result
 from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
 from rsa_hf.reproduce.experiment import EXPERIMENTS, Experiment, cell_key, find_experiment
@@ -57,7 +59,7 @@ def test_a_run_writes_everything(counted, tmp_path):
     experiment, ran = counted
     conclusion = run_experiment(experiment, "toy", tmp_path, progress=False)
     folder = tmp_path / FOLDER / NAME / "toy"
-    assert {path.name for path in folder.iterdir()} == {
+    assert {path.name for path in folder.iterdir()} - {".lock"} == {
         *("cells.jsonl", "table.csv", "table.md", "figure.png", "conclusion.json", "configuration.json")
     }
     assert conclusion.verdict == "confirmed" and len(ran) == 6
@@ -240,6 +242,32 @@ def test_the_page_shows_what_was_measured_and_what_was_not(counted, tmp_path):
     assert "**Confirmed**: 1.10 | 2.10" in page and "**Not confirmed**: 2.00 | 1.00" in page
     assert f"| [{NAME}](#{NAME}) | confirmed | not measured |" in page
     assert f"**Not measured**; `rsa-hf reproduce {NAME} --full` measures it." in page
+
+
+def test_parts_that_run_at_the_same_time_lose_no_cell(counted, tmp_path, monkeypatch):
+    experiment, _ = counted
+    parts = replace(
+        experiment, parts=("arm",), conclude=lambda rows: Conclusion("confirmed", "."), draw=lambda *_: None
+    )
+    write = runner._write
+
+    def slowly(path, text):
+        time.sleep(0.02)  # for the other one to read what is there before this
+        if path.name == "cells.jsonl":  # the rest is each one's own
+            write(path, text)
+
+    monkeypatch.setattr(runner, "_write", slowly)
+    runs = [
+        threading.Thread(
+            target=run_experiment, args=(parts, "quick", tmp_path), kwargs={"only": {"arm": [arm]}, "progress": False}
+        )
+        for arm in ("rsa", "plain")
+    ]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    assert len(read_results(tmp_path / FOLDER / NAME / "quick")) == len(parts.cells("quick", parts.seeds["quick"]))
 
 
 def test_a_part_is_run_alone_and_shown_as_one(counted, tmp_path):
