@@ -180,7 +180,7 @@ def init_from_linear_rnn(heads: RSAHeads, W_h: Tensor, *, dilated: bool = False)
         ValueError: W_h is not stable or has no basis of eigenvectors, or the layer has none of those heads.
     """
     plan, scale = heads.plan, heads.plan.parameter_scale
-    found = linear_rnn_to_heads(W_h, torch.eye(len(W_h)))
+    found = linear_rnn_to_heads(W_h, torch.eye(len(W_h), device=W_h.device))
     undilated = (plan.num_regular, plan.num_cyclical_pairs)
     regular, pairs = (plan.num_dilated_regular, plan.num_dilated_cyclical_pairs) if dilated else undilated
     if not regular + pairs:
