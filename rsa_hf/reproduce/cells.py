@@ -24,12 +24,14 @@ class Result:
         values: what `run_cell` returned.
         seconds: wall time.
         machine: what it ran on, in words.
+        versions: of the packages that its figures depend on.
     """
 
     cell: Cell
     values: Values
     seconds: float
     machine: str
+    versions: Mapping[str, str]
 
     def number(self, name: str) -> float:
         """A value that is one number.

@@ -13,7 +13,7 @@ import transformers
 
 from rsa_hf.arming import arm
 from rsa_hf.reproduce.cells import Cell, Result, Values
-from rsa_hf.reproduce.machine import machine
+from rsa_hf.reproduce.machine import machine, versions
 
 __all__ = ["Workers", "default_jobs", "run_cells"]
 
@@ -102,4 +102,4 @@ def _begin(threads: int) -> None:
 def _run(run_cell: RunCell, cell: Cell) -> Result:
     start = time.perf_counter()
     values = run_cell(cell)
-    return Result(cell, values, time.perf_counter() - start, machine())
+    return Result(cell, values, time.perf_counter() - start, machine(), versions())

@@ -24,7 +24,6 @@ from tqdm import tqdm
 from rsa_hf.reproduce.cells import Cell, Result
 from rsa_hf.reproduce.conclusion import Conclusion
 from rsa_hf.reproduce.experiment import Experiment, Size, cell_key
-from rsa_hf.reproduce.machine import versions
 from rsa_hf.reproduce.processes import Workers, run_cells
 from rsa_hf.reproduce.rate_search import cells_to_run, number_of_runs, results_of_all_seeds
 from rsa_hf.reproduce.summary import Row
@@ -113,7 +112,8 @@ def run_experiment(
         "command": _command(experiment, size, seeds, cells.values(), shown),
         "seconds": round(sum(result.seconds for result in results), 1),
         "machines": sorted({result.machine for result in results}),
-        "versions": versions(),
+        # Those that its cells ran with: more than one, where a run was gone on with after an upgrade.
+        "versions": [dict(each) for each in dict.fromkeys(tuple(result.versions.items()) for result in results)],
         "cells": [dict(cell) for cell in shown],
         "meanings": experiment.meanings(shown),
         "planned": number_of_runs(cells, score),

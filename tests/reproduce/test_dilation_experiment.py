@@ -46,7 +46,7 @@ def test_a_text_that_never_falls_to_chance_says_so(toy):
 
     def said(**values):
         kept = {k: v for k, v in text.values.items() if k not in ("first zero crossing", "highest peak behind it")}
-        changed = Result(text.cell, {**kept, "suggested d": 0.0, **values}, 1.0, "none")
+        changed = Result(text.cell, {**kept, "suggested d": 0.0, **values}, 1.0, "none", {})
         return EXPERIMENT.conclude(EXPERIMENT.summarise([*series, changed])).findings[-1]
 
     assert said().endswith("no d: every diagonal is denser than chance, so none stands out")
@@ -86,6 +86,7 @@ def test_one_piece_that_disagrees_is_not_confirmed(toy):
             else result.values,
             1.0,
             "none",
+            {},
         )
         for result in read_results(toy[0]).values()
         if result.cell["source"] == "seasonal-24"
@@ -99,5 +100,5 @@ def test_without_pieces_nothing_is_said_of_them(toy):
     found = EXPERIMENT.conclude(EXPERIMENT.summarise(whole))
     assert found.verdict == "not measurable at this size"
     assert found.sentence.startswith("seasonal-24 suggests its day as d in 1 of 1 cases: as a whole alone. ")
-    wrong = [Result(result.cell, {**result.values, "as expected": 0.0}, 1.0, "none") for result in whole]
+    wrong = [Result(result.cell, {**result.values, "as expected": 0.0}, 1.0, "none", {}) for result in whole]
     assert EXPERIMENT.conclude(EXPERIMENT.summarise(wrong)).verdict == "not confirmed"

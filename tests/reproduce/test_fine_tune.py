@@ -128,7 +128,7 @@ def result(arm, test, seed, *, validation=None, rate=1e-3, share=0.1, task="c", 
     cell |= {"steps": 10, "batch": 4, "length": 25}
     scores = {measure: test, "validation": test if validation is None else validation, "validation scores": [1.0]}
     scores["before training"] = 3.0 if arm == PLAIN else 3.25
-    return Result(cell, scores, 1.0, "none")
+    return Result(cell, scores, 1.0, "none", {})
 
 
 def concluded(*results):

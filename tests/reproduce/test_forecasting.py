@@ -236,6 +236,7 @@ def results(errors, rates=None):
             },
             1.0,
             "none",
+            {},
         )
         for arm, runs in errors.items()
         for rate, valid, seeds in runs

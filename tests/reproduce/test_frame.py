@@ -15,7 +15,7 @@ import torch
 
 from rsa_hf import cli
 from rsa_hf.plots import panels
-from rsa_hf.reproduce import runner
+from rsa_hf.reproduce import processes, runner
 from rsa_hf.reproduce.cells import Result
 from rsa_hf.reproduce.conclusion import Conclusion, judge, undecided
 from rsa_hf.reproduce.experiment import EXPERIMENTS, Experiment, cell_key, find_experiment
@@ -90,6 +90,16 @@ def test_a_run_that_was_broken_off_goes_on(counted, tmp_path):
     # What a cell means has changed: all are run again.
     run_experiment(replace(experiment, revision=2), "toy", tmp_path, progress=False)
     assert len(ran) == 14
+
+
+def test_versions_are_those_that_the_cells_ran_with(counted, tmp_path, monkeypatch):
+    experiment, _ = counted
+    named = []
+    for torch_version, seeds in (("2.13", 2), ("2.14", 3), ("2.15", 3)):  # with the last one, no cell
+        monkeypatch.setattr(processes, "versions", lambda torch_version=torch_version: {"torch": torch_version})
+        run_experiment(experiment, "toy", tmp_path, seeds=seeds, progress=False)
+        named.append(json.loads((tmp_path / FOLDER / NAME / "toy" / "configuration.json").read_text())["versions"])
+    assert named == [[{"torch": "2.13"}], *[[{"torch": "2.13"}, {"torch": "2.14"}]] * 2]
 
 
 def test_what_another_process_has_run_meanwhile_is_kept(counted, tmp_path):
@@ -209,7 +219,7 @@ def test_the_rule_by_which_intervals_make_a_verdict(rows, verdict, open_ones):
 
 def test_rows_are_of_cells_that_differ_in_their_seed_alone():
     results = [
-        Result({"arm": arm, "length": n, "seed": seed}, {"loss": n + seed, "curve": [1.0]}, 1.0, "m")
+        Result({"arm": arm, "length": n, "seed": seed}, {"loss": n + seed, "curve": [1.0]}, 1.0, "m", {})
         for arm in ("rsa", "plain")
         for n in (1, 2)
         for seed in (0, 1)

@@ -79,7 +79,7 @@ def result(score, arm="rsa", seed=0, rate=1e-2, validation=None, architecture="t
     values = {"validation": score if validation is None else validation, "test": score, "parameters": 1.0}
     if arm == "rsa":
         values["time of a step / plain"] = 1.5
-    return Result({**cell, "learning_rate": rate, "seed": seed}, values, 1.0, "here")
+    return Result({**cell, "learning_rate": rate, "seed": seed}, values, 1.0, "here", {})
 
 
 def concluded(*results):
@@ -133,7 +133,7 @@ def test_a_rem_of_zeros_is_not_confirmed(monkeypatch):
     cells = [cell for cell in EXPERIMENT.cells("toy", 1) if cell["architecture"] == "transformer-xl"]
     mix = RSAHeads.forward
     monkeypatch.setattr(RSAHeads, "forward", lambda self, a, value, g: mix(self, a, torch.zeros_like(value), g))
-    rows = EXPERIMENT.summarise([Result(cell, EXPERIMENT.run_cell(cell), 1.0, "here") for cell in cells])
+    rows = EXPERIMENT.summarise([Result(cell, EXPERIMENT.run_cell(cell), 1.0, "here", {}) for cell in cells])
     [difference] = [row for row in rows if row.measure == "rsa − no recurrence"]
     assert abs(difference.mean) < 1e-3  # they are the same but for rounding
     assert EXPERIMENT.conclude(rows).verdict == "not confirmed"

@@ -144,6 +144,7 @@ def results(shares, rates=(0.01,)):
             {**dict(zip(BINS, found, strict=True)), "loss": rate, "steps": 1.0, "parameters": 2.0},
             1.0,
             "none",
+            {},
         )
         for (language, arm, rate), seeds in shares.items()
         for seed, found in enumerate(seeds)

@@ -124,7 +124,7 @@ def result(arm, scores, seed=0, rate=1e-3, family="llama"):
         "tokens": [1.0, 2.0, 3.0],
         "bits per byte": list(scores),
     }
-    return Result({**cell, "learning_rate": rate, "seed": seed}, values, 1.0, "here")
+    return Result({**cell, "learning_rate": rate, "seed": seed}, values, 1.0, "here", {})
 
 
 def concluded(*results):
@@ -248,7 +248,7 @@ def toy(make, monkeypatch, rate=1e-2):
         for cell in EXPERIMENT.cells("toy", 1)
         if (cell["family"], cell["learning_rate"]) == ("gpt2", rate) and cell["arm"] in ("plain", "rsa")
     ]
-    return concluded(*(Result(cell, EXPERIMENT.run_cell(cell), 1.0, "here") for cell in cells))
+    return concluded(*(Result(cell, EXPERIMENT.run_cell(cell), 1.0, "here", {}) for cell in cells))
 
 
 def test_a_rem_that_is_switched_off_wins_nothing(monkeypatch):

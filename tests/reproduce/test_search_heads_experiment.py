@@ -33,7 +33,7 @@ def test_a_search_that_finds_nothing_is_not_confirmed(monkeypatch):
     monkeypatch.setattr(search_heads, "search", lambda *_, **__: [FoundPlan(0, 3.0, DEFAULT)])
     cell = {**EXPERIMENT.cells("toy", 1)[0], "steps": 3}
     rows = EXPERIMENT.summarise(
-        [Result({**cell, "seed": seed}, EXPERIMENT.run_cell(cell), 1.0, "x") for seed in (0, 1)]
+        [Result({**cell, "seed": seed}, EXPERIMENT.run_cell(cell), 1.0, "x", {}) for seed in (0, 1)]
     )
     conclusion = EXPERIMENT.conclude(rows)
     assert conclusion.verdict == "not confirmed" and "+0.000" in conclusion.sentence
@@ -50,7 +50,7 @@ def test_a_search_that_finds_nothing_is_not_confirmed(monkeypatch):
 def test_verdicts(differences, verdict):
     cell = EXPERIMENT.cells("quick", 1)[0]
     results = [
-        Result({**cell, "seed": seed}, {"test, plain": 3, "test, default": 2, "test, found": 2 + d, "found − default": d}, 1.0, "x")
+        Result({**cell, "seed": seed}, {"test, plain": 3, "test, default": 2, "test, found": 2 + d, "found − default": d}, 1.0, "x", {})
         for seed, d in enumerate(differences)
     ]  # fmt: skip
     assert EXPERIMENT.conclude(EXPERIMENT.summarise(results)).verdict == verdict

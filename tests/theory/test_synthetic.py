@@ -137,7 +137,9 @@ def test_the_verdict_follows_the_paper_s_rule(mean, half, verdict):
 def test_rsa_that_diverged_is_against_the_claim():
     settings = {"activation": "tanh", "most_steps": 9}
     results = [
-        Result({**settings, "rule": rule, "seed": seed}, {"alpha": [0.7], **errors, "rsa": [rsa]}, 1.0, "a machine")
+        Result(
+            {**settings, "rule": rule, "seed": seed}, {"alpha": [0.7], **errors, "rsa": [rsa]}, 1.0, "a machine", {}
+        )
         for errors in [{"linear": [1.2], "nonlinear": [1.1]}]
         for rule in ("loss", "early")
         for seed, rsa in enumerate((0.9, 0.91, math.nan if rule == "loss" else 0.9))
