@@ -121,6 +121,19 @@ def test_every_save_brings_the_card_up_to_date(model, tmp_path):
     assert ModelCard(after).data.to_dict() == ModelCard(before).data.to_dict()
 
 
+def test_the_card_tells_of_what_was_saved(model, tmp_path):
+    averaged = {name: value.clone() for name, value in model.state_dict().items()}
+    averaged["h.0.attn.rsa.mu"].fill_(0.1)
+    parameters = dict(model.named_parameters())
+    model.save_pretrained(tmp_path, state_dict=averaged)
+    saved = str(rsa_report(type(model).from_pretrained(tmp_path)))
+    assert saved != str(rsa_report(model)) and saved in (tmp_path / "README.md").read_text()
+    # The model holds what it held, and an optimiser its parameters.
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    model.save_pretrained(tmp_path)
+    assert str(rsa_report(model)) in (tmp_path / "README.md").read_text()
+
+
 def test_what_others_wrote_stays(model, tmp_path):
     card = (
         "---\nlicense: mit\nbase_model: /home/me/gpt2\ntags: [mine]\nmodel-index: [{odd: 1}]\n---\n\n# Mine\n\nHello\n"

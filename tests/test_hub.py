@@ -44,6 +44,8 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
+        # Else a thread of transformers' asks for a copy of pickled weights, some time.
+        monkeypatch.setenv("DISABLE_SAFETENSORS_CONVERSION", "1")
         yield hub
         assert hub.unknown == []
 

@@ -8,9 +8,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.hub import PushToHubMixin
@@ -29,7 +31,12 @@ logger = logging.getLogger(__name__)
 
 def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
     def save_pretrained(
-        self: PreTrainedModel, save_directory: Any, is_main_process: bool = True, *args: Any, **keywords: Any
+        self: PreTrainedModel,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Any] | None = None,
+        *args: Any,
+        **keywords: Any,
     ) -> Any:
         has_heads = any(isinstance(module, RSAHeads) for module in self.modules())
         if not self._hf_peft_config_loaded and any(holds_copies(module) for module in self.modules()):
@@ -56,12 +63,38 @@ def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
                 "dropped, added or moved? Patch the model as it is now; what was trained is kept by state = "
                 "model.state_dict(); patch_model(unpatch_model(model), config); model.load_state_dict(state)."
             )
-        result = original(self, save_directory, is_main_process, *args, **keywords)
+        saved = _rsa_tensors(self, state_dict or {})  # now: transformers takes out what it has written
+        result = original(self, save_directory, is_main_process, state_dict, *args, **keywords)
         if is_main_process and _is_first_process():
-            bring_card_up_to_date(self, save_directory)
+            with _holding(saved):
+                bring_card_up_to_date(self, save_directory)
         return result
 
     return save_pretrained
+
+
+def _rsa_tensors(model: PreTrainedModel, state: Mapping[str, Any]) -> list[tuple[RSAHeads, str, torch.Tensor]]:
+    """Of the tensors to be saved those of RSA heads, with the heads and the parameter that they are of."""
+    return [
+        (module, key, tensor)
+        for name, module in model.named_modules()
+        if isinstance(module, RSAHeads)
+        for key, _ in module.named_parameters(recurse=False)
+        if isinstance(tensor := state.get(f"{name}.{key}"), torch.Tensor)
+    ]
+
+
+@contextmanager
+def _holding(tensors: list[tuple[RSAHeads, str, torch.Tensor]]) -> Iterator[None]:
+    """The heads with other values than their own: averaged ones, or those gathered from other processes."""
+    own = [heads._parameters[key] for heads, key, _ in tensors]
+    try:
+        for heads, key, tensor in tensors:
+            heads._parameters[key] = torch.nn.Parameter(tensor.detach(), requires_grad=False)
+        yield
+    finally:
+        for (heads, key, _), parameter in zip(tensors, own, strict=True):
+            heads._parameters[key] = parameter
 
 
 def _wrap_upload_modified_files(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,6 +127,11 @@ def _is_first_process() -> bool:
 
 
 HOOKS = (
-    Hook(PreTrainedModel, "save_pretrained", ("self", "save_directory", "is_main_process"), _wrap_save_pretrained),
+    Hook(
+        PreTrainedModel,
+        "save_pretrained",
+        ("self", "save_directory", "is_main_process", "state_dict"),
+        _wrap_save_pretrained,
+    ),
     Hook(PushToHubMixin, "_upload_modified_files", ("self", "working_dir", "repo_id"), _wrap_upload_modified_files),
 )
