@@ -141,6 +141,6 @@ EXPERIMENT = Experiment(
     conclude=conclude,
     draw=draw,
     parts=("activation",),
-    revision=2,
+    revision=3,
     meanings=lambda cells: {"size": {size: {"alpha": list(ALPHAS[size])} for size in ALPHAS}},
 )

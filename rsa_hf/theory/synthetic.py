@@ -139,7 +139,8 @@ MODELS: dict[str, Callable[[str], Model]] = {
 def _start(name: str, N: int, generator: torch.Generator) -> Parameters:
     """Parameters to start from: weights uniform within ±1/√2, as torch's own RNN has them; rates as RSAHeads has them.
 
-    The gates start at σ(2) = 0.88: near the linear RNN that attention is to correct.
+    An RNN of size 2 may be unstable with those, and a linear one then does not come back: W_h of more than `NORM` is
+    scaled down to that. The gates start at σ(2) = 0.88: near the linear RNN that attention is to correct.
     """
 
     def uniform(*shape: int) -> Tensor:
@@ -148,7 +149,9 @@ def _start(name: str, N: int, generator: torch.Generator) -> Parameters:
 
     p = {"out": uniform(SIZE, SIZE), "out_b": torch.zeros(N, SIZE), "b": uniform(2, SIZE)}
     if name != "rsa":
-        return p | {"W_h": uniform(2, SIZE, SIZE), "W_z": uniform(2, SIZE, SIZE)}
+        W_h, W_z = uniform(2, SIZE, SIZE), uniform(2, SIZE, SIZE)
+        norm = torch.linalg.matrix_norm(W_h, ord=2, keepdim=True)
+        return p | {"W_h": W_h / (norm / NORM).clamp(min=1), "W_z": W_z}
     heads = {part: uniform(2, len(HEADS), SIZE, SIZE) for part in ("query", "key", "value")}
     starts = {"mu": 2.0, "eta": 1.0, "nu": 1.0, "theta": math.pi / 4}
     rates = {part: torch.full((N, 2), start) for part, start in starts.items()}

@@ -79,6 +79,15 @@ def test_what_is_not_trained_on_is_not_seen():
     assert fit("linear", "tanh", x, y, most_steps=100).mean() < 0.9 * shut.mean()
 
 
+def test_no_rnn_starts_unstable():
+    # One of them would decide over the mean of a hundred.
+    W_h = start("linear", 1000)["W_h"]
+    norms = torch.linalg.matrix_norm(W_h, ord=2)
+    assert norms.max() <= synthetic.NORM + 1e-6 and norms.min() < 0.5
+    x, y = (part.flatten(0, 1) for part in generate("relu", (0.0, 1.0), 100, 100, seed=0))
+    assert fit("linear", "relu", x, y, most_steps=60).max() < 1e3
+
+
 @pytest.mark.parametrize("held_out", [0, 5])
 def test_steps_that_led_to_an_unstable_rnn_are_taken_back(held_out, monkeypatch):
     x, y = (part.flatten(0, 1) for part in generate("tanh", (0.5,), 4, 30, seed=0))
