@@ -17,7 +17,7 @@ from reliability.record import Part, note
 from reliability.trial import is_full
 
 ROOT = Path(__file__).parents[2]
-SHORT = {"seconds": 5, "steps between checkpoints": 10, "block size": 32}
+SHORT = {"seconds": 10, "steps between checkpoints": 10, "block size": 32}
 LONG = {"seconds": 30 * 60, "steps between checkpoints": 500, "block size": 128}
 
 
