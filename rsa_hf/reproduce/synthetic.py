@@ -101,6 +101,8 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
         f"Where α > {NONLINEAR}, RSA predicts better than the linear RNN beyond the interval {said['loss']}, with the "
         f"paper's end of training; with early stopping {said['early']}."
     )
+    if by_rule["loss"][0].seeds == 1:
+        sentence += " There is one seed, which gives no interval; its ratios stand below."
     return Conclusion(judge(by_rule["loss"], 1), sentence, tuple(findings))
 
 

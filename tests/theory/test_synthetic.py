@@ -1,6 +1,7 @@
 """Appendix B: the data against its equations step by step, RSA against the dense P, and a broken REM that loses."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -141,6 +142,8 @@ def row(rule, activation, mean, half):
 def test_the_verdict_follows_the_paper_s_rule(mean, half, verdict):
     rows = [row("loss", "tanh", mean, half), row("loss", "relu", 0.8, 0.1), row("early", "tanh", 0.5, 0.01)]
     assert conclude(rows).verdict == verdict
+    one = conclude([replace(each, low=math.nan, high=math.nan, seeds=1) for each in rows])
+    assert ("one seed" in one.sentence, "one seed" in conclude(rows).sentence) == (True, False)
 
 
 def test_rsa_that_diverged_is_against_the_claim():
