@@ -41,8 +41,8 @@ test-all: lint types ## All tests
 
 # The longest file comes first, beside all others.
 SOAK        = tests/reliability/test_soak.py
-RELIABILITY = $(SOAK) tests/test_hooks.py $(filter-out $(SOAK),$(wildcard tests/reliability/test_*.py)) \
-	tests/test_doctor_model.py
+RELIABILITY = $(SOAK) tests/integration/test_hooks.py $(filter-out $(SOAK),$(wildcard tests/reliability/test_*.py)) \
+	tests/cli/test_doctor_model.py
 
 test-reliability: $(READY) ## Faults, hostile input, long runs in full numbers (45 minutes): writes RELIABILITY.md
 	mkdir -p outputs && echo "{\"began\": $$(date +%s)}" > outputs/reliability.jsonl

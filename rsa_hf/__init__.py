@@ -25,14 +25,14 @@ __all__ = [
 # The command `rsa-hf` imports this package before it has read a word. It has to start where transformers does not fit,
 # to say so, and should not import torch to print its help; its commands arm the hooks when they need them.
 if _os.path.basename(_sys.argv[0] if _sys.argv else "") not in ("rsa-hf", "rsa-hf.exe"):
-    from rsa_hf.arming import arm as _arm
+    from rsa_hf.integration import arm as _arm
 
     _arm()
 
     from rsa_hf.config import RSAConfig
     from rsa_hf.heads import RSAHeads
+    from rsa_hf.ops import rem_product
     from rsa_hf.patching import is_patched, patch_model, unpatch_model
-    from rsa_hf.product import rem_product
     from rsa_hf.rem import rem_matrix
     from rsa_hf.report import rsa_report
     from rsa_hf.training.param_groups import param_groups

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from rsa_hf.brief import brief
+from rsa_hf.utils.brief import brief
 
 __all__ = ["HeadPlan", "RSAConfig"]
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from rsa_hf.config import HeadPlan
-from rsa_hf.geometry import Geometry
-from rsa_hf.product.decode import LagTable, decode
-from rsa_hf.product.operator import recur
-from rsa_hf.product.problem import Mixing, Recurrence, widest_dtype, working_dtype
+from rsa_hf.ops.autograd import recur
+from rsa_hf.ops.decode import LagTable, decode
+from rsa_hf.ops.mask import Geometry
+from rsa_hf.ops.types import Mixing, Recurrence, widest_dtype, working_dtype
 from rsa_hf.rem import decay_rates
 
-__all__ = ["RSAHeads"]
+__all__ = ["RSAHeads", "heads_in_force", "heads_of", "holds_copies"]
 
 
 class RSAHeads(nn.Module):
@@ -248,3 +248,32 @@ class RSAHeads(nn.Module):
 def _spread_over_both_signs(fraction: float) -> float:
     """Walk [−2, −1] and then [1, 2] as the fraction goes from 0 to 1."""
     return -2 + 2 * fraction if fraction < 0.5 else 2 * fraction
+
+
+def heads_of(module: nn.Module) -> RSAHeads | None:
+    """The RSA heads of an attention module, its child `rsa`; None where it has none."""
+    rsa = module._modules.get("rsa")
+    # By its plan, not its class: PEFT puts a wrapper there that passes attributes on.
+    return cast(RSAHeads, rsa) if isinstance(getattr(rsa, "plan", None), HeadPlan) else None
+
+
+def holds_copies(module: nn.Module) -> bool:
+    """Whether a module is PEFT's wrapper round RSA heads: the heads as patched, and a copy for each adapter."""
+    return isinstance(module._modules.get("original_module"), RSAHeads)
+
+
+def heads_in_force(model: nn.Module) -> Iterator[tuple[str, RSAHeads]]:
+    """The RSA heads that a forward pass uses, with their names in the model, in module order.
+
+    Under PEFT these are the copies of the active adapter or, where it has none or is disabled, the heads as patched.
+    """
+    seen: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in seen:
+            continue
+        if isinstance(module, RSAHeads):
+            yield name, module
+        elif holds_copies(module):
+            seen.update(module.modules())
+            # The wrapper passes attributes on to the copy in force, so whose method this is tells which one it is.
+            yield name, cast(Any, module).rates.__self__

@@ -16,22 +16,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.adapters import NO_SOFTMAX_ATTENTION, connect
-from rsa_hf.brief import shorten
-from rsa_hf.checkpoint import (
-    SavedPlan,
-    attach_heads,
-    configs_with_plans,
-    detach_heads,
-    differences,
-    read_plan,
-    require_whole_heads,
-    write_plan,
-)
 from rsa_hf.config import RSAConfig
-from rsa_hf.heads import RSAHeads
-from rsa_hf.hooks.attention import AttentionCall, record_attention_calls
-from rsa_hf.lookup import holds_copies
+from rsa_hf.heads import RSAHeads, holds_copies
+from rsa_hf.integration.architectures import NO_SOFTMAX_ATTENTION, connect
+from rsa_hf.integration.attach import attach_heads, detach_heads, require_whole_heads
+from rsa_hf.integration.attention import AttentionCall, record_attention_calls
+from rsa_hf.saved_plan import SavedPlan, configs_with_plans, differences, read_plan, write_plan
+from rsa_hf.utils.brief import shorten
 
 __all__ = ["is_patched", "patch_model", "unpatch_model"]
 
@@ -218,8 +209,8 @@ def _self_attention_calls(base: nn.Module, probe_inputs: Mapping[str, Any] | Non
     looked_at = shorten(sorted({type(m).__name__ for m in base.modules() if "attention" in type(m).__name__.lower()}))
     raise ValueError(
         f"{type(base).__name__} has no attention that can be patched: no module called transformers' attention "
-        f"interface, and rsa_hf.adapters has none for them. Looked at {sum(1 for _ in base.modules())} modules, "
-        f"among them of attention: {looked_at or 'none'}."
+        "interface, and rsa_hf.integration.architectures has no entry for its classes. Looked at "
+        f"{sum(1 for _ in base.modules())} modules, among them of attention: {looked_at or 'none'}."
     )
 
 

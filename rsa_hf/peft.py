@@ -29,10 +29,10 @@ import peft
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.adapter_plan import AdapterPlan, require_same_base
 from rsa_hf.config import RSAConfig
+from rsa_hf.integration.peft.adapter_plan import AdapterPlan, require_same_base
+from rsa_hf.integration.peft.hooks import HUB_OPTIONS, holds_values, install
 from rsa_hf.patching import is_patched, patch_model, unpatch_model
-from rsa_hf.peft_hooks import HUB_OPTIONS, holds_values, install
 
 __all__ = ["get_peft_model", "load", "rsa_only_config", "with_rsa"]
 

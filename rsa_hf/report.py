@@ -11,9 +11,8 @@ from accelerate.utils import align_module_device
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rsa_hf.heads import RSAHeads
-from rsa_hf.lookup import heads_in_force
-from rsa_hf.table import format_table
+from rsa_hf.heads import RSAHeads, heads_in_force
+from rsa_hf.utils.table import format_table
 
 __all__ = ["HeadReport", "LayerReport", "RSAReport", "rsa_report"]
 

@@ -35,11 +35,11 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, StaticCache
 
 from rsa_hf import RSAConfig, patch_model, rem_matrix, rem_product
-from rsa_hf.geometry import Documents, Geometry
-from rsa_hf.product.operator import recur
-from rsa_hf.product.problem import Mixing, Recurrence
-from rsa_hf.product.triton import tuning
-from rsa_hf.product.triton.launch import triton_backward, triton_forward
+from rsa_hf.ops.autograd import recur
+from rsa_hf.ops.mask import Documents, Geometry
+from rsa_hf.ops.triton import tuning
+from rsa_hf.ops.triton.launch import triton_backward, triton_forward
+from rsa_hf.ops.types import Mixing, Recurrence
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 SUMS = 1e-4  # gradients of rates and gates, whatever the dtype

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from rsa_hf.reproduce import summary
+from rsa_hf.experiments.runner import summary
 from rsa_hf.tasks.defect_data import DefectDataConfig
 from rsa_hf.training.arguments import read_run_config
 from rsa_hf.training.metrics_log import finite_or_null

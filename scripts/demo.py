@@ -24,10 +24,10 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import rsa_hf
-from rsa_hf.card import CardFacts, write_card
+from rsa_hf.hub.card import CardFacts, write_card
 from rsa_hf.plots import plot_training_curves
-from rsa_hf.table import format_table
 from rsa_hf.training.run import script_errors
+from rsa_hf.utils.table import format_table
 
 SCRIPTS = Path(__file__).parent
 CONFIGS = SCRIPTS.parent / "configs"

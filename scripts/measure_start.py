@@ -21,7 +21,7 @@ import torch
 from tqdm.auto import tqdm
 
 from rsa_hf import RSAConfig, patch_model
-from rsa_hf.reproduce.byte_models import SHAPES, build, read_corpus, train_on_bytes
+from rsa_hf.experiments.byte_models import SHAPES, build, read_corpus, train_on_bytes
 
 SHAPE, LEARNING_RATE, EVALUATIONS = SHAPES["1M"], 1e-3, 4
 BASE = RSAConfig.from_scratch(SHAPE.heads)

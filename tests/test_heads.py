@@ -9,7 +9,7 @@ import torch
 
 from references import relative_error, rsa_attention
 from rsa_hf import RSAConfig, RSAHeads, rem_matrix
-from rsa_hf.geometry import Geometry
+from rsa_hf.ops.mask import Geometry
 
 PLAN = {
     "num_regular": 2,

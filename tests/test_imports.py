@@ -14,20 +14,11 @@ PACKAGE = Path(rsa_hf.__file__).parent
 
 # From the mathematics up to what a user types. A part imports only from parts before it.
 LAYERS = (
-    *("brief", "checks", "credentials", "locate", "plain_yaml", "storage", "table", "versions"),  # small tools
-    *("rem", "geometry", "config", "product", "heads", "lookup"),  # the computation
-    *(
-        "adapters",
-        "attention_modules",
-        "checkpoint",
-        "report",
-        "plots",
-        "card",
-        "models",
-        "hooks",
-    ),  # what meets transformers
-    *("adapter_plan", "peft_hooks", "arming", "patching", "peft", "hub"),  # putting it on, PEFT, the Hub
-    *("theory", "metrics", "training", "tasks", "reproduce", "cli"),  # what uses all of it
+    "utils",
+    *("rem", "ops", "config", "heads", "saved_plan"),  # the computation, and the plan
+    *("report", "plots", "hub", "models", "integration"),  # what meets transformers
+    *("patching", "peft"),  # putting heads on a model
+    *("training", "tasks", "experiments", "cli"),  # what uses all of it
     "__init__",
 )
 

@@ -26,7 +26,7 @@ from transformers import (
 
 from families import CONFIGS, FAMILIES, FULL_PLAN, VOCAB, build, build_language_model, inputs
 from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, rsa_report, unpatch_model
-from rsa_hf.checkpoint import saved_plans
+from rsa_hf.saved_plan import saved_plans
 
 ATTENTIONS = ["sdpa", "eager"]
 
@@ -216,7 +216,7 @@ def test_rsa_layers_that_take_no_part_are_noticed(monkeypatch):
     model = build("gpt2")
     before = state_of(model)
     monkeypatch.setattr(
-        "rsa_hf.hooks.attention._attention_with_rsa", lambda rsa, base, name, *args, **kw: base(*args, **kw)
+        "rsa_hf.integration.attention._attention_with_rsa", lambda rsa, base, name, *args, **kw: base(*args, **kw)
     )
     with pytest.raises(RuntimeError, match=r"h.0.attn, h.1.attn took no part"):
         patch_model(model)

@@ -19,8 +19,8 @@ from transformers import (
 from transformers.utils import hub
 
 import rsa_hf.peft
-from adapters import METHODS, PLAN, adapter_values, base_model, disturb, logits, trained_adapter
 from families import CONFIGS, inputs
+from peft_adapters import METHODS, PLAN, adapter_values, base_model, disturb, logits, trained_adapter
 from rsa_hf import RSAConfig, RSAHeads, is_patched, param_groups, patch_model, rsa_report, unpatch_model
 from rsa_hf.peft import get_peft_model, load, rsa_only_config, with_rsa
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from families import CONFIGS
+from hub.test_hub import hub  # noqa: F401  (a fixture)
 from rsa_hf import cli, is_patched
-from test_hub import hub  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

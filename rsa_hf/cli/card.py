@@ -31,7 +31,7 @@ def card(
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder. Name the folder of a checkpoint.")
     arm()
-    from rsa_hf.card import CardFacts, write_card
+    from rsa_hf.hub.card import CardFacts, write_card
     from rsa_hf.training.run import card_facts
 
     model = load_patched(str(folder))

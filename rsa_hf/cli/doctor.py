@@ -127,10 +127,10 @@ def _backends() -> Iterator[Finding]:
 
 
 def _hooks() -> Iterator[Finding]:
-    from rsa_hf.versions import require_transformers
+    from rsa_hf.utils.versions import require_transformers
 
     yield Finding("ok", "transformers", require_transformers())
-    from rsa_hf.hooks import install, installed
+    from rsa_hf.integration.install import install, installed
 
     install()
     for name, is_on in installed().items():
@@ -143,8 +143,8 @@ def _self_check() -> Iterator[Finding]:
     from transformers import GPT2Config, GPT2Model
 
     from rsa_hf.config import RSAConfig
+    from rsa_hf.ops import rem_product
     from rsa_hf.patching import patch_model
-    from rsa_hf.product import rem_product
     from rsa_hf.rem import rem_matrix
 
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rsa_hf.brief import brief
 from rsa_hf.cli.errors import UserError, user_input
+from rsa_hf.utils.brief import brief
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,10 +26,10 @@ def arm() -> None:
     Raises:
         UserError: transformers does not fit.
     """
-    from rsa_hf import arming
+    from rsa_hf.integration import arm
 
     with user_input(ImportError):
-        arming.arm()
+        arm()
     import transformers
 
     transformers.logging.disable_progress_bar()
@@ -46,7 +46,7 @@ def load_checkpoint(name: str) -> PreTrainedModel:
     import transformers
     from safetensors import SafetensorError
 
-    from rsa_hf.locate import locate
+    from rsa_hf.utils.locate import locate
 
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
         raise UserError(f"{name}: there is no such folder. Name the folder of a checkpoint, or a model on the Hub.")

@@ -34,7 +34,7 @@ def patch(
     from rsa_hf.config import RSAConfig
     from rsa_hf.patching import is_patched, patch_model
     from rsa_hf.report import rsa_report
-    from rsa_hf.storage import storage_errors
+    from rsa_hf.utils.files import storage_errors
 
     with user_input(ValueError, TypeError, OSError):
         config = RSAConfig() if plan is None else RSAConfig.from_dict(_read(plan))
@@ -53,7 +53,7 @@ def patch(
 
 
 def _read(plan: str) -> Any:
-    from rsa_hf.plain_yaml import read_yaml
+    from rsa_hf.utils.plain_yaml import read_yaml
 
     try:
         content = read_yaml(Path(plan).read_text(encoding="utf-8") if _is_file(plan) else plan)
@@ -74,7 +74,7 @@ def _is_file(plan: str) -> bool:
 def _save_tokenizer(base: str, out: Path) -> bool:
     from transformers import AutoTokenizer
 
-    from rsa_hf.locate import locate
+    from rsa_hf.utils.locate import locate
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(locate(base))

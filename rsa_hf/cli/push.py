@@ -28,8 +28,8 @@ def push(
     arm()
     from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]
 
-    from rsa_hf.credentials import without_credentials
-    from rsa_hf.hub import push_folder
+    from rsa_hf.hub.push import push_folder
+    from rsa_hf.utils.credentials import without_credentials
 
     try:
         with user_input(ValueError, FileNotFoundError, ImportError):

@@ -34,12 +34,12 @@ def reproduce(
     Example: rsa-hf reproduce linear-rnn --quick
     """
     arm()
-    from rsa_hf.reproduce.data import MissingDataError
-    from rsa_hf.reproduce.experiment import EXPERIMENTS, Size, find_experiment, is_written
-    from rsa_hf.reproduce.page import write_page
-    from rsa_hf.reproduce.processes import Workers, default_jobs
-    from rsa_hf.reproduce.runner import RequestError, run_experiment
-    from rsa_hf.reproduce.whole_run import is_fresh, keep_time
+    from rsa_hf.experiments.runner.data import MissingDataError
+    from rsa_hf.experiments.runner.experiment import EXPERIMENTS, Size, find_experiment, is_written
+    from rsa_hf.experiments.runner.page import write_page
+    from rsa_hf.experiments.runner.processes import Workers, default_jobs
+    from rsa_hf.experiments.runner.runner import RequestError, run_experiment
+    from rsa_hf.experiments.runner.whole_run import is_fresh, keep_time
 
     given = {"--full": full, "--seeds": seeds, "--only": only, "--jobs": jobs}
     for_a_run = [option for option, value in given.items() if value]

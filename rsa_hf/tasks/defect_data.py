@@ -15,8 +15,8 @@ from typing import Any, Literal, get_args
 
 import datasets
 
-from rsa_hf.brief import brief
 from rsa_hf.tasks.python_defects import Example, check_options, load_python_defects
+from rsa_hf.utils.brief import brief
 
 __all__ = ["SPLITS", "DefectDataConfig", "Example", "conflicting", "identity", "load_defect_data", "read_json_lines"]
 

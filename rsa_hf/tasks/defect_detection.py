@@ -16,8 +16,8 @@ import datasets
 import torch
 from transformers import DataCollatorWithPadding, EvalPrediction, PreTrainedTokenizerBase
 
-from rsa_hf.metrics import load_metric
 from rsa_hf.tasks.defect_data import DefectDataConfig, Example
+from rsa_hf.tasks.metrics import load_metric
 
 __all__ = ["class_weights", "collator", "compute_metrics", "tokenize", "trainer_metrics"]
 

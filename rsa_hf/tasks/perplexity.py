@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from rsa_hf.checks import check_integer
-from rsa_hf.metrics.score import LanguageModelingScore
 from rsa_hf.tasks.language_modeling import IGNORED_LABEL, EvaluationBlocks
+from rsa_hf.tasks.metrics.score import LanguageModelingScore
 from rsa_hf.tasks.segments import EvaluationSegments
 from rsa_hf.training.carried import carried_from, segment_state_of
+from rsa_hf.utils.checks import check_integer
 
 __all__ = ["evaluate_language_model", "set_memory"]
 

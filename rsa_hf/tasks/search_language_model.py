@@ -11,8 +11,6 @@ import yaml
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rsa_hf.config import RSAConfig
-from rsa_hf.locate import locate
-from rsa_hf.table import format_table
 from rsa_hf.tasks.language_model_trainer import LanguageModelTrainer
 from rsa_hf.tasks.language_modeling import (
     LanguageModelingDataConfig,
@@ -23,6 +21,8 @@ from rsa_hf.training.arguments import read_run_config
 from rsa_hf.training.run import load_model, require_positions_known, require_tokens_known
 from rsa_hf.training.search import FoundPlan, head_plan_space, search_head_plans
 from rsa_hf.training.settings import RunConfig
+from rsa_hf.utils.locate import locate
+from rsa_hf.utils.table import format_table
 
 __all__ = ["heads_per_layer", "main", "plan_as_yaml", "search"]
 

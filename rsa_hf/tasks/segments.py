@@ -12,8 +12,8 @@ import math
 import torch
 from torch.utils.data import Dataset
 
-from rsa_hf.checks import check_integer
 from rsa_hf.tasks.texts import check_block_shape
+from rsa_hf.utils.checks import check_integer
 
 __all__ = ["EvaluationSegments", "TrainingTracks"]
 

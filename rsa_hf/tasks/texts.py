@@ -15,7 +15,7 @@ from typing import Any
 
 import datasets
 
-from rsa_hf.checks import check_integer
+from rsa_hf.utils.checks import check_integer
 
 __all__ = [
     "SPLITS",

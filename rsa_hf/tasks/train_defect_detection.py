@@ -12,9 +12,7 @@ import datasets
 from accelerate.utils import set_seed
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from rsa_hf.locate import locate
 from rsa_hf.patching import is_patched
-from rsa_hf.storage import sole_writer, write_text
 from rsa_hf.tasks import defect_detection as task
 from rsa_hf.tasks.audit import audit, format_audit
 from rsa_hf.tasks.defect_data import DefectDataConfig, Example, load_defect_data
@@ -27,6 +25,8 @@ from rsa_hf.training.run import (
     report_results,
     require_tokens_known,
 )
+from rsa_hf.utils.files import sole_writer, write_text
+from rsa_hf.utils.locate import locate
 
 __all__ = ["evaluate", "main"]
 

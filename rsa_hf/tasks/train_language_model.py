@@ -8,7 +8,6 @@ from accelerate.utils import set_seed
 from torch.utils.data import default_collate
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rsa_hf.locate import locate
 from rsa_hf.patching import is_patched
 from rsa_hf.tasks.language_modeling import (
     EvaluationBlocks,
@@ -27,6 +26,7 @@ from rsa_hf.training.run import (
     require_positions_known,
     require_tokens_known,
 )
+from rsa_hf.utils.locate import locate
 
 __all__ = ["evaluate", "main"]
 

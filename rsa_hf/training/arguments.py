@@ -9,10 +9,10 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from rsa_hf.brief import brief
 from rsa_hf.config import RSAConfig
-from rsa_hf.plain_yaml import read_yaml
 from rsa_hf.training.settings import ModelSettings, RunConfig, TrainingSettings
+from rsa_hf.utils.brief import brief
+from rsa_hf.utils.plain_yaml import read_yaml
 
 __all__ = ["ConfigError", "read_run_config"]
 

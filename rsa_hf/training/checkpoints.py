@@ -13,8 +13,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from rsa_hf.storage import discard, emptied, put_in_place, recover, storage_errors
 from rsa_hf.training.carried import CarriedState
+from rsa_hf.utils.files import discard, emptied, put_in_place, recover, storage_errors
 
 __all__ = ["CheckpointFolder", "Progress"]
 

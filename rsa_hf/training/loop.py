@@ -18,7 +18,6 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rsa_hf.report import rsa_report
-from rsa_hf.storage import StorageError, recover, sole_writer, storage_errors, write_text, written_whole
 from rsa_hf.training.carried import Tracks
 from rsa_hf.training.checkpoints import CheckpointFolder, Progress
 from rsa_hf.training.metrics_log import MetricsLog
@@ -30,6 +29,7 @@ from rsa_hf.training.steps import (
     TrainingDivergedError,
     checkpointed_activations,
 )
+from rsa_hf.utils.files import StorageError, recover, sole_writer, storage_errors, write_text, written_whole
 
 __all__ = ["TrainResult", "TrainingDivergedError", "train"]
 

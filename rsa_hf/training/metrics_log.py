@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rsa_hf.report import RSAReport
-from rsa_hf.storage import storage_errors, write_text
+from rsa_hf.utils.files import storage_errors, write_text
 
 __all__ = ["MetricsLog", "finite_or_null"]
 

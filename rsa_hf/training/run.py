@@ -15,17 +15,17 @@ import transformers
 from accelerate import Accelerator
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
-from rsa_hf.card import CardFacts, write_card
 from rsa_hf.config import RSAConfig
-from rsa_hf.locate import locate
+from rsa_hf.hub.card import CardFacts, write_card
 from rsa_hf.patching import is_patched, patch_model
 from rsa_hf.plots import plot_rem
-from rsa_hf.storage import sole_writer, storage_errors, write_text
-from rsa_hf.table import format_table
 from rsa_hf.training.loop import TrainResult
 from rsa_hf.training.metrics_log import finite_or_null
 from rsa_hf.training.settings import ModelSettings, RunConfig
 from rsa_hf.training.steps import Batch, TrainingDivergedError
+from rsa_hf.utils.files import sole_writer, storage_errors, write_text
+from rsa_hf.utils.locate import locate
+from rsa_hf.utils.table import format_table
 
 __all__ = [
     "card_facts",

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from transformers import Trainer
 
-from rsa_hf.checks import check_integer
 from rsa_hf.config import MAX_HEADS, RSAConfig
+from rsa_hf.utils.checks import check_integer
 
 __all__ = ["FoundPlan", "TrialLike", "head_plan_space", "search_head_plans"]
 

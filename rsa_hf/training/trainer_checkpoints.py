@@ -29,7 +29,7 @@ def newest_whole_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
     A checkpoint is whole if its `trainer_state.json`, which is written last, is, and so is every file of tensors in
     it. That holds as long as the Trainer does not write over older checkpoints: give a run that is started anew a
-    folder of its own, and call `train` in `rsa_hf.storage.sole_writer(Path(args.output_dir))` where another
+    folder of its own, and call `train` in `rsa_hf.utils.files.sole_writer(Path(args.output_dir))` where another
     process could meet it there. Of several processes that train together the main one's files are looked at.
 
     Args:

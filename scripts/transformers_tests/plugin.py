@@ -40,7 +40,7 @@ def _patch_all(gate: float) -> None:
     from transformers.modeling_utils import PreTrainedModel
 
     from rsa_hf import RSAConfig
-    from rsa_hf.checkpoint import SavedPlan, write_plan
+    from rsa_hf.saved_plan import SavedPlan, write_plan
 
     post_init = PreTrainedModel.post_init
 

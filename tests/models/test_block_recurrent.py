@@ -161,7 +161,7 @@ def test_agrees_with_loops_over_windows_and_tokens(case):
     assert len(found) == 1 + len(list(model.parameters()))
     for name, value in expected.items():
         # Gates and rates are float32 at heart, and so are the weights of eager attention.
-        assert relative_error(found[name], value) <= (1e-9 if rsa is None and attention == "sdpa" else 2e-6), name
+        assert relative_error(found[name], value) <= (1e-9 if rsa is None and attention == "sdpa" else 5e-6), name
     # States that come one window late are far off.
     assert relative_error(found["logits"], written_out(model, row, late=True).detach()) > 1e-3
 

@@ -40,7 +40,7 @@ MUTATIONS = [
     Mutation(
         Part.HOSTILE_FILES,
         "heads that no plan names are not ignored as buffers of transformers'",
-        "rsa_hf/hooks/loading.py",
+        "rsa_hf/integration/loading.py",
         "return planned and any(",
         "return any(",
         "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[a gate with the name of a buffer]",
@@ -48,7 +48,7 @@ MUTATIONS = [
     Mutation(
         Part.HOSTILE_FILES,
         "YAML is read by a safe loader",
-        "rsa_hf/plain_yaml.py",
+        "rsa_hf/utils/plain_yaml.py",
         "class _Loader(yaml.SafeLoader)",
         "class _Loader(yaml.UnsafeLoader)",
         "tests/reliability/test_no_code_runs.py::test_yaml_runs_nothing",
@@ -56,7 +56,7 @@ MUTATIONS = [
     Mutation(
         Part.HOSTILE_FILES,
         "the values of RSA tensors are checked",
-        "rsa_hf/checkpoint.py",
+        "rsa_hf/saved_plan.py",
         "    if bool(bad.any()):",
         "    if False:",
         "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[NaN in a gate]",
@@ -64,7 +64,7 @@ MUTATIONS = [
     Mutation(
         Part.HOSTILE_FILES,
         "a rate is finite, and not vast",
-        "rsa_hf/checkpoint.py",
+        "rsa_hf/saved_plan.py",
         "bad = parameter.isnan() if is_gate else ~(parameter.abs() <= MAX_STORED)",
         "bad = parameter.isnan()",
         "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[a vast angle]",
@@ -72,7 +72,7 @@ MUTATIONS = [
     Mutation(
         Part.HOSTILE_FILES,
         "RSA tensors hold floating-point numbers",
-        "rsa_hf/checkpoint.py",
+        "rsa_hf/saved_plan.py",
         "if not parameter.is_floating_point():",
         "if False:",
         "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[whole numbers]",
@@ -80,7 +80,7 @@ MUTATIONS = [
     Mutation(
         Part.HOSTILE_FILES,
         "heads are put on self-attention alone",
-        "rsa_hf/checkpoint.py",
+        "rsa_hf/integration/attach.py",
         "not may_have_heads(name, module)]",
         "False]",
         "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[a feed-forward layer]",
@@ -88,7 +88,7 @@ MUTATIONS = [
     Mutation(
         Part.HOSTILE_FILES,
         "cross-attention is told from self-attention",
-        "rsa_hf/attention_modules.py",
+        "rsa_hf/integration/attention_modules.py",
         'return not (of_cross_attention or getattr(module, "is_cross_attention", False))',
         "return True",
         "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[cross-attention]",
@@ -96,7 +96,7 @@ MUTATIONS = [
     Mutation(
         Part.HOSTILE_FILES,
         "a module has one name in a plan",
-        "rsa_hf/checkpoint.py",
+        "rsa_hf/integration/attach.py",
         "if len(set(found.values())) != len(found):",
         "if False:",
         "tests/reliability/test_hostile_checkpoints.py::test_one_module_by_two_names",
@@ -104,15 +104,15 @@ MUTATIONS = [
     Mutation(
         Part.HOSTILE_FILES,
         "names in a plan are checked",
-        "rsa_hf/checkpoint.py",
+        "rsa_hf/saved_plan.py",
         "or not _MODULE_NAME.fullmatch(name):",
         ":",
-        "tests/test_saving.py::test_plans_that_do_not_fit",
+        "tests/integration/test_saving.py::test_plans_that_do_not_fit",
     ),
     Mutation(
         Part.HOSTILE_FILES,
         "every module of a plan is there",
-        "rsa_hf/hooks/loading.py",
+        "rsa_hf/integration/loading.py",
         "    if absent:",
         "    if False:",
         "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[one module more]",
@@ -123,28 +123,28 @@ MUTATIONS = [
         "rsa_hf/config.py",
         "MAX_HEADS = 4096",
         "MAX_HEADS = 10**18",
-        "tests/test_hub.py::test_a_hostile_plan_is_refused_before_anything_is_built[heads without end]",
+        "tests/hub/test_hub.py::test_a_hostile_plan_is_refused_before_anything_is_built[heads without end]",
     ),
     Mutation(
         Part.HOSTILE_FILES,
         "the plan is read before anything is built",
-        "rsa_hf/hooks/locks.py",
+        "rsa_hf/integration/locks.py",
         "                read_plan(plan)",
         "                pass",
-        "tests/test_hub.py::test_a_hostile_plan_is_refused_before_anything_is_built[heads without end]",
+        "tests/hub/test_hub.py::test_a_hostile_plan_is_refused_before_anything_is_built[heads without end]",
     ),
     Mutation(
         Part.HOSTILE_FILES,
         "RSA tensors and plan match",
-        "rsa_hf/hooks/loading.py",
+        "rsa_hf/integration/loading.py",
         "        _require_matching_keys(model, loading_info)\n",
         "",
-        "tests/test_saving.py::test_weights_that_do_not_fit_the_plan",
+        "tests/integration/test_saving.py::test_weights_that_do_not_fit_the_plan",
     ),
     Mutation(
         Part.HOSTILE_FILES,
         "shapes are compared before memory is taken",
-        "rsa_hf/hooks/loading.py",
+        "rsa_hf/integration/loading.py",
         "            _refuse_mismatched(model, loading_info.mismatched_keys)",
         "            pass",
         "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[a vocabulary without end]",
@@ -152,7 +152,7 @@ MUTATIONS = [
     Mutation(
         Part.HOSTILE_FILES,
         "files outside of the folder are not read",
-        "rsa_hf/hooks/loading.py",
+        "rsa_hf/integration/loading.py",
         "    if not inside:",
         "    if False:",
         "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[a file outside]",
@@ -160,7 +160,7 @@ MUTATIONS = [
     Mutation(
         Part.HOSTILE_FILES,
         "pickles are refused by any name",
-        "rsa_hf/hooks/loading.py",
+        "rsa_hf/integration/loading.py",
         'if not str(file).endswith(".safetensors")]',
         'if str(file).endswith(".bin")]',
         "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[a pickle by another name]",
@@ -168,7 +168,7 @@ MUTATIONS = [
     Mutation(
         Part.HOSTILE_FILES,
         "an RSA tensor stands in one file",
-        "rsa_hf/hooks/loading.py",
+        "rsa_hf/integration/loading.py",
         "                    if key in holders:",
         "                    if False:",
         "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[a tensor in two files]",
@@ -176,7 +176,7 @@ MUTATIONS = [
     Mutation(
         Part.HOSTILE_FILES,
         "a key of config.json stands once",
-        "rsa_hf/hooks/locks.py",
+        "rsa_hf/integration/locks.py",
         "                _require_unique_keys(json_file)",
         "                pass",
         "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[a key twice]",
@@ -184,7 +184,7 @@ MUTATIONS = [
     Mutation(
         Part.HOSTILE_FILES,
         "a locked config has a plan",
-        "rsa_hf/hooks/locks.py",
+        "rsa_hf/integration/locks.py",
         "if _take_off_locks(content) and not plans:",
         "if _take_off_locks(content) and False:",
         "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[no plan]",
@@ -192,7 +192,7 @@ MUTATIONS = [
     Mutation(
         Part.HOSTILE_FILES,
         "the depth of YAML is bounded",
-        "rsa_hf/plain_yaml.py",
+        "rsa_hf/utils/plain_yaml.py",
         "MAX_DEPTH = 30",
         "MAX_DEPTH = 10**6",
         "tests/reliability/test_hostile_plans.py::test_yaml_of_bounded_size",
@@ -200,7 +200,7 @@ MUTATIONS = [
     Mutation(
         Part.HOSTILE_FILES,
         "the size of YAML is bounded",
-        "rsa_hf/plain_yaml.py",
+        "rsa_hf/utils/plain_yaml.py",
         "MAX_VALUES = 100_000",
         "MAX_VALUES = 10**9",
         "tests/reliability/test_hostile_plans.py::test_yaml_of_bounded_size",
@@ -216,7 +216,7 @@ MUTATIONS = [
     Mutation(
         Part.HOSTILE_FILES,
         "no token in an address",
-        "rsa_hf/hub.py",
+        "rsa_hf/hub/push.py",
         "if value is not None and holds_credentials(value):",
         "if False:",
         "tests/reliability/test_no_token_leaks.py::test_a_token_in_another_place_is_refused",
@@ -224,7 +224,7 @@ MUTATIONS = [
     Mutation(
         Part.HOSTILE_FILES,
         "no token in what is uploaded",
-        "rsa_hf/hub.py",
+        "rsa_hf/hub/push.py",
         'if holds_credentials(path.read_text(encoding="utf-8", errors="replace")):',
         "if False:",
         "tests/reliability/test_no_token_leaks.py::test_a_file_that_holds_it_is_not_uploaded",
@@ -232,7 +232,7 @@ MUTATIONS = [
     Mutation(
         Part.HOSTILE_FILES,
         "no token on a card",
-        "rsa_hf/card.py",
+        "rsa_hf/hub/card.py",
         "without_credentials(_section(model, facts, plot))",
         "_section(model, facts, plot)",
         "tests/reliability/test_no_token_leaks.py::test_it_is_on_no_card",
@@ -248,7 +248,7 @@ MUTATIONS = [
     Mutation(
         Part.NUMBERS,
         "powers of the rates are computed in float64",
-        "rsa_hf/product/rates.py",
+        "rsa_hf/ops/powers.py",
         "    wide = widest_dtype(device)\n    k = exponents",
         "    wide = torch.bfloat16\n    k = exponents",
         "tests/reliability/test_numbers_long.py::test_long_texts",
@@ -272,7 +272,7 @@ MUTATIONS = [
     Mutation(
         Part.NUMBERS,
         "hidden values are cleared, not multiplied by zero",
-        "rsa_hf/product/scan.py",
+        "rsa_hf/ops/chunked.py",
         "            # Not a product with zeros: hidden slots may hold anything, NaN included.\n            into.masked_fill_(self.layout.hidden_keys, 0)",
         "            into.mul_(~self.layout.hidden_keys)",
         "tests/reliability/test_numbers_product.py::test_eager",
@@ -280,7 +280,7 @@ MUTATIONS = [
     Mutation(
         Part.NUMBERS,
         "nothing is computed of nothing",
-        "rsa_hf/product/operator.py",
+        "rsa_hf/ops/autograd.py",
         "    if value.numel() == 0 or geometry.query_length == 0:",
         "    if False:",
         "tests/reliability/test_numbers_product.py::test_nothing_at_all",
@@ -288,7 +288,7 @@ MUTATIONS = [
     Mutation(
         Part.NUMBERS,
         "gradients of shared values are summed in float32",
-        "rsa_hf/product/scan.py",
+        "rsa_hf/ops/chunked.py",
         "dtype=working_dtype(value) if recurrence.groups > 1 else None",
         "dtype=value.dtype",
         "tests/reliability/test_numbers_product.py::test_gradients_of_shared_values_are_rounded_once",
@@ -296,7 +296,7 @@ MUTATIONS = [
     Mutation(
         Part.NUMBERS,
         "position_ids that take every token apart are named",
-        "rsa_hf/geometry.py",
+        "rsa_hf/ops/mask.py",
         "            if packed is not None and not bool(documents.position.any()):",
         "            if False:",
         "tests/reliability/test_numbers_models.py::test_position_ids_that_take_every_token_apart_are_named",
@@ -312,7 +312,7 @@ MUTATIONS = [
     Mutation(
         Part.MANY_MODELS,
         "the attention interface is put back after a probe",
-        "rsa_hf/hooks/attention.py",
+        "rsa_hf/integration/attention.py",
         '            setattr(AttentionInterface, "get_interface", original)  # noqa: B010\n',
         "            pass\n",
         "tests/reliability/test_many_models_threads.py::test_a_probe_looks_at_its_own_thread_alone",
@@ -320,7 +320,7 @@ MUTATIONS = [
     Mutation(
         Part.MANY_MODELS,
         "a probe looks at its own thread alone",
-        "rsa_hf/hooks/attention.py",
+        "rsa_hf/integration/attention.py",
         "            if threading.get_ident() != here:",
         "            if False:",
         "tests/reliability/test_many_models_threads.py::test_a_probe_looks_at_its_own_thread_alone",
@@ -328,7 +328,7 @@ MUTATIONS = [
     Mutation(
         Part.MANY_MODELS,
         "watchers of connected modules are a thread's own",
-        "rsa_hf/adapters/mixing.py",
+        "rsa_hf/integration/architectures/mixing.py",
         "class _Watching(threading.local):",
         "class _Watching:",
         "tests/reliability/test_many_models_threads.py::test_a_probe_looks_at_its_own_thread_alone",
@@ -344,7 +344,7 @@ MUTATIONS = [
     Mutation(
         Part.MANY_MODELS,
         "watchers are forgotten after a probe",
-        "rsa_hf/adapters/mixing.py",
+        "rsa_hf/integration/architectures/mixing.py",
         "        _watching.watchers.remove(watcher)",
         "        pass",
         "tests/reliability/test_memory_flat.py::test_patching_and_unpatching",
@@ -352,10 +352,10 @@ MUTATIONS = [
     Mutation(
         Part.MOVING_TRANSFORMERS,
         "the version of transformers is checked",
-        "rsa_hf/versions.py",
+        "rsa_hf/utils/versions.py",
         "if not Version(low) <= Version(transformers.__version__) < Version(high):",
         "if False:",
-        "tests/test_hooks.py::test_a_version_outside_the_range_is_named",
+        "tests/integration/test_hooks.py::test_a_version_outside_the_range_is_named",
     ),
     Mutation(
         Part.CRASH,
@@ -425,7 +425,7 @@ MUTATIONS = [
     Mutation(
         Part.CRASH,
         "what was moved aside is put back",
-        "rsa_hf/storage.py",
+        "rsa_hf/utils/files.py",
         "        old.rename(folder)\n    _remove(old)",
         "        pass\n    _remove(old)",
         "tests/reliability/test_storage.py::test_what_was_moved_aside_comes_back",
@@ -433,7 +433,7 @@ MUTATIONS = [
     Mutation(
         Part.CRASH,
         "files are on the disk before they get their name",
-        "rsa_hf/storage.py",
+        "rsa_hf/utils/files.py",
         "        _flush(path)\n    if folder",
         "        pass\n    if folder",
         "tests/reliability/test_storage.py::test_files_are_on_the_disk_before_they_get_their_name",
@@ -457,7 +457,7 @@ MUTATIONS = [
     Mutation(
         Part.STORAGE,
         "one process at a time writes into a folder",
-        "rsa_hf/storage.py",
+        "rsa_hf/utils/files.py",
         "            lock.acquire(blocking=False)",
         "            pass",
         "tests/reliability/test_storage.py::test_two_processes_and_one_folder",
@@ -465,7 +465,7 @@ MUTATIONS = [
     Mutation(
         Part.STORAGE,
         "an error of writing says what to do",
-        "rsa_hf/storage.py",
+        "rsa_hf/utils/files.py",
         "        raise StorageError(_in_words(folder, code)) from error",
         "        raise",
         "tests/reliability/test_storage.py::test_file_size_limit",
@@ -481,7 +481,7 @@ MUTATIONS = [
     Mutation(
         Part.STORAGE,
         "a saved model stays until the next one is whole",
-        "rsa_hf/storage.py",
+        "rsa_hf/utils/files.py",
         "    if folder.exists():\n        _remove(old)\n        folder.rename(old)",
         "    if folder.exists():\n        _remove(folder)",
         "tests/reliability/test_storage.py::test_a_folder_is_never_gone_while_it_is_replaced",
@@ -489,50 +489,50 @@ MUTATIONS = [
     Mutation(
         Part.MOVING_TRANSFORMERS,
         "the parameters of each hooked function are checked",
-        "rsa_hf/hooks/replacing.py",
+        "rsa_hf/integration/hooks.py",
         "if found is None or [name for name in hook.parameters if name not in found]:",
         "if found is None:",
-        "tests/test_hooks.py::test_other_parameters_are_named_and_nothing_is_half_installed[False-PreTrainedModel.post_init]",
+        "tests/integration/test_hooks.py::test_other_parameters_are_named_and_nothing_is_half_installed[False-PreTrainedModel.post_init]",
     ),
     Mutation(
         Part.MOVING_TRANSFORMERS,
         "a function that is missing is named",
-        "rsa_hf/hooks/replacing.py",
+        "rsa_hf/integration/hooks.py",
         "if found is None or [name for name in hook.parameters if name not in found]:",
         "if found is None:\n            continue\n        if [name for name in hook.parameters if name not in found]:",
-        "tests/test_hooks.py::test_what_is_renamed_is_named_and_nothing_is_half_installed[False-post_init]",
+        "tests/integration/test_hooks.py::test_what_is_renamed_is_named_and_nothing_is_half_installed[False-post_init]",
     ),
     Mutation(
         Part.MOVING_TRANSFORMERS,
         "what was replaced is put back where a later hook fails",
-        "rsa_hf/hooks/replacing.py",
+        "rsa_hf/integration/hooks.py",
         "for done, before in reversed(replaced):",
         "for done, before in []:",
-        "tests/test_hooks.py::test_a_function_that_cannot_be_replaced_undoes_the_others",
+        "tests/integration/test_hooks.py::test_a_function_that_cannot_be_replaced_undoes_the_others",
     ),
     Mutation(
         Part.MOVING_TRANSFORMERS,
         "a class that is missing is told with the versions that fit",
-        "rsa_hf/arming.py",
+        "rsa_hf/integration/__init__.py",
         "except ImportError as error:",
         "except ZeroDivisionError as error:",
-        "tests/test_hooks.py::test_what_is_renamed_is_named_and_nothing_is_half_installed[False-ContinuousMixin]",
+        "tests/integration/test_hooks.py::test_what_is_renamed_is_named_and_nothing_is_half_installed[False-ContinuousMixin]",
     ),
     Mutation(
         Part.MOVING_TRANSFORMERS,
         "a PEFT that has moved is a warning where adapters are not used",
-        "rsa_hf/peft_hooks.py",
+        "rsa_hf/integration/peft/hooks.py",
         "    try:\n        install()\n    except ImportError as error:",
         "    try:\n        install()\n    except ZeroDivisionError as error:",
-        "tests/test_hooks.py::test_what_is_renamed_is_named_and_nothing_is_half_installed[True-inject_adapter]",
+        "tests/integration/test_hooks.py::test_what_is_renamed_is_named_and_nothing_is_half_installed[True-inject_adapter]",
     ),
     Mutation(
         Part.MOVING_TRANSFORMERS,
         "the parameters of each method with an adapter are checked",
-        "rsa_hf/adapters/wrapping.py",
+        "rsa_hf/integration/architectures/wrapping.py",
         "if not callable(original) or missing:",
         "if not callable(original):",
-        "tests/test_adapters.py::test_a_moved_method_is_named_and_nothing_is_installed[other parameters]",
+        "tests/integration/test_architectures.py::test_a_moved_method_is_named_and_nothing_is_installed[other parameters]",
     ),
     Mutation(
         Part.SOAK,
@@ -558,7 +558,7 @@ MUTATIONS = [
         "rsa_hf/cli/doctor_model/identity.py",
         'Finding("ok" if same else "FAIL", "identity", words)',
         'Finding("ok", "identity", words)',
-        "tests/test_doctor_model.py::test_what_is_broken_is_found[not quite shut-False]",
+        "tests/cli/test_doctor_model.py::test_what_is_broken_is_found[not quite shut-False]",
     ),
     Mutation(
         Part.DOCTOR,
@@ -566,7 +566,7 @@ MUTATIONS = [
         "rsa_hf/cli/doctor_model/identity.py",
         'Finding("FAIL" if problem else "ok", "unpatching"',
         'Finding("ok", "unpatching"',
-        "tests/test_doctor_model.py::test_what_is_broken_is_found[one left behind-False]",
+        "tests/cli/test_doctor_model.py::test_what_is_broken_is_found[one left behind-False]",
     ),
     Mutation(
         Part.DOCTOR,
@@ -574,7 +574,7 @@ MUTATIONS = [
         "rsa_hf/cli/doctor_model/reload.py",
         "            parameter.add_(0.01 * (1 + i % 7))",
         "            pass",
-        "tests/test_doctor_model.py::test_what_is_broken_is_found[rates lost-False]",
+        "tests/cli/test_doctor_model.py::test_what_is_broken_is_found[rates lost-False]",
     ),
     Mutation(
         Part.DOCTOR,
@@ -582,7 +582,7 @@ MUTATIONS = [
         "rsa_hf/cli/doctor_model/effect.py",
         'Finding("ok" if works else "FAIL"',
         'Finding("ok"',
-        "tests/test_doctor_model.py::test_what_is_broken_is_found[does nothing-False]",
+        "tests/cli/test_doctor_model.py::test_what_is_broken_is_found[does nothing-False]",
     ),
     Mutation(
         Part.DOCTOR,
@@ -590,7 +590,7 @@ MUTATIONS = [
         "rsa_hf/cli/doctor_model/causality.py",
         "if found <= NOTHING:",
         "if True:",
-        "tests/test_doctor_model.py::test_what_is_broken_is_found[other direction-False]",
+        "tests/cli/test_doctor_model.py::test_what_is_broken_is_found[other direction-False]",
     ),
     Mutation(
         Part.DOCTOR,
@@ -598,7 +598,7 @@ MUTATIONS = [
         "rsa_hf/cli/doctor_model/causality.py",
         "        if causal:",
         "        if False:",
-        "tests/test_doctor_model.py::test_attention_that_ignores_causality_is_found[False]",
+        "tests/cli/test_doctor_model.py::test_attention_that_ignores_causality_is_found[False]",
     ),
     Mutation(
         Part.DOCTOR,
@@ -606,7 +606,7 @@ MUTATIONS = [
         "rsa_hf/cli/doctor_model/cache.py",
         'Finding("ok" if off <= TOLERANCE else "FAIL"',
         'Finding("ok"',
-        "tests/test_doctor_model.py::test_what_is_broken_is_found[offset forgotten-False]",
+        "tests/cli/test_doctor_model.py::test_what_is_broken_is_found[offset forgotten-False]",
     ),
     Mutation(
         Part.DOCTOR,
@@ -614,7 +614,7 @@ MUTATIONS = [
         "rsa_hf/cli/doctor_model/padding.py",
         'Finding("ok" if off <= TOLERANCE else "FAIL"',
         'Finding("ok"',
-        "tests/test_doctor_model.py::test_what_is_broken_is_found[mask ignored-False]",
+        "tests/cli/test_doctor_model.py::test_what_is_broken_is_found[mask ignored-False]",
     ),
     Mutation(
         Part.DOCTOR,
@@ -622,6 +622,6 @@ MUTATIONS = [
         "rsa_hf/cli/findings.py",
         'yield Finding("FAIL", subject',
         'yield Finding("note", subject',
-        "tests/test_doctor_model.py::test_a_check_that_breaks_off_is_a_failure",
+        "tests/cli/test_doctor_model.py::test_a_check_that_breaks_off_is_a_failure",
     ),
 ]

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from adapted import build_adapted
+from architectures import build_adapted
 from families import VOCAB, build_language_model
 
 FAMILIES = ("gpt2", "llama", "bloom")

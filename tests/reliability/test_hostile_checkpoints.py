@@ -21,15 +21,16 @@ from transformers import AutoModel
 
 import rsa_hf
 import rsa_hf.peft
-from adapters import METHODS, disturb
 from families import CONFIGS, FULL_PLAN, MORE_CONFIGS
 from models.xl import config as xl_config
+from peft_adapters import METHODS, disturb
 from reliability import damage
 from reliability.trial import number_of, try_many
 from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model
-from rsa_hf.checkpoint import RSA_KEY, attach_from_config
 from rsa_hf.cli.errors import UserError
 from rsa_hf.cli.models import load_checkpoint
+from rsa_hf.integration.attach import attach_from_config
+from rsa_hf.saved_plan import RSA_KEY
 
 PACKAGE = str(Path(rsa_hf.__file__).parent)
 DOCUMENTED = (ValueError, TypeError, OSError)
@@ -383,7 +384,7 @@ def test_one_module_by_two_names():
 
 @pytest.mark.parametrize(
     "place",
-    ["rsa_hf.hooks.loading.connect", "transformers.modeling_utils.PreTrainedModel._initialize_missing_keys"],
+    ["rsa_hf.integration.loading.connect", "transformers.modeling_utils.PreTrainedModel._initialize_missing_keys"],
 )
 def test_a_fault_is_no_mistake_of_the_user(place, tmp_path, monkeypatch):
     write(tmp_path, sound("gpt2"), {})

@@ -13,7 +13,7 @@ from reliability.neighbours import FAMILIES, PLANS, Kind, build, outputs
 from reliability.record import Part, note
 from reliability.trial import is_full
 from rsa_hf import patch_model, unpatch_model
-from rsa_hf.hooks.attention import record_attention_calls
+from rsa_hf.integration.attention import record_attention_calls
 
 ROUNDS = 150 if is_full() else 8
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import rsa_hf
-from rsa_hf.plain_yaml import read_yaml
+from rsa_hf.utils.plain_yaml import read_yaml
 
 PACKAGE = Path(rsa_hf.__file__).parent
 ALLOWED = {

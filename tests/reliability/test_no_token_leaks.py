@@ -8,12 +8,12 @@ import pytest
 from huggingface_hub.errors import HTTPError
 
 from families import build
+from hub.test_hub import hub, model  # noqa: F401
 from hub_stand_in import TOKEN, USER
 from rsa_hf import RSAConfig, cli, patch_model
-from rsa_hf.card import CardFacts, write_card
-from rsa_hf.credentials import holds_credentials, without_credentials
-from rsa_hf.hub import push_folder
-from test_hub import hub, model  # noqa: F401
+from rsa_hf.hub.card import CardFacts, write_card
+from rsa_hf.hub.push import push_folder
+from rsa_hf.utils.credentials import holds_credentials, without_credentials
 
 REPO = f"{USER}/rsa"
 FAILURES = ["401", "403", "500", "no connection", "no answer"]

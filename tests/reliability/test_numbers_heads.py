@@ -12,7 +12,7 @@ from reliability.extremes import first_turn
 from reliability.record import Part, note
 from reliability.trial import is_full
 from rsa_hf import RSAConfig, RSAHeads
-from rsa_hf.geometry import Geometry
+from rsa_hf.ops.mask import Geometry
 
 EXAMPLES = 60 if is_full() else 10
 SCALE = 20.0

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 
-from product import kernels_under_test
+from ops import kernels_under_test
 from reliability.extremes import assert_right, differentiated, problems
 from reliability.record import Part, note
 from reliability.trial import is_full

@@ -12,11 +12,11 @@ from reliability.extremes import assert_right, differentiated, problems
 from reliability.record import Part, note
 from reliability.trial import is_full
 from rsa_hf import rem_product
-from rsa_hf.geometry import Documents, Geometry
-from rsa_hf.product import operator
-from rsa_hf.product.decode import LagTable, decode
-from rsa_hf.product.problem import Recurrence
-from rsa_hf.product.traced import traced_forward
+from rsa_hf.ops import autograd
+from rsa_hf.ops.decode import LagTable, decode
+from rsa_hf.ops.export import traced_forward
+from rsa_hf.ops.mask import Documents, Geometry
+from rsa_hf.ops.types import Recurrence
 
 EXAMPLES = 80 if is_full() else 12
 some = settings(max_examples=EXAMPLES, phases=(Phase.explicit, Phase.generate))
@@ -49,7 +49,7 @@ def test_eager(name, problem):
 @given(problem=problems())
 def test_the_operator_of_compiled_graphs(problem):
     with backend("chunked") as patch:
-        patch.setattr(operator.torch.compiler, "is_compiling", lambda: True)
+        patch.setattr(autograd.torch.compiler, "is_compiling", lambda: True)
         found = differentiated(problem)
     assert_right(problem, found)
     tried["operator"] += 1

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf import RSAHeads, patching
-from rsa_hf.geometry import Geometry
+from rsa_hf.ops.mask import Geometry
 
 __all__ = ["BROKEN"]
 

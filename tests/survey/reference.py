@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 from references import lag_weight
-from rsa_hf.adapters import watch, wrapping
+from rsa_hf.integration.architectures import watch, wrapping
 
 __all__ = ["plain_attention", "reference_attention", "without_attention"]
 

@@ -19,7 +19,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from torch.utils.data import DataLoader
 from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from rsa_hf.metrics.score import LanguageModelingScore
 from rsa_hf.tasks import language_modeling as lm
 from rsa_hf.tasks.language_modeling import (
     EvaluationBlocks,
@@ -28,6 +27,7 @@ from rsa_hf.tasks.language_modeling import (
     load_language_modeling_tokenizer,
     prepare_language_modeling,
 )
+from rsa_hf.tasks.metrics.score import LanguageModelingScore
 from rsa_hf.tasks.perplexity import evaluate_language_model
 from rsa_hf.tasks.texts import SPLITS
 

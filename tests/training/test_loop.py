@@ -206,7 +206,11 @@ def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path, family):
 
         run(tmp_path / str(checkpointing), model, evaluate=evaluate_and_look, gradient_checkpointing=checkpointing)
         assert not is_on()
-    assert_same_weights(weights(tmp_path / "False" / "final"), weights(tmp_path / "True" / "final"))
+    # Not bit for bit: what is computed again may lie elsewhere in memory, and some processors' sums depend on that.
+    kept, recomputed = weights(tmp_path / "False" / "final"), weights(tmp_path / "True" / "final")
+    assert kept.keys() == recomputed.keys()
+    for name in kept:
+        torch.testing.assert_close(kept[name], recomputed[name], rtol=1e-4, atol=1e-5)
 
 
 def test_bf16_leaves_the_model_unwrapped(tmp_path):

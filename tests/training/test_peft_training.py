@@ -7,8 +7,8 @@ import torch
 from peft import LoraConfig, prepare_model_for_kbit_training
 from transformers import Trainer, TrainingArguments
 
-from adapters import PLAN, adapter_values, base_model, logits, trained_adapter
 from families import VOCAB, inputs
+from peft_adapters import PLAN, adapter_values, base_model, logits, trained_adapter
 from rsa_hf import patch_model, rsa_report
 from rsa_hf.peft import get_peft_model, load
 from rsa_hf.training.callback import RSACallback

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rsa_hf.checkpoint import configs_with_plans
 from rsa_hf.config import RSAConfig
-from rsa_hf.heads import RSAHeads
-from rsa_hf.lookup import heads_of
+from rsa_hf.heads import RSAHeads, heads_of
 from rsa_hf.patching import is_patched, patch_model, unpatch_model
+from rsa_hf.saved_plan import configs_with_plans
 
 __all__ = [
     "Streams",

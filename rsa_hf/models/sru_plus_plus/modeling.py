@@ -24,7 +24,7 @@ from rsa_hf.models.sru_plus_plus.attention import SRUPlusPlusAttention
 from rsa_hf.models.sru_plus_plus.configuration import SRUPlusPlusConfig
 from rsa_hf.models.sru_plus_plus.recurrence import elementwise_recurrence
 from rsa_hf.models.transformer_xl.attention import visibility
-from rsa_hf.product.problem import working_dtype
+from rsa_hf.ops.types import working_dtype
 
 __all__ = ["SRUPlusPlusHeadOutput", "SRUPlusPlusModel", "SRUPlusPlusModelOutput", "SRUPlusPlusPreTrainedModel"]
 

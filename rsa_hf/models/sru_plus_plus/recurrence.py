@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rsa_hf.product.problem import working_dtype
+from rsa_hf.ops.types import working_dtype
 
 __all__ = ["cells", "elementwise_recurrence"]
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rsa_hf.models.transformer_xl.configuration import TransformerXLConfig
 from rsa_hf.models.transformer_xl.language_model import TransformerXLForCausalLM
-from rsa_hf.storage import storage_errors
+from rsa_hf.utils.files import storage_errors
 
 __all__ = ["convert_checkpoint", "convert_state_dict"]
 

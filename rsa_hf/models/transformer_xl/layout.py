@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.brief import shorten
+from rsa_hf.utils.brief import shorten
 
 __all__ = ["require_layout"]
 

@@ -1,0 +1,1 @@
+"""The runner of experiments: runs, tables, intervals, pages."""

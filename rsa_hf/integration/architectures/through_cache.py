@@ -1,0 +1,92 @@
+"""A forward that hands K and V to the cache: what the cache gives back is what attention sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rsa_hf.integration.architectures.stand_ins import StandIn, StandInForCache, StandInForCall, not_seen
+from rsa_hf.integration.architectures.wrapping import Run
+from rsa_hf.integration.masks import flash_documents
+from rsa_hf.ops.mask import remembered
+
+__all__ = ["through_cache_and_projection", "through_cache_and_return"]
+
+
+def through_cache_and_projection(
+    cache: str,
+    heads: str,
+    projection: str,
+    *,
+    hides: bool = False,
+    positions: bool = False,
+    decoder: str | None = None,
+    others: str | None = None,
+) -> Run:
+    """For a forward that calls `key, value = cache.update(key, value, layer)` and `projection(output)`.
+
+    Args:
+        cache: the forward's parameter.
+        heads: the attribute that holds H.
+        projection: the attribute; it is called with [B, T, H * D].
+        hides: True in a mask means hidden.
+        positions: `position_ids` tell flash attention of packed documents.
+        decoder: the attribute that says whether it is causal; None: it is.
+        others: the parameter for states of another sequence, which make it cross-attention; None: it is none.
+    """
+
+    def run(module: nn.Module, forward: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
+        if others is not None and call.get(others) is not None:
+            return forward(module, **call)
+        seen = StandInForCache(call.get(cache))
+        mask = call.get("attention_mask")
+        causal = decoder is None or bool(getattr(module, decoder))
+        if hides and mask is not None:
+            mask = remembered(torch.logical_not, mask)
+        project = getattr(module, projection)
+        mixed = False
+
+        def mix_and_project(output: Tensor) -> Any:
+            nonlocal mixed
+            if seen.value is None:
+                raise not_seen(module, f"{cache}.update")
+            attention, documents = output.unflatten(-1, (getattr(module, heads), -1)), None
+            if positions and mask is None:
+                documents = flash_documents(attention.transpose(1, 2), seen.value, call)
+            mixed = True
+            return project(mix(attention, seen.value, mask, causal=causal, documents=documents).flatten(2))
+
+        stand_in = StandIn(module, {projection: StandInForCall(project, mix_and_project)})
+        found = forward(stand_in, **{**call, cache: seen})
+        if not mixed:
+            raise not_seen(module, projection)
+        return found
+
+    return run
+
+
+def through_cache_and_return(cache: str, heads: str, *, decoder: str, others: str) -> Run:
+    """For a forward that calls `key, value = cache.update(key, value, layer)` and returns [B, T, H * D] and weights.
+
+    Args:
+        cache: the forward's parameter.
+        heads: the attribute that holds H.
+        decoder: the attribute that says whether it is causal.
+        others: the parameter for states of another sequence, which make it cross-attention.
+    """
+
+    def run(module: nn.Module, forward: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
+        if call.get(others) is not None:
+            return forward(module, **call)
+        seen = StandInForCache(call.get(cache))
+        output, *rest = forward(module, **{**call, cache: seen})
+        if seen.value is None:
+            raise not_seen(module, f"{cache}.update")
+        attention = output.unflatten(-1, (getattr(module, heads), -1))
+        causal = bool(getattr(module, decoder))
+        return (mix(attention, seen.value, call.get("attention_mask"), causal=causal).flatten(2), *rest)
+
+    return run

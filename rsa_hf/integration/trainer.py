@@ -1,0 +1,102 @@
+"""Hooks into the Trainer, whose import takes as long as that of the models: they follow it.
+
+* `_load_from_checkpoint`: a run goes on with the plan that it was begun with.
+* `create_model_card`: rsa_hf's part of the card survives.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import CONFIG_NAME
+
+from rsa_hf.hub.card import CardFacts, read_facts
+from rsa_hf.integration.following import follow
+from rsa_hf.integration.hooks import Hook, is_in_place, replace_all
+from rsa_hf.integration.saving import bring_card_up_to_date
+from rsa_hf.saved_plan import SavedPlan, differences, read_plan, saved_plans
+from rsa_hf.utils.versions import what_fits
+
+__all__ = ["arm"]
+
+logger = logging.getLogger(__name__)
+
+MODULE = "transformers.trainer"
+
+
+def arm() -> None:
+    """Put the hooks in place now if the Trainer is imported already, else as soon as it is."""
+    follow(MODULE, _install_or_warn)
+
+
+def _install_or_warn() -> None:
+    trainer = sys.modules[MODULE].Trainer
+    hooks = [
+        Hook(trainer, "_load_from_checkpoint", ("self", "resume_from_checkpoint"), _wrap_load_from_checkpoint),
+        Hook(trainer, "create_model_card", ("self",), _wrap_create_model_card),
+    ]
+    try:
+        replace_all([hook for hook in hooks if not is_in_place(hook)], what_fits())
+    except ImportError as error:  # most who import the Trainer have no model with RSA heads
+        logger.warning("The Trainer does not check the plan of RSA heads, nor keep the card of its model: %s", error)
+
+
+def _wrap_load_from_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, *args: Any, **keywords: Any) -> Any:
+        model = self.accelerator.unwrap_model(self.model)
+        if isinstance(model, PreTrainedModel):  # an adapter's plan is looked at where it is loaded
+            _require_the_plan_of(Path(resume_from_checkpoint), model)
+        return original(self, resume_from_checkpoint, *args, **keywords)
+
+    return _load_from_checkpoint
+
+
+def _require_the_plan_of(folder: Path, model: PreTrainedModel) -> None:
+    """Check that a checkpoint has the plan of the model: the Trainer reads its tensors, and never its config.
+
+    Raises:
+        ValueError: it has another plan, or none, or the model has none.
+    """
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        return
+    config = json.loads(path.read_text(encoding="utf-8"))
+    parts = [config, *(value for value in config.values() if isinstance(value, dict))]
+    theirs = [read_plan(part["rsa"]) for part in parts if part.get("rsa") is not None]
+    own = [read_plan(content) for content in saved_plans(model.config)]
+    if len(own) == len(theirs) and all(any(_same(plan, other) for other in theirs) for plan in own):
+        return
+    if not own or not theirs:
+        which, without = ("checkpoint", "model") if theirs else ("model", "checkpoint")
+        what = f"the {which} has RSA heads, and the {without} has none"
+    else:
+        what = f"its RSA heads have another plan than the model's ({differences(theirs[0], own[0])})"
+    raise ValueError(
+        f"{folder} cannot be resumed from: {what}. Give the Trainer the model that the run was begun with, "
+        "or leave resume_from_checkpoint out."
+    )
+
+
+def _same(plan: SavedPlan, other: SavedPlan) -> bool:
+    """Whether two plans are the same but for where parameters start, which the checkpoint has moved from."""
+    starts = {name: getattr(plan.config, name) for name in ("gate_init", "nu_init", "theta_init")}
+    return plan == SavedPlan(other.modules, replace(other.config, **starts))
+
+
+def _wrap_create_model_card(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_model_card(self: Any, *args: Any, **keywords: Any) -> None:
+        facts = read_facts(self.args.output_dir)
+        original(self, *args, **keywords)
+        model = self.accelerator.unwrap_model(self.model)
+        if self.is_world_process_zero() and isinstance(model, PreTrainedModel) and saved_plans(model.config):
+            facts = facts.updated(CardFacts(seeds=(self.args.seed,), name=getattr(self, "hub_model_id", None)))
+            bring_card_up_to_date(model, self.args.output_dir, facts, plot=True)
+
+    return create_model_card

@@ -1,0 +1,322 @@
+r"""P V and its gradients in linear time and memory: a scan over chunks of C steps, in plain PyTorch.
+
+A chunk is one matrix product, (y, h') = M (v, h), with the M of `rates.py`. With s_n = write · v_n the states are
+
+    h_{n+1} = z^C h_n + s_n,
+
+the same scan on 1/C of the data, so it is chunked again. For a whole tile of heads, with the columns of `layout.py`
+and [·; ·] for rows below rows:
+
+    forward     h = carry(write · V)              y  = [block, readout] · [V; h]
+    backward    a = carryᵀ(readoutᵀ · dY)         dV = [block; write]ᵀ · [dY; a]
+                dρ = ⟨[dY; a], ∂M/∂ρ · [V; h]⟩    for each rate ρ of the head
+
+a_n is the gradient with respect to s_n. Nothing but V has to be kept for the backward pass.
+
+Chunks are short: a matrix product of few rows is bound by memory, so that a shorter chunk saves multiplications, of
+which ∂M/∂ρ needs as many again for each rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rsa_hf.ops.chunk_layout import DocumentLayout, Layout, PlainLayout
+from rsa_hf.ops.mask import Geometry
+from rsa_hf.ops.powers import Matrices
+from rsa_hf.ops.types import Gradients, Mixing, Recurrence, working_dtype
+
+__all__ = ["scan_backward", "scan_forward"]
+
+CHUNK = 16  # steps per chunk
+SINGLE_CHUNK = 32  # a sequence of up to so many steps is one chunk, without states
+TILE = 2**19  # numbers in the columns of a tile on a CPU (2 MB of float32)
+SHORT = 2**14  # numbers of a head up to which all heads' products are written down at once, and then summed
+
+
+def scan_forward(value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: Mixing | None) -> Tensor:
+    """P V, [B, H, T, D], or, with `mixing`, attention + g (P V − attention), [B, T, H', D].
+
+    Args:
+        value: shape [B, Hv, S, D].
+        recurrence: the heads.
+        geometry: who sees whom; neither a window nor `visible`.
+        mixing: softmax attention and the gate, or None.
+    """
+    B, _, _, D = value.shape
+    H, T = len(recurrence.kinds), geometry.query_length
+    if mixing is None:
+        output = value.new_empty(B, H, T, D, dtype=working_dtype(value))
+    else:
+        output = torch.empty_like(mixing.attention, memory_format=torch.contiguous_format)
+        output[:, :, H:] = mixing.attention[:, :, H:]
+    for tile in _tiles(value, recurrence, geometry):
+        columns = tile.multiply(tile.matrix[:, : tile.chunk], tile.with_states(tile.pack_keys(value)))
+        if mixing is None:
+            tile.unpack_queries(columns, output[:, tile.heads])
+            continue
+        product = value.new_empty(B, tile.num_heads, T, D, dtype=tile.dtype)
+        tile.unpack_queries(columns, product)
+        attention = mixing.attention[:, :, tile.heads].transpose(1, 2).to(tile.dtype)
+        # lerp(a, b, g) = a + g (b − a) while g < 1/2, so a shut gate changes no bit.
+        gate = mixing.gate[tile.heads, None, None].to(tile.dtype)
+        output[:, :, tile.heads] = torch.lerp(attention, product, gate).transpose(1, 2).to(output.dtype)
+    return output
+
+
+def scan_backward(
+    grad: Tensor, value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: Mixing | None
+) -> Gradients:
+    """The gradients of `scan_forward`, from the gradient of its output and its own arguments."""
+    H = len(recurrence.kinds)
+    # Shared value heads collect from several heads, and are rounded when all have been added; value heads that none
+    # reads get nothing.
+    dvalue = torch.empty_like(value, dtype=working_dtype(value) if recurrence.groups > 1 else None)
+    (dvalue if recurrence.groups > 1 else dvalue[:, H:]).zero_()
+    ddecay, dtheta = torch.zeros_like(recurrence.decay), torch.zeros_like(recurrence.theta)
+    dattention = dgate = None
+    if mixing is not None:
+        dattention, dgate = torch.empty_like(mixing.attention), torch.zeros_like(mixing.gate)
+        dattention[:, :, H:] = grad[:, :, H:]
+        grad = grad.transpose(1, 2)
+    for tile in _tiles(value, recurrence, geometry, derivatives=True):
+        heads = tile.heads
+        dy = tile.with_adjoints(tile.pack_queries(grad[:, heads]))
+        keys = tile.with_states(tile.pack_keys(value))
+        dv = tile.multiply(tile.matrix[:, :, : tile.chunk].transpose(1, 2), dy)
+        gate: Tensor | None = None
+        if mixing is not None and dattention is not None and dgate is not None:
+            gate = mixing.gate[heads].to(tile.dtype)
+            attention, dmixed = mixing.attention[:, :, heads].to(tile.dtype), grad[:, heads].transpose(1, 2)
+            # ⟨dY, P V⟩ = ⟨Pᵀ dY, V⟩, so the product itself need not be kept.
+            dgate[heads] = tile.dot(dv, keys[:, : tile.chunk]) - (attention * dmixed).sum((0, 1, 3))
+            dattention[:, :, heads] = dmixed * (1 - gate)[:, None]
+            dv.mul_(gate[:, None, None])
+        tile.unpack_keys(dv, dvalue)
+        for drate, derivative in zip((ddecay, dtheta), tile.derivatives, strict=False):
+            change = tile.dot(tile.multiply(derivative, keys), dy)
+            drate[heads] = change if gate is None else change * gate
+    return Gradients(dvalue.to(value.dtype), ddecay, dtheta, dattention, dgate)
+
+
+def _tiles(value: Tensor, recurrence: Recurrence, geometry: Geometry, derivatives: bool = False) -> Iterator[_Tile]:
+    """Cut the heads into runs of one dilation whose columns fit the cache; on a GPU, into the longest such runs."""
+    B, _, _, D = value.shape
+    H, groups = len(recurrence.kinds), recurrence.groups
+    # A causal query sees no key behind the last query: a static cache has such slots, still empty.
+    S = geometry.query_offset + geometry.query_length if geometry.causal else geometry.key_length
+    most = H if value.device.type != "cpu" else max(TILE // max(B * S * D, 1), 1)
+    dtype = working_dtype(value)
+    scratch = _Scratch(value.device, dtype)
+    for d in sorted(set(recurrence.dilation)):
+        layout = _layout(S, d, geometry)
+        digits, doublings = (layout.digits, 0) if isinstance(layout, PlainLayout) else ((), layout.doublings)
+        matrices = Matrices(recurrence, layout.chunk, digits, doublings, geometry.causal, dtype, derivatives)
+        for run in _runs(recurrence.dilation, d):
+            start = run.start
+            while start < run.stop:
+                stop = min(start + most, run.stop)
+                if groups > 1:
+                    stop = min(stop, (start // groups + 1) * groups)
+                heads = slice(start, stop)
+                yield _Tile(heads, layout, matrices, geometry, groups, scratch)
+                start = stop
+
+
+def _runs(dilation: tuple[int, ...], d: int) -> list[slice]:
+    """Where neighbouring heads have dilation d."""
+    edges = [h for h in range(len(dilation) + 1) if (dilation[h - 1 : h] == (d,)) != (dilation[h : h + 1] == (d,))]
+    return [slice(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def _layout(length: int, dilation: int, geometry: Geometry) -> Layout:
+    documents, key_mask = geometry.documents, geometry.key_mask
+    if documents is None:
+        steps = -(-length // dilation)
+        key_mask = None if key_mask is None else key_mask[:, :length]
+        return PlainLayout(length, max(steps, 1) if steps <= SINGLE_CHUNK else CHUNK, dilation, key_mask)
+    if dilation not in documents.layouts:
+        # The layers of a forward share their documents.
+        chunk = min(max(documents.mean_length // dilation, 1), CHUNK)
+        documents.layouts[dilation] = DocumentLayout(documents, chunk, dilation, key_mask)
+    layout: Layout = documents.layouts[dilation]
+    return layout
+
+
+class _Scratch:
+    """Memory that one tile after the other writes over: fresh pages cost more than what is written into them."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.buffers: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        size = math.prod(shape)
+        if name not in self.buffers or self.buffers[name].numel() < size:
+            self.buffers[name] = torch.empty(size, dtype=self.dtype, device=self.device)
+        return self.buffers[name][:size].view(shape)
+
+
+class _Tile:
+    """Neighbouring heads of one dilation and the columns that they are computed in."""
+
+    def __init__(
+        self,
+        heads: slice,
+        layout: Layout,
+        matrices: Matrices,
+        geometry: Geometry,
+        groups: int,
+        scratch: _Scratch,
+    ) -> None:
+        self.heads, self.layout, self.matrices, self.scratch = heads, layout, matrices, scratch
+        self.num_heads = heads.stop - heads.start
+        self.groups, self.geometry = groups, geometry
+        self.chunk, self.dtype = layout.chunk, scratch.dtype
+        rows = self.chunk if layout.num_chunks == 1 else matrices.chunk.shape[-1]
+        self.matrix = matrices.chunk[heads, :rows, :rows]
+        self.derivatives = matrices.derivatives[:, heads, :rows, :rows]
+
+    def pack_keys(self, value: Tensor) -> Tensor:
+        """V of these heads, [B, Hv, S, D], in the first C rows of columns [g, C + states, N·B·d·D]."""
+        steps = value[:, self.heads]
+        if self.groups > 1:
+            shared = self.heads.start // self.groups
+            steps = value[:, shared : shared + 1].expand(-1, self.num_heads, -1, -1)
+        columns, into = self._columns("keys", steps)
+        self.layout.pack(steps[:, :, : self.layout.length], into)
+        if self.layout.hidden_keys is not None:
+            # Not a product with zeros: hidden slots may hold anything, NaN included.
+            into.masked_fill_(self.layout.hidden_keys, 0)
+        return columns
+
+    def unpack_keys(self, columns: Tensor, dvalue: Tensor) -> None:
+        """Write, or add where heads share them, the gradient of these heads' values."""
+        into = columns.view(self.num_heads, self.chunk, *self._shape(dvalue))
+        if self.layout.hidden_keys is not None:
+            into.masked_fill_(self.layout.hidden_keys, 0)
+        length = self.layout.length
+        if self.groups == 1:
+            self.layout.unpack(into, dvalue[:, self.heads, :length])
+            dvalue[:, self.heads, length:] = 0
+            return
+        shared = self.heads.start // self.groups
+        total = dvalue.new_empty(len(dvalue), 1, length, dvalue.shape[3], dtype=self.dtype)
+        self.layout.unpack(into.sum(0, keepdim=True), total)
+        dvalue[:, shared : shared + 1, :length] += total
+
+    def pack_queries(self, grad: Tensor) -> Tensor:
+        """The gradient of the output, [B, g, T, D], in columns as those of `pack_keys`."""
+        start, stop, S = self.geometry.query_offset, self.geometry.query_offset + grad.shape[2], self.layout.length
+        if stop - start < S:
+            grad = F.pad(grad, (0, 0, start, S - stop))
+        columns, into = self._columns("queries", grad)
+        self.layout.pack(grad, into)
+        return columns
+
+    def unpack_queries(self, columns: Tensor, output: Tensor) -> None:
+        """Write the rows of the queries into [B, g, T, D]."""
+        self.layout.unpack(
+            columns.view(self.num_heads, self.chunk, *self._shape(output)), output, self.geometry.query_offset
+        )
+
+    def with_states(self, columns: Tensor) -> Tensor:
+        """Fill in the states that enter each chunk, below the chunk."""
+        self._fill(columns, self.matrix[:, self.chunk :, : self.chunk], adjoint=False)
+        return columns
+
+    def with_adjoints(self, columns: Tensor) -> Tensor:
+        """Fill in the gradients with respect to what each chunk writes into the states."""
+        self._fill(columns, self.matrix[:, : self.chunk, self.chunk :].transpose(1, 2), adjoint=True)
+        return columns
+
+    def multiply(self, matrix: Tensor, columns: Tensor) -> Tensor:
+        """A matrix of each head, [g, rows, n], times its columns, [g, n, X]."""
+        return torch.bmm(matrix, columns, out=self.scratch("product", *matrix.shape[:2], columns.shape[2]))
+
+    def dot(self, a: Tensor, b: Tensor) -> Tensor:
+        """The inner product of two tiles of columns, head by head: [g]."""
+        if a[0].numel() <= SHORT:
+            products: Tensor = torch.linalg.vecdot(a.flatten(1), b.flatten(1))
+            return products
+        return torch.stack([torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(a, b, strict=True)])
+
+    def _shape(self, steps: Tensor) -> tuple[int, int, int, int]:
+        return self.layout.num_chunks, len(steps), self.layout.dilation, steps.shape[3]
+
+    def _columns(self, name: str, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """Columns for [B, g, S, D], and the part of them that holds the steps, as [g, C, N, B, d, D]."""
+        shape = self._shape(steps)
+        columns = self.scratch(name, self.num_heads, self.matrix.shape[-1], math.prod(shape))
+        return columns, columns[:, : self.chunk].view(self.num_heads, self.chunk, *shape)
+
+    def _fill(self, columns: Tensor, write: Tensor, adjoint: bool) -> None:
+        if self.layout.num_chunks == 1:
+            return
+        terms = write @ columns[:, : self.chunk]
+        for i in range(0, terms.shape[1], 2):
+            # The second state of an unmasked REM comes from the right; gradients go against the states.
+            carry = _Carry(self.matrices, self.heads, self.layout, reverse=(i > 0) != adjoint, conjugate=adjoint)
+            columns[:, self.chunk + i : self.chunk + i + 2] = carry(terms[:, i : i + 2])
+
+
+@dataclass(frozen=True, eq=False)
+class _Carry:
+    """States from what the chunks write: h_n = Σ_{m<n} z^{C (n−1−m)} s_m, a document starting from nothing.
+
+    Attributes:
+        matrices: of all heads.
+        heads: which of them.
+        layout: of the chunks.
+        reverse: the sum over m > n instead.
+        conjugate: the conjugate of z instead.
+    """
+
+    matrices: Matrices
+    heads: slice
+    layout: Layout
+    reverse: bool
+    conjugate: bool
+
+    def __call__(self, terms: Tensor) -> Tensor:
+        """The states, [g, 2, N·W], of the terms s, [g, 2, N·W], rows (real, imaginary)."""
+        terms = terms.contiguous()
+        if isinstance(self.layout, DocumentLayout):
+            in_chunks = terms.view(len(terms), 2, self.layout.num_chunks, -1)
+            return self._within_documents(in_chunks, self.layout).flatten(2)
+        return self._level(terms, self.layout.digits).view(terms.shape)
+
+    def _level(self, terms: Tensor, digits: tuple[int, ...], level: int = 0) -> Tensor:
+        """Matrix products over M states, [g, 2·M, rest], and the same over what each M of them hand on."""
+        g = len(terms)
+        M = digits[level]
+        carry, readout = self.matrices.level(level, self.reverse, self.conjugate)
+        terms = terms.view(g, 2 * M, -1)
+        if level + 1 == len(digits):
+            return carry[self.heads, : 2 * M] @ terms
+        carried = carry[self.heads] @ terms
+        entering = self._level(carried[:, 2 * M :].contiguous(), digits, level + 1)
+        return torch.baddbmm(carried[:, : 2 * M], readout[self.heads], entering.view(g, 2, -1))
+
+    def _within_documents(self, terms: Tensor, layout: DocumentLayout) -> Tensor:
+        """Sums over 1, 2, 4, … chunks of a document, each from two of the sums before."""
+        g, _, N, W = terms.shape
+
+        def from_before(x: Tensor, distance: int) -> Tensor:
+            """What is `distance` chunks before (behind, in reverse), 0 where that is another document."""
+            same = layout.same_document(distance, W)
+            if self.reverse:
+                return F.pad(torch.where(same, x[:, :, distance:], 0), (0, 0, 0, distance))
+            return F.pad(torch.where(same, x[:, :, : N - distance], 0), (0, 0, distance, 0))
+
+        sums = terms
+        for times in range(layout.doublings):
+            power = self.matrices.doubled(times, self.conjugate)[self.heads]
+            sums = sums + (power @ from_before(sums, 1 << times).view(g, 2, -1)).view(g, 2, N, W)
+        return from_before(sums, 1)

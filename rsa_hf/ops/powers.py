@@ -1,0 +1,250 @@
+r"""The complex rates z of the heads, and the matrices that carry chunks of a sequence on.
+
+Write z = λ for a regular head and z = γ e^{iθ} for a cyclical one. What a head reads of a complex number is its real
+part, a sin head its imaginary part; complex numbers are kept as rows (real, imaginary), so all products are real.
+Over a chunk of C steps v_0 … v_{C−1}, entered with the state h = Σ_{j≥0} z^j v_{−1−j}:
+
+    y_i = Σ_{j<i} F(i − j) v_j + read(z^{i+1} h)        h' = z^C h + Σ_j z^{C−1−j} v_j
+
+which is one real matrix, (y, h') = M (v, h), of shape [C + 2, C + 2]:
+
+    M = [ block  readout ]      block[i, j] = F(i − j) where i > j, else 0
+        [ write  z^C     ]
+
+An unmasked REM also has a state that comes from the right, with two more rows and columns, and |i − j| for i − j.
+
+Every entry of these matrices, and of those that carry the states on, is 0, Re z^k or ± Im z^k for some k. So the
+powers are computed once, in one table, and a matrix is picked from it; where each entry comes from depends on the
+lengths alone and is remembered. Picked from a table of ∂z^k/∂ρ it is the matrix's derivative.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rsa_hf.ops.types import Recurrence, widest_dtype
+
+__all__ = ["Matrices", "kinds_mask", "powers_table", "weights_of_lags"]
+
+
+class _Entries:
+    """Where in a head's row of the table (Re z^k, Im z^k, −Im z^k, 0) an entry is found, for `count` exponents."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.zero = 3 * count
+
+    def read(self, k: Tensor, is_sin: bool) -> Tensor:
+        return k + self.count * is_sin
+
+    def complex(self, k: Tensor, conjugate: bool = False) -> Tensor:
+        """Multiplication by z^k, 0 where k < 0, of rows of states, the real ones before the imaginary ones."""
+        zero = torch.where(k < 0, self.zero, 0)
+        k = k.clamp(min=0)
+        real, imaginary, negative = (torch.where(zero > 0, zero, k + i * self.count) for i in range(3))
+        if conjugate:
+            imaginary, negative = negative, imaginary
+        return torch.cat([torch.cat([real, negative], 1), torch.cat([imaginary, real], 1)], 0)
+
+
+class _Level(NamedTuple):
+    """Places of the matrices of one level of M states: [H, 2·M + 2, 2·M] and [H, 2·M, 2]."""
+
+    carry: Tensor
+    readout: Tensor
+
+
+class _Places(NamedTuple):
+    exponents: Tensor
+    chunk: Tensor
+    levels: dict[tuple[int, bool, bool], _Level]
+    doubled: dict[tuple[int, bool], Tensor]
+
+
+@functools.lru_cache(maxsize=32)
+def _places(
+    kinds: tuple[str, ...], C: int, digits: tuple[int, ...], doublings: int, causal: bool, device: torch.device
+) -> _Places:
+    """Where the entries of all matrices are found in the table of their exponents."""
+    exponents = list(range(C + 1))
+    first_of_level, step = [], C
+    for M in digits:
+        first_of_level.append(len(exponents))
+        exponents += [step * k for k in range(M + 1)]
+        step *= M
+    first_doubled = len(exponents)
+    exponents += [C << i for i in range(doublings)]
+    entries = _Entries(len(exponents))
+
+    def of_heads(codes: Tensor) -> Tensor:
+        row = torch.arange(len(kinds))[:, None, None] * (3 * entries.count + 1)
+        return (codes + row).to(device)
+
+    both = torch.stack([_chunk_entries(entries, C, causal, is_sin) for is_sin in (False, True)])
+    chunk = of_heads(both[[int(kind == "sin") for kind in kinds]])
+    levels = {}
+    # Gradients go against the states, by the conjugate; an unmasked REM has states from both sides.
+    directions = [(False, False), (True, True)] if causal else list(itertools.product((False, True), repeat=2))
+    for level, (first, M) in enumerate(zip(first_of_level, digits, strict=True)):
+        i = torch.arange(M)
+        for reverse, conjugate in directions:
+            back = i.flip(0) if reverse else i  # steps between a state and the edge that the level is entered from
+            lags = back[:, None] - back - 1
+            inside = entries.complex(torch.where(lags < 0, -1, lags + first), conjugate)
+            handed_on = entries.complex(back.flip(0)[None] + first, conjugate)
+            readout = entries.complex(back[:, None] + first, conjugate)
+            carry = torch.cat([inside, handed_on])
+            levels[level, reverse, conjugate] = _Level(of_heads(carry), of_heads(readout))
+    doubled = {
+        (i, conjugate): of_heads(entries.complex(torch.tensor([[first_doubled + i]]), conjugate))
+        for i in range(doublings)
+        for conjugate in (False, True)
+    }
+    return _Places(torch.tensor(exponents, device=device), chunk, levels, doubled)
+
+
+def _chunk_entries(entries: _Entries, C: int, causal: bool, is_sin: bool) -> Tensor:
+    """Places of the entries of M, for the exponents 0 … C at the head of the table: [n, n]."""
+    i = torch.arange(C)
+    lags = i[:, None] - i
+    lags = lags if causal else lags.abs()
+    block = torch.where(lags > 0, entries.read(lags, is_sin), entries.zero)
+    # A state enters row i as z^{i+1} h, of which real and sin heads read different parts.
+    readout = entries.complex(i[:, None] + 1)[C * is_sin : C * is_sin + C]
+    write = entries.complex(i.flip(0)[None])[:, :C]
+    step = entries.complex(torch.tensor([[C]]))
+    if causal:
+        return torch.cat([torch.cat([block, readout], 1), torch.cat([write, step], 1)])
+    # The state from the right stands C − i steps away from row i: the same entries, turned round.
+    none = torch.full_like(step, entries.zero)
+    top = torch.cat([block, readout, readout.flip(0)], 1)
+    return torch.cat([top, torch.cat([write, step, none], 1), torch.cat([write.flip(1), none, step], 1)])
+
+
+class Matrices:
+    """The matrices of H heads for chunks of C steps.
+
+    Args:
+        recurrence: the heads; dilations are not looked at.
+        chunk: C.
+        digits: numbers of states that are carried on together, level by level.
+        doublings: up to which power of z^C matrices are wanted, for states that are carried on by doubling.
+        causal: masked or unmasked REMs.
+        dtype: of the matrices.
+        derivatives: whether the derivatives of M are wanted too.
+
+    Attributes:
+        chunk: M, [H, n, n] with n = C + 2, for unmasked REMs C + 4.
+        derivatives: ∂M/∂decay and, where a head is cyclical, ∂M/∂θ, [0, 1 or 2, H, n, n].
+    """
+
+    def __init__(
+        self,
+        recurrence: Recurrence,
+        chunk: int,
+        digits: tuple[int, ...],
+        doublings: int,
+        causal: bool,
+        dtype: torch.dtype,
+        derivatives: bool,
+    ) -> None:
+        self._places = _places(recurrence.kinds, chunk, digits, doublings, causal, recurrence.decay.device)
+        real, imaginary = powers_table(recurrence, self._places.exponents, dtype, derivatives)
+        table = torch.cat([real, imaginary, -imaginary, torch.zeros_like(real[..., :1])], dim=-1).flatten(1)
+        matrices = table[:, self._places.chunk]
+        self.chunk, self.derivatives = matrices[0], matrices[1:]
+        self._table = table[0]
+        self._picked: dict[int, Tensor] = {}
+
+    def level(self, level: int, reverse: bool, conjugate: bool) -> tuple[Tensor, Tensor]:
+        """How M states of a level are carried on.
+
+        Returns:
+            What the states get from the terms in the chunk and, below, what is handed on, [H, 2·M + 2, 2·M]; and what
+            the states get of what is handed on to them, [H, 2·M, 2].
+        """
+        places = self._places.levels[level, reverse, conjugate]
+        return self._pick(places.carry), self._pick(places.readout)
+
+    def doubled(self, times: int, conjugate: bool) -> Tensor:
+        """z^{C·2^times}, acting on (real, imaginary): [H, 2, 2]."""
+        return self._pick(self._places.doubled[times, conjugate])
+
+    def _pick(self, places: Tensor) -> Tensor:
+        if id(places) not in self._picked:
+            self._picked[id(places)] = self._table[places]
+        return self._picked[id(places)]
+
+
+def powers_table(
+    recurrence: Recurrence, exponents: Tensor, dtype: torch.dtype, derivatives: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Re z^k and Im z^k of every head at whole exponents k ≥ 0.
+
+    Computed in float64 (float32 where the device has no other), whatever the dtype of the rates.
+
+    Args:
+        recurrence: the heads; dilations are not looked at.
+        exponents: k, shape [K] or [H, K].
+        dtype: of the result.
+        derivatives: whether ∂z^k/∂decay and, where a head is cyclical, ∂z^k/∂θ follow.
+
+    Returns:
+        [1, H, K] each, with derivatives [2 or 3, H, K].
+    """
+    device = exponents.device
+    wide = widest_dtype(device)
+    k = exponents.to(wide)
+    decay = recurrence.decay.detach().to(wide)[:, None]
+    cyclical = kinds_mask(recurrence.kinds, ("cos", "sin"), device)
+    angle = torch.where(cyclical, recurrence.theta.detach().to(wide)[:, None], 0) * k
+    cos, sin, modulus = torch.cos(angle), torch.sin(angle), decay**k
+    real, imaginary = [modulus * cos], [modulus * sin]
+    if derivatives:
+        slope = k * decay ** (k - 1).clamp(min=0)
+        real.append(slope * cos)
+        imaginary.append(slope * sin)
+        if set(recurrence.kinds) != {"regular"}:
+            k = torch.where(cyclical, k, 0)
+            real.append(-k * imaginary[0])
+            imaginary.append(k * real[0])
+    both = torch.stack([torch.stack(real), torch.stack(imaginary)])
+    # Long decays end in subnormal numbers, which processors multiply far more slowly than others: 0 in their place.
+    limits = torch.finfo(dtype)
+    both = torch.where(both.abs() < limits.tiny / limits.eps, 0, both).to(dtype)
+    return both[0], both[1]
+
+
+def kinds_mask(kinds: tuple[str, ...], which: tuple[str, ...], device: torch.device) -> Tensor:
+    """Which heads are of certain kinds: [H, 1]."""
+    # Kept, since a copy to a GPU waits for it; a graph keeps its own constants.
+    return (_mask if torch.compiler.is_compiling() else _kept_mask)(kinds, which, device)
+
+
+def _mask(kinds: tuple[str, ...], which: tuple[str, ...], device: torch.device) -> Tensor:
+    return torch.tensor([kind in which for kind in kinds], device=device)[:, None]
+
+
+_kept_mask = functools.lru_cache(maxsize=128)(_mask)
+
+
+def weights_of_lags(recurrence: Recurrence, lags: Tensor, dtype: torch.dtype, derivatives: bool = False) -> Tensor:
+    """F(τ) of every head, dilated as it is, at lags τ of shape [K]; 0 where τ ≤ 0.
+
+    Returns:
+        Shape [1, H, K], or with derivatives [2 or 3, H, K]: F, ∂F/∂decay and, where a head is cyclical, ∂F/∂θ.
+    """
+    if max(recurrence.dilation) == 1:
+        steps, reached = lags, lags > 0
+    else:
+        dilation = torch.tensor(recurrence.dilation, device=lags.device)[:, None]
+        steps, reached = lags // dilation, (lags > 0) & (lags % dilation == 0)
+    # Where no weight is wanted the power is taken at 0: at a negative lag it would be infinite.
+    real, imaginary = powers_table(recurrence, torch.where(reached, steps, 0), dtype, derivatives)
+    is_sin = kinds_mask(recurrence.kinds, ("sin",), lags.device)
+    return torch.where(reached, torch.where(is_sin, imaginary, real), 0)

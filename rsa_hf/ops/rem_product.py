@@ -1,0 +1,85 @@
+"""`rem_product`: P V for whoever has values and rates. It checks its arguments and brings them to one form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from rsa_hf.ops.autograd import recur
+from rsa_hf.ops.mask import Documents, Geometry
+from rsa_hf.ops.types import Recurrence
+from rsa_hf.rem import head_tensors
+
+__all__ = ["rem_product"]
+
+
+def rem_product(
+    value: Tensor,
+    kinds: str | Sequence[str],
+    decay: float | Sequence[float] | Tensor,
+    theta: float | Sequence[float] | Tensor = 0.0,
+    dilation: int | Sequence[int] = 1,
+    *,
+    query_length: int | None = None,
+    query_offset: int | None = None,
+    causal: bool = True,
+    groups: int = 1,
+    key_mask: Tensor | None = None,
+    documents: Tensor | None = None,
+    window: int | None = None,
+    visible: Tensor | None = None,
+) -> Tensor:
+    """P V for every head, the recurrent half of paper eq. 4.
+
+    Time and memory are linear in the length wherever no `visible` is given.
+
+    Args:
+        value: V, shape [B, Hv, S, D], any floating dtype. Head h reads value head h // groups.
+        kinds: the kind of each of the H heads (`"regular"`, `"cos"`, `"sin"`), or one for all.
+        decay: λ (regular) or γ (cyclical) of each head, shape (H,), or one for all.
+        theta: θ of each cyclical head in radians, shape (H,), or one for all.
+        dilation: d of each head, or one for all.
+        query_length: T; default S.
+        query_offset: position of the first query on the key axis; default S − T: the queries come last.
+        causal: masked (True) or unmasked (False) REMs.
+        groups: number of heads that share a value head (grouped-query attention).
+        key_mask: shape [B or 1, S], False for keys that contribute nothing (padding).
+        documents: shape [B or 1, S], the number of the document that each key belongs to (packed rows); runs of equal
+            numbers are documents, and no query sees into another one.
+        window: number of positions back that a query sees, itself included; unmasked REMs see as many ahead.
+        visible: shape [B or 1, H or 1, T, S], False where query t does not see key s, for visibility of any other
+            shape. Exact, at the dense cost of O(T·S).
+
+    Returns:
+        P V, shape [B, H, T, D]; float64 for float64 values, else float32, in which it is computed.
+
+    Raises:
+        ValueError: an unknown kind, a dilation below 1, lengths or heads that do not fit `value`.
+    """
+    if value.dim() != 4:
+        raise ValueError(f"value has shape {tuple(value.shape)}; [B, H, S, D] is needed.")
+    kinds, decay, theta, dilation = head_tensors(kinds, decay, theta, dilation)
+    B, _, S, _ = value.shape
+    H = len(kinds)
+    T = S if query_length is None else query_length
+    offset = S - T if query_offset is None else query_offset
+    if groups < 1 or value.shape[1] * groups < H:
+        raise ValueError(
+            f"{H} heads do not fit {value.shape[1]} value heads shared by groups={groups} heads each: "
+            f"at most {value.shape[1] * max(groups, 1)} are possible."
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"window {window}: a whole number ≥ 1 is needed, since a query sees itself.")
+    if not 0 <= offset <= S - T:
+        raise ValueError(
+            f"queries at positions {offset} … {offset + T - 1} do not lie on a key axis of length {S}: "
+            f"query_offset must be between 0 and S − T = {S - T}."
+        )
+    for name, mask in {"key_mask": key_mask, "documents": documents}.items():
+        if mask is not None and (mask.dim() != 2 or mask.shape[0] not in (1, B) or mask.shape[1] != S):
+            raise ValueError(f"{name} has shape {tuple(mask.shape)}; [{B} or 1, {S}] is needed.")
+    recurrence = Recurrence(kinds, decay.to(value.device), theta.to(value.device), dilation, groups)
+    packed = None if documents is None else Documents(documents.expand(B, -1))
+    key_mask = None if key_mask is None else key_mask.bool()
+    return recur(value, recurrence, Geometry(T, S, offset, causal, key_mask, packed, window, visible))

@@ -1,5 +1,0 @@
-"""P V, the product of the recurrence encoding matrices with the values, without building P where that is possible."""
-
-from rsa_hf.product.dispatch import rem_product
-
-__all__ = ["rem_product"]

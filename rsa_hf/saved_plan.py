@@ -1,0 +1,142 @@
+"""The plan as it stands in a checkpoint's config.
+
+`config.rsa` is `{"format_version": 1, "modules": [names], "plan": {RSAConfig fields}}`. The names are relative to the
+base model, so that any head class loads the checkpoint, and counts are written out, so that no default matters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from rsa_hf.config import RSAConfig
+from rsa_hf.utils.brief import brief, shorten
+
+__all__ = [
+    "RSA_KEY",
+    "SavedPlan",
+    "configs_with_plans",
+    "differences",
+    "read_plan",
+    "require_number",
+    "saved_plans",
+    "write_plan",
+]
+
+FORMAT_VERSION = 1
+MAX_MODULES = 4096  # more than any model has
+MAX_STORED = 1e12  # of a rate as it is stored; times any parameter_scale and any lag it is still finite in float32
+RSA_KEY = re.compile(r"(^|\.)rsa\.(mu|eta|nu|theta)$")  # a tensor of a checkpoint that belongs to RSA heads
+_MODULE_NAME = re.compile(r"[A-Za-z]\w*(\.\w+)*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class SavedPlan:
+    """A plan with the names of the attention modules it is for, relative to the base model."""
+
+    modules: tuple[str, ...]
+    config: RSAConfig
+
+
+def write_plan(plan: SavedPlan) -> dict[str, Any]:
+    """The content of `config.rsa`."""
+    return {"format_version": FORMAT_VERSION, "modules": list(plan.modules), "plan": plan.config.to_dict()}
+
+
+def read_plan(content: Any) -> SavedPlan:
+    """Read and validate the content of `config.rsa`, which may come from anyone: nothing is built for it.
+
+    Raises:
+        TypeError: a part has the wrong type.
+        ValueError: an unknown format or key, or a value that is not allowed.
+    """
+    if not isinstance(content, Mapping):
+        raise TypeError(f"config.rsa is a mapping, got {type(content).__name__}: {content!r:.200}")
+    if content.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"config.rsa has format_version {brief(content.get('format_version'))}; this rsa_hf reads "
+            f"{FORMAT_VERSION}. A newer checkpoint needs a newer rsa_hf."
+        )
+    if set(content) != {"format_version", "modules", "plan"}:
+        raise ValueError(f"config.rsa has the keys {brief(sorted(content))}; needed: format_version, modules, plan.")
+    modules = content["modules"]
+    if not isinstance(modules, (list, tuple)) or not modules:
+        raise TypeError(f"config.rsa['modules'] is a list of module names, got {modules!r:.200}")
+    for name in modules:
+        if not isinstance(name, str) or len(name) > 500 or not _MODULE_NAME.fullmatch(name):
+            raise ValueError(f"config.rsa['modules'] has {name!r:.200}, which is no module name such as 'h.0.attn'.")
+    if len(set(modules)) != len(modules):
+        raise ValueError("config.rsa['modules'] names a module more than once.")
+    if len(modules) > MAX_MODULES:
+        raise ValueError(f"config.rsa['modules'] has {len(modules)} names; at most {MAX_MODULES} are allowed.")
+    plan = SavedPlan(tuple(modules), RSAConfig.from_dict(content["plan"]))
+    plan.config.layer_plans([None] * len(modules))
+    layers = plan.config.layers
+    if layers is not None and (len(layers) != len(modules) or layers[-1] >= MAX_MODULES):
+        raise ValueError(
+            f"config.rsa['plan'] has layers={brief(layers)}, but config.rsa['modules'] names {len(modules)} modules: "
+            f"one index below {MAX_MODULES} for each is needed."
+        )
+    return plan
+
+
+def differences(old: SavedPlan, new: SavedPlan) -> str:
+    """Where two plans differ, for messages."""
+    before, after = old.config.to_dict(), new.config.to_dict()
+    changed = [f"{key}: {before[key]!r} → {after[key]!r}" for key in before if before[key] != after[key]]
+    if old.modules != new.modules:
+        changed.append(f"modules: {shorten(old.modules)} → {shorten(new.modules)}")
+    return "; ".join(changed)
+
+
+def saved_plans(config: PreTrainedConfig) -> list[Any]:
+    """`config.rsa` of this config and of the configs in it, as they stand."""
+    return [vars(part)["rsa"] for part in _with_parts(config) if vars(part).get("rsa") is not None]
+
+
+def configs_with_plans(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs, of a model and of its parts, that have a plan, `config.rsa`; each once.
+
+    A part that is a model itself may have been patched alone, or have a copy of the whole's config (T5's halves).
+    """
+    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    parts = {id(part): part for config in configs for part in _with_parts(config) if "rsa" in vars(part)}
+    return list(parts.values())
+
+
+def _with_parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    return [config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))]
+
+
+def require_number(name: str, parameter: Tensor) -> None:
+    """Check the values of an RSA parameter that was read from a file.
+
+    Args:
+        name: of the tensor, ending in `mu`, `eta`, `nu` or `theta`.
+        parameter: as it is stored.
+
+    Raises:
+        TypeError: it holds no floating-point numbers.
+        ValueError: a gate is NaN, or a rate is not finite, or so large that no training can have brought it there.
+    """
+    if not parameter.is_floating_point():
+        raise TypeError(
+            f"{name} is of type {str(parameter.dtype).removeprefix('torch.')} in the checkpoint: floating-point "
+            "numbers are needed. The file is damaged: get it again."
+        )
+    # A gate may be shut (−inf) or wide open (inf). A rate of NaN or ±inf has no meaning: NaN in θ, or in λ, is NaN in
+    # all that its head gives, and the angle of an infinite θ is not defined.
+    is_gate = name.endswith("mu")
+    bad = parameter.isnan() if is_gate else ~(parameter.abs() <= MAX_STORED)
+    if bool(bad.any()):
+        raise ValueError(
+            f"{name} is {brief(parameter.tolist())} in the checkpoint: "
+            f"{'a number' if is_gate else f'a finite number, of at most {MAX_STORED:g},'} is needed. The file is "
+            "damaged, or training diverged: load an earlier checkpoint."
+        )

@@ -1,0 +1,52 @@
+"""`evaluate` module of language modelling: perplexities and bits per byte from summed log-likelihoods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import evaluate
+
+# evaluate runs a copy of this file from its own cache, so the import names the installed package.
+from rsa_hf.tasks.metrics.score import LanguageModelingScore
+
+_DESCRIPTION = """
+Token perplexity, word perplexity and bits per byte of a language model. Each text, or part of one, comes as
+the sum of its negative log-likelihoods and the counts of what was scored; all are summed before dividing.
+"""
+
+_KWARGS_DESCRIPTION = """
+Args:
+    predictions (list of float): for each text, the summed negative log-likelihood of its tokens, in nats.
+    references (list of dict): for each text, `num_tokens`, `num_words` and `num_bytes` of its scored part.
+        Words are what whitespace separates; whether line ends count as well is the caller's convention.
+Returns:
+    loss_nats_per_token, token_perplexity, word_perplexity, bits_per_byte, num_tokens, num_words, num_bytes.
+Examples:
+    >>> metric = evaluate.load("rsa_hf/metrics/language_modeling")
+    >>> reference = {"num_tokens": 2, "num_words": 1, "num_bytes": 2}
+    >>> metric.compute(predictions=[2.772588722239781], references=[reference])["bits_per_byte"]
+    2.0
+"""
+
+
+class LanguageModeling(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
+    """Perplexities and bits per byte, summed over the references."""
+
+    def _info(self) -> Any:
+        counts = {name: datasets.Value("int64") for name in ("num_tokens", "num_words", "num_bytes")}
+        return evaluate.MetricInfo(
+            description=_DESCRIPTION,
+            citation="",
+            inputs_description=_KWARGS_DESCRIPTION,
+            features=datasets.Features({"predictions": datasets.Value("float64"), "references": counts}),
+        )
+
+    def _compute(self, predictions: list[float], references: list[dict[str, int]]) -> dict[str, float]:
+        score = LanguageModelingScore(
+            num_bytes=sum(reference["num_bytes"] for reference in references),
+            num_words=sum(reference["num_words"] for reference in references),
+        )
+        for nll_nats, reference in zip(predictions, references, strict=True):
+            score.update(nll_nats, reference["num_tokens"])
+        return score.compute()

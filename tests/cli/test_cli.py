@@ -1,0 +1,362 @@
+"""rsa-hf: what each command does, how it ends, and what a user sees of a mistake and of a fault."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+
+import rsa_hf.integration
+from families import CONFIGS, FULL_PLAN, build
+from hub.test_hub import hub, tokenizer  # noqa: F401  (fixtures)
+from hub_stand_in import TOKEN, USER
+from rsa_hf import RSAConfig, RSAHeads, cli, is_patched, patch_model, rsa_report
+from rsa_hf.hub.card import read_facts
+
+ROOT = Path(__file__).parents[2]
+RSA_HF = [sys.executable, "-c", "import sys; sys.argv[0] = 'rsa-hf'; from rsa_hf.cli import main; main()"]
+COMMANDS = ["patch", "inspect", "card", "push", "doctor", "train defect", "train lm", "evaluate defect", "evaluate lm"]
+COMMANDS += ["reproduce"]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs a command in this process; returns its exit code and what it printed."""
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["rsa-hf", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return end.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def patched(tmp_path):
+    model = patch_model(build("gpt2"), RSAConfig(**FULL_PLAN))
+    model.save_pretrained(tmp_path / "patched")
+    return model, tmp_path / "patched"
+
+
+# --- patch, inspect -----------------------------------------------------------------------------------------------
+
+
+def test_patch_keeps_the_class_the_weights_and_the_tokenizer(run, tmp_path, tokenizer):  # noqa: F811
+    base = AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]())
+    for part in (base, tokenizer):
+        part.save_pretrained(tmp_path / "base")
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("rsa: {num_regular: 1, num_dilated_cyclical_pairs: 1, dilation: 3}\n")
+    code, out, err = run("patch", tmp_path / "base", tmp_path / "out", "--plan", plan)
+    assert (code, err) == (0, "")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert is_patched(loaded)
+    assert f"2 layers patched, {rsa_report(loaded).num_parameters} RSA parameters" in out
+    assert loaded.config.rsa["plan"]["dilation"] == 3
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    for name, value in load_file(tmp_path / "base" / "model.safetensors").items():
+        assert torch.equal(weights[name], value)
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert "RSA heads" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{base}", "{base}"], "exists and is not an empty folder. Choose another one, or give --overwrite."),
+        (["./absent", "out"], "./absent: there is no such folder."),
+        (["package:absent/model", "out"], "'absent' is not installed"),
+        (["{base}", "out", "--plan", "{{num_regula: 2}}"], "unknown RSA setting 'num_regula'. Did you mean"),
+        (
+            ["{base}", "out", "--plan", "{{num_regular: 99}}"],
+            "layer 0 has 8 attention heads, but the plan asks for 99",
+        ),
+        (["{base}", "out", "--plan", "{{num_regular: x}}"], "num_regular='x': a whole number"),
+        (["{base}", "out", "--plan", "absent.yaml"], "there is no such file"),
+        (["{base}", "out", "--plan", "{{a"], "no valid YAML"),
+        (["{base}", "out", "--plan", "[1]"], "an RSA plan is a mapping"),
+    ],
+)
+def test_mistakes_in_a_patch(run, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    build("gpt2").save_pretrained(tmp_path / "base")
+    code, out, err = run("patch", *(argument.format(base=tmp_path / "base") for argument in arguments))
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert words in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_patching_twice(run, patched, tmp_path):
+    code, _, err = run("patch", patched[1], tmp_path / "out")
+    assert (code, "has RSA heads already" in err) == (2, True)
+
+
+def test_inspect_shows_the_report(run, patched, tmp_path):
+    model, folder = patched
+    code, out, _ = run("inspect", folder, "--plot", tmp_path / "rsa.png")
+    assert code == 0
+    assert str(rsa_report(model)) in out
+    assert (tmp_path / "rsa.png").read_bytes().startswith(b"\x89PNG")
+    code, out, _ = run("inspect", folder, "--json")
+    assert json.loads(out) == json.loads(json.dumps(rsa_report(model).to_dict()))
+    with torch.no_grad():
+        next(module for module in model.modules() if isinstance(module, RSAHeads)).eta.fill_(1e3)
+    model.save_pretrained(tmp_path / "lasting")  # λ is 1, which never falls: JSON has no infinity, nor NaN
+    code, out, err = run("inspect", tmp_path / "lasting", "--json", "--plot", tmp_path / "rsa.png")
+    assert json.loads(out, parse_constant=pytest.fail)["layers"][0]["heads"][0]["half_life"] is None
+    assert code == 0 and "written: " in err
+
+
+def test_mistakes_end_without_a_traceback(run, tmp_path):
+    code, _, err = run("inspect", tmp_path / "nothing")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "there is no such folder" in err
+    build("gpt2").save_pretrained(tmp_path)
+    code, _, err = run("inspect", tmp_path)
+    assert code == 2
+    assert "plain checkpoint" in err
+
+
+def test_a_fault_keeps_its_traceback(patched, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["rsa-hf", "inspect", str(patched[1])])
+    monkeypatch.setattr("rsa_hf.report.rsa_report", lambda model: [][1])
+    with pytest.raises(IndexError):
+        cli.main()
+    # Even of a kind that a mistake has, where it does not come from what the user gave.
+    monkeypatch.setattr("rsa_hf.report.rsa_report", lambda model: int("x"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        cli.main()
+
+
+# --- train, evaluate ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Settings that make a run of a second out of the config, and its output folder."""
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"line {i} of a text, not a long one\n" for i in range(400)))
+    return [f"--source=files", f"--files.train={path}", "--block_size=32", "--eval_batch_size=16"]  # noqa: F541
+
+
+def test_training_a_language_model_and_what_comes_after(run, text, tmp_path):
+    config, folder = ROOT / "configs" / "lm_bytes_embedded.yaml", tmp_path / "run"
+    sizes = ("hidden_size=32", "intermediate_size=32", "num_hidden_layers=1", "max_position_embeddings=32")
+    small = [f"--config_overrides.{size}" for size in sizes]
+    code, out, err = run(
+        "train", "lm", config, *text, *small, "--max_steps", 2, "--gate_init", "-1", "--output_dir", folder
+    )
+    assert code == 0, err
+    results = json.loads((folder / "results.json").read_text())
+    assert results["steps"] == 2
+    # The same figure from the saved model, by itself.
+    code, out, err = run("evaluate", "lm", folder / "best", config, *text, "--split", "test")
+    assert code == 0, err
+    assert json.loads(out)["bits_per_byte"] == pytest.approx(results["test"]["bits_per_byte"], rel=1e-6)
+    # JSON has no infinity: what a word of 12,000 letters is worth.
+    (tmp_path / "word.txt").write_text("line" * 3000)
+    word = [f"--files.{split}={tmp_path / 'word.txt'}" for split in ("train", "validation", "test")]
+    code, out, err = run("evaluate", "lm", folder / "best", config, *text, *word)
+    assert code == 0, err
+    assert json.loads(out, parse_constant=lambda name: pytest.fail(name))["word_perplexity"] is None
+    # The run has left a card with what it knows, and `card` adds to it.
+    facts = read_facts(folder / "best")
+    assert facts.seeds == (0,)
+    assert facts.scores["test"]["bits_per_byte"] == results["test"]["bits_per_byte"]
+    code, out, err = run("card", folder / "best", "--dataset", "someone/texts", "--seed", 3, "--metric", "perplexity")
+    assert code == 0, err
+    facts = read_facts(folder / "best")
+    assert (facts.seeds, facts.datasets, facts.metrics) == ((3,), ("someone/texts",), ("perplexity",))
+    assert facts.scores["test"]["bits_per_byte"] == results["test"]["bits_per_byte"]
+    assert (folder / "best" / "rsa.png").exists()
+    # The scores are those of the best model, and of no other that lies beside it.
+    assert run("card", folder / "final")[0] == 0
+    facts = read_facts(folder / "final")
+    assert (facts.seeds, facts.scores) == ((0,), None)
+    for arguments, words in (
+        (["evaluate", "lm", folder / "best", config, *text, "--split", "tset"], "no split 'tset'"),
+        (["evaluate", "lm", "./absent", config, *text], "absent"),
+        (["train", "lm", config, "--max_stesp", 2], "Did you mean 'max_steps'?"),
+        (["train", "lm"], "one YAML file is needed"),
+        (["card", folder / "absent"], "there is no such folder"),
+    ):
+        code, _, err = run(*arguments)
+        assert (code, words in err, "Traceback" in err) == (2, True, False), err
+    (folder / "best" / "README.md").write_text("# mine\n")
+    code, _, err = run("card", folder / "best")
+    assert (code, "is no model card" in err) == (2, True)
+
+
+def test_evaluating_a_defect_detector(run, tokenizer, tmp_path):  # noqa: F811
+    lines = [json.dumps({"func": f"w{i} w{i + 1} w{i + 2}", "target": int(i % 3 == 0)}) for i in range(4, 24)]
+    for name, chosen in (("train", lines[:10]), ("test", lines[10:])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(chosen))
+    model = patch_model(AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]()), RSAConfig(**FULL_PLAN))
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    files = [f"--{name}_file={tmp_path / name}.jsonl" for name in ("train", "test")]
+    data = ["--source=files", *files, "--max_length=16", "--chunk_overlap=2"]
+    config = ROOT / "configs" / "defect_minilm_embedded.yaml"
+    code, out, err = run("evaluate", "defect", tmp_path / "model", config, *data)
+    assert code == 0, err
+    score = json.loads(out)
+    with torch.no_grad():
+        model.eval()
+        right = [
+            int(model(**tokenizer(row["func"], return_tensors="pt")).logits.argmax()) == row["target"]
+            for row in map(json.loads, lines[10:])
+        ]
+    assert score["accuracy"] == sum(right) / len(right)
+    assert score["num_examples"] == 10
+    code, _, err = run("evaluate", "defect", tmp_path / "model", config, *data, "--split", "validation")
+    assert (code, "no split 'validation', only train, test" in err) == (2, True)
+
+
+def test_training_lists_its_keys(run):
+    for task in ("defect", "lm"):
+        code, out, _ = run("train", task, "--list-keys")
+        assert code == 0
+        assert "learning_rate (default: 2e-05)" in out
+
+
+# --- push ---------------------------------------------------------------------------------------------------------
+
+
+def test_push(run, hub, patched, monkeypatch, tmp_path):  # noqa: F811
+    _, folder = patched
+    code, out, err = run("push", folder, f"{USER}/rsa", "--private")
+    assert code == 0, err
+    assert out == f"pushed: {hub.endpoint}/{USER}/rsa/commit/{hub.commit_id(f'{USER}/rsa')}\n"
+    assert {"README.md", "config.json", "model.safetensors"} <= set(hub.files(f"{USER}/rsa"))
+    code, out, _ = run("inspect", f"{USER}/rsa")
+    assert "h.1.attn" in out
+    monkeypatch.setenv("HF_TOKEN", TOKEN[:-1])
+    code, _, err = run("push", folder, f"{USER}/rsa")
+    assert (code, "hf auth login" in err, TOKEN[:-1] in err) == (2, True, False)
+    code, _, err = run("push", folder, "not a name")
+    assert code == 2
+    assert "not a name" in err
+    code, _, err = run("push", tmp_path / "absent", f"{USER}/rsa")
+    assert (code, err.count("\n")) == (2, 1)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    code, _, err = run("push", folder, f"{USER}/rsa")
+    assert (code, "cannot be reached" in err) == (2, True)
+
+
+# --- doctor, help -------------------------------------------------------------------------------------------------
+
+
+def test_doctor_is_content_here(run):
+    code, out, _ = run("doctor")
+    assert code == 0, out
+    assert "FAIL" not in out
+    for words in ("AttentionInterface.get_interface", "self-check, cpu", "shut gate changes no bit", "all is well"):
+        assert words in out
+
+
+def test_doctor_finds_what_is_broken(run, monkeypatch):
+    monkeypatch.setattr(
+        rsa_hf.integration.attention.AttentionInterface, "get_interface", lambda self, name, default: default
+    )
+    monkeypatch.setattr("rsa_hf.integration.install.install", lambda: None)
+    monkeypatch.setattr("rsa_hf.ops.rem_product", lambda value, *_: value)
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "FAIL  hook                 AttentionInterface.get_interface" in out
+    assert "FAIL  self" in out
+
+
+def test_doctor_knows_a_requirement_however_it_is_spelled(run, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["huggingface-hub>=99", "torch>=2"])
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "does not fit: pip install 'huggingface_hub>=99'" in out
+
+
+def test_doctor_knows_a_module_that_comes_in_a_package_of_another_name(run, monkeypatch):
+    version, brings = metadata.version, metadata.packages_distributions
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: {**brings(), "onnxruntime": ["onnxruntime-gpu"]})
+    monkeypatch.setattr(metadata, "version", lambda name: "1.2" if name == "onnxruntime-gpu" else version(name))
+    code, out, _ = run("doctor")
+    assert (code, "ok    onnxruntime          1.2\n" in out) == (0, True)
+
+
+def test_doctor_where_transformers_does_not_fit(tmp_path):
+    stub = tmp_path / "transformers"
+    stub.mkdir()
+    (stub / "__init__.py").write_text("__version__ = '4.57.0'\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+
+    def outcome(*command):
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert ("Traceback" in done.stderr) == (command[0] != RSA_HF[0] or command[-1] == "import rsa_hf")
+        return done.returncode, done.stdout, done.stderr
+
+    words = "rsa_hf works with transformers ≥ 5.17, < 6; installed is 4.57.0."
+    code, out, _ = outcome(*RSA_HF, "doctor")
+    assert code == 1
+    assert f"FAIL  hooks                ImportError: {words} Install one that fits: pip install" in out
+    assert "see FAIL above" in out
+    code, _, err = outcome(*RSA_HF, "inspect", "x")
+    assert code == 2
+    assert err.startswith(f"error: {words}")
+    code, _, err = outcome(sys.executable, "-c", "import rsa_hf")
+    assert code == 1
+    assert f"ImportError: {words}" in err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example(run, command):
+    code, out, _ = run(*command.split(), "--help")
+    assert code == 0
+    assert f"Example: rsa-hf {command}" in out
+
+
+def test_help_needs_neither_torch_nor_transformers():
+    code = "; ".join(
+        [
+            "import sys",
+            "sys.argv = ['rsa-hf', '--help']",
+            "from rsa_hf.cli import app",
+            "app(standalone_mode=False)",
+            "assert not {'torch', 'transformers'} & set(sys.modules)",
+        ]
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for command in COMMANDS:
+        assert command.split()[0] in done.stdout
+
+
+def test_a_script_that_is_called_like_the_command_has_all_of_the_package(tmp_path):
+    script = tmp_path / "rsa-hf.py"
+    script.write_text(
+        "from rsa_hf import patch_model\nfrom rsa_hf.integration.install import installed\nassert all(installed().values())\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_wrong_word_is_told(run):
+    for arguments in (["inspekt"], ["inspect"], ["patch", "x"], ["doctor", "--quick"], ["train", "defekt"]):
+        code, _, err = run(*arguments)
+        assert code == 2
+        assert "Traceback" not in err
+
+
+def test_a_config_of_llama_is_trained_as_one(tmp_path):
+    """What `patch` saves is loaded again with the class that it had."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    AutoModelForCausalLM.from_config(LlamaConfig(**sizes, vocab_size=64)).save_pretrained(tmp_path / "base")
+    from rsa_hf.cli.models import load_checkpoint
+
+    assert type(load_checkpoint(str(tmp_path / "base"))).__name__ == "LlamaForCausalLM"

@@ -1,0 +1,350 @@
+"""Forecasting as an experiment: windows and parts, arms that differ in RSA alone, and a verdict that can fail."""
+
+import lzma
+import math
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+import pytest
+import torch
+from torch import nn
+
+from rsa_hf.experiments.arms import DAMPED
+from rsa_hf.experiments.forecasting import arms, learning
+from rsa_hf.experiments.forecasting.arms import FAMILIES, Task, make_forecaster
+from rsa_hf.experiments.forecasting.learning import learn, naive_errors, score
+from rsa_hf.experiments.forecasting.log_sparse import LogSparseModel
+from rsa_hf.experiments.forecasting.series import PARTS, load_series, windows
+from rsa_hf.experiments.forecasting.settings import LENGTHS, PUBLISHED
+from rsa_hf.experiments.forecasting.tables import RATIO, conclude, summarise
+from rsa_hf.experiments.runner.cells import Result
+from rsa_hf.experiments.runner.experiment import find_experiment
+from rsa_hf.experiments.runner.runner import read_results, run_experiment
+from rsa_hf.experiments.runner.summary import find_rows
+from rsa_hf.heads import RSAHeads, heads_of
+
+EXPERIMENT = find_experiment("forecasting")
+TASK = Task(context=40, label=20, horizon=10, variables=2, time_features=4)
+SHAPE = {"width": 16, "encoder_layers": 2, "decoder_layers": 1, "dilation": 24}
+
+
+@pytest.fixture
+def made_up_etth1(tmp_path, monkeypatch):
+    """A data folder with a series of 21 months, hourly, of two variables."""
+    start, rows = datetime(2016, 7, 1), 21 * 30 * 24
+    lines = [f"{start + timedelta(hours=t)},{t % 100},{3 * (t % 7) + 1}" for t in range(rows)]
+    (tmp_path / "ett").mkdir()
+    with lzma.open(tmp_path / "ett" / "ETTh1.csv.xz", "wt", encoding="utf-8") as file:
+        file.write("\n".join(["date,A,B", *lines, ""]))
+    monkeypatch.setenv("RSA_HF_DATA", str(tmp_path))
+    load_series.cache_clear()
+    yield
+    load_series.cache_clear()
+
+
+@pytest.mark.usefixtures("made_up_etth1")
+def test_a_series_is_in_parts_of_12_4_and_4_months_and_standardised_on_the_first():
+    series = load_series("ETTh1")
+    assert [series.part(part) for part in PARTS] == [range(8640), range(8640, 11520), range(11520, 14400)]
+    train = series.values[:8640].double()
+    torch.testing.assert_close(train.mean(0), torch.zeros(2, dtype=torch.float64), rtol=0, atol=1e-6)
+    torch.testing.assert_close(train.std(0, correction=0), torch.ones(2, dtype=torch.float64))
+    raw = torch.tensor([[t % 100, 3 * (t % 7) + 1] for t in range(8640)]).double()
+    expected = (raw[37] - raw.mean(0)) / ((raw - raw.mean(0)) ** 2).mean(0).sqrt()
+    torch.testing.assert_close(series.values[37].double(), expected, rtol=0, atol=1e-6)
+    # Friday, July 1st, day 183 of a leap year; 13 o'clock.
+    expected = torch.tensor([13 / 23 - 0.5, 4 / 6 - 0.5, 0 / 30 - 0.5, 182 / 365 - 0.5])
+    torch.testing.assert_close(series.times[13], expected)
+
+
+def test_missing_data_is_told(monkeypatch):
+    monkeypatch.delenv("RSA_HF_DATA", raising=False)
+    load_series.cache_clear()
+    with pytest.raises(FileNotFoundError, match="ett/WTH.csv.xz is needed: set RSA_HF_DATA"):
+        load_series("WTH")
+
+
+def test_windows_are_cut_where_they_should_be():
+    series = load_series("seasonal-8")
+    origins = torch.tensor([12, 700])
+    known, target, times = windows(series, origins, 7, 5)
+    for row, origin in enumerate(origins.tolist()):
+        assert torch.equal(known[row], series.values[origin - 7 : origin])
+        assert torch.equal(target[row], series.values[origin : origin + 5])
+        assert torch.equal(times[row], series.times[origin - 7 : origin + 5])
+
+
+@pytest.mark.parametrize(("context", "horizon"), [(7, 5), (40, 10)])
+def test_what_is_predicted_in_a_part_lies_in_it(context, horizon):
+    series = load_series("seasonal-8")
+    for part in PARTS:
+        origins, steps = series.origins(part, context, horizon), series.part(part)
+        assert origins.tolist() == [
+            t for t in range(len(series.values)) if t >= context and t in steps and t + horizon - 1 in steps
+        ]
+    assert series.origins("test", context, horizon, 3).diff().tolist()[:2] == [3, 3]
+
+
+# --- arms -----------------------------------------------------------------------------------------------------------
+
+
+def forecaster(family, arm, seed=0):
+    torch.manual_seed(seed)
+    return make_forecaster(family, arm, TASK, **SHAPE).eval()
+
+
+def example():
+    torch.manual_seed(1)
+    return torch.randn(2, 40, 2), torch.rand(2, 50, 4) - 0.5
+
+
+def predict(model, values, times):
+    torch.manual_seed(2)  # of the keys that ProbSparse attention draws
+    with torch.no_grad():
+        return model(values, times)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_arms_are_the_same_model_but_for_rsa(family):
+    plain, rsa = forecaster(family, "plain"), forecaster(family, "rsa")
+    mine = {name: p for name, p in rsa.state_dict().items() if ".rsa." not in name}
+    assert mine.keys() == plain.state_dict().keys()
+    assert all(torch.equal(p, mine[name]) for name, p in plain.state_dict().items())
+    patched = [heads for module in rsa.modules() if (heads := heads_of(module)) is not None]
+    assert len(patched) == 3  # the self-attention of every layer
+    informer = family.startswith("informer")
+    assert {heads.plan.num_rsa_heads for heads in patched} == {8 if informer else 4}
+    assert all(set(heads.plan.dilation) == {24} for heads in patched)
+    found = predict(rsa, *example())
+    assert found.shape == (2, 10, 2)
+    assert (found - predict(plain, *example())).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_that_matters_learns(family):
+    model = forecaster(family, "rsa")
+    model(*example()).square().mean().backward()
+    dead = [name for name, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
+    # The embeddings of tokens, of which there are none.
+    assert not [name for name in dead if "wte" not in name and "emb_layers" not in name]
+
+
+@pytest.mark.parametrize("family", ["informer-full", "log-sparse", "transformer-xl"])
+def test_the_decoder_is_masked_and_the_context_is_used(family):
+    """(ProbSparse attention chooses its queries among all of them, in the decoder too.)"""
+    model = forecaster(family, "rsa")
+    values, times = example()
+    first = predict(model, values, times)
+    later = times.clone()
+    later[:, 46:] += 0.3
+    changed = (predict(model, values, later) - first).abs().amax((0, 2))
+    assert changed[:6].max() < 1e-6 < 1e-4 < changed[6:].min()
+    for t in (0, 20, 39):
+        other = values.clone()
+        other[:, t] += 1
+        assert (predict(model, other, times) - first).abs().max() > 1e-6
+
+
+def test_log_sparse_attention_looks_back_by_powers_of_two_and_recurrence_everywhere():
+    def seen(arm):
+        """Which lags the last position of one layer depends on."""
+        model = forecaster("log-sparse", arm).body
+        model.h = model.h[:1]
+        x = torch.randn(1, 40, 16, requires_grad=True)
+        model(inputs_embeds=x).last_hidden_state[0, -1].square().sum().backward()
+        return {39 - t for t in x.grad[0].abs().amax(1).nonzero()[:, 0].tolist()}
+
+    # Queries and keys are convolved over six positions, so that those of lag 8 know of lags 8 to 13.
+    reached = {lag + back for lag in (0, 1, 2, 4, 8, 16, 32) for back in range(6)}
+    assert seen("plain") == reached
+    assert seen("rsa") == reached | {24}
+    assert isinstance(forecaster("log-sparse", "plain").body, LogSparseModel)
+
+
+def test_arms_and_families_that_there_are_not():
+    with pytest.raises(ValueError, match="family='autoformer', arm='plain'"):
+        forecaster("autoformer", "plain")
+    with pytest.raises(ValueError, match="arm='alibi'"):
+        forecaster("informer", "alibi")
+
+
+# --- learning and scores --------------------------------------------------------------------------------------------
+
+
+class Constant(nn.Module):
+    """Predicts one learned number everywhere."""
+
+    def __init__(self, start=0.0):
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor([start]))
+
+    def forward(self, values, times):
+        return self.value.expand(len(values), times.shape[1] - values.shape[1], values.shape[2])
+
+
+def test_scores_are_means_over_all_windows():
+    series, task = load_series("seasonal-8"), Task(16, 8, 8, 2, 4)
+    squared, absolute = score(Constant(0.3), series, task, "test", stride=5, size=7)
+    origins = range(1200, 1500 - 8 + 1, 5)
+    targets = torch.stack([series.values[t : t + 8] for t in origins])
+    assert squared == pytest.approx(float((targets - 0.3).square().mean()), rel=1e-5)
+    assert absolute == pytest.approx(float((targets - 0.3).abs().mean()), rel=1e-5)
+    again = torch.stack([series.values[t - 8 : t] for t in origins])
+    assert naive_errors(series, task, 5, 8)[0] == pytest.approx(float((targets - again).square().mean()), rel=1e-5)
+    # A period that is shorter than the horizon comes more than once.
+    parts = torch.stack([torch.cat([series.values[t - 3 : t]] * 3)[:8] for t in origins])
+    assert naive_errors(series, task, 5, 3)[1] == pytest.approx(float((targets - parts).abs().mean()), rel=1e-5)
+
+
+def test_the_model_is_left_where_its_validation_error_was_lowest(monkeypatch):
+    series, task, seen = load_series("seasonal-8"), Task(16, 8, 8, 2, 4), []
+
+    def validation_error(model, *_):
+        seen.append(model.value.item())
+        return [3.0, 1.0, 2.0][len(seen) - 1], 0.0
+
+    monkeypatch.setattr(learning, "score", validation_error)
+    model = Constant(1.0)
+    errors = learn(model, series, task, steps=2, epochs=3, batch=4, learning_rate=0.1, stride=4, seed=0)
+    assert errors == [3.0, 1.0, 2.0]
+    assert len(set(seen)) == 3 and model.value.item() == seen[1]
+
+
+def test_the_learning_rate_halves_after_each_epoch():
+    series, task, model = load_series("seasonal-8"), Task(16, 8, 8, 2, 4), Constant(100.0)
+    learn(model, series, task, steps=10, epochs=3, batch=4, learning_rate=0.1, stride=4, seed=0)
+    # Adam goes by the learning rate a step where the gradient keeps its sign.
+    assert model.value.item() == pytest.approx(100 - 10 * (0.1 + 0.05 + 0.025), abs=0.02)
+
+
+# --- tables and verdict ---------------------------------------------------------------------------------------------
+
+
+def results(errors, rates=None):
+    """Results of runs with these test errors, {arm: [one a seed]}."""
+    return [
+        Result(
+            {"series": "ETTh1", "horizon": 24, "family": "informer", "arm": arm, "learning_rate": rate, "seed": seed},
+            {
+                "mse": mse,
+                "mae": mse / 2,
+                "validation mse": valid,
+                "parameters": 9.0,
+                "naive mse": 0.5,
+                "naive mae": 0.4,
+            },
+            1.0,
+            "none",
+            {},
+        )
+        for arm, runs in errors.items()
+        for rate, valid, seeds in runs
+        for seed, mse in enumerate(seeds)
+    ]
+
+
+def compared(plain, rsa, damped=None):
+    """Rows of these errors; those of P of zeros are the plain ones unless told otherwise."""
+    one = {"plain": plain, "rsa": rsa, DAMPED: plain if damped is None else damped}
+    return summarise(results({arm: [(1e-3, 1.0, errors)] for arm, errors in one.items()}))
+
+
+def verdict(plain, rsa, damped=None):
+    return conclude(compared(plain, rsa, damped))
+
+
+def test_verdicts():
+    diverged = verdict((1.0, 1.1, 1.2), (0.5, math.nan, 0.6))
+    assert diverged.verdict == "not confirmed" and "ratio inf (no interval)" in diverged.findings[0]
+    both = verdict((1.0, math.nan, 1.2), (0.5, math.nan, 0.6))
+    assert both.verdict == "not measurable at this size"
+    found = verdict((1.0, 1.1, 1.2), (0.5, 0.56, 0.6))
+    assert found.verdict == "confirmed"
+    assert (
+        "ratio 0.50 (0.49 … 0.52), and 0.50 (0.49 … 0.52) to P of zeros, published 0.414 and 0.762, ratio 0.54"
+        in found.findings[0]
+    )
+    assert "MSE 0.500 on ETTh1" in found.findings[-1]
+    assert verdict((0.5, 0.5, 0.6), (0.6, 0.61, 0.72)).verdict == "not confirmed"
+    assert verdict((1.0, 1.0, 1.0), (0.5, 0.9, 1.2)).verdict == "not measurable at this size"
+    assert verdict((1.0,), (0.5,)).verdict == "not measurable at this size"
+    # What damped attention does as well is not the work of recurrence.
+    found = verdict((1.0, 1.1, 1.2), (0.5, 0.56, 0.6), damped=(0.4, 0.44, 0.47))
+    assert found.verdict == "not confirmed" and "better than with P of zeros in 0." in found.sentence
+
+
+def test_the_learning_rate_is_chosen_by_the_validation_part():
+    plain = [(1e-3, 1.0, (1.0, 1.0))]
+    rsa = [(1e-3, 0.9, (0.8, 0.8)), (1e-2, 1.1, (0.1, 0.1))]
+    rows = summarise(results({"plain": plain, "rsa": rsa, DAMPED: plain}))
+    [ratio] = find_rows(rows, "mse", arm=RATIO)
+    assert ratio.mean == pytest.approx(0.8)
+    assert find_rows(rows, "mse", arm="rsa")[0].settings["learning_rate"] == 1e-3
+
+
+def test_published_errors_stand_beside_ours():
+    rows = compared((1.0,), (1.0,))
+    assert [row.mean for row in find_rows(rows, "published mse")] == [0.762, 0.414]
+    full = {(series, lengths[0]) for series, each in LENGTHS["full"].items() for lengths in each}
+    assert {(series, horizon) for series, horizon, _ in PUBLISHED} <= full
+
+
+def test_what_cannot_be_compared_yet_is_not_drawn(tmp_path):
+    one = results({arm: [(1e-3, 1.0, (1.0, 1.1))] for arm in ("plain", "rsa", DAMPED)})
+    # Broken off: of the longer horizon a second family has run, and the first without RSA.
+    longer = [replace(result, cell={**result.cell, "horizon": 48}) for result in one]
+    second = [replace(result, cell={**result.cell, "family": "log-sparse"}) for result in longer]
+    found = [*one, *(result for result in longer if result.cell["arm"] == "plain"), *second]
+    EXPERIMENT.draw(found, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    EXPERIMENT.draw([result for result in found if result.cell["family"] == "informer"], tmp_path / "figure.png")
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """The toy run: its folder and its verdict."""
+    root = tmp_path_factory.mktemp("toy")
+    found = run_experiment(EXPERIMENT, "toy", root, progress=False)
+    return root / "results" / "reproduce" / "forecasting" / "toy", found
+
+
+def ratio(results):
+    [row] = find_rows(summarise(results), "mse", arm=RATIO)
+    return row.mean
+
+
+def test_rsa_wins_where_the_period_is_all_there_is_to_know(toy):
+    folder, found = toy
+    assert found.verdict != "not confirmed"
+    assert ratio([*read_results(folder).values()]) < 0.7
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def does_nothing(monkeypatch):
+    monkeypatch.setattr(arms, "patch_model", lambda model, plan: model)
+
+
+def zeroed(monkeypatch):
+    forward = RSAHeads.forward
+    monkeypatch.setattr(
+        RSAHeads, "forward", lambda self, attention, value, geometry: forward(self, attention, 0 * value, geometry)
+    )
+
+
+@pytest.mark.parametrize("broken", [pytest.param(does_nothing, marks=pytest.mark.slow), zeroed])
+def test_broken_rsa_loses(broken, toy, monkeypatch):
+    broken(monkeypatch)
+    found = [
+        replace(result, values=EXPERIMENT.run_cell(result.cell)) if result.cell["arm"] == "rsa" else result
+        for result in read_results(toy[0]).values()
+    ]
+    assert ratio(found) > 0.9
+    assert conclude(summarise(found)).verdict != "confirmed"
+
+
+def test_a_cell_gives_the_same_values_again():
+    cell = {**EXPERIMENT.cells("toy", 1)[1], "steps": 3, "epochs": 1}
+    first = EXPERIMENT.run_cell(cell)
+    torch.rand(3)
+    assert EXPERIMENT.run_cell(cell) == first
+    assert math.isfinite(first["mse"])

@@ -1,0 +1,189 @@
+"""Formal languages: strings and step targets against recognisers that are written in other ways."""
+
+import itertools
+import re
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsa_hf.experiments.regular_languages.languages import LANGUAGES, all_strings, legal_next, make_splits
+from rsa_hf.experiments.regular_languages.languages.automaton import Automaton
+from rsa_hf.experiments.regular_languages.languages.splits import BINS
+
+# Regular expressions, from the languages' definitions.
+PATTERNS = {
+    "parity": r"0*(10*10*)*",
+    "(aa)*": r"(aa)*",
+    "(abab)*": r"(abab)*",
+    "tomita-1": r"1*",
+    "tomita-2": r"(10)*",
+    "tomita-3": r"(?!(.*0)?(11)*1(00)*0(1|$)).*",
+    "tomita-4": r"(?!.*000).*",
+    "tomita-7": r"0*1*0*1*",
+    "d-2": r"(\((\(\))*\))*",
+    "d-4": r"(\((\((\((\(\))*\))*\))*\))*",
+}
+COUNTS = {
+    "tomita-5": lambda string: string.count("0") % 2 == 0 == string.count("1") % 2,
+    "tomita-6": lambda string: (string.count("0") - string.count("1")) % 3 == 0,
+}
+AUTOMATA = [*PATTERNS, *COUNTS]
+BRACKETS = ["dyck-2", "dyck-4", "shuffle-2"]
+DEPTH = 4
+
+
+def recognised(name, string):
+    return COUNTS[name](string) if name in COUNTS else re.fullmatch(PATTERNS[name], string) is not None
+
+
+def open_brackets(string):
+    """What is left of a string when matching pairs are taken out for as long as there are any."""
+    while (shorter := re.sub(r"\(\)|\[\]|\{\}|<>", "", string)) != string:
+        string = shorter
+    return string
+
+
+def bracket_targets(name, string):
+    """The targets behind a prefix: which characters may come next, and whether it may end here; None: not legal."""
+    if name == "shuffle-2":
+        left = [string.count(opening) - string.count(closing) for opening, closing in ("()", "[]")]
+        if min(left) < 0:
+            return None
+        closing = {bracket for bracket, number in zip(")]", left, strict=True) if number}
+        return {"(", "["} | closing, not any(left)
+    pairs = ["()", "[]", "{}", "<>"][: int(name[-1])]
+    left = open_brackets(string)
+    if len(left) > DEPTH or any(bracket in ")]}>" for bracket in left):
+        return None
+    opening = {pair[0] for pair in pairs} if len(left) < DEPTH else set()
+    return opening | {pair[1] for pair in pairs if left.endswith(pair[0])}, not left
+
+
+def test_there_is_a_recogniser_for_each_language():
+    assert set(LANGUAGES) == {*AUTOMATA, *BRACKETS}
+
+
+def disagreements(name, language, longest=7, ahead=4):
+    """Targets, or the number of strings of a length, that differ from those found by trying every string."""
+    every = ["".join(s) for n in range(longest + ahead + 2) for s in itertools.product(language.alphabet, repeat=n)]
+    accepted = {string for string in every if recognised(name, string)}
+    prefixes = {string[:end] for string in accepted for end in range(len(string) + 1)}
+    wrong = []
+    for string in (string for string in prefixes if len(string) <= longest):
+        expected = ({c for c in language.alphabet if string + c in prefixes}, string in accepted)
+        if legal_next(language, string)[-1] != expected:
+            wrong.append(string)
+    for length in range(longest + 1):
+        strings = sorted(string for string in accepted if len(string) == length)
+        if sorted(all_strings(language, length)) != strings or language.count(length) != len(strings):
+            wrong.append(length)
+    for string in (string for string in every if len(string) <= longest and string not in prefixes):
+        with pytest.raises(ValueError, match="no string of the language begins"):
+            legal_next(language, string)
+    return wrong
+
+
+@pytest.mark.parametrize("name", AUTOMATA)
+def test_automata_are_their_definitions(name):
+    assert not disagreements(name, LANGUAGES[name])
+
+
+def test_a_wrong_automaton_is_noticed():
+    # Tomita-3 with a string that may end in an odd run of 0 after an odd run of 1.
+    right = LANGUAGES["tomita-3"]
+    wrong = Automaton(right.alphabet, right.transitions, right.accepting | {"single"}, right.start)
+    assert "10" in disagreements("tomita-3", wrong)
+
+
+@pytest.mark.parametrize("name", BRACKETS)
+@given(st.data())
+def test_brackets_are_their_definitions(name, data):
+    language = LANGUAGES[name]
+    string = data.draw(st.text(language.alphabet, max_size=12))
+    targets = [bracket_targets(name, string[:end]) for end in range(len(string) + 1)]
+    if None in targets:
+        with pytest.raises(ValueError, match="no string of the language begins"):
+            legal_next(language, string)
+    else:
+        assert legal_next(language, string) == targets
+
+
+@pytest.mark.parametrize("name", LANGUAGES)
+@given(length=st.integers(0, 150), seed=st.integers(0, 2**32))
+def test_strings_are_in_their_language(name, length, seed):
+    language = LANGUAGES[name]
+    if not language.count(length):
+        with pytest.raises(ValueError, match=f"length={length}"):
+            language.sample(length, Random(seed))
+        return
+    string = language.sample(length, Random(seed))
+    assert len(string) == length and string == language.sample(length, Random(seed))
+    targets = legal_next(language, string)
+    if name in BRACKETS:
+        assert targets == [bracket_targets(name, string[:end]) for end in range(length + 1)]
+        assert targets[-1][1] or not language.complete
+    else:
+        assert recognised(name, string)
+        ends = [recognised(name, string[:end]) for end in range(length + 1)]
+        assert [may_end for _, may_end in targets] == ends
+    # The next character is legal, and every legal one is.
+    assert all(character in legal for character, (legal, _) in zip(string, targets, strict=False))
+
+
+@pytest.mark.parametrize("name", BRACKETS)
+@pytest.mark.parametrize("length", [0, 1, 4, 5])
+def test_bracket_languages_count_their_strings(name, length):
+    language = LANGUAGES[name]
+    found = set(all_strings(language, length))
+    assert language.count(length) == len(found)
+    drawn = {language.sample(length, Random(seed)) for seed in range(2000 if found else 0)}
+    assert drawn <= found and (len(found) > 50 or drawn == found)
+
+
+@pytest.mark.parametrize("name", ["tomita-3", "tomita-4", "d-4", "parity"])
+def test_strings_of_a_length_are_equally_likely(name):
+    language, random, each = LANGUAGES[name], Random(0), 200
+    strings = all_strings(language, 8)
+    drawn = Counter(language.sample(8, random) for _ in range(each * len(strings)))
+    chi_square = sum((drawn[string] - each) ** 2 / each for string in strings)
+    # Its mean is n − 1, its standard deviation √(2 (n − 1)); a walk that takes each legal step alike is far off.
+    limit = (len(strings) - 1) + 5 * (2 * (len(strings) - 1)) ** 0.5
+    assert chi_square < limit
+    walked = Counter(walk(language, 8, random) for _ in range(each * len(strings)))
+    if name == "tomita-4":
+        assert sum((walked[string] - each) ** 2 / each for string in strings) > limit
+
+
+def walk(language, length, random):
+    string, state = "", language.start
+    while len(string) < length:
+        character = random.choice([c for c in language.alphabet if language.step(state, c) is not None])
+        string, state = string + character, language.step(state, character)
+    return string
+
+
+@pytest.mark.parametrize("name", LANGUAGES)
+def test_bins_hold_what_they_should(name):
+    splits = make_splits(LANGUAGES[name], 60, 50, seed=3)
+    assert splits == make_splits(LANGUAGES[name], 60, 50, seed=3)
+    for strings, (low, high) in zip((splits.train, *splits.test), (BINS[0], *BINS), strict=True):
+        assert {low <= len(string) <= high for string in strings} == {True}
+    assert all(len(set(strings)) == len(strings) for strings in splits.test)
+    one_a_length = name in ("(aa)*", "(abab)*", "tomita-1", "tomita-2")
+    assert splits.held_out is not one_a_length
+    if one_a_length:
+        assert splits.train == splits.test[0]
+        every = [n for low, high in BINS for n in range(low, high + 1) if LANGUAGES[name].count(n)]
+        assert [len(string) for strings in splits.test for string in strings] == every
+    else:
+        assert [len(splits.train), *map(len, splits.test)] == [60, 50, 50, 50]
+        assert not set(splits.train) & set(splits.test[0])
+        assert splits != make_splits(LANGUAGES[name], 60, 50, seed=4)
+
+
+def test_bins_without_a_string_are_refused():
+    with pytest.raises(ValueError, match="no string of 3 to 3"):
+        make_splits(LANGUAGES["(aa)*"], 5, 5, 0, bins=((3, 3),))

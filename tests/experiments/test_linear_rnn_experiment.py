@@ -1,0 +1,43 @@
+"""The experiment `linear-rnn` confirms, and says so no longer where a REM is broken."""
+
+import pytest
+import torch
+
+import rsa_hf.experiments.theory.linear_rnn
+from rsa_hf.experiments.linear_rnn import EXPERIMENT
+from rsa_hf.experiments.runner.runner import run_experiment
+from rsa_hf.ops import rem_product
+
+
+def test_it_confirms_at_toy_size(tmp_path):
+    conclusion = run_experiment(EXPERIMENT, "toy", tmp_path, progress=False)
+    assert conclusion.verdict == "confirmed"
+    assert "12 of 12" in conclusion.sentence and "4 of 4" in conclusion.sentence
+
+
+def zeroed(value, *plan):
+    return torch.zeros_like(rem_product(value, *plan))
+
+
+def shifted(value, *plan):
+    return rem_product(value, *plan).roll(1, dims=2)
+
+
+def undilated(value, kinds, decay, theta, dilation):
+    return rem_product(value, kinds, decay, theta, 1)
+
+
+def frozen(value, kinds, decay, theta, dilation):
+    return rem_product(value, kinds, torch.full_like(decay, 0.5), theta, dilation)
+
+
+@pytest.mark.parametrize("broken", [zeroed, shifted, undilated, frozen])
+def test_a_broken_rem_is_not_confirmed(broken, tmp_path, monkeypatch):
+    monkeypatch.setattr(rsa_hf.experiments.theory.linear_rnn, "rem_product", broken)
+    assert run_experiment(EXPERIMENT, "toy", tmp_path, progress=False).verdict == "not confirmed"
+
+
+def test_weights_that_should_be_refused_and_are_not_are_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(rsa_hf.experiments.theory.linear_rnn, "WORST_CONDITION", float("inf"))
+    conclusion = run_experiment(EXPERIMENT, "toy", tmp_path, progress=False)
+    assert conclusion.verdict == "not confirmed" and "2 of 4" in conclusion.sentence

@@ -1,0 +1,275 @@
+"""Formal languages as an experiment: tensors, the score that counts whole strings, arms, and a verdict that can fail."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rsa_hf import is_patched
+from rsa_hf.experiments.regular_languages import arms
+from rsa_hf.experiments.regular_languages.arms import ARMS, make_arm
+from rsa_hf.experiments.regular_languages.languages import LANGUAGES, make_splits
+from rsa_hf.experiments.regular_languages.learning import accuracy, encode, right_strings
+from rsa_hf.experiments.regular_languages.tables import conclude, summarise
+from rsa_hf.experiments.runner.cells import Result
+from rsa_hf.experiments.runner.experiment import find_experiment
+from rsa_hf.experiments.runner.runner import read_results, run_experiment
+from rsa_hf.experiments.runner.summary import find_rows
+from rsa_hf.heads import RSAHeads
+
+EXPERIMENT = find_experiment("regular-languages")
+BINS = ("right 2–10", "right 11–20", "right 21–30")
+LONGER = "right beyond the lengths trained on"
+
+
+def test_strings_as_tensors():
+    batch = encode(LANGUAGES["d-2"], ["()", "(())"])
+    assert batch.tokens.tolist() == [[2, 0, 1, 2, 2], [2, 0, 0, 1, 1]]
+    assert batch.real.tolist() == [[True] * 3 + [False] * 2, [True] * 5]
+    # ( may come, ) may come, it may end.
+    assert batch.targets[0, :3].tolist() == [[1, 0, 1], [1, 1, 0], [1, 0, 1]]
+    assert batch.targets[1].tolist() == [[1, 0, 1], [1, 1, 0], [0, 1, 0], [1, 1, 0], [1, 0, 1]]
+    short = batch[slice(0, 1)]
+    assert (short.tokens.tolist(), short.targets.shape) == ([[2, 0, 1]], (1, 3, 3))
+
+
+def scored_wrongly(scorer):
+    """Answers with one mistake somewhere, of which the score gets the string wrong."""
+    batch = encode(LANGUAGES["tomita-3"], ["11", "1001", "0111001"])
+    perfect = 2 * batch.targets - 1
+    wrong = [] if scorer(perfect, batch).tolist() == [True] * 3 else ["perfect"]
+    for row, step, answer in torch.cartesian_prod(*map(torch.arange, perfect.shape)).tolist():
+        logits = perfect.clone()
+        logits[row, step, answer] *= -1
+        expected = [True] * 3
+        expected[row] = not batch.real[row, step]  # what is behind a string counts nowhere
+        if scorer(logits, batch).tolist() != expected:
+            wrong.append((row, step, answer))
+    return wrong
+
+
+def last_step(logits, batch):
+    rows, last = torch.arange(len(logits)), batch.real.sum(1) - 1
+    return ((logits > 0) == (batch.targets > 0.5)).all(-1)[rows, last]
+
+
+def most_steps(logits, batch):
+    right = ((logits > 0) == (batch.targets > 0.5)).all(-1) & batch.real
+    return right.sum(1) > 0.5 * batch.real.sum(1)
+
+
+def without_the_end(logits, batch):
+    right = ((logits > 0) == (batch.targets > 0.5))[..., :-1].all(-1)
+    return (right | ~batch.real).all(-1)
+
+
+def with_padding(logits, batch):
+    return ((logits > 0) == (batch.targets > 0.5)).all(-1).all(-1)
+
+
+def test_a_string_counts_only_if_every_step_is_right():
+    assert not scored_wrongly(right_strings)
+
+
+@pytest.mark.parametrize("scorer", [last_step, most_steps, without_the_end, with_padding])
+def test_broken_scorers_are_noticed(scorer):
+    assert scored_wrongly(scorer)
+
+
+def test_accuracy_is_over_all_strings():
+    batch = encode(LANGUAGES["d-4"], make_splits(LANGUAGES["d-4"], 10, 5, 0, ((2, 9),)).train)
+
+    class Oracle(torch.nn.Module):
+        """Right but for the last steps of strings of more than 6 characters."""
+
+        def forward(self, tokens):
+            row = {tuple(t.tolist()): 2 * y - 1 for t, y in zip(batch.tokens, batch.targets, strict=True)}
+            whole = torch.stack([row[(*t.tolist(), *[2] * (batch.tokens.shape[1] - len(t)))] for t in tokens])
+            whole[:, 7:] *= -1
+            return whole[:, : tokens.shape[1]]
+
+    expected = (batch.real.sum(1) <= 7).float().mean().item()
+    assert 0 < expected < 1
+    assert accuracy(Oracle(), batch, size=3) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_arms_are_causal_and_every_part_learns(arm):
+    model = make_arm(arm, 2, 16, 2)
+    tokens = torch.randint(3, (2, 30))
+    logits = model(tokens)
+    changed = tokens.clone()
+    changed[:, 20:] = (changed[:, 20:] + 1) % 3
+    differences = (model(changed) - logits).abs().amax((0, 2))
+    assert differences[:20].max() < 1e-6 < 1e-4 < differences[20]
+    logits.square().sum().backward()
+    # Rates too: were each token a text of its own, REMs would do nothing.
+    dead = [name for name, p in model.named_parameters() if p.requires_grad and not p.grad.abs().max() > 0]
+    assert not dead
+
+
+@pytest.mark.parametrize("kind", ["", "-sinusoidal"])
+def test_rsa_is_the_same_transformer_patched(kind):
+    def fresh(arm):
+        torch.manual_seed(3)
+        return make_arm(arm + kind, 2, 16, 2)
+
+    rsa, plain = fresh("rsa"), fresh("transformer")
+    assert is_patched(rsa.body) and not is_patched(plain.body)
+    mine = {name: p for name, p in rsa.state_dict().items() if ".rsa." not in name}
+    assert mine.keys() == plain.state_dict().keys()
+    assert all(torch.equal(p, mine[name]) for name, p in plain.state_dict().items())
+    # In one layer, attention alone does not see the order of what came before; positions and REMs do.
+    tokens, swapped = torch.tensor([[2, 0, 1, 1, 1]]), torch.tensor([[2, 1, 0, 1, 1]])
+    for model, sees in ((rsa, True), (plain, bool(kind))):
+        model.body.h = model.body.h[:1]
+        with torch.no_grad():
+            model.body.wte.weight.mul_(50)
+            model.body.h[0].attn.c_attn.weight.mul_(20)
+            model.body.h[0].attn.c_proj.weight.mul_(20)
+            difference = float((model(tokens) - model(swapped))[:, -1].abs().max())
+        assert difference > 1e-3 if sees else difference < 1e-5
+
+
+def test_an_arm_that_there_is_not():
+    with pytest.raises(ValueError, match="arm='mamba'"):
+        make_arm("mamba", 2, 16, 1)
+
+
+def results(shares, rates=(0.01,)):
+    """Results as of runs with these shares of right strings: {(language, arm, rate): [a tuple of bins a seed]}."""
+    return [
+        Result(
+            {"language": language, "arm": arm, "learning_rate": rate, "seed": seed},
+            {**dict(zip(BINS, found, strict=True)), "loss": rate, "steps": 1.0, "parameters": 2.0},
+            1.0,
+            "none",
+            {},
+        )
+        for (language, arm, rate), seeds in shares.items()
+        for seed, found in enumerate(seeds)
+    ]
+
+
+def verdict(**rsa):
+    shares = {}
+    for language in ("parity", "(aa)*"):
+        shares[language, "rsa", 0.01] = rsa["parity" if language == "parity" else "aa"]
+        shares[language, "transformer", 0.01] = [(1.0, 0.1, 0.0), (1.0, 0.0, 0.1)][: len(rsa["aa"])]
+    return conclude(summarise(results(shares)))
+
+
+def test_the_verdict_can_go_either_way():
+    good, bad = [(1.0, 1.0, 1.0), (1.0, 0.9, 0.9)], [(1.0, 0.0, 0.1), (1.0, 0.1, 0.0)]
+    assert verdict(aa=good, parity=good).verdict == "confirmed"
+    found = verdict(aa=good, parity=bad)
+    assert found.verdict == "not confirmed"
+    # RSA has 0.95 on average on (aa)* and 0.05 on Parity, the Transformer 0.05 on both.
+    assert "+45.0" in found.sentence and "on Parity it is not better" in found.sentence
+    trained_and_beyond = "% entirely right at the lengths trained on and beyond"
+    assert found.findings == (
+        f"parity, {trained_and_beyond}: rsa 100.0 and 5.0, transformer 100.0 and 5.0",
+        f"(aa)*, {trained_and_beyond}: rsa 100.0 and 95.0, transformer 100.0 and 5.0",
+    )
+    assert verdict(aa=bad, parity=bad).verdict == "not confirmed"
+    worse = conclude(
+        summarise(results({("parity", "rsa", 0.01): bad, ("parity", "transformer", 0.01): [(1.0, 0.9, 0.9)] * 2}))
+    )
+    assert (
+        worse.verdict == "not confirmed" and "which is beyond chance" in worse.sentence and "-85.0" in worse.sentence
+    )
+    assert verdict(aa=good[:1], parity=good[:1]).verdict == "not measurable at this size"
+    # Where chance may have decided it is neither.
+    by_chance = verdict(aa=good, parity=[(1.0, 0.9, 0.9), (1.0, 0.0, 0.1)])
+    assert (
+        by_chance.verdict == "not measurable at this size" and "In 2 of 2 the interval holds 0" in by_chance.sentence
+    )
+
+
+def test_a_part_of_the_languages_is_shown_as_one():
+    good, bad = [(1.0, 1.0, 1.0), (1.0, 0.9, 0.9)], [(1.0, 0.0, 0.1), (1.0, 0.1, 0.0)]
+    without_parity = {("(aa)*", "rsa", 0.01): good, ("(aa)*", "transformer", 0.01): bad, ("d-2", "rsa", 0.01): bad}
+    found = conclude(summarise(results(without_parity)))
+    assert found.verdict == "not measurable at this size" and "Parity has not been run" in found.sentence
+    assert "mean of 1 languages" in found.sentence and len(found.findings) == 1
+    assert summarise(results({("d-2", "rsa", 0.01): bad})) == []
+
+
+def test_seeds_are_paired():
+    shares = {
+        ("parity", "rsa", 0.01): [(1.0, 0.2, 0.2), (1.0, 0.9, 0.9), (1.0, 0.5, 0.5)],
+        ("parity", "transformer", 0.01): [(1.0, 0.1, 0.1), (1.0, 0.8, 0.8), (1.0, 0.39, 0.39)],
+    }
+    rows = summarise(results(shares))
+    [difference] = find_rows(rows, LONGER, arm="rsa − transformer", language="parity")
+    assert difference.mean == pytest.approx(0.31 / 3) and difference.low > 0
+    [rsa] = find_rows(rows, LONGER, arm="rsa")
+    assert rsa.low < 0  # the arms by themselves differ far more from seed to seed
+
+
+def test_the_learning_rate_is_not_chosen_by_the_longer_bins():
+    one = {("parity", "transformer", 0.01): [(1.0, 0.0, 0.0)]}
+    chosen = {("parity", "rsa", 0.01): [(1.0, 0.0, 0.0)], ("parity", "rsa", 0.1): [(0.9, 1.0, 1.0)]}
+    [row] = find_rows(summarise(results({**chosen, **one})), LONGER, arm="rsa")
+    assert (row.settings["learning_rate"], row.mean) == (0.01, 0.0)
+    tied = {("parity", "rsa", 0.1): [(1.0, 1.0, 1.0)], ("parity", "rsa", 0.01): [(1.0, 0.0, 0.0)]}
+    [row] = find_rows(summarise(results({**tied, **one})), LONGER, arm="rsa")
+    assert row.settings["learning_rate"] == 0.01  # the one with the lower training loss
+
+
+def lost_signs(monkeypatch):
+    """REMs that only fade, as if λ were |λ| and θ were 0."""
+    rates = RSAHeads.rates
+
+    def broken(self, *dtype):
+        found = rates(self, *dtype)
+        return {**found, "lam": found["lam"].abs(), "theta": 0 * found["theta"]}
+
+    monkeypatch.setattr(RSAHeads, "rates", broken)
+
+
+def does_nothing(monkeypatch):
+    monkeypatch.setattr(arms, "patch_model", lambda model, config: model)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """The toy run: its folder and its verdict."""
+    root = tmp_path_factory.mktemp("toy")
+    found = run_experiment(EXPERIMENT, "toy", root, progress=False)
+    return root / "results" / "reproduce" / "regular-languages" / "toy", found
+
+
+def gain(results):
+    """How much better RSA is on (aa)* beyond the lengths trained on."""
+    [row] = find_rows(summarise(results), LONGER, language="(aa)*", arm="rsa − transformer")
+    return row.mean
+
+
+def test_rsa_wins_where_a_clock_is_enough(toy):
+    folder, found = toy
+    assert gain([*read_results(folder).values()]) > 0.5
+    assert found.verdict == "not confirmed" and "which is beyond chance" in found.sentence
+    assert "on Parity it is not better" in found.sentence
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("broken", [lost_signs, does_nothing])
+def test_broken_rsa_loses(broken, toy, monkeypatch):
+    broken(monkeypatch)
+    found = [
+        replace(result, values=EXPERIMENT.run_cell(result.cell))
+        if (result.cell["language"], result.cell["arm"]) == ("(aa)*", "rsa")
+        else result
+        for result in read_results(toy[0]).values()
+    ]
+    assert gain(found) < 0.25
+    conclusion = conclude(summarise(found))
+    assert conclusion.verdict == "not confirmed" and "which is not beyond chance" in conclusion.sentence
+
+
+def test_a_cell_gives_the_same_values_again():
+    cell = {**EXPERIMENT.cells("toy", 1)[0], "steps": 10}
+    first = EXPERIMENT.run_cell(cell)
+    torch.manual_seed(5)
+    assert EXPERIMENT.run_cell(cell) == first

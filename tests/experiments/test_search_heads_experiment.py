@@ -1,0 +1,56 @@
+"""The experiment `search-heads`: what it measures, and a verdict that can fail."""
+
+import logging
+
+import pytest
+
+from rsa_hf.experiments import search_heads
+from rsa_hf.experiments.runner.cells import Result
+from rsa_hf.experiments.runner.runner import FOLDER, read_results, run_experiment
+from rsa_hf.experiments.search_heads import DEFAULT, EXPERIMENT
+from rsa_hf.training.search import FoundPlan
+
+optuna = pytest.importorskip("optuna", reason="a search needs it: pip install 'rsa_hf[reproduce]'")
+
+
+def test_at_toy_size(tmp_path, caplog, monkeypatch):
+    optuna.logging.set_verbosity(optuna.logging.INFO)
+    monkeypatch.setattr(logging.getLogger("optuna"), "propagate", True)
+    run_experiment(EXPERIMENT, "toy", tmp_path, seeds=1, progress=False)
+    # Lines of each trial would bury the progress of the experiment; who uses optuna beside it is not silenced.
+    assert not [record for record in caplog.records if record.name.startswith("optuna")]
+    assert optuna.logging.get_verbosity() == optuna.logging.INFO
+    [result] = read_results(tmp_path / FOLDER / "search-heads" / "toy").values()
+    values = result.values
+    assert len(values["validation"]) == 3
+    heads = values["regular"] + 2 * values["cyclical pairs"] + values["dilated regular"]
+    assert 1 <= heads + 2 * values["dilated cyclical pairs"] <= 4
+    assert values["found − default"] == values["test, found"] - values["test, default"]
+    assert values["test, plain"] != values["test, default"]
+
+
+def test_a_search_that_finds_nothing_is_not_confirmed(monkeypatch):
+    monkeypatch.setattr(search_heads, "search", lambda *_, **__: [FoundPlan(0, 3.0, DEFAULT)])
+    cell = {**EXPERIMENT.cells("toy", 1)[0], "steps": 3}
+    rows = EXPERIMENT.summarise(
+        [Result({**cell, "seed": seed}, EXPERIMENT.run_cell(cell), 1.0, "x", {}) for seed in (0, 1)]
+    )
+    conclusion = EXPERIMENT.conclude(rows)
+    assert conclusion.verdict == "not confirmed" and "+0.000" in conclusion.sentence
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ((-0.1, -0.11, -0.12), "confirmed"),
+        ((-0.1, 0.05, -0.02), "not measurable at this size"),
+        ((0.1, 0.09, 0.1), "not confirmed"),
+    ],
+)
+def test_verdicts(differences, verdict):
+    cell = EXPERIMENT.cells("quick", 1)[0]
+    results = [
+        Result({**cell, "seed": seed}, {"test, plain": 3, "test, default": 2, "test, found": 2 + d, "found − default": d}, 1.0, "x", {})
+        for seed, d in enumerate(differences)
+    ]  # fmt: skip
+    assert EXPERIMENT.conclude(EXPERIMENT.summarise(results)).verdict == verdict

@@ -1,0 +1,165 @@
+"""Appendix B: the data against its equations step by step, RSA against the dense P, and a broken REM that loses."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import rsa_hf.experiments.theory.synthetic as synthetic
+from rsa_hf.experiments.runner.cells import Result
+from rsa_hf.experiments.runner.runner import run_experiment
+from rsa_hf.experiments.runner.summary import Row
+from rsa_hf.experiments.synthetic import EXPERIMENT, conclude, summarise_ratios
+from rsa_hf.experiments.theory.synthetic import ACTIVATIONS, HEADS, fit, generate, rsa, two_layer_rnn
+from rsa_hf.ops import rem_product
+from rsa_hf.rem import rem_matrix
+
+
+def double(p):
+    return {name: value.double() for name, value in p.items()}
+
+
+def start(name, N):
+    return double(synthetic._start(name, N, torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_two_layers_in_one_step_are_two_layers(activation):
+    act, alpha = ACTIVATIONS[activation], 0.3
+    p, x = start("linear", 3), torch.randn(3, 7, 2, dtype=torch.float64)
+    found = two_layer_rnn(x, p, lambda h: alpha * act(h) + (1 - alpha) * h)
+    for n in range(3):
+        z = torch.zeros(2, 2, dtype=torch.float64)
+        for t in range(7):
+            below = x[n, t]
+            for i in range(2):
+                h = p["W_h"][n, i] @ z[i] + p["W_z"][n, i] @ below + p["b"][n, i]
+                below = z[i] = alpha * act(h) + (1 - alpha) * h
+            torch.testing.assert_close(found[n, t], z[1], atol=1e-12, rtol=0)
+
+
+def test_the_data_differ_in_alpha_alone_and_are_one_sequence():
+    x, y = generate("tanh", (0.0, 1.0), 3, 10, seed=1)
+    assert x.shape == y.shape == (2, 3, 10, 2)
+    assert torch.equal(x[0], x[1]) and not torch.equal(y[0], y[1])
+    # Cut, not started anew: the state goes on into the next segment.
+    whole = generate("tanh", (0.0, 1.0), 1, 30, seed=1)[1]
+    assert torch.equal(y.reshape(2, 30, 2), whole.reshape(2, 30, 2))
+    assert not torch.equal(generate("tanh", (0.0, 1.0), 3, 10, seed=2)[1], y)
+
+
+def test_rsa_is_equation_4_with_the_dense_p():
+    p, x = start("rsa", 3), torch.randn(3, 9, 2, dtype=torch.float64)
+    p["eta"][1], p["nu"][1], p["theta"][2] = -0.4, 0.3, 1.1  # replications have rates of their own
+    found = rsa(x, p)
+    for n in range(3):
+        z = x[n]
+        for i in range(2):
+            lam, gamma, theta = torch.tanh(p["eta"][n, i]), torch.sigmoid(p["nu"][n, i]), p["theta"][n, i]
+            P = rem_matrix(HEADS, torch.stack([lam, gamma, gamma]), theta.expand(3), query_length=9)
+            out = z @ p["identity"][n, i].T + p["b"][n, i]
+            for h in range(3):
+                query, key, value = (z @ p[name][n, i, h].T for name in ("query", "key", "value"))
+                scores = (query @ key.T / math.sqrt(2)).masked_fill(torch.ones(9, 9).triu(1).bool(), -math.inf)
+                g = torch.sigmoid(p["mu"][n, i])
+                out = out + ((1 - g) * scores.softmax(-1) + g * P[h]) @ value
+            z = out
+        torch.testing.assert_close(found[n], z, atol=1e-10, rtol=0)
+
+
+def test_what_is_not_trained_on_is_not_seen():
+    x, y = (part.flatten(0, 1) for part in generate("tanh", (0.5,), 4, 30, seed=0))
+    changed = y.clone()
+    changed[:, -1] += 100
+    for held_out in (0, 5):
+        errors = [fit("linear", "tanh", x, target, most_steps=30, held_out=held_out) for target in (y, changed)]
+        # Only the error itself knows of the change: the prediction is the same.
+        assert errors[0].max() < 100 < errors[1].min()
+    shut = fit("linear", "tanh", x, y, most_steps=0)
+    assert fit("linear", "tanh", x, y, most_steps=100).mean() < 0.9 * shut.mean()
+
+
+def test_no_rnn_starts_unstable():
+    # One of them would decide over the mean of a hundred.
+    W_h = start("linear", 1000)["W_h"]
+    norms = torch.linalg.matrix_norm(W_h, ord=2)
+    assert norms.max() <= synthetic.NORM + 1e-6 and norms.min() < 0.5
+    x, y = (part.flatten(0, 1) for part in generate("relu", (0.0, 1.0), 100, 100, seed=0))
+    assert fit("linear", "relu", x, y, most_steps=60).max() < 1e3
+
+
+@pytest.mark.parametrize("held_out", [0, 5])
+def test_steps_that_led_to_an_unstable_rnn_are_taken_back(held_out, monkeypatch):
+    x, y = (part.flatten(0, 1) for part in generate("tanh", (0.5,), 4, 30, seed=0))
+    untrained = fit("linear", "tanh", x, y, most_steps=0, held_out=held_out)
+    monkeypatch.setattr(synthetic, "LEARNING_RATE", 10.0)
+    assert torch.equal(fit("linear", "tanh", x, y, most_steps=100, held_out=held_out), untrained)
+
+
+@pytest.mark.parametrize(("model", "held_out"), [("linear", 0), ("linear", 5)])
+def test_a_replication_trains_as_if_no_other_ended(model, held_out, monkeypatch):
+    left = []
+    monkeypatch.setattr(synthetic, "PATIENCE", 20)
+    monkeypatch.setattr(synthetic, "_start", lambda *plan, start=synthetic._start: double(start(*plan)))
+    carry_on = synthetic._continue_with
+    monkeypatch.setattr(synthetic, "_continue_with", lambda *now: (left.append(int(now[0].sum())), carry_on(*now))[1])
+    x, y = (part.flatten(0, 1).double() for part in generate("tanh", (0.5,), 5, 30, seed=0))
+    beside = y.clone()
+    beside[:2] = y[:2].roll(1, dims=1)
+    found = [fit(model, "tanh", x, target, most_steps=500, held_out=held_out) for target in (y, beside)]
+    assert left
+    assert (found[0][:2] - found[1][:2]).abs().min() > 1e-3
+    torch.testing.assert_close(found[0][2:], found[1][2:], atol=1e-8, rtol=0)
+
+
+def zeroed(value, *plan):
+    return torch.zeros_like(rem_product(value, *plan))
+
+
+def ahead(value, *plan):
+    """P shifted by one, so that the latest input is seen and the lags are wrong."""
+    return rem_product(value, *plan).roll(1, dims=2)
+
+
+@pytest.mark.parametrize("broken", [zeroed, ahead])
+def test_a_broken_rem_loses(broken, monkeypatch):
+    x, y = (part.flatten(0, 1) for part in generate("tanh", (0.0,), 30, 60, seed=3))
+    right = fit("rsa", "tanh", x, y, most_steps=60, held_out=10).mean()
+    monkeypatch.setattr(synthetic, "rem_product", broken)
+    assert fit("rsa", "tanh", x, y, most_steps=60, held_out=10).mean() > 1.1 * right
+
+
+def row(rule, activation, mean, half):
+    settings = {"rule": rule, "activation": activation, "alpha": 0.7, "most_steps": 9}
+    return Row(settings, "rsa / linear", mean, mean - half, mean + half, 5)
+
+
+@pytest.mark.parametrize(
+    ("mean", "half", "verdict"),
+    [(0.8, 0.1, "confirmed"), (1.2, 0.1, "not confirmed"), (0.9, 0.2, "not measurable at this size")],
+)
+def test_the_verdict_follows_the_paper_s_rule(mean, half, verdict):
+    rows = [row("loss", "tanh", mean, half), row("loss", "relu", 0.8, 0.1), row("early", "tanh", 0.5, 0.01)]
+    assert conclude(rows).verdict == verdict
+    one = conclude([replace(each, low=math.nan, high=math.nan, seeds=1) for each in rows])
+    assert ("one seed" in one.sentence, "one seed" in conclude(rows).sentence) == (True, False)
+
+
+def test_rsa_that_diverged_is_against_the_claim():
+    settings = {"activation": "tanh", "most_steps": 9}
+    results = [
+        Result(
+            {**settings, "rule": rule, "seed": seed}, {"alpha": [0.7], **errors, "rsa": [rsa]}, 1.0, "a machine", {}
+        )
+        for errors in [{"linear": [1.2], "nonlinear": [1.1]}]
+        for rule in ("loss", "early")
+        for seed, rsa in enumerate((0.9, 0.91, math.nan if rule == "loss" else 0.9))
+    ]
+    assert conclude(summarise_ratios(results)).verdict == "not confirmed"
+
+
+def test_it_runs_at_toy_size_and_says_the_same_again(tmp_path):
+    first = run_experiment(EXPERIMENT, "toy", tmp_path / "a", progress=False)
+    assert first == run_experiment(EXPERIMENT, "toy", tmp_path / "b", progress=False)
+    assert first.sentence.startswith("Where α > 0.6, RSA predicts better")

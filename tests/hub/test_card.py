@@ -1,0 +1,227 @@
+"""The model card, and how it lives beside the cards of others."""
+
+import logging
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from torch.distributed.fsdp import FSDPModule
+
+from families import FULL_PLAN, build
+from rsa_hf import RSAConfig, patch_model, rsa_report, unpatch_model
+from rsa_hf.hub.card import CardFacts, model_card, read_facts, write_card
+from rsa_hf.models.transformer_xl import TransformerXLConfig, TransformerXLForCausalLM
+from rsa_hf.utils.files import StorageError
+
+
+def test_card_says_how_to_load_and_what_was_learned():
+    model = patch_model(build("gpt2"), RSAConfig(**FULL_PLAN))
+    facts = CardFacts(
+        base_model="openai-community/gpt2",
+        datasets=("Salesforce/wikitext", "./texts"),
+        seeds=(0, 1),
+        scores={"test": {"accuracy": 0.61234}},
+        command="make demo",
+    )
+    card = model_card(model, facts, plot="rsa.png")
+    assert card.data.base_model == "openai-community/gpt2"
+    assert card.data.library_name == "transformers"
+    assert card.data.datasets == ["Salesforce/wikitext"]
+    assert card.data.metrics == ["accuracy"]
+    assert {"rsa_hf", "rsa"} <= set(card.data.tags)
+    for part in (
+        "import rsa_hf",
+        "GPT2Model.from_pretrained",
+        str(rsa_report(model)),
+        "| test | 0.6123 |",
+        "rsa.png",
+        "* seeds: 0, 1",
+        '"dilation": [2, 3, 5]',
+        "h.1.attn  ████████████░░░░░░░░  0.6225",  # σ(0.5) of 20
+        "@inproceedings{huang2023encoding",
+        "make demo",
+    ):
+        assert part in card.content
+
+
+def transformer_xl():
+    sizes = {"d_model": 16, "n_head": 4, "d_head": 4, "d_inner": 16, "n_layer": 1, "mem_len": 4, "clamp_len": -1}
+    return TransformerXLForCausalLM(TransformerXLConfig(vocab_size=97, cutoffs=[], div_val=1, **sizes))
+
+
+@pytest.mark.parametrize("make", [lambda: build("gpt2"), transformer_xl], ids=["transformers", "ours"])
+def test_its_code_loads_the_model(make, tmp_path):
+    model = patch_model(make(), RSAConfig(num_regular=1))
+    model.save_pretrained(tmp_path)
+    write_card(model, tmp_path, CardFacts(name=str(tmp_path)))
+    code = re.search(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), flags=re.DOTALL)[1]
+    assert str(tmp_path) in code
+    code += "print(type(model).__name__, sum(value.double().abs().sum().item() for value in model.parameters()))\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    name, total = done.stdout.split()
+    assert name == type(model).__name__
+    assert float(total) == pytest.approx(sum(value.double().abs().sum().item() for value in model.parameters()))
+
+
+def test_under_fsdp_the_code_names_the_models_own_class():
+    """FSDP2 puts a class of its own over it, which nobody can import."""
+    model = patch_model(build("gpt2"), RSAConfig(**FULL_PLAN))
+    model.__class__ = type("FSDPGPT2Model", (FSDPModule, type(model)), {})
+    assert "from transformers import GPT2Model\n\nmodel = GPT2Model.from_pretrained" in model_card(model).content
+
+
+def test_a_local_path_is_no_base_model(tmp_path):
+    model = patch_model(build("gpt2"), RSAConfig(**FULL_PLAN))
+    for path in (str(tmp_path), "./outputs/best", "/nowhere/at/all"):
+        assert model_card(model, CardFacts(base_model=path)).data.base_model is None
+
+
+def test_a_plain_model_has_no_card():
+    with pytest.raises(ValueError, match="no RSA heads"):
+        model_card(build("gpt2"))
+
+
+# --- written into a folder -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model():
+    return patch_model(build("gpt2"), RSAConfig(**FULL_PLAN))
+
+
+FACTS = CardFacts(
+    base_model="openai-community/gpt2",
+    datasets=("Salesforce/wikitext",),
+    metrics=("perplexity",),
+    seeds=(3,),
+    scores={"test": {"perplexity": 21.5}},
+    command="train --> it <b>",
+    name="someone/rsa",
+)
+
+
+def test_every_save_brings_the_card_up_to_date(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    write_card(model, tmp_path, FACTS)
+    assert read_facts(tmp_path) == FACTS
+    before = (tmp_path / "README.md").read_text()
+    with torch.no_grad():
+        model.h[0].attn.rsa.mu.zero_()
+    model.save_pretrained(tmp_path)
+    after = (tmp_path / "README.md").read_text()
+    assert str(rsa_report(model)) in after
+    assert str(rsa_report(model)) not in before
+    assert read_facts(tmp_path) == FACTS
+    assert "| test | 21.5 |" in after
+    assert ModelCard(after).data.to_dict() == ModelCard(before).data.to_dict()
+
+
+def test_the_card_tells_of_what_was_saved(model, tmp_path):
+    averaged = {name: value.clone() for name, value in model.state_dict().items()}
+    averaged["h.0.attn.rsa.mu"].fill_(0.1)
+    parameters = dict(model.named_parameters())
+    model.save_pretrained(tmp_path, state_dict=averaged)
+    saved = str(rsa_report(type(model).from_pretrained(tmp_path)))
+    assert saved != str(rsa_report(model)) and saved in (tmp_path / "README.md").read_text()
+    # The model holds what it held, and an optimiser its parameters.
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    model.save_pretrained(tmp_path)
+    assert str(rsa_report(model)) in (tmp_path / "README.md").read_text()
+
+
+def test_what_others_wrote_stays(model, tmp_path):
+    card = (
+        "---\nlicense: mit\nbase_model: /home/me/gpt2\ntags: [mine]\nmodel-index: [{odd: 1}]\n---\n\n# Mine\n\nHello\n"
+    )
+    (tmp_path / "README.md").write_text(card)
+    model.save_pretrained(tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "# Mine\n\nHello\n" in text
+    assert "model-index:\n- odd: 1\n" in text
+    assert "/home/me" not in text
+    assert "- mine\n- rsa_hf\n" in text
+    again = text.replace("Hello", "Hello\\1 again")
+    (tmp_path / "README.md").write_text(again)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == again
+
+
+def test_a_plain_model_in_its_place_leaves_what_others_wrote(tmp_path):
+    unpatched = build("gpt2")
+    unpatched.save_pretrained(tmp_path)
+    assert not (tmp_path / "README.md").exists()
+    model = patch_model(build("gpt2"))
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "README.md"
+    path.write_text(path.read_text().replace("- rsa_hf", "- mine\n- rsa_hf", 1) + "\n## What it is for\n")
+    unpatch_model(model).save_pretrained(tmp_path)
+    rest = "--- library_name: transformers tags: - mine --- # GPT2Model ## What it is for"
+    assert " ".join(path.read_text().split()) == rest
+    patch_model(model).save_pretrained(tmp_path)
+    assert "## RSA heads" in path.read_text() and "## What it is for" in path.read_text()
+
+
+def test_a_readme_that_is_no_card_is_left_alone(model, tmp_path):
+    (tmp_path / "README.md").write_text("# My project\n")
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "# My project\n"
+
+
+def test_a_card_that_cannot_be_read_does_not_cost_the_weights(model, tmp_path, caplog):
+    broken = "---\nlicense: [mit\n---\n"
+    (tmp_path / "README.md").write_text(broken)
+    with caplog.at_level(logging.WARNING):
+        model.save_pretrained(tmp_path)
+    assert "was not brought up to date" in caplog.text
+    assert (tmp_path / "README.md").read_text() == broken
+    assert (tmp_path / "model.safetensors").exists()
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_card_that_cannot_be_written_leaves_the_one_before(model, tmp_path):
+    write_card(model, tmp_path, CardFacts(seeds=(1,)))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
+    try:
+        with pytest.raises(StorageError, match="Raise that limit"):
+            write_card(model, tmp_path, CardFacts(seeds=(2,)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("facts", ['{"seeds": ["x"], "name": 3, "scores": {"a": [1]}}', "[1]", "{", '{"seeds": 1}'])
+def test_facts_of_the_wrong_type_are_not_taken(model, tmp_path, facts):
+    write_card(model, tmp_path, CardFacts(seeds=(1,)))
+    path = tmp_path / "README.md"
+    path.write_text(path.read_text().replace('{"seeds": [1]}', facts))
+    assert read_facts(tmp_path) == CardFacts()
+
+
+def test_only_the_first_process_writes(model, tmp_path):
+    model.save_pretrained(tmp_path, is_main_process=False)
+    assert not (tmp_path / "README.md").exists()
+
+
+def test_a_local_path_is_not_told(model, tmp_path):
+    assert str(tmp_path) not in str(model_card(model, CardFacts(base_model=str(tmp_path))))
+
+
+@pytest.mark.parametrize("where", ["offloaded", "spread over processes"])
+def test_gates_that_are_elsewhere_are_not_read(model, tmp_path, where):
+    heads = model.h[0].attn.rsa
+    if where == "offloaded":
+        heads.to("meta")
+    else:
+        heads.mu.full_tensor = lambda: pytest.fail("all processes would have to take part")
+    write_card(model, tmp_path, plot=True)
+    card = (tmp_path / "README.md").read_text()
+    assert '"num_dilated_cyclical_pairs": 1' in card
+    assert "`rsa-hf card FOLDER` fills them in" in card
+    assert not (tmp_path / "rsa.png").exists()

@@ -1,0 +1,319 @@
+"""Pushing to the Hub and loading from it, against a stand-in of its HTTP API; and what a stranger's checkpoint may do."""
+
+import json
+import logging
+
+import huggingface_hub
+import pytest
+import torch
+import transformers.utils.hub
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+from families import CONFIGS, FULL_PLAN, VOCAB, build, inputs
+from hub_stand_in import TOKEN, USER, StandIn
+from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model
+from rsa_hf.hub.card import CardFacts, write_card
+from rsa_hf.hub.push import push_folder
+
+REPO = f"{USER}/rsa"
+SECTION = "<!-- rsa_hf: end -->"
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A Hub of this test's own, with an empty cache, and a user who is logged in by HF_TOKEN."""
+    with StandIn() as hub:
+        constants = huggingface_hub.constants
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        # Else a thread of transformers' asks for a copy of pickled weights, some time.
+        monkeypatch.setenv("DISABLE_SAFETENSORS_CONVERSION", "1")
+        yield hub
+        assert hub.unknown == []
+
+
+@pytest.fixture
+def tokenizer():
+    words = {f"w{i}": i for i in range(VOCAB)} | {"[PAD]": 0, "[UNK]": 3}
+    words = {word: i for i, word in enumerate(dict.fromkeys(["[PAD]", "<s>", "</s>", "[UNK]", *words]))}
+    made = Tokenizer(models.WordLevel(dict(list(words.items())[:VOCAB]), unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]")
+
+
+@pytest.fixture
+def model():
+    """A classifier whose gates and rates are not where they started."""
+    model = patch_model(AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]()), RSAConfig(**FULL_PLAN))
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, RSAHeads):
+                for parameter in module.parameters():
+                    parameter.add_(torch.randn(parameter.shape) * 0.02)
+    return model.eval()
+
+
+@torch.no_grad()
+def same_logits(model, name=REPO):
+    loaded = AutoModelForSequenceClassification.from_pretrained(name)
+    batch = inputs("roberta")
+    assert is_patched(loaded)
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+    return loaded
+
+
+# --- pushing and loading ------------------------------------------------------------------------------------------
+
+
+def test_what_is_pushed_comes_back_bit_for_bit(hub, model, tokenizer, caplog, capfd):
+    with caplog.at_level(logging.DEBUG):
+        model.push_to_hub(REPO)
+        tokenizer.push_to_hub(REPO)
+        loaded = same_logits(model)
+    text = "w5 w6 w7 w8 w90"
+    with torch.no_grad():
+        expected = model(**tokenizer(text, return_tensors="pt")).logits[0]
+        base = AutoModel.from_pretrained(REPO)(**inputs("roberta"))
+    assert base.last_hidden_state.shape[-1] == model.config.hidden_size
+    assert AutoTokenizer.from_pretrained(REPO)(text) == tokenizer(text)
+    scores = pipeline("text-classification", model=REPO, top_k=None, function_to_apply="none")([text])[0]
+    assert {score["label"]: score["score"] for score in scores} == {
+        f"LABEL_{i}": value for i, value in enumerate(expected.tolist())
+    }
+    # The card is the model's, also after the tokenizer, which brings none, was pushed.
+    card = hub.card(REPO)
+    assert f'from_pretrained("{REPO}")' in card
+    assert card.count(SECTION) == 1
+    assert hub.files(REPO)["rsa.png"].startswith(b"\x89PNG")
+    # What is loaded from the Hub knows where it is from.
+    loaded.push_to_hub(f"{USER}/next")
+    assert f"base_model: {REPO}\n" in hub.card(f"{USER}/next")
+    # The token went to the Hub, and nowhere else.
+    assert hub.authorised == {TOKEN}
+    assert "HTTP Request" in caplog.text
+    assert TOKEN not in caplog.text
+    assert TOKEN not in "".join(capfd.readouterr())
+    assert not any(TOKEN.encode() in content for content in hub.files(REPO).values())
+
+
+def test_a_cache_may_be_anywhere(hub, model, tmp_path, monkeypatch):
+    model.push_to_hub(REPO)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    loaded = AutoModelForSequenceClassification.from_pretrained(REPO, cache_dir="../elsewhere")
+    assert is_patched(loaded) and (tmp_path / "elsewhere").is_dir()
+
+
+def test_pushed_while_it_is_saved(hub, model, tmp_path):
+    model.save_pretrained(tmp_path / "rsa", push_to_hub=True, repo_id=REPO)
+    same_logits(model)
+    assert hub.card(REPO).count(SECTION) == 1
+    assert f'from_pretrained("{REPO}")' in hub.card(REPO)
+
+
+def test_pushing_again_keeps_what_others_wrote(hub, model):
+    model.push_to_hub(REPO)
+    first = hub.card(REPO)
+    edited = first.replace("---\n", "---\nlicense: mit\n", 1).replace("## RSA heads", "## Not ours to keep")
+    hub.put(REPO, {**hub.files(REPO), "README.md": f"{edited}\n## Thanks\n\nTo all.\n".encode()})
+    with torch.no_grad():
+        model.roberta.encoder.layer[0].attention.self.rsa.mu.fill_(0.1)
+    model.push_to_hub(REPO)
+    card = hub.card(REPO)
+    assert "license: mit\n" in card
+    assert "To all." in card
+    assert "Not ours to keep" not in card
+    assert card.count(SECTION) == 1
+    assert "0.8808" in card  # σ(0.1 · 20)
+    assert "0.8808" not in first
+
+
+def make_trainer(folder, model, **arguments):
+    batch = inputs("roberta", batch=8)["input_ids"]
+    rows = [{"input_ids": ids, "labels": torch.tensor(i % 2)} for i, ids in enumerate(batch)]
+    arguments = TrainingArguments(
+        str(folder), max_steps=1, report_to="none", use_cpu=True, disable_tqdm=True, seed=7, **arguments
+    )
+    return Trainer(model, arguments, train_dataset=rows)
+
+
+def test_the_card_survives_the_trainer_s_own(hub, model, tmp_path):
+    trainer = make_trainer(tmp_path / "run", model, hub_model_id=REPO)
+    trainer.train()
+    # What someone told the card before the Trainer writes its own over it.
+    trainer.save_model()
+    facts = CardFacts(
+        base_model="FacebookAI/roberta-base",
+        datasets=("google/code_x_glue_cc_defect_detection",),
+        scores={"test": {"accuracy": 0.625}},
+        command="make demo",
+    )
+    write_card(model, tmp_path / "run", facts)
+    trainer.push_to_hub()
+    same_logits(trainer.model.eval())
+    card = hub.card(REPO)
+    metadata = huggingface_hub.ModelCard(card).data
+    assert {"rsa_hf", "rsa"} <= set(metadata.tags)
+    assert metadata.library_name == "transformers"
+    assert metadata.base_model == "FacebookAI/roberta-base"
+    assert metadata.datasets == ["google/code_x_glue_cc_defect_detection"]
+    assert metadata.metrics == ["accuracy"]
+    for part in (
+        "### Training hyperparameters",  # the Trainer's
+        "- seed: 7",
+        "* seeds: 7",  # ours
+        "| test | 0.625 |",
+        "make demo",
+        "### Plan",
+        '"num_dilated_cyclical_pairs": 1',
+        "![learned decay curves and gates](rsa.png)",
+        f'from_pretrained("{REPO}")',
+        "@inproceedings{huang2023encoding",
+    ):
+        assert part in card, part
+    assert card.count(SECTION) == 1
+    # Written alone, it does not lose ours either.
+    trainer.create_model_card()
+    assert "make demo" in (tmp_path / "run" / "README.md").read_text()
+
+
+def test_the_trainer_s_card_of_a_plain_model_is_its_own(tmp_path, model):
+    make_trainer(tmp_path / "patched", model).save_model()  # installs the hook
+    plain = AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]())
+    trainer = make_trainer(tmp_path / "plain", plain)
+    trainer.save_model()
+    trainer.create_model_card()
+    assert "rsa_hf" not in (tmp_path / "plain" / "README.md").read_text()
+
+
+def test_a_folder_is_pushed_without_what_does_not_belong_there(hub, model, tokenizer, tmp_path):
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "best")
+    for name in ("optimizer.pt", "training_args.bin", "events.log"):
+        (tmp_path / "best" / name).write_bytes(b"x")
+    model.save_pretrained(tmp_path / "best" / "checkpoint-5")
+    (tmp_path / "best" / "checkpoint-5" / "trainer_state.json").write_text(f'{{"token": "{TOKEN}"}}')
+    templates = tmp_path / "best" / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "with [tools].jinja").write_text("{{ messages }}")
+    url = push_folder(tmp_path / "best", REPO)
+    assert url.startswith(f"{hub.endpoint}/{REPO}/commit/")
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(hub.files(REPO))
+    assert not {"optimizer.pt", "training_args.bin", "events.log"} & set(hub.files(REPO))
+    assert {name for name in hub.files(REPO) if "/" in name} == {"additional_chat_templates/with [tools].jinja"}
+    same_logits(model)
+
+
+def test_what_is_no_patched_checkpoint_is_not_pushed(hub, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        push_folder(tmp_path / "absent", REPO)
+    build("gpt2").save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match="no checkpoint with RSA heads"):
+        push_folder(tmp_path / "plain", REPO)
+    patch_model(build("gpt2")).save_pretrained(tmp_path / "pickled")
+    (tmp_path / "pickled" / "model.safetensors").rename(tmp_path / "pickled" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="no weights in safetensors"):
+        push_folder(tmp_path / "pickled", REPO)
+    assert hub.requests == []
+
+
+# --- a stranger's checkpoint --------------------------------------------------------------------------------------
+
+
+def pickled(folder, weights):
+    """Weights as a pickle in place of safetensors."""
+    torch.save(weights, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def test_pickled_weights_are_refused_unless_they_are_asked_for(tmp_path):
+    model = patch_model(build("gpt2"), RSAConfig(**FULL_PLAN))
+    model.save_pretrained(tmp_path)
+    pickled(tmp_path, load_file(tmp_path / "model.safetensors"))
+    with pytest.raises(ValueError, match=r"pytorch_model.bin, a pickle.*use_safetensors=False"):
+        AutoModel.from_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path, use_safetensors=False)
+    with torch.no_grad():
+        assert torch.equal(loaded(**(batch := inputs("gpt2")))[0], model(**batch)[0])
+    # A plain model is loaded as ever.
+    build("gpt2").save_pretrained(tmp_path / "plain")
+    pickled(tmp_path / "plain", load_file(tmp_path / "plain" / "model.safetensors"))
+    AutoModel.from_pretrained(tmp_path / "plain")
+
+
+class Payload:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def test_nothing_in_a_checkpoint_is_run(tmp_path, hub):
+    """A pickle that writes a file, and modelling code that does, in a repository of someone else's."""
+    folder, mark = tmp_path / "made", tmp_path / "was-here"
+    patch_model(build("gpt2"), RSAConfig(**FULL_PLAN)).save_pretrained(folder)
+    content = json.loads((folder / "config.json").read_text())
+    content["auto_map"] = {"AutoModel": "modeling_x.Model", "AutoConfig": "modeling_x.Config"}
+    (folder / "config.json").write_text(json.dumps(content))
+    (folder / "modeling_x.py").write_text(f"open({str(mark)!r}, 'w')\nModel = Config = None\n")
+    torch.save({"x": Payload(str(mark))}, folder / "training_args.bin")
+    hub.put(REPO, {path.name: path.read_bytes() for path in folder.iterdir()})
+    assert is_patched(AutoModel.from_pretrained(REPO))
+    torch.save({"x": Payload(str(mark))}, folder / "pytorch_model.bin")
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "model.safetensors"}
+    hub.put(f"{USER}/pickled", files)
+    with pytest.raises(ValueError, match="a pickle"):
+        AutoModel.from_pretrained(f"{USER}/pickled")
+    assert not mark.exists()
+    torch.load(folder / "training_args.bin", weights_only=False)  # it would have been
+    assert mark.exists()
+
+
+HOSTILE = {
+    "heads without end": (lambda rsa: rsa["plan"].update(num_regular=10**12), "at most 4096 attention heads"),
+    "per layer": (lambda rsa: rsa["plan"].update(num_cyclical_pairs=[1, 10**9]), "at most 4096 attention heads"),
+    "a vast dilation": (lambda rsa: rsa["plan"].update(dilation=10**15), "at most 65536"),
+    "modules without end": (lambda rsa: rsa.update(modules=[f"h.{i}.attn" for i in range(5000)]), "at most 4096"),
+    "an attribute": (lambda rsa: rsa.update(modules=["h.0.attn.__class__.__init__"] * 2), "more than once"),
+    "an expression": (lambda rsa: rsa.update(modules=["h[0].attn"]), "no module name"),
+    "a call": (lambda rsa: rsa["plan"].update(gate_init="__import__('os')"), "a number is needed"),
+    "a nested list": (lambda rsa: rsa["plan"].update(dilation=[[[2]]]), "nested too deep"),
+    "not a number": (lambda rsa: rsa["plan"].update(parameter_scale=float("nan")), "positive finite number"),
+    "an unknown key": (lambda rsa: rsa["plan"].update(torch_dtype="x"), "unknown RSA setting"),
+}
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+def test_a_hostile_plan_is_refused_before_anything_is_built(how, tmp_path, monkeypatch):
+    change, message = HOSTILE[how]
+    model = patch_model(build("gpt2"), RSAConfig(**FULL_PLAN))
+    model.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    change(content["rsa"])
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    built = []
+    monkeypatch.setattr(PreTrainedModel, "__init__", lambda self, *_, **__: built.append(type(self)))
+    monkeypatch.setattr(RSAHeads, "__init__", lambda self, *_: built.append(type(self)))
+    for load in (AutoConfig.from_pretrained, AutoModel.from_pretrained):
+        with pytest.raises((ValueError, TypeError), match=message):
+            load(tmp_path)
+    assert built == []

@@ -1,0 +1,230 @@
+"""Flash attention's conventions in whole models: every way it is told who sees whom gives what sdpa and eager give."""
+
+import importlib.util
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import flash_stand_in
+import rsa_hf.integration.attention as hooks
+from broken import break_geometry, forgets_the_offset
+from families import FULL_PLAN, PAD, VOCAB, WINDOWED, build, build_language_model
+from references import relative_error
+from rsa_hf import RSAConfig, patch_model
+
+DECODERS = ["gpt2", "llama", *WINDOWED]
+ENCODERS = ["roberta", "modernbert"]  # of which the second has windows, to both sides
+LENGTH = 13
+FAR = 0.1  # a broken reading is at least so far off, relative to the logits
+
+
+@dataclass(frozen=True)
+class Flash:
+    """Where flash attention runs, in which dtype, and how far results may be apart there."""
+
+    device: str
+    dtype: torch.dtype
+    tolerance: float
+
+
+@pytest.fixture(params=["stand-in", "kernel"])
+def flash(request, monkeypatch) -> Flash:
+    """Models load with attn_implementation="flash_attention_2" while this is in use."""
+    if request.param == "kernel":
+        if not torch.cuda.is_available() or importlib.util.find_spec("flash_attn") is None:
+            pytest.skip("the real kernel needs a CUDA GPU and the package flash_attn")
+        return Flash("cuda", torch.bfloat16, 3e-2)
+    flash_stand_in.install(monkeypatch)
+    # In float32 transformers looks for a dtype to cast to, and finds none in GPT-2.
+    return Flash("cpu", torch.float64, 1e-6)
+
+
+def pair(family, flash, reference="sdpa"):
+    """The same patched model under flash attention and under the reference."""
+    models, builder = [], build if family in ENCODERS else build_language_model
+    for attention in ("flash_attention_2", reference):
+        torch.manual_seed(1)
+        model = builder(family, attention).to(flash.device, flash.dtype)
+        patch_model(model, RSAConfig(**FULL_PLAN))
+        assert model.config._attn_implementation == attention
+        models.append(model)
+    models[0].load_state_dict(models[1].state_dict())
+    return models
+
+
+def misread(monkeypatch, **otherwise):
+    """Let every RSA layer read its call with other arguments than it was called with."""
+    read = hooks.read_geometry
+
+    def reading(query, key, mask, **keywords):
+        mask = otherwise.get("mask", mask)
+        return read(query, key, mask, **{**keywords, **{k: v for k, v in otherwise.items() if k != "mask"}})
+
+    monkeypatch.setattr(hooks, "read_geometry", reading)
+
+
+def tokens(flash, rows=3, length=LENGTH):
+    return torch.randint(3, VOCAB, (rows, length), device=flash.device)
+
+
+def padded(ids, side):
+    mask = torch.ones_like(ids)
+    for row, count in enumerate((5, 2)):
+        mask[row, :count] = 0
+    mask = mask if side == "left" else mask.flip(1)
+    return {
+        "input_ids": torch.where(mask.bool(), ids, PAD),
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+    }
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", [*DECODERS, *ENCODERS])
+@torch.no_grad()
+def test_padding(family, side, flash, monkeypatch):
+    found, expected = pair(family, flash)
+    batch = padded(tokens(flash), side)
+    real = batch["attention_mask"].bool()
+    if family in ENCODERS:
+        del batch["position_ids"]  # they make their own
+    wanted = expected(**batch)[0][real]
+    assert relative_error(found(**batch)[0][real], wanted) < flash.tolerance
+    if side == "left" or family in ENCODERS:  # a causal query sees no padding on its right
+        misread(monkeypatch, mask=None)
+        assert relative_error(found(**batch)[0][real], wanted) > FAR
+
+
+@pytest.mark.parametrize("family", [*DECODERS, *ENCODERS])
+@torch.no_grad()
+def test_no_mask(family, flash, monkeypatch):
+    found, expected = pair(family, flash, "eager")
+    ids = tokens(flash)
+    wanted = expected(ids)[0]
+    assert relative_error(found(ids)[0], wanted) < flash.tolerance
+    if family in WINDOWED or family == "modernbert":
+        misread(monkeypatch, sliding_window=None)
+        assert relative_error(found(ids)[0], wanted) > FAR / 10
+
+
+def packed(flash, lengths, first):
+    """One row of documents, told by positions that begin anew, and by where each begins."""
+    positions = torch.cat([torch.arange(first, first + n) for n in lengths])[None].to(flash.device)
+    ends = torch.tensor([0, *lengths], device=flash.device).cumsum(0).int()
+    cumulative = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    cumulative |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    return positions, cumulative
+
+
+@pytest.mark.parametrize(
+    ("family", "told_by"),
+    [
+        *((family, "position_ids") for family in [*DECODERS, "roberta"]),  # ModernBERT's attention gets no positions
+        *((family, "cu_seq_lens_q") for family in [*DECODERS, *ENCODERS]),
+    ],
+)
+@torch.no_grad()
+def test_packed_documents(family, told_by, flash, monkeypatch):
+    found, expected = pair(family, flash)
+    lengths = [6, 1, 9, 4]
+    ids = tokens(flash, 1, sum(lengths))
+    # RoBERTa's positions begin behind the padding index.
+    positions, cumulative = packed(flash, lengths, PAD + 1 if family == "roberta" else 0)
+    told = {"position_ids": positions, **(cumulative if told_by == "cu_seq_lens_q" else {})}
+    alone = torch.cat([expected(part)[0] for part in ids.split(lengths, 1)], 1)
+    assert relative_error(found(ids, **told)[0], alone) < flash.tolerance
+    if family in DECODERS:  # the masks of encoders know nothing of positions under sdpa
+        assert relative_error(expected(ids, position_ids=positions, use_cache=False)[0], alone) < flash.tolerance
+    misread(monkeypatch, documents=None)
+    assert relative_error(found(ids, **told)[0], alone) > FAR / 10
+
+
+CACHES = {
+    "dynamic": lambda model: DynamicCache(config=model.config),
+    "static": lambda model: StaticCache(config=model.config, max_cache_len=LENGTH + 6),
+}
+
+
+def in_pieces(model, batch, pieces, cache):
+    logits, stop = [], 0
+    for length in pieces:
+        start, stop = stop, stop + length
+        piece = {name: batch[name][:, start:stop] for name in ("input_ids", "position_ids")}
+        mask = batch["attention_mask"][:, :stop]
+        logits.append(model(**piece, attention_mask=mask, past_key_values=cache)[0])
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("family", DECODERS)
+@torch.no_grad()
+def test_caches(family, cache, padding, flash, monkeypatch):
+    found, expected = pair(family, flash)
+    batch = padded(tokens(flash), "left")
+    if not padding:
+        batch = {"input_ids": batch["input_ids"][2:], "attention_mask": batch["attention_mask"][2:],
+                 "position_ids": batch["position_ids"][2:]}  # fmt: skip
+    real = batch["attention_mask"].bool()
+    wanted = expected(**batch, use_cache=False)[0][real]
+    pieces = [4, 3, 1, 2, 1, 1, 1]
+
+    def gap():
+        return relative_error(in_pieces(found, batch, pieces, CACHES[cache](found))[real], wanted)
+
+    assert gap() < flash.tolerance
+    misread(monkeypatch, aligned_top_left=True)
+    assert gap() > FAR / 10
+
+
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}])
+@pytest.mark.parametrize("family", DECODERS)
+@torch.no_grad()
+def test_generation(family, arguments, flash, monkeypatch):
+    found, expected = pair(family, flash)
+    batch = padded(tokens(flash), "left")
+    del batch["position_ids"]
+    if "prompt_lookup_num_tokens" in arguments:  # one row at a time
+        batch = {name: tensor[:1] for name, tensor in batch.items()}
+    arguments = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, **arguments}
+    arguments |= {"output_scores": True, "return_dict_in_generate": True}
+    wanted = expected.generate(**batch, **arguments)
+
+    def gap():
+        out = found.generate(**batch, **arguments)
+        if not torch.equal(out.sequences, wanted.sequences):
+            return float("inf")
+        scores, others = torch.stack(out.scores), torch.stack(wanted.scores)
+        finite = scores.isfinite() & others.isfinite()
+        return relative_error(scores[finite], others[finite])
+
+    assert gap() < flash.tolerance
+    break_geometry(monkeypatch, forgets_the_offset)
+    assert gap() > FAR / 10
+
+
+@torch.no_grad()
+def test_cross_attention_stays_softmax_attention(flash):
+    found, expected = pair("bart", flash)
+    # transformers reads the padding of the keys as that of as many queries, which is right on the left alone.
+    ids, decoder_ids = padded(tokens(flash), "left"), tokens(flash, 3, 7)
+    del ids["position_ids"]
+    wanted = expected(**ids, decoder_input_ids=decoder_ids)[0]
+    assert relative_error(found(**ids, decoder_input_ids=decoder_ids)[0], wanted) < flash.tolerance
+
+
+def test_gradients(flash):
+    found, expected = pair("mistral", flash)
+    batch = padded(tokens(flash), "left")
+    weights = batch["attention_mask"][..., None] * torch.randn(VOCAB, device=flash.device)
+    for model in (found, expected):
+        (model(**batch)[0] * weights).sum().backward()
+    checked = 0
+    for (name, parameter), (_, other) in zip(found.named_parameters(), expected.named_parameters(), strict=True):
+        if ".rsa." in name:
+            assert float(other.grad.abs().max()) > 0
+            assert relative_error(parameter.grad, other.grad) < 10 * flash.tolerance
+            checked += 1
+    assert checked == 2 * 4

@@ -1,0 +1,229 @@
+"""Caches: cached, chunked and uncached runs agree, with padding, and a wrong REM does not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    StaticCache,
+)
+
+from broken import break_geometry, farthest, forgets_the_offset
+from families import ATTENTIONS, DECODERS, FULL_PLAN, MORE_CONFIGS, VOCAB, WINDOWED, build_language_model, widen
+from rsa_hf import RSAConfig, patch_model
+
+LENGTH = 14
+
+
+def batch():
+    ids = torch.randint(3, VOCAB, (3, LENGTH))
+    mask = torch.ones_like(ids)
+    mask[0, :4], mask[1, :1] = 0, 0
+    return {
+        "input_ids": ids * mask,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+    }
+
+
+def uncached(model, inputs):
+    return model(**inputs, use_cache=False).logits
+
+
+def in_pieces(model, inputs, pieces, cache):
+    """Run the text piece by piece over one cache: chunked prefill, then single tokens."""
+    logits, start = [], 0
+    for length in pieces:
+        stop = start + length
+        out = model(
+            input_ids=inputs["input_ids"][:, start:stop],
+            attention_mask=inputs["attention_mask"][:, :stop],
+            position_ids=inputs["position_ids"][:, start:stop],
+            past_key_values=cache,
+        )
+        logits.append(out.logits)
+        start = stop
+    return torch.cat(logits, 1)
+
+
+CACHES = {
+    "dynamic": lambda model: DynamicCache(config=model.config),
+    "static": lambda model: StaticCache(config=model.config, max_cache_len=LENGTH + 6),
+}
+PIECES = {"cached": [8, 1, 1, 1, 1, 1, 1], "chunked prefill": [3, 5, 4, 2], "token by token": [1] * LENGTH}
+
+
+def difference(model, inputs, pieces, cache):
+    real = inputs["attention_mask"].bool()
+    return float((in_pieces(model, inputs, pieces, cache)[real] - uncached(model, inputs)[real]).abs().max())
+
+
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("family", [*DECODERS, *WINDOWED])
+@torch.no_grad()
+def test_cached_chunked_and_uncached_agree(family, attention, cache, pieces, monkeypatch):
+    model = patch_model(build_language_model(family, attention), RSAConfig(**FULL_PLAN))
+    inputs = batch()
+    assert difference(model, inputs, pieces, CACHES[cache](model)) <= 1e-5
+    break_geometry(monkeypatch, forgets_the_offset)
+    assert difference(model, inputs, pieces, CACHES[cache](model)) > 1e-3
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@torch.no_grad()
+def test_sdpa_under_a_name_of_its_own(cache, monkeypatch):
+    # As transformers' documentation registers attention functions. With no padding, the first tokens of a static
+    # cache come without a mask, which means what it means under sdpa.
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        monkeypatch.setitem(interface._global_mapping, "its_own", interface()["sdpa"])
+    model = patch_model(build_language_model("llama", "its_own"), RSAConfig(**FULL_PLAN))
+    inputs = {name: rows[2:] for name, rows in batch().items()}
+    assert difference(model, inputs, PIECES["cached"], CACHES[cache](model)) <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:RSA met")
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@torch.no_grad()
+def test_tokens_of_an_image_see_ahead(attention, cache, monkeypatch):
+    """A Gemma 3 whose prompt has images, each of which sees all of itself; the text behind it is causal."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=MORE_CONFIGS["gemma3"]().to_dict(),
+        vision_config={**vision, "image_size": 8, "patch_size": 4},
+        mm_tokens_per_image=4,
+        image_token_index=VOCAB - 1,
+    )
+    model = widen(Gemma3ForConditionalGeneration._from_config(config, attn_implementation=attention))
+    patch_model(model, RSAConfig(**FULL_PLAN))
+    inputs = batch()
+    del inputs["position_ids"]
+    real, images = inputs["attention_mask"].bool(), torch.zeros_like(inputs["input_ids"])
+    images[:, 5:9], images[0, 11:13] = 1, 1
+    expected = uncached(model, {**inputs, "token_type_ids": images})
+
+    def gap():
+        past = CACHES[cache](model.base_model.language_model)
+        found = model(**inputs, token_type_ids=images, past_key_values=past).logits
+        return float((found - expected)[real].abs().max())
+
+    assert gap() <= 1e-5
+    assert float((uncached(model, inputs) - expected)[real].abs().max()) > 1e-2  # they do see ahead
+    if cache == "static":
+        monkeypatch.setattr("rsa_hf.ops.mask.query_position", farthest)
+        assert gap() > 1e-2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [*DECODERS, *WINDOWED])
+def test_a_cache_that_is_cropped_reordered_and_repeated(family, monkeypatch):
+    """What speculative decoding, beam search and contrastive search do to a cache between two steps."""
+    model = patch_model(build_language_model(family), RSAConfig(**FULL_PLAN))
+    inputs = batch()
+    other = {**inputs, "input_ids": inputs["input_ids"].clone()}
+    other["input_ids"][:, 9:] = (inputs["input_ids"][:, 9:] + 11) % (VOCAB - 3) + 3
+    rows = torch.tensor([2, 0, 0])
+
+    def gap():
+        cache = DynamicCache(config=model.config)
+        cache.activate_past_recording()
+        in_pieces(model, other, [9], cache)
+        cache.crop(0)
+        draft = {name: other[name][:, 9:12] for name in ("input_ids", "position_ids")}
+        model(**draft, attention_mask=other["attention_mask"][:, :12], past_key_values=cache)
+        cache.crop(-3)
+        cache.reorder_cache(rows)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([0, 3, 4]))
+        picked = {name: tensor[rows] for name, tensor in inputs.items()}
+        found = []
+        for start, stop in ((9, 11), (11, 12), (12, 13), (13, 14)):
+            piece = {name: picked[name][:, start:stop] for name in ("input_ids", "position_ids")}
+            found.append(
+                model(**piece, attention_mask=picked["attention_mask"][:, :stop], past_key_values=cache).logits
+            )
+            cache.crop(0)
+        return float((torch.cat(found, 1) - uncached(model, picked)[:, 9:]).abs().max())
+
+    assert gap() <= 1e-5
+    break_geometry(monkeypatch, forgets_the_offset)
+    assert gap() > 1e-3
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("family", DECODERS)
+@torch.no_grad()
+def test_left_padding_changes_nothing(family, attention, monkeypatch):
+    model = patch_model(build_language_model(family, attention), RSAConfig(**FULL_PLAN))
+    inputs = batch()
+
+    def gap():
+        padded = uncached(model, inputs)
+        alone = model(input_ids=inputs["input_ids"][:1, 4:], use_cache=False).logits
+        return float((padded[:1, 4:] - alone).abs().max())
+
+    assert gap() <= 1e-5
+
+    break_geometry(monkeypatch, lambda geometry: replace(geometry, key_mask=None))
+    assert gap() > 1e-3
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
+@torch.no_grad()
+def test_no_token_sees_the_future(family, attention, monkeypatch):
+    model = patch_model(build_language_model(family, attention), RSAConfig(**FULL_PLAN))
+    ids = torch.randint(3, VOCAB, (2, 12))
+    name = "decoder_input_ids" if family == "t5" else "input_ids"
+    more = {"input_ids": ids} if family == "t5" else {}
+
+    def change():
+        before = model(**more, **{name: ids}).logits
+        other = ids.clone()
+        other[:, 8] = (ids[:, 8] - 3 + 1) % (VOCAB - 3) + 3
+        return (model(**more, **{name: other}).logits - before).abs().amax((0, 2))
+
+    assert float(change()[:8].max()) == 0
+    assert float(change()[9:].max()) > 1e-3
+
+    break_geometry(monkeypatch, lambda geometry: replace(geometry, causal=False))
+    assert float(change()[:8].max()) > 1e-3
+
+
+@torch.no_grad()
+def test_sorting_gpt2_still_sorts(data_folder, tmp_path):
+    """The trained checkpoint stays right on all 729 inputs after patching with a shut gate, saving and loading."""
+    from itertools import product
+
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(data_folder / "checkpoints" / "gpt2-nano-sort").eval()
+    ids = torch.tensor(list(product(range(3), repeat=6)))
+
+    def right(model):
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=6,
+            min_new_tokens=6,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        return int((out[:, 6:] == ids.sort(dim=1).values).all(1).sum())
+
+    assert right(model) == 729
+    patch_model(model, RSAConfig(gate_init=float("-inf")))
+    assert right(model) == 729
+    model.save_pretrained(tmp_path)
+    assert right(AutoModelForCausalLM.from_pretrained(tmp_path)) == 729
+    # A gate that is open, untrained, must not: else the check could not fail.
+    opened = AutoModelForCausalLM.from_pretrained(data_folder / "checkpoints" / "gpt2-nano-sort").eval()
+    assert right(patch_model(opened, RSAConfig(gate_init=2.0))) < 729

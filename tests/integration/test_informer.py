@@ -1,0 +1,146 @@
+"""The Informer of transformers, patched: both of its attentions against equation 4 written out."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import InformerConfig, InformerForPrediction
+
+from broken import break_geometry
+from references import relative_error
+from rsa_hf import RSAConfig, patch_model, rem_matrix, unpatch_model
+from rsa_hf.integration.architectures import adapter_of
+
+CONTEXT, HORIZON, HEADS = 11, 7, 4
+PLAN = RSAConfig(num_cyclical_pairs=1, num_dilated_cyclical_pairs=1, dilation=3, gate_init=0.3)
+
+
+def build(kind, **changes):
+    torch.manual_seed(0)
+    config = InformerConfig(
+        context_length=CONTEXT,
+        prediction_length=HORIZON,
+        lags_sequence=[1, 2],
+        num_time_features=1,
+        attention_type=kind,
+        d_model=16,
+        encoder_attention_heads=HEADS,
+        decoder_attention_heads=HEADS,
+        **changes,
+    )
+    model = InformerForPrediction(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    return model
+
+
+def series():
+    torch.manual_seed(1)
+    past = CONTEXT + 2
+    return {
+        "past_values": torch.randn(2, past),
+        "past_time_features": torch.randn(2, past, 1),
+        "past_observed_mask": torch.ones(2, past),
+        "future_values": torch.randn(2, HORIZON),
+        "future_time_features": torch.randn(2, HORIZON, 1),
+    }
+
+
+def states(model):
+    torch.manual_seed(2)  # ProbSparse attention draws the keys by which it chooses queries
+    with torch.no_grad():
+        return model.model(**series(), use_cache=False).last_hidden_state
+
+
+def patched(kind, plan=PLAN, **changes):
+    return patch_model(build(kind, **changes), plan, probe_inputs=series())
+
+
+def largest_difference(kind):
+    """Of each self-attention layer's output before its projection: mixed by rsa_hf, and by dense P."""
+    model, plain = patched(kind), build(kind)
+    names = [name for name, module in model.named_modules() if hasattr(module, "rsa")]
+    worst = 0.0
+    for name in names:
+        module, twin = model.get_submodule(name), plain.get_submodule(name)
+        hidden = torch.randn(2, 9, 16)
+        causal = "decoder" in name
+        mask = torch.full((9, 9), torch.finfo(torch.float32).min).triu(1)[None, None].expand(2, 1, 9, 9)
+        outputs = []
+        for each in (module, twin):
+            seen = {}
+            handles = [
+                each.out_proj.register_forward_hook(lambda _, args, out, seen=seen: seen.update(mixed=args[0])),
+                each.v_proj.register_forward_hook(lambda _, args, out, seen=seen: seen.update(value=out)),
+            ]
+            torch.manual_seed(3)
+            with torch.no_grad():
+                each(hidden, attention_mask=mask if causal else None)
+            for handle in handles:
+                handle.remove()
+            outputs.append(seen)
+        rates = module.rsa.rates()
+        decay, theta = module.rsa.per_head(rates)
+        plan = module.rsa.plan
+        P = rem_matrix(plan.kinds, decay, theta, plan.dilations, query_length=9, causal=causal)
+        value = outputs[1]["value"].view(2, 9, HEADS, 4)
+        product = torch.einsum("hts,bshd->bthd", P.float(), value).flatten(2)
+        expected = torch.lerp(outputs[1]["mixed"], product, rates["gate"])
+        worst = max(worst, float(relative_error(outputs[0]["mixed"], expected)))
+        # The recurrence is a part that would be missed.
+        assert relative_error(outputs[1]["mixed"], expected) > 0.05
+    return worst, len(names)
+
+
+@pytest.mark.parametrize("kind", ["prob", "full"])
+def test_every_layer_is_equation_4(kind):
+    worst, layers = largest_difference(kind)
+    assert layers == 4
+    assert worst < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["prob", "full"])
+def test_recurrence_of_the_other_direction_is_noticed(kind, monkeypatch):
+    break_geometry(monkeypatch, lambda geometry: replace(geometry, causal=not geometry.causal))
+    assert largest_difference(kind)[0] > 0.05
+
+
+@pytest.mark.parametrize("kind", ["prob", "full"])
+def test_all_of_its_self_attention_is_patched_and_comes_off_again(kind):
+    model, plain = build(kind), build(kind)
+    before = states(plain)
+    patch_model(model, PLAN, probe_inputs=series())
+    assert [name for name, module in model.named_modules() if hasattr(module, "rsa")] == [
+        f"model.{half}.layers.{i}.self_attn" for half in ("encoder", "decoder") for i in (0, 1)
+    ]
+    assert relative_error(states(model), before) > 1e-2
+    assert torch.equal(states(unpatch_model(model)), before)
+    shut = RSAConfig(num_cyclical_pairs=2, gate_init=-math.inf)
+    assert torch.equal(states(patch_model(model, shut, probe_inputs=series())), before)
+
+
+@pytest.mark.parametrize("kind", ["prob", "full"])
+def test_gates_and_rates_learn(kind):
+    model = patched(kind).train()
+    model(**series()).loss.backward()
+    dead = [name for name, p in model.named_parameters() if ".rsa." in name and not p.grad.abs().max() > 0]
+    assert not dead
+
+
+@pytest.mark.parametrize("kind", ["prob", "full"])
+def test_saved_and_loaded_it_is_the_same(kind, tmp_path):
+    model = patched(kind)
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(states(InformerForPrediction.from_pretrained(tmp_path)), states(model), rtol=0, atol=0)
+
+
+def test_a_decoder_with_a_cache_is_the_same_as_without():
+    model = patched("prob")
+    torch.manual_seed(2)
+    with torch.no_grad():
+        cached = model.model(**series(), use_cache=True).last_hidden_state
+    torch.testing.assert_close(cached, states(model))
+    assert adapter_of(model.model.decoder.layers[0].self_attn) is not None

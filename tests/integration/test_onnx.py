@@ -1,0 +1,175 @@
+"""ONNX: an exported model gives what PyTorch gives, for other batches, lengths and paddings than it was exported with."""
+
+from functools import partial
+
+import numpy
+import pytest
+import torch
+from test_masks import visible_with_blocks
+
+from families import FULL_PLAN, VOCAB, build
+from references import double_loop, relative_error
+from rsa_hf import RSAConfig, patch_model, rem_product
+from rsa_hf.integration.masks import read_geometry
+from rsa_hf.ops.export import traced_forward
+from rsa_hf.ops.mask import Geometry
+from rsa_hf.ops.types import Recurrence
+
+KINDS = ("regular", "cos", "sin", "regular", "cos", "sin")
+DECAY = torch.tensor([-0.9, 0.95, 0.8, 0.7, 0.99, 0.6])
+DILATION = (1, 1, 1, 2, 3, 5)
+
+
+def heads(groups=1):
+    return Recurrence(KINDS, DECAY, torch.full((6,), 0.7), DILATION, groups)
+
+
+def causal(T, S, offset):
+    return torch.arange(S) <= (offset + torch.arange(T))[:, None]
+
+
+def padded(visible, *lengths, left=True):
+    S = visible.shape[-1]
+    keys = torch.stack([(torch.arange(S) >= S - n) if left else (torch.arange(S) < n) for n in lengths])
+    return visible[None, None] & keys[:, None, None]
+
+
+T = 23
+MASKS = {
+    "no mask": (None, T, T, True),
+    "both directions": (None, T, T, False),
+    "behind a cache": (None, 5, T, True),
+    "left padding": (padded(causal(T, T, 0), 13, T), T, T, True),
+    "right padding, both directions": (padded(torch.ones(T, T, dtype=torch.bool), 9, T, left=False), T, T, False),
+    "static cache": (padded(causal(5, 30, 7), 30, 30), 5, 30, True),
+    "additive": (torch.where(padded(causal(T, T, 0), 13, T), 0.0, torch.finfo(torch.float32).min), T, T, True),
+    "window": (padded(causal(T, T, 0) & ~causal(T, T, -6), T, T), T, T, True),
+}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_the_plain_operators_agree_with_the_scan(mask, groups):
+    mask, length, S, is_causal = mask
+    value, query = torch.randn(2, 6 // groups, S, 4), torch.empty(2, 6, length, 4)
+    read = read_geometry(query, value, mask, causal=is_causal, aligned_top_left=False)
+    unread = read if mask is None else Geometry(length, S, 0, is_causal, mask=mask)
+    known = {"query_offset": read.query_offset, "key_mask": read.key_mask, "window": read.window}
+    documents = None if read.documents is None else read.documents.numbers
+    expected = rem_product(
+        value,
+        KINDS,
+        DECAY,
+        0.7,
+        DILATION,
+        query_length=length,
+        causal=is_causal,
+        groups=groups,
+        documents=documents,
+        visible=read.visible,
+        **known,
+    )
+    real = slice(None) if mask is None else (mask > -1 if mask.dtype != torch.bool else mask).any(-1).expand(2, 6, -1)
+    torch.testing.assert_close(traced_forward(value, heads(groups), unread, None)[real], expected[real])
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A patched RoBERTa with open gates, exported with a batch of 2 and a length of 11."""
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package, reason=f"ONNX export needs {package}: pip install 'rsa_hf[onnx]'")
+    torch.manual_seed(0)
+    model = patch_model(build("roberta"), RSAConfig(**FULL_PLAN))
+    path = tmp_path_factory.mktemp("onnx") / "model.onnx"
+    ids = torch.randint(3, VOCAB, (2, 11))
+    dynamic = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=100)}
+    torch.onnx.export(
+        model,
+        (),
+        path,
+        kwargs={"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        dynamic_shapes={"input_ids": dynamic, "attention_mask": dynamic},
+        input_names=["input_ids", "attention_mask"],
+        dynamo=True,
+    )
+    return model, path
+
+
+@pytest.mark.slow  # the exporter takes its time
+@pytest.mark.parametrize(("batch", "length", "padding"), [(2, 11, 0), (1, 7, 0), (3, 40, 5), (5, 93, 12)])
+def test_an_exported_roberta_gives_the_same(exported, batch, length, padding):
+    import onnxruntime
+
+    model, path = exported
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    ids = torch.randint(3, VOCAB, (batch, length))
+    mask = torch.ones_like(ids)
+    mask[0, length - padding :] = 0
+    ids[mask == 0] = model.config.pad_token_id
+    found = session.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})[0]
+    real = mask.bool().numpy()
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask).last_hidden_state.numpy()
+        gates = [layer.attention.self.rsa.mu for layer in model.encoder.layer]
+        was = [gate.clone() for gate in gates]
+        for gate in gates:
+            gate.fill_(-torch.inf)
+        without = model(input_ids=ids, attention_mask=mask).last_hidden_state.numpy()
+        for gate, value in zip(gates, was, strict=True):
+            gate.copy_(value)
+    numpy.testing.assert_allclose(found[real], expected[real], atol=1e-5, rtol=1e-5)
+    # Without recurrence it would be off by far more than that.
+    assert numpy.abs(found - without)[real].mean() > 1e-2
+
+
+@pytest.mark.slow  # the exporter takes its time
+def test_exported_masks_of_images_prefixes_and_static_caches(tmp_path):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package, reason=f"ONNX export needs {package}: pip install 'rsa_hf[onnx]'")
+    import onnxruntime
+
+    class Product(torch.nn.Module):
+        def forward(self, value, mask):
+            return traced_forward(value, heads(), Geometry(mask.shape[2], value.shape[2], 0, True, mask=mask), None)
+
+    batch, length, keys = (torch.export.Dim(name, max=99) for name in ("batch", "length", "keys"))
+    torch.onnx.export(
+        Product(),
+        (torch.randn(2, 6, 17, 4), visible_with_blocks("..aaaa...", 3, 5, (2, 0), (0, 1))),
+        tmp_path / "product.onnx",
+        dynamic_shapes=({0: batch, 2: keys}, {0: batch, 2: length, 3: keys}),
+        input_names=["value", "mask"],
+        dynamo=True,
+    )
+    session = onnxruntime.InferenceSession(str(tmp_path / "product.onnx"), providers=["CPUExecutionProvider"])
+    for text, before, behind in (("..aaaa...", 3, 5), ("aaaaa", 0, 7), ("aaaaa.....bb.", 4, 0), ("aaa.", 0, 0)):
+        mask = visible_with_blocks(text, before, behind, (2, 0, 0), (0, 1, 0))
+        value = torch.randn(3, 6, mask.shape[-1], 4)
+        found = session.run(None, {"value": value.numpy(), "mask": mask.numpy()})[0]
+        theta = torch.full((6,), 0.7)
+        expected = double_loop(value, KINDS, DECAY, theta, DILATION, len(text), before, True, mask)
+        own = torch.arange(len(text))
+        real = mask[:, 0, own, before + own]  # what padding gives is not used
+        error = relative_error(torch.from_numpy(found).transpose(1, 2)[real], expected.transpose(1, 2)[real])
+        assert error < 1e-5
+
+
+class LastHiddenState(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(ids).last_hidden_state
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("record", [torch.jit.trace, partial(torch.onnx.export, dynamo=False)])
+def test_what_records_an_example_says_what_to_use(record, tmp_path):
+    model = build("roberta")
+    file = () if record is torch.jit.trace else (tmp_path / "model.onnx",)
+    arguments = (LastHiddenState(model), (torch.randint(3, VOCAB, (2, 11)),), *file)
+    record(*arguments)
+    patch_model(model)
+    with pytest.raises(NotImplementedError, match=r"Use torch.export, or torch.onnx.export\(..., dynamo=True\)"):
+        record(*arguments)

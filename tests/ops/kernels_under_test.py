@@ -1,0 +1,101 @@
+"""What the tests of the Triton kernels share: problems, the float64 reference with its gradients, small block shapes."""
+
+import math
+
+import pytest
+import torch
+
+from ops.agreement import dense_product
+from references import relative_error
+from rsa_hf.ops.autograd import recur
+from rsa_hf.ops.mask import Documents, Geometry
+from rsa_hf.ops.types import Mixing, Recurrence
+
+pytest.importorskip("triton", reason="needs Triton, which exists for Linux: pip install 'rsa_hf[gpu]'")
+
+from rsa_hf.ops.triton import launch
+from rsa_hf.ops.triton.tuning import Tuning, block_of
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KINDS = ("regular", "cos", "sin")
+DILATION = (1, 2, 1)
+RATES = (-0.9, 0.97, 0.8)
+ANGLES = (0.0, math.pi / 4, 2.0)
+NAMES = ("output", "dvalue", "ddecay", "dtheta", "dattention", "dgate")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+# Rates and the gate are summed in float32 whatever the dtype of the values.
+SUMS = ("ddecay", "dtheta", "dgate")
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Kernels by hand, in chunks of 16, so that short texts have several."""
+    monkeypatch.setenv("RSA_HF_BACKEND", "triton")
+    monkeypatch.setattr(launch, "candidates", lambda kernel, D, bits: [Tuning(16, block_of(D, 32), 4, 2)])
+
+
+def draw(T, S=None, B=1, D=16, heads=3, plain=1, groups=1, dtype=torch.float32):
+    """V, decay, θ, attention and gate, as models lay them out: views of one projection, [B, S, heads, D] in memory."""
+    S = T if S is None else S
+    repeat = -(-heads // 3)
+    shared = -(-heads // groups)
+    value = torch.randn(B, S, 3 * shared, D)[:, :, shared : 2 * shared].transpose(1, 2)
+    attention = torch.randn(B, heads + plain, T, D).transpose(1, 2)
+    rates = [torch.tensor((numbers * repeat)[:heads]) for numbers in (RATES, ANGLES)]
+    gate = torch.linspace(0.2, 0.9, heads)
+    tensors = (value.to(dtype), *rates, attention.to(dtype), gate)
+    return [tensor.to(DEVICE).detach().requires_grad_() for tensor in tensors]
+
+
+def agreement(
+    tensors, kinds=KINDS, dilation=DILATION, groups=1, offset=None, causal=True, key_mask=None, documents=None
+):
+    """Relative errors of the output and of every gradient, by name, against dense P in float64 through autograd."""
+    value, attention = tensors[0], tensors[3]
+    T, S = attention.shape[1], value.shape[2]
+    offset = S - T if offset is None else offset
+    packed = None if documents is None else Documents(documents.to(DEVICE))
+    mask = None if key_mask is None else key_mask.to(DEVICE)
+    geometry = Geometry(T, S, offset, causal, mask, packed)
+    weights = torch.randn(attention.shape).to(attention.dtype).to(DEVICE)
+    found = differentiate(lambda *t: recur_mixed(t, kinds, dilation, groups, geometry), tensors, weights)
+
+    exact = [tensor.detach().double().cpu().requires_grad_() for tensor in tensors]
+    seen = visible(T, S, offset, causal, len(value), key_mask, documents)
+
+    def dense(value, decay, theta, attention, gate):
+        keys = value.repeat_interleave(groups, 1)[:, : len(kinds)]
+        product = dense_product(keys, kinds, decay, theta, dilation, T, offset, causal, seen).transpose(1, 2)
+        H, weight = len(kinds), gate[:, None]
+        mixed = (1 - weight) * attention[:, :, :H] + weight * product
+        return torch.cat([mixed, attention[:, :, H:]], 2)
+
+    expected = differentiate(dense, exact, weights.double().cpu())
+    return {name: relative_error(a.cpu(), b) for name, a, b in zip(NAMES, found, expected, strict=True)}
+
+
+def recur_mixed(tensors, kinds, dilation, groups, geometry):
+    value, decay, theta, attention, gate = tensors
+    return recur(value, Recurrence(kinds, decay, theta, dilation, groups), geometry, Mixing(attention, gate))
+
+
+def differentiate(function, tensors, weights):
+    output = function(*tensors)
+    return [output, *torch.autograd.grad(output, tensors, weights, allow_unused=True, materialize_grads=True)]
+
+
+def visible(T, S, offset, causal, B, key_mask, documents):
+    seen = torch.ones(B, T, S, dtype=torch.bool)
+    if causal:
+        seen = seen.tril(offset)
+    if documents is not None:
+        run = torch.nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0)).cumsum(1)
+        seen &= run[:, offset : offset + T, None] == run[:, None]
+    if key_mask is not None:
+        seen &= key_mask[:, None]
+    return seen[:, None]
+
+
+def assert_agrees(errors, dtype=torch.float32):
+    for name, error in errors.items():
+        assert error <= (1e-5 if name in SUMS else TOLERANCE[dtype]), errors

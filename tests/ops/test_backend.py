@@ -1,0 +1,142 @@
+"""Which code computes P V: the choice by hand, the automatic one, and what is said where Triton cannot serve."""
+
+import importlib
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from rsa_hf import rem_product
+from rsa_hf.ops import autograd, backend
+from rsa_hf.ops.types import Mixing, Recurrence
+
+HEADS = ("regular", "cos")
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch):
+    """No choice by hand, and nothing remembered or said yet."""
+    monkeypatch.delenv("RSA_HF_BACKEND", raising=False)
+    for remembered in (backend._obstacle_of_device, backend._say_once):
+        remembered.cache_clear()
+    yield
+    for remembered in (backend._obstacle_of_device, backend._say_once):
+        remembered.cache_clear()
+
+
+def problem(dtype=torch.float32):
+    return torch.randn(1, 2, 20, 16, dtype=dtype), Recurrence(
+        HEADS, torch.tensor([0.9, 0.8]), torch.ones(2), (1, 1), 1
+    )
+
+
+def without_gpu(*arguments):
+    raise ImportError("no module of this name")
+
+
+@pytest.fixture
+def old_gpu(monkeypatch):
+    """A GPU as torch would describe it; no tensor is ever put there."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+
+
+def test_on_a_cpu_nothing_is_said():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert backend.choose_backend(*problem(), None) == "chunked"
+
+
+@pytest.mark.parametrize("name", ["dense", "chunked"])
+def test_by_hand(monkeypatch, name):
+    monkeypatch.setenv("RSA_HF_BACKEND", name)
+    assert backend.choose_backend(*problem(), None) == name
+    used = []
+    for path in ("dense_forward", "scan_forward"):
+        original = getattr(autograd, path)
+        monkeypatch.setattr(
+            autograd, path, lambda *given, path=path, original=original: used.append(path) or original(*given)
+        )
+    value, heads = problem()
+    rem_product(value, HEADS, heads.decay, heads.theta)
+    assert used == [{"dense": "dense_forward", "chunked": "scan_forward"}[name]]
+
+
+def test_the_choices_agree(monkeypatch):
+    value, heads = problem()
+    outputs = []
+    for name in ("dense", "chunked"):
+        monkeypatch.setenv("RSA_HF_BACKEND", name)
+        outputs += [rem_product(value, HEADS, heads.decay, heads.theta, window=window) for window in (None, 7)]
+    assert torch.allclose(outputs[0], outputs[2], atol=1e-5)
+    assert torch.allclose(outputs[1], outputs[3], atol=1e-5)
+
+
+def test_an_unknown_name(monkeypatch):
+    monkeypatch.setenv("RSA_HF_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="'cuda' is unknown; allowed: dense, chunked, triton"):
+        rem_product(problem()[0], HEADS, 0.5)
+
+
+def test_triton_by_hand_without_triton(monkeypatch):
+    monkeypatch.setenv("RSA_HF_BACKEND", "triton")
+    monkeypatch.setattr(importlib, "import_module", without_gpu)
+    with pytest.raises(RuntimeError, match=r"triton ≥ 3.6 cannot be imported .*rsa_hf\[gpu\].*dense, chunked"):
+        rem_product(problem()[0], HEADS, 0.5)
+
+
+def test_triton_by_hand_without_a_gpu(monkeypatch):
+    triton = pytest.importorskip("triton", reason="needs Triton, which exists for Linux: pip install 'rsa_hf[gpu]'")
+    monkeypatch.setenv("RSA_HF_BACKEND", "triton")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(RuntimeError, match="on cpu, and its kernels need an NVIDIA GPU"):
+        rem_product(problem()[0], HEADS, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v, m: (v.double(), m), "value is float64, and its kernels take float32, bfloat16, float16"),
+        (lambda v, m: (v, Mixing(m.attention.double(), m.gate)), "attention is float64"),
+        (lambda v, m: (v, Mixing(m.attention.to("meta"), m.gate)), "value is on cpu and attention on meta"),
+        (lambda v, m: (v, Mixing(m.attention, m.gate.to("meta"))), "value is on cpu and gate on meta"),
+    ],
+)
+def test_triton_by_hand_with_tensors_it_does_not_take(monkeypatch, change, message):
+    pytest.importorskip("triton", reason="needs Triton, which exists for Linux: pip install 'rsa_hf[gpu]'")
+    monkeypatch.setenv("RSA_HF_BACKEND", "triton")
+    value, recurrence = problem()
+    value, mixing = change(value, Mixing(torch.randn(1, 20, 2, 16), torch.ones(2)))
+    with pytest.raises(RuntimeError, match=message):
+        backend.choose_backend(value, recurrence, mixing)
+
+
+def test_an_old_gpu(monkeypatch, old_gpu):
+    pytest.importorskip("triton", reason="needs Triton, which exists for Linux: pip install 'rsa_hf[gpu]'")
+    obstacle = backend._obstacle_of_device(torch.device("cuda", 0))
+    assert obstacle == "Tesla T4 has compute capability 7.5, and 8.0 is needed"
+
+
+class OnGpu:
+    """Stands for V on a GPU that this machine does not have."""
+
+    device, dtype = torch.device("cuda", 0), torch.float32
+
+
+def test_the_automatic_fall_back_says_why_once(old_gpu):
+    pytest.importorskip("triton", reason="needs Triton, which exists for Linux: pip install 'rsa_hf[gpu]'")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert [backend.choose_backend(OnGpu(), problem()[1], None) for _ in range(3)] == ["chunked"] * 3
+    assert len(said) == 1
+    assert "plain PyTorch, not in Triton: Tesla T4 has compute capability 7.5" in str(said[0].message)
+
+
+@pytest.mark.slow  # imports everything once more
+def test_importing_the_package_does_not_import_triton():
+    code = "import sys, rsa_hf, rsa_hf.ops; sys.exit('rsa_hf.ops.triton.launch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

@@ -1,0 +1,94 @@
+"""torch.compile and torch.export: one graph, forward and backward, and what they give is what eager gives."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from ops.agreement import DILATION, KINDS, assert_close, draw, values_and_gradients
+from rsa_hf import rem_product
+from rsa_hf.rem import KINDS as ALL_KINDS
+
+# Traces forward and backward through AOT autograd as the default backend does, without a compiler for the machine.
+compiled = torch.compile(fullgraph=True, backend="aot_eager", dynamic=False)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+MASKS = {
+    "causal": {},
+    "bidirectional": {"causal": False},
+    "cache": {"query_length": 19},
+    "padding": {"key_mask": torch.arange(70)[None] >= torch.tensor([[5], [0]])},
+    "documents": {"documents": torch.arange(70)[None] // torch.tensor([[9], [40]])},
+    "window": {"window": 9, "causal": False},
+    "visible": {"visible": torch.rand(2, 1, 70, 70, generator=torch.Generator().manual_seed(0)) < 0.7},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_one_graph_forward_and_backward(mask):
+    def product(v, r, a):
+        return rem_product(v, KINDS, r, a, DILATION, **mask)
+
+    tensors = draw(70)
+    expected = values_and_gradients(product, tensors)
+    assert_close(values_and_gradients(compiled(product), tensors), expected, 1e-14)
+
+
+def test_inductor():
+    tensors = draw(70, dtype=torch.float32)
+
+    def product(v, r, a):
+        return rem_product(v.sin(), KINDS, r, a, DILATION).cos()
+
+    expected = values_and_gradients(product, tensors)
+    assert_close(values_and_gradients(torch.compile(product, fullgraph=True), tensors), expected, 1e-5)
+
+
+def test_changing_lengths_do_not_recompile():
+    lengths = []
+
+    def count(graph, inputs):
+        lengths.append(inputs)
+        return graph
+
+    def product(v, r, a):
+        return rem_product(v, KINDS, r, a, DILATION)
+
+    dynamic = torch.compile(product, fullgraph=True, backend=count)
+    for T in (40, 47, 90, 300):
+        tensors = [tensor.detach() for tensor in draw(T)]
+        torch._dynamo.mark_dynamic(tensors[0], 2)
+        assert torch.equal(dynamic(*tensors), product(*tensors))
+    assert len(lengths) == 1
+
+
+class Product(torch.nn.Module):
+    def forward(self, value, decay, theta):
+        return rem_product(value, KINDS, decay, theta, DILATION)
+
+
+def test_export():
+    tensors = tuple(tensor.detach() for tensor in draw(50))
+    length = torch.export.Dim("length", min=33, max=4096)
+    program = torch.export.export(Product(), tensors, dynamic_shapes=({2: length}, None, None))
+    longer = tuple(tensor.detach() for tensor in draw(211))
+    assert torch.equal(program.module()(*longer), Product()(*longer))
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_the_operator_keeps_its_promises(mixed):
+    # Schema, fake tensors, autograd registration and AOT dispatch, as torch.library checks them.
+    value, decay, theta = draw(40, dtype=torch.float32)
+    decay, theta = (tensor.detach().float().requires_grad_() for tensor in (decay, theta))
+    attention = torch.randn(2, 40, 8, 3, requires_grad=True) if mixed else None
+    gate = torch.rand(6).requires_grad_() if mixed else None
+    kinds = [ALL_KINDS.index(kind) for kind in KINDS]
+    masks = (None, torch.arange(40)[None] >= torch.tensor([[5], [0]]), None, None)
+    arguments = (value, decay, theta, attention, gate, *masks, kinds, list(DILATION), 1, 40, 0, True, None)
+    opcheck(torch.ops.rsa_hf.recurrence.default, arguments)

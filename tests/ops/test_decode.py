@@ -1,0 +1,197 @@
+"""One query behind a cache: against the whole product, with what is kept from step to step, and without waiting."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ops.agreement import DILATION, KINDS, dense_product, draw
+from rsa_hf.config import RSAConfig
+from rsa_hf.heads import RSAHeads
+from rsa_hf.integration.masks import read_geometry
+from rsa_hf.ops.decode import LagTable, decode
+from rsa_hf.ops.types import Recurrence
+
+S = 50
+
+
+def inputs(groups=1):
+    value, decay, theta = (tensor.detach() for tensor in draw(S))
+    value = value[:, : -(-6 // groups)]
+    return value, Recurrence(KINDS, decay, theta, DILATION, groups)
+
+
+def whole(value, recurrence, position, visible=None):
+    keys = value.repeat_interleave(recurrence.groups, 1)[:, :6]
+    rates = (recurrence.decay, recurrence.theta)
+    return dense_product(keys, KINDS, *rates, DILATION, 1, position, True, visible)
+
+
+def tables(recurrence):
+    return [None, LagTable(recurrence, torch.float64, S), LagTable(recurrence, torch.float64, 10 * S)]
+
+
+def geometry(mask, **keywords):
+    query, key = torch.empty(2, 6, 1, 3), torch.empty(2, 6, S, 3)
+    return read_geometry(query, key, mask, causal=True, aligned_top_left=True, **keywords)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_agrees_with_the_whole_product(groups):
+    value, recurrence = inputs(groups)
+    slots = torch.arange(S)
+    masks = {
+        "none": (None, S - 1, None),
+        "left padding": (slots >= torch.tensor([[7], [0]]), S - 1, None),
+        "static cache": ((slots <= 30).expand(2, -1), 30, None),
+        "static cache and padding": ((slots <= 30) & (slots >= torch.tensor([[7], [0]])), 30, None),
+        "sliding window": (None, S - 1, 9),
+    }
+    for seen, position, window in masks.values():
+        visible = torch.ones(2, S, dtype=torch.bool) if seen is None else seen
+        visible = visible & (S - 1 - slots < (window or S))
+        expected = whole(value, recurrence, position, visible[:, None, None])
+        mask = None if seen is None else seen[:, None, None]
+        for table in tables(recurrence):
+            found = decode(value, recurrence, geometry(mask, sliding_window=window), table)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    # The control: the position is not just the last slot.
+    assert not torch.allclose(whole(value, recurrence, 30), whole(value, recurrence, S - 1))
+
+
+def test_what_lies_beyond_the_reach_is_negligible():
+    recurrence = Recurrence(("regular", "cos"), torch.tensor([-0.9, 0.5]), torch.zeros(2), (1, 7), 1)
+    table = LagTable(recurrence, torch.float32, 10_000)
+    assert 200 < table.weights.shape[1] < 300
+    value = torch.ones(1, 2, 5000, 1)
+    exact = dense_product(
+        value.double(), recurrence.kinds, recurrence.decay.double(), recurrence.theta, (1, 7), 1, 4999, True
+    )
+    long = read_geometry(torch.empty(1, 2, 1, 1), value, None, causal=True, aligned_top_left=True)
+    assert float((decode(value, recurrence, long, table) - exact).abs().max()) < 1e-6
+
+
+def layer():
+    plan = RSAConfig(num_regular=2, num_cyclical_pairs=2, gate_init=0.0).layer_plans([8])[0]
+    heads = RSAHeads(plan)
+    return heads, torch.randn(2, 1, 8, 4), torch.randn(2, 8, S, 4)
+
+
+def row(value):
+    return read_geometry(value[:, :, :1], value, None, causal=True, aligned_top_left=True)
+
+
+@torch.no_grad()
+def test_changed_parameters_are_noticed():
+    heads, attention, value = layer()
+    before = heads(attention, value, row(value))
+    assert torch.equal(heads(attention, value, row(value)), before)
+    for name in ("mu", "eta", "nu", "theta"):
+        getattr(heads, name).add_(0.02)
+        changed = heads(attention, value, row(value))
+        assert not torch.allclose(changed, before), name
+        fresh = RSAHeads(heads.plan)
+        fresh.load_state_dict(heads.state_dict())
+        assert torch.equal(fresh(attention, value, row(value)), changed)
+        before = changed
+    # A parameter whose storage is another, or that is another, is noticed at once.
+    heads.nu.data = heads.nu.data + 0.02
+    changed = heads(attention, value, row(value))
+    assert not torch.allclose(changed, before)
+    heads.nu = torch.nn.Parameter(heads.nu.detach() + 0.02)
+    before = heads(attention, value, row(value))
+    assert not torch.allclose(changed, before)
+    # What bypasses the version counter is noticed with the next text, be it a single token.
+    heads.nu.data.copy_(heads.nu + 0.02)
+    heads(attention, value[:, :, :1], row(value[:, :, :1]))
+    changed = heads(attention, value, row(value))
+    assert not torch.allclose(changed, before)
+    # So it is where that token stands in a static cache, which goes on behind it.
+    heads.nu.data.copy_(heads.nu + 0.02)
+    assert not torch.allclose(heads(attention, value, row(value)), changed)
+
+
+@torch.no_grad()
+def test_changed_parameters_behind_a_parametrization_are_noticed():
+    heads, attention, value = layer()
+    parametrize.register_parametrization(heads, "mu", torch.nn.Hardtanh(-0.1, 0.1))
+    before = heads(attention, value, row(value))
+    heads.parametrizations.mu.original.add_(0.02)
+    assert not torch.allclose(heads(attention, value, row(value)), before)
+
+
+def test_what_inference_mode_has_kept_goes_into_no_graph():
+    heads, attention, value = layer()
+    heads.requires_grad_(False)
+    with torch.inference_mode():
+        expected = heads(attention, value, row(value)).clone()
+    found = heads(attention.requires_grad_(), value, row(value))
+    found.sum().backward()
+    assert torch.equal(found, expected)
+    assert float(attention.grad.abs().min()) > 0
+
+
+@torch.no_grad()
+def test_copies_and_pickles_keep_no_tables():
+    heads, attention, value = layer()
+    expected = heads(attention, value, row(value))
+    assert heads._kept is not None
+    for other in (copy.deepcopy(heads), pickle.loads(pickle.dumps(heads))):
+        assert other._kept is None
+        assert torch.equal(other(attention, value, row(value)), expected)
+
+
+@torch.no_grad()
+def test_a_growing_cache_and_a_head_that_forgets_nothing():
+    heads, attention, _ = layer()
+    heads.eta.fill_(10.0)  # tanh(200) is 1 in float32: every lag matters
+    long = torch.randn(2, 8, 4 * S, 4)
+    for length in range(1, 4 * S, 13):
+        keys = long[:, :, :length]
+        found = heads(attention, keys, row(keys))
+        with torch.enable_grad():
+            trained = heads(attention, keys, row(keys))  # the way that gradients go
+        torch.testing.assert_close(found, trained, rtol=1e-4, atol=1e-4)
+
+
+class Recorded(TorchDispatchMode):
+    """Fails where the host would have to wait for the device to learn a value."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function._schema.name.removeprefix("aten::") not in self.WAITS, f"{function} waits for the device"
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_no_step_waits_for_the_device():
+    heads, attention, value = layer()
+    mask = (torch.arange(S) <= 30).expand(2, 1, 1, -1)
+
+    def step():
+        heads(attention, value, row(value))
+        heads(attention, value, geometry(mask.clone()))
+
+    with pytest.raises(AssertionError, match="waits for the device"), Recorded():
+        mask.any().item()  # the control
+    step()  # learns how far back to look, once
+    with Recorded():
+        step()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_autocast_stays_out(kept):
+    """As of the whole product: sums of half precision would neither fit the rest of the step nor be exact."""
+    value, recurrence = inputs()
+    value = value.to(torch.bfloat16)
+    recurrence = Recurrence(KINDS, recurrence.decay.float(), recurrence.theta.float(), DILATION, 1)
+    table = LagTable(recurrence, torch.float32, S) if kept else None
+    expected = decode(value, recurrence, geometry(None), table)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = decode(value, recurrence, geometry(None), table)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)

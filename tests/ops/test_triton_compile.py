@@ -1,0 +1,54 @@
+"""The Triton kernels inside of torch.compile and torch.export: one graph, and what it gives is what eager gives."""
+
+import pytest
+import torch
+
+from ops import kernels_under_test
+from ops.kernels_under_test import DILATION, KINDS, draw
+from rsa_hf.ops.autograd import recur
+from rsa_hf.ops.mask import Geometry
+from rsa_hf.ops.triton import launch
+from rsa_hf.ops.types import Mixing, Recurrence
+
+small_chunks = kernels_under_test.small_chunks
+pytestmark = pytest.mark.usefixtures("small_chunks")
+T = 20
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def mixed(value, decay, theta, attention, gate):
+    recurrence = Recurrence(KINDS, decay, theta, DILATION, 1)
+    return recur(value * 2, recurrence, Geometry(T, T, 0, True), Mixing(attention, gate)) + 1
+
+
+def test_one_graph_forward_and_backward(monkeypatch):
+    launches = []
+    for name in ("triton_forward", "triton_backward"):
+        original = getattr(launch, name)
+        monkeypatch.setattr(
+            launch, name, lambda *given, name=name, original=original: launches.append(name) or original(*given)
+        )
+    tensors = draw(T)
+    weights = torch.randn(tensors[3].shape, device=tensors[3].device)
+    expected = kernels_under_test.differentiate(mixed, tensors, weights)
+    compiled = torch.compile(mixed, fullgraph=True, backend="aot_eager")
+    found = kernels_under_test.differentiate(compiled, tensors, weights)
+    assert launches == ["triton_forward", "triton_backward"] * 2
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+class Mixed(torch.nn.Module):
+    def forward(self, *tensors):
+        return mixed(*tensors)
+
+
+def test_export():
+    tensors = tuple(tensor.detach() for tensor in draw(T))
+    program = torch.export.export(Mixed(), tensors)
+    assert torch.equal(program.module()(*tensors), mixed(*tensors))

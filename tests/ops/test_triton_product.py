@@ -1,0 +1,242 @@
+"""The Triton kernels against dense P in float64, values and every gradient: interpreted, or on a GPU where one is."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ops import kernels_under_test
+from ops.kernels_under_test import DEVICE, KINDS, agreement, assert_agrees, draw
+from rsa_hf import rem_product
+from rsa_hf.ops.triton import launch
+from rsa_hf.ops.triton.tuning import Tuning, block_of
+
+small_chunks = kernels_under_test.small_chunks
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_an_odd_length(causal):
+    assert_agrees(agreement(draw(37, B=2), causal=causal))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("T", [1, 2, 16, 33])
+@pytest.mark.slow
+def test_lengths(T, causal):
+    assert_agrees(agreement(draw(T), causal=causal))
+
+
+@pytest.mark.parametrize(("offset", "causal"), [(None, True), (7, True), (9, False)])
+def test_keys_before_and_behind_the_queries(offset, causal):
+    T, S = 20, 41
+    tensors = draw(T, S)
+    if causal and offset is not None:
+        # A static cache: slots behind the queries are not yet written.
+        tensors[0].data[:, :, offset + T :] = math.nan
+    assert_agrees(agreement(tensors, offset=offset, causal=causal))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_hidden_keys_may_hold_anything(causal):
+    tensors = draw(35, B=2)
+    key_mask = torch.ones(2, 35, dtype=torch.bool)
+    key_mask[0, :18] = False
+    key_mask[1, -3:] = False
+    tensors[0].data[~key_mask[:, None].expand(-1, 3, -1).to(DEVICE)] = math.nan
+    assert_agrees(agreement(tensors, causal=causal, key_mask=key_mask))
+
+
+def packed_rows(S):
+    # Numbers only differ from neighbour to neighbour; documents end inside of chunks and on their borders.
+    ends = torch.zeros(2, S, dtype=torch.long)
+    for row, cuts in enumerate(((3, 4, 16, 20), (18,))):
+        ends[row, list(cuts)] = 1
+    return ends.cumsum(1) * 7 % 5
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_documents(causal):
+    key_mask = torch.ones(2, 35, dtype=torch.bool)
+    key_mask[0, 5:8] = False
+    assert_agrees(agreement(draw(35, B=2), causal=causal, documents=packed_rows(35), key_mask=key_mask))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+def test_segments(monkeypatch, causal, packed):
+    S, T = 60, 50
+    monkeypatch.setattr(launch, "_segments", lambda *sizes: 4)
+    documents = None
+    if packed:
+        documents = torch.zeros(1, S, dtype=torch.long)
+        documents[:, 40:] = 1
+    assert_agrees(agreement(draw(T, S, heads=2, plain=0), KINDS[1:], (1, 2), causal=causal, documents=documents))
+    if packed:
+        return
+    # The control: without what is handed from segment to segment, values and gradients are wrong.
+    monkeypatch.setattr(
+        launch._Launch, "_written", lambda self, *x, **y: torch.zeros(self.programs, 2, 4, 32, device=DEVICE)
+    )
+    broken = agreement(draw(T, S, heads=1, plain=0), KINDS[1:2], (1,), causal=causal)
+    assert min(broken[name] for name in ("output", "dvalue", "ddecay", "dgate")) > 1e-4, broken
+
+
+@pytest.mark.parametrize("heads", [4, 3])
+def test_grouped_values(heads):
+    # With three heads the second value head serves one head alone.
+    assert_agrees(agreement(draw(20, heads=heads, groups=2), (*KINDS, "cos")[:heads], (1, 2, 1, 3)[:heads], groups=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    assert_agrees(agreement(draw(33, dtype=dtype), causal=False), dtype)
+
+
+def test_half_precision_rounds_nothing_but_the_output():
+    # P V of 16-bit values, in float32: the weights are kept as a sum of two 16-bit numbers.
+    value, decay, theta, *_ = draw(33, dtype=torch.bfloat16)
+    found = rem_product(value, KINDS, decay, theta)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RSA_HF_BACKEND", "dense")
+        exact = rem_product(value.double(), KINDS, decay.double(), theta.double())
+    assert found.dtype == torch.float32
+    assert kernels_under_test.relative_error(found, exact) < 2e-5
+
+
+@pytest.mark.parametrize("D", [5, 80])
+def test_head_sizes(D):
+    assert_agrees(agreement(draw(18, D=D, heads=1), KINDS[1:2], (1,)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("D", [1, 16, 24, 32, 64, 96, 128, 160, 256])
+@pytest.mark.parametrize("causal", [True, False])
+def test_all_head_sizes(D, causal):
+    assert_agrees(agreement(draw(18, D=D, heads=2), KINDS[:2], (1, 2), causal=causal))
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-3, 1 - 1e-6, -(1 - 1e-6)])
+def test_extreme_rates(rate):
+    tensors = draw(35, heads=2, plain=0)
+    tensors[1].data[:] = rate
+    assert_agrees(agreement(tensors, KINDS[:2], (1, 1)))
+
+
+def test_dilation_longer_than_the_text():
+    assert_agrees(agreement(draw(9, heads=2), KINDS[:2], (8, 90)))
+
+
+def test_layouts_in_memory():
+    value, _, theta, attention, _ = draw(20)
+    # Channels apart in memory; a gate and rates that are one number for all heads.
+    apart = value.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
+    apart_too = attention.detach().transpose(1, 3).contiguous().transpose(1, 3).requires_grad_()
+    one, shared_gate = (torch.tensor([x], device=DEVICE).expand(3).detach().requires_grad_() for x in (0.9, 0.3))
+    assert one.stride() == (0,)
+    assert_agrees(agreement([apart, one, theta, apart_too, shared_gate]))
+
+
+def test_a_shut_gate_and_plain_heads_change_no_bit():
+    tensors = draw(20, dtype=torch.bfloat16, plain=2)
+    tensors[4].data.zero_()
+    errors = agreement(tensors)
+    assert errors["output"] == 0
+    assert errors["dattention"] == 0
+
+
+def test_without_attention():
+    value, decay, theta, *_ = draw(20)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (value, decay, theta)]
+    weights = torch.randn(1, 3, 20, 16, device=DEVICE)
+    found = torch.autograd.grad(rem_product(value, KINDS, decay, theta), (value, decay, theta), weights)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RSA_HF_BACKEND", "dense")
+        expected = torch.autograd.grad(rem_product(exact[0], KINDS, *exact[1:]), exact, weights.double())
+    for a, b in zip(found, expected, strict=True):
+        assert kernels_under_test.relative_error(a, b) < 1e-5
+
+
+def test_the_same_bits_every_time():
+    tensors = draw(35)
+    runs = []
+    for _ in range(2):
+        output = rem_product(*tensors[:1], KINDS, *tensors[1:3], (1, 2, 1))
+        runs.append([output, *torch.autograd.grad(output.square().sum(), tensors[:3])])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def cosines_for_sines(kinds, dilation, residues, device):
+    return plan(tuple("cos" if kind == "sin" else kind for kind in kinds), dilation, residues, device)
+
+
+def no_angles(kinds, dilation, residues, device):
+    return plan(("regular",) * len(kinds), dilation, residues, device)
+
+
+plan = launch._plan
+
+
+@pytest.mark.parametrize("broken", [cosines_for_sines, no_angles])
+def test_a_wrong_rem_is_caught(monkeypatch, broken):
+    monkeypatch.setattr(launch, "_plan", broken)
+    errors = agreement(draw(20))
+    assert min(errors[name] for name in ("output", "dvalue", "ddecay")) > 1e-2, errors
+
+
+def test_where_windows_and_other_visibility_go(monkeypatch):
+    # To plain PyTorch, by design.
+    def refuse(*arguments):
+        raise AssertionError("the kernels were asked")
+
+    monkeypatch.setattr(launch, "triton_forward", refuse)
+    value, decay, theta, *_ = (tensor.detach() for tensor in draw(20))
+    expected = rem_product(
+        value, KINDS, decay, theta, window=20, visible=torch.ones(1, 1, 20, 20).bool().tril().to(DEVICE)
+    )
+    assert torch.allclose(rem_product(value, KINDS, decay, theta, window=20), expected, atol=1e-5)
+    with pytest.raises(AssertionError, match="asked"):
+        rem_product(value, KINDS, decay, theta)
+
+
+@pytest.mark.slow
+@settings(max_examples=10)
+@given(
+    T=st.integers(1, 40),
+    before=st.integers(0, 40),
+    behind=st.integers(0, 5),
+    causal=st.booleans(),
+    heads=st.lists(st.tuples(st.sampled_from(KINDS), st.integers(1, 4)), min_size=1, max_size=2),
+    groups=st.integers(1, 2),
+    cuts=st.sets(st.integers(1, 80), max_size=4),
+    hidden=st.sets(st.integers(0, 80), max_size=4),
+    segments=st.sampled_from([1, 2, 4]),
+    chunk=st.sampled_from([16, 32]),
+    D=st.integers(1, 40),
+    seed=st.integers(0, 10_000),
+)
+def test_random_geometries(T, before, behind, causal, heads, groups, cuts, hidden, segments, chunk, D, seed):
+    torch.manual_seed(seed)
+    S = T + before + behind
+    if T <= 16 < S or T == S == 0:
+        T, before = S - behind, 0  # few queries go another way
+    kinds, dilation = zip(*heads, strict=True)
+    tensors = draw(T, S, D=D, heads=len(kinds), groups=groups)
+    tensors[1].data.uniform_(-1, 1)
+    tensors[2].data.uniform_(-3, 3)
+    documents = torch.zeros(1, S, dtype=torch.long)
+    for cut in cuts:
+        documents[:, cut:] += 1
+    key_mask = torch.ones(1, S, dtype=torch.bool)
+    key_mask[0, [place for place in hidden if place < S]] = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_segments", lambda *sizes: segments)
+        patch.setattr(launch, "candidates", lambda kernel, D, bits: [Tuning(chunk, block_of(D, 32), 4, 2)])
+        errors = agreement(
+            tensors, kinds, dilation, groups, before, causal, key_mask if hidden else None, documents if cuts else None
+        )
+    # A reference that is nearly nothing makes any rounding a large part of it.
+    assert_agrees({name: error for name, error in errors.items() if name not in kernels_under_test.SUMS})
+    assert all(error < 1e-3 for error in errors.values()), errors

@@ -1,0 +1,109 @@
+"""The GPU benchmark: it runs from end to end without a GPU, and its table shows nothing that was not measured."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton, which exists for Linux: pip install 'rsa_hf[gpu]'")
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+FOUND = {"value": 0.9125, "times_ms": {"product": {"median": 1.5}}, "bytes": 6.0, "operations": 9.0}
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("bench_gpu")
+
+
+def cells(bench, record):
+    text = bench.table(record, bench.rows_of(bench.Sizes()))
+    return {row.split(" | ")[0].strip("| "): row.split(" | ")[-1].strip("| ") for row in text.splitlines()[6:]}
+
+
+def empty(**changes):
+    head = {"processor": "p", "gpu": "g", "torch": "t", "triton": "t", "transformers": "t", "commit": "c"}
+    return {"command": "x", "dry": False, "machine": head, "rounds": 3, "equality": {"": 0.5}, "rows": {}, **changes}
+
+
+@pytest.mark.parametrize("machine", [None, empty()["machine"]])
+def test_what_was_not_measured_has_no_figure(bench, machine):
+    shown = cells(bench, empty(machine=machine))
+    assert len(shown) == 14
+    assert set(shown.values()) == {"not measured"}
+
+
+def test_only_what_was_measured_has_a_figure(bench):
+    names = [row.name for row in bench.rows_of(bench.Sizes())]
+    product, training, failed = names[1], next(name for name in names if "training" in name), names[-1]
+    rows = {product: {"found": FOUND}, training: {"found": FOUND}, failed: {"error": "RuntimeError: no memory"}}
+    shown = cells(bench, empty(rows=rows))
+    assert shown.pop(product) == "0.912"
+    # Memory is a figure of its own.
+    assert shown.pop(training) == "0.912; not measured"
+    assert shown.pop(failed) == "not measured (RuntimeError: no memory)"
+    assert set(shown.values()) == {"not measured"}
+    # What an interpreter needed is no measurement.
+    assert set(cells(bench, empty(rows=rows, dry=True)).values()) <= {
+        "not measured",
+        "not measured (interpreted)",
+        "not measured (RuntimeError: no memory)",
+    }
+
+
+def test_a_row_that_fails_loses_no_other(bench, tmp_path):
+    def fail(bench):
+        raise RuntimeError("out of memory")
+
+    rows = [bench.Row("first", "", "", fail), bench.Row("second", "", "", lambda bench: {"value": 2.0})]
+    record = empty()
+    bench.run(record, bench.Bench(bench.DrySizes(), bench.torch.device("cpu")), rows, tmp_path, 60)
+    written = json.loads((tmp_path / "bench_gpu.json").read_text())["rows"]
+    assert written["first"]["error"] == "RuntimeError: out of memory"
+    assert written["second"]["found"] == {"value": 2.0}
+    # Without time left, nothing is begun.
+    bench.run(record, bench.Bench(bench.DrySizes(), bench.torch.device("cpu")), rows[1:], tmp_path, -1)
+    assert "out of time" in record["rows"]["second"]["error"]
+
+
+def test_nothing_is_measured_if_the_kernels_are_wrong(bench, monkeypatch):
+    monkeypatch.setenv("RSA_HF_BACKEND", "triton")
+    original = bench.recur
+
+    def slightly_wrong(*arguments):
+        output = original(*arguments)
+        return output * (1.1 if os.environ["RSA_HF_BACKEND"] == "triton" else 1)
+
+    monkeypatch.setattr(bench, "recur", slightly_wrong)
+    with pytest.raises(SystemExit, match=r"output is off by .*nothing is reported"):
+        bench.Bench(bench.DrySizes(), bench.torch.device("cpu")).equality()
+
+
+@pytest.mark.slow
+def test_everything_runs_in_the_interpreter(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)}
+    command = [sys.executable, str(SCRIPTS / "bench_gpu.py"), "--dry", "--out", str(tmp_path)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    record = json.loads((tmp_path / "bench_gpu.json").read_text())
+    assert len(record["rows"]) == 14
+    for name, row in record["rows"].items():
+        assert "found" in row, (name, row)
+    sweep = record["rows"]["sweep over block shapes"]["found"]
+    assert all("ms" in tried for kernel in sweep.values() for tried in kernel)
+    assert (tmp_path / "bench_gpu.png").stat().st_size > 0
+    assert "not measured (interpreted)" in (tmp_path / "bench_gpu.md").read_text()
+
+
+def test_the_table_in_results_is_of_its_record():
+    results = SCRIPTS.parent / "results"
+    table = (results / "bench_gpu.md").read_text()
+    if not (results / "bench_gpu.json").exists():
+        rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+        assert len(rows) == 14
+        assert all(row.endswith("| not measured |") for row in rows)
