@@ -1,0 +1,208 @@
+"""Load what earlier versions saved, and compare: what test_fixtures.py starts in a process of its own.
+
+    python earlier_versions.py fixtures/0.1
+
+prints one line of JSON. scripts/make_fixtures.py writes these folders and uses the functions below.
+
+A model's folder holds `checkpoint`, or `base` and `adapter`; `inputs.safetensors`, the arguments of one or more calls,
+of which each goes on from the memory of the one before; `expected.safetensors`, what the calls returned; and
+`fixture.json`, the Auto class, and what bitwise results depend on.
+
+Outputs must be equal bit for bit. This module therefore sets environment variables before it imports torch, so that
+the choice of kernels does not depend on the processor and its number of cores. Other versions of torch or transformers
+may compute in another order: there outputs must agree to a tolerance.
+"""
+
+import os
+
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_CBWR": "COMPATIBLE",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    "HF_HUB_OFFLINE": "1",
+}
+
+import hashlib
+import json
+import platform
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import rsa_hf.peft
+from rsa_hf.tasks.defect_data import DefectDataConfig
+from rsa_hf.tasks.texts import LanguageModelingDataConfig
+from rsa_hf.training.arguments import read_run_config
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative to the largest output
+MEMORIES = ("mems", "state")  # outputs that are arguments of the next call
+DATA = {"lm": LanguageModelingDataConfig, "defect": DefectDataConfig}
+
+
+def arithmetic():
+    """What bitwise results depend on: versions, and a digest of operations that models and RSA heads are made of."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(32, 32, generator=generator)
+    results = [
+        x @ x,
+        x.softmax(-1),
+        x.sigmoid(),
+        x.tanh(),
+        x.cos(),
+        x.sin(),
+        x.exp(),
+        x.abs() ** x,
+        x.sum(),
+        x.cumsum(0),
+    ]
+    digest = hashlib.sha256(b"".join(result.numpy().tobytes() for result in results))
+    return {
+        "torch": torch.__version__.split("+")[0],
+        "transformers": transformers.__version__,
+        "machine": platform.machine(),
+        "digest": digest.hexdigest(),
+    }
+
+
+def load_model(folder, auto_class):
+    """The model of a folder, through an Auto class; with an adapter, rsa_hf.peft.load patches the plain base."""
+    auto = getattr(transformers, auto_class)
+    if not (folder / "adapter").is_dir():
+        return auto.from_pretrained(folder / "checkpoint").eval()
+    base = auto.from_pretrained(folder / "base")
+    # The folder that the base was in when the adapter was trained is gone.
+    return rsa_hf.peft.load(base, folder / "adapter", check_base_name=False).eval()
+
+
+@torch.no_grad()
+def outputs(model, inputs):
+    """What the calls return, by the number of the call and the name of the output: "1.logits", "1.mems.0".
+
+    Args:
+        model: any model.
+        inputs: arguments by number of the call and name: "0.input_ids", "1.input_ids".
+    """
+    calls = {}
+    for key, tensor in inputs.items():
+        number, name = key.split(".")
+        calls.setdefault(int(number), {})[name] = tensor
+    found, memory = {}, {}
+    for number in sorted(calls):
+        out = model(**calls[number], **memory)
+        memory = {name: out[name] for name in MEMORIES if out.get(name) is not None}
+        found[f"{number}.logits"] = out.logits
+        for name, tensors in memory.items():
+            found |= {f"{number}.{name}.{i}": tensor for i, tensor in enumerate(tensors)}
+    return {key: tensor.contiguous() for key, tensor in found.items()}
+
+
+def differences(found, expected, *, bitwise):
+    """The outputs that are not as expected, each with what is wrong with it."""
+    wrong = dict.fromkeys(found.keys() ^ expected.keys(), "in one of the two only")
+    for key in found.keys() & expected.keys():
+        one, other = found[key], expected[key]
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            wrong[key] = f"{one.dtype} {tuple(one.shape)}, not {other.dtype} {tuple(other.shape)}"
+            continue
+        error = (one.double() - other.double()).abs().max().item()
+        allowed = 0.0 if bitwise else TOLERANCE.get(other.dtype, 0.0) * other.double().abs().max().item()
+        if not error <= allowed:
+            wrong[key] = f"differs by {error:g}; at most {allowed:g} is allowed"
+    return wrong
+
+
+@torch.no_grad()
+def unnoticed(model, inputs, expected, *, bitwise, elements=slice(None)):
+    """The control: RSA parameters that can be moved without a difference, and how many were moved.
+
+    Args:
+        model: a model with the expected outputs.
+        inputs: as for `outputs`.
+        expected: what it returns.
+        bitwise: as for `differences`.
+        elements: which elements of each parameter to move, one after the other.
+    """
+    missed, checked = [], 0
+    for name, parameter in model.named_parameters():
+        # An adapter brings its own values; those it was patched with are not in use.
+        if ".rsa." not in name or ".original_module." in name:
+            continue
+        for i in range(parameter.numel())[elements]:
+            before = parameter[i].clone()
+            parameter[i] += 0.02
+            checked += 1
+            if not differences(outputs(model, inputs), expected, bitwise=bitwise):
+                missed.append(f"{name}[{i}]")
+            parameter[i] = before
+    return missed, checked
+
+
+def read_settings(arguments, folder):
+    """The settings of a run, as plain JSON values.
+
+    Args:
+        arguments: the name of a YAML file, which begins with its task, and settings that override it.
+        folder: where the file is.
+    """
+    name, *overrides = arguments
+    task = Path(name).name.split("_")[0]
+    config = read_run_config([str(folder / name), *overrides], DATA[task])
+    return json.loads(json.dumps(config.to_dict()))
+
+
+def changed_settings(found, expected, prefix=""):
+    """The settings that are missing or have another value or type than before; new ones are allowed."""
+    if not (isinstance(expected, dict) and isinstance(found, dict)):
+        same = json.dumps(found, sort_keys=True) == json.dumps(expected, sort_keys=True)
+        return {} if same else {prefix: [found, expected]}
+    changed = {}
+    for key, value in expected.items():
+        changed |= changed_settings(found.get(key, "missing"), value, f"{prefix}.{key}".strip("."))
+    return changed
+
+
+def check_model(folder):
+    """Load one model, compare its outputs, and try the control."""
+    written = json.loads((folder / "fixture.json").read_text())
+    inputs, expected = load_file(folder / "inputs.safetensors"), load_file(folder / "expected.safetensors")
+    bitwise = written["arithmetic"] == arithmetic()
+    model = load_model(folder, written["auto_class"])
+    wrong = differences(outputs(model, inputs), expected, bitwise=bitwise)
+    missed, checked = unnoticed(model, inputs, expected, bitwise=bitwise, elements=slice(1))
+    return {"bitwise": bitwise, "wrong": wrong, "unnoticed": missed, "checked": checked}
+
+
+def check_settings(arguments, expected, folder):
+    """Read the settings of one run, and compare them."""
+    return {"wrong": changed_settings(read_settings(arguments, folder), expected)}
+
+
+def or_error(check, *arguments):
+    """The result of a check, or how it failed, so that the others are still tried."""
+    try:
+        return check(*arguments)
+    except Exception:
+        return {"error": traceback.format_exc()}
+
+
+def main(version):
+    models = sorted(path.parent for path in version.glob("*/fixture.json"))
+    runs = json.loads((version / "configs" / "settings.json").read_text())
+    results = {folder.name: or_error(check_model, folder) for folder in models}
+    for run in runs:
+        arguments, settings = run["arguments"], run["settings"]
+        results[" ".join(arguments)] = or_error(check_settings, arguments, settings, version / "configs")
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    main(Path(sys.argv[1]))

@@ -1,0 +1,75 @@
+"""Checkpoints, adapters and run files of earlier versions: models give the same outputs, files the same settings."""
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FIXTURES = ROOT / "tests" / "fixtures"
+CHECK = Path(__file__).parent / "earlier_versions.py"
+VERSIONS = sorted(path for path in FIXTURES.glob("*") if path.is_dir())
+MODELS = [(version, path.parent.name) for version in VERSIONS for path in sorted(version.glob("*/fixture.json"))]
+
+pytestmark = pytest.mark.skipif(
+    (ROOT / "PKG-INFO").exists(), reason="the source distribution has no fixtures: they are in the repository"
+)
+
+
+def runs():
+    for version in VERSIONS:
+        for run in json.loads((version / "configs" / "settings.json").read_text()):
+            yield version, " ".join(run["arguments"])
+
+
+@functools.cache
+def check(version):
+    """Run earlier_versions.py in a process of its own, where it can set torch up for bitwise results."""
+    return subprocess.run([sys.executable, CHECK, version], capture_output=True, text=True, check=False)
+
+
+def result(version, name):
+    done = check(version)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])[name]
+    assert "error" not in found, found["error"]
+    return found
+
+
+def test_version_0_1_is_among_them():
+    assert FIXTURES / "0.1" in VERSIONS
+    assert {path.name for path in (FIXTURES / "0.1").iterdir()} >= {
+        *("gpt2", "roberta", "bert", "llama", "t5", "transformer_xl", "gpt2_lora", "roberta_rsa_only", "configs"),
+    }
+
+
+def label(value):
+    return value.name if isinstance(value, Path) else value
+
+
+@pytest.mark.parametrize(("version", "name"), MODELS, ids=label)
+def test_a_model_gives_the_same_outputs(version, name):
+    assert result(version, name)["wrong"] == {}
+
+
+# One element of each parameter. The script that makes the fixtures has tried all of them.
+@pytest.mark.parametrize(("version", "name"), MODELS, ids=label)
+def test_another_value_of_any_gate_or_rate_would_show(version, name):
+    found = result(version, name)
+    assert found["unnoticed"] == []
+    assert found["checked"] or name.startswith("recurrent")  # recurrent networks have no attention
+
+
+@pytest.mark.parametrize(("version", "arguments"), runs(), ids=label)
+def test_a_run_file_gives_the_same_settings(version, arguments):
+    assert result(version, arguments)["wrong"] == {}
+
+
+def test_outputs_are_compared_bit_for_bit():
+    """Where the versions are those that wrote the fixtures; elsewhere there is a tolerance."""
+    loose = [name for version, name in MODELS if not result(version, name)["bitwise"]]
+    if loose:
+        pytest.skip("torch or transformers is not as the fixtures were made with: compared with a tolerance instead")
