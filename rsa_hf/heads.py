@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from rsa_hf.config import HeadPlan
-from rsa_hf.ops.autograd import recur
+from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.decode import LagTable, decode
-from rsa_hf.ops.mask import Geometry
-from rsa_hf.ops.types import Mixing, Recurrence, widest_dtype, working_dtype
+from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.types import Rems, SoftmaxBranch, widest_dtype, working_dtype
 from rsa_hf.rem import decay_rates
 
-__all__ = ["RSAHeads", "heads_in_force", "heads_of", "holds_copies"]
+__all__ = ["RSAHeads", "active_heads", "heads_of", "is_peft_wrapper"]
 
 
 class RSAHeads(nn.Module):
@@ -38,7 +38,7 @@ class RSAHeads(nn.Module):
     eta: nn.Parameter | None
     nu: nn.Parameter | None
     theta: nn.Parameter | None
-    adapter: Any = None  # goes with the layer into copies and pickles; see adapters/table.py
+    architecture: Any = None  # goes with the layer into copies and pickles; see adapters/table.py
     _is_hf_initialized: bool = False  # transformers' mark: a model built around this one starts what is new alone
 
     def __init__(self, plan: HeadPlan) -> None:
@@ -54,7 +54,7 @@ class RSAHeads(nn.Module):
             # No empty parameters: savers that look for shared storage take all of them for one and drop it.
             parameter = nn.Parameter(torch.empty(size, dtype=torch.float32)) if size else None
             self.register_parameter(name, parameter)
-        self._kept: tuple[Any, list[nn.Parameter], Recurrence, Tensor, LagTable] | None = None
+        self._kept: tuple[Any, list[nn.Parameter], Rems, Tensor, LagTable] | None = None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -104,19 +104,19 @@ class RSAHeads(nn.Module):
         lam, gamma = decay_rates(value(self.eta), value(self.nu))
         return {"gate": torch.sigmoid(value(self.mu)), "lam": lam, "gamma": gamma, "theta": value(self.theta)}
 
-    def forward(self, attention: Tensor, value: Tensor, geometry: Geometry) -> Tensor:
+    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         """Mix the recurrence into the output of attention.
 
         Args:
             attention: softmax attention's output, [B, T, H, D].
             value: V, [B, Hkv, S, D]; head h reads value head h // (H / Hkv).
-            geometry: who sees whom.
+            mask: who sees whom.
 
         Returns:
             [B, T, H, D] in the dtype of `attention`: RSA heads mixed, plain heads untouched.
 
         Raises:
-            ValueError: the layer has fewer heads than the plan has RSA heads, or other lengths than `geometry`.
+            ValueError: the layer has fewer heads than the plan has RSA heads, or other lengths than `mask`.
             NotImplementedError: `torch.jit.trace` records the call.
         """
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
@@ -130,10 +130,10 @@ class RSAHeads(nn.Module):
                 f"the plan has {R} RSA heads, but this attention layer has {H} heads and {value.shape[1]} value "
                 f"heads: at most {H} RSA heads, and a whole number of heads per value head, are possible."
             )
-        if value.shape[2] != geometry.key_length or attention.shape[1] != geometry.query_length:
+        if value.shape[2] != mask.key_length or attention.shape[1] != mask.query_length:
             raise ValueError(
                 f"attention has {attention.shape[1]} queries and {value.shape[2]} values, but the mask was read for "
-                f"{geometry.query_length} and {geometry.key_length}."
+                f"{mask.query_length} and {mask.key_length}."
             )
         if value.is_meta:
             return torch.empty_like(attention)  # a shape is all there is
@@ -144,40 +144,40 @@ class RSAHeads(nn.Module):
                 "FSDP2 call rsa_hf.training.fsdp.shard_rsa_heads before the model is prepared.",
                 stacklevel=2,
             )
-        groups = H // value.shape[1]
-        is_step = geometry.query_length == 1 and geometry.key_length > 1 and geometry.causal
+        heads_per_value = H // value.shape[1]
+        is_step = mask.query_length == 1 and mask.key_length > 1 and mask.causal
         if is_step and not self._is_trained(value):
-            return self._decode(attention, value, geometry, groups)
+            return self._decode(attention, value, mask, heads_per_value)
         self._kept = None  # a new text begins; what was kept for the last one is not trusted any longer
-        recurrence, gate = self._in_force(groups)
-        return recur(value, recurrence, geometry, Mixing(attention, gate))
+        rems, gate = self._in_force(heads_per_value)
+        return apply_rems(value, rems, mask, SoftmaxBranch(attention, gate))
 
     def _is_trained(self, value: Tensor) -> bool:
         return torch.is_grad_enabled() and (value.requires_grad or any(p.requires_grad for p in self.parameters()))
 
-    def _decode(self, attention: Tensor, value: Tensor, geometry: Geometry, groups: int) -> Tensor:
+    def _decode(self, attention: Tensor, value: Tensor, mask: AttentionMask, heads_per_value: int) -> Tensor:
         """One step of generation, with what depends on the parameters alone kept from step to step."""
         dtype = working_dtype(value)
         if torch.compiler.is_compiling():
-            (recurrence, gate), table = self._in_force(groups), None
+            (rems, gate), table = self._in_force(heads_per_value), None
             gate = gate[:, None].to(dtype)
         else:
-            recurrence, gate, table = self._tables(value, groups, dtype)
-        R = len(recurrence.kinds)
-        product = decode(value, recurrence, geometry, table).transpose(1, 2)
+            rems, gate, table = self._tables(value, heads_per_value, dtype)
+        R = len(rems.kinds)
+        product = decode(value, rems, mask, table).transpose(1, 2)
         if attention.shape[2] == R:
             return torch.lerp(attention.to(dtype), product, gate).to(attention.dtype)
         mixed, plain = attention.split((R, attention.shape[2] - R), dim=2)
         return torch.cat([torch.lerp(mixed.to(dtype), product, gate).to(attention.dtype), plain], dim=2)
 
-    def _tables(self, value: Tensor, groups: int, dtype: torch.dtype) -> tuple[Recurrence, Tensor, LagTable]:
+    def _tables(self, value: Tensor, heads_per_value: int, dtype: torch.dtype) -> tuple[Rems, Tensor, LagTable]:
         """What is in force, gates as [R, 1], and the weights of its lags."""
         S = value.shape[2]
         # (Under torch's parametrize they are in a child: there is none else, and to look for one takes long.)
         own = self.parameters() if self._modules else self._parameters.values()
         parameters = [parameter for parameter in own if parameter is not None]
         # What is made under inference_mode cannot be a part of a graph later.
-        state: list[Any] = [groups, dtype, value.device, torch.is_inference_mode_enabled()]
+        state: list[Any] = [heads_per_value, dtype, value.device, torch.is_inference_mode_enabled()]
         for parameter in parameters:
             version = -1 if parameter.is_inference() else parameter._version
             # What is written through `.data` counts no version, and a text that begins with one token in a static
@@ -186,22 +186,22 @@ class RSAHeads(nn.Module):
             state += [id(parameter), parameter.data_ptr(), version, values]
         kept = self._kept
         if kept is None or kept[0] != state or kept[4].longest < S:
-            recurrence, gate = self._in_force(groups)
+            rems, gate = self._in_force(heads_per_value)
             # Room to grow, so that a cache that grows by a step does not need a new table for each.
-            table = LagTable(recurrence, dtype, 2 * S)
+            table = LagTable(rems, dtype, 2 * S)
             # The parameters are held, so that no other can get the id of one that was replaced.
-            self._kept = kept = (state, parameters, recurrence, gate[:, None].to(dtype), table)
+            self._kept = kept = (state, parameters, rems, gate[:, None].to(dtype), table)
         return kept[2:]
 
-    def _in_force(self, groups: int) -> tuple[Recurrence, Tensor]:
-        """The REMs, for values that `groups` heads share, and the gate of each head, (R,)."""
+    def _in_force(self, heads_per_value: int) -> tuple[Rems, Tensor]:
+        """The REMs, for values that `heads_per_value` heads share, and the gate of each head, (R,)."""
         # Near ±1 float32 has no numbers for rates that parameters tell apart, and 1 − λ² would give η a gradient of 0.
         rates = self.rates(widest_dtype(self.mu.device))
         decay, theta = self.per_head(rates)
         gate = rates["gate"].expand(self.plan.num_rsa_heads)
         # Behind a shut gate P V is never read, so that it may not overflow either: 0 · inf would be NaN.
         decay = torch.where(gate.float() == 0, 0, decay)
-        return Recurrence(self.plan.kinds, decay, theta, self.plan.dilations, groups), gate
+        return Rems(self.plan.kinds, decay, theta, self.plan.dilations, heads_per_value), gate
 
     def per_head(self, rates: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """λ or γ, and θ, of each RSA head in head order: (R,) each."""
@@ -257,12 +257,12 @@ def heads_of(module: nn.Module) -> RSAHeads | None:
     return cast(RSAHeads, rsa) if isinstance(getattr(rsa, "plan", None), HeadPlan) else None
 
 
-def holds_copies(module: nn.Module) -> bool:
+def is_peft_wrapper(module: nn.Module) -> bool:
     """Whether a module is PEFT's wrapper round RSA heads: the heads as patched, and a copy for each adapter."""
     return isinstance(module._modules.get("original_module"), RSAHeads)
 
 
-def heads_in_force(model: nn.Module) -> Iterator[tuple[str, RSAHeads]]:
+def active_heads(model: nn.Module) -> Iterator[tuple[str, RSAHeads]]:
     """The RSA heads that a forward pass uses, with their names in the model, in module order.
 
     Under PEFT these are the copies of the active adapter or, where it has none or is disabled, the heads as patched.
@@ -273,7 +273,7 @@ def heads_in_force(model: nn.Module) -> Iterator[tuple[str, RSAHeads]]:
             continue
         if isinstance(module, RSAHeads):
             yield name, module
-        elif holds_copies(module):
+        elif is_peft_wrapper(module):
             seen.update(module.modules())
             # The wrapper passes attributes on to the copy in force, so whose method this is tells which one it is.
             yield name, cast(Any, module).rates.__self__

@@ -8,9 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rsa_hf.ops.mask import Documents, Geometry, read_mask, read_row, remembered, visible_keys, warn_of_single_tokens
+from rsa_hf.ops.mask import (
+    AttentionMask,
+    PackedSegments,
+    read_mask,
+    read_row,
+    remembered,
+    visible_keys,
+    warn_of_single_tokens,
+)
 
-__all__ = ["flash_documents", "is_causal", "read_geometry"]
+__all__ = ["flash_segment_ids", "is_causal", "read_attention_mask"]
 
 # By class, which attribute says that a layer is causal, where `is_causal` is False in encoder and decoder alike.
 DIRECTION_ATTRIBUTES = {"InformerAttention": "is_decoder"}
@@ -24,7 +32,7 @@ def is_causal(module: nn.Module, keywords: dict[str, Any]) -> bool | None:
     return None if value is None else bool(value)
 
 
-def read_geometry(
+def read_attention_mask(
     query: Tensor,
     key: Tensor,
     attention_mask: Any,
@@ -32,8 +40,8 @@ def read_geometry(
     causal: bool,
     aligned_top_left: bool,
     sliding_window: int | None = None,
-    documents: Tensor | None = None,
-) -> Geometry:
+    segment_ids: Tensor | None = None,
+) -> AttentionMask:
     """Read one attention call.
 
     Args:
@@ -46,10 +54,10 @@ def read_geometry(
         aligned_top_left: what a missing mask means where T < S: queries at positions 0 … T−1 (sdpa), or the last
             T positions (eager, flash attention). A single query sees every key under both.
         sliding_window: number of positions back that a query sees, itself included, where no mask says so.
-        documents: the number of each key's document, [B, S], where no mask says so.
+        segment_ids: the number of each key's document, [B, S], where no mask says so.
 
     Returns:
-        The geometry of the call.
+        Which keys each query sees.
 
     Raises:
         TypeError: a mask of a kind that is not known, e.g. flex attention's BlockMask.
@@ -69,7 +77,7 @@ def read_geometry(
             return remembered(read_row, attention_mask, T, S, causal)
         if torch.compiler.is_compiling():
             visible_keys(attention_mask, T, S)
-            return Geometry(T, S, 0, causal, mask=attention_mask)
+            return AttentionMask(T, S, 0, causal, unread_mask=attention_mask)
         return read_mask(attention_mask, len(query), T, S, causal)
     offset = 0 if aligned_top_left and causal and T > 1 else S - T
     key_mask = None
@@ -83,11 +91,11 @@ def read_geometry(
         key_mask = F.pad(attention_mask[:, -S:].bool(), (0, empty))
         offset -= empty
     window = sliding_window if sliding_window is not None and sliding_window < S else None
-    packed = None if documents is None else Documents(documents)
-    return Geometry(T, S, offset, causal, key_mask, packed, window)
+    packed = None if segment_ids is None else PackedSegments(segment_ids)
+    return AttentionMask(T, S, offset, causal, key_mask, packed, window)
 
 
-def flash_documents(query: Tensor, key: Tensor, keywords: dict[str, Any]) -> Tensor | None:
+def flash_segment_ids(query: Tensor, key: Tensor, keywords: dict[str, Any]) -> Tensor | None:
     """Packed documents as flash attention is told of them, by keyword: [1, S], or None where there is one document.
 
     Args:
@@ -111,10 +119,10 @@ def flash_documents(query: Tensor, key: Tensor, keywords: dict[str, Any]) -> Ten
         return torch.searchsorted(ends, torch.arange(S, dtype=ends.dtype, device=ends.device), right=True)[None]
     if positions is None or B != 1 or query.shape[2] != S or positions.shape != (1, S):
         return None
-    return remembered(_documents_of_positions, positions)
+    return remembered(_segment_ids_of_positions, positions)
 
 
-def _documents_of_positions(positions: Tensor) -> Tensor | None:
+def _segment_ids_of_positions(positions: Tensor) -> Tensor | None:
     begins = positions == positions.min()
     if not bool(begins[:, 1:].any()):
         return None

@@ -15,7 +15,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from rsa_hf.ops.types import Mixing, Recurrence
+from rsa_hf.ops.types import Rems, SoftmaxBranch
 
 __all__ = ["BACKENDS", "choose_backend"]
 
@@ -25,13 +25,13 @@ OLDEST_CAPABILITY = (8, 0)  # Ampere: bfloat16 and tf32 on tensor cores
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def choose_backend(value: Tensor, recurrence: Recurrence, mixing: Mixing | None) -> str:
+def choose_backend(value: Tensor, rems: Rems, softmax: SoftmaxBranch | None) -> str:
     """One of BACKENDS.
 
     Args:
         value: V.
-        recurrence: the heads.
-        mixing: softmax attention and the gate, or None.
+        rems: the heads.
+        softmax: softmax attention and the gate, or None.
 
     Raises:
         ValueError: RSA_HF_BACKEND is none of BACKENDS.
@@ -44,7 +44,7 @@ def choose_backend(value: Tensor, recurrence: Recurrence, mixing: Mixing | None)
         return asked
     if not asked and value.device.type != "cuda":
         return "chunked"
-    obstacle = _obstacle_of_device(value.device) or _obstacle_of_tensors(value, recurrence, mixing)
+    obstacle = _obstacle_of_device(value.device) or _obstacle_of_tensors(value, rems, softmax)
     if obstacle is None:
         return "triton"
     if asked:
@@ -78,18 +78,18 @@ def _obstacle_of_device(device: torch.device) -> str | None:
     return None
 
 
-def _obstacle_of_tensors(value: Tensor, recurrence: Recurrence, mixing: Mixing | None) -> str | None:
+def _obstacle_of_tensors(value: Tensor, rems: Rems, softmax: SoftmaxBranch | None) -> str | None:
     """Why the kernels do not take these tensors, or None."""
     tensors = {"value": value}
-    if mixing is not None:
-        tensors["attention"] = mixing.attention
+    if softmax is not None:
+        tensors["attention"] = softmax.attention
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             return f"{name} is {str(tensor.dtype).removeprefix('torch.')}, and its kernels take {allowed}"
-    tensors |= {"decay": recurrence.decay, "theta": recurrence.theta}
-    if mixing is not None:
-        tensors["gate"] = mixing.gate
+    tensors |= {"decay": rems.decay, "theta": rems.theta}
+    if softmax is not None:
+        tensors["gate"] = softmax.gate
     for name, tensor in tensors.items():
         if tensor.device != value.device:
             return f"value is on {value.device} and {name} on {tensor.device}"

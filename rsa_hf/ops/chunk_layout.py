@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rsa_hf.ops.mask import Documents
+from rsa_hf.ops.mask import PackedSegments
 
-__all__ = ["DocumentLayout", "Layout", "PlainLayout"]
+__all__ = ["Layout", "PackedLayout", "PlainLayout"]
 
 MOST_STATES = 16  # of one level: matrices stay small, and 65,536 steps in chunks of 16 need three levels
 
@@ -98,31 +98,31 @@ def _digits(number: int) -> tuple[int, ...]:
     return (-(-number // rest), *_digits(rest))
 
 
-class DocumentLayout:
+class PackedLayout:
     """Packed rows with every document on chunks of its own.
 
     Documents of at most d positions have no lag of d within them and are left out, so that the columns stay within a
     constant of the positions whatever the dilation.
 
     Args:
-        documents: of the rows.
+        segments: of the rows.
         chunk: C.
         dilation: d.
         key_mask: shape [B or 1, S], False for keys that count as zeros; or None.
     """
 
-    def __init__(self, documents: Documents, chunk: int, dilation: int, key_mask: Tensor | None) -> None:
+    def __init__(self, segments: PackedSegments, chunk: int, dilation: int, key_mask: Tensor | None) -> None:
         self.chunk, self.dilation = chunk, dilation
-        B, S = documents.index.shape
+        B, S = segments.index.shape
         self.length = S
-        device = documents.index.device
+        device = segments.index.device
         width = chunk * dilation
-        lengths = torch.where(documents.lengths > dilation, documents.lengths, 0)
+        lengths = torch.where(segments.lengths > dilation, segments.lengths, 0)
         chunks = -(-lengths // width)
         ends = chunks.cumsum(1)
         self.num_chunks = max(int(ends[:, -1].max()), 1)
-        slot = (ends - chunks).gather(1, documents.index) * width + documents.position
-        taken = lengths.gather(1, documents.index) > 0
+        slot = (ends - chunks).gather(1, segments.index) * width + segments.positions
+        taken = lengths.gather(1, segments.index) > 0
         # The columns run over (step, chunk, row, residue).
         n, rest = slot // width, slot % width
         row = torch.arange(B, device=device)[:, None]
@@ -145,7 +145,7 @@ class DocumentLayout:
         self.document = torch.searchsorted(ends, order, right=True).T.contiguous()
         self.doublings = (max(int(chunks.max()), 1) - 1).bit_length()
 
-    def same_document(self, distance: int, width: int) -> Tensor:
+    def same_segment(self, distance: int, width: int) -> Tensor:
         """Whether chunk n + distance is of the document of chunk n: [N − distance, width], width / B for each row."""
         same = self.document[distance:] == self.document[: self.num_chunks - distance]
         return same.repeat_interleave(width // same.shape[1], dim=1)
@@ -168,4 +168,4 @@ class DocumentLayout:
             steps.masked_fill_(self.left_out[:, :, start:stop], 0)
 
 
-Layout = PlainLayout | DocumentLayout
+Layout = PlainLayout | PackedLayout

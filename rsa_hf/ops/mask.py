@@ -1,6 +1,6 @@
 """Who sees whom: direction, query offset, padding, packing, window.
 
-An attention call is read once into a `Geometry`, which is what the product P V needs to know of it. A query never
+An attention call is read once into a `AttentionMask`, which is what the product P V needs to know of it. A query never
 takes part in a recurrence over keys that attention hides from it.
 """
 
@@ -20,8 +20,8 @@ from torch import Tensor
 
 __all__ = [
     "HIDDEN_AT_OR_BELOW",
-    "Documents",
-    "Geometry",
+    "AttentionMask",
+    "PackedSegments",
     "query_position",
     "read_mask",
     "read_row",
@@ -36,21 +36,22 @@ HIDDEN_AT_OR_BELOW = -1e4
 
 
 @dataclass(frozen=True, eq=False)
-class Geometry:
-    """Which keys each query sees, in the terms of `rem_product`.
+class AttentionMask:
+    """Which keys each query sees.
 
     Attributes:
         query_length: T.
         key_length: S.
         query_offset: position of the first query on the key axis.
         causal: masked or unmasked REMs.
-        key_mask: shape [B or 1, S], False for keys that nobody sees; None: all are seen.
-        documents: of packed rows, whose queries only see keys of their own; None: a row is one document.
-        window: number of positions back that a query sees, itself included, and ahead where it is not causal; or None.
-        visible: shape [B or 1, H or 1, T, S], for visibility that the fields above cannot express; else None.
-        position: the position of a single query, shape (), where only the mask tells it: then `visible` has the row,
-            and `query_offset` says nothing.
-        mask: a 4-D mask that a graph being compiled cannot look into; whoever computes it reads it with `read_mask`.
+        key_mask: [B or 1, S], False for padding keys; None: no padding.
+        segments: segments of packed rows; a query sees keys of its own segment alone. None: a row is one segment.
+        sliding_window: number of positions that a query sees back, itself included, and ahead if not causal; or None.
+        visible: [B or 1, H or 1, T, S], for masks that the fields above cannot express; else None.
+        query_position: position of a single query, shape (), if only the mask tells it. Then `visible` holds the
+            mask's row, and `query_offset` has no meaning.
+        unread_mask: a 4-D mask inside a compiled graph, whose values are not known yet. The operator that receives
+            it reads it with `read_mask`.
     """
 
     query_length: int
@@ -58,29 +59,29 @@ class Geometry:
     query_offset: int
     causal: bool
     key_mask: Tensor | None = None
-    documents: Documents | None = None
-    window: int | None = None
+    segments: PackedSegments | None = None
+    sliding_window: int | None = None
     visible: Tensor | None = None
-    position: Tensor | None = None
-    mask: Tensor | None = None
+    query_position: Tensor | None = None
+    unread_mask: Tensor | None = None
 
 
-class Documents:
+class PackedSegments:
     """The documents of packed rows.
 
     Args:
-        numbers: shape [B, S]; a document is a run of equal numbers.
+        ids: shape [B, S]; a document is a run of equal numbers.
     """
 
-    def __init__(self, numbers: Tensor) -> None:
-        self.numbers = numbers
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
         # What the product has worked out for these documents and their key mask, kept for the next layer.
         self.layouts: dict[int, Any] = {}
 
     @functools.cached_property
     def index(self) -> Tensor:
         """Which document of its row each position belongs to: [B, S]."""
-        return F.pad(self.numbers[:, 1:] != self.numbers[:, :-1], (1, 0)).cumsum(1)
+        return F.pad(self.ids[:, 1:] != self.ids[:, :-1], (1, 0)).cumsum(1)
 
     @functools.cached_property
     def lengths(self) -> Tensor:
@@ -90,7 +91,7 @@ class Documents:
         return lengths.scatter_add_(1, self.index, torch.ones_like(self.index))
 
     @functools.cached_property
-    def position(self) -> Tensor:
+    def positions(self) -> Tensor:
         """The place of each position within its document: [B, S]."""
         starts = self.lengths.cumsum(1) - self.lengths
         positions = torch.arange(self.index.shape[1], device=self.index.device)
@@ -102,7 +103,7 @@ class Documents:
         return round(self.index.numel() / int((self.lengths > 0).sum()))
 
 
-def read_mask(mask: Tensor, batch: int, query_length: int, key_length: int, causal: bool) -> Geometry:
+def read_mask(mask: Tensor, batch: int, query_length: int, key_length: int, causal: bool) -> AttentionMask:
     """What a 4-D mask says, remembered for the other layers of the same forward.
 
     Args:
@@ -169,7 +170,7 @@ def visible_keys(mask: Tensor, T: int, S: int) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > HIDDEN_AT_OR_BELOW
 
 
-def read_row(mask: Tensor, T: int, S: int, causal: bool) -> Geometry:
+def read_row(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
     """The mask of a single causal query, with no look at its values: nothing waits for the device here.
 
     The query sees itself and nothing behind itself, so the last slot that any row sees is its position: also in a
@@ -179,14 +180,14 @@ def read_row(mask: Tensor, T: int, S: int, causal: bool) -> Geometry:
     slots = torch.arange(S, device=mask.device)
     position = torch.where(visible, slots, 0).amax()
     # (Detached, since what is remembered of a mask must not keep it alive.)
-    return Geometry(T, S, S - 1, causal, visible=visible, position=position, mask=mask.detach())
+    return AttentionMask(T, S, S - 1, causal, visible=visible, query_position=position, unread_mask=mask.detach())
 
 
-def _read_mask(mask: Tensor, B: int, T: int, S: int, causal: bool) -> Geometry:
+def _read_mask(mask: Tensor, B: int, T: int, S: int, causal: bool) -> AttentionMask:
     visible = visible_keys(mask, T, S)
     if mask.is_meta:
         # It holds nothing, and nothing is computed from it but shapes.
-        return Geometry(T, S, S - T, causal)
+        return AttentionMask(T, S, S - T, causal)
     if visible.shape[1] > 1 and bool((visible == visible[:, :1]).all()):
         visible = visible[:, :1]
     offset = _offset(visible, T, S, causal)
@@ -198,26 +199,26 @@ def _read_mask(mask: Tensor, B: int, T: int, S: int, causal: bool) -> Geometry:
     if visible.shape[1] == 1:
         visible = visible.expand(-1, -1, T, S)
         if torch.equal(visible, expected.expand_as(visible)):
-            return Geometry(T, S, offset, causal, shown)
-        documents = Documents(_document_numbers(visible[:, 0], key_mask, offset))
-        index = documents.index
+            return AttentionMask(T, S, offset, causal, shown)
+        segments = PackedSegments(_segment_ids(visible[:, 0], key_mask, offset))
+        index = segments.index
         rows = index[:, offset : offset + T]
         same = expected & (rows[:, None, :, None] == index[:, None, None, :])
         # The product lays documents out row by row, also where one mask serves all rows.
-        packed = Documents(index.expand(B, -1)) if bool((index != index[:, :1]).any()) else None
+        packed = PackedSegments(index.expand(B, -1)) if bool((index != index[:, :1]).any()) else None
         if torch.equal(visible, same):
-            if packed is not None and not bool(documents.position.any()):
+            if packed is not None and not bool(segments.positions.any()):
                 warn_of_single_tokens()
-            return Geometry(T, S, offset, causal, shown, packed)
+            return AttentionMask(T, S, offset, causal, shown, packed)
         distance = _lags(T, S, offset, mask.device).abs()
         window = int(torch.where(visible, distance, 0).amax()) + 1
         if torch.equal(visible, same & (distance < window)):
-            return Geometry(T, S, offset, causal, shown, packed, window)
+            return AttentionMask(T, S, offset, causal, shown, packed, window)
     _warn_dense("a mask that is no combination of direction, padding, packed documents and a sliding window")
-    return Geometry(T, S, offset, causal, visible=visible.expand(-1, -1, T, S))
+    return AttentionMask(T, S, offset, causal, visible=visible.expand(-1, -1, T, S))
 
 
-def _document_numbers(visible: Tensor, key_mask: Tensor, offset: int) -> Tensor:
+def _segment_ids(visible: Tensor, key_mask: Tensor, offset: int) -> Tensor:
     """The documents there are if the mask [B, T, S] is one of packed rows: [B, S].
 
     A document begins at a query that does not see the real key before it. Whether that explains the mask is for the

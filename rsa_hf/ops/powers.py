@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rsa_hf.ops.types import Recurrence, widest_dtype
+from rsa_hf.ops.types import Rems, widest_dtype
 
 __all__ = ["Matrices", "kinds_mask", "powers_table", "weights_of_lags"]
 
@@ -130,7 +130,7 @@ class Matrices:
     """The matrices of H heads for chunks of C steps.
 
     Args:
-        recurrence: the heads; dilations are not looked at.
+        rems: the heads; dilations are not looked at.
         chunk: C.
         digits: numbers of states that are carried on together, level by level.
         doublings: up to which power of z^C matrices are wanted, for states that are carried on by doubling.
@@ -145,7 +145,7 @@ class Matrices:
 
     def __init__(
         self,
-        recurrence: Recurrence,
+        rems: Rems,
         chunk: int,
         digits: tuple[int, ...],
         doublings: int,
@@ -153,8 +153,8 @@ class Matrices:
         dtype: torch.dtype,
         derivatives: bool,
     ) -> None:
-        self._places = _places(recurrence.kinds, chunk, digits, doublings, causal, recurrence.decay.device)
-        real, imaginary = powers_table(recurrence, self._places.exponents, dtype, derivatives)
+        self._places = _places(rems.kinds, chunk, digits, doublings, causal, rems.decay.device)
+        real, imaginary = powers_table(rems, self._places.exponents, dtype, derivatives)
         table = torch.cat([real, imaginary, -imaginary, torch.zeros_like(real[..., :1])], dim=-1).flatten(1)
         matrices = table[:, self._places.chunk]
         self.chunk, self.derivatives = matrices[0], matrices[1:]
@@ -182,14 +182,14 @@ class Matrices:
 
 
 def powers_table(
-    recurrence: Recurrence, exponents: Tensor, dtype: torch.dtype, derivatives: bool = False
+    rems: Rems, exponents: Tensor, dtype: torch.dtype, derivatives: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Re z^k and Im z^k of every head at whole exponents k ≥ 0.
 
     Computed in float64 (float32 where the device has no other), whatever the dtype of the rates.
 
     Args:
-        recurrence: the heads; dilations are not looked at.
+        rems: the heads; dilations are not looked at.
         exponents: k, shape [K] or [H, K].
         dtype: of the result.
         derivatives: whether ∂z^k/∂decay and, where a head is cyclical, ∂z^k/∂θ follow.
@@ -200,16 +200,16 @@ def powers_table(
     device = exponents.device
     wide = widest_dtype(device)
     k = exponents.to(wide)
-    decay = recurrence.decay.detach().to(wide)[:, None]
-    cyclical = kinds_mask(recurrence.kinds, ("cos", "sin"), device)
-    angle = torch.where(cyclical, recurrence.theta.detach().to(wide)[:, None], 0) * k
+    decay = rems.decay.detach().to(wide)[:, None]
+    cyclical = kinds_mask(rems.kinds, ("cos", "sin"), device)
+    angle = torch.where(cyclical, rems.theta.detach().to(wide)[:, None], 0) * k
     cos, sin, modulus = torch.cos(angle), torch.sin(angle), decay**k
     real, imaginary = [modulus * cos], [modulus * sin]
     if derivatives:
         slope = k * decay ** (k - 1).clamp(min=0)
         real.append(slope * cos)
         imaginary.append(slope * sin)
-        if set(recurrence.kinds) != {"regular"}:
+        if set(rems.kinds) != {"regular"}:
             k = torch.where(cyclical, k, 0)
             real.append(-k * imaginary[0])
             imaginary.append(k * real[0])
@@ -233,18 +233,18 @@ def _mask(kinds: tuple[str, ...], which: tuple[str, ...], device: torch.device) 
 _kept_mask = functools.lru_cache(maxsize=128)(_mask)
 
 
-def weights_of_lags(recurrence: Recurrence, lags: Tensor, dtype: torch.dtype, derivatives: bool = False) -> Tensor:
+def weights_of_lags(rems: Rems, lags: Tensor, dtype: torch.dtype, derivatives: bool = False) -> Tensor:
     """F(τ) of every head, dilated as it is, at lags τ of shape [K]; 0 where τ ≤ 0.
 
     Returns:
         Shape [1, H, K], or with derivatives [2 or 3, H, K]: F, ∂F/∂decay and, where a head is cyclical, ∂F/∂θ.
     """
-    if max(recurrence.dilation) == 1:
+    if max(rems.dilation) == 1:
         steps, reached = lags, lags > 0
     else:
-        dilation = torch.tensor(recurrence.dilation, device=lags.device)[:, None]
+        dilation = torch.tensor(rems.dilation, device=lags.device)[:, None]
         steps, reached = lags // dilation, (lags > 0) & (lags % dilation == 0)
     # Where no weight is wanted the power is taken at 0: at a negative lag it would be infinite.
-    real, imaginary = powers_table(recurrence, torch.where(reached, steps, 0), dtype, derivatives)
-    is_sin = kinds_mask(recurrence.kinds, ("sin",), lags.device)
+    real, imaginary = powers_table(rems, torch.where(reached, steps, 0), dtype, derivatives)
+    is_sin = kinds_mask(rems.kinds, ("sin",), lags.device)
     return torch.where(reached, torch.where(is_sin, imaginary, real), 0)

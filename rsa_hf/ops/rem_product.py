@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rsa_hf.ops.autograd import recur
-from rsa_hf.ops.mask import Documents, Geometry
-from rsa_hf.ops.types import Recurrence
+from rsa_hf.ops.autograd import apply_rems
+from rsa_hf.ops.mask import AttentionMask, PackedSegments
+from rsa_hf.ops.types import Rems
 from rsa_hf.rem import head_tensors
 
 __all__ = ["rem_product"]
@@ -79,7 +79,7 @@ def rem_product(
     for name, mask in {"key_mask": key_mask, "documents": documents}.items():
         if mask is not None and (mask.dim() != 2 or mask.shape[0] not in (1, B) or mask.shape[1] != S):
             raise ValueError(f"{name} has shape {tuple(mask.shape)}; [{B} or 1, {S}] is needed.")
-    recurrence = Recurrence(kinds, decay.to(value.device), theta.to(value.device), dilation, groups)
-    packed = None if documents is None else Documents(documents.expand(B, -1))
+    rems = Rems(kinds, decay.to(value.device), theta.to(value.device), dilation, groups)
+    packed = None if documents is None else PackedSegments(documents.expand(B, -1))
     key_mask = None if key_mask is None else key_mask.bool()
-    return recur(value, recurrence, Geometry(T, S, offset, causal, key_mask, packed, window, visible))
+    return apply_rems(value, rems, AttentionMask(T, S, offset, causal, key_mask, packed, window, visible))

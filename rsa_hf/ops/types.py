@@ -10,9 +10,9 @@ from torch import Tensor
 
 __all__ = [
     "Gradients",
-    "Mixing",
     "ProductGradients",
-    "Recurrence",
+    "Rems",
+    "SoftmaxBranch",
     "keys_of_heads",
     "to_value_heads",
     "widest_dtype",
@@ -21,7 +21,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, eq=False)
-class Recurrence:
+class Rems:
     """The REMs of H heads.
 
     Attributes:
@@ -29,18 +29,18 @@ class Recurrence:
         decay: λ or γ, shape (H,).
         theta: θ in radians, shape (H,); not read for regular heads.
         dilation: d, of length H.
-        groups: how many heads share a value head; head h reads value head h // groups.
+        heads_per_value: how many heads share a value head; head h reads value head h // groups.
     """
 
     kinds: tuple[str, ...]
     decay: Tensor
     theta: Tensor
     dilation: tuple[int, ...]
-    groups: int
+    heads_per_value: int
 
 
 @dataclass(frozen=True, eq=False)
-class Mixing:
+class SoftmaxBranch:
     """The other half of paper eq. 4, where the product is to be mixed with softmax attention.
 
     Attributes:
@@ -80,18 +80,18 @@ def widest_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def keys_of_heads(value: Tensor, recurrence: Recurrence) -> Tensor:
+def keys_of_heads(value: Tensor, rems: Rems) -> Tensor:
     """V of every head, in the dtype to compute in: [B, H, S, D]."""
-    H = len(recurrence.kinds)
-    keys = value[:, : -(-H // recurrence.groups)]
-    if recurrence.groups > 1:
-        keys = keys.repeat_interleave(recurrence.groups, dim=1)[:, :H]
+    H = len(rems.kinds)
+    keys = value[:, : -(-H // rems.heads_per_value)]
+    if rems.heads_per_value > 1:
+        keys = keys.repeat_interleave(rems.heads_per_value, dim=1)[:, :H]
     return keys.to(working_dtype(value))
 
 
-def to_value_heads(dkeys: Tensor, value: Tensor, groups: int) -> Tensor:
+def to_value_heads(dkeys: Tensor, value: Tensor, heads_per_value: int) -> Tensor:
     """The gradient of V, [B, Hv, S, D], from that of every head's."""
     # Summed before it is rounded: in half precision a part of the sum may leave the range that the sum stays in.
     dvalue = torch.zeros_like(value, dtype=dkeys.dtype)
-    shared = torch.arange(dkeys.shape[1], device=value.device) // groups
+    shared = torch.arange(dkeys.shape[1], device=value.device) // heads_per_value
     return dvalue.index_add_(1, shared, dkeys).to(value.dtype)

@@ -22,99 +22,97 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rsa_hf.ops.chunked import scan_backward, scan_forward
-from rsa_hf.ops.mask import Documents, Geometry
+from rsa_hf.ops.mask import AttentionMask, PackedSegments
 from rsa_hf.ops.powers import kinds_mask, powers_table
-from rsa_hf.ops.types import ProductGradients, Recurrence, working_dtype
+from rsa_hf.ops.types import ProductGradients, Rems, working_dtype
 
 __all__ = ["window_backward", "window_forward"]
 
 
-def window_forward(value: Tensor, recurrence: Recurrence, geometry: Geometry) -> Tensor:
+def window_forward(value: Tensor, rems: Rems, mask: AttentionMask) -> Tensor:
     """P V, [B, H, T, D], of a geometry with a window and without `visible`.
 
     Args:
         value: shape [B, Hv, S, D].
-        recurrence: the heads.
-        geometry: who sees whom.
+        rems: the heads.
+        mask: who sees whom.
     """
-    keys = _keys(value, geometry)
+    keys = _keys(value, mask)
     B, _, S, D = keys.shape
-    output = keys.new_zeros(B, len(recurrence.kinds), S, D)
-    for heads, shared, windows in _parts(recurrence, geometry, keys):
+    output = keys.new_zeros(B, len(rems.kinds), S, D)
+    for heads, shared, windows in _parts(rems, mask, keys):
         for causal in windows:
             output[:, heads] += causal.turn(causal.forward(causal.turn(keys[:, shared])))
-    return output[:, :, geometry.query_offset : geometry.query_offset + geometry.query_length]
+    return output[:, :, mask.query_offset : mask.query_offset + mask.query_length]
 
 
-def window_backward(grad: Tensor, value: Tensor, recurrence: Recurrence, geometry: Geometry) -> ProductGradients:
+def window_backward(grad: Tensor, value: Tensor, rems: Rems, mask: AttentionMask) -> ProductGradients:
     """The gradients of `window_forward`, from the gradient of its output and its own arguments."""
-    keys = _keys(value, geometry)
-    start, stop = geometry.query_offset, geometry.query_offset + geometry.query_length
-    grad = F.pad(grad.to(keys.dtype), (0, 0, start, geometry.key_length - stop))
+    keys = _keys(value, mask)
+    start, stop = mask.query_offset, mask.query_offset + mask.query_length
+    grad = F.pad(grad.to(keys.dtype), (0, 0, start, mask.key_length - stop))
     dkeys = torch.zeros_like(keys)
-    ddecay, dtheta = torch.zeros_like(recurrence.decay), torch.zeros_like(recurrence.theta)
-    for heads, shared, windows in _parts(recurrence, geometry, keys):
+    ddecay, dtheta = torch.zeros_like(rems.decay), torch.zeros_like(rems.theta)
+    for heads, shared, windows in _parts(rems, mask, keys):
         for causal in windows:
             dv, of_heads = causal.backward(causal.turn(grad[:, heads]), causal.turn(keys[:, shared]))
             dkeys[:, shared] += causal.turn(dv)
             ddecay[heads] += of_heads[0].to(ddecay.dtype)
             dtheta[heads] += of_heads[1].to(dtheta.dtype)
-    if geometry.key_mask is not None:
-        dkeys = torch.where(geometry.key_mask[:, None, :, None], dkeys, 0)
+    if mask.key_mask is not None:
+        dkeys = torch.where(mask.key_mask[:, None, :, None], dkeys, 0)
     return ProductGradients(dkeys.to(value.dtype), ddecay, dtheta)
 
 
-def _keys(value: Tensor, geometry: Geometry) -> Tensor:
+def _keys(value: Tensor, mask: AttentionMask) -> Tensor:
     """V in the dtype to compute in, 0 where nobody sees it."""
     keys = value.to(working_dtype(value))
-    stop = geometry.query_offset + geometry.query_length
-    if geometry.causal and stop < geometry.key_length:
-        keys = F.pad(keys[:, :, :stop], (0, 0, 0, geometry.key_length - stop))
+    stop = mask.query_offset + mask.query_length
+    if mask.causal and stop < mask.key_length:
+        keys = F.pad(keys[:, :, :stop], (0, 0, 0, mask.key_length - stop))
     # Not a product with zeros: hidden slots may hold anything, NaN included.
-    return keys if geometry.key_mask is None else torch.where(geometry.key_mask[:, None, :, None], keys, 0)
+    return keys if mask.key_mask is None else torch.where(mask.key_mask[:, None, :, None], keys, 0)
 
 
 def _parts(
-    recurrence: Recurrence, geometry: Geometry, keys: Tensor
+    rems: Rems, mask: AttentionMask, keys: Tensor
 ) -> Iterator[tuple[list[int], list[int], list[_CausalWindow]]]:
     """Heads of one dilation that each read a value head of their own.
 
     Yields:
         The heads, the value heads that they read, and the causal windows that their own is the sum of.
     """
-    assert geometry.window is not None
-    documents = None if geometry.documents is None else geometry.documents.index
-    groups = recurrence.groups
-    for d, of_group in itertools.product(sorted(set(recurrence.dilation)), range(groups)):
-        heads = [h for h, of_head in enumerate(recurrence.dilation) if of_head == d and h % groups == of_group]
+    assert mask.sliding_window is not None
+    segment_ids = None if mask.segments is None else mask.segments.index
+    heads_per_value = rems.heads_per_value
+    for d, of_group in itertools.product(sorted(set(rems.dilation)), range(heads_per_value)):
+        heads = [h for h, of_head in enumerate(rems.dilation) if of_head == d and h % heads_per_value == of_group]
         if not heads:
             continue
-        kinds = tuple(recurrence.kinds[h] for h in heads)
-        mine = Recurrence(kinds, recurrence.decay[heads], recurrence.theta[heads], (d,) * len(heads), 1)
-        steps = (geometry.window - 1) // d + 1  # the step itself, and the lags d, 2d, … below w
-        windows = [_CausalWindow(mine, d, steps, documents, backwards=False)]
-        if not geometry.causal:
-            turned = None if documents is None else documents.flip(1)
+        kinds = tuple(rems.kinds[h] for h in heads)
+        mine = Rems(kinds, rems.decay[heads], rems.theta[heads], (d,) * len(heads), 1)
+        steps = (mask.sliding_window - 1) // d + 1  # the step itself, and the lags d, 2d, … below w
+        windows = [_CausalWindow(mine, d, steps, segment_ids, backwards=False)]
+        if not mask.causal:
+            turned = None if segment_ids is None else segment_ids.flip(1)
             windows.append(_CausalWindow(mine, d, steps, turned, backwards=True))
-        yield heads, [h // groups for h in heads], windows
+        yield heads, [h // heads_per_value for h in heads], windows
 
 
 class _CausalWindow:
     """Masked P V of heads of one dilation in a window of so many steps.
 
     Args:
-        recurrence: the heads.
+        rems: the heads.
         dilation: d of them all.
         steps: of the window, in each of the d sub-sequences.
-        documents: shape [B, S], in the order that `turn` gives; or None.
+        segment_ids: shape [B, S], in the order that `turn` gives; or None.
         backwards: whether the sequence is turned round.
     """
 
-    def __init__(
-        self, recurrence: Recurrence, dilation: int, steps: int, documents: Tensor | None, backwards: bool
-    ) -> None:
-        self.recurrence, self.dilation, self.steps, self.backwards = recurrence, dilation, steps, backwards
-        self.documents = documents
+    def __init__(self, rems: Rems, dilation: int, steps: int, segment_ids: Tensor | None, backwards: bool) -> None:
+        self.rems, self.dilation, self.steps, self.backwards = rems, dilation, steps, backwards
+        self.segment_ids = segment_ids
 
     def turn(self, x: Tensor) -> Tensor:
         """[B, h, S, D] turned round in time, where this window looks forwards."""
@@ -122,7 +120,7 @@ class _CausalWindow:
 
     def forward(self, keys: Tensor) -> Tensor:
         """P V, [B, h, S, D], of keys of that shape."""
-        own = scan_forward(self._as_rows(keys), self.recurrence, self._in_blocks(), None)
+        own = scan_forward(self._as_rows(keys), self.rems, self._in_blocks(), None)
         output = self._from_rows(own, keys)
         if output.shape[2] > 1:
             read, write = self._tables(keys)
@@ -132,7 +130,7 @@ class _CausalWindow:
 
     def backward(self, grad: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients with respect to keys, [B, h, S, D], and to λ or γ and θ, [2, h]."""
-        own = scan_backward(self._as_rows(grad), self._as_rows(keys), self.recurrence, self._in_blocks(), None)
+        own = scan_backward(self._as_rows(grad), self._as_rows(keys), self.rems, self._in_blocks(), None)
         dkeys, drates = self._from_rows(own.value, keys), torch.stack([own.decay, own.theta]).to(keys.dtype)
         if dkeys.shape[2] > 1:
             read, write = self._tables(keys, derivatives=True)
@@ -154,8 +152,8 @@ class _CausalWindow:
             of them, by what they are derived.
         """
         exponents = torch.arange(self.steps, device=keys.device)
-        real, imaginary = powers_table(self.recurrence, exponents, keys.dtype, derivatives)
-        is_sin = kinds_mask(self.recurrence.kinds, ("sin",), keys.device)
+        real, imaginary = powers_table(self.rems, exponents, keys.dtype, derivatives)
+        is_sin = kinds_mask(self.rems.kinds, ("sin",), keys.device)
         read = torch.stack([torch.where(is_sin, imaginary, real), torch.where(is_sin, real, -imaginary)], dim=1)
         write = torch.stack([real, imaginary], dim=1)
         return read[:, :, None, :, None, 1:, None], write[:, :, None, :, None, :-1, None]
@@ -173,9 +171,9 @@ class _CausalWindow:
         return self._where_same(rows, keys, lambda index: (index[:, 1:, :-1], index[:, :-1, -1:, -1:]))
 
     def _where_same(self, x: Tensor, keys: Tensor, pick: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-        if self.documents is None:
+        if self.segment_ids is None:
             return x
-        index, last = pick(self._blocks(self.documents[:, None, :, None])[:, 0])
+        index, last = pick(self._blocks(self.segment_ids[:, None, :, None])[:, 0])
         same = (index == last).repeat_interleave(keys.shape[3], dim=-1)
         return torch.where(same[:, None], x, 0)
 
@@ -198,9 +196,9 @@ class _CausalWindow:
         B, h, _, D = keys.shape
         return rows.reshape(B, -1, h, self.steps, self.dilation * D).transpose(1, 2).contiguous()
 
-    def _in_blocks(self) -> Geometry:
+    def _in_blocks(self) -> AttentionMask:
         width = self.steps * self.dilation
-        documents = None
-        if self.documents is not None:
-            documents = Documents(self._as_rows(self.documents[:, None, :, None])[:, 0, :, 0])
-        return Geometry(width, width, 0, True, documents=documents)
+        segments = None
+        if self.segment_ids is not None:
+            segments = PackedSegments(self._as_rows(self.segment_ids[:, None, :, None])[:, 0, :, 0])
+        return AttentionMask(width, width, 0, True, segments=segments)

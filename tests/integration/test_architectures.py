@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from peft import LoraConfig, get_peft_model
-from test_generation import PIECES, batch, break_geometry, difference, uncached
+from test_generation import PIECES, batch, break_mask, difference, uncached
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -200,7 +200,7 @@ def test_no_token_sees_the_future(name, monkeypatch):
 
     assert float(change()[:7].max()) == 0
     assert float(change()[8:].max()) > 1e-3
-    break_geometry(monkeypatch, lambda geometry: replace(geometry, causal=False, window=None))
+    break_mask(monkeypatch, lambda mask: replace(mask, causal=False, sliding_window=None))
     assert float(change()[:7].max()) > 1e-3
 
 
@@ -223,7 +223,7 @@ def test_left_padding_changes_nothing(name, monkeypatch):
         return float((model(**accepted(model, inputs))[0][:1, 3:] - alone).abs().max())
 
     assert gap() <= 1e-5
-    break_geometry(monkeypatch, lambda geometry: replace(geometry, key_mask=None))
+    break_mask(monkeypatch, lambda mask: replace(mask, key_mask=None))
     assert gap() > 1e-3
 
 
@@ -247,11 +247,11 @@ def test_cached_chunked_and_uncached_agree(name, pieces, monkeypatch):
 
     assert gap() <= 1e-5
 
-    def forgets_the_offset(geometry):
-        position = None if geometry.position is None else torch.zeros_like(geometry.position)
-        return replace(geometry, query_offset=0, position=position)
+    def forgets_the_offset(mask):
+        position = None if mask.query_position is None else torch.zeros_like(mask.query_position)
+        return replace(mask, query_offset=0, query_position=position)
 
-    break_geometry(monkeypatch, forgets_the_offset)
+    break_mask(monkeypatch, forgets_the_offset)
     assert gap() > 1e-3
 
 
@@ -545,7 +545,7 @@ def test_a_moved_method_is_named_and_nothing_is_installed(broken, monkeypatch):
     ):
         patch_model(model)
     assert_same_state(model, before)
-    assert not hasattr(vars(cls).get("_attn"), "_rsa_hf_adapter")
+    assert not hasattr(vars(cls).get("_attn"), "_rsa_hf_architecture")
     # A plain model is built all the same.
     build_adapted("gptj")
 

@@ -7,9 +7,9 @@ import torch
 
 from ops.agreement import dense_product
 from references import relative_error
-from rsa_hf.ops.autograd import recur
-from rsa_hf.ops.mask import Documents, Geometry
-from rsa_hf.ops.types import Mixing, Recurrence
+from rsa_hf.ops.autograd import apply_rems
+from rsa_hf.ops.mask import AttentionMask, PackedSegments
+from rsa_hf.ops.types import Rems, SoftmaxBranch
 
 pytest.importorskip("triton", reason="needs Triton, which exists for Linux: pip install 'rsa_hf[gpu]'")
 
@@ -54,11 +54,11 @@ def agreement(
     value, attention = tensors[0], tensors[3]
     T, S = attention.shape[1], value.shape[2]
     offset = S - T if offset is None else offset
-    packed = None if documents is None else Documents(documents.to(DEVICE))
+    packed = None if documents is None else PackedSegments(documents.to(DEVICE))
     mask = None if key_mask is None else key_mask.to(DEVICE)
-    geometry = Geometry(T, S, offset, causal, mask, packed)
+    attention_mask = AttentionMask(T, S, offset, causal, mask, packed)
     weights = torch.randn(attention.shape).to(attention.dtype).to(DEVICE)
-    found = differentiate(lambda *t: recur_mixed(t, kinds, dilation, groups, geometry), tensors, weights)
+    found = differentiate(lambda *t: recur_mixed(t, kinds, dilation, groups, attention_mask), tensors, weights)
 
     exact = [tensor.detach().double().cpu().requires_grad_() for tensor in tensors]
     seen = visible(T, S, offset, causal, len(value), key_mask, documents)
@@ -74,9 +74,11 @@ def agreement(
     return {name: relative_error(a.cpu(), b) for name, a, b in zip(NAMES, found, expected, strict=True)}
 
 
-def recur_mixed(tensors, kinds, dilation, groups, geometry):
+def recur_mixed(tensors, kinds, dilation, groups, attention_mask):
     value, decay, theta, attention, gate = tensors
-    return recur(value, Recurrence(kinds, decay, theta, dilation, groups), geometry, Mixing(attention, gate))
+    return apply_rems(
+        value, Rems(kinds, decay, theta, dilation, groups), attention_mask, SoftmaxBranch(attention, gate)
+    )
 
 
 def differentiate(function, tensors, weights):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ops.agreement import KINDS, assert_close, dense_product, draw, values_and_gradients
 from rsa_hf import rem_product
-from rsa_hf.ops.chunk_layout import DocumentLayout
+from rsa_hf.ops.chunk_layout import PackedLayout
 
 LENGTHS = ([1, 1, 1, 40, 2, 30, 5], [80], [3, 77], [20, 20, 20, 20])
 
@@ -91,8 +91,8 @@ def test_random_documents(rows, queries, hidden, causal, dilation, seed):
 @pytest.mark.parametrize("dilation", [1, 5, 300])
 def test_memory_stays_linear(dilation):
     # Many short documents beside a long one: columns at most a constant times the positions.
-    from rsa_hf.ops.mask import Documents
+    from rsa_hf.ops.mask import PackedSegments
 
     numbers = numbers_of([[*[3] * 500, 1000], [*[1] * 2000, 500]])
-    layout = DocumentLayout(Documents(numbers), 4, dilation, None)
+    layout = PackedLayout(PackedSegments(numbers), 4, dilation, None)
     assert layout.hidden.numel() <= 4 * numbers.numel()

@@ -19,7 +19,21 @@ A new architecture of one of these kinds is a row of table.py.
 """
 
 from rsa_hf.integration.architectures.mixing import watch
-from rsa_hf.integration.architectures.table import ADAPTERS, NO_SOFTMAX_ATTENTION, adapter_of, connect, has_adapters
-from rsa_hf.integration.architectures.wrapping import Adapter
+from rsa_hf.integration.architectures.table import (
+    ARCHITECTURES,
+    NO_SOFTMAX_ATTENTION,
+    architecture_of,
+    connect,
+    has_architectures,
+)
+from rsa_hf.integration.architectures.wrapping import Architecture
 
-__all__ = ["ADAPTERS", "NO_SOFTMAX_ATTENTION", "Adapter", "adapter_of", "connect", "has_adapters", "watch"]
+__all__ = [
+    "ARCHITECTURES",
+    "NO_SOFTMAX_ATTENTION",
+    "Architecture",
+    "architecture_of",
+    "connect",
+    "has_architectures",
+    "watch",
+]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from rsa_hf.heads import heads_of
-from rsa_hf.integration.masks import read_geometry
+from rsa_hf.integration.masks import read_attention_mask
 
 __all__ = ["Watcher", "is_watched", "mix_recurrence", "watch"]
 
@@ -33,7 +33,7 @@ def mix_recurrence(
     mask: Tensor | None,
     causal: bool,
     sliding_window: int | None = None,
-    documents: Tensor | None = None,
+    segment_ids: Tensor | None = None,
 ) -> Tensor:
     """Mix the recurrence of a module's RSA heads, if it has any, into the output of attention.
 
@@ -41,10 +41,10 @@ def mix_recurrence(
         module: the attention module.
         attention: [B, T, H, D].
         value: V, with what a cache or a memory holds, [B, Hv, S, D]; the queries are the last T of S positions.
-        mask: None, or a 2-D or 4-D mask as `read_geometry` takes it.
+        mask: None, or a 2-D or 4-D mask as `read_attention_mask` takes it.
         causal: direction of the call, where the plan does not say.
         sliding_window: number of positions back that a query sees, itself included, where no mask says so.
-        documents: the number of each key's document, [B, S], where no mask says so.
+        segment_ids: the number of each key's document, [B, S], where no mask says so.
 
     Returns:
         [B, T, H, D].
@@ -54,16 +54,16 @@ def mix_recurrence(
     rsa = heads_of(module)
     if rsa is None:
         return attention
-    geometry = read_geometry(
+    attention_mask = read_attention_mask(
         attention.transpose(1, 2),
         value,
         mask,
         causal=causal if rsa.plan.causal is None else rsa.plan.causal,
         aligned_top_left=False,
         sliding_window=sliding_window,
-        documents=documents,
+        segment_ids=segment_ids,
     )
-    mixed: Tensor = rsa(attention, value, geometry)
+    mixed: Tensor = rsa(attention, value, attention_mask)
     return mixed
 
 

@@ -16,9 +16,9 @@ from rsa_hf.integration.architectures.through_projection import (
     heads_of_states,
     run_mpnet,
 )
-from rsa_hf.integration.architectures.wrapping import Adapter, require_attributes, wrap_class
+from rsa_hf.integration.architectures.wrapping import Architecture, require_attributes, wrap_class
 
-__all__ = ["ADAPTERS", "NO_SOFTMAX_ATTENTION", "adapter_of", "connect", "has_adapters"]
+__all__ = ["ARCHITECTURES", "NO_SOFTMAX_ATTENTION", "architecture_of", "connect", "has_architectures"]
 
 # By model type. Hybrids that also have layers of softmax attention (Jamba, Bamba, Zamba, …) are patched in those.
 NO_SOFTMAX_ATTENTION = {
@@ -34,9 +34,9 @@ _FORWARD = ("hidden_states", "attention_mask")
 _QKV = ("query", "key", "value", "attention_mask")
 
 
-def _of_bert_s_kin(module: str, name: str) -> Adapter:
+def _of_bert_s_kin(module: str, name: str) -> Architecture:
     """Self-attention as BERT had it: a forward for encoders, decoders and cross-attention, the projection outside."""
-    return Adapter(
+    return Architecture(
         module,
         name,
         "forward",
@@ -48,9 +48,9 @@ def _of_bert_s_kin(module: str, name: str) -> Adapter:
     )
 
 
-def _of_bart_s_kin(module: str, name: str) -> Adapter:
+def _of_bart_s_kin(module: str, name: str) -> Architecture:
     """Attention as BART had it: a forward for encoders, decoders and cross-attention, the projection inside."""
-    return Adapter(
+    return Architecture(
         module,
         name,
         "forward",
@@ -62,13 +62,13 @@ def _of_bart_s_kin(module: str, name: str) -> Adapter:
     )
 
 
-def _of_gpt2_s_kin(module: str, name: str) -> Adapter:
+def _of_gpt2_s_kin(module: str, name: str) -> Architecture:
     """Attention as GPT-2 has it, which asks for the interface but for one setting (`reorder_and_upcast_attn`)."""
-    return Adapter(module, name, "_upcast_and_reordered_attn", _QKV, ("is_cross_attention",), run_gpt2)
+    return Architecture(module, name, "_upcast_and_reordered_attn", _QKV, ("is_cross_attention",), run_gpt2)
 
 
-ADAPTERS = (
-    Adapter(
+ARCHITECTURES = (
+    Architecture(
         "bloom.modeling_bloom",
         "BloomAttention",
         "forward",
@@ -76,8 +76,8 @@ ADAPTERS = (
         ("num_heads", "dense"),
         through_cache_and_projection("layer_past", "num_heads", "dense"),
     ),
-    Adapter("codegen.modeling_codegen", "CodeGenAttention", "_attn", _QKV, (), run_attn),
-    Adapter(
+    Architecture("codegen.modeling_codegen", "CodeGenAttention", "_attn", _QKV, (), run_attn),
+    Architecture(
         "deberta.modeling_deberta",
         "DisentangledSelfAttention",
         "forward",
@@ -85,7 +85,7 @@ ADAPTERS = (
         ("num_attention_heads", "in_proj", "transpose_for_scores", "v_bias"),
         from_projection_to_return("in_proj", deberta_values),
     ),
-    Adapter(
+    Architecture(
         "deberta_v2.modeling_deberta_v2",
         "DisentangledSelfAttention",
         "forward",
@@ -94,7 +94,7 @@ ADAPTERS = (
         from_projection_to_return("value_proj", heads_of_states),
     ),
     _of_gpt2_s_kin("decision_transformer.modeling_decision_transformer", "DecisionTransformerGPT2Attention"),
-    Adapter(
+    Architecture(
         "falcon.modeling_falcon",
         "FalconAttention",
         "forward",
@@ -102,7 +102,7 @@ ADAPTERS = (
         ("num_heads", "dense"),
         through_cache_and_projection("layer_past", "num_heads", "dense"),
     ),
-    Adapter(
+    Architecture(
         "falcon.modeling_falcon",
         "FalconFlashAttention2",
         "forward",
@@ -111,10 +111,10 @@ ADAPTERS = (
         through_cache_and_projection("layer_past", "num_heads", "dense", positions=True),
     ),
     _of_gpt2_s_kin("gpt2.modeling_gpt2", "GPT2Attention"),
-    Adapter(
+    Architecture(
         "gpt_neo.modeling_gpt_neo", "GPTNeoSelfAttention", "_attn", _QKV, ("attention_type", "config"), run_gpt_neo
     ),
-    Adapter(
+    Architecture(
         "gpt_neo.modeling_gpt_neo",
         "GPTNeoFlashAttention2",
         "forward",
@@ -122,9 +122,11 @@ ADAPTERS = (
         ("num_heads", "out_proj"),
         through_cache_and_projection("layer_past", "num_heads", "out_proj"),
     ),
-    Adapter("gpt_neox_japanese.modeling_gpt_neox_japanese", "GPTNeoXJapaneseAttention", "_attn", _QKV, (), run_attn),
-    Adapter("gptj.modeling_gptj", "GPTJAttention", "_attn", _QKV, (), run_attn),
-    Adapter(
+    Architecture(
+        "gpt_neox_japanese.modeling_gpt_neox_japanese", "GPTNeoXJapaneseAttention", "_attn", _QKV, (), run_attn
+    ),
+    Architecture("gptj.modeling_gptj", "GPTJAttention", "_attn", _QKV, (), run_attn),
+    Architecture(
         "gptj.modeling_gptj",
         "GPTJFlashAttention2",
         "forward",
@@ -132,7 +134,7 @@ ADAPTERS = (
         ("num_attention_heads", "out_proj"),
         through_cache_and_projection("layer_past", "num_attention_heads", "out_proj"),
     ),
-    Adapter(
+    Architecture(
         "informer.modeling_informer",
         "InformerProbSparseAttention",
         "forward",
@@ -141,10 +143,10 @@ ADAPTERS = (
         through_cache_and_projection("past_key_values", "num_heads", "out_proj", decoder="is_decoder"),
     ),
     _of_bert_s_kin("megatron_bert.modeling_megatron_bert", "MegatronBertSelfAttention"),
-    Adapter(
+    Architecture(
         "mpnet.modeling_mpnet", "MPNetSelfAttention", "forward", _FORWARD, ("num_attention_heads", "v", "o"), run_mpnet
     ),
-    Adapter(
+    Architecture(
         "mpt.modeling_mpt",
         "MptAttention",
         "forward",
@@ -153,12 +155,14 @@ ADAPTERS = (
         through_cache_and_projection("past_key_values", "n_heads", "out_proj", hides=True),
     ),
     _of_bart_s_kin("mvp.modeling_mvp", "MvpAttention"),
-    Adapter("openai.modeling_openai", "Attention", "_attn", ("q", "k", "v", "attention_mask"), (), run_openai_gpt),
+    Architecture(
+        "openai.modeling_openai", "Attention", "_attn", ("q", "k", "v", "attention_mask"), (), run_openai_gpt
+    ),
     _of_bert_s_kin("rembert.modeling_rembert", "RemBertSelfAttention"),
     _of_bert_s_kin("roformer.modeling_roformer", "RoFormerSelfAttention"),
     _of_bart_s_kin("trocr.modeling_trocr", "TrOCRAttention"),
     _of_bart_s_kin("xglm.modeling_xglm", "XGLMAttention"),
-    Adapter(
+    Architecture(
         "xlnet.modeling_xlnet",
         "XLNetRelativeAttention",
         "rel_attn_core",
@@ -167,16 +171,16 @@ ADAPTERS = (
         run_xlnet,
     ),
 )
-_BY_CLASS = {(adapter.path, adapter.name): adapter for adapter in ADAPTERS}
-_MODULES = {adapter.path for adapter in ADAPTERS}
+_BY_CLASS = {(architecture.path, architecture.name): architecture for architecture in ARCHITECTURES}
+_MODULES = {architecture.path for architecture in ARCHITECTURES}
 
 
-def adapter_of(module: nn.Module) -> Adapter | None:
+def architecture_of(module: nn.Module) -> Architecture | None:
     """The adapter of an attention module; None where it needs or has none."""
     for cls in type(module).__mro__:
-        adapter = _BY_CLASS.get((cls.__module__, cls.__name__))
-        if adapter is not None:
-            return adapter
+        architecture = _BY_CLASS.get((cls.__module__, cls.__name__))
+        if architecture is not None:
+            return architecture
     return None
 
 
@@ -187,26 +191,26 @@ def connect(model: nn.Module) -> None:
         RuntimeError: such a module is not as expected; the message names the transformers versions that are.
     """
     for module in model.modules():
-        adapter = adapter_of(module)
-        if adapter is not None:
-            require_attributes(adapter, module)
-            wrap_class(adapter)
+        architecture = architecture_of(module)
+        if architecture is not None:
+            require_attributes(architecture, module)
+            wrap_class(architecture)
 
 
-def has_adapters(model: nn.Module) -> bool:
+def has_architectures(model: nn.Module) -> bool:
     """Whether a model's own class comes from a module of transformers that adapters are for."""
     return type(model).__module__ in _MODULES
 
 
-def _wrapped_adapter(path: str, name: str) -> Adapter:
-    adapter = _BY_CLASS[path, name]
-    wrap_class(adapter)
-    return adapter
+def _wrapped_architecture(path: str, name: str) -> Architecture:
+    architecture = _BY_CLASS[path, name]
+    wrap_class(architecture)
+    return architecture
 
 
-def _by_name(adapter: Adapter) -> tuple[Callable[..., Any], tuple[str, str]]:
-    return _wrapped_adapter, (adapter.path, adapter.name)
+def _by_name(architecture: Architecture) -> tuple[Callable[..., Any], tuple[str, str]]:
+    return _wrapped_architecture, (architecture.path, architecture.name)
 
 
 # Patched modules carry their adapter, so that one that is unpickled in a new process is connected there.
-copyreg.pickle(Adapter, _by_name)
+copyreg.pickle(Architecture, _by_name)

@@ -15,13 +15,13 @@ from rsa_hf.heads import heads_of
 from rsa_hf.integration.architectures.mixing import is_watched, mix_recurrence
 from rsa_hf.utils.versions import what_fits
 
-__all__ = ["Adapter", "Run", "require_attributes", "wrap_class"]
+__all__ = ["Architecture", "Run", "require_attributes", "wrap_class"]
 
 Run = Callable[[Any, Callable[..., Any], dict[str, Any], Callable[..., Tensor]], Any]
 
 
 @dataclass(frozen=True)
-class Adapter:
+class Architecture:
     """One class of attention modules.
 
     Attributes:
@@ -47,46 +47,46 @@ class Adapter:
         return f"transformers.models.{self.module}"
 
 
-def require_attributes(adapter: Adapter, module: nn.Module) -> None:
+def require_attributes(architecture: Architecture, module: nn.Module) -> None:
     """Check that a module has what its adapter reads.
 
     Raises:
         RuntimeError: it has not; the message names the transformers versions that fit.
     """
-    missing = [name for name in adapter.attributes if not hasattr(module, name)]
+    missing = [name for name in architecture.attributes if not hasattr(module, name)]
     if missing:
-        raise RuntimeError(_unexpected(adapter, f"to have {', '.join(adapter.attributes)}", missing))
+        raise RuntimeError(_unexpected(architecture, f"to have {', '.join(architecture.attributes)}", missing))
 
 
-def wrap_class(adapter: Adapter) -> None:
+def wrap_class(architecture: Architecture) -> None:
     """Wrap the method of an adapter's class; does nothing where it is wrapped.
 
     Raises:
         RuntimeError: the method is not as expected; the message names the transformers versions that fit.
     """
-    cls = getattr(importlib.import_module(adapter.path), adapter.name)
-    original = vars(cls).get(adapter.method)
-    if hasattr(original, "_rsa_hf_adapter"):
+    cls = getattr(importlib.import_module(architecture.path), architecture.name)
+    original = vars(cls).get(architecture.method)
+    if hasattr(original, "_rsa_hf_architecture"):
         return
     names = list(inspect.signature(original).parameters)[1:] if callable(original) else []
-    missing = [name for name in adapter.parameters if name not in names]
+    missing = [name for name in architecture.parameters if name not in names]
     if not callable(original) or missing:
-        wanted = f"{adapter.method}({', '.join(adapter.parameters)})"
-        raise RuntimeError(_unexpected(adapter, f"to define {wanted}", missing or [adapter.method]))
+        wanted = f"{architecture.method}({', '.join(architecture.parameters)})"
+        raise RuntimeError(_unexpected(architecture, f"to define {wanted}", missing or [architecture.method]))
 
     @functools.wraps(original)
     def method(self: nn.Module, *args: Any, **keywords: Any) -> Any:
         if heads_of(self) is None and not is_watched():
             return original(self, *args, **keywords)
         call = dict(zip(names, args, strict=False)) | keywords
-        return adapter.run(self, original, call, functools.partial(mix_recurrence, self))
+        return architecture.run(self, original, call, functools.partial(mix_recurrence, self))
 
-    method._rsa_hf_adapter = adapter  # type: ignore[attr-defined]
-    setattr(cls, adapter.method, method)
+    method._rsa_hf_architecture = architecture  # type: ignore[attr-defined]
+    setattr(cls, architecture.method, method)
 
 
-def _unexpected(adapter: Adapter, expected: str, missing: list[str]) -> str:
+def _unexpected(architecture: Architecture, expected: str, missing: list[str]) -> str:
     return (
-        f"{what_fits()} {adapter.path}.{adapter.name} was expected {expected}, but {', '.join(missing)} is missing. "
-        "Install a transformers version that rsa_hf was tested with, or a newer rsa_hf."
+        f"{what_fits()} {architecture.path}.{architecture.name} was expected {expected}, but {', '.join(missing)} is "
+        "missing. Install a transformers version that rsa_hf was tested with, or a newer rsa_hf."
     )
