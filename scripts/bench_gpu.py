@@ -33,6 +33,7 @@ import torch
 from measuring import interleaved, machine, ratio
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, StaticCache
+from triton_interpreter import repair_interpreter
 
 from rsa_hf import RSAConfig, patch_model, rem_matrix, rem_product
 from rsa_hf.ops.autograd import apply_rems
@@ -41,6 +42,7 @@ from rsa_hf.ops.triton import tuning
 from rsa_hf.ops.triton.launch import triton_backward, triton_forward
 from rsa_hf.ops.types import Rems, SoftmaxBranch
 
+repair_interpreter()
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 SUMS = 1e-4  # gradients of rates and gates, whatever the dtype
 NOT_MEASURED = "not measured"

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from rsa_hf.ops.mask import (
     AttentionMask,
     PackedSegments,
+    as_boolean,
     read_mask,
     read_row,
     remembered,
-    visible_keys,
-    warn_of_single_tokens,
+    warn_single_token_segments,
 )
 
 __all__ = ["flash_segment_ids", "is_causal", "read_attention_mask"]
@@ -76,7 +76,7 @@ def read_attention_mask(
                 return read_row(attention_mask, T, S, causal)
             return remembered(read_row, attention_mask, T, S, causal)
         if torch.compiler.is_compiling():
-            visible_keys(attention_mask, T, S)
+            as_boolean(attention_mask, T, S)
             return AttentionMask(T, S, 0, causal, unread_mask=attention_mask)
         return read_mask(attention_mask, len(query), T, S, causal)
     offset = 0 if aligned_top_left and causal and T > 1 else S - T
@@ -127,5 +127,5 @@ def _segment_ids_of_positions(positions: Tensor) -> Tensor | None:
     if not bool(begins[:, 1:].any()):
         return None
     if bool(begins.all()):
-        warn_of_single_tokens()
+        warn_single_token_segments()
     return begins.cumsum(dim=1)

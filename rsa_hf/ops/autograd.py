@@ -1,9 +1,9 @@
-"""P V, alone or mixed into attention, as one differentiable operation; and the choice of what computes it.
+"""P V, alone or mixed into attention (eq. 4), as one differentiable operation; and the choice of the code for it.
 
-Eager code goes through an `autograd.Function`; code under `torch.compile` and `torch.export` through the operators
-`rsa_hf::recurrence` and `rsa_hf::recurrence_backward`, which a graph holds as one node each: what is done inside
-depends on what a mask holds, and a graph cannot ask for that. Both compute the same. Graphs for ONNX, which has no
-such operator, hold the plain operators of `traced.py`.
+Eager code goes through an `autograd.Function`. Code under `torch.compile` and `torch.export` goes through the
+operators `rsa_hf::recurrence` and `rsa_hf::recurrence_backward`, one node each in a graph: the path taken inside
+depends on the values of a mask, which a graph cannot ask for. Both compute the same. ONNX has no such operator, and
+its lengths are symbols; there P is built from plain operators.
 """
 
 from __future__ import annotations
@@ -16,29 +16,27 @@ from torch import Tensor
 from rsa_hf.ops.backend import choose_backend
 from rsa_hf.ops.chunked import scan_backward, scan_forward
 from rsa_hf.ops.dense import dense_backward, dense_forward
-from rsa_hf.ops.export import traced_forward
-from rsa_hf.ops.mask import AttentionMask, PackedSegments, read_mask
+from rsa_hf.ops.mask import AttentionMask, PackedSegments, read_mask, read_traced
 from rsa_hf.ops.types import Gradients, Rems, SoftmaxBranch, working_dtype
 from rsa_hf.ops.windowed import window_backward, window_forward
-from rsa_hf.rem import KINDS
+from rsa_hf.rem import KINDS, mix
 
-__all__ = ["apply_rems"]
+__all__ = ["apply_rems", "traced_forward"]
 
 FEW_QUERIES = 16  # with so few queries behind a cache, T·S weights cost less than a scan over all S keys
 
 
 def apply_rems(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None = None) -> Tensor:
-    """P V in the dtype it is computed in, [B, H, T, D]; or attention + g (P V − attention), [B, T, H', D].
+    """P V in the dtype it is computed in, [B, H, T, D]; or (1 − g) · attention + g · P V, [B, T, H', D].
 
     Args:
-        value: V, shape [B, Hv, S, D].
-        rems: the heads.
-        mask: who sees whom.
-        softmax: softmax attention and the gate, or None.
+        value: V, [B, Hv, S, D].
+        rems: the H heads.
+        mask: which keys each query sees.
+        softmax: attention's output and the gate, to mix P V into; or None.
     """
     attention, gate = (None, None) if softmax is None else (softmax.attention, softmax.gate)
-    # Decay powers and sums lose too much in half precision, so autocast stays out, also where a backward pass is run
-    # inside of it.
+    # Autocast stays out: decay powers and sums lose too much in half precision.
     with torch.autocast(value.device.type, enabled=False):
         tensors = (value, rems.decay, rems.theta, attention, gate)
         if not torch.compiler.is_compiling():
@@ -55,6 +53,15 @@ def apply_rems(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxB
         return output
 
 
+def traced_forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> Tensor:
+    """`apply_rems` in plain operators that look at no value, for graphs that leave PyTorch."""
+    return _mixed(dense_forward(value, rems, read_traced(mask)), softmax)
+
+
+def _mixed(product: Tensor, softmax: SoftmaxBranch | None) -> Tensor:
+    return product if softmax is None else mix(softmax.attention, product, softmax.gate)
+
+
 def _forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> Tensor:
     if value.numel() == 0 or mask.query_length == 0:
         return _empty_output(value, rems, mask, softmax)
@@ -65,21 +72,15 @@ def _forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBra
 
             return triton_forward(value, rems, mask, softmax)
         return scan_forward(value, rems, mask, softmax)
-    product = (dense_forward if _is_dense(mask, backend) else window_forward)(value, rems, mask)
-    if softmax is None:
-        return product
-    H, attention = len(rems.kinds), softmax.attention
-    # lerp(a, b, g) = a + g (b − a) while g < 1/2, so a shut gate changes no bit.
-    gate = softmax.gate[:, None].to(product.dtype)
-    mixed = torch.lerp(attention[:, :, :H].to(product.dtype), product.transpose(1, 2), gate)
-    return torch.cat([mixed.to(attention.dtype), attention[:, :, H:]], dim=2)
+    forward = dense_forward if _is_dense(mask, backend) else window_forward
+    return _mixed(forward(value, rems, mask), softmax)
 
 
 def _backward(
     grad: Tensor, value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None
 ) -> Gradients:
     if grad.numel() == 0:
-        # As zeros of the tensors' own shapes: values may be there that no query asks about.
+        # There may be values without any query.
         tensors = (value, rems.decay, rems.theta, *((softmax.attention, softmax.gate) if softmax else ()))
         return Gradients(*map(torch.zeros_like, tensors), *(() if softmax else (None, None)))
     with torch.autocast(value.device.type, enabled=False):
@@ -111,7 +112,7 @@ def _backward_of_path(
 
 
 def _empty_output(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> Tensor:
-    """What `_forward` returns, with nothing in it but its shape."""
+    """An uninitialised tensor of the shape, dtype and layout that `_forward` returns."""
     if softmax is not None:
         return torch.empty_like(softmax.attention, memory_format=torch.contiguous_format)
     shape = (len(value), len(rems.kinds), mask.query_length, value.shape[3])

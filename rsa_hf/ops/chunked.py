@@ -31,6 +31,7 @@ from rsa_hf.ops.chunk_layout import Layout, PackedLayout, PlainLayout
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.powers import Matrices
 from rsa_hf.ops.types import Gradients, Rems, SoftmaxBranch, working_dtype
+from rsa_hf.rem import mix
 
 __all__ = ["scan_backward", "scan_forward"]
 
@@ -63,10 +64,7 @@ def scan_forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: Softma
             continue
         product = value.new_empty(B, tile.num_heads, T, D, dtype=tile.dtype)
         tile.unpack_queries(columns, product)
-        attention = softmax.attention[:, :, tile.heads].transpose(1, 2).to(tile.dtype)
-        # lerp(a, b, g) = a + g (b − a) while g < 1/2, so a shut gate changes no bit.
-        gate = softmax.gate[tile.heads, None, None].to(tile.dtype)
-        output[:, :, tile.heads] = torch.lerp(attention, product, gate).transpose(1, 2).to(output.dtype)
+        output[:, :, tile.heads] = mix(softmax.attention[:, :, tile.heads], product, softmax.gate[tile.heads])
     return output
 
 

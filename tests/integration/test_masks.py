@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from broken import farthest
 from references import double_loop, relative_error
 from rsa_hf.integration.masks import flash_segment_ids, read_attention_mask
-from rsa_hf.ops.autograd import apply_rems
-from rsa_hf.ops.export import traced_forward
+from rsa_hf.ops.autograd import apply_rems, traced_forward
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.types import Rems
 
@@ -212,8 +211,7 @@ def test_the_farthest_that_any_query_sees_is_not_its_place(text, monkeypatch):
     visible = visible_with_blocks(text, 3, 7, (2, 0), (0, 2))
     value = torch.randn(2, 3, 20, 2, dtype=torch.float64)
     assert max(errors(value, visible, 10, 3, visible)) < 1e-6
-    for module in ("rsa_hf.ops.mask", "rsa_hf.ops.export"):
-        monkeypatch.setattr(f"{module}.query_position", farthest)
+    monkeypatch.setattr("rsa_hf.ops.mask.query_position", farthest)
     assert min(errors(value, visible.clone(), 10, 3, visible)) > 1e-2
 
 

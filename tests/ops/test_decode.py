@@ -8,11 +8,12 @@ import torch
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ops.agreement import DILATION, KINDS, dense_product, draw
+from ops.agreement import DILATION, KINDS, draw
 from rsa_hf.config import RSAConfig
 from rsa_hf.heads import RSAHeads
 from rsa_hf.integration.masks import read_attention_mask
 from rsa_hf.ops.decode import LagTable, decode
+from rsa_hf.ops.reference import dense_rem_product
 from rsa_hf.ops.types import Rems
 
 S = 50
@@ -25,9 +26,9 @@ def inputs(groups=1):
 
 
 def whole(value, rems, position, visible=None):
-    keys = value.repeat_interleave(rems.heads_per_value, 1)[:, :6]
-    rates = (rems.decay, rems.theta)
-    return dense_product(keys, KINDS, *rates, DILATION, 1, position, True, visible)
+    groups = rems.heads_per_value
+    masks = {"query_length": 1, "query_offset": position, "groups": groups, "visible": visible}
+    return dense_rem_product(value, KINDS, rems.decay, rems.theta, DILATION, **masks)
 
 
 def tables(rems):
@@ -67,7 +68,8 @@ def test_what_lies_beyond_the_reach_is_negligible():
     table = LagTable(rems, torch.float32, 10_000)
     assert 200 < table.weights.shape[1] < 300
     value = torch.ones(1, 2, 5000, 1)
-    exact = dense_product(value.double(), rems.kinds, rems.decay.double(), rems.theta, (1, 7), 1, 4999, True)
+    rates = (rems.decay.double(), rems.theta)
+    exact = dense_rem_product(value.double(), rems.kinds, *rates, (1, 7), query_length=1)
     long = read_attention_mask(torch.empty(1, 2, 1, 1), value, None, causal=True, aligned_top_left=True)
     assert float((decode(value, rems, long, table) - exact).abs().max()) < 1e-6
 
@@ -102,14 +104,20 @@ def test_changed_parameters_are_noticed():
     heads.nu = torch.nn.Parameter(heads.nu.detach() + 0.02)
     before = heads(attention, value, row(value))
     assert not torch.allclose(changed, before)
-    # What bypasses the version counter is noticed with the next text, be it a single token.
+
+
+@torch.no_grad()
+def test_writes_through_data_are_noticed_by_the_next_prompt_and_after_a_reset():
+    heads, attention, value = layer()
+    before = heads(attention, value, row(value))
     heads.nu.data.copy_(heads.nu + 0.02)
-    heads(attention, value[:, :, :1], row(value[:, :, :1]))
-    changed = heads(attention, value, row(value))
-    assert not torch.allclose(changed, before)
-    # So it is where that token stands in a static cache, which goes on behind it.
+    assert torch.equal(heads(attention, value, row(value)), before)  # as documented
+    heads.reset_cache()
+    reset = heads(attention, value, row(value))
+    assert not torch.allclose(reset, before)
     heads.nu.data.copy_(heads.nu + 0.02)
-    assert not torch.allclose(heads(attention, value, row(value)), changed)
+    heads(attention, value[:, :, :1], row(value[:, :, :1]))  # a new prompt
+    assert not torch.allclose(heads(attention, value, row(value)), reset)
 
 
 @torch.no_grad()
@@ -136,9 +144,9 @@ def test_what_inference_mode_has_kept_goes_into_no_graph():
 def test_copies_and_pickles_keep_no_tables():
     heads, attention, value = layer()
     expected = heads(attention, value, row(value))
-    assert heads._kept is not None
+    assert heads._cache is not None
     for other in (copy.deepcopy(heads), pickle.loads(pickle.dumps(heads))):
-        assert other._kept is None
+        assert other._cache is None
         assert torch.equal(other(attention, value, row(value)), expected)
 
 

@@ -297,8 +297,8 @@ MUTATIONS = [
         Part.NUMBERS,
         "position_ids that take every token apart are named",
         "rsa_hf/ops/mask.py",
-        "            if packed is not None and not bool(segments.positions.any()):",
-        "            if False:",
+        "if is_packed and sliding_window is None and not bool(segments.positions.any()):",
+        "if False:",
         "tests/reliability/test_numbers_models.py::test_position_ids_that_take_every_token_apart_are_named",
     ),
     Mutation(

@@ -13,8 +13,8 @@ from reliability.record import Part, note
 from reliability.trial import is_full
 from rsa_hf import rem_product
 from rsa_hf.ops import autograd
+from rsa_hf.ops.autograd import traced_forward
 from rsa_hf.ops.decode import LagTable, decode
-from rsa_hf.ops.export import traced_forward
 from rsa_hf.ops.mask import AttentionMask, PackedSegments
 from rsa_hf.ops.types import Rems
 

@@ -1,4 +1,4 @@
-"""From tensors and a geometry to launches of the kernels."""
+"""Launches of the kernels: P V and its gradients from tensors and an `AttentionMask`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.triton.backward import backward_kernel, rates_kernel
 from rsa_hf.ops.triton.forward import forward_kernel
-from rsa_hf.ops.triton.interpreter import repair_interpreter
 from rsa_hf.ops.triton.states import splits_kernel
 from rsa_hf.ops.triton.tables import TABLE_ROWS, powers_kernel
 from rsa_hf.ops.triton.tuning import Tuning, candidates, fastest
@@ -24,8 +23,6 @@ __all__ = ["triton_backward", "triton_forward"]
 
 MOST_SPLITS = 32
 CHUNKS_OF_SPLIT = 4  # at least: a split is worth the state that it has to be handed
-
-repair_interpreter()
 
 
 def triton_forward(
