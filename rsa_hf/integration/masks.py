@@ -20,12 +20,12 @@ from rsa_hf.ops.mask import (
 
 __all__ = ["flash_segment_ids", "is_causal", "read_attention_mask"]
 
-# By class, which attribute says that a layer is causal, where `is_causal` is False in encoder and decoder alike.
+# Classes whose `is_causal` is False in encoder and decoder alike: the attribute that says whether a layer is causal.
 DIRECTION_ATTRIBUTES = {"InformerAttention": "is_decoder"}
 
 
 def is_causal(module: nn.Module, keywords: dict[str, Any]) -> bool | None:
-    """Direction of an attention call: its `is_causal` keyword, else the module's attribute, else None (unknown)."""
+    """Direction of an attention call: the `is_causal` keyword, else the module's attribute, else None (unknown)."""
     value = keywords.get("is_causal")
     if value is None:
         value = getattr(module, DIRECTION_ATTRIBUTES.get(type(module).__name__, "is_causal"), None)
@@ -42,25 +42,25 @@ def read_attention_mask(
     sliding_window: int | None = None,
     segment_ids: Tensor | None = None,
 ) -> AttentionMask:
-    """Read one attention call.
+    """Read the mask of one attention call.
 
     Args:
-        query: shape [B, H, T, D].
-        key: shape [B, Hkv, S, D].
+        query: [B, H, T, D].
+        key: [B, Hkv, S, D].
         attention_mask: None; 2-D [B, S], nonzero or True for real keys (flash attention), or [B, M] with T ≤ M < S
-            where a static cache goes on behind the queries; or 4-D [B or 1, H or 1, T or 1, S], boolean (sdpa) or
+            if a static cache has slots behind the queries; or 4-D [B or 1, H or 1, T or 1, S], boolean (sdpa) or
             additive (eager).
         causal: direction of the layer.
-        aligned_top_left: what a missing mask means where T < S: queries at positions 0 … T−1 (sdpa), or the last
-            T positions (eager, flash attention). A single query sees every key under both.
-        sliding_window: number of positions back that a query sees, itself included, where no mask says so.
-        segment_ids: the number of each key's document, [B, S], where no mask says so.
+        aligned_top_left: the meaning of a missing mask if T < S: queries at positions 0 … T−1 (sdpa, True), or the
+            last T positions (eager, flash attention). A single query sees every key under both.
+        sliding_window: number of positions back that a query sees, itself included, if no mask says so.
+        segment_ids: id of each key's packed segment, [B, S], if no mask says so.
 
     Returns:
         Which keys each query sees.
 
     Raises:
-        TypeError: a mask of a kind that is not known, e.g. flex attention's BlockMask.
+        TypeError: a mask of an unknown kind, e.g. flex attention's BlockMask.
         ValueError: a mask whose shape does not fit.
     """
     T, S = query.shape[2], key.shape[2]
@@ -71,7 +71,7 @@ def read_attention_mask(
         )
     if attention_mask is not None and attention_mask.dim() == 4:
         if causal and T == 1:
-            # Comparing a mask with its copy would wait for the device; a row is read without.
+            # Comparing an inference tensor with its copy would wait for the device; reading a row does not.
             if torch.compiler.is_compiling() or attention_mask.is_inference():
                 return read_row(attention_mask, T, S, causal)
             return remembered(read_row, attention_mask, T, S, causal)
@@ -96,16 +96,16 @@ def read_attention_mask(
 
 
 def flash_segment_ids(query: Tensor, key: Tensor, keywords: dict[str, Any]) -> Tensor | None:
-    """Packed documents as flash attention is told of them, by keyword: [1, S], or None where there is one document.
+    """Segment ids of packed documents, [1, S], from flash attention's keywords; None if there is one document.
 
     Args:
-        query: shape [1, H, T, D].
-        key: shape [1, Hkv, S, D].
-        keywords: of the attention call: `cu_seq_lens_q`, where each document begins and the last ends; or
-            `position_ids`, [1, T], which begin anew at their smallest with each document (RoBERTa's is not 0).
+        query: [1, H, T, D].
+        key: [1, Hkv, S, D].
+        keywords: keywords of the attention call: `cu_seq_lens_q`, the start of each document and the end of the last;
+            or `position_ids`, [1, T], which start anew with each document (at their smallest: RoBERTa's is not 0).
 
     Raises:
-        NotImplementedError: packed queries behind a cache.
+        NotImplementedError: packed documents in several rows, or behind a cache.
     """
     B, S = len(query), key.shape[2]
     ends = keywords.get("cu_seq_lens_q", keywords.get("cu_seqlens_q"))

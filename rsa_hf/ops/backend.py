@@ -1,8 +1,7 @@
-"""Which code computes P V: the explicit matrix, chunks in plain PyTorch, or Triton kernels on a GPU.
+"""The choice of the code for P V: the explicit matrix, chunks in plain PyTorch, or Triton kernels on a GPU.
 
-`RSA_HF_BACKEND=dense|chunked|triton` chooses by hand. Otherwise it is Triton on a GPU that can run it, and plain
-PyTorch elsewhere. What the kernels leave to plain PyTorch by design, sliding windows and visibility of any shape, goes
-there under every choice.
+`RSA_HF_BACKEND=dense|chunked|triton` sets it. By default it is Triton on a GPU that can run it, else plain PyTorch.
+The kernels do not support sliding windows and arbitrary masks; plain PyTorch computes those under every setting.
 """
 
 from __future__ import annotations
@@ -35,29 +34,31 @@ def choose_backend(value: Tensor, rems: Rems, softmax: SoftmaxBranch | None) -> 
 
     Raises:
         ValueError: RSA_HF_BACKEND is none of BACKENDS.
-        RuntimeError: RSA_HF_BACKEND is triton, which cannot serve here.
+        RuntimeError: RSA_HF_BACKEND is triton, which cannot run here.
     """
-    asked = os.environ.get(VARIABLE, "")
-    if asked not in ("", *BACKENDS):
-        raise ValueError(f"{VARIABLE}={asked!r} is unknown; allowed: {', '.join(BACKENDS)}, or unset for a choice.")
-    if asked in ("dense", "chunked"):
-        return asked
-    if not asked and value.device.type != "cuda":
+    chosen = os.environ.get(VARIABLE, "")
+    if chosen not in ("", *BACKENDS):
+        raise ValueError(
+            f"{VARIABLE}={chosen!r} is unknown; allowed: {', '.join(BACKENDS)}, or unset for the default."
+        )
+    if chosen in ("dense", "chunked"):
+        return chosen
+    if not chosen and value.device.type != "cuda":
         return "chunked"
     obstacle = _obstacle_of_device(value.device) or _obstacle_of_tensors(value, rems, softmax)
     if obstacle is None:
         return "triton"
-    if asked:
+    if chosen:
         raise RuntimeError(
-            f"{VARIABLE}=triton cannot serve: {obstacle}. Unset it, or choose one of {', '.join(BACKENDS[:2])}."
+            f"{VARIABLE}=triton cannot run: {obstacle}. Unset it, or choose one of {', '.join(BACKENDS[:2])}."
         )
-    _say_once(f"RSA computes P V in plain PyTorch, not in Triton: {obstacle}.")
+    _warn_once(f"RSA computes P V in plain PyTorch, not in Triton: {obstacle}.")
     return "chunked"
 
 
 @functools.lru_cache(maxsize=64)
 def _obstacle_of_device(device: torch.device) -> str | None:
-    """Why Triton does not run there, or None."""
+    """Why Triton cannot run on a device, or None."""
     try:
         triton = importlib.import_module("triton")
         interpreted = bool(triton.knobs.runtime.interpret)
@@ -79,7 +80,7 @@ def _obstacle_of_device(device: torch.device) -> str | None:
 
 
 def _obstacle_of_tensors(value: Tensor, rems: Rems, softmax: SoftmaxBranch | None) -> str | None:
-    """Why the kernels do not take these tensors, or None."""
+    """Why the kernels cannot take these tensors, or None."""
     tensors = {"value": value}
     if softmax is not None:
         tensors["attention"] = softmax.attention
@@ -97,5 +98,5 @@ def _obstacle_of_tensors(value: Tensor, rems: Rems, softmax: SoftmaxBranch | Non
 
 
 @functools.lru_cache(maxsize=64)
-def _say_once(message: str) -> None:
+def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)

@@ -1,20 +1,21 @@
 r"""P V and its gradients in linear time and memory: a scan over chunks of C steps, in plain PyTorch.
 
-A chunk is one matrix product, (y, h') = M (v, h), with the M of `rates.py`. With s_n = write · v_n the states are
+`chunked_minimal` in reference.py is the same algorithm in its smallest form. A chunk is one matrix product,
+(y, h') = M (v, h), with the M of `powers.py`. With s_n = write · v_n the states are
 
     h_{n+1} = z^C h_n + s_n,
 
-the same scan on 1/C of the data, so it is chunked again. For a whole tile of heads, with the columns of `layout.py`
-and [·; ·] for rows below rows:
+the same scan on 1/C of the data, so it is chunked again. For a tile of heads, in the layout of `chunk_layout.py`, with
+[·; ·] for rows below rows:
 
     forward     h = carry(write · V)              y  = [block, readout] · [V; h]
     backward    a = carryᵀ(readoutᵀ · dY)         dV = [block; write]ᵀ · [dY; a]
                 dρ = ⟨[dY; a], ∂M/∂ρ · [V; h]⟩    for each rate ρ of the head
 
-a_n is the gradient with respect to s_n. Nothing but V has to be kept for the backward pass.
+a_n is the gradient with respect to s_n. Only V is saved for the backward pass.
 
-Chunks are short: a matrix product of few rows is bound by memory, so that a shorter chunk saves multiplications, of
-which ∂M/∂ρ needs as many again for each rate.
+Chunks are short, because a product with a small matrix is bound by memory, and ∂M/∂ρ needs as many multiplications
+again for each rate.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ from rsa_hf.rem import mix
 __all__ = ["scan_backward", "scan_forward"]
 
 CHUNK = 16  # steps per chunk
-SINGLE_CHUNK = 32  # a sequence of up to so many steps is one chunk, without states
+SINGLE_CHUNK = 32  # a sequence of up to this many steps is one chunk, without states
 TILE = 2**19  # numbers in the columns of a tile on a CPU (2 MB of float32)
-SHORT = 2**14  # numbers of a head up to which all heads' products are written down at once, and then summed
+SHORT = 2**14  # numbers per head up to which inner products of all heads are computed in one call
 
 
 def scan_forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> Tensor:
-    """P V, [B, H, T, D], or, with `softmax`, attention + g (P V − attention), [B, T, H', D].
+    """P V, [B, H, T, D]; or, with `softmax`, (1 − g) · attention + g · P V, [B, T, H', D].
 
     Args:
         value: shape [B, Hv, S, D].
         rems: the heads.
-        mask: who sees whom; neither a window nor `visible`.
-        softmax: softmax attention and the gate, or None.
+        mask: which keys each query sees; without a sliding window and `visible`.
+        softmax: attention's output and the gate, or None.
     """
     B, _, _, D = value.shape
     H, T = len(rems.kinds), mask.query_length
@@ -71,10 +72,9 @@ def scan_forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: Softma
 def scan_backward(
     grad: Tensor, value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None
 ) -> Gradients:
-    """The gradients of `scan_forward`, from the gradient of its output and its own arguments."""
+    """The gradients of `scan_forward`, from the gradient of its output."""
     H = len(rems.kinds)
-    # Shared value heads collect from several heads, and are rounded when all have been added; value heads that none
-    # reads get nothing.
+    # Shared value heads sum over several heads before they are rounded; value heads without readers get 0.
     dvalue = torch.empty_like(value, dtype=working_dtype(value) if rems.heads_per_value > 1 else None)
     (dvalue if rems.heads_per_value > 1 else dvalue[:, H:]).zero_()
     ddecay, dtheta = torch.zeros_like(rems.decay), torch.zeros_like(rems.theta)
@@ -92,7 +92,7 @@ def scan_backward(
         if softmax is not None and dattention is not None and dgate is not None:
             gate = softmax.gate[heads].to(tile.dtype)
             attention, dmixed = softmax.attention[:, :, heads].to(tile.dtype), grad[:, heads].transpose(1, 2)
-            # ⟨dY, P V⟩ = ⟨Pᵀ dY, V⟩, so the product itself need not be kept.
+            # ⟨dY, P V⟩ = ⟨Pᵀ dY, V⟩, so P V itself is not needed.
             dgate[heads] = tile.dot(dv, keys[:, : tile.chunk]) - (attention * dmixed).sum((0, 1, 3))
             dattention[:, :, heads] = dmixed * (1 - gate)[:, None]
             dv.mul_(gate[:, None, None])
@@ -104,10 +104,10 @@ def scan_backward(
 
 
 def _tiles(value: Tensor, rems: Rems, mask: AttentionMask, derivatives: bool = False) -> Iterator[_Tile]:
-    """Cut the heads into runs of one dilation whose columns fit the cache; on a GPU, into the longest such runs."""
+    """Cut the heads into runs of one dilation whose columns fit the processor's cache; on a GPU, into whole runs."""
     B, _, _, D = value.shape
     H, heads_per_value = len(rems.kinds), rems.heads_per_value
-    # A causal query sees no key behind the last query: a static cache has such slots, still empty.
+    # Slots of a static cache behind the last query are not seen.
     S = mask.query_offset + mask.query_length if mask.causal else mask.key_length
     most = H if value.device.type != "cpu" else max(TILE // max(B * S * D, 1), 1)
     dtype = working_dtype(value)
@@ -128,7 +128,7 @@ def _tiles(value: Tensor, rems: Rems, mask: AttentionMask, derivatives: bool = F
 
 
 def _runs(dilation: tuple[int, ...], d: int) -> list[slice]:
-    """Where neighbouring heads have dilation d."""
+    """Runs of neighbouring heads of dilation d."""
     edges = [h for h in range(len(dilation) + 1) if (dilation[h - 1 : h] == (d,)) != (dilation[h : h + 1] == (d,))]
     return [slice(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
 
@@ -140,7 +140,7 @@ def _layout(length: int, dilation: int, mask: AttentionMask) -> Layout:
         key_mask = None if key_mask is None else key_mask[:, :length]
         return PlainLayout(length, max(steps, 1) if steps <= SINGLE_CHUNK else CHUNK, dilation, key_mask)
     if dilation not in segments.layouts:
-        # The layers of a forward share their documents.
+        # All layers of a forward share it.
         chunk = min(max(segments.mean_length // dilation, 1), CHUNK)
         segments.layouts[dilation] = PackedLayout(segments, chunk, dilation, key_mask)
     layout: Layout = segments.layouts[dilation]
@@ -148,7 +148,7 @@ def _layout(length: int, dilation: int, mask: AttentionMask) -> Layout:
 
 
 class _Scratch:
-    """Memory that one tile after the other writes over: fresh pages cost more than what is written into them."""
+    """Buffers that the tiles share: fresh pages cost more time than writing into them."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -162,7 +162,7 @@ class _Scratch:
 
 
 class _Tile:
-    """Neighbouring heads of one dilation and the columns that they are computed in."""
+    """Neighbouring heads of one dilation, and the columns that they are computed in."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class _Tile:
         self.derivatives = matrices.derivatives[:, heads, :rows, :rows]
 
     def pack_keys(self, value: Tensor) -> Tensor:
-        """V of these heads, [B, Hv, S, D], in the first C rows of columns [g, C + states, N·B·d·D]."""
+        """Copy V of these heads, from [B, Hv, S, D], into the first C rows of columns [g, C + states, N·B·d·D]."""
         steps = value[:, self.heads]
         if self.heads_per_value > 1:
             shared = self.heads.start // self.heads_per_value
@@ -190,12 +190,12 @@ class _Tile:
         columns, into = self._columns("keys", steps)
         self.layout.pack(steps[:, :, : self.layout.length], into)
         if self.layout.hidden_keys is not None:
-            # Not a product with zeros: hidden slots may hold anything, NaN included.
+            # Not multiplied by zeros: padding may hold NaN.
             into.masked_fill_(self.layout.hidden_keys, 0)
         return columns
 
     def unpack_keys(self, columns: Tensor, dvalue: Tensor) -> None:
-        """Write, or add where heads share them, the gradient of these heads' values."""
+        """Write the gradient of these heads' values, or add it if heads share a value head."""
         into = columns.view(self.num_heads, self.chunk, *self._shape(dvalue))
         if self.layout.hidden_keys is not None:
             into.masked_fill_(self.layout.hidden_keys, 0)
@@ -210,7 +210,7 @@ class _Tile:
         dvalue[:, shared : shared + 1, :length] += total
 
     def pack_queries(self, grad: Tensor) -> Tensor:
-        """The gradient of the output, [B, g, T, D], in columns as those of `pack_keys`."""
+        """Copy the gradient of the output, [B, g, T, D], into columns like those of `pack_keys`."""
         start, stop, S = self.mask.query_offset, self.mask.query_offset + grad.shape[2], self.layout.length
         if stop - start < S:
             grad = F.pad(grad, (0, 0, start, S - stop))
@@ -219,13 +219,13 @@ class _Tile:
         return columns
 
     def unpack_queries(self, columns: Tensor, output: Tensor) -> None:
-        """Write the rows of the queries into [B, g, T, D]."""
+        """Copy the positions of the queries into [B, g, T, D]."""
         self.layout.unpack(
             columns.view(self.num_heads, self.chunk, *self._shape(output)), output, self.mask.query_offset
         )
 
     def with_states(self, columns: Tensor) -> Tensor:
-        """Fill in the states that enter each chunk, below the chunk."""
+        """Fill in the states that enter each chunk, in the rows below the chunk."""
         self._fill(columns, self.matrix[:, self.chunk :, : self.chunk], adjoint=False)
         return columns
 
@@ -249,7 +249,7 @@ class _Tile:
         return self.layout.num_chunks, len(steps), self.layout.dilation, steps.shape[3]
 
     def _columns(self, name: str, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """Columns for [B, g, S, D], and the part of them that holds the steps, as [g, C, N, B, d, D]."""
+        """Columns for [B, g, S, D], and a view of the rows that hold the steps, [g, C, N, B, d, D]."""
         shape = self._shape(steps)
         columns = self.scratch(name, self.num_heads, self.matrix.shape[-1], math.prod(shape))
         return columns, columns[:, : self.chunk].view(self.num_heads, self.chunk, *shape)
@@ -259,21 +259,21 @@ class _Tile:
             return
         terms = write @ columns[:, : self.chunk]
         for i in range(0, terms.shape[1], 2):
-            # The second state of an unmasked REM comes from the right; gradients go against the states.
+            # The second state of an unmasked REM comes from the right; gradients flow in the opposite direction.
             carry = _Carry(self.matrices, self.heads, self.layout, reverse=(i > 0) != adjoint, conjugate=adjoint)
             columns[:, self.chunk + i : self.chunk + i + 2] = carry(terms[:, i : i + 2])
 
 
 @dataclass(frozen=True, eq=False)
 class _Carry:
-    """States from what the chunks write: h_n = Σ_{m<n} z^{C (n−1−m)} s_m, a document starting from nothing.
+    """The states from what the chunks write: h_n = Σ_{m<n} z^{C (n−1−m)} s_m over chunks of one segment.
 
     Attributes:
-        matrices: of all heads.
-        heads: which of them.
-        layout: of the chunks.
-        reverse: the sum over m > n instead.
-        conjugate: the conjugate of z instead.
+        matrices: matrices of all heads.
+        heads: the heads of the tile.
+        layout: layout of the chunks.
+        reverse: sum over m > n instead.
+        conjugate: use the conjugate of z.
     """
 
     matrices: Matrices
@@ -291,7 +291,7 @@ class _Carry:
         return self._level(terms, self.layout.digits).view(terms.shape)
 
     def _level(self, terms: Tensor, digits: tuple[int, ...], level: int = 0) -> Tensor:
-        """Matrix products over M states, [g, 2·M, rest], and the same over what each M of them hand on."""
+        """Matrix products over M states, [g, 2·M, rest], and the same over what each group of M passes on."""
         g = len(terms)
         M = digits[level]
         carry, readout = self.matrices.level(level, self.reverse, self.conjugate)
@@ -303,11 +303,11 @@ class _Carry:
         return torch.baddbmm(carried[:, : 2 * M], readout[self.heads], entering.view(g, 2, -1))
 
     def _within_segments(self, terms: Tensor, layout: PackedLayout) -> Tensor:
-        """Sums over 1, 2, 4, … chunks of a document, each from two of the sums before."""
+        """Sums over 1, 2, 4, … chunks of a segment, each from two sums of the level before."""
         g, _, N, W = terms.shape
 
         def from_before(x: Tensor, distance: int) -> Tensor:
-            """What is `distance` chunks before (behind, in reverse), 0 where that is another document."""
+            """Terms from `distance` chunks before (behind, if reverse), 0 where that is another segment."""
             same = layout.same_segment(distance, W)
             if self.reverse:
                 return F.pad(torch.where(same, x[:, :, distance:], 0), (0, 0, 0, distance))

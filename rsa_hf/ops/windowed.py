@@ -1,15 +1,15 @@
 r"""P V in a sliding window of w positions, in linear time: each query sees itself and w − 1 positions back.
 
-Cut the sequence into blocks of w. The window of row i of a block is the block up to i, which is the scan started anew
-at each block, and the end of the block before, from its row i + 1 on. With u_k = v_{w−1−k} the block before read
-backwards, that end is
+Cut the sequence into blocks of w. The window of row i of a block consists of the block up to row i, for which the scan
+starts anew in each block, and the block before from its row i + 1 on. With u_k = v_{w−1−k}, the block before in
+reverse, the second part is
 
-    Σ_{j>i} F(w + i − j) v_j = read( z^{i+1} G_i ),   G_i = Σ_{k < w−1−i} z^k u_k,
+    Σ_{j>i} f(w + i − j) v_j = read( z^{i+1} G_i ),   G_i = Σ_{k < w−1−i} z^k u_k,
 
-a cumulative sum. All powers are of |z| < 1 and nothing is subtracted, so nothing cancels however slow the decay.
+a cumulative sum. Nothing is subtracted, so nothing cancels, however slow the decay.
 
-A head dilated by d sees the lags d, 2d, … below w: its sub-sequences have windows of their own. An unmasked REM is
-this and its mirror image.
+A head dilated by d sees the lags d, 2d, … below w, so each of its sub-sequences has a window. An unmasked REM is this
+plus its mirror image.
 """
 
 from __future__ import annotations
@@ -30,13 +30,7 @@ __all__ = ["window_backward", "window_forward"]
 
 
 def window_forward(value: Tensor, rems: Rems, mask: AttentionMask) -> Tensor:
-    """P V, [B, H, T, D], of a geometry with a window and without `visible`.
-
-    Args:
-        value: shape [B, Hv, S, D].
-        rems: the heads.
-        mask: who sees whom.
-    """
+    """P V, [B, H, T, D], from values [B, Hv, S, D], for a mask with a sliding window and without `visible`."""
     keys = _keys(value, mask)
     B, _, S, D = keys.shape
     output = keys.new_zeros(B, len(rems.kinds), S, D)
@@ -47,7 +41,7 @@ def window_forward(value: Tensor, rems: Rems, mask: AttentionMask) -> Tensor:
 
 
 def window_backward(grad: Tensor, value: Tensor, rems: Rems, mask: AttentionMask) -> ProductGradients:
-    """The gradients of `window_forward`, from the gradient of its output and its own arguments."""
+    """The gradients of `window_forward`, from the gradient of its output."""
     keys = _keys(value, mask)
     start, stop = mask.query_offset, mask.query_offset + mask.query_length
     grad = F.pad(grad.to(keys.dtype), (0, 0, start, mask.key_length - stop))
@@ -65,22 +59,22 @@ def window_backward(grad: Tensor, value: Tensor, rems: Rems, mask: AttentionMask
 
 
 def _keys(value: Tensor, mask: AttentionMask) -> Tensor:
-    """V in the dtype to compute in, 0 where nobody sees it."""
+    """V in the working dtype, 0 where no query sees it."""
     keys = value.to(working_dtype(value))
     stop = mask.query_offset + mask.query_length
     if mask.causal and stop < mask.key_length:
         keys = F.pad(keys[:, :, :stop], (0, 0, 0, mask.key_length - stop))
-    # Not a product with zeros: hidden slots may hold anything, NaN included.
+    # Not multiplied by zeros: padding may hold NaN.
     return keys if mask.key_mask is None else torch.where(mask.key_mask[:, None, :, None], keys, 0)
 
 
 def _parts(
     rems: Rems, mask: AttentionMask, keys: Tensor
 ) -> Iterator[tuple[list[int], list[int], list[_CausalWindow]]]:
-    """Heads of one dilation that each read a value head of their own.
+    """Groups of heads of one dilation that each read a different value head.
 
     Yields:
-        The heads, the value heads that they read, and the causal windows that their own is the sum of.
+        The heads, the value heads that they read, and the causal windows whose sum is P V.
     """
     assert mask.sliding_window is not None
     segment_ids = None if mask.segments is None else mask.segments.index
@@ -91,7 +85,7 @@ def _parts(
             continue
         kinds = tuple(rems.kinds[h] for h in heads)
         mine = Rems(kinds, rems.decay[heads], rems.theta[heads], (d,) * len(heads), 1)
-        steps = (mask.sliding_window - 1) // d + 1  # the step itself, and the lags d, 2d, … below w
+        steps = (mask.sliding_window - 1) // d + 1  # the lags 0, d, 2d, … below w
         windows = [_CausalWindow(mine, d, steps, segment_ids, backwards=False)]
         if not mask.causal:
             turned = None if segment_ids is None else segment_ids.flip(1)
@@ -100,14 +94,14 @@ def _parts(
 
 
 class _CausalWindow:
-    """Masked P V of heads of one dilation in a window of so many steps.
+    """Causal P V of heads of one dilation in a sliding window.
 
     Args:
         rems: the heads.
-        dilation: d of them all.
-        steps: of the window, in each of the d sub-sequences.
+        dilation: d of all heads.
+        steps: length of the window in each of the d sub-sequences.
         segment_ids: shape [B, S], in the order that `turn` gives; or None.
-        backwards: whether the sequence is turned round.
+        backwards: whether the sequence is reversed.
     """
 
     def __init__(self, rems: Rems, dilation: int, steps: int, segment_ids: Tensor | None, backwards: bool) -> None:
@@ -115,7 +109,7 @@ class _CausalWindow:
         self.segment_ids = segment_ids
 
     def turn(self, x: Tensor) -> Tensor:
-        """[B, h, S, D] turned round in time, where this window looks forwards."""
+        """[B, h, S, D], reversed in time if this window looks ahead."""
         return x.flip(2) if self.backwards else x
 
     def forward(self, keys: Tensor) -> Tensor:
@@ -137,7 +131,7 @@ class _CausalWindow:
             ends, dy = self._ends(keys), self._reached(self._blocks(grad)[:, :, 1:, : self.steps - 1], keys)
             sums = (write[0] * ends).cumsum(dim=-2)
             dsums = (read[0] * dy).cumsum(dim=-2).flip(-2)
-            # The rates are in both tables of powers.
+            # Both tables of powers depend on the rates.
             dread, dwrite = (torch.einsum("pbhnkw,bhnkw->phk", x, y) for x, y in ((sums.flip(-2), dy), (dsums, ends)))
             for drate, of_read, of_write in zip(drates, read[1:], write[1:], strict=False):
                 drate += (of_read[:, 0, :, 0, :, 0] * dread + of_write[:, 0, :, 0, :, 0] * dwrite).sum((0, 2))
@@ -159,15 +153,15 @@ class _CausalWindow:
         return read[:, :, None, :, None, 1:, None], write[:, :, None, :, None, :-1, None]
 
     def _ends(self, keys: Tensor) -> Tensor:
-        """What each block may read of the one before, backwards: [B, h, blocks − 1, w − 1, d·D]."""
+        """The part of each block that the next one may read, in reverse: [B, h, blocks − 1, w − 1, d·D]."""
         return self._kept(self._blocks(keys)[:, :, :-1, 1:], keys).flip(-2)
 
     def _kept(self, before: Tensor, keys: Tensor) -> Tensor:
-        """0 where a position is not of the document that goes on into the next block."""
+        """0 where a position is not of the segment that continues in the next block."""
         return self._where_same(before, keys, lambda index: (index[:, :-1, 1:], index[:, :-1, -1:, -1:]))
 
     def _reached(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """0 where a row is not of the document that comes from the block before."""
+        """0 where a row is not of the segment that continues from the block before."""
         return self._where_same(rows, keys, lambda index: (index[:, 1:, :-1], index[:, :-1, -1:, -1:]))
 
     def _where_same(self, x: Tensor, keys: Tensor, pick: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
@@ -178,7 +172,7 @@ class _CausalWindow:
         return torch.where(same[:, None], x, 0)
 
     def _blocks(self, x: Tensor) -> Tensor:
-        """[B, h, S, D] as [B, h, blocks, w, d·D], filled up at the end."""
+        """[B, h, S, D] as [B, h, blocks, w, d·D], padded at the end."""
         B, h, S, D = x.shape
         width = self.steps * self.dilation
         return F.pad(x, (0, 0, 0, -S % width)).reshape(B, h, -1, self.steps, self.dilation * D)
@@ -188,7 +182,7 @@ class _CausalWindow:
         return blocks.reshape(B, h, -1, D)[:, :, :S]
 
     def _as_rows(self, x: Tensor) -> Tensor:
-        """Every block as a row of a batch: [B·blocks, h, w·d, D]."""
+        """The blocks as rows of a batch: [B·blocks, h, w·d, D]."""
         _, h, _, D = x.shape
         return self._blocks(x).transpose(1, 2).reshape(-1, h, self.steps * self.dilation, D)
 

@@ -20,10 +20,10 @@ HEADS = ("regular", "cos")
 def forgotten(monkeypatch):
     """No choice by hand, and nothing remembered or said yet."""
     monkeypatch.delenv("RSA_HF_BACKEND", raising=False)
-    for remembered in (backend._obstacle_of_device, backend._say_once):
+    for remembered in (backend._obstacle_of_device, backend._warn_once):
         remembered.cache_clear()
     yield
-    for remembered in (backend._obstacle_of_device, backend._say_once):
+    for remembered in (backend._obstacle_of_device, backend._warn_once):
         remembered.cache_clear()
 
 

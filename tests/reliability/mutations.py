@@ -529,7 +529,7 @@ MUTATIONS = [
     Mutation(
         Part.MOVING_TRANSFORMERS,
         "the parameters of each method with an adapter are checked",
-        "rsa_hf/integration/architectures/wrapping.py",
+        "rsa_hf/integration/architectures/table.py",
         "if not callable(original) or missing:",
         "if not callable(original):",
         "tests/integration/test_architectures.py::test_a_moved_method_is_named_and_nothing_is_installed[other parameters]",

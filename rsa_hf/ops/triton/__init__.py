@@ -1,8 +1,8 @@
 r"""P V, mixed into attention, and its gradients: Triton kernels that read and write every tensor once.
 
-The rest of the package imports nothing from here before it is needed: Triton is an optional extra.
+Triton is an optional dependency, so the package imports this folder only when it is used.
 
-The problem, on a GPU, is to move bytes. Per element of V and of the head's output, in bf16:
+On a GPU, P V is bound by memory. Bytes per element of V and of the head's output, in bf16:
 
                        must move                                reads        writes     bytes
     P V alone          V; P V in float32                        2            4          6

@@ -28,14 +28,14 @@ CHUNKS_OF_SPLIT = 4  # at least: a split is worth the state that it has to be ha
 def triton_forward(
     value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None, tuning: Tuning | None = None
 ) -> Tensor:
-    """P V, [B, H, T, D], or, with `softmax`, attention + g (P V − attention), [B, T, H', D].
+    """P V, [B, H, T, D]; or, with `softmax`, (1 − g) · attention + g · P V, [B, T, H', D].
 
     Args:
         value: shape [B, Hv, S, D]; float32, bfloat16 or float16.
         rems: the heads.
-        mask: who sees whom; neither a window nor `visible`.
-        softmax: softmax attention and the gate, or None.
-        tuning: block shapes; None: the fastest that is known.
+        mask: which keys each query sees; without a sliding window and `visible`.
+        softmax: attention's output and the gate, or None.
+        tuning: block shapes; None: the fastest known ones.
     """
     H = len(rems.kinds)
     if softmax is None:
@@ -61,7 +61,7 @@ def triton_backward(
     softmax: SoftmaxBranch | None,
     tuning: Tuning | None = None,
 ) -> Gradients:
-    """The gradients of `triton_forward`, from the gradient of its output and its own arguments."""
+    """The gradients of `triton_forward`, from the gradient of its output."""
     H, heads_per_value = len(rems.kinds), rems.heads_per_value
     dvalue = _empty_rows(value)
     ddecay, dtheta = torch.empty_like(rems.decay), torch.empty_like(rems.theta)
@@ -72,7 +72,7 @@ def triton_backward(
     length, shared = _length(mask), triton.cdiv(H, heads_per_value)
     dvalue[:, :, length:] = 0
     dvalue[:, shared:] = 0
-    # Heads that share values each write their own, in float32; the last group may lack some.
+    # Heads that share a value head each write a gradient in float32; the last group may be incomplete.
     heads = dvalue
     if heads_per_value > 1:
         heads = value.new_empty(len(value), shared * heads_per_value, length, value.shape[3], dtype=torch.float32)
@@ -102,23 +102,23 @@ def _tuning(
 
 
 def _length(mask: AttentionMask) -> int:
-    """Keys that matter: a causal query sees none behind the last query, such as the empty slots of a static cache."""
+    """Number of keys that a query can see: not the slots of a static cache behind the last causal query."""
     return mask.query_offset + mask.query_length if mask.causal else mask.key_length
 
 
 def _with_rows(tensor: Tensor) -> Tensor:
-    """The tensor with neighbouring channels side by side in memory."""
+    """The tensor, or a copy, with contiguous channels."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _empty_rows(like: Tensor) -> Tensor:
-    """Room for a tensor, in the same order in memory where that has neighbouring channels side by side."""
+    """An empty tensor with contiguous channels, in the memory order of `like` if that has contiguous channels."""
     kept = like.stride(-1) == 1
     return torch.empty_like(like, memory_format=torch.preserve_format if kept else torch.contiguous_format)
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device."""
+    """Make a device the current one, on which Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -131,7 +131,7 @@ def _processors(device: torch.device) -> int:
 def _plan(
     kinds: tuple[str, ...], dilation: tuple[int, ...], residues: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The heads, the columns and where each head's columns begin, on the device: copied there once, since it waits."""
+    """The heads, the columns and the first column of each head, on the device; cached, as the copy waits for it."""
     heads = [[d, KINDS.index(kind)] for d, kind in zip(dilation, kinds, strict=True)]
     columns = [[head, residue] for head, count in enumerate(residues) for residue in range(count)]
     starts = [sum(residues[:head]) for head in range(len(residues) + 1)]
@@ -142,7 +142,7 @@ def _plan(
 
 
 class _Launch:
-    """One problem cut up for the kernels by a tuning."""
+    """One problem, divided into programs by a tuning."""
 
     def __init__(
         self, value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None, tuning: Tuning
@@ -166,7 +166,7 @@ class _Launch:
             for d, count in zip(rems.dilation, residues, strict=True)
         )
         self.mask_strides = [0, 0]
-        self.key_mask = self.segment_ids = value  # not looked at
+        self.key_mask = self.segment_ids = value  # placeholders, not read
         if mask.key_mask is not None:
             self.key_mask = _with_rows(mask.key_mask).view(torch.uint8)
             self.mask_strides[0] = self.key_mask.stride(0) if len(self.key_mask) > 1 else 0
@@ -189,7 +189,7 @@ class _Launch:
         )
 
     def forward(self, output: Tensor) -> None:
-        """Write the output, but for plain heads."""
+        """Write the output of the RSA heads."""
         value, mask, softmax = self.value, self.mask, self.softmax
         heads_first = output if softmax is None else output.transpose(1, 2)
         attention, gate = (
@@ -236,7 +236,7 @@ class _Launch:
         dtheta: Tensor,
         dgate: Tensor | None,
     ) -> None:
-        """Write the gradients, but for plain heads and for values that nobody reads."""
+        """Write the gradients of the RSA heads and of the values they read."""
         value, mask, softmax = self.value, self.mask, self.softmax
         gate = attention = dsoftmax = value
         if softmax is not None and dattention is not None:
@@ -297,9 +297,9 @@ class _Launch:
         )
 
     def _written(self, x: Tensor, shift: int, count: int, heads_per_value: int, slopes: bool) -> Tensor:
-        """What each split of V or dOut writes into the states."""
+        """What each split of V or dOut adds to the states."""
         if self.splits == 1:
-            return self.table  # not looked at
+            return self.table  # a placeholder, not read
         splits = self.table.new_empty(self.programs, 2, 4, self.tuning.block)
         constants = self._constants()
         splits_kernel[(self.programs,)](
@@ -326,9 +326,9 @@ class _Launch:
         return splits
 
     def _entering(self, states: int) -> Tensor:
-        """Room for the states that enter chunks from the right."""
+        """Memory for the states that enter chunks from the right."""
         if self.mask.causal:
-            return self.table  # not looked at
+            return self.table  # a placeholder, not read
         shape = (len(self.value), self.blocks, len(self.heads), self.slots, states, self.tuning.block)
         return self.table.new_empty(shape)
 
@@ -348,7 +348,7 @@ class _Launch:
 
 
 def _splits(programs: int, chunks: int, processors: int) -> int:
-    """How many splits give every multiprocessor four programs, a power of two; 1 where they have two anyway."""
+    """Number of splits, a power of two, for four programs per multiprocessor; 1 if there are two without splits."""
     if programs >= 2 * processors:
         return 1
     splits = 1

@@ -1,10 +1,10 @@
-"""Powers of the rates: a kernel that makes a table of them, and what the other kernels read from it."""
+"""The kernel that computes a table of powers of the rates, and helpers that read it."""
 
 import triton
 import triton.language as tl
 
-# Rows of a head's table of powers: real and imaginary part of z^k, ∂z^k/∂decay, ζ z^k and ζ ∂z^k/∂decay; then what
-# float32 leaves of z^k.
+# Rows of a head's table, two each for the real and the imaginary part: z^k, ∂z^k/∂decay, ζ z^k, ζ ∂z^k/∂decay, and the
+# rounding error of z^k in float32.
 Z, DZ, WRITE, DWRITE, REST = (tl.constexpr(row) for row in (0, 2, 4, 6, 8))
 TABLE_ROWS = tl.constexpr(10)
 
