@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.config import RSAConfig
-from rsa_hf.heads import RSAHeads, holds_copies
+from rsa_hf.heads import RSAHeads, is_peft_wrapper
 from rsa_hf.integration.architectures import NO_SOFTMAX_ATTENTION, connect
 from rsa_hf.integration.attach import attach_heads, detach_heads, require_whole_heads
 from rsa_hf.integration.attention import AttentionCall, record_attention_calls
@@ -131,7 +131,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
             f"unpatch_model takes a transformers PreTrainedModel, got {type(model).__name__}. For DDP and "
             f"torch.compile give the model inside. For a PEFT model: {take_off_first}"
         )
-    if any(holds_copies(module) for module in model.modules()):
+    if any(is_peft_wrapper(module) for module in model.modules()):
         raise ValueError(f"PEFT holds the RSA heads of this {type(model).__name__}. {take_off_first}")
     detach_heads(model)
     for config in configs_with_plans(model):

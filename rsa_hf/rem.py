@@ -12,8 +12,12 @@ A REM is the Toeplitz matrix P[t, s] = f(τ) with f(0) = 0 (paper, eqs. 2–4 an
 
 Masked (causal) REMs have f(τ) = 0 for τ ≤ 0; unmasked ones are P + Pᵀ, that is f(|τ|) with a zero diagonal.
 
+An RSA head mixes P V into softmax attention with a gate g = sigmoid μ (eq. 4):
+
+    RSA(X) = (1 − g) · softmax(QKᵀ/√D) V + g · P V
+
 A head is described by its kind, its `decay` (λ or γ), its angle `theta` (not read for regular heads) and its
-`dilation`. Everything else in the package is tested against `rem_matrix`.
+`dilation`. `ops/` computes P V without P, in linear time.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["KINDS", "decay_rates", "head_tensors", "lag_weights", "rem_matrix"]
+__all__ = ["KINDS", "decay_rates", "head_tensors", "lag_weights", "mix", "rem_matrix"]
 
 KINDS = ("regular", "cos", "sin")
 
@@ -47,8 +51,7 @@ def lag_weights(kind: str, decay: Tensor, theta: Tensor, lags: Tensor, dilation:
         f(τ) in the dtype of `decay`, the shape of `lags`; 0 where τ ≤ 0 or d does not divide τ.
     """
     reached = (lags >= 1) & (lags % dilation == 0)
-    # Where no weight is wanted the power is taken at 1, not at a lag ≤ 0: λ^0 and λ^-τ would bring gradients of
-    # their own, infinite at λ = 0.
+    # Elsewhere the power is taken at 1 and dropped: the gradient of λ^0 or λ^-τ would be infinite at λ = 0.
     steps = torch.where(reached, lags // dilation, 1).to(decay.dtype)
     weights = decay**steps
     if kind == "cos":
@@ -69,7 +72,7 @@ def rem_matrix(
     query_offset: int | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """The explicit P of every head: quadratic in memory, for looking at and as the reference.
+    """The explicit P of every head: quadratic in memory, to look at.
 
     Args:
         kinds: the kind of each of the H heads (`"regular"`, `"cos"`, `"sin"`), or one for all.
@@ -97,6 +100,25 @@ def rem_matrix(
         lags = lags.abs()
     heads = zip(kinds, decay.unbind(), theta.unbind(), dilation, strict=True)
     return torch.stack([lag_weights(kind, rho, angle, lags, d) for kind, rho, angle, d in heads])
+
+
+def mix(attention: Tensor, product: Tensor, gate: Tensor) -> Tensor:
+    """Equation 4: (1 − g) · attention + g · P V for the RSA heads, which come first; plain heads stay as they are.
+
+    Args:
+        attention: output of softmax attention, [B, T, H', D] with H' ≥ H.
+        product: P V of the H RSA heads, [B, H, T, D]; the sum is computed in its dtype.
+        gate: g, shape (H,).
+
+    Returns:
+        [B, T, H', D] in the dtype of `attention`.
+    """
+    H = product.shape[1]
+    # lerp(a, b, g) = a + g (b − a) while g < 1/2, so a closed gate changes no bit.
+    mixed = torch.lerp(
+        attention[:, :, :H].to(product.dtype), product.transpose(1, 2), gate[:, None].to(product.dtype)
+    ).to(attention.dtype)
+    return mixed if attention.shape[2] == H else torch.cat([mixed, attention[:, :, H:]], dim=2)
 
 
 def head_tensors(

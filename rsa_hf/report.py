@@ -11,7 +11,7 @@ from accelerate.utils import align_module_device
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rsa_hf.heads import RSAHeads, heads_in_force
+from rsa_hf.heads import RSAHeads, active_heads
 from rsa_hf.utils.table import format_table
 
 __all__ = ["HeadReport", "LayerReport", "RSAReport", "rsa_report"]
@@ -92,7 +92,7 @@ def rsa_report(model: nn.Module) -> RSAReport:
         The report: `print(report)` for a table, `report.to_dict()` for JSON.
     """
     layers, parameters = [], 0
-    for name, heads in heads_in_force(model):
+    for name, heads in active_heads(model):
         with align_module_device(heads):
             layers.append(LayerReport(name.removesuffix(".rsa"), tuple(_head_reports(heads))))
         parameters += sum(parameter.numel() for parameter in heads.parameters())

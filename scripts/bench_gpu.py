@@ -33,14 +33,16 @@ import torch
 from measuring import interleaved, machine, ratio
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, StaticCache
+from triton_interpreter import repair_interpreter
 
 from rsa_hf import RSAConfig, patch_model, rem_matrix, rem_product
-from rsa_hf.ops.autograd import recur
-from rsa_hf.ops.mask import Documents, Geometry
+from rsa_hf.ops.autograd import apply_rems
+from rsa_hf.ops.mask import AttentionMask, PackedSegments
 from rsa_hf.ops.triton import tuning
 from rsa_hf.ops.triton.launch import triton_backward, triton_forward
-from rsa_hf.ops.types import Mixing, Recurrence
+from rsa_hf.ops.types import Rems, SoftmaxBranch
 
+repair_interpreter()
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 SUMS = 1e-4  # gradients of rates and gates, whatever the dtype
 NOT_MEASURED = "not measured"
@@ -108,16 +110,16 @@ class Bench:
 
     def problem(
         self, length: int, batch: int, causal: bool, dtype: torch.dtype = torch.bfloat16, **masks: Any
-    ) -> tuple[Tensor, Recurrence, Geometry, Mixing]:
+    ) -> tuple[Tensor, Rems, AttentionMask, SoftmaxBranch]:
         """V, the heads, the geometry and attention, laid out as models do: [B, T, H, D] in memory."""
         H, D = self.sizes.heads, self.sizes.head_size
         shape = (batch, length, H, D)
         value = torch.randn(shape, device=self.device, dtype=dtype).transpose(1, 2)
         attention = torch.randn(shape, device=self.device, dtype=dtype)
         kinds, decay, theta = self.rates(H)
-        recurrence = Recurrence(kinds, decay, theta, (1,) * H, 1)
+        rems = Rems(kinds, decay, theta, (1,) * H, 1)
         gate = torch.linspace(0.1, 0.9, H, device=self.device)
-        return value, recurrence, Geometry(length, length, 0, causal, **masks), Mixing(attention, gate)
+        return value, rems, AttentionMask(length, length, 0, causal, **masks), SoftmaxBranch(attention, gate)
 
     def batch(self, length: int) -> int:
         """How many rows make up V's size."""
@@ -139,7 +141,7 @@ class Bench:
         key_mask = torch.ones(2, T, dtype=torch.bool, device=self.device)
         key_mask[0, : T // 3] = False
         documents = torch.arange(T, device=self.device).expand(2, -1) // max(T // 5, 1)
-        masks = {"plain": {}, "padded": {"key_mask": key_mask}, "packed": {"documents": Documents(documents)}}
+        masks = {"plain": {}, "padded": {"key_mask": key_mask}, "packed": {"segments": PackedSegments(documents)}}
         errors = {}
         for dtype in TOLERANCE:
             for causal in (True, False):
@@ -150,17 +152,17 @@ class Bench:
                     errors[where] = self.error(problem, where)
         return errors
 
-    def error(self, problem: tuple[Tensor, Recurrence, Geometry, Mixing], where: str) -> float:
+    def error(self, problem: tuple[Tensor, Rems, AttentionMask, SoftmaxBranch], where: str) -> float:
         """The largest relative error of one problem against the explicit P in float64."""
-        value, heads, geometry, mixing = problem
-        exact = [t.detach().double() for t in (value, heads.decay, heads.theta, mixing.attention, mixing.gate)]
-        found = [t.detach() for t in (value, heads.decay, heads.theta, mixing.attention, mixing.gate)]
-        weights = torch.randn_like(mixing.attention)
+        value, heads, mask, softmax = problem
+        exact = [t.detach().double() for t in (value, heads.decay, heads.theta, softmax.attention, softmax.gate)]
+        found = [t.detach() for t in (value, heads.decay, heads.theta, softmax.attention, softmax.gate)]
+        weights = torch.randn_like(softmax.attention)
 
         def run(tensors: list[Tensor], weights: Tensor) -> list[Tensor]:
             v, decay, theta, attention, gate = (t.requires_grad_() for t in tensors)
-            recurrence = Recurrence(heads.kinds, decay, theta, heads.dilation, 1)
-            output = recur(v, recurrence, geometry, Mixing(attention, gate))
+            rems = Rems(heads.kinds, decay, theta, heads.dilation, 1)
+            output = apply_rems(v, rems, mask, SoftmaxBranch(attention, gate))
             return [output, *torch.autograd.grad(output, tensors, weights)]
 
         os.environ["RSA_HF_BACKEND"] = "dense"
@@ -190,13 +192,11 @@ class Bench:
 
     def product(self, length: int, causal: bool) -> dict[str, Any]:
         """P V alone against a copy of as many bytes as it reads and writes, in the same run."""
-        value, heads, geometry, _ = self.problem(length, self.batch(length), causal)
+        value, heads, mask, _ = self.problem(length, self.batch(length), causal)
         moved = value.nbytes + 2 * value.nbytes  # V in, float32 out
         half = torch.empty(moved // 2, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(half)
-        times = self.time(
-            product=lambda: triton_forward(value, heads, geometry, None), copy=lambda: target.copy_(half)
-        )
+        times = self.time(product=lambda: triton_forward(value, heads, mask, None), copy=lambda: target.copy_(half))
         share = times["copy"]["median"] / times["product"]["median"]
         return {
             "value": share,
@@ -208,19 +208,19 @@ class Bench:
 
     def fused(self, length: int, causal: bool) -> dict[str, Any]:
         """Forward and backward with the gate, against a copy of as many bytes as they must read and write."""
-        value, heads, geometry, mixing = self.problem(length, self.batch(length) // 2 or 1, causal)
-        grad = torch.randn_like(mixing.attention)
+        value, heads, mask, softmax = self.problem(length, self.batch(length) // 2 or 1, causal)
+        grad = torch.randn_like(softmax.attention)
         moved = 8 * value.nbytes  # V, attention, output; V, attention, dOut, dV, dAttention
         half = torch.empty(moved // 2, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(half)
 
         def both() -> None:
-            triton_forward(value, heads, geometry, mixing)
-            triton_backward(grad, value, heads, geometry, mixing)
+            triton_forward(value, heads, mask, softmax)
+            triton_backward(grad, value, heads, mask, softmax)
 
         times = self.time(
             both=both,
-            forward=lambda: triton_forward(value, heads, geometry, mixing),
+            forward=lambda: triton_forward(value, heads, mask, softmax),
             floor=lambda: target.copy_(half),
         )
         slower = ratio(times, "both", "floor")
@@ -323,12 +323,12 @@ class Bench:
 
     def longest(self) -> dict[str, Any]:
         """Forward and backward of one layer's heads over a million positions."""
-        value, heads, geometry, mixing = self.problem(self.sizes.longest, 1, True)
-        grad = torch.randn_like(mixing.attention)
+        value, heads, mask, softmax = self.problem(self.sizes.longest, 1, True)
+        grad = torch.randn_like(softmax.attention)
 
         def both() -> None:
-            triton_forward(value, heads, geometry, mixing)
-            triton_backward(grad, value, heads, geometry, mixing)
+            triton_forward(value, heads, mask, softmax)
+            triton_backward(grad, value, heads, mask, softmax)
 
         times = self.time(both=both)
         return {"value": times["both"]["median"], "times_ms": times}
@@ -336,11 +336,11 @@ class Bench:
     def sweep(self) -> dict[str, Any]:
         """Every block shape worth trying, in the shapes of the product: milliseconds, or why it does not run."""
         length = self.sizes.lengths[-1]
-        value, heads, geometry, mixing = self.problem(length, max(self.batch(length) // 8, 1), True)
-        grad = torch.randn_like(mixing.attention)
+        value, heads, mask, softmax = self.problem(length, max(self.batch(length) // 8, 1), True)
+        grad = torch.randn_like(softmax.attention)
         kernels = {
-            "forward": lambda shape: triton_forward(value, heads, geometry, mixing, shape),
-            "backward": lambda shape: triton_backward(grad, value, heads, geometry, mixing, shape),
+            "forward": lambda shape: triton_forward(value, heads, mask, softmax, shape),
+            "backward": lambda shape: triton_backward(grad, value, heads, mask, softmax, shape),
         }
         found: dict[str, Any] = {}
         for name, kernel in kernels.items():

@@ -7,18 +7,18 @@ import torch
 from rsa_hf.heads import RSAHeads
 
 
-def break_geometry(monkeypatch, change):
-    """Let every RSA layer see another geometry than the one it was called with."""
+def break_mask(monkeypatch, change):
+    """Let every RSA layer see another mask than the one it was called with."""
     forward = RSAHeads.forward
     monkeypatch.setattr(
-        RSAHeads, "forward", lambda self, attention, value, geometry: forward(self, attention, value, change(geometry))
+        RSAHeads, "forward", lambda self, attention, value, mask: forward(self, attention, value, change(mask))
     )
 
 
-def forgets_the_offset(geometry):
+def forgets_the_offset(mask):
     """Distances counted from the start of the piece, not of the text: the trap of public re-implementations."""
-    position = None if geometry.position is None else torch.zeros_like(geometry.position)
-    return replace(geometry, query_offset=0, position=position)
+    position = None if mask.query_position is None else torch.zeros_like(mask.query_position)
+    return replace(mask, query_offset=0, query_position=position)
 
 
 def farthest(visible, T, S):

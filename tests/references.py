@@ -33,28 +33,6 @@ def lag_weight(kind, rate, angle, lag):
     return rate**lag * (torch.cos(lag * angle) if kind == "cos" else torch.sin(lag * angle))
 
 
-def recurrence(value, kinds, decay, theta, dilation, causal):
-    """P V for T = S as the recurrent network it encodes: h_t = z (h_{t−d} + v_{t−d}), one step at a time."""
-    out = _recurrence(value, kinds, decay, theta, dilation)
-    if causal:
-        return out
-    return out + _recurrence(value.flip(2), kinds, decay, theta, dilation).flip(2)
-
-
-def _recurrence(value, kinds, decay, theta, dilation):
-    heads = []
-    for h, kind in enumerate(kinds):
-        angle = torch.zeros_like(theta[h]) if kind == "regular" else theta[h]
-        z = torch.complex(decay[h] * torch.cos(angle), decay[h] * torch.sin(angle))
-        states = [torch.zeros_like(value[:, h, 0]).to(torch.complex128)] * dilation[h]
-        for t in range(dilation[h], value.shape[2]):
-            back = t - dilation[h]
-            states.append(z * (states[back] + value[:, h, back]))
-        h_t = torch.stack(states[: value.shape[2]], dim=1)
-        heads.append(h_t.imag if kind == "sin" else h_t.real)
-    return torch.stack(heads, dim=1)
-
-
 def rsa_attention(query, key, value, gate, P, causal, scaling=None):
     """Eq. 4 of the paper, written out with both T×S matrices."""
     T, S, D = query.shape[2], key.shape[2], query.shape[3]

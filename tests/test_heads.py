@@ -9,7 +9,7 @@ import torch
 
 from references import relative_error, rsa_attention
 from rsa_hf import RSAConfig, RSAHeads, rem_matrix
-from rsa_hf.ops.mask import Geometry
+from rsa_hf.ops.mask import AttentionMask
 
 PLAN = {
     "num_regular": 2,
@@ -52,7 +52,7 @@ def test_equation_4_with_plain_heads_and_grouped_values(causal, gate_per_head, t
 
     plain = rsa_attention(query, wide_key, wide_value, 0.0, P, causal)
     expected = rsa_attention(query, wide_key, wide_value, gate, P, causal).transpose(1, 2)
-    found = heads(plain.transpose(1, 2), value, Geometry(T, T, 0, causal))
+    found = heads(plain.transpose(1, 2), value, AttentionMask(T, T, 0, causal))
     assert relative_error(found, expected) < 1e-6  # rates are float32
     assert torch.equal(found[:, :, R:], plain.transpose(1, 2)[:, :, R:])
 
@@ -61,14 +61,14 @@ def test_equation_4_with_plain_heads_and_grouped_values(causal, gate_per_head, t
 def test_shut_gate_changes_no_bit(dtype):
     heads = make(gate_init=-math.inf)
     attention, value = torch.randn(2, 9, 10, 4).to(dtype), torch.randn(2, 10, 9, 4).to(dtype)
-    out = heads(attention, value, Geometry(9, 9, 0, True))
+    out = heads(attention, value, AttentionMask(9, 9, 0, True))
     assert out.dtype == dtype
     assert torch.equal(out, attention)
 
 
 def test_every_parameter_gets_a_gradient():
     heads = make(gate_init=0.0)
-    out = heads(torch.randn(2, 9, 10, 4), torch.randn(2, 10, 9, 4), Geometry(9, 9, 0, True))
+    out = heads(torch.randn(2, 9, 10, 4), torch.randn(2, 10, 9, 4), AttentionMask(9, 9, 0, True))
     out.square().sum().backward()
     for name, parameter in heads.named_parameters():
         assert bool((parameter.grad != 0).all()), name
@@ -82,7 +82,7 @@ def test_gradients_of_stored_parameters():
 
     def run(*values):
         return torch.func.functional_call(
-            heads, dict(zip(names, values, strict=True)), (attention, value, Geometry(8, 8, 0, True))
+            heads, dict(zip(names, values, strict=True)), (attention, value, AttentionMask(8, 8, 0, True))
         )
 
     assert torch.autograd.gradcheck(run, stored)
@@ -118,10 +118,10 @@ def test_scale_changes_what_is_stored_not_what_is_in_force(scale):
 
 def test_untied_pairs_start_as_tied_ones():
     attention, value = torch.randn(2, 9, 10, 4), torch.randn(2, 10, 9, 4)
-    geometry = Geometry(9, 9, 0, True)
+    mask = AttentionMask(9, 9, 0, True)
     tied, untied = make(gate_init=0.0), make(gate_init=0.0, tie_pairs=False)
     assert untied.nu.numel() == 2 * tied.nu.numel()
-    torch.testing.assert_close(untied(attention, value, geometry), tied(attention, value, geometry))
+    torch.testing.assert_close(untied(attention, value, mask), tied(attention, value, mask))
 
 
 @pytest.mark.parametrize("cast", [lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.to(torch.bfloat16)])
@@ -149,12 +149,12 @@ def test_copies_and_pickles():
 
 def test_more_rsa_heads_than_heads():
     with pytest.raises(ValueError, match="7 RSA heads.*has 4 heads"):
-        make()(torch.randn(1, 5, 4, 2), torch.randn(1, 4, 5, 2), Geometry(5, 5, 0, True))
+        make()(torch.randn(1, 5, 4, 2), torch.randn(1, 4, 5, 2), AttentionMask(5, 5, 0, True))
 
 
 def test_lengths_that_do_not_fit_the_mask():
     with pytest.raises(ValueError, match="5 queries and 5 values.*6 and 6"):
-        make()(torch.randn(1, 5, 10, 2), torch.randn(1, 10, 5, 2), Geometry(6, 6, 0, True))
+        make()(torch.randn(1, 5, 10, 2), torch.randn(1, 10, 5, 2), AttentionMask(6, 6, 0, True))
 
 
 @pytest.mark.parametrize("queries", [1, 5, 23])
@@ -163,9 +163,9 @@ def test_a_mask_with_a_part_for_each_head(queries):
     heads, value = make(gate_init=0.3), torch.randn(2, H, S, 4)
     visible = torch.rand(2, H, T, S) < 0.7
     attention = torch.randn(2, T, H, 4)
-    found = heads(attention, value, Geometry(T, S, S - T, True, visible=visible))
+    found = heads(attention, value, AttentionMask(T, S, S - T, True, visible=visible))
     for h in range(R):  # each head as if all had its mask
-        alone = heads(attention, value, Geometry(T, S, S - T, True, visible=visible[:, h : h + 1]))
+        alone = heads(attention, value, AttentionMask(T, S, S - T, True, visible=visible[:, h : h + 1]))
         torch.testing.assert_close(found[:, :, h], alone[:, :, h])
-    other = heads(attention, value, Geometry(T, S, S - T, True, visible=visible[:, :1]))
+    other = heads(attention, value, AttentionMask(T, S, S - T, True, visible=visible[:, :1]))
     assert float((found - other)[:, :, 1:R].detach().abs().max()) > 1e-2

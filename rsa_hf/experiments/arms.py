@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from rsa_hf.config import HeadPlan, RSAConfig
 from rsa_hf.heads import RSAHeads, heads_of
-from rsa_hf.ops.mask import Geometry
+from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.patching import patch_model
 from rsa_hf.rem import lag_weights
 
@@ -128,7 +128,7 @@ class LearnedLags(RSAHeads):
         self.eta = self.nu = self.theta = None
         self.f = nn.Parameter(torch.stack(f).detach())
 
-    def forward(self, attention: Tensor, value: Tensor, geometry: Geometry) -> Tensor:
+    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         """Mix P V into attention [B, T, H, D]."""
         R, longest = self.f.shape
         product = (_convolved if longest == KERNEL else _multiplied)(self.f, value[:, :R]).transpose(1, 2)
@@ -147,7 +147,7 @@ class Damped(RSAHeads):
         super().__init__(heads.plan)
         self.eta = self.nu = self.theta = None
 
-    def forward(self, attention: Tensor, value: Tensor, geometry: Geometry) -> Tensor:
+    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         """Attention [B, T, H, D] with its RSA heads times 1 − σ(μ)."""
         R = self.plan.num_rsa_heads
         kept = 1 - torch.sigmoid(self.mu * self.plan.parameter_scale)

@@ -11,7 +11,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.config import HeadPlan
 from rsa_hf.heads import RSAHeads, heads_of
-from rsa_hf.integration.architectures import adapter_of
+from rsa_hf.integration.architectures import architecture_of
 from rsa_hf.integration.attention_modules import may_have_heads
 from rsa_hf.saved_plan import read_plan
 from rsa_hf.utils.brief import shorten
@@ -129,9 +129,9 @@ def attach_heads(layers: Sequence[tuple[nn.Module, HeadPlan]]) -> list[RSAHeads]
             new.append(child)
             child.train(module.training)
             child._is_hf_initialized = child.mu.device.type != "meta"
-            adapter = adapter_of(module)
-            if adapter is not None:
-                child.adapter = adapter
+            architecture = architecture_of(module)
+            if architecture is not None:
+                child.architecture = architecture
             module.add_module("rsa", child)
     return new
 

@@ -21,7 +21,7 @@ from transformers.modeling_utils import AttentionInterface
 from rsa_hf.heads import RSAHeads, heads_of
 from rsa_hf.integration.architectures import watch
 from rsa_hf.integration.hooks import Hook
-from rsa_hf.integration.masks import flash_documents, is_causal, read_geometry
+from rsa_hf.integration.masks import flash_segment_ids, is_causal, read_attention_mask
 
 __all__ = ["HOOKS", "AttentionCall", "record_attention_calls"]
 
@@ -135,7 +135,7 @@ def _attention_with_rsa(
             f"{type(module).__name__} does not say whether it is causal. Patch with RSAConfig(causal=True) or "
             "RSAConfig(causal=False)."
         )
-    geometry = read_geometry(
+    visible = read_attention_mask(
         query,
         key,
         attention_mask,
@@ -143,9 +143,9 @@ def _attention_with_rsa(
         aligned_top_left=_has_masks_of_sdpa(implementation),
         # Under sdpa and eager windows and documents are in the mask; flash attention takes them as keywords.
         sliding_window=keywords.get("sliding_window") if flash else None,
-        documents=flash_documents(query, key, keywords) if flash and attention_mask is None else None,
+        segment_ids=flash_segment_ids(query, key, keywords) if flash and attention_mask is None else None,
     )
-    return rsa(output, value, geometry), weights
+    return rsa(output, value, visible), weights
 
 
 def _has_masks_of_sdpa(implementation: str) -> bool:

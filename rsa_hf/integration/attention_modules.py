@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.integration.architectures import adapter_of
+from rsa_hf.integration.architectures import architecture_of
 
 __all__ = ["may_have_heads"]
 
@@ -39,7 +39,7 @@ def may_have_heads(name: str, module: nn.Module) -> bool:
     kind: Any = type(module)
     if kind.__module__.partition(".")[0] not in _KNOWN:
         return True
-    if isinstance(module, PreTrainedModel) or not (adapter_of(module) or _asks_for_attention(kind)):
+    if isinstance(module, PreTrainedModel) or not (architecture_of(module) or _asks_for_attention(kind)):
         return False
     of_cross_attention = _CROSS.search(name.rpartition(".")[2]) or _CROSS.search(kind.__name__)
     return not (of_cross_attention or getattr(module, "is_cross_attention", False))

@@ -12,7 +12,6 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.heads import RSAHeads, heads_of
-from rsa_hf.integration.architectures import connect, has_adapters
+from rsa_hf.integration.architectures import connect
 from rsa_hf.integration.attach import attach_from_config, require_whole_heads
 from rsa_hf.integration.hooks import Hook
 from rsa_hf.saved_plan import RSA_KEY, read_plan, require_number, saved_plans
@@ -51,11 +50,6 @@ def _wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         if saved_plans(self.config):
             connect(self)
-        elif has_adapters(self):
-            # Before anybody (Accelerate) keeps bound methods of it. A plain model has to work in any case; should its
-            # classes not be as expected, patch_model says so.
-            with suppress(RuntimeError):
-                connect(self)
         original(self)
 
     return post_init

@@ -17,7 +17,7 @@ import torch.distributed
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.hub import PushToHubMixin
 
-from rsa_hf.heads import RSAHeads, holds_copies
+from rsa_hf.heads import RSAHeads, is_peft_wrapper
 from rsa_hf.hub.card import CardFacts, clear_card, write_card
 from rsa_hf.integration.attach import unplanned_modules
 from rsa_hf.integration.hooks import Hook
@@ -39,7 +39,7 @@ def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
         **keywords: Any,
     ) -> Any:
         has_heads = any(isinstance(module, RSAHeads) for module in self.modules())
-        if not self._hf_peft_config_loaded and any(holds_copies(module) for module in self.modules()):
+        if not self._hf_peft_config_loaded and any(is_peft_wrapper(module) for module in self.modules()):
             raise ValueError(
                 f"the RSA heads of this {type(self).__name__} are wrapped by PEFT, so a saved copy could not be "
                 "loaded again. Save the PEFT model instead, or the model that its merge_and_unload() returns. After "

@@ -1,9 +1,9 @@
-"""P V, alone or mixed into attention, as one differentiable operation; and the choice of what computes it.
+"""P V, alone or mixed into attention (eq. 4), as one differentiable operation; and the choice of the code for it.
 
-Eager code goes through an `autograd.Function`; code under `torch.compile` and `torch.export` through the operators
-`rsa_hf::recurrence` and `rsa_hf::recurrence_backward`, which a graph holds as one node each: what is done inside
-depends on what a mask holds, and a graph cannot ask for that. Both compute the same. Graphs for ONNX, which has no
-such operator, hold the plain operators of `traced.py`.
+Eager code goes through an `autograd.Function`. Code under `torch.compile` and `torch.export` goes through the
+operators `rsa_hf::recurrence` and `rsa_hf::recurrence_backward`, one node each in a graph: the path taken inside
+depends on the values of a mask, which a graph cannot ask for. Both compute the same. ONNX has no such operator, and
+its lengths are symbols; there P is built from plain operators.
 """
 
 from __future__ import annotations
@@ -16,121 +16,122 @@ from torch import Tensor
 from rsa_hf.ops.backend import choose_backend
 from rsa_hf.ops.chunked import scan_backward, scan_forward
 from rsa_hf.ops.dense import dense_backward, dense_forward
-from rsa_hf.ops.export import traced_forward
-from rsa_hf.ops.mask import Documents, Geometry, read_mask
-from rsa_hf.ops.types import Gradients, Mixing, Recurrence, working_dtype
+from rsa_hf.ops.mask import AttentionMask, PackedSegments, read_mask, read_traced
+from rsa_hf.ops.types import Gradients, Rems, SoftmaxBranch, working_dtype
 from rsa_hf.ops.windowed import window_backward, window_forward
-from rsa_hf.rem import KINDS
+from rsa_hf.rem import KINDS, mix
 
-__all__ = ["recur"]
+__all__ = ["apply_rems", "traced_forward"]
 
 FEW_QUERIES = 16  # with so few queries behind a cache, T·S weights cost less than a scan over all S keys
 
 
-def recur(value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: Mixing | None = None) -> Tensor:
-    """P V in the dtype it is computed in, [B, H, T, D]; or attention + g (P V − attention), [B, T, H', D].
+def apply_rems(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None = None) -> Tensor:
+    """P V in the dtype it is computed in, [B, H, T, D]; or (1 − g) · attention + g · P V, [B, T, H', D].
 
     Args:
-        value: V, shape [B, Hv, S, D].
-        recurrence: the heads.
-        geometry: who sees whom.
-        mixing: softmax attention and the gate, or None.
+        value: V, [B, Hv, S, D].
+        rems: the H heads.
+        mask: which keys each query sees.
+        softmax: attention's output and the gate, to mix P V into; or None.
     """
-    attention, gate = (None, None) if mixing is None else (mixing.attention, mixing.gate)
-    # Decay powers and sums lose too much in half precision, so autocast stays out, also where a backward pass is run
-    # inside of it.
+    attention, gate = (None, None) if softmax is None else (softmax.attention, softmax.gate)
+    # Autocast stays out: decay powers and sums lose too much in half precision.
     with torch.autocast(value.device.type, enabled=False):
-        tensors = (value, recurrence.decay, recurrence.theta, attention, gate)
+        tensors = (value, rems.decay, rems.theta, attention, gate)
         if not torch.compiler.is_compiling():
-            result: Tensor = _Recurrence.apply(*tensors, recurrence, geometry)  # type: ignore[no-untyped-call]
+            result: Tensor = _ApplyRems.apply(*tensors, rems, mask)  # type: ignore[no-untyped-call]
             return result
         if torch.onnx.is_in_onnx_export():
-            return traced_forward(value, recurrence, geometry, mixing)
-        documents = None if geometry.documents is None else geometry.documents.numbers
-        masks = (geometry.mask, geometry.key_mask, documents, geometry.visible)
-        kinds = [KINDS.index(kind) for kind in recurrence.kinds]
-        sizes = (geometry.query_length, geometry.query_offset, geometry.causal, geometry.window)
-        heads = (kinds, list(recurrence.dilation), recurrence.groups)
+            return traced_forward(value, rems, mask, softmax)
+        segment_ids = None if mask.segments is None else mask.segments.ids
+        masks = (mask.unread_mask, mask.key_mask, segment_ids, mask.visible)
+        kinds = [KINDS.index(kind) for kind in rems.kinds]
+        sizes = (mask.query_length, mask.query_offset, mask.causal, mask.sliding_window)
+        heads = (kinds, list(rems.dilation), rems.heads_per_value)
         output: Tensor = _operator(*tensors, *masks, *heads, *sizes)
         return output
 
 
-def _forward(value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: Mixing | None) -> Tensor:
-    if value.numel() == 0 or geometry.query_length == 0:
-        return _empty_output(value, recurrence, geometry, mixing)
-    backend = choose_backend(value, recurrence, mixing)
-    if _is_scan(geometry, backend):
+def traced_forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> Tensor:
+    """`apply_rems` in plain operators that look at no value, for graphs that leave PyTorch."""
+    return _mixed(dense_forward(value, rems, read_traced(mask)), softmax)
+
+
+def _mixed(product: Tensor, softmax: SoftmaxBranch | None) -> Tensor:
+    return product if softmax is None else mix(softmax.attention, product, softmax.gate)
+
+
+def _forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> Tensor:
+    if value.numel() == 0 or mask.query_length == 0:
+        return _empty_output(value, rems, mask, softmax)
+    backend = choose_backend(value, rems, softmax)
+    if _is_scan(mask, backend):
         if backend == "triton":
             from rsa_hf.ops.triton.launch import triton_forward
 
-            return triton_forward(value, recurrence, geometry, mixing)
-        return scan_forward(value, recurrence, geometry, mixing)
-    product = (dense_forward if _is_dense(geometry, backend) else window_forward)(value, recurrence, geometry)
-    if mixing is None:
-        return product
-    H, attention = len(recurrence.kinds), mixing.attention
-    # lerp(a, b, g) = a + g (b − a) while g < 1/2, so a shut gate changes no bit.
-    gate = mixing.gate[:, None].to(product.dtype)
-    mixed = torch.lerp(attention[:, :, :H].to(product.dtype), product.transpose(1, 2), gate)
-    return torch.cat([mixed.to(attention.dtype), attention[:, :, H:]], dim=2)
+            return triton_forward(value, rems, mask, softmax)
+        return scan_forward(value, rems, mask, softmax)
+    forward = dense_forward if _is_dense(mask, backend) else window_forward
+    return _mixed(forward(value, rems, mask), softmax)
 
 
 def _backward(
-    grad: Tensor, value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: Mixing | None
+    grad: Tensor, value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None
 ) -> Gradients:
     if grad.numel() == 0:
-        # As zeros of the tensors' own shapes: values may be there that no query asks about.
-        tensors = (value, recurrence.decay, recurrence.theta, *((mixing.attention, mixing.gate) if mixing else ()))
-        return Gradients(*map(torch.zeros_like, tensors), *(() if mixing else (None, None)))
+        # There may be values without any query.
+        tensors = (value, rems.decay, rems.theta, *((softmax.attention, softmax.gate) if softmax else ()))
+        return Gradients(*map(torch.zeros_like, tensors), *(() if softmax else (None, None)))
     with torch.autocast(value.device.type, enabled=False):
-        return _backward_of_path(grad, value, recurrence, geometry, mixing)
+        return _backward_of_path(grad, value, rems, mask, softmax)
 
 
 def _backward_of_path(
-    grad: Tensor, value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: Mixing | None
+    grad: Tensor, value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None
 ) -> Gradients:
-    backend = choose_backend(value, recurrence, mixing)
-    if _is_scan(geometry, backend):
+    backend = choose_backend(value, rems, softmax)
+    if _is_scan(mask, backend):
         if backend == "triton":
             from rsa_hf.ops.triton.launch import triton_backward
 
-            return triton_backward(grad, value, recurrence, geometry, mixing)
-        return scan_backward(grad, value, recurrence, geometry, mixing)
-    is_dense = _is_dense(geometry, backend)
+            return triton_backward(grad, value, rems, mask, softmax)
+        return scan_backward(grad, value, rems, mask, softmax)
+    is_dense = _is_dense(mask, backend)
     forward, backward = (dense_forward, dense_backward) if is_dense else (window_forward, window_backward)
-    if mixing is None:
-        return Gradients(*backward(grad, value, recurrence, geometry), None, None)
-    H, dtype = len(recurrence.kinds), working_dtype(value)
-    product = forward(value, recurrence, geometry).transpose(1, 2)
-    dmixed, attention = grad[:, :, :H].to(dtype), mixing.attention[:, :, :H].to(dtype)
-    dgate = (dmixed * (product - attention)).sum((0, 1, 3)).to(mixing.gate.dtype)
-    gate = mixing.gate[:, None].to(dtype)
+    if softmax is None:
+        return Gradients(*backward(grad, value, rems, mask), None, None)
+    H, dtype = len(rems.kinds), working_dtype(value)
+    product = forward(value, rems, mask).transpose(1, 2)
+    dmixed, attention = grad[:, :, :H].to(dtype), softmax.attention[:, :, :H].to(dtype)
+    dgate = (dmixed * (product - attention)).sum((0, 1, 3)).to(softmax.gate.dtype)
+    gate = softmax.gate[:, None].to(dtype)
     dattention = torch.cat([(dmixed * (1 - gate)).to(grad.dtype), grad[:, :, H:]], dim=2)
     dproduct = (dmixed * gate).transpose(1, 2)
-    return Gradients(*backward(dproduct, value, recurrence, geometry), dattention, dgate)
+    return Gradients(*backward(dproduct, value, rems, mask), dattention, dgate)
 
 
-def _empty_output(value: Tensor, recurrence: Recurrence, geometry: Geometry, mixing: Mixing | None) -> Tensor:
-    """What `_forward` returns, with nothing in it but its shape."""
-    if mixing is not None:
-        return torch.empty_like(mixing.attention, memory_format=torch.contiguous_format)
-    shape = (len(value), len(recurrence.kinds), geometry.query_length, value.shape[3])
+def _empty_output(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> Tensor:
+    """An uninitialised tensor of the shape, dtype and layout that `_forward` returns."""
+    if softmax is not None:
+        return torch.empty_like(softmax.attention, memory_format=torch.contiguous_format)
+    shape = (len(value), len(rems.kinds), mask.query_length, value.shape[3])
     return value.new_empty(shape, dtype=working_dtype(value))
 
 
-def _is_scan(geometry: Geometry, backend: str) -> bool:
-    return geometry.window is None and not _is_dense(geometry, backend)
+def _is_scan(mask: AttentionMask, backend: str) -> bool:
+    return mask.sliding_window is None and not _is_dense(mask, backend)
 
 
-def _is_dense(geometry: Geometry, backend: str) -> bool:
-    few = geometry.query_length <= FEW_QUERIES and geometry.query_length < geometry.key_length
-    return backend == "dense" or geometry.visible is not None or few
+def _is_dense(mask: AttentionMask, backend: str) -> bool:
+    few = mask.query_length <= FEW_QUERIES and mask.query_length < mask.key_length
+    return backend == "dense" or mask.visible is not None or few
 
 
 # --- eager ----------------------------------------------------------------------------------------------------------
 
 
-class _Recurrence(torch.autograd.Function):
+class _ApplyRems(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -139,24 +140,24 @@ class _Recurrence(torch.autograd.Function):
         theta: Tensor,
         attention: Tensor | None,
         gate: Tensor | None,
-        recurrence: Recurrence,
-        geometry: Geometry,
+        rems: Rems,
+        mask: AttentionMask,
     ) -> Tensor:
         ctx.save_for_backward(value, decay, theta, attention, gate)
-        ctx.heads, ctx.geometry = (recurrence.kinds, recurrence.dilation, recurrence.groups), geometry
-        return _forward(value, recurrence, geometry, _mixing(attention, gate))
+        ctx.heads, ctx.mask = (rems.kinds, rems.dilation, rems.heads_per_value), mask
+        return _forward(value, rems, mask, _softmax_branch(attention, gate))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         value, decay, theta, attention, gate = ctx.saved_tensors
-        kinds, dilation, groups = ctx.heads
-        recurrence = Recurrence(kinds, decay, theta, dilation, groups)
-        return (*_backward(grad, value, recurrence, ctx.geometry, _mixing(attention, gate)), None, None)
+        kinds, dilation, heads_per_value = ctx.heads
+        rems = Rems(kinds, decay, theta, dilation, heads_per_value)
+        return (*_backward(grad, value, rems, ctx.mask, _softmax_branch(attention, gate)), None, None)
 
 
-def _mixing(attention: Tensor | None, gate: Tensor | None) -> Mixing | None:
-    return None if attention is None or gate is None else Mixing(attention, gate)
+def _softmax_branch(attention: Tensor | None, gate: Tensor | None) -> SoftmaxBranch | None:
+    return None if attention is None or gate is None else SoftmaxBranch(attention, gate)
 
 
 # --- compiled and exported ------------------------------------------------------------------------------------------
@@ -168,19 +169,19 @@ _ARGUMENTS = (
 )
 
 
-def _unflatten(*arguments: Any) -> tuple[Tensor, Recurrence, Geometry, Mixing | None]:
+def _unflatten(*arguments: Any) -> tuple[Tensor, Rems, AttentionMask, SoftmaxBranch | None]:
     """The arguments of `_forward` from those of the operator."""
-    value, decay, theta, attention, gate, mask, key_mask, documents, visible, *others = arguments
-    kinds, dilation, groups, query_length, query_offset, causal, window = others
+    value, decay, theta, attention, gate, mask, key_mask, segment_ids, visible, *others = arguments
+    kinds, dilation, heads_per_value, query_length, query_offset, causal, window = others
     S = value.shape[2]
     if mask is None:
-        packed = None if documents is None else Documents(documents)
-        geometry = Geometry(query_length, S, query_offset, causal, key_mask, packed, window, visible)
+        packed = None if segment_ids is None else PackedSegments(segment_ids)
+        mask = AttentionMask(query_length, S, query_offset, causal, key_mask, packed, window, visible)
     else:
-        geometry = read_mask(mask, len(value), query_length, S, causal)
+        mask = read_mask(mask, len(value), query_length, S, causal)
     names = tuple(KINDS[kind] for kind in kinds)
-    recurrence = Recurrence(names, decay, theta, tuple(dilation), groups)
-    return value, recurrence, geometry, _mixing(attention, gate)
+    rems = Rems(names, decay, theta, tuple(dilation), heads_per_value)
+    return value, rems, mask, _softmax_branch(attention, gate)
 
 
 @torch.library.custom_op("rsa_hf::recurrence", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
@@ -191,8 +192,8 @@ def _operator(*arguments: Any) -> Tensor:
 @_operator.register_fake
 def _(*arguments: Any) -> Tensor:
     # Without the mask, which has no values to read here.
-    value, recurrence, geometry, mixing = _unflatten(*arguments[:5], None, *arguments[6:])
-    return _empty_output(value, recurrence, geometry, mixing)
+    value, rems, mask, softmax = _unflatten(*arguments[:5], None, *arguments[6:])
+    return _empty_output(value, rems, mask, softmax)
 
 
 @torch.library.custom_op(

@@ -1,8 +1,7 @@
-"""Which code computes P V: the explicit matrix, chunks in plain PyTorch, or Triton kernels on a GPU.
+"""The choice of the code for P V: the explicit matrix, chunks in plain PyTorch, or Triton kernels on a GPU.
 
-`RSA_HF_BACKEND=dense|chunked|triton` chooses by hand. Otherwise it is Triton on a GPU that can run it, and plain
-PyTorch elsewhere. What the kernels leave to plain PyTorch by design, sliding windows and visibility of any shape, goes
-there under every choice.
+`RSA_HF_BACKEND=dense|chunked|triton` sets it. By default it is Triton on a GPU that can run it, else plain PyTorch.
+The kernels do not support sliding windows and arbitrary masks; plain PyTorch computes those under every setting.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from rsa_hf.ops.types import Mixing, Recurrence
+from rsa_hf.ops.types import Rems, SoftmaxBranch
 
 __all__ = ["BACKENDS", "choose_backend"]
 
@@ -25,39 +24,41 @@ OLDEST_CAPABILITY = (8, 0)  # Ampere: bfloat16 and tf32 on tensor cores
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def choose_backend(value: Tensor, recurrence: Recurrence, mixing: Mixing | None) -> str:
+def choose_backend(value: Tensor, rems: Rems, softmax: SoftmaxBranch | None) -> str:
     """One of BACKENDS.
 
     Args:
         value: V.
-        recurrence: the heads.
-        mixing: softmax attention and the gate, or None.
+        rems: the heads.
+        softmax: softmax attention and the gate, or None.
 
     Raises:
         ValueError: RSA_HF_BACKEND is none of BACKENDS.
-        RuntimeError: RSA_HF_BACKEND is triton, which cannot serve here.
+        RuntimeError: RSA_HF_BACKEND is triton, which cannot run here.
     """
-    asked = os.environ.get(VARIABLE, "")
-    if asked not in ("", *BACKENDS):
-        raise ValueError(f"{VARIABLE}={asked!r} is unknown; allowed: {', '.join(BACKENDS)}, or unset for a choice.")
-    if asked in ("dense", "chunked"):
-        return asked
-    if not asked and value.device.type != "cuda":
+    chosen = os.environ.get(VARIABLE, "")
+    if chosen not in ("", *BACKENDS):
+        raise ValueError(
+            f"{VARIABLE}={chosen!r} is unknown; allowed: {', '.join(BACKENDS)}, or unset for the default."
+        )
+    if chosen in ("dense", "chunked"):
+        return chosen
+    if not chosen and value.device.type != "cuda":
         return "chunked"
-    obstacle = _obstacle_of_device(value.device) or _obstacle_of_tensors(value, recurrence, mixing)
+    obstacle = _obstacle_of_device(value.device) or _obstacle_of_tensors(value, rems, softmax)
     if obstacle is None:
         return "triton"
-    if asked:
+    if chosen:
         raise RuntimeError(
-            f"{VARIABLE}=triton cannot serve: {obstacle}. Unset it, or choose one of {', '.join(BACKENDS[:2])}."
+            f"{VARIABLE}=triton cannot run: {obstacle}. Unset it, or choose one of {', '.join(BACKENDS[:2])}."
         )
-    _say_once(f"RSA computes P V in plain PyTorch, not in Triton: {obstacle}.")
+    _warn_once(f"RSA computes P V in plain PyTorch, not in Triton: {obstacle}.")
     return "chunked"
 
 
 @functools.lru_cache(maxsize=64)
 def _obstacle_of_device(device: torch.device) -> str | None:
-    """Why Triton does not run there, or None."""
+    """Why Triton cannot run on a device, or None."""
     try:
         triton = importlib.import_module("triton")
         interpreted = bool(triton.knobs.runtime.interpret)
@@ -78,18 +79,18 @@ def _obstacle_of_device(device: torch.device) -> str | None:
     return None
 
 
-def _obstacle_of_tensors(value: Tensor, recurrence: Recurrence, mixing: Mixing | None) -> str | None:
-    """Why the kernels do not take these tensors, or None."""
+def _obstacle_of_tensors(value: Tensor, rems: Rems, softmax: SoftmaxBranch | None) -> str | None:
+    """Why the kernels cannot take these tensors, or None."""
     tensors = {"value": value}
-    if mixing is not None:
-        tensors["attention"] = mixing.attention
+    if softmax is not None:
+        tensors["attention"] = softmax.attention
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             return f"{name} is {str(tensor.dtype).removeprefix('torch.')}, and its kernels take {allowed}"
-    tensors |= {"decay": recurrence.decay, "theta": recurrence.theta}
-    if mixing is not None:
-        tensors["gate"] = mixing.gate
+    tensors |= {"decay": rems.decay, "theta": rems.theta}
+    if softmax is not None:
+        tensors["gate"] = softmax.gate
     for name, tensor in tensors.items():
         if tensor.device != value.device:
             return f"value is on {value.device} and {name} on {tensor.device}"
@@ -97,5 +98,5 @@ def _obstacle_of_tensors(value: Tensor, recurrence: Recurrence, mixing: Mixing |
 
 
 @functools.lru_cache(maxsize=64)
-def _say_once(message: str) -> None:
+def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)

@@ -1,9 +1,8 @@
-"""Where the steps of a sequence lie in the columns that the scan multiplies.
+"""The layout of a sequence in the columns that the scan multiplies.
 
-The scan sees a tile of heads as [heads, C, N, B, d·D]: step i of chunk n of row b. Every product with a head's matrix
-is then one matrix product over all chunks and rows. A head dilated by d is its base head on d interleaved
-sub-sequences, which only makes a step d·D wide. Packed documents start on chunks of their own, so that no chunk holds
-two of them.
+A tile of g heads is laid out as [g, C, N, B, d·D]: step i of chunk n of row b. Every product with a head's matrix is
+then one matrix product over all chunks and rows. A head dilated by d is its base head on d interleaved sub-sequences,
+so a step is d·D wide. Each packed segment begins a new chunk, so no chunk holds two of them.
 """
 
 from __future__ import annotations
@@ -14,25 +13,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rsa_hf.ops.mask import Documents
+from rsa_hf.ops.mask import PackedSegments
 
-__all__ = ["DocumentLayout", "Layout", "PlainLayout"]
+__all__ = ["Layout", "PackedLayout", "PlainLayout"]
 
-MOST_STATES = 16  # of one level: matrices stay small, and 65,536 steps in chunks of 16 need three levels
+MOST_STATES = 16  # per level: matrices stay small, and 65,536 steps in chunks of 16 need three levels
 
 
 class PlainLayout:
-    """A sequence of S steps in chunks of C steps, each d positions wide, filled up with zeros.
+    """A sequence of S positions in chunks of C steps, each d positions wide, padded with zeros.
 
-    States are carried on in levels of up to 16, so chunk n = m_0 + M_0 (m_1 + M_1 (m_2 + …)) lies at
-    (m_0, m_1, m_2, …), the first digit slowest: at each level the states that are multiplied are rows of a matrix,
-    with nothing to be moved.
+    States are passed on in levels of up to 16, so chunk n = m_0 + M_0 (m_1 + M_1 (m_2 + …)) is stored at
+    (m_0, m_1, m_2, …), the first digit slowest. At each level the states are then rows of a matrix, and nothing has
+    to be moved.
 
     Args:
         length: S.
         chunk: C.
         dilation: d.
-        key_mask: shape [B or 1, S], False for keys that count as zeros; or None.
+        key_mask: [B or 1, S], False for keys that count as zeros; or None.
     """
 
     def __init__(self, length: int, chunk: int, dilation: int, key_mask: Tensor | None) -> None:
@@ -64,11 +63,11 @@ class PlainLayout:
         in_time = self._in_time(columns)
         width = self.chunk * self.dilation * math.prod(self.digits[:-1])
         if start:
-            # Of a memory that nobody asks about, nothing is moved.
+            # Only the blocks with queries are moved, not a memory before them.
             first, before = divmod(start, width)
             stop = before + steps.shape[2]
-            asked = in_time[:, :, first : first - (-stop // width)]
-            steps.copy_(asked.flatten(2, -2)[:, :, before:stop])
+            blocks = in_time[:, :, first : first - (-stop // width)]
+            steps.copy_(blocks.flatten(2, -2)[:, :, before:stop])
             return
         full, rest = divmod(steps.shape[2], width)
         if full:
@@ -77,53 +76,53 @@ class PlainLayout:
             steps[:, :, full * width :].copy_(in_time[:, :, full].flatten(2, -2)[:, :, :rest])
 
     def _in_time(self, columns: Tensor) -> Tensor:
-        """The columns in the order of time: [B, g, …, M_1, M_0, C, d, D]."""
+        """A view of the columns in the order of time: [B, g, …, M_1, M_0, C, d, D]."""
         g, C, _, B, d, D = columns.shape
         n = len(self.digits)
         order = (n + 2, 0, *range(n + 1, 1, -1), 1, n + 3, n + 4)
         return columns.view(g, C, *self.digits, B, d, D).permute(order)
 
     def _in_chunks(self, steps: Tensor, top: int) -> Tensor:
-        """The first steps of [B, g, S, D], as a view [B, g, top, …, M_1, M_0, C, d, D]."""
+        """A view of the first positions of [B, g, S, D]: [B, g, top, …, M_1, M_0, C, d, D]."""
         B, g, _, D = steps.shape
         shape = (top, *self.digits[-2::-1], self.chunk, self.dilation)
         return steps[:, :, : math.prod(shape)].view(B, g, *shape, D)
 
 
 def _digits(number: int) -> tuple[int, ...]:
-    """Factors of at most 16, with a product of at least `number` and not much more."""
+    """Factors of at most 16 whose product is `number` or slightly more."""
     if number <= MOST_STATES:
         return (max(number, 1),)
     rest = -(-number // MOST_STATES)
     return (-(-number // rest), *_digits(rest))
 
 
-class DocumentLayout:
-    """Packed rows with every document on chunks of its own.
+class PackedLayout:
+    """Packed rows in which every segment begins a new chunk.
 
-    Documents of at most d positions have no lag of d within them and are left out, so that the columns stay within a
-    constant of the positions whatever the dilation.
+    Segments of at most d positions contain no lag of d and are left out, so the number of columns stays within a
+    constant factor of the number of positions for every dilation.
 
     Args:
-        documents: of the rows.
+        segments: the segments of the rows.
         chunk: C.
         dilation: d.
-        key_mask: shape [B or 1, S], False for keys that count as zeros; or None.
+        key_mask: [B or 1, S], False for keys that count as zeros; or None.
     """
 
-    def __init__(self, documents: Documents, chunk: int, dilation: int, key_mask: Tensor | None) -> None:
+    def __init__(self, segments: PackedSegments, chunk: int, dilation: int, key_mask: Tensor | None) -> None:
         self.chunk, self.dilation = chunk, dilation
-        B, S = documents.index.shape
+        B, S = segments.index.shape
         self.length = S
-        device = documents.index.device
+        device = segments.index.device
         width = chunk * dilation
-        lengths = torch.where(documents.lengths > dilation, documents.lengths, 0)
+        lengths = torch.where(segments.lengths > dilation, segments.lengths, 0)
         chunks = -(-lengths // width)
         ends = chunks.cumsum(1)
         self.num_chunks = max(int(ends[:, -1].max()), 1)
-        slot = (ends - chunks).gather(1, documents.index) * width + documents.position
-        taken = lengths.gather(1, documents.index) > 0
-        # The columns run over (step, chunk, row, residue).
+        slot = (ends - chunks).gather(1, segments.index) * width + segments.positions
+        taken = lengths.gather(1, segments.index) > 0
+        # Columns are ordered by (step, chunk, row, residue).
         n, rest = slot // width, slot % width
         row = torch.arange(B, device=device)[:, None]
         column = ((rest // dilation * self.num_chunks + n) * B + row) * dilation + rest % dilation
@@ -140,14 +139,14 @@ class DocumentLayout:
             self.hidden_keys = self.hidden | ~keys.flatten()[self.source].reshape(self.hidden.shape)
         self.target = torch.where(taken, column, 0)
         self.left_out = None if bool(taken.all()) else ~taken[:, None, :, None]
-        # [N, B]: the document of each chunk.
+        # [N, B]: the segment of each chunk.
         order = torch.arange(self.num_chunks, device=device).expand(B, -1).contiguous()
-        self.document = torch.searchsorted(ends, order, right=True).T.contiguous()
+        self.segment = torch.searchsorted(ends, order, right=True).T.contiguous()
         self.doublings = (max(int(chunks.max()), 1) - 1).bit_length()
 
-    def same_document(self, distance: int, width: int) -> Tensor:
-        """Whether chunk n + distance is of the document of chunk n: [N − distance, width], width / B for each row."""
-        same = self.document[distance:] == self.document[: self.num_chunks - distance]
+    def same_segment(self, distance: int, width: int) -> Tensor:
+        """Whether chunks n and n + distance are of one segment: [N − distance, width], width / B columns per row."""
+        same = self.segment[distance:] == self.segment[: self.num_chunks - distance]
         return same.repeat_interleave(width // same.shape[1], dim=1)
 
     def pack(self, steps: Tensor, columns: Tensor) -> None:
@@ -168,4 +167,4 @@ class DocumentLayout:
             steps.masked_fill_(self.left_out[:, :, start:stop], 0)
 
 
-Layout = PlainLayout | DocumentLayout
+Layout = PlainLayout | PackedLayout

@@ -1,8 +1,7 @@
-"""P V of one query behind a cache: a weighted sum of the values, with no chunks and nothing to wait for.
+"""P V of one query behind a cache: a weighted sum of the values, without chunks, gradients or waiting for a device.
 
-The weights of all lags are kept from step to step, as far back as they matter: with |z| ≤ ρ, all that lies more than
-L steps back adds at most ρ^{L+1} / (1 − ρ) times the largest value. No gradients: where they are wanted, `recur` does
-the same.
+The weights f(τ) are kept from step to step, as far back as they matter: with |z| ≤ ρ, everything more than L steps
+back adds at most ρ^{L+1} / (1 − ρ) times the largest value.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rsa_hf.ops.mask import Geometry
+from rsa_hf.ops.mask import AttentionMask, boolean_mask, lags
 from rsa_hf.ops.powers import weights_of_lags
-from rsa_hf.ops.types import Recurrence, working_dtype
+from rsa_hf.ops.types import Rems, working_dtype
 
 __all__ = ["LagTable", "decode"]
 
@@ -23,86 +22,77 @@ NEGLIGIBLE = 2.0**-30  # of the largest value, in P V: below what float32 resolv
 
 
 class LagTable:
-    """F(τ) of every head at the lags 0 … L beyond which nothing matters: [H, L + 1], and its mirror image.
+    """f(τ) of every head at the lags 0 … L beyond which nothing matters: [H, L + 1], and its mirror image.
 
     Args:
-        recurrence: the heads; the table holds for these rates alone.
+        rems: the heads; the table holds for these rates alone.
         dtype: of the table.
         longest: a lag that no query exceeds.
     """
 
-    def __init__(self, recurrence: Recurrence, dtype: torch.dtype, longest: int) -> None:
-        reach = _reach(recurrence)
+    def __init__(self, rems: Rems, dtype: torch.dtype, longest: int) -> None:
+        reach = _reach(rems)
         self.longest = math.inf if reach <= longest else longest
-        lags = torch.arange(min(reach, longest) + 1, device=recurrence.decay.device)
-        self.weights = weights_of_lags(recurrence, lags, dtype)[0]
+        self.weights = weights_of_lags(rems, torch.arange(min(reach, longest) + 1, device=rems.decay.device), dtype)[0]
         self.newest_last = self.weights.flip(-1).contiguous()
 
 
-def decode(value: Tensor, recurrence: Recurrence, geometry: Geometry, table: LagTable | None) -> Tensor:
+def decode(value: Tensor, rems: Rems, mask: AttentionMask, table: LagTable | None) -> Tensor:
     """P V of the only query: [B, H, 1, D], in the dtype it is computed in.
 
     Args:
-        value: V, shape [B, Hv, S, D].
-        recurrence: the heads.
-        geometry: of a single causal query.
+        value: V, [B, Hv, S, D].
+        rems: the heads.
+        mask: of a single causal query.
         table: the weights of these heads; None computes those of all S lags.
     """
-    S, device = value.shape[2], value.device
-    dtype = working_dtype(value)
-    if geometry.visible is None and geometry.key_mask is None:
-        # The query's place is known, so the keys within reach are a slice.
-        end = geometry.query_offset + 1
+    device, dtype = value.device, working_dtype(value)
+    if mask.visible is None and mask.key_mask is None:
+        # The position of the query is known, so the keys within reach are a slice.
+        end = mask.query_offset + 1
         if table is None:
-            weights = weights_of_lags(recurrence, torch.arange(end - 1, -1, -1, device=device), dtype)[0]
+            weights = weights_of_lags(rems, torch.arange(end - 1, -1, -1, device=device), dtype)[0]
         else:
             weights = table.newest_last
-        seen = min(weights.shape[1], end, geometry.window or end)
+        seen = min(weights.shape[1], end, mask.sliding_window or end)
         if seen < weights.shape[1]:
             weights = weights[:, -seen:]
-        return _weighted_sum(weights[None], value.narrow(2, end - seen, seen), recurrence.groups)
-    position = geometry.query_offset if geometry.position is None else geometry.position
-    lags = position - torch.arange(S, device=device)
+        return _weighted_sum(weights[None], value.narrow(2, end - seen, seen), rems.heads_per_value)
+    tau = lags(mask, device)[0]
     if table is None:
-        weights = weights_of_lags(recurrence, lags, dtype)[0]
+        weights = weights_of_lags(rems, tau, dtype)[0]
     else:
         last = table.weights.shape[1] - 1
-        weights = torch.where(lags <= last, table.weights[:, lags.clamp(0, last)], 0)
-    if geometry.window is not None:
-        weights = torch.where(lags < geometry.window, weights, 0)
-    if geometry.visible is not None:
-        weights = torch.where(geometry.visible[:, : len(weights), 0], weights, 0)
-    if geometry.key_mask is not None:
-        weights = torch.where(geometry.key_mask[:, None], weights, 0)
-    return _weighted_sum(weights.expand(len(value), -1, -1), value, recurrence.groups)
+        weights = torch.where(tau <= last, table.weights[:, tau.clamp(0, last)], 0)
+    weights = torch.where(boolean_mask(mask, device)[:, : len(weights), 0], weights, 0)
+    return _weighted_sum(weights.expand(len(value), -1, -1), value, rems.heads_per_value)
 
 
-def _weighted_sum(weights: Tensor, value: Tensor, groups: int) -> Tensor:
+def _weighted_sum(weights: Tensor, value: Tensor, heads_per_value: int) -> Tensor:
     """Σ_s w_s v_s for weights [B or 1, H, S] and values [B, Hv, S, D]: [B, H, 1, D]."""
     H = weights.shape[1]
-    shared = -(-H // groups)
-    if shared * groups > H:
-        weights = F.pad(weights, (0, 0, 0, shared * groups - H))
-    if shared < value.shape[1]:
-        value = value[:, :shared]
+    num_values = -(-H // heads_per_value)
+    if num_values * heads_per_value > H:
+        weights = F.pad(weights, (0, 0, 0, num_values * heads_per_value - H))
+    if num_values < value.shape[1]:
+        value = value[:, :num_values]
     B, _, S, D = value.shape
-    # The heads that share a value head are the rows of one matrix product. (Not `matmul`: what it does to bring its
-    # arguments to this form takes longer than the product.)
-    rows = weights.expand(B, -1, -1).reshape(B * shared, groups, S)
-    columns = value.to(weights.dtype).reshape(B * shared, S, D)
+    # Heads that share a value head are the rows of one matrix product. (`matmul` takes longer to bring its arguments
+    # to this form than `bmm` takes to multiply.)
+    rows = weights.expand(B, -1, -1).reshape(B * num_values, heads_per_value, S)
+    columns = value.to(weights.dtype).reshape(B * num_values, S, D)
     if torch.is_autocast_enabled(value.device.type):
-        # It would multiply in half precision.
-        with torch.autocast(value.device.type, enabled=False):
+        with torch.autocast(value.device.type, enabled=False):  # it would multiply in half precision
             sums = torch.bmm(rows, columns)
     else:
         sums = torch.bmm(rows, columns)
-    return sums.view(B, shared * groups, 1, D)[:, :H]
+    return sums.view(B, num_values * heads_per_value, 1, D)[:, :H]
 
 
-def _reach(recurrence: Recurrence) -> int:
-    """The lag beyond which all that a head still reads is negligible."""
+def _reach(rems: Rems) -> int:
+    """The lag beyond which everything that a head reads is negligible."""
     reach = 1
-    for rate, d in zip(recurrence.decay.abs().tolist(), recurrence.dilation, strict=True):
+    for rate, d in zip(rems.decay.abs().tolist(), rems.dilation, strict=True):
         if rate >= 1:
             return 2**62
         if rate > 0:

@@ -1,91 +1,61 @@
-"""P V through the explicit P: slow, and exact for visibility of any shape."""
+"""P V through the explicit P: for masks of any shape, for a few queries behind a cache, and for ONNX graphs.
+
+Quadratic in the length. With z, f and the mask of `boolean_mask`, P[t, s] = f(τ) where query t sees key s, else 0.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from rsa_hf.ops.mask import Geometry
+from rsa_hf.ops.mask import AttentionMask, boolean_mask, lags
 from rsa_hf.ops.powers import weights_of_lags
-from rsa_hf.ops.types import ProductGradients, Recurrence, keys_of_heads, to_value_heads, working_dtype
+from rsa_hf.ops.types import ProductGradients, Rems, keys_of_heads, to_value_heads, working_dtype
 
 __all__ = ["dense_backward", "dense_forward"]
 
 
-def dense_forward(value: Tensor, recurrence: Recurrence, geometry: Geometry) -> Tensor:
-    """P V, [B, H, T, D], for any geometry; time and memory O(T·S).
-
-    Args:
-        value: shape [B, Hv, S, D].
-        recurrence: the heads.
-        geometry: who sees whom.
-    """
-    return _matrices(recurrence, geometry, working_dtype(value))[0] @ _keys(value, recurrence, geometry)
+def dense_forward(value: Tensor, rems: Rems, mask: AttentionMask) -> Tensor:
+    """P V, [B, H, T, D], from values [B, Hv, S, D]."""
+    visible = _visible(rems, mask)
+    return _matrices(rems, mask, visible, working_dtype(value))[0] @ _seen_keys(value, rems, visible)
 
 
-def dense_backward(grad: Tensor, value: Tensor, recurrence: Recurrence, geometry: Geometry) -> ProductGradients:
-    """The gradients of `dense_forward`, from the gradient of its output and its own arguments."""
-    dtype = working_dtype(value)
+def dense_backward(grad: Tensor, value: Tensor, rems: Rems, mask: AttentionMask) -> ProductGradients:
+    """The gradients of `dense_forward`, from the gradient of its output, [B, H, T, D]."""
+    dtype, visible = working_dtype(value), _visible(rems, mask)
     grad = grad.to(dtype)
-    matrices = _matrices(recurrence, geometry, dtype, derivatives=True)
-    keys = _keys(value, recurrence, geometry)
-    dkeys = matrices[0].transpose(-1, -2) @ grad
-    seen = _seen(recurrence, geometry, value.device)
-    if seen is not None:
-        dkeys = torch.where(seen, dkeys, 0)
-    drates = [((derivative @ keys) * grad).sum((0, 2, 3)) for derivative in matrices[1:]]
-    drates.append(torch.zeros_like(drates[0]))  # θ, where no head is cyclical
-    ddecay, dtheta = (drate.to(recurrence.decay.dtype) for drate in drates[:2])
-    return ProductGradients(to_value_heads(dkeys, value, recurrence.groups), ddecay, dtheta)
+    P, *derivatives = _matrices(rems, mask, visible, dtype, derivatives=True)
+    keys = _seen_keys(value, rems, visible)
+    dkeys = torch.where(_seen(visible), P.transpose(-1, -2) @ grad, 0)
+    drates = [((derivative @ keys) * grad).sum((0, 2, 3)) for derivative in derivatives]
+    drates.append(torch.zeros_like(drates[0]))  # θ, if no head is cyclical
+    ddecay, dtheta = (drate.to(rems.decay.dtype) for drate in drates[:2])
+    return ProductGradients(to_value_heads(dkeys, value, rems.heads_per_value), ddecay, dtheta)
 
 
 def _matrices(
-    recurrence: Recurrence, geometry: Geometry, dtype: torch.dtype, derivatives: bool = False
+    rems: Rems, mask: AttentionMask, visible: Tensor, dtype: torch.dtype, derivatives: bool = False
 ) -> list[Tensor]:
-    """P of what is visible, [1 or B, H, T, S]; with derivatives, also ∂P/∂decay and ∂P/∂θ."""
-    device = recurrence.decay.device
-    T, S = geometry.query_length, geometry.key_length
-    offset = geometry.query_offset if geometry.position is None else geometry.position
-    lags = (offset + torch.arange(T, device=device))[:, None] - torch.arange(S, device=device)
-    lags = (lags if geometry.causal else lags.abs()).clamp(min=0)
-    # One table of weights, from which all of P is picked; lag 0 has no weight and stands for all that have none.
-    table = weights_of_lags(recurrence, torch.arange(T + S, device=device), dtype, derivatives)
-    visible = _visible(recurrence, geometry)
-    if geometry.key_mask is not None:
-        keys = geometry.key_mask[:, None, None]
-        visible = keys if visible is None else visible & keys
-    if geometry.documents is not None:
-        index = geometry.documents.index
-        rows = index[:, geometry.query_offset : geometry.query_offset + T]
-        same = rows[:, None, :, None] == index[:, None, None]
-        visible = same if visible is None else visible & same
-    if geometry.window is not None:
-        lags = torch.where(lags < geometry.window, lags, 0)
-    matrices = [weights[:, lags][None] for weights in table]
-    return matrices if visible is None else [torch.where(visible, P, 0) for P in matrices]
+    """P, [1 or B, H, T, S]; with derivatives, also ∂P/∂decay and, where a head is cyclical, ∂P/∂θ."""
+    device = rems.decay.device
+    tau = lags(mask, device)
+    tau = tau.clamp(min=0) if mask.causal else tau.abs()
+    # All of P is picked from one table of weights by lag; f(0) = 0.
+    table = weights_of_lags(rems, torch.arange(mask.query_length + mask.key_length, device=device), dtype, derivatives)
+    return [torch.where(visible, weights[:, tau][None], 0) for weights in table]
 
 
-def _visible(recurrence: Recurrence, geometry: Geometry) -> Tensor | None:
-    """Who sees whom, [B or 1, H or 1, T, S]: a mask with a part for each head has one for plain heads too."""
-    return None if geometry.visible is None else geometry.visible[:, : len(recurrence.kinds)]
+def _visible(rems: Rems, mask: AttentionMask) -> Tensor:
+    # A mask with a part for each head has one for plain heads too.
+    return boolean_mask(mask, rems.decay.device)[:, : len(rems.kinds)]
 
 
-def _seen(recurrence: Recurrence, geometry: Geometry, device: torch.device) -> Tensor | None:
-    """Keys that some query sees, [B or 1, H or 1, S, 1]: others may hold anything, and 0 · NaN would be NaN."""
-    visible = _visible(recurrence, geometry)
-    seen = None if visible is None else visible.any(dim=-2)[..., None]
-    if geometry.key_mask is not None:
-        keys = geometry.key_mask[:, None, :, None]
-        seen = keys if seen is None else seen & keys
-    if geometry.causal:
-        S, stop = geometry.key_length, geometry.query_offset + geometry.query_length
-        if stop < S:
-            reached = torch.arange(S, device=device)[:, None] < stop
-            seen = reached if seen is None else seen & reached
-    return seen
+def _seen(visible: Tensor) -> Tensor:
+    """Keys that some query sees: [B or 1, H or 1, S, 1]."""
+    return visible.any(dim=-2)[..., None]
 
 
-def _keys(value: Tensor, recurrence: Recurrence, geometry: Geometry) -> Tensor:
-    keys = keys_of_heads(value, recurrence)
-    seen = _seen(recurrence, geometry, value.device)
-    return keys if seen is None else torch.where(seen, keys, 0)
+def _seen_keys(value: Tensor, rems: Rems, visible: Tensor) -> Tensor:
+    # Keys that nobody sees may hold anything, and 0 · NaN would be NaN.
+    return torch.where(_seen(visible), keys_of_heads(value, rems), 0)

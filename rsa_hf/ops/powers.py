@@ -1,21 +1,21 @@
-r"""The complex rates z of the heads, and the matrices that carry chunks of a sequence on.
+r"""Powers of the complex rates z of the heads, and the matrices of the chunked algorithm.
 
-Write z = λ for a regular head and z = γ e^{iθ} for a cyclical one. What a head reads of a complex number is its real
-part, a sin head its imaginary part; complex numbers are kept as rows (real, imaginary), so all products are real.
-Over a chunk of C steps v_0 … v_{C−1}, entered with the state h = Σ_{j≥0} z^j v_{−1−j}:
+z = λ for a regular head and z = γ e^{iθ} for a cyclical one (eqs. 2 and 3). A head reads the real part of a complex
+number, a sin head its imaginary part. Complex numbers are stored as rows (real, imaginary), so all products are real.
+For a chunk of C steps v_0 … v_{C−1} that is entered with the state h = Σ_{j≥0} z^j v_{−1−j}:
 
-    y_i = Σ_{j<i} F(i − j) v_j + read(z^{i+1} h)        h' = z^C h + Σ_j z^{C−1−j} v_j
+    y_i = Σ_{j<i} f(i − j) v_j + read(z^{i+1} h)        h' = z^C h + Σ_j z^{C−1−j} v_j
 
 which is one real matrix, (y, h') = M (v, h), of shape [C + 2, C + 2]:
 
-    M = [ block  readout ]      block[i, j] = F(i − j) where i > j, else 0
+    M = [ block  readout ]      block[i, j] = f(i − j) where i > j, else 0
         [ write  z^C     ]
 
-An unmasked REM also has a state that comes from the right, with two more rows and columns, and |i − j| for i − j.
+An unmasked REM also has a state that comes from the right, hence two more rows and columns, and |i − j| for i − j.
 
-Every entry of these matrices, and of those that carry the states on, is 0, Re z^k or ± Im z^k for some k. So the
-powers are computed once, in one table, and a matrix is picked from it; where each entry comes from depends on the
-lengths alone and is remembered. Picked from a table of ∂z^k/∂ρ it is the matrix's derivative.
+Every entry of these matrices, and of those that pass states on, is 0, Re z^k or ± Im z^k for some k. So the powers
+are computed once, in one table, and each matrix is gathered from it by indices. The indices depend on the lengths
+alone and are cached. Gathered from a table of ∂z^k/∂ρ, the matrix is its own derivative.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rsa_hf.ops.types import Recurrence, widest_dtype
+from rsa_hf.ops.types import Rems, widest_dtype
 
 __all__ = ["Matrices", "kinds_mask", "powers_table", "weights_of_lags"]
 
 
 class _Entries:
-    """Where in a head's row of the table (Re z^k, Im z^k, −Im z^k, 0) an entry is found, for `count` exponents."""
+    """Indices into a head's row of the table (Re z^k, Im z^k, −Im z^k, 0), for `count` exponents."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -43,7 +43,7 @@ class _Entries:
         return k + self.count * is_sin
 
     def complex(self, k: Tensor, conjugate: bool = False) -> Tensor:
-        """Multiplication by z^k, 0 where k < 0, of rows of states, the real ones before the imaginary ones."""
+        """Multiplication by z^k, 0 where k < 0, of rows of states: real parts first, then imaginary parts."""
         zero = torch.where(k < 0, self.zero, 0)
         k = k.clamp(min=0)
         real, imaginary, negative = (torch.where(zero > 0, zero, k + i * self.count) for i in range(3))
@@ -53,7 +53,7 @@ class _Entries:
 
 
 class _Level(NamedTuple):
-    """Places of the matrices of one level of M states: [H, 2·M + 2, 2·M] and [H, 2·M, 2]."""
+    """Indices of the matrices of one level of M states: [H, 2·M + 2, 2·M] and [H, 2·M, 2]."""
 
     carry: Tensor
     readout: Tensor
@@ -70,7 +70,7 @@ class _Places(NamedTuple):
 def _places(
     kinds: tuple[str, ...], C: int, digits: tuple[int, ...], doublings: int, causal: bool, device: torch.device
 ) -> _Places:
-    """Where the entries of all matrices are found in the table of their exponents."""
+    """Indices of the entries of all matrices in the table of their exponents."""
     exponents = list(range(C + 1))
     first_of_level, step = [], C
     for M in digits:
@@ -88,12 +88,12 @@ def _places(
     both = torch.stack([_chunk_entries(entries, C, causal, is_sin) for is_sin in (False, True)])
     chunk = of_heads(both[[int(kind == "sin") for kind in kinds]])
     levels = {}
-    # Gradients go against the states, by the conjugate; an unmasked REM has states from both sides.
+    # Gradients flow against the states, with the conjugate of z; an unmasked REM has states from both sides.
     directions = [(False, False), (True, True)] if causal else list(itertools.product((False, True), repeat=2))
     for level, (first, M) in enumerate(zip(first_of_level, digits, strict=True)):
         i = torch.arange(M)
         for reverse, conjugate in directions:
-            back = i.flip(0) if reverse else i  # steps between a state and the edge that the level is entered from
+            back = i.flip(0) if reverse else i  # steps from a state back to where the level is entered
             lags = back[:, None] - back - 1
             inside = entries.complex(torch.where(lags < 0, -1, lags + first), conjugate)
             handed_on = entries.complex(back.flip(0)[None] + first, conjugate)
@@ -109,18 +109,18 @@ def _places(
 
 
 def _chunk_entries(entries: _Entries, C: int, causal: bool, is_sin: bool) -> Tensor:
-    """Places of the entries of M, for the exponents 0 … C at the head of the table: [n, n]."""
+    """Indices of the entries of M, whose exponents 0 … C are the first of the table: [n, n]."""
     i = torch.arange(C)
     lags = i[:, None] - i
     lags = lags if causal else lags.abs()
     block = torch.where(lags > 0, entries.read(lags, is_sin), entries.zero)
-    # A state enters row i as z^{i+1} h, of which real and sin heads read different parts.
+    # The state enters row i as z^{i+1} h; sin heads read the imaginary part.
     readout = entries.complex(i[:, None] + 1)[C * is_sin : C * is_sin + C]
     write = entries.complex(i.flip(0)[None])[:, :C]
     step = entries.complex(torch.tensor([[C]]))
     if causal:
         return torch.cat([torch.cat([block, readout], 1), torch.cat([write, step], 1)])
-    # The state from the right stands C − i steps away from row i: the same entries, turned round.
+    # The state from the right is C − i steps away from row i: the same entries, reversed.
     none = torch.full_like(step, entries.zero)
     top = torch.cat([block, readout, readout.flip(0)], 1)
     return torch.cat([top, torch.cat([write, step, none], 1), torch.cat([write.flip(1), none, step], 1)])
@@ -130,13 +130,13 @@ class Matrices:
     """The matrices of H heads for chunks of C steps.
 
     Args:
-        recurrence: the heads; dilations are not looked at.
+        rems: the heads; their dilations are ignored.
         chunk: C.
-        digits: numbers of states that are carried on together, level by level.
-        doublings: up to which power of z^C matrices are wanted, for states that are carried on by doubling.
+        digits: numbers of states per level (see `PlainLayout`).
+        doublings: number of powers z^C, z^{2C}, z^{4C}, … (see `PackedLayout`).
         causal: masked or unmasked REMs.
-        dtype: of the matrices.
-        derivatives: whether the derivatives of M are wanted too.
+        dtype: dtype of the matrices.
+        derivatives: whether to compute the derivatives of M.
 
     Attributes:
         chunk: M, [H, n, n] with n = C + 2, for unmasked REMs C + 4.
@@ -145,7 +145,7 @@ class Matrices:
 
     def __init__(
         self,
-        recurrence: Recurrence,
+        rems: Rems,
         chunk: int,
         digits: tuple[int, ...],
         doublings: int,
@@ -153,8 +153,8 @@ class Matrices:
         dtype: torch.dtype,
         derivatives: bool,
     ) -> None:
-        self._places = _places(recurrence.kinds, chunk, digits, doublings, causal, recurrence.decay.device)
-        real, imaginary = powers_table(recurrence, self._places.exponents, dtype, derivatives)
+        self._places = _places(rems.kinds, chunk, digits, doublings, causal, rems.decay.device)
+        real, imaginary = powers_table(rems, self._places.exponents, dtype, derivatives)
         table = torch.cat([real, imaginary, -imaginary, torch.zeros_like(real[..., :1])], dim=-1).flatten(1)
         matrices = table[:, self._places.chunk]
         self.chunk, self.derivatives = matrices[0], matrices[1:]
@@ -162,11 +162,11 @@ class Matrices:
         self._picked: dict[int, Tensor] = {}
 
     def level(self, level: int, reverse: bool, conjugate: bool) -> tuple[Tensor, Tensor]:
-        """How M states of a level are carried on.
+        """Matrices that pass M states of a level on.
 
         Returns:
-            What the states get from the terms in the chunk and, below, what is handed on, [H, 2·M + 2, 2·M]; and what
-            the states get of what is handed on to them, [H, 2·M, 2].
+            From the terms to the states and, in the last two rows, to the next level, [H, 2·M + 2, 2·M]; and from the
+            next level back to the states, [H, 2·M, 2].
         """
         places = self._places.levels[level, reverse, conjugate]
         return self._pick(places.carry), self._pick(places.readout)
@@ -182,17 +182,17 @@ class Matrices:
 
 
 def powers_table(
-    recurrence: Recurrence, exponents: Tensor, dtype: torch.dtype, derivatives: bool = False
+    rems: Rems, exponents: Tensor, dtype: torch.dtype, derivatives: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Re z^k and Im z^k of every head at whole exponents k ≥ 0.
 
-    Computed in float64 (float32 where the device has no other), whatever the dtype of the rates.
+    Computed in float64 (float32 on devices without it), whatever the dtype of the rates.
 
     Args:
-        recurrence: the heads; dilations are not looked at.
-        exponents: k, shape [K] or [H, K].
-        dtype: of the result.
-        derivatives: whether ∂z^k/∂decay and, where a head is cyclical, ∂z^k/∂θ follow.
+        rems: the heads; their dilations are ignored.
+        exponents: k, [K] or [H, K].
+        dtype: dtype of the result.
+        derivatives: whether to append ∂z^k/∂decay and, if a head is cyclical, ∂z^k/∂θ.
 
     Returns:
         [1, H, K] each, with derivatives [2 or 3, H, K].
@@ -200,21 +200,21 @@ def powers_table(
     device = exponents.device
     wide = widest_dtype(device)
     k = exponents.to(wide)
-    decay = recurrence.decay.detach().to(wide)[:, None]
-    cyclical = kinds_mask(recurrence.kinds, ("cos", "sin"), device)
-    angle = torch.where(cyclical, recurrence.theta.detach().to(wide)[:, None], 0) * k
+    decay = rems.decay.detach().to(wide)[:, None]
+    cyclical = kinds_mask(rems.kinds, ("cos", "sin"), device)
+    angle = torch.where(cyclical, rems.theta.detach().to(wide)[:, None], 0) * k
     cos, sin, modulus = torch.cos(angle), torch.sin(angle), decay**k
     real, imaginary = [modulus * cos], [modulus * sin]
     if derivatives:
         slope = k * decay ** (k - 1).clamp(min=0)
         real.append(slope * cos)
         imaginary.append(slope * sin)
-        if set(recurrence.kinds) != {"regular"}:
+        if set(rems.kinds) != {"regular"}:
             k = torch.where(cyclical, k, 0)
             real.append(-k * imaginary[0])
             imaginary.append(k * real[0])
     both = torch.stack([torch.stack(real), torch.stack(imaginary)])
-    # Long decays end in subnormal numbers, which processors multiply far more slowly than others: 0 in their place.
+    # Processors multiply subnormal numbers, in which long decays end, far more slowly: use 0 instead.
     limits = torch.finfo(dtype)
     both = torch.where(both.abs() < limits.tiny / limits.eps, 0, both).to(dtype)
     return both[0], both[1]
@@ -222,29 +222,29 @@ def powers_table(
 
 def kinds_mask(kinds: tuple[str, ...], which: tuple[str, ...], device: torch.device) -> Tensor:
     """Which heads are of certain kinds: [H, 1]."""
-    # Kept, since a copy to a GPU waits for it; a graph keeps its own constants.
-    return (_mask if torch.compiler.is_compiling() else _kept_mask)(kinds, which, device)
+    # Cached, because a copy to a GPU waits for it; a graph has constants of its own.
+    return (_mask if torch.compiler.is_compiling() else _cached_mask)(kinds, which, device)
 
 
 def _mask(kinds: tuple[str, ...], which: tuple[str, ...], device: torch.device) -> Tensor:
     return torch.tensor([kind in which for kind in kinds], device=device)[:, None]
 
 
-_kept_mask = functools.lru_cache(maxsize=128)(_mask)
+_cached_mask = functools.lru_cache(maxsize=128)(_mask)
 
 
-def weights_of_lags(recurrence: Recurrence, lags: Tensor, dtype: torch.dtype, derivatives: bool = False) -> Tensor:
-    """F(τ) of every head, dilated as it is, at lags τ of shape [K]; 0 where τ ≤ 0.
+def weights_of_lags(rems: Rems, lags: Tensor, dtype: torch.dtype, derivatives: bool = False) -> Tensor:
+    """f(τ) of every head, with its dilation, at lags τ of shape [K]; 0 where τ ≤ 0.
 
     Returns:
-        Shape [1, H, K], or with derivatives [2 or 3, H, K]: F, ∂F/∂decay and, where a head is cyclical, ∂F/∂θ.
+        Shape [1, H, K], or with derivatives [2 or 3, H, K]: f, ∂f/∂decay and, if a head is cyclical, ∂f/∂θ.
     """
-    if max(recurrence.dilation) == 1:
+    if max(rems.dilation) == 1:
         steps, reached = lags, lags > 0
     else:
-        dilation = torch.tensor(recurrence.dilation, device=lags.device)[:, None]
+        dilation = torch.tensor(rems.dilation, device=lags.device)[:, None]
         steps, reached = lags // dilation, (lags > 0) & (lags % dilation == 0)
-    # Where no weight is wanted the power is taken at 0: at a negative lag it would be infinite.
-    real, imaginary = powers_table(recurrence, torch.where(reached, steps, 0), dtype, derivatives)
-    is_sin = kinds_mask(recurrence.kinds, ("sin",), lags.device)
+    # Elsewhere the power is taken at 0 and dropped: at a negative lag it could be infinite.
+    real, imaginary = powers_table(rems, torch.where(reached, steps, 0), dtype, derivatives)
+    is_sin = kinds_mask(rems.kinds, ("sin",), lags.device)
     return torch.where(reached, torch.where(is_sin, imaginary, real), 0)

@@ -1,4 +1,4 @@
-"""`rem_product`: P V for whoever has values and rates. It checks its arguments and brings them to one form."""
+"""`rem_product`: the public function for P V. It checks its arguments and brings them to one form."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rsa_hf.ops.autograd import recur
-from rsa_hf.ops.mask import Documents, Geometry
-from rsa_hf.ops.types import Recurrence
+from rsa_hf.ops.autograd import apply_rems
+from rsa_hf.ops.mask import AttentionMask, PackedSegments
+from rsa_hf.ops.types import Rems
 from rsa_hf.rem import head_tensors
 
 __all__ = ["rem_product"]
@@ -32,10 +32,10 @@ def rem_product(
 ) -> Tensor:
     """P V for every head, the recurrent half of paper eq. 4.
 
-    Time and memory are linear in the length wherever no `visible` is given.
+    Time and memory are linear in the length unless `visible` is given.
 
     Args:
-        value: V, shape [B, Hv, S, D], any floating dtype. Head h reads value head h // groups.
+        value: V, [B, Hv, S, D], any floating dtype. Head h reads value head h // groups.
         kinds: the kind of each of the H heads (`"regular"`, `"cos"`, `"sin"`), or one for all.
         decay: λ (regular) or γ (cyclical) of each head, shape (H,), or one for all.
         theta: θ of each cyclical head in radians, shape (H,), or one for all.
@@ -43,16 +43,16 @@ def rem_product(
         query_length: T; default S.
         query_offset: position of the first query on the key axis; default S − T: the queries come last.
         causal: masked (True) or unmasked (False) REMs.
-        groups: number of heads that share a value head (grouped-query attention).
-        key_mask: shape [B or 1, S], False for keys that contribute nothing (padding).
-        documents: shape [B or 1, S], the number of the document that each key belongs to (packed rows); runs of equal
-            numbers are documents, and no query sees into another one.
-        window: number of positions back that a query sees, itself included; unmasked REMs see as many ahead.
-        visible: shape [B or 1, H or 1, T, S], False where query t does not see key s, for visibility of any other
-            shape. Exact, at the dense cost of O(T·S).
+        groups: number of heads per value head (grouped-query attention; transformers' `num_key_value_groups`).
+        key_mask: [B or 1, S], False for keys that contribute nothing (padding).
+        documents: segment ids of packed rows, [B or 1, S]: a run of equal numbers is a document, and no query sees
+            another document.
+        window: number of positions that a query sees back, itself included, and with unmasked REMs as many ahead.
+        visible: [B or 1, H or 1, T, S], False where query t does not see key s, for any other mask. Exact, but
+            costs O(T·S).
 
     Returns:
-        P V, shape [B, H, T, D]; float64 for float64 values, else float32, in which it is computed.
+        P V, [B, H, T, D], in the dtype of the computation: float64 for float64 values, else float32.
 
     Raises:
         ValueError: an unknown kind, a dilation below 1, lengths or heads that do not fit `value`.
@@ -79,7 +79,7 @@ def rem_product(
     for name, mask in {"key_mask": key_mask, "documents": documents}.items():
         if mask is not None and (mask.dim() != 2 or mask.shape[0] not in (1, B) or mask.shape[1] != S):
             raise ValueError(f"{name} has shape {tuple(mask.shape)}; [{B} or 1, {S}] is needed.")
-    recurrence = Recurrence(kinds, decay.to(value.device), theta.to(value.device), dilation, groups)
-    packed = None if documents is None else Documents(documents.expand(B, -1))
+    rems = Rems(kinds, decay.to(value.device), theta.to(value.device), dilation, groups)
+    packed = None if documents is None else PackedSegments(documents.expand(B, -1))
     key_mask = None if key_mask is None else key_mask.bool()
-    return recur(value, recurrence, Geometry(T, S, offset, causal, key_mask, packed, window, visible))
+    return apply_rems(value, rems, AttentionMask(T, S, offset, causal, key_mask, packed, window, visible))

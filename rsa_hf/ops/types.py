@@ -1,4 +1,4 @@
-"""What the paths that compute P V are given, beside the values and the geometry."""
+"""The types that the paths computing P V share, beside `AttentionMask`; and the dtypes they compute in."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 __all__ = [
     "Gradients",
-    "Mixing",
     "ProductGradients",
-    "Recurrence",
+    "Rems",
+    "SoftmaxBranch",
     "keys_of_heads",
     "to_value_heads",
     "widest_dtype",
@@ -21,7 +21,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, eq=False)
-class Recurrence:
+class Rems:
     """The REMs of H heads.
 
     Attributes:
@@ -29,22 +29,23 @@ class Recurrence:
         decay: λ or γ, shape (H,).
         theta: θ in radians, shape (H,); not read for regular heads.
         dilation: d, of length H.
-        groups: how many heads share a value head; head h reads value head h // groups.
+        heads_per_value: number of heads per value head (transformers' `num_key_value_groups`); head h reads value head
+            h // heads_per_value.
     """
 
     kinds: tuple[str, ...]
     decay: Tensor
     theta: Tensor
     dilation: tuple[int, ...]
-    groups: int
+    heads_per_value: int
 
 
 @dataclass(frozen=True, eq=False)
-class Mixing:
-    """The other half of paper eq. 4, where the product is to be mixed with softmax attention.
+class SoftmaxBranch:
+    """The softmax half of eq. 4 and the gate, to mix P V into.
 
     Attributes:
-        attention: softmax attention's output, [B, T, H', D] with H' ≥ H; the heads from H on are plain.
+        attention: output of softmax attention, [B, T, H', D] with H' ≥ H; the heads from H on are plain.
         gate: g of each head, shape (H,).
     """
 
@@ -53,7 +54,7 @@ class Mixing:
 
 
 class ProductGradients(NamedTuple):
-    """Gradients with respect to what P V is made of, each of the shape of what it belongs to."""
+    """Gradients with respect to V, λ or γ, and θ, each of the shape of its tensor."""
 
     value: Tensor
     decay: Tensor
@@ -61,7 +62,7 @@ class ProductGradients(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The same, and of what P V is mixed with."""
+    """The same, and with respect to attention's output and the gate."""
 
     value: Tensor
     decay: Tensor
@@ -76,22 +77,22 @@ def working_dtype(value: Tensor) -> torch.dtype:
 
 
 def widest_dtype(device: torch.device) -> torch.dtype:
-    """float64, or float32 where the device has no other: for rates, of which float32 holds too few near ±1."""
+    """The dtype of rates: float64, or float32 on devices without it. float32 is too coarse near ±1."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def keys_of_heads(value: Tensor, recurrence: Recurrence) -> Tensor:
-    """V of every head, in the dtype to compute in: [B, H, S, D]."""
-    H = len(recurrence.kinds)
-    keys = value[:, : -(-H // recurrence.groups)]
-    if recurrence.groups > 1:
-        keys = keys.repeat_interleave(recurrence.groups, dim=1)[:, :H]
+def keys_of_heads(value: Tensor, rems: Rems) -> Tensor:
+    """V of every head in the working dtype: [B, H, S, D]."""
+    H = len(rems.kinds)
+    keys = value[:, : -(-H // rems.heads_per_value)]
+    if rems.heads_per_value > 1:
+        keys = keys.repeat_interleave(rems.heads_per_value, dim=1)[:, :H]
     return keys.to(working_dtype(value))
 
 
-def to_value_heads(dkeys: Tensor, value: Tensor, groups: int) -> Tensor:
-    """The gradient of V, [B, Hv, S, D], from that of every head's."""
-    # Summed before it is rounded: in half precision a part of the sum may leave the range that the sum stays in.
+def to_value_heads(dkeys: Tensor, value: Tensor, heads_per_value: int) -> Tensor:
+    """The gradient of V, [B, Hv, S, D], from the gradient of every head's V."""
+    # Summed before rounding: a term may overflow half precision although the sum does not.
     dvalue = torch.zeros_like(value, dtype=dkeys.dtype)
-    shared = torch.arange(dkeys.shape[1], device=value.device) // groups
+    shared = torch.arange(dkeys.shape[1], device=value.device) // heads_per_value
     return dvalue.index_add_(1, shared, dkeys).to(value.dtype)

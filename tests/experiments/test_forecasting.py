@@ -327,7 +327,7 @@ def does_nothing(monkeypatch):
 def zeroed(monkeypatch):
     forward = RSAHeads.forward
     monkeypatch.setattr(
-        RSAHeads, "forward", lambda self, attention, value, geometry: forward(self, attention, 0 * value, geometry)
+        RSAHeads, "forward", lambda self, attention, value, mask: forward(self, attention, 0 * value, mask)
     )
 
 

@@ -1,6 +1,7 @@
 """Models that do not use transformers' attention interface: each against a dense reference, and as a whole model."""
 
 import copy
+import inspect
 import math
 import pickle
 from dataclasses import replace
@@ -9,7 +10,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from peft import LoraConfig, get_peft_model
-from test_generation import PIECES, batch, break_geometry, difference, uncached
+from test_generation import PIECES, batch, break_mask, difference, uncached
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -200,7 +201,7 @@ def test_no_token_sees_the_future(name, monkeypatch):
 
     assert float(change()[:7].max()) == 0
     assert float(change()[8:].max()) > 1e-3
-    break_geometry(monkeypatch, lambda geometry: replace(geometry, causal=False, window=None))
+    break_mask(monkeypatch, lambda mask: replace(mask, causal=False, sliding_window=None))
     assert float(change()[:7].max()) > 1e-3
 
 
@@ -223,7 +224,7 @@ def test_left_padding_changes_nothing(name, monkeypatch):
         return float((model(**accepted(model, inputs))[0][:1, 3:] - alone).abs().max())
 
     assert gap() <= 1e-5
-    break_geometry(monkeypatch, lambda geometry: replace(geometry, key_mask=None))
+    break_mask(monkeypatch, lambda mask: replace(mask, key_mask=None))
     assert gap() > 1e-3
 
 
@@ -247,11 +248,11 @@ def test_cached_chunked_and_uncached_agree(name, pieces, monkeypatch):
 
     assert gap() <= 1e-5
 
-    def forgets_the_offset(geometry):
-        position = None if geometry.position is None else torch.zeros_like(geometry.position)
-        return replace(geometry, query_offset=0, position=position)
+    def forgets_the_offset(mask):
+        position = None if mask.query_position is None else torch.zeros_like(mask.query_position)
+        return replace(mask, query_offset=0, query_position=position)
 
-    break_geometry(monkeypatch, forgets_the_offset)
+    break_mask(monkeypatch, forgets_the_offset)
     assert gap() > 1e-3
 
 
@@ -364,13 +365,16 @@ def test_a_pickle_connects_its_class_where_it_is_not_yet(whole, monkeypatch):
 
 
 @torch.no_grad()
-def test_a_dispatched_model_can_be_patched():
+def test_a_dispatched_model_can_be_patched(monkeypatch):
+    forward = inspect.unwrap(modeling_falcon.FalconAttention.forward)
+    monkeypatch.setattr(modeling_falcon.FalconAttention, "forward", forward)
     model, ids = build_adapted("falcon"), tokens()
-    twin = patch_model(copy.deepcopy(model), PLAN)
+    twin = copy.deepcopy(model)
     for module in model.modules():
         add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
+    assert modeling_falcon.FalconAttention.forward is forward  # a plain model's class is left alone
     patch_model(model, PLAN)
-    assert torch.equal(model(ids)[0], twin(ids)[0])
+    assert torch.equal(model(ids)[0], patch_model(twin, PLAN)(ids)[0])
 
 
 @pytest.mark.parametrize("name", ["bloom", "codegen", "deberta_v2", "falcon", "gptj", "mpt"])
@@ -533,7 +537,7 @@ def test_flash_attention_s_own_classes(name, modeling, kind, monkeypatch):
 @pytest.mark.parametrize("broken", ["renamed", "other parameters"])
 def test_a_moved_method_is_named_and_nothing_is_installed(broken, monkeypatch):
     model, cls = build_adapted("gptj"), modeling_gptj.GPTJAttention
-    original = cls._attn.__wrapped__
+    original = inspect.unwrap(cls._attn)
     if broken == "renamed":
         monkeypatch.delattr(cls, "_attn")
     else:
@@ -545,7 +549,7 @@ def test_a_moved_method_is_named_and_nothing_is_installed(broken, monkeypatch):
     ):
         patch_model(model)
     assert_same_state(model, before)
-    assert not hasattr(vars(cls).get("_attn"), "_rsa_hf_adapter")
+    assert not hasattr(vars(cls).get("_attn"), "_rsa_hf_architecture")
     # A plain model is built all the same.
     build_adapted("gptj")
 

@@ -6,7 +6,7 @@ from transformers import DynamicCache, QuantizedCache
 from transformers.generation.configuration_utils import CompileConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from broken import break_geometry, forgets_the_offset
+from broken import break_mask, forgets_the_offset
 from families import DECODERS, ENCODER_DECODERS, FULL_PLAN, PAD, VOCAB, WINDOWED, build_language_model
 from rsa_hf import RSAConfig, patch_model, rem_matrix, unpatch_model
 from rsa_hf.heads import RSAHeads
@@ -93,7 +93,7 @@ def test_each_way_writes_what_a_loop_without_cache_writes(strategy, family, monk
     inputs = prompt(1 if strategy in SPECULATIVE else 3)
     expected = greedy_loop(model, inputs)
     assert off_by(model, inputs, expected, arguments) <= 2e-5
-    break_geometry(monkeypatch, forgets_the_offset)
+    break_mask(monkeypatch, forgets_the_offset)
     assert off_by(model, inputs, expected, arguments) > 1e-3
 
 
@@ -141,7 +141,7 @@ def test_beam_search(family, cache, monkeypatch):
     assert gap() <= 2e-4
     plain = model.generate(**inputs, **{**arguments, "cache_implementation": None}, use_cache=False)
     assert torch.equal(model.generate(**inputs, **arguments), plain)
-    break_geometry(monkeypatch, forgets_the_offset)
+    break_mask(monkeypatch, forgets_the_offset)
     assert gap() > 1e-3
 
 
@@ -175,11 +175,11 @@ def test_a_quantized_cache(family, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(RSAHeads, "forward", explicit)
         torch.testing.assert_close(logits(), found, rtol=1e-4, atol=1e-4)
-    break_geometry(monkeypatch, forgets_the_offset)
+    break_mask(monkeypatch, forgets_the_offset)
     assert float((logits() - found).abs().max()) > 1e-2
 
 
-def explicit(self, attention, value, geometry):
+def explicit(self, attention, value, mask):
     """RSA through the explicit P of queries that are the last of the keys."""
     rates = self.rates()
     decay, theta = self.per_head(rates)
@@ -212,7 +212,7 @@ def test_a_compiled_static_cache(family, monkeypatch):
     gap, graphs = compiled(model, expected)
     assert gap <= 2e-5
     assert graphs == compiled(plain, greedy_loop(plain, inputs))[1] > 0
-    break_geometry(monkeypatch, forgets_the_offset)
+    break_mask(monkeypatch, forgets_the_offset)
     assert compiled(model, expected)[0] > 1e-3
 
 

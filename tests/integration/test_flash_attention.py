@@ -9,7 +9,7 @@ from transformers import DynamicCache, StaticCache
 
 import flash_stand_in
 import rsa_hf.integration.attention as hooks
-from broken import break_geometry, forgets_the_offset
+from broken import break_mask, forgets_the_offset
 from families import FULL_PLAN, PAD, VOCAB, WINDOWED, build, build_language_model
 from references import relative_error
 from rsa_hf import RSAConfig, patch_model
@@ -56,13 +56,13 @@ def pair(family, flash, reference="sdpa"):
 
 def misread(monkeypatch, **otherwise):
     """Let every RSA layer read its call with other arguments than it was called with."""
-    read = hooks.read_geometry
+    read = hooks.read_attention_mask
 
     def reading(query, key, mask, **keywords):
         mask = otherwise.get("mask", mask)
         return read(query, key, mask, **{**keywords, **{k: v for k, v in otherwise.items() if k != "mask"}})
 
-    monkeypatch.setattr(hooks, "read_geometry", reading)
+    monkeypatch.setattr(hooks, "read_attention_mask", reading)
 
 
 def tokens(flash, rows=3, length=LENGTH):
@@ -137,7 +137,7 @@ def test_packed_documents(family, told_by, flash, monkeypatch):
     assert relative_error(found(ids, **told)[0], alone) < flash.tolerance
     if family in DECODERS:  # the masks of encoders know nothing of positions under sdpa
         assert relative_error(expected(ids, position_ids=positions, use_cache=False)[0], alone) < flash.tolerance
-    misread(monkeypatch, documents=None)
+    misread(monkeypatch, segment_ids=None)
     assert relative_error(found(ids, **told)[0], alone) > FAR / 10
 
 
@@ -201,7 +201,7 @@ def test_generation(family, arguments, flash, monkeypatch):
         return relative_error(scores[finite], others[finite])
 
     assert gap() < flash.tolerance
-    break_geometry(monkeypatch, forgets_the_offset)
+    break_mask(monkeypatch, forgets_the_offset)
     assert gap() > FAR / 10
 
 

@@ -13,7 +13,7 @@ from transformers import (
     StaticCache,
 )
 
-from broken import break_geometry, farthest, forgets_the_offset
+from broken import break_mask, farthest, forgets_the_offset
 from families import ATTENTIONS, DECODERS, FULL_PLAN, MORE_CONFIGS, VOCAB, WINDOWED, build_language_model, widen
 from rsa_hf import RSAConfig, patch_model
 
@@ -72,7 +72,7 @@ def test_cached_chunked_and_uncached_agree(family, attention, cache, pieces, mon
     model = patch_model(build_language_model(family, attention), RSAConfig(**FULL_PLAN))
     inputs = batch()
     assert difference(model, inputs, pieces, CACHES[cache](model)) <= 1e-5
-    break_geometry(monkeypatch, forgets_the_offset)
+    break_mask(monkeypatch, forgets_the_offset)
     assert difference(model, inputs, pieces, CACHES[cache](model)) > 1e-3
 
 
@@ -153,7 +153,7 @@ def test_a_cache_that_is_cropped_reordered_and_repeated(family, monkeypatch):
         return float((torch.cat(found, 1) - uncached(model, picked)[:, 9:]).abs().max())
 
     assert gap() <= 1e-5
-    break_geometry(monkeypatch, forgets_the_offset)
+    break_mask(monkeypatch, forgets_the_offset)
     assert gap() > 1e-3
 
 
@@ -171,7 +171,7 @@ def test_left_padding_changes_nothing(family, attention, monkeypatch):
 
     assert gap() <= 1e-5
 
-    break_geometry(monkeypatch, lambda geometry: replace(geometry, key_mask=None))
+    break_mask(monkeypatch, lambda mask: replace(mask, key_mask=None))
     assert gap() > 1e-3
 
 
@@ -193,7 +193,7 @@ def test_no_token_sees_the_future(family, attention, monkeypatch):
     assert float(change()[:8].max()) == 0
     assert float(change()[9:].max()) > 1e-3
 
-    break_geometry(monkeypatch, lambda geometry: replace(geometry, causal=False))
+    break_mask(monkeypatch, lambda mask: replace(mask, causal=False))
     assert float(change()[:8].max()) > 1e-3
 
 

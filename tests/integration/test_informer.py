@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import InformerConfig, InformerForPrediction
 
-from broken import break_geometry
+from broken import break_mask
 from references import relative_error
 from rsa_hf import RSAConfig, patch_model, rem_matrix, unpatch_model
-from rsa_hf.integration.architectures import adapter_of
+from rsa_hf.integration.architectures import architecture_of
 
 CONTEXT, HORIZON, HEADS = 11, 7, 4
 PLAN = RSAConfig(num_cyclical_pairs=1, num_dilated_cyclical_pairs=1, dilation=3, gate_init=0.3)
@@ -104,7 +104,7 @@ def test_every_layer_is_equation_4(kind):
 
 @pytest.mark.parametrize("kind", ["prob", "full"])
 def test_recurrence_of_the_other_direction_is_noticed(kind, monkeypatch):
-    break_geometry(monkeypatch, lambda geometry: replace(geometry, causal=not geometry.causal))
+    break_mask(monkeypatch, lambda mask: replace(mask, causal=not mask.causal))
     assert largest_difference(kind)[0] > 0.05
 
 
@@ -143,4 +143,4 @@ def test_a_decoder_with_a_cache_is_the_same_as_without():
     with torch.no_grad():
         cached = model.model(**series(), use_cache=True).last_hidden_state
     torch.testing.assert_close(cached, states(model))
-    assert adapter_of(model.model.decoder.layers[0].self_attn) is not None
+    assert architecture_of(model.model.decoder.layers[0].self_attn) is not None

@@ -1,4 +1,4 @@
-"""Masks of every convention, read into geometries and checked against who really sees whom."""
+"""Masks of every convention, read into an AttentionMask, and checked against who really sees whom."""
 
 import warnings
 
@@ -9,27 +9,26 @@ from hypothesis import strategies as st
 
 from broken import farthest
 from references import double_loop, relative_error
-from rsa_hf.integration.masks import flash_documents, read_geometry
-from rsa_hf.ops.autograd import recur
-from rsa_hf.ops.export import traced_forward
-from rsa_hf.ops.mask import Geometry
-from rsa_hf.ops.types import Recurrence
+from rsa_hf.integration.masks import flash_segment_ids, read_attention_mask
+from rsa_hf.ops.autograd import apply_rems, traced_forward
+from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.types import Rems
 
 MIN = torch.finfo(torch.float32).min
 
 
 def call(T, S, mask, causal=True, aligned_top_left=True, **keywords):
     query, key = torch.empty(2, 3, T, 4), torch.empty(2, 3, S, 4)
-    return read_geometry(query, key, mask, causal=causal, aligned_top_left=aligned_top_left, **keywords)
+    return read_attention_mask(query, key, mask, causal=causal, aligned_top_left=aligned_top_left, **keywords)
 
 
 def heads(value):
     rates = torch.tensor([0.9, 0.8, 0.95], dtype=value.dtype), torch.full((3,), 0.7, dtype=value.dtype)
-    return Recurrence(("regular", "cos", "sin"), *rates, (1, 2, 3), 1)
+    return Rems(("regular", "cos", "sin"), *rates, (1, 2, 3), 1)
 
 
-def product(geometry: Geometry, value):
-    return recur(value, heads(value), geometry)
+def product(attention_mask: AttentionMask, value):
+    return apply_rems(value, heads(value), attention_mask)
 
 
 def expected_product(value, T, offset, causal, visible):
@@ -55,17 +54,17 @@ def test_causal_masks_with_padding_caches_and_empty_slots(T, before, behind, lef
     key_mask = torch.arange(S)[None, :] >= torch.tensor([min(n, before + T - 1) for n in left])[:, None]
     visible = causal_visible(T, S, before, key_mask)
     mask = torch.where(visible, 0.0, MIN) if additive else visible
-    geometry = call(T, S, mask)
+    attention_mask = call(T, S, mask)
     if T == 1:
-        assert geometry.position == before
+        assert attention_mask.query_position == before
     else:
-        assert geometry.visible is None, "a causal mask with padding has a linear path"
+        assert attention_mask.visible is None, "a causal mask with padding has a linear path"
     if 1 < T != S:
-        assert geometry.query_offset == before
+        assert attention_mask.query_offset == before
     value = torch.randn(2, 3, S, 2, dtype=torch.float64)
     wanted = expected_product(value, T, before, True, visible)
     real = visible.any(-1)[:, 0]  # rows that are padding see nothing; what they give is not used
-    found = product(geometry, value)
+    found = product(attention_mask, value)
     assert relative_error(found.transpose(1, 2)[real], wanted.transpose(1, 2)[real]) < 1e-6
 
 
@@ -75,16 +74,16 @@ def test_right_padding(additive):
     for causal in (True, False):
         visible = causal_visible(7, 7, 0, key_mask) if causal else key_mask[:, None, None, :].expand(-1, 1, 7, -1)
         mask = torch.where(visible, 0.0, MIN) if additive else visible
-        geometry = call(7, 7, mask, causal=causal)
-        assert geometry.visible is None
+        attention_mask = call(7, 7, mask, causal=causal)
+        assert attention_mask.visible is None
         value = torch.randn(2, 3, 7, 2, dtype=torch.float64)
-        assert relative_error(product(geometry, value), expected_product(value, 7, 0, causal, visible)) < 1e-6
+        assert relative_error(product(attention_mask, value), expected_product(value, 7, 0, causal, visible)) < 1e-6
 
 
 def test_a_mask_row_for_all_queries():
     key_mask = torch.tensor([[True, True, False, True]])
-    geometry = call(4, 4, key_mask[:, None, None, :], causal=False)
-    assert torch.equal(geometry.key_mask, key_mask)
+    attention_mask = call(4, 4, key_mask[:, None, None, :], causal=False)
+    assert torch.equal(attention_mask.key_mask, key_mask)
 
 
 @pytest.mark.parametrize("kind", ["prefix", "hole", "per head"])
@@ -100,14 +99,14 @@ def test_other_visibility_is_exact_and_says_that_it_is_dense(kind):
         visible = visible.repeat(1, 3, 1, 1)
         visible[:, 1, 5, 2] = False
     with pytest.warns(UserWarning, match="quadratic"):
-        geometry = call(T, T, visible)
+        attention_mask = call(T, T, visible)
     value = torch.randn(2, 3, T, 2, dtype=torch.float64)
     if kind == "per head":
         rows = [expected_product(value, T, 0, True, visible[:, h : h + 1])[:, h] for h in range(3)]
         expected = torch.stack(rows, 1)
     else:
         expected = expected_product(value, T, 0, True, visible)
-    assert relative_error(product(geometry, value), expected) < 1e-6
+    assert relative_error(product(attention_mask, value), expected) < 1e-6
 
 
 # A causal model's image tokens see all of their image, a prefix all of itself. By character: one of ".", or a block.
@@ -145,7 +144,7 @@ def read_and_traced(value, mask, T):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="RSA met")
         read = product(call(T, S, mask), value)
-    return read, traced_forward(value, heads(value), Geometry(T, S, 0, True, mask=mask), None)
+    return read, traced_forward(value, heads(value), AttentionMask(T, S, 0, True, unread_mask=mask), None)
 
 
 def errors(value, mask, T, before, visible):
@@ -212,8 +211,7 @@ def test_the_farthest_that_any_query_sees_is_not_its_place(text, monkeypatch):
     visible = visible_with_blocks(text, 3, 7, (2, 0), (0, 2))
     value = torch.randn(2, 3, 20, 2, dtype=torch.float64)
     assert max(errors(value, visible, 10, 3, visible)) < 1e-6
-    for module in ("rsa_hf.ops.mask", "rsa_hf.ops.export"):
-        monkeypatch.setattr(f"{module}.query_position", farthest)
+    monkeypatch.setattr("rsa_hf.ops.mask.query_position", farthest)
     assert min(errors(value, visible.clone(), 10, 3, visible)) > 1e-2
 
 
@@ -241,10 +239,10 @@ def test_packed_documents_and_windows(lengths, before, window, causal, additive)
     mask = torch.where(visible, 0.0, MIN) if additive else visible
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="RSA met")  # all of this has a linear path
-        geometry = call(T, S, mask, causal=causal)
+        attention_mask = call(T, S, mask, causal=causal)
     value = torch.randn(2, 3, S, 2, dtype=torch.float64)
     poisoned = torch.where(seen.any(1)[:, None, :, None], value, torch.nan)
-    found, wanted = product(geometry, poisoned), expected_product(value, T, offset, causal, visible)
+    found, wanted = product(attention_mask, poisoned), expected_product(value, T, offset, causal, visible)
     rows = seen.any(-1)  # queries that see nothing are padding; what they give is not used
     assert relative_error(found.transpose(1, 2)[rows], wanted.transpose(1, 2)[rows]) < 1e-6
 
@@ -255,11 +253,11 @@ def test_one_mask_of_packed_documents_serves_all_rows(window, causal):
     number, lags = torch.arange(40) // 9, torch.arange(40)[:, None] - torch.arange(40)
     seen = (number[:, None] == number) & (lags.abs() < (window or 40)) & ((lags >= 0) | (not causal))
     visible = seen[None, None]
-    geometry = call(40, 40, visible, causal=causal)
-    assert geometry.visible is None  # a linear path
+    attention_mask = call(40, 40, visible, causal=causal)
+    assert attention_mask.visible is None  # a linear path
     value = torch.randn(2, 3, 40, 2, dtype=torch.float64)
     wanted = expected_product(value, 40, 0, causal, visible)
-    assert relative_error(product(geometry, value), wanted) < 1e-6
+    assert relative_error(product(attention_mask, value), wanted) < 1e-6
 
 
 def test_missing_mask():
@@ -273,29 +271,29 @@ def test_missing_mask():
 
 def test_two_dimensional_masks_and_windows_of_flash_attention():
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
-    geometry = call(4, 4, mask, aligned_top_left=False)
-    assert torch.equal(geometry.key_mask, mask.bool())
-    geometry = call(4, 6, None, aligned_top_left=False, sliding_window=3)
+    attention_mask = call(4, 4, mask, aligned_top_left=False)
+    assert torch.equal(attention_mask.key_mask, mask.bool())
+    attention_mask = call(4, 6, None, aligned_top_left=False, sliding_window=3)
     t, s = 2 + torch.arange(4)[:, None], torch.arange(6)[None, :]
     value = torch.randn(2, 3, 6, 2, dtype=torch.float64)
     visible = ((s <= t) & (t - s < 3))[None, None].expand(2, -1, -1, -1)
-    assert relative_error(product(geometry, value), expected_product(value, 4, 2, True, visible)) < 1e-6
+    assert relative_error(product(attention_mask, value), expected_product(value, 4, 2, True, visible)) < 1e-6
 
 
 def test_a_mask_that_ends_before_the_static_cache_does():
     # Three queries at the end of five tokens, the first of which is padding in one row; two slots are empty.
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
-    geometry = call(3, 7, mask, aligned_top_left=False)
+    attention_mask = call(3, 7, mask, aligned_top_left=False)
     visible = causal_visible(3, 7, 2, torch.nn.functional.pad(mask, (0, 2)).bool())
     value = torch.randn(2, 3, 7, 2, dtype=torch.float64)
-    assert relative_error(product(geometry, value), expected_product(value, 3, 2, True, visible)) < 1e-6
+    assert relative_error(product(attention_mask, value), expected_product(value, 3, 2, True, visible)) < 1e-6
 
 
 def test_position_bias_in_the_mask_is_not_taken_for_hiding():
     bias = torch.randn(1, 3, 5, 5) * 50
     mask = torch.where(torch.ones(5, 5).tril().bool(), bias, MIN)
-    geometry = call(5, 5, mask)
-    assert (geometry.visible, geometry.key_mask) == (None, None)
+    attention_mask = call(5, 5, mask)
+    assert (attention_mask.visible, attention_mask.key_mask) == (None, None)
     assert call(5, 5, torch.where(torch.ones(5, 5).tril().bool(), 0.0, -10_000.0)[None, None]).visible is None
 
 
@@ -376,35 +374,37 @@ def test_documents_of_flash_attention(told_by, causal):
         "position_ids": {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]},
     }[told_by]
     query, value = torch.empty(1, 3, 9, 4), torch.randn(1, 3, 9, 2, dtype=torch.float64)
-    documents = flash_documents(query, value, keywords)
-    geometry = read_geometry(query, value, None, causal=causal, aligned_top_left=False, documents=documents)
+    documents = flash_segment_ids(query, value, keywords)
+    attention_mask = read_attention_mask(
+        query, value, None, causal=causal, aligned_top_left=False, segment_ids=documents
+    )
     visible = number[:, None] == number[None, :]
     visible = (visible & torch.ones(9, 9).tril().bool() if causal else visible)[None, None]
-    assert relative_error(product(geometry, value), expected_product(value, 9, 0, causal, visible)) < 1e-6
+    assert relative_error(product(attention_mask, value), expected_product(value, 9, 0, causal, visible)) < 1e-6
 
 
 def test_one_document_under_flash_attention():
     query = torch.empty(1, 3, 9, 4)
-    assert flash_documents(query, query, {"position_ids": torch.arange(9)[None]}) is None
-    assert flash_documents(query, query, {"position_ids": torch.arange(9)[None] + 5}) is None
+    assert flash_segment_ids(query, query, {"position_ids": torch.arange(9)[None]}) is None
+    assert flash_segment_ids(query, query, {"position_ids": torch.arange(9)[None] + 5}) is None
     begins_anew = torch.cat([torch.arange(2, 6), torch.arange(2, 7)])[None]  # RoBERTa's positions begin at 2
-    assert flash_documents(query, query, {"position_ids": begins_anew}).tolist() == [[1] * 4 + [2] * 5]
-    assert flash_documents(query[:, :, :1], query, {"position_ids": torch.tensor([[0]])}) is None
-    assert flash_documents(query, query, {}) is None
+    assert flash_segment_ids(query, query, {"position_ids": begins_anew}).tolist() == [[1] * 4 + [2] * 5]
+    assert flash_segment_ids(query[:, :, :1], query, {"position_ids": torch.tensor([[0]])}) is None
+    assert flash_segment_ids(query, query, {}) is None
     with pytest.raises(NotImplementedError, match="2 queries and 9 keys.*sdpa"):
-        flash_documents(query[:, :, :2], query, {"cu_seq_lens_q": torch.tensor([0, 2])})
+        flash_segment_ids(query[:, :, :2], query, {"cu_seq_lens_q": torch.tensor([0, 2])})
 
 
 def test_positions_of_packed_documents_are_read_once(monkeypatch):
     import rsa_hf.integration.masks as module
 
-    read, calls = module._documents_of_positions, []
-    monkeypatch.setattr(module, "_documents_of_positions", lambda positions: calls.append(1) or read(positions))
+    read, calls = module._segment_ids_of_positions, []
+    monkeypatch.setattr(module, "_segment_ids_of_positions", lambda positions: calls.append(1) or read(positions))
     query, positions = torch.empty(1, 2, 5, 3), torch.tensor([[0, 1, 0, 1, 2]])
-    first = flash_documents(query, query, {"position_ids": positions})
+    first = flash_segment_ids(query, query, {"position_ids": positions})
     assert first.tolist() == [[1, 1, 2, 2, 2]]
-    assert flash_documents(query, query, {"position_ids": positions}) is first
+    assert flash_segment_ids(query, query, {"position_ids": positions}) is first
     assert len(calls) == 1
     positions[0, 2:] += 2  # written to in place: one document now
-    assert flash_documents(query, query, {"position_ids": positions}) is None
+    assert flash_segment_ids(query, query, {"position_ids": positions}) is None
     assert len(calls) == 2

@@ -10,10 +10,10 @@ from test_masks import visible_with_blocks
 from families import FULL_PLAN, VOCAB, build
 from references import double_loop, relative_error
 from rsa_hf import RSAConfig, patch_model, rem_product
-from rsa_hf.integration.masks import read_geometry
-from rsa_hf.ops.export import traced_forward
-from rsa_hf.ops.mask import Geometry
-from rsa_hf.ops.types import Recurrence
+from rsa_hf.integration.masks import read_attention_mask
+from rsa_hf.ops.autograd import traced_forward
+from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.types import Rems
 
 KINDS = ("regular", "cos", "sin", "regular", "cos", "sin")
 DECAY = torch.tensor([-0.9, 0.95, 0.8, 0.7, 0.99, 0.6])
@@ -21,7 +21,7 @@ DILATION = (1, 1, 1, 2, 3, 5)
 
 
 def heads(groups=1):
-    return Recurrence(KINDS, DECAY, torch.full((6,), 0.7), DILATION, groups)
+    return Rems(KINDS, DECAY, torch.full((6,), 0.7), DILATION, groups)
 
 
 def causal(T, S, offset):
@@ -52,10 +52,10 @@ MASKS = {
 def test_the_plain_operators_agree_with_the_scan(mask, groups):
     mask, length, S, is_causal = mask
     value, query = torch.randn(2, 6 // groups, S, 4), torch.empty(2, 6, length, 4)
-    read = read_geometry(query, value, mask, causal=is_causal, aligned_top_left=False)
-    unread = read if mask is None else Geometry(length, S, 0, is_causal, mask=mask)
-    known = {"query_offset": read.query_offset, "key_mask": read.key_mask, "window": read.window}
-    documents = None if read.documents is None else read.documents.numbers
+    read = read_attention_mask(query, value, mask, causal=is_causal, aligned_top_left=False)
+    unread = read if mask is None else AttentionMask(length, S, 0, is_causal, unread_mask=mask)
+    known = {"query_offset": read.query_offset, "key_mask": read.key_mask, "window": read.sliding_window}
+    documents = None if read.segments is None else read.segments.ids
     expected = rem_product(
         value,
         KINDS,
@@ -130,7 +130,9 @@ def test_exported_masks_of_images_prefixes_and_static_caches(tmp_path):
 
     class Product(torch.nn.Module):
         def forward(self, value, mask):
-            return traced_forward(value, heads(), Geometry(mask.shape[2], value.shape[2], 0, True, mask=mask), None)
+            return traced_forward(
+                value, heads(), AttentionMask(mask.shape[2], value.shape[2], 0, True, unread_mask=mask), None
+            )
 
     batch, length, keys = (torch.export.Dim(name, max=99) for name in ("batch", "length", "keys"))
     torch.onnx.export(

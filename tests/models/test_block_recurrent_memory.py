@@ -4,7 +4,7 @@ import pytest
 import torch
 from brt import VOCAB, WINDOW, build, config, in_segments, text
 
-from broken import break_geometry, forgets_the_offset
+from broken import break_mask, forgets_the_offset
 from families import ATTENTIONS
 from rsa_hf import patch_model
 from rsa_hf.heads import RSAHeads
@@ -24,7 +24,7 @@ def test_segments_equal_one_long_text(rsa, attention, lengths, monkeypatch):
     whole = model(tokens).logits
     assert float((in_segments(model, tokens, lengths) - whole).abs().max()) <= 1e-5
     if rsa is not None:
-        break_geometry(monkeypatch, forgets_the_offset)
+        break_mask(monkeypatch, forgets_the_offset)
         assert float((in_segments(model, tokens, lengths) - whole).abs().max()) > 1e-3
 
 
@@ -51,9 +51,9 @@ def test_the_recurrence_reaches_into_the_cache(attention, monkeypatch):
     shapes = []
     forward = RSAHeads.forward
 
-    def recording(self, attention, value, geometry):
-        shapes.append((geometry.query_length, geometry.key_length, value.shape[2]))
-        return forward(self, attention, value, geometry)
+    def recording(self, attention, value, mask):
+        shapes.append((mask.query_length, mask.key_length, value.shape[2]))
+        return forward(self, attention, value, mask)
 
     monkeypatch.setattr(RSAHeads, "forward", recording)
     model, tokens = build(attention, {}), text()

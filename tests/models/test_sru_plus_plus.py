@@ -13,7 +13,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from broken import break_geometry, forgets_the_offset
+from broken import break_mask, forgets_the_offset
 from families import ATTENTIONS, FULL_PLAN
 from references import double_loop, relative_error
 from rsa_hf import RSAConfig, patch_model, unpatch_model
@@ -223,7 +223,7 @@ def test_segments_with_their_state_are_one_text(rsa, attention, lengths, monkeyp
     assert gap(model, tokens, lengths) > 1e-3
     model.config.mem_len = 24
     if rsa is not None:
-        break_geometry(monkeypatch, forgets_the_offset)
+        break_mask(monkeypatch, forgets_the_offset)
         assert gap(model, tokens, lengths) > 1e-3
 
 

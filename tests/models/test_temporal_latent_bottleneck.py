@@ -61,7 +61,7 @@ def states_without_numbers(monkeypatch):
 
 
 def recurrence_is_off(monkeypatch):
-    monkeypatch.setattr(RSAHeads, "forward", lambda self, attention, value, geometry: attention)
+    monkeypatch.setattr(RSAHeads, "forward", lambda self, attention, value, mask: attention)
 
 
 @pytest.mark.parametrize("broken", [never_updated, sees_all_of_the_chunk, states_without_numbers, recurrence_is_off])

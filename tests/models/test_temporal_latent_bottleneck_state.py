@@ -4,7 +4,7 @@ import pytest
 import torch
 from tlb import VOCAB, K, build, in_segments, text
 
-from broken import break_geometry, forgets_the_offset
+from broken import break_mask, forgets_the_offset
 from families import ATTENTIONS
 from rsa_hf.models.temporal_latent_bottleneck import TemporalLatentBottleneckForCausalLM, layers, modeling
 
@@ -56,7 +56,7 @@ def forgets_outputs(monkeypatch):
 
 
 def counts_lags_from_the_segment(monkeypatch):
-    break_geometry(monkeypatch, forgets_the_offset)
+    break_mask(monkeypatch, forgets_the_offset)
 
 
 @pytest.mark.parametrize(

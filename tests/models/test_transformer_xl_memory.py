@@ -38,9 +38,9 @@ def test_segments_equal_one_long_text(rsa, attention, enough, lengths, monkeypat
     if rsa is not None:
         forward = RSAHeads.forward
 
-        def forgets_the_offset(self, attention, value, geometry):
-            position = None if geometry.position is None else torch.zeros_like(geometry.position)
-            return forward(self, attention, value, replace(geometry, query_offset=0, position=position))
+        def forgets_the_offset(self, attention, value, mask):
+            position = None if mask.query_position is None else torch.zeros_like(mask.query_position)
+            return forward(self, attention, value, replace(mask, query_offset=0, query_position=position))
 
         monkeypatch.setattr(RSAHeads, "forward", forgets_the_offset)
         assert gap(model, tokens, lengths) > 1e-3

@@ -1,11 +1,12 @@
-"""What the tests of P V share: inputs that cover the kinds of heads, the reference, comparing values and gradients."""
+"""What the tests of P V share: inputs that cover the kinds of heads, and comparing values and gradients."""
 
 import math
 
 import torch
 
 from references import relative_error
-from rsa_hf.rem import rem_matrix
+from rsa_hf import rem_product
+from rsa_hf.ops.reference import dense_rem_product
 
 KINDS = ("regular", "cos", "sin", "regular", "cos", "sin")
 DILATION = (1, 1, 1, 2, 3, 5)
@@ -20,20 +21,6 @@ def draw(T, S=None, dtype=torch.float64, B=2, D=3):
     return [x.requires_grad_() for x in (value, decay, theta)]
 
 
-def dense_product(value, kinds, decay, theta, dilation, T, offset, causal, visible=None):
-    """(P ∘ visible) V of `rem_matrix`, differentiated by autograd; visible is [B or 1, H or 1, T, S]."""
-    S = value.shape[2]
-    P = rem_matrix(kinds, decay, theta, dilation, query_length=T, key_length=S, query_offset=offset, causal=causal).to(
-        value.dtype
-    )
-    if visible is None:
-        return P @ value
-    P = torch.where(visible, P, torch.zeros((), dtype=P.dtype))
-    # A hidden key may hold anything; 0 · NaN would be NaN, so keys that no query sees are cleared.
-    seen = visible.any(dim=-2)[..., None]
-    return P @ torch.where(seen, value, torch.zeros((), dtype=P.dtype))
-
-
 def values_and_gradients(function, tensors):
     # A reference without a single lag has no graph: tie its gradients, all zero, to the inputs.
     output = function(*tensors) + 0 * sum(tensor.sum() for tensor in tensors)
@@ -45,3 +32,12 @@ def values_and_gradients(function, tensors):
 def assert_close(found, expected, tolerance=1e-10):
     for name, a, b in zip(("P V", "dV", "d decay", "d theta"), found, expected, strict=True):
         assert relative_error(a, b) <= tolerance, name
+
+
+def assert_agrees(tensors, reference=dense_rem_product, kinds=KINDS, dilation=DILATION, **masks):
+    """Compare `rem_product` with a reference that takes the same arguments: values and gradients."""
+    found, expected = (
+        values_and_gradients(lambda v, r, a, product=product: product(v, kinds, r, a, dilation, **masks), tensors)
+        for product in (rem_product, reference)
+    )
+    assert_close(found, expected)

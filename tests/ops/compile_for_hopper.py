@@ -24,8 +24,8 @@ from rsa_hf.ops.triton.tuning import Tuning, candidates
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 FLOATS = ("value", "attention", "output", "grad", "dvalue", "dattention", "x")
-INTEGERS = {"columns": "*i32", "heads": "*i32", "starts": "*i32", "documents": "*i64", "key_mask": "*u8"}
-BARE = {"CAUSAL": True, "MIXED": True, "MASKED": False, "PACKED": False, "SEGMENTS": 1}
+INTEGERS = {"columns": "*i32", "heads": "*i32", "starts": "*i32", "segment_ids": "*i64", "key_mask": "*u8"}
+BARE = {"CAUSAL": True, "MIXED": True, "MASKED": False, "PACKED": False, "SPLITS": 1}
 
 
 def variants():
@@ -35,17 +35,17 @@ def variants():
             for number, tuning in enumerate(candidates(kernel, 64, 8 * dtype.itemsize)):
                 name = f"{kernel}_{TYPES[dtype]}_{number}"
                 yield name, kernel, dtype, tuning, 64, BARE
-    for kernel in ("forward", "backward", "segments"):
+    for kernel in ("forward", "backward", "splits"):
         tuning = candidates(kernel, 64, 16)[0]
         flags = {"bidirectional": {"CAUSAL": False}, "masked": {"MASKED": True}, "alone": {"MIXED": False}}
-        flags |= {"packed": {"PACKED": True}, "segmented": {"SEGMENTS": 8}}
-        flags |= {"everything": {"CAUSAL": False, "MASKED": True, "PACKED": True, "SEGMENTS": 8}}
+        flags |= {"packed": {"PACKED": True}, "segmented": {"SPLITS": 8}}
+        flags |= {"everything": {"CAUSAL": False, "MASKED": True, "PACKED": True, "SPLITS": 8}}
         for name, changed in flags.items():
             yield f"{kernel}_{name}", kernel, torch.bfloat16, tuning, 64, BARE | changed
     for head_size, block in ((80, 32), (256, 64), (16, 16), (20, 32)):
         yield f"forward_head_{head_size}", "forward", torch.bfloat16, Tuning(64, block, 4, 2), head_size, BARE
         yield f"backward_head_{head_size}", "backward", torch.bfloat16, Tuning(64, block, 4, 2), head_size, BARE
-    yield "powers", "powers", torch.float32, Tuning(64, 64, 1, 1), 64, {"SEGMENTS": 1}
+    yield "powers", "powers", torch.float32, Tuning(64, 64, 1, 1), 64, {"SPLITS": 1}
     yield "rates", "rates", torch.float32, Tuning(64, 256, 1, 1), 64, {"MIXED": True}
 
 
@@ -56,7 +56,7 @@ def compiled(kernel, dtype, tuning, head_size, flags):
         "BLOCK": tuning.block,
         "BLOCKS": -(-head_size // tuning.block),
         "CHUNK": tuning.chunk,
-        "POWERS": triton.next_power_of_2(tuning.chunk + 1 + flags.get("SEGMENTS", 1)),
+        "POWERS": triton.next_power_of_2(tuning.chunk + 1 + flags.get("SPLITS", 1)),
         "STAGES": tuning.stages,
         "SPLIT": dtype.itemsize == 2,
         "SLOPES": True,
@@ -90,7 +90,7 @@ SCALARS = (
     "length",
     "offset",
     "queries",
-    "groups",
+    "heads_per_value",
     "slots",
     "shift",
     "count",

@@ -5,17 +5,20 @@ import math
 import pytest
 import torch
 
-from ops.agreement import dense_product
 from references import relative_error
-from rsa_hf.ops.autograd import recur
-from rsa_hf.ops.mask import Documents, Geometry
-from rsa_hf.ops.types import Mixing, Recurrence
+from rsa_hf.ops.autograd import apply_rems
+from rsa_hf.ops.mask import AttentionMask, PackedSegments
+from rsa_hf.ops.reference import dense_rem_product
+from rsa_hf.ops.types import Rems, SoftmaxBranch
 
 pytest.importorskip("triton", reason="needs Triton, which exists for Linux: pip install 'rsa_hf[gpu]'")
+
+from triton_interpreter import repair_interpreter
 
 from rsa_hf.ops.triton import launch
 from rsa_hf.ops.triton.tuning import Tuning, block_of
 
+repair_interpreter()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = ("regular", "cos", "sin")
 DILATION = (1, 2, 1)
@@ -54,46 +57,35 @@ def agreement(
     value, attention = tensors[0], tensors[3]
     T, S = attention.shape[1], value.shape[2]
     offset = S - T if offset is None else offset
-    packed = None if documents is None else Documents(documents.to(DEVICE))
-    mask = None if key_mask is None else key_mask.to(DEVICE)
-    geometry = Geometry(T, S, offset, causal, mask, packed)
+    masks = {"key_mask": key_mask, "documents": documents}
+    on_device = {name: None if mask is None else mask.to(DEVICE) for name, mask in masks.items()}
+    segments = None if documents is None else PackedSegments(on_device["documents"])
+    attention_mask = AttentionMask(T, S, offset, causal, on_device["key_mask"], segments)
     weights = torch.randn(attention.shape).to(attention.dtype).to(DEVICE)
-    found = differentiate(lambda *t: recur_mixed(t, kinds, dilation, groups, geometry), tensors, weights)
+    found = differentiate(lambda *t: mixed_product(t, kinds, dilation, groups, attention_mask), tensors, weights)
 
-    exact = [tensor.detach().double().cpu().requires_grad_() for tensor in tensors]
-    seen = visible(T, S, offset, causal, len(value), key_mask, documents)
-
-    def dense(value, decay, theta, attention, gate):
-        keys = value.repeat_interleave(groups, 1)[:, : len(kinds)]
-        product = dense_product(keys, kinds, decay, theta, dilation, T, offset, causal, seen).transpose(1, 2)
+    def equation_4(value, decay, theta, attention, gate):
+        where = {"query_length": T, "query_offset": offset, "causal": causal, "groups": groups}
+        product = dense_rem_product(value, kinds, decay, theta, dilation, **where, **masks).transpose(1, 2)
         H, weight = len(kinds), gate[:, None]
         mixed = (1 - weight) * attention[:, :, :H] + weight * product
         return torch.cat([mixed, attention[:, :, H:]], 2)
 
-    expected = differentiate(dense, exact, weights.double().cpu())
+    exact = [tensor.detach().double().cpu().requires_grad_() for tensor in tensors]
+    expected = differentiate(equation_4, exact, weights.double().cpu())
     return {name: relative_error(a.cpu(), b) for name, a, b in zip(NAMES, found, expected, strict=True)}
 
 
-def recur_mixed(tensors, kinds, dilation, groups, geometry):
+def mixed_product(tensors, kinds, dilation, groups, attention_mask):
     value, decay, theta, attention, gate = tensors
-    return recur(value, Recurrence(kinds, decay, theta, dilation, groups), geometry, Mixing(attention, gate))
+    return apply_rems(
+        value, Rems(kinds, decay, theta, dilation, groups), attention_mask, SoftmaxBranch(attention, gate)
+    )
 
 
 def differentiate(function, tensors, weights):
     output = function(*tensors)
     return [output, *torch.autograd.grad(output, tensors, weights, allow_unused=True, materialize_grads=True)]
-
-
-def visible(T, S, offset, causal, B, key_mask, documents):
-    seen = torch.ones(B, T, S, dtype=torch.bool)
-    if causal:
-        seen = seen.tril(offset)
-    if documents is not None:
-        run = torch.nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0)).cumsum(1)
-        seen &= run[:, offset : offset + T, None] == run[:, None]
-    if key_mask is not None:
-        seen &= key_mask[:, None]
-    return seen[:, None]
 
 
 def assert_agrees(errors, dtype=torch.float32):

@@ -11,7 +11,7 @@ import torch
 
 from rsa_hf import rem_product
 from rsa_hf.ops import autograd, backend
-from rsa_hf.ops.types import Mixing, Recurrence
+from rsa_hf.ops.types import Rems, SoftmaxBranch
 
 HEADS = ("regular", "cos")
 
@@ -20,17 +20,15 @@ HEADS = ("regular", "cos")
 def forgotten(monkeypatch):
     """No choice by hand, and nothing remembered or said yet."""
     monkeypatch.delenv("RSA_HF_BACKEND", raising=False)
-    for remembered in (backend._obstacle_of_device, backend._say_once):
+    for remembered in (backend._obstacle_of_device, backend._warn_once):
         remembered.cache_clear()
     yield
-    for remembered in (backend._obstacle_of_device, backend._say_once):
+    for remembered in (backend._obstacle_of_device, backend._warn_once):
         remembered.cache_clear()
 
 
 def problem(dtype=torch.float32):
-    return torch.randn(1, 2, 20, 16, dtype=dtype), Recurrence(
-        HEADS, torch.tensor([0.9, 0.8]), torch.ones(2), (1, 1), 1
-    )
+    return torch.randn(1, 2, 20, 16, dtype=dtype), Rems(HEADS, torch.tensor([0.9, 0.8]), torch.ones(2), (1, 1), 1)
 
 
 def without_gpu(*arguments):
@@ -100,18 +98,18 @@ def test_triton_by_hand_without_a_gpu(monkeypatch):
     ("change", "message"),
     [
         (lambda v, m: (v.double(), m), "value is float64, and its kernels take float32, bfloat16, float16"),
-        (lambda v, m: (v, Mixing(m.attention.double(), m.gate)), "attention is float64"),
-        (lambda v, m: (v, Mixing(m.attention.to("meta"), m.gate)), "value is on cpu and attention on meta"),
-        (lambda v, m: (v, Mixing(m.attention, m.gate.to("meta"))), "value is on cpu and gate on meta"),
+        (lambda v, m: (v, SoftmaxBranch(m.attention.double(), m.gate)), "attention is float64"),
+        (lambda v, m: (v, SoftmaxBranch(m.attention.to("meta"), m.gate)), "value is on cpu and attention on meta"),
+        (lambda v, m: (v, SoftmaxBranch(m.attention, m.gate.to("meta"))), "value is on cpu and gate on meta"),
     ],
 )
 def test_triton_by_hand_with_tensors_it_does_not_take(monkeypatch, change, message):
     pytest.importorskip("triton", reason="needs Triton, which exists for Linux: pip install 'rsa_hf[gpu]'")
     monkeypatch.setenv("RSA_HF_BACKEND", "triton")
-    value, recurrence = problem()
-    value, mixing = change(value, Mixing(torch.randn(1, 20, 2, 16), torch.ones(2)))
+    value, rems = problem()
+    value, softmax = change(value, SoftmaxBranch(torch.randn(1, 20, 2, 16), torch.ones(2)))
     with pytest.raises(RuntimeError, match=message):
-        backend.choose_backend(value, recurrence, mixing)
+        backend.choose_backend(value, rems, softmax)
 
 
 def test_an_old_gpu(monkeypatch, old_gpu):

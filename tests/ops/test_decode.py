@@ -8,12 +8,13 @@ import torch
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ops.agreement import DILATION, KINDS, dense_product, draw
+from ops.agreement import DILATION, KINDS, draw
 from rsa_hf.config import RSAConfig
 from rsa_hf.heads import RSAHeads
-from rsa_hf.integration.masks import read_geometry
+from rsa_hf.integration.masks import read_attention_mask
 from rsa_hf.ops.decode import LagTable, decode
-from rsa_hf.ops.types import Recurrence
+from rsa_hf.ops.reference import dense_rem_product
+from rsa_hf.ops.types import Rems
 
 S = 50
 
@@ -21,27 +22,27 @@ S = 50
 def inputs(groups=1):
     value, decay, theta = (tensor.detach() for tensor in draw(S))
     value = value[:, : -(-6 // groups)]
-    return value, Recurrence(KINDS, decay, theta, DILATION, groups)
+    return value, Rems(KINDS, decay, theta, DILATION, groups)
 
 
-def whole(value, recurrence, position, visible=None):
-    keys = value.repeat_interleave(recurrence.groups, 1)[:, :6]
-    rates = (recurrence.decay, recurrence.theta)
-    return dense_product(keys, KINDS, *rates, DILATION, 1, position, True, visible)
+def whole(value, rems, position, visible=None):
+    groups = rems.heads_per_value
+    masks = {"query_length": 1, "query_offset": position, "groups": groups, "visible": visible}
+    return dense_rem_product(value, KINDS, rems.decay, rems.theta, DILATION, **masks)
 
 
-def tables(recurrence):
-    return [None, LagTable(recurrence, torch.float64, S), LagTable(recurrence, torch.float64, 10 * S)]
+def tables(rems):
+    return [None, LagTable(rems, torch.float64, S), LagTable(rems, torch.float64, 10 * S)]
 
 
-def geometry(mask, **keywords):
+def mask_of(mask, **keywords):
     query, key = torch.empty(2, 6, 1, 3), torch.empty(2, 6, S, 3)
-    return read_geometry(query, key, mask, causal=True, aligned_top_left=True, **keywords)
+    return read_attention_mask(query, key, mask, causal=True, aligned_top_left=True, **keywords)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_agrees_with_the_whole_product(groups):
-    value, recurrence = inputs(groups)
+    value, rems = inputs(groups)
     slots = torch.arange(S)
     masks = {
         "none": (None, S - 1, None),
@@ -53,25 +54,24 @@ def test_agrees_with_the_whole_product(groups):
     for seen, position, window in masks.values():
         visible = torch.ones(2, S, dtype=torch.bool) if seen is None else seen
         visible = visible & (S - 1 - slots < (window or S))
-        expected = whole(value, recurrence, position, visible[:, None, None])
+        expected = whole(value, rems, position, visible[:, None, None])
         mask = None if seen is None else seen[:, None, None]
-        for table in tables(recurrence):
-            found = decode(value, recurrence, geometry(mask, sliding_window=window), table)
+        for table in tables(rems):
+            found = decode(value, rems, mask_of(mask, sliding_window=window), table)
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     # The control: the position is not just the last slot.
-    assert not torch.allclose(whole(value, recurrence, 30), whole(value, recurrence, S - 1))
+    assert not torch.allclose(whole(value, rems, 30), whole(value, rems, S - 1))
 
 
 def test_what_lies_beyond_the_reach_is_negligible():
-    recurrence = Recurrence(("regular", "cos"), torch.tensor([-0.9, 0.5]), torch.zeros(2), (1, 7), 1)
-    table = LagTable(recurrence, torch.float32, 10_000)
+    rems = Rems(("regular", "cos"), torch.tensor([-0.9, 0.5]), torch.zeros(2), (1, 7), 1)
+    table = LagTable(rems, torch.float32, 10_000)
     assert 200 < table.weights.shape[1] < 300
     value = torch.ones(1, 2, 5000, 1)
-    exact = dense_product(
-        value.double(), recurrence.kinds, recurrence.decay.double(), recurrence.theta, (1, 7), 1, 4999, True
-    )
-    long = read_geometry(torch.empty(1, 2, 1, 1), value, None, causal=True, aligned_top_left=True)
-    assert float((decode(value, recurrence, long, table) - exact).abs().max()) < 1e-6
+    rates = (rems.decay.double(), rems.theta)
+    exact = dense_rem_product(value.double(), rems.kinds, *rates, (1, 7), query_length=1)
+    long = read_attention_mask(torch.empty(1, 2, 1, 1), value, None, causal=True, aligned_top_left=True)
+    assert float((decode(value, rems, long, table) - exact).abs().max()) < 1e-6
 
 
 def layer():
@@ -81,7 +81,7 @@ def layer():
 
 
 def row(value):
-    return read_geometry(value[:, :, :1], value, None, causal=True, aligned_top_left=True)
+    return read_attention_mask(value[:, :, :1], value, None, causal=True, aligned_top_left=True)
 
 
 @torch.no_grad()
@@ -104,14 +104,20 @@ def test_changed_parameters_are_noticed():
     heads.nu = torch.nn.Parameter(heads.nu.detach() + 0.02)
     before = heads(attention, value, row(value))
     assert not torch.allclose(changed, before)
-    # What bypasses the version counter is noticed with the next text, be it a single token.
+
+
+@torch.no_grad()
+def test_writes_through_data_are_noticed_by_the_next_prompt_and_after_a_reset():
+    heads, attention, value = layer()
+    before = heads(attention, value, row(value))
     heads.nu.data.copy_(heads.nu + 0.02)
-    heads(attention, value[:, :, :1], row(value[:, :, :1]))
-    changed = heads(attention, value, row(value))
-    assert not torch.allclose(changed, before)
-    # So it is where that token stands in a static cache, which goes on behind it.
+    assert torch.equal(heads(attention, value, row(value)), before)  # as documented
+    heads.reset_cache()
+    reset = heads(attention, value, row(value))
+    assert not torch.allclose(reset, before)
     heads.nu.data.copy_(heads.nu + 0.02)
-    assert not torch.allclose(heads(attention, value, row(value)), changed)
+    heads(attention, value[:, :, :1], row(value[:, :, :1]))  # a new prompt
+    assert not torch.allclose(heads(attention, value, row(value)), reset)
 
 
 @torch.no_grad()
@@ -138,9 +144,9 @@ def test_what_inference_mode_has_kept_goes_into_no_graph():
 def test_copies_and_pickles_keep_no_tables():
     heads, attention, value = layer()
     expected = heads(attention, value, row(value))
-    assert heads._kept is not None
+    assert heads._cache is not None
     for other in (copy.deepcopy(heads), pickle.loads(pickle.dumps(heads))):
-        assert other._kept is None
+        assert other._cache is None
         assert torch.equal(other(attention, value, row(value)), expected)
 
 
@@ -174,7 +180,7 @@ def test_no_step_waits_for_the_device():
 
     def step():
         heads(attention, value, row(value))
-        heads(attention, value, geometry(mask.clone()))
+        heads(attention, value, mask_of(mask.clone()))
 
     with pytest.raises(AssertionError, match="waits for the device"), Recorded():
         mask.any().item()  # the control
@@ -186,12 +192,12 @@ def test_no_step_waits_for_the_device():
 @pytest.mark.parametrize("kept", [False, True])
 def test_autocast_stays_out(kept):
     """As of the whole product: sums of half precision would neither fit the rest of the step nor be exact."""
-    value, recurrence = inputs()
+    value, rems = inputs()
     value = value.to(torch.bfloat16)
-    recurrence = Recurrence(KINDS, recurrence.decay.float(), recurrence.theta.float(), DILATION, 1)
-    table = LagTable(recurrence, torch.float32, S) if kept else None
-    expected = decode(value, recurrence, geometry(None), table)
+    rems = Rems(KINDS, rems.decay.float(), rems.theta.float(), DILATION, 1)
+    table = LagTable(rems, torch.float32, S) if kept else None
+    expected = decode(value, rems, mask_of(None), table)
     with torch.autocast("cpu", torch.bfloat16):
-        found = decode(value, recurrence, geometry(None), table)
+        found = decode(value, rems, mask_of(None), table)
     assert found.dtype == torch.float32
     assert torch.equal(found, expected)

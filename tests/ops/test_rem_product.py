@@ -1,4 +1,4 @@
-"""P V: the chunked path against dense P, against the recurrent network, against a double loop."""
+"""P V by every path in plain PyTorch: against dense P, the recurrent network and a double loop."""
 
 import math
 
@@ -7,57 +7,59 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ops.agreement import DILATION, KINDS, assert_close, dense_product, draw, values_and_gradients
-from references import double_loop, lag_weight, recurrence, relative_error
+from ops.agreement import DILATION, KINDS, assert_agrees, assert_close, draw, values_and_gradients
+from references import double_loop, lag_weight, relative_error
 from rsa_hf import rem_product
 from rsa_hf.ops import chunked
-from rsa_hf.rem import rem_matrix
+from rsa_hf.ops.chunk_layout import PackedLayout
+from rsa_hf.ops.mask import PackedSegments
+from rsa_hf.ops.reference import chunked_minimal, dense_rem_product, recurrent_rem_product
+
+both_directions = pytest.mark.parametrize("causal", [True, False])
 
 
-@pytest.mark.parametrize("causal", [True, False])
+def looped(value, kinds, decay, theta, dilation, *, query_length=None, causal=True):
+    """`double_loop` with the arguments of `rem_product`."""
+    S = value.shape[2]
+    T = S if query_length is None else query_length
+    return double_loop(value, kinds, decay, theta, dilation, T, S - T, causal)
+
+
+@both_directions
 @pytest.mark.parametrize("T", [1, 2, 5, 17, 29])
-def test_agrees_with_double_loop(T, causal):
-    tensors = draw(T)
-    found = values_and_gradients(lambda v, r, a: rem_product(v, KINDS, r, a, DILATION, causal=causal), tensors)
-    looped = values_and_gradients(lambda v, r, a: double_loop(v, KINDS, r, a, DILATION, T, 0, causal), tensors)
-    dense = values_and_gradients(lambda v, r, a: dense_product(v, KINDS, r, a, DILATION, T, 0, causal), tensors)
-    assert_close(found, looped)
-    assert_close(dense, looped)
+def test_agrees_with_all_references(T, causal):
+    for reference in (looped, dense_rem_product, recurrent_rem_product):
+        assert_agrees(draw(T), reference, causal=causal)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@both_directions
 @pytest.mark.parametrize("T", [63, 64, 65, 127, 200, 300])
 def test_agrees_with_the_recurrent_network(T, causal):
-    tensors = draw(T)
-    found = values_and_gradients(lambda v, r, a: rem_product(v, KINDS, r, a, DILATION, causal=causal), tensors)
-    stepped = values_and_gradients(lambda v, r, a: recurrence(v, KINDS, r, a, DILATION, causal), tensors)
-    dense = values_and_gradients(lambda v, r, a: dense_product(v, KINDS, r, a, DILATION, T, 0, causal), tensors)
-    assert_close(found, stepped)
-    assert_close(dense, stepped)
+    assert_agrees(draw(T), recurrent_rem_product, causal=causal)
 
 
 def test_agrees_with_the_recurrent_network_over_many_chunks():
     # Long enough for the states of chunks to be chunked again (64 · 64 steps), and with enough numbers in a head for
     # the derivatives of its rates to be summed head by head.
-    tensors = draw(4500, B=1, D=4)
     assert chunked.SHORT < 4500 * 4
-    found = values_and_gradients(lambda v, r, a: rem_product(v, KINDS, r, a, DILATION), tensors)
-    stepped = values_and_gradients(lambda v, r, a: recurrence(v, KINDS, r, a, DILATION, True), tensors)
-    assert_close(found, stepped)
+    assert_agrees(draw(4500, B=1, D=4), recurrent_rem_product)
+
+
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 70])
+def test_the_minimal_form_agrees(T):
+    tensors = draw(T)
+    found = values_and_gradients(lambda v, r, a: chunked_minimal(v, KINDS, r, a), tensors)
+    assert_close(found, values_and_gradients(lambda v, r, a: rem_product(v, KINDS, r, a), tensors))
 
 
 @pytest.mark.parametrize(("T", "S"), [(1, 2), (1, 77), (1, 300), (5, 6), (13, 90), (64, 130), (100, 171), (7, 9)])
 def test_keys_before_the_queries(T, S):
     tensors = draw(T, S)
-    found = values_and_gradients(lambda v, r, a: rem_product(v, KINDS, r, a, DILATION, query_length=T), tensors)
-    dense = values_and_gradients(lambda v, r, a: dense_product(v, KINDS, r, a, DILATION, T, S - T, True), tensors)
-    assert_close(found, dense)
-    if T * S < 1000:
-        looped = values_and_gradients(lambda v, r, a: double_loop(v, KINDS, r, a, DILATION, T, S - T, True), tensors)
-        assert_close(found, looped)
+    assert_agrees(tensors, query_length=T)
     # The same rows as in one long run: cached and uncached agree.
     whole = rem_product(*tensors[:1], KINDS, *tensors[1:], DILATION)
-    assert relative_error(found[0], whole[:, :, S - T :]) <= 1e-10
+    found = rem_product(*tensors[:1], KINDS, *tensors[1:], DILATION, query_length=T)
+    assert relative_error(found, whole[:, :, S - T :]) <= 1e-10
 
 
 @pytest.mark.parametrize("offset", [0, 3, 20])
@@ -72,33 +74,27 @@ def test_empty_slots_behind_the_queries(offset):
     assert relative_error(found, expected) <= 1e-10
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@both_directions
 @pytest.mark.parametrize("T", [6, 70])
 def test_dilation_longer_than_the_text(T, causal):
-    value, decay, theta = draw(T)
+    tensors = draw(T)
     for d in (T - 1, T, T + 3, 10 * T):
-        found = rem_product(value, KINDS, decay, theta, d, causal=causal)
-        dense = rem_matrix(KINDS, decay, theta, d, query_length=T, causal=causal) @ value
-        assert relative_error(found, dense) <= 1e-10
+        assert_agrees(tensors, dilation=(d,) * 6, causal=causal)
         if d >= T:
-            assert torch.count_nonzero(found) == 0
+            assert torch.count_nonzero(rem_product(tensors[0], KINDS, *tensors[1:], d, causal=causal)) == 0
 
 
 @pytest.mark.parametrize("rate", [1 - 1e-6, -(1 - 1e-6), 0.0, 1e-3, -0.5])
-@pytest.mark.parametrize("causal", [True, False])
+@both_directions
 def test_extreme_rates(rate, causal):
-    T = 150
-    value = torch.randn(2, 1, T, 3, dtype=torch.float64, requires_grad=True)
-    decay = torch.tensor([rate], dtype=torch.float64, requires_grad=True)
-    theta = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    value = torch.randn(2, 1, 150, 3, dtype=torch.float64)
+    tensors = [value, torch.tensor([rate], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]
+    tensors = [tensor.requires_grad_() for tensor in tensors]
     for d in (1, 4):
-        tensors = [value, decay, theta]
-        found = values_and_gradients(lambda v, r, a, d=d: rem_product(v, "regular", r, a, d, causal=causal), tensors)
-        stepped = values_and_gradients(lambda v, r, a, d=d: recurrence(v, ["regular"], r, a, [d], causal), tensors)
-        assert_close(found, stepped)
+        assert_agrees(tensors, recurrent_rem_product, ("regular",), (d,), causal=causal)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@both_directions
 @pytest.mark.parametrize(("T", "S"), [(33, 33), (20, 41)])
 def test_padding_contributes_nothing(T, S, causal):
     value, decay, theta = draw(T, S)
@@ -112,32 +108,23 @@ def test_padding_contributes_nothing(T, S, causal):
     assert relative_error(found, expected) <= 1e-10
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@both_directions
 def test_any_visibility(causal):
-    T = 21
-    value, decay, theta = draw(T)
-    visible = torch.rand(2, 1, T, T) < 0.6
-    expected = double_loop(value, KINDS, decay, theta, DILATION, T, 0, causal, visible)
-    assert (
-        relative_error(rem_product(value, KINDS, decay, theta, DILATION, causal=causal, visible=visible), expected)
-        <= 1e-10
-    )
+    assert_agrees(draw(21), causal=causal, visible=torch.rand(2, 1, 21, 21) < 0.6)
 
 
-def test_grouped_values():
+@pytest.mark.parametrize(
+    "masks",
+    [{}, {"window": 9}, {"documents": torch.arange(75)[None] // 13}, {"visible": torch.rand(1, 1, 75, 75) < 0.6}],
+    ids=["scan", "window", "documents", "dense"],
+)
+def test_grouped_values(masks):
     value, decay, theta = draw(75)
-    shared = value[:, :2].detach().requires_grad_()
-    found = values_and_gradients(
-        lambda v, r, a: rem_product(v, KINDS, r, a, DILATION, groups=4), [shared, decay, theta]
-    )
-    copied = values_and_gradients(
-        lambda v, r, a: rem_product(v.repeat_interleave(4, 1), KINDS, r, a, DILATION), [shared, decay, theta]
-    )
-    assert_close(found, copied)
+    assert_agrees([value[:, :2].detach().requires_grad_(), decay, theta], groups=4, **masks)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("causal", [True, False])
+@both_directions
 def test_half_precision(dtype, causal):
     value, decay, theta = draw(200)
     expected = rem_product(value, KINDS, decay, theta, DILATION, causal=causal)
@@ -170,21 +157,113 @@ def test_a_backward_pass_inside_autocast(window):
     heads=st.lists(st.tuples(st.sampled_from(("regular", "cos", "sin")), st.integers(1, 7)), min_size=1, max_size=4),
     seed=st.integers(0, 10_000),
 )
-def test_random_geometries(T, before, causal, heads, seed):
-    S = T + before
+def test_random_lengths_and_heads(T, before, causal, heads, seed):
     generator = torch.Generator().manual_seed(seed)
     kinds, dilation = zip(*heads, strict=True)
     tensors = [
-        torch.randn(2, len(kinds), S, 2, dtype=torch.float64, generator=generator),
+        torch.randn(2, len(kinds), T + before, 2, dtype=torch.float64, generator=generator),
         torch.rand(len(kinds), dtype=torch.float64, generator=generator) * 2 - 1,
         torch.randn(len(kinds), dtype=torch.float64, generator=generator) * 2,
     ]
     tensors = [tensor.requires_grad_() for tensor in tensors]
-    found = values_and_gradients(
-        lambda v, r, a: rem_product(v, kinds, r, a, dilation, query_length=T, causal=causal), tensors
-    )
-    dense = values_and_gradients(lambda v, r, a: dense_product(v, kinds, r, a, dilation, T, before, causal), tensors)
-    assert_close(found, dense)
+    assert_agrees(tensors, kinds=kinds, dilation=dilation, query_length=T, causal=causal)
+
+
+# --- sliding windows ------------------------------------------------------------------------------------------------
+
+
+@both_directions
+@pytest.mark.parametrize("window", [1, 2, 3, 7, 16, 59, 60, 61, 200])
+def test_windows(window, causal):
+    assert_agrees(draw(60), causal=causal, window=window)
+
+
+def test_the_window_matters():
+    value, decay, theta = draw(60)
+    narrow = rem_product(value, KINDS, decay, theta, window=7)
+    assert float((rem_product(value, KINDS, decay, theta) - narrow).detach().abs().max()) > 0.1
+    assert float((rem_product(value, KINDS, decay, theta, window=8) - narrow).detach().abs().max()) > 0.1
+
+
+def test_nothing_cancels_however_slow_the_decay():
+    # Taking the full scan of float32 minus what has left the window would be off by 10 % here.
+    value = torch.randn(1, 1, 3000, 2, dtype=torch.float64)
+    decay = torch.tensor([1 - 1e-6], dtype=torch.float64)
+    expected = rem_product(value, "regular", decay, window=5)
+    found = rem_product(value.float(), "regular", decay.float(), window=5)
+    assert float((found - expected).abs().max()) < 1e-5
+
+
+# --- packed documents -----------------------------------------------------------------------------------------------
+
+LENGTHS = ([1, 1, 1, 40, 2, 30, 5], [80], [3, 77], [20, 20, 20, 20])
+
+
+def numbers_of(rows):
+    # Numbers need not be in order, only differ from neighbour to neighbour.
+    return torch.stack([(torch.arange(len(row)) * 7 % 5).repeat_interleave(torch.tensor(row)) for row in rows])
+
+
+@both_directions
+@pytest.mark.parametrize("dilation", [(1,) * 6, (1, 1, 2, 3, 5, 5), (7, 19, 30, 79, 80, 200)])
+@pytest.mark.parametrize("reference", [dense_rem_product, recurrent_rem_product])
+def test_documents(dilation, causal, reference):
+    tensors = draw(80, B=len(LENGTHS))
+    assert_agrees(tensors, reference, dilation=dilation, causal=causal, documents=numbers_of(LENGTHS))
+
+
+def test_documents_matter():
+    # The control: the same rows without their documents are something else.
+    value, decay, theta = draw(80, B=len(LENGTHS))
+    whole = rem_product(value, KINDS, decay, theta)
+    packed = rem_product(value, KINDS, decay, theta, documents=numbers_of(LENGTHS))
+    assert float((whole - packed).detach().abs().max()) > 0.1
+    # The first document of a row does not know the difference.
+    assert torch.allclose(whole[2, :, :3], packed[2, :, :3])
+
+
+def test_nothing_passes_from_one_document_to_another():
+    numbers = numbers_of(LENGTHS)
+    value, decay, theta = (tensor.detach() for tensor in draw(80, B=len(LENGTHS)))
+    poisoned = value.clone()
+    poisoned[3, :, 20:40] = torch.nan
+    found = rem_product(poisoned, KINDS, decay, theta, documents=numbers)
+    clean = rem_product(value, KINDS, decay, theta, documents=numbers)
+    outside = torch.ones(80, dtype=torch.bool)
+    outside[20:40] = False
+    assert torch.equal(found[3][:, outside], clean[3][:, outside])
+    assert bool(found[3][:, 21:40].isnan().all())
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=8), min_size=1, max_size=3),
+    queries=st.integers(1, 120),
+    window=st.none() | st.integers(1, 40),
+    hidden=st.sets(st.integers(0, 119), max_size=4),
+    causal=st.booleans(),
+    dilation=st.tuples(*[st.integers(1, 9)] * 6),
+    seed=st.integers(0, 10_000),
+)
+def test_random_documents_windows_and_padding(rows, queries, window, hidden, causal, dilation, seed):
+    torch.manual_seed(seed)
+    S = max(sum(row) for row in rows)
+    numbers = numbers_of([[*row, S - sum(row)] for row in rows])
+    key_mask = torch.ones(len(rows), S, dtype=torch.bool)
+    key_mask[0, [place for place in hidden if place < S]] = False
+    T = min(queries, S)
+    masks = {"documents": numbers, "key_mask": key_mask, "window": window}
+    assert_agrees(draw(T, S, B=len(rows), D=2), dilation=dilation, query_length=T, causal=causal, **masks)
+
+
+@pytest.mark.parametrize("dilation", [1, 5, 300])
+def test_memory_stays_linear(dilation):
+    # Many short documents beside a long one: columns at most a constant times the positions.
+    numbers = numbers_of([[*[3] * 500, 1000], [*[1] * 2000, 500]])
+    layout = PackedLayout(PackedSegments(numbers), 4, dilation, None)
+    assert layout.hidden.numel() <= 4 * numbers.numel()
+
+
+# --- controls and errors --------------------------------------------------------------------------------------------
 
 
 def slip_in_the_cosine(kind, rate, angle, lag):
@@ -217,14 +296,12 @@ def test_a_wrong_rem_is_caught(broken):
         ({"kinds": ["cos"] * 9}, "9 heads do not fit 6"),
         ({"query_length": 8}, "between 0 and"),
         ({"query_length": 3, "query_offset": 5}, "between 0 and"),
+        ({"window": 0}, "window 0.*≥ 1"),
+        ({"value": torch.randn(6, 7, 2)}, r"\[B, H, S, D\]"),
     ],
 )
 def test_bad_arguments(arguments, message):
     keywords = {"kinds": ["regular"] * 6, "decay": 0.5, "theta": 0.0, "dilation": 1, **arguments}
+    value = keywords.pop("value", torch.randn(1, 6, 7, 2))
     with pytest.raises(ValueError, match=message):
-        rem_product(torch.randn(1, 6, 7, 2), **keywords)
-
-
-def test_value_needs_four_dimensions():
-    with pytest.raises(ValueError, match=r"\[B, H, S, D\]"):
-        rem_product(torch.randn(6, 7, 2), "regular", 0.5)
+        rem_product(value, **keywords)

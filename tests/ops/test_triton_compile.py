@@ -5,10 +5,10 @@ import torch
 
 from ops import kernels_under_test
 from ops.kernels_under_test import DILATION, KINDS, draw
-from rsa_hf.ops.autograd import recur
-from rsa_hf.ops.mask import Geometry
+from rsa_hf.ops.autograd import apply_rems
+from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.triton import launch
-from rsa_hf.ops.types import Mixing, Recurrence
+from rsa_hf.ops.types import Rems, SoftmaxBranch
 
 small_chunks = kernels_under_test.small_chunks
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -23,8 +23,8 @@ def fresh_compiler():
 
 
 def mixed(value, decay, theta, attention, gate):
-    recurrence = Recurrence(KINDS, decay, theta, DILATION, 1)
-    return recur(value * 2, recurrence, Geometry(T, T, 0, True), Mixing(attention, gate)) + 1
+    rems = Rems(KINDS, decay, theta, DILATION, 1)
+    return apply_rems(value * 2, rems, AttentionMask(T, T, 0, True), SoftmaxBranch(attention, gate)) + 1
 
 
 def test_one_graph_forward_and_backward(monkeypatch):

@@ -68,7 +68,7 @@ def test_packed_documents(causal):
 @pytest.mark.parametrize("packed", [True, False])
 def test_segments(monkeypatch, causal, packed):
     S, T = 60, 50
-    monkeypatch.setattr(launch, "_segments", lambda *sizes: 4)
+    monkeypatch.setattr(launch, "_splits", lambda *sizes: 4)
     documents = None
     if packed:
         documents = torch.zeros(1, S, dtype=torch.long)
@@ -232,7 +232,7 @@ def test_random_geometries(T, before, behind, causal, heads, groups, cuts, hidde
     key_mask = torch.ones(1, S, dtype=torch.bool)
     key_mask[0, [place for place in hidden if place < S]] = False
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_segments", lambda *sizes: segments)
+        patch.setattr(launch, "_splits", lambda *sizes: segments)
         patch.setattr(launch, "candidates", lambda kernel, D, bits: [Tuning(chunk, block_of(D, 32), 4, 2)])
         errors = agreement(
             tensors, kinds, dilation, groups, before, causal, key_mask if hidden else None, documents if cuts else None

@@ -12,7 +12,7 @@ from reliability.extremes import first_turn
 from reliability.record import Part, note
 from reliability.trial import is_full
 from rsa_hf import RSAConfig, RSAHeads
-from rsa_hf.ops.mask import Geometry
+from rsa_hf.ops.mask import AttentionMask
 
 EXAMPLES = 60 if is_full() else 10
 SCALE = 20.0
@@ -116,7 +116,7 @@ def test_layers():
         heads, attention, value, weights, causal = layer
         T = value.shape[2]
         inputs = [tensor.clone().requires_grad_() for tensor in (attention, value)]
-        output = heads(*inputs, Geometry(T, T, 0, causal))
+        output = heads(*inputs, AttentionMask(T, T, 0, causal))
         output.backward(weights)
         found = {"output": output.detach(), "attention": inputs[0].grad, "value": inputs[1].grad}
         found |= {name: getattr(heads, name).grad for name in PARAMETERS}
@@ -148,7 +148,7 @@ def test_a_rate_that_float32_cannot_tell_from_one_still_learns(eta):
     value = torch.ones(1, 1, 300, 1)
     with torch.no_grad():
         heads.eta.fill_(eta)
-    heads(torch.zeros(1, 300, 1, 1), value, Geometry(300, 300, 0, True)).sum().backward()
+    heads(torch.zeros(1, 300, 1, 1), value, AttentionMask(300, 300, 0, True)).sum().backward()
     lam = math.tanh(float(heads.eta))
     slope = sum(k * lam ** (k - 1) for t in range(300) for k in range(1, t + 1)) / 2
     expected = slope / math.cosh(float(heads.eta)) ** 2
@@ -166,9 +166,9 @@ def test_behind_a_shut_gate_nothing_overflows(dtype, mu):
     value, attention = torch.full((1, 4, 40, 3), most, dtype=dtype), torch.full((1, 40, 4, 3), -most, dtype=dtype)
     value.requires_grad_()
     for T in (40, 1):
-        output = heads(attention[:, -T:], value, Geometry(T, 40, 40 - T, True))
+        output = heads(attention[:, -T:], value, AttentionMask(T, 40, 40 - T, True))
         assert torch.equal(output, attention[:, -T:])
     with torch.no_grad():
-        assert torch.equal(heads(attention[:, -1:], value, Geometry(1, 40, 39, True)), attention[:, -1:])
-    heads(attention, value, Geometry(40, 40, 0, True)).float().mean().backward()
+        assert torch.equal(heads(attention[:, -1:], value, AttentionMask(1, 40, 39, True)), attention[:, -1:])
+    heads(attention, value, AttentionMask(40, 40, 0, True)).float().mean().backward()
     assert all(float(parameter.grad.abs().sum()) == 0 for parameter in heads.parameters())

@@ -11,7 +11,7 @@ from models import xl
 from references import relative_error
 from reliability.record import Part, note
 from rsa_hf import RSAConfig, RSAHeads, patch_model
-from rsa_hf.integration.masks import flash_documents
+from rsa_hf.integration.masks import flash_segment_ids
 
 PLAN = RSAConfig(
     num_regular=2,
@@ -74,7 +74,7 @@ def case(family, name):
 def written_out(visible, causal):
     """Stands for `RSAHeads.forward`: eq. 4 in float64 with P as a matrix, from the stored parameters alone."""
 
-    def forward(self, attention, value, geometry):
+    def forward(self, attention, value, mask):
         length = value.shape[2]
         eta, nu, theta, mu = (getattr(self, name).double() * 20 for name in ("eta", "nu", "theta", "mu"))
         lam, gamma = torch.tanh(eta), torch.sigmoid(nu)
@@ -198,7 +198,7 @@ def test_position_ids_that_take_every_token_apart_are_named(family, positions):
 def test_flash_attention_is_told_the_same():
     query = key = torch.empty(1, 8, T, 4)
     with pytest.warns(UserWarning, match="look at position_ids"):
-        assert len(flash_documents(query, key, {"position_ids": torch.zeros(1, T)}).unique()) == T
+        assert len(flash_segment_ids(query, key, {"position_ids": torch.zeros(1, T)}).unique()) == T
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert flash_documents(query, key, {"position_ids": torch.arange(T)[None]}) is None
+        assert flash_segment_ids(query, key, {"position_ids": torch.arange(T)[None]}) is None

@@ -13,10 +13,10 @@ from reliability.record import Part, note
 from reliability.trial import is_full
 from rsa_hf import rem_product
 from rsa_hf.ops import autograd
+from rsa_hf.ops.autograd import traced_forward
 from rsa_hf.ops.decode import LagTable, decode
-from rsa_hf.ops.export import traced_forward
-from rsa_hf.ops.mask import Documents, Geometry
-from rsa_hf.ops.types import Recurrence
+from rsa_hf.ops.mask import AttentionMask, PackedSegments
+from rsa_hf.ops.types import Rems
 
 EXAMPLES = 80 if is_full() else 12
 some = settings(max_examples=EXAMPLES, phases=(Phase.explicit, Phase.generate))
@@ -55,18 +55,18 @@ def test_the_operator_of_compiled_graphs(problem):
     tried["operator"] += 1
 
 
-def geometry_of(problem):
+def mask_of(problem):
     S, masks = problem.value.shape[2], problem.masks
-    documents = Documents(masks["documents"]) if "documents" in masks else None
+    documents = PackedSegments(masks["documents"]) if "documents" in masks else None
     others = masks.get("key_mask"), documents, masks.get("window"), masks.get("visible")
-    return Geometry(problem.T, S, S - problem.T, problem.causal, *others)
+    return AttentionMask(problem.T, S, S - problem.T, problem.causal, *others)
 
 
 @some
 @given(problem=problems())
 def test_graphs_that_leave_pytorch(problem):
-    heads = Recurrence(problem.kinds, problem.decay, problem.theta, problem.dilation, problem.groups)
-    assert_right(problem, [traced_forward(problem.value, heads, geometry_of(problem), None)])
+    heads = Rems(problem.kinds, problem.decay, problem.theta, problem.dilation, problem.groups)
+    assert_right(problem, [traced_forward(problem.value, heads, mask_of(problem), None)])
     tried["traced"] += 1
 
 
@@ -75,10 +75,10 @@ def test_graphs_that_leave_pytorch(problem):
     problem=problems(queries=1, causal=True, batches=(1, 2), masks=("none", "padding", "window 1", "window", "any"))
 )
 def test_a_step_of_generation(problem):
-    heads = Recurrence(problem.kinds, problem.decay, problem.theta, problem.dilation, problem.groups)
+    heads = Rems(problem.kinds, problem.decay, problem.theta, problem.dilation, problem.groups)
     S = problem.value.shape[2]
     for table in (None, LagTable(heads, problem.working, S), LagTable(heads, problem.working, 10 * S)):
-        found = decode(problem.value, heads, geometry_of(problem), table)
+        found = decode(problem.value, heads, mask_of(problem), table)
         assert_right(problem, [found], floor=0 if table is None else 2.0**-30)
     tried["decode"] += 1
 

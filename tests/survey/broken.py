@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf import RSAHeads, patching
-from rsa_hf.ops.mask import Geometry
+from rsa_hf.ops.mask import AttentionMask
 
 __all__ = ["BROKEN"]
 
@@ -30,11 +30,11 @@ def _replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callab
         setattr(owner, name, original)
 
 
-def _geometry(change: Callable[[Geometry], Geometry]) -> Callable[[], AbstractContextManager[None]]:
-    """RSA sees another geometry than the one it was called with."""
+def _mask(change: Callable[[AttentionMask], AttentionMask]) -> Callable[[], AbstractContextManager[None]]:
+    """RSA sees another mask than the one it was called with."""
 
     def wrap(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda self, attention, value, geometry: forward(self, attention, value, change(geometry))
+        return lambda self, attention, value, mask: forward(self, attention, value, change(mask))
 
     return lambda: _replaced(RSAHeads, "forward", wrap)
 
@@ -44,29 +44,29 @@ def _rates(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Callable
 
 
 def _does_nothing() -> AbstractContextManager[None]:
-    return _replaced(RSAHeads, "forward", lambda _: lambda self, attention, value, geometry: attention)
+    return _replaced(RSAHeads, "forward", lambda _: lambda self, attention, value, mask: attention)
 
 
 def _one_step_late() -> AbstractContextManager[None]:
     """f(τ) where f(τ + 1) belongs."""
 
     def wrap(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda self, attention, value, geometry: forward(self, attention, value.roll(1, dims=2), geometry)
+        return lambda self, attention, value, mask: forward(self, attention, value.roll(1, dims=2), mask)
 
     return _replaced(RSAHeads, "forward", wrap)
 
 
-def _other_direction(geometry: Geometry) -> Geometry:
-    return replace(geometry, causal=not geometry.causal, visible=None)
+def _other_direction(mask: AttentionMask) -> AttentionMask:
+    return replace(mask, causal=not mask.causal, visible=None)
 
 
-def _mask_ignored(geometry: Geometry) -> Geometry:
-    return replace(geometry, key_mask=None, documents=None, visible=None)
+def _mask_ignored(mask: AttentionMask) -> AttentionMask:
+    return replace(mask, key_mask=None, segments=None, visible=None)
 
 
-def _offset_forgotten(geometry: Geometry) -> Geometry:
-    position = None if geometry.position is None else torch.zeros_like(geometry.position)
-    return replace(geometry, query_offset=0, position=position)
+def _offset_forgotten(mask: AttentionMask) -> AttentionMask:
+    position = None if mask.query_position is None else torch.zeros_like(mask.query_position)
+    return replace(mask, query_offset=0, query_position=position)
 
 
 def _rates_lost() -> AbstractContextManager[None]:
@@ -115,9 +115,9 @@ def _one_left_behind() -> AbstractContextManager[None]:
 BROKEN: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "does nothing": _does_nothing,
     "one step late": _one_step_late,
-    "other direction": _geometry(_other_direction),
-    "mask ignored": _geometry(_mask_ignored),
-    "offset forgotten": _geometry(_offset_forgotten),
+    "other direction": _mask(_other_direction),
+    "mask ignored": _mask(_mask_ignored),
+    "offset forgotten": _mask(_offset_forgotten),
     "not quite shut": _rates(lambda rates: {**rates, "gate": rates["gate"].clamp(min=1e-3)}),
     "rates not trained": _rates(lambda rates: {**rates, **{k: v.detach() for k, v in rates.items() if k != "gate"}}),
     "rates lost": _rates_lost,

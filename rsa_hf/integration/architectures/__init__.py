@@ -1,25 +1,30 @@
-"""Attention modules that do not use transformers' attention interface: where their values, output and masks are.
+"""Attention modules that do not use transformers' attention interface: where their values, outputs and masks are.
 
-One method of each such class is wrapped, once, when a model with it is built or patched. The wrapper does nothing for
-a module that has no `rsa` child; else it runs the method as it is and mixes the recurrence into what attention gives,
-before the output projection. So nothing is kept on an instance but its `rsa` child, as for modules that use the
-interface, and copies, pickles and wrapped or quantised projections work by themselves.
+`connect` wraps one method of each such class, once in a process, when a model is patched or built from a config with
+a plan. The wrapper does nothing for a module without an `rsa` child. Otherwise it runs the original method and mixes
+P V into the output of attention, before the output projection. Nothing is kept on an instance except its `rsa` child,
+so copies, pickles and wrapped or quantised projections work without special code.
 
-Three kinds of modules, by where V and the output can be seen:
+There are three kinds of modules, by where V and the output of attention can be seen:
 
 * own_method.py: a method that computes attention from Q, K and V: GPT-Neo, GPT-J, CodeGen, XLNet (both of its
   streams), OpenAI-GPT, GPT-NeoX-Japanese; GPT-2 and the Decision Transformer with `reorder_and_upcast_attn`;
-* through_cache.py: a forward that hands K and V to the cache, and the output to a projection: Bloom, Falcon, MPT, MVP,
-  TrOCR, XGLM, the Informer's ProbSparse attention, flash attention's versions of GPT-Neo, GPT-J and Falcon; or that
-  returns the output: Megatron-BERT, RemBERT, RoFormer;
-* through_projection.py: a forward that projects V, and returns the output: DeBERTa, DeBERTa-v2; or hands it to a
+* through_cache.py: a forward that passes K and V through the cache, and the output to a projection: Bloom, Falcon,
+  MPT, MVP, TrOCR, XGLM, the Informer's ProbSparse attention, flash attention's versions of GPT-Neo, GPT-J and Falcon;
+  or that returns the output: Megatron-BERT, RemBERT, RoFormer;
+* through_projection.py: a forward that projects V, and returns the output: DeBERTa, DeBERTa-v2; or passes it to a
   projection: MPNet.
 
 A new architecture of one of these kinds is a row of table.py.
 """
 
 from rsa_hf.integration.architectures.mixing import watch
-from rsa_hf.integration.architectures.table import ADAPTERS, NO_SOFTMAX_ATTENTION, adapter_of, connect, has_adapters
-from rsa_hf.integration.architectures.wrapping import Adapter
+from rsa_hf.integration.architectures.table import (
+    ARCHITECTURES,
+    NO_SOFTMAX_ATTENTION,
+    Architecture,
+    architecture_of,
+    connect,
+)
 
-__all__ = ["ADAPTERS", "NO_SOFTMAX_ATTENTION", "Adapter", "adapter_of", "connect", "has_adapters", "watch"]
+__all__ = ["ARCHITECTURES", "NO_SOFTMAX_ATTENTION", "Architecture", "architecture_of", "connect", "watch"]

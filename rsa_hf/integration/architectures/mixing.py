@@ -1,23 +1,25 @@
-"""Mix the recurrence into what an adapted module's attention gives; and who watches that happen."""
+"""Mix P V into the attention output of a wrapped module, and let the probe watch such calls."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
 from rsa_hf.heads import heads_of
-from rsa_hf.integration.masks import read_geometry
+from rsa_hf.integration.masks import read_attention_mask
 
-__all__ = ["Watcher", "is_watched", "mix_recurrence", "watch"]
+__all__ = ["Run", "Watcher", "is_watched", "mix_recurrence", "watch"]
 
+Run = Callable[[Any, Callable[..., Any], dict[str, Any], Callable[..., Tensor]], Any]
 Watcher = Callable[[nn.Module, int, int, int, bool], None]
 
 
 class _Watching(threading.local):
-    """Who watches calls of attention; in one thread, since others may run models of their own meanwhile."""
+    """The watchers of this thread; other threads may run models of their own."""
 
     def __init__(self) -> None:
         self.watchers: list[Watcher] = []
@@ -33,18 +35,18 @@ def mix_recurrence(
     mask: Tensor | None,
     causal: bool,
     sliding_window: int | None = None,
-    documents: Tensor | None = None,
+    segment_ids: Tensor | None = None,
 ) -> Tensor:
-    """Mix the recurrence of a module's RSA heads, if it has any, into the output of attention.
+    """Mix P V into the output of attention, if the module has RSA heads.
 
     Args:
         module: the attention module.
         attention: [B, T, H, D].
-        value: V, with what a cache or a memory holds, [B, Hv, S, D]; the queries are the last T of S positions.
-        mask: None, or a 2-D or 4-D mask as `read_geometry` takes it.
-        causal: direction of the call, where the plan does not say.
-        sliding_window: number of positions back that a query sees, itself included, where no mask says so.
-        documents: the number of each key's document, [B, S], where no mask says so.
+        value: V, including cached positions or memories, [B, Hv, S, D]; the queries are the last T of S positions.
+        mask: None, or a 2-D or 4-D mask as in `read_attention_mask`.
+        causal: direction of the call, used if the plan does not say.
+        sliding_window: number of positions back that a query sees, itself included, if no mask says so.
+        segment_ids: id of each key's packed segment, [B, S], if no mask says so.
 
     Returns:
         [B, T, H, D].
@@ -54,22 +56,22 @@ def mix_recurrence(
     rsa = heads_of(module)
     if rsa is None:
         return attention
-    geometry = read_geometry(
+    attention_mask = read_attention_mask(
         attention.transpose(1, 2),
         value,
         mask,
         causal=causal if rsa.plan.causal is None else rsa.plan.causal,
         aligned_top_left=False,
         sliding_window=sliding_window,
-        documents=documents,
+        segment_ids=segment_ids,
     )
-    mixed: Tensor = rsa(attention, value, geometry)
+    mixed: Tensor = rsa(attention, value, attention_mask)
     return mixed
 
 
 @contextmanager
 def watch(watcher: Watcher) -> Iterator[None]:
-    """Call `watcher(module, H, T, S, causal)` for each call of attention in a connected module, in this thread."""
+    """Call `watcher(module, H, T, S, causal)` for each attention call of a wrapped module in this thread."""
     _watching.watchers.append(watcher)
     try:
         yield
@@ -78,5 +80,5 @@ def watch(watcher: Watcher) -> Iterator[None]:
 
 
 def is_watched() -> bool:
-    """Whether someone watches in this thread."""
+    """Whether there is a watcher in this thread."""
     return bool(_watching.watchers)

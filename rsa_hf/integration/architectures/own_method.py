@@ -1,4 +1,4 @@
-"""Attention as a method of its own, which takes Q, K and V: GPT-Neo, GPT-J, CodeGen, OpenAI-GPT, XLNet and others."""
+"""Modules with a method that computes attention from Q, K and V: GPT-Neo, GPT-J, CodeGen, OpenAI-GPT, XLNet and others."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def run_attn(module: nn.Module, attn: Callable[..., Any], call: dict[str, Any], 
 
 
 def run_gpt2(module: Any, attn: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
-    """GPT-2 under eager attention with `reorder_and_upcast_attn`: as GPT-J, but it returns [B, T, H, D]."""
+    """GPT-2 with `reorder_and_upcast_attn` and eager attention: as GPT-J, but it returns [B, T, H, D]."""
     output, weights = attn(module, **call)
     causal = not module.is_cross_attention
     return mix(output, call["value"], call.get("attention_mask"), causal=causal), weights
 
 
 def run_gpt_neo(module: Any, attn: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
-    """GPT-Neo: as GPT-J, but the mask says nothing of the window of a local layer."""
+    """GPT-Neo: as GPT-J, but the mask does not include the window of a local layer."""
     output, weights = attn(module, **call)
     mask, window = call.get("attention_mask"), None
     if module.attention_type == "local":
@@ -40,7 +40,7 @@ def run_gpt_neo(module: Any, attn: Callable[..., Any], call: dict[str, Any], mix
 
 
 def _within_window(mask: Tensor, T: int, S: int, window: int) -> Tensor:
-    """What an additive mask [B, 1, T, S or more] and a window let queries see, the last T of S positions."""
+    """An additive mask [B, 1, T, S or more] and a window as a boolean mask; queries are the last T of S positions."""
     lags = (S - T + torch.arange(T, device=mask.device))[:, None] - torch.arange(S, device=mask.device)
     return (mask[..., :S] > HIDDEN_AT_OR_BELOW) & (lags < window)
 
@@ -48,7 +48,7 @@ def _within_window(mask: Tensor, T: int, S: int, window: int) -> Tensor:
 def run_openai_gpt(
     module: nn.Module, attn: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]
 ) -> Any:
-    """OpenAI-GPT: `_attn` takes V as [B, H, S, D], returns a list, and gets a mask of padding alone, [B, 1, 1, S]."""
+    """OpenAI-GPT: `_attn` takes V, [B, H, S, D], and a mask of padding alone, [B, 1, 1, S]; it returns a list."""
     output, *weights = attn(module, **call)
     mask = call.get("attention_mask")
     if mask is not None:
@@ -62,14 +62,14 @@ def _real_keys(mask: Tensor) -> Tensor:
 
 
 def run_xlnet(module: nn.Module, core: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
-    """XLNet: `rel_attn_core` takes Q, K, V as [T or S, B, H, D]; S counts memories too. Once for each stream.
+    """XLNet: `rel_attn_core`, called once per stream, takes Q, K, V as [T or S, B, H, D]; S includes memories.
 
-    The query stream has a query at every position, so that its recurrence is that of the content stream.
+    The query stream has a query at every position, so its P V is that of the content stream.
     """
     found = core(module, **call)
     output = found[0] if isinstance(found, tuple) else found
     value, mask = call["v_head_h"].permute(1, 2, 0, 3), call.get("attn_mask")
-    # The only trace of the direction: distances from S to −T in a bidirectional model, from S to 0 in a causal one.
+    # Only the relative positions tell the direction: S … −T in a bidirectional model, S … 0 in a causal one.
     causal = call["k_head_r"].shape[0] == value.shape[2] + 1
     if mask is not None:
         mask = remembered(_xlnet_visible, mask, causal)
@@ -80,9 +80,9 @@ def run_xlnet(module: nn.Module, core: Callable[..., Any], call: dict[str, Any],
 def _xlnet_visible(mask: Tensor, causal: bool) -> Tensor:
     """Turn a mask [T, S, B or 1, 1], 1 where a key is hidden, into [B or 1, 1, T, S], True where it is visible.
 
-    Whether a query sees itself makes no difference to recurrence, f(0) = 0, but differs between the streams, and for
-    padding. It is set to whether other queries see that key: then a mask of padding and direction, for which P V
-    takes linear time, looks like one in both streams.
+    Whether a query sees itself differs between the streams, and for padding, but does not matter to P V: f(0) = 0. It
+    is set to whether other queries see that key. Then both streams have a mask of direction and padding, for which
+    P V takes linear time.
     """
     visible = mask.permute(2, 3, 0, 1) == 0
     T, S = visible.shape[-2:]
@@ -90,5 +90,5 @@ def _xlnet_visible(mask: Tensor, causal: bool) -> Tensor:
     own = torch.cat([own.new_zeros(T, S - T), own], dim=1)
     seen = (visible & ~own).any(dim=-2, keepdim=True)
     if causal:
-        seen[..., -1] = True  # nobody else can see it, and it tells where the queries stand
+        seen[..., -1] = True  # no other query can see the last key, and it tells the queries' position
     return torch.where(own, seen, visible)

@@ -1,4 +1,9 @@
-"""What stands in for a module, its child or its cache while the module's own forward runs."""
+"""Stand-ins for a module, its child or its cache while the module's own forward runs.
+
+The forwards of these models call a cache and a projection, and V and the output of attention can be seen only there.
+Stand-ins are passed to one call alone. Hooks on the modules themselves would be shared between threads and found in
+copies and pickles.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +17,10 @@ __all__ = ["StandIn", "StandInForCache", "StandInForCall", "not_seen"]
 
 
 class StandInForCache:
-    """Stands in for the cache of a forward, or for none, and keeps the values that attention sees."""
+    """A cache, or none, that keeps the values that attention sees."""
 
     def __init__(self, cache: Any) -> None:
-        # Of an encoder-decoder's two caches, self-attention has the one.
+        # An encoder-decoder has two caches, one of them for self-attention.
         self.cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         self.value: Tensor | None = None
 
@@ -35,7 +40,7 @@ class StandInForCache:
 
 
 class StandIn:
-    """Stands in for `self` in a module's own forward: the module itself but for a few attributes."""
+    """`self` for a module's forward: the module with a few attributes replaced."""
 
     _module: nn.Module
 
@@ -50,13 +55,13 @@ class StandIn:
 
 
 class StandInForCall:
-    """Stands in for a child module: the child itself, but when it is called."""
+    """A child module with another call."""
 
     def __init__(self, child: nn.Module, call: Callable[[Tensor], Any]) -> None:
         self.child, self.call = child, call
 
     def __call__(self, states: Tensor) -> Any:
-        """What is called in the child's place."""
+        """Call the replacement."""
         return self.call(states)
 
     def __getattr__(self, name: str) -> Any:
@@ -64,7 +69,7 @@ class StandInForCall:
 
 
 def not_seen(module: nn.Module, what: str) -> NotImplementedError:
-    """The error for a forward that went another way than through what stood in."""
+    """The error for a forward that did not call a stand-in."""
     return NotImplementedError(
         f"{type(module).__name__} did not call {what} in its forward, so that RSA could not be mixed in. Use the "
         "model's default settings of attention (for Bloom: slow_but_exact=False)."

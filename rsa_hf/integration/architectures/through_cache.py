@@ -1,4 +1,4 @@
-"""A forward that hands K and V to the cache: what the cache gives back is what attention sees."""
+"""Modules whose forward passes K and V through the cache, which returns what attention sees."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rsa_hf.integration.architectures.mixing import Run
 from rsa_hf.integration.architectures.stand_ins import StandIn, StandInForCache, StandInForCall, not_seen
-from rsa_hf.integration.architectures.wrapping import Run
-from rsa_hf.integration.masks import flash_documents
+from rsa_hf.integration.masks import flash_segment_ids
 from rsa_hf.ops.mask import remembered
 
 __all__ = ["through_cache_and_projection", "through_cache_and_return"]
@@ -29,13 +29,13 @@ def through_cache_and_projection(
     """For a forward that calls `key, value = cache.update(key, value, layer)` and `projection(output)`.
 
     Args:
-        cache: the forward's parameter.
-        heads: the attribute that holds H.
-        projection: the attribute; it is called with [B, T, H * D].
-        hides: True in a mask means hidden.
-        positions: `position_ids` tell flash attention of packed documents.
-        decoder: the attribute that says whether it is causal; None: it is.
-        others: the parameter for states of another sequence, which make it cross-attention; None: it is none.
+        cache: name of the forward's parameter.
+        heads: name of the attribute that holds H.
+        projection: name of the projection, which is called with [B, T, H * D].
+        hides: whether True in a mask means hidden.
+        positions: whether `position_ids` mark packed documents for flash attention.
+        decoder: name of the attribute that says whether the module is causal; None: it always is.
+        others: name of the parameter for states of another sequence (cross-attention); None: there is none.
     """
 
     def run(module: nn.Module, forward: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
@@ -53,11 +53,11 @@ def through_cache_and_projection(
             nonlocal mixed
             if seen.value is None:
                 raise not_seen(module, f"{cache}.update")
-            attention, documents = output.unflatten(-1, (getattr(module, heads), -1)), None
+            attention, segment_ids = output.unflatten(-1, (getattr(module, heads), -1)), None
             if positions and mask is None:
-                documents = flash_documents(attention.transpose(1, 2), seen.value, call)
+                segment_ids = flash_segment_ids(attention.transpose(1, 2), seen.value, call)
             mixed = True
-            return project(mix(attention, seen.value, mask, causal=causal, documents=documents).flatten(2))
+            return project(mix(attention, seen.value, mask, causal=causal, segment_ids=segment_ids).flatten(2))
 
         stand_in = StandIn(module, {projection: StandInForCall(project, mix_and_project)})
         found = forward(stand_in, **{**call, cache: seen})
@@ -72,10 +72,10 @@ def through_cache_and_return(cache: str, heads: str, *, decoder: str, others: st
     """For a forward that calls `key, value = cache.update(key, value, layer)` and returns [B, T, H * D] and weights.
 
     Args:
-        cache: the forward's parameter.
-        heads: the attribute that holds H.
-        decoder: the attribute that says whether it is causal.
-        others: the parameter for states of another sequence, which make it cross-attention.
+        cache: name of the forward's parameter.
+        heads: name of the attribute that holds H.
+        decoder: name of the attribute that says whether the module is causal.
+        others: name of the parameter for states of another sequence (cross-attention).
     """
 
     def run(module: nn.Module, forward: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:

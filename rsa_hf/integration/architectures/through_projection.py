@@ -1,4 +1,4 @@
-"""A bidirectional forward that projects V with a child module: DeBERTa, DeBERTa-v2, MPNet."""
+"""Bidirectional modules whose forward projects V with a child module: DeBERTa, DeBERTa-v2, MPNet."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 from torch import Tensor
 
+from rsa_hf.integration.architectures.mixing import Run
 from rsa_hf.integration.architectures.stand_ins import StandIn, StandInForCall, not_seen
-from rsa_hf.integration.architectures.wrapping import Run
 from rsa_hf.ops.mask import remembered
 
 __all__ = ["deberta_values", "from_projection_to_return", "heads_of_states", "run_mpnet"]
 
 
 class _Kept:
-    """Stands in for a child module that projects, and keeps what it gave.
+    """A stand-in for a projection that keeps its output.
 
     Args:
         module: the parent.
-        projection: the attribute that holds the child.
+        projection: name of the child.
     """
 
     def __init__(self, module: Any, projection: str) -> None:
@@ -33,7 +33,7 @@ class _Kept:
         return self._states
 
     def states(self) -> Tensor:
-        """What it gave. Raises what `not_seen` makes if it was not called."""
+        """The output of the projection. Raises NotImplementedError if it was not called."""
         if self._states is None:
             raise not_seen(self._module, self._projection)
         return self._states
@@ -43,8 +43,8 @@ def from_projection_to_return(projection: str, values: Callable[[Any, Tensor], T
     """For a forward that returns its output, [B, T, H * D], and the weights.
 
     Args:
-        projection: the attribute that V comes from.
-        values: takes the module and what the projection gave, and returns V, [B, H, S, D].
+        projection: name of the child that V comes from.
+        values: takes the module and the output of the projection, and returns V, [B, H, S, D].
     """
 
     def run(module: Any, forward: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
@@ -59,7 +59,7 @@ def from_projection_to_return(projection: str, values: Callable[[Any, Tensor], T
 
 
 def deberta_values(module: Any, states: Tensor) -> Tensor:
-    """V of DeBERTa: Q, K and V of a head stand side by side; only Q and V have a bias, added when they are apart."""
+    """V of DeBERTa: Q, K and V of a head lie side by side; Q and V have a bias, added after they are split."""
     value: Tensor = module.transpose_for_scores(states).chunk(3, dim=-1)[2]
     bias: Tensor = module.transpose_for_scores(module.v_bias[None, None, :])
     return value + bias
@@ -74,15 +74,15 @@ def heads_of_states(module: Any, states: Tensor) -> Tensor:
 def _deberta_visible(mask: Tensor) -> Tensor:
     """Turn a mask [B, 1, T, S], 0 where a key is hidden, into a boolean one.
 
-    It hides all keys from padding's own queries too. What those give is never read, so they are shown the keys that
-    others see: then padding alone is no mask of its own shape, and P V takes linear time.
+    The mask also hides all keys from padding's own queries. Their output is never read, so they are shown the keys
+    that other queries see. Then this is a mask of padding alone, for which P V takes linear time.
     """
     visible = mask.bool()
     return visible | (visible.any(dim=-2, keepdim=True) & ~visible.any(dim=-1, keepdim=True))
 
 
 def run_mpnet(module: Any, forward: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
-    """MPNet: its children `v` and `o` make V and take the output."""
+    """MPNet: the child `v` projects V, and the child `o` takes the output."""
     kept, project_output, mixed = _Kept(module, "v"), module.o, False
 
     def mix_and_project(output: Tensor) -> Any:

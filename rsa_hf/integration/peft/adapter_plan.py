@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.heads import RSAHeads, holds_copies
+from rsa_hf.heads import RSAHeads, is_peft_wrapper
 from rsa_hf.saved_plan import RSA_KEY, SavedPlan, differences, read_plan, require_number, saved_plans, write_plan
 from rsa_hf.utils.brief import shorten
 
@@ -166,7 +166,7 @@ def rsa_children(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The `rsa` children of a model with their names: RSA heads, or PEFT's wrapper round them."""
     for name, module in model.named_modules():
         child = module._modules.get("rsa")
-        if child is not None and (isinstance(child, RSAHeads) or holds_copies(child)):
+        if child is not None and (isinstance(child, RSAHeads) or is_peft_wrapper(child)):
             yield f"{name}.rsa" if name else "rsa", child
 
 

@@ -38,7 +38,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.heads import RSAHeads, holds_copies
+from rsa_hf.heads import RSAHeads, is_peft_wrapper
 from rsa_hf.integration.following import follow
 from rsa_hf.integration.hooks import ADVICE, Hook, replace_all
 from rsa_hf.integration.peft.adapter_plan import (
@@ -303,7 +303,7 @@ def _wrap_transformers_load_adapter(original: Callable[..., Any]) -> Callable[..
 def _holding(adapter_name: str, model: nn.Module) -> Iterator[tuple[str, Any]]:
     """PEFT's wrappers round RSA heads that have a copy for an adapter, with their names."""
     for name, child in rsa_children(model):
-        if holds_copies(child) and adapter_name in child.modules_to_save:  # type: ignore[operator]
+        if is_peft_wrapper(child) and adapter_name in child.modules_to_save:  # type: ignore[operator]
             yield name, child
 
 
@@ -381,7 +381,7 @@ def _wrap_merge_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     def merge_adapter(self: Any, adapter_names: list[str] | None = None, *args: Any, **kwargs: Any) -> None:
         if adapter_names is not None:
             held = _holders(adapter_names, self.model)
-            wrapped = (child for _, child in rsa_children(self.model) if holds_copies(child))
+            wrapped = (child for _, child in rsa_children(self.model) if is_peft_wrapper(child))
             if any(child.active_adapters != held for child in wrapped):
                 raise ValueError(
                     f"merged in place, {', '.join(adapter_names)} would stand beside the gates and rates that are "
@@ -404,12 +404,12 @@ def _wrap_unload(original: Callable[..., Any]) -> Callable[..., Any]:
                     f"the adapters {', '.join(held)} each have gates and rates of their own: only one can be merged."
                 )
             for _, child in rsa_children(self.model):
-                if holds_copies(child):
+                if is_peft_wrapper(child):
                     child.set_adapter(held)  # type: ignore[operator]  # PEFT takes the heads that are active
         unloaded = original(self, *args, **kwargs)
         for module in list(unloaded.modules()):
             child = module._modules.get("rsa")
-            if child is not None and holds_copies(child):  # LN tuning unloads its own layers alone
+            if child is not None and is_peft_wrapper(child):  # LN tuning unloads its own layers alone
                 heads = child.unload_and_optionally_merge_module(merge=False, safe_merge=False, adapter_names=None)
                 module.add_module("rsa", heads)
         return unloaded
@@ -431,7 +431,7 @@ def _wrap_enable_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
     def enable_adapters(self: Any) -> None:
         original(self)
         for _, child in rsa_children(self):
-            if holds_copies(child):
+            if is_peft_wrapper(child):
                 child.enable_adapters(True)  # type: ignore[operator]
 
     return enable_adapters

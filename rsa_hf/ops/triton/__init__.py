@@ -1,8 +1,8 @@
 r"""P V, mixed into attention, and its gradients: Triton kernels that read and write every tensor once.
 
-The rest of the package imports nothing from here before it is needed: Triton is an optional extra.
+Triton is an optional dependency, so the package imports this folder only when it is used.
 
-The problem, on a GPU, is to move bytes. Per element of V and of the head's output, in bf16:
+On a GPU, P V is bound by memory. Bytes per element of V and of the head's output, in bf16:
 
                        must move                                reads        writes     bytes
     P V alone          V; P V in float32                        2            4          6
@@ -23,10 +23,10 @@ How the floor is approached:
 
   The first term is a C × C Toeplitz matrix times a tile, on tensor cores; the rest is a few multiply-adds an element.
   ζ is 1, or −i for sin heads: then every head reads the real part, F(k) = Re(ζ z^k), and no kernel asks for the kind.
-* Where rows × heads leave the card empty (batch 1), the sequence is cut into segments. A first kernel sums up what
-  each segment writes into the state, which reads V once more (mostly from the L2 cache, since V is small then); the
-  second kernel adds up what is before its segment, weighted with z^{L k}: exact, however long.
-* An unmasked REM also needs the state from the right of each chunk. The program first walks its segment from right to
+* Where rows × heads leave the card empty (batch 1), the sequence is cut into splits. A first kernel sums up what
+  each split writes into the state, which reads V once more (mostly from the L2 cache, since V is small then); the
+  second kernel adds up what is before its split, weighted with z^{L k}: exact, however long.
+* An unmasked REM also needs the state from the right of each chunk. The program first walks its split from right to
   left and leaves that state of each chunk in memory: two float32 for C values, 6 % more bytes. V is read twice then,
   the second time from L2 as far as it fits: the walk back begins with what was read last.
 * The backward pass does the same with dOut for V, right to left. Nothing is kept from the forward pass:
@@ -43,7 +43,7 @@ How the floor is approached:
   at the cost of a second product that hides behind the memory. float32 values are multiplied as tf32x3.
 * Packed documents mask the Toeplitz matrix, and the state ends where a document does. Hidden keys are not loaded.
 
-Considered and left out: a look-back between programs in one launch (V would be read once also when segmented; it
+Considered and left out: a look-back between programs in one launch (V would be read once also when split; it
 rests on the order in which programs start, and small V is in L2 anyway); the states as rows of a tensor-core operand
 (16 rows for 2 that are needed, and they want float32).
 

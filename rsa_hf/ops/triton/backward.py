@@ -13,7 +13,7 @@ from rsa_hf.ops.triton.states import (
     _program,
     _reading,
     _seen,
-    _states_of_segment,
+    _states_of_split,
     _store_rows,
     _sums,
     _walk,
@@ -25,7 +25,7 @@ from rsa_hf.ops.triton.tables import (
     WRITE,
     _multiply,
     _split,
-    _steps_of_segment,
+    _steps_of_split,
     _toeplitz,
 )
 
@@ -60,11 +60,11 @@ def backward_kernel(
     dattention,
     partial,
     key_mask,
-    documents,
+    segment_ids,
     columns,
     heads,
     table,
-    segments,
+    splits,
     entering,
     rows,
     num_columns,
@@ -72,7 +72,7 @@ def backward_kernel(
     length,
     offset,
     queries,
-    groups,
+    heads_per_value,
     grad_b,
     grad_h,
     grad_t,
@@ -90,13 +90,13 @@ def backward_kernel(
     dattention_t,
     gate_stride,
     mask_b,
-    documents_b,
+    segments_b,
     slots,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     CHUNK: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     POWERS: tl.constexpr,
     STAGES: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -112,23 +112,23 @@ def backward_kernel(
         dvalue: [B, H, S, D], of every head.
         dattention: [B, T, H', D]; with MIXED.
         partial: per program ⟨dOut, P V − attention⟩ and the real and imaginary part of Σ ∂z^k/∂decay c_k, where c_k
-            is how dOut and V correlate at lag k: [columns, B · BLOCKS · SEGMENTS, 3].
-        segments: of dOut.
+            is how dOut and V correlate at lag k: [columns, B · BLOCKS · SPLITS, 3].
+        splits: of dOut.
         entering: [B, BLOCKS, H, slots, 4, BLOCK].
     """
-    head, residue, row, block, segment, column = _program(columns, num_columns, rows, BLOCKS)
+    head, residue, row, block, split, column = _program(columns, num_columns, rows, BLOCKS)
     d = tl.load(heads + 2 * head)
     table += head * TABLE_ROWS * POWERS
     steps = tl.cdiv(length - residue, d)
-    per_segment = _steps_of_segment(length, d, CHUNK, SEGMENTS)
-    first = segment * (per_segment // CHUNK)
-    last = tl.minimum(first + per_segment // CHUNK, tl.cdiv(steps, CHUNK))
+    per_split = _steps_of_split(length, d, CHUNK, SPLITS)
+    first = split * (per_split // CHUNK)
+    last = tl.minimum(first + per_split // CHUNK, tl.cdiv(steps, CHUNK))
     channels = block * BLOCK + tl.arange(0, BLOCK)
     grad += row * grad_b + head.to(tl.int64) * grad_h
-    value += row * value_b + (head // groups).to(tl.int64) * value_h
+    value += row * value_b + (head // heads_per_value).to(tl.int64) * value_h
     dvalue += row * dvalue_b + head.to(tl.int64) * dvalue_h
     key_mask += row * mask_b
-    documents += row * documents_b
+    segment_ids += row * segments_b
     i = tl.arange(0, CHUNK)
     high = _toeplitz(table, WRITE, CHUNK, CAUSAL, POWERS)
     low = high
@@ -140,25 +140,25 @@ def backward_kernel(
         dattention += row * dattention_b + head.to(tl.int64) * dattention_h
         weight = tl.load(gate + head * gate_stride).to(tl.float32)
 
-    apart = tl.num_programs(0).to(tl.int64) // SEGMENTS
-    segments += (tl.program_id(0) - segment * apart) * (8 * BLOCK)
+    apart = tl.num_programs(0).to(tl.int64) // SPLITS
+    splits += (tl.program_id(0) - split * apart) * (8 * BLOCK)
     stride = apart * (8 * BLOCK)
     if not CAUSAL:
         slot = ((row * BLOCKS + block) * num_heads + head) * slots
         entering += (slot + residue * (tl.cdiv(tl.cdiv(length, d), CHUNK) - 1)) * (4 * BLOCK)
-        h_real, h_imaginary, q_real, q_imaginary = _states_of_segment(
-            segments,
-            documents,
+        h_real, h_imaginary, q_real, q_imaginary = _states_of_split(
+            splits,
+            segment_ids,
             table,
-            segment,
+            split,
             stride,
             steps,
-            per_segment,
+            per_split,
             residue,
             d,
             BLOCK,
             CHUNK,
-            SEGMENTS,
+            SPLITS,
             POWERS,
             True,
             PACKED,
@@ -175,7 +175,7 @@ def backward_kernel(
             offset,
             queries,
             key_mask,
-            documents,
+            segment_ids,
             table,
             entering,
             channels,
@@ -198,19 +198,19 @@ def backward_kernel(
         )
         # Other threads read what these have written.
         tl.debug_barrier()
-    h_real, h_imaginary, q_real, q_imaginary = _states_of_segment(
-        segments,
-        documents,
+    h_real, h_imaginary, q_real, q_imaginary = _states_of_split(
+        splits,
+        segment_ids,
         table,
-        segment,
+        split,
         stride,
         steps,
-        per_segment,
+        per_split,
         residue,
         d,
         BLOCK,
         CHUNK,
-        SEGMENTS,
+        SPLITS,
         POWERS,
         True,
         PACKED,
@@ -241,7 +241,7 @@ def backward_kernel(
 
         acc = tl.zeros([CHUNK, BLOCK], tl.float32)
         if PACKED:
-            own = tl.load(documents + position, mask=inside, other=-1)
+            own = tl.load(segment_ids + position, mask=inside, other=-1)
             same = own[:, None] == own[None, :]
             acc = _multiply(tl.where(same, high, 0.0), tl.where(same, low, 0.0), x, acc, SPLIT)
             inner += tl.where(same, _inner_products(v, x, tl.zeros([CHUNK, CHUNK], tl.float32)), 0.0)
@@ -249,7 +249,7 @@ def backward_kernel(
             acc = _multiply(high, low, x, acc, SPLIT)
             inner = _inner_products(v, x, inner)
         if not CAUSAL:
-            reached, taken, keep = _borders(documents, chunk, steps, residue, d, CHUNK, True, PACKED, True)
+            reached, taken, keep = _borders(segment_ids, chunk, steps, residue, d, CHUNK, True, PACKED, True)
             pointers = entering + chunk.to(tl.int64) * (4 * BLOCK) + tl.arange(0, BLOCK)
             has_place = (chunk + 1) * CHUNK < steps + tl.zeros([BLOCK], tl.int32)
             b_real, b_imaginary, e_real, e_imaginary = _load_states(pointers, has_place, BLOCK, True)
@@ -260,7 +260,7 @@ def backward_kernel(
             product += more
             slope += more_slope
             imaginary_slope += more_imaginary
-        reached, taken, keep = _borders(documents, chunk, steps, residue, d, CHUNK, True, PACKED, False)
+        reached, taken, keep = _borders(segment_ids, chunk, steps, residue, d, CHUNK, True, PACKED, False)
         acc = _add_readout(acc, h_real, h_imaginary, from_left, reached)
         more, more_slope, more_imaginary = _slope_of_readout(
             wide, h_real, h_imaginary, q_real, q_imaginary, from_left, reached
@@ -286,8 +286,8 @@ def backward_kernel(
     weights = _toeplitz(table, WRITE, CHUNK, CAUSAL, POWERS)
     slopes = _toeplitz(table, DWRITE, CHUNK, CAUSAL, POWERS)
     imaginary_slopes = _toeplitz(table, DWRITE + 1, CHUNK, CAUSAL, POWERS)
-    part = (row * BLOCKS + block) * SEGMENTS + segment
-    into = partial + (column.to(tl.int64) * (rows * BLOCKS * SEGMENTS) + part) * 3
+    part = (row * BLOCKS + block) * SPLITS + split
+    into = partial + (column.to(tl.int64) * (rows * BLOCKS * SPLITS) + part) * 3
     tl.store(into, tl.sum(product) + tl.sum(tl.sum(weights * inner, axis=0)))
     tl.store(into + 1, tl.sum(slope) + tl.sum(tl.sum(slopes * inner, axis=0)))
     tl.store(into + 2, tl.sum(imaginary_slope) + tl.sum(tl.sum(imaginary_slopes * inner, axis=0)))

@@ -12,12 +12,12 @@ from rsa_hf.ops.triton.states import (
     _program,
     _reading,
     _seen,
-    _states_of_segment,
+    _states_of_split,
     _store_rows,
     _walk,
     _writing,
 )
-from rsa_hf.ops.triton.tables import TABLE_ROWS, WRITE, _multiply, _split, _steps_of_segment, _toeplitz
+from rsa_hf.ops.triton.tables import TABLE_ROWS, WRITE, _multiply, _split, _steps_of_split, _toeplitz
 
 
 @triton.jit
@@ -41,11 +41,11 @@ def forward_kernel(
     gate,
     output,
     key_mask,
-    documents,
+    segment_ids,
     columns,
     heads,
     table,
-    segments,
+    splits,
     entering,
     rows,
     num_columns,
@@ -53,7 +53,7 @@ def forward_kernel(
     length,
     offset,
     queries,
-    groups,
+    heads_per_value,
     value_b,
     value_h,
     value_s,
@@ -65,13 +65,13 @@ def forward_kernel(
     output_t,
     gate_stride,
     mask_b,
-    documents_b,
+    segments_b,
     slots,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     CHUNK: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     POWERS: tl.constexpr,
     STAGES: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -88,27 +88,27 @@ def forward_kernel(
         gate: (H,).
         output: [B, T, H', D] with MIXED, else [B, H, T, D].
         key_mask: [B or 1, S] bytes, 0 where a key is hidden; with MASKED.
-        documents: [B, S], which document each position belongs to; with PACKED.
+        segment_ids: [B, S], which document each position belongs to; with PACKED.
         columns: head and residue of each column, [columns, 2].
         heads: dilation and kind of each head, [H, 2].
         table: of `powers_kernel`.
-        segments: of `segments_kernel`, unless there is one segment.
+        splits: from `splits_kernel`, unless there is one split.
         entering: for unmasked REMs, room for [B, BLOCKS, H, slots, 2, BLOCK].
         length: how many keys there are to read.
         offset: position of the first query.
     """
-    head, residue, row, block, segment, _column = _program(columns, num_columns, rows, BLOCKS)
+    head, residue, row, block, split, _column = _program(columns, num_columns, rows, BLOCKS)
     d = tl.load(heads + 2 * head)
     table += head * TABLE_ROWS * POWERS
     steps = tl.cdiv(length - residue, d)
-    per_segment = _steps_of_segment(length, d, CHUNK, SEGMENTS)
-    first = segment * (per_segment // CHUNK)
-    last = tl.minimum(first + per_segment // CHUNK, tl.cdiv(steps, CHUNK))
+    per_split = _steps_of_split(length, d, CHUNK, SPLITS)
+    first = split * (per_split // CHUNK)
+    last = tl.minimum(first + per_split // CHUNK, tl.cdiv(steps, CHUNK))
     channels = block * BLOCK + tl.arange(0, BLOCK)
-    value += row * value_b + (head // groups).to(tl.int64) * value_h
+    value += row * value_b + (head // heads_per_value).to(tl.int64) * value_h
     output += row * output_b + head.to(tl.int64) * output_h
     key_mask += row * mask_b
-    documents += row * documents_b
+    segment_ids += row * segments_b
     i = tl.arange(0, CHUNK)
     high = _toeplitz(table, WRITE, CHUNK, CAUSAL, POWERS)
     low = high
@@ -118,25 +118,25 @@ def forward_kernel(
         attention += row * attention_b + head.to(tl.int64) * attention_h
         weight = tl.load(gate + head * gate_stride).to(tl.float32)
 
-    apart = tl.num_programs(0).to(tl.int64) // SEGMENTS
-    segments += (tl.program_id(0) - segment * apart) * (8 * BLOCK)
+    apart = tl.num_programs(0).to(tl.int64) // SPLITS
+    splits += (tl.program_id(0) - split * apart) * (8 * BLOCK)
     stride = apart * (8 * BLOCK)
     if not CAUSAL:
         slot = ((row * BLOCKS + block) * num_heads + head) * slots
         entering += (slot + residue * (tl.cdiv(tl.cdiv(length, d), CHUNK) - 1)) * (2 * BLOCK)
-        h_real, h_imaginary, q_real, q_imaginary = _states_of_segment(
-            segments,
-            documents,
+        h_real, h_imaginary, q_real, q_imaginary = _states_of_split(
+            splits,
+            segment_ids,
             table,
-            segment,
+            split,
             stride,
             steps,
-            per_segment,
+            per_split,
             residue,
             d,
             BLOCK,
             CHUNK,
-            SEGMENTS,
+            SPLITS,
             POWERS,
             False,
             PACKED,
@@ -153,7 +153,7 @@ def forward_kernel(
             0,
             length,
             key_mask,
-            documents,
+            segment_ids,
             table,
             entering,
             channels,
@@ -176,19 +176,19 @@ def forward_kernel(
         )
         # Other threads read what these have written.
         tl.debug_barrier()
-    h_real, h_imaginary, q_real, q_imaginary = _states_of_segment(
-        segments,
-        documents,
+    h_real, h_imaginary, q_real, q_imaginary = _states_of_split(
+        splits,
+        segment_ids,
         table,
-        segment,
+        split,
         stride,
         steps,
-        per_segment,
+        per_split,
         residue,
         d,
         BLOCK,
         CHUNK,
-        SEGMENTS,
+        SPLITS,
         POWERS,
         False,
         PACKED,
@@ -207,7 +207,7 @@ def forward_kernel(
         0,
         length,
         key_mask,
-        documents,
+        segment_ids,
         table,
         entering,
         channels,
@@ -242,18 +242,18 @@ def forward_kernel(
         x = _load_rows(value, position, value_s, _seen(key_mask, position, inside, MASKED), channels, D, BLOCK)
         acc = tl.zeros([CHUNK, BLOCK], tl.float32)
         if PACKED:
-            own = tl.load(documents + position, mask=inside, other=-1)
+            own = tl.load(segment_ids + position, mask=inside, other=-1)
             same = own[:, None] == own[None, :]
             acc = _multiply(tl.where(same, high, 0.0), tl.where(same, low, 0.0), x, acc, SPLIT)
         else:
             acc = _multiply(high, low, x, acc, SPLIT)
         if not CAUSAL:
-            reached, taken, keep = _borders(documents, chunk, steps, residue, d, CHUNK, False, PACKED, True)
+            reached, taken, keep = _borders(segment_ids, chunk, steps, residue, d, CHUNK, False, PACKED, True)
             pointers = entering + chunk.to(tl.int64) * (2 * BLOCK) + tl.arange(0, BLOCK)
             has_place = (chunk + 1) * CHUNK < steps + tl.zeros([BLOCK], tl.int32)
             b_real, b_imaginary, _e_real, _e_imaginary = _load_states(pointers, has_place, BLOCK, False)
             acc = _add_readout(acc, b_real, b_imaginary, from_right, reached)
-        reached, taken, keep = _borders(documents, chunk, steps, residue, d, CHUNK, False, PACKED, False)
+        reached, taken, keep = _borders(segment_ids, chunk, steps, residue, d, CHUNK, False, PACKED, False)
         acc = _add_readout(acc, h_real, h_imaginary, from_left, reached)
         h_real, h_imaginary, q_real, q_imaginary = _advance(
             h_real,

@@ -3,18 +3,18 @@
 import triton
 import triton.language as tl
 
-from rsa_hf.ops.triton.tables import DWRITE, DZ, REST, TABLE_ROWS, WRITE, Z, _entry, _steps_of_segment
+from rsa_hf.ops.triton.tables import DWRITE, DZ, REST, TABLE_ROWS, WRITE, Z, _entry, _steps_of_split
 
 
 @triton.jit
 def _program(columns, num_columns, rows, BLOCKS: tl.constexpr):
-    """Which head, residue, row of the batch, channel block and segment this program owns."""
+    """Which head, residue, row of the batch, channel block and split this program owns."""
     program = tl.program_id(0)
     block = program % BLOCKS
     column = (program // BLOCKS) % num_columns
     row = (program // (BLOCKS * num_columns)) % rows
-    segment = program // (BLOCKS * num_columns * rows)
-    return tl.load(columns + 2 * column), tl.load(columns + 2 * column + 1), row.to(tl.int64), block, segment, column
+    split = program // (BLOCKS * num_columns * rows)
+    return tl.load(columns + 2 * column), tl.load(columns + 2 * column + 1), row.to(tl.int64), block, split, column
 
 
 @triton.jit
@@ -63,10 +63,10 @@ def _seen(key_mask, place, inside, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _document(documents, step, steps, residue, d, REVERSED: tl.constexpr):
+def _segment(segment_ids, step, steps, residue, d, REVERSED: tl.constexpr):
     """The document of a step, −1 outside the sequence."""
     there = (step >= 0) & (step < steps)
-    return tl.load(documents + _position(step, steps, residue, d, REVERSED), mask=there, other=-1)
+    return tl.load(segment_ids + _position(step, steps, residue, d, REVERSED), mask=there, other=-1)
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def _advance(h_real, h_imaginary, q_real, q_imaginary, x, writing, taken, keep, 
 
 @triton.jit
 def _borders(
-    documents,
+    segment_ids,
     chunk,
     steps,
     residue,
@@ -153,14 +153,14 @@ def _borders(
     reached, taken, keep = 1.0, 1.0, 1.0
     if PACKED:
         step = chunk * CHUNK + tl.arange(0, CHUNK)
-        own = _document(documents, step, steps, residue, d, REVERSED)
+        own = _segment(segment_ids, step, steps, residue, d, REVERSED)
         first, last = chunk * CHUNK, (chunk + 1) * CHUNK - 1
         if FROM_RIGHT:
-            before = _document(documents, last + 1, steps, residue, d, REVERSED)
-            after = _document(documents, first, steps, residue, d, REVERSED)
+            before = _segment(segment_ids, last + 1, steps, residue, d, REVERSED)
+            after = _segment(segment_ids, first, steps, residue, d, REVERSED)
         else:
-            before = _document(documents, first - 1, steps, residue, d, REVERSED)
-            after = _document(documents, last, steps, residue, d, REVERSED)
+            before = _segment(segment_ids, first - 1, steps, residue, d, REVERSED)
+            after = _segment(segment_ids, last, steps, residue, d, REVERSED)
         reached, taken = (own == before).to(tl.float32), (own == after).to(tl.float32)
         keep = (before == after).to(tl.float32)
     return reached, taken, keep
@@ -177,7 +177,7 @@ def _walk(
     shift,
     count,
     key_mask,
-    documents,
+    segment_ids,
     table,
     entering,
     channels,
@@ -228,7 +228,7 @@ def _walk(
             if SLOPES:
                 tl.store(into + 2 * BLOCK, q_real, mask=has_place)
                 tl.store(into + 3 * BLOCK, q_imaginary, mask=has_place)
-        _reached, taken, keep = _borders(documents, chunk, steps, residue, d, CHUNK, REVERSED, PACKED, FROM_RIGHT)
+        _reached, taken, keep = _borders(segment_ids, chunk, steps, residue, d, CHUNK, REVERSED, PACKED, FROM_RIGHT)
         h_real, h_imaginary, q_real, q_imaginary = _advance(
             h_real, h_imaginary, q_real, q_imaginary, tile, writing, taken, keep, SLOPES
         )
@@ -248,43 +248,43 @@ def _load_states(pointers, mask, BLOCK: tl.constexpr, SLOPES: tl.constexpr):
 
 
 @triton.jit
-def _states_of_segment(
-    segments,
-    documents,
+def _states_of_split(
+    splits,
+    segment_ids,
     table,
-    segment,
+    split,
     stride,
     steps,
-    per_segment,
+    per_split,
     residue,
     d,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     POWERS: tl.constexpr,
     SLOPES: tl.constexpr,
     PACKED: tl.constexpr,
     REVERSED: tl.constexpr,
     FROM_RIGHT: tl.constexpr,
 ):
-    """The states that enter a segment: what all segments on that side write, each weighted with z^{L k}."""
+    """The states that enter a split: what all splits on that side write, each weighted with z^{L k}."""
     h, h_of_imaginary = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     q, q_of_imaginary = h, h_of_imaginary
-    if SEGMENTS > 1:
-        m = tl.arange(0, SEGMENTS)
+    if SPLITS > 1:
+        m = tl.arange(0, SPLITS)
         if FROM_RIGHT:
-            between = m - segment - 1
-            edge, own = (segment + 1) * per_segment, m * per_segment
-            segments += 4 * BLOCK
+            between = m - split - 1
+            edge, own = (split + 1) * per_split, m * per_split
+            splits += 4 * BLOCK
         else:
-            between = segment - 1 - m
-            edge, own = segment * per_segment - 1, (m + 1) * per_segment - 1
-        used = (between >= 0) & (m * per_segment < steps)
+            between = split - 1 - m
+            edge, own = split * per_split - 1, (m + 1) * per_split - 1
+        used = (between >= 0) & (m * per_split < steps)
         if PACKED:
-            there = _document(documents, own, steps, residue, d, REVERSED)
-            used = used & (there == _document(documents, edge, steps, residue, d, REVERSED))
+            there = _segment(segment_ids, own, steps, residue, d, REVERSED)
+            used = used & (there == _segment(segment_ids, edge, steps, residue, d, REVERSED))
         exponent = CHUNK + 1 + tl.where(used, between, 0)
-        pointers = segments + (m.to(tl.int64) * stride)[:, None] + tl.arange(0, BLOCK)[None, :]
+        pointers = splits + (m.to(tl.int64) * stride)[:, None] + tl.arange(0, BLOCK)[None, :]
         h_real, h_imaginary, q_real, q_imaginary = _load_states(pointers, used[:, None], BLOCK, SLOPES)
         real, imaginary = _entry(table, Z, exponent, POWERS)
         real, imaginary = real[:, None], imaginary[:, None]
@@ -300,30 +300,30 @@ def _states_of_segment(
 
 
 @triton.jit
-def segments_kernel(
+def splits_kernel(
     x,
     key_mask,
-    documents,
+    segment_ids,
     columns,
     heads,
     table,
-    segments,
+    splits,
     rows,
     num_columns,
     length,
     shift,
     count,
-    groups,
+    heads_per_value,
     x_b,
     x_h,
     x_s,
     mask_b,
-    documents_b,
+    segments_b,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     CHUNK: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     POWERS: tl.constexpr,
     STAGES: tl.constexpr,
     SLOPES: tl.constexpr,
@@ -332,19 +332,19 @@ def segments_kernel(
     PACKED: tl.constexpr,
     REVERSED: tl.constexpr,
 ):
-    """What each segment of V, or of dOut, writes into the states on either side: [programs, 2 sides, 4, BLOCK]."""
-    head, residue, row, block, segment, _column = _program(columns, num_columns, rows, BLOCKS)
+    """What each split of V, or of dOut, writes into the states on either side: [programs, 2 sides, 4, BLOCK]."""
+    head, residue, row, block, split, _column = _program(columns, num_columns, rows, BLOCKS)
     d = tl.load(heads + 2 * head)
     table += head * TABLE_ROWS * POWERS
     steps = tl.cdiv(length - residue, d)
-    per_segment = _steps_of_segment(length, d, CHUNK, SEGMENTS)
-    first = segment * (per_segment // CHUNK)
-    last = tl.minimum(first + per_segment // CHUNK, tl.cdiv(steps, CHUNK))
+    per_split = _steps_of_split(length, d, CHUNK, SPLITS)
+    first = split * (per_split // CHUNK)
+    last = tl.minimum(first + per_split // CHUNK, tl.cdiv(steps, CHUNK))
     channels = block * BLOCK + tl.arange(0, BLOCK)
-    x += row * x_b + (head // groups).to(tl.int64) * x_h
+    x += row * x_b + (head // heads_per_value).to(tl.int64) * x_h
     key_mask += row * mask_b
-    documents += row * documents_b
-    into = segments + tl.program_id(0).to(tl.int64) * (8 * BLOCK) + tl.arange(0, BLOCK)
+    segment_ids += row * segments_b
+    into = splits + tl.program_id(0).to(tl.int64) * (8 * BLOCK) + tl.arange(0, BLOCK)
     zero = tl.zeros([BLOCK], tl.float32)
     for side in tl.static_range(1 if CAUSAL else 2):
         h_real, h_imaginary, q_real, q_imaginary = _walk(
@@ -357,9 +357,9 @@ def segments_kernel(
             shift,
             count,
             key_mask,
-            documents,
+            segment_ids,
             table,
-            segments,
+            splits,
             channels,
             first,
             last,

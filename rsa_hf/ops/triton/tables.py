@@ -1,10 +1,10 @@
-"""Powers of the rates: a kernel that makes a table of them, and what the other kernels read from it."""
+"""The kernel that computes a table of powers of the rates, and helpers that read it."""
 
 import triton
 import triton.language as tl
 
-# Rows of a head's table of powers: real and imaginary part of z^k, ∂z^k/∂decay, ζ z^k and ζ ∂z^k/∂decay; then what
-# float32 leaves of z^k.
+# Rows of a head's table, two each for the real and the imaginary part: z^k, ∂z^k/∂decay, ζ z^k, ζ ∂z^k/∂decay, and the
+# rounding error of z^k in float32.
 Z, DZ, WRITE, DWRITE, REST = (tl.constexpr(row) for row in (0, 2, 4, 6, 8))
 TABLE_ROWS = tl.constexpr(10)
 
@@ -19,18 +19,18 @@ def powers_kernel(
     decay_stride,
     theta_stride,
     CHUNK: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     POWERS: tl.constexpr,
 ):
-    """A head's table at the exponents 0 … C, then L·m for the segments m = 0, 1, …: [H, 10, POWERS] float32."""
+    """A head's table at the exponents 0 … C, then L·m for the splits m = 0, 1, …: [H, 10, POWERS] float32."""
     head = tl.program_id(0)
     d = tl.load(heads + 2 * head)
     kind = tl.load(heads + 2 * head + 1)
     rho = tl.load(decay + head * decay_stride).to(tl.float64)
     angle = tl.where(kind > 0, tl.load(theta + head * theta_stride).to(tl.float64), 0.0)
-    per_segment = _steps_of_segment(length, d, CHUNK, SEGMENTS)
+    per_split = _steps_of_split(length, d, CHUNK, SPLITS)
     entry = tl.arange(0, POWERS)
-    k = tl.where(entry <= CHUNK, entry, (entry - CHUNK - 1) * per_segment)
+    k = tl.where(entry <= CHUNK, entry, (entry - CHUNK - 1) * per_split)
 
     real, imaginary = _power(rho, angle, k, k)
     slope, imaginary_slope = _power(rho, angle, tl.maximum(k - 1, 0), k)
@@ -97,6 +97,6 @@ def _multiply(high, low, x, acc, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _steps_of_segment(length, d, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr):
+def _steps_of_split(length, d, CHUNK: tl.constexpr, SPLITS: tl.constexpr):
     """L: a whole number of chunks."""
-    return tl.cdiv(tl.cdiv(tl.cdiv(length, d), CHUNK), SEGMENTS) * CHUNK
+    return tl.cdiv(tl.cdiv(tl.cdiv(length, d), CHUNK), SPLITS) * CHUNK

@@ -1,4 +1,4 @@
-"""Block shapes of the kernels: the defaults, and the fastest of a few where there is time to try them."""
+"""Block shapes of the kernels: the defaults, and the fastest of a few candidates, which is measured once."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 
 __all__ = ["Tuning", "block_of", "candidates", "fastest"]
 
-ROUNDS = 5  # of each candidate, after one that does not count
+ROUNDS = 5  # timed runs of each candidate, after one warm-up
 
 
 class Tuning(NamedTuple):
-    """How a kernel is launched.
+    """Launch parameters of a kernel.
 
     Attributes:
-        chunk: C, steps of a chunk; a power of two, 16 at least.
-        block: channels of a program; a power of two, 16 at least.
-        warps: of a program.
-        stages: how many chunks are on their way from memory.
+        chunk: C, steps per chunk; a power of two, at least 16.
+        block: channels per program; a power of two, at least 16.
+        warps: warps per program.
+        stages: number of chunks in flight from memory.
     """
 
     chunk: int
@@ -30,7 +30,7 @@ class Tuning(NamedTuple):
 
 
 def block_of(head_size: int, most: int = 64) -> int:
-    """Channels of a program: the widest power of two that leaves at most a quarter of the channels empty."""
+    """Channels per program: the largest power of two that leaves at most a quarter of them unused."""
     block = most
     while block > 16 and -(-head_size // block) * block > max(1.25 * head_size, 16):
         block //= 2
@@ -38,12 +38,12 @@ def block_of(head_size: int, most: int = 64) -> int:
 
 
 def candidates(kernel: str, head_size: int, bits: int) -> list[Tuning]:
-    """What is tried, the default first.
+    """The candidates, the default first.
 
     Args:
         kernel: `"forward"` or `"backward"`.
         head_size: D.
-        bits: of a value, 16 or 32.
+        bits: bits per value, 16 or 32.
     """
     block = block_of(head_size)
     if bits == 32:
@@ -66,11 +66,11 @@ _known: dict[tuple[Any, ...], Tuning] = {}
 def fastest(
     question: tuple[Any, ...], options: list[Tuning], run: Callable[[Tuning], Any], device: torch.device
 ) -> Tuning:
-    """The fastest option, measured when a question is asked for the first time.
+    """The fastest option, measured the first time and remembered by `question`.
 
-    The default, without a measurement, where nothing can be measured (the interpreter, a stream that is being
-    captured) and where the same bits are wanted from every process (`torch.use_deterministic_algorithms`): the chunk
-    decides how sums are rounded.
+    It is the default, without a measurement, if nothing can be measured (in the interpreter, while a stream is
+    captured) or if results must be deterministic (`torch.use_deterministic_algorithms`), because the size of the
+    chunk decides how sums are rounded.
     """
     if question in _known:
         return _known[question]
@@ -84,7 +84,7 @@ def fastest(
 
 
 def _time(run: Callable[[Tuning], Any], option: Tuning) -> float:
-    """Median milliseconds, infinite where the GPU has too little shared memory."""
+    """Median milliseconds, infinite if the GPU has too little shared memory."""
     from triton.runtime.errors import OutOfResources
 
     try:

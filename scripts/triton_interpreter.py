@@ -1,10 +1,10 @@
-"""Triton's interpreter runs kernels on a machine without a GPU: set TRITON_INTERPRET=1 before triton is imported.
+"""Repairs of Triton's interpreter, which runs kernels on a machine without a GPU (TRITON_INTERPRET=1).
 
-Three things in it stand in the way (seen in Triton 3.6) and are put right here, where kernels are interpreted at all:
+Only tests and `bench_gpu.py --dry` interpret kernels. As of Triton 3.6 the interpreter
 
-* It keeps scalars as arrays of one element, and NumPy refuses to make an `int` of them since 2.4.
-* It keeps bfloat16 as whole numbers, and multiplies those in matrix products.
-* It patches the whole language anew at every call of a helper function, which takes most of the time.
+* keeps scalars as arrays of one element, of which NumPy makes no `int` since 2.4;
+* keeps bfloat16 as whole numbers, and multiplies those in matrix products;
+* patches the whole language anew at every call of a helper function, which takes most of the time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["repair_interpreter"]
 
 
 def repair_interpreter() -> None:
-    """Put Triton's interpreter right; does nothing where kernels are compiled."""
+    """Repair Triton's interpreter; does nothing if kernels are compiled."""
     if not triton.knobs.runtime.interpret:
         return
     from triton.runtime import interpreter
@@ -52,7 +52,7 @@ def _multiply_bfloat16(interpreter: Any) -> None:
 
 
 def _patch_once(interpreter: Any) -> None:
-    """Patch the language once in a launch for every module that helpers come from."""
+    """Patch the language once per launch for each module that defines helpers."""
     original_patch, original_launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     patched: dict[str, Any] = {}
 

@@ -1,0 +1,157 @@
+r"""P V three times, to be read beside the paper: by its definition, step by step, and in chunks.
+
+Nothing here is fast, and nothing here shares code with the paths that it checks. The tests compare values and
+gradients of `rem_product` with the first two functions. The third is the chunked algorithm in its smallest form, as an
+introduction to `chunked.py`.
+
+Notation: batch B, heads H, queries T, keys S, head size D; τ = position of the query − position of the key. A head has
+the complex rate z = λ (regular) or z = γ e^{iθ} (cos, sin). With step k = τ / d, for a dilation d that divides τ ≥ 1,
+
+    f(τ) = λ^k,  γ^k cos(kθ)  or  γ^k sin(kθ)      (paper, eqs. 2 and 3)
+
+which is the real part of z^k, for a sin head the imaginary part. All other f(τ) are 0, f(0) among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["chunked_minimal", "dense_rem_product", "recurrent_rem_product"]
+
+
+def dense_rem_product(
+    value: Tensor,
+    kinds: Sequence[str],
+    decay: Tensor,
+    theta: Tensor,
+    dilation: Sequence[int],
+    *,
+    query_length: int | None = None,
+    query_offset: int | None = None,
+    causal: bool = True,
+    groups: int = 1,
+    key_mask: Tensor | None = None,
+    documents: Tensor | None = None,
+    window: int | None = None,
+    visible: Tensor | None = None,
+) -> Tensor:
+    """P V by its definition, with P written out; arguments and result as in `rem_product`, one entry per head."""
+    S = value.shape[2]
+    T = S if query_length is None else query_length
+    start = S - T if query_offset is None else query_offset
+    t, s = torch.arange(start, start + T)[:, None], torch.arange(S)[None]  # [T, 1], [1, S]
+    tau = t - s if causal else (t - s).abs()  # [T, S]; unmasked: P + Pᵀ
+
+    heads = []
+    for kind, rate, angle, d in zip(kinds, decay, theta, dilation, strict=True):
+        nonzero = (tau >= 1) & (tau % d == 0)
+        k = torch.where(nonzero, tau // d, 1)
+        turn = {"regular": torch.ones_like(k), "cos": torch.cos(k * angle), "sin": torch.sin(k * angle)}[kind]
+        heads.append(torch.where(nonzero, rate**k * turn, 0))
+    P = torch.stack(heads).to(value.dtype)[None]  # [1, H, T, S]
+
+    sees = ((t >= s) | torch.tensor(not causal))[None, None]  # [1, 1, T, S]
+    if key_mask is not None:
+        sees = sees & key_mask[:, None, None, :]
+    if documents is not None:
+        run = F.pad(documents.diff() != 0, (1, 0)).cumsum(1)  # [B, S]
+        sees = sees & (run[:, None, start : start + T, None] == run[:, None, None, :])
+    if window is not None:
+        sees = sees & ((t - s).abs() < window)
+    if visible is not None:
+        sees = sees & visible
+    P = torch.where(sees, P, 0)
+
+    V = value.repeat_interleave(groups, dim=1)[:, : len(kinds)]  # [B, H, S, D]
+    V = torch.where(sees.any(dim=2)[..., None], V, 0)  # keys that nobody sees may hold NaN
+    return P @ V  # [B, H, T, D]
+
+
+def recurrent_rem_product(
+    value: Tensor,
+    kinds: Sequence[str],
+    decay: Tensor,
+    theta: Tensor,
+    dilation: Sequence[int],
+    *,
+    query_length: int | None = None,
+    query_offset: int | None = None,
+    causal: bool = True,
+    groups: int = 1,
+    key_mask: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> Tensor:
+    """P V as the recurrent network that it encodes, one step at a time: h_t = z (h_{t−d} + v_{t−d}).
+
+    The real part of h_t, for a sin head the imaginary part, is row t of P V. Arguments and result as in
+    `rem_product`; a state that begins anew cannot express a window or an arbitrary mask.
+    """
+    B, _, S, _ = value.shape
+    T = S if query_length is None else query_length
+    start = S - T if query_offset is None else query_offset
+    V = value.repeat_interleave(groups, dim=1)[:, : len(kinds)]  # [B, H, S, D]
+    if key_mask is not None:
+        V = torch.where(key_mask[:, None, :, None], V, 0)
+    run = torch.zeros(B, S) if documents is None else F.pad(documents.diff() != 0, (1, 0)).cumsum(1).expand(B, -1)
+
+    def in_time(V: Tensor, run: Tensor) -> Tensor:
+        heads = []
+        for h, (kind, d) in enumerate(zip(kinds, dilation, strict=True)):
+            angle = torch.zeros_like(theta[h]) if kind == "regular" else theta[h]
+            z = torch.complex(decay[h] * torch.cos(angle), decay[h] * torch.sin(angle))
+            states = [torch.zeros_like(V[:, h, 0]) * z] * min(d, S)  # h_0 … h_{d−1}, [B, D] each
+            for t in range(d, S):
+                same = (run[:, t] == run[:, t - d])[:, None]  # a document starts from nothing
+                states.append(torch.where(same, z * (states[t - d] + V[:, h, t - d]), 0))
+            state = torch.stack(states, dim=1)  # [B, S, D]
+            heads.append(state.imag if kind == "sin" else state.real)
+        return torch.stack(heads, dim=1).to(V.dtype)
+
+    output = in_time(V, run)
+    if not causal:
+        output = output + in_time(V.flip(2), run.flip(1)).flip(2)
+    return output[:, :, start : start + T]
+
+
+def chunked_minimal(value: Tensor, kinds: Sequence[str], decay: Tensor, theta: Tensor, chunk: int = 16) -> Tensor:
+    r"""P V of causal heads without dilation in linear time: [B, H, T, D] from values of that shape.
+
+    Cut the sequence into chunks of C steps. With the state h = Σ_{j≥0} z^j v_{−1−j} of everything before a chunk,
+
+        y_i = Σ_{j<i} f(i − j) v_j + read(z^{i+1} h)        h' = z^C h + Σ_j z^{C−1−j} v_j
+
+    The first term is one C × C product for all chunks at once. Only h, one complex number per head and channel, goes
+    from chunk to chunk. `chunked.py` does the same with real numbers, and treats the sequence of states as it treats
+    the sequence of values: in chunks.
+    """
+    B, H, T, D = value.shape
+    C, N = chunk, -(-T // chunk)
+    is_sin = torch.tensor([kind == "sin" for kind in kinds])[:, None, None]  # [H, 1, 1]
+    angle = torch.where(torch.tensor([kind == "regular" for kind in kinds]), 0, theta)
+    z = torch.polar(decay.abs(), angle) * torch.sign(decay)  # [H]
+    powers = z[:, None] ** torch.arange(C + 1)  # [H, C + 1]: z^0 … z^C
+
+    def read(x: Tensor) -> Tensor:
+        return torch.where(is_sin, x.imag, x.real)
+
+    V = F.pad(value, (0, 0, 0, N * C - T)).view(B, H, N, C, D)
+
+    # Within chunks: block[i, j] = f(i − j) for i > j.
+    lag = torch.arange(C)[:, None] - torch.arange(C)  # [C, C]
+    block = torch.where(lag > 0, read(powers[:, lag.clamp(min=0)]), 0)  # [H, C, C]
+    within = block[:, None] @ V  # [B, H, N, C, D]
+
+    # Between chunks: what each chunk writes into the state, the states that enter, and how row i reads them.
+    write = powers[:, :C].flip(1)  # [H, C]: z^{C−1} … z^0
+    written = torch.einsum("hc,bhncd->bhnd", write, V.to(write.dtype))  # [B, H, N, D]
+    h, entering = torch.zeros_like(written[:, :, 0]), []
+    for n in range(N):
+        entering.append(h)
+        h = powers[:, C][:, None] * h + written[:, :, n]
+    states = torch.stack(entering, dim=2)  # [B, H, N, D]
+    between = read((powers[:, None, 1:, None] * states[:, :, :, None]).flatten(2, 3))  # [B, H, N · C, D]
+    return (within.flatten(2, 3) + between)[:, :, :T]
