@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from transformers.generation.utils import GenerationMixin
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
-from rsa_hf.models.recurrent.modeling import RecurrentModel, RecurrentPreTrainedModel, State
-from rsa_hf.models.recurrent_encoder_decoder.configuration import RecurrentEncoderDecoderConfig
+from rsa_hf.models.recurrent.modeling_recurrent import RecurrentModel, RecurrentPreTrainedModel
+from rsa_hf.models.recurrent_encoder_decoder.configuration_recurrent_encoder_decoder import (
+    RecurrentEncoderDecoderConfig,
+)
 
 __all__ = [
     "RecurrentEncoder",
@@ -40,7 +42,7 @@ class RecurrentEncoderOutput(ModelOutput):
 
     last_hidden_state: Tensor | None = None
     context: Tensor | None = None
-    hidden_states: State | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
 
 
 @dataclass
@@ -61,11 +63,11 @@ class RecurrentEncoderDecoderOutput(ModelOutput):
     loss: Tensor | None = None
     logits: Tensor | None = None
     last_hidden_state: Tensor | None = None
-    state: State | None = None
-    decoder_hidden_states: State | None = None
+    state: tuple[Tensor, ...] | None = None
+    decoder_hidden_states: tuple[Tensor, ...] | None = None
     context: Tensor | None = None
     encoder_last_hidden_state: Tensor | None = None
-    encoder_hidden_states: State | None = None
+    encoder_hidden_states: tuple[Tensor, ...] | None = None
 
 
 class RecurrentEncoderDecoderPreTrainedModel(RecurrentPreTrainedModel):
@@ -212,7 +214,9 @@ class RecurrentEncoderDecoderModel(RecurrentEncoderDecoderPreTrainedModel):
             encoder_hidden_states=encoded.hidden_states,
         )
 
-    def _first_state(self, context: Tensor | None, ids: Tensor | None, embeds: Tensor | None) -> State | None:
+    def _first_state(
+        self, context: Tensor | None, ids: Tensor | None, embeds: Tensor | None
+    ) -> tuple[Tensor, ...] | None:
         if (ids is None) == (embeds is None):
             raise ValueError("give exactly one of decoder_input_ids and decoder_inputs_embeds (or labels).")
         rows = len(ids if ids is not None else embeds)  # type: ignore[arg-type]
@@ -323,5 +327,5 @@ class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPre
             "output_hidden_states": output_hidden_states,
         }
 
-    def _reorder_cache(self, state: Sequence[Tensor], beams: Tensor) -> State:
+    def _reorder_cache(self, state: Sequence[Tensor], beams: Tensor) -> tuple[Tensor, ...]:
         return tuple(part.index_select(0, beams.to(part.device)) for part in state)
