@@ -290,7 +290,7 @@ def test_inputs_that_are_refused():
     for state in (outputs.state[:1], [part[:2] for part in outputs.state], [part[:, :1] for part in outputs.state]):
         with pytest.raises(ValueError, match="state has shapes"):
             model(state=state, **read)
-    for context in (None, outputs.context[:2], outputs.context[:, :1], outputs.context[:, :, :1]):
+    for context in (outputs.context[:2], outputs.context[:, :1], outputs.context[:, :, :1]):
         with pytest.raises(ValueError, match="context has shape"):
             model(encoder_outputs=RecurrentEncoderOutput(context=context), **read)
     with pytest.raises(ValueError, match="decoder_input_ids and decoder_inputs_embeds"):

@@ -338,7 +338,7 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds.")
         embedded: Tensor = self.embeddings(input_ids) * self.scale if inputs_embeds is None else inputs_embeds
-        _, T, n = embedded.shape
+        T, n = embedded.shape[1:]
         K, device = self.config.chunk_size, embedded.device
         states, chunk, filled = self._begin(state, embedded)
         real = None if attention_mask is None else attention_mask[:, -T:].bool()
