@@ -37,4 +37,5 @@ def test_other_checkpoints_agree_and_golden_numbers_are_still_those(tmp_path):
         again, golden = (load_file(folder / case.name / "expected.safetensors") for folder in (case.parent, GOLDEN))
         assert again.keys() == golden.keys()
         for name in golden:
-            assert float((again[name] - golden[name]).abs().max()) <= 1e-6, (case.name, name)
+            # Other processors round otherwise: 4e-6 between two that were tried.
+            assert float((again[name] - golden[name]).abs().max()) <= 1e-5, (case.name, name)

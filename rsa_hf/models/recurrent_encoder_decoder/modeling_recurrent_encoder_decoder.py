@@ -203,8 +203,9 @@ class RecurrentEncoderDecoderModel(RecurrentEncoderDecoderPreTrainedModel):
             encoded, config = encoder_outputs, self.config
             rows = len(decoder_inputs_embeds if decoder_input_ids is None else decoder_input_ids)  # type: ignore[arg-type]
             needed = (rows, config.num_hidden_layers, self.encoder.parts, config.hidden_size)
-            require_shapes("context", [encoded.context], [needed])
-            state = encoded.context.unsqueeze(3).unbind(1)
+            context: Any = encoded.context
+            require_shapes("context", [context], [needed])
+            state = context.unsqueeze(3).unbind(1)
         outputs = self.decoder(
             decoder_input_ids,
             decoder_attention_mask,
