@@ -44,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one_table_projected": {**BANDS, "div_val": 1, "d_embed": 12, "pre_lnorm": True, "clamp_len": 9},
     "tables": {**BANDS, "div_val": 2, "same_length": True, "clamp_len": 9},
     "tables_untied": {**BANDS, "div_val": 2, "pre_lnorm": True, "proj_share_all_but_first": False},
+    "clamped": {"cutoffs": [], "div_val": 1, "clamp_len": 3},
 }
 SEGMENTS, BATCH, LENGTH = 2, 3, 8
 

@@ -26,8 +26,8 @@ def convert_transformer_xl(
     Example: rsa-hf convert-transformer-xl checkpoint_best.pt outputs/xl
     """
     arm()
-    from rsa_hf.models.transformer_xl.configuration import TransformerXLConfig
-    from rsa_hf.models.transformer_xl.conversion import convert_checkpoint
+    from rsa_hf.models.transformer_xl import TransformerXLConfig
+    from rsa_hf.models.transformer_xl.convert_transformer_xl_checkpoint import convert_checkpoint
 
     with user_input():
         # Read as it stands: from_pretrained would take a config without `zero_memory` for one of transformers 4.

@@ -9,22 +9,24 @@ Plain models are not affected. Each hook is checked before any is installed: whe
 
 from __future__ import annotations
 
-from rsa_hf.integration import attention, auto, loading, locks, saving
+from rsa_hf.integration import attention, loading, locks, saving
 from rsa_hf.integration.hooks import is_in_place, replace_all
+from rsa_hf.models import register_all
 from rsa_hf.utils.versions import require_transformers
 
 __all__ = ["HOOKS", "install", "installed"]
 
-HOOKS = (*attention.HOOKS, *loading.HOOKS, *saving.HOOKS, *locks.HOOKS, *auto.HOOKS)
+HOOKS = (*attention.HOOKS, *loading.HOOKS, *saving.HOOKS, *locks.HOOKS)
 
 
 def install() -> None:
-    """Install all hooks; does nothing where they are installed already.
+    """Install all hooks and register the models of `rsa_hf.models`; does nothing where that has been done.
 
     Raises:
         ImportError: transformers is outside the supported range, or one of its internals is not as expected.
     """
     replace_all([hook for hook in HOOKS if not is_in_place(hook)], require_transformers())
+    register_all()
 
 
 def installed() -> dict[str, bool]:

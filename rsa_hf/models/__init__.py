@@ -1,6 +1,6 @@
-"""Models that transformers lacks, as transformers models, one folder each.
+"""Models that transformers lacks, as transformers models, one folder each: a configuration_ and a modeling_ file.
 
-Importing a folder registers its Auto classes; a model type that an Auto class meets has its folder imported.
+`import rsa_hf` registers them with the Auto classes.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__all__ = ["MODEL_TYPES", "class_named", "register", "register_causal"]
+__all__ = ["MODEL_TYPES", "class_named", "register_all"]
 
-# Each with its folder.
+# The folder of each model type.
 MODEL_TYPES = {
     "block-recurrent": "block_recurrent",
     "recurrent": "recurrent",
@@ -19,7 +19,7 @@ MODEL_TYPES = {
     "temporal_latent_bottleneck": "temporal_latent_bottleneck",
     "transfo-xl": "transformer_xl",
 }
-# What transformers 4 called a class: its checkpoints say so.
+# What transformers 4 called a class: its checkpoints name it so.
 _FORMER_NAMES = {
     "TransfoXLForSequenceClassification": "TransformerXLForSequenceClassification",
     "TransfoXLLMHeadModel": "TransformerXLForCausalLM",
@@ -27,32 +27,36 @@ _FORMER_NAMES = {
 }
 
 
-def register(model_type: object) -> None:
-    """Import the folder of a model type of ours, which registers its Auto classes; nothing for any other."""
-    if isinstance(model_type, str) and model_type in MODEL_TYPES:
-        import_module(f"rsa_hf.models.{MODEL_TYPES[model_type]}")
-
-
-def register_causal(config: type[Any], model: type[Any]) -> None:
-    """Register a causal language model: for the Auto class, and for those that ask for its name.
-
-    The Trainer does: label smoothing shifts the labels of classes that it finds by name alone. Those of any other are
-    compared with the outputs of their own positions, and the model learns to repeat what it reads.
-
-    Args:
-        config: its configuration.
-        model: the class.
-    """
+def register_all() -> None:
+    """Register the models with the Auto classes. Repeating it changes nothing."""
+    from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM
 
-    AutoModelForCausalLM.register(config, model)
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] = model.__name__
+    autos = {
+        "Model": AutoModel,
+        "ForCausalLM": AutoModelForCausalLM,
+        "ForSequenceClassification": AutoModelForSequenceClassification,
+        "ForConditionalGeneration": AutoModelForSeq2SeqLM,
+    }
+    for model_type in MODEL_TYPES:
+        for name, model in _classes(model_type).items():
+            config = model.config_class
+            AutoConfig.register(model_type, config, exist_ok=True)
+            head = name.removeprefix(config.__name__.removesuffix("Config"))
+            autos[head].register(config, model, exist_ok=True)
+            if head == "ForCausalLM":
+                # The Trainer looks for the name here: label smoothing shifts the labels of these classes alone.
+                MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] = name
 
 
-def class_named(name: str, model_type: object) -> type | None:
-    """The class that a checkpoint of a model type of ours names; None for any other type, and where there is none."""
+def class_named(name: str, model_type: object) -> type[Any] | None:
+    """The class that a checkpoint of a model type of ours names; None for other types, and where there is none."""
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         return None
+    return _classes(model_type).get(_FORMER_NAMES.get(name, name))
+
+
+def _classes(model_type: str) -> dict[str, type[Any]]:
+    """The model classes of a model type, by name."""
     module = import_module(f"rsa_hf.models.{MODEL_TYPES[model_type]}")
-    name = _FORMER_NAMES.get(name, name)
-    return getattr(module, name) if name in module.__all__ else None
+    return {name: getattr(module, name) for name in module.__all__ if not name.endswith("Config")}

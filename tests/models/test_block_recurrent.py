@@ -1,26 +1,22 @@
-"""The Block-Recurrent Transformer against loops over windows and tokens, and as a model of transformers."""
+"""The Block-Recurrent Transformer against loops over windows and tokens; its states, its initialisation, its memory."""
 
-import json
 import math
+from functools import partial
 
 import pytest
 import torch
-from brt import VOCAB, WINDOW, build, config, in_segments, text
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    Trainer,
-    TrainingArguments,
-)
 from transformers.models.t5.modeling_t5 import T5Attention
 
+from broken import break_mask, forgets_the_offset
+from families import ATTENTIONS
+from models import tiny
+from models.tiny import VOCAB, WINDOW, in_segments, text, values_and_gradients
 from references import double_loop, relative_error
-from rsa_hf import RSAConfig, is_patched, patch_model, unpatch_model
-from rsa_hf.models.block_recurrent import BlockRecurrentConfig
-from rsa_hf.models.block_recurrent.windows import distance_buckets
+from rsa_hf import RSAConfig, patch_model, unpatch_model
+from rsa_hf.heads import RSAHeads
+from rsa_hf.models.block_recurrent.modeling_block_recurrent import distance_buckets
 
+build = partial(tiny.build, "block-recurrent")
 H, D = 8, 4
 
 
@@ -147,23 +143,15 @@ def test_agrees_with_loops_over_windows_and_tokens(case):
     """Logits and the gradient of every parameter, over two full windows and a part."""
     cell, gate, rsa, attention = CASES[case]
     model, row = build(attention, rsa, cell=cell, gate=gate).double(), text(batch=1, length=2 * WINDOW + 3)[0]
-    weight = torch.randn(len(row), VOCAB, dtype=torch.float64)
-
-    def values_and_gradients(logits):
-        model.zero_grad()
-        (logits * weight).sum().backward()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        return {"logits": logits.detach(), **gradients}
-
-    found = values_and_gradients(model(row[None]).logits[0])
-    expected = values_and_gradients(written_out(model, row))
+    found = values_and_gradients(model, model(row[None]).logits[0])
+    expected = values_and_gradients(model, written_out(model, row))
     assert expected.keys() == found.keys()
     assert len(found) == 1 + len(list(model.parameters()))
     for name, value in expected.items():
         # Gates and rates are float32 at heart, and so are the weights of eager attention.
         assert relative_error(found[name], value) <= (1e-9 if rsa is None and attention == "sdpa" else 5e-6), name
     # States that come one window late are far off.
-    assert relative_error(found["logits"], written_out(model, row, late=True).detach()) > 1e-3
+    assert relative_error(found["output"], written_out(model, row, late=True).detach()) > 1e-3
 
 
 def test_distances_have_the_classes_of_t5():
@@ -224,113 +212,51 @@ def test_rsa_heads_go_on_all_layers_but_the_recurrent():
         patch_model(build(), RSAConfig(num_cyclical_pairs=2))
 
 
-@pytest.mark.parametrize("rsa", [None, {}], ids=["plain", "rsa"])
-@pytest.mark.parametrize("gate", ["fixed", "lstm"])
+@pytest.mark.parametrize("lengths", [[5, 10, 5, 4], [7, 1, 11, 5]], ids=["windows", "odd"])
 @torch.no_grad()
-def test_save_and_load_through_auto_classes(rsa, gate, tmp_path):
-    model, tokens = build(rsa=rsa, gate=gate, cell="dual"), text()
-    for parameter in model.parameters():
-        parameter.add_(torch.randn_like(parameter) * 0.02)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(in_segments(loaded, tokens, [7, 17]), in_segments(model, tokens, [7, 17]))
-    assert is_patched(loaded) == (rsa is not None)
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert torch.equal(AutoModel.from_pretrained(tmp_path)(tokens)[0], model.model(tokens)[0])
-    assert torch.equal(
-        AutoModelForSequenceClassification.from_pretrained(tmp_path).model(tokens)[0], model.model(tokens)[0]
+def test_segments_of_a_model_with_two_recurrent_layers_equal_one_long_text(lengths, monkeypatch):
+    model, tokens = build(rsa={}, recurrent_layers=[1, 2], n_layer=4), text()
+    whole = model(tokens).logits
+    assert float((in_segments(model, tokens, lengths) - whole).abs().max()) <= 1e-5
+    break_mask(monkeypatch, forgets_the_offset)
+    assert float((in_segments(model, tokens, lengths) - whole).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@torch.no_grad()
+def test_the_recurrence_reaches_into_the_cache(attention, monkeypatch):
+    """P has as many columns as there are keys: memory and tokens; and values of the memory count."""
+    shapes = []
+    forward = RSAHeads.forward
+
+    def recording(self, attention, value, geometry):
+        shapes.append((geometry.query_length, geometry.key_length, value.shape[2]))
+        return forward(self, attention, value, geometry)
+
+    monkeypatch.setattr(RSAHeads, "forward", recording)
+    model, tokens = build(attention, {}), text()
+    mems = model(tokens[:, :7]).mems
+    shapes.clear()
+    out = model(tokens[:, 7:9], mems=mems)
+    assert shapes == [(2, 9, 9)] * 2  # two layers; a window, and two of the next
+    shapes.clear()
+    model(tokens[:, 9:13], mems=out.mems)
+    assert shapes == [(1, 10, 10), (3, 8, 8)] * 2  # the end of one window, and the next
+    # With the gate wide open there is nothing but the recurrence.
+    rsa = model.model.layers[0].attn.rsa
+    rsa.mu.fill_(1e3)
+    cleared = [mems[0].clone(), *mems[1:]]
+    cleared[0][:, 1, : rsa.plan.num_rsa_heads] = 0
+    assert (
+        float((model(tokens[:, 7:8], mems=cleared).logits - model(tokens[:, 7:8], mems=mems).logits).abs().max())
+        > 1e-3
     )
-    assert isinstance(AutoConfig.from_pretrained(tmp_path), BlockRecurrentConfig)
-    content = json.loads((tmp_path / "config.json").read_text())
-    locks = [content.get("attn_implementation", ""), *content.get("fusion_config", {})]
-    assert sum(lock.startswith("rsa_hf") for lock in locks) == (2 if rsa is not None else 0)
-
-
-def test_outputs():
-    base = AutoModel.from_config(config()).eval()
-    out = base(text(length=12), output_hidden_states=True)
-    assert [tuple(states.shape) for states in out.hidden_states] == [(2, 12, 32)] * 4
-    assert torch.equal(out.hidden_states[-1], out.last_hidden_state)
-    # A full window, the two tokens of the next, and the states of one layer.
-    assert [tuple(memory.shape) for memory in out.mems] == [(2, 2, 8, 7, 4)] * 3 + [(2, 3, 32)]
-    assert base(text(length=5), use_cache=False).mems is None
-    model, tokens = build(), text()
-    out = model(tokens, logits_to_keep=2, output_hidden_states=True)
-    assert out.logits.shape == (2, 2, VOCAB)
-    assert len(out.hidden_states) == 4
-    labels = tokens.masked_fill(torch.rand(tokens.shape) < 0.3, -100)
-    out = model(tokens, labels=labels)
-    by_hand = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    torch.testing.assert_close(out.loss, by_hand)
-
-
-def test_classification_reads_the_last_token_that_is_no_padding():
-    model = AutoModelForSequenceClassification.from_config(config(num_labels=3)).eval()
-    tokens = text(length=9)
-    alone = model(tokens[:1, :6]).logits
-    tokens[0, 6:] = 0
-    torch.testing.assert_close(model(tokens).logits[:1], alone)
-    mask = (tokens != 0).long()
-    out = model(tokens, attention_mask=mask, labels=torch.tensor([1, 2]))
-    torch.testing.assert_close(out.logits[:1], alone)
-    torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(out.logits, torch.tensor([1, 2])))
-
-
-@pytest.mark.parametrize("rsa", [None, {}], ids=["plain", "rsa"])
-def test_gradient_checkpointing_changes_nothing(rsa):
-    model, tokens = build(rsa=rsa).train(), text()
-    mems = model(tokens).mems
-
-    def gradients():
-        model.zero_grad()
-        model(tokens, mems=mems, labels=tokens).loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    plain = gradients()
-    model.gradient_checkpointing_enable()
-    again = gradients()
-    assert plain.keys() == again.keys()
-    for name, gradient in again.items():
-        torch.testing.assert_close(gradient, plain[name])
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_segments_under_gradient_checkpointing_have_graphs_of_their_own(reentrant):
-    model, tokens, mems = build().train(), text(), None
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    for _ in range(2):
-        out = model(tokens, mems=mems, labels=tokens)
-        out.loss.backward()
-        mems = out.mems
-        assert not any(memory.requires_grad for memory in mems)
 
 
 @torch.no_grad()
-def test_bfloat16_stays_close():
-    model, tokens = build(rsa={}), text()
-    expected = model(tokens, mems=model(tokens).mems, labels=tokens)
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = model(tokens, mems=model(tokens).mems, labels=tokens)
-    assert abs(float(cast.loss - expected.loss)) < 0.03 * float(expected.loss)
-    model.to(torch.bfloat16)
-    mems = model(tokens).mems
-    assert {memory.dtype for memory in mems} == {torch.bfloat16}
-    out = model(tokens, mems=mems, labels=tokens)
-    assert abs(float(out.loss - expected.loss)) < 0.03 * float(expected.loss)
-
-
-@pytest.mark.parametrize("rsa", [None, {}], ids=["plain", "rsa"])
-def test_trainer_trains(rsa, tmp_path):
-    """A periodic text is learned; evaluation gathers logits of batches and leaves the memory alone."""
-    model = build(rsa=rsa, dropout=0.1, window_size=12)
-    period = text(batch=1, length=5).repeat(1, 5)[0]
-    data = [{"input_ids": period, "labels": period}] * 64
-    arguments = TrainingArguments(
-        tmp_path, max_steps=40, learning_rate=1e-2, per_device_train_batch_size=8, gradient_accumulation_steps=2,
-        report_to=[], save_strategy="no", seed=0, use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
-    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:6])
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    assert trainer.evaluate()["eval_loss"] < before / 4
-    assert trainer.predict(data[:6]).predictions.shape == (6, 25, VOCAB)
+def test_padding_behind_a_text_changes_nothing():
+    model, tokens = build(), text()
+    mask = torch.ones_like(tokens)
+    mask[0, 8:] = 0
+    found = model(tokens, attention_mask=mask).logits[:1, :8]
+    assert float((found - model(tokens[:1, :8]).logits).abs().max()) <= 1e-5

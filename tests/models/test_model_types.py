@@ -1,4 +1,4 @@
-"""Our own models are found by their type, and are imported only where they are wanted."""
+"""The Auto classes find our own models by their type, and the Trainer by their name."""
 
 import pkgutil
 import subprocess
@@ -9,25 +9,21 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 import rsa_hf.models
-from rsa_hf.models import MODEL_TYPES
-
-FRESH = """
-import sys
-import rsa_hf
-from transformers import AutoConfig, AutoModelForCausalLM
-loaded = [name for name in sys.modules if name.startswith("rsa_hf.models.")]
-assert not loaded, loaded
-assert "gpt2" in __import__("transformers").CONFIG_MAPPING
-assert not [name for name in sys.modules if name.startswith("rsa_hf.models.")]
-config = AutoConfig.for_model("transfo-xl", vocab_size=32, cutoffs=[], hidden_size=16, num_hidden_layers=1)
-assert type(AutoModelForCausalLM.from_config(config)).__module__.startswith("rsa_hf.models.transformer_xl")
-assert "rsa_hf.models.recurrent" not in sys.modules
-"""
+from models import tiny
+from rsa_hf.models import MODEL_TYPES, register_all
 
 
-def test_a_folder_is_imported_when_an_auto_class_meets_its_type():
-    done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=False)
+def test_importing_the_package_registers_all():
+    types = " ".join(MODEL_TYPES)
+    code = f"import rsa_hf, transformers; [transformers.AutoConfig.for_model(name) for name in '{types}'.split()]"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_registering_again_changes_nothing():
+    before = {name: type(AutoConfig.for_model(name)) for name in MODEL_TYPES}
+    register_all()
+    assert {name: type(AutoConfig.for_model(name)) for name in MODEL_TYPES} == before
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -43,20 +39,9 @@ def test_no_folder_is_forgotten():
     assert folders == set(MODEL_TYPES.values())
 
 
-SMALL = {
-    "block-recurrent": {},
-    "recurrent": {},
-    "sru_plus_plus": {},
-    "temporal_latent_bottleneck": {},
-    "transfo-xl": {"cutoffs": []},
-}
-
-
-@pytest.mark.parametrize("model_type", SMALL)
+@pytest.mark.parametrize("model_type", tiny.TINY)
 def test_label_smoothing_shifts_the_labels_of_a_language_model(model_type, tmp_path):
-    config = AutoConfig.for_model(model_type, vocab_size=11, hidden_size=16, **SMALL[model_type])
-    model = AutoModelForCausalLM.from_config(config).eval()
-    ids = torch.randint(11, (2, 9))
+    model, ids = tiny.build(model_type), tiny.text()
     batch = {"input_ids": ids, "labels": ids}
     arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=1e-9, use_cpu=True, report_to="none")
     smoothed = Trainer(model, arguments).compute_loss(model, dict(batch))
@@ -65,7 +50,9 @@ def test_label_smoothing_shifts_the_labels_of_a_language_model(model_type, tmp_p
 
 def test_no_language_model_is_forgotten():
     configs = {model_type: type(AutoConfig.for_model(model_type)) for model_type in MODEL_TYPES}
-    assert set(SMALL) == {name for name, config in configs.items() if config in AutoModelForCausalLM._model_mapping}
+    assert set(tiny.TINY) == {
+        name for name, config in configs.items() if config in AutoModelForCausalLM._model_mapping
+    }
 
 
 def test_a_type_of_nobody_is_still_refused():

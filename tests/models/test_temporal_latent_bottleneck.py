@@ -1,43 +1,29 @@
-"""Temporal Latent Bottleneck: against loops; who sees whom; loading; training; what is refused."""
+"""Temporal Latent Bottleneck against loops; who sees whom; where RSA heads go; padding."""
 
-import json
+from functools import partial
 
 import pytest
 import torch
-from tlb import VOCAB, K, build, by_hand, config, in_segments, text
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    Trainer,
-    TrainingArguments,
-)
+from tlb import by_hand
 
 from families import ATTENTIONS
+from models import tiny
+from models.tiny import CHUNK, VOCAB, run_segments, text, values_and_gradients
 from references import relative_error
-from rsa_hf import is_patched, patch_model, unpatch_model
 from rsa_hf.heads import RSAHeads
-from rsa_hf.models.temporal_latent_bottleneck import TemporalLatentBottleneckConfig, modeling
+from rsa_hf.models.temporal_latent_bottleneck import modeling_temporal_latent_bottleneck as modeling
 
+build = partial(tiny.build, "temporal_latent_bottleneck")
 RSA = pytest.mark.parametrize("rsa", [None, {}], ids=["plain", "rsa"])
-
-
-def values_and_gradients(model, logits, weight):
-    model.zero_grad()
-    (logits * weight).sum().backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"logits": logits.detach(), **gradients}
 
 
 @RSA
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_agrees_with_loops(attention, rsa):
     """Over four chunks and a part of one, in float64."""
-    model, tokens = build(attention, rsa).double(), text()
-    weight = torch.randn(2, 23, VOCAB, dtype=torch.float64)
-    expected = values_and_gradients(model, by_hand(model, tokens), weight)
-    found = values_and_gradients(model, model(tokens).logits, weight)
+    model, tokens = build(attention, rsa).double(), text(length=23)
+    expected = values_and_gradients(model, by_hand(model, tokens))
+    found = values_and_gradients(model, model(tokens).logits)
     assert set(found) == set(expected)
     assert {"model.slow.attention.query.weight", "model.layers.1.cross.norm.weight"} < set(found)
     if rsa is not None:
@@ -55,7 +41,7 @@ def sees_all_of_the_chunk(monkeypatch):
 
 
 def states_without_numbers(monkeypatch):
-    zero = lambda distances, n: sinusoids(distances, n) * (len(distances) == K)  # noqa: E731
+    zero = lambda distances, n: sinusoids(distances, n) * (len(distances) == CHUNK)  # noqa: E731
     sinusoids = modeling.sinusoids
     monkeypatch.setattr(modeling, "sinusoids", zero)
 
@@ -67,7 +53,7 @@ def recurrence_is_off(monkeypatch):
 @pytest.mark.parametrize("broken", [never_updated, sees_all_of_the_chunk, states_without_numbers, recurrence_is_off])
 @torch.no_grad()
 def test_a_broken_model_does_not_agree_with_loops(broken, monkeypatch):
-    model, tokens = build(rsa={}).double(), text()
+    model, tokens = build(rsa={}).double(), text(length=23)
     expected = by_hand(model, tokens)
     broken(monkeypatch)
     assert relative_error(model(tokens).logits, expected) > 1e-2
@@ -78,27 +64,14 @@ def test_a_broken_model_does_not_agree_with_loops(broken, monkeypatch):
 @torch.no_grad()
 def test_nobody_sees_what_comes_later(attention, rsa):
     """A token changes its own logits and those behind it, over chunks as well, and none before."""
-    model, tokens = build(attention, rsa), text(1, 4 * K)
+    model, tokens = build(attention, rsa), text(1, 4 * CHUNK)
     expected = model(tokens).logits
-    for t in (0, K - 1, K, 2 * K + 2):
+    for t in (0, CHUNK - 1, CHUNK, 2 * CHUNK + 2):
         other = tokens.clone()
         other[:, t] = (other[:, t] + 1) % VOCAB
         changed = (model(other).logits - expected).abs().amax(-1)[0]
         assert float(changed[:t].max() if t else 0) <= 1e-6
         assert float(changed[t:].min()) > 1e-5
-
-
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@torch.no_grad()
-def test_a_shut_gate_is_the_plain_model_bit_for_bit(attention):
-    model, tokens = build(attention), text()
-    plain = in_segments(model, tokens, [7, 16])[0]
-    patch_model(model, {"num_cyclical_pairs": 2, "gate_init": float("-inf")})
-    assert torch.equal(in_segments(model, tokens, [7, 16])[0], plain)
-    for layer in model.model.layers:
-        layer.attention.rsa.mu.fill_(0.0)
-    assert float((in_segments(model, tokens, [7, 16])[0] - plain).abs().max()) > 1e-2
-    assert torch.equal(in_segments(unpatch_model(model), tokens, [7, 16])[0], plain)
 
 
 @pytest.mark.parametrize(
@@ -113,144 +86,51 @@ def test_self_attention_is_patched_and_cross_attention_is_not(chunk_size, num_st
     assert patched == {f"model.layers.{i}.attention.rsa" for i in range(3)}
 
 
-def test_auto_classes_and_outputs():
-    assert isinstance(AutoConfig.for_model("temporal_latent_bottleneck"), TemporalLatentBottleneckConfig)
-    base = build(auto=AutoModel)
-    assert base.segment_state == "state"
-    out = base(text(length=7), output_hidden_states=True)
-    assert [tuple(states.shape) for states in out.hidden_states] == [(2, 7, 32)] * 4
-    assert torch.equal(out.hidden_states[-1], out.last_hidden_state)
-    assert [tuple(part.shape) for part in out.state] == [(2, 3, 32), (2, 2, 32), (2, 3, 2, 8, 2, 4), (2,)]
-    last, state = base(text(length=7), return_dict=False)
-    assert last.shape == (2, 7, 32)
-    assert len(state) == 4
-    assert base(text(length=7), use_cache=False).state is None
-    model, tokens = build(), text()
-    whole = model(tokens, labels=tokens)
-    by_hand_loss = torch.nn.functional.cross_entropy(whole.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    torch.testing.assert_close(whole.loss, by_hand_loss)
-    torch.testing.assert_close(model(tokens, logits_to_keep=2).logits, whole.logits[:, -2:])
-    embedded = model.model.embeddings(tokens) * 32**0.5
-    torch.testing.assert_close(model(inputs_embeds=embedded).logits, whole.logits)
-
-
 @RSA
+@pytest.mark.parametrize("lengths", [[5, 15, 3], [2, 1, 1, 19]], ids=["chunks", "within"])
 @torch.no_grad()
-def test_saved_and_loaded_it_gives_the_same_bits(rsa, tmp_path):
-    model, tokens = build(rsa=rsa), text()
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(in_segments(loaded, tokens, [7, 16])[0], in_segments(model, tokens, [7, 16])[0])
-    assert loaded.lm_head.weight is loaded.model.embeddings.weight
-    assert is_patched(loaded) == (rsa is not None)
-    assert torch.equal(AutoModel.from_pretrained(tmp_path)(tokens)[0], model.model(tokens)[0])
-    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    assert torch.equal(classifier.model(tokens)[0], model.model(tokens)[0])
-    content = json.loads((tmp_path / "config.json").read_text())
-    locks = [content.get("attn_implementation", ""), *content.get("fusion_config", {})]
-    assert sum(lock.startswith("rsa_hf") for lock in locks) == (2 if rsa is not None else 0)
+def test_segments_that_end_with_a_chunk_or_within_equal_one_long_text(rsa, lengths):
+    model, tokens = build(rsa=rsa), text(length=23)
+    whole = model(tokens)
+    logits, state = run_segments(model, tokens, lengths)
+    assert float((logits - whole.logits).abs().max()) <= 1e-5
+    for found, expected in zip(state, whole.state, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_classification_reads_the_last_token_that_is_no_padding():
-    model = build(auto=AutoModelForSequenceClassification, num_labels=3)
-    tokens = text(length=9)
-    alone = model(tokens[:1, :6]).logits
-    tokens[0, 6:] = 0
-    torch.testing.assert_close(model(tokens).logits[:1], alone)
-    mask = (tokens != 0).long()
-    out = model(tokens, attention_mask=mask, labels=torch.tensor([1, 2]))
-    torch.testing.assert_close(out.logits[:1], alone)
-    torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(out.logits, torch.tensor([1, 2])))
-    # On the left, a token that looks like padding is none without a mask that says so.
-    left = torch.cat([torch.zeros(1, 3, dtype=torch.long), tokens[:1, :6]], 1)
-    mask = torch.tensor([[0] * 3 + [1] * 6])
-    torch.testing.assert_close(model(left, attention_mask=mask).logits, alone)
+def masks(length):
+    """No, left, right padding, padding between, and nothing but padding."""
+    mask = torch.ones(5, length, dtype=torch.long)
+    mask[1, :4] = 0
+    mask[2, 6:] = 0
+    mask[3, [0, 3, 4, 9]] = 0
+    mask[4] = 0
+    return mask
 
 
 @RSA
-def test_gradient_checkpointing_changes_nothing(rsa):
-    model, tokens = build(rsa=rsa).train(), text()
-    state = model(tokens[:, :8]).state
-
-    def gradients():
-        model.zero_grad()
-        model(tokens[:, 8:], state=state, labels=tokens[:, 8:]).loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    plain = gradients()
-    model.gradient_checkpointing_enable()
-    found = gradients()
-    assert plain.keys() == found.keys()
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient, plain[name])
-
-
+@pytest.mark.parametrize("attention", ATTENTIONS)
 @torch.no_grad()
-def test_bfloat16_stays_close():
-    model, tokens = build(rsa={}), text()
-    expected = model(tokens[:, 8:], state=model(tokens[:, :8]).state, labels=tokens[:, 8:]).loss
-    model.to(torch.bfloat16)
-    state = model(tokens[:, :8]).state
-    assert {part.dtype for part in state} == {torch.bfloat16, torch.long}
-    out = model(tokens[:, 8:], state=state, labels=tokens[:, 8:])
-    assert out.logits.dtype == torch.bfloat16
-    assert abs(float(out.loss - expected)) < 0.03 * float(expected)
-
-
-@RSA
-def test_trainer_trains(rsa, tmp_path):
-    """A periodic text is learned; evaluation gathers logits of batches and leaves the state alone."""
-    model = build(rsa=rsa, initializer_range=0.02, dropout=0.1)
-    period = text(batch=1, length=6).repeat(1, 4)[0]
-    data = [{"input_ids": period, "labels": period}] * 64
-    arguments = TrainingArguments(
-        tmp_path, max_steps=25, learning_rate=1e-2, per_device_train_batch_size=8, gradient_accumulation_steps=1,
-        report_to=[], save_strategy="no", seed=0, use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
-    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:6])
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    assert trainer.evaluate()["eval_loss"] < before / 2
-    assert trainer.predict(data[:6]).predictions.shape == (6, 24, VOCAB)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"chunk_size": 1}, "chunk_size=1"),
-        ({"num_states": 0}, "num_states=0"),
-        ({"hidden_size": 36}, "hidden_size=36"),
-        ({"hidden_size": 33, "num_attention_heads": 3}, "even number"),
-        ({"cross_attention_every": 4}, "never sees the states"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
-    ],
-)
-def test_configs_that_make_no_sense_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        config(**changes)
-
-
-def test_inputs_that_do_not_fit_are_refused():
-    model, tokens = build(), text()
-    states, outputs, keys_values, filled = state = model(tokens).state
-    wrong = {
-        "has 3 entries": state[:3],
-        r"shapes \[\(1, 3, 32\)": tuple(part[:1] for part in state),
-        r"\(2, 2, 32\)": (states[:, :2], *state[1:]),
-        r"\(2, 3, 2, 8, 2, 4\)": (states, outputs, keys_values[..., :2, :], filled),
-        r"\[3, 4\] tokens in a chunk of which it holds 3": (*state[:3], torch.tensor([3, 4])),
-        "float64": (states.double(), outputs.double(), keys_values.double(), filled),
-    }
-    for message, changed in wrong.items():
-        with pytest.raises(ValueError, match=message):
-            model(tokens, state=changed)
-    with pytest.raises(ValueError, match="chunk_size=5"):
-        model(tokens, state=build(chunk_size=9)(text(length=7)).state)
-    with pytest.raises(ValueError, match="exactly one"):
-        model.model()
-    with pytest.raises(ValueError, match="exactly one"):
-        model(tokens, inputs_embeds=torch.zeros(2, 23, 32))
-    with pytest.raises(ValueError, match="0 tokens"):
-        model(tokens[:, :0])
-    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 22\)"):
-        model(tokens, attention_mask=torch.ones(2, 22))
+def test_padding_anywhere_changes_nothing(rsa, attention):
+    """Over three segments: behind the first, every row is at another place of its chunk."""
+    model, tokens = build(attention, rsa), text(5, 31)
+    mask = torch.cat([masks(12), masks(12).flip(0), torch.ones(5, 7, dtype=torch.long)], 1)
+    found, state = [], None
+    for segment in torch.arange(31).split([12, 12, 7]):
+        out = model(tokens[:, segment], attention_mask=mask[:, : segment[-1] + 1], state=state)
+        found.append(out.logits)
+        state = out.state
+    found = torch.cat(found, 1)
+    for b in range(5):
+        alone = model(tokens[b : b + 1, mask[b].bool()])
+        torch.testing.assert_close(found[b, mask[b].bool()], alone.logits[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(state[0][b], alone.state[0][0], atol=1e-5, rtol=1e-5)
+        M = int(alone.state[3])
+        assert int(state[3][b]) == M
+        torch.testing.assert_close(state[1][b, :M], alone.state[1][0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(state[2][b, ..., :M, :], alone.state[2][0], atol=1e-5, rtol=1e-5)
+    # The mask matters: with padding taken for tokens, chunks are others.
+    assert float((model(tokens).logits - found)[1][mask[1].bool()].abs().max()) > 1e-2
+    nothing = model(tokens[:, :3], attention_mask=torch.zeros(5, 3), state=state).state
+    for part, before in zip(nothing, state, strict=True):
+        torch.testing.assert_close(part, before)

@@ -5,21 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    Trainer,
-    TrainingArguments,
-)
-from xl import BANDS, VOCAB, build, config, results_of_two_segments, text
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from xl import BANDS, VOCAB, build, results_of_two_segments, text
 
 from families import ATTENTIONS
+from models.tiny import values_and_gradients
 from references import double_loop, relative_error
 from rsa_hf import RSAConfig, patch_model
+from rsa_hf.models.attention import sinusoids, visibility
 from rsa_hf.models.transformer_xl import TransformerXLConfig
-from rsa_hf.models.transformer_xl.attention import relative_scores, sinusoids, visibility
+from rsa_hf.models.transformer_xl.modeling_transformer_xl import relative_scores
 
 GOLDEN = sorted((Path(__file__).parent / "golden").iterdir())
 
@@ -43,13 +39,15 @@ def test_published_sizes(layers, plain, rsa):
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda path: path.name)
 def test_agrees_with_transformers_4(case, attention):
     """Golden numbers: python scripts/transformer_xl_reference.py --output tests/models/golden"""
-    from safetensors.torch import load_file
-
     model = AutoModelForCausalLM.from_pretrained(case, attn_implementation=attention).eval()
     expected = load_file(case / "expected.safetensors")
     found = results_of_two_segments(model, expected)
     for name, value in found.items():
         assert float((value - expected[name]).abs().max()) <= 1e-5, name
+    if case.name == "clamped":
+        assert expected["tokens"].shape[2] > model.config.clamp_len > 0
+        model.config.clamp_len = -1
+        assert float((results_of_two_segments(model, expected)["logits.1"] - expected["logits.1"]).abs().max()) > 1e-2
     # The check can fail: without the zeros that transformers 4 begins with, the first segment differs.
     model.config.zero_memory = False
     assert float((results_of_two_segments(model, expected)["logits.0"] - expected["logits.0"]).abs().max()) > 1e-2
@@ -92,7 +90,7 @@ def test_relative_scores_are_those_of_each_distance(T, M):
             torch.testing.assert_close(found[:, :, t, s], (query[:, :, t] * r).sum(-1))
 
 
-def written_out(module, hidden, memory, window):
+def written_out(module, hidden, memory, window, clamp):
     """One layer's attention as the paper has it, in loops over queries and keys, with RSA heads by the double loop."""
     config, rsa = module.config, module.rsa
     B, T, _ = hidden.shape
@@ -108,7 +106,7 @@ def written_out(module, hidden, memory, window):
     for t in range(T):
         scores = []
         for s in range(max(0, M + t - (window or S) + 1), M + t + 1):
-            angles = [(M + t - s) * w for w in wavelengths]
+            angles = [min(M + t - s, clamp) * w for w in wavelengths]
             R = torch.tensor([math.sin(a) for a in angles] + [math.cos(a) for a in angles])
             r = module.r_net(R).view(H, D)
             query = q[:, M + t]
@@ -125,113 +123,31 @@ def written_out(module, hidden, memory, window):
     return module.layer_norm(hidden + module.o_net(mixed.reshape(B, T, -1)))
 
 
+@pytest.mark.parametrize("clamp", [100, 3])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_a_layer_is_the_papers_equation(attention, window):
+def test_a_layer_is_the_papers_equation(attention, window, clamp):
     """Values and gradients, of the weights and of gates and rates, with a memory and an odd length."""
     module = build(attention, rsa={}).transformer.layers[0].dec_attn
     hidden, memory = torch.randn(2, 7, 32, requires_grad=True), torch.randn(2, 4, 32)
-    positions = sinusoids(torch.arange(11, -1, -1), 32)
+    positions = sinusoids(torch.arange(11, -1, -1).clamp(max=clamp), 32)
     visible = visibility(7, 4, window, None, torch.device("cpu"))
-    weight = torch.randn(2, 7, 32)
-
-    def values_and_gradients(output):
-        module.zero_grad()
-        hidden.grad = None
-        (output * weight).sum().backward()
-        of = {**dict(module.named_parameters()), "hidden": hidden}
-        return {"output": output.detach(), **{name: p.grad.clone() for name, p in of.items() if p.grad is not None}}
-
-    found = values_and_gradients(module(hidden, memory, positions, visible, None)[0])
-    expected = values_and_gradients(written_out(module, hidden, memory, window))
+    found = values_and_gradients(module, module(hidden, memory, positions, visible, None)[0], hidden=hidden)
+    expected = values_and_gradients(module, written_out(module, hidden, memory, window, clamp), hidden=hidden)
     assert expected.keys() >= {"rsa.mu", "rsa.eta", "rsa.nu", "rsa.theta", "r_w_bias", "r_r_bias", "r_net.weight"}
     for name, value in expected.items():
         assert relative_error(found[name], value) <= 1e-5, name
     # A layer that had forgotten its memory's length is far off.
-    assert relative_error(found["output"], written_out(module, hidden, memory[:, :-1], window).detach()) > 1e-2
+    assert relative_error(found["output"], written_out(module, hidden, memory[:, :-1], window, clamp).detach()) > 1e-2
 
 
 @torch.no_grad()
-def test_clamped_distances_look_alike():
+def test_distances_beyond_clamp_len_are_clamped():
     assert sinusoids(torch.zeros(1), 32)[0].tolist() == [0.0] * 16 + [1.0] * 16
-    model, tokens = build(clamp_len=6), text(length=6)
-    out = model(tokens, mems=model(tokens).mems)
+    model, tokens = build(clamp_len=6), text(length=9)
+    clamped = model(tokens).logits
     model.config.clamp_len = -1
-    unclamped = model(tokens, mems=model(tokens).mems)
-    # The first query is at most 6 positions from every key, so that nothing is clamped for it.
-    torch.testing.assert_close(out.logits[:, 0], unclamped.logits[:, 0])
-    assert float((out.logits[:, -1] - unclamped.logits[:, -1]).abs().max()) > 1e-3
-
-
-def test_classification_reads_the_last_token_that_is_no_padding():
-    model = AutoModelForSequenceClassification.from_config(config(num_labels=3)).eval()
-    tokens = text(length=9)
-    alone = model(tokens[:1, :6]).logits
-    tokens[0, 6:] = 0
-    torch.testing.assert_close(model(tokens).logits[:1], alone)
-    mask = (tokens != 0).long()
-    out = model(tokens, attention_mask=mask, labels=torch.tensor([1, 2]))
-    torch.testing.assert_close(out.logits[:1], alone)
-    torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(out.logits, torch.tensor([1, 2])))
-
-
-def test_auto_classes_and_outputs():
-    assert isinstance(AutoConfig.for_model("transfo-xl"), TransformerXLConfig)
-    base = AutoModel.from_config(config(), attn_implementation="eager").eval()
-    out = base(text(length=5), output_hidden_states=True, output_attentions=True)
-    assert [tuple(states.shape) for states in out.hidden_states] == [(2, 5, 32)] * 3
-    assert torch.equal(out.hidden_states[-1], out.last_hidden_state)
-    assert [tuple(weights.shape) for weights in out.attentions] == [(2, 8, 5, 5)] * 2
-    torch.testing.assert_close(out.attentions[0].sum(-1), torch.ones(2, 8, 5))
-    last, mems = base(text(length=5), return_dict=False)
-    assert last.shape == (2, 5, 32)
-    assert [tuple(memory.shape) for memory in mems] == [(2, 5, 32)] * 2
-    assert base(text(length=5), use_cache=False).mems is None
-
-
-@pytest.mark.parametrize("rsa", [None, {}], ids=["plain", "rsa"])
-def test_gradient_checkpointing_changes_nothing(rsa):
-    model, tokens = build(rsa=rsa, **BANDS).train(), text()
-    mems = model(tokens).mems
-
-    def gradients():
-        model.zero_grad()
-        model(tokens, mems=mems, labels=tokens).loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    plain = gradients()
-    model.gradient_checkpointing_enable()
-    assert plain.keys() == gradients().keys()
-    for name, gradient in gradients().items():
-        torch.testing.assert_close(gradient, plain[name])
-
-
-@pytest.mark.parametrize("changes", [{}, BANDS], ids=["plain", "bands"])
-@torch.no_grad()
-def test_bfloat16_stays_close(changes):
-    model, tokens = build(rsa={}, **changes), text()
-    expected = model(tokens, mems=model(tokens).mems, labels=tokens)
-    model.to(torch.bfloat16)
-    mems = model(tokens).mems
-    assert mems[0].dtype == torch.bfloat16
-    out = model(tokens, mems=mems, labels=tokens)
-    assert out.logits.dtype == torch.bfloat16
-    assert out.loss.dtype == torch.float32
-    assert abs(float(out.loss - expected.loss)) < 0.03 * float(expected.loss)
-
-
-@pytest.mark.parametrize("rsa", [None, {}], ids=["plain", "rsa"])
-def test_trainer_trains(rsa, tmp_path):
-    """A periodic text is learned; evaluation gathers logits of batches and leaves the memory alone."""
-    model = build(rsa=rsa, init_std=0.02, dropout=0.1)
-    period = text(batch=1, length=5).repeat(1, 5)[0]
-    data = [{"input_ids": period, "labels": period}] * 64
-    arguments = TrainingArguments(
-        tmp_path, max_steps=60, learning_rate=1e-2, per_device_train_batch_size=8, gradient_accumulation_steps=2,
-        report_to=[], save_strategy="no", seed=0, use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
-    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:6])
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    assert trainer.evaluate()["eval_loss"] < before / 4
-    assert trainer.predict(data[:6]).predictions.shape == (6, 25, VOCAB)
+    unclamped = model(tokens).logits
+    # The first queries are at most 6 positions from every key, so that nothing is clamped for them.
+    torch.testing.assert_close(clamped[:, :7], unclamped[:, :7])
+    assert float((clamped[:, 8] - unclamped[:, 8]).abs().max()) > 1e-3

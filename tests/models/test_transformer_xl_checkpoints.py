@@ -14,7 +14,7 @@ from xl import BANDS, build, config, in_segments, text
 
 from rsa_hf import RSAConfig, cli, is_patched, patch_model
 from rsa_hf.models.transformer_xl import TransformerXLConfig
-from rsa_hf.models.transformer_xl.conversion import convert_checkpoint
+from rsa_hf.models.transformer_xl.convert_transformer_xl_checkpoint import convert_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
 LAYOUTS = {
@@ -145,7 +145,7 @@ def test_original_layouts_are_converted(layout, nvidia, tmp_path, monkeypatch, c
     if nvidia:
         convert_checkpoint(tmp_path / "xl.pt", tmp_path / "xl")
     else:
-        with pytest.raises(ValueError, match="does not tell the architecture"):
+        with pytest.raises(ValueError, match="does not contain the architecture"):
             convert_checkpoint(tmp_path / "xl.pt", tmp_path / "xl")
         assert not (tmp_path / "xl").exists()
         (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict(), default=str))

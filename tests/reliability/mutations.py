@@ -336,9 +336,9 @@ MUTATIONS = [
     Mutation(
         Part.MANY_MODELS,
         "no number has the default dtype of the process",
-        "rsa_hf/models/transformer_xl/attention.py",
-        "torch.arange(0, d_model, 2, dtype=torch.float32, device",
-        "torch.arange(0, d_model, 2, device",
+        "rsa_hf/models/attention.py",
+        "torch.arange(0, width, 2, dtype=torch.float32, device",
+        "torch.arange(0, width, 2, device",
         "tests/reliability/test_many_models_threads.py::test_the_default_dtype_of_the_process_changes_nothing",
     ),
     Mutation(

@@ -1,4 +1,4 @@
-"""Modules with a method that computes attention from Q, K and V: GPT-Neo, GPT-J, CodeGen, OpenAI-GPT, XLNet and others."""
+"""Modules with a method that computes attention from Q, K and V: GPT-Neo, GPT-J, CodeGen, OpenAI-GPT and XLNet."""
 
 from __future__ import annotations
 

@@ -1,18 +1,10 @@
-"""RNN, LSTM, GRU and linear RNN as transformers models: token-level recurrence. Importing registers Auto classes."""
+"""RNN, LSTM, GRU and linear RNN: token-level recurrence."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
-
-from rsa_hf.models import register_causal
-from rsa_hf.models.recurrent.configuration import RecurrentConfig
-from rsa_hf.models.recurrent.modeling import (
+from rsa_hf.models.recurrent.configuration_recurrent import RecurrentConfig
+from rsa_hf.models.recurrent.modeling_recurrent import (
     RecurrentForCausalLM,
     RecurrentForSequenceClassification,
     RecurrentModel,
 )
 
 __all__ = ["RecurrentConfig", "RecurrentForCausalLM", "RecurrentForSequenceClassification", "RecurrentModel"]
-
-AutoConfig.register(RecurrentConfig.model_type, RecurrentConfig)
-AutoModel.register(RecurrentConfig, RecurrentModel)
-register_causal(RecurrentConfig, RecurrentForCausalLM)
-AutoModelForSequenceClassification.register(RecurrentConfig, RecurrentForSequenceClassification)

@@ -1,9 +1,9 @@
-"""Encoder-decoder RNNs as transformers models. Importing registers Auto classes."""
+"""Encoder-decoder RNNs (Sutskever et al., 2014; Cho et al., 2014)."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
-
-from rsa_hf.models.recurrent_encoder_decoder.configuration import RecurrentEncoderDecoderConfig
-from rsa_hf.models.recurrent_encoder_decoder.modeling import (
+from rsa_hf.models.recurrent_encoder_decoder.configuration_recurrent_encoder_decoder import (
+    RecurrentEncoderDecoderConfig,
+)
+from rsa_hf.models.recurrent_encoder_decoder.modeling_recurrent_encoder_decoder import (
     RecurrentEncoderDecoderForConditionalGeneration,
     RecurrentEncoderDecoderModel,
 )
@@ -13,7 +13,3 @@ __all__ = [
     "RecurrentEncoderDecoderForConditionalGeneration",
     "RecurrentEncoderDecoderModel",
 ]
-
-AutoConfig.register(RecurrentEncoderDecoderConfig.model_type, RecurrentEncoderDecoderConfig)
-AutoModel.register(RecurrentEncoderDecoderConfig, RecurrentEncoderDecoderModel)
-AutoModelForSeq2SeqLM.register(RecurrentEncoderDecoderConfig, RecurrentEncoderDecoderForConditionalGeneration)

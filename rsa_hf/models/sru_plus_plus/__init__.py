@@ -1,12 +1,11 @@
-"""SRU++ (Lei, 2021): fast recurrence with a little attention. Importing it registers the Auto classes."""
+"""SRU++ (Lei, 2021): fast recurrence with a little attention."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
-
-from rsa_hf.models import register_causal
-from rsa_hf.models.sru_plus_plus.classifier import SRUPlusPlusForSequenceClassification
-from rsa_hf.models.sru_plus_plus.configuration import SRUPlusPlusConfig
-from rsa_hf.models.sru_plus_plus.language_model import SRUPlusPlusForCausalLM
-from rsa_hf.models.sru_plus_plus.modeling import SRUPlusPlusModel
+from rsa_hf.models.sru_plus_plus.configuration_sru_plus_plus import SRUPlusPlusConfig
+from rsa_hf.models.sru_plus_plus.modeling_sru_plus_plus import (
+    SRUPlusPlusForCausalLM,
+    SRUPlusPlusForSequenceClassification,
+    SRUPlusPlusModel,
+)
 
 __all__ = [
     "SRUPlusPlusConfig",
@@ -14,8 +13,3 @@ __all__ = [
     "SRUPlusPlusForSequenceClassification",
     "SRUPlusPlusModel",
 ]
-
-AutoConfig.register(SRUPlusPlusConfig.model_type, SRUPlusPlusConfig)
-AutoModel.register(SRUPlusPlusConfig, SRUPlusPlusModel)
-register_causal(SRUPlusPlusConfig, SRUPlusPlusForCausalLM)
-AutoModelForSequenceClassification.register(SRUPlusPlusConfig, SRUPlusPlusForSequenceClassification)

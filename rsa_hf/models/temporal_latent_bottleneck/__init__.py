@@ -1,12 +1,13 @@
-"""Temporal Latent Bottleneck (Didolkar et al., 2022) as a transformers model. Importing registers Auto classes."""
+"""Temporal Latent Bottleneck (Didolkar et al., 2022)."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
-
-from rsa_hf.models import register_causal
-from rsa_hf.models.temporal_latent_bottleneck.classifier import TemporalLatentBottleneckForSequenceClassification
-from rsa_hf.models.temporal_latent_bottleneck.configuration import TemporalLatentBottleneckConfig
-from rsa_hf.models.temporal_latent_bottleneck.language_model import TemporalLatentBottleneckForCausalLM
-from rsa_hf.models.temporal_latent_bottleneck.modeling import TemporalLatentBottleneckModel
+from rsa_hf.models.temporal_latent_bottleneck.configuration_temporal_latent_bottleneck import (
+    TemporalLatentBottleneckConfig,
+)
+from rsa_hf.models.temporal_latent_bottleneck.modeling_temporal_latent_bottleneck import (
+    TemporalLatentBottleneckForCausalLM,
+    TemporalLatentBottleneckForSequenceClassification,
+    TemporalLatentBottleneckModel,
+)
 
 __all__ = [
     "TemporalLatentBottleneckConfig",
@@ -14,10 +15,3 @@ __all__ = [
     "TemporalLatentBottleneckForSequenceClassification",
     "TemporalLatentBottleneckModel",
 ]
-
-AutoConfig.register(TemporalLatentBottleneckConfig.model_type, TemporalLatentBottleneckConfig)
-AutoModel.register(TemporalLatentBottleneckConfig, TemporalLatentBottleneckModel)
-register_causal(TemporalLatentBottleneckConfig, TemporalLatentBottleneckForCausalLM)
-AutoModelForSequenceClassification.register(
-    TemporalLatentBottleneckConfig, TemporalLatentBottleneckForSequenceClassification
-)

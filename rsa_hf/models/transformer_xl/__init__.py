@@ -1,12 +1,11 @@
-"""Transformer-XL (Dai et al., 2019), which transformers 5 no longer has. Importing it registers the Auto classes."""
+"""Transformer-XL (Dai et al., 2019), which transformers 5 no longer has."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
-
-from rsa_hf.models import register_causal
-from rsa_hf.models.transformer_xl.classifier import TransformerXLForSequenceClassification
-from rsa_hf.models.transformer_xl.configuration import TransformerXLConfig
-from rsa_hf.models.transformer_xl.language_model import TransformerXLForCausalLM
-from rsa_hf.models.transformer_xl.modeling import TransformerXLModel
+from rsa_hf.models.transformer_xl.configuration_transformer_xl import TransformerXLConfig
+from rsa_hf.models.transformer_xl.modeling_transformer_xl import (
+    TransformerXLForCausalLM,
+    TransformerXLForSequenceClassification,
+    TransformerXLModel,
+)
 
 __all__ = [
     "TransformerXLConfig",
@@ -14,8 +13,3 @@ __all__ = [
     "TransformerXLForSequenceClassification",
     "TransformerXLModel",
 ]
-
-AutoConfig.register(TransformerXLConfig.model_type, TransformerXLConfig)
-AutoModel.register(TransformerXLConfig, TransformerXLModel)
-register_causal(TransformerXLConfig, TransformerXLForCausalLM)
-AutoModelForSequenceClassification.register(TransformerXLConfig, TransformerXLForSequenceClassification)

@@ -19,14 +19,14 @@ class RecurrentConfig(PreTrainedConfig):
     Args:
         vocab_size: number of tokens.
         cell: `"rnn"` (Elman's, with tanh), `"lstm"` or `"gru"`, as in `torch.nn`; or `"linear"`, h_t = W_h h_{t−1} +
-            W_x x_t, of which RSA's heads are made (paper, proposition 1).
+            W_x x_t, to which RSA heads are equivalent (RSA paper, proposition 1).
         hidden_size: width of the embeddings and of each layer's state, in each direction.
         num_hidden_layers: number of layers.
         dilations: layer l carries its state over d_l steps, h_t from h_{t−d} (Chang et al., 2017, Dilated Recurrent
             Neural Networks); None: 1 everywhere.
         bidirectional: a second recurrence from the end to the beginning in each layer; not for language models.
         dropout: on the embeddings and on each layer's output.
-        initializer_range: standard deviation of fresh embeddings; recurrent layers start as `torch.nn` has them.
+        initializer_range: standard deviation of initial embeddings; recurrent layers start as in `torch.nn`.
         tie_word_embeddings: the language model's softmax uses the embedding table.
         use_cache: return the state.
 
@@ -54,13 +54,9 @@ class RecurrentConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.cell not in CELLS:
             raise ValueError(f"cell={self.cell!r}: one of {', '.join(map(repr, CELLS))} is needed.")
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: a whole number ≥ 1 is needed.")
         self.dilations = [1] * self.num_hidden_layers if self.dilations is None else list(self.dilations)
         if len(self.dilations) != self.num_hidden_layers or min(self.dilations) < 1:
             raise ValueError(
-                f"dilations={self.dilations}: a whole number ≥ 1 for each of the {self.num_hidden_layers} layers is "
-                "needed."
+                f"dilations={self.dilations}: a number ≥ 1 for each of the {self.num_hidden_layers} layers is needed."
             )
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]

@@ -16,16 +16,16 @@ class TemporalLatentBottleneckConfig(PreTrainedConfig):
 
     Args:
         vocab_size: number of tokens V.
-        hidden_size: width n of tokens and state vectors.
+        hidden_size: width n of tokens and of state vectors.
         num_hidden_layers: number of self-attention layers of the fast stream.
         num_attention_heads: number of heads H, of self- and cross-attention.
         intermediate_size: inner width of the feed-forward layers.
-        chunk_size: number of tokens of a chunk, K.
+        chunk_size: number of tokens in a chunk, K.
         num_states: number of state vectors of the slow stream, N.
-        cross_attention_every: the fast stream attends to the states behind every so many self-attention layers, R.
+        cross_attention_every: the fast stream attends to the states behind every R-th self-attention layer.
         dropout: on embeddings, attention output and feed-forward.
         attention_dropout: on attention weights.
-        initializer_range: standard deviation of fresh weights.
+        initializer_range: standard deviation of initial weights.
         layer_norm_eps: of all layer normalisations.
         tie_word_embeddings: the softmax uses the embedding table.
         use_cache: return the state.
@@ -56,16 +56,9 @@ class TemporalLatentBottleneckConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for name in (
-            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-            "num_states", "cross_attention_every",
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: a whole number ≥ 1 is needed.")
         if self.chunk_size < 2:
             raise ValueError(
-                f"chunk_size={self.chunk_size}: a whole number ≥ 2 is needed; in a chunk of one token there is "
-                "nothing to attend to."
+                f"chunk_size={self.chunk_size}: a number ≥ 2 is needed; a chunk of one token has nothing to attend to."
             )
         if self.hidden_size % 2 or self.hidden_size % self.num_attention_heads:
             raise ValueError(
@@ -75,6 +68,6 @@ class TemporalLatentBottleneckConfig(PreTrainedConfig):
         if self.cross_attention_every > self.num_hidden_layers:
             raise ValueError(
                 f"cross_attention_every={self.cross_attention_every}: at most num_hidden_layers="
-                f"{self.num_hidden_layers} is possible, or the fast stream never sees the states."
+                f"{self.num_hidden_layers} is needed, or the fast stream never sees the states."
             )
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]

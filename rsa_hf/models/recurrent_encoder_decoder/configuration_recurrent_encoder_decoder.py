@@ -7,24 +7,24 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-from rsa_hf.models.recurrent.configuration import RecurrentConfig
+from rsa_hf.models.recurrent.configuration_recurrent import RecurrentConfig
 
 __all__ = ["RecurrentEncoderDecoderConfig"]
 
 
 @strict
 class RecurrentEncoderDecoderConfig(PreTrainedConfig):
-    """Two stacks of recurrent layers over one vocabulary: the second begins with the state in which the first ended.
+    """Two stacks of recurrent layers over one vocabulary: the second starts from the last state of the first.
 
     Args:
-        vocab_size: number of tokens, of sources and targets together; encoder and decoder share their embeddings.
+        vocab_size: number of tokens of sources and targets; encoder and decoder share their embeddings.
         cell: `"rnn"`, `"lstm"`, `"gru"` or `"linear"`, as of `RecurrentConfig`.
         hidden_size: n, width of the embeddings and of each layer's state, in each direction.
         num_hidden_layers: number of layers, of the encoder and of the decoder.
         bidirectional: the encoder also reads from the end to the beginning; a linear map of 2n to n for each layer and
             part of the state takes both last states to the decoder's first.
         dropout: on the embeddings and on each layer's output.
-        initializer_range: standard deviation of fresh embeddings; recurrent layers start as `torch.nn` has them.
+        initializer_range: standard deviation of initial embeddings; recurrent layers start as in `torch.nn`.
         tie_word_embeddings: the softmax uses the embedding table.
         use_cache: return the decoder's state.
         pad_token_id: the token of padding.
@@ -58,17 +58,15 @@ class RecurrentEncoderDecoderConfig(PreTrainedConfig):
         for name in ("pad_token_id", "decoder_start_token_id"):
             if not 0 <= getattr(self, name) < self.vocab_size:
                 raise ValueError(f"{name}={getattr(self, name)}: one of the {self.vocab_size} tokens is needed.")
-        if not self.is_encoder_decoder:
-            raise ValueError("is_encoder_decoder=False: for a decoder alone use RecurrentConfig.")
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
         self.decoder_config()
 
     def encoder_config(self) -> RecurrentConfig:
-        """Of the encoder."""
+        """The config of the encoder's network."""
         return self._stack(self.bidirectional)
 
     def decoder_config(self) -> RecurrentConfig:
-        """Of the decoder."""
+        """The config of the decoder's network."""
         return self._stack(bidirectional=False)
 
     def _stack(self, bidirectional: bool) -> RecurrentConfig:

@@ -29,11 +29,11 @@ class BlockRecurrentConfig(PreTrainedConfig):
         recurrent_layers: indices of the recurrent layers, negative ones from the end; `[]`: a Transformer-XL with a
             sliding window.
         num_state_vectors: N, of each recurrent layer.
-        cell: how a state is updated: `"dual"` gates the attention's output and the feed-forward layer's, `"single"`
-            the feed-forward layer's alone, `"skip"` has no feed-forward layer.
+        cell: how a state is updated: `"dual"` gates the outputs of attention and of the feed-forward layer, `"single"`
+            that of the feed-forward layer alone, `"skip"` has no feed-forward layer.
         gate: `"fixed"`, learned but the same at all times, or `"lstm"`, computed from the inputs.
         relative_attention_num_buckets: classes of distances, as in T5.
-        relative_attention_max_distance: distances from here on are one class.
+        relative_attention_max_distance: all distances from this one on are one class.
         dropout: on embeddings, attention output and feed-forward, but not in the state's updates.
         dropatt: on the attention weights of tokens.
         layer_norm_epsilon: of all layer normalisations.
@@ -77,25 +77,20 @@ class BlockRecurrentConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.recurrent_layers = list(self.recurrent_layers)
-        for name in (
-            "vocab_size", "d_model", "n_head", "d_head", "d_inner", "n_layer", "window_size", "num_state_vectors",
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: a whole number ≥ 1 is needed.")
         for name, allowed in (("cell", CELLS), ("gate", GATES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: one of {', '.join(map(repr, allowed))} is needed.")
         places, L = self.recurrent_places, self.n_layer
         if any(not -L <= i < L for i in self.recurrent_layers) or len(places) < len(self.recurrent_layers):
             raise ValueError(
-                f"recurrent_layers={self.recurrent_layers}: different layers of the {L} are needed, from {-L} "
-                f"to {L - 1}."
+                f"recurrent_layers={self.recurrent_layers}: different numbers from {-L} to {L - 1} are needed for "
+                f"n_layer={L}."
             )
         buckets, furthest = self.relative_attention_num_buckets, self.relative_attention_max_distance
         if buckets < 2 or furthest <= buckets // 2:
             raise ValueError(
                 f"relative_attention_num_buckets={buckets}, relative_attention_max_distance={furthest}: at least 2 "
-                "buckets are needed, of which half are for single distances, and a distance beyond those."
+                "buckets are needed, and a maximal distance of more than half of them."
             )
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
 

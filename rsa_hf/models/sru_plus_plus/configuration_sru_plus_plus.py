@@ -19,9 +19,9 @@ class SRUPlusPlusConfig(PreTrainedConfig):
         hidden_size: width d of the embeddings and of each layer's recurrence.
         projection_size: width d′ of attention, usually much smaller.
         num_hidden_layers: number of layers.
-        num_attention_heads: number of attention heads H, each of width d′ / H, RSA heads among them; the paper has 1.
+        num_attention_heads: number of attention heads H, each of width d′ / H; the paper has 1.
         mem_len: number of positions M before a segment that attention looks back on.
-        highway_bias: where the bias of the highway gate starts; below 0, a layer starts near the identity.
+        highway_bias: initial bias of the highway gate; below 0, a layer starts near the identity.
         dropout: on the embeddings, in front of W_o, and on the last layer's output.
         attention_dropout: on attention weights.
         layer_norm_epsilon: of all layer normalisations.
@@ -52,17 +52,11 @@ class SRUPlusPlusConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for name in ("vocab_size", "hidden_size", "projection_size", "num_hidden_layers", "num_attention_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: a whole number ≥ 1 is needed.")
         if self.projection_size % self.num_attention_heads:
             raise ValueError(
                 f"projection_size={self.projection_size}: a multiple of num_attention_heads="
-                f"{self.num_attention_heads} is needed; the heads share it."
+                f"{self.num_attention_heads} is needed."
             )
         if self.mem_len < 0:
-            raise ValueError(f"mem_len={self.mem_len}: a whole number ≥ 0 is needed; 0 is no memory.")
-        for name in ("dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: a number from 0 to below 1 is needed.")
+            raise ValueError(f"mem_len={self.mem_len}: a number ≥ 0 is needed; 0 is no memory.")
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]

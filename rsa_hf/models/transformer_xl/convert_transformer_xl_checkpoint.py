@@ -1,10 +1,10 @@
-"""Checkpoints of the original implementation, and of NVIDIA's, which descends from it.
+"""Convert checkpoints of the original Transformer-XL, and of NVIDIA's, which descends from it.
 
-What differs from the layout of transformers 4, which ours is:
+They differ from the layout of transformers 4, which is ours:
 
 * names: the model's parts stand at the top instead of below `transformer`; NVIDIA's softmax has lists of weights and
-  biases instead of layers, and its tied projections once more under a name of their own;
-* the softmax's entries for the bands but the first stand in reverse, the last band's first;
+  biases instead of layers, and its tied projections a second time under another name;
+* the softmax's entries for the bands but the first are reversed, the last band's first;
 * a text begins with no memory instead of zeros.
 
 NVIDIA's `same_length` sees `mem_len` + 1 positions; the converted model sees `mem_len`, as the original does.
@@ -22,25 +22,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rsa_hf.models.transformer_xl.configuration import TransformerXLConfig
-from rsa_hf.models.transformer_xl.language_model import TransformerXLForCausalLM
+from rsa_hf.models.transformer_xl.configuration_transformer_xl import TransformerXLConfig
+from rsa_hf.models.transformer_xl.modeling_transformer_xl import TransformerXLForCausalLM
 from rsa_hf.utils.files import storage_errors
 
-__all__ = ["convert_checkpoint", "convert_state_dict"]
+__all__ = ["convert_checkpoint"]
 
 _RENAMED = (
     (re.compile(r"^(word_emb|layers|r_w_bias|r_r_bias|pos_emb)\b"), r"transformer.\1"),
     (re.compile(r"^crit\.out_layers_weights\.(\d+)$"), r"crit.out_layers.\1.weight"),
     (re.compile(r"^crit\.out_layers_biases\.(\d+)$"), r"crit.out_layers.\1.bias"),
 )
-# Computed, or the embedding's projections once more.
+# Computed, or the embedding's projections a second time.
 _LEFT_OUT = re.compile(r"^(transformer\.pos_emb\.inv_freq|crit\.shared_out_projs\.\d+)$")
 _RENAMED_FIELDS = {"n_token": "vocab_size", "tie_weight": "tie_word_embeddings"}
 _FIELDS = (
     *("n_token", "n_layer", "n_head", "d_model", "d_head", "d_inner", "dropout", "dropatt", "tie_weight", "d_embed"),
     *("div_val", "tie_projs", "pre_lnorm", "mem_len", "cutoffs", "same_length", "attn_type", "clamp_len"),
 )
-# Classes of NVIDIA's training script that its checkpoints hold beside the weights: nothing of them is needed.
+# Classes of NVIDIA's training script that its checkpoints hold beside the weights; they are not needed.
 _VOCABULARIES = ("utils.vocabulary.Vocab", "utils.vocabulary.OpenAIVocab", "vocabulary.Vocab", "data_utils.Vocab")
 
 
@@ -53,27 +53,25 @@ def convert_checkpoint(
         source: a checkpoint of NVIDIA's training script (`model_config` and `model_state`), or a state dict in the
             original's layout. Code in it is never run.
         output: the folder to write.
-        config: the architecture, for a file that does not tell it.
+        config: the architecture, for a file that does not contain it.
 
     Returns:
         The model.
 
     Raises:
-        FileNotFoundError: no such file.
         ValueError: the file holds something else, or does not fill the model; nothing is written then.
-        StorageError: the folder cannot be written into.
+        StorageError: the folder cannot be written.
     """
     content = _read(Path(source))
-    state = content.get("model_state", content)
     if config is None:
         if "model_config" not in content:
             raise ValueError(
-                f"{source} does not tell the architecture. Give convert_checkpoint(..., "
+                f"{source} does not contain the architecture. Give convert_checkpoint(..., "
                 "config=TransformerXLConfig(…)) as it was trained, untie_r=False in the original."
             )
         config = _read_config(content["model_config"])
     model = TransformerXLForCausalLM(config)
-    state = convert_state_dict(state, config)
+    state = _to_our_layout(content.get("model_state", content))
     expected = model.state_dict()
     tied = model.all_tied_weights_keys
     missing = set(expected) - set(state) - set(tied)
@@ -86,7 +84,7 @@ def convert_checkpoint(
             f"{[(key, tuple(state[key].shape), tuple(expected[key].shape)) for key in sorted(shapes)[:5]]}."
         )
     for target, origin in tied.items():
-        # A tied parameter stands in a file once or twice.
+        # A file holds a tied parameter once or twice.
         if target in state and not torch.equal(state[target], state[origin]):
             raise ValueError(f"the config ties {target} to {origin}, but {source} has different values for them.")
     model.load_state_dict(state, strict=False)
@@ -96,13 +94,8 @@ def convert_checkpoint(
     return model
 
 
-def convert_state_dict(state: Mapping[str, Tensor], config: TransformerXLConfig) -> dict[str, Tensor]:
-    """The parameters of the original's layout under the names, and in the order, of ours.
-
-    Args:
-        state: of the original implementation or of NVIDIA's.
-        config: the architecture.
-    """
+def _to_our_layout(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters under the names, and in the order, of ours."""
     converted = {}
     for key, value in state.items():
         for pattern, replacement in _RENAMED:
@@ -127,7 +120,7 @@ def _read(path: Path) -> Mapping[str, Any]:
             "Where it was trained, run torch.save(torch.load('model.pt').state_dict(), 'state.pt'), and convert that "
             f"with config=…. ({error})"
         ) from error
-    if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
+    if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}; a state dict is needed.")
     return content
 

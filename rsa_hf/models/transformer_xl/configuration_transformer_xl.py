@@ -27,19 +27,19 @@ class TransformerXLConfig(PreTrainedConfig):
         div_val: each band's embeddings are this factor narrower than the band before; 1: all bands share one table.
         pre_lnorm: layer normalisation at the input of each block, instead of at its output.
         n_layer: number of layers.
-        mem_len: number of positions M that the memory keeps of each layer; also the window of `same_length`.
-        clamp_len: distances beyond this look alike, and longer segments are refused; 0 or less: no limit.
-        same_length: every query sees `mem_len` positions, itself included, rather than all there are.
-        zero_memory: a text begins behind a memory of M zero states, to which attention attends, as in transformers 4;
-            False: with no memory, as in the paper. It is True for configs that transformers 4 has written.
+        mem_len: number of positions that the memory of each layer keeps; also the window of `same_length`.
+        clamp_len: larger distances between positions count as this one; 0 or less: no limit.
+        same_length: every query sees `mem_len` positions, itself included, instead of all there are.
+        zero_memory: a text begins behind `mem_len` zero states, which attention sees, as in transformers 4; False:
+            without a memory, as in the paper. True for configs that transformers 4 has written.
         proj_share_all_but_first: bands but the first project with the embedding's matrix on the way out.
         tie_projs: the same for each of the bands; None: as `proj_share_all_but_first` says.
         tie_word_embeddings: the softmax uses the embedding tables.
-        untie_r: each layer has biases u and v of its own.
+        untie_r: each layer has its own biases u and v.
         dropout: on embeddings, positions, attention output and feed-forward.
         dropatt: on attention weights.
-        init_std: standard deviation of fresh weights.
-        proj_init_std: that of fresh projections of embeddings.
+        init_std: standard deviation of initial weights.
+        proj_init_std: that of the projections of embeddings.
         layer_norm_epsilon: of all layer normalisations.
         use_cache: return the memory.
 
@@ -88,18 +88,15 @@ class TransformerXLConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         self.cutoffs = list(self.cutoffs)
         bands = len(self.cutoffs) + 1
-        for name in ("vocab_size", "d_model", "embedding_width", "n_head", "d_head", "d_inner", "div_val", "n_layer"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: a whole number ≥ 1 is needed.")
         if any(low >= high for low, high in itertools.pairwise([0, *self.cutoffs, self.vocab_size])):
             raise ValueError(
-                f"cutoffs={self.cutoffs}: they must increase, and lie between 0 and vocab_size={self.vocab_size}, "
-                "both excluded; [] is the plain softmax."
+                f"cutoffs={self.cutoffs}: increasing numbers between 0 and vocab_size={self.vocab_size}, both "
+                "excluded, are needed; [] is the plain softmax."
             )
         if self.embedding_width // self.div_val ** (bands - 1) < 1:
             raise ValueError(
-                f"div_val={self.div_val}: band {bands} has no width left of d_embed={self.embedding_width}. Use "
-                "a smaller div_val or fewer cutoffs."
+                f"div_val={self.div_val}: band {bands} has no width left of d_embed={self.embedding_width}. Use a "
+                "smaller div_val or fewer cutoffs."
             )
         if len(self.projections_tied) != bands:
             raise ValueError(f"tie_projs={self.tie_projs}: one entry for each of the {bands} bands is needed.")
@@ -107,13 +104,12 @@ class TransformerXLConfig(PreTrainedConfig):
             raise ValueError(f"d_model={self.d_model}: an even number is needed, half sines and half cosines.")
         if self.mem_len < 0 or (self.same_length and self.mem_len == 0):
             raise ValueError(
-                f"mem_len={self.mem_len}: a whole number ≥ 0 is needed, and ≥ 1 with same_length=True, whose window "
-                "it is. For no memory set mem_len=0 and same_length=False."
+                f"mem_len={self.mem_len}: a number ≥ 0 is needed, and ≥ 1 with same_length=True, whose window it is. "
+                "For no memory set mem_len=0 and same_length=False."
             )
         if kwargs.get("attn_type", 0) != 0:
             raise ValueError(
-                f"attn_type={kwargs['attn_type']}: only 0 is implemented, the relative positions of the paper; 1 to 3 "
-                "are the baselines that it compares with."
+                f"attn_type={kwargs['attn_type']}: only 0, the relative positions of the paper, is implemented."
             )
         if kwargs.get("sample_softmax", -1) > 0:
             raise ValueError(

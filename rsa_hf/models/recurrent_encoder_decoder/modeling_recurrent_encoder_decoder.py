@@ -3,6 +3,9 @@
 The encoder's last state is the context c, all that the decoder knows of the source: s_0 = c,
 s_t = f(s_{t−1}, y_{t−1}), and the token y_t is drawn from softmax(W s_t). In training y_{t−1} is the true token
 (teacher forcing).
+
+Notation: B rows, S tokens of the source, T of the target, n channels, L layers, k parts of a state: 2 for an LSTM
+(h, c), else 1.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ from torch import Tensor, nn
 from transformers.generation.utils import GenerationMixin
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
-from rsa_hf.models.recurrent.modeling import RecurrentModel, RecurrentPreTrainedModel, State
-from rsa_hf.models.recurrent_encoder_decoder.configuration import RecurrentEncoderDecoderConfig
+from rsa_hf.models.recurrent.modeling_recurrent import RecurrentModel, RecurrentPreTrainedModel
+from rsa_hf.models.recurrent_encoder_decoder.configuration_recurrent_encoder_decoder import (
+    RecurrentEncoderDecoderConfig,
+)
+from rsa_hf.models.segments import require_shapes
 
 __all__ = [
     "RecurrentEncoder",
@@ -30,46 +36,46 @@ __all__ = [
 
 @dataclass
 class RecurrentEncoderOutput(ModelOutput):
-    """What the encoder returns.
+    """Output of the encoder.
 
     Attributes:
-        last_hidden_state: [B, S, n], or [B, S, 2n] where it is bidirectional; of padding they mean nothing.
-        context: the decoder's first state, [B, L, k, n] of L layers, k = 2 parts for an LSTM (h, c), else 1.
-        hidden_states: the embeddings and each layer's output.
+        last_hidden_state: [B, S, n], or [B, S, 2n] where it is bidirectional; undefined at padding.
+        context: the decoder's first state, [B, L, k, n].
+        hidden_states: the embeddings and each layer's output; with `output_hidden_states`.
     """
 
     last_hidden_state: Tensor | None = None
     context: Tensor | None = None
-    hidden_states: State | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
 
 
 @dataclass
 class RecurrentEncoderDecoderOutput(ModelOutput):
-    """What the encoder-decoder returns.
+    """Output of the encoder-decoder.
 
     Attributes:
-        loss: with labels.
-        logits: [B, T, vocab_size].
-        last_hidden_state: of the bare network, [B, T, n].
+        loss: shape (); with labels.
+        logits: [B, T, vocab_size]; of the model with a head.
+        last_hidden_state: [B, T, n]; of the model without a head.
         state: of each of the decoder's layers, [B, k, 1, n], detached.
-        decoder_hidden_states: the decoder's embeddings and each layer's output.
-        context: as of `RecurrentEncoderOutput`; None where a state was given, like what follows.
-        encoder_last_hidden_state: likewise.
-        encoder_hidden_states: likewise.
+        decoder_hidden_states: the decoder's embeddings and each layer's output; with `output_hidden_states`.
+        context: as of `RecurrentEncoderOutput`, like what follows; None where a state was given.
+        encoder_last_hidden_state: see there.
+        encoder_hidden_states: see there.
     """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     last_hidden_state: Tensor | None = None
-    state: State | None = None
-    decoder_hidden_states: State | None = None
+    state: tuple[Tensor, ...] | None = None
+    decoder_hidden_states: tuple[Tensor, ...] | None = None
     context: Tensor | None = None
     encoder_last_hidden_state: Tensor | None = None
-    encoder_hidden_states: State | None = None
+    encoder_hidden_states: tuple[Tensor, ...] | None = None
 
 
 class RecurrentEncoderDecoderPreTrainedModel(RecurrentPreTrainedModel):
-    """Weights of all encoder-decoder RNNs."""
+    """Initialisation, and what transformers needs to know of the models."""
 
     config_class = RecurrentEncoderDecoderConfig  # type: ignore[assignment]
     config: RecurrentEncoderDecoderConfig  # type: ignore[assignment]
@@ -109,12 +115,12 @@ class RecurrentEncoder(RecurrentEncoderDecoderPreTrainedModel):
         Args:
             input_ids: shape [B, S].
             attention_mask: shape [B, S]; 0 for padding, on either side or between. None: every token is real but
-                `pad_token_id`; so where that is also another token's, give a mask.
+                `pad_token_id`; give a mask where that is also another token's.
             inputs_embeds: shape [B, S, n], in place of `input_ids`.
             output_hidden_states: return the embeddings and every layer's output.
 
         Raises:
-            ValueError: not exactly one of `input_ids` and `inputs_embeds`.
+            ValueError: both or neither of `input_ids` and `inputs_embeds`.
         """
         if attention_mask is None and input_ids is not None:
             attention_mask = (input_ids != self.config.pad_token_id).long()
@@ -185,15 +191,21 @@ class RecurrentEncoderDecoderModel(RecurrentEncoderDecoderPreTrainedModel):
             output_hidden_states: return the embeddings and every layer's output, of encoder and decoder.
 
         Raises:
-            ValueError: not exactly one of `decoder_input_ids` and `decoder_inputs_embeds`; neither sources nor
+            ValueError: both or neither of `decoder_input_ids` and `decoder_inputs_embeds`; neither sources nor
                 `encoder_outputs` nor `state`; a context or state that does not fit.
         """
-        if state is not None:
-            encoder_outputs = None
-        elif encoder_outputs is None:
-            encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds, output_hidden_states)
-        if encoder_outputs is not None:
-            state = self._first_state(encoder_outputs.context, decoder_input_ids, decoder_inputs_embeds)
+        if (decoder_input_ids is None) == (decoder_inputs_embeds is None):
+            raise ValueError("give exactly one of decoder_input_ids and decoder_inputs_embeds (or labels).")
+        encoded = RecurrentEncoderOutput()
+        if state is None:
+            if encoder_outputs is None:
+                encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds, output_hidden_states)
+            encoded, config = encoder_outputs, self.config
+            rows = len(decoder_inputs_embeds if decoder_input_ids is None else decoder_input_ids)  # type: ignore[arg-type]
+            needed = (rows, config.num_hidden_layers, self.encoder.parts, config.hidden_size)
+            context: Any = encoded.context
+            require_shapes("context", [context], [needed])
+            state = context.unsqueeze(3).unbind(1)
         outputs = self.decoder(
             decoder_input_ids,
             decoder_attention_mask,
@@ -202,7 +214,6 @@ class RecurrentEncoderDecoderModel(RecurrentEncoderDecoderPreTrainedModel):
             self.config.use_cache if use_cache is None else use_cache,
             output_hidden_states,
         )
-        encoded = RecurrentEncoderOutput() if encoder_outputs is None else encoder_outputs
         return RecurrentEncoderDecoderOutput(
             last_hidden_state=outputs.last_hidden_state,
             state=outputs.state,
@@ -211,18 +222,6 @@ class RecurrentEncoderDecoderModel(RecurrentEncoderDecoderPreTrainedModel):
             encoder_last_hidden_state=encoded.last_hidden_state,
             encoder_hidden_states=encoded.hidden_states,
         )
-
-    def _first_state(self, context: Tensor | None, ids: Tensor | None, embeds: Tensor | None) -> State | None:
-        if (ids is None) == (embeds is None):
-            raise ValueError("give exactly one of decoder_input_ids and decoder_inputs_embeds (or labels).")
-        rows = len(ids if ids is not None else embeds)  # type: ignore[arg-type]
-        needed = (rows, self.config.num_hidden_layers, self.encoder.parts, self.config.hidden_size)
-        found = None if context is None else tuple(context.shape)
-        if context is None or found != needed:
-            raise ValueError(
-                f"the context has shape {found}; [batch, layers, parts, hidden_size] is needed: {needed}."
-            )
-        return context.unsqueeze(3).unbind(1)
 
 
 class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPreTrainedModel, GenerationMixin):
@@ -242,32 +241,20 @@ class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPre
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,
-        decoder_attention_mask: Tensor | None = None,
-        encoder_outputs: RecurrentEncoderOutput | None = None,
-        state: Sequence[Tensor] | None = None,
-        inputs_embeds: Tensor | None = None,
         decoder_inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        **keywords: Any,
+        **kwargs: Any,
     ) -> RecurrentEncoderDecoderOutput:
         """Logits of the target's tokens, and the loss.
 
         Args:
-            input_ids: as of `RecurrentEncoderDecoderModel.forward`, like what is not named here.
-            attention_mask: likewise.
-            decoder_input_ids: likewise; None: the labels one step later, behind `decoder_start_token_id`.
-            decoder_attention_mask: likewise.
-            encoder_outputs: likewise.
-            state: likewise.
-            inputs_embeds: likewise.
-            decoder_inputs_embeds: likewise.
+            input_ids: as of `RecurrentEncoderDecoderModel.forward`.
+            attention_mask: see there.
+            decoder_input_ids: see there; None: the labels one step later, behind `decoder_start_token_id`.
+            decoder_inputs_embeds: see there.
             labels: the targets, shape [B, T]: logits t are those of label t (they are not shifted here, but what the
                 decoder reads is); −100 is not counted.
-            use_cache: as of `RecurrentEncoderDecoderModel.forward`.
-            output_hidden_states: likewise.
-            **keywords: for the loss, e.g. `num_items_in_batch`.
+            **kwargs: other arguments of `RecurrentEncoderDecoderModel.forward`; for the loss `num_items_in_batch`.
         """
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
@@ -275,19 +262,15 @@ class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPre
             input_ids,
             attention_mask,
             decoder_input_ids,
-            decoder_attention_mask,
-            encoder_outputs,
-            state,
-            inputs_embeds,
-            decoder_inputs_embeds,
-            use_cache,
-            output_hidden_states,
+            decoder_inputs_embeds=decoder_inputs_embeds,
+            return_dict=True,
+            **kwargs,
         )
         logits = self.lm_head(outputs.last_hidden_state)
         loss = None
         if labels is not None:
             loss = self.loss_function(
-                logits=logits, labels=None, shift_labels=labels, vocab_size=self.config.vocab_size, **keywords
+                logits=logits, labels=None, shift_labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
         return RecurrentEncoderDecoderOutput(**{**outputs, "last_hidden_state": None, "loss": loss, "logits": logits})
 
@@ -310,7 +293,7 @@ class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPre
         is_first_iteration: bool = False,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        **kwargs: Any,  # this very name lets `generate` take all that `forward` takes, as the Seq2SeqTrainer's labels
+        **kwargs: Any,  # this name lets `generate` accept all arguments of `forward`, as the Seq2SeqTrainer's labels
     ) -> dict[str, Any]:
         """The decoder's next segment: all tokens behind the context, or the last one behind a state."""
         behind_state = state is not None and not is_first_iteration
@@ -323,5 +306,5 @@ class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPre
             "output_hidden_states": output_hidden_states,
         }
 
-    def _reorder_cache(self, state: Sequence[Tensor], beams: Tensor) -> State:
+    def _reorder_cache(self, state: Sequence[Tensor], beams: Tensor) -> tuple[Tensor, ...]:
         return tuple(part.index_select(0, beams.to(part.device)) for part in state)

@@ -1,0 +1,71 @@
+"""Attention that several models share: positions, masks, and attention written out.
+
+Notation: B rows, T queries, M positions of memory, S = M + T keys, H heads of width D.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["eager_attention_forward", "sinusoids", "visibility"]
+
+
+def sinusoids(distances: Tensor, width: int) -> Tensor:
+    """Half sines, half cosines, of wavelengths 2π … 10000·2π. [N] → [N, width], float32."""
+    # float32 by name: the default dtype of the process changes while another thread loads a model.
+    steps = torch.arange(0, width, 2, dtype=torch.float32, device=distances.device)
+    frequencies = 10000.0 ** (-steps / width)
+    angles = distances.float()[:, None] * frequencies
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+def visibility(T: int, M: int, window: int | None, attention_mask: Tensor | None, device: torch.device) -> Tensor:
+    """Which keys each query sees: itself and what is before it, within the window, but no padding.
+
+    Args:
+        T: number of queries.
+        M: positions of memory before them.
+        window: number of positions back that a query sees, itself included; None: all.
+        attention_mask: shape [B, L], 0 for padding; its last column is the last key, and keys before its first column
+            are real.
+        device: where to build the mask.
+
+    Returns:
+        Shape [B or 1, 1, T, S], boolean.
+    """
+    S = M + T
+    distance = M + torch.arange(T, device=device)[:, None] - torch.arange(S, device=device)
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    if attention_mask is None:
+        return visible[None, None]
+    real = attention_mask[:, -S:].bool()
+    return visible & F.pad(real, (S - real.shape[1], 0), value=True)[:, None, None, :]
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention written out: output [B, T, H, D] and weights [B, H, T, S]."""
+    scores = query @ key.transpose(2, 3) * scaling
+    if position_bias is not None:
+        scores = scores + position_bias
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    weights = F.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2), weights

@@ -1,0 +1,499 @@
+r"""The Block-Recurrent Transformer (Hutchins et al., 2022, arXiv:2203.07852), to be read beside section 3.
+
+Notation: B rows, T tokens of a segment, C positions of memory before it, W tokens of a window, N state vectors, H
+heads of width D.
+
+Windows (section 3.1). A text is cut into windows of W tokens, counted from its beginning, and a token sees the W
+positions up to itself. The score of a query and a key at distance i has a learned bias b_i, shared by the distances of
+a class, as in T5. This attention goes through transformers' attention interface with a boolean mask, which RSA heads
+read too: their P reaches into the memory and sees the same W positions.
+
+Recurrence (sections 3.2 to 3.4). A recurrent layer carries N state vectors from window to window. Within a window, e
+are its tokens and s the states at its beginning:
+
+    vertical    tokens attend to tokens, and to states; the heads of both, side by side, are projected to y
+    horizontal  states attend to states, and to tokens; the heads of both, side by side, are h of a gate
+
+A token sees what it sees in every layer; a state sees all of its window and of the window before, the keys at hand.
+Keys and values of tokens are the same for both directions, and those of states; there are four kinds of queries. A
+learned vector (state id) is added to each state, or all would learn the same. Queries and keys are not on one time
+axis here, so this attention does not go through the interface, and has no RSA heads.
+
+Gates take the place of residual connections, c' = next(c, h):
+
+    fixed   z = W_z h + b_z           g = σ(b_g)                                        c' = c ⊙ g + z ⊙ (1 − g)
+    lstm    z = tanh(W_z h + b_z)     i = σ(W_i h + b_i − 1),  f = σ(W_f h + b_f + 1)   c' = c ⊙ f + z ⊙ i
+
+They start as in the authors' program (google-research/meliad): all b of gates normal with standard deviation 0.1, so
+that the fixed gate starts at about a half; W_i and W_f with a tenth of the usual variance, so that −1 and +1 dominate
+at first: f ≈ 0.73, i ≈ 0.27. The first state is learned, from 0.1 · N(0, 1); state ids start from N(0, 1).
+
+Segments may begin and end anywhere. The memory holds the positions of the window that is not full yet, behind a full
+window where there is one; so C < 2W, and C tells where windows begin. States move on where a window ends, wherever
+segments end. So the cut of a text into segments changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils.output_capturing import capture_outputs
+
+from rsa_hf.models.attention import eager_attention_forward, visibility
+from rsa_hf.models.block_recurrent.configuration_block_recurrent import BlockRecurrentConfig
+from rsa_hf.models.segments import (
+    MemoryOutput,
+    SegmentForCausalLM,
+    SegmentForSequenceClassification,
+    require_shapes,
+)
+
+__all__ = [
+    "BlockRecurrentForCausalLM",
+    "BlockRecurrentForSequenceClassification",
+    "BlockRecurrentModel",
+    "BlockRecurrentPreTrainedModel",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """The part of a segment that lies within one window: t tokens, and the S keys that they and their states see.
+
+    Attributes:
+        tokens: its place in the segment.
+        keys: the place of its keys in memory and segment, from the start of the window before.
+        visible: which keys each token sees, [B or 1, 1, t, S].
+        buckets: the class of each distance, [t, S].
+        real: False for keys that are padding, [B, S]; None: there is no padding.
+        full: whether the window ends with these tokens.
+    """
+
+    tokens: slice
+    keys: slice
+    visible: Tensor
+    buckets: Tensor
+    real: Tensor | None
+    full: bool
+
+
+def distance_buckets(distances: Tensor, num_buckets: int, max_distance: int) -> Tensor:
+    """The class of each distance, as in T5 (Raffel et al., 2020, section 2.1).
+
+    Half of the classes are for the first distances, one each; half for ranges that grow geometrically up to
+    `max_distance`, beyond which all is one class. Keys behind the query, which it never sees, are of class 0.
+    """
+    exact = num_buckets // 2
+    # In double precision: a distance where a class begins must not fall into the one before.
+    beyond = torch.log(distances.clamp(min=exact).double() / exact) / math.log(max_distance / exact)
+    ranges = exact + (beyond * (num_buckets - exact) + 1e-9).long()
+    return torch.where(distances < exact, distances.clamp(min=0), ranges.clamp(max=num_buckets - 1))
+
+
+def cut_into_windows(
+    config: BlockRecurrentConfig, T: int, C: int, attention_mask: Tensor | None, device: torch.device
+) -> list[Window]:
+    """Cut a segment of T tokens behind C positions of memory at the borders of windows.
+
+    Args:
+        config: of the model.
+        T: number of tokens.
+        C: positions of memory.
+        attention_mask: shape [B, L], 0 for padding; its last column is the last token of the segment, and positions
+            before its first column are real.
+        device: where to build masks.
+    """
+    W = config.window_size
+    # Windows of equal shape share their tensors, so that a mask is built and read once.
+    shared: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    windows = []
+    begin = C
+    while begin < C + T:
+        start = begin - begin % W
+        end = min(start + W, C + T)
+        keys = slice(max(0, start - W), end)
+        t, S = end - begin, keys.stop - keys.start
+        if (t, S) not in shared:
+            distances = S - t + torch.arange(t, device=device)[:, None] - torch.arange(S, device=device)
+            buckets = distance_buckets(
+                distances, config.relative_attention_num_buckets, config.relative_attention_max_distance
+            )
+            shared[t, S] = visibility(t, S - t, W, None, device), buckets
+        visible, buckets = shared[t, S]
+        real = None
+        if attention_mask is not None:
+            seen = attention_mask[:, : attention_mask.shape[1] - (C + T - end)]
+            # The last of S queries without a window sees all keys that are real.
+            real = visibility(1, S - 1, None, seen, device)[:, 0, 0]
+            visible = visible & real[:, None, None]
+        windows.append(Window(slice(begin - C, end - C), keys, visible, buckets, real, end == start + W))
+        begin = end
+    return windows
+
+
+def split_heads(x: Tensor, n_head: int, parts: int) -> tuple[Tensor, ...]:
+    """Queries, keys, values, … side by side, [B, T, parts · H · D], as `parts` tensors [B, H, T, D]."""
+    return tuple(part.unflatten(-1, (n_head, -1)).transpose(1, 2) for part in x.chunk(parts, dim=-1))
+
+
+def behind_cache(key: Tensor, value: Tensor, cache: Tensor | None, window_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values of memory and segment, and the next memory.
+
+    Args:
+        key: of the segment, [B, H, T, D].
+        value: of the segment, [B, H, T, D].
+        cache: keys and values of the C positions before, [B, 2, H, C, D].
+        window_size: W.
+
+    Returns:
+        Keys and values [B, H, C + T, D]; the next cache, with gradient.
+    """
+    if cache is not None:
+        key, value = torch.cat([cache[:, 0], key], dim=2), torch.cat([cache[:, 1], value], dim=2)
+    length = key.shape[2]
+    kept = length if length < window_size else window_size + length % window_size
+    return key, value, torch.stack([key[:, :, length - kept :], value[:, :, length - kept :]], dim=1)
+
+
+class RelativeBias(nn.Module):
+    """A learned bias of the scores for each class of distances and head."""
+
+    def __init__(self, config: BlockRecurrentConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.relative_attention_num_buckets, config.n_head))
+
+    def forward(self, window: Window) -> Tensor:
+        """Biases of a window's tokens and keys, [1, H, t, S]."""
+        return self.weight[window.buckets].permute(2, 0, 1)[None]
+
+
+class WindowAttention(nn.Module):
+    """Self-attention of tokens, window by window."""
+
+    is_causal = True
+
+    def __init__(self, config: BlockRecurrentConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.scaling = config.d_head**-0.5
+        inner = config.n_head * config.d_head
+        self.qkv_proj = nn.Linear(config.d_model, 3 * inner, bias=False)
+        self.o_proj = nn.Linear(inner, config.d_model, bias=False)
+        self.relative_bias = RelativeBias(config)
+
+    def forward(
+        self, hidden: Tensor, cache: Tensor | None, windows: list[Window], state: None = None
+    ) -> tuple[Tensor, Tensor, None]:
+        """One layer's attention.
+
+        Args:
+            hidden: the segment, normalised, [B, T, d_model].
+            cache: keys and values before it, [B, 2, H, C, D].
+            windows: of the segment.
+            state: always None.
+
+        Returns:
+            [B, T, d_model]; the next cache, with gradient; None.
+        """
+        config = self.config
+        query, key, value = split_heads(self.qkv_proj(hidden), config.n_head, 3)
+        key, value, cache = behind_cache(key, value, cache, config.window_size)
+        attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
+            config._attn_implementation, eager_attention_forward
+        )
+        outputs = [
+            attention(
+                self,
+                query[:, :, window.tokens],
+                key[:, :, window.keys],
+                value[:, :, window.keys],
+                window.visible,
+                position_bias=self.relative_bias(window),
+                scaling=self.scaling,
+                dropout=config.dropatt if self.training else 0.0,
+            )[0]
+            for window in windows
+        ]
+        return self.o_proj(torch.cat(outputs, dim=1).flatten(2)), cache, None
+
+
+class FixedGate(nn.Module):
+    """A running mean, whose rate is learned for each channel."""
+
+    def __init__(self, width: int, d_model: int) -> None:
+        super().__init__()
+        self.input = nn.Linear(width, d_model)
+        self.bias = nn.Parameter(torch.empty(d_model))
+
+    def forward(self, state: Tensor, h: Tensor) -> Tensor:
+        """From c [B, N, d_model] and h [B, N, width] to c' [B, N, d_model]."""
+        z: Tensor = self.input(h)
+        g = self.bias.sigmoid()
+        return state * g + z * (1 - g)
+
+
+class GateLinear(nn.Linear):
+    """W_i and W_f, a class for their own initialisation."""
+
+
+class LSTMGate(nn.Module):
+    """Input and forget gate of an LSTM, which depend on h alone."""
+
+    def __init__(self, width: int, d_model: int) -> None:
+        super().__init__()
+        self.input = nn.Linear(width, d_model)
+        self.gates = GateLinear(width, 2 * d_model)
+
+    def forward(self, state: Tensor, h: Tensor) -> Tensor:
+        """From c [B, N, d_model] and h [B, N, width] to c' [B, N, d_model]."""
+        z: Tensor = self.input(h).tanh()
+        i, f = self.gates(h).chunk(2, dim=-1)
+        next_state: Tensor = state * (f + 1).sigmoid() + z * (i - 1).sigmoid()
+        return next_state
+
+
+class StateCell(nn.Module):
+    """The states' side of the recurrent layer: their projections, and their update."""
+
+    def __init__(self, config: BlockRecurrentConfig) -> None:
+        super().__init__()
+        self.n_head, self.cell = config.n_head, config.cell
+        d_model, inner = config.d_model, config.n_head * config.d_head
+        gate = FixedGate if config.gate == "fixed" else LSTMGate
+        self.initial_state = nn.Parameter(torch.empty(config.num_state_vectors, d_model))
+        self.state_ids = nn.Parameter(torch.empty(config.num_state_vectors, d_model))
+        self.norm = nn.RMSNorm(d_model, eps=config.layer_norm_epsilon)
+        self.qqkv_proj = nn.Linear(d_model, 4 * inner, bias=False)
+        if config.cell != "single":
+            self.attn_gate = gate(2 * inner, d_model)
+        if config.cell == "dual":
+            self.ff_norm = nn.RMSNorm(d_model, eps=config.layer_norm_epsilon)
+        if config.cell != "skip":
+            self.ff_in = nn.Linear(d_model if config.cell == "dual" else 2 * inner, config.d_inner, bias=False)
+            self.ff_gate = gate(config.d_inner, d_model)
+
+    def projections(self, state: Tensor) -> tuple[Tensor, ...]:
+        """Queries to states, queries to tokens, keys and values of states [B, N, d_model]: each [B, H, N, D]."""
+        return split_heads(self.qqkv_proj(self.norm(state) + self.state_ids), self.n_head, 4)
+
+    def forward(self, state: Tensor, heads: Tensor) -> Tensor:
+        """From the states [B, N, d_model] and their attention's heads [B, N, 2 · H · D] to the next states."""
+        if self.cell != "single":
+            state = heads = self.attn_gate(state, heads)
+        if self.cell == "skip":
+            return state
+        if self.cell == "dual":
+            heads = self.ff_norm(heads)
+        next_state: Tensor = self.ff_gate(state, self.ff_in(heads).relu())
+        return next_state
+
+
+class RecurrentAttention(nn.Module):
+    """Attention of the recurrent layer, in both directions."""
+
+    def __init__(self, config: BlockRecurrentConfig) -> None:
+        super().__init__()
+        self.config = config
+        inner = config.n_head * config.d_head
+        self.qqkv_proj = nn.Linear(config.d_model, 4 * inner, bias=False)
+        self.o_proj = nn.Linear(2 * inner, config.d_model, bias=False)
+        self.relative_bias = RelativeBias(config)
+        self.states = StateCell(config)
+
+    def forward(
+        self, hidden: Tensor, cache: Tensor | None, windows: list[Window], state: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens attend window by window, and states move on behind each full window.
+
+        Args:
+            hidden: the segment, normalised, [B, T, d_model].
+            cache: keys and values before it, [B, 2, H, C, D].
+            windows: of the segment.
+            state: at the beginning of the window in which the segment begins, [B, N, d_model]; None: of the text.
+
+        Returns:
+            [B, T, d_model]; the next cache and the next state, with gradient.
+        """
+        config, dropatt = self.config, self.config.dropatt if self.training else 0.0
+        if state is None:
+            state = self.states.initial_state.expand(len(hidden), -1, -1)
+        query, query_states, key, value = split_heads(self.qqkv_proj(hidden), config.n_head, 4)
+        key, value, cache = behind_cache(key, value, cache, config.window_size)
+        outputs = []
+        for window in windows:
+            from_states, from_tokens, state_key, state_value = self.states.projections(state)
+            bias = self.relative_bias(window)
+            bias = bias.masked_fill(~window.visible, torch.finfo(bias.dtype).min)
+            keys, values = key[:, :, window.keys], value[:, :, window.keys]
+            vertical = (
+                F.scaled_dot_product_attention(query[:, :, window.tokens], keys, values, bias, dropatt),
+                F.scaled_dot_product_attention(
+                    query_states[:, :, window.tokens], state_key, state_value, None, dropatt
+                ),
+            )
+            outputs.append(_side_by_side(*vertical))
+            if not window.full:
+                continue
+            # A row of padding alone has nothing to attend to, and its state stays as it is.
+            real = None if window.real is None else window.real.any(dim=1, keepdim=True)
+            seen = None if window.real is None or real is None else (window.real | ~real)[:, None, None]
+            horizontal = (
+                F.scaled_dot_product_attention(from_states, state_key, state_value),
+                F.scaled_dot_product_attention(from_tokens, keys, values, seen),
+            )
+            moved: Tensor = self.states(state, _side_by_side(*horizontal))
+            state = moved if real is None else torch.where(real[..., None], moved, state)
+        return self.o_proj(torch.cat(outputs, dim=1)), cache, state
+
+
+def _side_by_side(first: Tensor, second: Tensor) -> Tensor:
+    """Heads of two attentions, each [B, H, T, D]: [B, T, 2 · H · D]."""
+    return torch.cat([first, second], dim=1).transpose(1, 2).flatten(2)
+
+
+class BlockRecurrentLayer(GradientCheckpointingLayer):
+    """Attention, of which a recurrent layer has its own kind, and a feed-forward layer."""
+
+    def __init__(self, config: BlockRecurrentConfig, layer_idx: int) -> None:
+        super().__init__()
+        d_model, epsilon = config.d_model, config.layer_norm_epsilon
+        self.attn_norm = nn.RMSNorm(d_model, eps=epsilon)
+        recurrent = layer_idx in config.recurrent_places
+        self.attn = RecurrentAttention(config) if recurrent else WindowAttention(config, layer_idx)
+        self.ff_norm = nn.RMSNorm(d_model, eps=epsilon)
+        self.ff_in = nn.Linear(d_model, config.d_inner, bias=False)
+        self.ff_out = nn.Linear(config.d_inner, d_model, bias=False)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(
+        self, hidden: Tensor, cache: Tensor | None, windows: list[Window], state: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As `RecurrentAttention.forward`, or `WindowAttention.forward`."""
+        output, cache, state = self.attn(self.attn_norm(hidden), cache, windows, state)
+        hidden = hidden + self.drop(output)
+        return hidden + self.drop(self.ff_out(self.ff_in(self.ff_norm(hidden)).relu())), cache, state
+
+
+class BlockRecurrentPreTrainedModel(PreTrainedModel):
+    """Initialisation, and what transformers and `rsa_hf.models.segments` need to know of the models."""
+
+    config_class = BlockRecurrentConfig
+    config: BlockRecurrentConfig
+    base_model_prefix = "model"
+    segment_state = "mems"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _no_split_modules = ["BlockRecurrentLayer"]  # noqa: RUF012  (transformers' own type)
+    _skip_keys_device_placement = ["mems"]  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": BlockRecurrentLayer}  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """As in the authors' program: variance 1 / width, and what the docstring above says of gates and states."""
+        if isinstance(module, GateLinear):
+            init.trunc_normal_(module.weight, std=(0.1 / module.in_features) ** 0.5)
+            init.normal_(module.bias, std=0.1)
+        elif isinstance(module, nn.Linear):
+            init.trunc_normal_(module.weight, std=module.in_features**-0.5)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            # So that tied logits have variance 1.
+            init.normal_(module.weight, std=module.embedding_dim**-0.5)
+        elif isinstance(module, RelativeBias):
+            init.normal_(module.weight, std=len(module.weight) ** -0.5)
+        elif isinstance(module, nn.RMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, FixedGate):
+            init.normal_(module.bias, std=0.1)
+        elif isinstance(module, StateCell):
+            init.normal_(module.initial_state, std=0.1)
+            init.normal_(module.state_ids, std=1.0)
+
+
+class BlockRecurrentModel(BlockRecurrentPreTrainedModel):
+    """The Block-Recurrent Transformer without a head."""
+
+    def __init__(self, config: BlockRecurrentConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.d_model)
+        self.layers = nn.ModuleList(BlockRecurrentLayer(config, i) for i in range(config.n_layer))
+        self.norm = nn.RMSNorm(config.d_model, eps=config.layer_norm_epsilon)
+        self.drop = nn.Dropout(config.dropout)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    @capture_outputs  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        mems: Sequence[Tensor] | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **_: Any,
+    ) -> MemoryOutput:
+        """Hidden states of a segment behind a memory.
+
+        Args:
+            input_ids: shape [B, T].
+            attention_mask: shape [B, L], 0 for padding; its last column is the last token of the segment. L is T, or
+                more to tell which of the memory was padding. Windows count padding: in front of a text it changes
+                nothing in multiples of W, behind it in any number.
+            mems: what the segment before returned: for each layer keys and values of the last C positions,
+                [B, 2, H, C, D], C < 2W; then for each recurrent layer its states, [B, N, d_model]. None: the text
+                begins here.
+            inputs_embeds: shape [B, T, d_model], in place of `input_ids`.
+            use_cache: return the memory; None: as the config says.
+
+        Raises:
+            ValueError: both or neither of `input_ids` and `inputs_embeds`; a memory that does not fit.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds.")
+        config, L = self.config, self.config.n_layer
+        hidden: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        B, T = hidden.shape[:2]
+        caches, states, C = list[Tensor | None]([None] * L), dict[int, Tensor](), 0
+        if mems is not None:
+            # A longer memory is of another window_size, and refused.
+            C = min(mems[0].shape[-2], 2 * config.window_size - 1)
+            cache, state = (B, 2, config.n_head, C, config.d_head), (B, config.num_state_vectors, config.d_model)
+            require_shapes("mems", mems, [cache] * L + [state] * len(config.recurrent_places))
+            caches, states = list(mems[:L]), dict(zip(config.recurrent_places, mems[L:], strict=True))
+        windows = cut_into_windows(config, T, C, attention_mask, hidden.device)
+        hidden = self.drop(hidden)
+        next_caches, next_states = [], []
+        for i, layer in enumerate(self.layers):
+            hidden, cache, state = layer(hidden, caches[i], windows, states.get(i))
+            # Not within the layer: reentrant checkpointing gives what the layer returns a gradient all the same.
+            next_caches.append(cache.detach())
+            if state is not None:
+                next_states.append(state.detach())
+        use_cache = config.use_cache if use_cache is None else use_cache
+        return MemoryOutput(
+            last_hidden_state=self.drop(self.norm(hidden)),
+            mems=(*next_caches, *next_states) if use_cache else None,
+        )
+
+
+class BlockRecurrentForCausalLM(BlockRecurrentPreTrainedModel, SegmentForCausalLM):
+    """The Block-Recurrent Transformer with a softmax over the next token."""
+
+    base_class = BlockRecurrentModel
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  (as transformers declares it)
+
+
+class BlockRecurrentForSequenceClassification(BlockRecurrentPreTrainedModel, SegmentForSequenceClassification):
+    """The Block-Recurrent Transformer with a linear classifier on the last token that is not padding."""
+
+    base_class = BlockRecurrentModel

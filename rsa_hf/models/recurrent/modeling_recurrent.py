@@ -1,0 +1,299 @@
+"""RNN, LSTM, GRU and linear RNN as language models and as classifiers of sequences.
+
+Notation: B rows, T tokens of a segment, n channels, d steps of dilation, k parts of a state: 2 for an LSTM (h, c),
+else 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.generic import can_return_tuple
+
+from rsa_hf.models.recurrent.configuration_recurrent import RecurrentConfig
+from rsa_hf.models.segments import (
+    SegmentForCausalLM,
+    SegmentForSequenceClassification,
+    StateOutput,
+    at_last_token,
+    require_shapes,
+)
+
+__all__ = [
+    "RecurrentForCausalLM",
+    "RecurrentForSequenceClassification",
+    "RecurrentModel",
+    "RecurrentPreTrainedModel",
+]
+
+
+class LinearRNN(nn.RNNBase):
+    """One layer of h_t = W_h h_{t−1} + W_x x_t, step by step, without biases, with the interface of `torch.nn.RNN`.
+
+    It starts as in `torch.nn`, uniformly in ±1/√n: the spectral radius of W_h is then about 1/√3, so that states
+    neither explode nor vanish within a few steps.
+
+    Args:
+        input_size: width of the inputs.
+        hidden_size: n.
+        batch_first: has to be True.
+        bidirectional: also from the end to the beginning.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, batch_first: bool, bidirectional: bool) -> None:
+        # The mode only sets the number of gates in the weights: its tanh is in a forward that is not used.
+        super().__init__(
+            "RNN_TANH", input_size, hidden_size, bias=False, batch_first=batch_first, bidirectional=bidirectional
+        )
+
+    def forward(
+        self, x: Tensor | PackedSequence, first: Tensor | None = None
+    ) -> tuple[Tensor | PackedSequence, Tensor]:
+        """As `torch.nn.RNN`.
+
+        Args:
+            x: inputs, shape [B, T, input_size], or rows of several lengths, packed.
+            first: the states before the first step, shape [directions, B, n]; None: zeros.
+
+        Returns:
+            The states, [B, T, directions · n] or packed, and the last ones of each direction, [directions, B, n].
+        """
+        if isinstance(x, PackedSequence):
+            padded, lengths = pad_packed_sequence(x, batch_first=True)
+            states, last = self._run(padded, lengths.to(padded.device), first)
+            return pack_padded_sequence(states, lengths, batch_first=True, enforce_sorted=False), last
+        return self._run(x, torch.full((len(x),), x.shape[1], device=x.device), first)
+
+    def _run(self, x: Tensor, lengths: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        reversed_ = torch.where(positions < lengths[:, None], lengths[:, None] - 1 - positions, positions)
+        outputs, last = list[Tensor](), list[Tensor]()
+        for direction, suffix in enumerate(("", "_reverse") if self.bidirectional else ("",)):
+            order = (reversed_ if direction else positions)[..., None]
+            h = x.new_zeros(len(x), self.hidden_size) if first is None else first[direction]
+            states = list[Tensor]()
+            for written in (x @ self.get_parameter(f"weight_ih_l0{suffix}").T).take_along_dim(order, 1).unbind(1):
+                h = written + h @ self.get_parameter(f"weight_hh_l0{suffix}").T
+                states.append(h)
+            hidden = torch.stack(states, dim=1)
+            last.append(hidden.take_along_dim(lengths[:, None, None] - 1, 1)[:, 0])
+            outputs.append(hidden.take_along_dim(order, 1))
+        return torch.cat(outputs, dim=-1), torch.stack(last)
+
+
+_CELLS: dict[str, type[nn.RNN] | type[nn.LSTM] | type[nn.GRU] | type[LinearRNN]] = {
+    "rnn": nn.RNN,
+    "lstm": nn.LSTM,
+    "gru": nn.GRU,
+    "linear": LinearRNN,
+}
+
+
+class RecurrentLayer(nn.Module):
+    """A layer whose state at step t comes from step t − d: d interleaved sub-sequences with the same weights.
+
+    The state has shape [B, k, d, n], the last d steps, oldest first. A bidirectional layer has [B, 2k, d, n]: of each
+    part the forward direction, then the backward direction, whose last step is the first of the text.
+
+    Args:
+        cell: `"rnn"`, `"lstm"`, `"gru"` or `"linear"`.
+        input_size: width of the inputs.
+        hidden_size: n.
+        dilation: d.
+        bidirectional: also from the end to the beginning; such a layer takes no state.
+    """
+
+    def __init__(self, cell: str, input_size: int, hidden_size: int, dilation: int, bidirectional: bool) -> None:
+        super().__init__()
+        self.hidden_size, self.dilation, self.bidirectional = hidden_size, dilation, bidirectional
+        self.parts = 2 if cell == "lstm" else 1
+        self.cell = _CELLS[cell](input_size, hidden_size, batch_first=True, bidirectional=bidirectional)
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Run the layer over a segment.
+
+        Args:
+            x: inputs, shape [B, T, input_size].
+            lengths: number of real steps of each row, which come first; shape [B], None: all T.
+            state: of the segment before, shape [B, k, d, n]; None: zeros.
+
+        Returns:
+            The outputs, [B, T, n] (2n where bidirectional; undefined behind a row's length), and the state behind the
+            last real step of each row.
+        """
+        B, T, _ = x.shape
+        d = self.dilation
+        if state is None:
+            state = x.new_zeros(B, (1 + self.bidirectional) * self.parts, d, self.hidden_size)
+        # Row b, step i·d + r is step i of the sub-sequence b·d + r.
+        sub_sequences = F.pad(x, (0, 0, 0, -T % d)).unflatten(1, (-1, d)).transpose(1, 2).flatten(0, 1)
+        residues = torch.arange(d)
+        ends = torch.full((B,), T) if lengths is None else lengths.cpu()
+        steps = ((ends[:, None] - residues + d - 1) // d).clamp(min=0)
+        output, last = self._run(sub_sequences, steps.flatten(), state)
+        output = output.unflatten(0, (B, d)).transpose(1, 2).flatten(1, 2)[:, :T]
+        # A sub-sequence without a step has kept its state; then the oldest comes first again.
+        last = torch.where((steps > 0)[:, None, :, None].to(x.device), last, state)
+        orders = [(ends[:, None] + residues) % d]
+        if self.bidirectional:
+            orders.append((d - 1 - residues).expand(B, d))
+        order = torch.stack(orders, dim=1).repeat(1, self.parts, 1).to(x.device)
+        return output, last.gather(2, order[..., None].expand_as(last))
+
+    def _run(self, x: Tensor, steps: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs and last states of sub-sequences [B·d, S, …], of which `steps` say how many steps are real."""
+        first: Tensor | tuple[Tensor, ...] | None = None
+        if not self.bidirectional:
+            parts = [part.flatten(0, 1)[None].contiguous() for part in state.unbind(1)]
+            first = tuple(parts) if len(parts) > 1 else parts[0]
+        if bool((steps == x.shape[1]).all()):
+            output, last = self.cell(x, first)
+        else:
+            packed = pack_padded_sequence(x, steps.clamp(min=1), batch_first=True, enforce_sorted=False)
+            packed_output, last = self.cell(packed, first)
+            output, _ = pad_packed_sequence(packed_output, batch_first=True, total_length=x.shape[1])
+        last = torch.cat(last) if isinstance(last, tuple) else last
+        return output, last.unflatten(1, (-1, self.dilation)).transpose(0, 1)
+
+
+class RecurrentPreTrainedModel(PreTrainedModel):
+    """Initialisation, and what transformers and `rsa_hf.models.segments` need to know of the models."""
+
+    config_class = RecurrentConfig
+    config: RecurrentConfig
+    base_model_prefix = "model"
+    segment_state = "state"
+    _input_embed_layer = "embeddings"
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.RNNBase):
+            if not getattr(module.weight_hh_l0, "_is_hf_initialized", False):
+                module.reset_parameters()
+        else:
+            super()._init_weights(module)  # type: ignore[no-untyped-call]
+
+
+class RecurrentModel(RecurrentPreTrainedModel):
+    """Embedding and recurrent layers, without a head."""
+
+    def __init__(self, config: RecurrentConfig) -> None:
+        super().__init__(config)
+        n = config.hidden_size
+        self.embeddings: nn.Module = nn.Embedding(config.vocab_size, n, padding_idx=config.pad_token_id)
+        width = 2 * n if config.bidirectional else n
+        assert config.dilations is not None
+        self.layers = nn.ModuleList(
+            RecurrentLayer(config.cell, width if i else n, n, d, config.bidirectional)
+            for i, d in enumerate(config.dilations)
+        )
+        self.dropout = nn.Dropout(config.dropout)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        state: Sequence[Tensor] | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        detach_state: bool = True,
+        **_: Any,
+    ) -> StateOutput:
+        """Hidden states of a segment, [B, T, n], or [B, T, 2n] of a bidirectional network.
+
+        Args:
+            input_ids: shape [B, T].
+            attention_mask: shape [B, T] or longer, its last T columns are read; 0 for padding, on either side or
+                between: a state passes over it. None: no padding.
+            state: what the segment before returned: of each layer [B, k, d, n]. None: the text begins here. What a
+                bidirectional network returns, [B, 2k, d, n], cannot be passed on.
+            inputs_embeds: shape [B, T, n], in place of `input_ids`.
+            use_cache: return the state; None: as the config says.
+            output_hidden_states: return the embeddings and every layer's output.
+            detach_state: gradients end where the segment ends; False: they come back through the state.
+
+        Raises:
+            ValueError: both or neither of `input_ids` and `inputs_embeds`; a state that does not fit.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds.")
+        if state is not None and self.config.bidirectional:
+            raise ValueError("a bidirectional network takes no state: its backward direction begins at the end.")
+        hidden: Tensor = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        layers = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
+        if state is not None:
+            needed = [(len(hidden), layer.parts, layer.dilation, layer.hidden_size) for layer in layers]
+            require_shapes("state", state, needed)
+        order, lengths = _real_first(attention_mask, hidden.shape[1])
+        hidden = self.dropout(hidden)
+        all_hidden, last = [hidden], list[Tensor]()
+        if order is not None:
+            hidden = hidden.gather(1, order[..., None].expand_as(hidden))
+        for i, layer in enumerate(layers):
+            hidden, after = layer(hidden, lengths, None if state is None else state[i])
+            hidden = self.dropout(hidden)
+            all_hidden.append(hidden if order is None else _put_back(hidden, order))
+            last.append(after.detach() if detach_state else after)
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        return StateOutput(
+            last_hidden_state=all_hidden[-1],
+            state=tuple(last) if use_cache else None,
+            hidden_states=tuple(all_hidden) if output_hidden_states else None,
+        )
+
+
+def _real_first(attention_mask: Tensor | None, T: int) -> tuple[Tensor | None, Tensor | None]:
+    """The order [B, T] that puts real tokens before padding, and how many there are [B]; None without padding."""
+    real = None if attention_mask is None else attention_mask[:, -T:].bool()
+    if real is None or bool(real.all()):
+        return None, None
+    return (~real).int().argsort(dim=1, stable=True), real.sum(dim=1)
+
+
+def _put_back(x: Tensor, order: Tensor) -> Tensor:
+    """Undo `x.gather(1, order)`."""
+    index = order[..., None].expand_as(x)
+    return torch.empty_like(x).scatter(1, index, x)
+
+
+class RecurrentForCausalLM(RecurrentPreTrainedModel, SegmentForCausalLM):
+    """A recurrent network that predicts the next token.
+
+    Raises:
+        ValueError: the config is bidirectional.
+    """
+
+    base_class = RecurrentModel
+    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012  (as transformers declares it)
+
+    def __init__(self, config: RecurrentConfig) -> None:
+        if config.bidirectional:
+            raise ValueError("a language model cannot be bidirectional: it would see what it is to predict.")
+        super().__init__(config)
+
+
+class RecurrentForSequenceClassification(RecurrentPreTrainedModel, SegmentForSequenceClassification):
+    """A recurrent network with a linear classifier on the last token, and of the backward direction on the first."""
+
+    base_class = RecurrentModel
+
+    def build_head(self, config: RecurrentConfig) -> None:
+        """The classifier, with a bias."""
+        self.score = nn.Linear((1 + config.bidirectional) * config.hidden_size, config.num_labels or 0)
+
+    def features(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """[B, T, n] → [B, n], or [B, T, 2n] → [B, 2n]."""
+        forwards, backwards = hidden.tensor_split([self.config.hidden_size], dim=2)
+        last = at_last_token(forwards, attention_mask)
+        if not self.config.bidirectional:
+            return last
+        mask = None if attention_mask is None else attention_mask[:, -hidden.shape[1] :].flip(1)
+        return torch.cat([last, at_last_token(backwards.flip(1), mask)], dim=-1)

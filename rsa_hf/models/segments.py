@@ -1,0 +1,301 @@
+"""What the models of this package share: a state carried from segment to segment, and the heads.
+
+A text may be cut into segments. The state that the call on one segment returns goes into the call on the next one:
+
+    state = None
+    for segment in segments:
+        outputs = model(segment, **{model.segment_state: state})
+        state = outputs[model.segment_state]
+
+Three class attributes describe this to training, evaluation and generation:
+
+* `segment_state`: the name of that argument and output, "mems" of the models with a memory for attention and "state"
+  of recurrent networks. The value is a tuple of tensors with the batch on dimension 0. They are detached: gradients
+  end where a segment begins (truncated back-propagation through time).
+* `memory_settings` (optional): fields of the config that every call reads anew, so that evaluation may use other
+  values than training.
+* `takes_shift_labels`: `forward` computes the loss of `shift_labels`, shape [B, T], the token that follows each
+  position. Other than `labels` they include the token that follows the segment's last one.
+
+Notation: B rows, T tokens, V words, n channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.generation.utils import GenerationMixin
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.generic import ModelOutput, can_return_tuple
+
+__all__ = [
+    "MemoryOutput",
+    "SegmentForCausalLM",
+    "SegmentForSequenceClassification",
+    "StateOutput",
+    "at_last_token",
+    "mask_until_last_token",
+    "require_shapes",
+]
+
+
+@dataclass
+class MemoryOutput(ModelOutput):
+    """Output of a model whose state is called `mems`.
+
+    Attributes:
+        loss: shape (); with labels.
+        logits: of a model with a head: [B, T, V] of a language model, [B, num_labels] of a classifier.
+        last_hidden_state: of a model without a head, [B, T, n].
+        mems: for the next segment; the model's `forward` describes it.
+        hidden_states: the embeddings and the output of each layer, [B, T, n]; with `output_hidden_states`.
+        attentions: softmax weights of each layer, [B, heads, T, keys]; with `output_attentions` and eager attention.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    last_hidden_state: Tensor | None = None
+    mems: tuple[Tensor, ...] | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class StateOutput(ModelOutput):
+    """Output of a model whose state is called `state`; otherwise as `MemoryOutput`."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    last_hidden_state: Tensor | None = None
+    state: tuple[Tensor, ...] | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+def require_shapes(name: str, parts: Sequence[Tensor], needed: Sequence[tuple[int, ...]]) -> None:
+    """Check a state that a user has passed in.
+
+    Raises:
+        ValueError: the state is of another model, or of another batch size.
+    """
+    found = [tuple(part.shape) for part in parts]
+    if found != list(needed):
+        raise ValueError(
+            f"{name} has shapes {found}; {list(needed)} are needed. Pass what this model returned for the segment "
+            "before, with the same rows."
+        )
+
+
+class SegmentForCausalLM(PreTrainedModel, GenerationMixin):
+    """A language model: a base model and a linear layer over the next token.
+
+    A subclass names its `base_class`; where its softmax is another, it overrides `build_head` and `predict`.
+    """
+
+    base_class: ClassVar[type[PreTrainedModel]]
+    segment_state: ClassVar[str]
+    takes_shift_labels: ClassVar[bool] = True
+    # The state cannot be rewound, as assisted generation would need.
+    _is_stateful = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        setattr(self, self.base_model_prefix, self.base_class(config))
+        self.build_head(config)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def build_head(self, config: Any) -> None:
+        """Create the modules of the head."""
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    # `shift_labels` are no named argument: the Trainer requires every argument with "label" in its name.
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> MemoryOutput | StateOutput:
+        """Logits of the next token, and the loss.
+
+        Args:
+            input_ids: as of the base model, like `attention_mask`, `inputs_embeds` and `use_cache`.
+            attention_mask: see there.
+            inputs_embeds: see there.
+            labels: shape [B, T], the tokens themselves (they are shifted here); −100 is not counted.
+            use_cache: see there.
+            logits_to_keep: number of last positions to compute logits of, or their indices; 0: all.
+            **kwargs: `mems` or `state`, as the model calls it; `output_hidden_states`; `output_attentions`;
+                `shift_labels`; `num_items_in_batch`, which the summed loss is divided by.
+        """
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            return_dict=True,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits, loss = self.predict(outputs.last_hidden_state, kept, labels, **kwargs)
+        return _with_head(outputs, logits, loss)
+
+    def predict(
+        self, hidden: Tensor, kept: slice | Tensor, labels: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Logits of the positions `kept`, and the loss of hidden states [B, T, n]."""
+        logits = self.lm_head(hidden[:, kept])
+        if labels is None and kwargs.get("shift_labels") is None:
+            return logits, None
+        return logits, self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+
+    # --- generation ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        """Accept the state, which the signature of `forward` does not name."""
+        known = {name: value for name, value in model_kwargs.items() if name != self.segment_state}
+        super()._validate_model_kwargs(known)  # type: ignore[misc]
+
+    def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Repeat the rows for beams and several sequences a row. transformers repeats tensors, but no tuples."""
+        if kwargs.get(self.segment_state) is not None:
+            parts = kwargs[self.segment_state]
+            kwargs[self.segment_state] = tuple(part.repeat_interleave(expand_size, dim=0) for part in parts)
+        return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)  # type: ignore[misc]
+
+    def _reorder_cache(self, parts: Sequence[Tensor] | None, beams: Tensor) -> tuple[Tensor, ...] | None:
+        return None if parts is None else tuple(part.index_select(0, beams.to(part.device)) for part in parts)
+
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        past_key_values: Sequence[Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool = False,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The next segment: all tokens, or the last token behind the state that the tokens before it left.
+
+        `generate` keeps a state called `mems` under the name `past_key_values`.
+        """
+        state = kwargs.get(self.segment_state) if past_key_values is None else past_key_values
+        inputs = {"attention_mask": attention_mask, self.segment_state: state, "use_cache": use_cache}
+        for name in ("output_hidden_states", "output_attentions"):
+            if name in kwargs:
+                inputs[name] = kwargs[name]
+        if is_first_iteration and inputs_embeds is not None:
+            return {**inputs, "inputs_embeds": inputs_embeds}
+        only_last = not is_first_iteration and use_cache and state is not None
+        return {**inputs, "input_ids": input_ids[:, -1:] if only_last else input_ids}
+
+
+class SegmentForSequenceClassification(PreTrainedModel):
+    """A classifier of sequences: a base model and a linear layer on the last token that is not padding.
+
+    A subclass names its `base_class`; where it reads other features, it overrides `build_head` and `features`.
+    """
+
+    base_class: ClassVar[type[PreTrainedModel]]
+    # The loss is a mean over rows, which the Trainer has to divide by the number of accumulated batches.
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        setattr(self, self.base_model_prefix, self.base_class(config))
+        self.build_head(config)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def build_head(self, config: Any) -> None:
+        """Create the modules of the head."""
+        self.score = nn.Linear(config.hidden_size, config.num_labels or 0, bias=False)
+
+    def features(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """What is classified: from hidden states [B, T, n] to [B, n]."""
+        return at_last_token(hidden, attention_mask)
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> MemoryOutput | StateOutput:
+        """Scores of the classes, [B, num_labels], and the loss.
+
+        Args:
+            input_ids: as of the base model, like `inputs_embeds` and `use_cache`.
+            attention_mask: see there. None: every token is real, except `pad_token_id` at the end of a row.
+            inputs_embeds: see there.
+            labels: shape [B], or [B, num_labels], as `problem_type` needs.
+            use_cache: see there.
+            **kwargs: `mems` or `state`, as the model calls it; `output_hidden_states`; `output_attentions`.
+        """
+        attention_mask = mask_until_last_token(attention_mask, input_ids, self.config.pad_token_id)
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.score(self.features(outputs.last_hidden_state, attention_mask))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        return _with_head(outputs, logits, loss)
+
+
+def _with_head(
+    outputs: MemoryOutput | StateOutput, logits: Tensor | None, loss: Tensor | None
+) -> MemoryOutput | StateOutput:
+    """The output of a base model with that of a head in place of the last hidden states."""
+    fields = cast(dict[str, Any], {**outputs})
+    return type(outputs)(**{**fields, "last_hidden_state": None, "logits": logits, "loss": loss})
+
+
+def mask_until_last_token(
+    attention_mask: Tensor | None, input_ids: Tensor | None, pad_token_id: int | None
+) -> Tensor | None:
+    """The attention mask; where there is none, 1 up to each row's last token that is not `pad_token_id`.
+
+    A `pad_token_id` before that token counts as a token.
+
+    Returns:
+        Shape [B, T], or that of `attention_mask`; None where nothing tells of padding.
+    """
+    if attention_mask is not None or input_ids is None or pad_token_id is None:
+        return attention_mask
+    return (input_ids != pad_token_id).long().flip(1).cummax(1).values.flip(1)
+
+
+def at_last_token(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """The hidden states of each row's last token that is not padding: [B, n].
+
+    Args:
+        hidden: of a segment, shape [B, T, n].
+        attention_mask: shape [B, L], 0 for padding; its last T columns are the segment. None: there is no padding.
+    """
+    if attention_mask is None:
+        return hidden[:, -1]
+    B, T, _ = hidden.shape
+    last = (attention_mask[:, -T:].bool() * torch.arange(T, device=hidden.device)).argmax(dim=1)
+    return hidden[torch.arange(B, device=hidden.device), last]

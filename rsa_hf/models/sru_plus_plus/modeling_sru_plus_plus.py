@@ -1,0 +1,304 @@
+r"""SRU++ (Lei, 2021, arXiv:2102.12459), to be read beside the paper.
+
+Notation: B rows, T tokens of a segment, M positions of memory, d channels, d′ channels of attention, H heads of width
+D.
+
+A layer is attention, then the elementwise recurrence of SRU (Lei et al., 2018, arXiv:1709.02755), whose highway gate
+is the residual connection. X are the layer's inputs, those of the memory before those of the segment; queries are the
+segment's alone. For each head
+
+    Q = X W_qᵀ      K = Q W_kᵀ      V = Q W_vᵀ
+    A = softmax(Q Kᵀ / √D) V
+    U = layernorm(Q + α A) W_oᵀ
+
+α starts at 0, so that a layer starts as a recurrence whose weights are the product W_o W_q of small matrices. RSA
+heads mix into A, so their gates and rates get no gradient before α has moved.
+
+With U = [U⁰; U¹; U²] and the segment's inputs x, each channel on its own:
+
+    f[t] = σ(U⁰[t] + v ⊙ c[t−1] + b)                    forget gate
+    r[t] = σ(U¹[t] + v′ ⊙ c[t−1] + b′)                  highway gate
+    c[t] = f[t] ⊙ c[t−1] + (1 − f[t]) ⊙ U²[t]           cell
+    h[t] = r[t] ⊙ c[t] + (1 − r[t]) ⊙ x[t]              output
+
+The forget gate depends on the cell before, so c[t] is no linear function of c[t−1] and no parallel scan computes it:
+cells are computed step by step, with three operations on [B, d] a step, and all else for the whole segment at once.
+The gradient is a linear recurrence, two operations a step, as every f[t] is known by then.
+
+Segments equal one long text as long as the memory reaches back to where the text begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from rsa_hf.models.attention import eager_attention_forward, visibility
+from rsa_hf.models.segments import (
+    SegmentForCausalLM,
+    SegmentForSequenceClassification,
+    StateOutput,
+    require_shapes,
+)
+from rsa_hf.models.sru_plus_plus.configuration_sru_plus_plus import SRUPlusPlusConfig
+
+__all__ = [
+    "SRUPlusPlusForCausalLM",
+    "SRUPlusPlusForSequenceClassification",
+    "SRUPlusPlusModel",
+    "SRUPlusPlusPreTrainedModel",
+]
+
+
+class SRUPlusPlusAttention(nn.Module):
+    """From a layer's inputs to U."""
+
+    is_causal = True
+
+    def __init__(self, config: SRUPlusPlusConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        d, small = config.hidden_size, config.projection_size
+        self.head_dim = small // config.num_attention_heads
+        self.q_proj = nn.Linear(d, small, bias=False)
+        self.kv_proj = nn.Linear(small, 2 * small, bias=False)  # W_k above W_v
+        self.o_proj = nn.Linear(small, 3 * d, bias=False)
+        self.alpha = nn.Parameter(torch.zeros(1))
+        self.layer_norm = nn.LayerNorm(small, eps=config.layer_norm_epsilon)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Tensor, memory: Tensor | None, visible: Tensor) -> tuple[Tensor, Tensor | None]:
+        """U of a segment behind a memory.
+
+        Args:
+            hidden: the segment's inputs, [B, T, d].
+            memory: those of the positions before it, [B, M, d].
+            visible: which keys each query sees, [B or 1, 1, T, M + T].
+
+        Returns:
+            U, [B, T, 3d], and the attention weights, [B, H, T, M + T] or None.
+        """
+        B, T, _ = hidden.shape
+        heads = (self.config.num_attention_heads, self.head_dim)
+        Q = self.q_proj(hidden if memory is None else torch.cat([memory, hidden], dim=1))
+        key, value = self.kv_proj(Q).unflatten(-1, (2, *heads)).permute(2, 0, 3, 1, 4)
+        Q = Q[:, -T:]
+        attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        A, weights = attention(
+            self,
+            Q.unflatten(-1, heads).transpose(1, 2),
+            key,
+            value,
+            visible,
+            scaling=self.head_dim**-0.5,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+        )
+        return self.o_proj(self.dropout(self.layer_norm(Q + self.alpha * A.reshape(B, T, -1)))), weights
+
+
+class _Cells(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, forget: Tensor, candidate: Tensor, weight: Tensor, first: Tensor) -> Tensor:
+        cell, found = first, []
+        for forget_t, candidate_t in zip(forget.unbind(1), candidate.unbind(1), strict=True):
+            cell = torch.lerp(candidate_t, cell, torch.sigmoid(torch.addcmul(forget_t, weight, cell)))
+            found.append(cell)
+        stacked = torch.stack(found, dim=1)
+        ctx.save_for_backward(forget, candidate, weight, first, stacked)
+        return stacked
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        forget, candidate, weight, first, found = ctx.saved_tensors
+        before = _cells_before(first, found)
+        f = torch.sigmoid(forget + weight * before)
+        by_gate = (before - candidate) * f * (1 - f)  # ∂c[t] / ∂(argument of f[t])
+        by_before = f + by_gate * weight  # ∂c[t] / ∂c[t−1]
+        carried, totals = torch.zeros_like(first), []
+        for gradient_t, by_before_t in zip(gradient.unbind(1)[::-1], by_before.unbind(1)[::-1], strict=True):
+            total = gradient_t + carried
+            carried = by_before_t * total
+            totals.append(total)
+        total = torch.stack(totals[::-1], dim=1)
+        to_forget = total * by_gate
+        return to_forget, total * (1 - f), (to_forget * before).sum((0, 1)), carried
+
+
+def _cells_before(first: Tensor, found: Tensor) -> Tensor:
+    """The cell before each step: c[−1], c[0], …, c[T−2]."""
+    return torch.cat([first[:, None], found[:, :-1]], dim=1)
+
+
+def cells(forget: Tensor, candidate: Tensor, weight: Tensor, first: Tensor) -> Tensor:
+    """All c[t] = f[t] ⊙ c[t−1] + (1 − f[t]) ⊙ candidate[t], f[t] = σ(forget[t] + weight ⊙ c[t−1]).
+
+    Args:
+        forget: U⁰ + b, shape [B, T, d], T ≥ 1; ∞ where the cell is to stay as it is.
+        candidate: U², [B, T, d].
+        weight: v, [d].
+        first: c[−1], [B, d].
+
+    Returns:
+        Shape [B, T, d]. Differentiable once.
+    """
+    found: Tensor = _Cells.apply(forget, candidate, weight, first)  # type: ignore[no-untyped-call]
+    return found
+
+
+class SRUPlusPlusLayer(GradientCheckpointingLayer):
+    """Attention, then the elementwise recurrence."""
+
+    def __init__(self, config: SRUPlusPlusConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.attention = SRUPlusPlusAttention(config, layer_idx)
+        d = config.hidden_size
+        self.forget_weight = nn.Parameter(torch.empty(d))
+        self.forget_bias = nn.Parameter(torch.empty(d))
+        self.highway_weight = nn.Parameter(torch.empty(d))
+        self.highway_bias = nn.Parameter(torch.empty(d))
+
+    def forward(
+        self, hidden: Tensor, memory: Tensor | None, visible: Tensor, cell: Tensor | None, real: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """One layer over a segment; the recurrence is computed in float32 or better.
+
+        Args:
+            hidden: the segment's inputs, [B, T, d].
+            memory: those of the positions before it, [B, M, d].
+            visible: which keys each query sees, [B or 1, 1, T, M + T].
+            cell: the cell before the segment, [B, d]; None: zeros.
+            real: [B, T], False for padding, which leaves the cell as it is; None: there is no padding.
+
+        Returns:
+            The outputs, [B, T, d], and the cell behind the segment, [B, d].
+        """
+        U, _ = self.attention(hidden, memory, visible)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        forget, highway, candidate = U.to(dtype).chunk(3, dim=-1)
+        first = hidden.new_zeros(hidden.shape[0], hidden.shape[2], dtype=dtype) if cell is None else cell
+        forget = forget + self.forget_bias.to(dtype)
+        if real is not None:
+            forget = forget.masked_fill(~real[..., None], torch.inf)
+        found = cells(forget, candidate, self.forget_weight.to(dtype), first)
+        before = _cells_before(first, found)
+        r = torch.sigmoid(highway + self.highway_bias.to(dtype) + self.highway_weight.to(dtype) * before)
+        return torch.lerp(hidden.to(dtype), found, r).to(hidden.dtype), found[:, -1]
+
+
+class SRUPlusPlusPreTrainedModel(PreTrainedModel):
+    """Initialisation, and what transformers and `rsa_hf.models.segments` need to know of the models."""
+
+    config_class = SRUPlusPlusConfig
+    config: SRUPlusPlusConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    segment_state = "state"
+    memory_settings = ("mem_len",)
+    _input_embed_layer = "embeddings"
+    _supports_sdpa = True
+    _no_split_modules = ["SRUPlusPlusLayer"]  # noqa: RUF012  (transformers' own type)
+    _skip_keys_device_placement = ["state"]  # noqa: RUF012
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": SRUPlusPlusLayer,
+        "attentions": OutputRecorder(SRUPlusPlusAttention, index=1),
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """As in the authors' code: Xavier's for matrices, variance 1 / d for embeddings, v between −1 and 1."""
+        if isinstance(module, SRUPlusPlusLayer):
+            for weight in (module.forget_weight, module.highway_weight):
+                init.uniform_(weight, -1.0, 1.0)
+            init.zeros_(module.forget_bias)
+            init.constant_(module.highway_bias, self.config.highway_bias)
+        elif isinstance(module, SRUPlusPlusAttention):
+            init.zeros_(module.alpha)
+        elif isinstance(module, nn.Linear):
+            init.xavier_uniform_(module.weight)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, std=self.config.hidden_size**-0.5)
+        else:
+            super()._init_weights(module)  # type: ignore[no-untyped-call]
+
+
+class SRUPlusPlusModel(SRUPlusPlusPreTrainedModel):
+    """SRU++ without a head."""
+
+    def __init__(self, config: SRUPlusPlusConfig) -> None:
+        super().__init__(config)
+        self.embeddings: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(SRUPlusPlusLayer(config, i) for i in range(config.num_hidden_layers))
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    @capture_outputs  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        state: Sequence[Tensor] | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **_: Any,
+    ) -> StateOutput:
+        """Hidden states of a segment behind a state.
+
+        Args:
+            input_ids: shape [B, T], T ≥ 1.
+            attention_mask: shape [B, L], 0 for padding, on either side or between: attention does not see it, and
+                cells pass over it. Its last column is the last token of the segment. L is T, or more to tell which of
+                the memory was padding.
+            state: what the segment before returned: the cell of each layer, [B, d], float32 or better, and then the
+                memory of each layer, its inputs at the last M ≤ `mem_len` positions, [B, M, d]. None: the text begins
+                here.
+            inputs_embeds: shape [B, T, d], instead of `input_ids`.
+            use_cache: return the state; None: as the config says.
+
+        Raises:
+            ValueError: both or neither of `input_ids` and `inputs_embeds`; a state that does not fit.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds.")
+        hidden: Tensor = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        (B, T, d), L, M = hidden.shape, len(self.layers), 0
+        before: list[Tensor | None] = [None] * (2 * L)
+        if state is not None:
+            M = state[-1].shape[1]
+            require_shapes("state", state, [(B, d)] * L + [(B, M, d)] * L)
+            before = list(state)
+        visible = visibility(T, M, None, attention_mask, hidden.device)
+        real = None if attention_mask is None else attention_mask[:, -T:].bool()
+        hidden = self.dropout(hidden)
+        cells, memories = list[Tensor](), list[Tensor]()
+        for layer, cell, memory in zip(self.layers, before[:L], before[L:], strict=True):
+            text = hidden if memory is None else torch.cat([memory, hidden], dim=1)
+            memories.append(text[:, max(0, M + T - self.config.mem_len) :].detach())
+            hidden, cell = layer(hidden, memory, visible, cell, real)
+            cells.append(cell.detach())
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        return StateOutput(last_hidden_state=self.dropout(hidden), state=(*cells, *memories) if use_cache else None)
+
+
+class SRUPlusPlusForCausalLM(SRUPlusPlusPreTrainedModel, SegmentForCausalLM):
+    """SRU++ with a softmax over the next token."""
+
+    base_class = SRUPlusPlusModel
+    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012  (as transformers declares it)
+
+
+class SRUPlusPlusForSequenceClassification(SRUPlusPlusPreTrainedModel, SegmentForSequenceClassification):
+    """SRU++ with a linear classifier on the last token that is not padding."""
+
+    base_class = SRUPlusPlusModel

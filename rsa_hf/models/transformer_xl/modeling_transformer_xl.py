@@ -1,0 +1,539 @@
+r"""Transformer-XL (Dai et al., 2019, arXiv:1901.02860), to be read beside section 3.
+
+Notation: B rows, T tokens of a segment, M positions of memory, S = M + T keys, H heads of width D.
+
+Each layer attends to the segment and to its memory, the states that went into it for the M positions before. So what a
+token sees grows with every layer (section 3.2). Query t stands at position M + t of the key axis; its distance to key
+s is M + t − s. The score of query t and key s is (section 3.3)
+
+    A[t, s] = (q_t + u)ᵀ k_s + (q_t + v)ᵀ r_{M + t − s}        r_i = W_r R_i, R_i sinusoids of the distance i
+
+Distances beyond `clamp_len` count as `clamp_len`. The first half of A is ordinary attention with queries q + u. The
+second is added to its scores, so attention goes through transformers' attention interface (`position_bias`), with a
+boolean mask that RSA heads read too: their P has T rows and S columns, and the window of `same_length`.
+
+Embedding and softmax are adaptive (Baevski and Auli, 2019, arXiv:1809.10853; Grave et al., 2017). Tokens are sorted by
+frequency and cut into bands. With `div_val` > 1 band i has embeddings of width d_embed / div_val^i, projected to the
+model's width. The softmax is over the first band and one entry for each other band, and then within the band.
+
+Parameters have the names and the layout of transformers 4, so that its checkpoints load as they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from rsa_hf.models.attention import eager_attention_forward, sinusoids, visibility
+from rsa_hf.models.segments import (
+    MemoryOutput,
+    SegmentForCausalLM,
+    SegmentForSequenceClassification,
+    require_shapes,
+)
+from rsa_hf.models.transformer_xl.configuration_transformer_xl import TransformerXLConfig
+from rsa_hf.utils.brief import shorten
+
+__all__ = [
+    "TransformerXLForCausalLM",
+    "TransformerXLForSequenceClassification",
+    "TransformerXLModel",
+    "TransformerXLPreTrainedModel",
+]
+
+
+class Bands:
+    """Which tokens form a band, and the tables of embeddings.
+
+    Attributes:
+        ranges: first token of each band, and the one behind its last.
+        tables: size and width of each table: one a band, or one for all where div_val is 1.
+        one_table: whether all bands share one table.
+        projected: whether embeddings are projected to the model's width; one table of that width is not.
+    """
+
+    def __init__(self, config: TransformerXLConfig) -> None:
+        self.ranges = list(itertools.pairwise([0, *config.cutoffs, config.vocab_size]))
+        self.one_table = config.div_val == 1
+        width = config.embedding_width
+        if self.one_table:
+            self.tables = [(config.vocab_size, width)]
+        else:
+            self.tables = [(b - a, width // config.div_val**i) for i, (a, b) in enumerate(self.ranges)]
+        self.projected = not self.one_table or width != config.d_model
+
+    def __len__(self) -> int:
+        return len(self.ranges)
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """The band of each token, in the shape of `tokens`; a token outside the vocabulary falls to an outer band."""
+        starts = torch.tensor([start for start, _ in self.ranges[1:]], dtype=tokens.dtype, device=tokens.device)
+        return torch.bucketize(tokens.contiguous(), starts, right=True)
+
+
+class AdaptiveEmbedding(nn.Module):
+    """Embeddings, projected to the model's width and scaled by √d_model."""
+
+    def __init__(self, config: TransformerXLConfig) -> None:
+        super().__init__()
+        self.bands = Bands(config)
+        self.width, self.scale = config.d_model, math.sqrt(config.d_model)
+        self.emb_layers = nn.ModuleList(nn.Embedding(size, width) for size, width in self.bands.tables)
+        widths = [width for _, width in self.bands.tables] if self.bands.projected else []
+        self.emb_projs = nn.ParameterList(nn.Parameter(torch.empty(config.d_model, width)) for width in widths)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, T] → [B, T, d_model]."""
+        if len(self.bands.tables) == 1:
+            embedded: Tensor = self.emb_layers[0](tokens)
+            if self.bands.projected:
+                embedded = F.linear(embedded, self.emb_projs[0])
+            return embedded * self.scale
+        band = self.bands.of(tokens)
+        embedded = self.emb_projs[0].new_zeros(*tokens.shape, self.width)
+        for i, (start, _) in enumerate(self.bands.ranges):
+            at = band == i
+            projected = F.linear(self.emb_layers[i](tokens[at] - start), self.emb_projs[i])
+            embedded[at] = projected.to(embedded.dtype)
+        return embedded * self.scale
+
+
+class AdaptiveLogSoftmax(nn.Module):
+    """Log-probabilities: of all tokens, or at less cost of one token a position. Plain where there is one band."""
+
+    def __init__(self, config: TransformerXLConfig) -> None:
+        super().__init__()
+        self.bands = bands = Bands(config)
+        if len(bands) > 1:
+            self.cluster_weight = nn.Parameter(torch.empty(len(bands) - 1, config.embedding_width))
+            self.cluster_bias = nn.Parameter(torch.empty(len(bands) - 1))
+        self.out_layers = nn.ModuleList(nn.Linear(width, size) for size, width in bands.tables)
+        widths = [width for _, width in bands.tables] * (len(bands) if bands.one_table else 1)
+        self.out_projs = nn.ParameterList(
+            nn.Parameter(torch.empty(config.d_model, width)) for width in (widths if bands.projected else [])
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Log-probabilities of all tokens: [..., d_model] → [..., V]."""
+        head = self._log_softmax(hidden, 0)
+        if len(self.bands) == 1:
+            return head.to(hidden.dtype)
+        first = self.bands.ranges[0][1]
+        tails = [head[..., first + i - 1, None] + self._log_softmax(hidden, i) for i in range(1, len(self.bands))]
+        return torch.cat([head[..., :first], *tails], dim=-1).to(hidden.dtype)
+
+    def negative_log_likelihood(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """−log p of one token [N] behind each hidden state [N, d_model]: [N], float32. Skips bands without tokens."""
+        head = self._log_softmax(hidden, 0)
+        if len(self.bands) == 1:
+            return -head.gather(1, tokens[:, None])[:, 0]
+        band, first = self.bands.of(tokens), self.bands.ranges[0][1]
+        entry = torch.where(band == 0, tokens, first + band - 1)
+        log_likelihood = head.gather(1, entry[:, None])[:, 0]
+        for i in range(1, len(self.bands)):
+            at = (band == i).nonzero()[:, 0]
+            within = tokens[at] - self.bands.ranges[i][0]
+            of_band = self._log_softmax(hidden[at], i).gather(1, within[:, None])[:, 0]
+            log_likelihood = log_likelihood.index_add(0, at, of_band)
+        return -log_likelihood
+
+    def _log_softmax(self, hidden: Tensor, i: int) -> Tensor:
+        """Within band i, in float32. Band 0 has an entry for each other band, behind its tokens."""
+        start, end = self.bands.ranges[i]
+        layer = self.out_layers[0 if self.bands.one_table else i]
+        weight, bias = cast(Tensor, layer.weight), cast(Tensor, layer.bias)
+        if self.bands.one_table and len(self.bands) > 1:
+            weight, bias = weight[start:end], bias[start:end]
+        if i == 0 and len(self.bands) > 1:
+            weight, bias = torch.cat([weight, self.cluster_weight]), torch.cat([bias, self.cluster_bias])
+        if self.bands.projected:
+            hidden = F.linear(hidden, self.out_projs[i].t())
+        return F.linear(hidden, weight, bias).log_softmax(dim=-1, dtype=torch.float32)
+
+
+def tied_parameters(config: TransformerXLConfig) -> dict[str, str]:
+    """Names of the softmax's parameters that are the embedding's own, each with its name there."""
+    bands = Bands(config)
+    tied: dict[str, str] = {}
+    if config.tie_word_embeddings:
+        tied |= {f"out_layers.{i}.weight": f"emb_layers.{i}.weight" for i in range(len(bands.tables))}
+    if bands.projected:
+        shared = [i for i, tie in enumerate(config.projections_tied) if tie]
+        tied |= {f"out_projs.{i}": f"emb_projs.{0 if bands.one_table else i}" for i in shared}
+    return tied
+
+
+def relative_scores(query: Tensor, position: Tensor) -> Tensor:
+    """Scores of each query with the position of each key (paper, appendix B), for the keys that it may see.
+
+    Entry [t, s] of the result is entry [t, T − 1 − t + s] of the product with all distances, so row t is the product's
+    shifted by T − 1 − t. With one distance more than there are keys, rows of S + 1 read as rows of S from entry T on
+    are shifted so: a view, no copy.
+
+    Args:
+        query: q + v, shape [B, H, T, D].
+        position: r of the distances S … 0, shape [H, S + 1, D].
+
+    Returns:
+        Shape [B, H, T, S]; where s > M + t it means nothing.
+    """
+    B, H, T, D = query.shape
+    R = position.shape[1]
+    scores = query.transpose(0, 1).reshape(H, B * T, D) @ position.transpose(1, 2)
+    return scores.view(H, B, T * R)[..., T:].view(H, B, T, R - 1).transpose(0, 1)
+
+
+class TransformerXLAttention(nn.Module):
+    """Attention over the memory and the segment with relative positions, with residual and layer normalisation."""
+
+    is_causal = True
+
+    def __init__(self, config: TransformerXLConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.scaling = config.d_head**-0.5
+        inner = config.n_head * config.d_head
+        self.qkv_net = nn.Linear(config.d_model, 3 * inner, bias=False)
+        self.r_net = nn.Linear(config.d_model, inner, bias=False)
+        self.o_net = nn.Linear(inner, config.d_model, bias=False)
+        self.drop = nn.Dropout(config.dropout)
+        self.layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
+        if config.untie_r:
+            self.r_w_bias = nn.Parameter(torch.empty(config.n_head, config.d_head))
+            self.r_r_bias = nn.Parameter(torch.empty(config.n_head, config.d_head))
+
+    def forward(
+        self,
+        hidden: Tensor,
+        memory: Tensor | None,
+        positions: Tensor,
+        visible: Tensor,
+        biases: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One layer's attention.
+
+        Args:
+            hidden: the segment, [B, T, d_model].
+            memory: what the layer saw before it, [B, M, d_model].
+            positions: R of the distances S … 0, [S + 1, d_model].
+            visible: which keys each query sees, [B or 1, 1, T, S].
+            biases: u and v where all layers share them, [H, D].
+
+        Returns:
+            [B, T, d_model], and the attention weights [B, H, T, S] or None.
+        """
+        B, T, _ = hidden.shape
+        heads = (self.config.n_head, self.config.d_head)
+        text = hidden if memory is None else torch.cat([memory, hidden], dim=1)
+        text = self.layer_norm(text) if self.config.pre_lnorm else text
+        query, key, value = self.qkv_net(text).unflatten(-1, (3, *heads)).permute(2, 0, 3, 1, 4)
+        query = query[:, :, -T:]
+        position = self.r_net(positions).unflatten(-1, heads).transpose(0, 1)
+        u, v = (self.r_w_bias, self.r_r_bias) if biases is None else biases
+        attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, weights = attention(
+            self,
+            query + u[:, None],
+            key,
+            value,
+            visible,
+            position_bias=relative_scores((query + v[:, None]) * self.scaling, position),
+            scaling=self.scaling,
+            dropout=self.config.dropatt if self.training else 0.0,
+        )
+        hidden = hidden + self.drop(self.o_net(output.reshape(B, T, -1)))
+        return hidden if self.config.pre_lnorm else self.layer_norm(hidden), weights
+
+
+class TransformerXLFeedForward(nn.Module):
+    """Two linear layers at each position, with residual and layer normalisation."""
+
+    def __init__(self, config: TransformerXLConfig) -> None:
+        super().__init__()
+        self.pre_lnorm = config.pre_lnorm
+        self.CoreNet = nn.Sequential(
+            nn.Linear(config.d_model, config.d_inner),
+            nn.ReLU(inplace=True),
+            nn.Dropout(config.dropout),
+            nn.Linear(config.d_inner, config.d_model),
+            nn.Dropout(config.dropout),
+        )
+        self.layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, T, d_model] → [B, T, d_model]."""
+        if self.pre_lnorm:
+            return cast(Tensor, hidden + self.CoreNet(self.layer_norm(hidden)))
+        return cast(Tensor, self.layer_norm(hidden + self.CoreNet(hidden)))
+
+
+class TransformerXLLayer(GradientCheckpointingLayer):
+    """Attention over memory and segment, then the feed-forward layer."""
+
+    def __init__(self, config: TransformerXLConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.dec_attn = TransformerXLAttention(config, layer_idx)
+        self.pos_ff = TransformerXLFeedForward(config)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        memory: Tensor | None,
+        positions: Tensor,
+        visible: Tensor,
+        biases: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """As `TransformerXLAttention.forward`, without the weights."""
+        return cast(Tensor, self.pos_ff(self.dec_attn(hidden, memory, positions, visible, biases)[0]))
+
+
+class TransformerXLPreTrainedModel(PreTrainedModel):
+    """Loading and initialisation, and what transformers and `rsa_hf.models.segments` need to know of the models."""
+
+    config_class = TransformerXLConfig
+    base_model_prefix = "transformer"
+    segment_state = "mems"
+    memory_settings = ("mem_len", "same_length", "clamp_len")
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _no_split_modules = ["TransformerXLLayer"]  # noqa: RUF012  (transformers' own type)
+    _skip_keys_device_placement = ["mems"]  # noqa: RUF012
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": TransformerXLLayer,
+        "attentions": OutputRecorder(TransformerXLAttention, index=1),
+    }
+    # transformers 4 also saved what is computed, and biases that all layers share once more for each layer.
+    _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012
+        r"pos_emb\.inv_freq$",
+        r"layers\.\d+\.dec_attn\.r_[rw]_bias$",
+    ]
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """As `PreTrainedModel.from_pretrained`, but a checkpoint that does not fill the model is refused.
+
+        Checkpoints of the original implementation and of NVIDIA's would load with a warning, and be random in part.
+
+        Raises:
+            ValueError: the checkpoint has another layout.
+        """
+        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        model, info = loaded
+        _require_layout(model, set(info["missing_keys"]), set(info["unexpected_keys"]))
+        return (model, info) if output_loading_info else model
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """As `PreTrainedModel.resize_token_embeddings`, of a model without cutoffs.
+
+        Raises:
+            NotImplementedError: the model has cutoffs: tokens are sorted by frequency there, so none can be added.
+        """
+        if self.config.cutoffs and new_num_tokens not in (None, self.config.vocab_size):
+            raise NotImplementedError(
+                f"cutoffs={self.config.cutoffs}: an adaptive vocabulary is sorted by frequency and cannot be resized. "
+                "Build a model with another vocab_size, or without cutoffs."
+            )
+        return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        config = self.config
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, nn.LayerNorm) and name == "weight":
+                init.normal_(parameter, mean=1.0, std=config.init_std)
+            elif name in ("bias", "cluster_bias"):
+                init.zeros_(parameter)
+            else:
+                std = config.proj_init_std if isinstance(module, nn.ParameterList) else config.init_std
+                init.normal_(parameter, std=std)
+
+
+def _require_layout(model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> None:
+    """Refuse a checkpoint that lacks parameters of the model, or has others; a whole head may differ."""
+    own = set(model.state_dict()) - set(model.all_tied_weights_keys)
+    for head in ("crit", "score"):
+        keys = {key for key in own if key.startswith(f"{head}.")}
+        if not keys:
+            unexpected = {key for key in unexpected if not key.startswith(f"{head}.")}
+        elif keys <= missing:
+            missing = missing - keys
+    if missing or unexpected:
+        raise ValueError(
+            f"the checkpoint does not have the layout of {type(model).__name__}: missing are "
+            f"{shorten(sorted(missing)) or 'none'}; unexpected are {shorten(sorted(unexpected)) or 'none'}. Convert "
+            "files of the original implementation or of NVIDIA's with `rsa-hf convert-transformer-xl`."
+        )
+
+
+class TransformerXLModel(TransformerXLPreTrainedModel):
+    """Transformer-XL without a head."""
+
+    def __init__(self, config: TransformerXLConfig) -> None:
+        super().__init__(config)
+        self.word_emb = AdaptiveEmbedding(config)
+        self.drop = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(TransformerXLLayer(config, i) for i in range(config.n_layer))
+        if not config.untie_r:
+            self.r_w_bias = nn.Parameter(torch.empty(config.n_head, config.d_head))
+            self.r_r_bias = nn.Parameter(torch.empty(config.n_head, config.d_head))
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The table of embeddings, or the adaptive embedding where there are several."""
+        tables = self.word_emb.emb_layers
+        return tables[0] if len(tables) == 1 else self.word_emb
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace what `get_input_embeddings` returns."""
+        if len(self.word_emb.emb_layers) == 1:
+            self.word_emb.emb_layers[0] = value
+        else:
+            self.word_emb = value  # type: ignore[assignment]
+
+    def init_mems(self, batch_size: int) -> tuple[Tensor, ...] | None:
+        """The memory at the beginning of a text: `mem_len` zero states of each layer with `zero_memory`, else None."""
+        config = self.config
+        if not (config.zero_memory and config.mem_len):
+            return None
+        zeros = torch.zeros(batch_size, config.mem_len, config.d_model, dtype=self.dtype, device=self.device)
+        return tuple([zeros] * config.n_layer)
+
+    @property
+    def rsa_probe_inputs(self) -> dict[str, Any]:
+        """A small input with as many keys as queries, for `patch_model`: no zeros before the text."""
+        empty = torch.empty(1, 0, self.config.d_model, dtype=self.dtype, device=self.device)
+        tokens = torch.arange(1, device=self.device).expand(1, 4)
+        return {"input_ids": tokens, "mems": (empty,) * self.config.n_layer}
+
+    @capture_outputs  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        mems: Sequence[Tensor] | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **_: Any,
+    ) -> MemoryOutput:
+        """Hidden states of a segment behind a memory.
+
+        Args:
+            input_ids: shape [B, T].
+            attention_mask: shape [B, L], 0 for padding; its last column is the last token of the segment. L is T, or
+                more to tell which of the memory was padding.
+            mems: the memory that the segment before returned: for each layer the states that went into it for the
+                last M ≤ `mem_len` positions, [B, M, d_model]. None: the text begins here.
+            inputs_embeds: shape [B, T, d_model], instead of `input_ids`; not scaled any more.
+            use_cache: return the memory for the next segment; None: as the config says.
+
+        Raises:
+            ValueError: both or neither of `input_ids` and `inputs_embeds`; a memory that does not fit.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds.")
+        config = self.config
+        embedded: Tensor = self.word_emb(input_ids) if inputs_embeds is None else inputs_embeds
+        B, T, d_model = embedded.shape
+        if mems is None:
+            mems = self.init_mems(B)
+        else:
+            require_shapes("mems", mems, [(B, mems[0].shape[1], d_model)] * config.n_layer)
+        M = 0 if mems is None else mems[0].shape[1]
+        visible = visibility(T, M, config.mem_len if config.same_length else None, attention_mask, embedded.device)
+        # One distance more than there are keys: see `relative_scores`.
+        distances = torch.arange(M + T, -1, -1, device=embedded.device)
+        if config.clamp_len > 0:
+            distances = distances.clamp(max=config.clamp_len)
+        positions = self.drop(sinusoids(distances, d_model).to(embedded.dtype))
+        biases = None if config.untie_r else (self.r_w_bias, self.r_r_bias)
+        hidden = self.drop(embedded)
+        seen = []
+        for i, layer in enumerate(self.layers):
+            seen.append(hidden)
+            hidden = layer(hidden, None if mems is None else mems[i], positions, visible, biases)
+        use_cache = config.use_cache if use_cache is None else use_cache
+        return MemoryOutput(
+            last_hidden_state=self.drop(hidden), mems=self._remembered(mems, seen) if use_cache else None
+        )
+
+    def _remembered(self, mems: Sequence[Tensor] | None, seen: list[Tensor]) -> tuple[Tensor, ...] | None:
+        """The last `mem_len` states that went into each layer, without gradient (paper, section 3.2)."""
+        M, T = self.config.mem_len, seen[0].shape[1]
+        if not M:
+            return None
+        if mems is None or M <= T:
+            return tuple(states[:, -M:].detach() for states in seen)
+        return tuple(
+            torch.cat([memory, states], 1)[:, -M:].detach() for memory, states in zip(mems, seen, strict=True)
+        )
+
+
+class TransformerXLForCausalLM(TransformerXLPreTrainedModel, SegmentForCausalLM):
+    """Transformer-XL with an adaptive (or, without cutoffs, plain) softmax; its logits are log-probabilities.
+
+    With labels, a model in training mode with cutoffs returns no logits: the adaptive softmax is there to avoid
+    computing those of every token.
+    """
+
+    base_class = TransformerXLModel
+
+    def build_head(self, config: TransformerXLConfig) -> None:
+        """The softmax. Projections are tied by a setting of their own."""
+        self.crit = AdaptiveLogSoftmax(config)
+        self._tied_weights_keys = {
+            f"crit.{target}": f"transformer.word_emb.{source}" for target, source in tied_parameters(config).items()
+        }
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """What is tied depends on more than `tie_word_embeddings`: see `tied_parameters`."""
+        return dict(self._tied_weights_keys)
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The layer of the softmax; None where there are several."""
+        return self.crit.out_layers[0] if len(self.crit.out_layers) == 1 else None
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace what `get_output_embeddings` returns."""
+        self.crit.out_layers[0] = new_embeddings
+
+    def predict(
+        self, hidden: Tensor, kept: slice | Tensor, labels: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Log-probabilities of the positions `kept`, and the loss of hidden states [B, T, d_model]."""
+        shift_labels = kwargs.get("shift_labels")
+        loss = None
+        if shift_labels is not None:
+            loss = self._loss(hidden, shift_labels, **kwargs)
+        elif labels is not None:
+            loss = self._loss(hidden[:, :-1], labels[:, 1:], **kwargs)
+        if loss is not None and self.training and self.config.cutoffs:
+            return None, loss
+        return self.crit(hidden[:, kept]), loss
+
+    def _loss(
+        self, hidden: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None = None, **_: Any
+    ) -> Tensor:
+        counted = labels != -100
+        total = self.crit.negative_log_likelihood(hidden[counted], labels[counted]).sum()
+        if num_items_in_batch is not None:
+            return total / torch.as_tensor(num_items_in_batch, device=total.device)
+        return total / counted.sum().clamp(min=1)
+
+
+class TransformerXLForSequenceClassification(TransformerXLPreTrainedModel, SegmentForSequenceClassification):
+    """Transformer-XL with a linear classifier on the last token that is not padding."""
+
+    base_class = TransformerXLModel

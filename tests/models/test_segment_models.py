@@ -1,0 +1,448 @@
+"""What the models that carry a state have in common: segments, padding, generation, heads, saving, training."""
+
+import json
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
+
+from broken import break_mask, forgets_the_offset
+from families import ATTENTIONS, FULL_PLAN
+from models.tiny import (
+    TINY,
+    VOCAB,
+    WITH_ATTENTION,
+    build,
+    config,
+    in_segments,
+    patched_modules,
+    run_segments,
+    text,
+)
+from rsa_hf import is_patched, patch_model, unpatch_model
+
+SPLITS = {"halves": [12, 12], "odd": [5, 1, 11, 7], "tokens": [1] * 24}
+KINDS = [(name, rsa) for name in TINY for rsa in (None, {}) if rsa is None or name in WITH_ATTENTION]
+CASES = [(name, rsa, attention) for name, rsa in KINDS for attention in ATTENTIONS if name in WITH_ATTENTION]
+CASES += [("recurrent", None, None)]
+
+
+def label(value):
+    return {None: "plain", "{}": "rsa"}.get(value if value is None else str(value))
+
+
+each_kind = pytest.mark.parametrize(("name", "rsa"), KINDS, ids=label)
+each_case = pytest.mark.parametrize(("name", "rsa", "attention"), CASES, ids=label)
+each_model = pytest.mark.parametrize("name", TINY)
+each_model_with_attention = pytest.mark.parametrize("name", WITH_ATTENTION)
+
+
+def difference(a, b):
+    return float((a - b).abs().max())
+
+
+# --- segments ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", SPLITS.values(), ids=SPLITS)
+@each_case
+@torch.no_grad()
+def test_segments_equal_one_long_text(name, rsa, attention, lengths, monkeypatch):
+    model, tokens = build(name, attention, rsa), text()
+    whole = model(tokens)
+    logits, state = run_segments(model, tokens, lengths)
+    assert difference(logits, whole.logits) <= 1e-5
+    for found, expected in zip(state, whole[model.segment_state], strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    # Without the state, or with lags counted from the start of each segment, they do not.
+    forgetful = torch.cat([model(segment).logits for segment in tokens.split(lengths, dim=1)], dim=1)
+    assert difference(forgetful, whole.logits) > 1e-2
+    if rsa is not None:
+        break_mask(monkeypatch, forgets_the_offset)
+        assert difference(in_segments(model, tokens, lengths), whole.logits) > 1e-3
+
+
+@each_model
+@torch.no_grad()
+def test_each_part_of_the_state_counts(name):
+    model, tokens = build(name), text()
+    state = model(tokens[:, :13])[model.segment_state]
+    expected = model(tokens).logits[:, 13:]
+    assert difference(model(tokens[:, 13:], **{model.segment_state: state}).logits, expected) <= 1e-5
+    for i, part in enumerate(state):
+        if part.is_floating_point():
+            broken = (*state[:i], torch.zeros_like(part), *state[i + 1 :])
+            found = model(tokens[:, 13:], **{model.segment_state: broken}).logits
+            assert difference(found, expected) > 1e-4, i
+
+
+@each_kind
+def test_no_gradient_reaches_the_segment_before(name, rsa):
+    model, tokens = build(name, rsa=rsa), text()
+    embedded = model.get_input_embeddings()(tokens[:, :12]).detach().requires_grad_()
+    state = model(inputs_embeds=embedded)[model.segment_state]
+    assert not any(part.requires_grad for part in state)
+    model(tokens[:, 12:], labels=tokens[:, 12:], **{model.segment_state: state}).loss.backward()
+    assert embedded.grad is None
+    assert all(bool(p.grad.any()) for module in patched_modules(model) for p in module.rsa.parameters())
+    # Within a segment it reaches the first token.
+    model(inputs_embeds=embedded).logits[:, -1].sum().backward()
+    assert float(embedded.grad[:, 0].abs().max()) > 0
+
+
+@each_case
+@torch.no_grad()
+def test_left_padding_changes_nothing(name, rsa, attention):
+    """Over two segments; the mask of the whole text tells what of the memory was padding."""
+    model, tokens = build(name, attention, rsa), text()
+    mask = torch.ones_like(tokens)
+    mask[0, :10] = 0  # two whole windows, which the Block-Recurrent Transformer counts
+    state = model(tokens[:, :12], attention_mask=mask[:, :12])[model.segment_state]
+    found = model(tokens[:, 12:], attention_mask=mask, **{model.segment_state: state}).logits
+    alone = in_segments(model, tokens[:1, 10:], [2, 12])[:, 2:]
+    assert difference(found[:1], alone) <= 1e-5
+    assert difference(model(tokens).logits[:1, 12:], alone) > 1e-3
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@each_model_with_attention
+@torch.no_grad()
+def test_a_shut_gate_is_the_plain_model_bit_for_bit(name, attention):
+    model, tokens = build(name, attention), text()
+    plain = in_segments(model, tokens, [5, 12, 7])
+    patch_model(model, {**FULL_PLAN, "gate_init": float("-inf")})
+    assert torch.equal(in_segments(model, tokens, [5, 12, 7]), plain)
+    for module in patched_modules(model):
+        module.rsa.mu.fill_(0.0)
+    assert difference(in_segments(model, tokens, [5, 12, 7]), plain) > 1e-2
+    assert torch.equal(in_segments(unpatch_model(model), tokens, [5, 12, 7]), plain)
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+GENERATE = {
+    "max_new_tokens": 11, "min_new_tokens": 11, "do_sample": False, "output_scores": True,
+    "return_dict_in_generate": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@each_kind
+@torch.no_grad()
+def test_generate_with_and_without_state(name, rsa, beams):
+    model, tokens = build(name, rsa=rsa), text(length=9)
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    inputs = {"input_ids": tokens * mask, "attention_mask": mask, "num_beams": beams}
+    with_state = model.generate(**inputs, **GENERATE)
+    without = model.generate(**inputs, **GENERATE, use_cache=False)
+    assert torch.equal(with_state.sequences, without.sequences)
+    for a, b in zip(with_state.scores, without.scores, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    if name != "block-recurrent":  # whose windows count padding
+        alone = model.generate(tokens[:1, 3:], num_beams=beams, **GENERATE)
+        assert torch.equal(with_state.sequences[0, 3:], alone.sequences[0])
+
+
+@each_model
+@torch.no_grad()
+def test_one_token_is_computed_a_step(name, monkeypatch):
+    lengths, model = [], build(name)
+    forward = type(model).forward
+
+    def counting(self, input_ids=None, **kwargs):
+        lengths.append(input_ids.shape[1])
+        return forward(self, input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", counting)
+    model.generate(text(length=9), **GENERATE)
+    assert lengths == [9] + [1] * 10
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_cache": False}, {"num_beams": 4, "num_return_sequences": 2}],
+    ids=["greedy", "uncached", "beams"],
+)
+@each_model
+@torch.no_grad()
+def test_generate_goes_on_from_a_state(name, options):
+    model, tokens = build(name, rsa={} if name in WITH_ATTENTION else None), text()
+    whole = model.generate(tokens, **GENERATE, **options)
+    state = {model.segment_state: model(tokens[:, :15])[model.segment_state]}
+    behind = model.generate(tokens[:, 15:], **state, **GENERATE, **options)
+    assert torch.equal(behind.sequences[:, 9:], whole.sequences[:, 24:])
+    torch.testing.assert_close(torch.stack(behind.scores), torch.stack(whole.scores), atol=1e-5, rtol=1e-5)
+    forgetful = model.generate(tokens[:, 15:], **GENERATE, **options)
+    assert difference(forgetful.scores[0].softmax(-1), whole.scores[0].softmax(-1)) > 1e-5
+
+
+@each_model
+def test_generation_returns_hidden_states(name):
+    model, tokens = build(name), text(length=7)
+    found = model.generate(tokens, **{**GENERATE, "output_hidden_states": True})
+    assert [step[-1].shape[1] for step in found.hidden_states] == [7] + [1] * 10
+    with torch.no_grad():
+        whole = model(found.sequences, output_hidden_states=True).hidden_states[-1]
+    torch.testing.assert_close(found.hidden_states[-1][-1][:, 0], whole[:, -2], rtol=1e-5, atol=1e-5)
+
+
+def test_generate_refuses_the_state_of_another_kind_of_model():
+    with pytest.raises(ValueError, match="mems"):
+        build("recurrent").generate(text(), mems=(torch.zeros(2, 1),))
+
+
+# --- heads and outputs ------------------------------------------------------------------------------------------------
+
+
+@each_model
+def test_losses_are_cross_entropies_of_the_logits(name):
+    model, tokens = build(name), text()
+    labels = tokens.masked_fill(torch.rand(tokens.shape) < 0.3, -100)
+    out = model(tokens, labels=labels)
+    expected = cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(out.loss, expected)
+    # As the Trainer divides where a batch is accumulated from several.
+    in_all = model(tokens, labels=labels, num_items_in_batch=torch.tensor(100)).loss
+    torch.testing.assert_close(in_all, expected * (labels[:, 1:] != -100).sum() / 100)
+    # The last token of a segment predicts the first of the next one.
+    assert model.takes_shift_labels
+    following = tokens.roll(-1, 1)
+    shifted = model(tokens, shift_labels=following).loss
+    torch.testing.assert_close(shifted, cross_entropy(out.logits.flatten(0, 1), following.flatten()))
+    kept = model(tokens, logits_to_keep=2).logits
+    torch.testing.assert_close(kept, out.logits[:, -2:])
+
+
+@each_model
+@torch.no_grad()
+def test_outputs(name):
+    base, tokens = build(name, "eager", auto=AutoModel), text(length=7)
+    out = base(tokens, output_hidden_states=True, output_attentions=True)
+    assert [tuple(states.shape[:2]) for states in out.hidden_states] == [(2, 7)] * (base.config.num_hidden_layers + 1)
+    assert torch.equal(out.hidden_states[-1], out.last_hidden_state)
+    if name in ("transfo-xl", "sru_plus_plus"):
+        assert [tuple(weights.shape) for weights in out.attentions] == [(2, 8, 7, 7)] * 2
+        torch.testing.assert_close(out.attentions[0].sum(-1), torch.ones(2, 8, 7))
+    last, state = base(tokens, return_dict=False)
+    assert torch.equal(last, out.last_hidden_state)
+    assert all(map(torch.equal, state, out[base.segment_state]))
+    assert base.segment_state not in base(tokens, use_cache=False)
+    assert base.segment_state in base.config.keys_to_ignore_at_inference
+    scale = 32**0.5 if name in ("transfo-xl", "temporal_latent_bottleneck") else 1
+    embedded = base.get_input_embeddings()(tokens) * scale
+    torch.testing.assert_close(base(inputs_embeds=embedded).last_hidden_state, last)
+    model = build(name)
+    logits, state = model(tokens, return_dict=False)
+    assert logits.shape == (2, 7, VOCAB)
+    assert len(model(tokens, output_hidden_states=True).hidden_states) == base.config.num_hidden_layers + 1
+
+
+@each_model
+def test_a_classifier_reads_the_last_token_that_is_no_padding(name):
+    model, tokens = build(name, auto=AutoModelForSequenceClassification, num_labels=3), text(length=9)
+    alone = model(tokens[:1, :6]).logits
+    torch.testing.assert_close(alone, model.score(model.base_model(tokens[:1, :6]).last_hidden_state[:, -1]))
+    tokens[0, 6:] = 0
+    torch.testing.assert_close(model(tokens).logits[:1], alone)
+    mask, labels = (tokens != 0).long(), torch.tensor([1, 2])
+    out = model(tokens, attention_mask=mask, labels=labels)
+    torch.testing.assert_close(out.logits[:1], alone)
+    torch.testing.assert_close(out.loss, cross_entropy(out.logits, labels))
+    assert model.segment_state in out
+
+
+def test_accumulated_batches_of_a_classifier_count_as_one(tmp_path):
+    """The Trainer divides their losses, as these are means."""
+    data = [{"input_ids": row, "labels": i % 3} for i, row in enumerate(text(8, 6))]
+    found = []
+    for size in (8, 2):
+        torch.manual_seed(0)
+        model = build("recurrent", auto=AutoModelForSequenceClassification, num_labels=3)
+        arguments = TrainingArguments(
+            tmp_path, max_steps=1, learning_rate=1.0, optim="sgd", lr_scheduler_type="constant", max_grad_norm=0,
+            per_device_train_batch_size=size, gradient_accumulation_steps=8 // size, report_to=[],
+            save_strategy="no", use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        before = model.score.weight.detach().clone()
+        Trainer(model, arguments, train_dataset=data).train()
+        found.append(model.score.weight.detach() - before)
+    assert float(found[0].abs().max()) > 1e-3
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
+
+
+# --- as transformers models -------------------------------------------------------------------------------------------
+
+
+@each_kind
+@torch.no_grad()
+def test_save_and_load_through_auto_classes(name, rsa, tmp_path):
+    model, tokens = build(name, rsa=rsa), text()
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.02)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    assert loaded.num_parameters() == model.num_parameters()
+    assert torch.equal(in_segments(loaded, tokens, [7, 17]), in_segments(model, tokens, [7, 17]))
+    assert is_patched(loaded) == (rsa is not None)
+    for auto in (AutoModel, AutoModelForSequenceClassification):
+        other = auto.from_pretrained(tmp_path)
+        assert torch.equal(other.base_model(tokens)[0], model.base_model(tokens)[0])
+    # Both locks keep a transformers without rsa_hf from running it as a plain model.
+    content = json.loads((tmp_path / "config.json").read_text())
+    locks = [content.get("attn_implementation", ""), *content.get("fusion_config", {})]
+    assert sum(lock.startswith("rsa_hf") for lock in locks) == (2 if rsa is not None else 0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("name", "rsa"), [kind for kind in KINDS if kind[0] in WITH_ATTENTION], ids=label)
+def test_gradient_checkpointing_changes_nothing(name, rsa, reentrant):
+    model, tokens = build(name, rsa=rsa).train(), text()
+    state = model(tokens[:, :8])[model.segment_state]
+
+    def gradients():
+        model.zero_grad()
+        out = model(tokens[:, 8:], labels=tokens[:, 8:], **{model.segment_state: state})
+        out.loss.backward()
+        assert not any(part.requires_grad for part in out[model.segment_state])
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    plain = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    found = gradients()
+    assert plain.keys() == found.keys()
+    for parameter, gradient in found.items():
+        torch.testing.assert_close(gradient, plain[parameter])
+
+
+@each_model_with_attention
+@torch.no_grad()
+def test_bfloat16_stays_close(name):
+    model, tokens = build(name, rsa={}), text()
+
+    def loss():
+        state = model(tokens[:, :8])[model.segment_state]
+        return model(tokens[:, 8:], labels=tokens[:, 8:], **{model.segment_state: state}).loss
+
+    expected = loss()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert abs(float(loss() - expected)) < 0.03 * float(expected)
+    model.to(torch.bfloat16)
+    dtypes = [part.dtype for part in model(tokens)[model.segment_state]]
+    in_float32 = 2 if name == "sru_plus_plus" else 0  # cells
+    assert dtypes[:in_float32] == [torch.float32] * in_float32
+    assert {dtype for dtype in dtypes[in_float32:] if dtype.is_floating_point} == {torch.bfloat16}
+    assert model(tokens).logits.dtype == torch.bfloat16
+    assert loss().dtype == torch.float32
+    assert abs(float(loss() - expected)) < 0.03 * float(expected)
+
+
+TRAINED = {
+    "transfo-xl": {"init_std": 0.02},
+    "block-recurrent": {"window_size": 12},
+    "sru_plus_plus": {},
+    "temporal_latent_bottleneck": {"initializer_range": 0.02, "chunk_size": 12},
+    "recurrent": {"initializer_range": 0.1, "hidden_size": 32},
+}
+
+
+@each_kind
+def test_trainer_trains(name, rsa, tmp_path):
+    """A periodic text is learned; evaluation gathers logits of batches and leaves the state alone."""
+    model = build(name, rsa=rsa, dropout=0.1, **TRAINED[name])
+    period = text(batch=1, length=5).repeat(1, 5)[0]
+    data = [{"input_ids": period, "labels": period}] * 64
+    arguments = TrainingArguments(
+        tmp_path, max_steps=50, learning_rate=3e-2 if name in ("sru_plus_plus", "recurrent") else 1e-2, report_to=[],
+        per_device_train_batch_size=8, save_strategy="no", seed=0, use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:6])
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before / (2 if name == "recurrent" else 4)
+    assert trainer.predict(data[:6]).predictions.shape == (6, 25, VOCAB)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@each_model
+def test_inputs_that_are_refused(name):
+    model, tokens = build(name), text()
+    for inputs in ({}, {"input_ids": tokens, "inputs_embeds": torch.zeros(2, 24, model.config.hidden_size)}):
+        with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+            model(**inputs)
+    for token in (VOCAB, -1):
+        with pytest.raises(IndexError):
+            model(torch.tensor([[token]]))
+    state = model(tokens)[model.segment_state]
+    wider = build(name, **{("d_model" if "d_model" in TINY[name] else "hidden_size"): 64})
+    wrong = [
+        state[:-1],
+        tuple(part[:1] for part in state),
+        (*state[:-1], state[-1][:, :0] if state[-1].dim() > 1 else state[-1][:1]),
+        wider(tokens)[model.segment_state],
+    ]
+    for part in wrong:
+        with pytest.raises(ValueError, match=f"{model.segment_state} has shapes .* are needed"):
+            model(tokens, **{model.segment_state: part})
+    model(tokens, **{model.segment_state: state})
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("block-recurrent", "window_size"), ("temporal_latent_bottleneck", "chunk_size")]
+)
+def test_the_state_of_longer_windows_is_refused(name, size):
+    longer = build(name, **{size: 11})
+    state = longer(text(length=21))[longer.segment_state]
+    with pytest.raises(ValueError, match="has shapes"):
+        build(name)(text(), **{longer.segment_state: state})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("transfo-xl", {"cutoffs": [9, 9]}, r"cutoffs=\[9, 9\].*increasing"),
+        ("transfo-xl", {"cutoffs": [12, 5]}, r"cutoffs=\[12, 5\].*increasing"),
+        ("transfo-xl", {"cutoffs": [0, 5]}, r"cutoffs=\[0, 5\].*between 0 and vocab_size=29"),
+        ("transfo-xl", {"cutoffs": [29]}, r"cutoffs=\[29\].*between 0 and vocab_size=29"),
+        ("transfo-xl", {"cutoffs": [5, 9], "div_val": 8}, "div_val=8: band 3 has no width left of d_embed=32"),
+        (
+            "transfo-xl",
+            {"cutoffs": [5], "tie_projs": [True]},
+            r"tie_projs=\[True\]: one entry for each of the 2 bands",
+        ),
+        ("transfo-xl", {"d_model": 31}, "d_model=31: an even number"),
+        ("transfo-xl", {"mem_len": 0, "same_length": True}, "mem_len=0.*same_length"),
+        ("transfo-xl", {"mem_len": -1}, "mem_len=-1"),
+        ("transfo-xl", {"attn_type": 2}, "attn_type=2: only 0"),
+        ("transfo-xl", {"sample_softmax": 64}, "sample_softmax=64"),
+        ("block-recurrent", {"cell": "triple"}, "cell='triple': one of 'skip', 'single', 'dual'"),
+        ("block-recurrent", {"gate": "gru"}, "gate='gru': one of 'fixed', 'lstm'"),
+        ("block-recurrent", {"recurrent_layers": [3]}, r"recurrent_layers=\[3\].*from -3 to 2"),
+        ("block-recurrent", {"recurrent_layers": [1, -2]}, r"recurrent_layers=\[1, -2\].*different"),
+        ("block-recurrent", {"relative_attention_num_buckets": 1}, "num_buckets=1"),
+        ("block-recurrent", {"relative_attention_max_distance": 2}, "max_distance=2"),
+        ("sru_plus_plus", {"num_attention_heads": 3}, "projection_size=16: a multiple of num_attention_heads=3"),
+        ("sru_plus_plus", {"mem_len": -1}, "mem_len=-1"),
+        ("temporal_latent_bottleneck", {"chunk_size": 1}, "chunk_size=1"),
+        ("temporal_latent_bottleneck", {"hidden_size": 36}, "hidden_size=36"),
+        ("temporal_latent_bottleneck", {"hidden_size": 33, "num_attention_heads": 3}, "even number"),
+        ("temporal_latent_bottleneck", {"cross_attention_every": 4}, "never sees the states"),
+        ("recurrent", {"cell": "tanh"}, "cell='tanh'.*'lstm'"),
+        ("recurrent", {"dilations": [1]}, r"dilations=\[1\].*2 layers"),
+        ("recurrent", {"dilations": [1, 0]}, r"dilations=\[1, 0\]"),
+    ],
+)
+def test_configs_that_are_refused(name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        config(name, **changes)
