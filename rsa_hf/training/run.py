@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from accelerate import Accelerator
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
@@ -22,7 +19,7 @@ from rsa_hf.plots import plot_rem
 from rsa_hf.training.loop import TrainResult
 from rsa_hf.training.metrics_log import finite_or_null
 from rsa_hf.training.settings import ModelSettings, RunConfig
-from rsa_hf.training.steps import Batch, TrainingDivergedError
+from rsa_hf.training.steps import Batch
 from rsa_hf.utils.files import sole_writer, storage_errors, write_text
 from rsa_hf.utils.locate import locate
 from rsa_hf.utils.table import format_table
@@ -35,19 +32,7 @@ __all__ = [
     "report_results",
     "require_positions_known",
     "require_tokens_known",
-    "script_errors",
 ]
-
-
-@contextmanager
-def script_errors() -> Iterator[None]:
-    """Let a script that meets a user's mistake print `error: …` and end with exit code 2, without a traceback."""
-    transformers.logging.disable_progress_bar()
-    try:
-        yield
-    except (ValueError, OSError, TrainingDivergedError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 def launched_accelerator(mixed_precision: str) -> Accelerator:

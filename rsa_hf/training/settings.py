@@ -50,7 +50,7 @@ class TrainingSettings:
 
     Attributes:
         output_dir: receives `metrics.jsonl`, `checkpoints/`, `best/` with its step in `best.json`, and `final/`.
-        learning_rate: AdamW's rate for the weights, at its highest.
+        learning_rate: AdamW's learning rate of the weights at its highest.
         rsa_learning_rate: the same for gates and rates; None: `parameter_scale` times `learning_rate`.
         weight_decay: for matrices; biases, norms and RSA parameters are never decayed.
         epochs: passes over the training set; not read where `max_steps` is set.
