@@ -31,8 +31,9 @@ def user_input(*errors: type[Exception]) -> Iterator[None]:
 @contextmanager
 def exit_on_error(*errors: type[Exception]) -> Iterator[None]:
     """Print `error: …` and exit with code 2 on a `UserError`, or an error of these kinds."""
+    kinds: tuple[type[Exception], ...] = (UserError, *errors)
     try:
         yield
-    except (UserError, *errors) as error:
+    except kinds as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -50,8 +50,8 @@ def read_run_config(arguments: Sequence[str], data_type: type[DataSettings]) -> 
         raise SystemExit(0)
     path, overrides = _split(arguments)
     content = _read_file(path, sections)
-    patched = content.get("rsa") is not None
-    words = []
+    patched = "rsa" in content
+    words: list[str] = []
     for spelled, text in overrides:
         name = _full_name(spelled, sections)
         section, _, key = name.partition(".")
@@ -64,8 +64,6 @@ def read_run_config(arguments: Sequence[str], data_type: type[DataSettings]) -> 
                 continue
         hint = get_type_hints(sections[section]).get(key)
         words.append(f"--{name}={_as_jsonargparse_spells(text, hint)}")
-    if content.get("rsa") is None:
-        content.pop("rsa", None)
     try:
         values = parser.parse_args(words, namespace=parser.parse_object(content))
     except (ArgumentError, TypeError, ValueError, OverflowError) as error:
@@ -145,11 +143,11 @@ def read_yaml(text: str) -> Any:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader: it builds plain values only
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         # A value that does not fit its tag, such as `!!bool x`, makes PyYAML raise errors of Python's own.
-        raise ValueError(f"not valid YAML: {error}") from error
+        raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def _read_file(path: Path, sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the file's sections and check their names and keys."""
+    """Read the sections of a file that are not null, and check the names of sections and keys."""
     try:
         content = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -159,17 +157,20 @@ def _read_file(path: Path, sections: Mapping[str, Any]) -> dict[str, Any]:
     content = {} if content is None else content
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: sections with settings are needed, got {type(content).__name__}.")
+    checked: dict[str, Any] = {}
     for name, values in content.items():
         if name not in sections:
             raise ConfigError(f"{path}: {_unknown('section', name, sections)}")
-        if values is not None and not isinstance(values, dict):
+        if values is None:
+            continue
+        if not isinstance(values, dict):
             raise ConfigError(f"{path}: {name}={values!r:.200}: a mapping of keys to values is needed.")
         hints = get_type_hints(sections[name])
-        for key, value in (values or {}).items():
+        for key in values:
             if key not in _keys(sections[name]):
                 raise ConfigError(f"{path}: {name}: {_unknown('key', key, _keys(sections[name]))}")
-            values[key] = _integer_if_whole(value, hints[key])
-    return {name: {} if values is None and name != "rsa" else values for name, values in content.items()}
+        checked[name] = {key: _integer_if_whole(value, hints[key]) for key, value in values.items()}
+    return checked
 
 
 # --- command line -------------------------------------------------------------------------------------------

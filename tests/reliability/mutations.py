@@ -425,7 +425,7 @@ MUTATIONS = [
     Mutation(
         Part.CRASH,
         "the Trainer goes on from a whole checkpoint",
-        "rsa_hf/training/trainer_checkpoints.py",
+        "rsa_hf/training/trainer.py",
         "        if fault is None:\n            return",
         "        if True:\n            return",
         "tests/reliability/test_crash.py::test_a_torn_checkpoint_of_the_trainer_is_passed_over",

@@ -19,7 +19,7 @@ from reliability.killed import SERVER, assert_equal, run_in_process
 from reliability.record import Part, note
 from rsa_hf import RSAConfig, cli, patch_model
 from rsa_hf.training.checkpoints import CheckpointFolder
-from rsa_hf.training.trainer_checkpoints import newest_whole_checkpoint
+from rsa_hf.training.trainer import newest_whole_checkpoint
 from rsa_hf.utils.files import StorageError, put_in_place, recover, sole_writer, written_whole
 
 SMALL = 2**20  # bytes of a small disk

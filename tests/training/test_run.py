@@ -105,7 +105,7 @@ def test_results(tmp_path, capsys):
         "validation": {"loss": 1.0},
         "test": {"loss": None, "score": None},
     }
-    assert "a\n-\nb" in capsys.readouterr().out
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()][:4] == ["", "a", "─", "b"]
     assert not (tmp_path / "rsa.png").exists()
 
 
