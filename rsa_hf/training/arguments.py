@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from argparse import SUPPRESS
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -83,9 +84,10 @@ def settings_parser(data_type: type) -> ArgumentParser:
         parser_mode="yaml1.2",
         exit_on_error=False,
         default_env=False,
-        usage="%(prog)s CONFIG.yaml [--section.key VALUE | --key VALUE] ...",
-        description="Settings come from CONFIG.yaml; those on the command line override it. A key that only one "
-        "section has needs no section. --rsa null, or no section rsa: the plain model.",
+        add_help=False,
+        usage=SUPPRESS,
+        description="Keys of CONFIG. --section.key VALUE overrides one, or --key VALUE where only one section has it. "
+        "--rsa null trains the plain model.",
     )
     for name, section in _sections(data_type).items():
         parser.add_class_arguments(section, name)

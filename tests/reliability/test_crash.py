@@ -106,7 +106,7 @@ def test_a_damaged_checkpoint_is_passed_over(file, damage, finished, tmp_path, c
     assert_equal(runs.result(folder), runs.result(finished), "gone on from step-3")
     # Without its progress.json a folder is not one of ours.
     if (file, damage) != ("progress.json", "missing"):
-        assert "step-4 is damaged" in caplog.text and "step-3 is taken" in caplog.text
+        assert "step-4 is damaged" in caplog.text and "step-3, the newest intact one" in caplog.text
 
 
 def test_none_is_whole(finished, tmp_path):
