@@ -35,4 +35,4 @@ if _os.path.basename(_sys.argv[0] if _sys.argv else "") not in ("rsa-hf", "rsa-h
     from rsa_hf.patching import is_patched, patch_model, unpatch_model
     from rsa_hf.rem import rem_matrix
     from rsa_hf.report import rsa_report
-    from rsa_hf.training.param_groups import param_groups
+    from rsa_hf.training.optimizer import param_groups

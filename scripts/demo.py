@@ -24,9 +24,9 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import rsa_hf
+from rsa_hf.cli.errors import exit_on_error
 from rsa_hf.hub.card import CardFacts, write_card
 from rsa_hf.plots import plot_training_curves
-from rsa_hf.training.run import script_errors
 from rsa_hf.utils.table import format_table
 
 SCRIPTS = Path(__file__).parent
@@ -138,5 +138,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with script_errors():
+    with exit_on_error(ValueError, OSError):
         main()

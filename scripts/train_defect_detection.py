@@ -1,15 +1,13 @@
-"""Train a defect detector, patched with RSA heads or plain.
+"""Train a defect detector, patched with RSA heads or plain, on one or several processes.
 
-    accelerate launch scripts/train_defect_detection.py configs/defect_minilm_embedded.yaml [--key value …]
+    accelerate launch scripts/train_defect_detection.py configs/defect_minilm_embedded.yaml [--key value ...]
 
-`--help` lists the keys, the YAML files in configs/ explain them.
+It is `rsa-hf train defect`; `--help` lists the keys.
 """
 
 import sys
 
-from rsa_hf.tasks.train_defect_detection import main
-from rsa_hf.training.run import script_errors
+from rsa_hf.cli import main
 
 if __name__ == "__main__":
-    with script_errors():
-        main(sys.argv[1:])
+    main(["train", "defect", *sys.argv[1:]])

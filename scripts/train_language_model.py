@@ -1,15 +1,13 @@
-"""Train a causal language model, patched with RSA heads or plain.
+"""Train a causal language model, patched with RSA heads or plain, on one or several processes.
 
-    accelerate launch scripts/train_language_model.py configs/lm_bytes_embedded.yaml [--key value …]
+    accelerate launch scripts/train_language_model.py configs/lm_bytes_embedded.yaml [--key value ...]
 
-`--help` lists the keys, the YAML files in configs/ explain them.
+It is `rsa-hf train lm`; `--help` lists the keys.
 """
 
 import sys
 
-from rsa_hf.tasks.train_language_model import main
-from rsa_hf.training.run import script_errors
+from rsa_hf.cli import main
 
 if __name__ == "__main__":
-    with script_errors():
-        main(sys.argv[1:])
+    main(["train", "lm", *sys.argv[1:]])

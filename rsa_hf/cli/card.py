@@ -9,28 +9,28 @@ from typing import Annotated
 import typer
 
 from rsa_hf.cli.errors import UserError, user_input
-from rsa_hf.cli.models import arm, load_patched
+from rsa_hf.cli.models import install_hooks, load_patched
 
 __all__ = ["card"]
 
 
 def card(
     folder: Annotated[Path, typer.Argument(help="Folder of a patched checkpoint.")],
-    base_model: Annotated[str | None, typer.Option(help="What was patched, by its name on the Hub.")] = None,
-    dataset: Annotated[list[str] | None, typer.Option(help="What it was trained on; may be given again.")] = None,
-    metric: Annotated[list[str] | None, typer.Option(help="Name of a metric; may be given again.")] = None,
-    seed: Annotated[list[int] | None, typer.Option(help="Of a training run; may be given again.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Name on the Hub of the model that was patched.")] = None,
+    dataset: Annotated[list[str] | None, typer.Option(help="Data set it was trained on. May be repeated.")] = None,
+    metric: Annotated[list[str] | None, typer.Option(help="Name of a metric. May be repeated.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="Seed of a training run. May be repeated.")] = None,
 ) -> None:
-    """Write the model card of a checkpoint (README.md) and its picture (rsa.png), or bring them up to date.
+    """Write or update the model card (README.md) and the picture (rsa.png) of a checkpoint.
 
-    Seed, data set and base model are taken from the results.json that a run has left beside the folder, and for its
-    `best` the scores, which are of that model alone.
+    Seed, data set and base model come from the results.json of a run, beside the folder. The scores in it belong to
+    the run's `best` and are used for that folder only.
 
     Example: rsa-hf card outputs/defect_minilm/best --base-model microsoft/codebert-base --seed 0
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder. Name the folder of a checkpoint.")
-    arm()
+    install_hooks()
     from rsa_hf.hub.card import CardFacts, write_card
     from rsa_hf.training.run import card_facts
 
@@ -43,5 +43,5 @@ def card(
         given = CardFacts(base_model, tuple(dataset or ()), tuple(metric) if metric else None, tuple(seed or ()))
         path = write_card(model, folder, facts.updated(given), plot=True)
     if path is None:
-        raise UserError(f"{folder / 'README.md'} is no model card, and was left alone. Move it away first.")
+        raise UserError(f"{folder / 'README.md'} is not a model card and was left as it is. Move it away first.")
     print(f"written: {path}")

@@ -1,20 +1,21 @@
-"""`rsa-hf doctor`: does it work here, and if not, why. It starts where nothing else of rsa_hf can be imported."""
+"""`rsa-hf doctor`: does rsa_hf work here, and if not, why. Runs even where the rest of rsa_hf cannot be imported."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata, util
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
-from rsa_hf.cli.findings import Finding, guarded
-from rsa_hf.cli.models import arm, load_checkpoint
+from rsa_hf.cli.models import install_hooks, load_checkpoint
 
-__all__ = ["doctor"]
+__all__ = ["Finding", "doctor", "guarded"]
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "evaluate", "huggingface_hub", "peft", "safetensors")
 OPTIONAL = {
@@ -26,25 +27,46 @@ OPTIONAL = {
 TOLERANCE = 1e-5
 
 
+class Finding(NamedTuple):
+    """One line of the report."""
+
+    verdict: str  # ok, note or FAIL
+    subject: str
+    words: str
+
+    def __str__(self) -> str:
+        return f"{self.verdict:5} {self.subject:20} {self.words}"
+
+
+def guarded(subject: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """The findings of a check; if an exception ends it, that is the last finding."""
+    try:
+        yield from check()
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        yield Finding("FAIL", subject, f"{type(error).__name__}: {first}")
+
+
 def doctor(
     model: Annotated[
         str | None,
-        typer.Option(help="Also try this model: a name on the Hub, a folder, or package:NAME/FOLDER; patched or not."),
+        typer.Option(help="Also check this model: a name on the Hub, a folder, or package:NAME/FOLDER."),
     ] = None,
 ) -> None:
-    """Show versions, backends, hooks and devices, and check one small model; the exit code is 1 if anything fails.
+    """Show versions, backends, hooks and devices, and check a small model. Exits with 1 if a check fails.
 
-    With --model, RSA's promises are tried on that model too: shut gates change no bit, later tokens leave earlier
-    outputs as they are, a cache and padding change nothing, and what is saved comes back. Its files are only read;
-    saving is tried in a temporary folder, which needs room for the model once more.
+    --model also checks a model of yours, patched or not: shut gates change no bit, later tokens do not change earlier
+    outputs, a cache and padding change nothing, and a saved model loads as it was. The model's files are only read. A
+    temporary folder needs room for one copy.
 
     Example: rsa-hf doctor --model openai-community/gpt2
     """
+    checks = {"versions": _versions, "backends": _backends, "hooks": _hooks, "self check": _self_check}
     failed = False
-    for check in (_versions, _backends, _hooks, _self_check):
-        failed |= _print(guarded(check.__name__.strip("_").replace("_", " "), check))
+    for name, check in checks.items():
+        failed |= _print(guarded(name, check))
     if model is not None and failed:
-        print(f"{'note':5} {'model':20} {model} was not tried: first mend what failed")
+        print(Finding("note", "model", f"{model} was not checked: repair the failures above first"))
     elif model is not None:
         failed |= _print(_model(model))
     print("\nsomething is wrong: see FAIL above" if failed else "\nall is well")
@@ -53,7 +75,7 @@ def doctor(
 
 
 def _print(findings: Iterator[Finding]) -> bool:
-    """Print findings as they come; whether any is a failure."""
+    """Print findings as they come. Returns whether one is a failure."""
     failed = False
     for finding in findings:
         failed |= finding.verdict == "FAIL"
@@ -62,13 +84,13 @@ def _print(findings: Iterator[Finding]) -> bool:
 
 
 def _model(name: str) -> Iterator[Finding]:
-    arm()
+    install_hooks()
     from rsa_hf.cli.doctor_model import examine
     from rsa_hf.patching import is_patched
 
     model = load_checkpoint(name)
-    had = "has RSA heads" if is_patched(model) else "is plain, and gets RSA heads for as long as it is tried"
-    yield Finding("ok", "model", f"{name}: {type(model).__name__} {had}")
+    state = "has RSA heads" if is_patched(model) else "is plain, and gets RSA heads for these checks"
+    yield Finding("ok", "model", f"{name}: {type(model).__name__} {state}")
     yield from guarded("model", lambda: examine(model))
 
 
@@ -79,9 +101,7 @@ def _versions() -> Iterator[Finding]:
         yield Finding("ok", "rsa_hf", metadata.version("rsa_hf"))
     except metadata.PackageNotFoundError:
         needed = dict[str, SpecifierSet]()
-        yield Finding("note", "rsa_hf", "is not installed, but found by its path: pip install it to have its versions")
-    from packaging.version import Version
-
+        yield Finding("note", "rsa_hf", "is not installed, only on the path: versions are not checked")
     for name in PACKAGES:
         try:
             version = metadata.version(name)
@@ -96,9 +116,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _requirements() -> Iterator[tuple[str, SpecifierSet]]:
-    """By their canonical names: installed metadata may spell huggingface_hub with a dash."""
-    from packaging.requirements import Requirement
-
+    """Required versions by canonical name: metadata may spell huggingface_hub with a dash."""
     for text in metadata.requires("rsa_hf") or ():
         requirement = Requirement(text)
         if requirement.marker is None:
@@ -108,14 +126,16 @@ def _requirements() -> Iterator[tuple[str, SpecifierSet]]:
 def _backends() -> Iterator[Finding]:
     import torch
 
-    # By the module: onnxruntime also comes in a package onnxruntime-gpu, and triton in one of another name.
+    # Looked up by module: onnxruntime may come from the package onnxruntime-gpu.
     packages = metadata.packages_distributions()
     for name, use in OPTIONAL.items():
         if util.find_spec(name) is None:
             yield Finding("note", name, f"not installed; {use}")
         else:
             found = dict.fromkeys(packages.get(name, ()))
-            yield Finding("ok", name, ", ".join(map(metadata.version, found)) or "found, of no installed package")
+            yield Finding(
+                "ok", name, ", ".join(map(metadata.version, found)) or "found, but not as an installed package"
+            )
     yield Finding("ok", "cpu", f"{torch.get_num_threads()} threads")
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
@@ -138,7 +158,7 @@ def _hooks() -> Iterator[Finding]:
 
 
 def _self_check() -> Iterator[Finding]:
-    """A tiny GPT-2: a shut gate changes no bit, an open one does what the explicit P says."""
+    """Check on a tiny GPT-2 that a shut gate changes no bit, and P V against the explicit P."""
     import torch
     from transformers import GPT2Config, GPT2Model
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.models import arm
-from rsa_hf.cli.train import PASSED_ON, Config
+from rsa_hf.cli.models import install_hooks
+from rsa_hf.cli.train import WITH_SETTINGS, Config, help_with_keys, run_errors
 
 __all__ = ["evaluate"]
 
@@ -18,35 +19,57 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a checkpo
 Split = Annotated[str, typer.Option(help="validation or test.")]
 
 
-@evaluate.command(context_settings=PASSED_ON)
-def defect(context: typer.Context, model: Model, config: Config, split: Split = "test") -> None:
+def _evaluate_defect(model: str, split: str, arguments: Sequence[str]) -> dict[str, float]:
+    from rsa_hf.tasks.train_defect_detection import evaluate
+
+    return evaluate(model, split, arguments)
+
+
+def _evaluate_lm(model: str, split: str, arguments: Sequence[str]) -> dict[str, float]:
+    from rsa_hf.tasks.train_language_model import evaluate
+
+    return evaluate(model, split, arguments)
+
+
+def _print(scores: dict[str, float]) -> None:
+    from rsa_hf.training.metrics_log import finite_or_null
+
+    print(json.dumps(finite_or_null(scores), indent=2))
+
+
+@evaluate.command(**WITH_SETTINGS)
+def defect(
+    context: typer.Context,
+    model: Model,
+    config: Config,
+    split: Split = "test",
+    _: Annotated[bool, help_with_keys(lambda: _evaluate_defect("", "", ["--help"]))] = False,
+) -> None:
     """Score a defect detector: accuracy, F1, MCC, and the majority class to compare with; as JSON.
 
-    The section `data` of CONFIG is what counts; what follows, as --key value, overrides it.
+    Of CONFIG the data and the batch size are used. Words after it, as --key value, override its keys.
 
     Example: rsa-hf evaluate defect outputs/defect_minilm/best configs/defect_minilm_embedded.yaml
     """
-    arm()
-    from rsa_hf.tasks.train_defect_detection import evaluate
-    from rsa_hf.training.metrics_log import finite_or_null
-    from rsa_hf.training.run import script_errors
-
-    with script_errors():
-        print(json.dumps(finite_or_null(evaluate(model, split, [config, *context.args])), indent=2))
+    install_hooks()
+    with run_errors():
+        _print(_evaluate_defect(model, split, [config, *context.args]))
 
 
-@evaluate.command(context_settings=PASSED_ON)
-def lm(context: typer.Context, model: Model, config: Config, split: Split = "test") -> None:
+@evaluate.command(**WITH_SETTINGS)
+def lm(
+    context: typer.Context,
+    model: Model,
+    config: Config,
+    split: Split = "test",
+    _: Annotated[bool, help_with_keys(lambda: _evaluate_lm("", "", ["--help"]))] = False,
+) -> None:
     """Score a language model: bits per byte, perplexity per word and per token; as JSON, null for infinity.
 
-    The section `data` of CONFIG is what counts; what follows, as --key value, overrides it.
+    Of CONFIG the data and the batch size are used. Words after it, as --key value, override its keys.
 
     Example: rsa-hf evaluate lm outputs/lm_bytes/best configs/lm_bytes_embedded.yaml --split validation
     """
-    arm()
-    from rsa_hf.tasks.train_language_model import evaluate
-    from rsa_hf.training.metrics_log import finite_or_null
-    from rsa_hf.training.run import script_errors
-
-    with script_errors():
-        print(json.dumps(finite_or_null(evaluate(model, split, [config, *context.args])), indent=2))
+    install_hooks()
+    with run_errors():
+        _print(_evaluate_lm(model, split, [config, *context.args]))

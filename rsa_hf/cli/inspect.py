@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from rsa_hf.cli.errors import user_input
-from rsa_hf.cli.models import arm, load_patched
+from rsa_hf.cli.models import install_hooks, load_patched
 
 __all__ = ["inspect"]
 
@@ -18,13 +18,13 @@ __all__ = ["inspect"]
 def inspect(
     path: Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name on the Hub.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Also write the decay curves and gates to this PNG.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw decay curves and gates into this PNG.")] = None,
 ) -> None:
     """Show the gates and rates of a patched checkpoint, layer by layer.
 
     Example: rsa-hf inspect outputs/demo/patched --plot rsa.png
     """
-    arm()
+    install_hooks()
     from rsa_hf.report import rsa_report
     from rsa_hf.training.metrics_log import finite_or_null
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from rsa_hf.cli.errors import UserError, user_input
-from rsa_hf.cli.models import arm, load_checkpoint
+from rsa_hf.cli.models import install_hooks, load_checkpoint
 
 __all__ = ["patch"]
 
@@ -19,18 +19,18 @@ def patch(
     plan: Annotated[
         str | None,
         typer.Option(
-            help="Settings of RSAConfig: a YAML or JSON file (also one of a run), or the settings themselves."
+            help="Settings of RSAConfig: a YAML or JSON file (a run's file too), or the settings themselves."
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into OUT though it holds files.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into OUT even if it holds files.")] = False,
 ) -> None:
-    """Put RSA heads on a pretrained model and save it, with its tokenizer and a model card.
+    """Add RSA heads to a pretrained model and save it with its tokenizer and a model card.
 
     Example: rsa-hf patch openai-community/gpt2 outputs/gpt2-rsa --plan "{num_cyclical_pairs: 2, gate_init: -3}"
     """
     if out.exists() and not (out.is_dir() and (overwrite or not any(out.iterdir()))):
         raise UserError(f"{out} exists and is not an empty folder. Choose another one, or give --overwrite.")
-    arm()
+    install_hooks()
     from rsa_hf.config import RSAConfig
     from rsa_hf.patching import is_patched, patch_model
     from rsa_hf.report import rsa_report
@@ -40,7 +40,7 @@ def patch(
         config = RSAConfig() if plan is None else RSAConfig.from_dict(_read(plan))
     model = load_checkpoint(base)
     if is_patched(model):
-        raise UserError(f"{base} has RSA heads already.")
+        raise UserError(f"{base} already has RSA heads.")
     with user_input(ValueError):
         patch_model(model, config)
     with user_input(OSError), storage_errors(out):
@@ -49,11 +49,11 @@ def patch(
     report = rsa_report(model)
     print(f"{len(report.layers)} layers patched, {report.num_parameters} RSA parameters; written: {out}")
     if not tokenizer:
-        print(f"{base} has no tokenizer that could be saved beside it.")
+        print(f"{base} has no tokenizer to save.")
 
 
 def _read(plan: str) -> Any:
-    from rsa_hf.utils.plain_yaml import read_yaml
+    from rsa_hf.training.arguments import read_yaml
 
     try:
         content = read_yaml(Path(plan).read_text(encoding="utf-8") if _is_file(plan) else plan)
@@ -67,7 +67,7 @@ def _read(plan: str) -> Any:
 def _is_file(plan: str) -> bool:
     try:
         return Path(plan).is_file()
-    except (OSError, ValueError):  # settings, too long or too strange for a name
+    except (OSError, ValueError):  # too long for the name of a file
         return False
 
 
@@ -78,7 +78,7 @@ def _save_tokenizer(base: str, out: Path) -> bool:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(locate(base))
-    except (OSError, ValueError, KeyError):  # what transformers raises for a folder without one, by its kind
+    except (OSError, ValueError, KeyError):  # transformers raises one of them, depending on the model type
         return False
     tokenizer.save_pretrained(out)
     return True

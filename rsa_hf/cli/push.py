@@ -8,16 +8,16 @@ from typing import Annotated
 import typer
 
 from rsa_hf.cli.errors import UserError, user_input
-from rsa_hf.cli.models import arm
+from rsa_hf.cli.models import install_hooks
 
 __all__ = ["push"]
 
 
 def push(
     folder: Annotated[Path, typer.Argument(help="Folder of a patched checkpoint.")],
-    repo: Annotated[str, typer.Argument(help="USER/NAME on the Hub; made where it does not exist.")],
+    repo: Annotated[str, typer.Argument(help="USER/NAME on the Hub, created if needed.")],
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
-    revision: Annotated[str | None, typer.Option(help="The branch; default main.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch; default main.")] = None,
 ) -> None:
     """Upload a patched checkpoint to the Hub: weights in safetensors, config, tokenizer, model card and picture.
 
@@ -25,7 +25,7 @@ def push(
 
     Example: rsa-hf push outputs/defect_minilm/best someone/codebert-rsa --private
     """
-    arm()
+    install_hooks()
     from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]
 
     from rsa_hf.hub.push import push_folder

@@ -10,30 +10,32 @@ from typing import Annotated
 import typer
 
 from rsa_hf.cli.errors import UserError, user_input
-from rsa_hf.cli.models import arm
+from rsa_hf.cli.models import install_hooks
 
 __all__ = ["reproduce"]
 
 
 def reproduce(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="An experiment, or: all, list, page.")],
-    full: Annotated[bool, typer.Option("--full/--quick", help="The larger sizes, or minutes on two cores.")] = False,
-    out: Annotated[Path, typer.Option(help="The folder that gets RESULTS.md and results/reproduce.")] = Path("."),
-    seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds; default as the experiment says.")] = None,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An experiment, or one of: all, list, page.")],
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="The large size, or one that takes minutes on two cores.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for RESULTS.md and results/reproduce.")] = Path("."),
+    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds; default the experiment's own.")] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="SETTING=VALUE", help="Run a part, e.g. model=1M; several values: a,b. May be repeated."),
+        typer.Option(metavar="SETTING=VALUE", help="Run a part, e.g. model=1M or model=1M,2M. May be repeated."),
     ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Cells at a time; default one a core, or one a GPU.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; default one per core, or per GPU.")] = None,
 ) -> None:
-    """Run an experiment of the paper: table, figure, verdict; one that was broken off goes on where it was.
+    """Run an experiment of the paper and write its table, figure and verdict. An interrupted one continues.
 
-    NAME is one of those that `list` shows; `all` runs every one, `page` only writes RESULTS.md again. Data is looked
-    for in the folder that the environment variable RSA_HF_DATA names.
+    `list` shows the names, `all` runs every experiment, `page` only writes RESULTS.md again. Data is read from the
+    folder in the environment variable RSA_HF_DATA.
 
     Example: rsa-hf reproduce linear-rnn --quick
     """
-    arm()
+    install_hooks()
     from rsa_hf.experiments.runner.data import MissingDataError
     from rsa_hf.experiments.runner.experiment import EXPERIMENTS, Size, find_experiment, is_written
     from rsa_hf.experiments.runner.page import write_page
@@ -44,7 +46,7 @@ def reproduce(
     given = {"--full": full, "--seeds": seeds, "--only": only, "--jobs": jobs}
     for_a_run = [option for option, value in given.items() if value]
     if name in ("list", "page") and for_a_run:
-        raise UserError(f"{', '.join(for_a_run)}: {name} runs nothing; name an experiment instead.")
+        raise UserError(f"{', '.join(for_a_run)}: {name} runs no experiment. Name one instead.")
     if name == "list":
         for each, about in EXPERIMENTS.items():
             print(f"{each:18} {about}{'' if is_written(each) else ' (not in this version)'}")
@@ -53,7 +55,7 @@ def reproduce(
     size: Size = "full" if full else "quick"
     parts = _parts(only or [])
     if parts and name == "all":
-        raise UserError("--only is for the settings of one experiment; name it instead of all.")
+        raise UserError("--only selects settings of one experiment. Name it instead of all.")
     jobs = jobs or default_jobs()
     with user_input(RequestError):
         whole = name == "all" and seeds is None and is_fresh(out, size, chosen)
@@ -66,7 +68,7 @@ def reproduce(
                 with user_input(RequestError):
                     conclusion = run_experiment(experiment, size, out, seeds, only=parts, workers=workers)
             except ModuleNotFoundError:
-                raise  # a fault of ours: a package that the user has to install is told as an ImportError
+                raise  # a fault: a package that the user has to install is reported as an ImportError
             except (MissingDataError, ImportError) as error:
                 missing.append(f"{each}: {error}")
                 continue

@@ -2,47 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rsa_hf.cli.errors import UserError
-from rsa_hf.cli.models import arm
-from rsa_hf.cli.train import Config
+from rsa_hf.cli.models import install_hooks
+from rsa_hf.cli.train import Config, help_with_keys, run_errors
 
 __all__ = ["search_heads"]
+
+
+def _search(arguments: Sequence[str], trials: int, dilations: Sequence[int], storage: Path | None) -> None:
+    from rsa_hf.tasks.search_language_model import main
+
+    main(arguments, trials, dilations, storage)
 
 
 def search_heads(
     context: typer.Context,
     config: Config,
-    trials: Annotated[int, typer.Option(min=1, help="How many plans in all, those of the file included.")] = 30,
+    trials: Annotated[int, typer.Option(min=1, help="Number of plans, with those in --storage.")] = 30,
     dilations: Annotated[
-        str, typer.Option(help="The factors d that dilated heads may have; '' for no dilated heads.")
+        str, typer.Option(help="Factors d that dilated heads may have; '' for no dilated heads.")
     ] = "2,4,8",
     storage: Annotated[
         Path | None,
-        typer.Option(help="The file that keeps what was tried; a search goes on from it. [OUTPUT_DIR/head_plans.log]"),
+        typer.Option(help="File that keeps the trials; a search continues from it. [OUTPUT_DIR/head_plans.log]"),
     ] = None,
+    _: Annotated[bool, help_with_keys(lambda: _search(["--help"], 1, (), None))] = False,
 ) -> None:
     """Search the head plan of a language model: which heads become RSA heads, and of which kinds.
 
-    CONFIG is the file of a run of `rsa-hf train lm`; what follows, as --key value, overrides it. Each plan is trained
-    as it says and scored on the validation text. The best one is printed as the section `rsa` of such a file.
+    CONFIG is the file of a run of `rsa-hf train lm`; words after it, as --key value, override its keys. Each plan is
+    trained as the file says and scored on the validation text. The best one is printed as a section `rsa`.
 
     Example: rsa-hf search-heads configs/lm_bytes_embedded.yaml --trials 20 --max_steps 100 --output_dir outputs/search
     """
-    arm()
-    from rsa_hf.tasks.search_language_model import main
-    from rsa_hf.training.run import script_errors
-
+    install_hooks()
     try:
         factors = [int(word) for word in dilations.replace(",", " ").split()]
     except ValueError as error:
-        raise UserError(f"--dilations {dilations!r}: whole numbers are needed, with commas between them.") from error
-    try:
-        with script_errors():
-            main([config, *context.args], trials, factors, storage)
-    except ImportError as error:
-        raise UserError(str(error)) from error
+        raise UserError(f"--dilations {dilations!r}: whole numbers with commas between them are needed.") from error
+    with run_errors():
+        _search([config, *context.args], trials, factors, storage)

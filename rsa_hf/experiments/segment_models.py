@@ -18,7 +18,7 @@ from rsa_hf.tasks.segments import EvaluationSegments, TrainingTracks
 from rsa_hf.tasks.text8 import TEXT8_SYMBOLS, clean_text8
 from rsa_hf.tasks.texts import LanguageModelingDataConfig, read_texts
 from rsa_hf.training.carried import CarriedState
-from rsa_hf.training.param_groups import param_groups
+from rsa_hf.training.optimizer import param_groups
 
 __all__ = [
     "ARCHITECTURES",

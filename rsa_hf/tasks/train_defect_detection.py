@@ -17,9 +17,8 @@ from rsa_hf.tasks import defect_detection as task
 from rsa_hf.tasks.audit import audit, format_audit
 from rsa_hf.tasks.defect_data import DefectDataConfig, Example, load_defect_data
 from rsa_hf.training.arguments import read_run_config
-from rsa_hf.training.loop import train
+from rsa_hf.training.loop import make_accelerator, train
 from rsa_hf.training.run import (
-    launched_accelerator,
     load_model,
     predict_logits,
     report_results,
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
     """
     config = read_run_config(arguments, DefectDataConfig)
     training, output = config.training, Path(config.training.output_dir)
-    accelerator = launched_accelerator(training.mixed_precision)
+    accelerator = make_accelerator(training.mixed_precision)
     set_seed(training.seed)
     source = config.model.tokenizer or config.model.name_or_path
     if source is None:
@@ -78,6 +77,7 @@ def main(arguments: Sequence[str]) -> None:
         class_weights=task.class_weights(labels).tolist() if training.class_weights else None,
         tokenizer=tokenizer,
         settings=config.to_dict(),
+        accelerator=accelerator,
     )
     if not accelerator.is_main_process:
         return

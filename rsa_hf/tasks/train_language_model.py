@@ -18,9 +18,8 @@ from rsa_hf.tasks.language_modeling import (
 from rsa_hf.tasks.perplexity import evaluate_language_model, set_memory
 from rsa_hf.tasks.segments import EvaluationSegments
 from rsa_hf.training.arguments import read_run_config
-from rsa_hf.training.loop import train
+from rsa_hf.training.loop import make_accelerator, train
 from rsa_hf.training.run import (
-    launched_accelerator,
     load_model,
     report_results,
     require_positions_known,
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
     """
     config = read_run_config(arguments, LanguageModelingDataConfig)
     training = config.training
-    accelerator = launched_accelerator(training.mixed_precision)
+    accelerator = make_accelerator(training.mixed_precision)
     set_seed(training.seed)
     tokenizer_name = config.model.tokenizer or config.model.name_or_path
     if tokenizer_name is None:
@@ -72,6 +71,7 @@ def main(arguments: Sequence[str]) -> None:
         greater_is_better=False,
         tokenizer=tokenizer,
         settings=config.to_dict(),
+        accelerator=accelerator,
     )
     if not accelerator.is_main_process:
         return

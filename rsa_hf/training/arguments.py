@@ -1,101 +1,185 @@
-"""Read the settings of a run from one YAML file and from `--key value` on the command line."""
+"""Read the settings of a run from a YAML file and from `--key value` on the command line."""
 
 from __future__ import annotations
 
 import difflib
-import types
-from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, Field, fields
+import re
+from argparse import SUPPRESS
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_loader, set_parsing_settings
 
 from rsa_hf.config import RSAConfig
 from rsa_hf.training.settings import ModelSettings, RunConfig, TrainingSettings
-from rsa_hf.utils.brief import brief
-from rsa_hf.utils.plain_yaml import read_yaml
 
-__all__ = ["ConfigError", "read_run_config"]
+__all__ = ["ConfigError", "read_run_config", "read_yaml", "settings_parser"]
 
 DataSettings = TypeVar("DataSettings")
 
 
 class ConfigError(ValueError):
-    """A setting that is unknown, of the wrong type, or not allowed."""
+    """A setting that is unknown, has the wrong type, or has a value that is not allowed."""
 
 
 def read_run_config(arguments: Sequence[str], data_type: type[DataSettings]) -> RunConfig[DataSettings]:
     """Read a YAML file and the command-line settings that override it.
 
-    The file has the sections `model`, `rsa` (null, or the fields of `RSAConfig`), `data` and `training`; what
-    it leaves out has its default. On the command line a setting is `--section.key value`, or `--key value`
-    where only one section has that key; `=` may stand for the space. `--rsa null` takes the RSA heads off.
-    One entry of a mapping is set with a further dot, as in `--config_overrides.hidden_size 64`. Values are
-    read as YAML.
+    The file has the sections `model`, `rsa` (null, or the fields of `RSAConfig`), `data` and `training`. Keys that it
+    leaves out have their defaults. On the command line a setting is `--section.key value`, or `--key value` where only
+    one section has that key; `--key=value` works too. `--rsa null` trains the plain model. A further dot sets one
+    entry of a mapping, as in `--config_overrides.hidden_size 64`. Values are read as YAML 1.2.
 
     Args:
-        arguments: what stands after the script's name. `--help` prints all keys and exits.
+        arguments: the words after the script's name. `--help` prints all keys and exits.
         data_type: the dataclass of the `data` section.
 
     Returns:
-        The settings, all of the right type.
+        The settings, with every value of the type of its field.
 
     Raises:
-        ConfigError: the file cannot be read, or a setting is unknown, ambiguous, of the wrong type or not
-            allowed.
+        ConfigError: the file cannot be read, or a setting is unknown, ambiguous, of the wrong type or not allowed.
     """
-    sections = {"model": ModelSettings, "rsa": RSAConfig, "data": data_type, "training": TrainingSettings}
+    parser, sections = settings_parser(data_type), _sections(data_type)
     if {"-h", "--help"} & set(arguments):
-        print(_help(sections))
+        parser.print_help()
         raise SystemExit(0)
-    path, overrides = _split_arguments(arguments)
-    content = _read_yaml(path)
-    for section in content:
-        if section not in sections:
-            raise ConfigError(f"{path}: {_unknown('section', section, sections)}")
+    path, overrides = _split(arguments)
+    content = _read_file(path, sections)
+    patched = "rsa" in content
+    words: list[str] = []
     for spelled, text in overrides:
-        _override(content, sections, spelled, text)
-    return RunConfig(
-        model=_build("model", ModelSettings, content.get("model")),
-        rsa=None if content.get("rsa") is None else _build("rsa", RSAConfig, content["rsa"]),
-        data=_build("data", data_type, content.get("data")),
-        training=_build("training", TrainingSettings, content.get("training")),
+        name = _full_name(spelled, sections)
+        section, _, key = name.partition(".")
+        if name == "rsa":  # takes the place of all that was said before
+            content.pop("rsa", None)
+            words = [word for word in words if not word.startswith("--rsa")]
+        if section == "rsa":
+            patched = name != "rsa" or read_yaml(text) is not None
+            if not patched:
+                continue
+        hint = get_type_hints(sections[section]).get(key)
+        words.append(f"--{name}={_as_jsonargparse_spells(text, hint)}")
+    try:
+        values = parser.parse_args(words, namespace=parser.parse_object(content))
+    except (ArgumentError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(_one_line(error, sections)) from error
+    built = {
+        name: _build(name, section, values[name]) for name, section in sections.items() if name != "rsa" or patched
+    }
+    return RunConfig(built["model"], built.get("rsa"), built["data"], built["training"])
+
+
+def settings_parser(data_type: type) -> ArgumentParser:
+    """The parser of a run's settings; its help lists every key with type, default and docstring."""
+    set_loader("yaml1.2", read_yaml, exceptions=(ValueError,))
+    # Without these, `class_path: MODULE.NAME` below a key of any type imports that module.
+    set_parsing_settings(import_path_denylist=["*"], instantiate_subclass_spec_in_any=False)
+    parser = ArgumentParser(
+        parser_mode="yaml1.2",
+        exit_on_error=False,
+        default_env=False,
+        add_help=False,
+        usage=SUPPRESS,
+        description="Keys of CONFIG. --section.key VALUE overrides one, or --key VALUE where only one section has it. "
+        "--rsa null trains the plain model.",
     )
+    for name, section in _sections(data_type).items():
+        parser.add_class_arguments(section, name)
+    return parser
 
 
-def _help(sections: dict[str, type]) -> str:
-    lines = ["usage: SCRIPT CONFIG.yaml [--key value | --section.key value | --key=value] …", ""]
-    for name, section in sections.items():
-        lines.append(f"{name}:" + (" (or null: the plain model)" if name == "rsa" else ""))
-        lines += [f"  {field.name} (default: {_default(field)!r})" for field in fields(section)]
-    return "\n".join(lines)
-
-
-def _default(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
+def _sections(data_type: type) -> dict[str, Any]:
+    return {"model": ModelSettings, "rsa": RSAConfig, "data": data_type, "training": TrainingSettings}
 
 
 # --- YAML ---------------------------------------------------------------------------------------------------
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+class _Loader(yaml.SafeLoader):
+    """The core schema of YAML 1.2 for plain values, without repeated keys.
+
+    In YAML 1.1, PyYAML's default, 1e-4 is a string and the `no` of `mixed_precision: no` is False.
+    """
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own class attribute
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = Counter(key.value for key, _ in node.value if isinstance(key.value, str))
+        for key, times in keys.items():
+            if times > 1:
+                line = node.start_mark.line + 1
+                raise yaml.YAMLError(f"{key!r} is given more than once in the mapping that starts in line {line}")
+        return super().construct_mapping(node, deep)
+
+
+for _tag, _pattern, _starts in (
+    ("null", r"null|~|", ["n", "~", ""]),
+    ("bool", r"true|false", ["t", "f"]),
+    ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
+    # Beside .inf also -inf, which a shut gate is written as.
+    ("float", r"[-+]?((\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|\.inf)|-inf|\.nan", list("-+.0123456789")),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_pattern})$"), _starts)
+
+
+def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+    return float(loader.construct_scalar(node).replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+
+
+def read_yaml(text: str) -> Any:
+    """Read plain values from a text of YAML 1.2 or JSON.
+
+    Raises:
+        ValueError: the text is not valid YAML, or asks for other than plain values.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader: it builds plain values only
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        # A value that does not fit its tag, such as `!!bool x`, makes PyYAML raise errors of Python's own.
+        raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _read_file(path: Path, sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the sections of a file that are not null, and check the names of sections and keys."""
     try:
         content = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read {path} ({error.strerror}). Give the path of a YAML file.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no valid YAML: {error}") from error
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Give the path of a YAML file.") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is {error}") from error
+        raise ConfigError(f"{path}: {error}") from error
     content = {} if content is None else content
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds {type(content).__name__}, not a mapping of sections to settings.")
-    return content
+        raise ConfigError(f"{path}: sections with settings are needed, got {type(content).__name__}.")
+    checked: dict[str, Any] = {}
+    for name, values in content.items():
+        if name not in sections:
+            raise ConfigError(f"{path}: {_unknown('section', name, sections)}")
+        if values is None:
+            continue
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: {name}={values!r:.200}: a mapping of keys to values is needed.")
+        hints = get_type_hints(sections[name])
+        for key in values:
+            if key not in _keys(sections[name]):
+                raise ConfigError(f"{path}: {name}: {_unknown('key', key, _keys(sections[name]))}")
+        checked[name] = {key: _integer_if_whole(value, hints[key]) for key, value in values.items()}
+    return checked
 
 
 # --- command line -------------------------------------------------------------------------------------------
 
 
-def _split_arguments(arguments: Sequence[str]) -> tuple[Path, list[tuple[str, str]]]:
+def _split(arguments: Sequence[str]) -> tuple[Path, list[tuple[str, str]]]:
+    """Split the words of a command line into the path of the file, and pairs of key and value."""
     paths: list[str] = []
     overrides: list[tuple[str, str]] = []
     rest = list(arguments)
@@ -111,46 +195,18 @@ def _split_arguments(arguments: Sequence[str]) -> tuple[Path, list[tuple[str, st
         else:
             overrides.append((word[2:], rest.pop(0)))
     if len(paths) != 1:
-        got = f"got {', '.join(map(repr, paths))}" if paths else "got none"
-        raise ConfigError(f"one YAML file is needed before the --key value settings, {got}.")
+        raise ConfigError(f"one YAML file is needed before the --key value settings, got {paths or 'none'}.")
     return Path(paths[0]), overrides
 
 
-def _override(content: dict[str, Any], sections: dict[str, type], spelled: str, text: str) -> None:
-    try:
-        value = read_yaml(text)
-    except ValueError as error:
-        raise ConfigError(f"--{spelled} {text:.200}: the value is {error}") from error
-    if spelled == "rsa":
-        content["rsa"] = value
-        return
-    section, key, entry = _locate(sections, spelled)
-    target = content.get(section)
-    if target is None:
-        target = content[section] = {}
-    if not isinstance(target, dict):
-        return  # `_build` says what is wrong with the file's section
-    if entry is None:
-        # A name such as 2024 is a number to YAML, but on the command line nobody quotes twice.
-        is_name = isinstance(value, (int, float)) and str in _members(get_type_hints(sections[section])[key])
-        target[key] = text if is_name else value
-    else:
-        mapping = target.get(key) or {}
-        if not isinstance(mapping, dict):
-            raise ConfigError(f"--{spelled}: {section}.{key} is {brief(mapping)}, not a mapping with entries.")
-        target[key] = {**mapping, entry: value}
-
-
-def _locate(sections: dict[str, type], spelled: str) -> tuple[str, str, str | None]:
-    """The section, the key and, for an entry of a mapping, its name."""
+def _full_name(spelled: str, sections: Mapping[str, Any]) -> str:
+    """The name of a setting with its section."""
     first, _, rest = spelled.partition(".")
     if first in sections:
-        key, _, entry = rest.partition(".")
-        if not key:
-            raise ConfigError(f"--{spelled} is a section. Set one of its keys, as in --{first}.KEY VALUE.")
-        if key not in _keys(sections[first]):
+        key = rest.partition(".")[0]
+        if key and key not in _keys(sections[first]):
             raise ConfigError(f"--{spelled}: {_unknown('key', key, _keys(sections[first]))}")
-        return first, key, entry or None
+        return spelled
     owners = [name for name, section in sections.items() if first in _keys(section)]
     if len(owners) > 1:
         choices = " or ".join(f"--{owner}.{spelled}" for owner in owners)
@@ -158,30 +214,7 @@ def _locate(sections: dict[str, type], spelled: str) -> tuple[str, str, str | No
     if not owners:
         known = [key for section in sections.values() for key in _keys(section)]
         raise ConfigError(f"--{spelled}: {_unknown('key', first, [*dict.fromkeys(known), 'rsa'])}")
-    return owners[0], first, rest or None
-
-
-# --- sections -----------------------------------------------------------------------------------------------
-
-
-def _build(name: str, section: type[Any], values: Any) -> Any:
-    """Make a section's dataclass of a mapping."""
-    values = {} if values is None else values
-    if not isinstance(values, dict):
-        raise ConfigError(f"{name}={brief(values)}: a mapping of keys to values is needed.")
-    for key in values:
-        if key not in _keys(section):
-            raise ConfigError(f"{name}: {_unknown('key', key, _keys(section))}")
-    if section is not RSAConfig:  # which checks its own types, and lets -inf pass as a word
-        types_of = get_type_hints(section)
-        values = {key: _convert(f"{name}.{key}", value, types_of[key]) for key, value in values.items()}
-    for field in fields(section):
-        if field.name not in values and field.default is MISSING and field.default_factory is MISSING:
-            raise ConfigError(f"{name}.{field.name} is missing; it has no default.")
-    try:
-        return section(**values)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name}: {error}") from error
+    return f"{owners[0]}.{spelled}"
 
 
 def _keys(section: type[Any]) -> list[str]:
@@ -189,69 +222,55 @@ def _keys(section: type[Any]) -> list[str]:
 
 
 def _unknown(what: str, name: object, known: Iterable[str]) -> str:
-    known = list(known)
-    near = difflib.get_close_matches(brief(name).strip("'"), known, n=1)
+    near = difflib.get_close_matches(str(name), list(known), n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"unknown {what} {brief(name)}.{hint} Allowed: {', '.join(known)}."
+    return f"unknown {what} {name!r:.200}.{hint} Allowed: {', '.join(known)}."
 
 
-def _members(expected: Any) -> tuple[Any, ...]:
-    """The types that a type allows: the members of a union, else itself."""
-    return get_args(expected) if get_origin(expected) in (Union, types.UnionType) else (expected,)
+# --- values -------------------------------------------------------------------------------------------------
 
 
-def _convert(name: str, value: Any, expected: Any) -> Any:
-    """Bring a value to the type of its field.
-
-    Raises:
-        ConfigError: it does not fit.
-    """
-    for member in _members(expected):
-        converted = _convert_to_one(value, member)
-        if converted is not _NO_FIT:
-            return converted
-    quotes = " Put it in quotes." if str in _members(expected) and isinstance(value, (int, float)) else ""
-    raise ConfigError(f"{name}={brief(value)}: {_describe(expected)} is needed, got {type(value).__name__}.{quotes}")
+def _members(hint: Any) -> tuple[Any, ...]:
+    """The types that a union allows; of another type, that type."""
+    return get_args(hint) or (hint,)
 
 
-_NO_FIT = object()
+def _integer_if_whole(value: Any, hint: Any) -> Any:
+    """Make an integer of 1e4, a float to YAML, for a field that takes integers alone."""
+    is_whole = isinstance(value, float) and value.is_integer()
+    return int(value) if is_whole and int in _members(hint) and float not in _members(hint) else value
 
 
-def _convert_to_one(value: Any, expected: Any) -> Any:
-    origin = get_origin(expected)
-    if origin is Literal:
-        return value if value in get_args(expected) else _NO_FIT
-    if origin in (list, tuple):
-        if not isinstance(value, (list, tuple)):
-            return _NO_FIT
-        entries = [_convert_to_one(entry, get_args(expected)[0]) for entry in value]
-        return _NO_FIT if _NO_FIT in entries else origin(entries)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if expected is float:
-        try:
-            return float(value) if is_number else _NO_FIT
-        except OverflowError:  # a whole number beyond what a float holds
-            return _NO_FIT
-    if expected is int:
-        return int(value) if is_number and value == value // 1 else _NO_FIT
-    if expected is Any:
-        return value
-    return value if isinstance(value, origin or expected) else _NO_FIT
+def _as_jsonargparse_spells(text: str, hint: Any) -> str:
+    """Spell 1e4 for an integer and -inf for a float as jsonargparse reads them."""
+    if text == "-inf" and float in _members(hint):
+        return "-.inf"
+    is_number = re.fullmatch(r"\d+(\.\d*)?[eE]\+?\d+", text)
+    return str(_integer_if_whole(float(text), hint)) if is_number and int in _members(hint) else text
 
 
-def _describe(expected: Any) -> str:
-    names = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "a string",
-        dict: "a mapping",
-    }
-    names |= {list: "a list", tuple: "a list", types.NoneType: "null"}
-    words = []
-    for member in _members(expected):
-        if get_origin(member) is Literal:
-            words.append(f"one of {', '.join(get_args(member))}")
-        else:
-            words.append(names[get_origin(member) or member])
-    return " or ".join(words)
+def _build(name: str, section: Any, values: Namespace) -> Any:
+    for key, hint in get_type_hints(section).items():
+        if values[key] is None and NoneType not in _members(hint):  # which jsonargparse takes for a key left out
+            raise ConfigError(f"{name}.{key}=None: {_in_words(hint)} is needed.")
+    try:
+        return section(**{key: values[key] for key in _keys(section)})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def _one_line(error: Exception, sections: Mapping[str, Any]) -> str:
+    """Jsonargparse's message, which has a line for each type that was tried, as one line."""
+    text = str(error)
+    names = re.findall(r'Parser key "(\w+)\.(\w+)[\w.]*"', text)
+    given = re.search(r"(?:Got|Given) value: (.*)", text)
+    if names and given:
+        section, key = names[-1]
+        expected = _in_words(get_type_hints(sections[section])[key])
+        return f"{section}.{key}={given[1]:.200}: {expected} is needed."
+    return " ".join(text.split())[:2000]
+
+
+def _in_words(hint: Any) -> str:
+    name = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+    return name.replace("typing.", "")

@@ -1,8 +1,8 @@
-"""What a model carries from one segment of a text to the next, from step to step of a run.
+"""Memory that a model carries from one segment of a text to the next, across the steps of a run.
 
-A model that carries something names it: its class attribute `segment_state` is the argument of `forward` that takes
-what was carried, and the field of its output that returns it for the segment that follows: "mems" of Transformer-XL,
-"state" of recurrent networks. It is made of tensors in tuples, lists or dicts, without gradient.
+Such a model has a class attribute `segment_state`: the name of the argument of `forward` that takes the memory, and of
+the field of the output that returns it for the next segment: "mems" for Transformer-XL, "state" for recurrent
+networks. The memory consists of tensors without gradient in tuples, lists or dicts.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from accelerate.utils import recursively_apply, send_to_device
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-__all__ = ["CarriedState", "Tracks", "carried_from", "segment_state_of"]
+__all__ = ["CarriedState", "ParallelStreams", "carried_from", "segment_state_of"]
 
 
 @runtime_checkable
-class Tracks(Protocol):
-    """A data set of segments: each row of a batch continues the same row, `num_tracks` examples before."""
+class ParallelStreams(Protocol):
+    """A data set of segments of parallel text streams: example i continues example i − `num_tracks`."""
 
     num_tracks: int
 
@@ -31,30 +31,30 @@ class Tracks(Protocol):
 
 
 def segment_state_of(model: nn.Module) -> str:
-    """The name of what a model carries from segment to segment.
+    """The name of a model's memory.
 
     Raises:
-        ValueError: it carries nothing.
+        ValueError: it has none.
     """
     name = getattr(model, "segment_state", None)
     if not isinstance(name, str):
         raise ValueError(
             f"a {type(model).__name__} carries nothing from segment to segment: it has no segment_state. Set "
-            "data.carry_memory to false, which trains and scores blocks one by one, or take a model that does "
+            "data.carry_memory to false to train and score separate blocks, or choose a model with memory "
             "(model.model_type 'transfo-xl' or 'recurrent')."
         )
     return name
 
 
 def carried_from(outputs: Any, name: str) -> Any:
-    """What a segment's outputs hand on to the next one.
+    """The memory in a model's outputs.
 
     Args:
         outputs: of the model.
-        name: as `segment_state_of` gives it.
+        name: of the memory, as `segment_state_of` returns it.
 
     Raises:
-        ValueError: nothing.
+        ValueError: there is none.
     """
     state = getattr(outputs, name, None)
     if state is None:
@@ -66,13 +66,13 @@ def carried_from(outputs: Any, name: str) -> Any:
 
 
 class CarriedState:
-    """What the tracks of a run carry, for each micro-batch of a step.
+    """The memory of the parallel streams of a run, for each micro-batch of a step.
 
     Args:
         model: the model before Accelerate wraps it.
 
     Raises:
-        ValueError: it carries nothing.
+        ValueError: it has no memory.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -81,39 +81,39 @@ class CarriedState:
         self._states: dict[int, Any] = {}
 
     def reset(self) -> None:
-        """Forget everything: each track begins again."""
+        """Forget the memory of all streams."""
         self._states = {}
 
     def mean_loss(self, model: nn.Module, batch: Mapping[str, Tensor], micro_batch: int) -> Tensor:
-        """The mean loss over the tokens that follow each of a segment's, which moves its tracks on.
+        """The mean next-token loss of a segment. Updates the memory of its streams.
 
         Args:
-            model: what is called, wrapped or not.
+            model: the model, wrapped by Accelerate or not.
             batch: `input_ids` and `shift_labels`, [B, T].
-            micro_batch: which of the step's, counted from 0; it continues the one of this number before.
+            micro_batch: index of the micro-batch in its step; it continues that of the step before.
         """
         inputs: dict[str, Any] = {**batch, self.name: self._states.get(micro_batch)}
         if not self._computes_loss:
             targets = inputs.pop("shift_labels")
         outputs = model(**inputs)
         self._states[micro_batch] = carried_from(outputs, self.name)
-        if self._computes_loss:  # an adaptive softmax never makes all logits for it
+        if self._computes_loss:  # an adaptive softmax computes it without all logits
             loss: Tensor = outputs.loss
             return loss
         return cross_entropy(outputs.logits.flatten(0, 1).float(), targets.flatten())
 
     def save(self, folder: Path, process: int) -> None:
-        """Write what this process's tracks carry into a checkpoint."""
-        # Clones: of a view of a longer memory all of it would be written.
+        """Write the memory of this process's streams into a checkpoint."""
+        # Clones: torch.save writes the whole storage behind a view.
         torch.save(recursively_apply(torch.clone, self._states), folder / _file(process))
 
     def load(self, folder: Path, process: int, device: torch.device) -> None:
-        """Read what `save` has written.
+        """Read the memory from a checkpoint.
 
         Raises:
             OSError: there is no such file.
         """
-        # To the CPU first: torch.load does not know the device cpu:0 of processes that gloo joins.
+        # To the CPU first: torch.load does not accept cpu:0, the device of processes under gloo.
         states = torch.load(folder / _file(process), map_location="cpu", weights_only=True)
         self._states = send_to_device(states, device)
 

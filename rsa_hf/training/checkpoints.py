@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written whole or not at all, the newest kept, and continued only by the same run."""
+"""Checkpoints of the training loop: written atomically, the newest kept, resumed only under the same settings."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["CheckpointFolder", "Progress"]
 
 logger = logging.getLogger(__name__)
 
-KEPT = 2  # the newest, and one more in case that one proves unreadable
+KEPT = 2  # the newest, and one more in case it is damaged
 _PROGRESS_FILE = "progress.json"
-# Settings that may change when a run is continued: they decide what is shown and kept, not what is learned.
+# Settings that may change when a run is continued: they do not affect what is learned.
 _FREE_SETTINGS = {
     f"training.{name}"
     for name in (
@@ -38,15 +38,15 @@ _FREE_SETTINGS = {
 
 @dataclass
 class Progress:
-    """How far a run has come: all that a checkpoint holds beside the states of model, optimiser and the rest.
+    """The progress of a run. A checkpoint has it beside the states that Accelerate saves.
 
     Attributes:
         step: optimiser steps done.
-        tokens: input tokens seen, padding not counted.
-        losses: the loss of every step since the last line in the log.
-        metrics: the last evaluation.
-        best_step: the step of the best evaluation; None before the first.
-        best_metrics: that evaluation.
+        tokens: input tokens seen, without padding.
+        losses: the loss of each step since the last line in the log.
+        metrics: results of the last evaluation.
+        best_step: step of the best evaluation; None before the first.
+        best_metrics: results of the best evaluation.
     """
 
     step: int = 0
@@ -58,23 +58,25 @@ class Progress:
 
 
 class CheckpointFolder:
-    """The checkpoints of one run, `step-N` below a folder.
+    """The checkpoints of a run, subfolders `step-N` of a folder.
+
+    Every process has to call `recover`, `save`, `load` and `clear`.
 
     Args:
-        path: the folder; made when the first checkpoint is saved.
-        settings: what decides the run, as nested mappings; a checkpoint remembers it.
-        accelerator: whose state is saved and loaded; every process has to call `save`, `load` and `clear`.
+        path: the folder. It is created with the first checkpoint.
+        settings: the settings of the run, as nested mappings. They are saved with each checkpoint.
+        accelerator: its state is saved and loaded.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], accelerator: Accelerator) -> None:
         self.path = path
         self.accelerator = accelerator
         flat = {name: value for name, value in _flatten(settings).items() if name not in _FREE_SETTINGS}
-        # Through JSON, so that what is compared later has the types that it is read back with.
+        # Through JSON, for a comparison with settings that were read from a checkpoint.
         self.settings: dict[str, Any] = json.loads(json.dumps(flat))
 
     def recover(self) -> None:
-        """Clear up what a killed run has left."""
+        """Delete incomplete checkpoints of a killed run."""
         if self.accelerator.is_main_process:
             with storage_errors(self.path):
                 for left in self.path.glob(".step-*"):
@@ -85,11 +87,11 @@ class CheckpointFolder:
         """Write `step-N`, and delete all but the newest checkpoints.
 
         Args:
-            progress: how far the run has come.
-            carried: what the model carries to the next step, of this process.
+            progress: saved with the checkpoint.
+            carried: the model's memory on this process, if it has one.
 
         Raises:
-            StorageError: it cannot be written; the checkpoints before are whole.
+            StorageError: it cannot be written. Earlier checkpoints stay intact.
         """
         folder = self.path / f"step-{progress.step}"
         temporary = self.path / f".{folder.name}.tmp"
@@ -117,22 +119,22 @@ class CheckpointFolder:
             self._drop_old()
 
     def _drop_old(self) -> None:
-        """Delete all but the newest of the whole checkpoints."""
+        """Delete all but the newest intact checkpoints."""
         for old in [folder for folder in self._saved() if _fault(folder) is None][:-KEPT]:
             discard(old)
 
     def newest(self) -> Path | None:
-        """The newest whole checkpoint; None where none was saved.
+        """The newest intact checkpoint, or None if none was saved.
 
         Raises:
-            ValueError: there are checkpoints, but all of them are damaged.
+            ValueError: all checkpoints are damaged.
         """
         faults: list[str] = []
         for folder in reversed(self._saved()):
             fault = _fault(folder)
             if fault is None:
                 for damaged in faults:
-                    logger.warning("%s; %s is taken, the newest that is whole.", damaged, folder)
+                    logger.warning("%s; continuing from %s, the newest intact one.", damaged, folder)
                 return folder
             faults.append(f"the checkpoint {folder} is damaged: {fault}")
         if faults:
@@ -140,14 +142,14 @@ class CheckpointFolder:
         return None
 
     def load(self, folder: Path, carried: CarriedState | None = None) -> Progress:
-        """Set everything as it was when a checkpoint was saved, random generators included.
+        """Restore the state of a checkpoint, random number generators included.
 
         Args:
             folder: the checkpoint.
-            carried: set to what the model carried.
+            carried: the model's memory, restored too.
 
         Raises:
-            ValueError: the folder is no whole checkpoint, or one of a run with other settings.
+            ValueError: the checkpoint is missing or damaged, or belongs to a run with other settings.
         """
         try:
             content = json.loads((folder / _PROGRESS_FILE).read_text(encoding="utf-8"))
@@ -157,8 +159,8 @@ class CheckpointFolder:
             fault = str(error)
         if fault is not None:
             raise ValueError(
-                f"{folder} is no whole checkpoint ({fault}). Give a step-N folder of this run as training.resume, "
-                "or 'auto' for the newest, or 'never' to start over."
+                f"{folder} is not an intact checkpoint ({fault}). Set training.resume to a step-N folder of this run, "
+                "to 'auto' for the newest, or to 'never' to start over."
             )
         changed = [
             f"{name} was {_show(settings, name)}, now {_show(self.settings, name)}"
@@ -167,9 +169,9 @@ class CheckpointFolder:
         ]
         if changed:
             raise ValueError(
-                f"the checkpoint {folder} is of a run with other settings ({'; '.join(changed)}). Put them back to "
-                "go on with that run, or start a new one with another training.output_dir, or start over with "
-                "training.resume 'never', which deletes that run's checkpoints."
+                f"the checkpoint {folder} belongs to a run with other settings ({'; '.join(changed)}). Restore them "
+                "to continue that run, start a new run with another training.output_dir, or set training.resume to "
+                "'never' to delete that run's checkpoints and start over."
             )
         if carried is not None:
             carried.load(folder, self.accelerator.process_index, self.accelerator.device)
@@ -177,7 +179,7 @@ class CheckpointFolder:
         return progress
 
     def clear(self, after: int = -1) -> None:
-        """Delete every checkpoint after a step, and older ones that a killed run did not come to delete."""
+        """Delete checkpoints newer than a step, and surplus old ones that a killed run did not delete."""
         if self.accelerator.is_main_process:
             with storage_errors(self.path):
                 for folder in reversed(self._saved()):
@@ -187,7 +189,7 @@ class CheckpointFolder:
         self.accelerator.wait_for_everyone()
 
     def _saved(self) -> list[Path]:
-        """The checkpoints, oldest first. A folder gets its name only after everything in it is written."""
+        """The checkpoints, oldest first. A folder gets this name after all its files are written."""
         folders = [folder for folder in self.path.glob("step-*") if re.fullmatch(r"step-\d+", folder.name)]
         return sorted((folder for folder in folders if (folder / _PROGRESS_FILE).is_file()), key=_step)
 
@@ -202,7 +204,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _fault(folder: Path) -> str | None:
-    """What a checkpoint lacks of what was written, as after a copy that broke off; None where it is whole."""
+    """A missing or truncated file of a checkpoint, as after an interrupted copy; None if it is intact."""
     try:
         written = json.loads((folder / _PROGRESS_FILE).read_text(encoding="utf-8"))["files"]
         found = _sizes(folder)

@@ -17,19 +17,19 @@ __all__ = ["shard_rsa_heads"]
 def shard_rsa_heads(model: nn.Module, accelerator: Accelerator) -> None:
     """Make the RSA heads an FSDP2 unit of their own, without mixed precision.
 
-    FSDP2's mixed precision rounds every parameter of a unit before the forward pass uses it. A decay of 0.99 loses a
-    few per cent of its memory's length to bfloat16, and small steps of the optimiser have no effect. A unit with a
-    policy of its own does not; all heads together are one, so that their few numbers are gathered at once.
+    FSDP2's mixed precision rounds all parameters of a unit before the forward pass. Rounded to bfloat16, a decay of
+    0.99 shortens its memory by a few per cent, and small optimiser steps have no effect. The RSA heads become one unit
+    with its own policy, so that one collective gathers all of them.
 
-    To be called before `accelerator.prepare(model, optimizer)` or, with `trainer.accelerator`, `trainer.train()`, and
-    before an optimiser is made. Does nothing where `accelerator` does not use FSDP2, or the model has no RSA heads.
+    Call it before the optimiser is made and before `accelerator.prepare(model, optimizer)`; with a Trainer, pass
+    `trainer.accelerator` and call it before `trainer.train()`. Without FSDP2 or RSA heads it does nothing.
 
     Args:
         model: a patched model.
-        accelerator: the one that will prepare it.
+        accelerator: the accelerator that will prepare it.
 
     Raises:
-        ValueError: the FSDP plugin is set to `cpu_ram_efficient_loading`, which cannot load units that exist already.
+        ValueError: the FSDP plugin is set to `cpu_ram_efficient_loading`, which cannot load existing units.
     """
     heads: list[nn.Module] = [module for module in model.modules() if isinstance(module, RSAHeads)]
     if not heads or not accelerator.is_fsdp2 or isinstance(heads[0], FSDPModule):
@@ -37,15 +37,15 @@ def shard_rsa_heads(model: nn.Module, accelerator: Accelerator) -> None:
     plugin = accelerator.state.fsdp_plugin
     if plugin.cpu_ram_efficient_loading:
         raise ValueError(
-            "fsdp_cpu_ram_efficient_loading=True does not work with RSA heads, which are a unit of their own so that "
-            "they stay float32. Set it to false in the Accelerate config."
+            "fsdp_cpu_ram_efficient_loading=True does not work with RSA heads, which are a separate unit to stay "
+            "float32. Set it to false in the Accelerate config."
         )
     mesh = accelerator.torch_device_mesh
-    # The mesh that Accelerate gives the model's other units.
+    # The mesh that Accelerate uses for the other units.
     part = None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
     fully_shard(heads, mesh=part, offload_policy=plugin.cpu_offload)
-    # Accelerate tells the parameters that it swaps in the optimiser apart by the address of this process's part. There
-    # are more processes than numbers in most of these parameters, and all empty parts have the address 0.
+    # Accelerate finds the optimiser's parameters by `data_ptr()`. An empty local shard has the address 0, and most RSA
+    # parameters have fewer elements than there are processes: give each empty shard an address of its own.
     parameters: list[Any] = [parameter for module in heads for parameter in module.parameters()]
     for i, parameter in enumerate(parameters):
         if not parameter._local_tensor.numel():

@@ -1,4 +1,4 @@
-"""The training loop of both scripts: Accelerate underneath, and exactly resumable."""
+"""The training loop on Accelerate. A resumed run gives bitwise the results of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch.utils.data import IterableDataset
@@ -18,7 +19,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rsa_hf.report import rsa_report
-from rsa_hf.training.carried import Tracks
+from rsa_hf.training.carried import ParallelStreams
 from rsa_hf.training.checkpoints import CheckpointFolder, Progress
 from rsa_hf.training.metrics_log import MetricsLog
 from rsa_hf.training.settings import TrainingSettings
@@ -31,25 +32,25 @@ from rsa_hf.training.steps import (
 )
 from rsa_hf.utils.files import StorageError, recover, sole_writer, storage_errors, write_text, written_whole
 
-__all__ = ["TrainResult", "TrainingDivergedError", "train"]
+__all__ = ["TrainResult", "TrainingDivergedError", "make_accelerator", "train"]
 
 logger = logging.getLogger(__name__)
 
-BEST_STEP = "best.json"  # of which step `best/` is, written before it
+BEST_STEP = "best.json"  # the step of `best/`, written before it
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
         steps: optimiser steps done.
-        tokens: input tokens seen, padding not counted.
-        final_metrics: the evaluation after the last step.
-        best_step: the step with the best evaluation.
-        best_metrics: that evaluation.
-        best_dir: the model of that step, as `save_pretrained` writes it.
-        final_dir: the model after the last step.
+        tokens: input tokens seen, without padding.
+        final_metrics: results of the evaluation after the last step.
+        best_step: step with the best evaluation.
+        best_metrics: results of the best evaluation.
+        best_dir: folder of the model of that step, written by `save_pretrained`.
+        final_dir: folder of the model after the last step.
     """
 
     steps: int
@@ -61,9 +62,24 @@ class TrainResult:
     final_dir: Path
 
 
+def make_accelerator(mixed_precision: str) -> Accelerator:
+    """The Accelerator of a run.
+
+    Args:
+        mixed_precision: "no", "bf16" or "fp16".
+    """
+    return Accelerator(
+        mixed_precision=mixed_precision,
+        # Without this, each of several processes on a machine without a GPU trains alone and overwrites the others.
+        cpu=not torch.accelerator.is_available(),
+        # The loop accumulates gradients itself, and steps the schedule once per optimiser step.
+        step_scheduler_with_optimizer=False,
+    )
+
+
 def train(
     model: PreTrainedModel,
-    train_dataset: Examples | Tracks | IterableDataset[Any],
+    train_dataset: Examples | ParallelStreams | IterableDataset[Any],
     collate_fn: Callable[[list[Any]], Batch],
     evaluate: Callable[[PreTrainedModel], dict[str, float]],
     training: TrainingSettings,
@@ -73,48 +89,47 @@ def train(
     class_weights: Sequence[float] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     settings: Mapping[str, Any] | None = None,
+    accelerator: Accelerator | None = None,
 ) -> TrainResult:
-    """Train a model, patched or plain; evaluate it now and then, and save it.
+    """Train a model, patched or plain, with evaluation, checkpoints and logging.
 
-    A step's gradient is that of the mean loss over all labels, those of −100 left out, of all its micro-batches
-    on all processes; so `batch_size=8, gradient_accumulation_steps=2` learns what `batch_size=16` does.
+    The gradient of a step is that of the mean loss over all labels except −100, over all micro-batches and processes:
+    `batch_size=8, gradient_accumulation_steps=2` learns what `batch_size=16` does.
 
     Args:
-        model: its forward takes what `collate_fn` returns, and gives the mean loss over the labels.
-        train_dataset: the examples; an epoch takes each once, in an order that depends on seed and epoch. Those of
-            an `IterableDataset` are taken in its order, `training.max_steps` says how long, and a run that is
-            continued reads past those it has seen. `Tracks` are taken in their order too, and the model carries its
-            memory along each of them, through steps and checkpoints, to the end of an epoch.
-        collate_fn: makes a batch, with `labels` (of tracks, `shift_labels`), of a list of examples.
-        evaluate: returns metrics of the model. Every process calls it, as sharded models need, and the main
-            process's figures count. It may switch the model to eval mode.
+        model: its forward takes what `collate_fn` returns, and returns the mean loss over the labels.
+        train_dataset: the examples. A data set with a length is read once per epoch, in an order that depends on seed
+            and epoch. An `IterableDataset` is read in its order and needs `training.max_steps`; a resumed run skips
+            what it has seen. `ParallelStreams` are read in their order too, and the model carries its memory along
+            each of them, across steps and checkpoints, until the epoch ends.
+        collate_fn: makes a batch of a list of examples, with `labels` (`shift_labels` for parallel streams).
+        evaluate: returns metrics of the model. Every process calls it, as sharded models require, and the main
+            process's result is used. It may switch the model to evaluation mode.
         training: how to train.
-        best_metric: the metric by which the best model is chosen.
-        greater_is_better: whether more of it is better.
-        class_weights: for classification: the weight of each class in the loss, which is then a weighted mean.
-            They are the task's to compute; `training.class_weights` only asks for them.
-        tokenizer: saved beside the model.
-        settings: all that decides the run, `training` included, as `RunConfig.to_dict` gives it: a checkpoint is
-            continued only under the same. None: `training` alone.
+        best_metric: the metric that decides which model is best.
+        greater_is_better: whether a higher value of it is better.
+        class_weights: for classification, the weight of each class in the loss. The task computes them;
+            `training.class_weights` only asks for them.
+        tokenizer: saved with the model.
+        settings: all settings of the run, as `RunConfig.to_dict` returns them. A checkpoint is only resumed under the
+            same settings. Default: those of `training`.
+        accelerator: as `make_accelerator` makes it; default: a new one.
 
     Returns:
-        The metrics, and where the models lie.
+        The metrics and the folders of the models.
 
     Raises:
-        StorageError: a full disk, a folder that cannot be written into, or another process that writes into it. What
-            was saved before is whole, and the run can be continued from it.
+        StorageError: a full disk, a folder that cannot be written, or another process that writes into it. Earlier
+            checkpoints are intact, and the run can continue from them.
         TrainingDivergedError: the loss or its gradient became NaN or infinite.
-        ValueError: no examples, a stream without `max_steps`, tracks for a model that carries nothing or in another
-            number than a step has rows, no class weights where they are asked for, a batch without labels, metrics
-            without `best_metric`, or a checkpoint that does not fit.
+        ValueError: the data, `evaluate`, the model or a checkpoint does not fit the settings.
     """
     num_examples = None if isinstance(train_dataset, IterableDataset) else len(train_dataset)
     if num_examples == 0:
         raise ValueError("the training set has 0 examples; at least one is needed.")
     if training.class_weights and class_weights is None:
         raise ValueError("training.class_weights=True, but this task has no classes to weigh; set it to false.")
-    # The loop accumulates and counts by itself, so Accelerate must neither divide the loss nor move the schedule.
-    accelerator = Accelerator(mixed_precision=training.mixed_precision, step_scheduler_with_optimizer=False)
+    accelerator = make_accelerator(training.mixed_precision) if accelerator is None else accelerator
     settings = {
         **(settings or {"training": asdict(training)}),
         "num_processes": accelerator.num_processes,
@@ -130,15 +145,15 @@ def train(
                 run = _Run(model, stepper, checkpoints, training, evaluate, best_metric, greater_is_better, tokenizer)
                 return run.complete()
     finally:
-        # Under mixed precision Accelerate wraps the model's forward. Its own unwrap_model would take off the
-        # decorators of transformers as well.
+        # Under mixed precision Accelerate wraps the model's forward. Its unwrap_model would also remove transformers'
+        # decorators.
         for name in added & vars(model).keys():
             delattr(model, name)
 
 
 @dataclass
 class _Run:
-    """The parts of a run, and how they go together."""
+    """A run: its parts and the loop over its steps."""
 
     model: PreTrainedModel
     stepper: Stepper
@@ -155,12 +170,12 @@ class _Run:
         self.log = MetricsLog(self.output / "metrics.jsonl", writes=self.accelerator.is_main_process)
 
     def complete(self) -> TrainResult:
-        """Take all steps that are left."""
+        """Take all remaining steps."""
         try:
             return self._complete()
         except StorageError as error:
             newest = self.checkpoints.newest()
-            kept = "No checkpoint was saved yet." if newest is None else f"{newest} is whole: a run goes on from it."
+            kept = "No checkpoint was saved yet." if newest is None else f"The run can continue from {newest}."
             raise StorageError(f"{error} {kept}") from error
 
     def _complete(self) -> TrainResult:
@@ -191,7 +206,7 @@ class _Run:
                 evaluates = is_due(training.eval_every_steps or steps_per_epoch or total)
                 if evaluates:
                     self._evaluate(progress)
-                    if not bar.disable:  # tqdm writes on a disabled bar too
+                    if not bar.disable:  # a disabled bar writes too
                         bar.write(f"step {progress.step}: {_in_words(progress.metrics)}")
                 if evaluates or is_due(training.log_every_steps):
                     epoch = None if steps_per_epoch is None else progress.step / steps_per_epoch
@@ -199,10 +214,10 @@ class _Run:
                 if is_due(training.save_every_steps) if training.save_every_steps else evaluates:
                     self.log.flush()
                     self.checkpoints.save(progress, self.stepper.carried)
-        if progress.best_step is None:  # a run that had ended, and has lost its best model
+        if progress.best_step is None:  # a finished run whose best model was deleted
             self._evaluate(progress)
         self._save_model(self.output / "final")
-        assert progress.best_step is not None  # the last step, if no other, was evaluated
+        assert progress.best_step is not None  # the last step is always evaluated
         return TrainResult(
             steps=progress.step,
             tokens=progress.tokens,
@@ -227,20 +242,19 @@ class _Run:
         progress = Progress() if folder is None else self.checkpoints.load(folder, self.stepper.carried)
         if progress.best_step is not None and not self._has_best(progress.best_step):
             logger.warning(
-                "%s is not the model of step %d, the best one when %s was saved; the best of those to come is kept.",
+                "%s is not the model of step %d, the best when %s was saved; the best from now on will be kept.",
                 *(self.output / "best", progress.best_step, folder),
             )
             progress.best_step, progress.best_metrics = None, {}
-        # Those of a course that is given up would be newer than what is saved from here on.
         self.checkpoints.clear(after=progress.step)
         return progress
 
     def _has_best(self, step: int) -> bool:
-        """Whether `best/` is the model of this step: not in another output folder, nor after one that was given up."""
+        """Whether `best/` is the model of this step. It is not in a new folder, or if a later step wrote it."""
         told = self.output / BEST_STEP
         known = json.loads(told.read_text(encoding="utf-8"))["step"] if told.exists() else step
         shared = [known == step and (self.output / "best").is_dir()]
-        broadcast_object_list(shared)  # saving a model takes all processes
+        broadcast_object_list(shared)  # all processes have to agree, as they save models together
         return shared[0]
 
     def _log(self, progress: Progress, epoch: float | None, learning_rate: float, evaluated: bool) -> None:
@@ -256,7 +270,7 @@ class _Run:
 
     def _evaluate(self, progress: Progress) -> None:
         shared = [self.evaluate(self.model)]
-        broadcast_object_list(shared)  # so that no rounding makes two processes disagree on which model is best
+        broadcast_object_list(shared)  # all processes have to agree on the best model
         progress.metrics = shared[0]
         self.model.train()
         if self.best_metric not in progress.metrics:
@@ -274,7 +288,7 @@ class _Run:
         return value > known if self.greater_is_better else value < known
 
     def _save_model(self, folder: Path) -> None:
-        state = self.accelerator.get_state_dict(self.stepper.model)  # of sharded models, every process has a part
+        state = self.accelerator.get_state_dict(self.stepper.model)  # gathers the shards of all processes
         if self.accelerator.is_main_process:
             with written_whole(folder) as temporary:
                 self.model.save_pretrained(temporary, state_dict=state)

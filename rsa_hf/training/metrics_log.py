@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: what happened during a run, one JSON line each time."""
+"""`metrics.jsonl`: the log of a run, one JSON object a line."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ __all__ = ["MetricsLog", "finite_or_null"]
 
 
 class MetricsLog:
-    """A file of JSON lines, each with the `step` that it is about.
-
-    A number that is NaN or infinite is written as null, which every reader of JSON takes.
+    """A file of JSON lines with a `step` each. NaN and infinity are written as null.
 
     Args:
-        path: the file; its folder is made.
-        writes: False: nothing is written, as on all processes but the main one.
+        path: the file. Its folder is created.
+        writes: False on all processes but the main one: nothing is written.
     """
 
     def __init__(self, path: Path, writes: bool) -> None:
@@ -32,7 +30,7 @@ class MetricsLog:
                 path.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, record: dict[str, Any], report: RSAReport) -> None:
-        """Add a line: the record and, of a patched model, gates and rates by layer and head under `rsa`."""
+        """Add a line: the record and, for a patched model, gates and rates of each head under `rsa`."""
         if not self.writes:
             return
         layers = {
@@ -48,13 +46,13 @@ class MetricsLog:
             file.write(line + "\n")
 
     def flush(self) -> None:
-        """Wait until all lines are on the disk, where a checkpoint that follows them will be."""
+        """Wait until all lines are on the disk, before a checkpoint that follows them."""
         if self.writes and self.path.exists():
             with storage_errors(self.path.parent), self.path.open("a", encoding="utf-8") as file:
                 os.fsync(file.fileno())
 
     def keep_until(self, step: int) -> None:
-        """Drop the lines after a step, from which a run is continued, and a line that was never finished."""
+        """Delete lines after the step that a run continues from, and an incomplete last line."""
         if not self.writes or not self.path.exists():
             return
         kept = []
@@ -62,14 +60,14 @@ class MetricsLog:
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:
-                break  # the run was killed while it wrote this
+                break  # the run was killed while it wrote this line
             if record["step"] <= step:
                 kept.append(line + "\n")
         write_text(self.path, "".join(kept))
 
 
 def finite_or_null(value: Any) -> Any:
-    """Mappings, lists, tuples and values with None where a number is NaN or infinite, which JSON does not have."""
+    """Replace NaN and infinity, which JSON lacks, by None in a value or in nested mappings and lists."""
     if isinstance(value, dict):
         return {key: finite_or_null(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -1,64 +1,125 @@
-"""`optimizer_cls_and_kwargs`: the parameter groups of RSA in a plain `transformers.Trainer`."""
+"""Optimiser parameter groups: weights with decay, weights without decay, RSA parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
-from transformers import Trainer, TrainingArguments
 
-from rsa_hf.training.param_groups import param_groups
+from rsa_hf.heads import RSAHeads
 
-__all__ = ["optimizer_cls_and_kwargs"]
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
-# Keys by which the Trainer lets an optimiser choose its own parameters (GaLore, LOMO, layer-wise ones).
+__all__ = ["optimizer_cls_and_kwargs", "param_groups"]
+
+# Keywords with which the Trainer lets an optimiser choose its own parameters (GaLore, LOMO, layer-wise ones).
 _OWN_PARAMETERS = {"params", "model", "optimizer_dict"}
+
+
+def param_groups(
+    model: nn.Module,
+    learning_rate: float,
+    weight_decay: float = 0.0,
+    rsa_learning_rate: float | None = None,
+) -> list[dict[str, Any]]:
+    """Parameter groups for a torch optimiser.
+
+    Args:
+        model: a patched (or plain) model.
+        learning_rate: for the weights.
+        weight_decay: for matrices. Vectors (biases, norms) and RSA parameters are never decayed: decay would pull
+            every gate to one half and every rate to the middle of its range.
+        rsa_learning_rate: the rate at which Adam moves μ, η, ν and θ. Default: `parameter_scale` times
+            `learning_rate`, as under a plain optimiser over `model.parameters()`. Parameters are stored divided by
+            `parameter_scale`, so the `lr` of their group is divided by it too.
+
+    Returns:
+        Groups with `name`, `params`, `lr` and `weight_decay`: `weights`, `no_decay`, and one `rsa` for each
+        `parameter_scale` in the model. Parameters that require no gradient and empty groups are left out.
+
+    Raises:
+        ValueError: a rate is not positive, or the weight decay is negative.
+    """
+    for name, rate in (("learning_rate", learning_rate), ("rsa_learning_rate", rsa_learning_rate)):
+        if rate is not None and not rate > 0:
+            raise ValueError(f"{name}={rate}: a positive number is needed.")
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay={weight_decay}: a number ≥ 0 is needed.")
+    by_scale: dict[float, list[nn.Parameter]] = {}
+    recurrent: set[nn.Parameter] = set()
+    for module in model.modules():
+        if isinstance(module, RSAHeads):
+            mine = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            by_scale.setdefault(module.plan.parameter_scale, []).extend(mine)
+            recurrent.update(module.parameters())
+    others = [p for p in model.parameters() if p.requires_grad and p not in recurrent]
+    groups = [
+        {
+            "name": "weights",
+            "params": [p for p in others if p.dim() >= 2],
+            "lr": learning_rate,
+            "weight_decay": weight_decay,
+        },
+        {
+            "name": "no_decay",
+            "params": [p for p in others if p.dim() < 2],
+            "lr": learning_rate,
+            "weight_decay": 0.0,
+        },
+    ]
+    for scale, parameters in by_scale.items():
+        rate = learning_rate if rsa_learning_rate is None else rsa_learning_rate / scale
+        groups.append({"name": "rsa", "params": parameters, "lr": rate, "weight_decay": 0.0})
+    return [group for group in groups if group["params"]]
 
 
 def optimizer_cls_and_kwargs(
     args: TrainingArguments, rsa_learning_rate: float | None = None
 ) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The argument of that name of `transformers.Trainer`: the optimiser of `args`, in the groups of `param_groups`.
+    """The `optimizer_cls_and_kwargs` argument of `transformers.Trainer`: the optimiser of `args` on `param_groups`.
 
-    Left to itself the Trainer trains RSA parameters at the pace that their `parameter_scale` gives them, and decays
-    them with the weights. Here they are never decayed, and their pace can be chosen. The groups are made when the
-    Trainer makes its optimiser, of the model it trains and of what `args` say then: also after `model_init`, under
-    FSDP, and in each trial of `hyperparameter_search`.
+    By default the Trainer applies weight decay to RSA parameters, and their learning rate follows from
+    `parameter_scale`. With this argument they are never decayed and can have their own rate:
 
         args = TrainingArguments("outputs", learning_rate=2e-5, weight_decay=0.01)
         Trainer(model, args, ..., optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, rsa_learning_rate=1e-3))
 
+    The groups are made when the Trainer makes its optimiser, from the model and `args` at that time: also after
+    `model_init`, under FSDP, and in each trial of `hyperparameter_search`.
+
     Args:
-        args: those of the Trainer: `optim`, `optim_args`, `learning_rate`, `weight_decay`, Adam's settings.
-        rsa_learning_rate: the pace of μ, η, ν and θ, as in `param_groups`.
+        args: the Trainer's; `optim`, `optim_args`, `learning_rate`, `weight_decay` and Adam's settings are used.
+        rsa_learning_rate: the learning rate of μ, η, ν and θ, as in `param_groups`.
 
     Returns:
-        A factory, which the Trainer takes in place of an optimiser class, and the arguments it calls it with.
+        A factory, which the Trainer accepts in place of an optimiser class, and its keyword arguments.
 
     Raises:
-        ValueError: `args.optim` chooses the parameters itself, so that groups cannot be given to it, or a rate is
-            not positive.
+        ValueError: `args.optim` chooses its own parameters, so it accepts no groups; or the rate is not positive.
     """
     _optimizer_of(args)
     if rsa_learning_rate is not None and not rsa_learning_rate > 0:
         raise ValueError(f"rsa_learning_rate={rsa_learning_rate}: a positive number is needed.")
-    # transformers declares a class, and takes a factory too.
+    # transformers' annotation asks for a class, but the Trainer accepts a factory too.
     return cast("type[Optimizer]", _factory), {"args": args, "rsa_learning_rate": rsa_learning_rate}
 
 
 def _optimizer_of(args: TrainingArguments) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The class that `args` choose, and its arguments; see `optimizer_cls_and_kwargs` for what is refused."""
+    """The optimiser class of `args` and its arguments; a ValueError where it accepts no groups."""
+    from transformers import Trainer  # slow to import, and not needed for `param_groups`
+
     cls, keywords = Trainer.get_optimizer_cls_and_kwargs(args)
     is_class = isinstance(cls, type) and issubclass(cls, Optimizer)
-    # The Trainer keeps embeddings out of bitsandbytes' 8 bits by the class, which it does not see behind a factory.
+    # The Trainer excludes embeddings from bitsandbytes' 8 bits by the class, which a factory hides from it.
     eight_bits = is_class and "bitsandbytes" in str(cls) and keywords.get("optim_bits") == 8
     if not is_class or eight_bits or _OWN_PARAMETERS & keywords.keys():
         raise ValueError(
-            f"optim={str(args.optim)!r} treats some parameters in its own way and takes no groups. Choose another, "
-            "such as 'adamw_torch', or leave optimizer_cls_and_kwargs out: RSA parameters then learn at "
-            "parameter_scale times the learning rate."
+            f"optim={str(args.optim)!r} chooses its own parameters and accepts no groups. Choose another, such as "
+            "'adamw_torch', or leave optimizer_cls_and_kwargs out: RSA parameters then learn at parameter_scale "
+            "times the learning rate."
         )
     return cls, keywords
 
@@ -68,7 +129,6 @@ def _factory() -> Callable[..., Optimizer]:
 
 
 def _make(model: nn.Module, *, args: TrainingArguments, rsa_learning_rate: float | None) -> Optimizer:
-    # Callables like this one are called anew for every optimiser; nothing that was given is changed.
     cls, keywords = _optimizer_of(args)
     groups = param_groups(model, keywords["lr"], args.weight_decay, rsa_learning_rate)
     return cls(groups, **keywords)

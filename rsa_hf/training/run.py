@@ -1,18 +1,17 @@
-"""What the training scripts share beside the loop: the model, its answers, errors, results."""
+"""What the training commands share beside the loop: load the model, predict, report results."""
 
 from __future__ import annotations
 
 import difflib
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from accelerate import Accelerator
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from rsa_hf.config import RSAConfig
@@ -22,58 +21,32 @@ from rsa_hf.plots import plot_rem
 from rsa_hf.training.loop import TrainResult
 from rsa_hf.training.metrics_log import finite_or_null
 from rsa_hf.training.settings import ModelSettings, RunConfig
-from rsa_hf.training.steps import Batch, TrainingDivergedError
+from rsa_hf.training.steps import Batch
 from rsa_hf.utils.files import sole_writer, storage_errors, write_text
 from rsa_hf.utils.locate import locate
-from rsa_hf.utils.table import format_table
 
 __all__ = [
     "card_facts",
-    "launched_accelerator",
     "load_model",
     "predict_logits",
     "report_results",
     "require_positions_known",
     "require_tokens_known",
-    "script_errors",
 ]
-
-
-@contextmanager
-def script_errors() -> Iterator[None]:
-    """Let a script that meets a user's mistake print `error: …` and end with exit code 2, without a traceback."""
-    transformers.logging.disable_progress_bar()
-    try:
-        yield
-    except (ValueError, OSError, TrainingDivergedError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-
-
-def launched_accelerator(mixed_precision: str) -> Accelerator:
-    """The Accelerator of a script, whose processes find each other on machines without a GPU too.
-
-    Accelerate itself takes processes on CPUs for single ones unless it is told of the CPU, and each would train
-    alone and overwrite the others' files.
-
-    Args:
-        mixed_precision: "no", "bf16" or "fp16".
-    """
-    return Accelerator(mixed_precision=mixed_precision, cpu=not torch.accelerator.is_available())
 
 
 def load_model(
     auto_class: Any, settings: ModelSettings, rsa: RSAConfig | None, **config_values: Any
 ) -> PreTrainedModel:
-    """Load a pretrained model, or make one from scratch, and put RSA heads on it.
+    """Load a pretrained model or make one from scratch, and patch it.
 
-    Weights are float32, whatever they were saved in; half precision is for the training loop to choose.
+    Weights are loaded as float32; the training loop chooses the precision of the computation.
 
     Args:
         auto_class: `AutoModelForCausalLM` or another of transformers' Auto classes.
         settings: the model.
-        rsa: the RSA heads; None: none are put on it.
-        config_values: entries that the task wants in the model's config; those of the settings go before them.
+        rsa: the RSA heads; None: the model stays plain.
+        config_values: entries of the model's config that the task needs; `settings.config_overrides` goes first.
 
     Raises:
         OSError: the model is not found.
@@ -83,7 +56,7 @@ def load_model(
     if kind is not None and kind not in CONFIG_MAPPING:
         near = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"model_type={kind!r} is none of transformers' model types.{hint}")
+        raise ValueError(f"model_type={kind!r} is not a model type of transformers.{hint}")
 
     def config_with(**values: Any) -> Any:
         if kind is not None:
@@ -93,7 +66,7 @@ def load_model(
 
     known = config_with()
     for key in settings.config_overrides:
-        # transformers itself takes any key, and a misspelt one would change nothing.
+        # transformers accepts any key, so that a misspelt one would have no effect.
         if not hasattr(known, key):
             near = difflib.get_close_matches(key, known.to_dict(), n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -111,12 +84,12 @@ def load_model(
 
 
 def require_tokens_known(model: PreTrainedModel, num_tokens: int) -> None:
-    """Check that the model has an embedding for each of a tokenizer's tokens.
+    """Check that the model has an embedding for each token of a tokenizer.
 
     Raises:
-        ValueError: it has fewer.
+        ValueError: it has fewer embeddings.
     """
-    # Adaptive embeddings are several tables; their sizes are in the config.
+    # Adaptive embeddings have several tables, and their size in the config.
     embeddings: Any = model.get_input_embeddings()
     known = embeddings.weight.shape[0] if hasattr(embeddings, "weight") else model.config.vocab_size
     if num_tokens > known:
@@ -127,24 +100,24 @@ def require_tokens_known(model: PreTrainedModel, num_tokens: int) -> None:
 
 
 def require_positions_known(model: PreTrainedModel, setting: str, num_tokens: int) -> None:
-    """Check that a model with a table of positions has one for each token of an input.
+    """Check that a model with a table of position embeddings has one for each token of an input.
 
-    Rotary and relative positions have no end, whatever their config calls the longest input.
+    Rotary and relative positions have no limit, whatever `max_position_embeddings` says.
 
     Args:
         model: the model.
-        setting: what says how long an input is, for the message.
-        num_tokens: the longest input.
+        setting: the setting with the length of an input, for the message.
+        num_tokens: length of the longest input.
 
     Raises:
-        ValueError: it has fewer.
+        ValueError: it has fewer position embeddings.
     """
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if most is None or num_tokens <= most:
         return
     tokens = model.get_input_embeddings()
     tables = [each for each in model.modules() if isinstance(each, torch.nn.Embedding) and each is not tokens]
-    # OPT and its kin have two rows more.
+    # OPT has two more rows.
     if any(most <= table.num_embeddings <= most + 2 for table in tables):
         raise ValueError(f"{setting}={num_tokens}: this model takes at most {most} tokens.")
 
@@ -156,16 +129,16 @@ def predict_logits(
     collate_fn: Callable[[list[Any]], Batch],
     batch_size: int,
 ) -> torch.Tensor:
-    """The logits of a classifier, on the CPU, in the order of the rows. The model is left in eval mode.
+    """The logits of a classifier on the CPU, in the order of the rows. Leaves the model in evaluation mode.
 
     Args:
         model: the classifier.
-        rows: what it is asked about; `input_ids` tells the lengths.
+        rows: its inputs, with `input_ids`.
         collate_fn: makes a batch of a list of rows.
         batch_size: rows per batch.
     """
     model.eval()
-    # Rows of like length together: less padding. The longest first, so that memory runs out at once or never.
+    # Batches of rows of similar length need less padding. With the longest first, memory runs out at once or never.
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i]["input_ids"]))
     logits = []
     for start in range(0, len(order), batch_size):
@@ -176,11 +149,11 @@ def predict_logits(
 
 
 def card_facts(results: Path) -> CardFacts:
-    """What the `results.json` of a run has for the model card: base model, data, seed and scores.
+    """Read base model, data set, seed and scores from the `results.json` of a run, for the model card.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no `results.json` of a run.
+        ValueError: it is not a `results.json` of a run.
     """
     try:
         content = json.loads(results.read_text(encoding="utf-8"))
@@ -200,7 +173,7 @@ def card_facts(results: Path) -> CardFacts:
             scores=scores,
         )
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{results} is no results.json of a training run ({error!r}).") from error
+        raise ValueError(f"{results} is not the results.json of a training run ({error!r}).") from error
 
 
 def report_results(
@@ -210,19 +183,19 @@ def report_results(
     rows: Sequence[Sequence[str]],
     model: PreTrainedModel,
 ) -> None:
-    """Print the table of a finished run, save its figures, and draw what the RSA heads have learned.
+    """Print the table of a finished run, save its results, and draw the decays and gates.
 
-    In the output folder this writes `results.json` and, of a patched model, `rsa.png`; in `best/` its model card.
+    Writes `results.json` into the output folder and, for a patched model, `rsa.png` there and a card into `best/`.
 
     Args:
         config: the settings of the run.
         result: what `train` returned.
-        scores: the figures of the best model, by split; NaN and infinity become null in the file.
-        rows: the table, its head first.
+        scores: the scores of the best model by split. NaN and infinity become null.
+        rows: the rows of the table, the header first.
         model: the best model.
 
     Raises:
-        StorageError: they cannot be written; the table was printed.
+        StorageError: a file cannot be written. The table was printed before.
     """
     output = Path(config.training.output_dir)
     results = {
@@ -233,7 +206,7 @@ def report_results(
         **scores,
         "config": config.to_dict(),
     }
-    print("\n" + format_table(rows))
+    _print_table(rows)
     with sole_writer(output), storage_errors(output):
         write_text(output / "results.json", json.dumps(finite_or_null(results), indent=2) + "\n")
         written = [output / "results.json"]
@@ -246,3 +219,13 @@ def report_results(
             card = write_card(model, result.best_dir, card_facts(output / "results.json"), plot=True)
             written += [] if card is None else [card]
     print(f"\nwritten: {', '.join(map(str, written))}")
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    table = Table(*rows[0], box=SIMPLE, show_edge=False, pad_edge=False)
+    for row in rows[1:]:
+        table.add_row(*row)
+    # Lines of full length, also where the output is a file, for which rich assumes 80 columns.
+    console = Console(width=1000)
+    console.print()
+    console.print(table)

@@ -1,4 +1,4 @@
-"""A search for the head plan, k1 … k6 and d (paper, section 3): optuna, through `Trainer.hyperparameter_search`."""
+"""Search for the head plan, k1 … k6 and d (paper, section 3), by optuna and `Trainer.hyperparameter_search`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ COUNTS = ("num_cyclical_pairs", "num_dilated_cyclical_pairs", "num_regular", "nu
 
 
 class TrialLike(Protocol):
-    """What is needed of an `optuna.Trial`."""
+    """The methods of an `optuna.Trial` that are used."""
 
     def suggest_int(self, name: str, low: int, high: int, /) -> int:
-        """A whole number from low to high, both included."""
+        """An integer from low to high, both included."""
 
     def suggest_categorical(self, name: str, choices: Sequence[int], /) -> int:
         """One of the choices."""
@@ -33,13 +33,13 @@ class TrialLike(Protocol):
 def head_plan_space(
     trial: TrialLike, num_heads: int, dilations: Sequence[int] = (2, 4, 8), base: RSAConfig | None = None
 ) -> RSAConfig:
-    """Draw a head plan: k2 = k3, k5 = k6, and from one to all of the heads are RSA heads.
+    """Draw a head plan with k2 = k3 and k5 = k6 in which at least one head is an RSA head.
 
-    Every plan of that kind can be drawn, and nothing else: each count is drawn from what those before it leave. What
-    is drawn is called as the fields of `RSAConfig`, so that the best run of a search is a plan:
+    Every such plan can be drawn: each count is drawn from the heads that the counts before it leave. Parameters have
+    the names of the fields of `RSAConfig`, so that the best trial is a plan:
 
         def model_init(trial):
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config))  # or the next trial's has this one's plan
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config))  # from_config keeps the plan in it
             return model if trial is None else patch_model(model, head_plan_space(trial, config.num_attention_heads))
 
         trainer = Trainer(model_init=model_init, args=args, train_dataset=train, eval_dataset=validation)
@@ -48,13 +48,13 @@ def head_plan_space(
 
     Args:
         trial: an `optuna.Trial`.
-        num_heads: H, the heads of a layer; of the layer with the fewest, where they differ.
-        dilations: the factors d that dilated heads may have, all of them the same; empty: there are no dilated heads.
-            What d suits a text, autocorrelation and recurrence plots tell.
-        base: all other settings; default those of `RSAConfig()`.
+        num_heads: H, the number of heads of a layer, or of the layer with the fewest.
+        dilations: the factors d to choose from, one for all dilated heads; empty: no dilated heads. Autocorrelation
+            and recurrence plots show which d fits a text.
+        base: all other settings; default: those of `RSAConfig()`.
 
     Returns:
-        The plan, the same in every layer.
+        A plan that is the same in every layer.
 
     Raises:
         ValueError: `num_heads` or a factor is below 1.
@@ -83,11 +83,11 @@ def head_plan_space(
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """A plan that was tried.
+    """A plan of a trial.
 
     Attributes:
-        number: of the trial, counted from 0.
-        score: of its model; None where the trial was ended early because it was worse than most.
+        number: index of the trial, counted from 0.
+        score: score of the model; None if the trial was pruned.
         plan: the plan.
     """
 
@@ -107,26 +107,25 @@ def search_head_plans(
     base: RSAConfig | None = None,
     first: RSAConfig | None = None,
 ) -> list[FoundPlan]:
-    """Try head plans, or go on with a search that was broken off.
+    """Try head plans, or continue an interrupted search.
 
     Args:
-        trainer: its `model_init` takes a trial and patches the model with `head_plan_space`. With evaluations along
-            the way (`eval_strategy`), trials that fall behind the median are ended early. Where it shows no progress
-            bars, optuna says nothing of each trial either.
-        metric: what `trainer.evaluate` calls the score.
-        trials: how many in all, with those that `storage` holds from before.
-        storage: the file in which each trial is kept as soon as it has ended.
-        greater_is_better: of the score.
-        settings: all that decides a score, for JSON: a search is continued only under the same.
+        trainer: its `model_init` takes a trial and patches the model with `head_plan_space`. If it evaluates during
+            training (`eval_strategy`), trials below the median are pruned. With `disable_tqdm`, optuna is quiet too.
+        metric: name of the score in the metrics of `trainer.evaluate`.
+        trials: total number of trials, with those in `storage`.
+        storage: file that keeps each finished trial.
+        greater_is_better: whether a higher score is better.
+        settings: all settings that the score depends on, for JSON. A search is only continued under the same.
         base: the `base` of `head_plan_space`.
-        first: a plan to try first, if it is one that `head_plan_space` can draw, and not among those tried.
+        first: a plan to try first; `head_plan_space` must be able to draw it.
 
     Returns:
-        All plans tried, the best first, those ended early last.
+        All plans, the best first, pruned ones last.
 
     Raises:
         ImportError: optuna is not installed.
-        ValueError: `trials` is below 1, the file is of another search, or cannot be read.
+        ValueError: `trials` is below 1, or `storage` is not the file of this search.
     """
     check_integer("trials", trials, 1)
     try:
@@ -134,7 +133,7 @@ def search_head_plans(
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
     except ImportError as error:
-        raise ImportError("a search for head plans needs optuna: pip install 'rsa_hf[search]'") from error
+        raise ImportError("the search for head plans needs optuna: pip install 'rsa_hf[search]'") from error
     _require_journal(storage)
     storage.parent.mkdir(parents=True, exist_ok=True)
     direction = "maximize" if greater_is_better else "minimize"
@@ -144,11 +143,11 @@ def search_head_plans(
         _require_same(study, {} if settings is None else json.loads(json.dumps(settings)), storage)
         ended = _ended(study)
         waiting = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.WAITING,))
-        if first is not None and not ended and not waiting:  # one that was killed has not been tried
+        if first is not None and not ended and not waiting:
             study.enqueue_trial({**{name: getattr(first, name) or 0 for name in COUNTS}, "dilation": first.dilation})
         if len(ended) < trials:
             trainer.hyperparameter_search(
-                # The plan is the model's, so there is nothing here for the arguments of the training.
+                # `model_init` draws the plan; the training arguments stay the same.
                 lambda trial: {},
                 lambda metrics: metrics[metric],
                 n_trials=trials - len(ended),
@@ -157,7 +156,7 @@ def search_head_plans(
                 storage=journal,
                 study_name=STUDY,
                 load_if_exists=True,
-                # With the same seed a search that goes on would draw its first plans again.
+                # With the same seed a continued search would draw its first plans again.
                 sampler=optuna.samplers.TPESampler(seed=trainer.args.seed + len(ended)),
             )
     found = [
@@ -174,7 +173,7 @@ def search_head_plans(
 
 @contextmanager
 def _quiet(quiet: bool | None) -> Iterator[None]:
-    """Without optuna's line for each study and trial, where that is wished for."""
+    """Switch off optuna's line for each study and trial."""
     import optuna
 
     before = optuna.logging.get_verbosity()
@@ -187,7 +186,7 @@ def _quiet(quiet: bool | None) -> Iterator[None]:
 
 
 def _require_journal(storage: Path) -> None:
-    """Raise a ValueError where a file is not one of optuna's, which would write into it before it found out."""
+    """Raise a ValueError if a file is not a journal of optuna, which would append to it before it notices."""
     if not storage.exists():
         return
     try:
@@ -195,7 +194,7 @@ def _require_journal(storage: Path) -> None:
             for line in lines:
                 json.loads(line)["op_code"]
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"{storage} is no file of a search, or a damaged one; name another one.") from error
+        raise ValueError(f"{storage} is not the file of a search, or is damaged. Name another one.") from error
 
 
 def _ended(study: Any) -> list[Any]:
@@ -211,6 +210,6 @@ def _require_same(study: Any, settings: dict[str, Any], storage: Path) -> None:
     elif known != settings:
         names = sorted(key for key in known.keys() | settings.keys() if known.get(key) != settings.get(key))
         raise ValueError(
-            f"{storage} has trials under other settings ({', '.join(names)}), whose scores cannot be compared; set "
-            "them as they were, or name another file."
+            f"{storage} has trials under other settings ({', '.join(names)}), whose scores are not comparable. "
+            "Restore them, or name another file."
         )

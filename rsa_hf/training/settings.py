@@ -1,4 +1,4 @@
-"""The settings of a training run: which model, which RSA heads, how it is trained."""
+"""The settings of a training run, as dataclasses."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ DataSettings = TypeVar("DataSettings")
 
 @dataclass
 class ModelSettings:
-    """The model before RSA heads are put on it: pretrained (`name_or_path`) or from scratch (`model_type`).
+    """The model to train, before it is patched: pretrained (`name_or_path`) or from scratch (`model_type`).
 
-    Attributes:
-        name_or_path: a model's name on the Hub, a local folder, or `package:NAME/FOLDER`, a folder inside an
-            installed Python package.
-        model_type: one of transformers' model types, such as "llama": random weights, sizes from
+    Args:
+        name_or_path: name on the Hub, local folder, or `package:NAME/FOLDER`, a folder in an installed package.
+        model_type: a model type of transformers, such as "llama", with random weights and sizes from
             `config_overrides`.
-        config_overrides: entries of the model's own config to set, such as `hidden_size`.
-        tokenizer: where the tokenizer comes from, written as `name_or_path` is; None: where the model does.
+        config_overrides: entries of the model's config to change, such as `hidden_size`.
+        tokenizer: source of the tokenizer, written as `name_or_path` is; None: the same as the model's.
         attn_implementation: "sdpa", "eager" or another of transformers'; None: transformers' choice.
 
     Raises:
@@ -46,31 +45,30 @@ class ModelSettings:
 
 @dataclass
 class TrainingSettings:
-    """How a model is trained, and where what comes of it goes.
+    """How the model is trained, and the folder for the results.
 
-    Attributes:
-        output_dir: receives `metrics.jsonl`, `checkpoints/`, `best/` with its step in `best.json`, and `final/`.
-        learning_rate: AdamW's rate for the weights, at its highest.
-        rsa_learning_rate: the same for gates and rates; None: `parameter_scale` times `learning_rate`.
-        weight_decay: for matrices; biases, norms and RSA parameters are never decayed.
-        epochs: passes over the training set; not read where `max_steps` is set.
-        max_steps: optimiser steps in all; None: as many as `epochs` takes. Needed where the data is streamed.
+    Args:
+        output_dir: folder for `metrics.jsonl`, `checkpoints/`, `best/` (its step is in `best.json`) and `final/`.
+        learning_rate: AdamW's learning rate of the weights, at its peak.
+        rsa_learning_rate: learning rate of gates and rates; None: `parameter_scale` times `learning_rate`.
+        weight_decay: weight decay of matrices; biases, norms and RSA parameters are never decayed.
+        epochs: passes over the training set; ignored if `max_steps` is set.
+        max_steps: number of optimiser steps; None: as many as `epochs` takes. Required for streamed data.
         batch_size: examples per process and micro-batch.
-        eval_batch_size: examples per batch of an evaluation.
+        eval_batch_size: examples per batch in evaluation.
         gradient_accumulation_steps: micro-batches per optimiser step.
-        warmup_ratio: share of all steps during which the rate rises from 0.
-        lr_schedule: what the rate does after that.
-        max_grad_norm: gradients are scaled down to this norm; None: never.
-        class_weights: for classification: let both classes count the same in the loss, however rare one is.
+        warmup_ratio: fraction of all steps in which the learning rate rises from 0.
+        lr_schedule: schedule of the learning rate after the warmup.
+        max_grad_norm: maximum norm of the gradient; None: no clipping.
+        class_weights: in classification, weight the loss so that each class has the same total weight.
         mixed_precision: "no", "bf16" or "fp16".
-        gradient_checkpointing: compute activations again in the backward pass, for memory.
-        seed: of the model's new weights, the data order and dropout.
-        log_every_steps: a line in `metrics.jsonl` so often.
-        eval_every_steps: an evaluation so often; None: at the end of each epoch, which streams do not have. And one at
-            the end.
-        save_every_steps: a checkpoint so often; None: after each evaluation. And one at the end.
-        resume: "auto" goes on from the newest checkpoint in `output_dir`, where there is one; "never" starts
-            over and deletes the checkpoints there; else the path of a checkpoint, and those after it are deleted.
+        gradient_checkpointing: recompute activations in the backward pass to save memory.
+        seed: seed of new weights, data order and dropout.
+        log_every_steps: write a line into `metrics.jsonl` every N steps.
+        eval_every_steps: evaluate every N steps, and at the end; None: after each epoch. Streamed data has no epochs.
+        save_every_steps: save a checkpoint every N steps, and at the end; None: after each evaluation.
+        resume: "auto" continues from the newest checkpoint in `output_dir` if there is one; "never" starts over and
+            deletes the checkpoints there; a path continues from that checkpoint and deletes newer ones.
 
     Raises:
         ValueError: a value is outside its range.
@@ -118,7 +116,7 @@ class TrainingSettings:
             raise ValueError(f"weight_decay={self.weight_decay}: a number ≥ 0 is needed.")
         if not 0 <= self.warmup_ratio <= 1:
             raise ValueError(f"warmup_ratio={self.warmup_ratio}: a number from 0 to 1 is needed.")
-        # numpy, which Accelerate seeds too, takes 32 bits; a margin is left for the number of the process.
+        # numpy takes seeds of 32 bits, and Accelerate adds the index of the process.
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed={self.seed}: a whole number from 0 to 2147483647 is needed.")
         if not self.output_dir:
@@ -127,13 +125,13 @@ class TrainingSettings:
 
 @dataclass
 class RunConfig(Generic[DataSettings]):
-    """Everything that decides a run.
+    """All settings of a run.
 
     Attributes:
-        model: the model before RSA heads are put on it.
+        model: the model to train.
         rsa: the RSA heads; None: the plain model.
-        data: the settings of the task's data, a dataclass of the task.
-        training: how it is trained.
+        data: the task's data, a dataclass of the task.
+        training: how the model is trained.
     """
 
     model: ModelSettings

@@ -1,4 +1,4 @@
-"""One optimiser step: which examples it takes, and a gradient that does not depend on how they are divided."""
+"""One optimiser step: its examples, and a gradient independent of processes and micro-batches."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, get_scheduler
 
-from rsa_hf.training.carried import CarriedState, Tracks
+from rsa_hf.training.carried import CarriedState, ParallelStreams
 from rsa_hf.training.fsdp import shard_rsa_heads
-from rsa_hf.training.param_groups import param_groups
+from rsa_hf.training.optimizer import param_groups
 from rsa_hf.training.settings import TrainingSettings
 
 __all__ = ["Batch", "Examples", "StepExamples", "Stepper", "StreamedExamples", "TrainingDivergedError"]
 
-IGNORED_LABEL = -100  # what transformers' losses leave out
+IGNORED_LABEL = -100  # ignored by transformers' losses
 
 Batch = Mapping[str, Tensor]
 
 
 class Examples(Protocol):
-    """A data set with a length, of which single examples can be read."""
+    """A data set with a length and random access."""
 
     def __len__(self) -> int: ...
 
@@ -42,18 +42,17 @@ class TrainingDivergedError(RuntimeError):
 
 
 class StepExamples:
-    """Which examples each step takes: every epoch all of them once, in their order or one of seed and epoch.
+    """The indices of each step's examples. Every epoch has each example once.
 
-    The examples of a step do not depend on how many processes share them, nor on the steps before; so a run can
-    be continued at any step.
+    They depend on neither the number of processes nor earlier steps, so that a run can continue at any step.
 
     Args:
         num_examples: size of the training set.
         batch_size: examples per process and micro-batch.
-        accumulation: micro-batches per step; the last step of an epoch may have fewer, and smaller ones.
-        num_processes: among how many processes a step is divided.
-        process_index: which of them this one is.
-        seed: of the order; None: they are taken one after the other.
+        accumulation: micro-batches per step. The last step of an epoch may have fewer and smaller ones.
+        num_processes: number of processes that share a step.
+        process_index: index of this process.
+        seed: with the epoch, it decides the order; None: the data set's order.
     """
 
     def __init__(
@@ -76,14 +75,14 @@ class StepExamples:
         self._order: list[int] = []
 
     def __call__(self, step: int) -> tuple[list[list[int]], bool]:
-        """The micro-batches of this process at a step (counted from 0), and whether they count.
+        """This process's micro-batches of a step, counted from 0, and whether they count.
 
-        Where the rest of an epoch has fewer examples than there are processes, some get one that does not count:
-        all have to take part in a step.
+        All processes have to take part in a step. Where an epoch ends with fewer examples than processes, some
+        processes get an example that does not count.
         """
         epoch, position = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
-            # Seeded with a string, which Python mixes well: seed 0's second epoch is not seed 1's first.
+            # A string, because consecutive integers would give epoch 1 of seed 0 the order of epoch 0 of seed 1.
             self._order = list(range(self.num_examples))
             if self.seed is not None:
                 random.Random(f"{self.seed}, epoch {epoch}").shuffle(self._order)
@@ -93,17 +92,17 @@ class StepExamples:
 
 
 class StreamedExamples:
-    """The examples of each step where they come one after the other, in their order, each epoch anew.
+    """The examples of each step from a stream, in order, divided as in `StepExamples`.
 
-    They are divided as `StepExamples` divides them. Any step can be asked for: the examples before it are read and
-    left out, from where the last step ended or, to go back, from the start. Every process reads all of them.
+    Any step can be requested: examples before it are read and skipped, from the current position or, for an earlier
+    step, from the start. Every process reads the whole stream.
 
     Args:
-        examples: read from the start in every epoch.
+        examples: the stream, read from the start in every epoch.
         batch_size: examples per process and micro-batch.
-        accumulation: micro-batches per step; the last step of an epoch may have fewer, and smaller ones.
-        num_processes: among how many processes a step is divided.
-        process_index: which of them this one is.
+        accumulation: micro-batches per step. The last step of an epoch may have fewer and smaller ones.
+        num_processes: number of processes that share a step.
+        process_index: index of this process.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class StreamedExamples:
         self._next = 0
 
     def __call__(self, step: int) -> tuple[list[list[Any]], bool]:
-        """The micro-batches of this process at a step (counted from 0), and whether they count."""
+        """This process's micro-batches of a step, counted from 0, and whether they count."""
         if step < self._next:
             self._steps, self._next = self._read(), 0
         for taken in islice(self._steps, step - self._next, None):
@@ -143,22 +142,21 @@ def _divide(taken: list[Any], batch_size: int, num_processes: int, process_index
 
 
 class Stepper:
-    """A model with its optimiser and learning-rate schedule, ready to take steps.
+    """A model with its optimiser and learning-rate schedule.
 
     Args:
-        accelerator: made with `step_scheduler_with_optimizer=False`.
-        model: what is trained; it is moved to the accelerator's device.
-        dataset: the examples; those of an `IterableDataset` are taken in its order, and so are `Tracks`, for which
-            the model carries its memory from step to step, until an epoch ends.
+        accelerator: as `make_accelerator` makes it.
+        model: the model, which is moved to the accelerator's device.
+        dataset: the training examples, as for `train`.
         collate_fn: makes a batch of a list of examples.
         training: how to train.
         class_weights: the weight of each class in the loss.
 
     Attributes:
-        carried: what the model carries between steps; None where the examples are no `Tracks`.
+        carried: the memory between steps; None unless the data set has parallel streams.
 
     Raises:
-        ValueError: a stream without `max_steps`; tracks for a model that carries nothing, or another number of them
+        ValueError: a stream without `max_steps`; parallel streams for a model without memory, or more or fewer of them
             than a step has rows.
     """
 
@@ -166,7 +164,7 @@ class Stepper:
         self,
         accelerator: Accelerator,
         model: PreTrainedModel,
-        dataset: Examples | Tracks | IterableDataset[Any],
+        dataset: Examples | ParallelStreams | IterableDataset[Any],
         collate_fn: Callable[[list[Any]], Batch],
         training: TrainingSettings,
         class_weights: Sequence[float] | None,
@@ -182,7 +180,7 @@ class Stepper:
             accelerator.process_index,
         )
         self.steps_per_epoch: int | None = None
-        self.carried = CarriedState(model) if isinstance(dataset, Tracks) else None
+        self.carried = CarriedState(model) if isinstance(dataset, ParallelStreams) else None
         if isinstance(dataset, IterableDataset):
             if training.max_steps is None:
                 raise ValueError("training.max_steps=None, but a stream has no length: set max_steps, not epochs.")
@@ -191,11 +189,11 @@ class Stepper:
         else:
             self._dataset = dataset
             self._indices = StepExamples(len(dataset), *division, None if self.carried else training.seed)
-            if isinstance(dataset, Tracks) and dataset.num_tracks != self._indices.per_step:
+            if isinstance(dataset, ParallelStreams) and dataset.num_tracks != self._indices.per_step:
                 raise ValueError(
                     f"the data has {dataset.num_tracks} tracks, but a step takes {self._indices.per_step} rows "
                     f"({training.batch_size} in each of {training.gradient_accumulation_steps} micro-batches on each "
-                    f"of {accelerator.num_processes} processes): cut it into so many."
+                    f"of {accelerator.num_processes} processes). Cut it into that many tracks."
                 )
             self._micro_batches = self._look_up
             self.steps_per_epoch = self._indices.steps_per_epoch
@@ -206,7 +204,6 @@ class Stepper:
         groups = param_groups(model, training.learning_rate, training.weight_decay, training.rsa_learning_rate)
         optimizer = torch.optim.AdamW(groups)
         constant = training.lr_schedule == "constant"
-        # The schedule depends on the whole run's length, never on where a part of it starts or stops.
         scheduler = get_scheduler(
             "constant_with_warmup" if constant else training.lr_schedule,
             optimizer,
@@ -216,16 +213,19 @@ class Stepper:
         self.model, self.optimizer, self.scheduler = accelerator.prepare(model, optimizer, scheduler)
 
     def step(self, step: int) -> tuple[float, int]:
-        """Take the optimiser step of this number, counted from 0.
+        """Take one optimiser step.
 
-        The gradient is that of the mean loss over all items of the step. A micro-batch's mean loss therefore
-        enters with its share of the items, not with one share for each micro-batch.
+        The gradient is that of the mean loss over all items of the step: each micro-batch's mean loss is weighted by
+        its share of the items.
+
+        Args:
+            step: index of the step, counted from 0.
 
         Returns:
-            The mean loss over the step's items, and the number of input tokens, padding not counted.
+            The mean loss over the step's items, and the number of input tokens without padding.
 
         Raises:
-            TrainingDivergedError: the loss or its gradient is NaN or infinite; the weights are as they were before.
+            TrainingDivergedError: the loss or its gradient is NaN or infinite. The weights are unchanged.
             ValueError: a batch without labels.
         """
         if self.carried is not None and self.steps_per_epoch and step % self.steps_per_epoch == 0:
@@ -242,18 +242,18 @@ class Stepper:
         processes = self.accelerator.num_processes
         loss_here = 0.0
         for i, (batch, count) in enumerate(zip(batches, items, strict=True)):
-            # Gradients are exchanged once a step, in its last backward pass.
+            # Gradients are synchronised once a step, in the last backward pass.
             last = i == len(batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
                 loss = self._mean_loss(send_to_device(batch, self.accelerator.device), i)
-                # The exchange takes the mean over the processes, where the sum is wanted.
+                # Synchronisation averages over processes; times their number, it sums.
                 self.accelerator.backward(loss * (count / total * processes))
             loss_here += loss.item() * (count / total)
         (loss_of_step,) = self._sum_over_processes(loss_here)
         self._require_finite("loss", loss_of_step, step)
         limit = math.inf if self.training.max_grad_norm is None else self.training.max_grad_norm
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
-        if self.accelerator.scaler is None:  # which leaves such steps out: at its first scales they are ordinary
+        if self.accelerator.scaler is None:  # a scaler skips such steps itself; they are normal at its first scales
             self._require_finite("norm of the gradient", float(norm), step)
         self.optimizer.step()
         self.scheduler.step()
@@ -265,8 +265,8 @@ class Stepper:
             self.optimizer.zero_grad()
             raise TrainingDivergedError(
                 f"the {what} is {value} at step {step + 1}. Lower training.learning_rate (now "
-                f"{self.training.learning_rate:g}) or training.rsa_learning_rate, or train with mixed_precision "
-                "'no'; the checkpoints of earlier steps are whole."
+                f"{self.training.learning_rate:g}) or training.rsa_learning_rate, or set mixed_precision "
+                "to 'no'. The checkpoints of earlier steps are intact."
             )
 
     def _look_up(self, step: int) -> tuple[list[list[Any]], bool]:
@@ -274,7 +274,7 @@ class Stepper:
         return [[self._dataset[i] for i in micro_batch] for micro_batch in indices], counts
 
     def learning_rate(self) -> float:
-        """The rate of the next step, of the first parameter group (the weights, where they are trained)."""
+        """The first parameter group's learning rate in the next step: that of the weights, where they are trained."""
         return float(self.scheduler.get_last_lr()[0])
 
     def _count_items(self, batch: Batch) -> float:
@@ -311,7 +311,7 @@ def _count_tokens(batch: Batch) -> int:
 
 @contextmanager
 def checkpointed_activations(model: PreTrainedModel, enabled: bool) -> Iterator[None]:
-    """Compute activations again in the backward pass, while the context is open."""
+    """Recompute activations in the backward pass while the context is open."""
     if enabled:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     try:

@@ -1,4 +1,4 @@
-"""Tokens of the Hub, and passwords in addresses: known by their looks, so that none is shown, written or uploaded."""
+"""Recognise tokens of the Hub and passwords in addresses, so that they are never shown, written or uploaded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 __all__ = ["holds_credentials", "without_credentials"]
 
-# "hf_" and many letters or digits; what stands before the @ of an address.
+# "hf_" followed by letters and digits; the part of an address before the @.
 _CREDENTIALS = re.compile(r"\bhf_[A-Za-z0-9]{16,}|(?<=://)[\w.~%!$&*+;=:-]+@")
 
 

@@ -21,9 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from families import CONFIGS, DECODERS, ENCODER_DECODERS, ENCODERS, FULL_PLAN, build, build_language_model
 from reliability.record import Part, note
 from rsa_hf import RSAConfig, cli, is_patched, patch_model
-from rsa_hf.cli.doctor_model import causality, examine
-from rsa_hf.cli.doctor_model.reload import check_reload
-from rsa_hf.cli.doctor_model.subject import Subject, examined, unpatched
+from rsa_hf.cli import doctor_model
+from rsa_hf.cli.doctor_model import Subject, check_reload, examine, unpatched, with_rsa_heads
 from survey.broken import BROKEN
 
 SUBJECTS = ["identity", "unpatching", "reload", "effect", "causality", "cache", "cache", "padding"]
@@ -130,7 +129,7 @@ def test_padding_behind_a_text_that_sees_it_is_read_too(family, monkeypatch):
 @pytest.mark.parametrize("patched", [False, True])
 def test_saving_that_drops_rsa_is_found(patched, seen):
     model, patch = make("gpt2", patched), broken_saving()
-    with examined(model) as subject:
+    with with_rsa_heads(model) as subject:
         try:
             findings = list(check_reload(subject))
         finally:
@@ -161,7 +160,7 @@ def test_attention_that_ignores_causality_is_found(patched, seen):
 
 
 def test_a_check_that_breaks_off_is_a_failure(monkeypatch):
-    monkeypatch.setattr(causality, "_backwards", lambda subject: [][1])
+    monkeypatch.setattr(doctor_model, "_backward_influence", lambda subject: [][1])
     findings = {finding.subject: finding for finding in examine(make("gpt2", True))}
     assert findings["causality"].verdict == "FAIL"
     assert "IndexError" in findings["causality"].words

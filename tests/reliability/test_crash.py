@@ -14,7 +14,7 @@ from reliability import runs
 from reliability.killed import Moment, assert_equal, kill_and_go_on, run_in_process
 from reliability.record import Part, note
 from reliability.trial import SEED, is_full
-from rsa_hf.training.trainer_checkpoints import newest_whole_checkpoint
+from rsa_hf.training.trainer import newest_whole_checkpoint
 
 KINDS = {
     "the Trainer": lambda folder: runs.trainer(),
@@ -106,7 +106,7 @@ def test_a_damaged_checkpoint_is_passed_over(file, damage, finished, tmp_path, c
     assert_equal(runs.result(folder), runs.result(finished), "gone on from step-3")
     # Without its progress.json a folder is not one of ours.
     if (file, damage) != ("progress.json", "missing"):
-        assert "step-4 is damaged" in caplog.text and "step-3 is taken" in caplog.text
+        assert "step-4 is damaged" in caplog.text and "step-3, the newest intact one" in caplog.text
 
 
 def test_none_is_whole(finished, tmp_path):
@@ -117,7 +117,7 @@ def test_none_is_whole(finished, tmp_path):
         ValueError, match=r"step-4 is damaged: optimizer.bin has .* bytes, of .*step-3 is damaged.*'never'"
     ):
         runs.train_loop(folder)
-    with pytest.raises(ValueError, match="step-4 is no whole checkpoint"):
+    with pytest.raises(ValueError, match="step-4 is not an intact checkpoint"):
         runs.train_loop(folder, resume=str(folder / "checkpoints" / "step-4"))
     runs.train_loop(folder, resume="never")
     assert_equal(runs.result(folder), runs.result(finished), "started over")
@@ -178,7 +178,7 @@ def test_a_torn_checkpoint_of_the_trainer_is_passed_over(file, trained, tmp_path
     halve(newest / file)
     assert get_last_checkpoint(folder) == str(newest)  # what the Trainer itself would take
     assert newest_whole_checkpoint(folder) == str(folder / "checkpoint-2")
-    assert "checkpoint-4 is passed over" in caplog.text
+    assert "checkpoint-4 is incomplete and is not used" in caplog.text
     # And with all files after it, as a loss of power leaves it.
     for later in TRAINER_FILES[TRAINER_FILES.index(file) + 1 :]:
         shutil.copy(trained / "checkpoint-4" / later, newest / later)

@@ -10,8 +10,7 @@ from reliability import hostile
 from reliability.trial import time_limit, try_many
 from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, unpatch_model
 from rsa_hf.tasks.defect_data import DefectDataConfig
-from rsa_hf.training.arguments import ConfigError, read_run_config
-from rsa_hf.utils.plain_yaml import read_yaml
+from rsa_hf.training.arguments import ConfigError, read_run_config, read_yaml
 
 HEADS = 8
 
@@ -64,24 +63,6 @@ def test_odd_yaml(text, tmp_path):
     with time_limit(), pytest.raises(ConfigError) as error:
         read_run_config([str(tmp_path / "run.yaml")], DefectDataConfig)
     assert len(str(error.value)) < 5000
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[" * 31 + "]" * 31, "nested more than 30 deep"),
-        ("a: &a [*a]", "nested more than 30 deep"),
-        ("[" * 5000, "YAML: it is nested more than 30 deep"),  # seconds, were it read to the end
-        (
-            "a: &a0 {k: 1}\n" + "".join(f"b{i}: &a{i + 1} {{!!merge <<: [{f'*a{i}, ' * 9}]}}\n" for i in range(9)),
-            "merge",
-        ),
-        (f"a: &a [{'1, ' * 400}]\nb: [{'*a, ' * 400}]", "more than 100000 values"),
-    ],
-)
-def test_yaml_of_bounded_size(text, words):
-    with time_limit(), pytest.raises(ValueError, match=words):
-        read_yaml(text)
 
 
 def test_no_model_is_half_patched():

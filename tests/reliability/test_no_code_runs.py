@@ -1,16 +1,18 @@
 """Nothing in the package can run code that a file brings: no pickle, no eval, plain YAML, tensors alone."""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
 
 import rsa_hf
-from rsa_hf.utils.plain_yaml import read_yaml
+from rsa_hf.tasks.defect_data import DefectDataConfig
+from rsa_hf.training.arguments import read_run_config, read_yaml
 
 PACKAGE = Path(rsa_hf.__file__).parent
 ALLOWED = {
-    "plain_yaml.py": ["yaml.load"],  # a SafeLoader; it refuses Python's tags (see `test_odd_yaml`)
+    "arguments.py": ["yaml.load"],  # a SafeLoader; it refuses Python's tags (see `test_odd_yaml`)
     "conversion.py": ["import pickle"],  # the error that torch.load(weights_only=True) raises
     "python_defects.py": ["compile"],  # compiled to be compared, and never run
 }
@@ -67,3 +69,21 @@ def test_yaml_runs_nothing(tmp_path):
     with pytest.raises(ValueError, match="could not determine a constructor"):
         read_yaml(f"a: !!python/object/apply:os.mkdir [{str(made)!r}]")
     assert not made.exists()
+
+
+def test_settings_import_nothing(tmp_path):
+    """jsonargparse takes a mapping with `class_path` below a key of any type for a class to import."""
+    (tmp_path / "marker_of_an_import.py").write_text(
+        f"open({str(tmp_path / 'made')!r}, 'w').close()\nclass Foo: pass\n"
+    )
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {name_or_path: x, config_overrides: {a: {class_path: marker_of_an_import.Foo}}}\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        config = read_run_config(
+            [str(path), "--config_overrides.b={class_path: marker_of_an_import.Foo}"], DefectDataConfig
+        )
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert config.model.config_overrides == {key: {"class_path": "marker_of_an_import.Foo"} for key in "ab"}
+    assert not (tmp_path / "made").exists()

@@ -19,7 +19,7 @@ from reliability.killed import SERVER, assert_equal, run_in_process
 from reliability.record import Part, note
 from rsa_hf import RSAConfig, cli, patch_model
 from rsa_hf.training.checkpoints import CheckpointFolder
-from rsa_hf.training.trainer_checkpoints import newest_whole_checkpoint
+from rsa_hf.training.trainer import newest_whole_checkpoint
 from rsa_hf.utils.files import StorageError, put_in_place, recover, sole_writer, written_whole
 
 SMALL = 2**20  # bytes of a small disk
@@ -109,7 +109,7 @@ def test_full_disk(disk, left, before_third_save, monkeypatch, expected):
         runs.train_loop(folder)
     assert str(folder / "checkpoints") in str(error.value)
     assert "MiB are free" in str(error.value) and "ree some space" in str(error.value)
-    assert f"{folder / 'checkpoints' / 'step-2'} is whole" in str(error.value)
+    assert f"can continue from {folder / 'checkpoints' / 'step-2'}" in str(error.value)
     assert hidden(folder) == []  # what could not be completed takes no space
     assert [path.name for path in runs.checkpoints(folder)] == ["step-1", "step-2"]
     runs.check_checkpoints(folder)
@@ -131,7 +131,7 @@ def test_file_size_limit(tmp_path, size, before_third_save, monkeypatch, expecte
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "this process may write files of at most 0.0 MiB" in str(error.value)
     assert "aise that limit (ulimit -f)" in str(error.value)
-    assert f"{tmp_path / 'checkpoints' / 'step-2'} is whole" in str(error.value)
+    assert f"can continue from {tmp_path / 'checkpoints' / 'step-2'}" in str(error.value)
     assert hidden(tmp_path) == []
     monkeypatch.undo()
     runs.train_loop(tmp_path)

@@ -87,7 +87,7 @@ def test_mistakes_are_told(run, tmp_path, monkeypatch):
     other = tmp_path / "notes.txt"
     other.write_text("not a search\n")
     code, _, err = run("--storage", other)
-    assert code == 2 and "notes.txt is no file of a search" in err
+    assert code == 2 and "notes.txt is not the file of a search" in err
     assert other.read_text() == "not a search\n"
     monkeypatch.setitem(sys.modules, "optuna", None)
     code, _, err = run()

@@ -17,14 +17,14 @@ from transformers import (
 )
 
 from rsa_hf import RSAConfig, patch_model
+from rsa_hf.cli.errors import exit_on_error
 from rsa_hf.models.recurrent import RecurrentConfig, RecurrentForCausalLM
 from rsa_hf.tasks.defect_detection import trainer_metrics
 from rsa_hf.tasks.segments import TrainingTracks
-from rsa_hf.training.callback import RSACallback
-from rsa_hf.training.loop import train
+from rsa_hf.training.loop import make_accelerator, train
 from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
-from rsa_hf.training.run import launched_accelerator, script_errors
 from rsa_hf.training.settings import TrainingSettings
+from rsa_hf.training.trainer import RSACallback
 
 PLAN = RSAConfig(num_regular=1, num_cyclical_pairs=1, gate_init=0.0)
 
@@ -158,7 +158,7 @@ def run_trainer(folder, batch_size):
 
 def main(part, folder):
     folder = Path(folder)
-    launched_accelerator("no")
+    make_accelerator("no")
     state = PartialState()
     if part == "fail":
         run_loop(folder, Data(texts(11), *((3, ValueError) if state.process_index == 1 else ())))
@@ -184,5 +184,5 @@ def main(part, folder):
 
 if __name__ == "__main__":
     assert os.environ["OMP_NUM_THREADS"] == "1"
-    with script_errors():
+    with exit_on_error(ValueError, OSError):
         main(*sys.argv[1:])

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 from transformers.integrations import integration_utils
 
 from rsa_hf import RSAConfig, patch_model, rsa_report
-from rsa_hf.training.callback import RSACallback
+from rsa_hf.training.trainer import RSACallback
 
 KEYS = {"rsa/gate", "rsa/gate/layer_00", "rsa/gate/layer_01", "rsa/decay/layer_00", "rsa/decay/layer_01"}
 

@@ -520,7 +520,7 @@ def test_a_stream_needs_max_steps_and_examples(tmp_path):
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, changed, words):
     run(tmp_path)
     before = (tmp_path / "metrics.jsonl").read_text()
-    with pytest.raises(ValueError, match="is of a run with other settings") as error:
+    with pytest.raises(ValueError, match="belongs to a run with other settings") as error:
         run(tmp_path, **changed)
     for word in words:
         assert word in str(error.value)
@@ -536,7 +536,7 @@ def test_settings_that_decide_nothing_may_change(tmp_path):
 def test_no_whole_checkpoint(tmp_path, content):
     if content is not None:
         (tmp_path / "progress.json").write_text(content)
-    with pytest.raises(ValueError, match="is no whole checkpoint") as error:
+    with pytest.raises(ValueError, match="is not an intact checkpoint") as error:
         run(tmp_path / "out", resume=str(tmp_path))
     assert str(tmp_path) in str(error.value)
 

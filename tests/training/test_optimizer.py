@@ -148,5 +148,5 @@ def test_refused(tmp_path):
 @pytest.mark.parametrize("own", ["params", "model", "optimizer_dict"])
 def test_an_optimiser_with_parameters_of_its_own_is_refused(tmp_path, monkeypatch, own):
     monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", lambda args: (AdamW, {"lr": 1.0, own: []}))
-    with pytest.raises(ValueError, match=r"takes no groups\. Choose another, such as 'adamw_torch'"):
+    with pytest.raises(ValueError, match=r"accepts no groups\. Choose another, such as 'adamw_torch'"):
         optimizer_cls_and_kwargs(arguments(tmp_path))

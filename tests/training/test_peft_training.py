@@ -11,7 +11,7 @@ from families import VOCAB, inputs
 from peft_adapters import PLAN, adapter_values, base_model, logits, trained_adapter
 from rsa_hf import patch_model, rsa_report
 from rsa_hf.peft import get_peft_model, load
-from rsa_hf.training.callback import RSACallback
+from rsa_hf.training.trainer import RSACallback
 
 
 def make_trainer(folder, **arguments):

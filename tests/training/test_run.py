@@ -14,6 +14,8 @@ from transformers import (
 )
 
 from rsa_hf import RSAConfig, is_patched
+from rsa_hf.cli.errors import exit_on_error
+from rsa_hf.cli.train import run_errors
 from rsa_hf.tasks.texts import LanguageModelingDataConfig
 from rsa_hf.training.loop import TrainResult
 from rsa_hf.training.run import (
@@ -22,7 +24,6 @@ from rsa_hf.training.run import (
     report_results,
     require_positions_known,
     require_tokens_known,
-    script_errors,
 )
 from rsa_hf.training.settings import ModelSettings, RunConfig, TrainingSettings
 from rsa_hf.training.steps import TrainingDivergedError
@@ -104,7 +105,7 @@ def test_results(tmp_path, capsys):
         "validation": {"loss": 1.0},
         "test": {"loss": None, "score": None},
     }
-    assert "a\n-\nb" in capsys.readouterr().out
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()][:4] == ["", "a", "─", "b"]
     assert not (tmp_path / "rsa.png").exists()
 
 
@@ -168,12 +169,12 @@ def test_inputs_longer_than_the_table_of_positions(model_type, has_a_table):
 
 @pytest.mark.parametrize("error", [ValueError("no"), OSError("no"), TrainingDivergedError("no")])
 def test_a_user_s_mistake_is_one_line(error, capsys):
-    with pytest.raises(SystemExit) as stop, script_errors():
+    with pytest.raises(SystemExit) as stop, exit_on_error(), run_errors():
         raise error
     assert stop.value.code == 2
     assert capsys.readouterr().err == "error: no\n"
 
 
 def test_a_fault_of_ours_keeps_its_traceback():
-    with pytest.raises(KeyError), script_errors():
+    with pytest.raises(KeyError), exit_on_error(), run_errors():
         raise KeyError("x")

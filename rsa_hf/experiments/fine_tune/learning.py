@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-from rsa_hf.training.param_groups import param_groups
+from rsa_hf.training.optimizer import param_groups
 
 __all__ = ["Scores", "Task", "fine_tune"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rsa_hf.experiments.forecasting.arms import Task
 from rsa_hf.experiments.forecasting.series import Series, windows
-from rsa_hf.training.param_groups import param_groups
+from rsa_hf.training.optimizer import param_groups
 
 __all__ = ["learn", "naive_errors", "score"]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rsa_hf.experiments.regular_languages.arms import StepPredictor
 from rsa_hf.experiments.regular_languages.languages import Language, legal_next
-from rsa_hf.training.param_groups import param_groups
+from rsa_hf.training.optimizer import param_groups
 
 __all__ = ["Batch", "accuracy", "encode", "learn", "right_strings"]
 
