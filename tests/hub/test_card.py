@@ -189,7 +189,7 @@ def test_a_card_that_cannot_be_written_leaves_the_one_before(model, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
     try:
-        with pytest.raises(StorageError, match="Raise that limit"):
+        with pytest.raises(StorageError, match="cannot write to"):
             write_card(model, tmp_path, CardFacts(seeds=(2,)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
