@@ -1,8 +1,8 @@
-"""Atomic writes of files and folders, a lock on an output folder, and one error for everything that cannot be written.
+"""Atomic writes of files and folders, a lock on an output folder, and one error for all failed writes.
 
-`atomic_write` (a file) and `written_whole` (a folder) write to a temporary path beside the target, flush it to disk and
-rename it. While a folder is replaced, its predecessor is kept as `.NAME.old`; `recover` restores it if the process was
-killed between the two renames.
+`atomic_write` (a file) and `written_whole` (a folder) write to a temporary path beside the target, flush it to disk
+and rename it. While a folder is replaced, its predecessor is kept as `.NAME.old`; `recover` restores it if the
+process was killed between the two renames.
 """
 
 from __future__ import annotations

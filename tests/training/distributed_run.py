@@ -19,7 +19,7 @@ from transformers import (
 from rsa_hf import RSAConfig, patch_model
 from rsa_hf.models.recurrent import RecurrentConfig, RecurrentForCausalLM
 from rsa_hf.tasks.defect_detection import trainer_metrics
-from rsa_hf.tasks.segments import TrainingTracks
+from rsa_hf.tasks.text_blocks import TrainingTracks
 from rsa_hf.training.callback import RSACallback
 from rsa_hf.training.loop import train
 from rsa_hf.training.optimizer import optimizer_cls_and_kwargs

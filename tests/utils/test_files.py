@@ -10,7 +10,7 @@ def test_a_file_is_replaced_only_when_the_block_succeeds(tmp_path):
     with atomic_write(path) as temporary:
         temporary.write_text("old")
         assert not path.exists()
-    with pytest.raises(KeyError), atomic_write(path) as temporary:
+    with pytest.raises(KeyError), atomic_write(path) as temporary:  # noqa: PT012
         temporary.write_text("half of the n")
         raise KeyError
     assert path.read_text() == "old"
