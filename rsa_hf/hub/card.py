@@ -336,5 +336,6 @@ def _facts_in(text: str) -> CardFacts:
         content = json.loads(match["facts"]) if match else {}
     except json.JSONDecodeError:
         return CardFacts()
-    known: dict[str, Any] = {field.name: content[field.name] for field in fields(CardFacts) if field.name in content}
-    return CardFacts(**{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
+    known = {field.name: content[field.name] for field in fields(CardFacts) if field.name in content}
+    facts: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in known.items()}
+    return CardFacts(**facts)

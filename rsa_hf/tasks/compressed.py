@@ -29,6 +29,8 @@ def open_compressed(path: str | Path, plain: str) -> Iterator[IO[bytes]]:
     ending = Path(path).suffix
     if ending not in openers:
         raise ValueError(f"{path} ends in {ending!r}; allowed are {', '.join(openers)}. Rename or convert it.")
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} is not a file")
     try:
         with openers[ending](path, "rb") as file:
             yield file
