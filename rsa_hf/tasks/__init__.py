@@ -25,7 +25,24 @@ _MODULES = {
     "trainer_metrics": "defect_detection",
 }
 
-__all__ = [*_MODULES]
+__all__ = [
+    "DefectDataConfig",
+    "LanguageModelTrainer",
+    "LanguageModelingDataConfig",
+    "audit",
+    "clean_text8",
+    "compute_metrics",
+    "evaluate_language_model",
+    "format_audit",
+    "load_defect_data",
+    "load_language_modeling_tokenizer",
+    "load_metric",
+    "perplexities",
+    "prepare_language_modeling",
+    "text8_tokenizer",
+    "tokenize",
+    "trainer_metrics",
+]
 
 
 def __getattr__(name: str) -> Any:
