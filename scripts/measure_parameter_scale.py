@@ -26,9 +26,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_scheduler
 from rsa_hf import RSAConfig, param_groups, patch_model, rsa_report
 from rsa_hf.tasks.language_modeling import (
     LanguageModelingDataConfig,
+    evaluate_language_model,
     prepare_language_modeling,
 )
-from rsa_hf.tasks.perplexity import evaluate_language_model
 
 ARMS = ("plain", "weights' pace", "own group", "stored scaled")
 SCALE = 20.0

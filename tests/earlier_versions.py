@@ -37,7 +37,7 @@ from safetensors.torch import load_file
 
 import rsa_hf.peft
 from rsa_hf.tasks.defect_data import DefectDataConfig
-from rsa_hf.tasks.texts import LanguageModelingDataConfig
+from rsa_hf.tasks.text_data import LanguageModelingDataConfig
 from rsa_hf.training.arguments import read_run_config
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative to the largest output

@@ -115,7 +115,8 @@ def test_what_is_imported_is_required():
                 imported |= {alias.name for alias in node.names}
     packages = {module.split(".")[0] for module in imported} - {*sys.stdlib_module_names, "rsa_hf"}
     assert {"torch", "transformers", "yaml"} <= packages
-    assert {"pyyaml" if each == "yaml" else each.lower().replace("_", "-") for each in packages} <= required
+    distributions = {"yaml": "pyyaml", "sklearn": "scikit-learn"}
+    assert {distributions.get(each, each.lower().replace("_", "-")) for each in packages} <= required
 
 
 def test_a_circle_would_be_seen(tmp_path):

@@ -15,9 +15,9 @@ from rsa_hf.tasks.language_modeling import (
     LanguageModelingDataConfig,
     PreparedText,
     TrainingBlocks,
+    evaluate_language_model,
     prepare_language_modeling,
 )
-from rsa_hf.tasks.perplexity import evaluate_language_model
 from rsa_hf.training.optimizer import param_groups
 
 __all__ = ["SHAPES", "Curve", "Shape", "build", "read_corpus", "train_on_bytes"]

@@ -34,7 +34,7 @@ from rsa_hf.experiments.segment_models import (
     train_on_segments,
 )
 from rsa_hf.plots import COLOURS, panels
-from rsa_hf.tasks.perplexity import evaluate_language_model
+from rsa_hf.tasks.language_modeling import evaluate_language_model
 
 __all__ = ["EXPERIMENT"]
 

@@ -20,8 +20,12 @@ from rsa_hf.experiments.runner.experiment import Experiment, Meanings, Size
 from rsa_hf.experiments.runner.summary import Row, find_rows, in_words, rated
 from rsa_hf.plots import COLOURS, panels
 from rsa_hf.tasks.language_model_trainer import LanguageModelTrainer
-from rsa_hf.tasks.language_modeling import LanguageModelingDataConfig, PreparedText, prepare_language_modeling
-from rsa_hf.tasks.perplexity import evaluate_language_model
+from rsa_hf.tasks.language_modeling import (
+    LanguageModelingDataConfig,
+    PreparedText,
+    evaluate_language_model,
+    prepare_language_modeling,
+)
 from rsa_hf.tasks.search_language_model import search
 from rsa_hf.training.run import load_model
 from rsa_hf.training.settings import ModelSettings, RunConfig, TrainingSettings

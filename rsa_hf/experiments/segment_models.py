@@ -14,9 +14,9 @@ from rsa_hf.config import RSAConfig
 from rsa_hf.experiments.arms import DAMPED, damp
 from rsa_hf.experiments.runner.data import data_file
 from rsa_hf.patching import patch_model
-from rsa_hf.tasks.segments import EvaluationSegments, TrainingTracks
 from rsa_hf.tasks.text8 import TEXT8_SYMBOLS, clean_text8
-from rsa_hf.tasks.texts import LanguageModelingDataConfig, read_texts
+from rsa_hf.tasks.text_blocks import EvaluationSegments, TrainingTracks
+from rsa_hf.tasks.text_data import LanguageModelingDataConfig, read_texts
 from rsa_hf.training.carried import CarriedState
 from rsa_hf.training.optimizer import param_groups
 

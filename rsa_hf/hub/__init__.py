@@ -1,1 +1,1 @@
-"""Sharing a patched model on the Hub: its model card, and pushing a folder."""
+"""Share a patched model on the Hub: write its model card and upload its folder."""

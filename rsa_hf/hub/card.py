@@ -1,12 +1,12 @@
-"""The model card of a patched model, and how it lives beside cards that others write.
+"""The model card of a patched model.
 
-What rsa_hf writes on a card stands between two comments and is made anew on every save; what stands outside of them
-is left as it is. The first comment holds, as JSON, what the model itself does not know (data sets, seeds, scores), so
-that a card can be made anew from the model and the card before it.
+rsa_hf writes its part of README.md between two comments and regenerates it on every save; text outside of them is left
+unchanged. The first comment stores, as JSON, the facts that the model does not hold (data sets, seeds, scores), so
+that the part can be regenerated from the model and the previous card.
 
-transformers writes README.md in three places: `push_to_hub` and `save_pretrained(push_to_hub=True)` put the card of
-the Hub, or an empty one, into the folder just before it is uploaded, and `Trainer.create_model_card` replaces the one
-in the output folder before `Trainer.push_to_hub` uploads that. So `hooks/saving.py` calls `write_card` after each.
+transformers writes README.md in three places: `push_to_hub` and `save_pretrained(push_to_hub=True)` put the Hub's
+card, or an empty one, into the folder just before the upload, and `Trainer.create_model_card` replaces the card in the
+output folder before `Trainer.push_to_hub` uploads it. `integration/saving.py` calls `write_card` after each of them.
 """
 
 from __future__ import annotations
@@ -39,15 +39,18 @@ __all__ = ["CardFacts", "clear_card", "is_hub_id", "model_card", "read_facts", "
 CARD = "README.md"
 PLOT = "rsa.png"
 TAGS = ("rsa_hf", "rsa", "recurrence")
-HUB_METRICS = ("accuracy", "f1", "matthews_correlation", "perplexity")  # as the Hub calls them
+HUB_METRICS = ("accuracy", "f1", "matthews_correlation", "perplexity")  # the Hub's names
 
-_BEGIN = "<!-- rsa_hf: from here to rsa_hf's next comment the card is made anew on every save"
+_BEGIN = "<!-- rsa_hf: generated on every save, down to the next rsa_hf comment"
+_BEGIN_0_1 = "<!-- rsa_hf: from here to rsa_hf's next comment the card is made anew on every save"  # of version 0.1
 _END = "<!-- rsa_hf: end -->"
-_SECTION = re.compile(re.escape(_BEGIN) + r"(?P<facts>[^\n]*) -->\n.*?" + re.escape(_END), re.DOTALL)
+_SECTION = re.compile(
+    f"({re.escape(_BEGIN)}|{re.escape(_BEGIN_0_1)})(?P<facts>[^\\n]*) -->\\n.*?{re.escape(_END)}", re.DOTALL
+)
 _TITLE = re.compile(r"^(# \w+) with RSA heads$", re.MULTILINE)
 _FRONT_MATTER = re.compile(r"\s*---\n")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_BAR = 20  # characters of a gate that is wide open
+_BAR = 20  # characters of the bar of a gate at 1
 
 _CITATION = """@inproceedings{huang2023encoding,
   title     = {Encoding Recurrence into Transformers},
@@ -62,16 +65,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card says that cannot be read off the model.
+    """Facts for a model card that the model itself does not hold.
 
     Attributes:
-        base_model: what was patched. Into the card's metadata goes only what can be a Hub id: the Hub refuses a path.
-        datasets: what it was trained on; those that can be Hub ids go into the metadata.
-        metrics: names of the metrics, for the metadata; None: those of `scores`.
-        seeds: of the training runs.
-        scores: tables of metrics, by the name of the run or split; shown as they are.
-        command: what trained the model.
-        name: the model's own name on the Hub.
+        base_model: The model that was patched. Only a Hub id goes into the metadata: the Hub refuses a path.
+        datasets: The training data. Only Hub ids go into the metadata.
+        metrics: Names of the metrics for the metadata. None: those of `scores` that the Hub knows.
+        seeds: Seeds of the training runs.
+        scores: Metrics by run or split, shown as a table.
+        command: The command that trained the model.
+        name: The model's name on the Hub.
     """
 
     base_model: str | None = None
@@ -83,29 +86,29 @@ class CardFacts:
     name: str | None = None
 
     def updated(self, other: CardFacts) -> CardFacts:
-        """These facts, with those that `other` has in their place."""
+        """These facts, overridden by those that `other` has."""
         return replace(self, **{f.name: getattr(other, f.name) for f in fields(other) if getattr(other, f.name)})
 
 
 def is_hub_id(name: str | None) -> bool:
-    """Whether a name can be that of a model or data set on the Hub; the path of something that exists cannot."""
+    """Whether a name can be a model or data set on the Hub. An existing path is not one."""
     return name is not None and bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
 
 
 def model_card(model: PreTrainedModel, facts: CardFacts | None = None, *, plot: str | None = None) -> ModelCard:
-    """The card of a patched model: how to load it, its plan and its gates, and what it scored.
+    """Create the card of a patched model: how to load it, its plan, gates and scores.
 
     Args:
-        model: a patched model.
-        facts: what the model does not know. Where they name no base model, it is the Hub id that the model was loaded
-            from, if it was.
-        plot: file name of a picture beside the card.
+        model: A patched model.
+        facts: Facts that the model does not hold. If they name no base model, it is the Hub id that the model was
+            loaded from, if any.
+        plot: File name of a picture beside the card.
 
     Returns:
-        The card: `card.save(folder / "README.md")`.
+        The card. Save it with `card.save(folder / "README.md")`.
 
     Raises:
-        ValueError: the model has no RSA heads.
+        ValueError: The model has no RSA heads.
     """
     return ModelCard(str(_merge(None, model, facts or CardFacts(), plot)))
 
@@ -113,23 +116,23 @@ def model_card(model: PreTrainedModel, facts: CardFacts | None = None, *, plot: 
 def write_card(
     model: PreTrainedModel, folder: str | os.PathLike[str], facts: CardFacts | None = None, plot: bool = False
 ) -> Path | None:
-    """Write the card of a patched model into a folder, or bring the one that is there up to date.
+    """Write the card of a patched model into a folder, or update the existing one.
 
-    Facts that are not given are taken from the card that is there. Of that card nothing else is changed, but tags that
-    are missing are added to its metadata, and a base model that is no Hub id is taken out.
+    Missing facts are taken from the existing card. Outside of rsa_hf's part only its metadata changes: missing tags
+    are added, and a base model that is no Hub id is removed.
 
     Args:
-        model: a patched model.
-        folder: where it is saved.
-        facts: what the model does not know.
-        plot: whether to draw `rsa.png` beside the card; left out where matplotlib is not installed.
+        model: A patched model.
+        folder: Where the model is saved.
+        facts: Facts that the model does not hold.
+        plot: Whether to draw `rsa.png` beside the card. It is left out if matplotlib is not installed.
 
     Returns:
-        The card's path; None where `README.md` is no model card (it has no metadata), and so was left alone.
+        The card's path. None if `README.md` has no metadata, so is no model card; it is left unchanged.
 
     Raises:
-        StorageError: the card cannot be written; the one that is there is as it was.
-        ValueError: the model has no RSA heads, or the card's metadata is no YAML.
+        StorageError: The card cannot be written; the existing one is unchanged.
+        ValueError: The model has no RSA heads, or the card's metadata is invalid YAML.
     """
     path = Path(folder) / CARD
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,16 +150,16 @@ def write_card(
         except ImportError as error:
             logger.info("no picture on the card: %s", error)
     card = _merge(text, model, known.updated(facts or CardFacts()), picture)
-    write_text(path, str(card))  # whole: a card that someone has written into must not be lost half-way
+    write_text(path, str(card))
     return path
 
 
 def clear_card(folder: str | os.PathLike[str]) -> None:
-    """Take what rsa_hf wrote off the card in a folder, where a plain model has taken a patched one's place.
+    """Remove rsa_hf's part from the card in a folder, after a plain model replaced a patched one there.
 
     Raises:
-        StorageError: the card cannot be written; the one that is there is as it was.
-        ValueError: the card's metadata is no YAML.
+        StorageError: The card cannot be written; the existing one is unchanged.
+        ValueError: The card's metadata is invalid YAML.
     """
     path = Path(folder) / CARD
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
@@ -168,22 +171,23 @@ def clear_card(folder: str | os.PathLike[str]) -> None:
 
 
 def read_facts(folder: str | os.PathLike[str]) -> CardFacts:
-    """The facts on the card in a folder; none where there is no card, or one without a part of rsa_hf's."""
+    """Read the facts on the card in a folder. They are empty if there is no card, or none of rsa_hf's."""
     path = Path(folder) / CARD
     return _facts_in(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else CardFacts()
 
 
 def _merge(text: str | None, model: PreTrainedModel, facts: CardFacts, plot: str | None) -> RepoCard:
+    """Put rsa_hf's part and metadata on a card: the given one, or a new one."""
     if not any(isinstance(module, RSAHeads) for module in model.modules()):
-        raise ValueError("the model has no RSA heads, so there is nothing to say on a card. Call patch_model first.")
+        raise ValueError("the model has no RSA heads, so it has no card. Call patch_model first.")
     if facts.base_model is None:
         facts = replace(facts, base_model=_loaded_from(model))
-    section = without_credentials(_section(model, facts, plot))  # the command may be one with a token
+    section = without_credentials(_section(model, facts, plot))  # the command may hold a token
     if text is None:
         text = f"---\nlibrary_name: transformers\n---\n\n# {_class_of(model).__name__} with RSA heads\n"
     card = _read_card(text)
     _add_metadata(card.data, facts)
-    # A function in place of the text: a backslash in it is no escape.
+    # A function as replacement: backslashes of the section are not escapes.
     body, found = _SECTION.subn(lambda _: section, card.text, count=1)
     card.text = body if found else f"{card.text.rstrip()}\n\n{section}\n"
     return card
@@ -191,41 +195,37 @@ def _merge(text: str | None, model: PreTrainedModel, facts: CardFacts, plot: str
 
 def _read_card(text: str) -> RepoCard:
     try:
-        # Not a ModelCard: that one reads `model-index` into objects, and drops what it does not understand.
+        # RepoCard, because ModelCard parses `model-index` into EvalResults and drops what does not fit them.
         return RepoCard(text)
     except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"the metadata at the head of {CARD} cannot be read: {error}") from error
+        raise ValueError(f"the metadata at the head of {CARD} is invalid: {error}") from error
 
 
 def _loaded_from(model: PreTrainedModel) -> str | None:
-    # `outputs/best` may look like a Hub id and be none: a model that was downloaded has left its config in the cache.
+    # `outputs/best` looks like a Hub id too, but only a downloaded model has its config in the cache.
     name = str(getattr(model.config, "_name_or_path", ""))
     return name if is_hub_id(name) and isinstance(try_to_load_from_cache(name, "config.json"), str) else None
 
 
 def _add_metadata(data: CardData, facts: CardFacts) -> None:
-    """Put into a card's metadata what belongs there; what is there already stays."""
+    """Add to a card's metadata; existing entries stay."""
     base = [name for name in _listed(data.get("base_model")) if is_hub_id(name)]
     if not base and is_hub_id(facts.base_model):
         base = [facts.base_model]
     scored = [name for score in (facts.scores or {}).values() for name in score]
     metrics = facts.metrics if facts.metrics is not None else [name for name in scored if name in HUB_METRICS]
-    lists = {
-        "tags": TAGS,
-        "datasets": [name for name in facts.datasets if is_hub_id(name)],
-        "metrics": metrics,
-    }
-    merged = {key: list(dict.fromkeys([*_listed(data.get(key)), *more])) for key, more in lists.items()}
-    entries = {"library_name": data.get("library_name") or "transformers", "base_model": base, **merged}
-    for key, value in entries.items():
-        data[key] = value[0] if key == "base_model" and len(value) == 1 else value or None
+    lists = {"tags": TAGS, "datasets": filter(is_hub_id, facts.datasets), "metrics": metrics}
+    data["library_name"] = data.get("library_name") or "transformers"
+    data["base_model"] = base[0] if len(base) == 1 else base or None
+    for key, more in lists.items():
+        data[key] = list(dict.fromkeys([*_listed(data.get(key)), *more])) or None
 
 
 def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
 
 
-# --- the part that is made anew -------------------------------------------------------------------------------------
+# --- the generated part ---------------------------------------------------------------------------------------------
 
 
 def _section(model: PreTrainedModel, facts: CardFacts, plot: str | None) -> str:
@@ -233,18 +233,18 @@ def _section(model: PreTrainedModel, facts: CardFacts, plot: str | None) -> str:
     parts = [
         f"{_BEGIN} {_to_json(facts)} -->",
         "## RSA heads",
-        "Self-attention with recurrence (RSA, ICLR 2023): in the heads below, attention is mixed with a recurrence "
-        "encoding matrix by a learned gate, `RSA(X) = {[1 − σ(μ)] · softmax(QKᵀ/√D) + σ(μ) · P} V`.",
+        "This model uses self-attention with recurrence (RSA, ICLR 2023). In each head listed below, a learned gate "
+        "mixes attention with a recurrence encoding matrix P: `RSA(X) = {[1 − σ(μ)] · softmax(QKᵀ/√D) + σ(μ) · P} V`.",
         "### How to load it",
         f"```python\nimport rsa_hf  # pip install rsa_hf\nfrom {_place_of(cls)} import {cls.__name__}\n\n"
         f'model = {cls.__name__}.from_pretrained("{name}")\n```',
-        "Without `import rsa_hf` the checkpoint refuses to load, rather than run as a plain model.",
+        "Import `rsa_hf` first. Without it, loading this checkpoint is an error.",
     ]
     if facts.scores:
         parts += ["### Results", _score_table(facts.scores)]
     training = []
     if facts.base_model:
-        # The path of a folder means nothing to others, and may say more of its owner than is meant.
+        # A local path means nothing to others and may reveal the user's name.
         shown = facts.base_model if is_hub_id(facts.base_model) else "a local checkpoint"
         training.append(f"* base model: {shown}")
     if facts.datasets:
@@ -261,7 +261,7 @@ def _section(model: PreTrainedModel, facts: CardFacts, plot: str | None) -> str:
         report = rsa_report(model)
         parts.append(f"```\n{_gates(report)}\n\n{report}\n```")
     else:
-        parts.append("Not known where the model was saved; `rsa-hf card FOLDER` fills them in.")
+        parts.append("Their values were not available when the model was saved. `rsa-hf card FOLDER` adds them.")
     if plot:
         parts.append(f"![learned decay curves and gates]({plot})")
     parts += ["### Citation", f"```bibtex\n{_CITATION}\n```", _END]
@@ -269,12 +269,12 @@ def _section(model: PreTrainedModel, facts: CardFacts, plot: str | None) -> str:
 
 
 def _class_of(model: PreTrainedModel) -> type:
-    """The class of a model; not the one that FSDP2 makes of it, which nobody can import."""
+    """The class of a model, without the class that FSDP2 puts in front of it, which cannot be imported."""
     return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def _place_of(cls: type) -> str:
-    """Where others import a class from: the outermost package that has it, or else its own module."""
+    """The outermost package that exports a class, else the class's own module."""
     parts = cls.__module__.split(".")
     places = [".".join(parts[: i + 1]) for i in range(len(parts))]
     return next(
@@ -283,10 +283,9 @@ def _place_of(cls: type) -> str:
 
 
 def _can_be_read(model: PreTrainedModel) -> bool:
-    """Whether this process has the gates and rates, and none of them is offloaded or spread over several.
+    """Whether this process holds all gates and rates: none is offloaded or sharded.
 
-    To read what is spread out all processes have to take part, but only the first one writes a card: it would wait for
-    ever.
+    Reading a sharded parameter needs all processes, but only the first one writes a card, so it would wait for ever.
     """
     heads = [module for module in model.modules() if isinstance(module, RSAHeads)]
     parameters = [parameter for module in heads for parameter in module.parameters()]
@@ -294,7 +293,7 @@ def _can_be_read(model: PreTrainedModel) -> bool:
 
 
 def _gates(report: RSAReport) -> str:
-    """The mean gate of each layer as a bar: what a picture would show, for readers without one."""
+    """The mean gate of each layer, as a text bar."""
     width = max(len(layer.module) for layer in report.layers)
     lines = [f"{'gate'.ljust(width)}  0 is attention only, 1 is recurrence only"]
     for layer in report.layers:
@@ -306,7 +305,7 @@ def _gates(report: RSAReport) -> str:
 
 def _plan(model: PreTrainedModel) -> str:
     content = next(iter(saved_plans(model.config)))
-    # One line a setting: the lists of numbers in it would fill pages.
+    # One line per setting: with an indent, json.dumps gives each number in a list a line of its own.
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in content["plan"].items())
     return f"{{\n{lines}\n}}"
 
@@ -324,32 +323,19 @@ def _score_table(scores: Mapping[str, Mapping[str, float]]) -> str:
 
 def _to_json(facts: CardFacts) -> str:
     known = {name: value for name, value in asdict(facts).items() if value}
-    if "base_model" in known and not is_hub_id(known["base_model"]):
-        del known["base_model"]
-    # A comment ends at "-->", which no value may bring along.
+    if not is_hub_id(known.get("base_model")):
+        known.pop("base_model", None)
+    # Escaped, so that no value can end the comment with "-->".
     return json.dumps(known).replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _facts_in(text: str) -> CardFacts:
-    """The facts on a card, which may be anyone's: what is not of the right type is not taken."""
+    """The facts in a card's comment; none if it was edited and is no JSON object of facts any more."""
     match = _SECTION.search(text)
     try:
         content = json.loads(match["facts"]) if match else {}
     except json.JSONDecodeError:
-        content = {}
-    if not isinstance(content, dict):
         return CardFacts()
-    known: dict[str, Any] = {
-        key: content[key] for key in ("base_model", "command", "name") if isinstance(content.get(key), str)
-    }
-    for key, kind in (("datasets", str), ("metrics", str), ("seeds", int)):
-        entries = content.get(key)
-        if isinstance(entries, list) and all(isinstance(entry, kind) for entry in entries):
-            known[key] = tuple(entries)
-    scores = content.get("scores")
-    if isinstance(scores, dict) and all(
-        isinstance(score, dict) and all(isinstance(figure, (int, float)) for figure in score.values())
-        for score in scores.values()
-    ):
-        known["scores"] = scores
-    return CardFacts(**known)
+    known = {field.name: content[field.name] for field in fields(CardFacts) if field.name in content}
+    facts: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in known.items()}
+    return CardFacts(**facts)

@@ -1,13 +1,10 @@
-"""Where the functions of defect detection come from: embedded, Hub or files; checked, de-duplicated, subsampled."""
+"""The data of defect detection: read from the embedded set, the Hub or files, de-duplicated and subsampled."""
 
 from __future__ import annotations
 
-import gzip
 import json
-import lzma
-import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -15,13 +12,13 @@ from typing import Any, Literal, get_args
 
 import datasets
 
-from rsa_hf.tasks.python_defects import Example, check_options, load_python_defects
+from rsa_hf.tasks.compressed import open_compressed
+from rsa_hf.tasks.python_defects import Example, load_python_defects
 from rsa_hf.utils.brief import brief
 
 __all__ = ["SPLITS", "DefectDataConfig", "Example", "conflicting", "identity", "load_defect_data", "read_json_lines"]
 
 SPLITS = ("train", "validation", "test")
-_OPENERS: dict[str, Callable[..., Any]] = {".jsonl": open, ".jsonl.gz": gzip.open, ".jsonl.xz": lzma.open}
 
 Source = Literal["embedded", "hub", "files"]
 LongFunctions = Literal["truncate", "chunk"]
@@ -29,33 +26,31 @@ LongFunctions = Literal["truncate", "chunk"]
 
 @dataclass
 class DefectDataConfig:
-    """Where the functions come from and how they are cut to the model's length.
+    """The data of defect detection, and how functions are cut to the model's length.
 
-    Attributes:
-        source: "embedded" (functions of the installed Python's standard library with injected defects: needs no
-            download), "hub" or "files".
-        train_file: For "files": the training functions, as JSON lines with the fields `func` and `target`
-            (`.jsonl`, `.jsonl.gz` or `.jsonl.xz`).
-        validation_file: For "files": the same for validation; may be left out.
-        test_file: For "files": the same for testing; may be left out.
-        hub_dataset: For "hub": the data set's name; its columns are `func` and `target`.
-        max_train_examples: Keep at most so many training functions, chosen at random with the classes in
-            proportion. None keeps all.
+    Args:
+        source: "embedded" (functions of Python's standard library with injected defects, no download), "hub" or
+            "files".
+        train_file: For "files": training functions as JSON lines with the fields `func` and `target` (.jsonl,
+            .jsonl.gz or .jsonl.xz).
+        validation_file: For "files": validation functions (optional).
+        test_file: For "files": test functions (optional).
+        hub_dataset: For "hub": the data set, with the columns `func` and `target`.
+        max_train_examples: Keep at most this many training functions, drawn at random with the classes in proportion.
+            None: all.
         max_eval_examples: The same for validation and test, each.
-        deduplicate: Drop training functions that repeat another one (up to whitespace), that carry both
-            labels, or that also stand in validation or test. Validation and test stay as they are, so scores
-            stay comparable.
-        max_length: Tokens of an input, special tokens included.
-        long_functions: "truncate" keeps the beginning of a longer function, "chunk" cuts it into windows.
-        chunk_overlap: For "chunk": tokens that a window shares with the one before.
-        min_characters: For "embedded": shortest function.
-        max_characters: For "embedded": longest function.
-        defect_kinds: For "embedded": the defects to inject, of `python_defects.DEFECT_KINDS`; None for all.
-        seed: Chooses the embedded defects and what `max_…_examples` keep. Runs that are compared should share
-            it.
+        deduplicate: Drop training functions that repeat another one (up to whitespace), carry both labels, or also
+            occur in validation or test. Validation and test stay as they are, so that scores are comparable.
+        max_length: Maximum length of an input in tokens, with special tokens.
+        long_functions: "truncate" keeps the beginning of a longer function, "chunk" cuts it into overlapping windows.
+        chunk_overlap: For "chunk": number of tokens shared by neighbouring windows.
+        min_characters: For "embedded": length of the shortest function.
+        max_characters: For "embedded": length of the longest function.
+        defect_kinds: For "embedded": the kinds of defect to inject, of `python_defects.DEFECT_KINDS`. None: all.
+        seed: Seed of the embedded defects and of the subsampling. Use the same one for runs that are compared.
 
     Raises:
-        ValueError: A value is outside what is described here.
+        ValueError: A value is not allowed.
     """
 
     source: Source = "embedded"
@@ -78,41 +73,31 @@ class DefectDataConfig:
         for name, allowed in (("source", get_args(Source)), ("long_functions", get_args(LongFunctions))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}")
-        for split in SPLITS:
-            file = getattr(self, f"{split}_file")
-            if file is not None and self.source != "files":
-                raise ValueError(
-                    f"{split}_file is {file!r}, which source {self.source!r} does not read; "
-                    f"set source to 'files' or leave {split}_file out"
-                )
-        if self.source == "files" and self.train_file is None:
+        if self.source != "files":
+            for name in (f"{split}_file" for split in SPLITS):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} is {getattr(self, name)!r}, but source is {self.source!r}, not 'files'")
+        elif self.train_file is None:
             raise ValueError("train_file is None; source 'files' needs the path of the training functions")
         for name in ("max_train_examples", "max_eval_examples"):
             limit = getattr(self, name)
             if limit is not None and limit < 2:
                 raise ValueError(f"{name} is {limit}; choose 2 or more, one of each class, or None to keep all")
-        if self.max_length < 1:
-            raise ValueError(f"max_length is {self.max_length}; choose 1 or more tokens")
-        if self.long_functions == "chunk" and not 0 <= self.chunk_overlap < self.max_length:
-            raise ValueError(
-                f"chunk_overlap is {self.chunk_overlap}; choose from 0 to below max_length ({self.max_length})"
-            )
-        check_options(self.min_characters, self.max_characters, self.defect_kinds)
 
 
 def load_defect_data(config: DefectDataConfig) -> dict[str, list[Example]]:
     """Read, check, de-duplicate and subsample the data.
 
     Args:
-        config: What to read and what to keep.
+        config: Selects the data.
 
     Returns:
-        The functions of each split: "train" always, "validation" and "test" where the source has them.
+        The functions of each split: "train" always, "validation" and "test" if the source has them.
 
     Raises:
-        FileNotFoundError: If a file does not exist.
-        ValueError: If a file is damaged, a row is not a function with a label 0 or 1, a split is empty, or the
-            training split has one class only.
+        OSError: A file cannot be read.
+        ValueError: A file is damaged, a row is no function with a label 0 or 1, a split is empty, or all training
+            functions have one class.
     """
     if config.source == "embedded":
         splits = load_python_defects(
@@ -122,7 +107,11 @@ def load_defect_data(config: DefectDataConfig) -> dict[str, list[Example]]:
             kinds=config.defect_kinds,
         )
     elif config.source == "hub":
-        splits = _read_hub(config.hub_dataset)
+        loaded = datasets.load_dataset(config.hub_dataset)
+        if "train" not in loaded:
+            raise ValueError(f"{config.hub_dataset} has the splits {', '.join(loaded)}; one called 'train' is needed")
+        names = [split for split in SPLITS if split in loaded]
+        splits = {split: _examples(loaded[split], f"{config.hub_dataset}, {split} row") for split in names}
     else:
         files = {split: getattr(config, f"{split}_file") for split in SPLITS}
         splits = {split: read_json_lines(file) for split, file in files.items() if file is not None}
@@ -130,15 +119,10 @@ def load_defect_data(config: DefectDataConfig) -> dict[str, list[Example]]:
         splits["train"] = _deduplicated(splits)
     for split, examples in splits.items():
         if not examples:
-            raise ValueError(
-                f"the {split} split is empty; give it functions"
-                + (", or widen min_characters and max_characters" if config.source == "embedded" else "")
-                + (" that are not all copies or conflicting" if split == "train" and config.deduplicate else "")
-            )
-    classes = {example.target for example in splits["train"]}
-    if len(classes) == 1:
+            raise ValueError(f"the {split} split is empty, or nothing of it is left: give it more functions")
+    if len({example.target for example in splits["train"]}) == 1:
         raise ValueError(
-            f"all {len(splits['train'])} training functions have target {classes.pop()}; "
+            f"all {len(splits['train'])} training functions have target {splits['train'][0].target}; "
             "give functions of both classes, clean (0) and defective (1)"
         )
     limits = {"train": config.max_train_examples}
@@ -149,118 +133,82 @@ def load_defect_data(config: DefectDataConfig) -> dict[str, list[Example]]:
 
 
 def read_json_lines(path: str | Path) -> list[Example]:
-    """Read functions from JSON lines; blank lines are passed over.
+    """Read functions from JSON lines. Blank lines are skipped.
 
     Args:
-        path: A `.jsonl`, `.jsonl.gz` or `.jsonl.xz` file. Each line is an object with the fields `func`, the
-            source text, and `target`, its label 0 or 1 (or false or true); other fields are ignored.
+        path: A `.jsonl`, `.jsonl.gz` or `.jsonl.xz` file. Each line is an object with the fields `func`, the source
+            text, and `target`, the label 0 or 1 (or false or true). Other fields are ignored.
 
     Returns:
         The functions, in the order of the file.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If the name has another ending, the file is truncated or corrupt, or a line is not such an
-            object. The message names the file and the line.
+        OSError: The file cannot be opened.
+        ValueError: The file has another ending or is corrupt, or a line is no such object; the message names the line.
     """
-    path = Path(path)
-    opener = next((opener for suffix, opener in _OPENERS.items() if path.name.endswith(suffix)), None)
-    if opener is None:
-        raise ValueError(f"{path} has another ending than {', '.join(_OPENERS)}; rename or convert it")
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is not a file; give the path of existing JSON lines")
+    with open_compressed(path, ".jsonl") as lines:
+        return _examples(lines, f"{path}, line")
+
+
+def _examples(rows: Iterable[Any], where: str) -> list[Example]:
+    """Check rows of `func` and `target`, given as mappings or as lines of JSON."""
     examples = []
-    number = 0
-    try:
-        with opener(path, "rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    where = f"{path}, line {number}"
-                    examples.append(_checked(_parsed(line, where), where))
-    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
-        raise ValueError(
-            f"{path}, line {number + 1}: the file is truncated or corrupt from here on ({error}); "
-            "copy or download it again"
-        ) from error
+    for number, row in enumerate(rows, start=1):
+        if isinstance(row, bytes) and not row.strip():
+            continue
+        try:
+            examples.append(_example(json.loads(row) if isinstance(row, bytes) else row))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where} {number}: {error}") from error
     return examples
 
 
-def _parsed(line: bytes, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:  # no JSON, or no UTF-8
-        raise ValueError(f"{where}: not valid JSON ({error}); write one object a line") from error
-    except RecursionError as error:
-        raise ValueError(f"{where}: nested too deep; write one flat object a line") from error
-
-
-def _read_hub(name: str) -> dict[str, list[Example]]:
-    loaded = datasets.load_dataset(name)
-    if "train" not in loaded:
-        raise ValueError(f"{name} has the splits {', '.join(loaded)}; a data set with a split 'train' is needed")
-    return {
-        split: [_checked(row, f"{name}, {split} row {i}") for i, row in enumerate(loaded[split])]
-        for split in SPLITS
-        if split in loaded
-    }
-
-
-def _checked(row: Any, where: str) -> Example:
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: found {type(row).__name__}; an object with `func` and `target` is needed")
-    for field in ("func", "target"):
-        if field not in row:
-            raise ValueError(f"{where}: the field {field!r} is missing; found {brief(list(row))[1:-1]}")
-    func, target = row["func"], row["target"]
-    if not isinstance(func, str) or not func.strip():
-        raise ValueError(f"{where}: func is {brief(func)}; the text of a function is needed, so remove or fill it")
-    if not isinstance(target, int) or target not in (0, 1):  # bool is an int
-        raise ValueError(f"{where}: target is {brief(target)}; allowed are 0 (clean) and 1 (defective)")
-    try:
-        func.encode()
-    except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can spell and no tokenizer takes
-        raise ValueError(f"{where}: func is no valid Unicode ({error.reason}); repair or remove it") from error
+def _example(row: Any) -> Example:
+    func, target = (row.get("func"), row.get("target")) if isinstance(row, dict) else (None, None)
+    if not isinstance(func, str) or not func.strip() or target not in (0, 1):  # false and true are 0 and 1, too
+        raise ValueError(
+            f"{brief(row)} is no labelled function; needed are `func`, the text of a function, and `target`, "
+            "0 (clean) or 1 (defective)"
+        )
+    func.encode()  # JSON can spell half a surrogate pair, which tokenizers refuse
     return Example(func, int(target))
 
 
 def identity(example: Example) -> str:
-    """Returns what two copies of a function have in common: its text up to whitespace."""
+    """The text of a function with normalised whitespace, by which copies are recognised."""
     return " ".join(example.func.split())
 
 
-def _deduplicated(splits: Mapping[str, Sequence[Example]]) -> list[Example]:
-    evaluated = {identity(example) for split in SPLITS[1:] for example in splits.get(split, [])}
-    contradicted = conflicting(splits["train"])
-    kept: dict[str, Example] = {}
-    for example in splits["train"]:
-        function = identity(example)
-        if function not in evaluated and function not in contradicted:
-            kept.setdefault(function, example)
-    return list(kept.values())
-
-
 def conflicting(examples: Sequence[Example]) -> set[str]:
-    """Returns the functions that carry both labels."""
+    """The identities of the functions that carry both labels."""
     labels = defaultdict(set)
     for example in examples:
         labels[identity(example)].add(example.target)
     return {function for function, targets in labels.items() if len(targets) == 2}
 
 
+def _deduplicated(splits: Mapping[str, Sequence[Example]]) -> list[Example]:
+    dropped = conflicting(splits["train"])
+    dropped |= {identity(example) for split in SPLITS[1:] for example in splits.get(split, [])}
+    kept: dict[str, Example] = {}
+    for example in splits["train"]:
+        if identity(example) not in dropped:
+            kept.setdefault(identity(example), example)
+    return list(kept.values())
+
+
 def _subsample(examples: list[Example], limit: int | None, seed: int) -> list[Example]:
-    """Keeps `limit` examples, in order, with the classes in proportion and none of them lost."""
+    """Keep `limit` examples, in order and with the classes in proportion, at least one of each."""
     if limit is None or len(examples) <= limit:
         return examples
-    indices: dict[int, list[int]] = {target: [] for target in (0, 1)}
-    for index, example in enumerate(examples):
-        indices[example.target].append(index)
+    indices = [[i for i, example in enumerate(examples) if example.target == target] for target in (0, 1)]
     num_positive = round(limit * len(indices[1]) / len(examples))
-    if indices[0] and indices[1]:
+    if all(indices):
         num_positive = min(max(num_positive, 1), limit - 1)
     kept = []
-    for target, count in ((0, limit - num_positive), (1, num_positive)):
-        # The same generator for both classes: in the embedded data the n-th clean and the n-th defective
-        # function are a pair, and so the pairs stay together.
-        Random(seed).shuffle(indices[target])
-        kept += indices[target][:count]
+    for of_class, count in zip(indices, (limit - num_positive, num_positive), strict=True):
+        # The same seed for both classes keeps pairs together: in the embedded data, the n-th clean and the n-th
+        # defective function are a pair.
+        Random(seed).shuffle(of_class)
+        kept += of_class[:count]
     return [examples[index] for index in sorted(kept)]

@@ -1,27 +1,28 @@
-"""Defect detection: is a function defective (1) or clean (0)? Its model inputs, collator and metric.
+"""Defect detection, the classification of functions as clean (0) or defective (1): model inputs and metric.
 
-The path of the data is `load_defect_data` → `audit` → `tokenize` → `collator` → `compute_metrics`. A function
-too long for the model is truncated, or cut into overlapping chunks. In training each chunk is an example with
-the function's label; in evaluation the function's logits are the mean over its chunks, which `compute_metrics`
-takes when it is given the example ids.
+The data passes through `load_defect_data`, `tokenize`, transformers' `DataCollatorWithPadding` and `compute_metrics`.
+A function too long for the model is truncated, or cut into overlapping chunks. In training, each chunk is an example
+with the function's label. In evaluation, `compute_metrics` averages the logits over a function's chunks, if it is
+given the example ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
-from transformers import DataCollatorWithPadding, EvalPrediction, PreTrainedTokenizerBase
+from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 from rsa_hf.tasks.defect_data import DefectDataConfig, Example
 from rsa_hf.tasks.metrics import load_metric
 
-__all__ = ["class_weights", "collator", "compute_metrics", "tokenize", "trainer_metrics"]
+__all__ = ["class_weights", "compute_metrics", "tokenize", "trainer_metrics"]
 
-_BATCH = 1000  # functions handed to the tokenizer at a time: enough for its threads, little for the memory
+_BATCH = 1000  # functions per call of the tokenizer: enough for its threads, bounded in memory
 
 
 def tokenize(
@@ -31,32 +32,25 @@ def tokenize(
 
     Args:
         examples: The functions of one split.
-        tokenizer: The model's tokenizer.
-        config: Its `max_length`, `long_functions` and `chunk_overlap` are used.
+        tokenizer: The model's tokenizer; a fast one for chunks.
+        config: Provides `max_length`, `long_functions` and `chunk_overlap`.
 
     Returns:
-        Rows with `input_ids`, `attention_mask`, `labels` and `example_id`, the function's position in
-        `examples`. Truncating gives one row a function; chunking gives one or more, which stand together.
+        Rows with `input_ids`, `attention_mask`, `labels` and `example_id`, the function's index in `examples`.
+        Truncation gives one row per function, chunking one or more consecutive rows.
 
     Raises:
-        ValueError: If `max_length` leaves no room for text, or not for the overlap of chunks, or if chunks are
-            asked of a tokenizer without a fast version.
+        ValueError: `max_length` leaves no room for text, or not more than the overlap of chunks.
     """
     chunk = config.long_functions == "chunk"
     room = config.max_length - tokenizer.num_special_tokens_to_add()
-    if room < 1:
-        raise ValueError(f"max_length is {config.max_length}, all taken by special tokens; choose a larger one")
-    if chunk and config.chunk_overlap >= room:
+    overlap = config.chunk_overlap if chunk else 0
+    if not 0 <= overlap < room:
         raise ValueError(
-            f"chunk_overlap is {config.chunk_overlap}, but max_length {config.max_length} has room for {room} "
-            f"tokens of text; choose from 0 to {room - 1}"
+            f"max_length is {config.max_length}, which leaves room for {room} tokens of text"
+            + (f", but chunk_overlap is {overlap}; choose from 0 to below the room" if chunk else "; choose more")
         )
-    if chunk and not tokenizer.is_fast:
-        raise ValueError(
-            f"long_functions is 'chunk', which {type(tokenizer).__name__} cannot do; choose 'truncate', or load "
-            "a fast tokenizer"
-        )
-    windows = {"return_overflowing_tokens": True, "stride": config.chunk_overlap} if chunk else {}
+    windows = {"return_overflowing_tokens": True, "stride": overlap} if chunk else {}
     rows: dict[str, list[Any]] = {"input_ids": [], "attention_mask": [], "labels": [], "example_id": []}
     for start in range(0, len(examples), _BATCH):
         texts = [example.func for example in examples[start : start + _BATCH]]
@@ -71,48 +65,17 @@ def tokenize(
     return datasets.Dataset.from_dict(rows)
 
 
-def collator(tokenizer: PreTrainedTokenizerBase) -> DataCollatorWithPadding:
-    """Make what joins rows of `tokenize` to a batch, padded to its longest row.
-
-    Args:
-        tokenizer: The model's tokenizer; its padding token and side are used.
-
-    Returns:
-        A collator of int64 tensors: `input_ids` and `attention_mask` [B, T], `labels` and, where the rows have
-        it, `example_id` [B].
-
-    Raises:
-        ValueError: If the tokenizer has no padding token.
-    """
-    if tokenizer.pad_token_id is None:
-        raise ValueError(
-            f"{type(tokenizer).__name__} has no padding token; set tokenizer.pad_token = tokenizer.eos_token and "
-            "model.config.pad_token_id = tokenizer.pad_token_id"
-        )
-    return DataCollatorWithPadding(tokenizer)
-
-
 def class_weights(labels: Sequence[int]) -> torch.Tensor:
-    """Weights for the loss that make both classes count the same.
+    """Weights for the loss that give both classes the same influence.
 
     Args:
-        labels: The training labels, 0 or 1.
+        labels: The training labels, with examples of both 0 and 1.
 
     Returns:
-        float32 [2], inversely proportional to the classes' frequencies and with mean 1.
-
-    Raises:
-        ValueError: If a class has no examples, or there are labels other than 0 and 1.
+        float32 [2], inversely proportional to the class frequencies, with mean 1.
     """
-    num_positive = sum(label == 1 for label in labels)
-    num_negative = sum(label == 0 for label in labels)
-    if num_positive + num_negative < len(labels) or not num_positive or not num_negative:
-        raise ValueError(
-            f"{len(labels)} labels hold {num_negative} times 0 and {num_positive} times 1; "
-            "class weights need both classes and no other label"
-        )
     # (1/n0, 1/n1) divided by its mean; the common factor n0·n1 cancels.
-    return torch.tensor([num_positive, num_negative]) * 2 / len(labels)
+    return torch.tensor([sum(labels), len(labels) - sum(labels)]) * 2 / len(labels)
 
 
 _metric = cache(load_metric)
@@ -122,71 +85,53 @@ def compute_metrics(logits: Any, labels: Any, example_ids: Any = None) -> dict[s
     """Score a classifier.
 
     Args:
-        logits: Array or tensor [N, 2]: the scores of clean and defective for each row.
+        logits: Array or tensor [N, 2], the scores of clean and defective for each row.
         labels: Integers [N], 0 or 1.
-        example_ids: Integers [N], the function each row is part of; its logits are the mean over its rows.
-            None where every row is a function.
+        example_ids: Integers [N], the function that each row belongs to; its logits are averaged over its rows. None:
+            each row is a function.
 
     Returns:
-        `accuracy`, `f1` of the defective class, `mcc`, the `majority_accuracy` to compare with, the
-        `positive_share` and the number of functions, `num_examples`.
+        `accuracy`, `f1` of the defective class, `mcc`, the `majority_accuracy` to compare with, `positive_share`, and
+        the number of functions, `num_examples`.
 
     Raises:
-        ValueError: If shapes do not fit together, logits are not finite, or rows of one function have
-            different labels.
+        ValueError: Shapes do not match, logits are not finite, or rows of one function have different labels.
     """
-    scores = torch.as_tensor(logits).detach().to("cpu", torch.float64)
-    targets = torch.as_tensor(labels).detach().to("cpu", torch.int64)
+    scores = torch.as_tensor(logits).detach().to("cpu", torch.float64).numpy()
+    targets = torch.as_tensor(labels).detach().cpu().numpy()
     if scores.ndim != 2 or scores.shape[1] != 2 or targets.shape != scores.shape[:1]:
         raise ValueError(
-            f"logits have shape {list(scores.shape)} and labels {list(targets.shape)}; needed are [N, 2] and "
-            "[N], as a sequence classifier with num_labels=2 gives"
+            f"logits have shape {list(scores.shape)} and labels {list(targets.shape)}; needed are [N, 2] and [N], as "
+            "a sequence classifier with num_labels=2 returns"
         )
-    if not scores.isfinite().all():
+    if not np.isfinite(scores).all():
         raise ValueError("logits hold NaN or infinite values, so training has diverged; lower the learning rate")
     if example_ids is not None:
-        scores, targets = _joined(scores, targets, torch.as_tensor(example_ids).detach().to("cpu", torch.int64))
+        _, first, owners = np.unique(torch.as_tensor(example_ids).cpu(), return_index=True, return_inverse=True)
+        if owners.shape != targets.shape or (targets != targets[first][owners]).any():
+            raise ValueError("example_ids do not match the labels: each function has one label, in one split")
+        scores = np.stack([np.bincount(owners, column) for column in scores.T], axis=1)  # sums do as well as means
+        targets = targets[first]
     result: dict[str, float] = _metric("defect_detection").compute(
-        predictions=scores.argmax(dim=1).tolist(), references=targets.tolist()
+        predictions=scores.argmax(axis=1), references=targets
     )
-    positive_share = targets.double().mean().item()
-    return {**result, "positive_share": positive_share, "num_examples": len(targets)}
-
-
-def _joined(
-    scores: torch.Tensor, targets: torch.Tensor, example_ids: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Takes the mean of `scores` [N, 2] over the rows of each function; returns [F, 2] and labels [F]."""
-    if example_ids.shape != targets.shape:
-        raise ValueError(f"example_ids have shape {list(example_ids.shape)}; needed is {list(targets.shape)}")
-    unique: Callable[..., tuple[torch.Tensor, ...]] = torch.unique  # which has no types
-    functions, owners, num_rows = unique(example_ids, return_inverse=True, return_counts=True)
-    positives = torch.zeros(len(functions), dtype=torch.int64).index_add(0, owners, targets)
-    mixed = (positives != 0) & (positives != num_rows)
-    if mixed.any():
-        raise ValueError(
-            f"rows of example_id {functions[mixed][0].item()} have different labels; give each function an id of "
-            "its own, and score one split at a time"
-        )
-    sums = torch.zeros(len(functions), 2, dtype=scores.dtype).index_add(0, owners, scores)
-    return sums / num_rows[:, None], (positives > 0).long()
+    return {**result, "positive_share": float(targets.mean()), "num_examples": len(targets)}
 
 
 def trainer_metrics(eval_prediction: EvalPrediction) -> dict[str, float]:
-    """Score a classifier as the `compute_metrics` of `transformers.Trainer`.
+    """Score a classifier; the `compute_metrics` of `transformers.Trainer`.
 
-    With `long_functions="chunk"`, pass `label_names=["labels", "example_id"]` to `TrainingArguments`: the
-    Trainer then hands on the ids, and the chunks of a function are scored together.
+    For `long_functions="chunk"`, pass `label_names=["labels", "example_id"]` to `TrainingArguments`. The Trainer then
+    passes on the example ids, and the chunks of a function are scored together.
 
     Args:
-        eval_prediction: Logits [N, 2], alone or as the first of the model's outputs, and labels [N], alone or
-            followed by the example ids [N].
+        eval_prediction: Logits [N, 2], or a tuple that begins with them, and labels [N], or labels and example ids.
 
     Returns:
-        What `compute_metrics` returns.
+        The result of `compute_metrics`.
 
     Raises:
-        ValueError: As `compute_metrics` does.
+        ValueError: As `compute_metrics`.
     """
     logits: Any = eval_prediction.predictions
     labels: Any = eval_prediction.label_ids

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` for the texts of `prepare_language_modeling`: bits per byte, and memory that is carried."""
+"""A `transformers.Trainer` for language modelling: it evaluates in bits per byte and can carry a model's memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import SequentialSampler, default_collate
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
-from rsa_hf.tasks.language_modeling import PreparedText
-from rsa_hf.tasks.perplexity import evaluate_language_model
-from rsa_hf.tasks.segments import TrainingTracks
+from rsa_hf.tasks.language_modeling import PreparedText, TrainingTracks, evaluate_language_model
 from rsa_hf.training.carried import CarriedState
 from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
 from rsa_hf.training.settings import TrainingSettings
@@ -22,28 +20,27 @@ __all__ = ["LanguageModelTrainer"]
 
 
 class _Bar(ProgressCallback):
-    """A bar for each run, and nothing else."""
+    """A progress bar per run, without the log."""
 
     def on_log(self, *_: Any, **__: Any) -> None:
         """Print nothing."""
 
 
 class LanguageModelTrainer(Trainer):
-    """Trains as `rsa_hf.training.loop.train` does, without its checkpoints, in one process.
+    """Train like `rsa_hf.training.loop.train`, without checkpoints and in one process.
 
-    Evaluation scores the validation text, every token but the first once: `eval_bits_per_byte` and the other figures
-    of `evaluate_language_model`. There is one at the end, and those along the way where `eval_every_steps` divides
-    `max_steps`.
+    `evaluate` scores the validation text with `evaluate_language_model`: `eval_bits_per_byte` and the other metrics.
+    During training it runs every `eval_every_steps` steps if that divides `max_steps`.
 
     Args:
-        model_init: makes the model, as of `Trainer`.
-        text: what it learns and is scored on; the tracks of `carry_memory` in the number of a step's rows.
-        training: how it is trained.
-        eval_memory: as of `evaluate_language_model`.
-        progress: show bars.
+        model_init: Creates the model, as for `Trainer`.
+        text: The training and validation text. With `carry_memory`, it has as many tracks as a step has rows.
+        training: The training settings.
+        eval_memory: The `memory` of `evaluate_language_model`.
+        progress: Whether to show progress bars.
 
     Raises:
-        ValueError: class weights are asked for, or what `Trainer` raises.
+        ValueError: `training.class_weights` is set, or `Trainer` refuses its arguments.
     """
 
     def __init__(
@@ -55,11 +52,11 @@ class LanguageModelTrainer(Trainer):
         progress: bool = True,
     ) -> None:
         if training.class_weights:
-            raise ValueError("training.class_weights=True, but this task has no classes to weigh; set it to false.")
+            raise ValueError("training.class_weights=True: language modelling has no classes. Set it to false.")
         every, steps = training.eval_every_steps, training.max_steps
         along = every is not None and steps is not None and steps % every == 0
         constant = training.lr_schedule == "constant"
-        # Newer versions have another name for it, and warn of this one whatever its value.
+        # Newer versions of transformers rename it and warn even about gradient_checkpointing=False.
         checkpointing: dict[str, Any] = {"gradient_checkpointing": True} if training.gradient_checkpointing else {}
         args = TrainingArguments(
             training.output_dir,
@@ -69,7 +66,7 @@ class LanguageModelTrainer(Trainer):
             max_steps=-1 if steps is None else steps,
             per_device_train_batch_size=training.batch_size,
             gradient_accumulation_steps=training.gradient_accumulation_steps,
-            warmup_steps=min(training.warmup_ratio, math.nextafter(1, 0)),  # 1 would be a step
+            warmup_steps=min(training.warmup_ratio, math.nextafter(1, 0)),  # 1 would mean one step
             lr_scheduler_type="constant_with_warmup" if constant else training.lr_schedule,
             max_grad_norm=training.max_grad_norm or 0.0,
             bf16=training.mixed_precision == "bf16",
@@ -93,7 +90,7 @@ class LanguageModelTrainer(Trainer):
             data_collator=default_collate,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, training.rsa_learning_rate),
         )
-        # Both print how long each run took.
+        # Both also print the time of each run.
         self.remove_callback(ProgressCallback if progress else PrinterCallback)
         if progress:
             self.add_callback(_Bar)
@@ -103,16 +100,16 @@ class LanguageModelTrainer(Trainer):
         self._carried: CarriedState | None = None
         self._micro_batches = 0
         if isinstance(text.train, TrainingTracks):
-            # Their loss is a mean over the micro-batch, which the Trainer has to divide by the number of them.
+            # The loss is a mean over the micro-batch, so the Trainer has to divide it by the accumulation steps.
             self.model_accepts_loss_kwargs = False
 
     def train(self, *args: Any, **keywords: Any) -> Any:
-        """As `Trainer.train`; a new run begins with nothing carried."""
+        """As `Trainer.train`. A new run starts with an empty memory."""
         self._carried, self._micro_batches = None, 0
         return super().train(*args, **keywords)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """The figures of the validation text, each with `eval_` before its name."""
+        """Score the validation text; the names of the metrics get the prefix `eval_`."""
         assert self.model is not None
         scores = evaluate_language_model(
             self.model, self.text.validation, self.eval_batch_size, memory=self.eval_memory
@@ -128,7 +125,7 @@ class LanguageModelTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """As `Trainer.compute_loss`; of tracks the mean loss, with what the model carries along them."""
+        """As `Trainer.compute_loss`. On tracks, the mean loss, with the model's memory carried along them."""
         tracks = self.text.train
         if not isinstance(tracks, TrainingTracks):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

@@ -1,21 +1,19 @@
-"""A defect-detection data set that needs no download: the standard library with injected defects.
+"""A defect-detection data set that needs no download: functions of the standard library with injected defects.
 
-Every function and method of the installed Python's standard library that fits the length bounds is a
-candidate. It enters the data twice: once as it is (target 0) and once with a single defect (target 1)
-injected into its syntax tree. Three properties make the scores worth reading:
+Every function and method of the installed Python's standard library within the length bounds is a candidate. It enters
+the data twice: unchanged (target 0), and with a single defect injected into its syntax tree (target 1).
 
-* Pairs. Both members of a pair stand in the same split, next to each other. Topic, style and length are
-  therefore the same in both classes, the majority class is exactly one half, and only the defect tells the
-  members apart.
-* Split by file. The split is a hash of the file's path, so that a file is in one split whatever the seed and
-  whatever the length bounds; and of all functions that agree once names and constants are blanked (type-2
-  clones) only one is kept, so that no copy of a training function waits in the test split.
-* One normalisation. Docstrings are stripped and both members are printed by `ast.unparse`, so that layout and
-  comments cannot give the label away.
+* Pairs. Both members of a pair are in the same split, next to each other. Topic, style and length are therefore equal
+  in both classes, the majority class is exactly one half, and only the defect distinguishes the members.
+* Split by file. The split is a hash of the file's path, so that a file keeps its split for every seed and all length
+  bounds. Of functions that are equal up to names and constants (type-2 clones) only one is kept, so that no copy of a
+  training function is in the test split.
+* One format. Docstrings are stripped and both members are printed by `ast.unparse`, so that layout and comments do not
+  reveal the label.
 
-A defect counts only if the defective text parses back to the injected tree, compiles to other bytecode than
-the original, and is not itself the text of another function. Error messages, f-strings, default values,
-annotations and decorators are left alone: a change there would hardly be a defect.
+A defective text must parse back to the injected tree, compile to other bytecode than the original, and not be the text
+of another function. Error messages, f-strings, default values, annotations and decorators are not changed: a change
+there is hardly a defect.
 """
 
 from __future__ import annotations
@@ -55,17 +53,10 @@ _EXCLUDED_FOLDERS = {  # tests, demonstrations, generated tables, and what is no
     *("site-packages", "dist-packages", "lib-dynload", "__pycache__"),
 }
 _SPLIT_ENDS = {"train": 0.7, "validation": 0.8, "test": 1.0}  # upper ends of intervals of the path's hash
-_SYMMETRIC_CALLS = {
-    "gcd",
-    "hypot",
-    "isclose",
-    "lcm",
-    "max",
-    "min",
-}  # swapping their arguments changes nothing
+_SYMMETRIC_CALLS = {"gcd", "hypot", "isclose", "lcm", "max", "min"}  # swapping their arguments changes nothing
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
-_BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)  # what statements stand in
+_BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)  # nodes that contain statements
 _SCOPES = (_Function, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _Edit = tuple[str, Callable[[], None]]
 
@@ -112,30 +103,28 @@ def load_python_defects(
 ) -> dict[str, list[Example]]:
     """Build the embedded data set.
 
-    The result depends on the arguments and on the installed Python's standard library, on nothing else. A
-    smaller `num_examples` gives the first examples of a larger one. The kinds of defect are spread as evenly
-    over each split as the functions allow.
+    The result depends only on the arguments and on the standard library of the installed Python. A smaller
+    `num_examples` gives the beginning of a larger one. The kinds of defect are spread over each split as evenly as the
+    functions allow.
 
     Args:
-        num_examples: At most this many examples over all splits together; None for every one there is. An odd
-            number is rounded down, as examples come in pairs.
-        seed: Chooses the order of the functions and their defects, but not the split a file belongs to.
-        min_characters: Shortest function, clean or defective, in characters after normalisation.
-        max_characters: Longest function, clean or defective, in characters after normalisation.
-        kinds: The kinds of defect to inject, of `DEFECT_KINDS`; None for all.
+        num_examples: Maximum number of examples over all splits, rounded down to pairs. None: all.
+        seed: Seed of the order of the functions and of their defects. The split of a file does not depend on it.
+        min_characters: Length of the shortest function, clean or defective, in the normalised format.
+        max_characters: Length of the longest function.
+        kinds: The kinds of defect to inject, of `DEFECT_KINDS`. None: all.
 
     Returns:
-        The splits train, validation and test, each a list in which every clean function is followed by its
-        defective twin.
+        The splits train, validation and test. In each, every clean function is followed by its defective twin.
 
     Raises:
-        ValueError: If a bound, a kind or `num_examples` is out of range.
-        FileNotFoundError: If this Python comes without the sources of its standard library.
+        ValueError: A kind of defect is unknown.
+        FileNotFoundError: No function fits the bounds, or this Python has no library sources.
     """
-    check_options(min_characters, max_characters, kinds)
-    if num_examples is not None and num_examples < 2:
-        raise ValueError(f"num_examples is {num_examples}; choose 2 or more, or None for all examples")
-
+    if kinds is not None and (not kinds or not set(kinds) <= set(DEFECT_KINDS)):
+        raise ValueError(
+            f"defect kinds {list(kinds)}: choose one or more of {', '.join(DEFECT_KINDS)}, or None for all"
+        )
     kinds = DEFECT_KINDS if kinds is None else kinds
     corpus = list(_corpus(sysconfig.get_path("stdlib"), min_characters, max_characters))
     rng = random.Random(seed)
@@ -160,29 +149,6 @@ def load_python_defects(
     return splits
 
 
-def check_options(min_characters: int, max_characters: int, kinds: Sequence[str] | None) -> None:
-    """Check options of `load_python_defects` without building anything.
-
-    Args:
-        min_characters: See `load_python_defects`.
-        max_characters: See `load_python_defects`.
-        kinds: See `load_python_defects`.
-
-    Raises:
-        ValueError: If one of them is out of range.
-    """
-    if kinds is not None and (not kinds or not set(kinds) <= set(DEFECT_KINDS)):
-        raise ValueError(
-            f"the kinds of defect are {list(kinds)}; choose one or more of {', '.join(DEFECT_KINDS)}, "
-            "or None for all of them"
-        )
-    if not 1 <= min_characters <= max_characters:
-        raise ValueError(
-            f"min_characters is {min_characters} and max_characters is {max_characters}; "
-            "choose 1 <= min_characters <= max_characters"
-        )
-
-
 def _split_of(path: str) -> str:
     position = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big") / 2**32
     return next(split for split, end in _SPLIT_ENDS.items() if position < end)
@@ -190,17 +156,17 @@ def _split_of(path: str) -> str:
 
 @lru_cache(maxsize=2)
 def _corpus(root: str, min_characters: int, max_characters: int) -> tuple[Example, ...]:
-    """Collects the clean functions below `root`, one of each group of type-2 clones, in path order."""
+    """Collect the clean functions below `root` in path order, one of each group of type-2 clones."""
     corpus = []
     seen = set()
     for path in _source_files(root):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old files hold invalid escape sequences
+            warnings.simplefilter("ignore")  # invalid escape sequences in old files
             try:
                 with tokenize.open(os.path.join(root, path)) as file:
                     tree = ast.parse(file.read())
             except (SyntaxError, UnicodeDecodeError):
-                continue  # templates and deliberately broken files are no Python
+                continue  # templates and deliberately broken files
         for name, function in _functions(tree, ""):
             _strip_docstrings(function)
             text = ast.unparse(function)
@@ -212,8 +178,8 @@ def _corpus(root: str, min_characters: int, max_characters: int) -> tuple[Exampl
                 corpus.append(Example(text, 0, path, name))
     if not corpus:
         raise FileNotFoundError(
-            f"no Python functions of {min_characters} to {max_characters} characters found below {root!r}: "
-            "widen the bounds, or use a Python that is installed with its library sources"
+            f"no Python functions of {min_characters} to {max_characters} characters below {root!r}: "
+            "widen min_characters and max_characters, or use a Python that is installed with its library sources"
         )
     return tuple(corpus)
 
@@ -227,7 +193,7 @@ def _source_files(root: str) -> Iterator[str]:
 
 
 def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, _Function]]:
-    """Yields qualified name and tree of each function and method, but not those inside another function."""
+    """Yield the qualified name and tree of each function and method that is not nested in a function."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, _Function):
             yield prefix + child.name, child
@@ -238,7 +204,7 @@ def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, _Function]]:
 
 
 def _strip_docstrings(node: ast.AST) -> None:
-    """Removes the docstring of `node` and of all functions and classes inside it, in place."""
+    """Remove the docstrings of `node` and of all functions and classes inside it, in place."""
     if isinstance(node, (_Function, ast.ClassDef)) and ast.get_docstring(node, clean=False) is not None:
         node.body = node.body[1:] or [ast.Pass()]
     for child in ast.iter_child_nodes(node):
@@ -249,16 +215,16 @@ def _strip_docstrings(node: ast.AST) -> None:
 def _inject(
     clean: str, kinds: Sequence[str], usage: Counter[str], taken: set[str], lengths: range, rng: random.Random
 ) -> tuple[str, str] | None:
-    """Returns the text with one defect and the defect's kind, or None where no defect can be injected."""
+    """Inject one defect. Returns the text and the kind of defect, or None if no defect fits."""
     tree = _parse(clean)
     if ast.unparse(tree) != clean:
-        return None  # printing is not a fixed point here, and would give the defective text away
+        return None  # printing the tree again would change it, and so reveal the defective text
     edits = _edits(tree)
     order = [index for index, (kind, _) in enumerate(edits) if kind in kinds]
     rng.shuffle(order)
     order.sort(key=lambda index: usage[edits[index][0]])
     for attempt, index in enumerate(order):
-        if attempt > 0:  # the edit before has changed the tree
+        if attempt > 0:  # the previous edit changed the tree
             tree = _parse(clean)
             edits = _edits(tree)
         kind, apply = edits[index]
@@ -281,20 +247,20 @@ def _parse(text: str) -> _Function:
 
 
 def _bytecode(text: str) -> tuple[object, ...]:
-    """Compiles a function to what is executed, without names of files and positions of lines."""
+    """Compile a function to its bytecode, without file names and line numbers."""
 
     def content(code: CodeType) -> tuple[object, ...]:
         constants = tuple(content(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts)
         return code.co_code, code.co_names, code.co_varnames, code.co_cellvars, code.co_freevars, constants
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an injected defect may be one the compiler warns of
+        warnings.simplefilter("ignore")  # the compiler warns of some defects
         return content(compile(text, "<function>", "exec", dont_inherit=True))
 
 
 @dataclass(slots=True)
 class _Slot:
-    """A place in a syntax tree: its node, where that hangs, and whether the function's names hold there."""
+    """A position in a syntax tree: the node, its parent and field, and whether it is in the function's own scope."""
 
     node: ast.AST
     parent: ast.AST
@@ -303,7 +269,7 @@ class _Slot:
     own_scope: bool
 
     def put(self, new: ast.AST) -> None:
-        """Replaces the node by another."""
+        """Replace the node."""
         if self.index is None:
             setattr(self.parent, self.field, new)
         else:
@@ -311,12 +277,12 @@ class _Slot:
 
 
 def _slots(parent: ast.AST, own_scope: bool = True) -> Iterator[_Slot]:
-    """Yields every place below `parent` in which a defect makes sense, in the order of the source."""
+    """Yield every position below `parent` that may get a defect, in source order."""
     for field, value in ast.iter_fields(parent):
         if field in ("annotation", "decorator_list", "msg", "returns", "type_params"):
             continue
         for index, node in enumerate(value) if isinstance(value, list) else [(None, value)]:
-            # A node without fields is an operator or a context, which its parent's edits replace.
+            # A node without fields is an operator or a context; the edits of its parent replace it.
             if not getattr(node, "_fields", ()) or isinstance(node, (ast.arguments, ast.JoinedStr, ast.Raise)):
                 continue
             yield _Slot(node, parent, field, index, own_scope)
@@ -324,7 +290,7 @@ def _slots(parent: ast.AST, own_scope: bool = True) -> Iterator[_Slot]:
 
 
 def _edits(function: _Function) -> list[_Edit]:
-    """Lists every defect that can be injected: its kind, and what injects it into `function` in place."""
+    """List every possible defect: its kind, and a function that injects it into `function` in place."""
     slots = list(_slots(function))
     bindings = _bindings(function, slots)
     return [edit for slot in slots for edit in _slot_edits(slot, bindings)]
@@ -357,7 +323,7 @@ def _slot_edits(slot: _Slot, bindings: dict[str, int]) -> Iterator[_Edit]:
             yield "missing_return", partial(slot.put, ast.Expr(value))
         case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
             block = getattr(slot.parent, slot.field)
-            if len(block) > 1:  # an empty block would be no Python
+            if len(block) > 1:  # an empty block is a syntax error
                 yield "missing_return", partial(delitem, block, slot.index)
         case ast.BinOp(op=operator, left=left, right=right) as node:
             if type(operator) in _OPERATORS and not _is_sequence(left) and not _is_sequence(right):
@@ -374,7 +340,7 @@ def _slot_edits(slot: _Slot, bindings: dict[str, int]) -> Iterator[_Edit]:
 
 
 def _bindings(function: _Function, slots: list[_Slot]) -> dict[str, int]:
-    """Returns the local variables, without `self` and `cls`, and the line in which each is first bound."""
+    """The local variables without `self` and `cls`, each with the line that binds it first."""
     arguments = function.args
     plain = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     bindings = {argument.arg: 0 for argument in plain}
@@ -389,14 +355,14 @@ def _bindings(function: _Function, slots: list[_Slot]) -> dict[str, int]:
 
 
 def _neighbours(slot: _Slot) -> list[ast.expr]:
-    """Returns what an off-by-one slip would write here; empty where there is no index, range or bound."""
+    """The off-by-one variants of a node; empty unless it is an index, a range or a bound."""
     match slot.parent:
         case ast.Slice() | ast.Call(func=ast.Name(id="range")) if slot.field in ("lower", "upper", "args"):
             counts = True
         case ast.Subscript() if slot.field == "slice":
             counts = False
         case ast.Compare(ops=[ast.Lt() | ast.LtE() | ast.Gt() | ast.GtE() | ast.Eq() | ast.NotEq()]) as compare:
-            # `len(x) + 1 < 2` is nobody's slip: with a number on the other side, that number moves.
+            # Nobody writes `len(x) + 1 < 2` by mistake; if the other side is a number, that number is changed.
             sides = (compare.left, *compare.comparators)
             is_length = isinstance(slot.node, ast.Call) and ast.unparse(slot.node.func) == "len"
             counts = is_length and not any(isinstance(side, ast.Constant) for side in sides)
@@ -416,7 +382,7 @@ def _neighbours(slot: _Slot) -> list[ast.expr]:
 
 
 def _is_nested_junction(node: ast.AST, neighbour: ast.AST) -> bool:
-    """Whether an edit could leave a pair of parentheses as in `(a and b) and c`, which nobody writes."""
+    """Whether an edit could leave parentheses as in `(a and b) and c`, which nobody writes."""
     return isinstance(node, ast.BoolOp) and isinstance(neighbour, ast.BoolOp)
 
 
@@ -425,6 +391,6 @@ def _literal(value: int) -> ast.expr:
 
 
 def _is_sequence(node: ast.AST) -> bool:
-    """Whether `node` is surely text, a list or a tuple, on which arithmetic would fail at once."""
+    """Whether `node` is certainly text, a list or a tuple, on which arithmetic would fail at once."""
     is_text = isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes))
     return is_text or isinstance(node, (ast.JoinedStr, ast.List, ast.ListComp, ast.Tuple))

@@ -1,8 +1,8 @@
-"""text8: Wikipedia as 27 symbols, the letters a–z and single spaces; how it is made, and its tokenizer.
+"""text8: Wikipedia as 27 symbols, the letters a-z and single spaces. The recipe, and a tokenizer.
 
-The data set text8 is the first 10⁸ characters of what this recipe makes of the dump enwik9 (M. Mahoney, About the
-test data, mattmahoney.net/dc/textdata): only what a reader of the page would see, in lower case, its digits spelled
-out, and everything else a space.
+text8 is the first 10⁸ characters of what this recipe makes of the dump enwik9 (M. Mahoney, About the test data,
+mattmahoney.net/dc/textdata): the text that a reader of the page sees, in lower case, with digits spelled out and
+everything else replaced by spaces.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ TEXT8_SYMBOLS = " " + string.ascii_lowercase
 # A raw < is always markup of the dump: in the text of a page it is written &lt;.
 _PAGE = re.compile(rb"<text [^>]*[^/>]>([^<]*)")
 _REDIRECT = re.compile(rb"#redirect", re.IGNORECASE)
-# In this order, as each reads what those before it have left.
+# The order matters: each substitution reads the result of those before it.
 _SUBSTITUTIONS = tuple(
-    (re.compile(pattern, re.IGNORECASE if ignore_case else 0), replacement)
-    for pattern, replacement, ignore_case in (
-        (rb"&amp;", b"&", False),
-        (rb"&lt;", b"<", False),
-        (rb"&gt;", b">", False),
-        (rb"<ref[^<]*</ref>", b"", False),  # footnotes
-        (rb"<[^>]*>", b"", False),  # tags of HTML
-        (rb"\[http:[^] ]*", b"[", False),  # addresses, but not the words that stand for them
-        (rb"\|thumb", b"", True),  # pictures: how they are shown
-        (rb"\|left", b"", True),
-        (rb"\|right", b"", True),
-        (rb"\|\d+px", b"", True),
-        (rb"\[\[image:[^\[\]]*\|", b"", True),  # … and all but the caption
-        (rb"\[\[category:([^|\]]*)[^]]*\]\]", rb"[[\1]]", True),
-        (rb"\[\[[a-z\-]*:[^\]]*\]\]", b"", False),  # the page in other languages
-        (rb"\[\[[^|\]]*\|", b"[[", False),  # links: the words that are shown
-        (rb"\{\{[^}]*\}\}", b"", False),  # templates
-        (rb"\{[^}]*\}", b"", False),  # tables
-        (rb"[\[\]]", b"", False),
-        (rb"&[^;]*;", b" ", False),  # named characters
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (rb"&amp;", b"&"),
+        (rb"&lt;", b"<"),
+        (rb"&gt;", b">"),
+        (rb"<ref[^<]*</ref>", b""),  # footnotes
+        (rb"<[^>]*>", b""),  # HTML tags
+        (rb"\[http:[^] ]*", b"["),  # addresses, but not the text of their links
+        (rb"(?i)\|thumb", b""),  # how pictures are shown
+        (rb"(?i)\|left", b""),
+        (rb"(?i)\|right", b""),
+        (rb"(?i)\|\d+px", b""),
+        (rb"(?i)\[\[image:[^\[\]]*\|", b""),  # pictures, but not their captions
+        (rb"(?i)\[\[category:([^|\]]*)[^]]*\]\]", rb"[[\1]]"),
+        (rb"\[\[[a-z\-]*:[^\]]*\]\]", b""),  # the page in other languages
+        (rb"\[\[[^|\]]*\|", b"[["),  # targets of links, but not their text
+        (rb"\{\{[^}]*\}\}", b""),  # templates
+        (rb"\{[^}]*\}", b""),  # tables
+        (rb"[\[\]]", b""),
+        (rb"&[^;]*;", b" "),  # named characters
     )
 )
 _DIGIT = re.compile(rb"[0-9]")
@@ -53,13 +53,13 @@ _OTHERS = re.compile(rb"[^a-z]+")
 
 
 def clean_text8(dump: bytes) -> bytes:
-    """The text of a Wikipedia dump in 27 symbols, as that of text8.
+    """Reduce a Wikipedia dump to the 27 symbols of text8.
 
     Args:
-        dump: the XML of pages, such as enwik8, from its beginning; it may end within a page.
+        dump: The XML of pages, such as enwik8, from its beginning. It may end within a page.
 
     Returns:
-        Letters a–z and single spaces: each page with a space before it, those that only lead to another left out.
+        Letters a-z and single spaces. Each page begins with a space; redirects are left out.
     """
     pages = (page for page in _PAGE.findall(dump) if not _REDIRECT.search(page))
     return b"".join(_clean(page) for page in pages)
@@ -74,7 +74,7 @@ def _clean(page: bytes) -> bytes:
 
 
 def text8_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of the 27 symbols, one token each: 0 is the space, 1 … 26 are a … z; it refuses all others."""
+    """A tokenizer with one token per symbol: 0 is the space, 1 … 26 are a … z. It refuses other characters."""
     tokenizer = Tokenizer(WordLevel({symbol: token for token, symbol in enumerate(TEXT8_SYMBOLS)}))
     tokenizer.pre_tokenizer = Split("", "isolated")
     tokenizer.decoder = Fuse()

@@ -1,4 +1,4 @@
-"""Train a causal language model, patched or plain, and score one: what `scripts/train_language_model.py` runs."""
+"""Train and evaluate a causal language model: `rsa-hf train lm`, `rsa-hf evaluate lm`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rsa_hf.patching import is_patched
 from rsa_hf.tasks.language_modeling import (
     EvaluationBlocks,
-    LanguageModelingDataConfig,
+    EvaluationSegments,
+    evaluate_language_model,
     load_language_modeling_tokenizer,
     prepare_language_modeling,
+    set_memory,
 )
-from rsa_hf.tasks.perplexity import evaluate_language_model, set_memory
-from rsa_hf.tasks.segments import EvaluationSegments
+from rsa_hf.tasks.text_data import LanguageModelingDataConfig
 from rsa_hf.training.arguments import read_run_config
 from rsa_hf.training.loop import make_accelerator, train
 from rsa_hf.training.run import (
@@ -27,18 +28,18 @@ from rsa_hf.training.run import (
 )
 from rsa_hf.utils.locate import locate
 
-__all__ = ["evaluate", "main"]
+__all__ = ["evaluate", "main", "require_fit"]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train, keep the best model, score it, and leave all of it in the output folder.
+    """Train a language model, evaluate the best checkpoint, and write all results to the output folder.
 
     Args:
-        arguments: a YAML file and `--key value` settings, as `read_run_config` takes them.
+        arguments: A YAML file and `--key value` settings, as for `read_run_config`.
 
     Raises:
-        OSError, ValueError: a file, a name or a setting does not fit.
-        TrainingDivergedError: the loss is no number any longer.
+        OSError, ValueError: A file, a name or a setting is invalid.
+        TrainingDivergedError: The loss is NaN or infinite.
     """
     config = read_run_config(arguments, LanguageModelingDataConfig)
     training = config.training
@@ -49,14 +50,10 @@ def main(arguments: Sequence[str]) -> None:
         raise ValueError("model.tokenizer=None: a model from scratch needs one; 'bytes' is one that needs no files.")
     tokenizer = load_language_modeling_tokenizer(locate(tokenizer_name))
     rows = training.batch_size * training.gradient_accumulation_steps * accelerator.num_processes
-    with accelerator.main_process_first():  # the others then find what the first has downloaded
+    with accelerator.main_process_first():  # the other processes then find its downloads in the cache
         text = prepare_language_modeling(config.data, tokenizer, num_tracks=rows)
         model = load_model(AutoModelForCausalLM, config.model, config.rsa)
-    require_tokens_known(model, text.vocab_size)
-    require_positions_known(model, "data.block_size", config.data.block_size)
-    require_positions_known(model, "data.eval_block_size", config.data.evaluation_block_size)
-    with set_memory(model, config.data.eval_memory):
-        pass  # a mistake should show now, not at the first evaluation
+    require_fit(model, text.vocab_size, config.data)
 
     def score(model: PreTrainedModel, blocks: EvaluationBlocks | EvaluationSegments) -> dict[str, float]:
         return evaluate_language_model(model, blocks, training.eval_batch_size, memory=config.data.eval_memory)
@@ -89,28 +86,49 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float]:
-    """Score a saved language model.
+    """Evaluate a saved language model.
 
     Args:
-        name: folder of the checkpoint, or its name on the Hub.
+        name: Folder of a checkpoint, or its name on the Hub.
         split: "validation" or "test".
-        arguments: a YAML file and `--key value` settings, of which those of the data, the batch size and the tokenizer
-            count; where the settings name no tokenizer it is the model's own.
+        arguments: A YAML file and `--key value` settings; the data, the batch size and the tokenizer are used. Without
+            `model.tokenizer`, the tokenizer is the checkpoint's.
 
     Returns:
-        What `evaluate_language_model` returns.
+        The result of `evaluate_language_model`.
 
     Raises:
-        OSError, ValueError: a file, a name or a setting does not fit.
+        OSError, ValueError: A file, a name or a setting is invalid.
     """
     config = read_run_config(arguments, LanguageModelingDataConfig)
     tokenizer = load_language_modeling_tokenizer(locate(config.model.tokenizer or name))
     model = AutoModelForCausalLM.from_pretrained(locate(name))
     text = prepare_language_modeling(config.data, tokenizer)
-    require_tokens_known(model, text.vocab_size)
-    setting = "data.block_size" if config.data.eval_block_size is None else "data.eval_block_size"
-    require_positions_known(model, setting, config.data.evaluation_block_size)
+    require_fit(model, text.vocab_size, config.data, training=False)
     blocks = {"validation": text.validation, "test": text.test}.get(split)
     if blocks is None:
-        raise ValueError(f"the data has no split {split!r} to score a model on.")
+        raise ValueError(f"the data has no split {split!r} to evaluate a model on.")
     return evaluate_language_model(model, blocks, config.training.eval_batch_size, memory=config.data.eval_memory)
+
+
+def require_fit(
+    model: PreTrainedModel, vocab_size: int, data: LanguageModelingDataConfig, training: bool = True
+) -> None:
+    """Check before a run that a model has the tokens and positions that the data needs, and the memory settings.
+
+    Args:
+        model: The model.
+        vocab_size: The number of token ids of the data.
+        data: Provides the block sizes and `eval_memory`.
+        training: Whether the model is also trained.
+
+    Raises:
+        ValueError: It does not.
+    """
+    require_tokens_known(model, vocab_size)
+    if training:
+        require_positions_known(model, "data.block_size", data.block_size)
+    setting = "data.block_size" if data.eval_block_size is None else "data.eval_block_size"
+    require_positions_known(model, setting, data.evaluation_block_size)
+    with set_memory(model, data.eval_memory):
+        pass

@@ -1,1 +1,1 @@
-"""Small tools that several rooms need and no library has."""
+"""Helpers that several rooms need and no library provides."""

@@ -1,12 +1,12 @@
-"""Folders that are written whole or not at all, by one process at a time; errors that say what to free or change.
+"""Atomic writes of files and folders, a lock on an output folder, and one error for all failed writes.
 
-A folder is written beside its place, as `.NAME.tmp`, flushed to the disk, and then renamed. What it replaces stands
-aside as `.NAME.old` until then; `recover` puts that back after a process that was killed in between.
+`atomic_write` (a file) and `written_whole` (a folder) write to a temporary path beside the target, flush it to disk
+and rename it. While a folder is replaced, its predecessor is kept as `.NAME.old`; `recover` restores it if the
+process was killed between the two renames.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 
 __all__ = [
     "StorageError",
+    "atomic_write",
     "discard",
     "emptied",
     "put_in_place",
@@ -29,44 +30,61 @@ __all__ = [
 ]
 
 _LOCK_FILE = ".lock"
-# Not all writers raise an OSError: safetensors and tokenizers say "(os error 28)", and torch.save does not tell why.
+# Errors of writing that are no OSError: safetensors and tokenizers give the number, torch.save gives no reason.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _TORCH_WRITER = re.compile("inline_container|PytorchStreamWriter|Parent directory .* does not exist")
-_MIB = 2**20
 
 
 class StorageError(OSError):
-    """A folder cannot be written into: a full disk, a folder that is read-only, or one that another process uses."""
+    """A path cannot be written: the disk is full, the folder is read-only, or another process is using it."""
 
 
 @contextmanager
 def storage_errors(folder: Path) -> Iterator[None]:
-    """Let errors of writing into a folder say what to free or change; for steps that write, and read nothing else.
+    """Raise `StorageError` for every error of writing inside the block. Use it around steps that only write.
+
+    Args:
+        folder: The folder written to, for the message.
 
     Raises:
-        StorageError: instead of what the operating system, safetensors, tokenizers and torch.save raise then.
+        StorageError: In place of an OSError and of what safetensors, tokenizers and torch.save raise.
     """
     try:
         yield
     except StorageError:
         raise
     except Exception as error:
-        told = _OS_ERROR.search(str(error))
+        number = _OS_ERROR.search(str(error))
         if isinstance(error, OSError):
-            code = error.errno
-        elif told or _TORCH_WRITER.search(str(error)):
-            code = int(told[1]) if told else None
+            reason = error.strerror or str(error)
+        elif number:
+            reason = os.strerror(int(number[1]))
+        elif _TORCH_WRITER.search(str(error)):
+            reason = "a file could not be completed"
         else:
             raise
-        raise StorageError(_in_words(folder, code)) from error
+        raise StorageError(
+            f"cannot write to {folder}: {reason}{_free_space(folder)}. Free some disk space, raise the limit on file "
+            "sizes (ulimit -f) or make the folder writable; or choose another folder (of a run: training.output_dir)."
+        ) from error
+
+
+def _free_space(folder: Path) -> str:
+    for place in (folder, *folder.absolute().parents):
+        with suppress(OSError):
+            return f" ({shutil.disk_usage(place).free / 2**20:,.1f} MiB are free)"
+    return ""
 
 
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a folder, which is made, until the block ends or this process does.
+    """Create a folder if needed and lock it against other processes until the block or this process ends.
+
+    Args:
+        folder: The folder to lock.
 
     Raises:
-        StorageError: another process is in it, or it cannot be written into.
+        StorageError: Another process holds the lock, or the folder cannot be written to.
     """
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +94,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
         except Timeout:
             raise StorageError(
                 f"another process is writing into {folder} (it holds {folder / _LOCK_FILE}). Wait until it ends, or "
-                "choose another one (of a run: training.output_dir)."
+                "choose another folder (of a run: training.output_dir)."
             ) from None
     try:
         yield
@@ -84,21 +102,66 @@ def sole_writer(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-@contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
-    """A temporary folder to write into, which takes the place of `folder` when the block ends without an error.
+# --- files ----------------------------------------------------------------------------------------------------------
 
-    After an error it is deleted, and `folder` is as it was. Only one process may enter. Of a link to a folder the
-    folder is replaced, and the link stays.
+
+@contextmanager
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Replace a file atomically.
+
+    Args:
+        path: The file to write. Its folder must exist.
+
+    Yields:
+        A temporary path beside it. What the block writes there replaces `path` when the block ends without an error;
+        after an error it is deleted, and `path` is unchanged.
 
     Raises:
-        StorageError: it cannot be written, or `folder` is a file.
+        StorageError: The file cannot be written.
+    """
+    path = Path(path)
+    temporary = _beside(path, "tmp")
+    try:
+        with storage_errors(path.parent):
+            yield temporary
+            _flush(temporary)
+            temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically, in UTF-8.
+
+    Raises:
+        StorageError: The file cannot be written; an existing one is unchanged.
+    """
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+# --- folders --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """Replace a folder atomically. Only one process may enter.
+
+    Args:
+        folder: The folder to write. If it is a symbolic link, its target is replaced and the link stays.
+
+    Yields:
+        An empty temporary folder beside it. It replaces `folder` when the block ends without an error; after an error
+        it is deleted, and `folder` is unchanged.
+
+    Raises:
+        StorageError: The folder cannot be written, or `folder` is a file.
     """
     folder = _without_link(folder)
-    if folder.exists() and not folder.is_dir():
-        raise StorageError(
-            f"{folder} is a file, and a folder is to be written there. Move it, or choose another name."
-        )
+    if folder.is_file():
+        raise StorageError(f"{folder} is a file. Move it, or choose another folder.")
     try:
         with storage_errors(folder.parent):
             yield emptied(folder)
@@ -108,26 +171,8 @@ def written_whole(folder: Path) -> Iterator[Path]:
         raise
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file, whole or not at all.
-
-    Raises:
-        StorageError: it cannot be written; what stood there is as it was.
-    """
-    temporary = _beside(path, "tmp")
-    try:
-        with storage_errors(path.parent):
-            temporary.write_text(text, encoding="utf-8")
-            _flush(temporary)
-            temporary.replace(path)
-    except StorageError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-
-
 def emptied(folder: Path) -> Path:
-    """The temporary folder that is to become `folder`: made, or emptied of what a killed process has left."""
+    """Create the temporary folder of `folder`, empty. The first half of `written_whole`, for several processes."""
     temporary = _beside(folder, "tmp")
     _remove(temporary)
     temporary.mkdir(parents=True)
@@ -135,7 +180,7 @@ def emptied(folder: Path) -> Path:
 
 
 def put_in_place(folder: Path) -> None:
-    """Let the temporary folder of `emptied` become `folder`, once all that it holds is on the disk."""
+    """Flush the temporary folder of `folder` to disk and let it replace `folder`. The second half."""
     temporary, old = _beside(folder, "tmp"), _beside(folder, "old")
     for path in (*temporary.rglob("*"), temporary):
         _flush(path)
@@ -148,7 +193,7 @@ def put_in_place(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Delete a folder; a process that is killed in between leaves nothing that looks like it."""
+    """Delete a folder. A process that is killed meanwhile leaves `.NAME.tmp`, not a partial `folder`."""
     temporary = _beside(folder, "tmp")
     _remove(temporary)
     folder.rename(temporary)
@@ -156,7 +201,7 @@ def discard(folder: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Clear up what a killed process has left beside a folder; put back what it had moved aside."""
+    """Clean up after a process that was killed while writing `folder`: restore `.NAME.old`, delete leftovers."""
     folder = _without_link(folder)
     old = _beside(folder, "old")
     if old.exists() and not folder.exists():
@@ -166,12 +211,11 @@ def recover(folder: Path) -> None:
 
 
 def _without_link(folder: Path) -> Path:
-    """What a link points to, there or not; any other path as it is."""
-    return folder.resolve() if folder.is_symlink() else folder
+    return folder.resolve() if folder.is_symlink() else folder  # the target of a link need not exist
 
 
-def _beside(folder: Path, kind: str) -> Path:
-    return folder.with_name(f".{folder.name}.{kind}")
+def _beside(path: Path, kind: str) -> Path:
+    return path.with_name(f".{path.name}.{kind}")
 
 
 def _remove(folder: Path) -> None:
@@ -180,49 +224,11 @@ def _remove(folder: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk: a rename may get there before what it names."""
+    """Flush a file's content, or a folder's entries, to disk. Otherwise a rename may reach the disk first."""
     if path.is_dir() and os.name == "nt":
-        return  # Windows opens no folders
+        return  # Windows cannot open folders
     descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _in_words(folder: Path, code: int | None) -> str:
-    """What went wrong and what to do; the code is that of the operating system, None where it is not known."""
-    reason = "a file there could not be completed" if code is None else os.strerror(code)
-    full = code in (None, errno.ENOSPC, errno.EDQUOT)
-    limit = _largest_file() if code in (None, errno.EFBIG) else None
-    free = _free_bytes(folder) if full else None
-    facts, advice = [], []
-    if free is not None:
-        facts.append(f"{free / _MIB:,.1f} MiB are free")
-    if full:
-        advice.append("free some space")
-    if limit is not None:
-        facts.append(f"this process may write files of at most {limit / _MIB:,.1f} MiB")
-        advice.append("raise that limit (ulimit -f)")
-    if not advice:
-        advice.append("make it a folder that this process can write into")
-    known = f" ({'; '.join(facts)})" if facts else ""
-    to_do = ", or ".join([*advice, "choose another one (of a run: training.output_dir)"])
-    return f"cannot write to {folder}: {reason}{known}. {to_do[0].upper()}{to_do[1:]}."
-
-
-def _free_bytes(folder: Path) -> int | None:
-    for place in (folder, *folder.absolute().parents):
-        with suppress(OSError):
-            return shutil.disk_usage(place).free
-    return None
-
-
-def _largest_file() -> int | None:
-    """The limit that `ulimit -f` shows, in bytes; None where there is none."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    return None if limit == resource.RLIM_INFINITY else limit

@@ -1,4 +1,4 @@
-"""Where a model is that an installed Python package brings along."""
+"""Names of models that an installed Python package ships."""
 
 from __future__ import annotations
 
@@ -7,29 +7,34 @@ from pathlib import Path
 
 __all__ = ["locate"]
 
-PACKAGE = "package:"
+PREFIX = "package:"
 
 
 def locate(name: str) -> str:
-    """What `from_pretrained` takes for a model's name: `package:NAME/FOLDER` becomes the path of that folder.
+    """Resolve `package:NAME/FOLDER` to the path of a folder inside an installed package.
+
+    Args:
+        name: A model's name as settings spell it.
+
+    Returns:
+        What `from_pretrained` takes. Any other name is returned unchanged.
 
     Raises:
-        ValueError: the package is not installed, or has no such folder.
+        ValueError: The package is not installed, or it has no such folder.
     """
-    if not name.startswith(PACKAGE):
+    if not name.startswith(PREFIX):
         return name
-    package, _, folder = name.removeprefix(PACKAGE).partition("/")
+    package, _, folder = name.removeprefix(PREFIX).partition("/")
     try:
         spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):  # of a.b, a is imported to look for b
+    except (ImportError, ValueError):  # the parent of a.b is not installed, or the name is empty
         spec = None
-    places = [] if spec is None else list(spec.submodule_search_locations or [])
-    if not places:
+    if spec is None or not spec.submodule_search_locations:
         raise ValueError(
-            f"{name!r}: the Python package {package!r} is not installed. Install it (the models of the configs "
+            f"{name!r}: the Python package {package!r} is not installed. Install it (for the models of the configs "
             "that ship with rsa_hf: pip install 'rsa_hf[demo]'), or name another model."
         )
-    path = Path(places[0]) / folder
+    path = Path(spec.submodule_search_locations[0], folder)
     if not path.is_dir():
         raise ValueError(f"{name!r}: the package {package!r} has no folder {folder!r} ({path}).")
     return str(path)

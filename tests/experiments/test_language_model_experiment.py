@@ -10,8 +10,8 @@ from rsa_hf.experiments.language_model import EXPERIMENT, PUBLISHED
 from rsa_hf.experiments.runner.cells import Result
 from rsa_hf.experiments.segment_models import ARCHITECTURES, ARMS, SHAPES, build, read_segments, train_on_segments
 from rsa_hf.heads import RSAHeads
-from rsa_hf.tasks.segments import TrainingTracks
 from rsa_hf.tasks.text8 import TEXT8_SYMBOLS, text8_tokenizer
+from rsa_hf.tasks.text_blocks import TrainingTracks
 
 SMALL = SHAPES["small"]
 

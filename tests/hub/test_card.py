@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from families import FULL_PLAN, build
 from rsa_hf import RSAConfig, patch_model, rsa_report, unpatch_model
+from rsa_hf.hub import card
 from rsa_hf.hub.card import CardFacts, model_card, read_facts, write_card
 from rsa_hf.models.transformer_xl import TransformerXLConfig, TransformerXLForCausalLM
 from rsa_hf.utils.files import StorageError
@@ -189,15 +190,25 @@ def test_a_card_that_cannot_be_written_leaves_the_one_before(model, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
     try:
-        with pytest.raises(StorageError, match="Raise that limit"):
+        with pytest.raises(StorageError, match="cannot write to"):
             write_card(model, tmp_path, CardFacts(seeds=(2,)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("facts", ['{"seeds": ["x"], "name": 3, "scores": {"a": [1]}}', "[1]", "{", '{"seeds": 1}'])
-def test_facts_of_the_wrong_type_are_not_taken(model, tmp_path, facts):
+def test_a_card_of_version_0_1_is_updated(model, tmp_path):
+    write_card(model, tmp_path, FACTS)
+    path = tmp_path / "README.md"
+    text = path.read_text()
+    path.write_text(text.replace(card._BEGIN, card._BEGIN_0_1))
+    assert path.read_text() != text
+    model.save_pretrained(tmp_path)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("facts", ["[1]", "{", '{"of a later version": 1}'])
+def test_a_comment_without_facts_has_none(model, tmp_path, facts):
     write_card(model, tmp_path, CardFacts(seeds=(1,)))
     path = tmp_path / "README.md"
     path.write_text(path.read_text().replace('{"seeds": [1]}', facts))
@@ -223,5 +234,5 @@ def test_gates_that_are_elsewhere_are_not_read(model, tmp_path, where):
     write_card(model, tmp_path, plot=True)
     card = (tmp_path / "README.md").read_text()
     assert '"num_dilated_cyclical_pairs": 1' in card
-    assert "`rsa-hf card FOLDER` fills them in" in card
+    assert "`rsa-hf card FOLDER` adds them" in card
     assert not (tmp_path / "rsa.png").exists()

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from rsa_hf.tasks import train_language_model
-from rsa_hf.tasks.texts import LanguageModelingDataConfig, read_texts
+from rsa_hf.tasks.text_data import LanguageModelingDataConfig, read_texts
 from rsa_hf.training.checkpoints import CheckpointFolder
 from rsa_hf.training.steps import Stepper
 

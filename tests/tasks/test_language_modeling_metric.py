@@ -8,7 +8,7 @@ import evaluate
 import pytest
 
 import rsa_hf
-from rsa_hf.tasks.metrics.score import LanguageModelingScore
+from rsa_hf.tasks.metrics import perplexities
 
 METRIC = Path(rsa_hf.__file__).parent / "tasks" / "metrics" / "language_modeling"
 
@@ -40,32 +40,31 @@ def test_sums_are_taken_before_divisions(metric):
     assert result["loss_nats_per_token"] != pytest.approx((10 / 4 + 2 / 2) / 2)  # a mean of means
 
 
-def test_batches_agree_with_the_score_of_the_task(metric):
+def test_batches_are_summed(metric):
     nlls = [1.25, 700.0, 0.1, 33.0]
     counts = [reference(3, 1, 5), reference(900, 100, 2500), reference(1, 0, 1), reference(20, 4, 70)]
     for start in (0, 2):
         metric.add_batch(predictions=nlls[start : start + 2], references=counts[start : start + 2])
-    score = LanguageModelingScore(num_bytes=2576, num_words=105)
-    score.update(sum(nlls), 924)
-    assert metric.compute() == pytest.approx(score.compute(), rel=1e-14)
+    assert metric.compute() == pytest.approx(perplexities(sum(nlls), 924, 105, 2576), rel=1e-14)
 
 
-def test_uniform_bytes_take_eight_bits(metric):
-    result = metric.compute(predictions=[1000 * math.log(256)], references=[reference(1000, 1, 1000)])
+def test_uniform_bytes_take_eight_bits():
+    result = perplexities(1000 * math.log(256), num_tokens=1000, num_words=1, num_bytes=1000)
     assert result["bits_per_byte"] == pytest.approx(8, rel=1e-14)
     assert result["token_perplexity"] == pytest.approx(256, rel=1e-13)
     assert result["word_perplexity"] == math.inf
 
 
-@pytest.mark.parametrize(
-    ("nll", "counts", "message"),
-    [
-        (-1.0, reference(1, 1, 1), r"nll_nats is -1\.0; .*check the sign"),
-        (1.0, reference(0, 1, 1), "num_tokens is 0; call update"),
-        (1.0, reference(1, 1, 0), "num_bytes is 0; choose a whole number of at least 1"),
-        (1.0, reference(1, -1, 1), "num_words is -1; choose a whole number of at least 0"),
-    ],
-)
-def test_impossible_counts_are_refused(metric, nll, counts, message):
-    with pytest.raises(ValueError, match=message):
-        metric.compute(predictions=[nll], references=[counts])
+def test_limits():
+    result = perplexities(4000.0, num_tokens=2, num_words=0, num_bytes=4)
+    assert result["token_perplexity"] == math.inf
+    assert math.isnan(result["word_perplexity"])
+    assert math.isnan(perplexities(math.nan, 1, 1, 1)["loss_nats_per_token"])
+
+
+@pytest.mark.parametrize(("nll", "counts"), [(-1.0, (1, 1, 1)), (1.0, (0, 1, 1)), (1.0, (1, 1, 0)), (1.0, (1, -1, 1))])
+def test_impossible_counts_are_refused(metric, nll, counts):
+    with pytest.raises(
+        ValueError, match="at least 0 .check the sign., and a text has at least one token and one byte"
+    ):
+        metric.compute(predictions=[nll], references=[reference(*counts)])

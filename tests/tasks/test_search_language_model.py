@@ -9,8 +9,11 @@ from transformers import AutoModelForCausalLM
 
 from rsa_hf import RSAConfig, cli, rsa_report
 from rsa_hf.tasks.language_model_trainer import LanguageModelTrainer
-from rsa_hf.tasks.language_modeling import LanguageModelingDataConfig, prepare_language_modeling
-from rsa_hf.tasks.perplexity import evaluate_language_model
+from rsa_hf.tasks.language_modeling import (
+    LanguageModelingDataConfig,
+    evaluate_language_model,
+    prepare_language_modeling,
+)
 from rsa_hf.tasks.search_language_model import plan_as_yaml
 from rsa_hf.training import loop
 from rsa_hf.training.arguments import read_run_config
@@ -81,7 +84,7 @@ def test_mistakes_are_told(run, tmp_path, monkeypatch):
     code, _, err = run("--trials", 2, "--max_steps", 5)
     assert code == 2 and "trials under other settings (training)" in err
     code, _, err = run("--class_weights", "true")
-    assert code == 2 and "training.class_weights=True, but this task has no classes" in err
+    assert code == 2 and "training.class_weights=True: language modelling has no classes" in err
     code, _, err = run("--dilations", "2,x")
     assert code == 2 and "--dilations '2,x': whole numbers" in err
     other = tmp_path / "notes.txt"

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rsa_hf.tasks import language_modeling as lm
 from rsa_hf.tasks.language_modeling import LanguageModelingDataConfig, StreamedBlocks, prepare_language_modeling
-from rsa_hf.tasks.texts import _cut_at_line, line_boundary, stream_training_text
+from rsa_hf.tasks.text_data import _cut_at_line, line_boundary, stream_training_text
 
 TEXT = "".join(f"Line {i}: naïve café, “{i * 7919}” → 戦場のヴァルキュリア\n" for i in range(60)).encode()
 
@@ -73,12 +73,12 @@ def test_a_data_set_of_rows(tmp_path, monkeypatch, byte_level_bpe):
     whole, streamed = prepared(config, byte_level_bpe)
     assert_same_blocks(whole.train, streamed.train)
     assert torch.equal(whole.validation.token_ids, streamed.validation.token_ids)
-    with pytest.raises(ValueError, match="text_column is 'words'"):
+    with pytest.raises(ValueError, match="text_column='words'"):
         prepared({**config, "text_column": "words"})
-    with pytest.raises(ValueError, match="row 0 of validation in .* is 1; choose a column of strings"):
+    with pytest.raises(ValueError, match="row 0 of validation is 1. Choose a column of strings"):
         prepare_language_modeling(LanguageModelingDataConfig(**config, text_column="id", streaming=True), None)
     (folder / "validation.jsonl").unlink()
-    with pytest.raises(ValueError, match="'validation' is needed; set streaming to false"):
+    with pytest.raises(ValueError, match="'validation' is needed for streaming"):
         prepare_language_modeling(LanguageModelingDataConfig(**config, streaming=True), None)
 
 
@@ -90,7 +90,8 @@ def test_the_limit_cuts_where_it_does_in_memory(text, cuts, limit):
     assert b"".join(_cut_at_line(chunks, limit)) == text[: line_boundary(text, 0, limit)]
 
 
-def test_the_stream_is_read_only_as_far_as_it_is_needed():
+def test_the_stream_is_read_only_as_far_as_it_is_needed(monkeypatch):
+    monkeypatch.setattr(lm, "TOKENIZED_PIECE_BYTES", 150)
     read = []
 
     def chunks():
@@ -98,32 +99,16 @@ def test_the_stream_is_read_only_as_far_as_it_is_needed():
             read.append(i)
             yield TEXT[:100]
 
-    blocks = iter(StreamedBlocks(chunks, None, 10))
-    lm_limit = lm.TOKENIZED_PIECE_BYTES
-    lm.TOKENIZED_PIECE_BYTES = 150
-    try:
-        next(blocks)
-    finally:
-        lm.TOKENIZED_PIECE_BYTES = lm_limit
+    next(iter(StreamedBlocks(lambda: lm._encode("train", chunks(), None), 10)))
     assert read == [0, 1]
 
 
 def test_mistakes_are_named(tmp_path):
-    with pytest.raises(ValueError, match="source 'embedded' is made in memory; a stream has no end"):
-        LanguageModelingDataConfig(streaming=True)
-    with pytest.raises(ValueError, match="source 'files' has no file for 'validation'"):
-        LanguageModelingDataConfig(source="files", files={"train": "a.txt"}, streaming=True)
     with pytest.raises(ValueError, match="has 5 tokens, fewer than block_size 8"):
-        list(StreamedBlocks(lambda: [b"ab", b"cde"], None, 8))
-    with pytest.raises(ValueError, match="num_workers is 2"):
-        list(DataLoader(StreamedBlocks(lambda: [TEXT], None, 8), num_workers=2))
+        list(StreamedBlocks(lambda: [torch.arange(2), torch.arange(3)], 8))
+    with pytest.raises(ValueError, match="num_workers=2"):
+        list(DataLoader(StreamedBlocks(lambda: [torch.arange(99)], 8), num_workers=2, multiprocessing_context="fork"))
     files = {"train": str(tmp_path / "absent.txt"), "validation": str(tmp_path / "v.txt")}
     config = LanguageModelingDataConfig(source="files", files=files, streaming=True)
-    with pytest.raises(FileNotFoundError, match="absent.txt is not a file"):
+    with pytest.raises(FileNotFoundError, match="absent.txt"):
         list(stream_training_text(config))
-
-
-def test_a_line_that_is_not_utf8_is_named_in_a_later_piece(monkeypatch, byte_level_bpe):
-    monkeypatch.setattr(lm, "TOKENIZED_PIECE_BYTES", 20)
-    with pytest.raises(ValueError, match=r"training text is not UTF-8 at line 4 \(byte 0xff\)"):
-        list(StreamedBlocks(lambda: [b"0123456789\n" * 3, b"a\xffb\n"], byte_level_bpe, 4))

@@ -10,7 +10,7 @@ import pytest
 
 from rsa_hf import RSAConfig
 from rsa_hf.tasks.defect_data import DefectDataConfig
-from rsa_hf.tasks.texts import LanguageModelingDataConfig
+from rsa_hf.tasks.text_data import LanguageModelingDataConfig
 from rsa_hf.training.arguments import ConfigError, read_run_config
 from rsa_hf.training.settings import ModelSettings, TrainingSettings
 

@@ -16,7 +16,7 @@ from transformers import (
 from rsa_hf import RSAConfig, is_patched
 from rsa_hf.cli.errors import exit_on_error
 from rsa_hf.cli.train import run_errors
-from rsa_hf.tasks.texts import LanguageModelingDataConfig
+from rsa_hf.tasks.text_data import LanguageModelingDataConfig
 from rsa_hf.training.loop import TrainResult
 from rsa_hf.training.run import (
     load_model,

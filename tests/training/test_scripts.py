@@ -281,11 +281,11 @@ SHORT_GPT2 = "{vocab_size: 256, n_embd: 16, n_layer: 1, n_head: 8, n_positions: 
         ("lm", ["--config_overrides.vocab_size", "100"], "the tokenizer has 256 tokens, the model 100."),
         ("lm", ["--model_type", "gpt2", "--config_overrides", SHORT_GPT2], "data.block_size="),
         ("lm", ["--carry_memory", "true"], "a LlamaForCausalLM carries nothing from segment to segment"),
-        ("lm", ["--eval_memory.mem_len", "9"], "data: eval_memory is {'mem_len': 9} but carry_memory is False"),
+        ("lm", ["--eval_memory.mem_len", "9"], "data: eval_memory={'mem_len': 9}: has no effect without carry_memory"),
         (
             "lm",
             ["--eval_memory.mem_len", "9", "--carry_memory", "true"],
-            "eval_memory has ['mem_len']; of a LlamaForCausalLM nothing can be set",
+            "eval_memory has ['mem_len']; of a LlamaForCausalLM, allowed are none",
         ),
         ("lm", ["--class_weights", "true"], "training.class_weights=True, but this task has no classes"),
         ("defect", ["--bach_size", "1"], "--bach_size: unknown key 'bach_size'. Did you mean 'batch_size'?"),

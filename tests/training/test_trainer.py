@@ -256,7 +256,7 @@ def test_compiled(tmp_path):
 def test_streamed_blocks_are_a_train_dataset(tmp_path):
     text = bytes(3 + i * i % (VOCAB - 3) for i in range(8 * 3 * 10 + 5))
     in_memory = TrainingBlocks(torch.tensor(list(text)), 10)
-    streamed = StreamedBlocks(lambda: [text[:50], text[50:]], None, 10)
+    streamed = StreamedBlocks(lambda: [torch.tensor(list(part)) for part in (text[:50], text[50:])], 10)
     left, right = (trained(tmp_path, data=data) for data in (in_memory, streamed))
     assert losses(left) == losses(right)
     assert_same(weights(left.model), weights(right.model))

@@ -8,12 +8,12 @@ from functools import lru_cache
 from random import Random
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from rsa_hf.experiments.fine_tune.learning import Task
 from rsa_hf.experiments.runner.data import data_file
 from rsa_hf.tasks.defect_data import DefectDataConfig, Example, load_defect_data
-from rsa_hf.tasks.defect_detection import collator, compute_metrics, tokenize
+from rsa_hf.tasks.defect_detection import compute_metrics, tokenize
 from rsa_hf.training.run import predict_logits
 
 __all__ = ["defect_task", "read_devign"]
@@ -55,7 +55,7 @@ def defect_task(
     rows = tokenize(_some(everything, round(share * len(everything)), seed), tokenizer, config).remove_columns(
         "example_id"
     )
-    join = collator(tokenizer)
+    join = DataCollatorWithPadding(tokenizer)
 
     def accuracy_on(split: str) -> Any:
         asked = tokenize(_some(splits[split], scored, 0), tokenizer, config).remove_columns("example_id")

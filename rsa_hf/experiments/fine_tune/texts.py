@@ -13,9 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from rsa_hf.experiments.fine_tune.defects import read_devign
 from rsa_hf.experiments.fine_tune.learning import Task
 from rsa_hf.experiments.runner.data import data_file
-from rsa_hf.tasks.language_modeling import LanguageModelingDataConfig, prepare_language_modeling
-from rsa_hf.tasks.perplexity import evaluate_language_model
-from rsa_hf.tasks.texts import line_boundary, read_texts
+from rsa_hf.tasks.language_modeling import (
+    LanguageModelingDataConfig,
+    evaluate_language_model,
+    prepare_language_modeling,
+)
+from rsa_hf.tasks.text_data import line_boundary, read_texts
 
 __all__ = ["portion", "text_task"]
 

@@ -7,23 +7,23 @@ from typing import Any
 import datasets
 import evaluate
 
-# evaluate runs a copy of this file from its own cache, so the import names the installed package.
-from rsa_hf.tasks.metrics.score import LanguageModelingScore
+# evaluate runs a copy of this file from its cache, so the import is absolute.
+from rsa_hf.tasks.metrics import perplexities
 
 _DESCRIPTION = """
-Token perplexity, word perplexity and bits per byte of a language model. Each text, or part of one, comes as
-the sum of its negative log-likelihoods and the counts of what was scored; all are summed before dividing.
+Token perplexity, word perplexity and bits per byte of a language model. The input is, for each text or part of one,
+the sum of its negative log-likelihoods and the counts of what was scored. They are summed before dividing.
 """
 
 _KWARGS_DESCRIPTION = """
 Args:
     predictions (list of float): for each text, the summed negative log-likelihood of its tokens, in nats.
     references (list of dict): for each text, `num_tokens`, `num_words` and `num_bytes` of its scored part.
-        Words are what whitespace separates; whether line ends count as well is the caller's convention.
+        Words are separated by whitespace; whether line ends count as words is the caller's choice.
 Returns:
     loss_nats_per_token, token_perplexity, word_perplexity, bits_per_byte, num_tokens, num_words, num_bytes.
 Examples:
-    >>> metric = evaluate.load("rsa_hf/metrics/language_modeling")
+    >>> metric = evaluate.load("rsa_hf/tasks/metrics/language_modeling")
     >>> reference = {"num_tokens": 2, "num_words": 1, "num_bytes": 2}
     >>> metric.compute(predictions=[2.772588722239781], references=[reference])["bits_per_byte"]
     2.0
@@ -43,10 +43,5 @@ class LanguageModeling(evaluate.Metric):  # type: ignore[misc]  # evaluate has n
         )
 
     def _compute(self, predictions: list[float], references: list[dict[str, int]]) -> dict[str, float]:
-        score = LanguageModelingScore(
-            num_bytes=sum(reference["num_bytes"] for reference in references),
-            num_words=sum(reference["num_words"] for reference in references),
-        )
-        for nll_nats, reference in zip(predictions, references, strict=True):
-            score.update(nll_nats, reference["num_tokens"])
-        return score.compute()
+        names = ("num_tokens", "num_words", "num_bytes")
+        return perplexities(sum(predictions), *(sum(reference[name] for reference in references) for name in names))

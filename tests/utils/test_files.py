@@ -1,0 +1,24 @@
+"""Atomic writes of single files; folders, locks and full disks are in tests/reliability/test_storage.py."""
+
+import pytest
+
+from rsa_hf.utils.files import StorageError, atomic_write, write_text
+
+
+def test_a_file_is_replaced_only_when_the_block_succeeds(tmp_path):
+    path = tmp_path / "a.json"
+    with atomic_write(path) as temporary:
+        temporary.write_text("old")
+        assert not path.exists()
+    with pytest.raises(KeyError), atomic_write(path) as temporary:  # noqa: PT012
+        temporary.write_text("half of the n")
+        raise KeyError
+    assert path.read_text() == "old"
+    write_text(path, "né\n")
+    assert path.read_bytes() == "né\n".encode()
+    assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_missing_folder_is_a_storage_error(tmp_path):
+    with pytest.raises(StorageError, match="cannot write to .*/absent: No such file or directory"):
+        write_text(tmp_path / "absent" / "a", "text")
