@@ -18,17 +18,19 @@ REPORT = ("report", "page")  # "page" is its name in 0.1
 
 
 def reproduce(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="An experiment, or: all, list, report.")],
-    full: Annotated[bool, typer.Option("--full/--quick", help="The larger sizes, or minutes on two cores.")] = False,
-    out: Annotated[Path, typer.Option(help="The folder that gets RESULTS.md and results/reproduce.")] = Path("."),
-    seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds; default as the experiment says.")] = None,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An experiment, or one of: all, list, report.")],
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="The large size, or one that takes minutes on two cores.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for RESULTS.md and results/reproduce.")] = Path("."),
+    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds; default the experiment's own.")] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="SETTING=VALUE", help="Run a part, e.g. model=1M; several values: a,b. May be repeated."),
+        typer.Option(metavar="SETTING=VALUE", help="Run a part, e.g. model=1M or model=1M,2M. May be repeated."),
     ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Cells at a time; default one a core, or one a GPU.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; default one per core, or per GPU.")] = None,
 ) -> None:
-    """Run an experiment of the paper: table, figure, verdict; one that was broken off goes on where it was.
+    """Run an experiment of the paper and write its table, figure and verdict. An interrupted one continues.
 
     `list` shows the names, `all` runs every experiment, `report` only writes tables and RESULTS.md again from the
     stored runs. Data is read from the folder in the environment variable RSA_HF_DATA.
@@ -45,13 +47,13 @@ def reproduce(
     given = {"--full": full, "--seeds": seeds, "--only": only, "--jobs": jobs}
     for_a_run = [option for option, value in given.items() if value]
     if name in ("list", *REPORT) and for_a_run:
-        raise UserError(f"{', '.join(for_a_run)}: {name} runs nothing; name an experiment instead.")
+        raise UserError(f"{', '.join(for_a_run)}: {name} runs no experiment. Name one instead.")
     if name == "list":
         for each, about in EXPERIMENTS.items():
             print(f"{each:18} {about}")
         return
     if name in REPORT:
-        with user_input(RequestError), user_input(ImportError):
+        with user_input(RequestError, ImportError):
             rebuild_results(out)
         print(f"written: {write_report(out)}")
         return
@@ -59,7 +61,7 @@ def reproduce(
     size: Size = "full" if full else "quick"
     parts = _parts(only or [])
     if parts and name == "all":
-        raise UserError("--only is for the settings of one experiment; name it instead of all.")
+        raise UserError("--only selects settings of one experiment. Name it instead of all.")
     jobs = jobs or default_jobs()
     with user_input(RequestError):
         whole = name == "all" and seeds is None and nothing_has_run(out, size, chosen)
@@ -72,7 +74,7 @@ def reproduce(
                 with user_input(RequestError):
                     conclusion = run_experiment(experiment, size, out, seeds, only=parts, workers=workers)
             except ModuleNotFoundError:
-                raise  # a fault of ours: a package that the user has to install is told as an ImportError
+                raise  # a fault: a package that the user has to install is reported as an ImportError
             except (MissingDataError, ImportError) as error:
                 missing.append(f"{each}: {error}")
                 continue

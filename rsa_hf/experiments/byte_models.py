@@ -23,7 +23,17 @@ from rsa_hf.tasks.language_modeling import (
 from rsa_hf.tasks.perplexity import evaluate_language_model
 from rsa_hf.training.param_groups import param_groups
 
-__all__ = ["SHAPES", "Curve", "Shape", "build", "corpus_files", "llama_settings", "read_corpus", "train_on_bytes"]
+__all__ = [
+    "SHAPES",
+    "Curve",
+    "Shape",
+    "build",
+    "corpus_files",
+    "gpt2_config",
+    "llama_settings",
+    "read_corpus",
+    "train_on_bytes",
+]
 
 WIKITEXT_FILES = {"train": "train", "validation": "valid", "test": "test"}
 
@@ -101,24 +111,29 @@ def llama_settings(shape: Shape) -> dict[str, Any]:
     }
 
 
+def gpt2_config(
+    vocab_size: int, positions: int, width: int, layers: int, heads: int, dropout: float = 0.0
+) -> GPT2Config:
+    """The config of a small GPT-2 without special tokens."""
+    return GPT2Config(
+        vocab_size=vocab_size,
+        n_positions=positions,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
 def build(family: str, shape: Shape) -> PreTrainedModel:
     """A byte-level model with random weights: `gpt2` (learned positions) or `llama` (rotary positions)."""
     if family == "llama":
         return LlamaForCausalLM(LlamaConfig(**llama_settings(shape)))
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=256,
-            n_embd=shape.width,
-            n_layer=shape.layers,
-            n_head=shape.heads,
-            n_positions=shape.block,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
+    model = GPT2LMHeadModel(gpt2_config(256, shape.block, shape.width, shape.layers, shape.heads))
     model.loss_type = "ForCausalLM"  # otherwise transformers warns that the class name does not tell the loss
     return model
 

@@ -49,7 +49,7 @@ def test_a_variant_is_the_same_model_with_its_gate_and_learning_rate(variant):
 
 def test_the_default_is_among_the_gates_and_the_multiples():
     assert VARIANTS[DEFAULT] == RSAConfig()
-    plans = [plan for arm, plan in VARIANTS.items() if arm not in (PLAIN, NO_RECURRENCE)]
+    plans = [plan for variant, plan in VARIANTS.items() if variant not in (PLAIN, NO_RECURRENCE)]
     assert {plan.gate_init for plan in plans} == set(GATES) and {plan.parameter_scale for plan in plans} == set(
         MULTIPLES
     )
@@ -117,11 +117,11 @@ def test_the_test_score_is_that_of_the_best_validation_score():
 # --- the verdict --------------------------------------------------------------------------------------------------
 
 
-def result(arm, test, seed, *, validation=None, rate=1e-3, share=0.1, task="c", measure="bits per byte"):
-    settings = {"model": "m", "task": task, "share": share, "arm": arm, "learning_rate": rate, "seed": seed}
+def result(variant, test, seed, *, validation=None, rate=1e-3, share=0.1, task="c", measure="bits per byte"):
+    settings = {"model": "m", "task": task, "share": share, "arm": variant, "learning_rate": rate, "seed": seed}
     settings |= {"steps": 10, "batch": 4, "length": 25}
     scores = {measure: test, "validation": test if validation is None else validation, "validation scores": [1.0]}
-    scores["before training"] = 3.0 if arm == PLAIN else 3.25
+    scores["before training"] = 3.0 if variant == PLAIN else 3.25
     return finished(settings, scores)
 
 
@@ -187,8 +187,8 @@ def test_of_accuracy_more_is_better():
 @pytest.mark.parametrize(("measure", "sign"), [("bits per byte", 1), ("accuracy", -1)])
 def test_the_learning_rate_is_chosen_by_the_validation_score(measure, sign):
     runs = [
-        result(arm, sign * test, seed, validation=sign * validation, rate=rate, measure=measure)
-        for arm in (PLAIN, DEFAULT)
+        result(variant, sign * test, seed, validation=sign * validation, rate=rate, measure=measure)
+        for variant in (PLAIN, DEFAULT)
         for seed in (0, 1)
         for rate, validation, test in ((1e-3, 2.0, 1.5), (1e-2, 2.5, 1.0))
     ]
@@ -198,12 +198,12 @@ def test_the_learning_rate_is_chosen_by_the_validation_score(measure, sign):
 
 
 def test_the_best_gate_and_pace_are_named():
-    gains = {arm: 0.1 for arm in VARIANTS if arm != PLAIN} | {
+    gains = {variant: 0.1 for variant in VARIANTS if variant != PLAIN} | {
         "mu +0 x20": 0.3,
         "mu -3 x100": 0.2,
         "mu -3 x20 theta spread": 0.4,
     }
-    runs = [result(arm, 2.0 + seed - gain, seed) for arm, gain in gains.items() for seed in range(3)]
+    runs = [result(variant, 2.0 + seed - gain, seed) for variant, gain in gains.items() for seed in range(3)]
     _, gates, paces, starts = concluded(*PLAIN_RUNS, *runs).findings
     assert gates.startswith(
         "on m, c, mu +0 x20 gains most over 1 share of the data, significantly more than the default in 1 (mean"
@@ -213,10 +213,10 @@ def test_the_best_gate_and_pace_are_named():
     assert starts.startswith("on m, c, mu -3 x20 theta spread gains most over") and "+0.400 and" in starts
 
 
-def test_an_arm_that_is_better_by_chance_is_not_called_better():
+def test_a_variant_that_is_better_by_chance_is_not_called_better():
     # Every seed gains over the plain model, but over the default one now this, now that.
-    arm = "mu +0 x20"
-    runs = [result(arm, 2.0 + seed - gain, seed) for seed, gain in enumerate((0.3, 0.05, 0.2))]
+    variant = "mu +0 x20"
+    runs = [result(variant, 2.0 + seed - gain, seed) for seed, gain in enumerate((0.3, 0.05, 0.2))]
     gates = [text for text in concluded(*PLAIN_RUNS, *default(0.1, 0.1, 0.1), *runs).findings if "gains most" in text]
     assert (
         "on m, c, mu +0 x20 gains most over 1 share of the data, significantly more than the default in 0" in gates[0]
@@ -224,7 +224,7 @@ def test_an_arm_that_is_better_by_chance_is_not_called_better():
 
 
 def test_models_of_the_full_size_are_named_where_none_of_them_has_run():
-    runs = [result(arm, 2.0 + seed, seed) for arm in (PLAIN, DEFAULT) for seed in range(3)]
+    runs = [result(variant, 2.0 + seed, seed) for variant in (PLAIN, DEFAULT) for seed in range(3)]
     assert concluded(*runs).sentence.count("Only --full has minilm and smollm2.") == 1
     in_full = [replace(run, settings={**run.settings, "model": "smollm2"}) for run in runs]
     assert "Only --full" not in concluded(*in_full).sentence

@@ -1,4 +1,4 @@
-"""Forecasting as an experiment: windows and parts, arms that differ in RSA alone, and a verdict that can fail."""
+"""Forecasting as an experiment: windows and parts, variants that differ in RSA alone, and a verdict that can fail."""
 
 import lzma
 import math
@@ -89,7 +89,7 @@ def test_what_is_predicted_in_a_part_lies_in_it(context, horizon):
     assert series.origins("test", context, horizon, 3).diff().tolist()[:2] == [3, 3]
 
 
-# --- arms -----------------------------------------------------------------------------------------------------------
+# --- variants -------------------------------------------------------------------------------------------------------
 
 
 def forecaster(family, variant, seed=0):
@@ -150,9 +150,9 @@ def test_the_decoder_is_masked_and_the_context_is_used(family):
 
 
 def test_log_sparse_attention_looks_back_by_powers_of_two_and_recurrence_everywhere():
-    def seen(arm):
+    def seen(variant):
         """Which lags the last position of one layer depends on."""
-        model = forecaster("log-sparse", arm).body
+        model = forecaster("log-sparse", variant).body
         model.h = model.h[:1]
         x = torch.randn(1, 40, 16, requires_grad=True)
         model(inputs_embeds=x).last_hidden_state[0, -1].square().sum().backward()
@@ -223,10 +223,17 @@ def test_the_learning_rate_halves_after_each_epoch():
 
 
 def results(errors, rates=None):
-    """Results of runs with these test errors, {arm: [one a seed]}."""
+    """Results of runs with these test errors, {variant: [one a seed]}."""
     return [
         finished(
-            {"series": "ETTh1", "horizon": 24, "family": "informer", "arm": arm, "learning_rate": rate, "seed": seed},
+            {
+                "series": "ETTh1",
+                "horizon": 24,
+                "family": "informer",
+                "arm": variant,
+                "learning_rate": rate,
+                "seed": seed,
+            },
             {
                 "mse": mse,
                 "mae": mse / 2,
@@ -236,16 +243,16 @@ def results(errors, rates=None):
                 "naive mae": 0.4,
             },
         )
-        for arm, runs in errors.items()
+        for variant, runs in errors.items()
         for rate, valid, seeds in runs
         for seed, mse in enumerate(seeds)
     ]
 
 
 def compared(plain, rsa, damped=None):
-    """Rows of these errors; those of P of zeros are the plain ones unless told otherwise."""
+    """Rows of these errors; without recurrence they are the plain ones by default."""
     one = {"plain": plain, "rsa": rsa, NO_RECURRENCE: plain if damped is None else damped}
-    return summarise(results({arm: [(1e-3, 1.0, errors)] for arm, errors in one.items()}))
+    return summarise(results({variant: [(1e-3, 1.0, errors)] for variant, errors in one.items()}))
 
 
 def verdict(plain, rsa, damped=None):
@@ -289,7 +296,7 @@ def test_published_errors_stand_beside_ours():
 
 
 def test_what_cannot_be_compared_yet_is_not_drawn(tmp_path):
-    one = results({arm: [(1e-3, 1.0, (1.0, 1.1))] for arm in ("plain", "rsa", NO_RECURRENCE)})
+    one = results({variant: [(1e-3, 1.0, (1.0, 1.1))] for variant in ("plain", "rsa", NO_RECURRENCE)})
     # Broken off: of the longer horizon a second family has run, and the first without RSA.
     longer = [replace(result, settings={**result.settings, "horizon": 48}) for result in one]
     second = [replace(result, settings={**result.settings, "family": "log-sparse"}) for result in longer]

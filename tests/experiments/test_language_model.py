@@ -81,10 +81,10 @@ def test_text8_is_read_as_its_tokenizer_does(data_folder, monkeypatch):
     assert text.test.token_ids.tolist() != ids
 
 
-def result(score, arm="rsa", seed=0, rate=1e-2, validation=None, architecture="transformer-xl"):
-    settings = {"corpus": "text8", "architecture": architecture, "model": "small", "steps": 3, "arm": arm}
+def result(score, variant="rsa", seed=0, rate=1e-2, validation=None, architecture="transformer-xl"):
+    settings = {"corpus": "text8", "architecture": architecture, "model": "small", "steps": 3, "arm": variant}
     values = {"validation": score if validation is None else validation, "test": score, "parameters": 1.0}
-    if arm == "rsa":
+    if variant == "rsa":
         values["time of a step / plain"] = 1.5
     return finished({**settings, "learning_rate": rate, "seed": seed}, values)
 
@@ -125,9 +125,9 @@ def test_verdicts():
     assert "and in 0 with the variant without recurrence." in verdict(2.8, 2.81, 2.79, damped=2.7).sentence
     # One architecture that it harms is enough.
     other = [
-        result(3.0 + (arm == "rsa") / 50, arm, seed, architecture="block-recurrent")
+        result(3.0 + (variant == "rsa") / 50, variant, seed, architecture="block-recurrent")
         for seed in (0, 1, 2)
-        for arm in VARIANTS
+        for variant in VARIANTS
     ]
     conclusion = verdict(2.8, 2.81, 2.79, more=other)
     assert conclusion.verdict == "not confirmed"

@@ -1,4 +1,4 @@
-"""Formal languages as an experiment: tensors, the score that counts whole strings, arms, and a verdict that can fail."""
+"""Formal languages as an experiment: tensors, the score that counts whole strings, variants, and a verdict that can fail."""
 
 from dataclasses import replace
 
@@ -106,9 +106,9 @@ def test_variants_are_causal_and_every_part_learns(variant):
 
 @pytest.mark.parametrize("kind", ["", "-sinusoidal"])
 def test_rsa_is_the_same_transformer_patched(kind):
-    def fresh(arm):
+    def fresh(variant):
         torch.manual_seed(3)
-        return make_network(arm + kind, 2, 16, 2)
+        return make_network(variant + kind, 2, 16, 2)
 
     rsa, plain = fresh("rsa"), fresh("transformer")
     assert is_patched(rsa.body) and not is_patched(plain.body)
@@ -128,13 +128,13 @@ def test_rsa_is_the_same_transformer_patched(kind):
 
 
 def results(shares, rates=(0.01,)):
-    """Results as of runs with these shares of right strings: {(language, arm, rate): [a tuple of bins a seed]}."""
+    """Results as of runs with these shares of right strings: {(language, variant, rate): [a tuple of bins a seed]}."""
     return [
         finished(
-            {"language": language, "arm": arm, "learning_rate": rate, "seed": seed},
+            {"language": language, "arm": variant, "learning_rate": rate, "seed": seed},
             {**dict(zip(BINS, found, strict=True)), "loss": rate, "steps": 1.0, "parameters": 2.0},
         )
-        for (language, arm, rate), seeds in shares.items()
+        for (language, variant, rate), seeds in shares.items()
         for seed, found in enumerate(seeds)
     ]
 
@@ -191,7 +191,7 @@ def test_seeds_are_paired():
     [difference] = find_rows(rows, LONGER, arm="rsa − transformer", language="parity")
     assert difference.mean == pytest.approx(0.31 / 3) and difference.low > 0
     [rsa] = find_rows(rows, LONGER, arm="rsa")
-    assert rsa.low < 0  # the arms by themselves differ far more from seed to seed
+    assert rsa.low < 0  # the variants by themselves differ far more from seed to seed
 
 
 def test_the_learning_rate_is_not_chosen_by_the_longer_bins():

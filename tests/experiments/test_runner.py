@@ -29,11 +29,11 @@ NAME = "linear-rnn"  # any of them
 
 
 def grid(size, seeds):
-    return [{"arm": arm, "seed": seed} for arm in ("rsa", "plain") for seed in range(seeds)]
+    return [{"arm": variant, "seed": seed} for variant in ("rsa", "plain") for seed in range(seeds)]
 
 
 def conclude(rows):
-    rsa, plain = (find_rows(rows, "loss", arm=arm)[0] for arm in ("rsa", "plain"))
+    rsa, plain = (find_rows(rows, "loss", arm=variant)[0] for variant in ("rsa", "plain"))
     verdict = "confirmed" if rsa.high < plain.low else "not confirmed"
     return Conclusion(verdict, f"{rsa.mean:.2f} | {plain.mean:.2f}", (f"{rsa.seeds} seeds", "one more"))
 
@@ -72,7 +72,7 @@ def test_a_run_writes_everything(counted, tmp_path):
     assert configuration["cells"] == grid("toy", 3)
 
 
-def test_a_run_that_was_broken_off_goes_on(counted, tmp_path):
+def test_an_interrupted_experiment_continues(counted, tmp_path):
     experiment, ran = counted
 
     def breaks(settings):
@@ -92,7 +92,7 @@ def test_a_run_that_was_broken_off_goes_on(counted, tmp_path):
     assert len(ran) == 14
 
 
-def test_versions_are_those_that_the_runs_ran_with(counted, tmp_path, monkeypatch):
+def test_versions_are_those_of_the_runs(counted, tmp_path, monkeypatch):
     experiment, _ = counted
     named = []
     for torch_version, seeds in (("2.13", 2), ("2.14", 3), ("2.15", 3)):  # the last one runs nothing
@@ -102,13 +102,13 @@ def test_versions_are_those_that_the_runs_ran_with(counted, tmp_path, monkeypatc
     assert named == [[{"torch": "2.13"}], *[[{"torch": "2.13"}, {"torch": "2.14"}]] * 2]
 
 
-def test_what_another_process_has_run_meanwhile_is_kept(counted, tmp_path):
+def test_runs_of_another_process_are_kept(counted, tmp_path):
     experiment, ran = counted
     apart = replace(experiment, parts=("arm",))
 
     def meets_another(settings):
         if settings["seed"] == 1:
-            other = replace(apart, conclude=lambda rows: Conclusion("not confirmed", "One arm alone."))
+            other = replace(apart, conclude=lambda rows: Conclusion("not confirmed", "One variant alone."))
             run_experiment(other, "toy", tmp_path, only={"arm": ["plain"]}, progress=False)
         return experiment.measure(settings)
 
@@ -123,7 +123,7 @@ def square(settings):
     return {"loss": float(settings["seed"] ** 2), "threads": torch.get_num_threads(), "process": os.getpid()}
 
 
-def test_runs_run_in_processes_of_their_own():
+def test_workers_are_processes_of_their_own():
     grid = {str(i): {"seed": i} for i in range(4)}
     found = {}
     with Workers(2) as workers:
@@ -149,7 +149,7 @@ def fails_first(settings):
     return {"loss": 1.0}
 
 
-def test_runs_that_run_while_another_fails_are_kept():
+def test_runs_that_finish_after_a_failure_are_kept():
     found = {}
     with Workers(2) as workers, pytest.raises(FileNotFoundError, match="no data"):
         found.update(run_all(fails_first, {str(i): {"seed": i} for i in range(12)}, workers))
@@ -163,7 +163,7 @@ def test_numbers_below_one_are_told(counted, tmp_path):
         Workers(0)
 
 
-def test_a_damaged_cell_is_told(counted, tmp_path):
+def test_a_damaged_run_is_reported(counted, tmp_path):
     experiment, _ = counted
     run_experiment(experiment, "toy", tmp_path, progress=False)
     path = tmp_path / FOLDER / NAME / "toy" / "cells.jsonl"
@@ -243,8 +243,8 @@ def test_the_rule_by_which_intervals_make_a_verdict(rows, verdict, open_ones):
 
 def test_rows_are_of_runs_that_differ_in_their_seed_alone():
     results = [
-        finished({"arm": arm, "length": n, "seed": seed}, {"loss": n + seed, "curve": [1.0]})
-        for arm in ("rsa", "plain")
+        finished({"arm": variant, "length": n, "seed": seed}, {"loss": n + seed, "curve": [1.0]})
+        for variant in ("rsa", "plain")
         for n in (1, 2)
         for seed in (0, 1)
     ]
@@ -255,27 +255,27 @@ def test_rows_are_of_runs_that_differ_in_their_seed_alone():
     assert [row.mean for row in find_rows(rows, "loss", length=2)] == [2.5, 2.5]
 
 
-def test_the_page_shows_what_was_measured_and_what_was_not(counted, tmp_path):
+def test_the_report_shows_what_was_measured_and_what_was_not(counted, tmp_path):
     experiment, _ = counted
     against = replace(experiment, measure=lambda settings: {"loss": 2.0 - (settings["arm"] == "plain")})
     run_experiment(against, "toy", tmp_path, progress=False)
-    page = write_report(tmp_path).read_text()
-    section = page.split(f"## {NAME}\n")[1].split("\n## ")[0]
+    report = write_report(tmp_path).read_text()
+    section = report.split(f"## {NAME}\n")[1].split("\n## ")[0]
     assert "* **Not confirmed**: 2.00 | 1.00\n  * 3 seeds\n  * one more\n* Seeds: 3;" in section
     assert f"](results/reproduce/{NAME}/toy/figure.png)" in section
     assert f"`rsa-hf reproduce {NAME} --toy`" in section
     for name in EXPERIMENTS:
-        assert f"\n## {name}\n" in page
+        assert f"\n## {name}\n" in report
         shown = find_experiment(name)
         remark = f"* Remark: {shown.remark}\n" if shown.remark else ""
-        assert f"* Claim: {shown.claim}\n* Published: {shown.published}\n{remark}\n" in page
-    assert len(re.findall(r"\*\*Not measured", page)) == 2 * len(EXPERIMENTS)  # neither quick nor full
+        assert f"* Claim: {shown.claim}\n* Published: {shown.published}\n{remark}\n" in report
+    assert len(re.findall(r"\*\*Not measured", report)) == 2 * len(EXPERIMENTS)  # neither quick nor full
     # Every size is shown.
     run_experiment(experiment, "quick", tmp_path, progress=False)
-    page = write_report(tmp_path).read_text()
-    assert "**Confirmed**: 1.10 | 2.10" in page and "**Not confirmed**: 2.00 | 1.00" in page
-    assert f"| [{NAME}](#{NAME}) | confirmed | not measured |" in page
-    assert f"**Not measured**; run `rsa-hf reproduce {NAME} --full`." in page
+    report = write_report(tmp_path).read_text()
+    assert "**Confirmed**: 1.10 | 2.10" in report and "**Not confirmed**: 2.00 | 1.00" in report
+    assert f"| [{NAME}](#{NAME}) | confirmed | not measured |" in report
+    assert f"**Not measured**; run `rsa-hf reproduce {NAME} --full`." in report
 
 
 def test_parts_that_run_at_the_same_time_lose_no_run(counted, tmp_path, monkeypatch):
@@ -293,9 +293,11 @@ def test_parts_that_run_at_the_same_time_lose_no_run(counted, tmp_path, monkeypa
     monkeypatch.setattr(runner, "write_text", slowly)
     runs = [
         threading.Thread(
-            target=run_experiment, args=(parts, "quick", tmp_path), kwargs={"only": {"arm": [arm]}, "progress": False}
+            target=run_experiment,
+            args=(parts, "quick", tmp_path),
+            kwargs={"only": {"arm": [variant]}, "progress": False},
         )
-        for arm in ("rsa", "plain")
+        for variant in ("rsa", "plain")
     ]
     for run in runs:
         run.start()
@@ -313,10 +315,10 @@ def test_a_part_is_run_alone_and_shown_as_one(counted, tmp_path):
     )
     run_experiment(several, "quick", tmp_path, only={"model": ["small"]}, progress=False)
     assert len(ran) == 6 and {settings["model"] for settings in ran} == {"small"}
-    page = write_report(tmp_path).read_text()
-    assert "**Confirmed (6 of 12 runs)**" in page
-    assert f"`rsa-hf reproduce {NAME} --quick --only model=small`" in page
-    assert "* Not measured: model large\n" in page
+    report = write_report(tmp_path).read_text()
+    assert "**Confirmed (6 of 12 runs)**" in report
+    assert f"`rsa-hf reproduce {NAME} --quick --only model=small`" in report
+    assert "* Not measured: model large\n" in report
     run_experiment(several, "quick", tmp_path, only={"model": ["large"], "arm": ["rsa"]}, progress=False)
     assert "**Confirmed (9 of 12 runs)**" in write_report(tmp_path).read_text()
     with pytest.raises(RequestError, match="make no comparison yet; run the other variants too\\.$"):
@@ -324,9 +326,9 @@ def test_a_part_is_run_alone_and_shown_as_one(counted, tmp_path):
     ran.clear()
     run_experiment(several, "quick", tmp_path, progress=False)
     assert len(ran) == 3  # the plain ones of the large model
-    page = write_report(tmp_path).read_text()
-    assert "**Confirmed**: 1.10 | 2.10" in page and f"`rsa-hf reproduce {NAME} --quick`" in page
-    assert "* Not measured: model" not in page
+    report = write_report(tmp_path).read_text()
+    assert "**Confirmed**: 1.10 | 2.10" in report and f"`rsa-hf reproduce {NAME} --quick`" in report
+    assert "* Not measured: model" not in report
     for only, words in (
         ({"seed": ["1"]}, "cannot be split by 'seed'; allowed: model, arm"),
         ({"model": ["smal"]}, "model=smal is in no run.*small, large"),
@@ -354,15 +356,8 @@ def test_runs_of_a_gpu_are_kept_on_a_machine_without_one(counted, tmp_path, monk
     run_experiment(sized, "quick", tmp_path, progress=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run_experiment(sized, "quick", tmp_path, progress=False)
-    page = write_report(tmp_path).read_text()
-    assert len(ran) == 12 and "Not measured: model" not in page and "; a GPU" in page
-
-
-def test_names_among_the_settings_are_explained(counted, tmp_path):
-    experiment, _ = counted
-    run_experiment(replace(experiment, glossary=lambda grid: {"arm": {"rsa": len(grid)}}), "toy", tmp_path)
-    configuration = json.loads((tmp_path / FOLDER / NAME / "toy" / "configuration.json").read_text())
-    assert configuration["meanings"] == {"arm": {"rsa": 6}}
+    report = write_report(tmp_path).read_text()
+    assert len(ran) == 12 and "Not measured: model" not in report and "; a GPU" in report
 
 
 def test_the_time_of_a_whole_run_is_kept(tmp_path, counted):
@@ -450,7 +445,7 @@ def loss(result):
 
 def at_best(results):
     best = at_best_rate(results, (), ("rsa", "plain"), loss)
-    return summarise([result for _, arms in best for runs in arms.values() for result in runs])
+    return summarise([result for _, variants in best for runs in variants.values() for result in runs])
 
 
 def test_learning_rates_are_searched_with_the_first_seed(counted, tmp_path):
@@ -537,7 +532,7 @@ def run(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize("name", ["list", "report", "page"])
 def test_list_and_report_take_no_settings_of_a_run(run, name):
     code, out, err = run(name, "--seeds", 3, "--only", "arm=rsa")
-    assert (code, out) == (2, "") and f"--seeds, --only: {name} runs nothing" in err
+    assert (code, out) == (2, "") and f"--seeds, --only: {name} runs no experiment" in err
 
 
 def test_list(run, tmp_path):
@@ -556,7 +551,7 @@ def test_report(run, tmp_path, name):
     ("arguments", "words"),
     [
         (["sample-efficiency", "--only", "model"], "SETTING=VALUE"),
-        (["all", "--only", "a=b"], "name it"),
+        (["all", "--only", "a=b"], "Name it instead of all"),
         (["sample-efficiency", "--only", "model=2M"], "model=2M is in no run of this size; choose from 0.1M"),
         (["linear-rnnn"], "there is no experiment 'linear-rnnn'"),
     ],

@@ -109,8 +109,8 @@ def test_tokens_until():
     assert [curve.score_at(tokens) for tokens in (50, 150, 300, 400)] == [4.0, 3.5, 3.5, 3.5]
 
 
-def result(arm, scores, seed=0, rate=1e-3, family="llama"):
-    settings = {"corpus": "python", "train_bytes": 10, "model": "0.03M", "family": family, "steps": 3, "arm": arm}
+def result(variant, scores, seed=0, rate=1e-3, family="llama"):
+    settings = {"corpus": "python", "train_bytes": 10, "model": "0.03M", "family": family, "steps": 3, "arm": variant}
     values = {
         "final": scores[-1],
         "parameters": 1.0,
@@ -163,10 +163,10 @@ def test_the_ratio_half_way():
     )
 
 
-def test_an_arm_like_the_plain_model_needs_as_many_tokens():
+def test_a_variant_like_the_plain_model_needs_as_many_tokens():
     # It gets worse again, and was where it ends long before.
     for scores in ((6, 4, 3, 2.5), (6, 3, 3.5, 4.0), (3, 4, 5, 6.0)):
-        curves = [result(arm, scores, seed) for arm in ("plain", "rsa") for seed in (0, 1, 2)]
+        curves = [result(variant, scores, seed) for variant in ("plain", "rsa") for seed in (0, 1, 2)]
         for run in curves:
             run.values["tokens"] = [10.0, 20.0, 30.0, 40.0]
         rows = {row.measure: row.mean for row in EXPERIMENT.summarise(curves)}
@@ -215,8 +215,8 @@ def test_verdicts():
 
 def test_gates_that_do_as_well_without_recurrence_confirm_nothing():
     runs = [
-        result(arm, (5, 4, 3.0) if arm == "plain" else (4, 2.9, 2), seed)
-        for arm in ("plain", "rsa")
+        result(variant, (5, 4, 3.0) if variant == "plain" else (4, 2.9, 2), seed)
+        for variant in ("plain", "rsa")
         for seed in (0, 1, 2)
     ]
     as_good = [result("no recurrence", (4, 2.9, 2 + seed / 1000), seed) for seed in (-1, 0, 1)]

@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2Model, InformerConfig, PreTrainedModel
 from transformers.models.informer.modeling_informer import InformerDecoder, InformerEncoder, InformerPreTrainedModel
 
 from rsa_hf.config import RSAConfig
+from rsa_hf.experiments.byte_models import gpt2_config
 from rsa_hf.experiments.variants import NO_RECURRENCE, add_rsa
 from rsa_hf.models.transformer_xl import TransformerXLConfig, TransformerXLModel
 from rsa_hf.ops.mask import HIDDEN_AT_OR_BELOW
@@ -83,7 +84,11 @@ def make_forecaster(
         forecaster = InformerForecaster(body, task.variables, task.label)
     else:
         layers, longest = encoder_layers + decoder_layers, task.context + task.horizon
-        model = _log_sparse(width, layers, longest) if family == "log-sparse" else _transformer_xl(width, layers)
+        model: PreTrainedModel
+        if family == "log-sparse":
+            model = LogSparseModel(gpt2_config(1, longest, width, layers, HEADS, DROPOUT))
+        else:
+            model = _transformer_xl(width, layers)
         forecaster = CausalForecaster(model, width, task.variables, task.time_features)
     add_rsa(forecaster.body, variant, None if variant == "plain" else rsa_plan(family, dilation))
     return forecaster
@@ -112,23 +117,6 @@ def _informer_config(family: str, task: Task, width: int, encoder_layers: int, d
     # transformers derives it from lags, scales and static features, which are not used here.
     config.feature_size = task.variables + task.time_features
     return config
-
-
-def _log_sparse(width: int, layers: int, longest: int) -> LogSparseModel:
-    return LogSparseModel(
-        GPT2Config(
-            vocab_size=1,
-            n_positions=longest,
-            n_embd=width,
-            n_layer=layers,
-            n_head=HEADS,
-            resid_pdrop=DROPOUT,
-            embd_pdrop=DROPOUT,
-            attn_pdrop=DROPOUT,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
 
 
 def _transformer_xl(width: int, layers: int) -> TransformerXLModel:

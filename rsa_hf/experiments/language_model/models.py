@@ -21,8 +21,16 @@ from rsa_hf.training.carried import CarriedState
 from rsa_hf.training.param_groups import param_groups
 
 __all__ = [
-    *("ARCHITECTURES", "PUBLISHED_SIZE", "SHAPES", "VARIANTS", "SegmentedText", "Shape"),
-    *("build", "read_segments", "rsa_plan", "train_on_segments"),
+    "ARCHITECTURES",
+    "PUBLISHED_SIZE",
+    "SHAPES",
+    "VARIANTS",
+    "SegmentedText",
+    "Shape",
+    "build",
+    "read_segments",
+    "rsa_plan",
+    "train_on_segments",
 ]
 
 VARIANTS = ("plain", "rsa", NO_RECURRENCE)

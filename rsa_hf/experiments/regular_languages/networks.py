@@ -16,9 +16,10 @@ from statistics import fmean
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2Model
+from transformers import GPT2Model
 
 from rsa_hf.config import RSAConfig
+from rsa_hf.experiments.byte_models import gpt2_config
 from rsa_hf.experiments.regular_languages.languages import Language, legal_next
 from rsa_hf.experiments.runner.fit import fit
 from rsa_hf.models.recurrent import RecurrentConfig, RecurrentModel
@@ -26,8 +27,16 @@ from rsa_hf.patching import patch_model
 from rsa_hf.training.param_groups import param_groups
 
 __all__ = [
-    *("CELLS", "VARIANTS", "Batch", "StepPredictor", "accuracy", "correct_strings", "encode"),
-    *("make_network", "rsa_plan", "train"),
+    "CELLS",
+    "VARIANTS",
+    "Batch",
+    "StepPredictor",
+    "accuracy",
+    "correct_strings",
+    "encode",
+    "make_network",
+    "rsa_plan",
+    "train",
 ]
 
 HEADS = 8
@@ -83,20 +92,7 @@ def make_network(variant: str, num_characters: int, width: int, layers: int) -> 
             vocab_size=size, cell=CELLS[variant], hidden_size=width, num_hidden_layers=layers, dropout=0.0
         )
         return StepPredictor(RecurrentModel(config), width, size)
-    body = GPT2Model(
-        GPT2Config(
-            vocab_size=size,
-            n_positions=LONGEST,
-            n_embd=width,
-            n_layer=layers,
-            n_head=HEADS,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
+    body = GPT2Model(gpt2_config(size, LONGEST, width, layers, HEADS))
     positions = _sinusoids(width) if variant.endswith("-sinusoidal") else torch.zeros(LONGEST, width)
     with torch.no_grad():
         body.wpe.weight.copy_(positions)

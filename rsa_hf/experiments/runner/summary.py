@@ -8,9 +8,21 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 __all__ = [
-    *("Row", "Run", "Setting", "Settings", "Values"),
-    *("at_best_rate", "error_bars", "find_rows", "interval", "make_rows", "paired", "scaled", "summarise"),
-    *("with_interval", "worst_if_nan"),
+    "Row",
+    "Run",
+    "Setting",
+    "Settings",
+    "Values",
+    "at_best_rate",
+    "error_bars",
+    "find_rows",
+    "interval",
+    "make_rows",
+    "paired",
+    "scaled",
+    "summarise",
+    "with_interval",
+    "worst_if_nan",
 ]
 
 Setting = str | int | float | bool
