@@ -14,9 +14,11 @@ from rsa_hf.cli.models import install_hooks
 
 __all__ = ["reproduce"]
 
+REPORT = ("report", "page")  # "page" is its name in 0.1
+
 
 def reproduce(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="An experiment, or one of: all, list, page.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An experiment, or one of: all, list, report.")],
     full: Annotated[
         bool, typer.Option("--full/--quick", help="The large size, or one that takes minutes on two cores.")
     ] = False,
@@ -30,35 +32,39 @@ def reproduce(
 ) -> None:
     """Run an experiment of the paper and write its table, figure and verdict. An interrupted one continues.
 
-    `list` shows the names, `all` runs every experiment, `page` only writes RESULTS.md again. Data is read from the
-    folder in the environment variable RSA_HF_DATA.
+    `list` shows the names, `all` runs every experiment, `report` only writes tables and RESULTS.md again from the
+    stored runs. Data is read from the folder in the environment variable RSA_HF_DATA.
 
     Example: rsa-hf reproduce linear-rnn --quick
     """
     install_hooks()
     from rsa_hf.experiments.runner.data import MissingDataError
-    from rsa_hf.experiments.runner.experiment import EXPERIMENTS, Size, find_experiment, is_written
-    from rsa_hf.experiments.runner.page import write_page
+    from rsa_hf.experiments.runner.experiment import EXPERIMENTS, Size, find_experiment
     from rsa_hf.experiments.runner.processes import Workers, default_jobs
-    from rsa_hf.experiments.runner.runner import RequestError, run_experiment
-    from rsa_hf.experiments.runner.whole_run import is_fresh, keep_time
+    from rsa_hf.experiments.runner.report import keep_total_time, nothing_has_run, write_report
+    from rsa_hf.experiments.runner.runner import RequestError, rebuild_results, run_experiment
 
     given = {"--full": full, "--seeds": seeds, "--only": only, "--jobs": jobs}
     for_a_run = [option for option, value in given.items() if value]
-    if name in ("list", "page") and for_a_run:
+    if name in ("list", *REPORT) and for_a_run:
         raise UserError(f"{', '.join(for_a_run)}: {name} runs no experiment. Name one instead.")
     if name == "list":
         for each, about in EXPERIMENTS.items():
-            print(f"{each:18} {about}{'' if is_written(each) else ' (not in this version)'}")
+            print(f"{each:18} {about}")
         return
-    chosen = [] if name == "page" else [each for each in EXPERIMENTS if is_written(each)] if name == "all" else [name]
+    if name in REPORT:
+        with user_input(RequestError, ImportError):
+            rebuild_results(out)
+        print(f"written: {write_report(out)}")
+        return
+    chosen = list(EXPERIMENTS) if name == "all" else [name]
     size: Size = "full" if full else "quick"
     parts = _parts(only or [])
     if parts and name == "all":
         raise UserError("--only selects settings of one experiment. Name it instead of all.")
     jobs = jobs or default_jobs()
     with user_input(RequestError):
-        whole = name == "all" and seeds is None and is_fresh(out, size, chosen)
+        whole = name == "all" and seeds is None and nothing_has_run(out, size, chosen)
     missing, start = [], perf_counter()
     with Workers(jobs) as workers:
         for each in chosen:
@@ -74,8 +80,8 @@ def reproduce(
                 continue
             print(f"{each}: {conclusion}")
     if whole and not missing:
-        keep_time(out, size, perf_counter() - start, jobs)
-    print(f"written: {write_page(out)}")
+        keep_total_time(out, size, perf_counter() - start, jobs)
+    print(f"written: {write_report(out)}")
     if missing:
         raise UserError("not run: " + "; ".join(missing))
 

@@ -1,5 +1,6 @@
 """The paper's claims as experiments that can fail: `rsa-hf reproduce NAME`.
 
-`experiment.py` says what an experiment is, `summary.py` what its intervals are, `runner.py` runs one, `page.py`
-writes RESULTS.md; each experiment is the module of its name, with `-` as `_`, that has an `EXPERIMENT`.
+`runner/` runs them: `experiment.py` defines an experiment, `runner.py` runs it, `summary.py` and `conclusion.py` turn
+runs into intervals and a verdict, `report.py` writes RESULTS.md, `fit.py` is the training loop. Each experiment is the
+module of its name (with `_` for `-`) and has an `EXPERIMENT`. `theory/` holds the mathematics behind three of them.
 """

@@ -1,16 +1,19 @@
-"""Byte-level language models from scratch: the same training for every arm, with the curve that it draws."""
+"""Byte-level language models trained from scratch: sizes, data, training, and the learning curve."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import default_collate
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, get_scheduler
 
 from rsa_hf.experiments.runner.data import data_file
+from rsa_hf.experiments.runner.fit import evaluation_steps, fit, shuffled_rows
 from rsa_hf.tasks.language_modeling import (
     LanguageModelingDataConfig,
     PreparedText,
@@ -20,19 +23,29 @@ from rsa_hf.tasks.language_modeling import (
 )
 from rsa_hf.training.optimizer import param_groups
 
-__all__ = ["SHAPES", "Curve", "Shape", "build", "read_corpus", "train_on_bytes"]
+__all__ = [
+    "SHAPES",
+    "Curve",
+    "Shape",
+    "build",
+    "corpus_files",
+    "gpt2_config",
+    "llama_settings",
+    "read_corpus",
+    "train_on_bytes",
+]
 
-WIKITEXT_FILES = {"train": "train", "validation": "valid"}
+WIKITEXT_FILES = {"train": "train", "validation": "valid", "test": "test"}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a model and of its batches.
+    """Size of a model and of its batches.
 
     Attributes:
-        layers: how many.
-        width: hidden size; the feed-forward layers are four times as wide.
-        heads: per layer.
+        layers: number of layers.
+        width: hidden size; feed-forward layers are four times as wide.
+        heads: heads per layer.
         block: bytes in a block.
         batch: blocks in a step.
     """
@@ -44,7 +57,7 @@ class Shape:
     batch: int
 
 
-# By the number of their parameters, roughly.
+# By approximate number of parameters.
 SHAPES = {
     "0.03M": Shape(2, 32, 4, 64, 8),
     "0.1M": Shape(2, 64, 8, 128, 8),
@@ -56,18 +69,18 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Curve:
-    """Bits per byte on the validation text while a model learns.
+    """Validation score during training.
 
     Attributes:
-        tokens: bytes trained on, at each evaluation.
-        bits_per_byte: at each evaluation.
+        tokens: bytes trained on at each evaluation.
+        bits_per_byte: score at each evaluation.
     """
 
     tokens: list[float]
     bits_per_byte: list[float]
 
     def tokens_until(self, target: float) -> float:
-        """Bytes after which the curve first is at `target` or below, between evaluations by a line; or infinity."""
+        """Bytes until the curve first reaches `target`, interpolated linearly; infinity if it never does."""
         before: tuple[float, float] | None = None
         for tokens, score in zip(self.tokens, self.bits_per_byte, strict=True):
             if score <= target:
@@ -78,62 +91,80 @@ class Curve:
         return float("inf")
 
     def score_at(self, tokens: float) -> float:
-        """Bits per byte after so many bytes, between evaluations by a line, before the first one what that gave."""
+        """Bits per byte after a number of bytes, interpolated linearly, constant before the first evaluation."""
         return float(np.interp(tokens, self.tokens, self.bits_per_byte))
 
 
-def build(family: str, shape: Shape) -> PreTrainedModel:
-    """A byte-level model with random weights: `gpt2`, with learned positions, or `llama`, with rotary ones."""
-    if family == "gpt2":
-        model = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=256,
-                n_embd=shape.width,
-                n_layer=shape.layers,
-                n_head=shape.heads,
-                n_positions=shape.block,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                bos_token_id=None,
-                eos_token_id=None,
-            )
-        )
-        model.loss_type = "ForCausalLM"  # transformers does not find it by the name of the class, and says so
-        return model
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256,
-            hidden_size=shape.width,
-            intermediate_size=4 * shape.width,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            max_position_embeddings=shape.block,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
+def llama_settings(shape: Shape) -> dict[str, Any]:
+    """Keyword arguments of `LlamaConfig` for a byte-level model."""
+    return {
+        "vocab_size": 256,
+        "hidden_size": shape.width,
+        "intermediate_size": 4 * shape.width,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads,
+        "max_position_embeddings": shape.block,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def gpt2_config(
+    vocab_size: int, positions: int, width: int, layers: int, heads: int, dropout: float = 0.0
+) -> GPT2Config:
+    """The config of a small GPT-2 without special tokens."""
+    return GPT2Config(
+        vocab_size=vocab_size,
+        n_positions=positions,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=None,
+        eos_token_id=None,
     )
 
 
-@functools.lru_cache(maxsize=4)  # each run of an experiment asks again
+def build(family: str, shape: Shape) -> PreTrainedModel:
+    """A byte-level model with random weights: `gpt2` (learned positions) or `llama` (rotary positions)."""
+    if family == "llama":
+        return LlamaForCausalLM(LlamaConfig(**llama_settings(shape)))
+    model = GPT2LMHeadModel(gpt2_config(256, shape.block, shape.width, shape.layers, shape.heads))
+    model.loss_type = "ForCausalLM"  # otherwise transformers warns that the class name does not tell the loss
+    return model
+
+
+def corpus_files(corpus: str) -> dict[str, str]:
+    """Data files by split, as `LanguageModelingDataConfig` takes them; none for `python`, which is embedded.
+
+    Raises:
+        FileNotFoundError: the data is missing.
+    """
+    if corpus == "enwik8":
+        return {"train": str(data_file("enwik8/enwik8_prefix.xz"))}
+    if corpus == "wikitext-2":
+        return {split: str(data_file(f"wikitext-2/{name}.txt.xz")) for split, name in WIKITEXT_FILES.items()}
+    return {}
+
+
+@functools.lru_cache(maxsize=4)  # shared by the runs of an experiment
 def read_corpus(corpus: str, train_bytes: int, eval_bytes: int, block: int) -> PreparedText:
     """The first `train_bytes` of a text to train on, and `eval_bytes` of other text to score.
 
     Args:
         corpus: `enwik8`, `wikitext-2` or `python` (source code of the standard library).
-        train_bytes: at most.
-        eval_bytes: at most.
+        train_bytes: maximum.
+        eval_bytes: maximum.
         block: bytes in a block.
 
     Raises:
-        FileNotFoundError: the data is not there.
+        FileNotFoundError: the data is missing.
     """
-    files = {}
-    if corpus == "enwik8":
-        files = {"train": str(data_file("enwik8/enwik8_prefix.xz"))}
-    elif corpus == "wikitext-2":
-        files = {split: str(data_file(f"wikitext-2/{name}.txt.xz")) for split, name in WIKITEXT_FILES.items()}
+    files = corpus_files(corpus)
     config = LanguageModelingDataConfig(
         source="files" if files else "embedded",
         files=files,
@@ -154,34 +185,27 @@ def train_on_bytes(
     evaluations: int,
     seed: int,
 ) -> Curve:
-    """Train, and score the model `evaluations` times on the way.
+    """Train, and score the model `evaluations` times, evenly spread.
 
-    AdamW, weight decay 0.01 on matrices, gradients clipped at norm 1; the learning rate rises for a twentieth of the
-    steps and then stays, so that the curve does not depend on where it ends. Blocks come in an order that `seed`
-    shuffles, anew for each pass.
+    AdamW, weight decay 0.01 on matrices. The learning rate is constant after a warm-up over a twentieth of the steps,
+    so that the curve does not depend on the number of steps. `seed` shuffles the blocks.
     """
     blocks = text.train
     assert isinstance(blocks, TrainingBlocks)
     optimizer = torch.optim.AdamW(param_groups(model, learning_rate, weight_decay=0.01))
     schedule = get_scheduler("constant_with_warmup", optimizer, num_warmup_steps=max(1, steps // 20))
-    generator = torch.Generator().manual_seed(seed)
-    device = next(model.parameters()).device
-    order: list[int] = []
-    tokens, scores = list[float](), list[float]()
-    marks = {round(steps * (i + 1) / evaluations) for i in range(evaluations)}
-    for step in range(1, steps + 1):
-        model.train()
-        while len(order) < shape.batch:
-            order += torch.randperm(len(blocks), generator=generator).tolist()
-        rows = [blocks[i] for i in order[: shape.batch]]
-        del order[: shape.batch]
-        batch = {name: torch.stack([row[name] for row in rows]).to(device) for name in rows[0]}
-        model(**batch).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+    rows, device = shuffled_rows(len(blocks), shape.batch, seed), next(model.parameters()).device
+    curve, marks = Curve([], []), evaluation_steps(steps, evaluations)
+
+    def loss(step: int) -> Tensor:
+        batch = default_collate([blocks[i] for i in next(rows)])
+        value: Tensor = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+        return value
+
+    def evaluate(step: int, _: Tensor) -> None:
         if step in marks:
-            tokens.append(float(step * shape.batch * shape.block))
-            scores.append(evaluate_language_model(model, text.validation, 32)["bits_per_byte"])
-    return Curve(tokens, scores)
+            curve.tokens.append(float(step * shape.batch * shape.block))
+            curve.bits_per_byte.append(evaluate_language_model(model, text.validation, 32)["bits_per_byte"])
+
+    fit(loss, optimizer, steps, model=model, schedule=schedule, after_step=evaluate)
+    return curve

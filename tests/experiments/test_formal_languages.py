@@ -9,9 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsa_hf.experiments.regular_languages.languages import LANGUAGES, all_strings, legal_next, make_splits
-from rsa_hf.experiments.regular_languages.languages.automaton import Automaton
-from rsa_hf.experiments.regular_languages.languages.splits import BINS
+from rsa_hf.experiments.regular_languages.languages import (
+    BINS,
+    LANGUAGES,
+    Automaton,
+    all_strings,
+    legal_next,
+    make_splits,
+)
 
 # Regular expressions, from the languages' definitions.
 PATTERNS = {

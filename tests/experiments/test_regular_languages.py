@@ -1,23 +1,19 @@
-"""Formal languages as an experiment: tensors, the score that counts whole strings, arms, and a verdict that can fail."""
+"""Formal languages as an experiment: tensors, the score that counts whole strings, variants, and a verdict that can fail."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
+from experiments.runs import finished
 from rsa_hf import is_patched
-from rsa_hf.experiments.regular_languages import arms
-from rsa_hf.experiments.regular_languages.arms import ARMS, make_arm
+from rsa_hf.experiments.regular_languages import EXPERIMENT, conclude, networks, summarise
 from rsa_hf.experiments.regular_languages.languages import LANGUAGES, make_splits
-from rsa_hf.experiments.regular_languages.learning import accuracy, encode, right_strings
-from rsa_hf.experiments.regular_languages.tables import conclude, summarise
-from rsa_hf.experiments.runner.cells import Result
-from rsa_hf.experiments.runner.experiment import find_experiment
-from rsa_hf.experiments.runner.runner import read_results, run_experiment
+from rsa_hf.experiments.regular_languages.networks import VARIANTS, accuracy, correct_strings, encode, make_network
+from rsa_hf.experiments.runner.runner import read_runs, run_experiment
 from rsa_hf.experiments.runner.summary import find_rows
 from rsa_hf.heads import RSAHeads
 
-EXPERIMENT = find_experiment("regular-languages")
 BINS = ("right 2–10", "right 11–20", "right 21–30")
 LONGER = "right beyond the lengths trained on"
 
@@ -68,7 +64,7 @@ def with_padding(logits, batch):
 
 
 def test_a_string_counts_only_if_every_step_is_right():
-    assert not scored_wrongly(right_strings)
+    assert not scored_wrongly(correct_strings)
 
 
 @pytest.mark.parametrize("scorer", [last_step, most_steps, without_the_end, with_padding])
@@ -93,9 +89,9 @@ def test_accuracy_is_over_all_strings():
     assert accuracy(Oracle(), batch, size=3) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_arms_are_causal_and_every_part_learns(arm):
-    model = make_arm(arm, 2, 16, 2)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_are_causal_and_every_part_learns(variant):
+    model = make_network(variant, 2, 16, 2)
     tokens = torch.randint(3, (2, 30))
     logits = model(tokens)
     changed = tokens.clone()
@@ -110,9 +106,9 @@ def test_arms_are_causal_and_every_part_learns(arm):
 
 @pytest.mark.parametrize("kind", ["", "-sinusoidal"])
 def test_rsa_is_the_same_transformer_patched(kind):
-    def fresh(arm):
+    def fresh(variant):
         torch.manual_seed(3)
-        return make_arm(arm + kind, 2, 16, 2)
+        return make_network(variant + kind, 2, 16, 2)
 
     rsa, plain = fresh("rsa"), fresh("transformer")
     assert is_patched(rsa.body) and not is_patched(plain.body)
@@ -131,22 +127,14 @@ def test_rsa_is_the_same_transformer_patched(kind):
         assert difference > 1e-3 if sees else difference < 1e-5
 
 
-def test_an_arm_that_there_is_not():
-    with pytest.raises(ValueError, match="arm='mamba'"):
-        make_arm("mamba", 2, 16, 1)
-
-
 def results(shares, rates=(0.01,)):
-    """Results as of runs with these shares of right strings: {(language, arm, rate): [a tuple of bins a seed]}."""
+    """Results as of runs with these shares of right strings: {(language, variant, rate): [a tuple of bins a seed]}."""
     return [
-        Result(
-            {"language": language, "arm": arm, "learning_rate": rate, "seed": seed},
+        finished(
+            {"language": language, "arm": variant, "learning_rate": rate, "seed": seed},
             {**dict(zip(BINS, found, strict=True)), "loss": rate, "steps": 1.0, "parameters": 2.0},
-            1.0,
-            "none",
-            {},
         )
-        for (language, arm, rate), seeds in shares.items()
+        for (language, variant, rate), seeds in shares.items()
         for seed, found in enumerate(seeds)
     ]
 
@@ -166,7 +154,7 @@ def test_the_verdict_can_go_either_way():
     assert found.verdict == "not confirmed"
     # RSA has 0.95 on average on (aa)* and 0.05 on Parity, the Transformer 0.05 on both.
     assert "+45.0" in found.sentence and "on Parity it is not better" in found.sentence
-    trained_and_beyond = "% entirely right at the lengths trained on and beyond"
+    trained_and_beyond = "% entirely right at the training lengths and beyond"
     assert found.findings == (
         f"parity, {trained_and_beyond}: rsa 100.0 and 5.0, transformer 100.0 and 5.0",
         f"(aa)*, {trained_and_beyond}: rsa 100.0 and 95.0, transformer 100.0 and 5.0",
@@ -175,14 +163,13 @@ def test_the_verdict_can_go_either_way():
     worse = conclude(
         summarise(results({("parity", "rsa", 0.01): bad, ("parity", "transformer", 0.01): [(1.0, 0.9, 0.9)] * 2}))
     )
-    assert (
-        worse.verdict == "not confirmed" and "which is beyond chance" in worse.sentence and "-85.0" in worse.sentence
-    )
+    assert worse.verdict == "not confirmed" and "which is significant" in worse.sentence and "-85.0" in worse.sentence
     assert verdict(aa=good[:1], parity=good[:1]).verdict == "not measurable at this size"
     # Where chance may have decided it is neither.
     by_chance = verdict(aa=good, parity=[(1.0, 0.9, 0.9), (1.0, 0.0, 0.1)])
     assert (
-        by_chance.verdict == "not measurable at this size" and "In 2 of 2 the interval holds 0" in by_chance.sentence
+        by_chance.verdict == "not measurable at this size"
+        and "2 of 2 comparisons are undecided (the interval contains 0" in by_chance.sentence
     )
 
 
@@ -204,7 +191,7 @@ def test_seeds_are_paired():
     [difference] = find_rows(rows, LONGER, arm="rsa − transformer", language="parity")
     assert difference.mean == pytest.approx(0.31 / 3) and difference.low > 0
     [rsa] = find_rows(rows, LONGER, arm="rsa")
-    assert rsa.low < 0  # the arms by themselves differ far more from seed to seed
+    assert rsa.low < 0  # the variants by themselves differ far more from seed to seed
 
 
 def test_the_learning_rate_is_not_chosen_by_the_longer_bins():
@@ -229,7 +216,7 @@ def lost_signs(monkeypatch):
 
 
 def does_nothing(monkeypatch):
-    monkeypatch.setattr(arms, "patch_model", lambda model, config: model)
+    monkeypatch.setattr(networks, "patch_model", lambda model, config: model)
 
 
 @pytest.fixture(scope="module")
@@ -248,8 +235,8 @@ def gain(results):
 
 def test_rsa_wins_where_a_clock_is_enough(toy):
     folder, found = toy
-    assert gain([*read_results(folder).values()]) > 0.5
-    assert found.verdict == "not confirmed" and "which is beyond chance" in found.sentence
+    assert gain([*read_runs(folder).values()]) > 0.5
+    assert found.verdict == "not confirmed" and "which is significant" in found.sentence
     assert "on Parity it is not better" in found.sentence
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
 
@@ -258,18 +245,11 @@ def test_rsa_wins_where_a_clock_is_enough(toy):
 def test_broken_rsa_loses(broken, toy, monkeypatch):
     broken(monkeypatch)
     found = [
-        replace(result, values=EXPERIMENT.run_cell(result.cell))
-        if (result.cell["language"], result.cell["arm"]) == ("(aa)*", "rsa")
+        replace(result, values=EXPERIMENT.measure(result.settings))
+        if (result.settings["language"], result.settings["arm"]) == ("(aa)*", "rsa")
         else result
-        for result in read_results(toy[0]).values()
+        for result in read_runs(toy[0]).values()
     ]
     assert gain(found) < 0.25
     conclusion = conclude(summarise(found))
-    assert conclusion.verdict == "not confirmed" and "which is not beyond chance" in conclusion.sentence
-
-
-def test_a_cell_gives_the_same_values_again():
-    cell = {**EXPERIMENT.cells("toy", 1)[0], "steps": 10}
-    first = EXPERIMENT.run_cell(cell)
-    torch.manual_seed(5)
-    assert EXPERIMENT.run_cell(cell) == first
+    assert conclusion.verdict == "not confirmed" and "which is not significant" in conclusion.sentence

@@ -1,4 +1,4 @@
-"""Sample efficiency: what is compared is what is said, and the verdict follows the figures."""
+"""Sample efficiency: variants, learning curves, and a verdict that follows the figures."""
 
 import math
 from dataclasses import replace
@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from experiments.runs import conclude, finished
 from rsa_hf import RSAConfig, patch_model
 from rsa_hf.experiments import sample_efficiency
-from rsa_hf.experiments.arms import ARMS, KERNEL, LearnedLags, make_arm
 from rsa_hf.experiments.byte_models import SHAPES, Curve, build
-from rsa_hf.experiments.runner.cells import Result
-from rsa_hf.experiments.runner.step_time import step_time_ratio
+from rsa_hf.experiments.runner.fit import step_time_ratio
 from rsa_hf.experiments.sample_efficiency import EXPERIMENT
+from rsa_hf.experiments.variants import KERNEL, VARIANTS, LearnedLags, make_variant
 from rsa_hf.heads import RSAHeads, heads_of
 
 SHAPE = SHAPES["0.03M"]
@@ -29,9 +29,9 @@ def logits(model):
         return model(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_every_arm_is_causal_and_learns_all_it_has(arm):
-    model = make_arm(arm, plain(), SHAPE.block).eval()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_is_causal_and_trains_all_parameters(variant):
+    model = make_variant(variant, plain(), SHAPE.block).eval()
     changed = IDS.clone()
     changed[0, 30:] = 9
     with torch.no_grad():
@@ -39,11 +39,11 @@ def test_every_arm_is_causal_and_learns_all_it_has(arm):
     model(input_ids=IDS, labels=IDS).loss.backward()
     without = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert not without
-    assert (arm == "plain") == torch.equal(logits(model), logits(plain()))
+    assert (variant == "plain") == torch.equal(logits(model), logits(plain()))
 
 
 def test_learned_lags_start_as_the_rem():
-    free, rem = make_arm("learned toeplitz", plain(), SHAPE.block), make_arm("rsa", plain(), SHAPE.block)
+    free, rem = make_variant("learned toeplitz", plain(), SHAPE.block), make_variant("rsa", plain(), SHAPE.block)
     torch.testing.assert_close(logits(free), logits(rem))
 
 
@@ -69,7 +69,7 @@ def test_learned_lags_against_a_loop(longest):
 
 
 def test_without_softmax_the_gate_stays_open():
-    model = make_arm("no softmax", plain(), SHAPE.block)
+    model = make_variant("no softmax", plain(), SHAPE.block)
     gates = [heads.rates()["gate"] for m in model.modules() if (heads := heads_of(m)) is not None]
     assert gates
     assert all(bool((gate == 1).all()) for gate in gates)
@@ -77,15 +77,15 @@ def test_without_softmax_the_gate_stays_open():
 
 
 def test_without_recurrence_is_rsa_with_a_rem_of_zeros(monkeypatch):
-    damped = logits(make_arm("no recurrence", plain(), SHAPE.block))
+    damped = logits(make_variant("no recurrence", plain(), SHAPE.block))
     mix = RSAHeads.forward
     monkeypatch.setattr(RSAHeads, "forward", lambda self, a, value, g: mix(self, a, torch.zeros_like(value), g))
-    torch.testing.assert_close(damped, logits(make_arm("rsa", plain(), SHAPE.block)))
+    torch.testing.assert_close(damped, logits(make_variant("rsa", plain(), SHAPE.block)))
 
 
 def test_alibi_is_a_bias_on_the_scores():
     """Against attention written out."""
-    model = make_arm("alibi", plain(), SHAPE.block)
+    model = make_variant("alibi", plain(), SHAPE.block)
     assert model.bias.shape == (1, SHAPE.heads, SHAPE.block, SHAPE.block)
     assert model.bias[0, 0, 5, 3] == pytest.approx(-2 * 2 ** (-8 / SHAPE.heads))
     assert model.bias[0, -1, 5, 4] == pytest.approx(-(2**-8))
@@ -100,11 +100,6 @@ def test_the_time_of_a_step_is_beside_another_models():
     assert all(parameter.grad is None for parameter in deep.parameters())
 
 
-def test_an_unknown_arm_is_named():
-    with pytest.raises(ValueError, match="arm='rope'.*plain, rsa"):
-        make_arm("rope", plain(), SHAPE.block)
-
-
 def test_tokens_until():
     curve = Curve([100.0, 200.0, 300.0], [4.0, 3.0, 3.5])
     assert curve.tokens_until(5.0) == 100
@@ -114,8 +109,8 @@ def test_tokens_until():
     assert [curve.score_at(tokens) for tokens in (50, 150, 300, 400)] == [4.0, 3.5, 3.5, 3.5]
 
 
-def result(arm, scores, seed=0, rate=1e-3, family="llama"):
-    cell = {"corpus": "python", "train_bytes": 10, "model": "0.03M", "family": family, "steps": 3, "arm": arm}
+def result(variant, scores, seed=0, rate=1e-3, family="llama"):
+    settings = {"corpus": "python", "train_bytes": 10, "model": "0.03M", "family": family, "steps": 3, "arm": variant}
     values = {
         "final": scores[-1],
         "parameters": 1.0,
@@ -123,14 +118,14 @@ def result(arm, scores, seed=0, rate=1e-3, family="llama"):
         "tokens": [1.0, 2.0, 3.0],
         "bits per byte": list(scores),
     }
-    return Result({**cell, "learning_rate": rate, "seed": seed}, values, 1.0, "here", {})
+    return finished({**settings, "learning_rate": rate, "seed": seed}, values)
 
 
 def concluded(*results):
-    return EXPERIMENT.conclude(EXPERIMENT.summarise(results))
+    return conclude(EXPERIMENT, *results)
 
 
-def test_each_arm_stands_with_its_own_best_rate():
+def test_each_variant_is_compared_at_its_best_rate():
     base = [result("plain", (5, 4, 3.0), seed, 1e-3) for seed in (0, 1)]
     worse = [result("plain", (5, 5, 4.0), seed, 1e-2) for seed in (0, 1)]
     good = [result("rsa", (4, 3.0, 2.0), seed, 1e-2) for seed in (0, 1)]
@@ -145,7 +140,11 @@ def test_rates_on_the_edge_of_the_search_are_named():
     rates = (1e-4, 1e-3, 1e-2)
     inside = [result("plain", (5, 4, 3.0 + (rate != 1e-3)), rate=rate) for rate in rates]
     at_the_end = [result("rsa", (4, 3, 2 - rate), rate=rate) for rate in rates]
-    assert concluded(*inside, *at_the_end).findings[0].endswith("; best at the least or the largest rate tried: rsa")
+    assert (
+        concluded(*inside, *at_the_end)
+        .findings[0]
+        .endswith("; best at the lowest or highest learning rate tried: rsa")
+    )
     # Of two rates one is always at an end, which says nothing.
     assert "rate tried" not in concluded(*inside[:2], *at_the_end[:2]).findings[0]
 
@@ -158,15 +157,16 @@ def test_the_ratio_half_way():
     assert rows["tokens / plain"] == pytest.approx(30 / 40)
     assert rows["tokens / plain, half way"] == pytest.approx(12.5 / 20)  # 5 is a quarter of the way from 5.5 to 3.5
     assert (
-        "10 bytes of python, read 4 times: 0.75 (one seed) of the plain model's tokens and 0.75 of its time; goal 0.4 not met, with that share of the "
-        "tokens +1.300 bits per byte from the plain model's last; 0.62 of" in concluded(*curves).findings[0]
+        "10 bytes of python, read 4 times: 0.75 (one seed) of the plain model's tokens and 0.75 of its time; goal 0.4 "
+        "not met: after that share of the tokens +1.300 bits per byte relative to the plain model's final score; 0.62 "
+        "of" in concluded(*curves).findings[0]
     )
 
 
-def test_an_arm_like_the_plain_model_needs_as_many_tokens():
+def test_a_variant_like_the_plain_model_needs_as_many_tokens():
     # It gets worse again, and was where it ends long before.
     for scores in ((6, 4, 3, 2.5), (6, 3, 3.5, 4.0), (3, 4, 5, 6.0)):
-        curves = [result(arm, scores, seed) for arm in ("plain", "rsa") for seed in (0, 1, 2)]
+        curves = [result(variant, scores, seed) for variant in ("plain", "rsa") for seed in (0, 1, 2)]
         for run in curves:
             run.values["tokens"] = [10.0, 20.0, 30.0, 40.0]
         rows = {row.measure: row.mean for row in EXPERIMENT.summarise(curves)}
@@ -189,11 +189,13 @@ def test_the_others_stand_beside_it():
     assert (
         concluded(*runs)
         .findings[0]
-        .endswith("; the others' tokens: published 0.67 (one seed), alibi not there yet in one seed or more")
+        .endswith("; tokens of other variants: published 0.67 (one seed), alibi not reached with every seed")
     )
-    plan = next(heads.plan for m in make_arm("published", plain(), SHAPE.block).modules() if (heads := heads_of(m)))
+    plan = next(
+        heads.plan for m in make_variant("published", plain(), SHAPE.block).modules() if (heads := heads_of(m))
+    )
     assert (plan.num_rsa_heads, plan.nu_init, plan.theta_init) == (SHAPE.heads // 2, (1, 2), (math.pi / 4,) * 2)
-    plan = next(heads.plan for m in make_arm("rsa", plain(), SHAPE.block).modules() if (heads := heads_of(m)))
+    plan = next(heads.plan for m in make_variant("rsa", plain(), SHAPE.block).modules() if (heads := heads_of(m)))
     assert (plan.num_rsa_heads, plan.nu_init, plan.theta_init) == (SHAPE.heads, (0, 0), (0, math.pi))
 
 
@@ -208,53 +210,41 @@ def test_verdicts():
     assert concluded(*base, *mixed).verdict == "not measurable at this size"
     assert "goal 0.4 not met" in concluded(*base, *mixed).findings[0]
     assert "0.4 for llama, are met in 0." in concluded(*base, *mixed).sentence
-    assert "left to run in 1, so the verdict is of the tokens alone" in concluded(*base, *mixed).sentence
+    assert "has not run in 1: there the verdict is on tokens alone" in concluded(*base, *mixed).sentence
 
 
 def test_gates_that_do_as_well_without_recurrence_confirm_nothing():
     runs = [
-        result(arm, (5, 4, 3.0) if arm == "plain" else (4, 2.9, 2), seed)
-        for arm in ("plain", "rsa")
+        result(variant, (5, 4, 3.0) if variant == "plain" else (4, 2.9, 2), seed)
+        for variant in ("plain", "rsa")
         for seed in (0, 1, 2)
     ]
     as_good = [result("no recurrence", (4, 2.9, 2 + seed / 1000), seed) for seed in (-1, 0, 1)]
-    as_good = [replace(run, cell={**run.cell, "seed": seed}) for seed, run in enumerate(as_good)]
+    as_good = [replace(run, settings={**run.settings, "seed": seed}) for seed, run in enumerate(as_good)]
     worse = [result("no recurrence", (4, 3, 2.5 + seed / 1000), seed) for seed in (0, 1, 2)]
     assert concluded(*runs, *worse).verdict == "confirmed"
-    assert "ends -0.501 bits per byte from what it does with P of zeros" in concluded(*runs, *worse).findings[0]
+    assert "ends -0.501 bits per byte relative to no recurrence" in concluded(*runs, *worse).findings[0]
     assert concluded(*runs, *as_good).verdict == "not measurable at this size"
     better = [result("no recurrence", (3, 2, 1.5 + seed / 1000), seed) for seed in (0, 1, 2)]
     assert concluded(*runs, *better).verdict == "not confirmed"
-    assert "beyond the interval, in 0 of 1." in concluded(*runs, *better).sentence
-
-
-def test_every_size_is_planned_on_every_machine():
-    # What a GPU has measured stays on the page where a CPU runs the rest.
-    cells = EXPERIMENT.cells("full", 1)
-    assert {cell["model"] for cell in cells} == {"1M", "10M", "30M"}
-    assert {cell["model"] for cell in cells if EXPERIMENT.needs_gpu(cell)} == {"10M", "30M"}
-
-
-@pytest.mark.parametrize("arm", ["plain", "rsa"])
-def test_one_arm_alone_is_no_comparison(arm):
-    assert EXPERIMENT.summarise([result(arm, (5, 4, 3.0), seed) for seed in (0, 1)]) == []
+    assert "better than without recurrence in 0 of 1." in concluded(*runs, *better).sentence
 
 
 def toy(make, monkeypatch, rate=1e-2):
-    monkeypatch.setattr(sample_efficiency, "make_arm", make)
-    cells = [
-        cell
-        for cell in EXPERIMENT.cells("toy", 1)
-        if (cell["family"], cell["learning_rate"]) == ("gpt2", rate) and cell["arm"] in ("plain", "rsa")
+    monkeypatch.setattr(sample_efficiency, "make_variant", make)
+    grid = [
+        settings
+        for settings in EXPERIMENT.grid("toy", 1)
+        if (settings["family"], settings["learning_rate"]) == ("gpt2", rate) and settings["arm"] in ("plain", "rsa")
     ]
-    return concluded(*(Result(cell, EXPERIMENT.run_cell(cell), 1.0, "here", {}) for cell in cells))
+    return concluded(*(finished(settings, EXPERIMENT.measure(settings)) for settings in grid))
 
 
 def test_a_rem_that_is_switched_off_wins_nothing(monkeypatch):
-    assert toy(make_arm, monkeypatch).verdict != "not confirmed"
+    assert toy(make_variant, monkeypatch).verdict != "not confirmed"
 
-    def broken(arm, model, longest):
-        if arm == "rsa":
+    def broken(variant, model, longest):
+        if variant == "rsa":
             patch_model(model, RSAConfig(gate_init=-math.inf))
             for module in model.modules():
                 if (heads := heads_of(module)) is not None:
@@ -267,16 +257,7 @@ def test_a_rem_that_is_switched_off_wins_nothing(monkeypatch):
 
 
 def test_a_rem_of_zeros_loses(monkeypatch):
-    assert toy(make_arm, monkeypatch, rate=3e-3).verdict != "not confirmed"
+    assert toy(make_variant, monkeypatch, rate=3e-3).verdict != "not confirmed"
     mix = RSAHeads.forward
     monkeypatch.setattr(RSAHeads, "forward", lambda self, a, value, g: mix(self, a, torch.zeros_like(value), g))
-    assert toy(make_arm, monkeypatch, rate=3e-3).verdict == "not confirmed"
-
-
-def test_a_cell_gives_the_same_again():
-    cell = {**next(cell for cell in EXPERIMENT.cells("toy", 1) if cell["arm"] == "rsa"), "steps": 20}
-    first = EXPERIMENT.run_cell(cell)
-    torch.rand(3)
-    again = EXPERIMENT.run_cell(cell)
-    assert first.pop("time of a step / plain") > 0 and again.pop("time of a step / plain") > 0
-    assert again == first
+    assert toy(make_variant, monkeypatch, rate=3e-3).verdict == "not confirmed"

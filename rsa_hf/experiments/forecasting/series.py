@@ -1,7 +1,7 @@
-"""Time series as the Informer's experiments have them: standardised, in three parts, with features of the time.
+"""Time series as in the Informer's experiments: standardised, split in three parts, with time features.
 
-Parts are months of 30 days, in order: 12, 4 and 4 of ETT (Zhou et al., 2021, Informer, section 5), whose end is left
-over, and 28, 10 and 10 of the weather.
+Parts are in months of 30 days: 12, 4 and 4 of ETT (Zhou et al., 2021, section 5), whose end is not used, and 28, 10
+and 10 of the weather.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Series:
 
     Attributes:
         values: standardised on the training part, [T, N].
-        times: hour of the day, day of the week, of the month and of the year, and before them the minute where steps
-            are shorter than an hour, each from −½ to ½; [T, F].
+        times: hour of the day, day of the week, of the month and of the year, preceded by the minute where steps are
+            shorter than an hour, each from −½ to ½; [T, F].
         ends: where each part ends.
     """
 
@@ -47,21 +47,21 @@ class Series:
         return range(self.ends[i - 1] if i else 0, self.ends[i])
 
     def origins(self, part: str, context: int, horizon: int, stride: int = 1) -> Tensor:
-        """The first steps of all horizons that lie in a part; what comes before may lie in the part before: [n]."""
+        """First steps of all horizons within a part, [n]; their context may lie in the part before."""
         steps = self.part(part)
         return torch.arange(max(steps.start, context), steps.stop - horizon + 1, stride)
 
 
 @functools.lru_cache(maxsize=4)
 def load_series(name: str) -> Series:
-    """A series by its name.
+    """Load a series.
 
     Args:
-        name: `ETTh1`, `ETTh2`, `ETTm1` or `WTH`, which are read from the data folder; or `seasonal-8`, which is made:
-            y_t = 0.9 y_{t−8} + noise, so that what is to come is known from 8 steps ago.
+        name: `ETTh1`, `ETTh2`, `ETTm1` or `WTH`, from the data folder; or for instance `seasonal-8`, generated:
+            y_t = 0.9 y_{t−8} + noise, which is best predicted from 8 steps ago.
 
     Raises:
-        FileNotFoundError: the data is not there.
+        FileNotFoundError: the data is missing.
     """
     if name.startswith(SEASONAL):
         return _seasonal(int(name.removeprefix(SEASONAL)))
@@ -111,13 +111,13 @@ def _features(date: datetime, minutes: bool) -> Iterator[float]:
 
 
 def windows(series: Series, origins: Tensor, context: int, horizon: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What is known, what is to be predicted, and the times of both.
+    """Cut windows: known values, target values, and the time features of both.
 
     Args:
         series: of N variables and F features of the time.
-        origins: the first step to be predicted of each window, [B].
+        origins: first step to predict of each window, [B].
         context: known steps before it, C.
-        horizon: steps to be predicted, H.
+        horizon: steps to predict, H.
 
     Returns:
         [B, C, N], [B, H, N] and [B, C + H, F].

@@ -1,1 +1,1 @@
-"""The runner of experiments: runs, tables, intervals, pages."""
+"""Run experiments: training, storage of runs, intervals, verdicts, report."""

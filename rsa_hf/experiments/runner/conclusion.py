@@ -1,4 +1,4 @@
-"""What rows say about a claim: the verdict, and the rule by which intervals make one."""
+"""The verdict on a claim, and the rule that derives it from intervals."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Conclusion:
     """What the rows say about the claim.
 
     Attributes:
-        verdict: "confirmed" or "not confirmed", or "not measurable at this size".
-        sentence: one honest sentence, whose figures are made from the rows.
-        findings: what it sums up, comparison by comparison.
+        verdict: "confirmed", "not confirmed" or "not measurable at this size".
+        sentence: the result in one sentence.
+        findings: the comparisons behind it.
     """
 
     verdict: Verdict
@@ -33,41 +33,41 @@ class Conclusion:
 
 
 def judge(comparisons: Sequence[Row], even: float) -> Verdict:
-    """The verdict of comparisons in which less is better.
+    """The verdict on comparisons in which less is better.
 
-    Confirmed if every interval lies below `even`; not confirmed if one does not reach below it; and not measurable
-    where chance may have decided. A single seed confirms nothing: it has no interval, and stands for both ends of one
-    only where it is against the claim. So does an infinite mean, of a run with RSA that diverged.
+    Confirmed if every interval lies below `even`; not confirmed if an interval lies at or above it; not measurable
+    otherwise, where chance may have decided. A single seed has no interval: it cannot confirm a claim, but it can
+    fail it. The same holds for an infinite mean, of a run with RSA that diverged.
 
     Args:
-        comparisons: what RSA makes of the plain model's score: differences, or ratios.
-        even: what they are where RSA changes nothing.
+        comparisons: differences to the plain model, or ratios.
+        even: their value where RSA changes nothing.
 
     Raises:
-        ValueError: there is nothing to judge.
+        ValueError: there are no comparisons.
     """
     if not comparisons:
-        raise ValueError("there is no comparison to judge: both arms of one have to be run.")
+        raise ValueError("there is no comparison to judge: both of its variants have to be run.")
     if any((row.mean if math.isnan(row.low) else row.low) >= even for row in comparisons):
         return "not confirmed"
     return "confirmed" if all(row.high < even for row in comparisons) else "not measurable at this size"
 
 
 def weakest(*verdicts: Verdict) -> Verdict:
-    """The verdict of a claim all of whose parts have to hold."""
+    """The verdict on a claim whose parts must all hold."""
     order: tuple[Verdict, ...] = ("not confirmed", "not measurable at this size", "confirmed")
     return min(verdicts, key=order.index)
 
 
 def undecided(comparisons: Sequence[Row], even: float) -> str:
-    """A sentence that says in how many comparisons chance may have decided, and what would help; or nothing."""
-    # An infinite mean has no interval either, but is against the claim.
-    open_ones = sum(
+    """A sentence on the comparisons that chance may have decided; empty if there are none."""
+    # An infinite mean has no interval either, but it decides against the claim.
+    count = sum(
         not math.isinf(row.mean) and (math.isnan(row.low) or row.low < even <= row.high) for row in comparisons
     )
-    if not open_ones:
+    if not count:
         return ""
     return (
-        f" In {open_ones} of {len(comparisons)} the interval holds {even:g}, or there is one seed: more seeds or a "
-        "longer training are needed to tell."
+        f" {count} of {len(comparisons)} comparisons are undecided (the interval contains {even:g}, or there is only "
+        "one seed): they need more seeds or longer training."
     )

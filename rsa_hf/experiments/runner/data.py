@@ -1,4 +1,4 @@
-"""Where an experiment finds its data: the folder that the environment variable RSA_HF_DATA names."""
+"""Find data files in the folder that the environment variable RSA_HF_DATA names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VARIABLE = "RSA_HF_DATA"
 
 
 class MissingDataError(FileNotFoundError):
-    """A file that an experiment needs is not there; the message says which, and how to name the folder."""
+    """A data file is missing."""
 
 
 def data_file(relative: str) -> Path:
@@ -22,10 +22,8 @@ def data_file(relative: str) -> Path:
     """
     folder = os.environ.get(VARIABLE)
     if not folder:
-        raise MissingDataError(
-            f"{relative} is needed: set {VARIABLE} to the folder of the data, in which it has that path."
-        )
+        raise MissingDataError(f"{relative} is needed: set {VARIABLE} to the data folder that contains it.")
     path = Path(folder) / relative
     if not path.is_file():
-        raise MissingDataError(f"{path} does not exist; {VARIABLE} is {folder}, in which {relative} is needed.")
+        raise MissingDataError(f"{path} does not exist: {VARIABLE}={folder} must contain {relative}.")
     return path

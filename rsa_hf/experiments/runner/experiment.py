@@ -1,4 +1,4 @@
-"""What an experiment is: cells to run, rows that sum them up, a conclusion that can go either way, and a figure."""
+"""The definition of an experiment: a grid of runs, what each measures, a summary, a verdict and a figure."""
 
 from __future__ import annotations
 
@@ -7,50 +7,31 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from rsa_hf.experiments.runner.cells import Cell, Result, Values
 from rsa_hf.experiments.runner.conclusion import Conclusion
-from rsa_hf.experiments.runner.summary import Row, summarise
+from rsa_hf.experiments.runner.summary import Row, Run, Settings, Values, summarise
 
-__all__ = [
-    "EXPERIMENTS",
-    "SIZES",
-    "Experiment",
-    "Meanings",
-    "Size",
-    "cell_key",
-    "find_experiment",
-    "is_written",
-]
+__all__ = ["EXPERIMENTS", "SIZES", "Experiment", "Glossary", "Size", "find_experiment", "run_key"]
 
-# In the order of the page; each with what it is about.
+# In the order of the report, each with its subject.
 EXPERIMENTS = {
     "sample-efficiency": "tokens needed to reach the unpatched model's final bits per byte",
-    "fine-tune": "patched pretrained models against the same without RSA, at 1 %, 10 % and 100 % of the data",
-    "synthetic": "prediction errors of RSA and linear RNNs over those of nonlinear RNNs (appendix B, figure 6)",
-    "regular-languages": "formal languages, at lengths beyond those trained on",
-    "forecasting": "ETT and Weather, Informer and others with and without RSA",
+    "fine-tune": "pretrained models fine-tuned with and without RSA on 1 %, 10 % and 100 % of the data",
+    "synthetic": "prediction errors of RSA and linear RNNs relative to nonlinear RNNs (appendix B, figure 6)",
+    "regular-languages": "formal languages at lengths beyond the training lengths",
+    "forecasting": "ETT and Weather forecasts by the Informer and others, with and without RSA",
     "language-model": "Transformer-XL and Block-Recurrent Transformer with and without RSA",
     "linear-rnn": "a linear RNN and its heads have the same hidden states (propositions 1, 2 and 4)",
-    "dilation": "the dilating factor, from autocorrelation and recurrence plots (section 3)",
-    "search-heads": "a searched head plan against the default one (section 3)",
+    "dilation": "the dilation factor, from autocorrelation and recurrence plots (section 3)",
+    "search-heads": "a searched head plan against the default plan (section 3)",
 }
 
-# What the words among the settings of cells stand for: by setting and word, in values that JSON knows.
-Meanings = Mapping[str, Mapping[str, Any]]
+# Definitions of names that occur among the settings: {setting: {name: JSON value}}.
+Glossary = Mapping[str, Mapping[str, Any]]
 Size = Literal["toy", "quick", "full"]
 SIZES: tuple[Size, ...] = ("toy", "quick", "full")
-
-
-def _no_words(cells: Sequence[Cell]) -> Meanings:
-    return {}
-
-
-def _never(cell: Cell) -> bool:
-    return False
 
 
 @dataclass(frozen=True)
@@ -58,67 +39,56 @@ class Experiment:
     """One claim of the paper, as something to run.
 
     Attributes:
-        name: what the command line calls it, one of `EXPERIMENTS`.
-        claim: the claim, in one sentence that can be false.
-        published: the published figures and where they stand, or that there are none.
-        seeds: how many seeds each size has unless told otherwise.
-        cells: (size, seeds) → all cells, in the order in which they run. Cells of one key are one cell.
-        run_cell: runs one cell. It seeds itself from the cell alone: the same cell gives the same values, times aside,
-            whatever ran before it. It may raise MissingDataError or ImportError where data or a package is missing.
-        conclude: rows → conclusion. It must be able to say "not confirmed".
-        draw: (results, path): writes the figure.
-        summarise: results → rows.
-        remark: what a reader has to know of the models or the data to see why it comes out as it does.
-        parts: the settings by which a part of the cells can be run alone; `summarise` and `conclude` do with any.
-        search_by: result → score, the least being the best, by which learning rates are searched with the first seed
-            alone, see rate_search.py; None: every seed runs every cell.
-        needs_gpu: which cells are too large for a CPU; without a GPU they are not run, and shown if they have been.
-        meanings: cells → what the words among their settings stand for, such as sizes and plans.
-        revision: to be raised when `run_cell` comes to measure something else: cells of older ones are run again.
+        name: its name on the command line, one of `EXPERIMENTS`.
+        claim: the claim, one sentence that can be false.
+        published: the published figures and their source, or that there are none.
+        seeds: default number of seeds for each size.
+        grid: (size, seeds) → the settings of all runs, in running order.
+        measure: settings → measured values. It must seed itself from the settings alone, so that equal settings give
+            equal values whatever ran before. May raise MissingDataError or ImportError.
+        conclude: rows → conclusion. It must be able to return "not confirmed".
+        draw: (runs, path) → None; writes the figure.
+        summarise: runs → rows.
+        remark: what a reader must know about models or data to interpret the result.
+        parts: settings that `--only` can select by; `summarise` and `conclude` must accept any selection.
+        search_by: run → score, lower is better. The learning rate is searched with the first seed by this score, see
+            rate_search.py; None: every seed runs the whole grid.
+        needs_gpu: whether a run is too large for a CPU. Such runs are skipped on a machine without a GPU.
+        glossary: grid → definitions of names among the settings, such as sizes and head plans.
+        revision: increase it when `measure` changes its meaning; older runs are then run again.
     """
 
     name: str
     claim: str
     published: str
     seeds: Mapping[Size, int]
-    cells: Callable[[Size, int], Sequence[Cell]]
-    run_cell: Callable[[Cell], Values]
+    grid: Callable[[Size, int], Sequence[Settings]]
+    measure: Callable[[Settings], Values]
     conclude: Callable[[Sequence[Row]], Conclusion]
-    draw: Callable[[Sequence[Result], Path], None]
-    summarise: Callable[[Sequence[Result]], list[Row]] = field(default=summarise)
+    draw: Callable[[Sequence[Run], Path], None]
+    summarise: Callable[[Sequence[Run]], list[Row]] = field(default=summarise)
     remark: str = ""
     parts: tuple[str, ...] = ()
-    search_by: Callable[[Result], float] | None = None
-    needs_gpu: Callable[[Cell], bool] = _never
-    meanings: Callable[[Sequence[Cell]], Meanings] = _no_words
+    search_by: Callable[[Run], float] | None = None
+    needs_gpu: Callable[[Settings], bool] = lambda settings: False
+    glossary: Callable[[Sequence[Settings]], Glossary] = lambda grid: {}
     revision: int = 1
 
 
-def cell_key(cell: Cell, revision: int) -> str:
-    """A name for a cell that depends on its settings and the experiment's revision, not on their order."""
-    text = json.dumps([revision, dict(cell)], sort_keys=True, allow_nan=False)
+def run_key(settings: Settings, revision: int) -> str:
+    """Identifier of a run, independent of the order of its settings."""
+    text = json.dumps([revision, dict(settings)], sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def is_written(name: str) -> bool:
-    """Whether this version of rsa_hf has the experiment."""
-    return find_spec(_module(name)) is not None
-
-
 def find_experiment(name: str) -> Experiment:
-    """The experiment of this name.
+    """Import an experiment by name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such experiment.
     """
     if name not in EXPERIMENTS:
-        raise ValueError(f"there is no experiment {name!r}; there are {', '.join(EXPERIMENTS)}.")
-    if not is_written(name):
-        raise ValueError(f"the experiment {name} is not in this version of rsa_hf; `rsa-hf reproduce list` shows all.")
-    experiment = import_module(_module(name)).EXPERIMENT
+        raise ValueError(f"there is no experiment {name!r}; choose from {', '.join(EXPERIMENTS)}.")
+    experiment = import_module(f"rsa_hf.experiments.{name.replace('-', '_')}").EXPERIMENT
     assert isinstance(experiment, Experiment)
     return experiment
-
-
-def _module(name: str) -> str:
-    return f"rsa_hf.experiments.{name.replace('-', '_')}"

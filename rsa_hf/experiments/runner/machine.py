@@ -1,4 +1,4 @@
-"""What a cell ran on, for the cost of a result."""
+"""The machine and the package versions that a run was measured with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def machine() -> str:
-    """Processor and threads, or the GPU, in words."""
+    """Name of the GPU, or of the processor with the number of threads."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
@@ -25,7 +25,7 @@ def machine() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the figures depend on."""
+    """Versions of Python and of the packages that measured values depend on."""
     found = {"python": platform.python_version()}
     for package in ("rsa_hf", "torch", "transformers", "numpy"):
         try:

@@ -1,4 +1,4 @@
-"""Run the cells of an experiment, several at a time: small models keep one core busy, and not two."""
+"""Run several settings at a time in worker processes: small models keep one core busy, not two."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 import torch
 import transformers
 
-from rsa_hf.experiments.runner.cells import Cell, Result, Values
 from rsa_hf.experiments.runner.machine import machine, versions
+from rsa_hf.experiments.runner.summary import Run, Settings, Values
 from rsa_hf.integration import arm
 
-__all__ = ["Workers", "default_jobs", "run_cells"]
+__all__ = ["Workers", "default_jobs", "run_all"]
 
-RunCell = Callable[[Cell], Values]
+Measure = Callable[[Settings], Values]
 
 
 def default_jobs() -> int:
-    """A process for each core that this one may use; one where there is a GPU."""
+    """One job per usable core, or one if there is a GPU."""
     if torch.cuda.is_available():
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Workers:
-    """Processes with an equal share of the cores, for one experiment after the other.
+    """Worker processes that share the cores equally and serve one experiment after another.
 
-    Each takes seconds to start, and keeps the data and the pretrained models that it has read. A context manager; at
-    its end cells that have not begun are dropped, and those that have are waited for.
+    A worker takes seconds to start and keeps the data and pretrained models that it has read. Use it as a context
+    manager: on exit, runs that have not started are dropped and running ones are waited for.
 
     Args:
-        jobs: how many; 1: no process is started, cells run in this one.
+        jobs: number of processes; 1: runs happen in this process.
 
     Raises:
         ValueError: `jobs` is below 1.
@@ -42,11 +42,11 @@ class Workers:
 
     def __init__(self, jobs: int) -> None:
         if jobs < 1:
-            raise ValueError(f"jobs is {jobs}; at least 1 is needed.")
+            raise ValueError(f"jobs={jobs}: at least 1 is needed.")
         self.executor: ProcessPoolExecutor | None = None
         if jobs > 1:
             threads = max(1, default_jobs() // jobs)
-            self.executor = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin, (threads,))
+            self.executor = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _start, (threads,))
 
     def __enter__(self) -> Workers:
         return self
@@ -56,25 +56,25 @@ class Workers:
             self.executor.shutdown(cancel_futures=True)
 
 
-def run_cells(
-    run_cell: RunCell, cells: Mapping[str, Cell], workers: Workers | None = None
-) -> Iterator[tuple[str, Result]]:
-    """The results by key, each as soon as it is there.
+def run_all(
+    measure: Measure, grid: Mapping[str, Settings], workers: Workers | None = None
+) -> Iterator[tuple[str, Run]]:
+    """Run settings and yield each finished run with its key.
 
     Args:
-        run_cell: of the experiment; with workers a function of a module, which can be sent to a process.
-        cells: by key.
-        workers: who runs them, a single one being no work to share; None: this process.
+        measure: `Experiment.measure`; with workers it must be picklable.
+        grid: settings by key.
+        workers: None, or a single run to do: run in this process.
 
     Raises:
-        What `run_cell` raises; cells that have not begun are not run then, and those that have are finished first.
+        The first exception of `measure`, after the runs that had started have finished and been yielded.
     """
     executor = None if workers is None else workers.executor
-    if executor is None or len(cells) < 2:
-        for key, cell in cells.items():
-            yield key, _run(run_cell, cell)
+    if executor is None or len(grid) < 2:
+        for key, settings in grid.items():
+            yield key, _run(measure, settings)
         return
-    futures = {executor.submit(_run, run_cell, cell): key for key, cell in cells.items()}
+    futures = {executor.submit(_run, measure, settings): key for key, settings in grid.items()}
     failed = None
     try:
         for future in as_completed(futures):
@@ -93,13 +93,13 @@ def run_cells(
             future.cancel()
 
 
-def _begin(threads: int) -> None:
-    arm()  # the command, as which a process is started again, does not do so by itself
-    transformers.logging.disable_progress_bar()  # there is one bar, that of the experiment
+def _start(threads: int) -> None:
+    arm()  # a worker starts as the rsa-hf command, which does not install the hooks by itself
+    transformers.logging.disable_progress_bar()  # the experiment has a bar of its own
     torch.set_num_threads(threads)
 
 
-def _run(run_cell: RunCell, cell: Cell) -> Result:
+def _run(measure: Measure, settings: Settings) -> Run:
     start = time.perf_counter()
-    values = run_cell(cell)
-    return Result(cell, values, time.perf_counter() - start, machine(), versions())
+    values = measure(settings)
+    return Run(settings, values, time.perf_counter() - start, machine(), versions())

@@ -1,7 +1,7 @@
-"""Run an experiment: one cell after the other, each kept as soon as it is finished, so that a run can be broken off.
+"""Run an experiment. Each finished run is stored at once, so that an interrupted experiment continues where it was.
 
-A run has the folder `results/reproduce/NAME/SIZE`: cells.jsonl, a line a finished cell; table.csv and table.md, means
-with intervals; figure.png; conclusion.json, the verdict; configuration.json, every setting and what it ran on.
+The folder `results/reproduce/NAME/SIZE` holds cells.jsonl, one line per finished run; table.csv and table.md, means
+with intervals; figure.png; conclusion.json, the verdict; configuration.json, all settings and the machine.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import csv
 import io
 import json
 import math
-import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
@@ -21,22 +20,25 @@ import torch
 from filelock import FileLock
 from tqdm import tqdm
 
-from rsa_hf.experiments.runner.cells import Cell, Result
 from rsa_hf.experiments.runner.conclusion import Conclusion
-from rsa_hf.experiments.runner.experiment import Experiment, Size, cell_key
-from rsa_hf.experiments.runner.processes import Workers, run_cells
-from rsa_hf.experiments.runner.rate_search import cells_to_run, number_of_runs, results_of_all_seeds
-from rsa_hf.experiments.runner.summary import Row
+from rsa_hf.experiments.runner.experiment import EXPERIMENTS, SIZES, Experiment, Size, find_experiment, run_key
+from rsa_hf.experiments.runner.processes import Workers, run_all
+from rsa_hf.experiments.runner.rate_search import finished_runs, number_of_runs, required_runs
+from rsa_hf.experiments.runner.summary import Row, Run, Settings
+from rsa_hf.utils.files import write_text
 
-__all__ = ["FOLDER", "RequestError", "read_results", "run_experiment"]
+__all__ = ["FOLDER", "RequestError", "read_runs", "rebuild_results", "run_experiment"]
 
 FOLDER = Path("results") / "reproduce"
-KEPT = "cells.jsonl"
-LOCK = ".lock"  # of the cells, while they are read and written
+RUNS = "cells.jsonl"
+CONFIGURATION = "configuration.json"
+LOCK = ".lock"  # held while runs are read and written
+
+Grid = dict[str, Settings]
 
 
 class RequestError(ValueError):
-    """What was asked for cannot be run, or is not there yet; the message says what can."""
+    """A request that cannot be run; the message says what is possible."""
 
 
 def run_experiment(
@@ -48,60 +50,109 @@ def run_experiment(
     progress: bool = True,
     workers: Workers | None = None,
 ) -> Conclusion:
-    """Run what has not run yet, and write table, figure, conclusion and configuration.
+    """Run what has not run yet, then write tables, figure, conclusion and configuration.
 
-    They are made of all cells of this size that have run for every seed, in this call or an earlier one, here or on
-    another machine. Without a GPU, cells that need one are passed over.
+    These cover all runs of this size that are finished for every seed, from this call or an earlier one, on this
+    machine or another. Without a GPU, runs that need one are skipped.
 
     Args:
-        experiment: which.
-        size: how large.
-        root: the folder that has, or gets, `results/reproduce`.
-        seeds: how many; default what the experiment has for this size.
-        only: run the cells alone that have one of these values, as words, in each of these settings.
-        progress: show a bar.
-        workers: who runs the cells; None: this process, one after the other.
-
-    Returns:
-        What the rows say about the claim.
+        experiment: the experiment.
+        size: its size.
+        root: the folder of `results/reproduce`.
+        seeds: number of seeds; default: the experiment's own for this size.
+        only: allowed values, as strings, by setting; other runs are left out.
+        progress: show a progress bar.
+        workers: processes for the runs; None: this process.
 
     Raises:
         MissingDataError: data is missing.
         ImportError: a package is missing.
-        RequestError: `seeds` is below 1, `only` fits no cell, all that it fits need a GPU and there is none, what has
-            run makes no comparison yet, or a kept file cannot be read.
+        RequestError: `seeds` is below 1, `only` matches no run, all matching runs need a GPU that is missing, there is
+            nothing to compare yet, or a stored file cannot be read.
     """
-    if seeds is None:
-        seeds = experiment.seeds[size]
+    seeds = experiment.seeds[size] if seeds is None else seeds
     if seeds < 1:
-        raise RequestError(f"seeds is {seeds}; at least 1 is needed.")
-    cells = {cell_key(cell, experiment.revision): cell for cell in experiment.cells(size, seeds)}
+        raise RequestError(f"seeds={seeds}: at least 1 is needed.")
     folder = root / FOLDER / experiment.name / size
     folder.mkdir(parents=True, exist_ok=True)
-    kept = read_results(folder)
-    chosen = _for_this_machine(experiment, _chosen(experiment, cells, only or {}))
-    score = experiment.search_by
-    done, total = len(cells_to_run(chosen, kept, score).keys() & kept.keys()), number_of_runs(chosen, score)
-    with tqdm(total=total, initial=done, desc=experiment.name, disable=not progress) as bar:
-        # What came of a search of learning rates says what there is left to run.
-        while left := {key: cell for key, cell in cells_to_run(chosen, kept, score).items() if key not in kept}:
-            for key, result in run_cells(experiment.run_cell, left, workers):
-                # Another process may have run other cells meanwhile, of another part for instance, and write now.
+    grid = _select(experiment, _grid(experiment, size, seeds), only or {})
+    score, finished = experiment.search_by, read_runs(folder)
+    done = len(required_runs(grid, finished, score).keys() & finished.keys())
+    with tqdm(
+        total=number_of_runs(grid, score), initial=done, desc=experiment.name, disable=not progress
+    ) as progress_bar:
+        # The search of learning rates determines which runs remain, so ask again after each round.
+        while left := {k: each for k, each in required_runs(grid, finished, score).items() if k not in finished}:
+            for key, run in run_all(experiment.measure, left, workers):
+                # Another process may have added runs, for instance of another part.
                 with FileLock(folder / LOCK):
-                    kept = {**read_results(folder), **kept, key: result}
-                    _write(folder / KEPT, "".join(_line(key, result) for key, result in kept.items()))
-                bar.set_postfix_str(f"done: {_words(result.cell)}", refresh=False)
-                bar.update()
-    results = results_of_all_seeds(cells, kept, score)
-    rows = experiment.summarise(results)
+                    finished = {**read_runs(folder), **finished, key: run}
+                    write_text(folder / RUNS, "".join(_to_line(key, run) for key, run in finished.items()))
+                progress_bar.set_postfix_str(f"done: {_describe(run.settings)}", refresh=False)
+                progress_bar.update()
+    conclusion, runs = _write_results(experiment, size, folder, seeds, finished)
+    experiment.draw(runs, folder / "figure.png")
+    return conclusion
+
+
+def rebuild_results(root: Path) -> None:
+    """Write tables, conclusions and configurations again from the stored runs, without running anything.
+
+    Folders without runs of the experiment's present revision stay as they are. Figures are not drawn again.
+
+    Raises:
+        ImportError: scipy is not installed.
+        RequestError: a stored file cannot be read.
+    """
+    for name in EXPERIMENTS:
+        for size in SIZES:
+            folder = root / FOLDER / name / size
+            if not (folder / CONFIGURATION).exists():
+                continue
+            experiment, finished = find_experiment(name), read_runs(folder)
+            seeds = json.loads((folder / CONFIGURATION).read_text(encoding="utf-8"))["seeds"]
+            if _grid(experiment, size, seeds).keys() & finished.keys():
+                _write_results(experiment, size, folder, seeds, finished)
+
+
+def _grid(experiment: Experiment, size: Size, seeds: int) -> Grid:
+    return {run_key(settings, experiment.revision): settings for settings in experiment.grid(size, seeds)}
+
+
+def _select(experiment: Experiment, grid: Grid, only: Mapping[str, Collection[str]]) -> Grid:
+    """The part of a grid that `only` asks for and this machine can run."""
+    for name, wanted in only.items():
+        if name not in experiment.parts:
+            allowed = ", ".join(experiment.parts) or "none, it runs as a whole"
+            raise RequestError(f"{experiment.name} cannot be split by {name!r}; allowed: {allowed}.")
+        existing = dict.fromkeys(str(settings[name]) for settings in grid.values())
+        for value in wanted:
+            if value not in existing:
+                raise RequestError(f"{name}={value} is in no run of this size; choose from {', '.join(existing)}.")
+    selected = {k: each for k, each in grid.items() if all(str(each[n]) in wanted for n, wanted in only.items())}
+    if not selected:
+        wanted = {name: " or ".join(values) for name, values in only.items()}
+        raise RequestError(f"no run of {experiment.name} has {_describe(wanted)}.")
+    possible = {k: each for k, each in selected.items() if torch.cuda.is_available() or not experiment.needs_gpu(each)}
+    if not possible:
+        raise RequestError(f"all selected runs of {experiment.name} need a GPU, and there is none here.")
+    return possible
+
+
+def _write_results(
+    experiment: Experiment, size: Size, folder: Path, seeds: int, finished: Mapping[str, Run]
+) -> tuple[Conclusion, list[Run]]:
+    """Write everything but the figure; returns the conclusion and the runs that it covers."""
+    grid, score = _grid(experiment, size, seeds), experiment.search_by
+    runs = finished_runs(grid, finished, score)
+    rows = experiment.summarise(runs)
     if not rows:
-        raise RequestError(f"{folder}: what has run makes no comparison yet; run the other arms too.")
+        raise RequestError(f"{folder}: the finished runs make no comparison yet; run the other variants too.")
     conclusion = experiment.conclude(rows)
-    _write(folder / "table.csv", _csv(rows))
-    _write(folder / "table.md", _markdown(rows))
-    experiment.draw(results, folder / "figure.png")
-    _write(folder / "conclusion.json", _json(asdict(conclusion)))
-    shown = [result.cell for result in results]
+    write_text(folder / "table.csv", _csv(rows))
+    write_text(folder / "table.md", _markdown(rows))
+    write_text(folder / "conclusion.json", _to_json(asdict(conclusion)))
+    covered = [run.settings for run in runs]
     configuration = {
         "experiment": experiment.name,
         "claim": experiment.claim,
@@ -109,102 +160,78 @@ def run_experiment(
         "size": size,
         "seeds": seeds,
         "revision": experiment.revision,
-        "command": _command(experiment, size, seeds, cells.values(), shown),
-        "seconds": round(sum(result.seconds for result in results), 1),
-        "machines": sorted({result.machine for result in results}),
-        # Those that its cells ran with: more than one, where a run was gone on with after an upgrade.
-        "versions": [dict(each) for each in dict.fromkeys(tuple(result.versions.items()) for result in results)],
-        "cells": [dict(cell) for cell in shown],
-        "meanings": experiment.meanings(shown),
-        "planned": number_of_runs(cells, score),
-        "left": _left(experiment, cells.values(), shown),
+        "command": _command(experiment, size, seeds, grid.values(), covered),
+        "seconds": round(sum(run.seconds for run in runs), 1),
+        "machines": sorted({run.machine for run in runs}),
+        # More than one where an experiment was continued after an upgrade.
+        "versions": [dict(each) for each in dict.fromkeys(tuple(run.versions.items()) for run in runs)],
+        "cells": [dict(settings) for settings in covered],
+        "meanings": experiment.glossary(covered),
+        "planned": number_of_runs(grid, score),
+        "left": _missing(experiment, grid.values(), covered),
     }
-    _write(folder / "configuration.json", _json(configuration))
-    return conclusion
+    write_text(folder / CONFIGURATION, _to_json(configuration))
+    return conclusion, runs
 
 
-def _command(experiment: Experiment, size: Size, seeds: int, cells: Collection[Cell], shown: Collection[Cell]) -> str:
-    """What runs the cells that are shown: of each setting that has parts, the values that occur among them."""
+def _command(
+    experiment: Experiment, size: Size, seeds: int, grid: Collection[Settings], covered: Collection[Settings]
+) -> str:
+    """The command that repeats the covered runs."""
     words = [f"rsa-hf reproduce {experiment.name} --{size}"]
     if seeds != experiment.seeds[size]:
         words.append(f"--seeds {seeds}")
-    for name in _left(experiment, cells, shown):
-        found = dict.fromkeys(str(cell[name]) for cell in shown)
-        words.append(shlex.join(["--only", f"{name}={','.join(found)}"]))
+    for name in _missing(experiment, grid, covered):
+        values = dict.fromkeys(str(settings[name]) for settings in covered)
+        words.append(shlex.join(["--only", f"{name}={','.join(values)}"]))
     return " ".join(words)
 
 
-def _left(experiment: Experiment, cells: Collection[Cell], shown: Collection[Cell]) -> dict[str, list[str]]:
-    """Of each setting that has parts, the values that are among the cells and not among those that are shown."""
-    left = {}
+def _missing(
+    experiment: Experiment, grid: Collection[Settings], covered: Collection[Settings]
+) -> dict[str, list[str]]:
+    """For each setting that can be selected, the values of the grid that no covered run has."""
+    missing = {}
     for name in experiment.parts:
-        found, all_there_are = (dict.fromkeys(str(cell[name]) for cell in each) for each in (shown, cells))
-        if missing := [word for word in all_there_are if word not in found]:
-            left[name] = missing
-    return left
+        found, planned = (dict.fromkeys(str(settings[name]) for settings in each) for each in (covered, grid))
+        if values := [value for value in planned if value not in found]:
+            missing[name] = values
+    return missing
 
 
-def _chosen(experiment: Experiment, cells: Mapping[str, Cell], only: Mapping[str, Collection[str]]) -> dict[str, Cell]:
-    for name, words in only.items():
-        if name not in experiment.parts:
-            allowed = ", ".join(experiment.parts) or "none, it is run as a whole"
-            raise RequestError(f"{experiment.name} has no parts by {name!r}; allowed: {allowed}.")
-        there = dict.fromkeys(str(cell[name]) for cell in cells.values())
-        for word in words:
-            if word not in there:
-                raise RequestError(f"{name}={word} is in no cell of this size; there are {', '.join(there)}.")
-    found = {key: cell for key, cell in cells.items() if all(str(cell[name]) in words for name, words in only.items())}
-    if not found:
-        raise RequestError(f"no cell of {experiment.name} has {_words({n: ' or '.join(w) for n, w in only.items()})}.")
-    return found
-
-
-def _for_this_machine(experiment: Experiment, chosen: Mapping[str, Cell]) -> dict[str, Cell]:
-    found = {key: cell for key, cell in chosen.items() if torch.cuda.is_available() or not experiment.needs_gpu(cell)}
-    if not found:
-        raise RequestError(f"all cells of {experiment.name} that were asked for need a GPU, and there is none here.")
-    return found
-
-
-def read_results(folder: Path) -> dict[str, Result]:
-    """The finished cells of a folder, by key.
+def read_runs(folder: Path) -> dict[str, Run]:
+    """The finished runs of a folder, by key.
 
     Raises:
         RequestError: the file is damaged.
     """
-    path = folder / KEPT
+    path = folder / RUNS
     if not path.exists():
         return {}
     found = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             record = json.loads(line)
-            key = record.pop("key")
-            found[key] = Result(**record)
+            key, settings = record.pop("key"), record.pop("cell")
+            found[key] = Run(settings, **record)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RequestError(
-                f"{path}, line {number}, is not a finished cell ({error}); delete the line to run it again."
+                f"{path}, line {number}, is not a finished run ({error}). Delete the line to run it again."
             ) from error
     return found
 
 
-def _line(key: str, result: Result) -> str:
-    return json.dumps({"key": key, **asdict(result)}, ensure_ascii=False) + "\n"
+def _to_line(key: str, run: Run) -> str:
+    record = asdict(run)
+    return json.dumps({"key": key, "cell": record.pop("settings"), **record}, ensure_ascii=False) + "\n"
 
 
-def _json(value: Any) -> str:
+def _to_json(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
-def _write(path: Path, text: str) -> None:
-    """Write beside and rename: a run that is broken off leaves the old file or the new one."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
-
-
-def _words(cell: Cell) -> str:
-    return ", ".join(f"{name} {value}" for name, value in cell.items())
+def _describe(settings: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:
@@ -212,25 +239,21 @@ def _columns(rows: Sequence[Row]) -> list[str]:
 
 
 def _csv(rows: Sequence[Row]) -> str:
-    names = _columns(rows)
     file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([*names, "measure", "mean", "low", "high", "seeds"])
-    for row in rows:
-        settings = [row.settings.get(name, "") for name in names]
-        writer.writerow([*settings, row.measure, row.mean, row.low, row.high, row.seeds])
+    names = [*_columns(rows), "measure", "mean", "low", "high", "seeds"]
+    writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({**row.settings, **{name: getattr(row, name) for name in names[-5:]}} for row in rows)
     return file.getvalue()
 
 
 def _markdown(rows: Sequence[Row]) -> str:
     names = _columns(rows)
-    lines = [_cells([*names, "measure", "mean", "95 % interval", "seeds"]), "|" + "---|" * (len(names) + 4)]
+    head = " | ".join([*names, "measure", "mean", "95 % interval", "seeds"])
+    lines = [f"| {head} |", "|" + "---|" * (len(names) + 4)]
     for row in rows:
         ends = "" if math.isnan(row.low) else f"{row.low:.4g} … {row.high:.4g}"
         settings = [str(row.settings.get(name, "")) for name in names]
-        lines.append(_cells([*settings, row.measure, f"{row.mean:.4g}", ends, str(row.seeds)]))
+        entries = " | ".join([*settings, row.measure, f"{row.mean:.4g}", ends, str(row.seeds)])
+        lines.append(f"| {entries} |")
     return "\n".join(lines) + "\n"
-
-
-def _cells(words: Sequence[str]) -> str:
-    return "| " + " | ".join(words) + " |"

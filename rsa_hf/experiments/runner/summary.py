@@ -1,31 +1,82 @@
-"""Means over seeds with 95 % intervals of Student's t, and rows of a table."""
+"""Runs, and their means over seeds with 95 % intervals."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from rsa_hf.experiments.runner.cells import Result, Setting
+__all__ = [
+    "Row",
+    "Run",
+    "Setting",
+    "Settings",
+    "Values",
+    "at_best_rate",
+    "error_bars",
+    "find_rows",
+    "interval",
+    "make_rows",
+    "paired",
+    "scaled",
+    "summarise",
+    "with_interval",
+    "worst_if_nan",
+]
 
-__all__ = ["Row", "at_best_rate", "find_rows", "in_words", "interval", "rated", "summarise"]
+Setting = str | int | float | bool
+# The settings of one run: variant, seed, sizes. Means are taken over "seed".
+Settings = Mapping[str, Setting]
+# Measured values by name; lists are for the figure.
+Values = dict[str, float | list[float]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        settings: its settings.
+        values: the return value of `Experiment.measure`.
+        seconds: wall time.
+        machine: the processor or GPU.
+        versions: versions of the packages that the values depend on.
+    """
+
+    settings: Settings
+    values: Values
+    seconds: float
+    machine: str
+    versions: Mapping[str, str]
+
+    def number(self, name: str) -> float:
+        """A value that is a single number.
+
+        Raises:
+            KeyError: there is no such value.
+            TypeError: it is a list.
+        """
+        value = self.values[name]
+        if isinstance(value, list):
+            raise TypeError(f"{name} is a list of {len(value)} numbers.")
+        return value
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measure of one group of cells that differ in their seed alone.
+    """One measure of runs that differ in their seed alone.
 
     Attributes:
-        settings: what the cells of the group have in common.
-        measure: the name of the value.
-        mean: over the seeds.
-        low: the lower end of the 95 % interval; NaN where there is none, see `interval`.
-        high: the upper end.
-        seeds: how many there are.
+        settings: the settings they share.
+        measure: name of the value.
+        mean: mean over the seeds.
+        low: lower end of the 95 % interval; NaN where there is no interval.
+        high: upper end.
+        seeds: number of seeds.
     """
 
-    settings: Mapping[str, Setting]
+    settings: Settings
     measure: str
     mean: float
     low: float
@@ -33,17 +84,10 @@ class Row:
     seeds: int
 
 
-def in_words(row: Row, digits: str) -> str:
-    """Its mean with the interval behind it, each written with this format, such as `+.3f`."""
-    none = "one seed" if row.seeds == 1 else "no interval"
-    ends = none if math.isnan(row.low) else f"{row.low:{digits}} … {row.high:{digits}}"
-    return f"{row.mean:{digits}} ({ends})"
-
-
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean and the two ends of the 95 % interval of Student's t.
+    """Mean and 95 % interval (Student's t).
 
-    The ends are NaN of a single value, and where a value is not finite, as of a run that diverged.
+    The ends are NaN for a single value, and where a value is not finite because a run diverged.
 
     Raises:
         ImportError: scipy is not installed.
@@ -58,25 +102,30 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
         from scipy.stats import t
     except ImportError as error:
         raise ImportError("intervals need scipy: pip install 'rsa_hf[reproduce]'") from error
+    # Not t.interval, which gives NaN where all values agree.
     half = float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
     return mean, mean - half, mean + half
 
 
-def summarise(results: Sequence[Result]) -> list[Row]:
-    """A row for each measure and each group of cells that differ in `seed` alone, in the order of the cells.
+def make_rows(settings: Settings, columns: Mapping[str, Sequence[float]]) -> list[Row]:
+    """A row for each column of values, one value a seed."""
+    return [Row(settings, measure, *interval(values), len(values)) for measure, values in columns.items()]
 
-    Lists among the values are for the figure and make no row.
-    """
-    groups: dict[tuple[tuple[str, Setting], ...], list[Result]] = {}
-    for result in results:
-        key = tuple((name, value) for name, value in result.cell.items() if name != "seed")
-        groups.setdefault(key, []).append(result)
+
+def summarise(runs: Sequence[Run]) -> list[Row]:
+    """Rows for each group of runs that differ in their seed alone, in the order of the runs; lists are left out."""
+    groups: dict[tuple[tuple[str, Setting], ...], list[Run]] = {}
+    for run in runs:
+        key = tuple((name, value) for name, value in run.settings.items() if name != "seed")
+        groups.setdefault(key, []).append(run)
     rows = []
     for key, group in groups.items():
-        for measure in dict.fromkeys(name for result in group for name in result.values):
-            found = [value for result in group if isinstance(value := result.values.get(measure), int | float)]
-            if found:
-                rows.append(Row(dict(key), measure, *interval(found), len(found)))
+        columns: dict[str, list[float]] = {}
+        for run in group:
+            for name, value in run.values.items():
+                if not isinstance(value, list):
+                    columns.setdefault(name, []).append(value)
+        rows += make_rows(dict(key), columns)
     return rows
 
 
@@ -87,45 +136,68 @@ def find_rows(rows: Sequence[Row], measure: str, **settings: Setting) -> list[Ro
     ]
 
 
-def rated(score: float) -> float:
-    """A score of which less is better: NaN, of a run that diverged, is the worst there is.
+def scaled(row: Row, factor: float) -> Row:
+    """The row of all values times a factor; negative factors turn the interval round."""
+    low, high = (row.low, row.high) if factor > 0 else (row.high, row.low)
+    return replace(row, mean=factor * row.mean, low=factor * low, high=factor * high)
 
-    To choose a rate by it; and of RSA in a comparison, which then is against RSA unless the other run diverged too.
+
+def with_interval(row: Row, number_format: str) -> str:
+    """Mean and interval as text, each in a format such as `+.3f`."""
+    missing = "one seed" if row.seeds == 1 else "no interval"
+    ends = missing if math.isnan(row.low) else f"{row.low:{number_format}} … {row.high:{number_format}}"
+    return f"{row.mean:{number_format}} ({ends})"
+
+
+def error_bars(rows: Sequence[Row], factor: float = 1) -> list[list[float]]:
+    """The intervals as matplotlib's `errorbar` takes them."""
+    return [[factor * (row.mean - row.low) for row in rows], [factor * (row.high - row.mean) for row in rows]]
+
+
+def paired(runs: Sequence[Run], others: Sequence[Run], compare: Callable[[Run, Run], float]) -> list[float]:
+    """Compare the runs of two variants seed by seed."""
+    return [compare(run, other) for run, other in zip(runs, others, strict=True)]
+
+
+def worst_if_nan(score: float) -> float:
+    """A score of which lower is better, with NaN (a run that diverged) counted as infinite.
+
+    Used to choose learning rates. In a comparison it is applied to the RSA run, so that divergence counts against
+    RSA, unless the other run diverged too.
     """
     return math.inf if math.isnan(score) else score
 
 
 def at_best_rate(
-    results: Sequence[Result], group: Sequence[str], arms: Collection[str], score: Callable[[Result], float]
-) -> list[tuple[dict[str, Setting], dict[str, list[Result]]]]:
-    """The runs of each arm at its best learning rate, in the order of their seeds, for each group of settings.
+    runs: Sequence[Run], group: Sequence[str], variants: Collection[str], score: Callable[[Run], float]
+) -> list[tuple[dict[str, Setting], dict[str, list[Run]]]]:
+    """The runs of each variant at its best learning rate, in the order of their seeds.
 
     Args:
-        results: cells with an `arm`, a `learning_rate` and a `seed`.
-        group: the names of the settings within which arms are compared.
-        arms: those without which there is no comparison; groups that lack one are left out.
-        score: the rate with the least mean of it is the best, over the seeds that have run at every rate.
+        runs: runs with the settings `arm` (the variant), `learning_rate` and `seed`.
+        group: the settings within which variants are compared.
+        variants: variants that a comparison needs; groups that lack one are left out.
+        score: the best rate has the lowest mean score over the seeds that have run at every rate.
 
     Returns:
-        The settings of each group, and its arms.
+        The settings of each group, and its runs by variant.
     """
-    found: dict[tuple[Setting, ...], dict[str, dict[float, list[Result]]]] = {}
-    for result in results:
-        by_arm = found.setdefault(tuple(result.cell[name] for name in group), {})
-        by_rate = by_arm.setdefault(str(result.cell["arm"]), {})
-        by_rate.setdefault(float(result.cell["learning_rate"]), []).append(result)
+    found: dict[tuple[Setting, ...], dict[str, dict[float, list[Run]]]] = {}
+    for run in runs:
+        by_variant = found.setdefault(tuple(run.settings[name] for name in group), {})
+        by_rate = by_variant.setdefault(str(run.settings["arm"]), {})
+        by_rate.setdefault(float(run.settings["learning_rate"]), []).append(run)
     return [
-        (dict(zip(group, key, strict=True)), {arm: _best([*runs.values()], score) for arm, runs in by_arm.items()})
-        for key, by_arm in found.items()
-        if by_arm.keys() >= set(arms)
+        (dict(zip(group, key, strict=True)), {name: _best([*rates.values()], score) for name, rates in each.items()})
+        for key, each in found.items()
+        if each.keys() >= set(variants)
     ]
 
 
-def _best(by_rate: Sequence[list[Result]], score: Callable[[Result], float]) -> list[Result]:
-    shared = set.intersection(*({run.cell["seed"] for run in runs} for runs in by_rate))
+def _best(by_rate: Sequence[list[Run]], score: Callable[[Run], float]) -> list[Run]:
+    shared = set.intersection(*({run.settings["seed"] for run in runs} for runs in by_rate))
 
-    def mean(runs: list[Result]) -> float:
-        return statistics.fmean(score(run) for run in runs if run.cell["seed"] in shared)
+    def mean(runs: Iterable[Run]) -> float:
+        return worst_if_nan(statistics.fmean(score(run) for run in runs if run.settings["seed"] in shared))
 
-    best = min(by_rate, key=lambda runs: rated(mean(runs)))
-    return sorted(best, key=lambda run: int(run.cell["seed"]))
+    return sorted(min(by_rate, key=mean), key=lambda run: int(run.settings["seed"]))

@@ -1,9 +1,9 @@
-r"""Choosing the dilating factor d (paper, section 3): autocorrelation of series, recurrence plots of tokens.
+r"""Choose the dilation factor d (paper, section 3): autocorrelation of series, recurrence plots of tokens.
 
-A dilated head reaches back d, 2d, 3d, … steps, so d should be the period of what repeats. In a series that is where
-its autocorrelation peaks; in tokens it is a diagonal of the recurrence plot, R[t, s] = 1 where token t equals token s
-(Webber et al., 2016), that has more points than others. Both are one measure: with tokens as one-hot vectors, the
-share of points on diagonal τ beyond that of chance is an autocorrelation.
+A dilated head reaches back d, 2d, 3d, … steps, so d should be the period of the data. In a series that is a peak of
+the autocorrelation; in tokens it is a diagonal of the recurrence plot, R[t, s] = 1 where token t equals token s
+(Webber et al., 2016), with more points than others. Both are the same measure: with tokens as one-hot vectors, the
+share of points on diagonal τ above chance is an autocorrelation.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ __all__ = [
 ]
 
 LONGEST = 512
-# A peak counts where it is at least this share of the highest: the first of a period and its multiples is the period.
+# A peak counts if it is at least this share of the highest: among a period and its multiples, the first is the period.
 SHARE = 0.5
-# What has a period repeats it: at 2d, 3d and 4d there is at least this share of the peak, on average.
+# A period repeats: the mean at 2d, 3d and 4d is at least this share of the peak.
 AGAIN, TIMES = 0.1, 4
-# Standard errors above 0. Of 512 lags of white noise the highest is about 3 above.
+# Required height in standard errors. The highest of 512 lags of white noise is about 3 above 0.
 ERRORS = 5.0
 FLOOR = 0.05
 
 
 def autocorrelation(series: Tensor, max_lag: int, *, differenced: bool = True) -> Tensor:
-    """Autocorrelation of a series, the mean over its variables.
+    """Autocorrelation of a series, averaged over its variables.
 
     r_τ = Σ_t (x_t − x̄)(x_{t+τ} − x̄) / Σ_t (x_t − x̄)², of each variable.
 
     Args:
         series: shape [T] or [T, N].
         max_lag: the largest τ.
-        differenced: of x_t − x_{t−1}. A trend, or a slow wave, makes all autocorrelations large and moves the peaks.
+        differenced: use x_t − x_{t−1}. A trend or a slow wave makes all autocorrelations large and moves the peaks.
 
     Returns:
         r_0 … r_max_lag, shape [max_lag + 1], float64.
 
     Raises:
-        ValueError: a shape or a lag that does not fit, an entry that is not finite, or a variable that never changes.
+        ValueError: invalid shape or lag, an entry that is not finite, or a constant variable.
     """
     x = _finite(series)
     x = x[:, None] if x.dim() == 1 else x
@@ -58,15 +58,16 @@ def autocorrelation(series: Tensor, max_lag: int, *, differenced: bool = True) -
     _check_lag(max_lag, len(x))
     x = x - x.mean(0)
     total = x.square().sum(0)
-    # Rounding leaves something of a constant, but nothing next to its size.
+    # A constant leaves rounding errors, tiny relative to its size.
     size = _finite(series).abs().amax(0) * torch.finfo(series.dtype if series.is_floating_point() else x.dtype).eps
     still = total <= len(x) * (4 * size).square()
     if bool(still.any()):
+        after = " after differencing" if differenced else ""
         raise ValueError(
-            f"variable {int(still.nonzero()[0])} of {len(still)} never changes{' its step' if differenced else ''}: "
-            "there is no autocorrelation. Leave it out."
+            f"variable {int(still.nonzero()[0])} of {len(still)} is constant{after} and has no autocorrelation. "
+            "Leave it out."
         )
-    # Padded, so that the end of the series does not meet its beginning.
+    # Padded, so that the end of the series does not wrap to its beginning.
     spectrum = torch.fft.rfft(x, n=2 * len(x), dim=0).abs().square()
     products = torch.fft.irfft(spectrum, dim=0)[: max_lag + 1]
     found: Tensor = (products / total).mean(1)
@@ -86,18 +87,18 @@ def recurrence_plot(tokens: Tensor) -> Tensor:
 
 
 def recurrence_rate(tokens: Tensor, max_lag: int, line: int = 1) -> Tensor:
-    """Points of each diagonal of the recurrence plot that lie on lines of at least so many points.
+    """Share of points of each diagonal of the recurrence plot that lie on lines.
 
     Args:
         tokens: shape [T], integers.
         max_lag: the largest τ.
-        line: the least number of points, one behind the other on the diagonal, that are a line; 1 counts them all.
+        line: minimum number of consecutive points on the diagonal that form a line; 1 counts all points.
 
     Returns:
         The share of the T − τ points of diagonal τ, shape [max_lag + 1], float64.
 
     Raises:
-        ValueError: a shape, a lag or a line that does not fit.
+        ValueError: invalid shape, lag or line.
     """
     _check_tokens(tokens)
     _check_lag(max_lag, len(tokens))
@@ -107,7 +108,7 @@ def recurrence_rate(tokens: Tensor, max_lag: int, line: int = 1) -> Tensor:
     for lag in range(max_lag + 1):
         same = tokens[lag:] == tokens[: len(tokens) - lag]
         if line > 1:
-            # Where `line` recurrent points in a row begin; each point of a line is among those behind such a place.
+            # Where `line` recurrent points in a row begin, and the points that such a line covers.
             begins = F.pad(same, (0, line - 1)).unfold(0, line, 1).all(1)
             same = F.pad(begins, (line - 1, 0)).unfold(0, line, 1).any(1)
         rates.append(same.double().mean())
@@ -115,7 +116,7 @@ def recurrence_rate(tokens: Tensor, max_lag: int, line: int = 1) -> Tensor:
 
 
 def token_autocorrelation(tokens: Tensor, max_lag: int) -> Tensor:
-    """Autocorrelation of tokens as one-hot vectors: how far the recurrence rate is above chance, at most 1.
+    """Autocorrelation of tokens as one-hot vectors: the recurrence rate above chance, at most 1.
 
     Args:
         tokens: shape [T], integers.
@@ -125,32 +126,32 @@ def token_autocorrelation(tokens: Tensor, max_lag: int) -> Tensor:
         (rate − chance) / (1 − chance), where chance is Σ p² over the tokens' frequencies; [max_lag + 1], float64.
 
     Raises:
-        ValueError: a shape or a lag that does not fit, or all tokens are the same.
+        ValueError: invalid shape or lag, or all tokens are equal.
     """
     rate = recurrence_rate(tokens, max_lag)
     frequencies: Tensor = tokens.unique(return_counts=True)[1].double() / len(tokens)
     chance = frequencies.square().sum()
     if len(frequencies) == 1:
-        raise ValueError("all tokens are the same: nothing recurs more than anything else.")
+        raise ValueError("all tokens are equal: no lag stands out.")
     return (rate - chance) / (1 - chance)
 
 
 def suggested_dilation(series: Tensor, max_lag: int | None = None, *, at_least: float = FLOOR) -> int | None:
-    """The dilating factor d that a series suggests: the first dominant peak of its differences' autocorrelation.
+    """The dilation factor d that a series suggests: the first dominant peak of its differences' autocorrelation.
 
-    Dominant is a peak that is behind the first zero crossing, at least half as high as the highest there (a period
-    shows at its multiples too, sometimes more), and clear of chance by Bartlett's formula; and that comes again at 2d
-    … 4d, with less between. Noise on a slow wave makes its differences' first autocorrelation negative: the wave's
-    own shoulder, at lag 2 or 3, would be a peak otherwise. Of the lags at a peak d is the one whose multiples are
-    highest on average, since the top of a wave is flat.
+    A peak is dominant if it lies after the first zero crossing, is at least half as high as the highest peak there (a
+    period also peaks at its multiples, sometimes higher), is significant by Bartlett's formula, and repeats at
+    2d … 4d with lower values between. The zero crossing excludes the shoulder of a slow wave at lag 2 or 3: noise on
+    such a wave makes the first autocorrelation of its differences negative. Since the top of a wave is flat, d is the
+    lag of the peak whose multiples are highest on average.
 
     Args:
-        series: shape [T] or [T, N]; several variables vote by the mean of their autocorrelations.
-        max_lag: no larger d; default: a quarter of T, at most 512.
-        at_least: the height that the highest peak needs.
+        series: shape [T] or [T, N]; autocorrelations are averaged over variables.
+        max_lag: largest d; default: a quarter of T, at most 512.
+        at_least: minimum height of the highest peak.
 
     Returns:
-        d, or None where nothing repeats.
+        d, or None if nothing repeats.
 
     Raises:
         ValueError: as `autocorrelation`.
@@ -160,15 +161,15 @@ def suggested_dilation(series: Tensor, max_lag: int | None = None, *, at_least: 
 
 
 def suggested_token_dilation(tokens: Tensor, max_lag: int | None = None, *, at_least: float = FLOOR) -> int | None:
-    """The same of tokens: the first dominant diagonal of their recurrence plot.
+    """The dilation factor d that tokens suggest: the first dominant diagonal of their recurrence plot.
 
     Args:
         tokens: shape [T], integers.
-        max_lag: no larger d; default: a quarter of T, at most 512.
-        at_least: how far above chance the densest diagonal needs to be, 1 being a copy.
+        max_lag: largest d; default: a quarter of T, at most 512.
+        at_least: minimum density of the densest diagonal above chance; 1 is an exact copy.
 
     Returns:
-        d, or None where no diagonal stands out, as in most text.
+        d, or None if no diagonal stands out, as in most text.
 
     Raises:
         ValueError: as `token_autocorrelation`.
@@ -182,7 +183,7 @@ def _first_dominant_peak(r: Tensor, length: int, at_least: float) -> int | None:
     start = next((lag for lag, value in enumerate(values) if value <= 0), None)
     if start is None:
         return None
-    # Bartlett: the standard error at a lag behind which nothing is left but chance.
+    # Bartlett: the standard error at a lag beyond which all autocorrelations are 0.
     error = math.sqrt((1 + 2 * sum(value**2 for value in values[1:start])) / length)
     highest = max(values[start:])
     if highest < max(at_least, ERRORS * error):
@@ -191,7 +192,7 @@ def _first_dominant_peak(r: Tensor, length: int, at_least: float) -> int | None:
     while (first := next((lag for lag in range(end, len(values)) if values[lag] >= high), None)) is not None:
         end = next((lag for lag in range(first, len(values)) if values[lag] < high), len(values))
         if max(range(first, end), key=values.__getitem__) == len(values) - 1:
-            return None  # still rising: the peak is further out
+            return None  # still rising: the peak is at a larger lag
         peak = max(range(first, end), key=lambda lag: fmean(values[lag::lag]))
         if _comes_again(values, peak):
             return peak
@@ -201,7 +202,7 @@ def _first_dominant_peak(r: Tensor, length: int, at_least: float) -> int | None:
 def _comes_again(values: Sequence[float], peak: int) -> bool:
     multiples = values[2 * peak : TIMES * peak + 1 : peak]
     if not multiples:
-        return True  # further out than was looked
+        return True  # beyond max_lag
     between = min(values[peak : 2 * peak])
     return fmean(multiples) >= AGAIN * values[peak] and between < SHARE * min(values[peak], multiples[0])
 
@@ -210,7 +211,7 @@ def _finite(series: Tensor) -> Tensor:
     if series.dim() not in (1, 2):
         raise ValueError(f"series has shape {tuple(series.shape)}: [T] or [T, N] is needed.")
     if not bool(series.isfinite().all()):
-        raise ValueError("series has entries that are not finite: fill the gaps first.")
+        raise ValueError("series has entries that are not finite. Fill the gaps first.")
     return series.detach().double()
 
 

@@ -5,14 +5,14 @@ The hidden states of h_t = W_h h_{t−d} + W_x x_t, with h = 0 before the first 
     h_t = W_x x_t + Σ_{j≥1} W_hʲ W_x x_{t−jd},        W_hʲ = Σ_k z_kʲ M_k   for j ≥ 1,
 
 where z_k are the nonzero eigenvalues of W_h and M_k = b_k c_kᵀ the projectors on their eigenvectors: b_k is a column
-of B, c_kᵀ a row of B⁻¹, in W_h = B J B⁻¹. So each head is a REM and a value matrix:
+of B, c_kᵀ a row of B⁻¹, in W_h = B J B⁻¹. Each head is therefore a REM and a value matrix:
 
     z = λ real                  regular head, λ^j          value matrix  M W_x
     z = γ e^{±iθ}, a pair       cos head, γ^j cos jθ       value matrix  2 Re(M) W_x
                                 sin head, γ^j sin jθ       value matrix  −2 Im(M) W_x
 
-with r real eigenvalues and s pairs r + 2s heads, and one more whose P is the identity, for W_x x_t. With a step of d
-(proposition 4) the REMs are dilated by d.
+With r real eigenvalues and s pairs these are r + 2s heads; one more, whose P is the identity, gives W_x x_t. With a
+step of d (proposition 4) the REMs are dilated by d.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from rsa_hf.ops import rem_product
 
 __all__ = ["LinearRNNHeads", "init_from_linear_rnn", "linear_rnn", "linear_rnn_to_heads"]
 
-# Eigenvalues this much smaller than the largest entry of W_h count as 0, and such that close together as one.
+# Relative to the largest entry of W_h: smaller eigenvalues count as 0, and closer ones as equal.
 SAME = 1e-10
-# Beyond this condition number of the eigenvectors the heads would lose more than half of the digits.
+# With a larger condition number of the eigenvectors the heads would lose more than half of the digits.
 WORST_CONDITION = 1e7
 
 
 def linear_rnn(x: Tensor, W_h: Tensor, W_x: Tensor, dilation: int = 1) -> Tensor:
-    """The hidden states, step by step: h_t = W_h h_{t−d} + W_x x_t, with h = 0 before the first step.
+    """Compute the hidden states step by step: h_t = W_h h_{t−d} + W_x x_t, with h = 0 before the first step.
 
     Args:
         x: inputs, shape [B, T, m].
@@ -73,7 +73,7 @@ class LinearRNNHeads:
     identity: Tensor
 
     def hidden_states(self, x: Tensor) -> Tensor:
-        """The hidden states for inputs [B, T, m] of any dtype, from the heads alone: [B, T, n], in theirs, float64."""
+        """Compute the hidden states [B, T, n] from the heads alone, in float64, for inputs [B, T, m] of any dtype."""
         x = x.to(self.identity.dtype)
         own = x @ self.identity.T
         if not self.kinds:
@@ -82,7 +82,7 @@ class LinearRNNHeads:
         return own + rem_product(value, self.kinds, self.decay, self.theta, self.dilation).sum(1)
 
     def head_counts(self) -> dict[str, int | list[int]]:
-        """The plan that has these heads, as keyword arguments of `RSAConfig`."""
+        """Keyword arguments of `RSAConfig` for a plan with these heads."""
         regular, pairs = self.kinds.count("regular"), self.kinds.count("cos")
         if self.dilation == 1:
             return {"num_regular": regular, "num_cyclical_pairs": pairs}
@@ -97,8 +97,8 @@ class LinearRNNHeads:
 def linear_rnn_to_heads(W_h: Tensor, W_x: Tensor, dilation: int = 1) -> LinearRNNHeads:
     """Turn h_t = W_h h_{t−d} + W_x x_t into heads with the same hidden states (paper, propositions 1, 2 and 4).
 
-    Computed in float64. A singular W_h needs no care: directions of eigenvalue 0 are forgotten at once, and only the
-    identity head knows them.
+    Computed in float64. W_h may be singular: directions with eigenvalue 0 are forgotten at once, and only the identity
+    head represents them.
 
     Args:
         W_h: shape [n, n].
@@ -106,8 +106,8 @@ def linear_rnn_to_heads(W_h: Tensor, W_x: Tensor, dilation: int = 1) -> LinearRN
         dilation: d.
 
     Raises:
-        ValueError: a shape does not fit; W_h is not stable (an eigenvalue of modulus ≥ 1, which no REM has); or it has
-            no basis of eigenvectors (it is defective, or too close to a defective matrix to be computed with).
+        ValueError: shapes do not match; W_h is not stable (it has an eigenvalue of modulus ≥ 1, which no REM has); or
+            it has no basis of eigenvectors (it is defective, or numerically too close to a defective matrix).
     """
     if W_h.dim() != 2 or W_h.shape[0] != W_h.shape[1]:
         raise ValueError(f"W_h has shape {tuple(W_h.shape)}: a square matrix [n, n] is needed.")
@@ -119,8 +119,8 @@ def linear_rnn_to_heads(W_h: Tensor, W_x: Tensor, dilation: int = 1) -> LinearRN
     eigenvalues, projectors = _spectrum(W_h)
     if len(eigenvalues) and float(eigenvalues.abs().max()) >= 1:
         raise ValueError(
-            f"W_h has an eigenvalue of modulus {float(eigenvalues.abs().max()):.6g}: its memory does not fade. REMs "
-            "need moduli below 1; scale W_h down, e.g. by its spectral radius."
+            f"W_h has an eigenvalue of modulus {float(eigenvalues.abs().max()):.6g}: REMs need moduli below "
+            "1. Scale W_h down, e.g. by its spectral radius."
         )
     real = eigenvalues.imag == 0
     upper = eigenvalues.imag > 0  # one of each pair stands for both
@@ -134,7 +134,7 @@ def linear_rnn_to_heads(W_h: Tensor, W_x: Tensor, dilation: int = 1) -> LinearRN
 
 
 def _spectrum(W_h: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct nonzero eigenvalues, slowest to fade first, and their projectors: (K,) and [K, n, n], complex."""
+    """The distinct nonzero eigenvalues in descending modulus, and their projectors: (K,) and [K, n, n], complex."""
     W_h = W_h.detach().double()
     if not bool(W_h.isfinite().all()):
         raise ValueError("W_h has entries that are not finite.")
@@ -143,8 +143,8 @@ def _spectrum(W_h: Tensor) -> tuple[Tensor, Tensor]:
     if not condition <= WORST_CONDITION:
         raise ValueError(
             f"W_h has no usable basis of eigenvectors (condition number {condition:.1e}, at most "
-            f"{WORST_CONDITION:.0e} is allowed): it is defective, or nearly so. Powers of a Jordan block are no sum "
-            "of REMs; add a little noise to W_h, or train it further."
+            f"{WORST_CONDITION:.0e} is allowed): it is defective, or nearly so, and powers of a Jordan block are not "
+            "a sum of REMs. Add a little noise to W_h, or train it further."
         )
     projectors = torch.einsum("ik,kj->kij", B, torch.linalg.inv(B))
     closeness = SAME * float(W_h.abs().max())
@@ -152,7 +152,7 @@ def _spectrum(W_h: Tensor) -> tuple[Tensor, Tensor]:
     for z, M in zip(eigenvalues.tolist(), projectors, strict=True):
         if abs(z) <= closeness:
             continue
-        if abs(z.imag) <= closeness:  # rounding splits a real eigenvalue that is there twice into such a pair
+        if abs(z.imag) <= closeness:  # rounding splits a double real eigenvalue into such a pair
             z = complex(z.real)
         same = next((i for i, (known, _) in enumerate(distinct) if abs(known - z) <= closeness), None)
         if same is None:
@@ -167,17 +167,17 @@ def _spectrum(W_h: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def init_from_linear_rnn(heads: RSAHeads, W_h: Tensor, *, dilated: bool = False) -> None:
-    """Start the rates of a patched layer from the spectrum of a fitted linear RNN, slowest to fade first.
+    """Initialise the rates of a patched layer from the spectrum of a fitted linear RNN, largest moduli first.
 
-    Real eigenvalues go to regular heads, complex pairs to cyclical ones; heads beyond the spectrum stay as they are.
+    Real eigenvalues go to regular heads, complex pairs to cyclical ones; heads beyond the spectrum are not changed.
 
     Args:
-        heads: of one layer.
+        heads: the RSA heads of one layer.
         W_h: shape [n, n], of h_t = W_h h_{t−1} + …; or of h_t = W_h h_{t−d} + … for dilated heads.
-        dilated: set the dilated heads instead of the undilated ones.
+        dilated: initialise the dilated heads instead of the undilated ones.
 
     Raises:
-        ValueError: W_h is not stable or has no basis of eigenvectors, or the layer has none of those heads.
+        ValueError: W_h is not stable or has no basis of eigenvectors, or the layer has no such heads.
     """
     plan, scale = heads.plan, heads.plan.parameter_scale
     found = linear_rnn_to_heads(W_h, torch.eye(len(W_h), device=W_h.device))
@@ -189,12 +189,12 @@ def init_from_linear_rnn(heads: RSAHeads, W_h: Tensor, *, dilated: bool = False)
     is_real = torch.tensor([kind == "regular" for kind in found.kinds], dtype=torch.bool)
     is_cos = torch.tensor([kind == "cos" for kind in found.kinds], dtype=torch.bool)
     lam, gamma, theta = found.decay[is_real][:regular], found.decay[is_cos][:pairs], found.theta[is_cos][:pairs]
-    # float32 holds no tanh or sigmoid closer to ±1 than this.
+    # The largest tanh or sigmoid below 1 in float32.
     below_one = 1 - torch.finfo(torch.float32).eps
     if heads.eta is not None:
         heads.eta[first : first + len(lam)] = (torch.atanh(lam.clamp(-below_one, below_one)) / scale).to(heads.eta)
     if heads.nu is not None and heads.theta is not None:
-        # Untied, a kind's cos heads stand before its sin heads.
+        # Untied pairs: all cos heads come before the sin heads.
         copies = (0,) if plan.tie_pairs else (0, pairs)
         start = first_pair if plan.tie_pairs else 2 * first_pair
         for copy in copies:

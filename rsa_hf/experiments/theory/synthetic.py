@@ -1,12 +1,12 @@
-r"""Appendix B: data from a two-layer RNN that goes from linear to nonlinear, and three models fitted to it.
+r"""Appendix B: data from a two-layer RNN between linear and nonlinear, and three models fitted to it.
 
     z_t^(i) = α act(h_t^(i)) + (1 − α) h_t^(i),   h_t^(i) = W_h^(i) z_{t−1}^(i) + W_z^(i) z_t^(i−1) + b^(i),   i = 1, 2
     y_t = z_t^(2) + ε_t,   z_t^(0) = x_t,   all 2-dimensional, x and ε standard normal
 
-The paper leaves the weights, the inputs of the fitted models and the learning rate open. Here W_h is a random matrix
-of spectral norm `NORM`, which makes every α stable (the mixture never stretches a distance); W_z and b are standard
-normal; the models see x_1 … x_t when they predict y_t, start from a state of 0, and end in a linear readout. All
-replications are trained at once: N is how many there are, in front of every shape.
+The paper does not specify the weights, the inputs of the fitted models and the learning rate. Here W_h is a random
+matrix of spectral norm `NORM`, which is stable for every α (the mixture never increases a distance); W_z and b are
+standard normal; the models see x_1 … x_t to predict y_t, start from state 0, and end in a linear readout. All N
+replications are trained at once; N is the first dimension of every shape.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from rsa_hf.experiments.runner.fit import fit
 from rsa_hf.ops import rem_product
 from rsa_hf.rem import decay_rates
 
-__all__ = ["ACTIVATIONS", "MODELS", "fit", "generate", "rsa", "two_layer_rnn"]
+__all__ = ["ACTIVATIONS", "MODELS", "generate", "predict_last", "rsa", "two_layer_rnn"]
 
 Parameters = dict[str, Tensor]
 Model = Callable[[Tensor, Parameters], Tensor]
@@ -34,20 +35,20 @@ SIZE = 2
 NORM = 0.9
 HEADS = ("regular", "cos", "sin")
 LEARNING_RATE = 0.02
-DROP = 1e-5  # of the training loss, a step; less ends the training (paper, appendix B)
-PATIENCE = 200  # steps without a lower error on what is held out; so many more end early stopping
-WINDOW = 20  # steps over which the drop is taken, Adam's losses being no straight line
+DROP = 1e-5  # training ends when the loss falls by less per step (paper, appendix B)
+PATIENCE = 200  # early stopping ends after so many steps without a lower held-out error
+WINDOW = 20  # steps over which the drop is averaged, since Adam's loss is not monotonic
 
 
 def two_layer_rnn(x: Tensor, weights: Parameters, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """The states z^(2) of the second layer, from states of 0.
+    """The states z^(2) of the second layer, from initial states of 0.
 
-    Both layers are taken in one step, the second one step behind the first, as an RNN of twice the size.
+    Both layers are computed in one step as an RNN of twice the size, the second layer one time step behind.
 
     Args:
         x: [N, T, 2].
         weights: `W_h` and `W_z`, [N, 2, 2, 2], and `b`, [N, 2, 2], of layer 1 and layer 2.
-        activation: what h becomes; gets [N, 1, 4].
+        activation: applied to h, [N, 1, 4].
 
     Returns:
         [N, T, 2].
@@ -60,7 +61,7 @@ def two_layer_rnn(x: Tensor, weights: Parameters, activation: Callable[[Tensor],
     first = x @ W_z[:, 0].transpose(1, 2) + b[:, None, 0]
     first = torch.cat([first, first.new_zeros(N, 1, n)], dim=1)
     driven = torch.cat([first, b[:, None, 1].expand(N, T + 1, n)], dim=2)
-    behind = torch.cat([x.new_ones(n), x.new_zeros(n)])  # layer 2 has no step yet when layer 1 has one
+    behind = torch.cat([x.new_ones(n), x.new_zeros(n)])  # layer 2 starts one step later
     state = activation(driven[:, :1]) * behind
     states = []
     for step in driven.unbind(1)[1:]:
@@ -70,7 +71,7 @@ def two_layer_rnn(x: Tensor, weights: Parameters, activation: Callable[[Tensor],
 
 
 def generate(activation: str, alphas: Sequence[float], segments: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-    """One sequence for each α, of the same weights, inputs and errors, cut into segments.
+    """One sequence for each α with the same weights, inputs and errors, cut into segments.
 
     Returns:
         x and y, each [len(alphas), segments, length, 2].
@@ -94,8 +95,8 @@ def generate(activation: str, alphas: Sequence[float], segments: int, length: in
 def rsa(x: Tensor, p: Parameters) -> Tensor:
     """Two RSA layers (paper, eq. 4) of one regular, one cos and one sin head, 2-dimensional, masked.
 
-    As in proposition 2 a head's value matrix goes from input to output, and the head whose P is the identity is a
-    linear map beside the others. There is no feed-forward part: softmax is the only nonlinearity.
+    As in proposition 2, a head's value matrix maps input to output, and the head whose P is the identity is a linear
+    map. There is no feed-forward part: softmax is the only nonlinearity.
 
     Args:
         x: [N, T, 2].
@@ -113,7 +114,7 @@ def rsa(x: Tensor, p: Parameters) -> Tensor:
         attention = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         decay = torch.stack([lam[:, i], gamma[:, i], gamma[:, i]], dim=1)
         theta = p["theta"][:, i, None].expand(N, len(HEADS))
-        # A REM has one rate a head: the heads of all replications are the heads of one product.
+        # Rates are per head, so the heads of all replications become the heads of one product.
         recurrence = rem_product(value.reshape(1, -1, T, n), kinds, decay.flatten(), theta.flatten())
         g = torch.sigmoid(p["mu"][:, i, None, None])
         mixed = (1 - g) * attention.sum(1) + g * recurrence.view(N, len(HEADS), T, n).sum(1)
@@ -137,10 +138,10 @@ MODELS: dict[str, Callable[[str], Model]] = {
 
 
 def _start(name: str, N: int, generator: torch.Generator) -> Parameters:
-    """Parameters to start from: weights uniform within ±1/√2, as torch's own RNN has them; rates as RSAHeads has them.
+    """Initial parameters: weights uniform in ±1/√2, as in torch's RNN; rates as in RSAHeads.
 
-    An RNN of size 2 may be unstable with those, and a linear one then does not come back: W_h of more than `NORM` is
-    scaled down to that. The gates start at σ(2) = 0.88: near the linear RNN that attention is to correct.
+    An RNN of size 2 may be unstable with those, and a linear one does not recover, so W_h is scaled down to norm
+    `NORM`. Gates start at σ(2) = 0.88: near the linear RNN, which attention has to correct.
     """
 
     def uniform(*shape: int) -> Tensor:
@@ -158,27 +159,27 @@ def _start(name: str, N: int, generator: torch.Generator) -> Parameters:
     return p | heads | rates | {"identity": uniform(2, SIZE, SIZE)}
 
 
-def fit(
+def predict_last(
     name: str, activation: str, x: Tensor, y: Tensor, *, most_steps: int, held_out: int = 0, seed: int = 0
 ) -> Tensor:
     """Fit one model to each segment without its last step, by Adam, and predict that step.
 
-    With nothing held out, the training of a segment ends when its loss falls by less than `DROP` a step, taken over
-    `WINDOW` steps, as the paper has it; where it has risen, the prediction is that of `WINDOW` steps before, since one
-    step may lead to an RNN that is unstable. Else the observations before the last one are not trained on: the
-    prediction is taken where their error is lowest, and training ends `PATIENCE` steps behind it (early stopping).
+    With nothing held out, training of a segment ends when its loss falls by less than `DROP` per step, averaged over
+    `WINDOW` steps, as in the paper; if the loss has risen, the prediction of `WINDOW` steps before is used, since one
+    step may lead to an unstable RNN. Otherwise the last observations before the prediction are not trained on: the
+    prediction is taken where their error is lowest, and training ends `PATIENCE` steps later (early stopping).
 
     Args:
         name: one of `MODELS`.
         activation: of the nonlinear RNN.
         x: [N, T, 2].
         y: [N, T, 2].
-        most_steps: end there at the latest.
-        held_out: how many observations before the last one are held out.
-        seed: of the parameters to start from.
+        most_steps: maximum number of steps.
+        held_out: number of observations held out before the last one.
+        seed: of the initial parameters.
 
     Returns:
-        The squared error of the prediction of y_T, its mean over the two dimensions, shape [N].
+        The squared error of the prediction of y_T, averaged over the two dimensions, shape [N].
     """
     N, T, _ = x.shape
     trained = T - 1 - held_out
@@ -186,39 +187,47 @@ def fit(
     p = {part: start.requires_grad_() for part, start in _start(name, N, torch.Generator().manual_seed(seed)).items()}
     optimizer = torch.optim.Adam(p.values(), lr=LEARNING_RATE)
     errors = x.new_full((N,), math.nan)
+    # Of the replications that still train: index, lowest loss, steps since then, prediction error before.
     running = torch.arange(N)
     best, since, before = x.new_full((N,), math.inf), torch.zeros(N), errors
-    for step in range(most_steps + 1):
-        # What is not trained on sees the others and is not seen by them, so that one pass serves both.
+    ended = torch.zeros(N, dtype=torch.bool)
+
+    def loss(step: int) -> Tensor:
+        nonlocal best, since, before, ended
+        is_last = step == most_steps + 1
+        # Steps that are not trained on see the others and are not seen by them, so one pass serves both.
         squared = (model(x, p) - y).square().mean(2)
-        loss, last = squared[:, :trained].mean(1), squared[:, -1].detach()
-        ended = torch.full_like(running, step == most_steps, dtype=torch.bool)
+        losses, last = squared[:, :trained].mean(1), squared[:, -1].detach()
+        ended = torch.full_like(running, is_last, dtype=torch.bool)
         if held_out:
             now = squared[:, trained:-1].mean(1).detach()
             better = now < best
             errors[running] = torch.where(better, last, errors[running])
             best, since = torch.where(better, now, best), torch.where(better, 0, since + 1)
             ended |= since >= PATIENCE
-        elif step % WINDOW == 0 or step == most_steps:
-            now = loss.detach()
+        elif (step - 1) % WINDOW == 0 or is_last:
+            now = losses.detach()
             ended |= ~(best - now >= DROP * WINDOW)  # also where it is NaN
             errors[running[ended]] = torch.where(now < best, last, before)[ended]
             best, before = now, last
-        optimizer.zero_grad()
-        loss.sum().backward()
-        optimizer.step()
+        return losses.sum()
+
+    def drop_ended(step: int, _: Tensor) -> bool:
+        nonlocal running, best, since, before, x, y, p
+        left = ~ended
+        if not bool(left.any()):
+            return True
         if bool(ended.any()):
-            left = ~ended
-            if not bool(left.any()):
-                break
             running, best, since, before = running[left], best[left], since[left], before[left]
-            x, y = x[left], y[left]
-            p = _continue_with(left, p, optimizer)
+            x, y, p = x[left], y[left], _continue_with(left, p, optimizer)
+        return False
+
+    fit(loss, optimizer, most_steps + 1, after_step=drop_ended)
     return errors
 
 
 def _continue_with(left: Tensor, p: Parameters, optimizer: torch.optim.Adam) -> Parameters:
-    """The parameters and moments of the replications that train on: most end long before the last one."""
+    """Keep the parameters and Adam moments of the replications that go on: most end long before the last one."""
     kept = {}
     for name, tensor in p.items():
         state = optimizer.state.pop(tensor)

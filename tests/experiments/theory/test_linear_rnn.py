@@ -124,7 +124,7 @@ def test_no_memory_at_all():
     [
         (torch.tensor([[0.5, 1.0], [0.0, 0.5]]), "no usable basis of eigenvectors.*defective"),
         (torch.tensor([[0.0, 1.0], [0.0, 0.0]]), "no usable basis of eigenvectors.*defective"),
-        (torch.tensor([[1.0, 0.0], [0.0, 0.5]]), "eigenvalue of modulus 1:.*scale W_h down"),
+        (torch.tensor([[1.0, 0.0], [0.0, 0.5]]), "eigenvalue of modulus 1:.*Scale W_h down"),
         (torch.tensor([[0.0, -1.5], [1.5, 0.0]]), "eigenvalue of modulus 1.5"),
         (torch.tensor([[math.nan, 0.0], [0.0, 0.5]]), "not finite"),
         (torch.zeros(2, 3), r"\(2, 3\): a square matrix"),

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import rsa_hf.experiments.theory.synthetic as synthetic
-from rsa_hf.experiments.runner.cells import Result
+from experiments.runs import finished
 from rsa_hf.experiments.runner.runner import run_experiment
 from rsa_hf.experiments.runner.summary import Row
 from rsa_hf.experiments.synthetic import EXPERIMENT, conclude, summarise_ratios
-from rsa_hf.experiments.theory.synthetic import ACTIVATIONS, HEADS, fit, generate, rsa, two_layer_rnn
+from rsa_hf.experiments.theory.synthetic import ACTIVATIONS, HEADS, generate, predict_last, rsa, two_layer_rnn
 from rsa_hf.ops import rem_product
 from rsa_hf.rem import rem_matrix
 
@@ -73,11 +73,13 @@ def test_what_is_not_trained_on_is_not_seen():
     changed = y.clone()
     changed[:, -1] += 100
     for held_out in (0, 5):
-        errors = [fit("linear", "tanh", x, target, most_steps=30, held_out=held_out) for target in (y, changed)]
+        errors = [
+            predict_last("linear", "tanh", x, target, most_steps=30, held_out=held_out) for target in (y, changed)
+        ]
         # Only the error itself knows of the change: the prediction is the same.
         assert errors[0].max() < 100 < errors[1].min()
-    shut = fit("linear", "tanh", x, y, most_steps=0)
-    assert fit("linear", "tanh", x, y, most_steps=100).mean() < 0.9 * shut.mean()
+    shut = predict_last("linear", "tanh", x, y, most_steps=0)
+    assert predict_last("linear", "tanh", x, y, most_steps=100).mean() < 0.9 * shut.mean()
 
 
 def test_no_rnn_starts_unstable():
@@ -86,15 +88,15 @@ def test_no_rnn_starts_unstable():
     norms = torch.linalg.matrix_norm(W_h, ord=2)
     assert norms.max() <= synthetic.NORM + 1e-6 and norms.min() < 0.5
     x, y = (part.flatten(0, 1) for part in generate("relu", (0.0, 1.0), 100, 100, seed=0))
-    assert fit("linear", "relu", x, y, most_steps=60).max() < 1e3
+    assert predict_last("linear", "relu", x, y, most_steps=60).max() < 1e3
 
 
 @pytest.mark.parametrize("held_out", [0, 5])
 def test_steps_that_led_to_an_unstable_rnn_are_taken_back(held_out, monkeypatch):
     x, y = (part.flatten(0, 1) for part in generate("tanh", (0.5,), 4, 30, seed=0))
-    untrained = fit("linear", "tanh", x, y, most_steps=0, held_out=held_out)
+    untrained = predict_last("linear", "tanh", x, y, most_steps=0, held_out=held_out)
     monkeypatch.setattr(synthetic, "LEARNING_RATE", 10.0)
-    assert torch.equal(fit("linear", "tanh", x, y, most_steps=100, held_out=held_out), untrained)
+    assert torch.equal(predict_last("linear", "tanh", x, y, most_steps=100, held_out=held_out), untrained)
 
 
 @pytest.mark.parametrize(("model", "held_out"), [("linear", 0), ("linear", 5)])
@@ -107,7 +109,7 @@ def test_a_replication_trains_as_if_no_other_ended(model, held_out, monkeypatch)
     x, y = (part.flatten(0, 1).double() for part in generate("tanh", (0.5,), 5, 30, seed=0))
     beside = y.clone()
     beside[:2] = y[:2].roll(1, dims=1)
-    found = [fit(model, "tanh", x, target, most_steps=500, held_out=held_out) for target in (y, beside)]
+    found = [predict_last(model, "tanh", x, target, most_steps=500, held_out=held_out) for target in (y, beside)]
     assert left
     assert (found[0][:2] - found[1][:2]).abs().min() > 1e-3
     torch.testing.assert_close(found[0][2:], found[1][2:], atol=1e-8, rtol=0)
@@ -125,9 +127,9 @@ def ahead(value, *plan):
 @pytest.mark.parametrize("broken", [zeroed, ahead])
 def test_a_broken_rem_loses(broken, monkeypatch):
     x, y = (part.flatten(0, 1) for part in generate("tanh", (0.0,), 30, 60, seed=3))
-    right = fit("rsa", "tanh", x, y, most_steps=60, held_out=10).mean()
+    right = predict_last("rsa", "tanh", x, y, most_steps=60, held_out=10).mean()
     monkeypatch.setattr(synthetic, "rem_product", broken)
-    assert fit("rsa", "tanh", x, y, most_steps=60, held_out=10).mean() > 1.1 * right
+    assert predict_last("rsa", "tanh", x, y, most_steps=60, held_out=10).mean() > 1.1 * right
 
 
 def row(rule, activation, mean, half):
@@ -149,9 +151,7 @@ def test_the_verdict_follows_the_paper_s_rule(mean, half, verdict):
 def test_rsa_that_diverged_is_against_the_claim():
     settings = {"activation": "tanh", "most_steps": 9}
     results = [
-        Result(
-            {**settings, "rule": rule, "seed": seed}, {"alpha": [0.7], **errors, "rsa": [rsa]}, 1.0, "a machine", {}
-        )
+        finished({**settings, "rule": rule, "seed": seed}, {"alpha": [0.7], **errors, "rsa": [rsa]})
         for errors in [{"linear": [1.2], "nonlinear": [1.1]}]
         for rule in ("loss", "early")
         for seed, rsa in enumerate((0.9, 0.91, math.nan if rule == "loss" else 0.9))
@@ -162,4 +162,4 @@ def test_rsa_that_diverged_is_against_the_claim():
 def test_it_runs_at_toy_size_and_says_the_same_again(tmp_path):
     first = run_experiment(EXPERIMENT, "toy", tmp_path / "a", progress=False)
     assert first == run_experiment(EXPERIMENT, "toy", tmp_path / "b", progress=False)
-    assert first.sentence.startswith("Where α > 0.6, RSA predicts better")
+    assert first.sentence.startswith("For α > 0.6, RSA predicts significantly better")

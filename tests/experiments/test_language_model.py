@@ -5,10 +5,17 @@ import math
 import pytest
 import torch
 
+from experiments.runs import conclude, finished
 from rsa_hf import param_groups
 from rsa_hf.experiments.language_model import EXPERIMENT, PUBLISHED
-from rsa_hf.experiments.runner.cells import Result
-from rsa_hf.experiments.segment_models import ARCHITECTURES, ARMS, SHAPES, build, read_segments, train_on_segments
+from rsa_hf.experiments.language_model.models import (
+    ARCHITECTURES,
+    SHAPES,
+    VARIANTS,
+    build,
+    read_segments,
+    train_on_segments,
+)
 from rsa_hf.heads import RSAHeads
 from rsa_hf.tasks.text8 import TEXT8_SYMBOLS, text8_tokenizer
 from rsa_hf.tasks.text_blocks import TrainingTracks
@@ -30,9 +37,9 @@ def test_the_published_size(architecture, added):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_training_carries_memory_and_begins_again_at_the_end_of_the_text(architecture):
-    """Against the steps written out: 5 steps on tracks of 2 segments."""
-    tracks = TrainingTracks(torch.randint(256, (2 * 2 * 64 + 5,)), 64, 2)
-    assert tracks.num_segments == 2
+    """Against the steps written out: 5 steps on streams of 2 segments."""
+    streams = TrainingTracks(torch.randint(256, (2 * 2 * 64 + 5,)), 64, 2)
+    assert streams.num_segments == 2
 
     def fresh():
         torch.manual_seed(1)
@@ -47,7 +54,7 @@ def test_training_carries_memory_and_begins_again_at_the_end_of_the_text(archite
             for group, fresh_group in zip(optimizer.param_groups, param_groups(model, 1e-2), strict=True):
                 group["lr"] = rate * fresh_group["lr"]
             begin = step % 2 * 64
-            rows = torch.stack([tracks.token_ids[track * 128 + begin :][:65] for track in range(2)])
+            rows = torch.stack([streams.token_ids[stream * 128 + begin :][:65] for stream in range(2)])
             out = model(rows[:, :-1], mems=mems if step % 2 and carry else None)
             mems = out.mems
             torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), rows[:, 1:].flatten()).backward()
@@ -57,7 +64,7 @@ def test_training_carries_memory_and_begins_again_at_the_end_of_the_text(archite
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     model = fresh()
-    train_on_segments(model, tracks, 1e-2, 5)
+    train_on_segments(model, streams, 1e-2, 5)
     found = torch.cat([p.detach().flatten() for p in model.parameters()])
     torch.testing.assert_close(found, by_hand(carry=True), rtol=1e-4, atol=1e-5)
     assert float((found - by_hand(carry=False)).abs().max()) > 1e-3  # the check can fail
@@ -74,16 +81,16 @@ def test_text8_is_read_as_its_tokenizer_does(data_folder, monkeypatch):
     assert text.test.token_ids.tolist() != ids
 
 
-def result(score, arm="rsa", seed=0, rate=1e-2, validation=None, architecture="transformer-xl"):
-    cell = {"corpus": "text8", "architecture": architecture, "model": "small", "steps": 3, "arm": arm}
+def result(score, variant="rsa", seed=0, rate=1e-2, validation=None, architecture="transformer-xl"):
+    settings = {"corpus": "text8", "architecture": architecture, "model": "small", "steps": 3, "arm": variant}
     values = {"validation": score if validation is None else validation, "test": score, "parameters": 1.0}
-    if arm == "rsa":
+    if variant == "rsa":
         values["time of a step / plain"] = 1.5
-    return Result({**cell, "learning_rate": rate, "seed": seed}, values, 1.0, "here", {})
+    return finished({**settings, "learning_rate": rate, "seed": seed}, values)
 
 
 def concluded(*results):
-    return EXPERIMENT.conclude(EXPERIMENT.summarise(results))
+    return conclude(EXPERIMENT, *results)
 
 
 def test_each_arm_stands_with_the_rate_that_validation_chooses():
@@ -115,12 +122,12 @@ def test_verdicts():
     assert verdict(2.8, math.nan, 2.9, damped=math.nan).verdict == "not confirmed"  # the plain model did not
     # What damped attention does as well is not the work of recurrence.
     assert verdict(2.8, 2.81, 2.79, damped=2.7).verdict == "not confirmed"
-    assert "than with P of zeros in 0." in verdict(2.8, 2.81, 2.79, damped=2.7).sentence
+    assert "and in 0 with the variant without recurrence." in verdict(2.8, 2.81, 2.79, damped=2.7).sentence
     # One architecture that it harms is enough.
     other = [
-        result(3.0 + (arm == "rsa") / 50, arm, seed, architecture="block-recurrent")
+        result(3.0 + (variant == "rsa") / 50, variant, seed, architecture="block-recurrent")
         for seed in (0, 1, 2)
-        for arm in ARMS
+        for variant in VARIANTS
     ]
     conclusion = verdict(2.8, 2.81, 2.79, more=other)
     assert conclusion.verdict == "not confirmed"
@@ -130,16 +137,10 @@ def test_verdicts():
 
 
 def test_a_rem_of_zeros_is_not_confirmed(monkeypatch):
-    cells = [cell for cell in EXPERIMENT.cells("toy", 1) if cell["architecture"] == "transformer-xl"]
+    grid = [settings for settings in EXPERIMENT.grid("toy", 1) if settings["architecture"] == "transformer-xl"]
     mix = RSAHeads.forward
     monkeypatch.setattr(RSAHeads, "forward", lambda self, a, value, g: mix(self, a, torch.zeros_like(value), g))
-    rows = EXPERIMENT.summarise([Result(cell, EXPERIMENT.run_cell(cell), 1.0, "here", {}) for cell in cells])
+    rows = EXPERIMENT.summarise([finished(settings, EXPERIMENT.measure(settings)) for settings in grid])
     [difference] = [row for row in rows if row.measure == "rsa − no recurrence"]
     assert abs(difference.mean) < 1e-3  # they are the same but for rounding
     assert EXPERIMENT.conclude(rows).verdict == "not confirmed"
-
-
-def test_the_published_size_is_planned_on_every_machine():
-    cells = EXPERIMENT.cells("full", 1)
-    assert {cell["model"] for cell in cells if EXPERIMENT.needs_gpu(cell)} == {"14 layers"}
-    assert {cell["model"] for cell in cells} == {"small", "14 layers"}

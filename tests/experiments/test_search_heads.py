@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
+from experiments.runs import conclude, finished
 from rsa_hf.experiments import search_heads
-from rsa_hf.experiments.runner.cells import Result
-from rsa_hf.experiments.runner.runner import FOLDER, read_results, run_experiment
+from rsa_hf.experiments.runner.runner import FOLDER, read_runs, run_experiment
 from rsa_hf.experiments.search_heads import DEFAULT, EXPERIMENT
 from rsa_hf.training.search import FoundPlan
 
@@ -20,7 +20,7 @@ def test_at_toy_size(tmp_path, caplog, monkeypatch):
     # Lines of each trial would bury the progress of the experiment; who uses optuna beside it is not silenced.
     assert not [record for record in caplog.records if record.name.startswith("optuna")]
     assert optuna.logging.get_verbosity() == optuna.logging.INFO
-    [result] = read_results(tmp_path / FOLDER / "search-heads" / "toy").values()
+    [result] = read_runs(tmp_path / FOLDER / "search-heads" / "toy").values()
     values = result.values
     assert len(values["validation"]) == 3
     heads = values["regular"] + 2 * values["cyclical pairs"] + values["dilated regular"]
@@ -31,9 +31,9 @@ def test_at_toy_size(tmp_path, caplog, monkeypatch):
 
 def test_a_search_that_finds_nothing_is_not_confirmed(monkeypatch):
     monkeypatch.setattr(search_heads, "search", lambda *_, **__: [FoundPlan(0, 3.0, DEFAULT)])
-    cell = {**EXPERIMENT.cells("toy", 1)[0], "steps": 3}
+    settings = {**EXPERIMENT.grid("toy", 1)[0], "steps": 3}
     rows = EXPERIMENT.summarise(
-        [Result({**cell, "seed": seed}, EXPERIMENT.run_cell(cell), 1.0, "x", {}) for seed in (0, 1)]
+        [finished({**settings, "seed": seed}, EXPERIMENT.measure(settings)) for seed in (0, 1)]
     )
     conclusion = EXPERIMENT.conclude(rows)
     assert conclusion.verdict == "not confirmed" and "+0.000" in conclusion.sentence
@@ -48,9 +48,12 @@ def test_a_search_that_finds_nothing_is_not_confirmed(monkeypatch):
     ],
 )
 def test_verdicts(differences, verdict):
-    cell = EXPERIMENT.cells("quick", 1)[0]
+    settings = EXPERIMENT.grid("quick", 1)[0]
     results = [
-        Result({**cell, "seed": seed}, {"test, plain": 3, "test, default": 2, "test, found": 2 + d, "found − default": d}, 1.0, "x", {})
+        finished(
+            {**settings, "seed": seed},
+            {"test, plain": 3, "test, default": 2, "test, found": 2 + d, "found − default": d},
+        )
         for seed, d in enumerate(differences)
-    ]  # fmt: skip
-    assert EXPERIMENT.conclude(EXPERIMENT.summarise(results)).verdict == verdict
+    ]
+    assert conclude(EXPERIMENT, *results).verdict == verdict

@@ -1,18 +1,19 @@
-"""What RSA is compared with: the plain model, and cheaper explanations of what RSA does.
+"""The variants of a model that experiments compare.
 
 * `plain`: the model as it is.
 * `rsa`: `RSAConfig.from_scratch`: all heads are RSA heads in cyclical pairs.
-* `published`: half of the heads are, with rates from the paper's start and gates from one half.
-* `alibi`: attention with linear biases (Press et al., 2022), so attention itself can prefer what is near.
-* `learned toeplitz`: the heads of `rsa` with a learned number for each lag in place of a REM.
-* `short convolution`: the same for the last four tokens alone, a short causal convolution of V beside attention.
-* `no softmax`: the heads of `rsa` with the gate fixed at 1, so they see P V alone.
-* `no recurrence`: the heads of `rsa` with P of zeros, so their gates damp attention, and that is all.
+* `published`: half of the heads are RSA heads, with the paper's initial rates and gates of one half.
+* `alibi`: attention with linear biases (Press et al., 2022), a preference for near tokens without RSA.
+* `learned toeplitz`: as `rsa`, with a learned weight for each lag in place of a REM.
+* `short convolution`: as `rsa`, with learned weights for the last four tokens alone.
+* `no softmax`: as `rsa` with the gate fixed at 1, so that only P V is left.
+* `no recurrence`: as `rsa` with P = 0, so that gates only damp attention.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,66 +27,67 @@ from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.patching import patch_model
 from rsa_hf.rem import lag_weights
 
-__all__ = ["ARMS", "DAMPED", "PUBLISHED_START", "damp", "make_arm"]
+__all__ = ["NO_RECURRENCE", "PUBLISHED_START", "VARIANTS", "add_rsa", "make_variant"]
 
 PUBLISHED_START = RSAConfig(gate_init=0.0)
 KERNEL = 4  # tokens of the short convolution
-LAGS = {"learned toeplitz": None, "short convolution": KERNEL}  # how many lags are learned; None: all
-DAMPED = "no recurrence"
-ARMS = ("plain", "rsa", "published", "alibi", *LAGS, "no softmax", DAMPED)
+LAGS = {"learned toeplitz": None, "short convolution": KERNEL}  # number of learned lags; None: all
+NO_RECURRENCE = "no recurrence"
+VARIANTS = ("plain", "rsa", "published", "alibi", *LAGS, "no softmax", NO_RECURRENCE)
 
 
-def make_arm(arm: str, model: PreTrainedModel, longest: int) -> nn.Module:
-    """Turn a plain model into an arm of the comparison.
+def add_rsa(model: PreTrainedModel, variant: str, config: RSAConfig | None) -> None:
+    """Patch a model in place, with P = 0 if the variant is `no recurrence`; leave it as it is without a config."""
+    if config is not None:
+        patch_model(model, config)
+    if variant == NO_RECURRENCE:
+        for module, heads in _heads(model):
+            module.rsa = WithoutRecurrence(heads)
+
+
+def make_variant(variant: str, model: PreTrainedModel, longest: int) -> nn.Module:
+    """Turn a plain model into one of `VARIANTS`.
 
     Args:
-        arm: one of `ARMS`; `alibi` is for Llama.
+        variant: its name; `alibi` is for Llama.
         model: the plain model, changed in place.
-        longest: the most tokens it will see.
+        longest: longest input in tokens.
 
     Returns:
         The model, or a wrapper that is called like it.
 
     Raises:
-        ValueError: there is no such arm.
+        ValueError: there is no such variant.
     """
-    if arm not in ARMS:
-        raise ValueError(f"arm={arm!r}: one of {', '.join(ARMS)} is needed.")
-    if arm == "plain":
-        return model
-    if arm == "alibi":
+    if variant not in VARIANTS:
+        raise ValueError(f"variant={variant!r}: choose from {', '.join(VARIANTS)}.")
+    if variant == "alibi":
         return ALiBi(model, longest)
-    if arm == "published":
-        return patch_model(model, PUBLISHED_START)
-    plan = RSAConfig.from_scratch(model.config.num_attention_heads)
-    patch_model(model, replace(plan, gate_init=math.inf) if arm == "no softmax" else plan)
-    if arm == DAMPED:
-        damp(model)
-    for module in list(model.modules()):
-        heads = heads_of(module)
-        if heads is None:
-            continue
-        if arm in LAGS:
-            module.rsa = LearnedLags(heads, LAGS[arm] or longest - 1)
-        elif arm == "no softmax":
+    config = RSAConfig.from_scratch(model.config.num_attention_heads)
+    configs = {"plain": None, "published": PUBLISHED_START, "no softmax": replace(config, gate_init=math.inf)}
+    add_rsa(model, variant, configs.get(variant, config))
+    for module, heads in _heads(model):
+        if variant in LAGS:
+            module.rsa = LearnedLags(heads, LAGS[variant] or longest - 1)
+        elif variant == "no softmax":
             heads.mu.requires_grad_(False)
     return model
 
 
-def damp(model: nn.Module) -> None:
-    """Give a patched model P of zeros in place of its REMs: the rest of RSA, to be told from recurrence."""
+def _heads(model: nn.Module) -> Iterator[tuple[nn.Module, RSAHeads]]:
+    """The patched modules with their RSA heads."""
     for module in list(model.modules()):
         heads = heads_of(module)
         if heads is not None:
-            module.rsa = Damped(heads)
+            yield module, heads
 
 
 class ALiBi(nn.Module):
-    """A causal model whose attention gets a bias −slope · τ, one slope a head.
+    """A causal model with a bias −slope · τ on its attention scores, one slope per head.
 
     Args:
         model: takes a 4-D mask.
-        longest: the most tokens.
+        longest: longest input in tokens.
     """
 
     bias: Tensor
@@ -101,18 +103,18 @@ class ALiBi(nn.Module):
         self.register_buffer("bias", bias[None], persistent=False)
 
     def forward(self, input_ids: Tensor, **keywords: Any) -> Any:
-        """What the model returns."""
+        """The output of the model."""
         T = input_ids.shape[1]
         return self.model(input_ids, attention_mask=self.bias[:, :, :T, :T], **keywords)
 
 
 class LearnedLags(RSAHeads):
-    """RSA heads with f(τ) a learned number for each head and lag, which starts as the REM's.
+    """RSA heads whose f(τ) is a learned weight for each head and lag, initialised from the REM.
 
-    Gates learn at the pace of RSA's, the numbers at that of the weights.
+    Gates learn at the rate of RSA parameters, the lag weights at that of the other weights.
 
     Args:
-        heads: the RSA heads whose place it takes.
+        heads: the RSA heads to replace.
         longest: the longest lag; f is 0 beyond.
     """
 
@@ -136,11 +138,11 @@ class LearnedLags(RSAHeads):
         return torch.cat([torch.lerp(attention[:, :, :R], product, gate), attention[:, :, R:]], dim=2)
 
 
-class Damped(RSAHeads):
-    """RSA heads with P of zeros.
+class WithoutRecurrence(RSAHeads):
+    """RSA heads with P = 0.
 
     Args:
-        heads: the RSA heads whose place it takes.
+        heads: the RSA heads to replace.
     """
 
     def __init__(self, heads: RSAHeads) -> None:
@@ -148,14 +150,14 @@ class Damped(RSAHeads):
         self.eta = self.nu = self.theta = None
 
     def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
-        """Attention [B, T, H, D] with its RSA heads times 1 − σ(μ)."""
+        """Attention [B, T, H, D], its RSA heads scaled by 1 − σ(μ)."""
         R = self.plan.num_rsa_heads
         kept = 1 - torch.sigmoid(self.mu * self.plan.parameter_scale)
         return torch.cat([kept * attention[:, :, :R], attention[:, :, R:]], dim=2)
 
 
 def _multiplied(f: Tensor, value: Tensor) -> Tensor:
-    """P V with P written out."""
+    """P V with a dense P."""
     T = value.shape[2]
     position = torch.arange(T, device=value.device)
     lag = position[:, None] - position
@@ -164,7 +166,7 @@ def _multiplied(f: Tensor, value: Tensor) -> Tensor:
 
 
 def _convolved(f: Tensor, value: Tensor) -> Tensor:
-    """P V lag by lag, which is cheaper for a few of them."""
+    """P V lag by lag, cheaper for few lags."""
     T, longest = value.shape[2], f.shape[1]
     padded = nn.functional.pad(value, (0, 0, longest, 0))
     product = torch.zeros_like(value)

@@ -1,0 +1,269 @@
+"""The forecasters: Informer, a LogSparse Transformer and Transformer-XL, plain, with RSA heads, or with P = 0.
+
+A forecaster maps known values [B, C, N] and the time features of known and future steps [B, C + H, F] to a prediction
+[B, H, N] of the whole horizon at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2Model, InformerConfig, PreTrainedModel
+from transformers.models.informer.modeling_informer import InformerDecoder, InformerEncoder, InformerPreTrainedModel
+
+from rsa_hf.config import RSAConfig
+from rsa_hf.experiments.byte_models import gpt2_config
+from rsa_hf.experiments.variants import NO_RECURRENCE, add_rsa
+from rsa_hf.models.transformer_xl import TransformerXLConfig, TransformerXLModel
+from rsa_hf.ops.mask import HIDDEN_AT_OR_BELOW
+
+__all__ = ["FAMILIES", "HEADS", "VARIANTS", "LogSparseModel", "Task", "make_forecaster", "rsa_plan"]
+
+VARIANTS = ("plain", "rsa", NO_RECURRENCE)
+# `informer` has ProbSparse attention, `informer-full` full attention.
+FAMILIES = ("informer", "informer-full", "log-sparse", "transformer-xl")
+HEADS = 8
+DROPOUT = 0.05
+KERNEL = 6  # of LogSparse's convolutions
+# A bias on attention scores that makes their softmax vanish, but is not read as a mask, which would hide P V too.
+NOT_ATTENDED = HIDDEN_AT_OR_BELOW / 2
+
+
+@dataclass(frozen=True)
+class Task:
+    """Lengths and widths of a forecaster's input and output.
+
+    Attributes:
+        context: known steps, C.
+        label: known steps that an Informer's decoder is given.
+        horizon: steps to predict, H.
+        variables: N.
+        time_features: F.
+    """
+
+    context: int
+    label: int
+    horizon: int
+    variables: int
+    time_features: int
+
+
+def rsa_plan(family: str, dilation: int) -> RSAConfig:
+    """The paper's plans: k = (0, 2, 2, 0, 2, 2) for Informers and (0, 0, 0, 0, 2, 2) for the others."""
+    undilated = 2 if family.startswith("informer") else 0
+    return RSAConfig(num_cyclical_pairs=undilated, num_dilated_cyclical_pairs=2, dilation=dilation, gate_init=0.0)
+
+
+def make_forecaster(
+    family: str, variant: str, task: Task, *, width: int, encoder_layers: int, decoder_layers: int, dilation: int
+) -> InformerForecaster | CausalForecaster:
+    """A forecaster with random weights from torch's random state, the same for all variants.
+
+    Args:
+        family: one of `FAMILIES`.
+        variant: one of `VARIANTS`.
+        task: lengths and widths.
+        width: hidden size; a multiple of 8, the number of heads.
+        encoder_layers: of an Informer. The others have as many layers as its encoder and decoder together.
+        decoder_layers: of an Informer.
+        dilation: d of dilated heads.
+
+    Raises:
+        ValueError: there is no such family or variant.
+    """
+    if family not in FAMILIES or variant not in VARIANTS:
+        raise ValueError(
+            f"family={family!r}, variant={variant!r}: choose from {', '.join(FAMILIES)} and {', '.join(VARIANTS)}."
+        )
+    forecaster: InformerForecaster | CausalForecaster
+    if family.startswith("informer"):
+        body = OneShotInformer(_informer_config(family, task, width, encoder_layers, decoder_layers))
+        forecaster = InformerForecaster(body, task.variables, task.label)
+    else:
+        layers, longest = encoder_layers + decoder_layers, task.context + task.horizon
+        model: PreTrainedModel
+        if family == "log-sparse":
+            model = LogSparseModel(gpt2_config(1, longest, width, layers, HEADS, DROPOUT))
+        else:
+            model = _transformer_xl(width, layers)
+        forecaster = CausalForecaster(model, width, task.variables, task.time_features)
+    add_rsa(forecaster.body, variant, None if variant == "plain" else rsa_plan(family, dilation))
+    return forecaster
+
+
+def _informer_config(family: str, task: Task, width: int, encoder_layers: int, decoder_layers: int) -> InformerConfig:
+    config = InformerConfig(
+        context_length=task.context,
+        prediction_length=task.label + task.horizon,  # the length of the decoder's input
+        attention_type="full" if family == "informer-full" else "prob",
+        sampling_factor=5,
+        distil=True,
+        d_model=width,
+        encoder_layers=encoder_layers,
+        decoder_layers=decoder_layers,
+        encoder_attention_heads=HEADS,
+        decoder_attention_heads=HEADS,
+        encoder_ffn_dim=4 * width,
+        decoder_ffn_dim=4 * width,
+        dropout=DROPOUT,
+        attention_dropout=DROPOUT,
+        activation_dropout=DROPOUT,
+        encoder_layerdrop=0.0,
+        decoder_layerdrop=0.0,
+    )
+    # transformers derives it from lags, scales and static features, which are not used here.
+    config.feature_size = task.variables + task.time_features
+    return config
+
+
+def _transformer_xl(width: int, layers: int) -> TransformerXLModel:
+    """Transformer-XL without memory: a window is one segment."""
+    return TransformerXLModel(
+        TransformerXLConfig(
+            vocab_size=1,
+            cutoffs=[],
+            div_val=1,
+            d_model=width,
+            n_head=HEADS,
+            d_head=width // HEADS,
+            d_inner=4 * width,
+            n_layer=layers,
+            mem_len=0,
+            clamp_len=-1,
+            same_length=False,
+            dropout=DROPOUT,
+            dropatt=DROPOUT,
+        )
+    )
+
+
+class OneShotInformer(InformerPreTrainedModel):
+    """Encoder and decoder of the Informer, with the original's one-shot prediction (Zhou et al., 2021, section 3.3).
+
+    The decoder is given the last known steps and zeros for the future ones, and its states there are the prediction.
+    transformers' `InformerForPrediction` learns a distribution of the next step instead.
+
+    Args:
+        config: `feature_size` is the width of the input, `context_length` and `prediction_length` are the input
+            lengths of encoder and decoder.
+    """
+
+    def __init__(self, config: InformerConfig) -> None:
+        super().__init__(config)
+        self.encoder = InformerEncoder(config)
+        self.decoder = InformerDecoder(config)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    @property
+    def rsa_probe_inputs(self) -> dict[str, Any]:
+        """A small input for `patch_model`, with different lengths of encoder and decoder."""
+        x = torch.zeros(1, 8, self.config.feature_size, device=self.device)
+        return {"known": x, "start": x[:, :5]}
+
+    def forward(self, known: Tensor, start: Tensor) -> Tensor:
+        """From [B, C, features] and [B, L, features] to the decoder's states [B, L, d_model]."""
+        encoded = self.encoder(inputs_embeds=known).last_hidden_state
+        decoded = self.decoder(inputs_embeds=start, encoder_hidden_states=encoded, use_cache=False)
+        states: Tensor = decoded.last_hidden_state
+        return states
+
+
+class InformerForecaster(nn.Module):
+    """A linear layer on the Informer's decoder states.
+
+    Args:
+        body: encoder and decoder.
+        variables: N.
+        label: known steps that the decoder is given.
+    """
+
+    def __init__(self, body: OneShotInformer, variables: int, label: int) -> None:
+        super().__init__()
+        self.body = body
+        self.label = label
+        self.head = nn.Linear(body.config.d_model, variables)
+
+    def forward(self, values: Tensor, times: Tensor) -> Tensor:
+        """From known values [B, C, N] and times [B, C + H, F] to predictions [B, H, N]."""
+        C, H = values.shape[1], times.shape[1] - values.shape[1]
+        known = torch.cat([values, times[:, :C]], dim=-1)
+        given = nn.functional.pad(values[:, C - self.label :], (0, 0, 0, H))
+        start = torch.cat([given, times[:, C - self.label :]], dim=-1)
+        prediction: Tensor = self.head(self.body(known, start)[:, -H:])
+        return prediction
+
+
+class CausalForecaster(nn.Module):
+    """Linear layers before and after a causal Transformer, whose input is the known steps followed by zeros.
+
+    Args:
+        body: takes `inputs_embeds` [B, T, width], returns `last_hidden_state` of that shape.
+        width: of the body.
+        variables: N.
+        time_features: F.
+    """
+
+    def __init__(self, body: PreTrainedModel, width: int, variables: int, time_features: int) -> None:
+        super().__init__()
+        self.body = body
+        self.embed = nn.Linear(variables + time_features, width)
+        self.head = nn.Linear(width, variables)
+
+    def forward(self, values: Tensor, times: Tensor) -> Tensor:
+        """From known values [B, C, N] and times [B, C + H, F] to predictions [B, H, N]."""
+        H = times.shape[1] - values.shape[1]
+        sequence = torch.cat([nn.functional.pad(values, (0, 0, 0, H)), times], dim=-1)
+        states = self.body(inputs_embeds=self.embed(sequence)).last_hidden_state
+        prediction: Tensor = self.head(states[:, -H:])
+        return prediction
+
+
+class LogSparseModel(GPT2Model):
+    """GPT-2 without a head, with attention in the style of LogSparse (Li et al., 2019).
+
+    Position t attends to itself and to t − 1, t − 2, t − 4, t − 8, …; queries and keys are causal convolutions over
+    the last positions. The recurrence of RSA heads is not sparse: it sees the whole past.
+
+    Args:
+        config: of GPT-2; `n_positions` is the longest sequence.
+    """
+
+    lag_bias: Tensor
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config)
+        for block in self.h:
+            attention = block.get_submodule("attn")
+            attention.c_attn = ConvolvedProjection(config.n_embd)
+        position = torch.arange(config.n_positions)
+        lag = position[:, None] - position
+        attended = (lag >= 0) & (lag & (lag - 1) == 0)  # 0 and the powers of two
+        bias = torch.where(attended, 0.0, NOT_ATTENDED).masked_fill(lag < 0, torch.finfo(torch.float32).min)
+        self.register_buffer("lag_bias", bias[None, None], persistent=False)
+
+    def forward(self, *args: Any, inputs_embeds: Tensor | None = None, **keywords: Any) -> Any:
+        """As `GPT2Model.forward`, without cache and mask."""
+        T = (keywords["input_ids"] if inputs_embeds is None else inputs_embeds).shape[1]
+        keywords |= {"attention_mask": self.lag_bias[:, :, :T, :T], "use_cache": False}
+        return super().forward(*args, inputs_embeds=inputs_embeds, **keywords)
+
+
+class ConvolvedProjection(nn.Module):
+    """Queries and keys as causal convolutions, values as a linear map.
+
+    Args:
+        width: of the input, [B, T, width].
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(width, 2 * width, KERNEL)
+        self.value = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Queries, keys and values, [B, T, 3 · width]."""
+        padded = nn.functional.pad(hidden.transpose(1, 2), (KERNEL - 1, 0))
+        return torch.cat([self.convolution(padded).transpose(1, 2), self.value(hidden)], dim=-1)

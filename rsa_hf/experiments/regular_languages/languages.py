@@ -1,0 +1,392 @@
+"""Formal languages for next-character prediction: automata, brackets, and the strings to train and test on.
+
+After Bhattamishra et al., 2020, On the Ability and Limitations of Transformers to Recognize Formal Languages (arXiv
+2009.11264).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import comb
+from random import Random
+from typing import Any, Protocol
+
+__all__ = ["BINS", "LANGUAGES", "Automaton", "Language", "Splits", "all_strings", "legal_next", "make_splits"]
+
+PAIRS = ("()", "[]", "{}", "<>")
+BINS = ((2, 50), (51, 100), (101, 150))
+
+
+class Language(Protocol):
+    """A language as a deterministic machine that reads one character at a time.
+
+    Attributes:
+        alphabet: its characters.
+        start: the state before the first character. States are hashable.
+        complete: whether `sample` draws strings of the language, or prefixes of strings.
+    """
+
+    @property
+    def alphabet(self) -> str: ...  # noqa: D102
+
+    @property
+    def start(self) -> Any: ...  # noqa: D102
+
+    @property
+    def complete(self) -> bool: ...  # noqa: D102
+
+    def step(self, state: Any, character: str) -> Any:
+        """The next state; None if no string of the language continues like this."""
+        ...
+
+    def accepts(self, state: Any) -> bool:
+        """Whether the characters read so far are a string of the language."""
+        ...
+
+    def count(self, length: int) -> int:
+        """Number of different strings of `length` characters that `sample` may draw."""
+        ...
+
+    def sample(self, length: int, random: Random) -> str:
+        """A random string of `length` characters; ValueError if there is none."""
+        ...
+
+
+def legal_next(language: Language, string: str) -> list[tuple[frozenset[str], bool]]:
+    """The targets of next-character prediction (Bhattamishra et al., 2020, section 3).
+
+    Args:
+        language: the language.
+        string: a string or a prefix.
+
+    Returns:
+        For each of the len(string) + 1 prefixes, the empty one first: the characters that may follow, and whether the
+        prefix is a string of the language, so that it may end here.
+
+    Raises:
+        ValueError: no string of the language begins like this.
+    """
+    state, targets = language.start, list[tuple[frozenset[str], bool]]()
+    for character in (*string, None):
+        after = {c: language.step(state, c) for c in language.alphabet}
+        targets.append((frozenset(c for c in after if after[c] is not None), language.accepts(state)))
+        if character is not None:
+            state = after.get(character)
+            if state is None:
+                raise ValueError(f"{string!r}: no string of the language begins with {string[: len(targets)]!r}.")
+    return targets
+
+
+def all_strings(language: Language, length: int) -> list[str]:
+    """Every string of `length` characters that `sample` may draw, by walking through all prefixes."""
+    prefixes = [("", language.start)]
+    for _ in range(length):
+        prefixes = [
+            (string + c, after)
+            for string, state in prefixes
+            for c in language.alphabet
+            if (after := language.step(state, c)) is not None
+        ]
+    return [string for string, state in prefixes if not language.complete or language.accepts(state)]
+
+
+@dataclass(eq=False)
+class Automaton:
+    """A deterministic finite automaton without dead states: every transition leads to some string of the language.
+
+    Strings are sampled uniformly among those of their length.
+
+    Attributes:
+        alphabet: its characters.
+        transitions: for each state, the next state by character.
+        accepting: states in which a string may end.
+        start: the first state.
+    """
+
+    alphabet: str
+    transitions: Mapping[str, Mapping[str, str]]
+    accepting: frozenset[str]
+    start: str
+    complete: bool = field(default=True, init=False)
+    # completions[r][s]: number of ways from state s to an accepting state in r characters.
+    completions: list[dict[str, int]] = field(default_factory=list, init=False, repr=False)
+
+    def step(self, state: str, character: str) -> str | None:
+        """The next state, None if `character` is not legal."""
+        return self.transitions[state].get(character)
+
+    def accepts(self, state: str) -> bool:
+        """Whether a string may end in this state."""
+        return state in self.accepting
+
+    def count(self, length: int) -> int:
+        """Number of strings of `length` characters."""
+        return self._completions(length)[self.start]
+
+    def sample(self, length: int, random: Random) -> str:
+        """One of the strings of `length` characters, all equally likely.
+
+        Raises:
+            ValueError: the language has none.
+        """
+        if not self.count(length):
+            raise ValueError(f"length={length}: the language has no string of this length.")
+        state, string = self.start, ""
+        for left in reversed(range(length)):
+            after = self.transitions[state]
+            ways = [self._completions(left)[target] for target in after.values()]
+            # Not random.choices, whose weights are floats: there may be 2¹⁵⁰ ways.
+            chosen = bisect_right(list(accumulate(ways)), random.randrange(sum(ways)))
+            character, state = list(after.items())[chosen]
+            string += character
+        return string
+
+    def _completions(self, length: int) -> dict[str, int]:
+        table = self.completions
+        if not table:
+            table.append({state: int(state in self.accepting) for state in self.transitions})
+        while len(table) <= length:
+            table.append(
+                {s: sum(table[-1][after] for after in self.transitions[s].values()) for s in self.transitions}
+            )
+        return table[length]
+
+
+def _cycle(word: str) -> Automaton:
+    """(word)*: the state is the number of characters of the word read so far."""
+    size = len(word)
+    transitions = {str(i): {word[i]: str((i + 1) % size)} for i in range(size)}
+    return Automaton("".join(sorted(set(word))), transitions, frozenset({"0"}), "0")
+
+
+def _nested(depth: int) -> Automaton:
+    """D_n = (a D_{n−1} b)*, D_0 = {ε}: brackets of one kind, at most `depth` deep; the state is the depth."""
+    transitions: dict[str, dict[str, str]] = {}
+    for level in range(depth + 1):
+        opened = {"(": str(level + 1)} if level < depth else {}
+        closed = {")": str(level - 1)} if level > 0 else {}
+        transitions[str(level)] = opened | closed
+    return Automaton("()", transitions, frozenset({"0"}), "0")
+
+
+def _binary(accepting: str, **states: str) -> Automaton:
+    """An automaton over 0 and 1, starting in the first state: name="state after 0, after 1", "-" if not legal."""
+    transitions = {
+        name: {character: after for character, after in zip("01", ways.split(), strict=True) if after != "-"}
+        for name, ways in states.items()
+    }
+    return Automaton("01", transitions, frozenset(accepting.split()), next(iter(states)))
+
+
+@dataclass(frozen=True)
+class DyckPrefixes:
+    """Prefixes of well-nested strings of `kinds` kinds of brackets, at most `depth` of them open at a time.
+
+    With bounded depth it is a regular language (Dyck-(k, m) of Hewitt et al., 2020, RNNs can generate bounded
+    hierarchical languages with optimal memory). The state is the string of closing brackets still to come.
+
+    Attributes:
+        kinds: k, 1 to 4.
+        depth: m.
+    """
+
+    kinds: int
+    depth: int
+    complete = False
+    start = ""
+
+    @property
+    def alphabet(self) -> str:
+        """The kinds of brackets, each opening before closing."""
+        return "".join(PAIRS[: self.kinds])
+
+    def step(self, state: str, character: str) -> str | None:
+        """The closing brackets still to come, the next one last; None if `character` is not legal."""
+        kind, closes = divmod(self.alphabet.index(character), 2)
+        if closes:
+            return state[:-1] if state.endswith(character) else None
+        return state + PAIRS[kind][1] if len(state) < self.depth else None
+
+    def accepts(self, state: str) -> bool:
+        """Whether every bracket is closed."""
+        return not state
+
+    def count(self, length: int) -> int:
+        """Number of prefixes of `length` characters."""
+        ways = [1] + [0] * self.depth
+        for _ in range(length):
+            padded = [0, *ways, 0]
+            ways = [self.kinds * padded[level] + padded[level + 2] for level in range(self.depth + 1)]
+        return sum(ways)
+
+    def sample(self, length: int, random: Random) -> str:
+        """A random walk of `length` characters that opens or closes with probability ½ where both are legal."""
+        string, state = "", self.start
+        for _ in range(length):
+            opens = not state or (len(state) < self.depth and random.random() < 0.5)
+            character = PAIRS[random.randrange(self.kinds)][0] if opens else state[-1]
+            after = self.step(state, character)
+            assert after is not None
+            string, state = string + character, after
+        return string
+
+
+@dataclass(frozen=True)
+class Shuffle2:
+    """Shuffles of two strings of well-nested brackets, () and [], of any depth: each kind is balanced by itself.
+
+    A counter language, not a regular one (Suzgun et al., 2019, LSTM networks can perform dynamic counting). The state
+    is the number of open brackets of each kind.
+    """
+
+    alphabet = "()[]"
+    complete = True
+    start = (0, 0)
+
+    def step(self, state: tuple[int, int], character: str) -> tuple[int, int] | None:
+        """The next counts; None if `character` closes a bracket that was not opened."""
+        kind, closes = divmod(self.alphabet.index(character), 2)
+        after = list(state)
+        after[kind] += -1 if closes else 1
+        return None if after[kind] < 0 else (after[0], after[1])
+
+    def accepts(self, state: tuple[int, int]) -> bool:
+        """Whether every bracket is closed."""
+        return state == (0, 0)
+
+    def count(self, length: int) -> int:
+        """Number of strings of `length` characters."""
+        if length % 2:
+            return 0
+        pairs = length // 2
+        return sum(comb(length, 2 * k) * _catalan(k) * _catalan(pairs - k) for k in range(pairs + 1))
+
+    def sample(self, length: int, random: Random) -> str:
+        """A shuffle of two strings, each uniform for its length; a pair is of either kind with probability ½.
+
+        Raises:
+            ValueError: `length` is odd.
+        """
+        if length % 2:
+            raise ValueError(f"length={length}: strings of balanced brackets have even lengths.")
+        first = sum(random.random() < 0.5 for _ in range(length // 2))
+        parts = [_balanced(first, PAIRS[0], random), _balanced(length // 2 - first, PAIRS[1], random)]
+        places = set(random.sample(range(length), 2 * first))
+        sources = [iter(part) for part in parts]
+        return "".join(next(sources[place not in places]) for place in range(length))
+
+
+def _catalan(n: int) -> int:
+    return comb(2 * n, n) // (n + 1)
+
+
+def _balanced(pairs: int, brackets: str, random: Random) -> str:
+    """A balanced string of `pairs` pairs, all equally likely.
+
+    By the cycle lemma, exactly one rotation of n opening and n + 1 closing brackets is balanced up to its last one.
+    """
+    steps = [1] * pairs + [-1] * (pairs + 1)
+    random.shuffle(steps)
+    height, lowest, turn = 0, 0, 0
+    for place, step in enumerate(steps, 1):
+        height += step
+        if height < lowest:
+            lowest, turn = height, place
+    rotated = (steps[turn:] + steps[:turn])[:-1]
+    return "".join(brackets[0] if step == 1 else brackets[1] for step in rotated)
+
+
+# Tomita, 1982, Dynamic construction of finite automata from examples using hill-climbing. d-2 and d-4 are the D_n of
+# Bhattamishra et al., 2020: one kind of bracket, at most n deep. dyck-n has n kinds.
+LANGUAGES: dict[str, Language] = {
+    # An even number of 1.
+    "parity": _binary("even", even="even odd", odd="odd even"),
+    "(aa)*": _cycle("aa"),
+    "(abab)*": _cycle("abab"),
+    # 1*
+    "tomita-1": _binary("only", only="- only"),
+    # (10)*
+    "tomita-2": _binary("zero", zero="- one", one="zero -"),
+    # After an odd run of 1 no odd run of 0.
+    "tomita-3": _binary("even odd paired", even="even odd", odd="single even", single="paired -", paired="single odd"),
+    # No 000.
+    "tomita-4": _binary("none one two", none="one none", one="two none", two="- none"),
+    # An even number of 0 and an even number of 1.
+    "tomita-5": _binary("ee", ee="oe eo", oe="ee oo", eo="oo ee", oo="eo oe"),
+    # The numbers of 0 and of 1 differ by a multiple of 3.
+    "tomita-6": _binary("r0", r0="r1 r2", r1="r2 r0", r2="r0 r1"),
+    # 0*1*0*1*
+    "tomita-7": _binary("a b c d", a="a b", b="c b", c="c d", d="- d"),
+    "d-2": _nested(2),
+    "d-4": _nested(4),
+    "dyck-2": DyckPrefixes(kinds=2, depth=4),
+    "dyck-4": DyckPrefixes(kinds=4, depth=4),
+    "shuffle-2": Shuffle2(),
+}
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The data of one language.
+
+    Attributes:
+        train: strings with the lengths of the first bin.
+        test: distinct strings of each bin.
+        held_out: whether no string of the first test bin is trained on.
+    """
+
+    train: tuple[str, ...]
+    test: tuple[tuple[str, ...], ...]
+    held_out: bool
+
+
+def make_splits(
+    language: Language,
+    train_size: int,
+    test_size: int,
+    seed: int,
+    bins: tuple[tuple[int, int], ...] = BINS,
+) -> Splits:
+    """Draw strings of a language: first a length, uniformly among those that occur, then a string of it.
+
+    Training strings may repeat. A bin with no more strings than requested is taken whole. If that is the first bin, as
+    for (aa)*, Tomita-1 and Tomita-2 with at most one string per length, it is used for both training and test: each
+    string is a prefix of the next, so nothing could be held out, and only the later bins are a test.
+
+    Args:
+        language: the language.
+        train_size: number of strings to train on.
+        test_size: number of strings to test on in each bin.
+        seed: of the random generator.
+        bins: first and last length of each bin; training strings are of the first.
+
+    Raises:
+        ValueError: the language has no string of a bin.
+    """
+    random = Random(seed)
+    test, train, held_out = list[tuple[str, ...]](), tuple[str, ...](), True
+    for number, (low, high) in enumerate(bins):
+        lengths = [length for length in range(low, high + 1) if language.count(length)]
+        if not lengths:
+            raise ValueError(f"bins={bins}: the language has no string of {low} to {high} characters.")
+        wanted = test_size + (train_size if number == 0 else 0)
+        small = sum(language.count(length) for length in lengths) <= wanted
+        whole = tuple(string for length in lengths for string in all_strings(language, length)) if small else ()
+        if number == 0:
+            held_out = not small
+            train = whole or tuple(language.sample(random.choice(lengths), random) for _ in range(train_size))
+        test.append(whole or _unseen(language, lengths, test_size, set(train), random))
+    return Splits(train, tuple(test), held_out)
+
+
+def _unseen(language: Language, lengths: list[int], size: int, seen: set[str], random: Random) -> tuple[str, ...]:
+    """Distinct strings, none of them among those seen."""
+    found: dict[str, None] = {}
+    while len(found) < size:  # terminates: a bin with fewer strings is taken whole
+        string = language.sample(random.choice(lengths), random)
+        if string not in seen:
+            found[string] = None
+    return tuple(found)

@@ -1,0 +1,207 @@
+"""The networks and their training: a small GPT-2 with and without RSA heads, and recurrent networks.
+
+GPT-2's position embeddings are zeros (Kazemnejad et al., 2023, The impact of positional encoding on length
+generalization in Transformers): learned ones end with the longest training string. The causal mask and a first token
+let it count. Position ids of 0 would not do the same: they mean that every token starts a packed text of its own. The
+sinusoidal variants have the embeddings of Vaswani et al. (2017), which have no end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GPT2Model
+
+from rsa_hf.config import RSAConfig
+from rsa_hf.experiments.byte_models import gpt2_config
+from rsa_hf.experiments.regular_languages.languages import Language, legal_next
+from rsa_hf.experiments.runner.fit import fit
+from rsa_hf.models.recurrent import RecurrentConfig, RecurrentModel
+from rsa_hf.patching import patch_model
+from rsa_hf.training.optimizer import param_groups
+
+__all__ = [
+    "CELLS",
+    "VARIANTS",
+    "Batch",
+    "StepPredictor",
+    "accuracy",
+    "correct_strings",
+    "encode",
+    "make_network",
+    "rsa_plan",
+    "train",
+]
+
+HEADS = 8
+LONGEST = 151
+TRANSFORMERS = ("rsa", "transformer", "rsa-sinusoidal", "transformer-sinusoidal")
+CELLS = {"lstm": "lstm", "gru": "gru", "linear-rnn": "linear"}
+VARIANTS = (*TRANSFORMERS, *CELLS)
+PATIENCE, LEARNT = 50, 1e-4
+
+
+def rsa_plan() -> RSAConfig:
+    """RSA on half of the heads: a slow one (λ > 0), an alternating one (λ < 0), and a cyclical pair; gates at ½."""
+    return RSAConfig(num_regular=2, num_cyclical_pairs=1, gate_init=0.0)
+
+
+class StepPredictor(nn.Module):
+    """A causal network with a linear layer that predicts for each character whether it may come next.
+
+    Args:
+        body: from tokens [B, T] to an output with `last_hidden_state` [B, T, n].
+        hidden_size: n.
+        num_targets: K + 1: the characters and the end.
+    """
+
+    def __init__(self, body: nn.Module, hidden_size: int, num_targets: int) -> None:
+        super().__init__()
+        self.body = body
+        self.head = nn.Linear(hidden_size, num_targets)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [B, T, K + 1] after each of the tokens [B, T]."""
+        logits: Tensor = self.head(self.body(tokens, use_cache=False).last_hidden_state)
+        return logits
+
+
+def make_network(variant: str, num_characters: int, width: int, layers: int) -> StepPredictor:
+    """A network with random weights from torch's random state.
+
+    Args:
+        variant: one of `VARIANTS`.
+        num_characters: K; there is one more token for the beginning, and one more target for the end.
+        width: n; a multiple of 8, the number of attention heads.
+        layers: number of layers.
+
+    Raises:
+        ValueError: there is no such variant.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"variant={variant!r}: choose from {', '.join(VARIANTS)}.")
+    size = num_characters + 1
+    if variant in CELLS:
+        config = RecurrentConfig(
+            vocab_size=size, cell=CELLS[variant], hidden_size=width, num_hidden_layers=layers, dropout=0.0
+        )
+        return StepPredictor(RecurrentModel(config), width, size)
+    body = GPT2Model(gpt2_config(size, LONGEST, width, layers, HEADS))
+    positions = _sinusoids(width) if variant.endswith("-sinusoidal") else torch.zeros(LONGEST, width)
+    with torch.no_grad():
+        body.wpe.weight.copy_(positions)
+    body.wpe.weight.requires_grad_(False)
+    predictor = StepPredictor(body, width, size)
+    if variant.startswith("rsa"):
+        patch_model(body, rsa_plan())
+    return predictor
+
+
+def _sinusoids(width: int) -> Tensor:
+    """The embeddings of Vaswani et al. (2017), section 3.5: [LONGEST, width]."""
+    pace = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
+    angle = torch.arange(LONGEST)[:, None] * pace
+    return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Strings of one language, at most T characters long, with K characters in the alphabet.
+
+    Attributes:
+        tokens: the beginning, K, and the characters, 0 … K − 1; [B, T + 1].
+        targets: whether each character, and last the end, may come next; [B, T + 1, K + 1].
+        real: the steps that belong to a string; the others are padding; [B, T + 1].
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    real: Tensor
+
+    def __getitem__(self, rows: Tensor | slice) -> Batch:
+        """Some of the strings, cut at the end of the longest."""
+        real = self.real[rows]
+        steps = int(real.sum(1).max())
+        return Batch(self.tokens[rows, :steps], self.targets[rows, :steps], real[:, :steps])
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on another device."""
+        return Batch(self.tokens.to(device), self.targets.to(device), self.real.to(device))
+
+
+def encode(language: Language, strings: Sequence[str]) -> Batch:
+    """Strings as tensors."""
+    K, steps = len(language.alphabet), max(map(len, strings)) + 1
+    tokens = torch.full((len(strings), steps), K)
+    targets = torch.zeros(len(strings), steps, K + 1)
+    real = torch.zeros(len(strings), steps, dtype=torch.bool)
+    for row, string in enumerate(strings):
+        end = len(string) + 1
+        tokens[row, 1:end] = torch.tensor([language.alphabet.index(c) for c in string], dtype=torch.long)
+        k_hot = [[*(c in legal for c in language.alphabet), ends] for legal, ends in legal_next(language, string)]
+        targets[row, :end] = torch.tensor(k_hot, dtype=torch.float32)
+        real[row, :end] = True
+    return Batch(tokens, targets, real)
+
+
+def correct_strings(logits: Tensor, batch: Batch) -> Tensor:
+    """Whether all K + 1 predictions are correct at every step of a string: [B], booleans.
+
+    Args:
+        logits: [B, T + 1, K + 1]; positive means yes.
+        batch: the strings.
+    """
+    correct = ((logits > 0) == (batch.targets > 0.5)).all(-1)
+    return (correct | ~batch.real).all(-1)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, batch: Batch, size: int = 100) -> float:
+    """Share of strings that are predicted correctly at every step."""
+    model.eval()
+    parts = [batch[slice(start, start + size)] for start in range(0, len(batch), size)]
+    return sum(int(correct_strings(model(part.tokens), part).sum()) for part in parts) / len(batch)
+
+
+def train(
+    model: StepPredictor, data: Batch, steps: int, batch_size: int, learning_rate: float, seed: int
+) -> tuple[int, float]:
+    """Train with AdamW on binary cross-entropy; the learning rate falls linearly to 0.
+
+    Training ends early when the mean loss of the last 50 steps is below 10⁻⁴.
+
+    Args:
+        model: trained in place.
+        data: training strings.
+        steps: maximum number of steps.
+        batch_size: strings per step, drawn with replacement.
+        learning_rate: of the weights; RSA parameters move faster by their `parameter_scale`.
+        seed: draws the strings.
+
+    Returns:
+        The number of steps, and the mean loss of the last 50, in nats per prediction.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(param_groups(model, learning_rate, weight_decay=0.0), lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    losses: list[float] = []
+
+    def loss(step: int) -> Tensor:
+        batch = data[torch.randint(len(data), (batch_size,), generator=generator)]
+        return F.binary_cross_entropy_with_logits(model(batch.tokens)[batch.real], batch.targets[batch.real])
+
+    def has_learnt(step: int, value: Tensor) -> bool:
+        losses.append(float(value))
+        return len(losses) >= PATIENCE and fmean(losses[-PATIENCE:]) < LEARNT
+
+    taken = fit(loss, optimizer, steps, model=model, schedule=schedule, after_step=has_learnt)
+    return taken, fmean(losses[-PATIENCE:])

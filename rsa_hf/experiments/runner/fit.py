@@ -1,0 +1,101 @@
+"""The training loop of all experiments, and the measurement of step times."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+__all__ = ["default_device", "evaluation_steps", "fit", "shuffled_rows", "step_time_ratio"]
+
+
+def default_device() -> torch.device:
+    """The GPU if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def fit(
+    loss: Callable[[int], Tensor],
+    optimizer: Optimizer,
+    steps: int,
+    *,
+    model: nn.Module | None = None,
+    schedule: LRScheduler | None = None,
+    after_step: Callable[[int, Tensor], bool | None] | None = None,
+) -> int:
+    """Train.
+
+    Args:
+        loss: step, counted from 1 → the loss of its batch.
+        optimizer: holds the parameters.
+        steps: number of steps.
+        model: set to training mode before each step; its gradient is clipped at norm 1. None: neither is done, for
+            parameters outside a module.
+        schedule: learning rate schedule, advanced after each step.
+        after_step: (step, detached loss), called after each step to evaluate or record; training ends if it returns
+            True.
+
+    Returns:
+        The number of steps taken.
+    """
+    for step in range(1, steps + 1):
+        if model is not None:
+            model.train()
+        value = loss(step)
+        optimizer.zero_grad()
+        value.backward()
+        if model is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        if after_step is not None and after_step(step, value.detach()):
+            return step
+    return steps
+
+
+def shuffled_rows(count: int, batch: int, seed: int) -> Iterator[list[int]]:
+    """Row indices of one batch after another, without end; rows are shuffled anew for each pass over the data."""
+    generator = torch.Generator().manual_seed(seed)
+    order: list[int] = []
+    while True:
+        while len(order) < batch:
+            order += torch.randperm(count, generator=generator).tolist()
+        yield order[:batch]
+        del order[:batch]
+
+
+def evaluation_steps(steps: int, evaluations: int) -> set[int]:
+    """Steps after which to evaluate: evenly spread, the last one at the end."""
+    return {round(steps * (i + 1) / evaluations) for i in range(evaluations)}
+
+
+def step_time_ratio(model: nn.Module, other: nn.Module, batch: Mapping[str, Tensor], rounds: int = 7) -> float:
+    """Time of a forward and backward pass relative to another model: the median over rounds.
+
+    The models take turns, so that other load on the machine affects both. A warm-up round is not counted.
+
+    Args:
+        model: returns a loss.
+        other: returns a loss.
+        batch: inputs of both, on their device.
+        rounds: number of rounds, at least 1.
+    """
+    times = [(_step_time(model, batch), _step_time(other, batch)) for _ in range(1 + rounds)]
+    return statistics.median(first / second for first, second in times[1:])
+
+
+def _step_time(model: nn.Module, batch: Mapping[str, Tensor]) -> float:
+    model.train()
+    start = time.perf_counter()
+    model(**batch).loss.backward()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    model.zero_grad()
+    return seconds

@@ -1,0 +1,561 @@
+"""The runner: what is stored and what runs again, intervals and verdicts, learning rates, report, command line."""
+
+import csv
+import json
+import math
+import os
+import re
+import statistics
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from experiments.runs import finished
+from rsa_hf import cli
+from rsa_hf.experiments.runner import processes, runner
+from rsa_hf.experiments.runner.conclusion import Conclusion, judge, undecided
+from rsa_hf.experiments.runner.experiment import EXPERIMENTS, Experiment, find_experiment, run_key
+from rsa_hf.experiments.runner.fit import evaluation_steps, fit, shuffled_rows
+from rsa_hf.experiments.runner.processes import Workers, default_jobs, run_all
+from rsa_hf.experiments.runner.report import keep_total_time, nothing_has_run, write_report
+from rsa_hf.experiments.runner.runner import FOLDER, RequestError, read_runs, rebuild_results, run_experiment
+from rsa_hf.experiments.runner.summary import Row, at_best_rate, find_rows, interval, scaled, summarise, with_interval
+from rsa_hf.plots import panels
+
+NAME = "linear-rnn"  # any of them
+
+
+def grid(size, seeds):
+    return [{"arm": variant, "seed": seed} for variant in ("rsa", "plain") for seed in range(seeds)]
+
+
+def conclude(rows):
+    rsa, plain = (find_rows(rows, "loss", arm=variant)[0] for variant in ("rsa", "plain"))
+    verdict = "confirmed" if rsa.high < plain.low else "not confirmed"
+    return Conclusion(verdict, f"{rsa.mean:.2f} | {plain.mean:.2f}", (f"{rsa.seeds} seeds", "one more"))
+
+
+def draw(results, path):
+    with panels(path, 1) as [axes]:
+        axes.plot([result.values["loss"] for result in results])
+
+
+@pytest.fixture
+def counted():
+    """An experiment, and the settings that it has run."""
+    ran = []
+
+    def measure(settings):
+        ran.append(dict(settings))
+        return {"loss": (1.0 if settings["arm"] == "rsa" else 2.0) + 0.1 * settings["seed"], "curve": [1.0, 2.0]}
+
+    return Experiment(NAME, "A claim.", "1.5", {"toy": 3, "quick": 3, "full": 5}, grid, measure, conclude, draw), ran
+
+
+def test_a_run_writes_everything(counted, tmp_path):
+    experiment, ran = counted
+    conclusion = run_experiment(experiment, "toy", tmp_path, progress=False)
+    folder = tmp_path / FOLDER / NAME / "toy"
+    assert {path.name for path in folder.iterdir()} - {".lock"} == {
+        *("cells.jsonl", "table.csv", "table.md", "figure.png", "conclusion.json", "configuration.json")
+    }
+    assert conclusion.verdict == "confirmed" and len(ran) == 6
+    with (folder / "table.csv").open() as file:
+        [rsa, plain] = csv.DictReader(file)
+    assert (rsa["arm"], rsa["measure"], rsa["seeds"]) == ("rsa", "loss", "3")
+    assert float(plain["mean"]) == pytest.approx(2.1)
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+    configuration = json.loads((folder / "configuration.json").read_text())
+    assert configuration["cells"] == grid("toy", 3)
+
+
+def test_an_interrupted_experiment_continues(counted, tmp_path):
+    experiment, ran = counted
+
+    def breaks(settings):
+        if len(ran) == 4:
+            raise KeyboardInterrupt
+        return experiment.measure(settings)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(replace(experiment, measure=breaks), "toy", tmp_path, progress=False)
+    assert len(read_runs(tmp_path / FOLDER / NAME / "toy")) == 4
+    run_experiment(experiment, "toy", tmp_path, progress=False)
+    assert ran == grid("toy", 3)  # each once
+    run_experiment(experiment, "toy", tmp_path, seeds=4, progress=False)
+    assert len(ran) == 8
+    # A new revision runs everything again.
+    run_experiment(replace(experiment, revision=2), "toy", tmp_path, progress=False)
+    assert len(ran) == 14
+
+
+def test_versions_are_those_of_the_runs(counted, tmp_path, monkeypatch):
+    experiment, _ = counted
+    named = []
+    for torch_version, seeds in (("2.13", 2), ("2.14", 3), ("2.15", 3)):  # the last one runs nothing
+        monkeypatch.setattr(processes, "versions", lambda torch_version=torch_version: {"torch": torch_version})
+        run_experiment(experiment, "toy", tmp_path, seeds=seeds, progress=False)
+        named.append(json.loads((tmp_path / FOLDER / NAME / "toy" / "configuration.json").read_text())["versions"])
+    assert named == [[{"torch": "2.13"}], *[[{"torch": "2.13"}, {"torch": "2.14"}]] * 2]
+
+
+def test_runs_of_another_process_are_kept(counted, tmp_path):
+    experiment, ran = counted
+    apart = replace(experiment, parts=("arm",))
+
+    def meets_another(settings):
+        if settings["seed"] == 1:
+            other = replace(apart, conclude=lambda rows: Conclusion("not confirmed", "One variant alone."))
+            run_experiment(other, "toy", tmp_path, only={"arm": ["plain"]}, progress=False)
+        return experiment.measure(settings)
+
+    run_experiment(replace(apart, measure=meets_another), "toy", tmp_path, only={"arm": ["rsa"]}, progress=False)
+    assert len(read_runs(tmp_path / FOLDER / NAME / "toy")) == len(ran) == 6
+
+
+def square(settings):
+    if settings["seed"] == 3:
+        time.sleep(1)  # the others are done by then
+        raise FileNotFoundError("no data")
+    return {"loss": float(settings["seed"] ** 2), "threads": torch.get_num_threads(), "process": os.getpid()}
+
+
+def test_workers_are_processes_of_their_own():
+    grid = {str(i): {"seed": i} for i in range(4)}
+    found = {}
+    with Workers(2) as workers:
+        with pytest.raises(FileNotFoundError, match="no data"):
+            found.update(run_all(square, grid, workers))
+        assert found
+        processes = {result.values["process"] for result in found.values()}
+        # The same processes take what comes next as well.
+        del grid["3"]
+        found.update(run_all(square, grid, workers))
+        processes |= {result.values["process"] for result in found.values()}
+    assert found.keys() == grid.keys()
+    for key, result in found.items():
+        assert result.settings == grid[key] and result.values["loss"] == grid[key]["seed"] ** 2
+        assert result.values["threads"] == max(1, default_jobs() // 2)
+    assert os.getpid() not in processes and len(processes) <= 2
+
+
+def fails_first(settings):
+    if settings["seed"] == 0:
+        raise FileNotFoundError("no data")
+    time.sleep(1)
+    return {"loss": 1.0}
+
+
+def test_runs_that_finish_after_a_failure_are_kept():
+    found = {}
+    with Workers(2) as workers, pytest.raises(FileNotFoundError, match="no data"):
+        found.update(run_all(fails_first, {str(i): {"seed": i} for i in range(12)}, workers))
+    assert "1" in found and "11" not in found
+
+
+def test_numbers_below_one_are_told(counted, tmp_path):
+    with pytest.raises(ValueError, match="seeds=0: at least 1"):
+        run_experiment(counted[0], "toy", tmp_path, seeds=0)
+    with pytest.raises(ValueError, match="jobs=0: at least 1"):
+        Workers(0)
+
+
+def test_a_damaged_run_is_reported(counted, tmp_path):
+    experiment, _ = counted
+    run_experiment(experiment, "toy", tmp_path, progress=False)
+    path = tmp_path / FOLDER / NAME / "toy" / "cells.jsonl"
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(ValueError, match="line 6.*Delete the line"):
+        run_experiment(experiment, "toy", tmp_path, progress=False)
+
+
+def test_results_are_rebuilt_from_the_stored_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "find_experiment", lambda name: experiment)
+    experiment = Experiment(
+        NAME, "A claim.", "1.5", {"toy": 3}, grid, lambda settings: {"loss": 1.0 + settings["seed"]}, conclude, draw
+    )
+    run_experiment(experiment, "toy", tmp_path, seeds=2, progress=False)
+    folder = tmp_path / FOLDER / NAME / "toy"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for name in ("table.csv", "table.md"):
+        (folder / name).unlink()
+    (folder / "conclusion.json").write_text("{}")
+    rebuild_results(tmp_path)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    # Stored by another revision: nothing is written, and nothing is lost.
+    monkeypatch.setattr(runner, "find_experiment", lambda name: replace(experiment, revision=2, claim="Another."))
+    rebuild_results(tmp_path)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_the_key_of_a_run_is_of_its_settings():
+    assert run_key({"a": 1, "b": 2}, 1) == run_key({"b": 2, "a": 1}, 1)
+    assert len({run_key(settings, r) for settings in ({"a": 1}, {"a": 2}, {"a": 1, "b": 1}) for r in (1, 2)}) == 6
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says():
+    # Student's t for 5 values: 2.776, from a printed table.
+    values = [1.0, 2.0, 4.0, 5.0, 9.0]
+    mean, low, high = interval(values)
+    assert (high - mean) / (statistics.stdev(values) / math.sqrt(5)) == pytest.approx(2.776, abs=5e-4)
+    assert mean - low == pytest.approx(high - mean)
+    assert math.isnan(interval([1.0])[1])
+    # A run that diverged has no score, and costs the others their interval, not the experiment its table.
+    for diverged in (math.nan, math.inf):
+        assert not any(map(math.isfinite, interval([1.0, diverged, 2.0])))
+    assert with_interval(Row({}, "loss", *interval([1.0, math.nan]), 2), ".2f") == "nan (no interval)"
+    assert with_interval(Row({}, "loss", *interval([1.0]), 1), ".2f") == "1.00 (one seed)"
+    assert scaled(Row({}, "loss", 1.0, 0.5, 2.0, 3), -2) == Row({}, "loss", -2.0, -4.0, -1.0, 3)
+    with pytest.raises(ValueError):
+        interval([])
+
+
+def row(mean, low=math.nan, high=math.nan):
+    return Row({}, "ratio", mean, low, high, 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "verdict", "open_ones"),
+    [
+        ([row(0.5, 0.4, 0.6), row(0.9, 0.85, 0.95)], "confirmed", 0),
+        ([row(0.5, 0.4, 0.6), row(0.9, 0.8, 1.0)], "not measurable at this size", 1),
+        ([row(0.5, 0.4, 0.6), row(1.1, 0.8, 1.4)], "not measurable at this size", 1),
+        ([row(0.5, 0.4, 0.6), row(1.0, 1.0, 1.0)], "not confirmed", 0),
+        ([row(0.5, 0.4, 0.6), row(math.inf)], "not confirmed", 0),
+        ([row(0.5)], "not measurable at this size", 1),
+        ([row(1.0)], "not confirmed", 1),
+    ],
+)
+def test_the_rule_by_which_intervals_make_a_verdict(rows, verdict, open_ones):
+    assert judge(rows, 1) == verdict
+    words = undecided(rows, 1)
+    assert (
+        f"{open_ones} of {len(rows)} comparisons are undecided (the interval contains 1" in words
+        if open_ones
+        else words == ""
+    )
+    with pytest.raises(ValueError, match="no comparison"):
+        judge([], 1)
+
+
+def test_rows_are_of_runs_that_differ_in_their_seed_alone():
+    results = [
+        finished({"arm": variant, "length": n, "seed": seed}, {"loss": n + seed, "curve": [1.0]})
+        for variant in ("rsa", "plain")
+        for n in (1, 2)
+        for seed in (0, 1)
+    ]
+    rows = summarise(results)
+    assert [(row.settings["arm"], row.settings["length"], row.measure) for row in rows] == [
+        *(("rsa", 1, "loss"), ("rsa", 2, "loss"), ("plain", 1, "loss"), ("plain", 2, "loss"))
+    ]
+    assert [row.mean for row in find_rows(rows, "loss", length=2)] == [2.5, 2.5]
+
+
+def test_the_report_shows_what_was_measured_and_what_was_not(counted, tmp_path):
+    experiment, _ = counted
+    against = replace(experiment, measure=lambda settings: {"loss": 2.0 - (settings["arm"] == "plain")})
+    run_experiment(against, "toy", tmp_path, progress=False)
+    report = write_report(tmp_path).read_text()
+    section = report.split(f"## {NAME}\n")[1].split("\n## ")[0]
+    assert "* **Not confirmed**: 2.00 | 1.00\n  * 3 seeds\n  * one more\n* Seeds: 3;" in section
+    assert f"](results/reproduce/{NAME}/toy/figure.png)" in section
+    assert f"`rsa-hf reproduce {NAME} --toy`" in section
+    for name in EXPERIMENTS:
+        assert f"\n## {name}\n" in report
+        shown = find_experiment(name)
+        remark = f"* Remark: {shown.remark}\n" if shown.remark else ""
+        assert f"* Claim: {shown.claim}\n* Published: {shown.published}\n{remark}\n" in report
+    assert len(re.findall(r"\*\*Not measured", report)) == 2 * len(EXPERIMENTS)  # neither quick nor full
+    # Every size is shown.
+    run_experiment(experiment, "quick", tmp_path, progress=False)
+    report = write_report(tmp_path).read_text()
+    assert "**Confirmed**: 1.10 | 2.10" in report and "**Not confirmed**: 2.00 | 1.00" in report
+    assert f"| [{NAME}](#{NAME}) | confirmed | not measured |" in report
+    assert f"**Not measured**; run `rsa-hf reproduce {NAME} --full`." in report
+
+
+def test_parts_that_run_at_the_same_time_lose_no_run(counted, tmp_path, monkeypatch):
+    experiment, _ = counted
+    parts = replace(
+        experiment, parts=("arm",), conclude=lambda rows: Conclusion("confirmed", "."), draw=lambda *_: None
+    )
+    write = runner.write_text
+
+    def slowly(path, text):
+        time.sleep(0.02)  # for the other one to read what is there before this
+        if path.name == "cells.jsonl":  # the rest is each one's own
+            write(path, text)
+
+    monkeypatch.setattr(runner, "write_text", slowly)
+    runs = [
+        threading.Thread(
+            target=run_experiment,
+            args=(parts, "quick", tmp_path),
+            kwargs={"only": {"arm": [variant]}, "progress": False},
+        )
+        for variant in ("rsa", "plain")
+    ]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    assert len(read_runs(tmp_path / FOLDER / NAME / "quick")) == len(parts.grid("quick", parts.seeds["quick"]))
+
+
+def test_a_part_is_run_alone_and_shown_as_one(counted, tmp_path):
+    experiment, ran = counted
+    several = replace(
+        experiment,
+        grid=lambda size, seeds: [{"model": m, **each} for m in ("small", "large") for each in grid(size, seeds)],
+        parts=("model", "arm"),
+    )
+    run_experiment(several, "quick", tmp_path, only={"model": ["small"]}, progress=False)
+    assert len(ran) == 6 and {settings["model"] for settings in ran} == {"small"}
+    report = write_report(tmp_path).read_text()
+    assert "**Confirmed (6 of 12 runs)**" in report
+    assert f"`rsa-hf reproduce {NAME} --quick --only model=small`" in report
+    assert "* Not measured: model large\n" in report
+    run_experiment(several, "quick", tmp_path, only={"model": ["large"], "arm": ["rsa"]}, progress=False)
+    assert "**Confirmed (9 of 12 runs)**" in write_report(tmp_path).read_text()
+    with pytest.raises(RequestError, match="make no comparison yet; run the other variants too\\.$"):
+        run_experiment(replace(several, summarise=lambda results: []), "full", tmp_path, progress=False)
+    ran.clear()
+    run_experiment(several, "quick", tmp_path, progress=False)
+    assert len(ran) == 3  # the plain ones of the large model
+    report = write_report(tmp_path).read_text()
+    assert "**Confirmed**: 1.10 | 2.10" in report and f"`rsa-hf reproduce {NAME} --quick`" in report
+    assert "* Not measured: model" not in report
+    for only, words in (
+        ({"seed": ["1"]}, "cannot be split by 'seed'; allowed: model, arm"),
+        ({"model": ["smal"]}, "model=smal is in no run.*small, large"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            run_experiment(several, "quick", tmp_path, only=only)
+
+
+def test_runs_of_a_gpu_are_kept_on_a_machine_without_one(counted, tmp_path, monkeypatch):
+    experiment, ran = counted
+    sized = replace(
+        experiment,
+        grid=lambda size, seeds: [{"model": m, **each} for m in ("small", "large") for each in grid(size, seeds)],
+        parts=("model",),
+        needs_gpu=lambda settings: settings["model"] == "large",
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run_experiment(sized, "quick", tmp_path, progress=False)
+    assert {settings["model"] for settings in ran} == {"small"} and len(ran) == 6
+    assert "* Not measured: model large\n" in write_report(tmp_path).read_text()
+    with pytest.raises(RequestError, match="need a GPU, and there is none here"):
+        run_experiment(sized, "quick", tmp_path, only={"model": ["large"]}, progress=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    run_experiment(sized, "quick", tmp_path, progress=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run_experiment(sized, "quick", tmp_path, progress=False)
+    report = write_report(tmp_path).read_text()
+    assert len(ran) == 12 and "Not measured: model" not in report and "; a GPU" in report
+
+
+def test_the_time_of_a_whole_run_is_kept(tmp_path, counted):
+    experiment, _ = counted
+    assert nothing_has_run(tmp_path, "quick", [NAME])
+    run_experiment(experiment, "quick", tmp_path, progress=False)
+    assert not nothing_has_run(tmp_path, "quick", [NAME]) and nothing_has_run(tmp_path, "full", [NAME])
+    assert "`rsa-hf reproduce all" not in write_report(tmp_path).read_text()
+    keep_total_time(tmp_path, "quick", 1623.4, 2)
+    assert "`rsa-hf reproduce all --quick` took 27 min 3 s from scratch, 2 runs at a time, on" in (
+        write_report(tmp_path).read_text()
+    )
+
+
+def test_fit_takes_the_steps_of_the_optimizer_and_clips_the_gradient():
+    """Against the steps written out."""
+    data = torch.randn(9, 4, 3, generator=torch.Generator().manual_seed(0)) * 10
+
+    def fresh():
+        torch.manual_seed(1)
+        model = torch.nn.Linear(3, 1).eval()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    model, optimizer, schedule = fresh()
+    model.train()
+    losses = []
+    for batch in data:
+        optimizer.zero_grad()
+        losses.append(model(batch).square().mean())
+        losses[-1].backward()
+        norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+        for p in model.parameters():
+            p.grad *= min(1.0, 1 / float(norm))
+        optimizer.step()
+        schedule.step()
+    found, seen = fresh(), []
+
+    def loss(step):
+        assert found[0].training  # whatever an evaluation has left
+        return found[0](data[step - 1]).square().mean()
+
+    def after_step(step, value):
+        found[0].eval()
+        seen.append(float(value))
+        return step == 20
+
+    assert fit(loss, found[1], 9, model=found[0], schedule=found[2], after_step=after_step) == 9
+    assert seen == pytest.approx([float(value.detach()) for value in losses], rel=1e-4)
+    for p, q in zip(model.parameters(), found[0].parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    assert fit(loss, found[1], 9, model=found[0], after_step=lambda step, _: step == 4) == 4
+
+
+def test_rows_are_shuffled_anew_for_each_pass():
+    batches = shuffled_rows(5, 2, seed=3)
+    rows = [row for _ in range(10) for row in next(batches)]
+    passes = [rows[start : start + 5] for start in range(0, 20, 5)]
+    assert all(sorted(each) == [0, 1, 2, 3, 4] for each in passes) and len(set(map(tuple, passes))) > 1
+    assert rows[:2] == next(shuffled_rows(5, 2, seed=3)) and len(next(shuffled_rows(2, 5, seed=3))) == 5
+
+
+def test_evaluations_are_evenly_spread():
+    assert evaluation_steps(20, 4) == {5, 10, 15, 20}
+    assert evaluation_steps(10, 3) == {3, 7, 10}
+
+
+RATES = (1e-3, 3e-3, 1e-2)
+
+
+def searched_grid(size, seeds):
+    return [{**each, "learning_rate": rate} for each in grid(size, seeds) for rate in RATES]
+
+
+def searched_loss(settings):
+    # With the first seed RSA is best at 1e-2; with the second it would be at 1e-3.
+    if settings["arm"] == "plain":
+        return 2.0 + 0.01 * settings["seed"] + (settings["learning_rate"] != 3e-3)
+    return 1.0 + 0.01 * settings["seed"] + (settings["learning_rate"] != (1e-2 if settings["seed"] == 0 else 1e-3))
+
+
+def loss(result):
+    return result.number("loss")
+
+
+def at_best(results):
+    best = at_best_rate(results, (), ("rsa", "plain"), loss)
+    return summarise([result for _, variants in best for runs in variants.values() for result in runs])
+
+
+def test_learning_rates_are_searched_with_the_first_seed(counted, tmp_path):
+    experiment, _ = counted
+    ran = []
+
+    def measure(settings):
+        ran.append(dict(settings))
+        return {"loss": searched_loss(settings)}
+
+    searching = replace(
+        experiment, grid=searched_grid, measure=measure, summarise=at_best, search_by=loss, parts=("arm",)
+    )
+    run_experiment(searching, "quick", tmp_path, progress=False)
+    assert [settings for settings in ran if settings["seed"] == 0] == searched_grid("quick", 1)
+    later = [(settings["arm"], settings["learning_rate"], settings["seed"]) for settings in ran if settings["seed"]]
+    assert sorted(later) == [("plain", 3e-3, 1), ("plain", 3e-3, 2), ("rsa", 1e-2, 1), ("rsa", 1e-2, 2)]
+    with (tmp_path / FOLDER / NAME / "quick" / "table.csv").open() as file:
+        found = {row["arm"]: row for row in csv.DictReader(file)}
+    # The search looks at the first seed alone, in the table too.
+    assert (found["rsa"]["learning_rate"], found["rsa"]["seeds"]) == ("0.01", "3")
+    assert float(found["rsa"]["mean"]) == pytest.approx((1.0 + 2.01 + 2.02) / 3)
+    configuration = json.loads((tmp_path / FOLDER / NAME / "quick" / "configuration.json").read_text())
+    assert len(configuration["cells"]) == configuration["planned"] == 10
+    # More seeds need no new search; without a search every seed tries every rate.
+    ran.clear()
+    run_experiment(searching, "quick", tmp_path, seeds=4, progress=False)
+    assert {(settings["arm"], settings["learning_rate"], settings["seed"]) for settings in ran} == {
+        ("plain", 3e-3, 3),
+        ("rsa", 1e-2, 3),
+    }
+    run_experiment(replace(searching, search_by=None), "quick", tmp_path, progress=False)
+    with (tmp_path / FOLDER / NAME / "quick" / "table.csv").open() as file:
+        assert {row["arm"]: row["learning_rate"] for row in csv.DictReader(file)}["rsa"] == "0.001"
+
+
+def test_a_rate_at_which_training_diverged_is_not_the_best(counted, tmp_path):
+    def measure(settings):
+        return {"loss": math.nan if settings["learning_rate"] == min(RATES) else searched_loss(settings)}
+
+    experiment = replace(counted[0], grid=searched_grid, measure=measure, summarise=at_best, search_by=loss)
+    run_experiment(experiment, "quick", tmp_path, progress=False)
+    with (tmp_path / FOLDER / NAME / "quick" / "table.csv").open() as file:
+        found = {row["arm"]: row["learning_rate"] for row in csv.DictReader(file)}
+    assert found == {"rsa": "0.01", "plain": "0.003"}
+
+
+def test_an_interrupted_search_shows_no_unfinished_variant(counted, tmp_path):
+    experiment, _ = counted
+    ran = []
+
+    def breaks(settings):
+        if settings["arm"] == "plain" and settings["seed"] == 2:
+            raise KeyboardInterrupt
+        ran.append(settings)
+        return {"loss": searched_loss(settings)}
+
+    searching = replace(experiment, grid=searched_grid, measure=breaks, search_by=loss, parts=("arm",))
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(searching, "quick", tmp_path, progress=False)
+    shown = []
+    looking = replace(searching, summarise=lambda results: shown.extend(results) or [])
+    with pytest.raises(RequestError, match="make no comparison yet"):
+        run_experiment(looking, "quick", tmp_path, only={"arm": ["rsa"]}, progress=False)
+    assert {result.settings["arm"] for result in shown} == {"rsa"} and len(shown) == 5
+
+
+def test_names_that_are_not_there_are_told():
+    with pytest.raises(ValueError, match="there is no experiment 'linear_rnn'; choose from .*linear-rnn"):
+        find_experiment("linear_rnn")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["rsa-hf", "reproduce", *map(str, arguments), "--out", str(tmp_path)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return end.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["list", "report", "page"])
+def test_list_and_report_take_no_settings_of_a_run(run, name):
+    code, out, err = run(name, "--seeds", 3, "--only", "arm=rsa")
+    assert (code, out) == (2, "") and f"--seeds, --only: {name} runs no experiment" in err
+
+
+def test_list(run, tmp_path):
+    code, out, _ = run("list")
+    assert code == 0 and all(name in out for name in EXPERIMENTS)
+    assert not (tmp_path / "RESULTS.md").exists()
+
+
+@pytest.mark.parametrize("name", ["report", "page"])
+def test_report(run, tmp_path, name):
+    code, _, _ = run(name)
+    assert code == 0 and (tmp_path / "RESULTS.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["sample-efficiency", "--only", "model"], "SETTING=VALUE"),
+        (["all", "--only", "a=b"], "Name it instead of all"),
+        (["sample-efficiency", "--only", "model=2M"], "model=2M is in no run of this size; choose from 0.1M"),
+        (["linear-rnnn"], "there is no experiment 'linear-rnnn'"),
+    ],
+)
+def test_wrong_arguments_are_told(run, arguments, words):
+    code, _, err = run(*arguments)
+    assert code == 2 and words in err
