@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rsa_hf.config import HeadPlan
+from rsa_hf.config import LayerConfig
 from rsa_hf.ops.autograd import recur
 from rsa_hf.ops.decode import LagTable, decode
 from rsa_hf.ops.mask import Geometry
@@ -41,7 +41,7 @@ class RSAHeads(nn.Module):
     adapter: Any = None  # goes with the layer into copies and pickles; see adapters/table.py
     _is_hf_initialized: bool = False  # transformers' mark: a model built around this one starts what is new alone
 
-    def __init__(self, plan: HeadPlan) -> None:
+    def __init__(self, plan: LayerConfig) -> None:
         super().__init__()
         self.plan = plan
         sizes = {
@@ -254,7 +254,7 @@ def heads_of(module: nn.Module) -> RSAHeads | None:
     """The RSA heads of an attention module, its child `rsa`; None where it has none."""
     rsa = module._modules.get("rsa")
     # By its plan, not its class: PEFT puts a wrapper there that passes attributes on.
-    return cast(RSAHeads, rsa) if isinstance(getattr(rsa, "plan", None), HeadPlan) else None
+    return cast(RSAHeads, rsa) if isinstance(getattr(rsa, "plan", None), LayerConfig) else None
 
 
 def holds_copies(module: nn.Module) -> bool:

@@ -26,10 +26,10 @@ def arm() -> None:
     Raises:
         UserError: transformers does not fit.
     """
-    from rsa_hf.integration import arm
+    from rsa_hf.integration import install
 
     with user_input(ImportError):
-        arm()
+        install()
     import transformers
 
     transformers.logging.disable_progress_bar()

@@ -8,23 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers.models.auto.configuration_auto import _LazyConfigMapping
-
-from rsa_hf.integration.hooks import Hook
 from rsa_hf.models import register
 
-__all__ = ["HOOKS"]
+__all__ = ["wrap_lookup"]
 
 
-def _wrap_lookup(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_lookup(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Import a model type of ours when an Auto class asks for it."""
+
     def lookup(self: Any, key: Any) -> Any:
         register(key)
         return original(self, key)
 
     return lookup
-
-
-HOOKS = (
-    Hook(_LazyConfigMapping, "__getitem__", ("self", "key"), _wrap_lookup),
-    Hook(_LazyConfigMapping, "__contains__", ("self", "item"), _wrap_lookup),
-)

@@ -13,7 +13,7 @@ import transformers
 
 from rsa_hf.experiments.runner.cells import Cell, Result, Values
 from rsa_hf.experiments.runner.machine import machine, versions
-from rsa_hf.integration import arm
+from rsa_hf.integration import install
 
 __all__ = ["Workers", "default_jobs", "run_cells"]
 
@@ -94,7 +94,7 @@ def run_cells(
 
 
 def _begin(threads: int) -> None:
-    arm()  # the command, as which a process is started again, does not do so by itself
+    install()  # the command, as which a process is started again, does not do so by itself
     transformers.logging.disable_progress_bar()  # there is one bar, that of the experiment
     torch.set_num_threads(threads)
 
