@@ -1,12 +1,28 @@
 """rsa_hf: self-attention with recurrence (RSA, ICLR 2023) for any pretrained Hugging Face Transformer.
 
-Importing the package also arms its transformers hooks, so that patched checkpoints load through `AutoModel` and
-`pipeline`, and, once `peft` is imported, those that keep adapters from losing RSA heads. Models without RSA heads are
-not affected.
+Importing the package installs its hooks into transformers and PEFT (`rsa_hf.integration.seam` lists them), so that
+patched checkpoints load through `AutoModel` and `pipeline`. Models without RSA heads are not affected.
+
+Where the hooks do not fit the installed transformers, nothing is installed: importing the package warns, and each of
+its public names raises the ImportError.
 """
+
+from __future__ import annotations
 
 import os as _os
 import sys as _sys
+import warnings as _warnings
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rsa_hf.config import RSAConfig
+    from rsa_hf.heads import RSAHeads
+    from rsa_hf.ops import rem_product
+    from rsa_hf.patching import is_patched, patch_model, unpatch_model
+    from rsa_hf.rem import rem_matrix
+    from rsa_hf.report import rsa_report
+    from rsa_hf.training.optimizer import param_groups
 
 __version__ = "0.1.0"
 
@@ -22,17 +38,42 @@ __all__ = [
     "unpatch_model",
 ]
 
-# The command `rsa-hf` imports this package before it has read a word. It has to start where transformers does not fit,
-# to say so, and should not import torch to print its help; its commands arm the hooks when they need them.
+_MODULES = {
+    "RSAConfig": "rsa_hf.config",
+    "RSAHeads": "rsa_hf.heads",
+    "is_patched": "rsa_hf.patching",
+    "param_groups": "rsa_hf.training.optimizer",
+    "patch_model": "rsa_hf.patching",
+    "rem_matrix": "rsa_hf.rem",
+    "rem_product": "rsa_hf.ops",
+    "rsa_report": "rsa_hf.report",
+    "unpatch_model": "rsa_hf.patching",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'rsa_hf' has no attribute {name!r}")
+    _install()
+    value = getattr(_import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _install() -> None:
+    from rsa_hf.integration import install
+
+    install()
+
+
+# The hooks import transformers, which takes seconds; `rsa-hf --help` does without. Its commands install them.
 if _os.path.basename(_sys.argv[0] if _sys.argv else "") not in ("rsa-hf", "rsa-hf.exe"):
-    from rsa_hf.integration import arm as _arm
-
-    _arm()
-
-    from rsa_hf.config import RSAConfig
-    from rsa_hf.heads import RSAHeads
-    from rsa_hf.ops import rem_product
-    from rsa_hf.patching import is_patched, patch_model, unpatch_model
-    from rsa_hf.rem import rem_matrix
-    from rsa_hf.report import rsa_report
-    from rsa_hf.training.optimizer import param_groups
+    try:
+        _install()
+    except ImportError as _error:
+        _warnings.warn(f"rsa_hf cannot be used: {_error}", stacklevel=2)

@@ -1,6 +1,6 @@
 """The plan: which attention heads become RSA heads, with which REM, and where their parameters start.
 
-`RSAConfig` is what a user writes; `HeadPlan` is the same for one layer whose number of heads is known.
+`RSAConfig` is what a user writes; `LayerConfig` is the same for one layer whose number of heads is known.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rsa_hf.utils.brief import brief
 
-__all__ = ["HeadPlan", "RSAConfig"]
+__all__ = ["LayerConfig", "RSAConfig"]
 
 Count = int | tuple[int, ...] | None
 _T = TypeVar("_T")
@@ -31,7 +31,7 @@ _COUNT_FIELDS = ("num_regular", "num_cyclical_pairs", "num_dilated_regular", "nu
 
 
 @dataclass(frozen=True)
-class HeadPlan:
+class LayerConfig:
     """The RSA heads of one attention layer (the paper's k1 … k6 and d, section 3).
 
     RSA heads come first, in the order regular, cos, sin, dilated regular, dilated cos, dilated sin; the plain
@@ -244,7 +244,7 @@ class RSAConfig:
         """All fields as plain lists, numbers and booleans; `from_dict` reads them back."""
         return {field.name: _as_lists(getattr(self, field.name)) for field in fields(self)}
 
-    def layer_plans(self, num_heads: Sequence[int | None]) -> list[HeadPlan]:
+    def layer_plans(self, num_heads: Sequence[int | None]) -> list[LayerConfig]:
         """The plan of each patched layer.
 
         Args:
@@ -289,7 +289,7 @@ class RSAConfig:
                     "out with layers=[…]."
                 )
             plans.append(
-                HeadPlan(
+                LayerConfig(
                     num_regular=k1,
                     num_cyclical_pairs=k2,
                     num_dilated_regular=k4,

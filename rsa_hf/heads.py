@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rsa_hf.config import HeadPlan
+from rsa_hf.config import LayerConfig
 from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.decode import LagTable, decode
 from rsa_hf.ops.mask import AttentionMask
@@ -55,7 +55,7 @@ class RSAHeads(nn.Module):
     architecture: Any = None  # row of integration/architectures; here, so that it is copied and pickled with the layer
     _is_hf_initialized: bool = False  # transformers' mark for modules that it must not initialise again
 
-    def __init__(self, plan: HeadPlan) -> None:
+    def __init__(self, plan: LayerConfig) -> None:
         super().__init__()
         self.plan = plan
         sizes = {
@@ -262,7 +262,7 @@ def heads_of(module: nn.Module) -> RSAHeads | None:
     """The RSA heads of an attention module, its child `rsa`; None if it has none."""
     rsa = module._modules.get("rsa")
     # By its plan, not its class: under PEFT the child is a wrapper that passes attributes on.
-    return cast(RSAHeads, rsa) if isinstance(getattr(rsa, "plan", None), HeadPlan) else None
+    return cast(RSAHeads, rsa) if isinstance(getattr(rsa, "plan", None), LayerConfig) else None
 
 
 def is_peft_wrapper(module: nn.Module) -> bool:

@@ -150,7 +150,7 @@ def _hooks() -> Iterator[Finding]:
     from rsa_hf.utils.versions import require_transformers
 
     yield Finding("ok", "transformers", require_transformers())
-    from rsa_hf.integration.install import install, installed
+    from rsa_hf.integration import install, installed
 
     install()
     for name, is_on in installed().items():

@@ -20,10 +20,10 @@ def install_hooks() -> None:
     Raises:
         UserError: the installed transformers is not supported.
     """
-    from rsa_hf.integration import arm
+    from rsa_hf.integration import install
 
     with user_input(ImportError):
-        arm()
+        install()
     import transformers
 
     transformers.logging.disable_progress_bar()

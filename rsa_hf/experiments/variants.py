@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rsa_hf.config import HeadPlan, RSAConfig
+from rsa_hf.config import LayerConfig, RSAConfig
 from rsa_hf.heads import RSAHeads, heads_of
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.patching import patch_model
@@ -119,7 +119,7 @@ class LearnedLags(RSAHeads):
     """
 
     def __init__(self, heads: RSAHeads, longest: int) -> None:
-        plan: HeadPlan = heads.plan
+        plan: LayerConfig = heads.plan
         super().__init__(plan)
         decay, theta = heads.per_head(heads.rates())
         lags = torch.arange(1, longest + 1)

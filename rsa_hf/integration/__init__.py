@@ -1,29 +1,32 @@
-"""What `import rsa_hf` does beside giving names: it arms transformers, its Trainer, and PEFT."""
+"""Every touch on transformers, PEFT and huggingface_hub. seam.py is the table of what is hooked, and why."""
 
 from __future__ import annotations
 
 from rsa_hf.utils.versions import require_transformers
 
-__all__ = ["arm"]
+__all__ = ["install", "installed"]
 
 
-def arm() -> None:
-    """Install the hooks into transformers, and have those into the Trainer and into PEFT follow their imports.
+def install() -> None:
+    """Install the hooks of seam.py; does nothing where they are installed already.
 
     Raises:
-        ImportError: transformers does not fit.
+        ImportError: transformers is outside the supported range, or something that rsa_hf needs is not there.
     """
-    fits = require_transformers()
-    # Behind the check: what these import from transformers may not be there in a version that does not fit.
+    supported = require_transformers()
+    # Imported here: a version outside the range may lack what these modules import.
     try:
-        from rsa_hf.integration import install, trainer
-        from rsa_hf.integration.peft import hooks as peft_hooks
+        from rsa_hf.integration import seam
     except ImportError as error:
         raise ImportError(
-            f"{fits} Something that rsa_hf needs is not there: {error}. Install a version that rsa_hf was tested "
-            "with, or a newer rsa_hf."
+            f"{supported} Something that rsa_hf needs is not there: {error}. Install a version that rsa_hf was "
+            "tested with, or a newer rsa_hf."
         ) from error
+    seam.install()
 
-    install.install()
-    trainer.arm()
-    peft_hooks.arm()
+
+def installed() -> dict[str, bool]:
+    """Each hook by name, and whether it is in place."""
+    from rsa_hf.integration import seam
+
+    return seam.installed()

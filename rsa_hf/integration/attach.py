@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.config import HeadPlan
+from rsa_hf.config import LayerConfig
 from rsa_hf.heads import RSAHeads, heads_of
 from rsa_hf.integration.architectures import architecture_of
 from rsa_hf.integration.attention_modules import may_have_heads
@@ -89,7 +89,7 @@ def unplanned_modules(model: PreTrainedModel) -> list[str]:
         if (heads := heads_of(module)) is not None
     }
 
-    def same(a: HeadPlan | None, b: HeadPlan | None) -> bool:
+    def same(a: LayerConfig | None, b: LayerConfig | None) -> bool:
         if a is None or b is None:
             return False
         return a == replace(b, gate_init=a.gate_init, nu_init=a.nu_init, theta_init=a.theta_init)
@@ -102,7 +102,7 @@ def _unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if not part.startswith("_"))
 
 
-def attach_heads(layers: Sequence[tuple[nn.Module, HeadPlan]]) -> list[RSAHeads]:
+def attach_heads(layers: Sequence[tuple[nn.Module, LayerConfig]]) -> list[RSAHeads]:
     """Put an `rsa` child on each attention module that has none: on all of them or, where one fails, on none.
 
     Returns:

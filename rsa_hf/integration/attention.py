@@ -14,16 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
 from rsa_hf.heads import RSAHeads, heads_of
 from rsa_hf.integration.architectures import watch
-from rsa_hf.integration.hooks import Hook
 from rsa_hf.integration.masks import flash_segment_ids, is_causal, read_attention_mask
 
-__all__ = ["HOOKS", "AttentionCall", "record_attention_calls"]
+__all__ = ["AttentionCall", "record_attention_calls", "wrap_get_interface", "wrap_init_continuous_batching"]
 
 NO_CONTINUOUS_BATCHING = (
     "RSA does not work with continuous batching: its paged cache is filled inside the attention function, so the "
@@ -99,7 +97,9 @@ def record_attention_calls() -> Iterator[list[AttentionCall]]:
             setattr(AttentionInterface, "get_interface", original)  # noqa: B010
 
 
-def _wrap_get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Mix recurrence into the output of attention modules that have RSA heads."""
+
     def get_interface(self: AttentionInterface, attn_implementation: str, default: Callable[..., Any]) -> Any:
         base = original(self, attn_implementation, default)
 
@@ -163,7 +163,9 @@ def _require_supported(implementation: str | None, keywords: dict[str, Any]) -> 
         )
 
 
-def _wrap_init_continuous_batching(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_init_continuous_batching(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse continuous batching for a patched model."""
+
     def init_continuous_batching(self: Any, *args: Any, **keywords: Any) -> Any:
         # Raised in the thread that generates, an error would only be logged, and the caller given no tokens.
         if any(isinstance(module, RSAHeads) for module in self.modules()):
@@ -171,9 +173,3 @@ def _wrap_init_continuous_batching(original: Callable[..., Any]) -> Callable[...
         return original(self, *args, **keywords)
 
     return init_continuous_batching
-
-
-HOOKS = (
-    Hook(AttentionInterface, "get_interface", ("self", "attn_implementation", "default"), _wrap_get_interface),
-    Hook(ContinuousMixin, "init_continuous_batching", ("self",), _wrap_init_continuous_batching),
-)

@@ -1,14 +1,18 @@
-"""How a function of another library is replaced: after a look at its parameters, all hooks or none."""
+"""`Hook`: one function of another library that rsa_hf replaces; and how a list of them is installed."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ADVICE", "Hook", "is_in_place", "replace_all"]
+__all__ = ["ADVICE", "Hook", "install_hooks", "is_installed"]
+
+logger = logging.getLogger(__name__)
 
 ADVICE = "Install a version that rsa_hf was tested with, or a newer rsa_hf."
 _INHERITED = object()
@@ -16,54 +20,95 @@ _INHERITED = object()
 
 @dataclass(frozen=True)
 class Hook:
-    """One function of another library that is replaced, and the parameters it is expected to have."""
+    """One function of another library that is replaced by a wrapper.
 
-    owner: Any  # a class or a module
+    Attributes:
+        owner: the class or module that holds the function, as "package.module:Class" or "package.module".
+        name: the function's name there.
+        parameters: the parameters that the wrapper relies on.
+        wrap: takes the original function and returns its replacement.
+        purpose: what the hook is for.
+        without: what is lost where it cannot be installed.
+        essential: without it none of the list is installed.
+    """
+
+    owner: str
     name: str
     parameters: tuple[str, ...]
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    purpose: str
+    without: str
+    essential: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.owner.rpartition(':')[2].rpartition('.')[2]}.{self.name}"
 
 
-def is_in_place(hook: Hook) -> bool:
-    """Whether a hook is installed."""
-    return hasattr(getattr(hook.owner, hook.name, None), "_rsa_hf_hook")
+def is_installed(hook: Hook) -> bool:
+    """Whether a hook is in place."""
+    try:
+        owner = pkgutil.resolve_name(hook.owner)
+    except (ImportError, AttributeError):
+        return False
+    return hook.wrap in getattr(getattr(owner, hook.name, None), "_rsa_hf_wrappers", ())
 
 
-def replace_all(hooks: Sequence[Hook], fits: str) -> None:
-    """Put every hook in its place or, where one does not fit, none of them.
+def install_hooks(hooks: Sequence[Hook], supported: str) -> None:
+    """Install hooks: all that are essential or, where one of those does not fit, none at all.
+
+    A hook that is not essential and does not fit is left out, with a warning that says what is lost. Hooks that are
+    in place already stay as they are.
 
     Args:
-        hooks: what to replace.
-        fits: which versions of the library fit, for the message.
+        hooks: the hooks.
+        supported: which versions of the library are supported, as a sentence for messages.
 
     Raises:
-        ImportError: a function is missing, has not the expected parameters, or cannot be replaced.
+        ImportError: the function of an essential hook is missing, lacks a parameter, or cannot be replaced.
     """
-    replacements: list[tuple[Hook, Any]] = []
+    replacements = []
     for hook in hooks:
-        static = inspect.getattr_static(hook.owner, hook.name, None)
-        function = getattr(static, "__func__", static)
-        found = list(inspect.signature(function).parameters) if callable(function) else None
-        if found is None or [name for name in hook.parameters if name not in found]:
-            problem = "is missing" if found is None else f"takes ({', '.join(found)})"
-            raise ImportError(
-                f"{fits} {hook.owner.__name__}.{hook.name} was expected to take ({', '.join(hook.parameters)}), but "
-                f"{problem}. {ADVICE}"
-            )
-        replacement: Any = functools.wraps(function)(hook.wrap(function))
-        replacement._rsa_hf_hook = True
-        kind = type(static) if isinstance(static, (staticmethod, classmethod)) else None
-        replacements.append((hook, kind(replacement) if kind else replacement))
-    replaced: list[tuple[Hook, Any]] = []
-    try:
-        for hook, new in replacements:
-            before = vars(hook.owner).get(hook.name, _INHERITED)
-            setattr(hook.owner, hook.name, new)
-            replaced.append((hook, before))
-    except (AttributeError, TypeError) as error:
-        for done, before in reversed(replaced):
-            if before is _INHERITED:
-                delattr(done.owner, done.name)
-            else:
-                setattr(done.owner, done.name, before)
-        raise ImportError(f"{fits} {hook.owner.__name__}.{hook.name} cannot be replaced: {error}. {ADVICE}") from error
+        if is_installed(hook):
+            continue
+        try:
+            replacements.append((hook, *_replacement(hook)))
+        except (ImportError, AttributeError) as error:
+            problem = f"{supported} {hook} does not fit: {error}. {ADVICE}"
+            if hook.essential:
+                raise ImportError(problem) from error
+            logger.warning("%s Until then: %s.", problem, hook.without)
+    replaced: list[tuple[Any, str, Any]] = []
+    for hook, owner, replacement in replacements:
+        before = vars(owner).get(hook.name, _INHERITED)
+        try:
+            setattr(owner, hook.name, replacement)
+        except (AttributeError, TypeError) as error:
+            _put_back(replaced)
+            raise ImportError(f"{supported} {hook} cannot be replaced: {error}. {ADVICE}") from error
+        replaced.append((owner, hook.name, before))
+
+
+def _replacement(hook: Hook) -> tuple[Any, Any]:
+    """The owner of a hooked function, and what goes in the function's place."""
+    owner = pkgutil.resolve_name(hook.owner)
+    static = inspect.getattr_static(owner, hook.name, None)
+    function = getattr(static, "__func__", static)
+    if not callable(function):
+        raise AttributeError(f"{hook} is missing")
+    found = list(inspect.signature(function).parameters)
+    if any(name not in found for name in hook.parameters):
+        raise AttributeError(
+            f"{hook} was expected to take ({', '.join(hook.parameters)}), but takes ({', '.join(found)})"
+        )
+    replacement: Any = functools.wraps(function)(hook.wrap(function))
+    replacement._rsa_hf_wrappers = (*getattr(function, "_rsa_hf_wrappers", ()), hook.wrap)
+    kind = type(static) if isinstance(static, (staticmethod, classmethod)) else None
+    return owner, kind(replacement) if kind else replacement
+
+
+def _put_back(replaced: Sequence[tuple[Any, str, Any]]) -> None:
+    for owner, name, before in reversed(replaced):
+        if before is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

@@ -25,11 +25,16 @@ from transformers.modeling_utils import PreTrainedModel
 from rsa_hf.heads import RSAHeads, heads_of
 from rsa_hf.integration.architectures import connect
 from rsa_hf.integration.attach import attach_from_config, require_whole_heads
-from rsa_hf.integration.hooks import Hook
 from rsa_hf.saved_plan import RSA_KEY, read_plan, require_number, saved_plans
 from rsa_hf.utils.brief import shorten
 
-__all__ = ["HOOKS", "MismatchError"]
+__all__ = [
+    "MismatchError",
+    "wrap_from_config",
+    "wrap_initialize_weights",
+    "wrap_load_pretrained_model",
+    "wrap_post_init",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +43,9 @@ class MismatchError(ValueError, RuntimeError):
     """Tensors of other shapes than the model's: a RuntimeError, as transformers raises for them, and a ValueError."""
 
 
-def _wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Build the RSA heads that the config of a model asks for."""
+
     def post_init(self: PreTrainedModel) -> None:
         # from_pretrained builds on the meta device. Elsewhere the weights are random, and a config that is shared with
         # a patched model would give RSA heads to a control that is meant to be plain.
@@ -55,7 +62,9 @@ def _wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
     return post_init
 
 
-def _wrap_initialize_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_initialize_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Start RSA heads as their plan says."""
+
     def _initialize_weights(self: PreTrainedModel, module: nn.Module, *args: Any, **keywords: Any) -> None:
         if isinstance(module, RSAHeads):
             if not module._is_hf_initialized:
@@ -101,7 +110,9 @@ def _is_ignored(model: PreTrainedModel, key: str) -> bool:
     return planned and any(re.search(pattern, key) for pattern in model._keys_to_ignore_on_load_unexpected or ())
 
 
-def _wrap_from_config(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_from_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Check that each module of the plan has its heads."""
+
     def _from_config(cls: type[PreTrainedModel], config: PreTrainedConfig, **keywords: Any) -> PreTrainedModel:
         model: PreTrainedModel = original(cls, config, **keywords)
         if not _is_part_of_patched(model):
@@ -118,7 +129,9 @@ def _is_part_of_patched(model: PreTrainedModel) -> bool:
     return any(".".join(parts[i:]) in present for parts in planned for i in range(1, len(parts)))
 
 
-def _wrap_load_pretrained_model(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_load_pretrained_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Check the files of a checkpoint, and that its tensors match its plan."""
+
     def _load_pretrained_model(
         model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **keywords: Any
     ) -> Any:
@@ -237,16 +250,3 @@ def _require_numbers(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         if RSA_KEY.search(name) and parameter.device.type != "meta":
             require_number(name, parameter)
-
-
-HOOKS = (
-    Hook(PreTrainedModel, "post_init", ("self",), _wrap_post_init),
-    Hook(PreTrainedModel, "_initialize_weights", ("self", "module"), _wrap_initialize_weights),
-    Hook(PreTrainedModel, "_from_config", ("cls", "config"), _wrap_from_config),
-    Hook(
-        PreTrainedModel,
-        "_load_pretrained_model",
-        ("model", "state_dict", "checkpoint_files", "load_config"),
-        _wrap_load_pretrained_model,
-    ),
-)

@@ -12,16 +12,17 @@ from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from rsa_hf.integration.hooks import Hook
 from rsa_hf.saved_plan import read_plan, saved_plans
 
-__all__ = ["HOOKS", "LOCK"]
+__all__ = ["LOCK", "wrap_dict_from_json_file", "wrap_to_json_file"]
 
 # What a transformers without rsa_hf prints when it meets the lock, so it has to tell what to do.
 LOCK = "rsa_hf (this checkpoint has RSA heads: pip install rsa_hf, then import rsa_hf before loading it)"
 
 
-def _wrap_to_json_file(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_to_json_file(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lock the config of a patched model."""
+
     def to_json_file(self: PreTrainedConfig, json_file_path: Any, *args: Any, **keywords: Any) -> None:
         if not saved_plans(self):
             original(self, json_file_path, *args, **keywords)
@@ -45,7 +46,9 @@ def _wrap_to_json_file(original: Callable[..., Any]) -> Callable[..., Any]:
     return to_json_file
 
 
-def _wrap_dict_from_json_file(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_dict_from_json_file(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Take the locks off."""
+
     def _dict_from_json_file(cls: type[PreTrainedConfig], json_file: Any) -> Any:
         content = original(cls, json_file)
         if isinstance(content, dict):
@@ -98,9 +101,3 @@ def _take_off_locks(content: dict[str, Any]) -> bool:
     elif fusions:
         del content["fusion_config"]
     return len(content) < before or len(kept) < len(fusions)
-
-
-HOOKS = (
-    Hook(PreTrainedConfig, "to_json_file", ("self", "json_file_path"), _wrap_to_json_file),
-    Hook(PreTrainedConfig, "_dict_from_json_file", ("cls", "json_file"), _wrap_dict_from_json_file),
-)

@@ -15,21 +15,21 @@ from typing import Any
 import torch
 import torch.distributed
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils.hub import PushToHubMixin
 
 from rsa_hf.heads import RSAHeads, is_peft_wrapper
 from rsa_hf.hub.card import CardFacts, clear_card, write_card
 from rsa_hf.integration.attach import unplanned_modules
-from rsa_hf.integration.hooks import Hook
 from rsa_hf.saved_plan import saved_plans
 from rsa_hf.utils.brief import shorten
 
-__all__ = ["HOOKS", "bring_card_up_to_date"]
+__all__ = ["bring_card_up_to_date", "wrap_save_pretrained", "wrap_upload_modified_files"]
 
 logger = logging.getLogger(__name__)
 
 
-def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse to save heads without their plan; bring the model card up to date."""
+
     def save_pretrained(
         self: PreTrainedModel,
         save_directory: Any,
@@ -97,7 +97,9 @@ def _holding(tensors: list[tuple[RSAHeads, str, torch.Tensor]]) -> Iterator[None
             heads._parameters[key] = parameter
 
 
-def _wrap_upload_modified_files(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_upload_modified_files(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Bring the model card up to date before it is uploaded."""
+
     def _upload_modified_files(self: Any, working_dir: Any, repo_id: str, *args: Any, **keywords: Any) -> Any:
         if isinstance(self, PreTrainedModel):
             bring_card_up_to_date(self, working_dir, CardFacts(name=repo_id), plot=True)
@@ -124,14 +126,3 @@ def _is_first_process() -> bool:
     return not (
         torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()
     )
-
-
-HOOKS = (
-    Hook(
-        PreTrainedModel,
-        "save_pretrained",
-        ("self", "save_directory", "is_main_process", "state_dict"),
-        _wrap_save_pretrained,
-    ),
-    Hook(PushToHubMixin, "_upload_modified_files", ("self", "working_dir", "repo_id"), _wrap_upload_modified_files),
-)

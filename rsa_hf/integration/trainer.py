@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,37 +17,17 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from rsa_hf.hub.card import CardFacts, read_facts
-from rsa_hf.integration.following import follow
-from rsa_hf.integration.hooks import Hook, is_in_place, replace_all
 from rsa_hf.integration.saving import bring_card_up_to_date
 from rsa_hf.saved_plan import SavedPlan, differences, read_plan, saved_plans
-from rsa_hf.utils.versions import what_fits
 
-__all__ = ["arm"]
+__all__ = ["wrap_create_model_card", "wrap_load_from_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
-MODULE = "transformers.trainer"
 
+def wrap_load_from_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse a checkpoint with another plan."""
 
-def arm() -> None:
-    """Put the hooks in place now if the Trainer is imported already, else as soon as it is."""
-    follow(MODULE, _install_or_warn)
-
-
-def _install_or_warn() -> None:
-    trainer = sys.modules[MODULE].Trainer
-    hooks = [
-        Hook(trainer, "_load_from_checkpoint", ("self", "resume_from_checkpoint"), _wrap_load_from_checkpoint),
-        Hook(trainer, "create_model_card", ("self",), _wrap_create_model_card),
-    ]
-    try:
-        replace_all([hook for hook in hooks if not is_in_place(hook)], what_fits())
-    except ImportError as error:  # most who import the Trainer have no model with RSA heads
-        logger.warning("The Trainer does not check the plan of RSA heads, nor keep the card of its model: %s", error)
-
-
-def _wrap_load_from_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, *args: Any, **keywords: Any) -> Any:
         model = self.accelerator.unwrap_model(self.model)
         if isinstance(model, PreTrainedModel):  # an adapter's plan is looked at where it is loaded
@@ -90,7 +69,9 @@ def _same(plan: SavedPlan, other: SavedPlan) -> bool:
     return plan == SavedPlan(other.modules, replace(other.config, **starts))
 
 
-def _wrap_create_model_card(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_create_model_card(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep rsa_hf's part of the model card."""
+
     def create_model_card(self: Any, *args: Any, **keywords: Any) -> None:
         facts = read_facts(self.args.output_dir)
         original(self, *args, **keywords)

@@ -270,7 +270,7 @@ def test_doctor_finds_what_is_broken(run, monkeypatch):
     monkeypatch.setattr(
         rsa_hf.integration.attention.AttentionInterface, "get_interface", lambda self, name, default: default
     )
-    monkeypatch.setattr("rsa_hf.integration.install.install", lambda: None)
+    monkeypatch.setattr("rsa_hf.integration.install", lambda: None)
     monkeypatch.setattr("rsa_hf.ops.rem_product", lambda value, *_: value)
     code, out, _ = run("doctor")
     assert code == 1
@@ -343,7 +343,7 @@ def test_help_needs_neither_torch_nor_transformers():
 def test_a_script_that_is_called_like_the_command_has_all_of_the_package(tmp_path):
     script = tmp_path / "rsa-hf.py"
     script.write_text(
-        "from rsa_hf import patch_model\nfrom rsa_hf.integration.install import installed\nassert all(installed().values())\n"
+        "from rsa_hf import patch_model\nfrom rsa_hf.integration import installed\nassert all(installed().values())\n"
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

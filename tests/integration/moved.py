@@ -6,7 +6,7 @@
 Renamed: throughout the libraries' source, as their own authors would do it, so that they themselves work. Other: the
 function of a module and a class (or "") takes other parameters, and does what it did. Neither: rsa_hf is not imported.
 
-It imports rsa_hf, twice, runs plain models, and prints a line of JSON: what was said, what of the libraries was
+It imports rsa_hf and uses its public names, runs plain models, and prints a line of JSON: what was said, what of the libraries was
 touched, and a digest of what the plain models gave.
 """
 
@@ -19,6 +19,7 @@ import logging
 import re
 import sys
 import tempfile
+import warnings
 from importlib.metadata import version
 
 SUFFIX = "_of_another_version"
@@ -126,21 +127,24 @@ def plain(renamed, with_peft):
     return found.hexdigest()
 
 
-def what_is_said(module, imports):
-    """Import a module of ours and return what it says; it must say something, and be imported or not."""
-    warnings = []
+def what_is_said(names):
+    """Use public names of ours and return what is said by an error, or else by a warning."""
+    said = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())
+    handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("rsa_hf").addHandler(handler)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        importlib.import_module("rsa_hf")  # warns, and never raises
+    said += [str(warning.message) for warning in warned if "rsa_hf" in str(warning.message)]
+    if not said:
+        raise SystemExit("rsa_hf was imported all the same, and said nothing")
     try:
-        importlib.import_module(module)
+        for module, name in names:
+            getattr(importlib.import_module(module), name)
     except ImportError as error:
-        if imports:
-            raise SystemExit(f"{module} is needed without PEFT too, and was not imported: {error}") from error
-        return str(error)
-    if not warnings:
-        raise SystemExit(f"{module} was imported all the same, and said nothing")
-    return warnings[0]
+        said.append(str(error))
+    return said
 
 
 def main(renamed, other, with_peft):
@@ -151,15 +155,15 @@ def main(renamed, other, with_peft):
     from transformers.generation.continuous_batching import continuous_api  # noqa: F401
 
     assert transformers.__version__ == version("transformers")
-    if with_peft:
-        import peft  # noqa: F401
+    from transformers import Trainer  # noqa: F401
+
     if other:
         give_other_parameters(find(*other[:2]), other[2])
     if not (renamed or other):
         print(json.dumps({"said": [], "plain": plain(None, with_peft)}))
         return
     before = contents()
-    said = [what_is_said("rsa_hf", with_peft), what_is_said("rsa_hf.peft" if with_peft else "rsa_hf", False)]
+    said = what_is_said([("rsa_hf", "patch_model"), *([("rsa_hf.peft", "load")] if with_peft else [])])
     after = contents()
     touched = [f"{owner}.{name}" for (owner, name), value in before.items() if after[owner, name] is not value]
     print(json.dumps({"said": said, "touched": sorted(touched), "plain": plain(renamed, with_peft)}))

@@ -19,7 +19,7 @@ from reliability.neighbours import FAMILIES, PLANS, SEEDS, Kind, build, looks, o
 from reliability.record import Part, note
 from reliability.trial import is_full
 from rsa_hf import is_patched, patch_model, unpatch_model
-from rsa_hf.integration.install import installed
+from rsa_hf.integration import installed
 
 RUNS, STEPS = (60, 30) if is_full() else (4, 14)
 MOST = 5  # models at a time

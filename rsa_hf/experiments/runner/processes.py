@@ -13,7 +13,7 @@ import transformers
 
 from rsa_hf.experiments.runner.machine import machine, versions
 from rsa_hf.experiments.runner.summary import Run, Settings, Values
-from rsa_hf.integration import arm
+from rsa_hf.integration import install
 
 __all__ = ["Workers", "default_jobs", "run_all"]
 
@@ -94,7 +94,7 @@ def run_all(
 
 
 def _start(threads: int) -> None:
-    arm()  # a worker starts as the rsa-hf command, which does not install the hooks by itself
+    install()  # a worker starts as the rsa-hf command, which does not install the hooks by itself
     transformers.logging.disable_progress_bar()  # the experiment has a bar of its own
     torch.set_num_threads(threads)
 

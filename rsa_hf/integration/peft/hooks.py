@@ -39,8 +39,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.heads import RSAHeads, is_peft_wrapper
-from rsa_hf.integration.following import follow
-from rsa_hf.integration.hooks import ADVICE, Hook, replace_all
+from rsa_hf.integration.hooks import ADVICE, Hook, install_hooks
 from rsa_hf.integration.peft.adapter_plan import (
     AdapterPlan,
     describe,
@@ -51,7 +50,7 @@ from rsa_hf.integration.peft.adapter_plan import (
 )
 from rsa_hf.saved_plan import RSA_KEY
 
-__all__ = ["HUB_OPTIONS", "arm", "holds_values", "install"]
+__all__ = ["HUB_OPTIONS", "holds_values", "install"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +63,6 @@ LOCK = "rsa_hf (this adapter has RSA heads: pip install rsa_hf, then import rsa_
 HUB_OPTIONS = ("subfolder", "revision", "cache_dir", "token", "local_files_only", "force_download")
 
 _installed = False
-
-
-def arm() -> None:
-    """Put the hooks in place now if `peft` is imported already, else as soon as it is."""
-    follow("peft", _install_or_warn)
 
 
 def install() -> None:
@@ -87,16 +81,8 @@ def install() -> None:
         hooks = _hooks()
     except ImportError as error:
         raise ImportError(f"{fits} Something that rsa_hf needs is not there: {error}. {ADVICE}") from error
-    replace_all(hooks, fits)
+    install_hooks(hooks, fits)
     _installed = True
-
-
-def _install_or_warn() -> None:
-    # Most who import peft (the Trainer does) want no adapter with RSA heads: they are not to be stopped.
-    try:
-        install()
-    except ImportError as error:
-        logger.warning("Adapters with RSA heads cannot be saved or loaded: %s", error)
 
 
 # --- adapter_config.json --------------------------------------------------------------------------------------------
@@ -437,6 +423,11 @@ def _wrap_enable_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
     return enable_adapters
 
 
+def _hook(owner: Any, name: str, parameters: tuple[str, ...], wrap: Callable[..., Any]) -> Hook:
+    place = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}:{owner.__qualname__}"
+    return Hook(place, name, parameters, wrap, "", "adapters with RSA heads cannot be saved or loaded")
+
+
 def _hooks() -> list[Hook]:
     from peft import PeftModel
     from peft.config import PeftConfigMixin
@@ -455,44 +446,44 @@ def _hooks() -> list[Hook]:
     holders = [module for module in loaded if vars(module).get(name, ...) is function] or [save_and_load]
     parameters = ("model", "peft_model_state_dict", "adapter_name")
     return [
-        Hook(PeftConfigMixin, "save_pretrained", ("self", "save_directory"), _wrap_config_save),
-        Hook(PeftConfigMixin, "from_json_file", ("cls", "path_json_file"), _wrap_from_json_file),
-        Hook(PeftConfigMixin, "from_peft_type", ("cls", "kwargs"), _wrap_from_peft_type),
-        Hook(PeftModel, "save_pretrained", ("self", "save_directory"), _wrap_model_save),
-        Hook(
+        _hook(PeftConfigMixin, "save_pretrained", ("self", "save_directory"), _wrap_config_save),
+        _hook(PeftConfigMixin, "from_json_file", ("cls", "path_json_file"), _wrap_from_json_file),
+        _hook(PeftConfigMixin, "from_peft_type", ("cls", "kwargs"), _wrap_from_peft_type),
+        _hook(PeftModel, "save_pretrained", ("self", "save_directory"), _wrap_model_save),
+        _hook(
             PeftModel,
             "from_pretrained",
             ("cls", "model", "model_id", "adapter_name", "is_trainable", "config"),
             _wrap_from_pretrained,
         ),
-        Hook(PeftModel, "load_adapter", ("self", "model_id", "adapter_name"), _wrap_load_adapter),
-        Hook(PeftModel, "add_adapter", ("self", "adapter_name", "peft_config"), _wrap_add_adapter),
-        Hook(BaseTuner, "inject_adapter", ("self", "model", "adapter_name"), _wrap_inject_adapter),
+        _hook(PeftModel, "load_adapter", ("self", "model_id", "adapter_name"), _wrap_load_adapter),
+        _hook(PeftModel, "add_adapter", ("self", "adapter_name", "peft_config"), _wrap_add_adapter),
+        _hook(BaseTuner, "inject_adapter", ("self", "model", "adapter_name"), _wrap_inject_adapter),
         *(
-            Hook(tuner, "add_weighted_adapter", ("self", "adapters"), _wrap_add_weighted_adapter)
+            _hook(tuner, "add_weighted_adapter", ("self", "adapters"), _wrap_add_weighted_adapter)
             for tuner in (LoraModel, IA3Model)
         ),
-        Hook(BaseTuner, "merge_adapter", ("self", "adapter_names", "safe_merge"), _wrap_merge_adapter),
+        _hook(BaseTuner, "merge_adapter", ("self", "adapter_names", "safe_merge"), _wrap_merge_adapter),
         *(
-            Hook(tuner, "_unload_and_optionally_merge", ("self", "merge", "adapter_names"), _wrap_unload)
+            _hook(tuner, "_unload_and_optionally_merge", ("self", "merge", "adapter_names"), _wrap_unload)
             for tuner in (BaseTuner, LNTuningModel, MixedModel)
         ),
-        Hook(
+        _hook(
             BaseTuner, "_replace_module", ("self", "parent", "child_name", "new_module", "child"), _wrap_replace_module
         ),
-        *(Hook(module, name, parameters, _wrap_set_state_dict) for module in holders),
-        Hook(
+        *(_hook(module, name, parameters, _wrap_set_state_dict) for module in holders),
+        _hook(
             hotswap,
             "hotswap_adapter_from_state_dict",
             ("model", "state_dict", "adapter_name", "config"),
             _wrap_hotswap,
         ),
-        Hook(PreTrainedModel, "save_pretrained", ("self", "save_directory"), _wrap_transformers_save),
-        Hook(
+        _hook(PreTrainedModel, "save_pretrained", ("self", "save_directory"), _wrap_transformers_save),
+        _hook(
             PeftAdapterMixin,
             "load_adapter",
             ("self", "peft_model_id", "adapter_name", "peft_config", "adapter_state_dict"),
             _wrap_transformers_load_adapter,
         ),
-        Hook(PeftAdapterMixin, "enable_adapters", ("self",), _wrap_enable_adapters),
+        _hook(PeftAdapterMixin, "enable_adapters", ("self",), _wrap_enable_adapters),
     ]

@@ -1,0 +1,136 @@
+"""The table of everything that rsa_hf hooks in transformers, huggingface_hub and PEFT.
+
+Nothing else of these libraries is replaced, but for the attention classes listed in `architectures/table.py`, which
+are wrapped when a model with such a class is patched or loaded. No class of theirs is subclassed here; `models/` and
+`training/` subclass their public base classes. Plain models run transformers' own code, but for one look-up of the
+child `rsa` in each attention call.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from rsa_hf.integration.attention import wrap_get_interface, wrap_init_continuous_batching
+from rsa_hf.integration.hooks import Hook, install_hooks, is_installed
+from rsa_hf.integration.loading import (
+    wrap_from_config,
+    wrap_initialize_weights,
+    wrap_load_pretrained_model,
+    wrap_post_init,
+)
+from rsa_hf.integration.locks import wrap_dict_from_json_file, wrap_to_json_file
+from rsa_hf.integration.peft import hooks as peft_hooks
+from rsa_hf.integration.saving import wrap_save_pretrained, wrap_upload_modified_files
+from rsa_hf.integration.trainer import wrap_create_model_card, wrap_load_from_checkpoint
+from rsa_hf.models import register_all
+from rsa_hf.utils.versions import require_transformers
+
+__all__ = ["TRANSFORMERS_HOOKS", "install", "installed"]
+
+logger = logging.getLogger(__name__)
+
+PRETRAINED_MODEL = "transformers.modeling_utils:PreTrainedModel"
+CONFIG = "transformers.configuration_utils:PreTrainedConfig"
+TRAINER = "transformers.trainer:Trainer"
+
+TRANSFORMERS_HOOKS = (
+    Hook(
+        "transformers.modeling_utils:AttentionInterface",
+        "get_interface",
+        ("self", "attn_implementation", "default"),
+        wrap_get_interface,
+        purpose="mix recurrence into the output of attention modules that have a child `rsa`",
+        without="RSA heads never run",
+    ),
+    Hook(
+        PRETRAINED_MODEL,
+        "post_init",
+        ("self",),
+        wrap_post_init,
+        purpose="build the RSA heads that the plan in a config asks for",
+        without="a patched checkpoint is built without its heads",
+    ),
+    Hook(
+        PRETRAINED_MODEL,
+        "_load_pretrained_model",
+        ("model", "state_dict", "checkpoint_files", "load_config"),
+        wrap_load_pretrained_model,
+        purpose="check the files of a checkpoint before they are read, and that its tensors match its plan",
+        without="gates and rates are lost in silence where tensors and plan differ",
+    ),
+    Hook(
+        PRETRAINED_MODEL,
+        "save_pretrained",
+        ("self", "save_directory", "is_main_process", "state_dict"),
+        wrap_save_pretrained,
+        purpose="save heads only together with their plan, and write the model card",
+        without="checkpoints are written that cannot be loaded",
+    ),
+    Hook(
+        CONFIG,
+        "to_json_file",
+        ("self", "json_file_path"),
+        wrap_to_json_file,
+        purpose="lock config.json, so that a transformers without rsa_hf refuses a patched checkpoint",
+        without="a patched checkpoint loads as a plain model where rsa_hf is not imported",
+    ),
+    Hook(
+        CONFIG,
+        "_dict_from_json_file",
+        ("cls", "json_file"),
+        wrap_dict_from_json_file,
+        purpose="take the locks of config.json off in memory",
+        without="a patched checkpoint cannot be loaded",
+    ),
+    Hook(
+        "transformers.utils.hub:PushToHubMixin",
+        "_upload_modified_files",
+        ("self", "working_dir", "repo_id"),
+        wrap_upload_modified_files,
+        purpose="bring the model card up to date before push_to_hub uploads it",
+        without="push_to_hub uploads transformers' empty model card",
+        essential=False,
+    ),
+    Hook(
+        TRAINER,
+        "_load_from_checkpoint",
+        ("self", "resume_from_checkpoint"),
+        wrap_load_from_checkpoint,
+        purpose="refuse to resume from a checkpoint with another plan: the Trainer reads its tensors only",
+        without="the Trainer resumes from a checkpoint with another plan in silence",
+        essential=False,
+    ),
+    Hook(
+        "transformers.generation.continuous_batching.continuous_api:ContinuousMixin",
+        "init_continuous_batching",
+        ("self",),
+        wrap_init_continuous_batching,
+        purpose="refuse continuous batching, which hides the values of earlier tokens, before its thread starts",
+        without="continuous batching of a patched model logs errors and returns no tokens",
+        essential=False,
+    ),
+    Hook(PRETRAINED_MODEL, "_initialize_weights", ("self", "module"), wrap_initialize_weights, "", ""),
+    Hook(PRETRAINED_MODEL, "_from_config", ("cls", "config"), wrap_from_config, "", ""),
+    Hook(TRAINER, "create_model_card", ("self",), wrap_create_model_card, "", ""),
+)
+
+
+def install() -> None:
+    """Install all hooks and register our own models; does nothing where that is done already.
+
+    A PEFT that does not fit gets none of its hooks, with a warning; `rsa_hf.peft` then raises an ImportError.
+
+    Raises:
+        ImportError: transformers is outside the supported range, or an essential hook does not fit it.
+    """
+    install_hooks(TRANSFORMERS_HOOKS, require_transformers())
+    register_all()
+    try:
+        peft_hooks.install()
+    except ImportError as error:
+        logger.warning("Adapters with RSA heads cannot be saved or loaded: %s", error)
+
+
+def installed() -> dict[str, bool]:
+    """Each hook by name, and whether it is in place."""
+    return {str(hook): is_installed(hook) for hook in TRANSFORMERS_HOOKS}
