@@ -301,7 +301,7 @@ def test_doctor_where_transformers_does_not_fit(tmp_path):
 
     def outcome(*command):
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        assert ("Traceback" in done.stderr) == (command[0] != RSA_HF[0] or command[-1] == "import rsa_hf")
+        assert ("Traceback" in done.stderr) == (command[-1] == "from rsa_hf import patch_model")
         return done.returncode, done.stdout, done.stderr
 
     words = "rsa_hf works with transformers ≥ 5.17, < 6; installed is 4.57.0."
@@ -313,6 +313,9 @@ def test_doctor_where_transformers_does_not_fit(tmp_path):
     assert code == 2
     assert err.startswith(f"error: {words}")
     code, _, err = outcome(sys.executable, "-c", "import rsa_hf")
+    assert code == 0
+    assert f"UserWarning: rsa_hf cannot be used: {words}" in err
+    code, _, err = outcome(sys.executable, "-c", "from rsa_hf import patch_model")
     assert code == 1
     assert f"ImportError: {words}" in err
 

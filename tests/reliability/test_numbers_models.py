@@ -185,7 +185,7 @@ def test_empty_batches_are_as_in_the_plain_model(family, shape):
 def test_position_ids_that_take_every_token_apart_are_named(family, positions):
     model = patched(model_of(family))
     ids = torch.randint(3, VOCAB, positions.shape)
-    with pytest.warns(UserWarning, match="look at position_ids"):
+    with pytest.warns(UserWarning, match="check position_ids"):
         model(input_ids=ids, position_ids=positions.long(), use_cache=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -197,7 +197,7 @@ def test_position_ids_that_take_every_token_apart_are_named(family, positions):
 
 def test_flash_attention_is_told_the_same():
     query = key = torch.empty(1, 8, T, 4)
-    with pytest.warns(UserWarning, match="look at position_ids"):
+    with pytest.warns(UserWarning, match="check position_ids"):
         assert len(flash_segment_ids(query, key, {"position_ids": torch.zeros(1, T)}).unique()) == T
     with warnings.catch_warnings():
         warnings.simplefilter("error")

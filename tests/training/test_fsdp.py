@@ -104,5 +104,5 @@ def test_rounded_parameters_are_told(recwarn):
     assert not [warning for warning in recwarn if "rounded" in str(warning.message)]
     heads = model.model.layers[1].self_attn.rsa
     heads.mu = torch.nn.Parameter(heads.mu.detach().bfloat16())
-    with pytest.warns(UserWarning, match=r"RSA parameters came as torch.bfloat16.*call rsa_hf.training.fsdp"):
+    with pytest.warns(UserWarning, match=r"RSA parameters are torch.bfloat16.*call rsa_hf.training.fsdp"):
         model(ids)
