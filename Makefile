@@ -12,7 +12,7 @@ export OMP_NUM_THREADS = $(THREADS)
 PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(THREADS) --dist loadfile
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help venv test test-all test-reliability test-oldest test-newest test-python transformers-tests bench bench-gpu survey lint types demo devign reproduce clean
+.PHONY: help venv test test-all test-reliability test-oldest test-newest test-python transformers-tests bench bench-gpu survey lint types docs demo devign reproduce clean
 
 help:           ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/'
@@ -21,7 +21,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,demo]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,demo,docs]'
 	touch $(READY)
 
 venv: $(READY)  ## Make the virtual environment
@@ -89,6 +89,9 @@ devign: $(READY) ## Patched against unpatched MiniLM on 2,000 Devign functions, 
 
 reproduce: $(READY) ## The paper's claims at their quick size: writes RESULTS.md and results/reproduce/ (RSA_HF_DATA: data)
 	$(BIN)/rsa-hf reproduce all --quick
+
+docs: $(READY)  ## The pages of docs/ and the others as a site, in outputs/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:          ## Remove what the other targets made
 	rm -rf $(VENV) .venv-* outputs .pytest_cache .mypy_cache .ruff_cache

