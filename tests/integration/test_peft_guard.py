@@ -459,15 +459,9 @@ ARMED = """
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
-        ("import rsa_hf", "import peft", "lost in silence"),
-        ("import peft", "import rsa_hf", "lost in silence"),
-        (
-            "import rsa_hf",
-            "from transformers.utils import is_peft_available; assert is_peft_available()",
-            "lost in silence",
-        ),
-        ("import rsa_hf", "from peft.utils import set_peft_model_state_dict", "lost in silence"),
-        ("import rsa_hf.peft", "", "lost in silence"),
+        ("import rsa_hf", "import peft", "another base model"),
+        ("import peft", "import rsa_hf", "another base model"),
+        ("import rsa_hf.peft", "", "another base model"),
         ("import peft", "", "pip install rsa_hf, then import rsa_hf before loading it"),
     ],
 )
