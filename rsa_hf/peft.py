@@ -1,20 +1,23 @@
-"""PEFT beside RSA: LoRA, or any other method, and the gates and rates in one adapter; or an adapter of these alone.
+"""PEFT adapters that hold gates and rates: beside LoRA or any other method, or alone.
 
     model = rsa_hf.peft.get_peft_model(base, LoraConfig(task_type="CAUSAL_LM"), RSAConfig())
     model.save_pretrained("adapter")                 # PEFT's own, as are load_adapter, set_adapter, push_to_hub, …
     model = rsa_hf.peft.load(base, "adapter")        # patches a plain base as the adapter says
 
-RSA heads ride on PEFT's `modules_to_save`: each adapter has its own copy of every gate and rate, in float32, and the
-base model keeps the heads as they were patched. So
+RSA heads are in PEFT's `modules_to_save`: each adapter has its own copy of every gate and rate, in float32, and the
+base model keeps its heads as `patch_model` made them.
 
-* `disable_adapter()` gives the base model *as patched*, with its gates where they began, not the plain model. For the
-  plain one take everything off: `unpatch_model(model.unload())`.
-* `merge_and_unload()` gives an ordinary patched model with the trained gates and rates: save and load it as any other.
-* Adapters on one model share its plan; a batch for several adapters at once (`adapter_names=`) is refused by PEFT.
+* `disable_adapter()` gives the base model as patched, with its gates where they started. For the plain model take
+  everything off: `unpatch_model(model.unload())`.
+* `merge_and_unload()` gives a patched model with the trained gates and rates. It is saved and loaded as any other.
+* All adapters of a model share its plan. PEFT refuses a batch for several adapters at once (`adapter_names=`).
+* As for any module in `modules_to_save`, `add_weighted_adapter` does not sum gates and rates, and
+  `merge_adapter(adapter_names=...)` leaves those of the active adapter active: call `set_adapter` first. After LN
+  tuning `unload()` leaves PEFT's wrappers, and the model cannot be saved or unpatched; use `merge_and_unload()`.
 
-An adapter folder is in PEFT's format: adapter_config.json (with the plan, see adapter_plan.py) and
-adapter_model.safetensors. `PeftModel.from_pretrained` and `model.load_adapter` load it on a base that is patched with
-the same plan, and raise on any other; without `import rsa_hf` PEFT refuses the folder.
+An adapter folder is in PEFT's format: adapter_config.json, with the plan added, and adapter_model.safetensors.
+`PeftModel.from_pretrained` and `model.load_adapter` load it on the base model patched with the same plan, and raise on
+any other. Without `import rsa_hf` PEFT refuses the folder.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ from peft.utils.constants import DUMMY_TARGET_MODULES
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.config import RSAConfig
-from rsa_hf.integration.peft.adapter_plan import AdapterPlan, require_same_base
-from rsa_hf.integration.peft.hooks import HUB_OPTIONS, holds_values, install
+from rsa_hf.integration.peft.checks import drop_base, has_rsa, plan_of, require_same_base
+from rsa_hf.integration.peft.hooks import HUB_OPTIONS, install
 from rsa_hf.patching import is_patched, patch_model, unpatch_model
 
 __all__ = ["get_peft_model", "load", "rsa_only_config", "with_rsa"]
@@ -47,13 +50,13 @@ def get_peft_model(
     probe_inputs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> peft.PeftModel:
-    """Patch a model and put an adapter on it that trains the gates and rates too.
+    """Patch a model and add an adapter that trains the gates and rates too.
 
     Args:
-        model: any transformers model that `patch_model` takes; quantised ones too.
-        peft_config: the method beside RSA, e.g. a `LoraConfig`; it is not changed. None: an adapter of gates and rates
-            alone, a few kilobytes.
-        rsa_config: the plan. None: the one that the model is patched with already, else `RSAConfig()`.
+        model: any transformers model that `patch_model` takes, quantised or not.
+        peft_config: the method beside RSA, e.g. a `LoraConfig`. It is not changed. None: an adapter of gates and rates
+            alone, of a few kilobytes.
+        rsa_config: the plan. None: the plan that the model is patched with, or `RSAConfig()` for a plain model.
         probe_inputs: see `patch_model`.
         **options: for `peft.get_peft_model`, e.g. `adapter_name`.
 
@@ -61,8 +64,8 @@ def get_peft_model(
         The PEFT model; only the adapter and its gates and rates require gradients.
 
     Raises:
-        TypeError: `model` is no `PreTrainedModel`, such as a PEFT model.
-        ValueError: see `patch_model`; or the method has no `modules_to_save`. The model is then as it was.
+        TypeError: `model` is not a `PreTrainedModel`; it may be a PEFT model.
+        ValueError: see `patch_model`; or the method has no `modules_to_save`. After any error the model is unchanged.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -73,14 +76,14 @@ def get_peft_model(
     was_patched = is_patched(model)
     if rsa_config is not None or not was_patched:
         patch_model(model, rsa_config, probe_inputs=probe_inputs)
-    with _or_as_it_was(model, was_patched):
+    with _restored_on_error(model, was_patched):
         return peft.get_peft_model(model, config, **options)
 
 
 def with_rsa(peft_config: peft.PeftConfig) -> peft.PeftConfig:
-    """A copy of a PEFT config whose adapter trains and saves the gates and rates too.
+    """Copy a PEFT config for an adapter that trains and saves the gates and rates too.
 
-    For everything that takes a config: `model.add_adapter(name, config)`, trainers with a `peft_config` argument.
+    Use it with everything that takes a config: `model.add_adapter(name, config)`, trainers with a `peft_config`.
 
     Raises:
         ValueError: the method has no `modules_to_save`.
@@ -91,19 +94,19 @@ def with_rsa(peft_config: peft.PeftConfig) -> peft.PeftConfig:
             "another method, such as LoraConfig, or None for an adapter of gates and rates alone."
         )
     config = copy.deepcopy(peft_config)
-    if not holds_values(config):
+    if not has_rsa(config):
         config.modules_to_save = [*(config.modules_to_save or ()), "rsa"]
     return config
 
 
 def rsa_only_config(task_type: str | None = None) -> peft.LoraConfig:
-    """The config of an adapter that holds gates and rates alone, and with a task its new head, as PEFT does.
+    """Make the config of an adapter of gates and rates alone.
 
-    PEFT has no method without a layer of its own, so this is LoRA on PEFT's name for no module at all: such an adapter
-    loads with every PEFT, and can be saved, switched and merged like another.
+    It is LoRA on PEFT's name for no module at all, as PEFT has no method without layers of its own. The adapter can
+    be loaded, saved, switched and merged like any other.
 
     Args:
-        task_type: as in `peft.TaskType`.
+        task_type: as in `peft.TaskType`. PEFT also trains the new head of a classification task.
     """
     return peft.LoraConfig(task_type=task_type, target_modules=DUMMY_TARGET_MODULES, modules_to_save=["rsa"])
 
@@ -117,14 +120,14 @@ def load(
     probe_inputs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> peft.PeftModel:
-    """Load an adapter with RSA heads, patching the base model as the adapter says.
+    """Load an adapter with RSA heads, and patch the base model as the adapter says.
 
     Args:
-        model: the base model that the adapter was trained on, plain or patched with the same plan.
+        model: the base model that the adapter was trained on, plain or patched with the same plan. It is recognised
+            by its type, sizes and weights, so it may have been moved or renamed.
         adapter: folder of the adapter, or its name on the Hub.
         is_trainable: whether to go on training it.
-        check_base_name: False accepts the base model under another name, e.g. a copy in another folder; its type and
-            sizes must be the same.
+        check_base_name: False also accepts a base model of the same type and sizes with other weights.
         probe_inputs: see `patch_model`.
         **options: for `PeftModel.from_pretrained`, e.g. `adapter_name`, `revision`.
 
@@ -132,9 +135,9 @@ def load(
         The PEFT model.
 
     Raises:
-        TypeError: `model` is no `PreTrainedModel`, such as a PEFT model: `model.load_adapter(adapter, name)` adds one.
-        ValueError: another base model or plan, or an adapter without a plan or whose tensors do not fit it. The model
-            is then as it was.
+        TypeError: `model` is not a `PreTrainedModel`. `model.load_adapter(adapter, name)` adds one to a PEFT model.
+        ValueError: another base model or plan, or an adapter without a plan or whose tensors do not fit it. After any
+            error the model is unchanged.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -143,48 +146,47 @@ def load(
         )
     hub = {name: options[name] for name in HUB_OPTIONS if name in options}
     config = peft.PeftConfig.from_pretrained(os.fspath(adapter), **hub)
-    plan: AdapterPlan | None = vars(config).get("rsa")
-    if plan is None:
+    plan = plan_of(config)
+    if plan is None or plan.base is None:
         raise ValueError(
             f"{adapter} does not say which RSA heads it is for: it is an adapter without any, or was saved without "
             "rsa_hf. Call patch_model with the plan it was trained with, then PeftModel.from_pretrained."
         )
+    require_same_base(plan.base, model, compare_weights=check_base_name)
     if not check_base_name:
-        plan = config.rsa = plan.without_name()
-    require_same_base(plan, model)
+        drop_base(config)
     was_patched = is_patched(model)
     if not was_patched:
-        if not holds_values(config):
+        if not has_rsa(config):
             raise ValueError(
                 f"{adapter} was trained on a patched model and holds no gates and rates itself. Load that model "
-                f"({plan.base_name or 'it has no name'}) and give it here."
+                f"({plan.base.name or 'it has no name'}) and give it here."
             )
-        patch_model(model, plan.plan.config, probe_inputs=probe_inputs)
-    with _or_as_it_was(model, was_patched):
+        patch_model(model, plan.saved.config, probe_inputs=probe_inputs)
+    with _restored_on_error(model, was_patched):
         return peft.PeftModel.from_pretrained(
             model, os.fspath(adapter), is_trainable=is_trainable, config=config, **options
         )
 
 
 @contextmanager
-def _or_as_it_was(model: PreTrainedModel, was_patched: bool) -> Iterator[None]:
-    """After an error give the model back its modules, what of it is trained, and its patching.
+def _restored_on_error(model: PreTrainedModel, was_patched: bool) -> Iterator[None]:
+    """After an error take PEFT's layers off the model again, and its RSA heads where it was plain.
 
-    PEFT puts its layers in one after the other, and may find only then that it cannot.
+    PEFT replaces one module after the other, and may fail at any of them.
     """
-    children = [(module, dict(module._modules)) for module in model.modules()]
+    children = [(parent, *item) for parent in model.modules() for item in parent._modules.items()]
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    peft_config = vars(model).get("peft_config")
+    had_adapters = hasattr(model, "peft_config")
     try:
         yield
     except BaseException:
-        for module, before in children:
-            module._modules.clear()
-            module._modules.update(before)
+        for parent, name, child in children:
+            parent.add_module(name, child)
         for parameter, was_trained in trained:
             parameter.requires_grad_(was_trained)
-        if peft_config is None:
-            vars(model).pop("peft_config", None)
+        if hasattr(model, "peft_config") and not had_adapters:
+            del model.peft_config
         if not was_patched:
             unpatch_model(model)
         raise

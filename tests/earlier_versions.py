@@ -77,7 +77,7 @@ def load_model(folder, auto_class):
         return auto.from_pretrained(folder / "checkpoint").eval()
     base = auto.from_pretrained(folder / "base")
     # The folder that the base was in when the adapter was trained is gone.
-    return rsa_hf.peft.load(base, folder / "adapter", check_base_name=False).eval()
+    return rsa_hf.peft.load(base, folder / "adapter").eval()
 
 
 @torch.no_grad()

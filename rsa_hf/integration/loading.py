@@ -25,6 +25,7 @@ from transformers.modeling_utils import PreTrainedModel
 from rsa_hf.heads import RSAHeads, heads_of
 from rsa_hf.integration.architectures import connect
 from rsa_hf.integration.attach import attach_from_config, require_whole_heads
+from rsa_hf.integration.peft.checks import require_adapter_file
 from rsa_hf.saved_plan import RSA_KEY, read_plan, require_number, saved_plans
 from rsa_hf.utils.brief import shorten
 
@@ -136,12 +137,14 @@ def wrap_load_pretrained_model(original: Callable[..., Any]) -> Callable[..., An
         model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **keywords: Any
     ) -> Any:
         _require_attached(model)
-        if saved_plans(model.config) and not model._hf_peft_config_loaded:  # an adapter's files are checked before
+        if saved_plans(model.config) and not model._hf_peft_config_loaded:
             require_whole_heads(model)
             for file in checkpoint_files or ():
                 _require_inside(str(file), load_config.pretrained_model_name_or_path)
             _require_safetensors(checkpoint_files, load_config)
             _require_sound_files(checkpoint_files)
+        if model._hf_peft_config_loaded:
+            require_adapter_file(model, checkpoint_files, state_dict)
         loading_info, *rest = original(model, state_dict, checkpoint_files, load_config, *args, **keywords)
         loading_info.unexpected_keys -= _empty_tensors(loading_info.unexpected_keys, checkpoint_files)
         _require_matching_keys(model, loading_info)

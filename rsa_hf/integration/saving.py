@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers.modeling_utils import PreTrainedModel
 from rsa_hf.heads import RSAHeads, is_peft_wrapper
 from rsa_hf.hub.card import CardFacts, clear_card, write_card
 from rsa_hf.integration.attach import unplanned_modules
+from rsa_hf.integration.peft.hooks import add_plan, saved_with_plan
 from rsa_hf.saved_plan import saved_plans
 from rsa_hf.utils.brief import shorten
 
@@ -64,8 +66,11 @@ def wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
                 "model.state_dict(); patch_model(unpatch_model(model), config); model.load_state_dict(state)."
             )
         saved = _rsa_tensors(self, state_dict or {})  # now: transformers takes out what it has written
-        result = original(self, save_directory, is_main_process, state_dict, *args, **keywords)
-        if is_main_process and _is_first_process():
+        is_first = is_main_process and _is_first_process()
+        folders = [Path(save_directory)] if is_first else []
+        with saved_with_plan(self, folders) if self._hf_peft_config_loaded else nullcontext():
+            result = original(self, save_directory, is_main_process, state_dict, *args, **keywords)
+        if is_first:
             with _holding(saved):
                 bring_card_up_to_date(self, save_directory)
         return result
@@ -102,6 +107,8 @@ def wrap_upload_modified_files(original: Callable[..., Any]) -> Callable[..., An
 
     def _upload_modified_files(self: Any, working_dir: Any, repo_id: str, *args: Any, **keywords: Any) -> Any:
         if isinstance(self, PreTrainedModel):
+            if self._hf_peft_config_loaded:  # save_pretrained(push_to_hub=True) uploads before it returns
+                add_plan(self, Path(working_dir))
             bring_card_up_to_date(self, working_dir, CardFacts(name=repo_id), plot=True)
         return original(self, working_dir, repo_id, *args, **keywords)
 

@@ -155,6 +155,7 @@ def main(renamed, other, with_peft):
     from transformers.generation.continuous_batching import continuous_api  # noqa: F401
 
     assert transformers.__version__ == version("transformers")
+    import peft.utils.hotswap  # noqa: F401
     from transformers import Trainer  # noqa: F401
 
     if other:

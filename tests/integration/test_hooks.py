@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -39,13 +38,7 @@ def test_a_version_outside_the_range_is_named(version, monkeypatch):
 
 ROOT = Path(__file__).parents[2]
 RANGES = {False: "rsa_hf works with transformers ≥ 5.17, < 6; installed is", True: "rsa_hf works with peft ≥ 0.19.1;"}
-PEFT_HOOKS = [
-    hook
-    for hook in peft_hooks._hooks()
-    if not hook.owner.startswith("transformers.modeling_utils")  # among those of transformers
-    # A function that several modules know moves where it is defined.
-    and (":" in hook.owner or hook.owner == getattr(resolve_name(hook.owner), hook.name).__module__)
-]
+PEFT_HOOKS = peft_hooks.HOOKS
 
 
 def outcome(renamed=None, other=None, peft=False):
@@ -73,9 +66,10 @@ def require_named():
             assert RANGES[peft] in said
             assert re.search(rf"\b{name}\b", said.partition(RANGES[peft])[2])
             assert "Install a version that rsa_hf was tested with" in said
-        # A hook that is not essential, or PEFT's, leaves those into transformers that fit in place.
-        stays = peft or how.endswith("not essential")
-        ours = [hook for hook in seam.TRANSFORMERS_HOOKS if stays and name not in (hook.name, class_of(hook))]
+        # Without an essential hook of PEFT those into transformers are in place, without another one all that fit.
+        optional = how.endswith("not essential")
+        installed = [*(seam.TRANSFORMERS_HOOKS if peft or optional else ()), *(PEFT_HOOKS if optional else ())]
+        ours = [hook for hook in installed if name not in (hook.name, class_of(hook))]
         assert sorted(found["touched"]) == sorted(f"{hook.owner.replace(':', '.')}.{hook.name}" for hook in ours)
         if peft not in unmoved:
             unmoved[peft] = outcome(peft=peft)["plain"]

@@ -5,7 +5,9 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,13 +16,16 @@ from peft import get_peft_model as plain_get_peft_model
 from peft.config import PeftConfigMixin
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, BertModel, GPT2LMHeadModel, PreTrainedModel, modeling_utils
 
-import rsa_hf.integration.peft.hooks as peft_hooks
 from families import CONFIGS, FULL_PLAN, inputs
-from peft_adapters import METHODS, PLAN, adapter_values, base_model, disturb, logits, trained_adapter
+from peft_adapters import METHODS, PLAN, base_model, disturb, logits, trained_adapter
 from rsa_hf import RSAConfig, is_patched, patch_model
 from rsa_hf.integration.loading import _require_matching_keys
+from rsa_hf.integration.peft import adapter_plan
+from rsa_hf.integration.peft import hooks as peft_hooks
+from rsa_hf.integration.peft.adapter_plan import describe_base, differing_weights
+from rsa_hf.integration.saving import wrap_upload_modified_files
 from rsa_hf.peft import get_peft_model, load, with_rsa
 
 OTHER_PLAN = RSAConfig(**{**FULL_PLAN, "dilation": [2, 3, 7]})
@@ -125,23 +130,109 @@ def test_another_base(adapter, other, words):
         assert not is_patched(model)
 
 
-def test_another_name_of_the_base(tmp_path):
-    for name in ("one", "two"):
-        base_model("gpt2").save_pretrained(tmp_path / name)
-    one, two = (lambda name=name: AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("one", "two"))
-    model, batch = disturb(get_peft_model(one(), LoraConfig(), PLAN)), inputs("gpt2")
+# --- the base model -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bases(tmp_path):
+    """An adapter, the folder of its base model, and what both give for a batch."""
+    base_model("gpt2").save_pretrained(tmp_path / "base")
+    model = disturb(get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(), PLAN))
     model.save_pretrained(tmp_path / "adapter")
+    batch = inputs("gpt2")
+    return tmp_path / "adapter", tmp_path / "base", batch, logits(model, batch)
+
+
+def moved(folder):
+    return AutoModelForCausalLM.from_pretrained(folder.rename(folder.with_name("elsewhere")))
+
+
+def more_tokens(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(105)
+    return model
+
+
+def other_seed(folder):
+    torch.manual_seed(8)
+    return GPT2LMHeadModel(CONFIGS["gpt2"]())
+
+
+def fine_tuned(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.02)
+    return model
+
+
+SAME = {
+    "moved": moved,
+    "without a name": lambda folder: base_model("gpt2"),
+    "bfloat16": lambda folder: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16),
+    "float16": lambda folder: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16),
+    "more tokens": more_tokens,
+}
+OTHER = {"another seed": other_seed, "fine-tuned": fine_tuned}
+
+
+@pytest.mark.parametrize("written_by", ["this version", "0.1"])
+@pytest.mark.parametrize("kind", SAME)
+def test_the_base_is_recognised(bases, kind, written_by, caplog):
+    adapter, folder, batch, expected = bases
+    if written_by == "0.1":
+        edit_config(adapter, lambda content: content["rsa"]["base"].pop("weights"))
+    loaded = load(SAME[kind](folder), adapter)
+    if kind in ("moved", "without a name"):
+        assert torch.equal(logits(loaded, batch), expected)
+    warned = [record for record in caplog.records if "was trained on" in record.getMessage()]
+    assert bool(warned) is (written_by == "0.1" and kind == "moved")
+
+
+@pytest.mark.parametrize("kind", OTHER)
+def test_other_weights(bases, kind):
+    adapter, folder, *_ = bases
     for call in (load, PeftModel.from_pretrained):
-        other = two()
-        with pytest.raises(ValueError, match="trained on the base model.*one'.*called.*two'.*check_base_name=False"):
-            call(other, tmp_path / "adapter")
+        other = OTHER[kind](folder)
+        with pytest.raises(
+            ValueError, match=r"trained on another base model: on .*base, and this one .*other weights"
+        ):
+            call(other, adapter)
         assert not is_patched(other)
-    for loaded in (
-        load(one(), tmp_path / "adapter"),
-        load(two(), tmp_path / "adapter", check_base_name=False),
-        load(base_model("gpt2"), tmp_path / "adapter"),  # built from a config: it has no name
-    ):
-        assert torch.equal(logits(loaded, batch), logits(model, batch))
+    other = OTHER[kind](folder)
+    load(other, adapter, check_base_name=False).load_adapter(str(adapter), "default")
+    edit_config(adapter, lambda content: content["rsa"]["base"].pop("weights"))
+    load(OTHER[kind](folder), adapter)  # of 0.1, which knows type and sizes alone
+
+
+def test_other_weights_under_prompt_learning(tmp_path):
+    trained_adapter("gpt2", "prompt").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="another base model"):
+        PeftModel.from_pretrained(patch_model(other_seed(None), PLAN), tmp_path)
+
+
+def test_a_part_that_is_random_in_each_model_does_not_tell_them_apart():
+    one, other = (BertModel(CONFIGS["bert"]()) for _ in range(2))
+    base = describe_base(one.requires_grad_(False))
+    new = next(iter(base.weights))
+    other.load_state_dict({**one.state_dict(), new: torch.randn_like(one.get_parameter(new))})
+    assert differing_weights(base, other) == []
+    assert len(differing_weights(base, BertModel(CONFIGS["bert"]()))) > len(base.weights) / 2
+
+
+def test_what_adapters_change_is_not_sampled():
+    """LoRA merges into what it wraps; biases may be trained beside it."""
+    model = disturb(get_peft_model(base_model("gpt2"), LoraConfig(target_modules="all-linear", bias="all"), PLAN))
+    base = model.get_base_model()
+    before = describe_base(base)
+    assert set(before.weights) == {"wte.weight", "wpe.weight"}
+    model.merge_adapter()
+    assert describe_base(base) == before
+    alone = describe_base(get_peft_model(base_model("gpt2"), None, PLAN).get_base_model())
+    assert len(alone.weights) > len(before.weights)
+
+
+# --- tensors and files ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -170,17 +261,36 @@ def test_a_damaged_file(adapter, change, words):
     assert list(model.state_dict()) != []
 
 
-def test_tensors_set_by_hand_are_checked(adapter):
+def test_peft_itself_refuses_tensors_that_are_missing_or_have_another_shape(adapter):
     model, tensors = trained_adapter("gpt2", seed=2), load_peft_weights(str(adapter), device="cpu")
-    before = adapter_values(model)
     missing = {key: value for key, value in tensors.items() if key != FIRST}
-    for bad, words in ((missing, "missing from the adapter"), ({**tensors, FIRST: torch.ones(2)}, "has shape")):
-        with pytest.raises(ValueError, match=words):
+    for bad, error in ((missing, KeyError), ({**tensors, FIRST: torch.ones(2)}, RuntimeError)):
+        with pytest.raises(error, match="attn.rsa"):
             set_peft_model_state_dict(model, bad)
-        assert all(torch.equal(value, before[name]) for name, value in adapter_values(model).items())
     set_peft_model_state_dict(model, tensors)
     batch = inputs("gpt2")
     assert torch.equal(logits(model, batch), logits(trained_adapter("gpt2"), batch))
+
+
+OVER = {
+    "PeftModel.load_adapter": lambda folder: trained_adapter("gpt2", seed=2).load_adapter(str(folder), "default"),
+    "model.load_adapter": lambda folder: with_native_adapter(folder).load_adapter(str(folder), "a", hotswap=True),
+    "hotswap_adapter": lambda folder: hotswap_adapter(trained_adapter("gpt2", seed=2), str(folder), "default", "cpu"),
+}
+
+
+def with_native_adapter(folder):
+    model = patch_model(base_model("gpt2"), PLAN)
+    model.add_adapter(with_rsa(LoraConfig(target_modules="all-linear")), "a")
+    return model
+
+
+@pytest.mark.parametrize("way", OVER)
+def test_an_adapter_of_another_plan_does_not_go_over_one(way, adapter, tmp_path):
+    trained_adapter("gpt2", plan=OTHER_PLAN).save_pretrained(tmp_path / "other plan")
+    with pytest.raises(ValueError, match="another plan"):
+        OVER[way](tmp_path / "other plan")
+    OVER[way](adapter)
 
 
 def test_hot_swapping_is_as_strict(adapter, tmp_path):
@@ -212,6 +322,8 @@ def test_hot_swapping_is_as_strict(adapter, tmp_path):
         (lambda rsa: rsa["base"].update(hidden_size="32"), "hidden_size='32': a whole number"),
         (lambda rsa: rsa["base"].update(run="rm"), "base in adapter_config.json has 'run'"),
         (lambda rsa: rsa["base"].update(name=3), "name=3"),
+        (lambda rsa: rsa["base"].update(weights={"wte.weight": [1, "a"]}), "lists of finite numbers"),
+        (lambda rsa: rsa["base"].update(weights={"wte.weight": [10**400]}), "lists of finite numbers"),
     ],
 )
 def test_a_damaged_config(adapter, change, words):
@@ -234,12 +346,14 @@ def test_a_pickle_is_not_executed(adapter):
     assert not (adapter / "executed").exists()
 
 
-@pytest.mark.parametrize("method", ["lora", "prompt"])
-def test_a_new_adapter_with_rates_needs_a_patched_model(method):
+def test_a_new_adapter_with_rates_needs_a_patched_model(tmp_path):
     model = base_model("gpt2")
     with pytest.raises(ValueError, match="has none.*rsa_hf.peft.get_peft_model, or call patch_model first"):
-        plain_get_peft_model(model, with_rsa(METHODS[method]()))
+        plain_get_peft_model(model, with_rsa(LoraConfig()))
     assert list(model.state_dict()) == list(base_model("gpt2").state_dict())
+    prompt = plain_get_peft_model(model, with_rsa(METHODS["prompt"]()))
+    with pytest.raises(ValueError, match="'rsa' in its modules_to_save, but this GPT2LMHeadModel has no RSA heads"):
+        prompt.save_pretrained(tmp_path)
 
 
 def test_rates_that_no_adapter_holds_are_not_saved_as_if_they_were(tmp_path):
@@ -284,19 +398,32 @@ def test_one_config_can_be_used_for_several_models():
 
 def test_a_failed_save_leaves_no_config_without_its_lock(tmp_path, monkeypatch):
     model = trained_adapter("gpt2")
-    monkeypatch.setattr(peft_hooks.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(adapter_plan, "write_text", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         model.save_pretrained(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"README.md", "adapter_model.safetensors"}
 
 
+def test_an_adapter_from_transformers_is_uploaded_with_its_plan(tmp_path, monkeypatch):
+    """save_pretrained(push_to_hub=True) uploads before it returns."""
+    model, seen = with_native_adapter(None), []
+
+    def upload(self, folder, *_, **__):
+        seen.append(json.loads((Path(folder) / "adapter_config.json").read_text()))
+
+    monkeypatch.setattr(PreTrainedModel, "_upload_modified_files", wrap_upload_modified_files(upload))
+    monkeypatch.setattr(PreTrainedModel, "_get_files_timestamps", lambda *_: {})
+    for name in ("create_repo", "hf_api", "create_and_tag_model_card"):
+        monkeypatch.setattr(modeling_utils, name, MagicMock(), raising=False)
+    model.save_pretrained(tmp_path, push_to_hub=True, repo_id="someone/adapter")
+    [content] = seen
+    assert content["rsa"]["base"]["model_type"] == "gpt2"
+    assert content == json.loads((tmp_path / "adapter_config.json").read_text())
+
+
 def test_the_lock_stops_a_peft_without_rsa_hf(adapter, monkeypatch):
-    monkeypatch.setattr(
-        PeftConfigMixin, "from_json_file", PeftConfigMixin.from_json_file.__func__.__wrapped__.__get__(PeftConfigMixin)
-    )
-    monkeypatch.setattr(
-        PeftConfigMixin, "from_peft_type", PeftConfigMixin.from_peft_type.__func__.__wrapped__.__get__(PeftConfigMixin)
-    )
+    original = PeftConfigMixin.from_peft_type.__func__.__wrapped__
+    monkeypatch.setattr(PeftConfigMixin, "from_peft_type", classmethod(original))
     with pytest.raises(ValueError, match="Invalid task type: 'rsa_hf .this adapter has RSA heads: pip install rsa_hf"):
         PeftModel.from_pretrained(patch_model(base_model("gpt2"), PLAN), adapter)
 
@@ -332,15 +459,9 @@ ARMED = """
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
-        ("import rsa_hf", "import peft", "lost in silence"),
-        ("import peft", "import rsa_hf", "lost in silence"),
-        (
-            "import rsa_hf",
-            "from transformers.utils import is_peft_available; assert is_peft_available()",
-            "lost in silence",
-        ),
-        ("import rsa_hf", "from peft.utils import set_peft_model_state_dict", "lost in silence"),
-        ("import rsa_hf.peft", "", "lost in silence"),
+        ("import rsa_hf", "import peft", "another base model"),
+        ("import peft", "import rsa_hf", "another base model"),
+        ("import rsa_hf.peft", "", "another base model"),
         ("import peft", "", "pip install rsa_hf, then import rsa_hf before loading it"),
     ],
 )

@@ -33,7 +33,7 @@ MUTATIONS = [
         Part.HOSTILE_FILES,
         "what PEFT has put in before it fails is taken out",
         "rsa_hf/peft.py",
-        "            module._modules.clear()\n            module._modules.update(before)\n",
+        "            parent.add_module(name, child)\n",
         "            pass\n",
         "tests/reliability/test_hostile_checkpoints.py::test_what_peft_refuses_late_leaves_the_base_as_it_was",
     ),

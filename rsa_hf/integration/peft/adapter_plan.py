@@ -1,35 +1,67 @@
-"""What a PEFT adapter says of the RSA heads it was made for, and whether a model fits it.
+"""What an adapter with RSA heads says about itself in adapter_config.json, under the key `rsa`.
 
-It stands in adapter_config.json as `rsa`: the content of `config.rsa` (see checkpoint.py), and under `base` what tells
-one base model from another: its name, its type and its sizes. RSA parameters are vectors whose shapes depend on the
-plan alone, so shapes could not tell GPT-2 from GPT-2 medium.
+It is the content of `config.rsa` (see saved_plan.py), `base`: what identifies the base model, and the adapter's task
+type. The task type's own place holds a lock instead: a PEFT without rsa_hf does not know that type and refuses the
+adapter. It would otherwise load it without its gates and rates.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, isclose, isfinite
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.heads import RSAHeads, is_peft_wrapper
-from rsa_hf.saved_plan import RSA_KEY, SavedPlan, differences, read_plan, require_number, saved_plans, write_plan
+from rsa_hf.heads import RSAHeads
+from rsa_hf.saved_plan import SavedPlan, read_plan, saved_plans, write_plan
 from rsa_hf.utils.brief import shorten
+from rsa_hf.utils.files import write_text
 
 __all__ = [
+    "LOCK",
     "AdapterPlan",
-    "describe",
+    "BaseModel",
+    "describe_base",
+    "differing_weights",
+    "plan_of_model",
     "read_adapter_plan",
-    "require_fit",
-    "require_same_base",
-    "require_tensors",
-    "rsa_children",
+    "write_adapter_plan",
 ]
 
+# PEFT prints it in the error for an unknown task type, so it says what to do.
+LOCK = "rsa_hf (this adapter has RSA heads: pip install rsa_hf, then import rsa_hf before loading it)"
+
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_MATRICES = 8  # as many are sampled
+_PLACES = (17, 101, 1009, 100_003, 1_000_003)  # in the flattened matrix; an embedding with more tokens has the same
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_TOLERANCE = {"rel_tol": 2**-7, "abs_tol": 1e-6}  # a base loaded in bfloat16 or float16 is the same base
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """What identifies the base model of an adapter.
+
+    RSA parameters are vectors whose shapes follow from the plan, so their shapes cannot tell GPT-2 from GPT-2 medium.
+
+    Attributes:
+        name: its name on the Hub, or the folder it was loaded from; None where it has none.
+        model_type: as in its config.
+        sizes: hidden size and numbers of layers and heads, those that its config has.
+        weights: a few values of some of its weight matrices, by name. Empty in adapters of version 0.1, and where no
+            matrix can be read (sharded or offloaded models).
+    """
+
+    name: str | None
+    model_type: str
+    sizes: Mapping[str, int]
+    weights: Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -37,51 +69,16 @@ class AdapterPlan:
     """The plan that an adapter was trained with, and its base model.
 
     Attributes:
-        plan: the plan and the modules it is for.
-        base_name: the base model's name on the Hub or its folder; None where it has none.
-        model_type: as in the base model's config.
-        sizes: hidden size and numbers of layers and heads, those that the config has.
+        saved: the plan, with the names of the modules that it is for.
+        base: the base model; None where any model of that shape is accepted.
     """
 
-    plan: SavedPlan
-    base_name: str | None
-    model_type: str
-    sizes: Mapping[str, int]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The content of `rsa` in adapter_config.json."""
-        base = {"name": self.base_name, "model_type": self.model_type, **self.sizes}
-        return {**write_plan(self.plan), "base": base}
-
-    def without_name(self) -> AdapterPlan:
-        """The same, for a base model under any name."""
-        return replace(self, base_name=None)
+    saved: SavedPlan
+    base: BaseModel | None
 
 
-def read_adapter_plan(content: Any) -> AdapterPlan:
-    """Read and validate the content of `rsa` in adapter_config.json.
-
-    Raises:
-        TypeError: a part has the wrong type.
-        ValueError: an unknown format or key, or a value that is not allowed.
-    """
-    if not isinstance(content, Mapping) or not isinstance(content.get("base"), Mapping):
-        raise TypeError(f"rsa in adapter_config.json is a mapping with a mapping `base` in it, got {content!r:.200}")
-    base = dict(content["base"])
-    plan = read_plan({key: value for key, value in content.items() if key != "base"})
-    name, model_type = base.pop("name", None), base.pop("model_type", None)
-    if not isinstance(model_type, str) or not (name is None or isinstance(name, str)):
-        raise TypeError(f"base in adapter_config.json has name={name!r:.200} and model_type={model_type!r:.200}.")
-    for key, value in base.items():
-        if key not in _SIZES:
-            raise ValueError(f"base in adapter_config.json has {key!r:.200}; allowed: {', '.join(_SIZES)}.")
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"base in adapter_config.json has {key}={value!r:.200}: a whole number is needed.")
-    return AdapterPlan(plan, name, model_type, base)
-
-
-def describe(model: nn.Module) -> AdapterPlan | None:
-    """What an adapter for this model has to say; None where the model has no RSA heads.
+def plan_of_model(model: nn.Module) -> SavedPlan | None:
+    """The plan that a model is patched with; None where it has no RSA heads.
 
     Raises:
         ValueError: the model has RSA heads but no plan.
@@ -94,121 +91,115 @@ def describe(model: nn.Module) -> AdapterPlan | None:
             f"this {type(model).__name__} has RSA heads, but its config has no plan (config.rsa). Use the model that "
             "was given to patch_model, or patch this part itself."
         )
-    return _describe(model, read_plan(plans[0]))
+    return read_plan(plans[0])
 
 
-def _describe(model: PreTrainedModel, plan: SavedPlan) -> AdapterPlan:
+def describe_base(model: PreTrainedModel) -> BaseModel:
+    """What identifies a model, patched or plain, with adapters or without."""
     text: Any = model.config.get_text_config()
     found = {name: getattr(text, name, None) for name in _SIZES}
     sizes = {name: value for name, value in found.items() if isinstance(value, int)}
-    return AdapterPlan(plan, model.name_or_path or None, str(model.config.model_type), sizes)
+    # Trained parameters, such as biases beside LoRA, are no longer those of the base model.
+    frozen = [(name, matrix) for name, matrix in _matrices(model.base_model) if not matrix.requires_grad]
+    step = max(1, ceil(len(frozen) / _MATRICES))
+    sampled = {name: _sample(matrix) for name, matrix in frozen[::step]}
+    weights = {name: values for name, values in sampled.items() if len(set(values)) > 1 and all(map(isfinite, values))}
+    return BaseModel(model.name_or_path or None, str(model.config.model_type), sizes, weights)
 
 
-def require_fit(adapter: AdapterPlan | None, holds_values: bool, model: nn.Module) -> None:
-    """Check that a model is the one an adapter was made for.
+def differing_weights(base: BaseModel, model: PreTrainedModel) -> list[str]:
+    """The sampled matrices of a base model that have other values in this model.
 
-    Args:
-        adapter: what the adapter says; None where it says nothing.
-        holds_values: whether it brings its own gates and rates (`"rsa"` in `modules_to_save`).
-        model: the base model, without adapters or with.
-
-    Raises:
-        ValueError: another base model, one that is not patched, or one with another plan.
+    Returns:
+        Their names, where they are more than half of those in both; else none. A part that its checkpoint does not
+        have, such as a new pooler, is random in each model.
     """
-    if adapter is not None:
-        require_same_base(adapter, model)
-    present = describe(model)
-    if present is None and (adapter is not None or holds_values):
-        raise ValueError(
-            f"this adapter is for a model with RSA heads, but this {type(model).__name__} has none: they would be "
-            "lost in silence. rsa_hf.peft.load(model, adapter) patches the model as the adapter says and loads it; to "
-            "train a new one use rsa_hf.peft.get_peft_model, or call patch_model first."
+    present = dict(_matrices(model.base_model))
+    shared = [name for name in base.weights if name in present]
+    differing = [
+        name
+        for name in shared
+        if any(
+            not isclose(a, b, **_TOLERANCE) for a, b in zip(base.weights[name], _sample(present[name]), strict=False)
         )
-    if present is not None and adapter is not None and present.plan != adapter.plan:
-        raise ValueError(
-            f"the adapter was trained with another plan than this model is patched with "
-            f"({differences(adapter.plan, present.plan)}; the adapter's first). Patch a fresh copy of the base model "
-            "with the adapter's plan: rsa_hf.peft.load(model, adapter) does."
-        )
-
-
-def require_same_base(adapter: AdapterPlan, model: nn.Module) -> None:
-    """Check that a model is the base model that an adapter names, whether it is patched or not.
-
-    Raises:
-        ValueError: it is of another type, has other sizes or another name.
-    """
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"the adapter is for a {adapter.model_type}, but this is a {type(model).__name__}.")
-    present = _describe(model, adapter.plan)
-    wanted = {"model_type": adapter.model_type, **adapter.sizes}
-    found = {"model_type": present.model_type, **present.sizes}
-    changed = [
-        f"{key} is {found.get(key)!r}, not {wanted.get(key)!r}" for key in wanted if found.get(key) != wanted[key]
     ]
-    if changed:
-        raise ValueError(
-            f"this adapter is for another base model ({adapter.base_name or 'without a name'}): {'; '.join(changed)}."
-        )
-    if adapter.base_name and present.base_name and not _same_name(adapter.base_name, present.base_name):
-        raise ValueError(
-            f"this adapter was trained on the base model {adapter.base_name!r}, and this one is called "
-            f"{present.base_name!r}. Load that one. If this is the same model under another name, "
-            "rsa_hf.peft.load(model, adapter, check_base_name=False) takes it."
-        )
+    return differing if 2 * len(differing) > len(shared) else []
 
 
-def _same_name(one: str, other: str) -> bool:
-    return one == other or (os.path.exists(one) and os.path.realpath(one) == os.path.realpath(other))
+def _matrices(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The weight matrices of a model that no adapter wraps and whose values can be read, by name.
+
+    Adapters may change what they wrap: merging and some initialisations (PiSSA) write into the base layer. Quantised
+    matrices, tensors of sharded and of offloaded models have another type, dtype or device.
+    """
+    for name, parameter in module.named_parameters(recurse=False):
+        can_be_read = type(parameter) is nn.Parameter and parameter.device.type != "meta"
+        if can_be_read and parameter.ndim > 1 and parameter.dtype in _DTYPES:
+            yield f"{prefix}{name}", parameter
+    for name, child in module.named_children():
+        if not child._modules.keys() & {"base_layer", "original_module"}:
+            yield from _matrices(child, f"{prefix}{name}.")
 
 
-def rsa_children(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The `rsa` children of a model with their names: RSA heads, or PEFT's wrapper round them."""
-    for name, module in model.named_modules():
-        child = module._modules.get("rsa")
-        if child is not None and (isinstance(child, RSAHeads) or is_peft_wrapper(child)):
-            yield f"{name}.rsa" if name else "rsa", child
+def _sample(matrix: Tensor) -> list[float]:
+    places = [place for place in _PLACES if place < matrix.numel()]
+    return [float(f"{value:.4g}") for value in matrix.detach().flatten()[places].float().tolist()]
 
 
-def require_tensors(tensors: Mapping[str, Tensor], prefix: str, holds_values: bool, model: nn.Module) -> None:
-    """Check that the tensors of an adapter have a value for each RSA parameter of a model, and none beside.
+# --- adapter_config.json --------------------------------------------------------------------------------------------
 
-    Args:
-        tensors: the tensors of the adapter, by name.
-        prefix: what stands before the names of the base model.
-        holds_values: whether there should be RSA parameters at all.
-        model: the base model, without adapters or with.
+
+def write_adapter_plan(adapter: AdapterPlan, folder: Path) -> None:
+    """Add the plan and the lock to the adapter_config.json that PEFT has written into a folder.
+
+    The file is replaced as a whole. Where that fails it is deleted: without the lock a PEFT without rsa_hf would load
+    the adapter.
+    """
+    file = folder / "adapter_config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        task_type = content["rsa"]["task_type"] if "rsa" in content else content.get("task_type")
+        content["rsa"] = {**_to_dict(adapter), "task_type": task_type}
+        content["task_type"] = LOCK
+        write_text(file, json.dumps(content, indent=2, sort_keys=True))
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise
+
+
+def _to_dict(adapter: AdapterPlan) -> dict[str, Any]:
+    assert adapter.base is not None  # only `load` drops it, and saving describes the model anew
+    base: dict[str, Any] = {"name": adapter.base.name, "model_type": adapter.base.model_type, **adapter.base.sizes}
+    if adapter.base.weights:
+        base["weights"] = {name: list(values) for name, values in adapter.base.weights.items()}
+    return {**write_plan(adapter.saved), "base": base}
+
+
+def read_adapter_plan(content: Any) -> AdapterPlan:
+    """Read and validate the content of `rsa` in adapter_config.json, but for the task type.
 
     Raises:
-        ValueError: a tensor is missing, or not expected, or has another shape, or holds no number.
+        TypeError: a part has the wrong type.
+        ValueError: an unknown format or key, or a value that is not allowed.
     """
-    found = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if RSA_KEY.search(key)}
-    if not found and not holds_values:
-        return
-    present = {
-        f"{name}.{parameter}": value.shape
-        for name, child in rsa_children(model)
-        for parameter, value in (child if isinstance(child, RSAHeads) else child.original_module).named_parameters()  # type: ignore[union-attr]
-    }
-    if not present:
-        raise ValueError(
-            f"the adapter holds RSA parameters ({shorten(list(found))}), but this {type(model).__name__} has no RSA "
-            "heads: they would be lost in silence. rsa_hf.peft.load(model, adapter) patches the model as the adapter "
-            "says; where the adapter does not say it, call patch_model with the plan it was trained with."
+    if not isinstance(content, Mapping) or not isinstance(content.get("base"), Mapping):
+        raise TypeError(f"rsa in adapter_config.json is a mapping with a mapping `base` in it, got {content!r:.200}")
+    saved = read_plan({key: value for key, value in content.items() if key not in ("base", "task_type")})
+    base = dict(content["base"])
+    name, model_type, weights = base.pop("name", None), base.pop("model_type", None), base.pop("weights", {})
+    if not isinstance(model_type, str) or not (name is None or isinstance(name, str)):
+        raise TypeError(f"base in adapter_config.json has name={name!r:.200} and model_type={model_type!r:.200}.")
+    if not isinstance(weights, Mapping) or not all(map(_is_sample, weights.values())):
+        raise TypeError(
+            f"base in adapter_config.json has weights={weights!r:.200}: lists of finite numbers are needed."
         )
-    expected = present if holds_values else {}
-    problems = []
-    if missing := [key for key in expected if key not in found]:
-        problems.append(f"missing from the adapter: {shorten(missing)}")
-    if unexpected := [key for key in found if key not in expected]:
-        problems.append(f"in the adapter, but not in the model: {shorten(unexpected)}")
-    for key, shape in expected.items():
-        if key in found and found[key].shape != shape:
-            problems.append(f"{key} has shape {tuple(found[key].shape)} in the adapter, {tuple(shape)} in the model")
-    if problems:
-        raise ValueError(
-            f"the RSA parameters of the adapter do not fit this {type(model).__name__} ({'; '.join(problems)}). Load "
-            "it on the model class and with the plan it was trained with; if its files are damaged, get them again."
-        )
-    for key, tensor in found.items():
-        require_number(key, tensor)
+    for key, value in base.items():
+        if key not in _SIZES:
+            raise ValueError(f"base in adapter_config.json has {key!r:.200}; allowed: {shorten(_SIZES)}, weights.")
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"base in adapter_config.json has {key}={value!r:.200}: a whole number is needed.")
+    return AdapterPlan(saved, BaseModel(name, model_type, base, weights))
+
+
+def _is_sample(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) in (int, float) and abs(value) < 1e38 for value in values)
