@@ -11,9 +11,9 @@ base model keeps its heads as `patch_model` made them.
   everything off: `unpatch_model(model.unload())`.
 * `merge_and_unload()` gives a patched model with the trained gates and rates. It is saved and loaded as any other.
 * All adapters of a model share its plan. PEFT refuses a batch for several adapters at once (`adapter_names=`).
-* As for any module in `modules_to_save`, `add_weighted_adapter` does not sum gates and rates, and
-  `merge_adapter(adapter_names=...)` leaves those of the active adapter active: call `set_adapter` first. After LN
-  tuning `unload()` leaves PEFT's wrappers, and the model cannot be saved or unpatched; use `merge_and_unload()`.
+* Gates and rates have no weighted sum, and an adapter that is not active is not merged in place: both are refused.
+  After LN tuning `unload()` leaves PEFT's wrappers, and the model cannot be saved or unpatched; use
+  `merge_and_unload()`.
 
 An adapter folder is in PEFT's format: adapter_config.json, with the plan added, and adapter_model.safetensors.
 `PeftModel.from_pretrained` and `model.load_adapter` load it on the base model patched with the same plan, and raise on

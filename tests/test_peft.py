@@ -203,17 +203,22 @@ def test_adapters_that_are_named_are_merged_with_their_own_rates():
     torch.testing.assert_close(logits(model.merge_and_unload(adapter_names=["second"]), batch), expected)
 
 
-def test_the_active_adapter_is_merged_in_place_with_its_own_rates():
+def test_only_the_active_adapter_is_merged_in_place():
     batch, model = inputs("llama"), trained_adapter("llama", seed=1)
     model.add_adapter("second", with_rsa(LoraConfig()))
+    model.add_adapter("plain", LoraConfig())
     expected = logits(model, batch)
+    for names in (["second"], ["default", "second"], ["plain"]):
+        with pytest.raises(ValueError, match="merging in place keeps them"):
+            model.merge_adapter(adapter_names=names)
+    assert torch.equal(logits(model, batch), expected)
     for names in (["default"], None):
         model.merge_adapter(adapter_names=names)
         torch.testing.assert_close(logits(model, batch), expected)
         model.unmerge_adapter()
     model.set_adapter("second")
     expected = logits(disturb(model, seed=2), batch)
-    model.merge_adapter()
+    model.merge_adapter(adapter_names=["second"])
     torch.testing.assert_close(logits(model, batch), expected)
 
 
@@ -283,15 +288,15 @@ def test_an_adapter_without_rates_beside_one_with_them():
 
 @pytest.mark.parametrize("method", [LoraConfig, IA3Config])
 def test_gates_and_rates_have_no_weighted_sum(method):
-    """PEFT refuses two adapters with the same module in modules_to_save; of one its own copy starts anew."""
     model, batch = disturb(get_peft_model(base_model("gpt2"), method(), PLAN)), inputs("gpt2")
     model.add_adapter("second", with_rsa(method()))
     expected = logits(model, batch)
-    with pytest.raises(ValueError, match="same module with modules_to_save"):
-        model.add_weighted_adapter(["default", "second"], [0.5, 0.5], "sum")
-    assert torch.equal(logits(model, batch), expected)
     for name in ("one", "two"):
         model.add_adapter(name, method())
+    for names in (["default", "second"], ["default", "one"]):
+        with pytest.raises(ValueError, match="no weighted sum"):
+            model.add_weighted_adapter(names, [0.5, 0.5], "sum")
+    assert torch.equal(logits(model, batch), expected)
     model.add_weighted_adapter(["one", "two"], [0.5, 0.5], "sum")  # untrained: they change nothing
     model.set_adapter("sum")
     torch.testing.assert_close(logits(model, batch), logits(patch_model(base_model("gpt2"), PLAN), batch))

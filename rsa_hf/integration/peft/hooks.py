@@ -215,6 +215,34 @@ def _wrap_merge_and_unload(original: Callable[..., Any]) -> Callable[..., Any]:
     return merge_and_unload
 
 
+def _wrap_merge_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
+    def merge_adapter(self: Any, adapter_names: list[str] | None = None, *args: Any, **kwargs: Any) -> None:
+        if adapter_names is not None:
+            for _, wrapper, held in _wrappers(self.model, adapter_names):
+                if wrapper.active_adapters != held:
+                    raise ValueError(
+                        f"adapter_names={adapter_names}: the active gates and rates are those of "
+                        f"{wrapper.active_adapters}, and merging in place keeps them. Call set_adapter first, then "
+                        "merge_adapter()."
+                    )
+        original(self, adapter_names, *args, **kwargs)
+
+    return merge_adapter
+
+
+def _wrap_add_weighted_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_weighted_adapter(self: Any, adapters: list[str], *args: Any, **kwargs: Any) -> None:
+        held = sorted({name for _, _, names in _wrappers(self.model, adapters) for name in names})
+        if held:
+            raise ValueError(
+                f"adapters={adapters}: {', '.join(held)} hold gates and rates, which have no weighted sum. Sum "
+                "adapters without them; merge_and_unload() first puts an adapter that has them into the model."
+            )
+        original(self, adapters, *args, **kwargs)
+
+    return add_weighted_adapter
+
+
 def _wrap_enable_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
     def enable_adapters(self: Any) -> None:
         original(self)
@@ -264,6 +292,27 @@ HOOKS = (
         _wrap_merge_and_unload,
         purpose="merge the gates and rates of the adapters that are named; PEFT takes those of the active one",
         without="merge_and_unload(adapter_names=...) gives the gates and rates of another adapter in silence",
+    ),
+    Hook(
+        "peft.tuners.tuners_utils:BaseTuner",
+        "merge_adapter",
+        ("self", "adapter_names"),
+        _wrap_merge_adapter,
+        purpose="refuse to merge an adapter in place beside the active gates and rates of another one",
+        without="merge_adapter(adapter_names=...) mixes two adapters in silence",
+        essential=False,
+    ),
+    *(
+        Hook(
+            tuner,
+            "add_weighted_adapter",
+            ("self", "adapters"),
+            _wrap_add_weighted_adapter,
+            purpose="refuse to sum adapters that hold gates and rates",
+            without="add_weighted_adapter over one adapter with gates and rates loses them in silence",
+            essential=False,
+        )
+        for tuner in ("peft.tuners.lora:LoraModel", "peft.tuners.ia3:IA3Model")
     ),
     Hook(
         "peft.utils.hotswap",
