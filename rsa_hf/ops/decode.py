@@ -58,13 +58,15 @@ def decode(value: Tensor, rems: Rems, mask: AttentionMask, table: LagTable | Non
         if seen < weights.shape[1]:
             weights = weights[:, -seen:]
         return _weighted_sum(weights[None], value.narrow(2, end - seen, seen), rems.heads_per_value)
-    tau = lags(mask, device)[0]
+    tau = lags(mask, device)
+    visible = boolean_mask(mask, tau)[:, : len(rems.kinds), 0]
     if table is None:
-        weights = weights_of_lags(rems, tau, dtype)[0]
+        weights = weights_of_lags(rems, tau[0], dtype)[0]
     else:
         last = table.weights.shape[1] - 1
-        weights = torch.where(tau <= last, table.weights[:, tau.clamp(0, last)], 0)
-    weights = torch.where(boolean_mask(mask, device)[:, : len(weights), 0], weights, 0)
+        visible = visible & (tau[0] <= last)
+        weights = table.weights[:, tau[0].clamp(0, last)]
+    weights = torch.where(visible, weights, 0)
     return _weighted_sum(weights.expand(len(value), -1, -1), value, rems.heads_per_value)
 
 

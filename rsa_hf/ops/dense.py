@@ -48,7 +48,7 @@ def _matrices(
 
 def _visible(rems: Rems, mask: AttentionMask) -> Tensor:
     # A mask with a part for each head has one for plain heads too.
-    return boolean_mask(mask, rems.decay.device)[:, : len(rems.kinds)]
+    return boolean_mask(mask, lags(mask, rems.decay.device))[:, : len(rems.kinds)]
 
 
 def _seen(visible: Tensor) -> Tensor:

@@ -113,14 +113,13 @@ def lags(mask: AttentionMask, device: torch.device) -> Tensor:
     return (offset + torch.arange(T, device=device))[:, None] - torch.arange(S, device=device)
 
 
-def boolean_mask(mask: AttentionMask, device: torch.device) -> Tensor:
+def boolean_mask(mask: AttentionMask, tau: Tensor) -> Tensor:
     """Which keys each query sees, True where it does: [B or 1, H or 1, T, S].
 
     Args:
         mask: anything but an unread mask (see `read_traced`).
-        device: of the result.
+        tau: its `lags`, [T, S].
     """
-    tau = lags(mask, device)
     shown = (tau >= 0 if mask.causal else torch.ones_like(tau, dtype=torch.bool))[None, None]
     if mask.sliding_window is not None:
         shown = shown & (tau.abs() < mask.sliding_window)
@@ -196,18 +195,19 @@ def _read_mask(mask: Tensor, B: int, T: int, S: int, causal: bool) -> AttentionM
     visible = visible.expand(-1, -1, T, S)
     offset = _offset(visible, T, S, causal)
     if visible.shape[1] == 1:
+        tau = lags(AttentionMask(T, S, offset, causal), mask.device)
         key_mask = visible[:, 0].any(dim=1)
         padding = None if bool(key_mask.all()) else key_mask
 
         def explains(candidate: AttentionMask) -> bool:
-            return torch.equal(visible, boolean_mask(candidate, mask.device).expand_as(visible))
+            return torch.equal(visible, boolean_mask(candidate, tau).expand_as(visible))
 
         found = AttentionMask(T, S, offset, causal, padding)
         if explains(found):
             return found
         segments = PackedSegments(_segment_ids(visible[:, 0], key_mask, offset))
         is_packed = bool(segments.index.any())
-        window = int(torch.where(visible, lags(found, mask.device).abs(), 0).amax()) + 1
+        window = int(torch.where(visible, tau.abs(), 0).amax()) + 1
         for sliding_window in (None, window):
             found = replace(found, segments=segments if is_packed else None, sliding_window=sliding_window)
             if explains(found):
