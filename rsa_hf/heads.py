@@ -53,7 +53,7 @@ class RSAHeads(nn.Module):
     nu: nn.Parameter | None
     theta: nn.Parameter | None
     architecture: Any = None  # row of integration/architectures; here, so that it is copied and pickled with the layer
-    _is_hf_initialized: bool = False  # transformers' mark for modules that it must not initialise again
+    _is_hf_initialized: bool = True  # transformers' mark for modules that its own initialisation leaves alone
 
     def __init__(self, plan: LayerConfig) -> None:
         super().__init__()
@@ -97,11 +97,7 @@ class RSAHeads(nn.Module):
         }
         for name, start in starts.items():
             parameter = getattr(self, name)
-            if (
-                parameter is not None
-                and parameter.device.type != "meta"
-                and not getattr(parameter, "_is_hf_initialized", False)
-            ):
+            if parameter is not None and parameter.device.type != "meta":
                 parameter.copy_(torch.tensor(start, dtype=torch.float32) / plan.parameter_scale)
 
     def rates(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -237,7 +233,11 @@ class RSAHeads(nn.Module):
             return tensor.to(moved.device)
 
         self.reset_cache()  # parameters may get other values at the same address
+        had_values = not self.mu.is_meta
         super()._apply(keep_float32, recurse)  # type: ignore[no-untyped-call]
+        if not (had_values or self.mu.is_meta) and type(self.mu) is nn.Parameter:
+            # to_empty() leaves the memory as it was. A DTensor is filled by whoever sharded it.
+            self.reset_parameters()
         return self
 
     def __getstate__(self) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import itertools
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,29 +39,29 @@ def patch_model(
 ) -> PreTrainedModel:
     """Put RSA heads on the self-attention modules of a model, in place.
 
-    Which modules those are is found by running the model's base once on a few tokens; after patching it is run again,
-    to see that every RSA layer takes part. Where anything fails the model is as it was before.
+    The modules are found by running a copy of the model's base, which shares its weights, on a few tokens. After
+    patching it is run again, to check that every RSA layer takes part. If anything fails, the model is as it was.
 
-    The plan is written on `model.config`, as `config.rsa`: a model that is built from this very object later has RSA
-    heads too, which is logged as a warning. Give a plain one a copy from before.
+    The config is written to `model.config.rsa`. A model that is built from this config object later has RSA heads
+    too, which is logged as a warning; for a plain one copy the config before patching.
 
     Args:
-        model: any transformers model whose attention goes through transformers' attention interface, or is one of
-            those in `rsa_hf/adapters/`.
-        config: the plan; None: `RSAConfig()`. A mapping is read with `RSAConfig.from_dict`.
-        probe_inputs: keyword arguments for that run, for a base model that does not take `input_ids`; query and key
-            lengths of cross-attention must differ.
+        model: any transformers model whose attention goes through transformers' attention interface, or is listed in
+            `rsa_hf/integration/architectures`.
+        config: which heads become RSA heads; None: `RSAConfig()`. A mapping is read with `RSAConfig.from_dict`.
+        probe_inputs: keyword arguments for the trial runs, for a base model that does not take `input_ids`; query
+            and key lengths of cross-attention must differ.
 
     Returns:
         The model. Patching again with the same plan does nothing.
 
     Raises:
         TypeError: `model` is no `PreTrainedModel`, or a setting has the wrong type.
-        ValueError: the model has no attention that can be patched, the plan does not fit it, it is patched already
-            with another plan, or on the meta device its layers do not say their directions.
-        NotImplementedError: the model's heads are spread over processes by tensor parallelism.
-        RuntimeError: an RSA layer took no part in the model's forward pass, or the model is one of those in
-            `rsa_hf/adapters/` and not as expected.
+        ValueError: the model has no attention that can be patched, the config does not fit it, it is patched already
+            with another config, or it is on the meta device and its modules do not say whether they are causal.
+        NotImplementedError: tensor parallelism splits the model's heads across processes.
+        RuntimeError: an RSA layer took no part in the forward pass, or a class listed in
+            `rsa_hf/integration/architectures` is not as expected.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -83,7 +84,7 @@ def patch_model(
         )
     base = model.base_model
     found = _self_attention_calls(base, probe_inputs)
-    _warn_of_parts_without(base, {call.module for call in found.values()})
+    _warn_of_parts_without(base, {base.get_submodule(name) for name in found})
     names = list(found)
     if config.layers is not None:
         if config.layers[-1] >= len(names):
@@ -98,7 +99,8 @@ def patch_model(
     if is_patched(model):
         _require_same_plan(model, plan)
         return model
-    attach_heads(list(zip([found[name].module for name in names], plan.config.layer_plans(num_heads), strict=True)))
+    modules = [base.get_submodule(name) for name in names]
+    attach_heads(list(zip(modules, plan.config.layer_plans(num_heads), strict=True)))
     model.config.rsa = write_plan(plan)
     try:
         _require_all_called(base, names, probe_inputs)
@@ -109,10 +111,10 @@ def patch_model(
 
 
 def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Take the RSA heads off again: the exact model, config and state-dict keys from before.
+    """Remove the RSA heads, in place: the exact model, config and state-dict keys from before.
 
     Args:
-        model: a patched model; one that is not patched is left as it is.
+        model: a patched model; a plain one is left as it is.
 
     Returns:
         The model.
@@ -145,10 +147,10 @@ def is_patched(model: nn.Module) -> bool:
 
 
 def _with_direction(config: RSAConfig, calls: Mapping[str, AttentionCall]) -> RSAConfig:
-    """The plan; with the direction in it where modules say none, or another than their masks have.
+    """The config, with `causal` set where modules do not say it, or say something else than their masks.
 
-    Some classes carry no `is_causal` (LayoutLM, Doge), or one that their masks belie (BigBirdPegasus; NLLB-MoE, whose
-    encoder and decoder share it).
+    Some classes have no `is_causal` (LayoutLM, Doge), or a wrong one (BigBirdPegasus; NLLB-MoE, whose encoder and
+    decoder share it).
     """
     if config.causal is not None:
         return config
@@ -165,15 +167,15 @@ def _with_direction(config: RSAConfig, calls: Mapping[str, AttentionCall]) -> RS
 
 
 def _warn_of_parts_without(base: Any, modules: Collection[nn.Module]) -> None:
-    """Say which half of an encoder-decoder has no self-attention that can be patched."""
+    """Warn if one half of an encoder-decoder has no self-attention that can be patched."""
     if not base.config.is_encoder_decoder:
         return
     for half, part in (("encoder", base.get_encoder()), ("decoder", base.get_decoder())):
         if part is not base and not any(module in modules for module in part.modules()):
-            kinds = sorted({type(m).__name__ for m in part.modules() if "attention" in type(m).__name__.lower()})
             warnings.warn(
                 f"the {half} of this {type(base).__name__} gets no RSA heads: none of its self-attention goes through "
-                f"transformers' attention interface with queries and keys on one time axis ({shorten(kinds)}).",
+                "transformers' attention interface with queries and keys on one time axis "
+                f"({shorten(_attention_classes(part))}).",
                 stacklevel=3,
             )
 
@@ -191,13 +193,15 @@ def _require_same_plan(model: PreTrainedModel, plan: SavedPlan) -> None:
 
 
 def _self_attention_calls(base: nn.Module, probe_inputs: Mapping[str, Any] | None) -> dict[str, AttentionCall]:
-    """The self-attention modules that can be patched, by name relative to the base, in order."""
+    """One call of each self-attention module that can be patched, by module name relative to the base, in order."""
     _require_softmax_attention(base)
     connect(base)
+    trial = _copy_for_trial(base)
+    names = {module: name for name, module in trial.named_modules()}
     with record_attention_calls() as calls:
-        _probe(base, probe_inputs)
+        _run(trial, probe_inputs)
     by_module = {call.module: call for call in calls if call.query_length == call.key_length}
-    found = {name: by_module[module] for name, module in base.named_modules() if module in by_module}
+    found = {name: by_module[module] for module, name in names.items() if module in by_module}
     if found:
         return found
     if calls:
@@ -206,12 +210,15 @@ def _self_attention_calls(base: nn.Module, probe_inputs: Mapping[str, Any] | Non
             f"{type(base).__name__} has cross-attention only ({seen}: query and key lengths differ), which RSA never "
             "patches: recurrence needs queries and keys on one time axis."
         )
-    looked_at = shorten(sorted({type(m).__name__ for m in base.modules() if "attention" in type(m).__name__.lower()}))
     raise ValueError(
         f"{type(base).__name__} has no attention that can be patched: no module called transformers' attention "
         "interface, and rsa_hf.integration.architectures has no entry for its classes. Looked at "
-        f"{sum(1 for _ in base.modules())} modules, among them of attention: {looked_at or 'none'}."
+        f"{len(names)} modules, of which these are attention by name: {shorten(_attention_classes(base)) or 'none'}."
     )
+
+
+def _attention_classes(model: nn.Module) -> list[str]:
+    return sorted({type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()})
 
 
 def _require_softmax_attention(base: nn.Module) -> None:
@@ -225,16 +232,13 @@ def _require_softmax_attention(base: nn.Module) -> None:
 
 
 def _require_all_called(base: nn.Module, names: Sequence[str], probe_inputs: Mapping[str, Any] | None) -> None:
+    """Check that the RSA heads of the named modules take part in a forward pass."""
     called: set[str] = set()
-    handles = [
-        base.get_submodule(name).rsa.register_forward_hook(lambda *_, name=name: called.add(name))  # type: ignore[union-attr]
-        for name in names
-    ]
-    try:
-        _probe(base, probe_inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    trial = _copy_for_trial(base)
+    for name in names:
+        heads = trial.get_submodule(f"{name}.rsa")
+        heads.register_forward_hook(lambda *_, name=name: called.add(name))
+    _run(trial, probe_inputs)
     silent = [name for name in names if name not in called]
     if silent:
         raise RuntimeError(
@@ -242,47 +246,37 @@ def _require_all_called(base: nn.Module, names: Sequence[str], probe_inputs: Map
         )
 
 
-def _probe(base: nn.Module, probe_inputs: Mapping[str, Any] | None) -> None:
-    """Run the base model once, in evaluation mode, leaving its modules and the random generators as they were."""
-    inputs = dict(_probe_inputs(base) if probe_inputs is None else probe_inputs)
+def _copy_for_trial(base: nn.Module) -> nn.Module:
+    """A copy in evaluation mode that shares every parameter and buffer with the model.
+
+    A forward pass may change a module for good: a short input makes BigBird replace its block-sparse attention.
+    """
+    tensors = itertools.chain(base.parameters(), base.buffers())
+    return copy.deepcopy(base, {id(tensor): tensor for tensor in tensors}).eval()
+
+
+def _run(trial: nn.Module, probe_inputs: Mapping[str, Any] | None) -> None:
+    """Run a model once; the random generator stays as it was."""
+    inputs = dict(_default_inputs(trial) if probe_inputs is None else probe_inputs)
     try:
-        with _modules_put_back(base), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            base.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             try:
                 with _WithoutWeights():
-                    base(**inputs)
-            except Exception:  # of a model to which values matter; if it fails for good, it says so now
-                base(**inputs)
+                    trial(**inputs)
+            except Exception:  # some models need the values; one that fails with them too fails here
+                trial(**inputs)
     except Exception as error:
         advice = "Give patch_model(..., probe_inputs={...}) that its forward accepts."
-        if any(has_offloaded_params(module) for module in base.modules()):
+        if any(has_offloaded_params(module) for module in trial.modules()):
             advice = "Some of its weights are offloaded: load it without device_map, patch it, save it, and load that."
         raise ValueError(
-            f"a trial run of {type(base).__name__} with {', '.join(inputs)} failed ({type(error).__name__}: {error}). "
-            f"{advice}"
+            f"a trial run of {type(trial).__name__} with {', '.join(inputs)} failed ({type(error).__name__}: "
+            f"{error}). {advice}"
         ) from error
 
 
-@contextmanager
-def _modules_put_back(base: nn.Module) -> Iterator[None]:
-    """Leave every module as it was, with its children and its flags.
-
-    A short input makes BigBird replace its block-sparse attention by dense modules, for good.
-    """
-    before = []
-    for module in base.modules():
-        own = vars(module)
-        before += [(entries, dict(entries)) for entries in (own, own["_modules"], own["_parameters"], own["_buffers"])]
-    try:
-        yield
-    finally:
-        for entries, known in before:
-            entries.clear()
-            entries.update(known)
-
-
 class _WithoutWeights(TorchFunctionMode):
-    """Linear layers give zeros: who calls whom, and with which shapes, depends on no weight of a large matrix."""
+    """Linear layers return zeros, so that patching a large model does not read all of its weights twice."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -294,7 +288,7 @@ class _WithoutWeights(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _probe_inputs(base: nn.Module) -> dict[str, Any]:
+def _default_inputs(base: nn.Module) -> dict[str, Any]:
     own: dict[str, Any] | None = getattr(base, "rsa_probe_inputs", None)
     if own is not None:
         return own

@@ -37,9 +37,9 @@ def test_importing_takes_a_small_part_of_what_transformers_takes(tmp_path):
         )
         times.append(json.loads(done.stdout.splitlines()[-1]))
     transformers, ours = (median(column) for column in zip(*times[1:], strict=True))
-    print(f"transformers with GPT-2: {transformers:.3f} s, rsa_hf on top: {ours:.3f} s")
-    # Its own code, and nothing heavy behind it: importing peft or datasets alone takes as much as this allows.
-    assert ours < 0.04 * transformers
+    print(f"transformers with GPT-2: {transformers:.3f} s, rsa_hf with the Trainer and PEFT on top: {ours:.3f} s")
+    # The Trainer and PEFT, which have hooks, take most of it; nothing else that is heavy is imported.
+    assert ours < 0.35 * transformers
 
 
 @pytest.mark.slow  # GPT-2 small has 124 million weights to be drawn

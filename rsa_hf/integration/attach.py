@@ -1,4 +1,4 @@
-"""The `rsa` children of a model: build them from the plan in its config, attach, detach and check them."""
+"""The `rsa` children of a model: attach them, build them from the plan in a config, compare both, detach them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from transformers.modeling_utils import PreTrainedModel
 from rsa_hf.config import LayerConfig
 from rsa_hf.heads import RSAHeads, heads_of
 from rsa_hf.integration.architectures import architecture_of
-from rsa_hf.integration.attention_modules import may_have_heads
+from rsa_hf.integration.attention_modules import is_self_attention
 from rsa_hf.saved_plan import read_plan
 from rsa_hf.utils.brief import shorten
 
-__all__ = ["attach_from_config", "attach_heads", "detach_heads", "require_whole_heads", "unplanned_modules"]
+__all__ = ["attach_from_config", "attach_heads", "detach_heads", "mismatched_modules", "require_whole_heads"]
 
 # transformers searches parameter names for this pattern while it loads; its own tests want it to end with them.
 KEEP_IN_FLOAT32 = r"(?<![^.])rsa\.(?:mu|eta|nu|theta)$"
@@ -25,32 +25,29 @@ KEEP_IN_FLOAT32 = r"(?<![^.])rsa\.(?:mu|eta|nu|theta)$"
 def attach_from_config(model: PreTrainedModel) -> list[RSAHeads]:
     """Build the `rsa` children that `model.config.rsa` names; without a plan, nothing.
 
-    The parts of a composite model share its config but not its module names: a part with none of the modules is left
-    alone, and whoever builds the whole model checks that it has them.
+    The parts of a composite model share its config but not its module names. A part with none of the modules is left
+    alone; loading checks that the whole model has them.
 
     Returns:
-        Those that were not there yet.
+        The new children.
 
     Raises:
         TypeError, ValueError: the plan is damaged, names modules that this model should have and has not, a module
             that is no self-attention, or one module by two names.
     """
-    content = vars(model.config).get("rsa")
-    if content is None:
+    if vars(model.config).get("rsa") is None:
         return []
-    plan = read_plan(content)
-    base = model.base_model
-    layers = plan.config.layer_plans([None] * len(plan.modules))
-    found = {name: module for name in plan.modules if (module := _submodule(base, name)) is not None}
+    layers, base = _planned_layers(model), model.base_model
+    found = {name: module for name in layers if (module := _submodule(base, name)) is not None}
     if not found:
         return []
-    absent = [name for name in plan.modules if name not in found and name.split(".")[0] in base._modules]
+    absent = [name for name in layers if name not in found and name.split(".")[0] in base._modules]
     if absent:
         raise ValueError(
             f"config.rsa names the attention modules {shorten(absent)}, which this {type(base).__name__} does not "
             "have. Was the number of layers changed? Load the model with the config it was saved with."
         )
-    wrong = [name for name, module in found.items() if not may_have_heads(name, module)]
+    wrong = [name for name, module in found.items() if not is_self_attention(name, module)]
     if wrong:
         kinds = sorted({type(found[name]).__name__ for name in wrong})
         raise ValueError(
@@ -62,29 +59,25 @@ def attach_from_config(model: PreTrainedModel) -> list[RSAHeads]:
             f"config.rsa names a module of this {type(base).__name__} twice, by two names ({shorten(list(found))}). "
             "Load the model with the config it was saved with."
         )
-    new = attach_heads(
-        [(found[name], layer) for name, layer in zip(plan.modules, layers, strict=True) if name in found]
-    )
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), KEEP_IN_FLOAT32}
-    return new
+    return attach_heads([(module, layers[name]) for name, module in found.items()])
 
 
-def unplanned_modules(model: PreTrainedModel) -> list[str]:
-    """The modules whose heads are not those of the plan in the model's own config, as layers were dropped or moved.
+def mismatched_modules(model: PreTrainedModel) -> list[str]:
+    """The modules whose heads are not those of the plan in the model's config, because layers were dropped or moved.
 
-    Where RSA parameters start is left out: those of a saved copy are in its files.
+    Where RSA parameters start is not compared: a saved copy has their values in its files.
     """
-    content = vars(model.config).get("rsa")
-    if content is None:
+    if vars(model.config).get("rsa") is None:
         return []
-    plan, base = read_plan(content), model.base_model
+    base = model.base_model
     planned = {
-        _unwrapped(name): layer
-        for name, layer in zip(plan.modules, plan.config.layer_plans([None] * len(plan.modules)), strict=True)
-        if name.split(".")[0] in base._modules  # or it is of a part that this class does not have
+        _without_wrappers(name): layer
+        for name, layer in _planned_layers(model).items()
+        if name.split(".")[0] in base._modules  # otherwise it is of a part that this class does not have
     }
     found = {
-        _unwrapped(name): heads.plan
+        _without_wrappers(name): heads.plan
         for name, module in base.named_modules()
         if (heads := heads_of(module)) is not None
     }
@@ -97,13 +90,19 @@ def unplanned_modules(model: PreTrainedModel) -> list[str]:
     return [name for name in {**planned, **found} if not same(planned.get(name), found.get(name))]
 
 
-def _unwrapped(name: str) -> str:
-    """A module's name without those of wrappers on its way (FSDP's, checkpointing's), which do not reach files."""
+def _planned_layers(model: PreTrainedModel) -> dict[str, LayerConfig]:
+    """Of each module that `config.rsa` names, the config of its heads."""
+    plan = read_plan(model.config.rsa)
+    return dict(zip(plan.modules, plan.config.layer_plans([None] * len(plan.modules)), strict=True))
+
+
+def _without_wrappers(name: str) -> str:
+    """A module's name without the parts that wrappers add (FSDP, activation checkpointing): files do not have them."""
     return ".".join(part for part in name.split(".") if not part.startswith("_"))
 
 
 def attach_heads(layers: Sequence[tuple[nn.Module, LayerConfig]]) -> list[RSAHeads]:
-    """Put an `rsa` child on each attention module that has none: on all of them or, where one fails, on none.
+    """Put an `rsa` child on each attention module that has none; where one fails, on none of them.
 
     Returns:
         The new children.
@@ -119,8 +118,8 @@ def attach_heads(layers: Sequence[tuple[nn.Module, LayerConfig]]) -> list[RSAHea
     heads = []
     for module, plan in layers:
         parameter = next(module.parameters(), None)
-        # Not moved there afterwards: a model may be built on the meta device with some of its parameters elsewhere
-        # (DiffLlama's, XLNet's), and nothing can be moved off that.
+        # Created on the module's device, because a tensor cannot be moved off the meta device: DiffLlama and XLNet
+        # create some of their parameters elsewhere while the rest of the model is built there.
         with nullcontext() if parameter is None else parameter.device:
             heads.append(RSAHeads(plan))
     new = []
@@ -128,7 +127,6 @@ def attach_heads(layers: Sequence[tuple[nn.Module, LayerConfig]]) -> list[RSAHea
         if not hasattr(module, "rsa"):
             new.append(child)
             child.train(module.training)
-            child._is_hf_initialized = child.mu.device.type != "meta"
             architecture = architecture_of(module)
             if architecture is not None:
                 child.architecture = architecture
@@ -155,13 +153,13 @@ def _submodule(root: nn.Module, name: str) -> nn.Module | None:
 
 
 def require_whole_heads(model: PreTrainedModel) -> None:
-    """Check that each process has all heads of a layer: the first of a part of them are not the plan's.
+    """Check that each process has all heads of a layer.
 
     Raises:
-        NotImplementedError: transformers has spread the heads over processes (`tp_plan`).
+        NotImplementedError: transformers has split the heads across processes (`tp_plan`).
     """
     if (model._tp_size or 1) > 1:
         raise NotImplementedError(
-            "RSA does not work with tensor parallelism: each process has some of a layer's heads, and would take the "
-            "first of them for RSA heads. Load the model without tp_plan; FSDP2 and device_map leave heads whole."
+            "RSA does not work with tensor parallelism: each process has some of a layer's heads, and would treat the "
+            "first of them as RSA heads. Load the model without tp_plan; FSDP2 and device_map leave heads whole."
         )

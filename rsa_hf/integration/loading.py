@@ -1,47 +1,29 @@
-"""Hooks into building, initialising and loading: a config that holds a plan gets its heads, and a checkpoint fits it.
-
-* `PreTrainedModel.post_init`: a config that holds a plan (`config.rsa`) gets its `rsa` children built.
-* `PreTrainedModel._initialize_weights`: `rsa` children that no checkpoint fills start as the plan says.
-* `PreTrainedModel._load_pretrained_model`, `_from_config`: a checkpoint and its plan must match exactly. Its files are
-  looked at first: what is wrong with them is said before memory is taken for anything.
-"""
+"""Building and loading: a config with a plan gets its RSA heads, and a checkpoint has to match its plan exactly."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import transformers
 from huggingface_hub.file_download import repo_folder_name
 from safetensors import SafetensorError, safe_open
-from torch import nn
-from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.heads import RSAHeads, heads_of
+from rsa_hf.heads import heads_of
 from rsa_hf.integration.architectures import connect
 from rsa_hf.integration.attach import attach_from_config, require_whole_heads
 from rsa_hf.integration.peft.checks import require_adapter_file
-from rsa_hf.saved_plan import RSA_KEY, read_plan, require_number, saved_plans
+from rsa_hf.saved_plan import RSA_KEY, require_number, saved_plans
 from rsa_hf.utils.brief import shorten
 
-__all__ = [
-    "MismatchError",
-    "wrap_from_config",
-    "wrap_initialize_weights",
-    "wrap_load_pretrained_model",
-    "wrap_post_init",
-]
+__all__ = ["wrap_load_pretrained_model", "wrap_post_init"]
 
 logger = logging.getLogger(__name__)
-
-
-class MismatchError(ValueError, RuntimeError):
-    """Tensors of other shapes than the model's: a RuntimeError, as transformers raises for them, and a ValueError."""
 
 
 def wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,8 +34,8 @@ def wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
         # a patched model would give RSA heads to a control that is meant to be plain.
         if any(heads.mu.device.type != "meta" for heads in attach_from_config(self)):
             logger.warning(
-                "A %s is built with RSA heads, as its config has a plan of them: config.rsa. A plain one needs a "
-                "config of its own, copied before patch_model or after unpatch_model.",
+                "A %s is built with RSA heads, because its config has a plan for them: config.rsa. For a plain one "
+                "copy the config before patch_model or after unpatch_model.",
                 type(self).__name__,
             )
         if saved_plans(self.config):
@@ -63,37 +45,49 @@ def wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
     return post_init
 
 
-def wrap_initialize_weights(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Start RSA heads as their plan says."""
+def wrap_load_pretrained_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Check the files of a checkpoint before they are read, and that its tensors match its plan."""
 
-    def _initialize_weights(self: PreTrainedModel, module: nn.Module, *args: Any, **keywords: Any) -> None:
-        if isinstance(module, RSAHeads):
-            if not module._is_hf_initialized:
-                module.reset_parameters()
-                module._is_hf_initialized = True
-            return
-        original(self, module, *args, **keywords)
+    def _load_pretrained_model(
+        model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **keywords: Any
+    ) -> Any:
+        patched = bool(saved_plans(model.config))
+        if patched:
+            _require_planned_heads(model)
+        if model._hf_peft_config_loaded:
+            require_adapter_file(model, checkpoint_files, state_dict)
+        elif patched:
+            require_whole_heads(model)
+            _check_files(checkpoint_files or (), load_config)
+        loading_info, *rest = original(model, state_dict, checkpoint_files, load_config, *args, **keywords)
+        _require_matching_keys(model, loading_info)
+        if patched and not load_config.ignore_mismatched_sizes:
+            _require_matching_shapes(model, loading_info)
+        for name, parameter in model.named_parameters():
+            if RSA_KEY.search(name) and parameter.device.type != "meta":
+                require_number(name, parameter)
+        return (loading_info, *rest)
 
-    return _initialize_weights
+    return _load_pretrained_model
 
 
-def _require_attached(model: PreTrainedModel) -> None:
-    """Check that each module of the plan has its heads, but for parts that this class does not have at all."""
-    planned = [name for content in saved_plans(model.config) for name in read_plan(content).modules]
-    if not planned:
-        return
+# --- the plan -------------------------------------------------------------------------------------------------------
+
+
+def _require_planned_heads(model: PreTrainedModel) -> None:
+    """Check that each module of the plan has its heads, except for parts that this class does not have at all."""
+    planned = _planned_modules(model)
     attached = [name for name, module in model.named_modules() if heads_of(module) is not None]
-    if not attached:
-        raise ValueError(
-            f"the config holds an RSA plan for the modules {', '.join(planned[:3])}, … but "
-            f"{type(model).__name__} has none of them, and would run as a plain model. Load it with the class that "
-            "was patched, or remove config.rsa."
-        )
     absent = [
         name
         for name in planned
         if not any(f".{found}".endswith(f".{name}") for found in attached) and not _is_ignored(model, f"{name}.rsa.mu")
     ]
+    if not attached:
+        raise ValueError(
+            f"the config holds an RSA plan for the modules {shorten(planned)}, but {type(model).__name__} has none "
+            "of them, and would run as a plain model. Load it with the class that was patched, or remove config.rsa."
+        )
     if absent:
         raise ValueError(
             f"the config holds an RSA plan for {shorten(absent)}, which this {type(model).__name__} does not have. "
@@ -101,76 +95,46 @@ def _require_attached(model: PreTrainedModel) -> None:
         )
 
 
+def _planned_modules(model: PreTrainedModel) -> list[str]:
+    return [name for content in saved_plans(model.config) for name in content["modules"]]
+
+
 def _is_ignored(model: PreTrainedModel, key: str) -> bool:
     """Whether a tensor is of a part that this class does not have at all, e.g. the decoder of a T5EncoderModel.
 
-    The plan names it then. Patterns alone say too much: GPT-2's "attn.bias" is found in "h.9.attn.c_attn.bias.rsa.mu".
+    The plan names it then. Patterns alone match too much: GPT-2's "attn.bias" is in "h.9.attn.c_attn.bias.rsa.mu".
     """
     module = key.rpartition(".rsa.")[0]
-    planned = any(f".{module}".endswith(f".{name}") for plan in saved_plans(model.config) for name in plan["modules"])
-    return planned and any(re.search(pattern, key) for pattern in model._keys_to_ignore_on_load_unexpected or ())
+    is_planned = any(f".{module}".endswith(f".{name}") for name in _planned_modules(model))
+    return is_planned and any(re.search(pattern, key) for pattern in model._keys_to_ignore_on_load_unexpected or ())
 
 
-def wrap_from_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Check that each module of the plan has its heads."""
-
-    def _from_config(cls: type[PreTrainedModel], config: PreTrainedConfig, **keywords: Any) -> PreTrainedModel:
-        model: PreTrainedModel = original(cls, config, **keywords)
-        if not _is_part_of_patched(model):
-            _require_attached(model)
-        return model
-
-    return _from_config
+# --- the files ------------------------------------------------------------------------------------------------------
 
 
-def _is_part_of_patched(model: PreTrainedModel) -> bool:
-    """Whether a model is built inside of the patched one, and has its modules under shorter names (Mllama)."""
-    present = {name for name, _ in model.named_modules()}
-    planned = [name.split(".") for content in saved_plans(model.config) for name in read_plan(content).modules]
-    return any(".".join(parts[i:]) in present for parts in planned for i in range(1, len(parts)))
+def _check_files(checkpoint_files: Any, load_config: Any) -> None:
+    """Check the files of a patched checkpoint before memory is taken for anything in them.
 
-
-def wrap_load_pretrained_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Check the files of a checkpoint, and that its tensors match its plan."""
-
-    def _load_pretrained_model(
-        model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **keywords: Any
-    ) -> Any:
-        _require_attached(model)
-        if saved_plans(model.config) and not model._hf_peft_config_loaded:
-            require_whole_heads(model)
-            for file in checkpoint_files or ():
-                _require_inside(str(file), load_config.pretrained_model_name_or_path)
-            _require_safetensors(checkpoint_files, load_config)
-            _require_sound_files(checkpoint_files)
-        if model._hf_peft_config_loaded:
-            require_adapter_file(model, checkpoint_files, state_dict)
-        loading_info, *rest = original(model, state_dict, checkpoint_files, load_config, *args, **keywords)
-        loading_info.unexpected_keys -= _empty_tensors(loading_info.unexpected_keys, checkpoint_files)
-        _require_matching_keys(model, loading_info)
-        if saved_plans(model.config) and loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes:
-            _refuse_mismatched(model, loading_info.mismatched_keys)
-        _require_numbers(model)
-        return (loading_info, *rest)
-
-    return _load_pretrained_model
-
-
-def _require_safetensors(checkpoint_files: Any, load_config: Any) -> None:
+    Raises:
+        ValueError: a file is outside of the checkpoint's folder, a pickle, or damaged; or an RSA tensor is in two
+            files, or holds NaN or values out of range.
+        TypeError: an RSA tensor holds no floating-point numbers.
+    """
+    files = [str(file) for file in checkpoint_files]
+    for file in files:
+        _require_inside(file, load_config.pretrained_model_name_or_path)
     # An index may name any file, and transformers takes all that are no safetensors for pickles.
-    pickled = [os.path.basename(file) for file in checkpoint_files or () if not str(file).endswith(".safetensors")]
+    pickled = [os.path.basename(file) for file in files if not file.endswith(".safetensors")]
     if pickled and load_config.use_safetensors is not False:
         raise ValueError(
             f"this checkpoint with RSA heads has its weights in {shorten(pickled):.300}, a pickle, which can run "
             "code when it is read; rsa_hf saves safetensors alone. If you trust where it comes from, load it with "
             "from_pretrained(..., use_safetensors=False), and save it again."
         )
-
-
-def _require_sound_files(checkpoint_files: Any) -> None:
-    """Check that the files of a patched checkpoint can be read, and the RSA tensors in them."""
     holders: dict[str, str] = {}
-    for file in _safetensors(checkpoint_files):
+    for file in files:
+        if not file.endswith(".safetensors"):
+            continue
         try:
             with safe_open(file, framework="pt") as tensors:
                 for key in filter(RSA_KEY.search, tensors.keys()):
@@ -197,30 +161,15 @@ def _require_inside(file: str, folder: Any) -> None:
         raise ValueError(f"the checkpoint names a file outside of its own folder: {file!r:.500}. It was not read.")
 
 
-def _safetensors(checkpoint_files: Any) -> list[str]:
-    return [str(file) for file in checkpoint_files or () if str(file).endswith(".safetensors")]
-
-
-def _empty_tensors(keys: set[str], checkpoint_files: Any) -> set[str]:
-    """RSA keys whose tensor has no entries: a writer may keep `eta` (0,) for a plan without regular heads."""
-    wanted = {key for key in keys if RSA_KEY.search(key)}
-    empty = set()
-    for file in _safetensors(checkpoint_files) if wanted else []:
-        with safe_open(file, framework="pt") as tensors:
-            empty |= {key for key in wanted.intersection(tensors.keys()) if 0 in tensors.get_slice(key).get_shape()}
-    return empty
-
-
-def _refuse_mismatched(model: PreTrainedModel, mismatched: Sequence[tuple[str, Any, Any]]) -> None:
-    # Transformers says so too, but after it has taken memory for all that the config asks for.
-    shapes = [f"{key} has shape {tuple(found)}, not {tuple(wanted)}" for key, found, wanted in sorted(mismatched)]
-    raise MismatchError(
-        f"the weights do not fit the config of this {type(model).__name__}: {shorten(shapes)}. Load them with the "
-        "config.json they were saved with, or with ignore_mismatched_sizes=True for new tensors in place of those."
-    )
+# --- what was loaded ------------------------------------------------------------------------------------------------
 
 
 def _require_matching_keys(model: PreTrainedModel, loading_info: Any) -> None:
+    """Check that the RSA tensors of a checkpoint are those of the plan.
+
+    Raises:
+        ValueError: one is missing, unexpected, or has another shape.
+    """
     unexpected = [
         key for key in sorted(loading_info.unexpected_keys) if RSA_KEY.search(key) and not _is_ignored(model, key)
     ]
@@ -228,9 +177,9 @@ def _require_matching_keys(model: PreTrainedModel, loading_info: Any) -> None:
     if model._hf_peft_config_loaded:  # `model.load_adapter` comes this way too; an adapter has no weights of its base
         if unexpected:
             raise ValueError(
-                f"transformers {transformers.__version__} does not load the gates and rates of an adapter: "
-                "they would be lost in silence. Load it with rsa_hf.peft.load or PeftModel.from_pretrained, on a "
-                "fresh base model, or use a newer transformers."
+                f"transformers {transformers.__version__} does not load the gates and rates of an adapter, and they "
+                "would be lost. Load it with rsa_hf.peft.load or PeftModel.from_pretrained, on a fresh base model, or "
+                "use a newer transformers."
             )
         missing = []
     mismatched = [entry for entry in sorted(loading_info.mismatched_keys) if RSA_KEY.search(entry[0])]
@@ -249,7 +198,14 @@ def _require_matching_keys(model: PreTrainedModel, loading_info: Any) -> None:
         )
 
 
-def _require_numbers(model: PreTrainedModel) -> None:
-    for name, parameter in model.named_parameters():
-        if RSA_KEY.search(name) and parameter.device.type != "meta":
-            require_number(name, parameter)
+def _require_matching_shapes(model: PreTrainedModel, loading_info: Any) -> None:
+    """Check the shapes of all other tensors; transformers does so only after it has allocated those of the config."""
+    if loading_info.mismatched_keys:
+        shapes = [
+            f"{key} has shape {tuple(found)}, not {tuple(wanted)}"
+            for key, found, wanted in sorted(loading_info.mismatched_keys)
+        ]
+        raise ValueError(
+            f"the weights do not fit the config of this {type(model).__name__}: {shorten(shapes)}. Load them with the "
+            "config.json they were saved with, or with ignore_mismatched_sizes=True to start those tensors anew."
+        )

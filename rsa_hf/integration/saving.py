@@ -1,8 +1,6 @@
-"""Hooks into saving: recurrence is never saved without its plan, and a patched model has a model card.
+"""Saving: heads are saved only together with their plan, and a patched model gets a model card.
 
-* `PreTrainedModel.save_pretrained`: what is saved can be loaded again, and gets a model card.
-  A plain model that takes a patched one's place takes rsa_hf's part off the card that is there.
-* `PushToHubMixin._upload_modified_files`: the model card survives the one that is made there.
+A plain model that is saved over a patched one takes rsa_hf's part off the card that is there.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.heads import RSAHeads, is_peft_wrapper
 from rsa_hf.hub.card import CardFacts, clear_card, write_card
-from rsa_hf.integration.attach import unplanned_modules
+from rsa_hf.integration.attach import mismatched_modules
 from rsa_hf.integration.peft.hooks import add_plan, saved_with_plan
 from rsa_hf.saved_plan import saved_plans
 from rsa_hf.utils.brief import shorten
@@ -30,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse to save heads without their plan; bring the model card up to date."""
+    """Refuse to save what could not be loaded again; after saving bring the model card up to date."""
 
     def save_pretrained(
         self: PreTrainedModel,
@@ -40,46 +38,57 @@ def wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **keywords: Any,
     ) -> Any:
-        has_heads = any(isinstance(module, RSAHeads) for module in self.modules())
-        if not self._hf_peft_config_loaded and any(is_peft_wrapper(module) for module in self.modules()):
-            raise ValueError(
-                f"the RSA heads of this {type(self).__name__} are wrapped by PEFT, so a saved copy could not be "
-                "loaded again. Save the PEFT model instead, or the model that its merge_and_unload() returns. After "
-                "transformers' own delete_adapter, which leaves PEFT's layers in the model, load the base model again."
-            )
-        if has_heads and not saved_plans(self.config):
-            raise ValueError(
-                f"this {type(self).__name__} has RSA heads, but its config has no plan (config.rsa), so a saved copy "
-                "could not be loaded again. Save the model that was given to patch_model, or patch this part itself."
-            )
-        if saved_plans(self.config) and not has_heads:
-            raise ValueError(
-                f"config.rsa of this {type(self).__name__} holds an RSA plan, but the model has no RSA heads. Remove "
-                "config.rsa, or patch the model."
-            )
-        unplanned = [] if self._hf_peft_config_loaded else unplanned_modules(self)
-        if unplanned:
-            raise ValueError(
-                f"the RSA heads of this {type(self).__name__} are not those of its plan (config.rsa) in "
-                f"{shorten(unplanned)}, so a saved copy could not be loaded again, or would differ. Were layers "
-                "dropped, added or moved? Patch the model as it is now; what was trained is kept by state = "
-                "model.state_dict(); patch_model(unpatch_model(model), config); model.load_state_dict(state)."
-            )
-        saved = _rsa_tensors(self, state_dict or {})  # now: transformers takes out what it has written
+        _require_heads_as_planned(self)
+        saved = _rsa_tensors(self, state_dict or {})  # before saving, which empties the state dict
         is_first = is_main_process and _is_first_process()
         folders = [Path(save_directory)] if is_first else []
         with saved_with_plan(self, folders) if self._hf_peft_config_loaded else nullcontext():
             result = original(self, save_directory, is_main_process, state_dict, *args, **keywords)
         if is_first:
-            with _holding(saved):
+            with _values_replaced(saved):
                 bring_card_up_to_date(self, save_directory)
         return result
 
     return save_pretrained
 
 
+def _require_heads_as_planned(model: PreTrainedModel) -> None:
+    """Check that a saved copy could be loaded: the heads are those of `config.rsa`, and not wrapped by PEFT.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    name = type(model).__name__
+    has_adapter = model._hf_peft_config_loaded  # transformers then saves the adapter alone
+    if not has_adapter and any(is_peft_wrapper(module) for module in model.modules()):
+        raise ValueError(
+            f"the RSA heads of this {name} are wrapped by PEFT, so a saved copy could not be loaded again. Save the "
+            "PEFT model instead, or the model that its merge_and_unload() returns. After transformers' own "
+            "delete_adapter, which leaves PEFT's layers in the model, load the base model again."
+        )
+    has_heads = any(isinstance(module, RSAHeads) for module in model.modules())
+    if has_heads and not saved_plans(model.config):
+        raise ValueError(
+            f"this {name} has RSA heads, but its config has no plan (config.rsa), so a saved copy could not be loaded "
+            "again. Save the model that was given to patch_model, or patch this part itself."
+        )
+    if saved_plans(model.config) and not has_heads:
+        raise ValueError(
+            f"config.rsa of this {name} holds an RSA plan, but the model has no RSA heads. Remove config.rsa, or "
+            "patch the model."
+        )
+    mismatched = [] if has_adapter else mismatched_modules(model)
+    if mismatched:
+        raise ValueError(
+            f"the RSA heads of this {name} are not those of its plan (config.rsa) in {shorten(mismatched)}, so a "
+            "saved copy could not be loaded again, or would differ. Were layers dropped, added or moved? Patch the "
+            "model as it is now; to keep what was trained: state = model.state_dict(); "
+            "patch_model(unpatch_model(model), config); model.load_state_dict(state)."
+        )
+
+
 def _rsa_tensors(model: PreTrainedModel, state: Mapping[str, Any]) -> list[tuple[RSAHeads, str, torch.Tensor]]:
-    """Of the tensors to be saved those of RSA heads, with the heads and the parameter that they are of."""
+    """The RSA tensors in a state dict, each with its heads and the name of the parameter."""
     return [
         (module, key, tensor)
         for name, module in model.named_modules()
@@ -90,8 +99,8 @@ def _rsa_tensors(model: PreTrainedModel, state: Mapping[str, Any]) -> list[tuple
 
 
 @contextmanager
-def _holding(tensors: list[tuple[RSAHeads, str, torch.Tensor]]) -> Iterator[None]:
-    """The heads with other values than their own: averaged ones, or those gathered from other processes."""
+def _values_replaced(tensors: list[tuple[RSAHeads, str, torch.Tensor]]) -> Iterator[None]:
+    """Give heads the values that were saved (averages, or gathered from other processes) while the context is open."""
     own = [heads._parameters[key] for heads, key, _ in tensors]
     try:
         for heads, key, tensor in tensors:
@@ -125,7 +134,7 @@ def bring_card_up_to_date(
         elif not model._hf_peft_config_loaded:  # which saves an adapter alone, beside whatever is there
             clear_card(folder)
     except Exception as error:
-        # The weights are saved, and hours of training are not to end because of a card.
+        # The weights are saved: a run must not end because of a card.
         logger.warning("the model card in %s was not brought up to date: %s", folder, error)
 
 

@@ -12,12 +12,7 @@ import logging
 
 from rsa_hf.integration.attention import wrap_get_interface, wrap_init_continuous_batching
 from rsa_hf.integration.hooks import Hook, install_hooks, is_installed
-from rsa_hf.integration.loading import (
-    wrap_from_config,
-    wrap_initialize_weights,
-    wrap_load_pretrained_model,
-    wrap_post_init,
-)
+from rsa_hf.integration.loading import wrap_load_pretrained_model, wrap_post_init
 from rsa_hf.integration.locks import wrap_dict_from_json_file, wrap_to_json_file
 from rsa_hf.integration.peft import hooks as peft_hooks
 from rsa_hf.integration.saving import wrap_save_pretrained, wrap_upload_modified_files
@@ -109,16 +104,23 @@ TRANSFORMERS_HOOKS = (
         without="continuous batching of a patched model logs errors and returns no tokens",
         essential=False,
     ),
-    Hook(PRETRAINED_MODEL, "_initialize_weights", ("self", "module"), wrap_initialize_weights, "", ""),
-    Hook(PRETRAINED_MODEL, "_from_config", ("cls", "config"), wrap_from_config, "", ""),
-    Hook(TRAINER, "create_model_card", ("self",), wrap_create_model_card, "", ""),
+    Hook(
+        TRAINER,
+        "create_model_card",
+        ("self",),
+        wrap_create_model_card,
+        purpose="keep rsa_hf's part of the model card, which the Trainer overwrites before it uploads",
+        without="the Trainer's model card says nothing about RSA",
+        essential=False,
+    ),
 )
 
 
 def install() -> None:
-    """Install all hooks and register our own models; does nothing where that is done already.
+    """Install all hooks, and register the models of `rsa_hf.models` with the Auto classes.
 
-    A PEFT that does not fit gets none of its hooks, with a warning; `rsa_hf.peft` then raises an ImportError.
+    Repeating it changes nothing. A PEFT that does not fit gets none of its hooks, with a warning; `rsa_hf.peft` then
+    raises an ImportError.
 
     Raises:
         ImportError: transformers is outside the supported range, or an essential hook does not fit it.

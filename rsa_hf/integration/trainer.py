@@ -1,8 +1,4 @@
-"""Hooks into the Trainer, whose import takes as long as that of the models: they follow it.
-
-* `_load_from_checkpoint`: a run goes on with the plan that it was begun with.
-* `create_model_card`: rsa_hf's part of the card survives.
-"""
+"""The Trainer: it refuses to resume with another plan, and keeps rsa_hf's part of the model card."""
 
 from __future__ import annotations
 
@@ -30,15 +26,15 @@ def wrap_load_from_checkpoint(original: Callable[..., Any]) -> Callable[..., Any
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, *args: Any, **keywords: Any) -> Any:
         model = self.accelerator.unwrap_model(self.model)
-        if isinstance(model, PreTrainedModel):  # an adapter's plan is looked at where it is loaded
-            _require_the_plan_of(Path(resume_from_checkpoint), model)
+        if isinstance(model, PreTrainedModel):  # the plan of an adapter is checked where it is loaded
+            _require_same_plan(Path(resume_from_checkpoint), model)
         return original(self, resume_from_checkpoint, *args, **keywords)
 
     return _load_from_checkpoint
 
 
-def _require_the_plan_of(folder: Path, model: PreTrainedModel) -> None:
-    """Check that a checkpoint has the plan of the model: the Trainer reads its tensors, and never its config.
+def _require_same_plan(folder: Path, model: PreTrainedModel) -> None:
+    """Check that a checkpoint has the model's plan: the Trainer reads its tensors, and never its config.
 
     Raises:
         ValueError: it has another plan, or none, or the model has none.
@@ -64,7 +60,7 @@ def _require_the_plan_of(folder: Path, model: PreTrainedModel) -> None:
 
 
 def _same(plan: SavedPlan, other: SavedPlan) -> bool:
-    """Whether two plans are the same but for where parameters start, which the checkpoint has moved from."""
+    """Whether two plans are the same, apart from where parameters start: the checkpoint has trained values."""
     starts = {name: getattr(plan.config, name) for name in ("gate_init", "nu_init", "theta_init")}
     return plan == SavedPlan(other.modules, replace(other.config, **starts))
 

@@ -293,6 +293,9 @@ def test_doctor_knows_a_module_that_comes_in_a_package_of_another_name(run, monk
     assert (code, "ok    onnxruntime          1.2\n" in out) == (0, True)
 
 
+USE = "from rsa_hf import patch_model"
+
+
 def test_doctor_where_transformers_does_not_fit(tmp_path):
     stub = tmp_path / "transformers"
     stub.mkdir()
@@ -301,7 +304,7 @@ def test_doctor_where_transformers_does_not_fit(tmp_path):
 
     def outcome(*command):
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        assert ("Traceback" in done.stderr) == (command[-1] == "from rsa_hf import patch_model")
+        assert ("Traceback" in done.stderr) == (command[-1] == USE)
         return done.returncode, done.stdout, done.stderr
 
     words = "rsa_hf works with transformers ≥ 5.17, < 6; installed is 4.57.0."
@@ -312,10 +315,9 @@ def test_doctor_where_transformers_does_not_fit(tmp_path):
     code, _, err = outcome(*RSA_HF, "inspect", "x")
     assert code == 2
     assert err.startswith(f"error: {words}")
-    code, _, err = outcome(sys.executable, "-c", "import rsa_hf")
-    assert code == 0
-    assert f"UserWarning: rsa_hf cannot be used: {words}" in err
-    code, _, err = outcome(sys.executable, "-c", "from rsa_hf import patch_model")
+    code, _, err = outcome(sys.executable, "-c", "import rsa_hf; rsa_hf.__version__")
+    assert (code, f"UserWarning: rsa_hf cannot be used: {words}" in err) == (0, True)
+    code, _, err = outcome(sys.executable, "-c", USE)
     assert code == 1
     assert f"ImportError: {words}" in err
 

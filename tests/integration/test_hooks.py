@@ -96,6 +96,10 @@ def functions(of):
     return [hook.name for hook in of if not hook.name.startswith("__") and hook.name not in known]
 
 
+def place(hook):
+    return f"{hook.owner.replace(':', '.')}.{hook.name}"
+
+
 def class_of(hook):
     return hook.owner.partition(":")[2]
 
