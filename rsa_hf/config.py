@@ -1,13 +1,13 @@
-"""The plan: which attention heads become RSA heads, with which REM, and where their parameters start.
+"""`RSAConfig`: which attention heads become RSA heads, with which REM, and where their parameters start.
 
-`RSAConfig` is what a user writes; `LayerConfig` is the same for one layer whose number of heads is known.
+`RSAConfig` is what a user writes, for a whole model. `LayerConfig` is what it means for one layer.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -18,12 +18,12 @@ __all__ = ["LayerConfig", "RSAConfig"]
 Count = int | tuple[int, ...] | None
 _T = TypeVar("_T")
 
-# More than any model has, or any text asks for; keeps a damaged plan from asking for all memory.
+# Larger than in any model. They keep a damaged config from asking for all memory.
 MAX_HEADS = 4096
 MAX_DILATION = 65_536
 MAX_LAYERS = 4096
 
-# No gate or optimiser needs more; further out, what is stored leaves the range of float32.
+# Beyond these the stored values leave the range of float32.
 MIN_SCALE, MAX_SCALE = 1e-6, 1e6
 MAX_START = 1e6
 
@@ -43,13 +43,13 @@ class LayerConfig:
         num_dilated_regular: k4.
         num_dilated_cyclical_pairs: k5 = k6.
         dilation: one factor per dilated head, in head order, `k4 + k5 + k6` of them.
-        gate_init: where μ starts; −inf is a shut gate.
-        nu_init: the two ends between which the pairs' ν start.
-        theta_init: the same of θ, in radians.
+        gate_init: initial μ; −inf is a shut gate.
+        nu_init: the two ends between which the initial ν of the pairs are spread.
+        theta_init: the same for θ, in radians.
         gate_per_head: one μ per RSA head instead of one per layer.
         tie_pairs: the cos and the sin head of a pair share (ν, θ).
         parameter_scale: parameters are stored as value / parameter_scale.
-        causal: direction of the REM; None: as the attention module says.
+        causal: direction of the REM; None: that of the attention module.
     """
 
     num_regular: int
@@ -106,20 +106,18 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class RSAConfig:
-    """What `patch_model` puts on a model.
+    """The RSA heads that `patch_model` puts on a model.
 
-    With no counts given, every layer gets a mix of RSA and plain heads: half of its heads (at least one) become RSA
-    heads, as cyclical pairs, an odd one regular. The published language models take half the heads and cyclical pairs
-    too (paper, section 4.3).
+    Without counts, half of the heads of every layer (at least one) become RSA heads: cyclical pairs, and one regular
+    head if their number is odd. The published language models use half the heads and cyclical pairs too (paper,
+    section 4.3). Each count is one number for all layers, or one per patched layer.
 
-    Each count is one number for all layers, or one per patched layer.
-
-    The defaults are meant for pretrained models; a model that is trained from scratch learns faster from
-    `RSAConfig.from_scratch`. They are chosen from `rsa-hf reproduce fine-tune` (RESULTS.md), and from its quick size,
+    The defaults are meant for pretrained models; a model trained from scratch learns faster with
+    `RSAConfig.from_scratch`. They were chosen with `rsa-hf reproduce fine-tune` (RESULTS.md), also at its quick size,
     a byte-level Llama of 0.1M parameters: with them fine-tuning gains beyond chance on little and on much data. Gates
-    from one half or more gain no more beyond chance, and cost before training; gates from −6 gain hardly anything; no
-    other pace, nor θ spread, gains more beyond chance. SmolLM2-135M loses a little with them where it is trained for
-    no more than 50 steps, in which its gates hardly move.
+    that start at one half or more gain no more, and cost before training; gates from −6 gain hardly anything; no
+    other `parameter_scale` or spread of θ gains more. SmolLM2-135M loses a little if it is trained for at most 50
+    steps, in which its gates hardly move.
 
     Args:
         num_regular: number of regular REM heads, k1 (λ = tanh η).
@@ -129,22 +127,22 @@ class RSAConfig:
         dilation: the dilating factor d ≥ 1: one for all dilated heads, or one per dilated head in head order
             (dilated regular, dilated cos, dilated sin), e.g. `[3, 6, 9, 12]`; for plans given per layer also one
             such list per layer.
-        gate_init: where μ starts, the gate being σ(μ); or `(low, high)`, spread evenly over the patched layers.
-            −3 keeps a pretrained model nearly as it was; `float("-inf")` shuts the gate, and outputs are then
-            bitwise those of the unpatched model.
-        nu_init: where ν starts, γ being sigmoid ν: one number for all pairs, or `(low, high)`, between which the pairs
-            of a layer stand evenly, in the middles of equal parts. The default is the paper's (section 3).
-        theta_init: where θ starts, in radians, given in the same way. The default is the paper's.
+        gate_init: initial μ, where the gate is σ(μ); or `(low, high)`, spread evenly over the patched layers. −3
+            keeps a pretrained model nearly as it was; `float("-inf")` shuts the gate, and outputs are then bitwise
+            those of the unpatched model.
+        nu_init: initial ν, where γ is sigmoid ν: one number for all pairs, or `(low, high)`; the pairs of a layer
+            then start in the middles of equal parts of that range. The default is the paper's (section 3).
+        theta_init: initial θ in radians, given in the same way. The default is the paper's.
         gate_per_head: one μ per RSA head (an extension) instead of one per layer (the paper).
         tie_pairs: the cos and the sin head of a pair share (ν, θ), as in the paper.
         layers: indices of the self-attention layers to patch, counted over all self-attention modules of the
-            model in module order (for an encoder-decoder: the encoder's first). None: every layer. What is given per
-            layer is for them in ascending order.
-        causal: True for masked REMs, False for unmasked ones, or one of them per patched layer; None: as the module
-            it is put on.
-        parameter_scale: RSA parameters are stored as value / parameter_scale, so that an optimiser of Adam's kind
-            moves the values parameter_scale times as fast as the weights. At the weights' own pace gates and rates
-            hardly move (results/parameter_scale.md). 1 stores the plain values.
+            model in module order (for an encoder-decoder: the encoder's first). None: every layer. Fields given per
+            layer are for these layers in ascending order.
+        causal: True for masked REMs, False for unmasked ones, or one of them per patched layer; None: the direction
+            of the attention module.
+        parameter_scale: RSA parameters are stored as value / parameter_scale, so that Adam and its relatives move
+            the values parameter_scale times as fast as the weights. At the learning rate of the weights gates and
+            rates hardly move (results/parameter_scale.md). 1 stores the plain values.
 
     Raises:
         TypeError: a field has a type that does not fit.
@@ -166,23 +164,16 @@ class RSAConfig:
     parameter_scale: float = 20.0
 
     def __post_init__(self) -> None:
-        for name in _COUNT_FIELDS:
-            object.__setattr__(self, name, _check_count(name, getattr(self, name)))
-        object.__setattr__(self, "dilation", _check_dilation(self.dilation))
-        object.__setattr__(self, "gate_init", _check_gate_init(self.gate_init))
-        for name in ("nu_init", "theta_init"):
-            object.__setattr__(self, name, _check_start(name, getattr(self, name)))
-        object.__setattr__(self, "causal", _check_causal(self.causal))
-        object.__setattr__(self, "layers", _check_layers(self.layers, self._fields_per_layer()))
-        for name in ("gate_per_head", "tie_pairs"):
-            _check_bool(name, getattr(self, name))
-        scale = _check_number("parameter_scale", self.parameter_scale)
-        if not MIN_SCALE <= scale <= MAX_SCALE:
+        for name, check in _CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+        per_layer = self._fields_per_layer()
+        if per_layer and self.layers is not None and list(self.layers) != sorted(self.layers):
+            # Nobody could tell whether the entries are in the order of `layers` or in the model's.
             raise ValueError(
-                f"parameter_scale={scale}: a positive finite number is needed, from {MIN_SCALE:g} to {MAX_SCALE:g}; "
-                "1 stores plain values."
+                f"layers={brief(self.layers)}: with {', '.join(per_layer)} given per layer, indices must ascend, "
+                "because the entries are for the layers in the model's order."
             )
-        object.__setattr__(self, "parameter_scale", scale)
+        object.__setattr__(self, "layers", None if self.layers is None else tuple(sorted(self.layers)))
 
     def _fields_per_layer(self) -> list[str]:
         """Names of the fields that have an entry for each patched layer."""
@@ -192,12 +183,12 @@ class RSAConfig:
 
     @classmethod
     def from_scratch(cls, num_heads: int) -> RSAConfig:
-        """The plan for a model that is trained from random weights.
+        """The config for a model that is trained from random weights.
 
-        All heads are RSA heads in cyclical pairs, an odd one regular, with gates from σ(1), ν from 0 and θ spread over
-        (0, π). There is nothing that open gates could harm, a memory of few tokens is what can be learned first, and
-        pairs that start alike are slow to part; results/start.md, made by `scripts/measure_start.py`, compares. On a
-        pretrained model, which attends to nearest neighbours already, this start has gained less than the paper's
+        All heads are RSA heads in cyclical pairs, an odd one regular. Gates start at σ(1), as there is nothing that
+        open gates could harm; ν at 0, a memory of few tokens, which can be learned first; θ is spread over (0, π), as
+        pairs that start alike are slow to differ (results/start.md, made by `scripts/measure_start.py`). On a
+        pretrained model, which attends to nearest neighbours already, this start gained less than the paper's
         (RESULTS.md, fine-tune).
 
         Args:
@@ -207,10 +198,7 @@ class RSAConfig:
             TypeError: it is no whole number.
             ValueError: it is below 1.
         """
-        if not _is_int(num_heads):
-            raise TypeError(f"num_heads={brief(num_heads)}: a whole number ≥ 1 is needed.")
-        if num_heads < 1:
-            raise ValueError(f"num_heads={num_heads}: a whole number ≥ 1 is needed.")
+        _check_integer("num_heads", num_heads, 1, math.inf, "a whole number ≥ 1")
         pairs = num_heads // 2
         return cls(
             num_regular=num_heads - 2 * pairs,
@@ -245,11 +233,11 @@ class RSAConfig:
         return {field.name: _as_lists(getattr(self, field.name)) for field in fields(self)}
 
     def layer_plans(self, num_heads: Sequence[int | None]) -> list[LayerConfig]:
-        """The plan of each patched layer.
+        """The config of each patched layer.
 
         Args:
-            num_heads: number of attention heads H of each patched layer; None where it is not known, as when a
-                checkpoint is loaded, whose plan is written out.
+            num_heads: number of attention heads H of each patched layer; None where it is not known: a checkpoint
+                has its counts written out.
 
         Raises:
             ValueError: more RSA heads than heads, a list of the wrong length, dilated heads without dilation, or
@@ -363,29 +351,57 @@ def _as_lists(value: Any) -> Any:
     return [_as_lists(v) for v in value] if isinstance(value, tuple) else value
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _per_layer(name: str, value: int | tuple[_T, ...], n: int) -> tuple[Any, ...]:
+    if isinstance(value, int):
+        return (value,) * n
+    if len(value) != n:
+        raise ValueError(f"{name}={brief(value)} has {len(value)} entries, but {n} layers are patched.")
+    return value
 
 
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}={brief(value)}: True or False is needed, got {type(value).__name__}.")
+def _ends(value: float | tuple[float, float]) -> tuple[float, float]:
+    return value if isinstance(value, tuple) else (value, value)
 
 
-def _check_causal(value: object) -> bool | tuple[bool, ...] | None:
-    if value is None or isinstance(value, bool):
-        return value
+# --- What each field takes: checks that return the value in its normal form -----------------------------------------
+
+
+def _check_integer(name: str, value: object, low: int, high: float, allowed: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={brief(value)}: {allowed} is needed.")
+    if not low <= value <= high:
+        limit = f"; at most {high:.0f}" if value > high else ""
+        raise ValueError(f"{name}={brief(value)}: {allowed} is needed{limit}.")
+    return value
+
+
+def _check_count(name: str, value: object) -> Count:
+    allowed = "a whole number ≥ 0, or one per patched layer,"
+    if value is None:
+        return None
     if not isinstance(value, (list, tuple)):
-        raise TypeError(f"causal={brief(value)}: True, False, one of them per patched layer, or None is needed.")
+        return _check_integer(name, value, 0, math.inf, allowed)
     if not value:
-        raise ValueError("causal=[]: True, False, one of them per patched layer, or None is needed.")
-    for entry in value:
-        _check_bool("causal", entry)
-    return tuple(value)
+        raise ValueError(f"{name}=[]: {allowed} is needed.")
+    return tuple(_check_integer(name, entry, 0, math.inf, allowed) for entry in value)
+
+
+def _check_dilation(name: str, value: object, depth: int = 0) -> Any:
+    allowed = "a whole number ≥ 1, one per dilated head, or one such list per layer,"
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)):
+        return _check_integer(name, value, 1, MAX_DILATION, allowed)
+    if depth == 2:
+        raise TypeError(f"{name}={brief(value)}: {allowed} is needed; this list is nested too deep.")
+    entries = tuple(_check_dilation(name, entry, depth + 1) for entry in value)
+    if None in entries or len({isinstance(entry, tuple) for entry in entries}) > 1:
+        raise TypeError(f"{name}={brief(value)}: {allowed} is needed.")
+    return entries
 
 
 def _check_number(name: str, value: object) -> float:
-    # JSON and YAML files and command lines have no literal for infinity that all of them read.
+    # JSON, YAML and command lines have no common literal for infinity.
     if isinstance(value, str) and value.strip().lower() in ("-inf", "inf", "+inf"):
         value = float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -396,109 +412,73 @@ def _check_number(name: str, value: object) -> float:
         raise ValueError(f"{name}={brief(value)}: the number is too large.") from None
 
 
-def _check_count(name: str, value: object) -> Count:
-    allowed = "a whole number ≥ 0, or one per patched layer"
-    if value is None:
-        return None
-    if isinstance(value, (list, tuple)):
-        if not value:
-            raise ValueError(f"{name}=[]: {allowed} is needed.")
-        for entry in value:
-            if not _is_int(entry):
-                raise TypeError(f"{name}={brief(value)}: {allowed} is needed, got {brief(entry)}.")
-            if entry < 0:
-                raise ValueError(f"{name}={brief(value)}: {allowed} is needed, got {brief(entry)}.")
-        return tuple(value)
-    if not _is_int(value):
-        raise TypeError(f"{name}={brief(value)}: {allowed} is needed.")
-    assert isinstance(value, int)
-    if value < 0:
-        raise ValueError(f"{name}={brief(value)}: {allowed} is needed.")
-    return value
-
-
-def _check_dilation(value: object, depth: int = 0) -> Any:
-    allowed = "a whole number ≥ 1, one per dilated head, or one such list per layer"
-    if value is None:
-        return None
-    if isinstance(value, (list, tuple)):
-        if depth == 2:
-            raise TypeError(f"dilation={brief(value)}: {allowed} is needed; this list is nested too deep.")
-        entries = tuple(_check_dilation(entry, depth + 1) for entry in value)
-        if any(entry is None for entry in entries) or len({isinstance(e, tuple) for e in entries}) > 1:
-            raise TypeError(f"dilation={brief(value)}: {allowed} is needed.")
-        return entries
-    if not _is_int(value):
-        raise TypeError(f"dilation={brief(value)}: {allowed} is needed.")
-    assert isinstance(value, int)
-    if value < 1:
-        raise ValueError(f"dilation={brief(value)}: {allowed} is needed; 1 is no dilation.")
-    if value > MAX_DILATION:
-        raise ValueError(f"dilation={brief(value)}: at most {MAX_DILATION} is allowed.")
-    return value
-
-
-def _check_gate_init(value: object) -> float | tuple[float, float]:
-    if isinstance(value, (list, tuple)):
-        return _check_start("gate_init", value)
-    number = _check_number("gate_init", value)
-    if math.isnan(number):
-        raise ValueError("gate_init=nan: a number is needed, such as -3.0, or float('-inf') for a shut gate.")
-    return number if math.isinf(number) else _check_start("gate_init", number, ", or float('-inf') for a shut gate")
-
-
-def _check_start(name: str, value: object, otherwise: str = "") -> float | tuple[float, float]:
-    """One finite number, or the two ends of a range."""
+def _check_start(name: str, value: object) -> float | tuple[float, float]:
+    allowed = f"from {-MAX_START:g} to {MAX_START:g}"
     if isinstance(value, (list, tuple)):
         if len(value) != 2:
             raise ValueError(f"{name}={brief(value)}: one number, or the two ends (low, high), are needed.")
-        low, high = (_check_number(name, v) for v in value)
+        low, high = (_check_number(name, end) for end in value)
         if not (abs(low) <= MAX_START and abs(high) <= MAX_START):
-            raise ValueError(
-                f"{name}={brief(value)}: the two ends (low, high) must be finite, from {-MAX_START:g} to "
-                f"{MAX_START:g}."
-            )
+            raise ValueError(f"{name}={brief(value)}: the two ends (low, high) must be finite, {allowed}.")
         return low, high
     number = _check_number(name, value)
+    if math.isinf(number) and name == "gate_init":
+        return number  # a shut gate, or one that is wide open
     if not abs(number) <= MAX_START:
-        raise ValueError(f"{name}={number}: a number from {-MAX_START:g} to {MAX_START:g} is needed{otherwise}.")
+        shut = ", or float('-inf') for a shut gate" if name == "gate_init" else ""
+        raise ValueError(f"{name}={number}: a number {allowed} is needed{shut}.")
     return number
 
 
-def _ends(value: float | tuple[float, float]) -> tuple[float, float]:
-    return value if isinstance(value, tuple) else (value, value)
+def _check_scale(name: str, value: object) -> float:
+    scale = _check_number(name, value)
+    if not MIN_SCALE <= scale <= MAX_SCALE:
+        raise ValueError(
+            f"{name}={scale}: a positive finite number is needed, from {MIN_SCALE:g} to {MAX_SCALE:g}; 1 stores plain "
+            "values."
+        )
+    return scale
 
 
-def _check_layers(value: object, fields_per_layer: Sequence[str]) -> tuple[int, ...] | None:
+def _check_flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={brief(value)}: True or False is needed, got {type(value).__name__}.")
+    return value
+
+
+def _check_causal(name: str, value: object) -> bool | tuple[bool, ...] | None:
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name}={brief(value)}: True, False, one of them per patched layer, or None is needed.")
+    if not value:
+        raise ValueError(f"{name}=[]: True, False, one of them per patched layer, or None is needed.")
+    return tuple(_check_flag(name, entry) for entry in value)
+
+
+def _check_layers(name: str, value: object) -> tuple[int, ...] | None:
     if value is None:
         return None
     if not isinstance(value, (list, tuple, range)):
-        raise TypeError(f"layers={brief(value)}: a list of layer indices is needed, or None for every layer.")
-    if len(value) > MAX_LAYERS:
-        raise ValueError(f"layers has {len(value)} indices; at most {MAX_LAYERS} are allowed.")
-    layers = tuple(value)
-    for entry in layers:
-        if not _is_int(entry):
-            raise TypeError(f"layers={brief(layers)}: layer indices are whole numbers, got {brief(entry)}.")
-        if entry < 0:
-            raise ValueError(f"layers={brief(layers)}: layer indices count from 0, got {brief(entry)}.")
-    if len(set(layers)) != len(layers):
-        raise ValueError(f"layers={brief(layers)}: an index stands more than once.")
-    if not layers:
-        raise ValueError("layers=[]: name at least one layer, or None for every layer.")
-    ordered = tuple(sorted(layers))
-    if fields_per_layer and layers != ordered:
-        # Nobody could tell whether the entries are in the order of `layers` or in the model's.
+        raise TypeError(f"{name}={brief(value)}: a list of layer indices is needed, or None for every layer.")
+    if not 1 <= len(value) <= MAX_LAYERS:
         raise ValueError(
-            f"layers={brief(layers)}: with {', '.join(fields_per_layer)} given per layer, indices must ascend, as the "
-            "entries are for the layers in the model's order."
+            f"{name} has {len(value)} indices: name at least one layer, at most {MAX_LAYERS}, or None for every layer."
         )
-    return ordered
+    layers = tuple(
+        _check_integer(name, entry, 0, math.inf, "a list of layer indices, which count from 0,") for entry in value
+    )
+    if len(set(layers)) != len(layers):
+        raise ValueError(f"{name}={brief(layers)}: an index is given more than once.")
+    return layers
 
 
-def _per_layer(name: str, value: int | tuple[_T, ...], n: int) -> tuple[Any, ...]:
-    if isinstance(value, int):
-        return (value,) * n
-    if len(value) != n:
-        raise ValueError(f"{name}={brief(value)} has {len(value)} entries, but {n} layers are patched.")
-    return value
+_CHECKS: dict[str, Callable[[str, object], Any]] = {
+    **dict.fromkeys(_COUNT_FIELDS, _check_count),
+    "dilation": _check_dilation,
+    **dict.fromkeys(("gate_init", "nu_init", "theta_init"), _check_start),
+    **dict.fromkeys(("gate_per_head", "tie_pairs"), _check_flag),
+    "layers": _check_layers,
+    "causal": _check_causal,
+    "parameter_scale": _check_scale,
+}

@@ -1,4 +1,4 @@
-"""Pictures: what the RSA heads have learned, and curves of training. They need matplotlib."""
+"""Pictures of what RSA heads have learned, and training curves. They need matplotlib."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ STYLE = {
     "ytick.color": GREY,
     "legend.frameon": False,
 }
-FADED = 0.05  # the lag axis ends about where weights have fallen to this
+FADED = 0.05  # the lag axis ends where most weights have fallen to this
 LAG_RANGE = (12, 256)
-MOST_MARKERS = 40  # more of them on one curve run together
+MOST_MARKERS = 40  # more markers on one curve overlap
 DASHES = (0, (3, 1.5))
 BAND_ALPHA = 0.13
 
@@ -48,13 +48,13 @@ BAND_ALPHA = 0.13
 def plot_rem(model_or_report: nn.Module | RSAReport, path: str | Path) -> None:
     """Draw the decay curve f(τ) of every RSA head, one panel per layer, and below them the gates per layer.
 
-    A dilated head is drawn dashed through the lags that it reaches. A regular head with negative λ, whose weights
-    change sign with each lag, is drawn as the band that they jump across. Where a layer has one gate per head, the
-    bar is their mean and dots are the heads.
+    A dilated head is drawn as a dashed line through the lags that it reaches. A regular head with negative λ, whose
+    weights change sign with each lag, is drawn as a band. If a layer has one gate per head, the bar is their mean and
+    the dots are the heads.
 
     Args:
-        model_or_report: a patched model, or what `rsa_report` returned for one.
-        path: the file, usually a `.png`; its folder is made.
+        model_or_report: a patched model, or its `rsa_report`.
+        path: the file, usually a `.png`; its folder is created.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -98,10 +98,10 @@ def plot_training_curves(
     """Draw one line per curve, with its label at its end.
 
     Args:
-        curves: of each label the points (x, y), in the order of x; a point that is not finite leaves a gap.
-        path: the file, usually a `.png`; its folder is made.
-        xlabel: what x is.
-        ylabel: what y is.
+        curves: for each label the points (x, y), sorted by x; a point that is not finite leaves a gap.
+        path: the file, usually a `.png`; its folder is created.
+        xlabel: label of the x axis.
+        ylabel: label of the y axis.
         title: the title.
 
     Raises:
@@ -142,13 +142,13 @@ def plot_training_curves(
 
 @contextmanager
 def panels(path: str | Path, count: int, columns: int = 3, sharey: bool = False) -> Iterator[list[Any]]:
-    """Axes to draw in, in the style of the other pictures; written when the block ends without an error.
+    """Yield axes in the style of the other pictures; save the figure when the block ends without an error.
 
     Args:
-        path: the file, usually a `.png`; its folder is made.
-        count: how many axes.
-        columns: at most so many side by side.
-        sharey: whether they have one y axis.
+        path: the file, usually a `.png`; its folder is created.
+        count: number of axes.
+        columns: at most this many side by side.
+        sharey: whether they share the y axis.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -182,7 +182,7 @@ def _save(figure: Any, path: str | Path) -> None:
 
 
 def _layer_names(modules: Sequence[str]) -> list[str]:
-    """`layer 0`, `layer 1`, …; where a model has two stacks, such as encoder and decoder, counted in each."""
+    """`layer 0`, `layer 1`, …; a model with two stacks, such as encoder and decoder, is counted in each."""
     stacks = [re.split(r"\.\d+(?:\.|$)", module)[0].split(".") for module in modules]
     words = [tuple(dict.fromkeys(parts)) for parts in zip(*stacks, strict=False)]
     told_apart = next((i for i, variants in enumerate(words) if len(variants) > 1), None)
@@ -191,7 +191,7 @@ def _layer_names(modules: Sequence[str]) -> list[str]:
 
 
 def _last_lag(report: RSAReport) -> int:
-    """Where the lag axis ends: nine of ten heads have faded by then."""
+    """The end of the lag axis, where nine of ten heads have faded."""
     reaches = []
     for layer in report.layers:
         for head in layer.heads:
@@ -274,12 +274,12 @@ def _draw_gates(axes: Any, layers: Sequence[LayerReport], names: Sequence[str]) 
 
 
 def _spread(values: Sequence[float], limits: tuple[float, float], gap: float) -> list[float]:
-    """Heights for labels near the values, at least a gap (a share of the axis) apart."""
+    """Heights for labels near the values, at least `gap` (a fraction of the axis) apart."""
     step = gap * (limits[1] - limits[0])
     order = sorted(range(len(values)), key=values.__getitem__)
     heights = list(values)
     for below, above in itertools.pairwise(order):
         heights[above] = max(heights[above], heights[below] + step)
-    # Pushing upwards only moves the whole group up; half of that is given back.
+    # Labels were only pushed up; centre them on their values again.
     excess = sum(heights[i] - values[i] for i in order) / len(order)
     return [height - excess for height in heights]

@@ -1,4 +1,4 @@
-"""What a patched model has learned, layer by layer: gates, rates, how far back the heads remember."""
+"""What a patched model has learned, layer by layer: gates, rates and half-lives."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["HeadReport", "LayerReport", "RSAReport", "rsa_report"]
 
 @dataclass(frozen=True)
 class HeadReport:
-    """One RSA head: its REM and what is in force.
+    """One RSA head: its REM and its effective values.
 
     Attributes:
         head: index of the head in its layer.
         kind: `"regular"`, `"cos"` or `"sin"`.
-        dilation: d, 1 where the head is not dilated.
+        dilation: d; 1 for a head that is not dilated.
         gate: g = σ(μ).
         decay: λ or γ.
         theta: θ in radians; None for a regular head.
-        half_life: number of positions after which |λ|^τ or γ^τ has fallen to one half; inf where it does not fall.
+        half_life: number of positions after which |λ|^τ or γ^τ has fallen to one half; inf if it does not fall.
     """
 
     head: int
@@ -82,11 +82,11 @@ class RSAReport:
 
 @torch.no_grad()
 def rsa_report(model: nn.Module) -> RSAReport:
-    """Read gates and rates off a model.
+    """Read the gates and rates of a model.
 
     Args:
-        model: any module; one without RSA heads gives an empty report. Under PEFT the copies in force are read, of
-            an offloaded model what waits elsewhere. Of a model under FSDP2, every process has to ask for it.
+        model: any module; one without RSA heads gives an empty report. Under PEFT the heads of the active adapter are
+            read, and offloaded parameters are loaded. Under FSDP2 every process has to call this.
 
     Returns:
         The report: `print(report)` for a table, `report.to_dict()` for JSON.
@@ -113,7 +113,7 @@ def _head_reports(heads: RSAHeads) -> list[HeadReport]:
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
-    # Under FSDP2 every process holds a part.
+    # Under FSDP2 every process has a shard.
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 

@@ -1,7 +1,7 @@
-"""The plan as it stands in a checkpoint's config.
+"""`SavedPlan`: an `RSAConfig` with the modules it is for, as `config.rsa` holds it in a checkpoint.
 
 `config.rsa` is `{"format_version": 1, "modules": [names], "plan": {RSAConfig fields}}`. The names are relative to the
-base model, so that any head class loads the checkpoint, and counts are written out, so that no default matters.
+base model, so that any head class loads the checkpoint. Counts are written out, so that no default matters.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = [
 
 FORMAT_VERSION = 1
 MAX_MODULES = 4096  # more than any model has
-MAX_STORED = 1e12  # of a rate as it is stored; times any parameter_scale and any lag it is still finite in float32
+MAX_STORED = 1e12  # for a stored rate; times any parameter_scale and any lag it is still finite in float32
 RSA_KEY = re.compile(r"(^|\.)rsa\.(mu|eta|nu|theta)$")  # a tensor of a checkpoint that belongs to RSA heads
 _MODULE_NAME = re.compile(r"[A-Za-z]\w*(\.\w+)*", re.ASCII)
 
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """A plan with the names of the attention modules it is for, relative to the base model."""
+    """An RSA config with the names of its attention modules, relative to the base model."""
 
     modules: tuple[str, ...]
     config: RSAConfig
@@ -50,7 +50,7 @@ def write_plan(plan: SavedPlan) -> dict[str, Any]:
 
 
 def read_plan(content: Any) -> SavedPlan:
-    """Read and validate the content of `config.rsa`, which may come from anyone: nothing is built for it.
+    """Read and validate the content of `config.rsa`, which may come from anyone; no modules are built.
 
     Raises:
         TypeError: a part has the wrong type.
@@ -87,7 +87,7 @@ def read_plan(content: Any) -> SavedPlan:
 
 
 def differences(old: SavedPlan, new: SavedPlan) -> str:
-    """Where two plans differ, for messages."""
+    """The differences between two plans, for messages."""
     before, after = old.config.to_dict(), new.config.to_dict()
     changed = [f"{key}: {before[key]!r} → {after[key]!r}" for key in before if before[key] != after[key]]
     if old.modules != new.modules:
@@ -96,14 +96,14 @@ def differences(old: SavedPlan, new: SavedPlan) -> str:
 
 
 def saved_plans(config: PreTrainedConfig) -> list[Any]:
-    """`config.rsa` of this config and of the configs in it, as they stand."""
+    """`config.rsa` of this config and of the configs in it, unread."""
     return [vars(part)["rsa"] for part in _with_parts(config) if vars(part).get("rsa") is not None]
 
 
 def configs_with_plans(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configs, of a model and of its parts, that have a plan, `config.rsa`; each once.
+    """The configs of a model and of its parts that have a plan, `config.rsa`; each once.
 
-    A part that is a model itself may have been patched alone, or have a copy of the whole's config (T5's halves).
+    A part that is a model itself may have been patched alone, or have its own copy of the config (T5's halves).
     """
     configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     parts = {id(part): part for config in configs for part in _with_parts(config) if "rsa" in vars(part)}
@@ -130,8 +130,8 @@ def require_number(name: str, parameter: Tensor) -> None:
             f"{name} is of type {str(parameter.dtype).removeprefix('torch.')} in the checkpoint: floating-point "
             "numbers are needed. The file is damaged: get it again."
         )
-    # A gate may be shut (−inf) or wide open (inf). A rate of NaN or ±inf has no meaning: NaN in θ, or in λ, is NaN in
-    # all that its head gives, and the angle of an infinite θ is not defined.
+    # A gate may be shut (−inf) or wide open (inf). A rate must be finite: NaN in θ or λ makes all outputs of its head
+    # NaN, and the angle of an infinite θ is not defined.
     is_gate = name.endswith("mu")
     bad = parameter.isnan() if is_gate else ~(parameter.abs() <= MAX_STORED)
     if bool(bad.any()):

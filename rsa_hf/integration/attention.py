@@ -1,7 +1,6 @@
-"""Hooks into attention: an attention module with a child named `rsa` gets its output mixed; and who calls attention.
+"""Attention: the output of a module with a child named `rsa` is mixed with recurrence; calls can be recorded.
 
-* `AttentionInterface.get_interface`: every attention function that a model asks for.
-* `ContinuousMixin.init_continuous_batching`: refused for a patched model, before a thread of its own is started.
+Continuous batching, whose thread could only log an error, is refused for a patched model before it starts.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class AttentionCall:
         num_heads: H.
         query_length: T.
         key_length: S.
-        causal: direction as the call or the module says it; None: neither does.
-        sees_later: whether any query but the last saw the last key; None on the meta device, where nothing is seen.
+        causal: direction that the call or the module gives; None: neither does.
+        sees_later: whether any query but the last saw the last key; None on the meta device, which has no values.
     """
 
     module: nn.Module
@@ -51,7 +50,7 @@ class AttentionCall:
 
     @property
     def direction(self) -> bool | None:
-        """Whether the call is causal, as its mask shows or, where that shows nothing, as the module says."""
+        """Whether the call is causal, as its mask shows or, without values, as the module says."""
         return self.causal if self.sees_later is None else not self.sees_later
 
 
@@ -60,7 +59,7 @@ _recording = threading.Lock()
 
 @contextmanager
 def record_attention_calls() -> Iterator[list[AttentionCall]]:
-    """Record the calls of attention in this thread while the context is open, in connected modules too."""
+    """Record the calls of attention in this thread while the context is open."""
     here = threading.get_ident()
     calls: list[AttentionCall] = []
 
@@ -79,7 +78,7 @@ def record_attention_calls() -> Iterator[list[AttentionCall]]:
                 module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **keywords: Any
             ) -> Any:
                 _require_supported(name, keywords)
-                # Zero queries weigh all keys alike that they see, and only the last has a value here.
+                # Zero queries weight all keys that they see equally, and only the last key has a value here.
                 last = torch.zeros_like(value)
                 last[:, :, -1] = 1
                 seen = base(module, torch.zeros_like(query), key, last, *args, **keywords)[0]
@@ -141,7 +140,7 @@ def _attention_with_rsa(
         attention_mask,
         causal=causal,
         aligned_top_left=_has_masks_of_sdpa(implementation),
-        # Under sdpa and eager windows and documents are in the mask; flash attention takes them as keywords.
+        # Under sdpa and eager, windows and documents are in the mask; flash attention takes them as keywords.
         sliding_window=keywords.get("sliding_window") if flash else None,
         segment_ids=flash_segment_ids(query, key, keywords) if flash and attention_mask is None else None,
     )
@@ -149,7 +148,7 @@ def _attention_with_rsa(
 
 
 def _has_masks_of_sdpa(implementation: str) -> bool:
-    """Whether an implementation gets its masks as sdpa does, as one that a user registers under a name of his own."""
+    """Whether an implementation gets the masks of sdpa; one that a user has registered may."""
     return ALL_MASK_ATTENTION_FUNCTIONS.get(implementation) is ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
 
@@ -167,7 +166,7 @@ def wrap_init_continuous_batching(original: Callable[..., Any]) -> Callable[...,
     """Refuse continuous batching for a patched model."""
 
     def init_continuous_batching(self: Any, *args: Any, **keywords: Any) -> Any:
-        # Raised in the thread that generates, an error would only be logged, and the caller given no tokens.
+        # In the thread that generates an error would only be logged, and the caller would get no tokens.
         if any(isinstance(module, RSAHeads) for module in self.modules()):
             raise NotImplementedError(NO_CONTINUOUS_BATCHING)
         return original(self, *args, **keywords)
