@@ -21,9 +21,9 @@ _CROSS = re.compile(r"cross|encoder_?attn|encdec", re.IGNORECASE)
 def is_self_attention(name: str, module: nn.Module) -> bool:
     """Whether RSA heads on a module would run in its self-attention.
 
-    In torch, transformers and this package the module that computes attention is the innermost one that has weights
-    and "Attention" in the name of its class; `BertAttention`, for example, only holds a `BertSelfAttention`. Classes
-    of other packages (`trust_remote_code`) may be named in any way: the answer for them is True.
+    In torch, transformers and this package the module that computes attention is the innermost one that has weight
+    matrices and "Attention" in the name of its class; `BertAttention`, for example, only holds a `BertSelfAttention`.
+    Classes of other packages (`trust_remote_code`) may be named in any way: the answer for them is True.
 
     Args:
         name: the module's name in the model. Cross-attention often has the class of self-attention, and is then
@@ -41,5 +41,5 @@ def is_self_attention(name: str, module: nn.Module) -> bool:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    has_weights = any(True for _ in module.parameters())
-    return has_weights and not isinstance(module, PreTrainedModel) and bool(_ATTENTION.search(type(module).__name__))
+    projects = any(parameter.dim() > 1 for parameter in module.parameters())
+    return projects and not isinstance(module, PreTrainedModel) and bool(_ATTENTION.search(type(module).__name__))

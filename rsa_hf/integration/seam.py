@@ -1,9 +1,9 @@
-"""The table of everything that rsa_hf hooks in transformers, huggingface_hub and PEFT.
+"""The table of everything that rsa_hf hooks in transformers, huggingface_hub and PEFT (`peft/hooks.py`): `HOOKS`.
 
 Nothing else of these libraries is replaced, but for the attention classes listed in `architectures/table.py`, which
 are wrapped when a model with such a class is patched or loaded. No class of theirs is subclassed here; `models/` and
 `training/` subclass their public base classes. Plain models run transformers' own code, but for one look-up of the
-child `rsa` in each attention call.
+child `rsa` in each attention call, and checks when they are built, loaded and saved.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rsa_hf.integration.trainer import wrap_create_model_card, wrap_load_from_ch
 from rsa_hf.models import register_all
 from rsa_hf.utils.versions import require_transformers
 
-__all__ = ["TRANSFORMERS_HOOKS", "install", "installed"]
+__all__ = ["HOOKS", "TRANSFORMERS_HOOKS", "install", "installed"]
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +115,8 @@ TRANSFORMERS_HOOKS = (
     ),
 )
 
+HOOKS = (*TRANSFORMERS_HOOKS, *peft_hooks.HOOKS)
+
 
 def install() -> None:
     """Install all hooks, and register the models of `rsa_hf.models` with the Auto classes.
@@ -135,4 +137,4 @@ def install() -> None:
 
 def installed() -> dict[str, bool]:
     """Each hook by name, and whether it is in place."""
-    return {str(hook): is_installed(hook) for hook in TRANSFORMERS_HOOKS}
+    return {str(hook): is_installed(hook) for hook in HOOKS}

@@ -20,6 +20,7 @@ import re
 import sys
 import tempfile
 import warnings
+from contextlib import suppress
 from importlib.metadata import version
 
 SUFFIX = "_of_another_version"
@@ -155,8 +156,9 @@ def main(renamed, other, with_peft):
     from transformers.generation.continuous_batching import continuous_api  # noqa: F401
 
     assert transformers.__version__ == version("transformers")
-    import peft.utils.hotswap  # noqa: F401
-    from transformers import Trainer  # noqa: F401
+    with suppress(ImportError):  # without PreTrainedModel transformers imports neither; nor does rsa_hf get that far
+        import peft.utils.hotswap  # noqa: F401
+        from transformers import Trainer  # noqa: F401
 
     if other:
         give_other_parameters(find(*other[:2]), other[2])

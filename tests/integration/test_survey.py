@@ -10,6 +10,7 @@ import torch
 from transformers import LongT5Config, LongT5Model
 
 from rsa_hf import RSAConfig, patch_model
+from rsa_hf.integration.attention_modules import is_self_attention
 from survey import runner
 from survey.broken import BROKEN
 from survey.checks import CHECKS, patched
@@ -39,6 +40,20 @@ SAMPLE = {
     ("bigbird_pegasus", "causal-lm"): {"left padding"},
     ("nllb-moe", "seq2seq"): set(),
 }
+
+
+# Attention under a name of its own, attention with a small module beside it that is named so too, and a plain case.
+@pytest.mark.parametrize(
+    ("model_type", "task"), [("longcat_flash", "causal-lm"), ("neomme", "masked-lm"), ("bert", "masked-lm")]
+)
+def test_a_plan_may_name_what_is_patched(model_type, task):
+    if model_type not in model_types():
+        pytest.skip(f"this transformers has no {model_type}")
+    model = patch_model(build(model_type, task).model)
+    names = model.config.rsa["modules"]
+    assert all(is_self_attention(name, model.base_model.get_submodule(name)) for name in names)
+    others = [name for name, _ in model.base_model.named_modules() if name not in names]
+    assert not any(is_self_attention(name, model.base_model.get_submodule(name)) for name in others if name)
 
 
 @torch.no_grad()
