@@ -73,7 +73,7 @@ class RSAHeads(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the parameters, except those that a checkpoint has filled.
+        """Initialise the parameters, except those on the meta device.
 
         η is spread over [−2, −1] ∪ [1, 2] (paper, section 3). The plan gives μ, and the ranges over which ν and θ are
         spread across the pairs.

@@ -25,7 +25,7 @@ from rsa_hf.config import LayerConfig, RSAConfig
 from rsa_hf.heads import RSAHeads, heads_of
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.patching import patch_model
-from rsa_hf.rem import lag_weights
+from rsa_hf.rem import lag_weights, mix
 
 __all__ = ["NO_RECURRENCE", "PUBLISHED_START", "VARIANTS", "add_rsa", "make_variant"]
 
@@ -133,9 +133,8 @@ class LearnedLags(RSAHeads):
     def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         """Mix P V into attention [B, T, H, D]."""
         R, longest = self.f.shape
-        product = (_convolved if longest == KERNEL else _multiplied)(self.f, value[:, :R]).transpose(1, 2)
-        gate = torch.sigmoid(self.mu * self.plan.parameter_scale)
-        return torch.cat([torch.lerp(attention[:, :, :R], product, gate), attention[:, :, R:]], dim=2)
+        product = (_convolved if longest == KERNEL else _multiplied)(self.f, value[:, :R])
+        return mix(attention, product, torch.sigmoid(self.mu * self.plan.parameter_scale).expand(R))
 
 
 class WithoutRecurrence(RSAHeads):

@@ -1,15 +1,18 @@
 """Identify self-attention modules from their names and classes, without running the model.
 
 `patch_model` finds them by running the model. A checkpoint names them, and may name a feed-forward layer, whose RSA
-heads would be loaded and never run, or cross-attention, which has no common time axis.
+heads would be loaded and never run, cross-attention, which has no common time axis, or attention of another kind.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
+
+from rsa_hf.integration.architectures import architecture_of
 
 __all__ = ["is_self_attention"]
 
@@ -23,6 +26,7 @@ def is_self_attention(name: str, module: nn.Module) -> bool:
 
     In torch, transformers and this package the module that computes attention is the innermost one that has weight
     matrices and "Attention" in the name of its class; `BertAttention`, for example, only holds a `BertSelfAttention`.
+    It is in `architectures/table.py`, or its class is from a file that imports the attention interface.
     Classes of other packages (`trust_remote_code`) may be named in any way: the answer for them is True.
 
     Args:
@@ -36,6 +40,8 @@ def is_self_attention(name: str, module: nn.Module) -> bool:
     inner = [child for child in module.modules() if child is not module]
     if not _is_attention(module) or any(_is_attention(child) for child in inner):
         return False
+    if architecture_of(module) is None and not _may_use_interface(kind):
+        return False
     is_cross = _CROSS.search(name.rpartition(".")[2]) or _CROSS.search(kind.__name__)
     return not (is_cross or getattr(module, "is_cross_attention", False))
 
@@ -43,3 +49,8 @@ def is_self_attention(name: str, module: nn.Module) -> bool:
 def _is_attention(module: nn.Module) -> bool:
     projects = any(parameter.dim() > 1 for parameter in module.parameters())
     return projects and not isinstance(module, PreTrainedModel) and bool(_ATTENTION.search(type(module).__name__))
+
+
+def _may_use_interface(kind: type) -> bool:
+    files = (sys.modules.get(cls.__module__) for cls in kind.__mro__)
+    return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)

@@ -7,13 +7,13 @@ the advice in `LOCK`. They are written to the file, and removed when it is read.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 
 from rsa_hf.saved_plan import read_plan, saved_plans
+from rsa_hf.utils.files import atomic_write
 
 __all__ = ["LOCK", "wrap_dict_from_json_file", "wrap_to_json_file"]
 
@@ -28,21 +28,13 @@ def wrap_to_json_file(original: Callable[..., Any]) -> Callable[..., Any]:
         if not saved_plans(self):
             original(self, json_file_path, *args, **keywords)
             return
-        # Written beside and renamed, so that there is never a config.json without its locks.
-        beside = f"{os.fspath(json_file_path)}.{os.getpid()}.tmp"
-        try:
+        # In one step, so that there is never a config.json without its locks.
+        with atomic_write(json_file_path) as beside:
             original(self, beside, *args, **keywords)
-            with open(beside, encoding="utf-8") as file:
-                content = json.load(file)
+            content = json.loads(beside.read_text(encoding="utf-8"))
             content["attn_implementation"] = LOCK
             content["fusion_config"] = {**(content.get("fusion_config") or {}), LOCK: True}
-            with open(beside, "w", encoding="utf-8") as file:
-                file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
-            os.replace(beside, json_file_path)
-        except BaseException:
-            if os.path.exists(beside):
-                os.remove(beside)
-            raise
+            beside.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     return to_json_file
 

@@ -18,7 +18,7 @@ from survey.records import Records
 from survey.runner import survey
 from survey.survey import run_check
 from survey.table import outcome, write_table
-from survey.tiny_models import build, model_types
+from survey.tiny_models import build, model_types, tasks_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +54,15 @@ def test_a_plan_may_name_what_is_patched(model_type, task):
     assert all(is_self_attention(name, model.base_model.get_submodule(name)) for name in names)
     others = [name for name, _ in model.base_model.named_modules() if name not in names]
     assert not any(is_self_attention(name, model.base_model.get_submodule(name)) for name in others if name)
+
+
+@pytest.mark.parametrize("model_type", ["canine", "longformer"])
+def test_a_plan_may_not_name_attention_beside_the_interface(model_type):
+    """Its heads would be loaded and never run."""
+    model = build(model_type, tasks_of(model_type)[0]).model
+    names = [name for name, module in model.base_model.named_modules() if "SelfAttention" in type(module).__name__]
+    assert names
+    assert not any(is_self_attention(name, model.base_model.get_submodule(name)) for name in names)
 
 
 @torch.no_grad()
