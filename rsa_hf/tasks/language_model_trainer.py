@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import SequentialSampler, default_collate
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
-from rsa_hf.tasks.language_modeling import PreparedText, TrainingTracks, evaluate_language_model
+from rsa_hf.tasks.language_modeling import PreparedText, evaluate_language_model
+from rsa_hf.tasks.text_data import TrainingTracks
 from rsa_hf.training.carried import CarriedState
 from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
 from rsa_hf.training.settings import TrainingSettings

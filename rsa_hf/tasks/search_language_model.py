@@ -12,14 +12,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rsa_hf.config import RSAConfig
 from rsa_hf.tasks.language_model_trainer import LanguageModelTrainer
-from rsa_hf.tasks.language_modeling import load_language_modeling_tokenizer, prepare_language_modeling
+from rsa_hf.tasks.language_modeling import load_tokenizer_of, prepare_language_modeling, require_fit
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig
-from rsa_hf.tasks.train_language_model import require_fit
 from rsa_hf.training.arguments import read_run_config
 from rsa_hf.training.run import load_model
 from rsa_hf.training.search import FoundPlan, head_plan_space, search_head_plans
 from rsa_hf.training.settings import RunConfig
-from rsa_hf.utils.locate import locate
 from rsa_hf.utils.table import format_table
 
 __all__ = ["main", "plan_as_yaml", "search"]
@@ -91,12 +89,8 @@ def search(
         OSError, ValueError: A file, a name or a setting is invalid.
     """
     training = config.training
-    tokenizer_name = config.model.tokenizer or config.model.name_or_path
-    if tokenizer_name is None:
-        raise ValueError("model.tokenizer=None: a model from scratch needs one; 'bytes' is one that needs no files.")
-    tokenizer = load_language_modeling_tokenizer(locate(tokenizer_name))
     rows = training.batch_size * training.gradient_accumulation_steps
-    text = prepare_language_modeling(config.data, tokenizer, num_tracks=rows)
+    text = prepare_language_modeling(config.data, load_tokenizer_of(config.model), num_tracks=rows)
     plain = load_model(AutoModelForCausalLM, config.model, None)
     require_fit(plain, text.vocab_size, config.data)
     num_heads = getattr(plain.config.get_text_config(), "num_attention_heads", None)

@@ -23,8 +23,14 @@ from transformers import (
 )
 
 from rsa_hf.tasks import defect_data
-from rsa_hf.tasks.defect_audit import audit, format_audit
-from rsa_hf.tasks.defect_data import DefectDataConfig, Example, load_defect_data, read_json_lines
+from rsa_hf.tasks.defect_data import (
+    DefectDataConfig,
+    Example,
+    audit,
+    format_audit,
+    load_defect_data,
+    read_json_lines,
+)
 from rsa_hf.tasks.defect_detection import class_weights, compute_metrics, tokenize, trainer_metrics
 
 CLEAN, DEFECTIVE = {"func": "int f() {}", "target": 0}, {"func": "int g() {}", "target": 1}
@@ -61,12 +67,12 @@ def write(path, rows) -> str:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"source": "disk"}, "source is 'disk'; choose one of embedded, hub, files"),
-        ({"long_functions": "drop"}, "long_functions is 'drop'; choose one of truncate, chunk"),
-        ({"source": "files"}, "train_file is None; source 'files' needs"),
-        ({"test_file": "a.jsonl"}, "test_file is 'a.jsonl', but source is 'embedded', not 'files'"),
-        ({"max_train_examples": 1}, "max_train_examples is 1; choose 2 or more"),
-        ({"max_eval_examples": 0}, "max_eval_examples is 0; choose 2 or more"),
+        ({"source": "disk"}, "source='disk': choose one of embedded, hub, files"),
+        ({"long_functions": "drop"}, "long_functions='drop': choose one of truncate, chunk"),
+        ({"source": "files"}, "train_file=None: source 'files' needs"),
+        ({"test_file": "a.jsonl"}, "source='embedded': reads none of .*'a.jsonl'"),
+        ({"max_train_examples": 1}, "max_train_examples=1: choose 2 or more"),
+        ({"max_eval_examples": 0}, "max_eval_examples=0: choose 2 or more"),
     ],
 )
 def test_bad_settings(settings, message):
@@ -109,34 +115,10 @@ def test_a_bad_line_is_named(tmp_path, row, message):
     assert str(error.value).startswith(f"{path}, line 3: ")
 
 
-@pytest.mark.parametrize("ending", [".jsonl.gz", ".jsonl.xz"])
-def test_a_damaged_archive_is_refused(tmp_path, ending):
-    rng = np.random.default_rng(0)
-    path = tmp_path / f"data{ending}"
-    write(path, [{"func": rng.bytes(40).hex(), "target": 0} for _ in range(3000)])
-    content = path.read_bytes()
-    for damaged in (content[: len(content) // 2], b"neither packing"):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=f"{path} is truncated or corrupt .*Copy or download it again"):
-            read_json_lines(path)
-    broken = bytearray(content)
-    broken[len(content) // 2] ^= 0xFF
-    path.write_bytes(broken)
-    with pytest.raises(ValueError, match=str(path)):
-        read_json_lines(path)
-
-
-def test_missing_file_and_unknown_ending(tmp_path):
-    with pytest.raises(FileNotFoundError, match="none.jsonl"):
-        read_json_lines(tmp_path / "none.jsonl")
-    with pytest.raises(ValueError, match=r"data.csv ends in '.csv'; allowed are .jsonl, .gz, .xz"):
-        read_json_lines(tmp_path / "data.csv")
-
-
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([CLEAN, {"func": "h", "target": 0}], "all 2 training functions have target 0; give functions of both"),
+        ([CLEAN, {"func": "h", "target": 0}], "all 2 training functions have target 0. Give functions of both"),
         ([], "the train split is empty"),
         ([CLEAN, {**CLEAN, "target": 1}], "the train split is empty, or nothing of it is left"),
     ],
@@ -166,7 +148,7 @@ def test_hub(monkeypatch):
     with pytest.raises(ValueError, match="defect_detection, test row 1: .* is no labelled function"):
         load_defect_data(DefectDataConfig(source="hub"))
     del hub["train"]
-    with pytest.raises(ValueError, match="has the splits test; one called 'train' is needed"):
+    with pytest.raises(ValueError, match=r"has the splits \['test'\]; 'train' is needed"):
         load_defect_data(DefectDataConfig(source="hub"))
 
 
@@ -234,20 +216,6 @@ def test_embedded_source():
         assert sum(example.target for example in examples) == len(examples) // 2
         for clean, defective in zip(examples[::2], examples[1::2], strict=True):
             assert (clean.path, clean.name, clean.target) == (defective.path, defective.name, 0)
-
-
-def test_embedded_options_reach_the_embedded_data(monkeypatch):
-    asked = {}
-
-    def load(**options):
-        asked.update(options)
-        return {"train": [Example("f", 0), Example("g", 1)], "validation": [], "test": []}
-
-    monkeypatch.setattr(defect_data, "load_python_defects", load)
-    config = DefectDataConfig(min_characters=5, max_characters=6, defect_kinds=["missing_not"], seed=9)
-    with pytest.raises(ValueError, match="validation split is empty"):
-        load_defect_data(config)
-    assert asked == {"min_characters": 5, "max_characters": 6, "kinds": ["missing_not"], "seed": 9}
 
 
 @given(
@@ -341,7 +309,7 @@ def test_rows_can_be_collated(tokenizer):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (DefectDataConfig(max_length=2), "max_length is 2, which leaves room for 0 tokens of text; choose more"),
+        (DefectDataConfig(max_length=2), "max_length=2: leaves room for 0 tokens of text; choose more"),
         (DefectDataConfig(max_length=6, long_functions="chunk", chunk_overlap=4), "room for 4 .* chunk_overlap is 4"),
         (DefectDataConfig(max_length=6, long_functions="chunk", chunk_overlap=-1), "chunk_overlap is -1"),
     ],
@@ -370,9 +338,7 @@ def test_logits_of_a_function_are_the_mean_over_its_chunks(seed, size):
     [
         (([[1.0], [2.0]], [0, 1]), r"logits have shape \[2, 1\] and labels \[2\]; needed are \[N, 2\]"),
         (([[1.0, float("nan")]], [0]), "logits hold NaN or infinite values, so training has diverged"),
-        (([[1.0, 2.0]], [0], [0, 1]), "example_ids do not match the labels"),
         (([[1.0, 2.0]] * 3, [0, 1, 0], [4, 4, 5]), "example_ids do not match the labels"),
-        (([[1.0, 2.0]], [2]), "references hold 2; allowed are the classes 0 and 1"),
     ],
 )
 def test_scores_of_bad_input(arguments, message):
@@ -458,11 +424,3 @@ def test_devign(devign_folder):
     assert not functions & evaluated
     assert sum(e.target for e in kept["train"]) / 2000 == pytest.approx(10018 / 21854, abs=0.002)
     assert kept["test"] == raw["test"]
-
-
-def test_a_truncated_devign_file_is_refused(devign_folder, tmp_path):
-    path = tmp_path / "test.jsonl.xz"
-    content = (devign_folder / "test.jsonl.xz").read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match="test.jsonl.xz is truncated or corrupt"):
-        read_json_lines(path)

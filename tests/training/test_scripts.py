@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from rsa_hf import cli, is_patched
-from rsa_hf.tasks import train_defect_detection
+from rsa_hf.tasks.defect_detection import evaluate
 
 ROOT = Path(__file__).parents[2]
 
@@ -331,10 +331,10 @@ def test_a_decoder_is_scored_whatever_it_says_of_padding(tmp_path, defect_detect
             part.save_pretrained(tmp_path / "decoder")
         settings = [str(ROOT / "configs" / "defect_minilm_embedded.yaml"), *map(str, defect_detection)]
         settings += ["--eval_batch_size", str(batch_size)]
-        scores.append(train_defect_detection.evaluate(str(tmp_path / "decoder"), "test", settings))
+        scores.append(evaluate(str(tmp_path / "decoder"), "test", settings))
     assert scores[0] == scores[1] == scores[2]
     with pytest.raises(ValueError, match=r"data\.max_length=64: this model takes at most 32 tokens\."):
-        train_defect_detection.evaluate(str(tmp_path / "decoder"), "test", [*settings, "--max_length", "64"])
+        evaluate(str(tmp_path / "decoder"), "test", [*settings, "--max_length", "64"])
 
 
 def test_runs_that_are_compared_have_the_same_settings(tmp_path):
