@@ -53,10 +53,6 @@ def main(arguments: Sequence[str]) -> None:
 
     Args:
         arguments: A YAML file and `--key value` settings, as for `read_run_config`.
-
-    Raises:
-        OSError, ValueError: A file, a name or a setting is invalid.
-        TrainingDivergedError: The loss is NaN or infinite.
     """
     config = read_run_config(arguments, DefectDataConfig)
     training, output = config.training, Path(config.training.output_dir)
@@ -85,7 +81,7 @@ def main(arguments: Sequence[str]) -> None:
     labels = [example.target for example in splits["train"]]
     result = train(
         model,
-        _inputs(tokenize(splits["train"], tokenizer, config.data)),
+        list(tokenize(splits["train"], tokenizer, config.data).remove_columns("example_id")),
         DataCollatorWithPadding(tokenizer),
         evaluators["validation"],
         training,
@@ -117,13 +113,7 @@ def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float
     Args:
         name: Folder of a checkpoint with its tokenizer, or its name on the Hub.
         split: "validation" or "test".
-        arguments: A YAML file and `--key value` settings; the data and the batch size are used.
-
-    Returns:
-        The result of `compute_metrics`.
-
-    Raises:
-        OSError, ValueError: A file, a name or a setting is invalid.
+        arguments: As for `main`; the data and the batch size are used.
     """
     config = read_run_config(arguments, DefectDataConfig)
     tokenizer = AutoTokenizer.from_pretrained(locate(name))
@@ -146,18 +136,15 @@ def _fit_to_each_other(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
         raise ValueError(f"data.max_length={data.max_length}: this model takes at most {longest} tokens.")
 
 
-def _inputs(rows: datasets.Dataset) -> list[dict[str, Any]]:
-    return list(rows.remove_columns("example_id"))
-
-
 def _evaluator(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DefectDataConfig, batch_size: int
 ) -> Callable[[PreTrainedModel], dict[str, float]]:
     """A function that evaluates a model on the examples."""
     rows = tokenize(examples, tokenizer, config)
+    inputs = list(rows.remove_columns("example_id"))
 
     def score(model: PreTrainedModel) -> dict[str, float]:
-        logits = predict_logits(model, _inputs(rows), DataCollatorWithPadding(tokenizer), batch_size)
+        logits = predict_logits(model, inputs, DataCollatorWithPadding(tokenizer), batch_size)
         return compute_metrics(logits, rows["labels"], rows["example_id"])
 
     return score
@@ -208,14 +195,7 @@ def tokenize(
 
 
 def class_weights(labels: Sequence[int]) -> torch.Tensor:
-    """Weights for the loss that give both classes the same influence.
-
-    Args:
-        labels: The training labels, with examples of both 0 and 1.
-
-    Returns:
-        float32 [2], inversely proportional to the class frequencies, with mean 1.
-    """
+    """Weights [2] for the loss: inversely proportional to the frequencies of classes 0 and 1, with mean 1."""
     # (1/n0, 1/n1) divided by its mean; the common factor n0·n1 cancels.
     return torch.tensor([sum(labels), len(labels) - sum(labels)]) * 2 / len(labels)
 

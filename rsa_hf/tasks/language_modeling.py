@@ -42,7 +42,6 @@ from rsa_hf.training.arguments import read_run_config
 from rsa_hf.training.carried import carried_from, segment_state_of
 from rsa_hf.training.loop import make_accelerator, train
 from rsa_hf.training.run import load_model, report_results, require_positions_known, require_tokens_known
-from rsa_hf.training.settings import ModelSettings
 from rsa_hf.utils.locate import locate
 
 __all__ = [
@@ -52,7 +51,6 @@ __all__ = [
     "evaluate",
     "evaluate_language_model",
     "load_language_modeling_tokenizer",
-    "load_tokenizer_of",
     "main",
     "perplexities",
     "prepare_language_modeling",
@@ -69,16 +67,12 @@ def main(arguments: Sequence[str]) -> None:
 
     Args:
         arguments: A YAML file and `--key value` settings, as for `read_run_config`.
-
-    Raises:
-        OSError, ValueError: A file, a name or a setting is invalid.
-        TrainingDivergedError: The loss is NaN or infinite.
     """
     config = read_run_config(arguments, LanguageModelingDataConfig)
     training = config.training
     accelerator = make_accelerator(training.mixed_precision)
     set_seed(training.seed)
-    tokenizer = load_tokenizer_of(config.model)
+    tokenizer = load_language_modeling_tokenizer(config.model.tokenizer or config.model.name_or_path)
     rows = training.batch_size * training.gradient_accumulation_steps * accelerator.num_processes
     with accelerator.main_process_first():  # the other processes then find its downloads in the cache
         text = prepare_language_modeling(config.data, tokenizer, num_tracks=rows)
@@ -121,17 +115,10 @@ def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float
     Args:
         name: Folder of a checkpoint, or its name on the Hub.
         split: "validation" or "test".
-        arguments: A YAML file and `--key value` settings; the data, the batch size and the tokenizer are used. Without
-            `model.tokenizer`, the tokenizer is the checkpoint's.
-
-    Returns:
-        The result of `evaluate_language_model`.
-
-    Raises:
-        OSError, ValueError: A file, a name or a setting is invalid.
+        arguments: As for `main`; the data, the batch size and the tokenizer (by default the checkpoint's) are used.
     """
     config = read_run_config(arguments, LanguageModelingDataConfig)
-    tokenizer = load_language_modeling_tokenizer(locate(config.model.tokenizer or name))
+    tokenizer = load_language_modeling_tokenizer(config.model.tokenizer or name)
     model = AutoModelForCausalLM.from_pretrained(locate(name))
     text = prepare_language_modeling(config.data, tokenizer)
     require_fit(model, text.vocab_size, config.data, training=False)
@@ -144,16 +131,13 @@ def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float
 def require_fit(
     model: PreTrainedModel, vocab_size: int, data: LanguageModelingDataConfig, training: bool = True
 ) -> None:
-    """Check before a run that a model has the tokens and positions that the data needs, and the memory settings.
+    """Raise a ValueError unless a model has the tokens, positions and memory settings that the data needs.
 
     Args:
         model: The model.
         vocab_size: The number of token ids of the data.
         data: Provides the block sizes and `eval_memory`.
         training: Whether the model is also trained.
-
-    Raises:
-        ValueError: It does not.
     """
     require_tokens_known(model, vocab_size)
     if training:
@@ -230,19 +214,7 @@ def prepare_language_modeling(
     )
 
 
-def load_tokenizer_of(settings: ModelSettings) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of a run, by default the model's own.
-
-    Raises:
-        ValueError: A model from scratch has none.
-    """
-    name = settings.tokenizer or settings.name_or_path
-    if name is None:
-        raise ValueError("model.tokenizer=None: a model from scratch needs one; 'bytes' is one that needs no files.")
-    return load_language_modeling_tokenizer(locate(name))
-
-
-def load_language_modeling_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
+def load_language_modeling_tokenizer(name: str | None) -> PreTrainedTokenizerBase | None:
     """Load a tokenizer by name.
 
     Args:
@@ -250,10 +222,15 @@ def load_language_modeling_tokenizer(name: str) -> PreTrainedTokenizerBase | Non
 
     Returns:
         The tokenizer; None for bytes.
+
+    Raises:
+        ValueError: There is no name.
     """
+    if name is None:
+        raise ValueError("model.tokenizer=None: a model from scratch needs one; 'bytes' is one that needs no files.")
     if name == "text8":
         return text8_tokenizer()
-    return None if name == "bytes" else AutoTokenizer.from_pretrained(name)
+    return None if name == "bytes" else AutoTokenizer.from_pretrained(locate(name))
 
 
 def _encode(chunks: Iterable[bytes], tokenizer: PreTrainedTokenizerBase | None) -> Iterator[torch.Tensor]:
@@ -361,11 +338,7 @@ def evaluate_language_model(
 
 @contextmanager
 def set_memory(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Change the memory settings of a model's config within a `with` block.
-
-    Args:
-        model: A model of transformers.
-        settings: Entries of its config, out of the model's attribute `memory_settings`: those that every call reads.
+    """Change entries of a model's config that are among its `memory_settings`, which every call reads.
 
     Raises:
         ValueError: The model does not allow an entry, or a value.

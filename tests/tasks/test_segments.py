@@ -1,8 +1,5 @@
 """Scores of models that carry memory over the segments of a text, against one pass over the whole text."""
 
-import math
-from types import SimpleNamespace
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -92,39 +89,6 @@ def test_a_longer_memory_in_evaluation():
     other = score(model, tokens, 6, mem_len=20, same_length=True)["loss_nats_per_token"]
     assert min(abs(other - short), abs(other - expected)) > 1e-4
     assert (model.config.mem_len, model.config.same_length) == (4, False)
-
-
-class Copies(torch.nn.Module):
-    """Predicts, with probability 9/10, the token of `period` steps ago where it remembers it; else all alike."""
-
-    segment_state, memory_settings, period = "tail", ("mem_len",), 12
-
-    def __init__(self, mem_len):
-        super().__init__()
-        self.config = type("Config", (SimpleNamespace,), {})(mem_len=mem_len)
-        type(self.config).to_dict = lambda config: dict(vars(config))
-        type(self.config).from_dict = classmethod(lambda cls, values: cls(**values))
-        self.nothing = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, input_ids, tail):
-        known = input_ids[0].tolist() if tail is None else tail[0].tolist() + input_ids[0].tolist()
-        before = len(known) - input_ids.shape[1]
-        probabilities = torch.full((1, input_ids.shape[1], VOCAB), 1 / VOCAB, dtype=torch.double)
-        for i in range(input_ids.shape[1]):
-            place = before + i + 1 - self.period
-            if place >= 0:
-                probabilities[0, i] = 0.1 / (VOCAB - 1)
-                probabilities[0, i, known[place]] = 0.9
-        memory = torch.tensor([known])[:, max(0, len(known) - self.config.mem_len) :]
-        return SimpleNamespace(logits=probabilities.log(), tail=memory)
-
-
-def test_a_longer_memory_helps_where_the_text_says_so():
-    """A text of period 12 in segments of 6: with 6 remembered, 1 of 6 tokens can be foretold, with 12 all of them."""
-    text = draw(12).repeat(6)[:61]
-    for mem_len, foretold in ((0, 0), (6, 9), (8, 25), (12, 49)):
-        expected = -(foretold * math.log(0.9) + (60 - foretold) * math.log(1 / VOCAB)) / 60
-        assert score(Copies(0), text, 6, mem_len=mem_len)["loss_nats_per_token"] == pytest.approx(expected), mem_len
 
 
 def test_mistakes_in_an_evaluation():
