@@ -141,9 +141,9 @@ def _evaluator(
 ) -> Callable[[PreTrainedModel], dict[str, float]]:
     """A function that evaluates a model on the examples."""
     rows = tokenize(examples, tokenizer, config)
-    inputs = list(rows.remove_columns("example_id"))
 
     def score(model: PreTrainedModel) -> dict[str, float]:
+        inputs = list(rows.remove_columns("example_id"))
         logits = predict_logits(model, inputs, DataCollatorWithPadding(tokenizer), batch_size)
         return compute_metrics(logits, rows["labels"], rows["example_id"])
 
