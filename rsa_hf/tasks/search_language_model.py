@@ -66,13 +66,10 @@ def search(
 
     Args:
         config: The run.
-        trials: As for `search_head_plans`.
+        trials: As for `search_head_plans`, whose result is returned.
         dilations: As for `head_plan_space`.
         storage: As for `search_head_plans`.
         progress: Whether to show a progress bar for each trial.
-
-    Returns:
-        The result of `search_head_plans`.
 
     Raises:
         ImportError: optuna is not installed.
@@ -86,9 +83,7 @@ def search(
     require_fit(plain, text.vocab_size, config.data)
     num_heads = getattr(plain.config.get_text_config(), "num_attention_heads", None)
     if num_heads is None:
-        raise ValueError(
-            f"the config of a {type(plain).__name__} has no num_attention_heads, so no head plan can be made."
-        )
+        raise ValueError(f"a {type(plain).__name__} has no num_attention_heads in its config to make a head plan of.")
     drawn: dict[str, Any] = dict.fromkeys([*COUNTS, "dilation"])
     base = replace(config.rsa or RSAConfig(), **drawn)
 

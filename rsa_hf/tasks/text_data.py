@@ -5,6 +5,9 @@ the first token of a text or block cannot be predicted, so its label is -100.
 
 *Segments* are consecutive, for models that carry a memory from one to the next. They have `shift_labels`, the tokens
 that follow each input: with `labels`, which are shifted, one token per segment would not be predicted.
+
+Data sets of both cut their items from `token_ids`, integers [N], on access. `block_size` is the length of an item, at
+least 2; items hold int64 [block_size].
 """
 
 from __future__ import annotations
@@ -269,13 +272,7 @@ def _cut_at_line(chunks: Iterable[bytes], limit: int) -> Iterator[bytes]:
 
 @dataclass(eq=False)
 class TrainingBlocks(Dataset[Item]):
-    """Consecutive blocks of exactly `block_size` tokens. The incomplete block at the end is dropped.
-
-    An item holds `input_ids` and `labels`, int64 [block_size].
-
-    Args:
-        token_ids: Integers [N]. Items are cut from it on access.
-        block_size: Number of tokens in a block, at least 2.
+    """Consecutive blocks, with `input_ids` and `labels`. The incomplete block at the end is dropped.
 
     Raises:
         ValueError: There are fewer tokens than one block.
@@ -301,7 +298,7 @@ class StreamedBlocks(IterableDataset[Item]):
 
     Args:
         pieces: Called for each epoch. Returns the token ids of the text in pieces of any size.
-        block_size: Number of tokens in a block, at least 2.
+        block_size: Number of tokens in a block.
 
     Raises:
         ValueError: While iterating: there are fewer tokens than one block, or a `DataLoader` has several workers, each
@@ -331,12 +328,12 @@ class StreamedBlocks(IterableDataset[Item]):
 class TrainingTracks(Dataset[Item]):
     """A text cut into R tracks of equal length, which are read in parallel, segment by segment.
 
-    Item s · R + r is segment s of track r. R consecutive items are therefore a batch in which every row continues the
-    same row of the previous batch. An item holds `input_ids` and `shift_labels`, int64 [block_size]. The tracks follow
-    each other in the text; its tail that does not fill a segment of every track is dropped.
+    Item s · R + r is segment s of track r, with `input_ids` and `shift_labels`. R consecutive items are therefore a
+    batch in which every row continues the same row of the previous batch. The tracks follow each other in the text;
+    its tail that does not fill a segment of every track is dropped.
 
     Args:
-        token_ids: Integers [N]. Items are cut from it on access.
+        token_ids: The text.
         block_size: Number of tokens in a segment.
         num_tracks: R, the rows of a training step: over all processes and micro-batches.
 
@@ -369,13 +366,12 @@ class TrainingTracks(Dataset[Item]):
 class EvaluationBlocks(Dataset[Item]):
     """Blocks in which every token of a text but the first is scored exactly once.
 
-    Block i starts at token i · stride and has `block_size` tokens; the last one may have fewer. It repeats the last
-    block_size - stride tokens of block i - 1 as context, at least one. An item holds `input_ids` and `labels`, int64
-    [length]; the labels of the context are -100.
+    Block i starts at token i · stride and holds `input_ids` and `labels`; the last one may be shorter. It repeats the
+    last block_size - stride tokens of block i - 1 as context, at least one; the labels of the context are -100.
 
     Args:
-        token_ids: Integers [N], N ≥ 2. Items are cut from it on access.
-        block_size: Number of tokens in a block, at least 2.
+        token_ids: The text, N ≥ 2.
+        block_size: Number of tokens in a block.
         num_bytes: Number of bytes of the scored text, which begins after the first token.
         num_words: Number of words of the scored text.
         stride: From 1 to block_size - 1. None: block_size - 1.
@@ -403,8 +399,8 @@ class EvaluationBlocks(Dataset[Item]):
 class EvaluationSegments(Dataset[Item]):
     """Consecutive segments in which every token of a text but the first is scored exactly once.
 
-    Segment i reads `block_size` tokens from token i · block_size on; the last one may be shorter. An item holds
-    `input_ids` and `shift_labels`, int64 [length]. The arguments are those of `EvaluationBlocks`.
+    Segment i starts at token i · block_size and holds `input_ids` and `shift_labels`; the last one may be shorter. The
+    arguments are those of `EvaluationBlocks`.
     """
 
     token_ids: torch.Tensor
