@@ -53,7 +53,7 @@ def test_what_the_paper_says_of_all_of_them(path):
 
 def test_a_tiny_one_of_each_runs(tmp_path):
     """The settings fit together: two steps, every size cut down but the plan and the tokenizer."""
-    from rsa_hf.tasks.train_language_model import main
+    from rsa_hf.tasks.language_modeling import main
 
     (tmp_path / "text.txt").write_text(" the quick brown fox jumps over the lazy dog" * 100)
     small = {"d_model": 32, "d_head": 4, "d_inner": 32, "n_layer": 3}

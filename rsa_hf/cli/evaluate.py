@@ -20,13 +20,13 @@ Split = Annotated[str, typer.Option(help="validation or test.")]
 
 
 def _evaluate_defect(model: str, split: str, arguments: Sequence[str]) -> dict[str, float]:
-    from rsa_hf.tasks.train_defect_detection import evaluate
+    from rsa_hf.tasks.defect_detection import evaluate
 
     return evaluate(model, split, arguments)
 
 
 def _evaluate_lm(model: str, split: str, arguments: Sequence[str]) -> dict[str, float]:
-    from rsa_hf.tasks.train_language_model import evaluate
+    from rsa_hf.tasks.language_modeling import evaluate
 
     return evaluate(model, split, arguments)
 

@@ -51,13 +51,13 @@ def run_errors() -> Iterator[None]:
 
 
 def _train_defect(arguments: Sequence[str]) -> None:
-    from rsa_hf.tasks.train_defect_detection import main
+    from rsa_hf.tasks.defect_detection import main
 
     main(arguments)
 
 
 def _train_lm(arguments: Sequence[str]) -> None:
-    from rsa_hf.tasks.train_language_model import main
+    from rsa_hf.tasks.language_modeling import main
 
     main(arguments)
 

@@ -1,29 +1,10 @@
 """Defect detection and language modelling: data, model inputs, metrics and training runs.
 
-The names below are imported on first use (PEP 562), so that one task does not import what only the other one needs.
+The public names below are imported on first use, so that one task does not import what only the other one needs.
 """
 
 from importlib import import_module
 from typing import Any
-
-_MODULES = {
-    "DefectDataConfig": "defect_data",
-    "LanguageModelTrainer": "language_model_trainer",
-    "LanguageModelingDataConfig": "text_data",
-    "audit": "defect_audit",
-    "clean_text8": "text8",
-    "compute_metrics": "defect_detection",
-    "evaluate_language_model": "language_modeling",
-    "format_audit": "defect_audit",
-    "load_defect_data": "defect_data",
-    "load_language_modeling_tokenizer": "language_modeling",
-    "load_metric": "metrics",
-    "perplexities": "metrics",
-    "prepare_language_modeling": "language_modeling",
-    "text8_tokenizer": "text8",
-    "tokenize": "defect_detection",
-    "trainer_metrics": "defect_detection",
-}
 
 __all__ = [
     "DefectDataConfig",
@@ -44,8 +25,24 @@ __all__ = [
     "trainer_metrics",
 ]
 
+_MODULES = {
+    "defect_data": ("DefectDataConfig", "audit", "format_audit", "load_defect_data"),
+    "defect_detection": ("compute_metrics", "tokenize", "trainer_metrics"),
+    "language_model_trainer": ("LanguageModelTrainer",),
+    "language_modeling": (
+        "evaluate_language_model",
+        "load_language_modeling_tokenizer",
+        "perplexities",
+        "prepare_language_modeling",
+    ),
+    "metrics": ("load_metric",),
+    "text8": ("clean_text8", "text8_tokenizer"),
+    "text_data": ("LanguageModelingDataConfig",),
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -25,12 +25,10 @@ def open_compressed(path: str | Path, plain: str) -> Iterator[IO[bytes]]:
         OSError: The file cannot be opened.
         ValueError: It has another ending, or its compressed content is truncated or corrupt.
     """
-    openers: dict[str, Callable[..., Any]] = {plain: open, ".gz": gzip.open, ".xz": lzma.open}
+    openers: dict[str, Any] = {plain: open, ".gz": gzip.open, ".xz": lzma.open}
     ending = Path(path).suffix
     if ending not in openers:
         raise ValueError(f"{path} ends in {ending!r}; allowed are {', '.join(openers)}. Rename or convert it.")
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} is not a file")
     try:
         with openers[ending](path, "rb") as file:
             yield file

@@ -1,6 +1,7 @@
-"""Defect detection, the classification of functions as clean (0) or defective (1): model inputs and metric.
+"""Defect detection, the classification of functions as clean (0) or defective (1): inputs, scores and training.
 
-The data passes through `load_defect_data`, `tokenize`, transformers' `DataCollatorWithPadding` and `compute_metrics`.
+The commands are `rsa-hf train defect` and `rsa-hf evaluate defect`.
+
 A function too long for the model is truncated, or cut into overlapping chunks. In training, each chunk is an example
 with the function's label. In evaluation, `compute_metrics` averages the logits over a function's chunks, if it is
 given the example ids.
@@ -8,21 +9,148 @@ given the example ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
-from transformers import EvalPrediction, PreTrainedTokenizerBase
+from accelerate.utils import set_seed
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from rsa_hf.tasks.defect_data import DefectDataConfig, Example
-from rsa_hf.tasks.metrics import load_metric
+from rsa_hf.patching import is_patched
+from rsa_hf.tasks.defect_data import DefectDataConfig, Example, audit, format_audit, in_batches, load_defect_data
+from rsa_hf.training.arguments import read_run_config
+from rsa_hf.training.loop import make_accelerator, train
+from rsa_hf.training.run import load_model, predict_logits, report_results, require_tokens_known
+from rsa_hf.utils.files import sole_writer, write_text
+from rsa_hf.utils.locate import locate
 
-__all__ = ["class_weights", "compute_metrics", "tokenize", "trainer_metrics"]
+__all__ = [
+    "class_weights",
+    "classification_scores",
+    "compute_metrics",
+    "evaluate",
+    "main",
+    "tokenize",
+    "trainer_metrics",
+]
 
-_BATCH = 1000  # functions per call of the tokenizer: enough for its threads, bounded in memory
+
+def main(arguments: Sequence[str]) -> None:
+    """Train a defect detector, evaluate the best checkpoint, and write all results to the output folder.
+
+    Args:
+        arguments: A YAML file and `--key value` settings, as for `read_run_config`.
+    """
+    config = read_run_config(arguments, DefectDataConfig)
+    training, output = config.training, Path(config.training.output_dir)
+    accelerator = make_accelerator(training.mixed_precision)
+    set_seed(training.seed)
+    source = config.model.tokenizer or config.model.name_or_path
+    if source is None:
+        raise ValueError("model.tokenizer=None: a model from scratch needs one; name one on the Hub, or a folder.")
+    with accelerator.main_process_first():  # the other processes then find its downloads in the cache
+        tokenizer = AutoTokenizer.from_pretrained(locate(source))
+        model = load_model(AutoModelForSequenceClassification, config.model, config.rsa, num_labels=2)
+        splits = load_defect_data(config.data)
+    _fit_to_each_other(model, tokenizer, config.data)
+    if "validation" not in splits:
+        raise ValueError("the data has no validation split to choose the best model by. Add one.")
+    if accelerator.is_main_process:
+        report = audit(splits, tokenizer, config.data.max_length)
+        print(format_audit(report))
+        with sole_writer(output):
+            write_text(output / "audit.json", json.dumps(report, indent=2) + "\n")
+    evaluators = {
+        split: _evaluator(examples, tokenizer, config.data, training.eval_batch_size)
+        for split, examples in splits.items()
+        if split != "train"
+    }
+    labels = [example.target for example in splits["train"]]
+    result = train(
+        model,
+        list(tokenize(splits["train"], tokenizer, config.data).remove_columns("example_id")),
+        DataCollatorWithPadding(tokenizer),
+        evaluators["validation"],
+        training,
+        best_metric="accuracy",
+        greater_is_better=True,
+        class_weights=class_weights(labels).tolist() if training.class_weights else None,
+        tokenizer=tokenizer,
+        settings=config.to_dict(),
+        accelerator=accelerator,
+    )
+    if not accelerator.is_main_process:
+        return
+    best = AutoModelForSequenceClassification.from_pretrained(result.best_dir).to(accelerator.device)
+    scores = {"validation": result.best_metrics}
+    if "test" in evaluators:
+        scores["test"] = evaluators["test"](best)
+    name = "with RSA" if is_patched(best) else "plain"
+    table = [["model", "split", "accuracy", "majority class", "F1", "MCC", "functions"]]
+    for split, figures in scores.items():
+        shares = (f"{figures[key]:.2%}" for key in ("accuracy", "majority_accuracy"))
+        numbers = (f"{figures[key]:.4f}" for key in ("f1", "mcc"))
+        table.append([name, split, *shares, *numbers, f"{figures['num_examples']:,}"])
+    report_results(config, result, scores, table, best)
+
+
+def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float]:
+    """Evaluate a saved defect detector.
+
+    Args:
+        name: Folder of a checkpoint with its tokenizer, or its name on the Hub.
+        split: "validation" or "test".
+        arguments: As for `main`; the data and the batch size are used.
+    """
+    config = read_run_config(arguments, DefectDataConfig)
+    tokenizer = AutoTokenizer.from_pretrained(locate(name))
+    model = AutoModelForSequenceClassification.from_pretrained(locate(name))
+    splits = load_defect_data(config.data)
+    if split not in splits:
+        raise ValueError(f"the data has no split {split!r}, only {', '.join(splits)}.")
+    _fit_to_each_other(model, tokenizer, config.data)
+    return _evaluator(splits[split], tokenizer, config.data, config.training.eval_batch_size)(model)
+
+
+def _fit_to_each_other(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: DefectDataConfig) -> None:
+    """Set the padding token of both, and check that the model has the tokenizer's tokens and enough positions."""
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.pad_token_id = tokenizer.pad_token_id
+    require_tokens_known(model, len(tokenizer))
+    longest = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", sys.maxsize))
+    if data.max_length > longest:
+        raise ValueError(f"data.max_length={data.max_length}: this model takes at most {longest} tokens.")
+
+
+def _evaluator(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DefectDataConfig, batch_size: int
+) -> Callable[[PreTrainedModel], dict[str, float]]:
+    """A function that evaluates a model on the examples."""
+    rows = tokenize(examples, tokenizer, config)
+
+    def score(model: PreTrainedModel) -> dict[str, float]:
+        inputs = list(rows.remove_columns("example_id"))
+        logits = predict_logits(model, inputs, DataCollatorWithPadding(tokenizer), batch_size)
+        return compute_metrics(logits, rows["labels"], rows["example_id"])
+
+    return score
+
+
+# --- inputs ---------------------------------------------------------------------------------------------------------
 
 
 def tokenize(
@@ -47,38 +175,53 @@ def tokenize(
     overlap = config.chunk_overlap if chunk else 0
     if not 0 <= overlap < room:
         raise ValueError(
-            f"max_length is {config.max_length}, which leaves room for {room} tokens of text"
-            + (f", but chunk_overlap is {overlap}; choose from 0 to below the room" if chunk else "; choose more")
+            f"max_length={config.max_length}: leaves room for {room} tokens of text"
+            + (f", chunk_overlap is {overlap}; choose it from 0 to below the room." if chunk else "; choose more.")
         )
     windows = {"return_overflowing_tokens": True, "stride": overlap} if chunk else {}
     rows: dict[str, list[Any]] = {"input_ids": [], "attention_mask": [], "labels": [], "example_id": []}
-    for start in range(0, len(examples), _BATCH):
-        texts = [example.func for example in examples[start : start + _BATCH]]
+    first = 0  # index of the first function of a batch
+    for texts in in_batches(examples):
         encoded = tokenizer(
             texts, truncation=True, max_length=config.max_length, return_attention_mask=True, **windows
         )
-        owners = encoded["overflow_to_sample_mapping"] if chunk else range(len(texts))
+        owners = [first + i for i in encoded.get("overflow_to_sample_mapping", range(len(texts)))]
         rows["input_ids"] += encoded["input_ids"]
         rows["attention_mask"] += encoded["attention_mask"]
-        rows["labels"] += [examples[start + owner].target for owner in owners]
-        rows["example_id"] += [start + owner for owner in owners]
+        rows["labels"] += [examples[owner].target for owner in owners]
+        rows["example_id"] += owners
+        first += len(texts)
     return datasets.Dataset.from_dict(rows)
 
 
 def class_weights(labels: Sequence[int]) -> torch.Tensor:
-    """Weights for the loss that give both classes the same influence.
-
-    Args:
-        labels: The training labels, with examples of both 0 and 1.
-
-    Returns:
-        float32 [2], inversely proportional to the class frequencies, with mean 1.
-    """
+    """Weights [2] for the loss: inversely proportional to the frequencies of classes 0 and 1, with mean 1."""
     # (1/n0, 1/n1) divided by its mean; the common factor n0·n1 cancels.
     return torch.tensor([sum(labels), len(labels) - sum(labels)]) * 2 / len(labels)
 
 
-_metric = cache(load_metric)
+# --- scores ---------------------------------------------------------------------------------------------------------
+
+
+def classification_scores(predictions: Any, references: Any) -> dict[str, float]:
+    """Scores of predicted classes; 1 is the positive (defective) class.
+
+    Args:
+        predictions: The predicted classes [N], 0 or 1.
+        references: The true classes [N], 0 or 1.
+
+    Returns:
+        `accuracy`; `f1` of class 1, 0 if neither predictions nor references hold a 1; `mcc`, Matthews correlation,
+        from -1 to 1, 0 if predictions or references hold one class only; and `majority_accuracy`, the accuracy of
+        always predicting the most frequent class, without which an accuracy says little.
+    """
+    positives = int(np.sum(references))
+    return {
+        "accuracy": float(accuracy_score(references, predictions)),
+        "f1": float(f1_score(references, predictions, zero_division=0)),
+        "mcc": float(matthews_corrcoef(references, predictions)),
+        "majority_accuracy": max(positives, len(references) - positives) / len(references),
+    }
 
 
 def compute_metrics(logits: Any, labels: Any, example_ids: Any = None) -> dict[str, float]:
@@ -91,30 +234,27 @@ def compute_metrics(logits: Any, labels: Any, example_ids: Any = None) -> dict[s
             each row is a function.
 
     Returns:
-        `accuracy`, `f1` of the defective class, `mcc`, the `majority_accuracy` to compare with, `positive_share`, and
-        the number of functions, `num_examples`.
+        The `classification_scores`, the `positive_share`, and the number of functions, `num_examples`.
 
     Raises:
         ValueError: Shapes do not match, logits are not finite, or rows of one function have different labels.
     """
     scores = torch.as_tensor(logits).detach().to("cpu", torch.float64).numpy()
     targets = torch.as_tensor(labels).detach().cpu().numpy()
-    if scores.ndim != 2 or scores.shape[1] != 2 or targets.shape != scores.shape[:1]:
+    if scores.shape != (*targets.shape, 2):
         raise ValueError(
             f"logits have shape {list(scores.shape)} and labels {list(targets.shape)}; needed are [N, 2] and [N], as "
-            "a sequence classifier with num_labels=2 returns"
+            "a sequence classifier with num_labels=2 returns."
         )
     if not np.isfinite(scores).all():
-        raise ValueError("logits hold NaN or infinite values, so training has diverged; lower the learning rate")
+        raise ValueError("logits hold NaN or infinite values, so training has diverged. Lower the learning rate.")
     if example_ids is not None:
         _, first, owners = np.unique(torch.as_tensor(example_ids).cpu(), return_index=True, return_inverse=True)
-        if owners.shape != targets.shape or (targets != targets[first][owners]).any():
-            raise ValueError("example_ids do not match the labels: each function has one label, in one split")
+        if (targets != targets[first][owners]).any():
+            raise ValueError("example_ids do not match the labels: each function has one label, in one split.")
         scores = np.stack([np.bincount(owners, column) for column in scores.T], axis=1)  # sums do as well as means
         targets = targets[first]
-    result: dict[str, float] = _metric("defect_detection").compute(
-        predictions=scores.argmax(axis=1), references=targets
-    )
+    result = classification_scores(scores.argmax(axis=1), targets)
     return {**result, "positive_share": float(targets.mean()), "num_examples": len(targets)}
 
 
@@ -129,9 +269,6 @@ def trainer_metrics(eval_prediction: EvalPrediction) -> dict[str, float]:
 
     Returns:
         The result of `compute_metrics`.
-
-    Raises:
-        ValueError: As `compute_metrics`.
     """
     logits: Any = eval_prediction.predictions
     labels: Any = eval_prediction.label_ids

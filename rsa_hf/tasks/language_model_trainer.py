@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import SequentialSampler, default_collate
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
-from rsa_hf.tasks.language_modeling import PreparedText, TrainingTracks, evaluate_language_model
+from rsa_hf.tasks.language_modeling import PreparedText, evaluate_language_model
+from rsa_hf.tasks.text_data import TrainingTracks
 from rsa_hf.training.carried import CarriedState
 from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
 from rsa_hf.training.settings import TrainingSettings
@@ -20,8 +21,6 @@ __all__ = ["LanguageModelTrainer"]
 
 
 class _Bar(ProgressCallback):
-    """A progress bar per run, without the log."""
-
     def on_log(self, *_: Any, **__: Any) -> None:
         """Print nothing."""
 
@@ -54,8 +53,7 @@ class LanguageModelTrainer(Trainer):
         if training.class_weights:
             raise ValueError("training.class_weights=True: language modelling has no classes. Set it to false.")
         every, steps = training.eval_every_steps, training.max_steps
-        along = every is not None and steps is not None and steps % every == 0
-        constant = training.lr_schedule == "constant"
+        evaluates = every is not None and steps is not None and steps % every == 0
         # Newer versions of transformers rename it and warn even about gradient_checkpointing=False.
         checkpointing: dict[str, Any] = {"gradient_checkpointing": True} if training.gradient_checkpointing else {}
         args = TrainingArguments(
@@ -67,13 +65,13 @@ class LanguageModelTrainer(Trainer):
             per_device_train_batch_size=training.batch_size,
             gradient_accumulation_steps=training.gradient_accumulation_steps,
             warmup_steps=min(training.warmup_ratio, math.nextafter(1, 0)),  # 1 would mean one step
-            lr_scheduler_type="constant_with_warmup" if constant else training.lr_schedule,
+            lr_scheduler_type={"constant": "constant_with_warmup"}.get(training.lr_schedule, training.lr_schedule),
             max_grad_norm=training.max_grad_norm or 0.0,
             bf16=training.mixed_precision == "bf16",
             fp16=training.mixed_precision == "fp16",
             seed=training.seed,
-            eval_strategy="steps" if along else "no",
-            eval_steps=every if along else None,
+            eval_strategy="steps" if evaluates else "no",
+            eval_steps=every if evaluates else None,
             save_strategy="no",
             logging_strategy="no",
             report_to="none",
@@ -90,8 +88,7 @@ class LanguageModelTrainer(Trainer):
             data_collator=default_collate,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, training.rsa_learning_rate),
         )
-        # Both also print the time of each run.
-        self.remove_callback(ProgressCallback if progress else PrinterCallback)
+        self.remove_callback(ProgressCallback if progress else PrinterCallback)  # both also print the time of a run
         if progress:
             self.add_callback(_Bar)
         self.text = text
@@ -132,8 +129,7 @@ class LanguageModelTrainer(Trainer):
         if self._carried is None:
             assert self.model is not None
             self._carried = CarriedState(self.model)
-        rows = len(inputs["input_ids"])
-        if self._micro_batches * rows % len(tracks) == 0:  # an epoch begins
+        if self._micro_batches * len(inputs["input_ids"]) % len(tracks) == 0:  # an epoch begins
             self._carried.reset()
         self._micro_batches += 1
         return self._carried.mean_loss(model, inputs, self._micro_batches % self.args.gradient_accumulation_steps)

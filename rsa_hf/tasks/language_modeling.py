@@ -1,4 +1,6 @@
-"""Causal language modelling: tokenize a text, cut it into blocks, and score a model on it.
+"""Causal language modelling: tokenize a text, train a model on it, and score it.
+
+The commands are `rsa-hf train lm` and `rsa-hf evaluate lm`.
 
 Let a text have tokens t_0 … t_{N-1}. Every token but t_0 is scored exactly once, and all figures come from the summed
 negative log-likelihood of those N - 1 tokens: *token* perplexity divides it by the number of tokens, *word* perplexity
@@ -11,45 +13,139 @@ at every line end; `count_line_ends_as_words` does the same (WikiText-2 test: 24
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import set_seed
 from torch.utils.data import default_collate
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from rsa_hf.tasks.metrics import perplexities
+from rsa_hf.patching import is_patched
 from rsa_hf.tasks.text8 import text8_tokenizer
-from rsa_hf.tasks.text_blocks import (
+from rsa_hf.tasks.text_data import (
     IGNORED_LABEL,
     EvaluationBlocks,
     EvaluationSegments,
+    LanguageModelingDataConfig,
     StreamedBlocks,
     TrainingBlocks,
     TrainingTracks,
+    line_boundary,
+    read_texts,
+    stream_training_text,
 )
-from rsa_hf.tasks.text_data import LanguageModelingDataConfig, line_boundary, read_texts, stream_training_text
+from rsa_hf.training.arguments import read_run_config
 from rsa_hf.training.carried import carried_from, segment_state_of
+from rsa_hf.training.loop import make_accelerator, train
+from rsa_hf.training.run import load_model, report_results, require_positions_known, require_tokens_known
+from rsa_hf.utils.locate import locate
 
 __all__ = [
-    "EvaluationBlocks",
-    "EvaluationSegments",
     "LanguageModelingDataConfig",
     "PreparedText",
-    "StreamedBlocks",
     "TrainingBlocks",
-    "TrainingTracks",
+    "evaluate",
     "evaluate_language_model",
     "load_language_modeling_tokenizer",
+    "main",
+    "perplexities",
     "prepare_language_modeling",
+    "require_fit",
     "set_memory",
 ]
 
-BYTE_VOCABULARY_SIZE = 256
 # A tokenizer needs about a hundred bytes of memory per token, so longer texts are tokenized in pieces.
 TOKENIZED_PIECE_BYTES = 4 * 2**20
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Train a language model, evaluate the best checkpoint, and write all results to the output folder.
+
+    Args:
+        arguments: A YAML file and `--key value` settings, as for `read_run_config`.
+    """
+    config = read_run_config(arguments, LanguageModelingDataConfig)
+    training = config.training
+    accelerator = make_accelerator(training.mixed_precision)
+    set_seed(training.seed)
+    tokenizer = load_language_modeling_tokenizer(config.model.tokenizer or config.model.name_or_path)
+    rows = training.batch_size * training.gradient_accumulation_steps * accelerator.num_processes
+    with accelerator.main_process_first():  # the other processes then find its downloads in the cache
+        text = prepare_language_modeling(config.data, tokenizer, num_tracks=rows)
+        model = load_model(AutoModelForCausalLM, config.model, config.rsa)
+    require_fit(model, text.vocab_size, config.data)
+
+    def score(model: PreTrainedModel, blocks: EvaluationBlocks | EvaluationSegments) -> dict[str, float]:
+        return evaluate_language_model(model, blocks, training.eval_batch_size, memory=config.data.eval_memory)
+
+    result = train(
+        model,
+        text.train,
+        default_collate,
+        lambda model: score(model, text.validation),
+        training,
+        best_metric="bits_per_byte",
+        greater_is_better=False,
+        tokenizer=tokenizer,
+        settings=config.to_dict(),
+        accelerator=accelerator,
+    )
+    if not accelerator.is_main_process:
+        return
+    best = AutoModelForCausalLM.from_pretrained(result.best_dir).to(accelerator.device)
+    scores = {"validation": result.best_metrics}
+    if text.test is not None:
+        scores["test"] = score(best, text.test)
+    name = "with RSA" if is_patched(best) else "plain"
+    table = [["model", "text", "bits per byte", "word perplexity", "token perplexity", "tokens", "words", "bytes"]]
+    for split, figure in scores.items():
+        figures = (figure[key] for key in ("bits_per_byte", "word_perplexity", "token_perplexity"))
+        counts = (figure[key] for key in ("num_tokens", "num_words", "num_bytes"))
+        table.append([name, split, *(f"{value:.5g}" for value in figures), *(f"{value:,}" for value in counts)])
+    report_results(config, result, scores, table, best)
+
+
+def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float]:
+    """Evaluate a saved language model.
+
+    Args:
+        name: Folder of a checkpoint, or its name on the Hub.
+        split: "validation" or "test".
+        arguments: As for `main`; the data, the batch size and the tokenizer (by default the checkpoint's) are used.
+    """
+    config = read_run_config(arguments, LanguageModelingDataConfig)
+    tokenizer = load_language_modeling_tokenizer(config.model.tokenizer or name)
+    model = AutoModelForCausalLM.from_pretrained(locate(name))
+    text = prepare_language_modeling(config.data, tokenizer)
+    require_fit(model, text.vocab_size, config.data, training=False)
+    blocks = {"validation": text.validation, "test": text.test}.get(split)
+    if blocks is None:
+        raise ValueError(f"the data has no split {split!r} to evaluate a model on.")
+    return evaluate_language_model(model, blocks, config.training.eval_batch_size, memory=config.data.eval_memory)
+
+
+def require_fit(
+    model: PreTrainedModel, vocab_size: int, data: LanguageModelingDataConfig, training: bool = True
+) -> None:
+    """Raise a ValueError unless a model has the tokens, positions and memory settings that the data needs.
+
+    Args:
+        model: The model.
+        vocab_size: The number of token ids of the data.
+        data: Provides the block sizes and `eval_memory`.
+        training: Whether the model is also trained.
+    """
+    require_tokens_known(model, vocab_size)
+    if training:
+        require_positions_known(model, "data.block_size", data.block_size)
+    setting = "data.block_size" if data.eval_block_size is None else "data.eval_block_size"
+    require_positions_known(model, setting, data.evaluation_block_size)
+    with set_memory(model, data.eval_memory):
+        pass
 
 
 # --- data -----------------------------------------------------------------------------------------------------------
@@ -72,47 +168,31 @@ class PreparedText:
     vocab_size: int
 
 
-def load_language_modeling_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
-    """Load a tokenizer by name.
-
-    Args:
-        name: "bytes" for raw bytes (a vocabulary of 256), "text8" for its 27 symbols, else what `AutoTokenizer` takes.
-
-    Returns:
-        The tokenizer; None for bytes.
-    """
-    if name == "text8":
-        return text8_tokenizer()
-    return None if name == "bytes" else AutoTokenizer.from_pretrained(name)
-
-
 def prepare_language_modeling(
     config: LanguageModelingDataConfig, tokenizer: PreTrainedTokenizerBase | None, num_tracks: int = 1
 ) -> PreparedText:
     """Read, cut and tokenize the texts of a configuration, and count their bytes and words.
 
-    No special tokens are added. Texts above 4 MiB are tokenized in pieces that end with a line. Bytes and words are
-    counted after the first token. If decoding that token does not return the beginning of the text (for instance, from
-    a tokenizer that lower-cases), the whole text is counted.
+    No special tokens are added. Bytes and words are counted after the first token. If decoding that token does not
+    return the beginning of the text (for instance, from a tokenizer that lower-cases), the whole text is counted.
 
     Args:
         config: Selects the texts and their blocks.
         tokenizer: Any tokenizer of transformers, or None for raw bytes.
         num_tracks: With `carry_memory`: the rows of a training step, over all processes and micro-batches.
 
-    Returns:
-        The data sets of each split.
-
     Raises:
         OSError: A file cannot be read.
-        ValueError: A file or data set cannot be used, or a text is too short.
+        ValueError: A file or data set cannot be used, or a text is too short, or not UTF-8 as a tokenizer needs it.
     """
     texts = read_texts(config)
-    token_ids = {split: torch.cat([*_encode(split, [text], tokenizer)]) for split, text in texts.items()}
+    token_ids = {split: torch.cat([*_encode([text], tokenizer)]) for split, text in texts.items()}
 
     def evaluation(split: str) -> EvaluationBlocks | EvaluationSegments:
         ids, text = token_ids[split], texts[split]
-        first = text[:1] if tokenizer is None else _decode(ids[:1], tokenizer)
+        first = text[:1]
+        if tokenizer is not None:
+            first = str(tokenizer.decode(ids[:1].tolist(), clean_up_tokenization_spaces=False)).encode()
         scored = text.removeprefix(first)
         num_words = len(scored.split()) + (scored.count(b"\n") if config.count_line_ends_as_words else 0)
         if config.carry_memory:
@@ -123,38 +203,45 @@ def prepare_language_modeling(
     if config.carry_memory:
         train = TrainingTracks(token_ids["train"], config.block_size, num_tracks)
     elif config.streaming:
-        train = StreamedBlocks(lambda: _encode("train", stream_training_text(config), tokenizer), config.block_size)
+        train = StreamedBlocks(lambda: _encode(stream_training_text(config), tokenizer), config.block_size)
     else:
         train = TrainingBlocks(token_ids["train"], config.block_size)
     return PreparedText(
         train=train,
         validation=evaluation("validation"),
         test=evaluation("test") if "test" in texts else None,
-        vocab_size=BYTE_VOCABULARY_SIZE if tokenizer is None else len(tokenizer),
+        vocab_size=256 if tokenizer is None else len(tokenizer),
     )
 
 
-def _encode(split: str, chunks: Iterable[bytes], tokenizer: PreTrainedTokenizerBase | None) -> Iterator[torch.Tensor]:
+def load_language_modeling_tokenizer(name: str | None) -> PreTrainedTokenizerBase | None:
+    """Load a tokenizer by name.
+
+    Args:
+        name: "bytes" for raw bytes (a vocabulary of 256), "text8" for its 27 symbols, else what `AutoTokenizer` takes.
+
+    Returns:
+        The tokenizer; None for bytes.
+
+    Raises:
+        ValueError: There is no name.
+    """
+    if name is None:
+        raise ValueError("model.tokenizer=None: a model from scratch needs one; 'bytes' is one that needs no files.")
+    if name == "text8":
+        return text8_tokenizer()
+    return None if name == "bytes" else AutoTokenizer.from_pretrained(locate(name))
+
+
+def _encode(chunks: Iterable[bytes], tokenizer: PreTrainedTokenizerBase | None) -> Iterator[torch.Tensor]:
     """The token ids of a text, in pieces. They do not depend on how the text is cut into chunks."""
     for piece in _pieces(chunks):
         if tokenizer is None:
             yield torch.frombuffer(bytearray(piece), dtype=torch.uint8)
-            continue
-        try:
+        else:
             # Without special tokens, every scored token stands for a part of the text.
             ids = tokenizer(piece.decode(), add_special_tokens=False, verbose=False)["input_ids"]
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"the {split} text is not UTF-8 ({error}); convert it, or use tokenizer 'bytes'"
-            ) from error
-        except Exception as error:
-            if "[UNK]" not in str(error):  # the tokenizers library raises a plain Exception for unknown characters
-                raise
-            raise ValueError(
-                f"the {split} text has characters that the tokenizer has no token for ({error}); clean it "
-                "(scripts/make_text8.py for text8), or choose another tokenizer"
-            ) from error
-        yield torch.tensor(ids, dtype=torch.int32)
+            yield torch.tensor(ids, dtype=torch.int32)
 
 
 def _pieces(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -172,11 +259,38 @@ def _pieces(chunks: Iterable[bytes]) -> Iterator[bytes]:
         yield bytes(held)
 
 
-def _decode(token_ids: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> bytes:
-    return str(tokenizer.decode(token_ids.tolist(), clean_up_tokenization_spaces=False)).encode()
-
-
 # --- evaluation -----------------------------------------------------------------------------------------------------
+
+
+def perplexities(nll_nats: float, num_tokens: int, num_words: int, num_bytes: int) -> dict[str, float]:
+    """Perplexity per token and per word and bits per byte of a text.
+
+    Args:
+        nll_nats: The sum (not the mean) of the tokens' negative log-likelihoods, in nats.
+        num_tokens: Number of scored tokens.
+        num_words: Number of words of the scored text.
+        num_bytes: Number of bytes of the scored text.
+
+    Returns:
+        `loss_nats_per_token`; `token_perplexity`, its exponential; `word_perplexity`, NaN for a text without words;
+        `bits_per_byte`; and the three counts. A perplexity that overflows a float is infinite; NaN stays NaN.
+    """
+
+    def exp(value: float) -> float:
+        try:
+            return math.exp(value)
+        except OverflowError:
+            return math.inf
+
+    return {
+        "loss_nats_per_token": nll_nats / num_tokens,
+        "token_perplexity": exp(nll_nats / num_tokens),
+        "word_perplexity": exp(nll_nats / num_words) if num_words else math.nan,
+        "bits_per_byte": nll_nats / math.log(2) / num_bytes,
+        "num_tokens": num_tokens,
+        "num_words": num_words,
+        "num_bytes": num_bytes,
+    }
 
 
 def evaluate_language_model(
@@ -202,16 +316,8 @@ def evaluate_language_model(
         The result of `perplexities`.
 
     Raises:
-        ValueError: A token id is outside the model's vocabulary, the model carries no memory over segments, or a
-            memory setting is not allowed.
+        ValueError: The model carries no memory over segments, or a memory setting is not allowed.
     """
-    vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
-    largest = int(blocks.token_ids.max())
-    if vocab_size is not None and largest >= vocab_size:
-        raise ValueError(
-            f"the text has token id {largest}, but the model's vocab_size is {vocab_size}; use the model's own "
-            "tokenizer, or resize_token_embeddings"
-        )
     device = next(model.parameters()).device if device is None else device
     nll_nats, num_tokens = 0.0, 0
     modes = [(module, module.training) for module in model.modules()]
@@ -232,34 +338,27 @@ def evaluate_language_model(
 
 @contextmanager
 def set_memory(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Change the memory settings of a model's config within a `with` block.
-
-    Args:
-        model: A model of transformers.
-        settings: Entries of its config, out of the model's attribute `memory_settings`: those that every call reads.
+    """Change entries of a model's config that are among its `memory_settings`, which every call reads.
 
     Raises:
         ValueError: The model does not allow an entry, or a value.
     """
-    if not settings:
-        yield
-        return
     allowed = list(getattr(model, "memory_settings", ()))
     if unknown := [name for name in settings if name not in allowed]:
         raise ValueError(f"eval_memory has {unknown}; of a {type(model).__name__}, allowed are {allowed or 'none'}")
-    config = model.config
-    try:
-        type(config).from_dict({**config.to_dict(), **settings})  # validates the values
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"eval_memory is {dict(settings)}, which does not fit the model: {error}") from error
-    before = {name: getattr(config, name) for name in settings}
+    before = {name: getattr(model.config, name) for name in settings}
+    if settings:
+        try:
+            type(model.config).from_dict({**model.config.to_dict(), **settings})  # validates the values
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"eval_memory is {dict(settings)}, which does not fit the model: {error}") from error
     try:
         for name, value in settings.items():
-            setattr(config, name, value)
+            setattr(model.config, name, value)
         yield
     finally:
         for name, value in before.items():
-            setattr(config, name, value)
+            setattr(model.config, name, value)
 
 
 def _predictions(
@@ -273,15 +372,11 @@ def _predictions(
             state = carried_from(outputs, name)
             yield outputs.logits[0], blocks[i]["shift_labels"].to(device)
         return
-    for batch in _batches_of_equal_length(blocks, batch_size):
+    last = len(blocks) - 1  # only the last block may be shorter, so it is a batch of its own
+    batches = [range(begin, min(begin + batch_size, last)) for begin in range(0, last, batch_size)]
+    for indices in [*batches, [last]]:
+        batch = default_collate([blocks[index] for index in indices])
         targets = batch["labels"][:, 1:].to(device)
         logits = model(input_ids=batch["input_ids"].to(device)).logits[:, :-1]
         scored = targets != IGNORED_LABEL
         yield logits[scored], targets[scored]
-
-
-def _batches_of_equal_length(blocks: EvaluationBlocks, batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
-    last = len(blocks) - 1  # only the last block may be shorter, so it is a batch of its own
-    for begin in range(0, last, batch_size):
-        yield default_collate([blocks[index] for index in range(begin, min(begin + batch_size, last))])
-    yield default_collate([blocks[last]])

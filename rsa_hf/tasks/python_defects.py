@@ -3,11 +3,10 @@
 Every function and method of the installed Python's standard library within the length bounds is a candidate. It enters
 the data twice: unchanged (target 0), and with a single defect injected into its syntax tree (target 1).
 
-* Pairs. Both members of a pair are in the same split, next to each other. Topic, style and length are therefore equal
-  in both classes, the majority class is exactly one half, and only the defect distinguishes the members.
-* Split by file. The split is a hash of the file's path, so that a file keeps its split for every seed and all length
-  bounds. Of functions that are equal up to names and constants (type-2 clones) only one is kept, so that no copy of a
-  training function is in the test split.
+* Pairs. Both members of a pair are in the same split, next to each other: topic, style and length are equal in both
+  classes, and the majority class is exactly one half.
+* Split by file, by a hash of its path, whatever the seed and the bounds. Of functions that are equal up to names
+  and constants (type-2 clones) only one is kept, so that no copy of a training function is in the test split.
 * One format. Docstrings are stripped and both members are printed by `ast.unparse`, so that layout and comments do not
   reveal the label.
 
@@ -32,6 +31,7 @@ from functools import lru_cache, partial
 from itertools import pairwise
 from operator import delitem
 from types import CodeType
+from typing import Any
 
 DEFECT_KINDS = (
     "off_by_one",  # an index, a slice bound, a range or a compared integer moves by one
@@ -61,41 +61,34 @@ _SCOPES = (_Function, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.D
 _Edit = tuple[str, Callable[[], None]]
 
 
-def _both_ways(table: dict[type[ast.AST], type[ast.AST]]) -> dict[type[ast.AST], type[ast.AST]]:
-    return table | {new: old for old, new in table.items()}
+def _both_ways(*pairs: tuple[type[ast.AST], type[ast.AST]]) -> dict[type[ast.AST], type[ast.AST]]:
+    return dict(pairs) | {new: old for old, new in pairs}
 
 
 _COMPARISONS = {
-    "boundary_comparison": _both_ways({ast.Lt: ast.LtE, ast.Gt: ast.GtE}),
-    "reversed_comparison": _both_ways({ast.Lt: ast.Gt, ast.LtE: ast.GtE}),
+    "boundary_comparison": _both_ways((ast.Lt, ast.LtE), (ast.Gt, ast.GtE)),
+    "reversed_comparison": _both_ways((ast.Lt, ast.Gt), (ast.LtE, ast.GtE)),
     "negated_comparison": _both_ways(
-        {ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.In: ast.NotIn, ast.Lt: ast.GtE, ast.Gt: ast.LtE}
+        (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.Lt, ast.GtE), (ast.Gt, ast.LtE)
     ),
 }
-_OPERATORS = _both_ways({ast.Add: ast.Sub, ast.Mult: ast.FloorDiv, ast.LShift: ast.RShift, ast.BitAnd: ast.BitOr})
+_OPERATORS = _both_ways(
+    (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.LShift, ast.RShift), (ast.BitAnd, ast.BitOr)
+)
 
 
 @dataclass(frozen=True)
 class Example:
-    """One function of a defect-detection data set.
+    """One function of a defect-detection data set. The last three attributes are those of embedded data."""
 
-    Attributes:
-        func: The source text.
-        target: 1 for a defective function, 0 for a clean one.
-        path: Embedded data only: the file, relative to the standard library.
-        name: Embedded data only: the qualified name within the file.
-        kind: Embedded data only: the injected defect, one of `DEFECT_KINDS`; empty for a clean function.
-    """
-
-    func: str
-    target: int
-    path: str = ""
-    name: str = ""
-    kind: str = ""
+    func: str  # source text
+    target: int  # 1 for a defective function, 0 for a clean one
+    path: str = ""  # file, relative to the standard library
+    name: str = ""  # qualified name within the file
+    kind: str = ""  # injected defect, one of `DEFECT_KINDS`; empty for a clean function
 
 
 def load_python_defects(
-    num_examples: int | None = None,
     seed: int = 0,
     min_characters: int = 60,
     max_characters: int = 400,
@@ -103,12 +96,10 @@ def load_python_defects(
 ) -> dict[str, list[Example]]:
     """Build the embedded data set.
 
-    The result depends only on the arguments and on the standard library of the installed Python. A smaller
-    `num_examples` gives the beginning of a larger one. The kinds of defect are spread over each split as evenly as the
-    functions allow.
+    The result depends only on the arguments and on the standard library of the installed Python. The kinds of defect
+    are spread over each split as evenly as the functions allow.
 
     Args:
-        num_examples: Maximum number of examples over all splits, rounded down to pairs. None: all.
         seed: Seed of the order of the functions and of their defects. The split of a file does not depend on it.
         min_characters: Length of the shortest function, clean or defective, in the normalised format.
         max_characters: Length of the longest function.
@@ -119,13 +110,10 @@ def load_python_defects(
 
     Raises:
         ValueError: A kind of defect is unknown.
-        FileNotFoundError: No function fits the bounds, or this Python has no library sources.
     """
-    if kinds is not None and (not kinds or not set(kinds) <= set(DEFECT_KINDS)):
-        raise ValueError(
-            f"defect kinds {list(kinds)}: choose one or more of {', '.join(DEFECT_KINDS)}, or None for all"
-        )
     kinds = DEFECT_KINDS if kinds is None else kinds
+    if not set(kinds) <= set(DEFECT_KINDS):
+        raise ValueError(f"defect_kinds={list(kinds)}: choose of {', '.join(DEFECT_KINDS)}, or null for all.")
     corpus = list(_corpus(sysconfig.get_path("stdlib"), min_characters, max_characters))
     rng = random.Random(seed)
     rng.shuffle(corpus)
@@ -133,19 +121,14 @@ def load_python_defects(
     usage = {split: Counter[str]() for split in _SPLIT_ENDS}
     splits: dict[str, list[Example]] = {split: [] for split in _SPLIT_ENDS}
     lengths = range(min_characters, max_characters + 1)
-    num_pairs = len(corpus) if num_examples is None else num_examples // 2
     for clean in corpus:
-        if num_pairs == 0:
-            break
         split = _split_of(clean.path)
         defect = _inject(clean.func, kinds, usage[split], taken, lengths, rng)
-        if defect is None:
-            continue
-        func, kind = defect
-        taken.add(func)
-        usage[split][kind] += 1
-        splits[split] += [clean, Example(func, 1, clean.path, clean.name, kind)]
-        num_pairs -= 1
+        if defect is not None:
+            func, kind = defect
+            taken.add(func)
+            usage[split][kind] += 1
+            splits[split] += [clean, Example(func, 1, clean.path, clean.name, kind)]
     return splits
 
 
@@ -176,11 +159,6 @@ def _corpus(root: str, min_characters: int, max_characters: int) -> tuple[Exampl
             if clone_group not in seen:
                 seen.add(clone_group)
                 corpus.append(Example(text, 0, path, name))
-    if not corpus:
-        raise FileNotFoundError(
-            f"no Python functions of {min_characters} to {max_characters} characters below {root!r}: "
-            "widen min_characters and max_characters, or use a Python that is installed with its library sources"
-        )
     return tuple(corpus)
 
 
@@ -240,10 +218,8 @@ def _inject(
     return None
 
 
-def _parse(text: str) -> _Function:
-    function = ast.parse(text).body[0]
-    assert isinstance(function, _Function)
-    return function
+def _parse(text: str) -> Any:
+    return ast.parse(text).body[0]
 
 
 def _bytecode(text: str) -> tuple[object, ...]:
@@ -260,16 +236,15 @@ def _bytecode(text: str) -> tuple[object, ...]:
 
 @dataclass(slots=True)
 class _Slot:
-    """A position in a syntax tree: the node, its parent and field, and whether it is in the function's own scope."""
+    """A position in a syntax tree."""
 
     node: ast.AST
     parent: ast.AST
     field: str
-    index: int | None
-    own_scope: bool
+    index: int | None  # in a field that is a list
+    own_scope: bool  # of the function, not of one inside it
 
     def put(self, new: ast.AST) -> None:
-        """Replace the node."""
         if self.index is None:
             setattr(self.parent, self.field, new)
         else:
@@ -290,7 +265,7 @@ def _slots(parent: ast.AST, own_scope: bool = True) -> Iterator[_Slot]:
 
 
 def _edits(function: _Function) -> list[_Edit]:
-    """List every possible defect: its kind, and a function that injects it into `function` in place."""
+    """Every possible defect: its kind, and a function that injects it into `function` in place."""
     slots = list(_slots(function))
     bindings = _bindings(function, slots)
     return [edit for slot in slots for edit in _slot_edits(slot, bindings)]

@@ -12,56 +12,44 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rsa_hf.config import RSAConfig
 from rsa_hf.tasks.language_model_trainer import LanguageModelTrainer
-from rsa_hf.tasks.language_modeling import load_language_modeling_tokenizer, prepare_language_modeling
+from rsa_hf.tasks.language_modeling import load_language_modeling_tokenizer, prepare_language_modeling, require_fit
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig
-from rsa_hf.tasks.train_language_model import require_fit
 from rsa_hf.training.arguments import read_run_config
 from rsa_hf.training.run import load_model
 from rsa_hf.training.search import FoundPlan, head_plan_space, search_head_plans
 from rsa_hf.training.settings import RunConfig
-from rsa_hf.utils.locate import locate
 from rsa_hf.utils.table import format_table
 
 __all__ = ["main", "plan_as_yaml", "search"]
 
-METRIC = "eval_bits_per_byte"
-SHOWN = 10
 COUNTS = ("num_regular", "num_cyclical_pairs", "num_dilated_regular", "num_dilated_cyclical_pairs")
 # Training settings that do not change a score.
 WITHOUT_EFFECT = ("output_dir", "log_every_steps", "save_every_steps", "resume")
 
 
-def main(
-    arguments: Sequence[str], trials: int, dilations: Sequence[int], storage: Path | None = None
-) -> list[FoundPlan]:
-    """Search, print the best plans, and write the best one to `head_plan.yaml` in the output folder.
+def main(arguments: Sequence[str], trials: int, dilations: Sequence[int], storage: Path | None = None) -> None:
+    """Search, print the ten best plans, and write the best one to `head_plan.yaml` in the output folder.
 
     Args:
         arguments: A YAML file and `--key value` settings, as for `read_run_config`.
         trials: The total number of trials.
         dilations: As for `head_plan_space`.
         storage: As for `search_head_plans`. None: `head_plans.log` in the output folder.
-
-    Raises:
-        ImportError: optuna is not installed.
-        OSError, ValueError: A file, a name or a setting is invalid.
     """
     config = read_run_config(arguments, LanguageModelingDataConfig)
-    output = Path(config.training.output_dir)
-    storage = output / "head_plans.log" if storage is None else storage
+    path = Path(config.training.output_dir) / "head_plan.yaml"
+    storage = path.with_name("head_plans.log") if storage is None else storage
     found = search(config, trials, dilations, storage)
     rows = [["trial", "bits per byte", "regular", "cyclical pairs", "dilated regular", "dilated pairs", "dilation"]]
-    for each in found[:SHOWN]:
+    for each in found[:10]:
         score = "ended early" if each.score is None else f"{each.score:.5g}"
         counts = (str(getattr(each.plan, name) or 0) for name in COUNTS)
         rows.append([str(each.number), score, *counts, str(each.plan.dilation or "")])
     text = plan_as_yaml(found[0].plan)
-    path = output / "head_plan.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"# The best of {len(found)} head plans: {found[0].score:.5g} bits per byte.\n{text}", "utf-8")
     print(f"\n{format_table(rows)}\n\nThe best of {len(found)}, for the YAML file of a run:\n\n{text}")
     print(f"written: {path}, {storage}")
-    return found
 
 
 def search(
@@ -78,32 +66,24 @@ def search(
 
     Args:
         config: The run.
-        trials: As for `search_head_plans`.
+        trials: As for `search_head_plans`, whose result is returned.
         dilations: As for `head_plan_space`.
         storage: As for `search_head_plans`.
         progress: Whether to show a progress bar for each trial.
-
-    Returns:
-        The result of `search_head_plans`.
 
     Raises:
         ImportError: optuna is not installed.
         OSError, ValueError: A file, a name or a setting is invalid.
     """
     training = config.training
-    tokenizer_name = config.model.tokenizer or config.model.name_or_path
-    if tokenizer_name is None:
-        raise ValueError("model.tokenizer=None: a model from scratch needs one; 'bytes' is one that needs no files.")
-    tokenizer = load_language_modeling_tokenizer(locate(tokenizer_name))
+    tokenizer = load_language_modeling_tokenizer(config.model.tokenizer or config.model.name_or_path)
     rows = training.batch_size * training.gradient_accumulation_steps
     text = prepare_language_modeling(config.data, tokenizer, num_tracks=rows)
     plain = load_model(AutoModelForCausalLM, config.model, None)
     require_fit(plain, text.vocab_size, config.data)
     num_heads = getattr(plain.config.get_text_config(), "num_attention_heads", None)
     if num_heads is None:
-        raise ValueError(
-            f"the config of a {type(plain).__name__} has no num_attention_heads, so no head plan can be made."
-        )
+        raise ValueError(f"a {type(plain).__name__} has no num_attention_heads in its config to make a head plan of.")
     drawn: dict[str, Any] = dict.fromkeys([*COUNTS, "dilation"])
     base = replace(config.rsa or RSAConfig(), **drawn)
 
@@ -118,7 +98,7 @@ def search(
     first = None if config.rsa is None else config.rsa.resolved([num_heads])
     if first is not None and not _can_be_drawn(first, dilations):
         first = None
-    return search_head_plans(trainer, METRIC, trials, storage, settings=settings, base=base, first=first)
+    return search_head_plans(trainer, "eval_bits_per_byte", trials, storage, settings=settings, base=base, first=first)
 
 
 def _can_be_drawn(plan: RSAConfig, dilations: Sequence[int]) -> bool:

@@ -20,36 +20,28 @@ __all__ = ["TEXT8_SYMBOLS", "clean_text8", "text8_tokenizer"]
 
 TEXT8_SYMBOLS = " " + string.ascii_lowercase
 
-# A raw < is always markup of the dump: in the text of a page it is written &lt;.
-_PAGE = re.compile(rb"<text [^>]*[^/>]>([^<]*)")
-_REDIRECT = re.compile(rb"#redirect", re.IGNORECASE)
 # The order matters: each substitution reads the result of those before it.
-_SUBSTITUTIONS = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (rb"&amp;", b"&"),
-        (rb"&lt;", b"<"),
-        (rb"&gt;", b">"),
-        (rb"<ref[^<]*</ref>", b""),  # footnotes
-        (rb"<[^>]*>", b""),  # HTML tags
-        (rb"\[http:[^] ]*", b"["),  # addresses, but not the text of their links
-        (rb"(?i)\|thumb", b""),  # how pictures are shown
-        (rb"(?i)\|left", b""),
-        (rb"(?i)\|right", b""),
-        (rb"(?i)\|\d+px", b""),
-        (rb"(?i)\[\[image:[^\[\]]*\|", b""),  # pictures, but not their captions
-        (rb"(?i)\[\[category:([^|\]]*)[^]]*\]\]", rb"[[\1]]"),
-        (rb"\[\[[a-z\-]*:[^\]]*\]\]", b""),  # the page in other languages
-        (rb"\[\[[^|\]]*\|", b"[["),  # targets of links, but not their text
-        (rb"\{\{[^}]*\}\}", b""),  # templates
-        (rb"\{[^}]*\}", b""),  # tables
-        (rb"[\[\]]", b""),
-        (rb"&[^;]*;", b" "),  # named characters
-    )
+_SUBSTITUTIONS = (
+    (rb"&amp;", b"&"),
+    (rb"&lt;", b"<"),
+    (rb"&gt;", b">"),
+    (rb"<ref[^<]*</ref>", b""),  # footnotes
+    (rb"<[^>]*>", b""),  # HTML tags
+    (rb"\[http:[^] ]*", b"["),  # addresses, but not the text of their links
+    (rb"(?i)\|thumb", b""),  # how pictures are shown
+    (rb"(?i)\|left", b""),
+    (rb"(?i)\|right", b""),
+    (rb"(?i)\|\d+px", b""),
+    (rb"(?i)\[\[image:[^\[\]]*\|", b""),  # pictures, but not their captions
+    (rb"(?i)\[\[category:([^|\]]*)[^]]*\]\]", rb"[[\1]]"),
+    (rb"\[\[[a-z\-]*:[^\]]*\]\]", b""),  # the page in other languages
+    (rb"\[\[[^|\]]*\|", b"[["),  # targets of links, but not their text
+    (rb"\{\{[^}]*\}\}", b""),  # templates
+    (rb"\{[^}]*\}", b""),  # tables
+    (rb"[\[\]]", b""),
+    (rb"&[^;]*;", b" "),  # named characters
 )
-_DIGIT = re.compile(rb"[0-9]")
 _DIGITS = (b"zero", b"one", b"two", b"three", b"four", b"five", b"six", b"seven", b"eight", b"nine")
-_OTHERS = re.compile(rb"[^a-z]+")
 
 
 def clean_text8(dump: bytes) -> bytes:
@@ -61,15 +53,16 @@ def clean_text8(dump: bytes) -> bytes:
     Returns:
         Letters a-z and single spaces. Each page begins with a space; redirects are left out.
     """
-    pages = (page for page in _PAGE.findall(dump) if not _REDIRECT.search(page))
-    return b"".join(_clean(page) for page in pages)
+    # A raw < is always markup of the dump: in the text of a page it is written &lt;.
+    pages = re.findall(rb"<text [^>]*[^/>]>([^<]*)", dump)
+    return b"".join(_clean(page) for page in pages if not re.search(rb"(?i)#redirect", page))
 
 
 def _clean(page: bytes) -> bytes:
     for pattern, replacement in _SUBSTITUTIONS:
-        page = pattern.sub(replacement, page)
-    page = _DIGIT.sub(lambda digit: b" %s " % _DIGITS[int(digit[0])], page.lower())
-    words = _OTHERS.sub(b" ", page).strip()
+        page = re.sub(pattern, replacement, page)
+    page = re.sub(rb"[0-9]", lambda digit: b" %s " % _DIGITS[int(digit[0])], page.lower())
+    words = re.sub(rb"[^a-z]+", b" ", page).strip()
     return b" " + words if words else b""
 
 

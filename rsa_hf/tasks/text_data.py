@@ -1,25 +1,50 @@
-"""The texts of language modelling: read from Python's standard library, the Hub or files, split and cut to size."""
+"""The texts of language modelling: read, split, and cut into blocks or segments of tokens.
+
+*Blocks* are independent of each other. Their `labels` are their input ids, because transformers' models shift them;
+the first token of a text or block cannot be predicted, so its label is -100.
+
+*Segments* are consecutive, for models that carry a memory from one to the next. They have `shift_labels`, the tokens
+that follow each input: with `labels`, which are shifted, one token per segment would not be predicted.
+
+Data sets of both cut their items from `token_ids`, integers [N], on access. `block_size` is the length of an item, at
+least 2; items hold int64 [block_size].
+"""
 
 from __future__ import annotations
 
+import math
 import random
 import sysconfig
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import datasets
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from rsa_hf.tasks.compressed import open_compressed
-from rsa_hf.tasks.text_blocks import check_block_shape
 
-__all__ = ["SPLITS", "LanguageModelingDataConfig", "line_boundary", "read_texts", "stream_training_text"]
+__all__ = [
+    "IGNORED_LABEL",
+    "SPLITS",
+    "EvaluationBlocks",
+    "EvaluationSegments",
+    "LanguageModelingDataConfig",
+    "StreamedBlocks",
+    "TrainingBlocks",
+    "TrainingTracks",
+    "line_boundary",
+    "read_texts",
+    "stream_training_text",
+]
 
 SPLITS = ("train", "validation", "test")
+IGNORED_LABEL = -100  # ignored by the losses of transformers
 
-Source = Literal["embedded", "hub", "files"]
+Item = dict[str, torch.Tensor]
 
 
 @dataclass
@@ -42,7 +67,7 @@ class LanguageModelingDataConfig:
         stride: Tokens from one evaluation block's start to the next, below the block size; repeated tokens are context
             and scored once. None: block size - 1, the fewest blocks. Not with `carry_memory`.
         max_train_bytes: Keep at most this many bytes of the training text, cut after a line end if possible. None:
-        all.
+            all.
         max_eval_bytes: The same for the validation and test texts, each.
         validation_fraction: Share of the training text that is used for validation if the source has no such text.
         test_fraction: Share used for testing if the source has neither a validation nor a test text; 0 for none. Cut
@@ -56,7 +81,7 @@ class LanguageModelingDataConfig:
         ValueError: A value is not allowed, or belongs to another source.
     """
 
-    source: Source = "embedded"
+    source: Literal["embedded", "hub", "files"] = "embedded"
     files: dict[str, str] = field(default_factory=dict)
     hub_dataset: str | None = None
     hub_subset: str | None = None
@@ -75,29 +100,31 @@ class LanguageModelingDataConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        own_validation = self.source == "hub" or (self.source == "files" and "validation" in self.files)
+        has_validation = self.source == "hub" or "validation" in self.files
         rules = {
-            f"source={self.source!r}: choose one of {', '.join(get_args(Source))}.": self.source in get_args(Source),
-            f"files={self.files}: read only with source='files'.": not self.files or self.source == "files",
+            f"files={self.files}: needed with source='files', and read only there.": (
+                bool(self.files) == (self.source == "files")
+            ),
+            f"files={self.files}: 'train' is needed; 'validation' and 'test' are allowed beside it.": (
+                not self.files or {"train"} <= set(self.files) <= set(SPLITS)
+            ),
             f"hub_dataset={self.hub_dataset!r}: needed with source='hub', and read only there.": (
                 bool(self.hub_dataset) == (self.source == "hub")
             ),
-            f"hub_subset={self.hub_subset!r}: read only with source='hub'.": (
-                self.hub_subset is None or self.source == "hub"
+            "streaming=True: a stream has no end to cut a validation text from, and no known length to cut into the "
+            "tracks of carry_memory. Use source 'hub', or 'files' with 'validation', without carry_memory.": (
+                not self.streaming or (has_validation and not self.carry_memory)
             ),
-            f"files={self.files}: source 'files' needs 'train'; 'validation' and 'test' are allowed beside it.": (
-                self.source != "files" or {"train"} <= set(self.files) <= set(SPLITS)
-            ),
-            "streaming=True: a stream has no end to cut a validation text from. Use source 'hub', or 'files' with "
-            "'validation'.": own_validation or not self.streaming,
             f"eval_memory={self.eval_memory}: has no effect without carry_memory. Set it to true.": (
                 self.carry_memory or not self.eval_memory
             ),
             f"stride={self.stride}: not with carry_memory, whose segments have their context in memory.": (
                 self.stride is None or not self.carry_memory
             ),
-            "streaming=True: not with carry_memory, as a stream has no known length to cut into tracks.": (
-                not (self.streaming and self.carry_memory)
+            f"block_size={self.block_size}, eval_block_size={self.eval_block_size}: 2 or more tokens, as the first "
+            "one is never predicted.": min(self.block_size, self.evaluation_block_size) >= 2,
+            f"stride={self.stride}: from 1 to {self.evaluation_block_size - 1}, for a token of context.": (
+                self.stride is None or 1 <= self.stride < self.evaluation_block_size
             ),
             f"validation_fraction={self.validation_fraction} and test_fraction={self.test_fraction}: the first must "
             "be above 0, the second at least 0, and their sum below 1.": (
@@ -107,8 +134,6 @@ class LanguageModelingDataConfig:
         for message, holds in rules.items():
             if not holds:
                 raise ValueError(message)
-        check_block_shape(self.block_size)
-        check_block_shape(self.evaluation_block_size, self.stride)
 
     @property
     def evaluation_block_size(self) -> int:
@@ -116,11 +141,11 @@ class LanguageModelingDataConfig:
         return self.block_size if self.eval_block_size is None else self.eval_block_size
 
 
+# --- texts ----------------------------------------------------------------------------------------------------------
+
+
 def read_texts(config: LanguageModelingDataConfig) -> dict[str, bytes]:
     """Read the texts of a configuration and cut them to its limits.
-
-    Args:
-        config: Selects the texts and their sizes.
 
     Returns:
         The bytes of each split: train (unless it is streamed), validation and, if there is one, test.
@@ -129,38 +154,45 @@ def read_texts(config: LanguageModelingDataConfig) -> dict[str, bytes]:
         OSError: A file cannot be read.
         ValueError: A file or data set cannot be used, or a split is empty.
     """
-    readers = {"embedded": _read_embedded, "hub": _read_hub, "files": _read_files}
-    texts = readers[config.source](config)
+    if config.source == "embedded":
+        texts = _read_embedded(config)
+    else:
+        chunks = _chunks(config)
+        if config.streaming:
+            del chunks["train"]
+        texts = _split_in_order({split: b"".join(parts) for split, parts in chunks.items()}, config)
     for split, text in texts.items():
         option = "max_train_bytes" if split == "train" else "max_eval_bytes"
         limit = getattr(config, option)
         texts[split] = text if limit is None else text[: line_boundary(text, 0, limit)]
         if not texts[split]:
             raise ValueError(
-                f"nothing is left of the {split} text ({len(text)} bytes, {option}={limit}): "
-                f"raise {option}, or give more text or a larger fraction"
+                f"nothing is left of the {split} text ({len(text)} bytes, {option}={limit}). Raise {option}, or give "
+                "more text or a larger fraction."
             )
     return texts
 
 
 def stream_training_text(config: LanguageModelingDataConfig) -> Iterator[bytes]:
-    """The training text of a configuration with `streaming`, in pieces. Joined, they are the text of `read_texts`.
-
-    Args:
-        config: Selects the text and its size.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The file or data set cannot be used.
-    """
-    if config.source == "files":
-        chunks = _file_chunks(config.files["train"])
-    else:
-        chunks = _hub_rows(_load_hub(config), "train", config)
+    """The training text of a configuration with `streaming`, in pieces."""
+    chunks = _chunks(config)["train"]
     return chunks if config.max_train_bytes is None else _cut_at_line(chunks, config.max_train_bytes)
 
 
-# --- sources --------------------------------------------------------------------------------------------------------
+def _chunks(config: LanguageModelingDataConfig) -> dict[str, Iterator[bytes]]:
+    """The texts of files or of a data set of the Hub, each in pieces."""
+    if config.source == "files":
+        return {split: _file_chunks(path) for split, path in config.files.items()}
+    loaded = datasets.load_dataset(config.hub_dataset, config.hub_subset, streaming=config.streaming)
+    needed = {"train", "validation"} if config.streaming else {"train"}
+    if not needed <= set(loaded):
+        raise ValueError(f"hub_dataset={config.hub_dataset!r}: has the splits {list(loaded)}; needed: {needed}.")
+    column = config.text_column
+    return {
+        split: (_with_line_end(row[column]).encode() for row in loaded[split].select_columns(column))
+        for split in SPLITS
+        if split in loaded
+    }
 
 
 def _file_chunks(path: str) -> Iterator[bytes]:
@@ -169,38 +201,8 @@ def _file_chunks(path: str) -> Iterator[bytes]:
             yield chunk
 
 
-def _read_files(config: LanguageModelingDataConfig) -> dict[str, bytes]:
-    splits = [split for split in config.files if not (config.streaming and split == "train")]
-    return _split_in_order({split: b"".join(_file_chunks(config.files[split])) for split in splits}, config)
-
-
-def _load_hub(config: LanguageModelingDataConfig) -> Any:
-    loaded = datasets.load_dataset(config.hub_dataset, config.hub_subset, streaming=config.streaming)
-    for needed in ("train", "validation") if config.streaming else ("train",):
-        if needed not in loaded:
-            raise ValueError(
-                f"hub_dataset {config.hub_dataset!r} has the splits {list(loaded)}; {needed!r} is needed"
-                + (" for streaming" if config.streaming else "")
-            )
-    return loaded
-
-
-def _hub_rows(loaded: Any, split: str, config: LanguageModelingDataConfig) -> Iterator[bytes]:
-    columns = loaded[split].column_names  # None if a stream does not know them
-    if columns is not None and config.text_column not in columns:
-        raise ValueError(f"text_column={config.text_column!r}: {config.hub_dataset!r} has the columns {columns}")
-    for index, row in enumerate(loaded[split][config.text_column]):
-        if not isinstance(row, str):
-            raise ValueError(
-                f"text_column={config.text_column!r}: row {index} of {split} is {row!r}. Choose a column of strings."
-            )
-        yield _with_line_end(row).encode()
-
-
-def _read_hub(config: LanguageModelingDataConfig) -> dict[str, bytes]:
-    loaded = _load_hub(config)
-    splits = [split for split in SPLITS if split in loaded and not (config.streaming and split == "train")]
-    return _split_in_order({split: b"".join(_hub_rows(loaded, split, config)) for split in splits}, config)
+def _with_line_end(text: str) -> str:
+    return text if text.endswith("\n") else text + "\n"
 
 
 def _read_embedded(config: LanguageModelingDataConfig) -> dict[str, bytes]:
@@ -212,25 +214,14 @@ def _read_embedded(config: LanguageModelingDataConfig) -> dict[str, bytes]:
             with tokenize.open(path) as stream:  # follows Python's rule for the encoding of a source file
                 unique[_with_line_end(stream.read())] = None
     sources = list(unique)
-    if len(sources) < len(SPLITS):
-        raise ValueError(f"{root} has {len(sources)} Python source files; use source 'files' or 'hub'")
     random.Random(config.seed).shuffle(sources)
     num_validation = max(1, round(len(sources) * config.validation_fraction))
     num_test = max(1, round(len(sources) * config.test_fraction)) if config.test_fraction else 0
     num_train = len(sources) - num_validation - num_test
-    parts = {
-        "train": sources[:num_train],
-        "validation": sources[num_train : num_train + num_validation],
-        "test": sources[num_train + num_validation :],
-    }
-    return {split: "".join(part).encode() for split, part in parts.items() if part}
-
-
-def _with_line_end(text: str) -> str:
-    return text if text.endswith("\n") else text + "\n"
-
-
-# --- cuts -----------------------------------------------------------------------------------------------------------
+    parts = {"train": sources[:num_train], "validation": sources[num_train : num_train + num_validation]}
+    if num_test:
+        parts["test"] = sources[num_train + num_validation :]
+    return {split: "".join(part).encode() for split, part in parts.items()}
 
 
 def _split_in_order(texts: dict[str, bytes], config: LanguageModelingDataConfig) -> dict[str, bytes]:
@@ -274,3 +265,171 @@ def _cut_at_line(chunks: Iterable[bytes], limit: int) -> Iterator[bytes]:
         yield held[:end]
         passed, held = passed + end, held[end:]
     yield held
+
+
+# --- blocks and segments --------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class TrainingBlocks(Dataset[Item]):
+    """Consecutive blocks, with `input_ids` and `labels`. The incomplete block at the end is dropped.
+
+    Raises:
+        ValueError: There are fewer tokens than one block.
+    """
+
+    token_ids: torch.Tensor
+    block_size: int
+
+    def __post_init__(self) -> None:
+        _require_a_block(len(self.token_ids), self.block_size)
+
+    def __len__(self) -> int:
+        return len(self.token_ids) // self.block_size
+
+    def __getitem__(self, index: int) -> Item:
+        begin = range(len(self))[index] * self.block_size
+        return _block(self.token_ids[begin : begin + self.block_size], 1)
+
+
+@dataclass(eq=False)
+class StreamedBlocks(IterableDataset[Item]):
+    """The items of `TrainingBlocks`, in order, from a text that is read again in each epoch.
+
+    Args:
+        pieces: Called for each epoch. Returns the token ids of the text in pieces of any size.
+        block_size: Number of tokens in a block.
+
+    Raises:
+        ValueError: While iterating: there are fewer tokens than one block, or a `DataLoader` has several workers, each
+            of which would read the whole text.
+    """
+
+    pieces: Callable[[], Iterable[torch.Tensor]]
+    block_size: int
+
+    def __iter__(self) -> Iterator[Item]:
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise ValueError(f"num_workers={worker.num_workers}: a text is streamed by one process. Choose 0 or 1.")
+        size, num_tokens = self.block_size, 0
+        rest: list[torch.Tensor] = []
+        for piece in self.pieces():
+            num_tokens += len(piece)
+            token_ids = torch.cat([*rest, piece])
+            whole = len(token_ids) // size * size
+            for begin in range(0, whole, size):
+                yield _block(token_ids[begin : begin + size], 1)
+            rest = [token_ids[whole:]]
+        _require_a_block(num_tokens, size)
+
+
+@dataclass(eq=False)
+class TrainingTracks(Dataset[Item]):
+    """A text cut into R tracks of equal length, which are read in parallel, segment by segment.
+
+    Item s · R + r is segment s of track r, with `input_ids` and `shift_labels`. R consecutive items are therefore a
+    batch in which every row continues the same row of the previous batch. The tracks follow each other in the text;
+    its tail that does not fill a segment of every track is dropped.
+
+    Args:
+        token_ids: The text.
+        block_size: Number of tokens in a segment.
+        num_tracks: R, the rows of a training step: over all processes and micro-batches.
+
+    Raises:
+        ValueError: There are too few tokens for a segment of each track.
+    """
+
+    token_ids: torch.Tensor
+    block_size: int
+    num_tracks: int
+
+    def __post_init__(self) -> None:
+        needed = self.num_tracks * self.block_size + 1  # the last token is only a target
+        self.num_segments = (len(self.token_ids) - 1) // (needed - 1)
+        if self.num_segments < 1:
+            raise ValueError(
+                f"the training text has {len(self.token_ids)} tokens; {self.num_tracks} tracks with a segment of "
+                f"{self.block_size} take {needed}. Choose a smaller block_size or batch_size, or more text."
+            )
+
+    def __len__(self) -> int:
+        return self.num_segments * self.num_tracks
+
+    def __getitem__(self, index: int) -> Item:
+        segment, track = divmod(range(len(self))[index], self.num_tracks)
+        return _segment(self.token_ids, (track * self.num_segments + segment) * self.block_size, self.block_size)
+
+
+@dataclass(eq=False)
+class EvaluationBlocks(Dataset[Item]):
+    """Blocks in which every token of a text but the first is scored exactly once.
+
+    Block i starts at token i · stride and holds `input_ids` and `labels`; the last one may be shorter. It repeats the
+    last block_size - stride tokens of block i - 1 as context, at least one; the labels of the context are -100.
+
+    Args:
+        token_ids: The text, N ≥ 2.
+        block_size: Number of tokens in a block.
+        num_bytes: Number of bytes of the scored text, which begins after the first token.
+        num_words: Number of words of the scored text.
+        stride: From 1 to block_size - 1. None: block_size - 1.
+    """
+
+    token_ids: torch.Tensor
+    block_size: int
+    num_bytes: int
+    num_words: int
+    stride: int | None = None
+
+    def __post_init__(self) -> None:
+        self.step = self.block_size - 1 if self.stride is None else self.stride
+
+    def __len__(self) -> int:
+        return 1 + math.ceil(max(0, len(self.token_ids) - self.block_size) / self.step)
+
+    def __getitem__(self, index: int) -> Item:
+        begin = range(len(self))[index] * self.step
+        context = 1 if begin == 0 else self.block_size - self.step
+        return _block(self.token_ids[begin : begin + self.block_size], context)
+
+
+@dataclass(eq=False)
+class EvaluationSegments(Dataset[Item]):
+    """Consecutive segments in which every token of a text but the first is scored exactly once.
+
+    Segment i starts at token i · block_size and holds `input_ids` and `shift_labels`; the last one may be shorter. The
+    arguments are those of `EvaluationBlocks`.
+    """
+
+    token_ids: torch.Tensor
+    block_size: int
+    num_bytes: int
+    num_words: int
+
+    def __len__(self) -> int:
+        return math.ceil((len(self.token_ids) - 1) / self.block_size)
+
+    def __getitem__(self, index: int) -> Item:
+        return _segment(self.token_ids, range(len(self))[index] * self.block_size, self.block_size)
+
+
+def _require_a_block(num_tokens: int, block_size: int) -> None:
+    if num_tokens < block_size:
+        raise ValueError(
+            f"block_size={block_size}: more than the {num_tokens} tokens of the training text. Choose a smaller one, "
+            "or more text."
+        )
+
+
+def _block(token_ids: torch.Tensor, context: int) -> Item:
+    input_ids = token_ids.long()
+    labels = input_ids.clone()
+    labels[:context] = IGNORED_LABEL
+    return {"input_ids": input_ids, "labels": labels}
+
+
+def _segment(token_ids: torch.Tensor, begin: int, length: int) -> Item:
+    tokens = token_ids[begin : begin + length + 1].long()
+    return {"input_ids": tokens[:-1].clone(), "shift_labels": tokens[1:].clone()}  # two views would share memory

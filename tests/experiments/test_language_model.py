@@ -18,7 +18,7 @@ from rsa_hf.experiments.language_model.models import (
 )
 from rsa_hf.heads import RSAHeads
 from rsa_hf.tasks.text8 import TEXT8_SYMBOLS, text8_tokenizer
-from rsa_hf.tasks.text_blocks import TrainingTracks
+from rsa_hf.tasks.text_data import TrainingTracks
 
 SMALL = SHAPES["small"]
 

@@ -36,8 +36,8 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
         "matplotlib.pyplot",
-        "rsa_hf.tasks.train_defect_detection",
-        "rsa_hf.tasks.train_language_model",
+        "rsa_hf.tasks.defect_detection",
+        "rsa_hf.tasks.language_modeling",
         "transformers.models.bert.modeling_bert",
         "transformers.models.gpt2.modeling_gpt2",
         "transformers.models.llama.modeling_llama",

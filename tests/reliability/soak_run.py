@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from rsa_hf.tasks import train_language_model
+from rsa_hf.tasks import language_modeling
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig, read_texts
 from rsa_hf.training.checkpoints import CheckpointFolder
 from rsa_hf.training.steps import Stepper
@@ -122,7 +122,7 @@ def main(folder, seconds, every, block_size):
 
     def train(name, max_steps):
         last = {"output_dir": folder / name, "max_steps": max_steps}
-        train_language_model.main([str(CONFIG), *(f"--{key}={value}" for key, value in {**settings, **last}.items())])
+        language_modeling.main([str(CONFIG), *(f"--{key}={value}" for key, value in {**settings, **last}.items())])
 
     train("warm", 2 * every)
     watch.look()

@@ -1,23 +1,14 @@
-"""Texts in consecutive segments, and models that carry memory over them: against one pass over the whole text."""
-
-import math
-from types import SimpleNamespace
+"""Scores of models that carry memory over the segments of a text, against one pass over the whole text."""
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from rsa_hf import RSAConfig, patch_model
 from rsa_hf.models.recurrent import RecurrentConfig
 from rsa_hf.models.transformer_xl import TransformerXLConfig
-from rsa_hf.tasks.language_modeling import (
-    LanguageModelingDataConfig,
-    evaluate_language_model,
-    prepare_language_modeling,
-)
-from rsa_hf.tasks.text_blocks import EvaluationSegments, TrainingTracks
+from rsa_hf.tasks.language_modeling import evaluate_language_model
+from rsa_hf.tasks.text_data import EvaluationSegments
 
 VOCAB = 29
 XL = {
@@ -65,72 +56,6 @@ def score(model, tokens, block_size, **memory):
     return evaluate_language_model(model, segments, batch_size=4, memory=memory)
 
 
-# --- tracks ---------------------------------------------------------------------------------------------------
-
-
-def assert_rows_continue(tracks, num_tracks):
-    """For a text whose token ids are their positions: each row goes on where the same row of the last batch ended."""
-    assert len(tracks) % num_tracks == 0
-    items = [tracks[i] for i in range(len(tracks))]
-    for item in items:
-        first = int(item["input_ids"][0])
-        assert item["input_ids"].tolist() == list(range(first, first + tracks.block_size))
-        assert torch.equal(item["shift_labels"], item["input_ids"] + 1)
-    for before, after in zip(items, items[num_tracks:], strict=False):
-        assert int(after["input_ids"][0]) == int(before["shift_labels"][-1])
-    return items
-
-
-@given(st.integers(1, 500), st.integers(2, 30), st.integers(1, 7))
-def test_tracks_are_contiguous_and_cover_the_text_once(num_tokens, block_size, num_tracks):
-    if num_tokens < block_size * num_tracks + 1:
-        with pytest.raises(
-            ValueError, match=rf"has {num_tokens} tokens; {num_tracks} tracks with a segment of {block_size} take"
-        ):
-            TrainingTracks(torch.arange(num_tokens), block_size, num_tracks)
-        return
-    items = assert_rows_continue(TrainingTracks(torch.arange(num_tokens), block_size, num_tracks), num_tracks)
-    read = sorted(token for item in items for token in item["input_ids"].tolist())
-    assert read == list(range(len(read)))  # each token once
-    assert num_tokens - len(read) <= block_size * num_tracks  # but for the tail
-
-
-def test_rows_that_do_not_continue_are_caught(monkeypatch):
-    original = TrainingTracks.__getitem__
-    wrong = {
-        "permuted": lambda self, i: original(self, i ^ 1 if i // 4 % 2 else i),
-        "blocks one after the other": lambda self, i: original(self, i // 4 + i % 4 * self.num_segments),
-    }
-    for broken in wrong.values():
-        monkeypatch.setattr(TrainingTracks, "__getitem__", broken)
-        tracks = TrainingTracks(torch.arange(200), 7, 4)
-        with pytest.raises(AssertionError):
-            assert_rows_continue(tracks, 4)
-
-
-def test_items_are_copies():
-    tokens = torch.arange(50)
-    for data in (TrainingTracks(tokens, 8, 2), EvaluationSegments(tokens, 8, 1, 1)):
-        item = data[1]
-        item["shift_labels"].zero_()
-        assert int(item["input_ids"].min()) > 0
-        assert torch.equal(data.token_ids, torch.arange(50))
-        with pytest.raises(IndexError):
-            data[len(data)]
-
-
-@given(st.integers(2, 200), st.integers(2, 40))
-def test_each_token_but_the_first_is_scored_once(num_tokens, block_size):
-    segments = EvaluationSegments(torch.arange(num_tokens), block_size, 1, 1)
-    items = [segments[i] for i in range(len(segments))]
-    assert torch.cat([item["input_ids"] for item in items]).tolist() == list(range(num_tokens - 1))
-    assert torch.cat([item["shift_labels"] for item in items]).tolist() == list(range(1, num_tokens))
-    assert all(len(item["input_ids"]) == block_size for item in items[:-1])
-
-
-# --- scores ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("block_size", [5, 16, 100])
 @pytest.mark.parametrize("name", MODELS)
 def test_segments_score_as_one_pass_does(name, block_size):
@@ -166,42 +91,6 @@ def test_a_longer_memory_in_evaluation():
     assert (model.config.mem_len, model.config.same_length) == (4, False)
 
 
-class Copies(torch.nn.Module):
-    """Predicts, with probability 9/10, the token of `period` steps ago where it remembers it; else all alike."""
-
-    segment_state, memory_settings, period = "tail", ("mem_len",), 12
-
-    def __init__(self, mem_len):
-        super().__init__()
-        self.config = type("Config", (SimpleNamespace,), {})(mem_len=mem_len)
-        type(self.config).to_dict = lambda config: dict(vars(config))
-        type(self.config).from_dict = classmethod(lambda cls, values: cls(**values))
-        self.nothing = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, input_ids, tail):
-        known = input_ids[0].tolist() if tail is None else tail[0].tolist() + input_ids[0].tolist()
-        before = len(known) - input_ids.shape[1]
-        probabilities = torch.full((1, input_ids.shape[1], VOCAB), 1 / VOCAB, dtype=torch.double)
-        for i in range(input_ids.shape[1]):
-            place = before + i + 1 - self.period
-            if place >= 0:
-                probabilities[0, i] = 0.1 / (VOCAB - 1)
-                probabilities[0, i, known[place]] = 0.9
-        memory = torch.tensor([known])[:, max(0, len(known) - self.config.mem_len) :]
-        return SimpleNamespace(logits=probabilities.log(), tail=memory)
-
-
-def test_a_longer_memory_helps_where_the_text_says_so():
-    """A text of period 12 in segments of 6: with 6 remembered, 1 of 6 tokens can be foretold, with 12 all of them."""
-    text = draw(12).repeat(6)[:61]
-    for mem_len, foretold in ((0, 0), (6, 9), (8, 25), (12, 49)):
-        expected = -(foretold * math.log(0.9) + (60 - foretold) * math.log(1 / VOCAB)) / 60
-        assert score(Copies(0), text, 6, mem_len=mem_len)["loss_nats_per_token"] == pytest.approx(expected), mem_len
-
-
-# --- refused --------------------------------------------------------------------------------------------------
-
-
 def test_mistakes_in_an_evaluation():
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=VOCAB))
     tokens = draw(20)
@@ -220,23 +109,3 @@ def test_mistakes_in_an_evaluation():
     assert model.config.mem_len == 64
     with pytest.raises(ValueError, match=r"returned no mems to carry .* use_cache=True and a memory of more than 0"):
         score(model, tokens, 5, mem_len=0)
-    with pytest.raises(ValueError, match=r"1 token\(s\); at least 2"):
-        EvaluationSegments(tokens[:1], 8, 1, 1)
-
-
-@pytest.mark.parametrize("carry", [False, True])
-def test_texts_are_cut_as_the_configuration_says(tmp_path, carry):
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"line {i}\n" for i in range(200)))
-    files = {"train": str(path), "validation": str(path)}
-    config = LanguageModelingDataConfig(
-        source="files", files=files, block_size=16, eval_block_size=40, carry_memory=carry
-    )
-    prepared = prepare_language_modeling(config, None, num_tracks=3)
-    assert isinstance(prepared.train, TrainingTracks) == carry
-    assert isinstance(prepared.validation, EvaluationSegments) == carry
-    assert (prepared.train.block_size, prepared.validation.block_size) == (16, 40)
-    assert prepared.validation.num_bytes == path.stat().st_size - 1
-    assert prepared.validation.num_words == 400
-    if carry:
-        assert prepared.train.num_tracks == 3

@@ -20,7 +20,7 @@ from rsa_hf import RSAConfig, patch_model
 from rsa_hf.cli.errors import exit_on_error
 from rsa_hf.models.recurrent import RecurrentConfig, RecurrentForCausalLM
 from rsa_hf.tasks.defect_detection import trainer_metrics
-from rsa_hf.tasks.text_blocks import TrainingTracks
+from rsa_hf.tasks.text_data import TrainingTracks
 from rsa_hf.training.loop import make_accelerator, train
 from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
 from rsa_hf.training.settings import TrainingSettings

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from rsa_hf import RSAConfig, patch_model
 from rsa_hf.models.recurrent import RecurrentConfig
 from rsa_hf.models.transformer_xl import TransformerXLConfig
-from rsa_hf.tasks.text_blocks import TrainingTracks
+from rsa_hf.tasks.text_data import TrainingTracks
 from rsa_hf.training.carried import CarriedState
 from rsa_hf.training.loop import train
 from rsa_hf.training.settings import TrainingSettings

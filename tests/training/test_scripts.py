@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from rsa_hf import cli, is_patched
-from rsa_hf.tasks import train_defect_detection
+from rsa_hf.tasks.defect_detection import evaluate
 
 ROOT = Path(__file__).parents[2]
 
@@ -276,7 +276,7 @@ SHORT_GPT2 = "{vocab_size: 256, n_embd: 16, n_layer: 1, n_head: 8, n_positions: 
     [
         ("lm", ["--lerning_rate", "1"], "--lerning_rate: unknown key 'lerning_rate'. Did you mean 'learning_rate'?"),
         ("lm", ["--rsa.num_regular", "9"], "layer 0 has 8 attention heads, but the plan asks for"),
-        ("lm", ["--files.train", "absent.txt"], "absent.txt is not a file"),
+        ("lm", ["--files.train", "absent.txt"], "[Errno 2] No such file or directory: 'absent.txt'"),
         ("lm", ["--tokenizer", "null"], "model.tokenizer=None"),
         ("lm", ["--config_overrides.vocab_size", "100"], "the tokenizer has 256 tokens, the model 100."),
         ("lm", ["--model_type", "gpt2", "--config_overrides", SHORT_GPT2], "data.block_size="),
@@ -291,7 +291,7 @@ SHORT_GPT2 = "{vocab_size: 256, n_embd: 16, n_layer: 1, n_head: 8, n_positions: 
         ("defect", ["--bach_size", "1"], "--bach_size: unknown key 'bach_size'. Did you mean 'batch_size'?"),
         ("defect", ["--max_length", "64"], "data.max_length=64: this model takes at most 32 tokens."),
         ("defect", ["--validation_file", "null"], "the data has no validation split"),
-        ("defect", ["--train_file", "absent.jsonl"], "absent.jsonl is not a file"),
+        ("defect", ["--train_file", "absent.jsonl"], "[Errno 2] No such file or directory: 'absent.jsonl'"),
         ("defect", ["--name_or_path", "/absent"], ""),  # in transformers' words
         ("defect", ["--name_or_path", "null", "--model_type", "bert"], "model.tokenizer=None"),
     ],
@@ -331,10 +331,10 @@ def test_a_decoder_is_scored_whatever_it_says_of_padding(tmp_path, defect_detect
             part.save_pretrained(tmp_path / "decoder")
         settings = [str(ROOT / "configs" / "defect_minilm_embedded.yaml"), *map(str, defect_detection)]
         settings += ["--eval_batch_size", str(batch_size)]
-        scores.append(train_defect_detection.evaluate(str(tmp_path / "decoder"), "test", settings))
+        scores.append(evaluate(str(tmp_path / "decoder"), "test", settings))
     assert scores[0] == scores[1] == scores[2]
     with pytest.raises(ValueError, match=r"data\.max_length=64: this model takes at most 32 tokens\."):
-        train_defect_detection.evaluate(str(tmp_path / "decoder"), "test", [*settings, "--max_length", "64"])
+        evaluate(str(tmp_path / "decoder"), "test", [*settings, "--max_length", "64"])
 
 
 def test_runs_that_are_compared_have_the_same_settings(tmp_path):

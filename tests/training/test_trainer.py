@@ -12,7 +12,7 @@ from transformers.utils import hub
 from families import CONFIGS, ENCODERS, FULL_PLAN, VOCAB
 from rsa_hf import RSAConfig, patch_model, rsa_report, unpatch_model
 from rsa_hf.heads import RSAHeads
-from rsa_hf.tasks.language_modeling import StreamedBlocks, TrainingBlocks
+from rsa_hf.tasks.text_data import StreamedBlocks, TrainingBlocks
 from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
 from rsa_hf.training.trainer import RSACallback
 

@@ -15,8 +15,7 @@ from rsa_hf.experiments.byte_models import corpus_files
 from rsa_hf.experiments.runner.fit import fit
 from rsa_hf.experiments.variants import NO_RECURRENCE, add_rsa
 from rsa_hf.tasks.text8 import TEXT8_SYMBOLS, clean_text8
-from rsa_hf.tasks.text_blocks import EvaluationSegments, TrainingTracks
-from rsa_hf.tasks.text_data import LanguageModelingDataConfig, read_texts
+from rsa_hf.tasks.text_data import EvaluationSegments, LanguageModelingDataConfig, TrainingTracks, read_texts
 from rsa_hf.training.carried import CarriedState
 from rsa_hf.training.optimizer import param_groups
 

@@ -1,0 +1,60 @@
+"""The scores of both tasks against their definitions, and as modules of `evaluate`."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsa_hf.tasks.defect_detection import classification_scores
+from rsa_hf.tasks.language_modeling import perplexities
+from rsa_hf.tasks.metrics import load_metric
+
+CLASSES = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=40)
+
+
+@pytest.mark.filterwarnings("ignore:A single label was found")
+@given(pairs=CLASSES)
+def test_classification_agrees_with_the_definitions(pairs):
+    tp, tn, fp, fn = (pairs.count(pair) for pair in ((1, 1), (0, 0), (1, 0), (0, 1)))  # (prediction, reference)
+    marginals = (tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)
+    assert classification_scores(*zip(*pairs, strict=True)) == {
+        "accuracy": pytest.approx((tp + tn) / len(pairs)),
+        "f1": pytest.approx(2 * tp / (2 * tp + fp + fn) if tp + fp + fn else 0.0),
+        "mcc": pytest.approx((tp * tn - fp * fn) / math.sqrt(marginals) if marginals else 0.0),
+        "majority_accuracy": max(tp + fn, tn + fp) / len(pairs),
+    }
+
+
+def test_classification_as_a_module():
+    metric = load_metric("defect_detection")
+    references, predictions = [0, 1, 1, 0] * 50_000, [0, 1, 0, 0] * 50_000  # products of counts pass 2^63
+    result = metric.compute(predictions=predictions, references=references)
+    assert result == classification_scores(predictions, references)
+    assert result["mcc"] == pytest.approx(1 / math.sqrt(3))
+    assert metric.compute(predictions=[True, False], references=[True, True])["accuracy"] == 0.5
+    with pytest.raises(ValueError, match="mix of binary and continuous"):  # scores in place of classes
+        metric.compute(predictions=[0.7, 0.1], references=[0, 1])
+
+
+def test_perplexities():
+    result = perplexities(1000 * math.log(256), num_tokens=1000, num_words=1, num_bytes=1000)
+    assert result["bits_per_byte"] == pytest.approx(8, rel=1e-14)
+    assert result["token_perplexity"] == pytest.approx(256, rel=1e-13)
+    assert result["word_perplexity"] == math.inf
+    assert math.isnan(perplexities(4.0, num_tokens=2, num_words=0, num_bytes=4)["word_perplexity"])
+    assert math.isnan(perplexities(math.nan, 1, 1, 1)["token_perplexity"])
+
+
+def test_perplexities_as_a_module_sum_before_they_divide():
+    metric = load_metric("language_modeling")
+    names = ("num_tokens", "num_words", "num_bytes")
+    for nll, counts in ((10.0, (4, 2, 9)), (2.0, (2, 1, 3))):
+        metric.add_batch(predictions=[nll], references=[dict(zip(names, counts, strict=True))])
+    result = metric.compute()
+    assert result == perplexities(12.0, 6, 3, 12)
+    assert (
+        result["loss_nats_per_token"] == pytest.approx(2.0) != pytest.approx((10 / 4 + 2 / 2) / 2)
+    )  # a mean of means
+    assert result["word_perplexity"] == pytest.approx(math.e**4)
+    assert result["bits_per_byte"] == pytest.approx(math.log2(math.e))
