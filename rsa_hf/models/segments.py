@@ -91,14 +91,9 @@ class SegmentPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["mems", "state"]  # noqa: RUF012  (transformers' own type)
     _input_embed_layer = "embeddings"
 
-    def embed(
-        self, embedding: Callable[[Tensor], Tensor], input_ids: Tensor | None, inputs_embeds: Tensor | None
-    ) -> Tensor:
-        """The embeddings of `input_ids`, or those given.
-
-        Raises:
-            ValueError: both are given, or neither.
-        """
+    @staticmethod
+    def embed(embedding: Callable[[Tensor], Tensor], input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """The embeddings of `input_ids`, or `inputs_embeds`; exactly one of them is given."""
         if inputs_embeds is None and input_ids is not None:
             return embedding(input_ids)
         if inputs_embeds is None or input_ids is not None:
@@ -136,6 +131,7 @@ class SegmentForCausalLM(SegmentPreTrainedModel, SegmentGenerationMixin):
 
     base_class: ClassVar[type[PreTrainedModel]]
     takes_shift_labels: ClassVar[bool] = True
+    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012  (transformers' own type)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -6,12 +6,10 @@ import pytest
 import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from families import ATTENTIONS
 from models import tiny
-from models.tiny import VOCAB, WINDOW, attention_by_hand, difference, text, values_and_gradients
+from models.tiny import VOCAB, WINDOW, attention_by_hand, text, values_and_gradients
 from references import relative_error
 from rsa_hf import RSAConfig, patch_model, unpatch_model
-from rsa_hf.heads import RSAHeads
 from rsa_hf.models.block_recurrent.modeling_block_recurrent import distance_buckets
 
 build = partial(tiny.build, "block-recurrent")
@@ -167,31 +165,3 @@ def test_rsa_heads_go_on_all_layers_but_the_recurrent():
         patch_model(build(n_layer=1, recurrent_layers=[0]), RSAConfig(num_cyclical_pairs=2))
     with torch.device("meta"):
         patch_model(build(), RSAConfig(num_cyclical_pairs=2))
-
-
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@torch.no_grad()
-def test_the_recurrence_reaches_into_the_cache(attention, monkeypatch):
-    """P has as many columns as there are keys: memory and tokens; and values of the memory count."""
-    shapes = []
-    forward = RSAHeads.forward
-
-    def recording(self, attention, value, geometry):
-        shapes.append((geometry.query_length, geometry.key_length, value.shape[2]))
-        return forward(self, attention, value, geometry)
-
-    monkeypatch.setattr(RSAHeads, "forward", recording)
-    model, tokens = build(attention, {}), text()
-    mems = model(tokens[:, :7]).mems
-    shapes.clear()
-    out = model(tokens[:, 7:9], mems=mems)
-    assert shapes == [(2, 9, 9)] * 2  # two layers; a window, and two of the next
-    shapes.clear()
-    model(tokens[:, 9:13], mems=out.mems)
-    assert shapes == [(1, 10, 10), (3, 8, 8)] * 2  # the end of one window, and the next
-    # With the gate wide open there is nothing but the recurrence.
-    rsa = model.model.layers[0].attn.rsa
-    rsa.mu.fill_(1e3)
-    cleared = [mems[0].clone(), *mems[1:]]
-    cleared[0][:, 1, : rsa.plan.num_rsa_heads] = 0
-    assert difference(model(tokens[:, 7:8], mems=cleared).logits, model(tokens[:, 7:8], mems=mems).logits) > 1e-3

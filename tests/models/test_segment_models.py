@@ -166,21 +166,6 @@ def test_generate_with_and_without_state(name, rsa, beams):
         assert torch.equal(with_state.sequences[0, 3:], alone.sequences[0])
 
 
-@each_model
-@torch.no_grad()
-def test_one_token_is_computed_a_step(name, monkeypatch):
-    lengths, model = [], build(name)
-    forward = type(model).forward
-
-    def counting(self, input_ids=None, **kwargs):
-        lengths.append(input_ids.shape[1])
-        return forward(self, input_ids=input_ids, **kwargs)
-
-    monkeypatch.setattr(type(model), "forward", counting)
-    model.generate(text(length=9), **GENERATE)
-    assert lengths == [9] + [1] * 10
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"use_cache": False}, {"num_beams": 4, "num_return_sequences": 2}],

@@ -238,7 +238,6 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, SegmentForCausalLM):
     """
 
     base_class = RecurrentModel
-    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012  (as transformers declares it)
 
     def __init__(self, config: RecurrentConfig) -> None:
         if config.bidirectional:

@@ -240,7 +240,6 @@ class SRUPlusPlusForCausalLM(SRUPlusPlusPreTrainedModel, SegmentForCausalLM):
     """SRU++ with a softmax over the next token."""
 
     base_class = SRUPlusPlusModel
-    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012  (as transformers declares it)
 
 
 class SRUPlusPlusForSequenceClassification(SRUPlusPlusPreTrainedModel, SegmentForSequenceClassification):

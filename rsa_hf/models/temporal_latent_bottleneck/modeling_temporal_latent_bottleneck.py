@@ -409,7 +409,6 @@ class TemporalLatentBottleneckForCausalLM(TemporalLatentBottleneckPreTrainedMode
     """A Temporal Latent Bottleneck that predicts the next token."""
 
     base_class = TemporalLatentBottleneckModel
-    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012  (as transformers declares it)
 
 
 class TemporalLatentBottleneckForSequenceClassification(
