@@ -34,22 +34,10 @@ TOLERANCE = 1e-5
 def configuration(arguments: argparse.Namespace) -> dict[str, Any]:
     """Fields that transformers 4.57 and we share."""
     return {
-        "vocab_size": 27,
-        "cutoffs": [],
-        "div_val": 1,
-        "d_model": 512,
-        "d_embed": 512,
-        "n_head": 8,
-        "d_head": 64,
-        "d_inner": 2048,
-        "n_layer": arguments.layers,
-        "mem_len": arguments.length,
-        "clamp_len": -1,
-        "same_length": False,
-        "untie_r": False,
-        "dropout": 0.1,
-        "dropatt": 0.0,
-    }
+        "vocab_size": 27, "cutoffs": [], "div_val": 1, "d_model": 512, "d_embed": 512, "n_head": 8, "d_head": 64,
+        "d_inner": 2048, "n_layer": arguments.layers, "mem_len": arguments.length, "clamp_len": -1,
+        "same_length": False, "untie_r": False, "dropout": 0.1, "dropatt": 0.0,
+    }  # fmt: skip
 
 
 def build(arm: str, arguments: argparse.Namespace) -> torch.nn.Module:

@@ -19,9 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))  # the checks are those of the tests
 
-from survey.records import Records  # noqa: E402
 from survey.runner import survey  # noqa: E402
-from survey.table import write_table  # noqa: E402
+from survey.table import Records, write_table  # noqa: E402
 from survey.tiny_models import model_types  # noqa: E402
 
 

@@ -23,20 +23,9 @@ from typing import Any
 VERSION = "4.57.1"
 
 TINY = {
-    "vocab_size": 29,
-    "d_model": 16,
-    "d_embed": 16,
-    "n_head": 2,
-    "d_head": 8,
-    "d_inner": 24,
-    "n_layer": 2,
-    "mem_len": 6,
-    "clamp_len": -1,
-    "same_length": False,
-    "dropout": 0.0,
-    "init_std": 0.3,
-    "proj_init_std": 0.3,
-}
+    "vocab_size": 29, "d_model": 16, "d_embed": 16, "n_head": 2, "d_head": 8, "d_inner": 24, "n_layer": 2,
+    "mem_len": 6, "clamp_len": -1, "same_length": False, "dropout": 0.0, "init_std": 0.3, "proj_init_std": 0.3,
+}  # fmt: skip
 BANDS = {"cutoffs": [7, 13, 20]}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"cutoffs": [], "div_val": 1, "untie_r": False},

@@ -1,4 +1,4 @@
-"""Tiny random models of the architectures in `rsa_hf/adapters/`, and what each of them makes V from."""
+"""Tiny random models of the architectures in `rsa_hf/integration/architectures/`, and what each of them makes V from."""
 
 import inspect
 
@@ -31,75 +31,48 @@ HEADS, WIDTH, LAYERS, WINDOW = 8, 32, 2, 4
 HEAD_SIZE = WIDTH // HEADS
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _GPT = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64, "n_inner": 48}
+_HIDDEN = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
 _BERT = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "hidden_dropout_prob": 0.0,
+    **_HIDDEN, "intermediate_size": 48, "max_position_embeddings": 64, "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
-}
+}  # fmt: skip
 _DEBERTA = {**_BERT, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
-_FALCON = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
 _XLNET = {"vocab_size": VOCAB, "d_model": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "d_inner": 48}
+_GPT_NEO = {
+    "vocab_size": VOCAB, "hidden_size": WIDTH, "num_layers": LAYERS, "num_heads": HEADS, "window_size": WINDOW,
+    "attention_types": [[["local", "global"], 1]], "max_position_embeddings": 64, "intermediate_size": 48,
+}  # fmt: skip
+_MPT = {"vocab_size": VOCAB, "d_model": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "max_seq_len": 64}
+_OPENAI = {name: value for name, value in _GPT.items() if name != "n_inner"}
+_XGLM = {
+    "vocab_size": VOCAB, "d_model": WIDTH, "num_layers": LAYERS, "attention_heads": HEADS, "ffn_dim": 48,
+    "max_position_embeddings": 64, "dropout": 0.0, "attention_dropout": 0.0,
+}  # fmt: skip
 
 CONFIGS = {
     "bloom": lambda: BloomConfig(vocab_size=VOCAB, hidden_size=WIDTH, n_layer=LAYERS, n_head=HEADS, **_SPECIAL),
     "codegen": lambda: CodeGenConfig(**_GPT, rotary_dim=2, **_SPECIAL),
     "deberta": lambda: DebertaConfig(**_DEBERTA, **_SPECIAL),
     "deberta_v2": lambda: DebertaV2Config(**_DEBERTA, conv_kernel_size=3, **_SPECIAL),
-    "falcon": lambda: FalconConfig(**_FALCON, **_SPECIAL),  # multi-query, rotary
-    "falcon_alibi": lambda: FalconConfig(**_FALCON, alibi=True, multi_query=False, **_SPECIAL),
-    "falcon_grouped": lambda: FalconConfig(**_FALCON, new_decoder_architecture=True, num_kv_heads=2, **_SPECIAL),
+    "falcon": lambda: FalconConfig(**_HIDDEN, **_SPECIAL),  # multi-query, rotary
+    "falcon_alibi": lambda: FalconConfig(**_HIDDEN, alibi=True, multi_query=False, **_SPECIAL),
+    "falcon_grouped": lambda: FalconConfig(**_HIDDEN, new_decoder_architecture=True, num_kv_heads=2, **_SPECIAL),
     # GPT-2 goes round the attention interface with this setting, under eager attention alone.
     "gpt2_upcast": lambda: GPT2Config(**_GPT, reorder_and_upcast_attn=True, attn_implementation="eager", **_SPECIAL),
-    "gpt_neo": lambda: GPTNeoConfig(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        num_layers=LAYERS,
-        num_heads=HEADS,
-        attention_types=[[["local", "global"], 1]],
-        window_size=WINDOW,
-        max_position_embeddings=64,
-        intermediate_size=48,
-        **_SPECIAL,
-    ),
-    "gpt_neox_japanese": lambda: GPTNeoXJapaneseConfig(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        intermediate_multiple_size=2,
-        **_SPECIAL,
-    ),
+    "gpt_neo": lambda: GPTNeoConfig(**_GPT_NEO, **_SPECIAL),
+    "gpt_neox_japanese": lambda: GPTNeoXJapaneseConfig(**_HIDDEN, intermediate_multiple_size=2, **_SPECIAL),
     "gptj": lambda: GPTJConfig(**_GPT, rotary_dim=2, **_SPECIAL),
     "megatron_bert": lambda: MegatronBertConfig(**_BERT, **_SPECIAL),
     "megatron_bert_causal": lambda: MegatronBertConfig(**_BERT, is_decoder=True, **_SPECIAL),
     "mpnet": lambda: MPNetConfig(**_BERT, **_SPECIAL),
-    "mpt": lambda: MptConfig(
-        vocab_size=VOCAB, d_model=WIDTH, n_layers=LAYERS, n_heads=HEADS, max_seq_len=64, **_SPECIAL
-    ),
-    "openai": lambda: OpenAIGPTConfig(
-        vocab_size=VOCAB, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=64, **_SPECIAL
-    ),
+    "mpt": lambda: MptConfig(**_MPT, **_SPECIAL),
+    "openai": lambda: OpenAIGPTConfig(**_OPENAI, **_SPECIAL),
     "rembert_causal": lambda: RemBertConfig(
         **_BERT, input_embedding_size=16, output_embedding_size=16, is_decoder=True, **_SPECIAL
     ),
     "roformer": lambda: RoFormerConfig(**_BERT, **_SPECIAL),
     "roformer_causal": lambda: RoFormerConfig(**_BERT, is_decoder=True, **_SPECIAL),
-    "xglm": lambda: XGLMConfig(
-        vocab_size=VOCAB,
-        d_model=WIDTH,
-        num_layers=LAYERS,
-        attention_heads=HEADS,
-        ffn_dim=48,
-        max_position_embeddings=64,
-        dropout=0.0,
-        attention_dropout=0.0,
-        **_SPECIAL,
-    ),
+    "xglm": lambda: XGLMConfig(**_XGLM, **_SPECIAL),
     "xlnet": lambda: XLNetConfig(**_XLNET, **_SPECIAL),
     "xlnet_causal": lambda: XLNetConfig(**_XLNET, attn_type="uni", **_SPECIAL),
 }
@@ -156,36 +129,30 @@ def attention_modules(model):
 def values_from(name, module, states):
     """V, [B, S, H, D], from the input of an attention module: each architecture's own layout, written out."""
     B, S = states.shape[:2]
-    if name == "gpt_neo" or name == "gptj":
-        return module.v_proj(states).view(B, S, HEADS, HEAD_SIZE)
+    heads = (B, S, HEADS, HEAD_SIZE)
+    if name in ("gpt_neo", "gptj", "xglm"):
+        return module.v_proj(states).view(heads)
     if name == "codegen":
         # Four blocks, each with Q, V and K of a quarter of the heads.
-        return module.qkv_proj(states).view(B, S, 4, 3, HEADS // 4, HEAD_SIZE)[:, :, :, 1].reshape(B, S, HEADS, -1)
-    if name in ("bloom", "falcon_alibi"):
+        return module.qkv_proj(states).view(B, S, 4, 3, HEADS // 4, HEAD_SIZE)[:, :, :, 1].reshape(heads)
+    if name in ("bloom", "falcon_alibi", "gpt_neox_japanese"):
         return module.query_key_value(states).view(B, S, HEADS, 3, HEAD_SIZE)[:, :, :, 2]
     if name == "falcon":
-        value = module.query_key_value(states).view(B, S, HEADS + 2, HEAD_SIZE)[:, :, -1:]
-        return value.expand(B, S, HEADS, HEAD_SIZE)
+        return module.query_key_value(states).view(B, S, HEADS + 2, HEAD_SIZE)[:, :, -1:].expand(heads)
     if name == "falcon_grouped":
         value = module.query_key_value(states).view(B, S, 2, HEADS // 2 + 2, HEAD_SIZE)[:, :, :, -1]
         return value.repeat_interleave(HEADS // 2, dim=2)
-    if name == "mpt":
-        return module.Wqkv(states)[..., 2 * WIDTH :].view(B, S, HEADS, HEAD_SIZE)
     if name == "deberta":
         value = module.in_proj(states).view(B, S, HEADS, 3, HEAD_SIZE)[:, :, :, 2]
         return value + module.v_bias.view(HEADS, HEAD_SIZE)
     if name == "deberta_v2":
-        return module.value_proj(states).view(B, S, HEADS, HEAD_SIZE)
-    if name == "gpt_neox_japanese":
-        return module.query_key_value(states).view(B, S, HEADS, 3, HEAD_SIZE)[:, :, :, 2]
+        return module.value_proj(states).view(heads)
     if name.startswith(("megatron_bert", "rembert", "roformer")):
-        return module.value(states).view(B, S, HEADS, HEAD_SIZE)
+        return module.value(states).view(heads)
     if name == "mpnet":
-        return module.v(states).view(B, S, HEADS, HEAD_SIZE)
-    if name in ("gpt2_upcast", "openai"):
-        return module.c_attn(states)[..., 2 * WIDTH :].view(B, S, HEADS, HEAD_SIZE)
-    if name == "xglm":
-        return module.v_proj(states).view(B, S, HEADS, HEAD_SIZE)
+        return module.v(states).view(heads)
+    if name in ("gpt2_upcast", "openai", "mpt"):
+        return (module.Wqkv if name == "mpt" else module.c_attn)(states)[..., 2 * WIDTH :].view(heads)
     return torch.einsum("bsw,whd->bshd", states, module.v)  # XLNet
 
 

@@ -89,6 +89,10 @@ def test_functions_and_classes_that_another_part_uses_are_public():
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     }
+    for module, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+                public.setdefault(module, set()).update(public[name(node.module)])
     hidden = set()
     for module, tree in trees.items():
         for node in ast.walk(tree):

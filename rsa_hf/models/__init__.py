@@ -58,5 +58,6 @@ def class_named(name: str, model_type: object) -> type[Any] | None:
 
 def _classes(model_type: str) -> dict[str, type[Any]]:
     """The model classes of a model type, by name."""
-    module = import_module(f"rsa_hf.models.{MODEL_TYPES[model_type]}")
-    return {name: getattr(module, name) for name in module.__all__ if not name.endswith("Config")}
+    folder = MODEL_TYPES[model_type]
+    module = import_module(f"rsa_hf.models.{folder}.modeling_{folder}")
+    return {name: getattr(module, name) for name in module.__all__}

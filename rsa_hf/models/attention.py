@@ -1,17 +1,54 @@
-"""Attention that several models share: positions, masks, and attention written out.
+"""Attention that several models share: the call of the attention interface, positions and masks.
 
 Notation: B rows, T queries, M positions of memory, S = M + T keys, H heads of width D.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = ["eager_attention_forward", "sinusoids", "visibility"]
+__all__ = ["InterfaceAttention", "sinusoids", "visibility"]
+
+
+class InterfaceAttention(nn.Module):
+    """Base of modules that compute attention through transformers' attention interface, where RSA heads are mixed in.
+
+    Args:
+        config: of the model.
+        scaling: factor of the scores.
+        dropout: on attention weights.
+    """
+
+    is_causal = True
+
+    def __init__(self, config: Any, scaling: float, dropout: float) -> None:
+        super().__init__()
+        self.config, self.scaling, self.attention_dropout = config, scaling, dropout
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Heads side by side, [B, T, H · D], and the attention weights [B, H, T, S] or None.
+
+        Args:
+            query: [B, H, T, D].
+            key: [B, H, S, D].
+            value: [B, H, S, D].
+            visible: which keys each query sees, [B or 1, 1, T, S]; None: all.
+            **options: `position_bias`, added to the scores.
+        """
+        attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        dropout = self.attention_dropout if self.training else 0.0
+        output, weights = attention(self, query, key, value, visible, scaling=self.scaling, dropout=dropout, **options)
+        return output.flatten(2), weights
 
 
 def sinusoids(distances: Tensor, width: int) -> Tensor:

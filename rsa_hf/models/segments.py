@@ -7,7 +7,10 @@ A text may be cut into segments. The state that the call on one segment returns 
         outputs = model(segment, **{model.segment_state: state})
         state = outputs[model.segment_state]
 
-Three class attributes describe this to training, evaluation and generation:
+`forward` takes `input_ids` [B, T] or `inputs_embeds` [B, T, n], and returns a state unless `use_cache` is False (None:
+as the config says). Both or neither of them, and a state of another model or batch size, are a ValueError.
+
+Three class attributes describe states to training, evaluation and generation:
 
 * `segment_state`: the name of that argument and output, "mems" of the models with a memory for attention and "state"
   of recurrent networks. The value is a tuple of tensors with the batch on dimension 0. They are detached: gradients
@@ -22,9 +25,9 @@ Notation: B rows, T tokens, V words, n channels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +39,8 @@ __all__ = [
     "MemoryOutput",
     "SegmentForCausalLM",
     "SegmentForSequenceClassification",
+    "SegmentGenerationMixin",
+    "SegmentPreTrainedModel",
     "StateOutput",
     "at_last_token",
     "mask_until_last_token",
@@ -76,12 +81,28 @@ class StateOutput(ModelOutput):
     attentions: tuple[Tensor, ...] | None = None
 
 
-def require_shapes(name: str, parts: Sequence[Tensor], needed: Sequence[tuple[int, ...]]) -> None:
-    """Check a state that a user has passed in.
+class SegmentPreTrainedModel(PreTrainedModel):
+    """What transformers, training and evaluation need to know of a model that carries a state."""
 
-    Raises:
-        ValueError: the state is of another model, or of another batch size.
-    """
+    base_model_prefix = "model"
+    segment_state: ClassVar[str] = "state"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _skip_keys_device_placement = ["mems", "state"]  # noqa: RUF012  (transformers' own type)
+    _input_embed_layer = "embeddings"
+
+    @staticmethod
+    def embed(embedding: Callable[[Tensor], Tensor], input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """The embeddings of `input_ids`, or `inputs_embeds`; exactly one of them is given."""
+        if inputs_embeds is None and input_ids is not None:
+            return embedding(input_ids)
+        if inputs_embeds is None or input_ids is not None:
+            raise ValueError("give exactly one of input_ids and inputs_embeds.")
+        return inputs_embeds
+
+
+def require_shapes(name: str, parts: Sequence[Tensor], needed: Sequence[tuple[int, ...]]) -> None:
+    """Raise a ValueError for the state of another model, or of another batch size."""
     found = [tuple(part.shape) for part in parts]
     if found != list(needed):
         raise ValueError(
@@ -90,17 +111,27 @@ def require_shapes(name: str, parts: Sequence[Tensor], needed: Sequence[tuple[in
         )
 
 
-class SegmentForCausalLM(PreTrainedModel, GenerationMixin):
-    """A language model: a base model and a linear layer over the next token.
+class SegmentGenerationMixin(GenerationMixin):
+    """Generation behind a state instead of a cache."""
 
-    A subclass names its `base_class`; where its softmax is another, it overrides `build_head` and `predict`.
-    """
-
-    base_class: ClassVar[type[PreTrainedModel]]
     segment_state: ClassVar[str]
-    takes_shift_labels: ClassVar[bool] = True
     # The state cannot be rewound, as assisted generation would need.
     _is_stateful = True
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def _reorder_cache(self, parts: Sequence[Tensor] | None, beams: Tensor) -> tuple[Tensor, ...] | None:
+        return None if parts is None else tuple(part.index_select(0, beams.to(part.device)) for part in parts)
+
+
+class SegmentForCausalLM(SegmentPreTrainedModel, SegmentGenerationMixin):
+    """A language model: a base model and a linear layer over the next token."""
+
+    base_class: ClassVar[type[PreTrainedModel]]
+    takes_shift_labels: ClassVar[bool] = True
+    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012  (transformers' own type)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -126,27 +157,19 @@ class SegmentForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> MemoryOutput | StateOutput:
         """Logits of the next token, and the loss.
 
-        Args:
-            input_ids: as of the base model, like `attention_mask`, `inputs_embeds` and `use_cache`.
-            attention_mask: see there.
-            inputs_embeds: see there.
-            labels: shape [B, T], the tokens themselves (they are shifted here); −100 is not counted.
-            use_cache: see there.
-            logits_to_keep: number of last positions to compute logits of, or their indices; 0: all.
-            **kwargs: `mems` or `state`, as the model calls it; `output_hidden_states`; `output_attentions`;
-                `shift_labels`; `num_items_in_batch`, which the summed loss is divided by.
+        Beside the arguments of the base model:
+
+        * `labels`: shape [B, T], the tokens themselves (shifted here), or `shift_labels`; −100 does not count.
+        * `num_items_in_batch`: the summed loss is divided by it; by default a mean is taken.
+        * `logits_to_keep`: number of last positions to compute logits of, or their indices; 0: all.
         """
-        outputs = self.base_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            return_dict=True,
-            **kwargs,
+        outputs: MemoryOutput | StateOutput = self.base_model(
+            input_ids, attention_mask, inputs_embeds=inputs_embeds, use_cache=use_cache, return_dict=True, **kwargs
         )
+        assert outputs.last_hidden_state is not None
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits, loss = self.predict(outputs.last_hidden_state, kept, labels, **kwargs)
-        return _with_head(outputs, logits, loss)
+        return replace(outputs, last_hidden_state=None, logits=logits, loss=loss)
 
     def predict(
         self, hidden: Tensor, kept: slice | Tensor, labels: Tensor | None, **kwargs: Any
@@ -156,12 +179,6 @@ class SegmentForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is None and kwargs.get("shift_labels") is None:
             return logits, None
         return logits, self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-
-    # --- generation ------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         """Accept the state, which the signature of `forward` does not name."""
@@ -174,9 +191,6 @@ class SegmentForCausalLM(PreTrainedModel, GenerationMixin):
             parts = kwargs[self.segment_state]
             kwargs[self.segment_state] = tuple(part.repeat_interleave(expand_size, dim=0) for part in parts)
         return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)  # type: ignore[misc]
-
-    def _reorder_cache(self, parts: Sequence[Tensor] | None, beams: Tensor) -> tuple[Tensor, ...] | None:
-        return None if parts is None else tuple(part.index_select(0, beams.to(part.device)) for part in parts)
 
     def prepare_inputs_for_generation(  # type: ignore[override]
         self,
@@ -203,11 +217,8 @@ class SegmentForCausalLM(PreTrainedModel, GenerationMixin):
         return {**inputs, "input_ids": input_ids[:, -1:] if only_last else input_ids}
 
 
-class SegmentForSequenceClassification(PreTrainedModel):
-    """A classifier of sequences: a base model and a linear layer on the last token that is not padding.
-
-    A subclass names its `base_class`; where it reads other features, it overrides `build_head` and `features`.
-    """
+class SegmentForSequenceClassification(SegmentPreTrainedModel):
+    """A classifier of sequences: a base model and a linear layer on the last token that is not padding."""
 
     base_class: ClassVar[type[PreTrainedModel]]
     # The loss is a mean over rows, which the Trainer has to divide by the number of accumulated batches.
@@ -240,60 +251,32 @@ class SegmentForSequenceClassification(PreTrainedModel):
     ) -> MemoryOutput | StateOutput:
         """Scores of the classes, [B, num_labels], and the loss.
 
-        Args:
-            input_ids: as of the base model, like `inputs_embeds` and `use_cache`.
-            attention_mask: see there. None: every token is real, except `pad_token_id` at the end of a row.
-            inputs_embeds: see there.
-            labels: shape [B], or [B, num_labels], as `problem_type` needs.
-            use_cache: see there.
-            **kwargs: `mems` or `state`, as the model calls it; `output_hidden_states`; `output_attentions`.
+        Takes the arguments of the base model, and `labels`, shape [B], or [B, num_labels] as `problem_type` needs.
+        Without `attention_mask` every token is real except `pad_token_id` at the end of a row.
         """
         attention_mask = mask_until_last_token(attention_mask, input_ids, self.config.pad_token_id)
-        outputs = self.base_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            return_dict=True,
-            **kwargs,
+        outputs: MemoryOutput | StateOutput = self.base_model(
+            input_ids, attention_mask, inputs_embeds=inputs_embeds, use_cache=use_cache, return_dict=True, **kwargs
         )
+        assert outputs.last_hidden_state is not None
         logits = self.score(self.features(outputs.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        return _with_head(outputs, logits, loss)
-
-
-def _with_head(
-    outputs: MemoryOutput | StateOutput, logits: Tensor | None, loss: Tensor | None
-) -> MemoryOutput | StateOutput:
-    """The output of a base model with that of a head in place of the last hidden states."""
-    fields = cast(dict[str, Any], {**outputs})
-    return type(outputs)(**{**fields, "last_hidden_state": None, "logits": logits, "loss": loss})
+        return replace(outputs, last_hidden_state=None, logits=logits, loss=loss)
 
 
 def mask_until_last_token(
     attention_mask: Tensor | None, input_ids: Tensor | None, pad_token_id: int | None
 ) -> Tensor | None:
-    """The attention mask; where there is none, 1 up to each row's last token that is not `pad_token_id`.
-
-    A `pad_token_id` before that token counts as a token.
-
-    Returns:
-        Shape [B, T], or that of `attention_mask`; None where nothing tells of padding.
-    """
+    """The attention mask; where there is none, 1 up to each row's last token that is not `pad_token_id`, [B, T]."""
     if attention_mask is not None or input_ids is None or pad_token_id is None:
         return attention_mask
     return (input_ids != pad_token_id).long().flip(1).cummax(1).values.flip(1)
 
 
 def at_last_token(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """The hidden states of each row's last token that is not padding: [B, n].
-
-    Args:
-        hidden: of a segment, shape [B, T, n].
-        attention_mask: shape [B, L], 0 for padding; its last T columns are the segment. None: there is no padding.
-    """
+    """The hidden states of each row's last token that is not padding: [B, T, n] → [B, n]."""
     if attention_mask is None:
         return hidden[:, -1]
     B, T, _ = hidden.shape

@@ -14,10 +14,8 @@ from rsa_hf.integration.attention_modules import is_self_attention
 from survey import runner
 from survey.broken import BROKEN
 from survey.checks import CHECKS, patched
-from survey.records import Records
-from survey.runner import survey
-from survey.survey import run_check
-from survey.table import outcome, write_table
+from survey.runner import run_check, survey
+from survey.table import Records, outcome, write_table
 from survey.tiny_models import build, model_types, tasks_of
 
 ROOT = Path(__file__).parents[2]

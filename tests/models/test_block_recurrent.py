@@ -1,19 +1,15 @@
 """The Block-Recurrent Transformer against loops over windows and tokens; its states, its initialisation, its memory."""
 
-import math
 from functools import partial
 
 import pytest
 import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from broken import break_mask, forgets_the_offset
-from families import ATTENTIONS
 from models import tiny
-from models.tiny import VOCAB, WINDOW, in_segments, text, values_and_gradients
-from references import double_loop, relative_error
+from models.tiny import VOCAB, WINDOW, attention_by_hand, text, values_and_gradients
+from references import relative_error
 from rsa_hf import RSAConfig, patch_model, unpatch_model
-from rsa_hf.heads import RSAHeads
 from rsa_hf.models.block_recurrent.modeling_block_recurrent import distance_buckets
 
 build = partial(tiny.build, "block-recurrent")
@@ -24,109 +20,68 @@ def rms(x, norm):
     return x / (x.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
 
 
-def attend(query, keys, values, biases):
-    """One query [H, D], keys and values of so many [H, D]: heads side by side [H · D]."""
-    scores = [(query * k).sum(-1) / math.sqrt(D) + b for k, b in zip(keys, biases, strict=True)]
-    weights = torch.stack(scores, -1).softmax(-1)
-    return sum(weights[:, i, None] * v for i, v in enumerate(values)).flatten()
-
-
 def tokens_see(module, query, key, value):
-    """Attention of tokens to the last W tokens, of one row: query, key and value are lists of [H, D]."""
+    """Attention of tokens [T, H, D] to the last W tokens."""
     # Classes of distances: 0, 1, 2 to 3 (2 · √3 = 3.5), and the rest.
     bias = [module.relative_bias.weight[min(i, 2 + (i > 3)) if i > 1 else i] for i in range(WINDOW)]
-    heads = []
-    for t in range(len(query)):
-        seen = range(max(0, t - WINDOW + 1), t + 1)
-        heads.append(attend(query[t], [key[s] for s in seen], [value[s] for s in seen], [bias[t - s] for s in seen]))
-    return heads
-
-
-def with_recurrence(rsa, heads, value):
-    """RSA heads, by the double loop, with the window of attention."""
-    T, plan, rates = len(heads), rsa.plan, rsa.rates(torch.float64)
-    gate, R = rates["gate"], rsa.plan.num_rsa_heads
-    decay, theta = rsa.per_head(rates)
-    lags = torch.arange(T)[:, None] - torch.arange(T)
-    visible = ((lags >= 0) & (lags < WINDOW))[None, None]
-    V = torch.stack(value, 1)[None, :R]
-    P_V = double_loop(V, plan.kinds, decay, theta, plan.dilations, T, 0, True, visible)[0]
-    mixed = []
-    for t, softmax in enumerate(heads):
-        softmax = softmax.view(H, D)
-        mixed.append(torch.cat([(1 - gate) * softmax[:R] + gate * P_V[:, t], softmax[R:]]).flatten())
-    return mixed
+    last = lambda t: range(max(0, t - WINDOW + 1), t + 1)  # noqa: E731
+    return attention_by_hand(module, query, key, value, last, lambda t, s: bias[t - s])
 
 
 def gated(gate, state, h, kind):
+    z = h @ gate.input.weight.T + gate.input.bias
     if kind == "fixed":
         g = torch.sigmoid(gate.bias)
-        return state * g + (gate.input.weight @ h + gate.input.bias) * (1 - g)
-    W_i, W_f = gate.gates.weight.chunk(2)
-    b_i, b_f = gate.gates.bias.chunk(2)
-    i, f = torch.sigmoid(W_i @ h + b_i - 1), torch.sigmoid(W_f @ h + b_f + 1)
-    return state * f + torch.tanh(gate.input.weight @ h + gate.input.bias) * i
+        return state * g + z * (1 - g)
+    i, f = (h @ gate.gates.weight.T + gate.gates.bias).chunk(2, -1)
+    return state * torch.sigmoid(f + 1) + torch.tanh(z) * torch.sigmoid(i - 1)
 
 
 def next_state(cell, state, h, kind):
     if cell.cell == "single":
-        return gated(cell.ff_gate, state, torch.relu(cell.ff_in.weight @ h), kind)
+        return gated(cell.ff_gate, state, torch.relu(h @ cell.ff_in.weight.T), kind)
     state = gated(cell.attn_gate, state, h, kind)
     if cell.cell == "skip":
         return state
-    return gated(cell.ff_gate, state, torch.relu(cell.ff_in.weight @ rms(state, cell.ff_norm)), kind)
+    return gated(cell.ff_gate, state, torch.relu(rms(state, cell.ff_norm) @ cell.ff_in.weight.T), kind)
 
 
 def recurrent_layer(module, x, kind, late):
-    """One row's tokens [T] of [d_model], window by window; `late`: tokens see the states of the window before."""
+    """One row's tokens [T, d_model], window by window; `late`: tokens see the states of the window before."""
     cell = module.states
-    q, q_states, k, v = ([y.view(4, H, D)[i] for y in (module.qqkv_proj.weight @ e for e in x)] for i in range(4))
-    heads = tokens_see(module, q, k, v)
-    states = before = list(cell.initial_state)
-    zero = torch.zeros(H, dtype=torch.float64)
-    out = []
+    q, q_states, k, v = (x @ module.qqkv_proj.weight.T).view(-1, 4, H, D).unbind(1)
+    heads, out = tokens_see(module, q, k, v), []
+    states = before = cell.initial_state
+
+    def projected(states):
+        return ((rms(states, cell.norm) + cell.state_ids) @ cell.qqkv_proj.weight.T).view(-1, 4, H, D).unbind(1)
+
     for begin in range(0, len(x), WINDOW):
-        end = min(begin + WINDOW, len(x))
-
-        def projected(states):
-            return [
-                (cell.qqkv_proj.weight @ (rms(s, cell.norm) + i)).view(4, H, D)
-                for s, i in zip(states, cell.state_ids, strict=True)
-            ]
-
-        p, seen = projected(states), projected(before if late else states)
-        for t in range(begin, end):
-            across = attend(q_states[t], [y[2] for y in seen], [y[3] for y in seen], [zero] * len(seen))
-            out.append(module.o_proj.weight @ torch.cat([heads[t], across]))
-        if end - begin < WINDOW:
+        window, near = slice(begin, begin + WINDOW), slice(max(0, begin - WINDOW), begin + WINDOW)
+        seen, (to_states, to_tokens, key, value) = projected(before if late else states), projected(states)
+        across = attention_by_hand(None, q_states[window], *seen[2:], "all")
+        out.append(torch.cat([heads[window], across], 1) @ module.o_proj.weight.T)
+        if begin + WINDOW > len(x):
             break
-        near = range(max(0, begin - WINDOW), end)
-        moved = []
-        for s, y in zip(states, p, strict=True):
-            own = attend(y[0], [z[2] for z in p], [z[3] for z in p], [zero] * len(p))
-            tokens = attend(y[1], [k[t] for t in near], [v[t] for t in near], [zero] * len(near))
-            moved.append(next_state(cell, s, torch.cat([own, tokens]), kind))
-        before, states = states, moved
-    return out
+        own = attention_by_hand(None, to_states, key, value, "all")
+        tokens = attention_by_hand(None, to_tokens, k[near], v[near], "all")
+        before, states = states, next_state(cell, states, torch.cat([own, tokens], 1), kind)
+    return torch.cat(out)
 
 
 def written_out(model, row, late=False):
     """Logits of one row of tokens, in loops."""
-    base = model.model
-    hidden = [base.embed_tokens.weight[token] for token in row]
-    for layer in base.layers:
-        x = [rms(h, layer.attn_norm) for h in hidden]
+    hidden = model.model.embed_tokens.weight[row]
+    for layer in model.model.layers:
+        x = rms(hidden, layer.attn_norm)
         if hasattr(layer.attn, "states"):
-            out = recurrent_layer(layer.attn, x, model.config.gate, late)
+            hidden = hidden + recurrent_layer(layer.attn, x, model.config.gate, late)
         else:
-            q, k, v = ([(layer.attn.qkv_proj.weight @ e).view(3, H, D)[i] for e in x] for i in range(3))
-            heads = tokens_see(layer.attn, q, k, v)
-            if hasattr(layer.attn, "rsa"):
-                heads = with_recurrence(layer.attn.rsa, heads, v)
-            out = [layer.attn.o_proj.weight @ y for y in heads]
-        hidden = [h + y for h, y in zip(hidden, out, strict=True)]
-        hidden = [h + layer.ff_out.weight @ torch.relu(layer.ff_in.weight @ rms(h, layer.ff_norm)) for h in hidden]
-    return torch.stack([model.lm_head.weight @ rms(h, base.norm) for h in hidden])
+            qkv = (x @ layer.attn.qkv_proj.weight.T).view(-1, 3, H, D).unbind(1)
+            hidden = hidden + tokens_see(layer.attn, *qkv) @ layer.attn.o_proj.weight.T
+        inner = torch.relu(rms(hidden, layer.ff_norm) @ layer.ff_in.weight.T)
+        hidden = hidden + inner @ layer.ff_out.weight.T
+    return rms(hidden, model.model.norm) @ model.lm_head.weight.T
 
 
 CASES = {
@@ -210,53 +165,3 @@ def test_rsa_heads_go_on_all_layers_but_the_recurrent():
         patch_model(build(n_layer=1, recurrent_layers=[0]), RSAConfig(num_cyclical_pairs=2))
     with torch.device("meta"):
         patch_model(build(), RSAConfig(num_cyclical_pairs=2))
-
-
-@pytest.mark.parametrize("lengths", [[5, 10, 5, 4], [7, 1, 11, 5]], ids=["windows", "odd"])
-@torch.no_grad()
-def test_segments_of_a_model_with_two_recurrent_layers_equal_one_long_text(lengths, monkeypatch):
-    model, tokens = build(rsa={}, recurrent_layers=[1, 2], n_layer=4), text()
-    whole = model(tokens).logits
-    assert float((in_segments(model, tokens, lengths) - whole).abs().max()) <= 1e-5
-    break_mask(monkeypatch, forgets_the_offset)
-    assert float((in_segments(model, tokens, lengths) - whole).abs().max()) > 1e-3
-
-
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@torch.no_grad()
-def test_the_recurrence_reaches_into_the_cache(attention, monkeypatch):
-    """P has as many columns as there are keys: memory and tokens; and values of the memory count."""
-    shapes = []
-    forward = RSAHeads.forward
-
-    def recording(self, attention, value, geometry):
-        shapes.append((geometry.query_length, geometry.key_length, value.shape[2]))
-        return forward(self, attention, value, geometry)
-
-    monkeypatch.setattr(RSAHeads, "forward", recording)
-    model, tokens = build(attention, {}), text()
-    mems = model(tokens[:, :7]).mems
-    shapes.clear()
-    out = model(tokens[:, 7:9], mems=mems)
-    assert shapes == [(2, 9, 9)] * 2  # two layers; a window, and two of the next
-    shapes.clear()
-    model(tokens[:, 9:13], mems=out.mems)
-    assert shapes == [(1, 10, 10), (3, 8, 8)] * 2  # the end of one window, and the next
-    # With the gate wide open there is nothing but the recurrence.
-    rsa = model.model.layers[0].attn.rsa
-    rsa.mu.fill_(1e3)
-    cleared = [mems[0].clone(), *mems[1:]]
-    cleared[0][:, 1, : rsa.plan.num_rsa_heads] = 0
-    assert (
-        float((model(tokens[:, 7:8], mems=cleared).logits - model(tokens[:, 7:8], mems=mems).logits).abs().max())
-        > 1e-3
-    )
-
-
-@torch.no_grad()
-def test_padding_behind_a_text_changes_nothing():
-    model, tokens = build(), text()
-    mask = torch.ones_like(tokens)
-    mask[0, 8:] = 0
-    found = model(tokens, attention_mask=mask).logits[:1, :8]
-    assert float((found - model(tokens[:1, :8]).logits).abs().max()) <= 1e-5

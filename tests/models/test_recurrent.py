@@ -1,4 +1,4 @@
-"""RNN, LSTM, GRU and linear RNN: against cells stepped by hand, over segments, and behind padding."""
+"""RNN, LSTM, GRU and linear RNN: against cells stepped by hand, in both directions, and behind padding."""
 
 import copy
 
@@ -78,13 +78,10 @@ def test_agrees_with_cells_stepped_by_hand(cell, dilations):
 
 
 @pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_without_dilation_it_is_the_network_of_torch_nn(cell, bidirectional):
-    """Three layers at once, behind the same embeddings; values and gradients, in float64."""
-    model, ids = build(cell=cell, bidirectional=bidirectional, num_hidden_layers=3).double(), draw()
-    whole = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}[cell](
-        N, N, 3, batch_first=True, bidirectional=bidirectional
-    )
+def test_without_dilation_it_is_the_network_of_torch_nn(cell):
+    """Three bidirectional layers at once, behind the same embeddings; values and gradients, in float64."""
+    model, ids = build(cell=cell, bidirectional=True, num_hidden_layers=3).double(), draw()
+    whole = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}[cell](N, N, 3, batch_first=True, bidirectional=True)
     weights = {
         name.replace("_l0", f"_l{i}"): parameter
         for i, layer in enumerate(model.layers)
@@ -99,29 +96,10 @@ def test_without_dilation_it_is_the_network_of_torch_nn(cell, bidirectional):
 
 
 @pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("cuts", [(17,), (1, 16), (5, 7, 5), (1,) * 17])
-def test_segments_with_their_state_are_one_text(cell, cuts):
-    model, ids = build(cell=cell, dilations=[2, 5]), draw()
-    expected = model(ids)
-    state, found = None, []
-    for segment in ids.split(cuts, dim=1):
-        outputs = model(segment, state=state)
-        state = outputs.state
-        found.append(outputs.last_hidden_state)
-    torch.testing.assert_close(torch.cat(found, 1), expected.last_hidden_state, rtol=1e-5, atol=1e-6)
-    for part, whole in zip(state, expected.state, strict=True):
-        torch.testing.assert_close(part, whole, rtol=1e-5, atol=1e-6)
-        assert not part.requires_grad  # gradients end where a segment begins
-    if len(cuts) > 1:  # the control
-        forgetful = torch.cat([model(segment).last_hidden_state for segment in ids.split(cuts, dim=1)], 1)
-        assert float((forgetful - expected.last_hidden_state).abs().max()) > 1e-2
-
-
-@pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("dilations", [[1, 1], [2, 5]])
-def test_padding_anywhere_changes_nothing(cell, bidirectional, dilations):
-    model = build(cell=cell, bidirectional=bidirectional, dilations=dilations)
+def test_padding_anywhere_changes_nothing(cell, dilations):
+    """In both directions; for one, and over segments, see test_segment_models.py."""
+    model = build(cell=cell, bidirectional=True, dilations=dilations)
     ids, mask = draw(4, 12), torch.ones(4, 12, dtype=torch.long)
     mask[0, :5] = 0
     mask[1, 7:] = 0
@@ -158,68 +136,12 @@ def test_a_way_back_is_the_network_on_the_text_turned_round(cell, dilation):
     torch.testing.assert_close(outputs.state[0][:, ::2], alone(ids).state[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dilation", [1, 3])
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_a_linear_cell_is_a_sum_over_all_pairs_of_steps(dilation, bidirectional):
-    torch.manual_seed(0)
-    B, T, m = 3, 11, 4
-    layer = RecurrentLayer("linear", m, N, dilation, bidirectional).double()
-    x = torch.randn(B, T, m, dtype=torch.float64, requires_grad=True)
-    lengths = torch.tensor([11, 5, 8])
-    rows = []
-    for row, length in zip(x, lengths.tolist(), strict=True):
-        outputs = []
-        for suffix, sign in (("", 1), ("_reverse", -1))[: 1 + bidirectional]:
-            W_x, W_h = (layer.cell.get_parameter(f"weight_{kind}_l0{suffix}") for kind in ("ih", "hh"))
-            outputs.append(
-                torch.stack(
-                    [
-                        sum(
-                            torch.linalg.matrix_power(W_h, (t - s) * sign // dilation) @ W_x @ row[s]
-                            for s in range(length)
-                            if (t - s) * sign >= 0 and (t - s) % dilation == 0
-                        )
-                        for t in range(length)
-                    ]
-                )
-            )
-        rows.append(torch.cat(outputs, -1))
-    output, _ = layer(x, lengths)
-    weights = [torch.randn_like(row) for row in rows]
-    found, expected = (
-        torch.autograd.grad(sum((row * weight).sum() for row, weight in zip(given, weights, strict=True)),
-                            [x, *layer.parameters()])
-        for given in ([output[b, :length] for b, length in enumerate(lengths)], rows)
-    )  # fmt: skip
-    for b, row in enumerate(rows):
-        torch.testing.assert_close(output[b, : len(row)], row, rtol=1e-10, atol=1e-12)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert theirs.any()
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-
-
 def test_a_fresh_linear_cell_is_stable():
     torch.manual_seed(0)
     layer = RecurrentLayer("linear", 64, 64, 1, bidirectional=False)
     assert float(torch.linalg.eigvals(layer.cell.weight_hh_l0.detach()).abs().max()) < 0.8
     output, _ = layer(torch.randn(1, 2000, 64))
     assert float(output[:, -100:].detach().std()) < 2 * float(output[:, :100].detach().std())
-
-
-@pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}])
-def test_generation_is_that_of_the_uncached_model(cell, options):
-    model = build(RecurrentForCausalLM, cell=cell, dilations=[1, 3], pad_token_id=0, eos_token_id=VOCAB - 1)
-    ids = draw(2, 7).clamp(1, VOCAB - 2)
-    ids[0, :3], mask = 0, torch.ones(2, 7, dtype=torch.long)
-    mask[0, :3] = 0
-    ways = [
-        model.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False, use_cache=use, **options)
-        for use in (True, False)
-    ]
-    assert torch.equal(*ways)
-    alone = model.generate(ids[:1, 3:], max_new_tokens=9, do_sample=False, **options)
-    assert torch.equal(ways[0][0, 3 : 3 + alone.shape[1]], alone[0])
 
 
 def test_a_classifier_reads_the_last_real_token_and_of_the_way_back_the_first():

@@ -1,7 +1,5 @@
 """Encoder-decoder RNNs: against cells stepped by hand, behind padding, in generation, and with the Seq2SeqTrainer."""
 
-import itertools
-
 import numpy
 import pytest
 import torch
@@ -121,29 +119,16 @@ def test_logits_loss_and_gradients_are_those_of_cells_stepped_by_hand(cell, bidi
     torch.testing.assert_close(part, (expected * int((LABELS != -100).sum()) / 100).float())
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        ("prepare_decoder_input_ids_from_labels", lambda self, labels: labels.masked_fill(labels == -100, PAD)),
-        ("prepare_decoder_input_ids_from_labels", lambda self, labels: F.pad(labels[:, 1:], (0, 1)).clamp(min=0)),
-    ],
-    ids=["labels not shifted", "labels shifted the wrong way"],
-)
-def test_labels_that_are_not_shifted_are_caught(monkeypatch, broken):
+NOT_SHIFTED = ("prepare_decoder_input_ids_from_labels", lambda self, labels: labels.masked_fill(labels == -100, PAD))
+
+
+def test_labels_that_are_not_shifted_are_caught(monkeypatch):
     model = build()
     logits, expected = loss_by_hand(model)
-    monkeypatch.setattr(RecurrentEncoderDecoderForConditionalGeneration, *broken)
+    monkeypatch.setattr(RecurrentEncoderDecoderForConditionalGeneration, *NOT_SHIFTED)
     outputs = model(SOURCES, labels=LABELS)
     assert float((outputs.logits[0] - logits[0]).detach().abs().max()) > 0.1
     assert abs(float(outputs.loss.detach() - expected.detach())) > 1e-3
-
-
-def test_what_the_decoder_reads():
-    model = build(decoder_start_token_id=2)
-    read = model.prepare_decoder_input_ids_from_labels(LABELS)
-    assert read.tolist() == [[2, 7, 2, 3], [2, 5, 1, 0], [2, 2, 2, 1], [2, 4, 1, 0]]
-    given = model(SOURCES, decoder_input_ids=read, labels=LABELS)
-    torch.testing.assert_close(given.loss, model(SOURCES, labels=LABELS).loss)
 
 
 @pytest.mark.parametrize(("cell", "bidirectional"), SHAPES)
@@ -184,33 +169,6 @@ def test_greedy_generation_is_the_argmax_of_every_step(cell, bidirectional, use_
     assert len({tuple(tokens) for tokens in expected}) > 1  # the source is read
 
 
-def all_targets(vocabulary, length):
-    """Every target of at most so many tokens that ends with EOS where it is shorter, as tuples."""
-    for tokens in itertools.product(range(vocabulary), repeat=length):
-        if EOS not in tokens[:-1]:
-            yield tokens
-    for shorter in range(1, length):
-        yield from ((*tokens, EOS) for tokens in itertools.product(set(range(vocabulary)) - {EOS}, repeat=shorter - 1))
-
-
-@pytest.mark.parametrize(("cell", "bidirectional"), SHAPES)
-@torch.no_grad()
-def test_a_wide_beam_finds_the_best_of_all_targets(cell, bidirectional):
-    model = build(cell=cell, bidirectional=bidirectional, vocab_size=4, tie_word_embeddings=False)
-    sources = torch.tensor([[2, 3, 3, 1], [3, 2, 1, 0]])
-    options = {"max_new_tokens": 3, "num_beams": 16, "length_penalty": 0.0, "do_sample": False}
-    found = model.generate(sources, return_dict_in_generate=True, output_scores=True, **options)
-    for source, row, score in zip(sources, found.sequences.tolist(), found.sequences_scores, strict=True):
-        context = context_by_hand(model, source[source != PAD])
-        scores = {}
-        for target in all_targets(4, 3):
-            logits = decoded_by_hand(model, context, torch.tensor([PAD, *target[:-1]]))
-            scores[target] = float(logits.log_softmax(-1)[range(len(target)), list(target)].sum())
-        best = max(scores, key=scores.get)
-        assert tuple(row[1 : 1 + len(best)]) == best
-        assert float(score) == pytest.approx(scores[best], abs=1e-4)
-
-
 @pytest.mark.parametrize("cell", [*CELLS, "linear"])
 def test_beams_take_their_states_along(monkeypatch, cell):
     model = build(cell=cell, tie_word_embeddings=False, eos_token_id=None, bidirectional=True)
@@ -235,14 +193,11 @@ def test_a_target_in_segments_with_their_state_is_one_target():
     torch.testing.assert_close(encoded.context, whole.context)
     assert [part.shape for part in second.state] == [(len(SOURCES), 2, 1, N)] * 2
     assert len(whole.encoder_hidden_states) == len(whole.decoder_hidden_states) == 3
+    generated = model.generate(SOURCES, max_new_tokens=2, return_dict_in_generate=True, output_hidden_states=True)
+    assert torch.equal(generated.encoder_hidden_states[-1], whole.encoder_hidden_states[-1])
+    torch.testing.assert_close(generated.decoder_hidden_states[0][-1], whole.decoder_hidden_states[-1][:, :1])
     forgetful = model(SOURCES, decoder_input_ids=read[:, 2:]).logits
     assert float((forgetful - second.logits).abs().max()) > 1e-2
-
-
-def test_generation_returns_hidden_states():
-    outputs = build().generate(SOURCES, max_new_tokens=2, return_dict_in_generate=True, output_hidden_states=True)
-    assert len(outputs.encoder_hidden_states) == 3
-    assert outputs.decoder_hidden_states[0][-1].shape == (len(SOURCES), 1, N)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -268,19 +223,6 @@ def test_save_and_load_through_auto_classes(tmp_path, cell, bidirectional, tied)
     logits = loaded(SOURCES, **read).logits
     torch.testing.assert_close(logits[..., :VOCAB], model(SOURCES, **read).logits)
     assert logits.shape[-1] == VOCAB + 3
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"cell": "tanh"}, "cell='tanh'.*'lstm'"),
-        ({"pad_token_id": VOCAB}, f"pad_token_id={VOCAB}: one of the {VOCAB} tokens"),
-        ({"decoder_start_token_id": -1}, "decoder_start_token_id=-1"),
-    ],
-)
-def test_configs_that_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        build(**changes)
 
 
 def test_inputs_that_are_refused():
@@ -338,27 +280,15 @@ def train(folder, train_rows, test_rows, steps, **changes):
     return trainer.evaluate()
 
 
-def test_the_seq2seq_trainer_trains_and_generates(tmp_path):
+def test_the_seq2seq_trainer_trains_and_generates(tmp_path, monkeypatch):
     rows = reversals(640, 1, longest=2), reversals(20, 2, longest=2)
     before = train(str(tmp_path), *rows, 0, hidden_size=32)
     after = train(str(tmp_path), *rows, 100, hidden_size=32)
     assert after["eval_loss"] < 0.2 * before["eval_loss"]
     assert before["eval_exact"] < 0.2
     assert after["eval_exact"] > 0.8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("cell", "bidirectional"), [("gru", False), ("lstm", True)])
-def test_learns_to_reverse_strings_by_teacher_forcing(tmp_path, monkeypatch, cell, bidirectional):
-    options = {"cell": cell, "bidirectional": bidirectional, "hidden_size": 64, "num_hidden_layers": 1}
-    known = reversals(4000, 1)
-    rows = known, [row for row in reversals(300, 2) if row["input_ids"][4] != PAD and row not in known]
-    assert train(str(tmp_path), *rows, 600, **options)["eval_exact"] > 0.9
-    monkeypatch.setattr(
-        RecurrentEncoderDecoderForConditionalGeneration,
-        "prepare_decoder_input_ids_from_labels",
-        lambda self, labels: labels.masked_fill(labels == -100, PAD),
-    )
-    broken = train(str(tmp_path), *rows, 300, **options)
-    assert broken["eval_loss"] < 0.1  # it copies what it reads,
-    assert broken["eval_exact"] < 0.1  # and has learnt nothing
+    # A decoder that reads what it is to predict copies it, and learns nothing.
+    monkeypatch.setattr(RecurrentEncoderDecoderForConditionalGeneration, *NOT_SHIFTED)
+    broken = train(str(tmp_path), *rows, 100, hidden_size=32)
+    assert broken["eval_loss"] < 0.2 * before["eval_loss"]
+    assert broken["eval_exact"] < 0.3

@@ -1,4 +1,4 @@
-"""SRU++ against loops written from the paper; its state, and padding."""
+"""SRU++ against loops written from the paper; its state."""
 
 import math
 from functools import partial
@@ -9,15 +9,13 @@ from transformers import AutoModel
 
 from families import ATTENTIONS, FULL_PLAN
 from models import tiny
-from models.tiny import in_segments, text, values_and_gradients
-from references import double_loop, relative_error
+from models.tiny import attention_by_hand, text, values_and_gradients
+from references import relative_error
 from rsa_hf import patch_model, unpatch_model
 from rsa_hf.models.sru_plus_plus import SRUPlusPlusModel
-from rsa_hf.models.sru_plus_plus.modeling_sru_plus_plus import cells
+from rsa_hf.models.sru_plus_plus.modeling_sru_plus_plus import Cells
 
-D, SMALL, HEADS = 12, 16, 8
-RSA = [None, {}]
-RSA_IDS = ["plain", "rsa"]
+D, HEADS = 12, 8
 build = partial(tiny.build, "sru_plus_plus")
 
 
@@ -33,34 +31,13 @@ def by_hand(model, tokens, gate_sees_the_cell=True):
 
 
 def attend_by_hand(module, inputs):
-    W_q, W_o = module.q_proj.weight, module.o_proj.weight
-    W_k, W_v = module.kv_proj.weight.split(SMALL)
-    H, T, width = module.config.num_attention_heads, len(inputs), SMALL // module.config.num_attention_heads
-    Q = [W_q @ x for x in inputs]
-    K, V = [W_k @ q for q in Q], [W_v @ q for q in Q]
-    A = []
-    for t in range(T):
-        heads = []
-        for h in range(H):
-            part = slice(h * width, (h + 1) * width)
-            weights = torch.stack([Q[t][part] @ K[s][part] / math.sqrt(width) for s in range(t + 1)]).softmax(0)
-            heads.append(sum(weights[s] * V[s][part] for s in range(t + 1)))
-        A.append(torch.stack(heads))
-    A = torch.stack(A)
-    if hasattr(module, "rsa"):
-        plan, rates = module.rsa.plan, module.rsa.rates()
-        decay, theta = module.rsa.per_head(rates)
-        R = plan.num_rsa_heads
-        value = torch.stack(V).view(T, H, width).transpose(0, 1)[None, :R]
-        P_V = double_loop(value, plan.kinds, decay, theta, plan.dilations, T, 0, True)[0].transpose(0, 1)
-        gate = rates["gate"]
-        A = torch.cat([(1 - gate) * A[:, :R] + gate * P_V, A[:, R:]], dim=1)
-    U = []
-    for t in range(T):
-        x = Q[t] + module.alpha * A[t].flatten()
-        normal = (x - x.mean()) / (x.var(unbiased=False) + module.layer_norm.eps).sqrt()
-        U.append(W_o @ (normal * module.layer_norm.weight + module.layer_norm.bias))
-    return U
+    heads = (module.config.num_attention_heads, -1)
+    Q = torch.stack(inputs) @ module.q_proj.weight.T
+    key, value = (Q @ module.kv_proj.weight.T).unflatten(-1, (2, *heads)).unbind(1)
+    x = Q + module.alpha * attention_by_hand(module, Q.unflatten(-1, heads), key, value)
+    deviation = (x.var(-1, unbiased=False, keepdim=True) + module.layer_norm.eps).sqrt()
+    normal = (x - x.mean(-1, keepdim=True)) / deviation
+    return (normal * module.layer_norm.weight + module.layer_norm.bias) @ module.o_proj.weight.T
 
 
 def recur_by_hand(layer, inputs, U, gate_sees_the_cell=True):
@@ -109,11 +86,11 @@ def test_gradients_of_the_cells():
     arguments = [forget, candidate, torch.randn(3).double(), torch.randn(2, 3).double()]
     for argument in arguments:
         argument.requires_grad_()
-    assert torch.autograd.gradcheck(cells, arguments)
+    assert torch.autograd.gradcheck(Cells.apply, arguments)
     held = torch.tensor([0, 1, 0, 0, 1]).bool()[None, :, None]
 
     def with_held(forget, *others):
-        return cells(forget.masked_fill(held, math.inf), *others)
+        return Cells.apply(forget.masked_fill(held, math.inf), *others)
 
     assert torch.autograd.gradcheck(with_held, arguments)
     found = with_held(*arguments)
@@ -147,35 +124,6 @@ def test_the_state_holds_cells_and_the_last_inputs():
     assert none(tokens).state[2].shape == (2, 0, D)
     assert none(tokens, state=none(tokens).state).logits.isfinite().all()
     assert none(tokens, use_cache=False).state is None
-
-
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("rsa", RSA, ids=RSA_IDS)
-@torch.no_grad()
-def test_padding_changes_nothing(rsa, attention):
-    """On either side and, without RSA heads, whose distances it takes part in, between; values and state."""
-    model, tokens = build(attention=attention, rsa=rsa), text(3, 12)
-    mask = torch.ones_like(tokens)
-    mask[0, :5] = 0
-    mask[1, 7:] = 0
-    if rsa is None:
-        mask[2, [0, 4, 5, 11]] = 0
-    outputs = model(tokens, attention_mask=mask)
-    for b in range(3):
-        real = mask[b].bool()
-        alone = model(tokens[b : b + 1, real])
-        torch.testing.assert_close(outputs.logits[b, real], alone.logits[0], rtol=1e-5, atol=1e-5)
-        for layer in range(2):
-            torch.testing.assert_close(outputs.state[layer][b], alone.state[layer][0], rtol=1e-5, atol=1e-5)
-    assert float((model(tokens).logits - outputs.logits)[0, 5:].abs().max()) > 1e-2
-    # The next segment's mask says what of the memory was padding.
-    then = text(3, 5)
-    longer = torch.cat([mask, torch.ones_like(then)], dim=1)
-    behind = model(then, attention_mask=longer, state=outputs.state).logits
-    alone = in_segments(model, torch.cat([tokens[:1, 5:], then[:1]], dim=1), [7, 5])[:, 7:]
-    torch.testing.assert_close(behind[:1], alone, rtol=1e-5, atol=1e-5)
-    unsaid = model(then, attention_mask=torch.ones_like(then), state=outputs.state).logits
-    assert float((unsaid[:1] - alone).abs().max()) > 1e-3
 
 
 def test_more_rsa_heads_than_heads_are_refused():

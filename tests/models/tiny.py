@@ -1,9 +1,12 @@
-"""Tiny models that carry a state from segment to segment, and how texts are cut into segments."""
+"""Tiny models that carry a state from segment to segment, how texts are cut into segments, and attention in loops."""
+
+import math
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from families import FULL_PLAN
+from references import double_loop
 from rsa_hf import RSAConfig, patch_model
 
 VOCAB, WINDOW, CHUNK = 29, 5, 5
@@ -31,15 +34,25 @@ TINY = {
     "recurrent": {"hidden_size": 12, "num_hidden_layers": 2, "dilations": [1, 3], "initializer_range": 1.0},
 }  # fmt: skip
 WITH_ATTENTION = [name for name in TINY if name != "recurrent"]
+BANDS = {"cutoffs": [9, 14, 20], "div_val": 2}
+# Other settings of the models, as "name:setting", for tests in which they matter.
+SETTINGS = {
+    "transfo-xl:window": {**BANDS, "mem_len": 7, "same_length": True},
+    "transfo-xl:zeros": {"mem_len": 7, "same_length": True, "zero_memory": True},
+    "block-recurrent:two": {"n_layer": 4, "recurrent_layers": [1, 2]},
+    **{f"recurrent:{cell}": {"cell": cell, "dilations": [2, 5]} for cell in ("rnn", "gru", "linear")},
+}
 
 
 def config(name, **changes):
-    return AutoConfig.for_model(name, **{**_SHARED, **TINY[name], **changes})
+    model_type = name.partition(":")[0]
+    fields = {**_SHARED, **TINY.get(model_type, {}), **SETTINGS.get(name, {}), **changes}
+    return AutoConfig.for_model(model_type, **fields)
 
 
 def build(name, attention="sdpa", rsa=None, auto=AutoModelForCausalLM, **changes):
     """A model, by default a language model; `rsa`: settings of RSAConfig beyond the full plan, {} for none."""
-    options = {"attn_implementation": attention} if name in WITH_ATTENTION else {}
+    options = {} if name.startswith("recurrent") else {"attn_implementation": attention}
     model = auto.from_config(config(name, **changes), **options).eval()
     if name == "sru_plus_plus":
         _put_attention_to_work(model)
@@ -76,6 +89,10 @@ def in_segments(model, tokens, lengths, **inputs):
     return run_segments(model, tokens, lengths, **inputs)[0]
 
 
+def difference(a, b):
+    return float((a - b).detach().abs().max())
+
+
 def patched_modules(model):
     """The modules that have RSA heads."""
     return [module for module in model.modules() if hasattr(module, "rsa")]
@@ -90,3 +107,33 @@ def values_and_gradients(model, output, **inputs):
     (output * weight).sum().backward()
     tensors = {**dict(model.named_parameters()), **inputs}
     return {"output": output.detach(), **{name: t.grad.clone() for name, t in tensors.items() if t.grad is not None}}
+
+
+def attention_by_hand(module, query, key, value, sees=None, bias=None):
+    """Attention of one row in loops over queries and keys, and RSA heads by the double loop where a module has some.
+
+    Args:
+        query: [T, H, D].
+        key: [S, H, D], like value.
+        sees: of a query's index, the keys that it sees; "all", or None: itself and what is before it.
+        bias: of a query's and a key's index, what is added to the scores, [H].
+
+    Returns:
+        Heads side by side, [T, H · D].
+    """
+    T, S, D = len(query), len(key), query.shape[-1]
+    sees = {None: lambda t: range(S - T + t + 1), "all": lambda t: range(S)}.get(sees, sees)
+    visible, rows = torch.zeros(1, 1, T, S), []
+    for t in range(T):
+        scores = [(query[t] * key[s]).sum(-1) / math.sqrt(D) + (bias(t, s) if bias else 0) for s in sees(t)]
+        weights = torch.stack(scores, -1).softmax(-1)
+        rows.append(sum(weights[:, i, None] * value[s] for i, s in enumerate(sees(t))))
+        visible[..., t, sees(t)] = 1
+    output = torch.stack(rows)
+    if hasattr(module, "rsa"):
+        plan, rates = module.rsa.plan, module.rsa.rates()
+        (decay, theta), gate, R = module.rsa.per_head(rates), rates["gate"], plan.num_rsa_heads
+        values = value.transpose(0, 1)[None, :R]
+        P_V = double_loop(values, plan.kinds, decay, theta, plan.dilations, T, S - T, True, visible)[0].transpose(0, 1)
+        output = torch.cat([(1 - gate) * output[:, :R] + gate * P_V, output[:, R:]], 1)
+    return output.flatten(1)

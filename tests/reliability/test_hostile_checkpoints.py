@@ -22,7 +22,7 @@ from transformers import AutoModel
 import rsa_hf
 import rsa_hf.peft
 from families import CONFIGS, FULL_PLAN, MORE_CONFIGS
-from models.xl import config as xl_config
+from models import tiny
 from peft_adapters import METHODS, disturb
 from reliability import damage
 from reliability.trial import number_of, try_many
@@ -43,7 +43,7 @@ MODELS = {
     "shards": (CONFIGS["gpt2"], {}),
     "bert": (CONFIGS["bert"], {"num_hidden_layers": 1}),
     "bart": (MORE_CONFIGS["bart"], {"encoder_layers": 1, "decoder_layers": 1}),
-    "transfo-xl": (xl_config, {"n_layer": 1}),
+    "transfo-xl": (functools.partial(tiny.config, "transfo-xl"), {"n_layer": 1}),
 }
 OTHER_MODULES = {
     "gpt2": ["h.0.mlp", "h.0", "wte", "ln_f", "h", "h.0.attn.c_attn", "h.7.attn", "x"],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.modeling_utils import AttentionInterface
 
-from models import xl
+from models import tiny
 from reliability.neighbours import FAMILIES, PLANS, Kind, build, outputs
 from reliability.record import Part, note
 from reliability.trial import is_full
@@ -111,7 +111,7 @@ def test_a_probe_looks_at_its_own_thread_alone(family):
 def test_the_default_dtype_of_the_process_changes_nothing(family):
     """While a model is loaded in another thread, it is that model's."""
     if family == "transformer_xl":
-        model, batch = xl.build(rsa={}), {"input_ids": xl.text()}
+        model, batch = tiny.build("transfo-xl", rsa={}), {"input_ids": tiny.text()}
     else:
         model, batch = model_of(Kind(family, 0, 0)), {"input_ids": torch.tensor([[5, 6, 7, 8, 9]])}
     with torch.no_grad():

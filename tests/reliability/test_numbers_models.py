@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from families import VOCAB, build
-from models import xl
+from models import tiny
 from references import relative_error
 from reliability.record import Part, note
 from rsa_hf import RSAConfig, RSAHeads, patch_model
@@ -31,7 +31,7 @@ T = 13
 
 def model_of(family, attention="sdpa"):
     if family == "transformer_xl":
-        return xl.build(attention).base_model
+        return tiny.build("transfo-xl", attention).base_model
     return build(family, attention)
 
 

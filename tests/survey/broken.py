@@ -5,10 +5,11 @@ A check that such a context passes proves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,49 +20,22 @@ from rsa_hf.ops.mask import AttentionMask
 
 __all__ = ["BROKEN"]
 
-
-@contextmanager
-def _replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, wrap(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+Broken = Callable[[], AbstractContextManager[Any]]
+_FORWARD, _RATES, _LOAD = RSAHeads.forward, RSAHeads.rates, PreTrainedModel.from_pretrained.__func__
+_DETACH = patching.detach_heads
 
 
-def _mask(change: Callable[[AttentionMask], AttentionMask]) -> Callable[[], AbstractContextManager[None]]:
+def _forward(change: Callable[..., Tensor]) -> Broken:
+    return lambda: mock.patch.object(RSAHeads, "forward", change)
+
+
+def _mask(change: Callable[[AttentionMask], AttentionMask]) -> Broken:
     """RSA sees another mask than the one it was called with."""
-
-    def wrap(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda self, attention, value, mask: forward(self, attention, value, change(mask))
-
-    return lambda: _replaced(RSAHeads, "forward", wrap)
+    return _forward(lambda self, attention, value, mask: _FORWARD(self, attention, value, change(mask)))
 
 
-def _rates(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Callable[[], AbstractContextManager[None]]:
-    return lambda: _replaced(RSAHeads, "rates", lambda rates: lambda self, *dtype: change(rates(self, *dtype)))
-
-
-def _does_nothing() -> AbstractContextManager[None]:
-    return _replaced(RSAHeads, "forward", lambda _: lambda self, attention, value, mask: attention)
-
-
-def _one_step_late() -> AbstractContextManager[None]:
-    """f(τ) where f(τ + 1) belongs."""
-
-    def wrap(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda self, attention, value, mask: forward(self, attention, value.roll(1, dims=2), mask)
-
-    return _replaced(RSAHeads, "forward", wrap)
-
-
-def _other_direction(mask: AttentionMask) -> AttentionMask:
-    return replace(mask, causal=not mask.causal, visible=None)
-
-
-def _mask_ignored(mask: AttentionMask) -> AttentionMask:
-    return replace(mask, key_mask=None, segments=None, visible=None)
+def _rates(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Broken:
+    return lambda: mock.patch.object(RSAHeads, "rates", lambda self, *dtype: change(_RATES(self, *dtype)))
 
 
 def _offset_forgotten(mask: AttentionMask) -> AttentionMask:
@@ -69,57 +43,36 @@ def _offset_forgotten(mask: AttentionMask) -> AttentionMask:
     return replace(mask, query_offset=0, query_position=position)
 
 
-def _rates_lost() -> AbstractContextManager[None]:
+def _load(cls: type[PreTrainedModel], *args: Any, **keywords: Any) -> PreTrainedModel:
     """Loading leaves gates and rates where they start."""
-
-    def wrap(from_pretrained: Any) -> Any:
-        def load(cls: type[PreTrainedModel], *args: Any, **keywords: Any) -> PreTrainedModel:
-            model = from_pretrained.__func__(cls, *args, **keywords)
-            for module in model.modules():
-                if isinstance(module, RSAHeads):
-                    for parameter in module.parameters():
-                        parameter._is_hf_initialized = False
-                    module.reset_parameters()
-            return model
-
-        return classmethod(load)
-
-    return _replaced_classmethod(PreTrainedModel, "from_pretrained", wrap)
+    model = _LOAD(cls, *args, **keywords)
+    for module in model.modules():
+        if isinstance(module, RSAHeads):
+            for parameter in module.parameters():
+                parameter._is_hf_initialized = False
+            module.reset_parameters()
+    return model
 
 
-@contextmanager
-def _replaced_classmethod(owner: type, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    original = owner.__dict__[name]
-    setattr(owner, name, wrap(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-def _one_left_behind() -> AbstractContextManager[None]:
+def _detach(model: PreTrainedModel) -> None:
     """Taking the heads off forgets the last module."""
-
-    def wrap(detach: Callable[..., None]) -> Callable[..., None]:
-        def forgetful(model: PreTrainedModel) -> None:
-            last = [module for module in model.modules() if isinstance(module._modules.get("rsa"), RSAHeads)][-1]
-            child = last.rsa
-            detach(model)
-            last.add_module("rsa", child)
-
-        return forgetful
-
-    return _replaced(patching, "detach_heads", wrap)
+    last = [module for module in model.modules() if isinstance(module._modules.get("rsa"), RSAHeads)][-1]
+    child = last.rsa
+    _DETACH(model)
+    last.add_module("rsa", child)
 
 
-BROKEN: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "does nothing": _does_nothing,
-    "one step late": _one_step_late,
-    "other direction": _mask(_other_direction),
-    "mask ignored": _mask(_mask_ignored),
+BROKEN: dict[str, Broken] = {
+    "does nothing": _forward(lambda self, attention, value, mask: attention),
+    # f(τ) where f(τ + 1) belongs
+    "one step late": _forward(
+        lambda self, attention, value, mask: _FORWARD(self, attention, value.roll(1, dims=2), mask)
+    ),
+    "other direction": _mask(lambda mask: replace(mask, causal=not mask.causal, visible=None)),
+    "mask ignored": _mask(lambda mask: replace(mask, key_mask=None, segments=None, visible=None)),
     "offset forgotten": _mask(_offset_forgotten),
     "not quite shut": _rates(lambda rates: {**rates, "gate": rates["gate"].clamp(min=1e-3)}),
     "rates not trained": _rates(lambda rates: {**rates, **{k: v.detach() for k, v in rates.items() if k != "gate"}}),
-    "rates lost": _rates_lost,
-    "one left behind": _one_left_behind,
+    "rates lost": lambda: mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(_load)),
+    "one left behind": lambda: mock.patch.object(patching, "detach_heads", _detach),
 }

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -87,21 +89,15 @@ def without_attention() -> Iterator[None]:
 @contextmanager
 def _replaced(attention: Callable[..., Any], mix: Callable[..., Tensor]) -> Iterator[None]:
     """Another attention function behind the interface, and another mixing in the models beside it."""
-    hooked = AttentionInterface.get_interface
-    original = hooked.__wrapped__
+    original = AttentionInterface.get_interface.__wrapped__
 
     def get_interface(self: AttentionInterface, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        base = original(self, name, default)
-        return lambda *args, **kw: attention(base, *args, **kw)
+        return partial(attention, original(self, name, default))
 
-    AttentionInterface.get_interface = get_interface
-    mix_recurrence, table.mix_recurrence = table.mix_recurrence, mix
-    try:
-        with watch(lambda *call: None):  # so that modules without an `rsa` child come by, too
-            yield
-    finally:
-        AttentionInterface.get_interface = hooked
-        table.mix_recurrence = mix_recurrence
+    interface = mock.patch.object(AttentionInterface, "get_interface", get_interface)
+    # Watched, so that modules without an `rsa` child come by, too.
+    with interface, mock.patch.object(table, "mix_recurrence", mix), watch(lambda *call: None):
+        yield
 
 
 def _stated(mask: Tensor | None, causal: bool, window: int | None, S: int) -> Tensor:

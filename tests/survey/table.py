@@ -1,17 +1,21 @@
-"""SUPPORTED.md: what a survey has found, as a page to read."""
+"""What a survey has found: kept in a JSON file type by type, and as a page to read, SUPPORTED.md."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+import json
+import platform
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
+import rsa_hf
+from rsa_hf.utils.files import write_text
 from survey.checks import CHECKS
-from survey.records import Records
 from survey.tiny_models import TASKS
 
-__all__ = ["outcome", "write_table"]
+__all__ = ["Records", "outcome", "write_table"]
 
 MEANING = {
     "works": "every check that applies holds for every task, and fails where RSA is broken on purpose",
@@ -20,6 +24,38 @@ MEANING = {
     "unproven": "a check holds, but with a broken RSA too",
     "wrong": "a check fails",
 }
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "rsa_hf": rsa_hf.__version__,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__.split("+")[0],
+        "python": platform.python_version(),
+    }
+
+
+class Records(dict[str, dict[str, Any]]):
+    """A record (`survey_type`) for each type that was tried, written to the file as soon as it is set.
+
+    Args:
+        path: of the file; what it holds is read, unless it was found with other versions.
+        fresh: begin with nothing.
+    """
+
+    def __init__(self, path: Path, fresh: bool = False) -> None:
+        super().__init__()
+        self.path = path
+        self.versions = _versions()
+        if path.exists() and not fresh:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["versions"] == self.versions:
+                self.update(content["types"])
+
+    def __setitem__(self, model_type: str, record: dict[str, Any]) -> None:
+        super().__setitem__(model_type, record)
+        content = {"versions": self.versions, "types": dict(sorted(self.items()))}
+        write_text(self.path, json.dumps(content, indent=1) + "\n")
 
 
 def outcome(record: dict[str, Any]) -> str:
@@ -71,14 +107,10 @@ def write_table(records: Records, path: Path) -> str:
 
 
 def _works(model_type: str, record: dict[str, Any]) -> str:
-    tried = {task: found for task, found in record.items() if found["outcome"] == "works"}
+    tried = {task: record[task] for task in TASKS if task in record and record[task]["outcome"] == "works"}
     skipped = [name for name in CHECKS if all(found["checks"][name] != "holds" for found in tried.values())]
-    layers = _joined(str(found["layers"]) for found in tried.values())
-    return f"| `{model_type}` | {_tasks(record, 'works')} | {layers} | {', '.join(skipped)} |"
-
-
-def _tasks(record: dict[str, Any], wanted: str) -> str:
-    return ", ".join(task for task in TASKS if task in record and record[task]["outcome"] == wanted)
+    layers = sorted({str(found["layers"]) for found in tried.values()})
+    return f"| `{model_type}` | {', '.join(tried)} | {', '.join(layers)} | {', '.join(skipped)} |"
 
 
 def _notes(record: dict[str, Any]) -> list[str]:
@@ -89,7 +121,7 @@ def _notes(record: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def _reasons(model_type: str, record: dict[str, Any]) -> Iterable[str]:
+def _reasons(model_type: str, record: dict[str, Any]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for task, found in record.items():
         reasons.setdefault(found["why"] or "works", []).append(task)
@@ -99,8 +131,3 @@ def _reasons(model_type: str, record: dict[str, Any]) -> Iterable[str]:
 def _cell(text: str) -> str:
     text = text.replace("|", "\\|")
     return text if len(text) <= 400 else text[:399] + "…"
-
-
-def _joined(values: Iterable[str]) -> str:
-    counted = Counter(values)
-    return ", ".join(sorted(counted))

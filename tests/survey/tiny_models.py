@@ -78,24 +78,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {
-        "num_key_value_heads": 4,
-        "layer_types": ["indexed_attention", "sliding_attention"],
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4,
-        "swa_q_lora_rank": 8,
-        "swa_kv_lora_rank": 8,
-        "swa_head_dim": 16,
-        "swa_qk_nope_head_dim": 8,
-        "swa_v_head_dim": 8,
+        "num_key_value_heads": 4, "layer_types": ["indexed_attention", "sliding_attention"], "swa_q_lora_rank": 8,
+        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_kv_lora_rank": 8, "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8,
     },
     "dots3_note_audio_encoder": {"adapter_input_size": 32},
     "dots3_note_vision_encoder": {"num_hidden_layers": 42, "adapter_in_dim": 32},  # of which some are set apart
     "gemma3n_text": {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "intermediate_size": [48] * 4,
-        "activation_sparsity_pattern": [0.0] * 4,
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2, "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.0] * 4,
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 6},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
@@ -119,10 +110,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "neomme": {"head_dim": 16},
     "perceiver": {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 2},
     "qwen4_exp_text": {
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 4,
+        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
         "indexer_compress_ratio": 2,
     },
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 6},
@@ -131,28 +119,18 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "xlstm": {"mlstm_round_up_to_multiple_of": 8},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
-        "attention_hidden_size": 64,
-        "attention_head_dim": 16,
-        "num_hidden_layers": 4,
+        "attention_hidden_size": 64, "attention_head_dim": 16, "num_hidden_layers": 4,
         "layers_block_type": ["linear_attention", "hybrid"] * 2,
     },
     "zamba2": {"num_hidden_layers": 2, "layers_block_type": ["linear_attention", "hybrid"]},
-}
+}  # fmt: skip
 
 # The configs that cannot be made small from their defaults, which are not valid.
 _ASSISTANT = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "num_kv_shared_layers": 2,
-    "hidden_size_per_layer_input": 0,
-    "vocab_size_per_layer_input": 0,
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+}  # fmt: skip
 WRITTEN_OUT: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **_ASSISTANT}},
     "gemma4_unified_assistant": {"text_config": {"model_type": "gemma4_unified_text", **_ASSISTANT}},
@@ -161,14 +139,7 @@ WRITTEN_OUT: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Case:
-    """A tiny model and how to run it.
-
-    Attributes:
-        model_type: as in its config.
-        task: a key of `TASKS`.
-        model: in evaluation mode.
-        inputs: of a forward pass.
-    """
+    """A tiny model in evaluation mode, for a key of `TASKS`, and inputs of a forward pass."""
 
     model_type: str
     task: str

@@ -7,10 +7,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-__all__ = ["CELLS", "GATES", "BlockRecurrentConfig"]
-
-CELLS = ("skip", "single", "dual")
-GATES = ("fixed", "lstm")
+__all__ = ["BlockRecurrentConfig"]
 
 
 @strict
@@ -77,7 +74,7 @@ class BlockRecurrentConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.recurrent_layers = list(self.recurrent_layers)
-        for name, allowed in (("cell", CELLS), ("gate", GATES)):
+        for name, allowed in (("cell", ("skip", "single", "dual")), ("gate", ("fixed", "lstm"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: one of {', '.join(map(repr, allowed))} is needed.")
         places, L = self.recurrent_places, self.n_layer

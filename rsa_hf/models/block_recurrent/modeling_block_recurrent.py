@@ -36,33 +36,28 @@ segments end. So the cut of a text into segments changes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils.output_capturing import capture_outputs
 
-from rsa_hf.models.attention import eager_attention_forward, visibility
+from rsa_hf.models.attention import InterfaceAttention, visibility
 from rsa_hf.models.block_recurrent.configuration_block_recurrent import BlockRecurrentConfig
 from rsa_hf.models.segments import (
     MemoryOutput,
     SegmentForCausalLM,
     SegmentForSequenceClassification,
+    SegmentPreTrainedModel,
     require_shapes,
 )
 
-__all__ = [
-    "BlockRecurrentForCausalLM",
-    "BlockRecurrentForSequenceClassification",
-    "BlockRecurrentModel",
-    "BlockRecurrentPreTrainedModel",
-]
+__all__ = ["BlockRecurrentForCausalLM", "BlockRecurrentForSequenceClassification", "BlockRecurrentModel"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,16 +97,7 @@ def distance_buckets(distances: Tensor, num_buckets: int, max_distance: int) -> 
 def cut_into_windows(
     config: BlockRecurrentConfig, T: int, C: int, attention_mask: Tensor | None, device: torch.device
 ) -> list[Window]:
-    """Cut a segment of T tokens behind C positions of memory at the borders of windows.
-
-    Args:
-        config: of the model.
-        T: number of tokens.
-        C: positions of memory.
-        attention_mask: shape [B, L], 0 for padding; its last column is the last token of the segment, and positions
-            before its first column are real.
-        device: where to build masks.
-    """
+    """Cut a segment of T tokens behind C positions of memory, with an attention mask as of `visibility`."""
     W = config.window_size
     # Windows of equal shape share their tensors, so that a mask is built and read once.
     shared: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -146,16 +132,10 @@ def split_heads(x: Tensor, n_head: int, parts: int) -> tuple[Tensor, ...]:
 
 
 def behind_cache(key: Tensor, value: Tensor, cache: Tensor | None, window_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values of memory and segment, and the next memory.
-
-    Args:
-        key: of the segment, [B, H, T, D].
-        value: of the segment, [B, H, T, D].
-        cache: keys and values of the C positions before, [B, 2, H, C, D].
-        window_size: W.
+    """Put a segment's keys and values, [B, H, T, D], behind those of the memory, [B, 2, H, C, D].
 
     Returns:
-        Keys and values [B, H, C + T, D]; the next cache, with gradient.
+        Keys and values, [B, H, C + T, D]; the next cache, with gradient.
     """
     if cache is not None:
         key, value = torch.cat([cache[:, 0], key], dim=2), torch.cat([cache[:, 1], value], dim=2)
@@ -176,16 +156,11 @@ class RelativeBias(nn.Module):
         return self.weight[window.buckets].permute(2, 0, 1)[None]
 
 
-class WindowAttention(nn.Module):
+class WindowAttention(InterfaceAttention):
     """Self-attention of tokens, window by window."""
 
-    is_causal = True
-
-    def __init__(self, config: BlockRecurrentConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.scaling = config.d_head**-0.5
+    def __init__(self, config: BlockRecurrentConfig) -> None:
+        super().__init__(config, config.d_head**-0.5, config.dropatt)
         inner = config.n_head * config.d_head
         self.qkv_proj = nn.Linear(config.d_model, 3 * inner, bias=False)
         self.o_proj = nn.Linear(inner, config.d_model, bias=False)
@@ -194,37 +169,20 @@ class WindowAttention(nn.Module):
     def forward(
         self, hidden: Tensor, cache: Tensor | None, windows: list[Window], state: None = None
     ) -> tuple[Tensor, Tensor, None]:
-        """One layer's attention.
-
-        Args:
-            hidden: the segment, normalised, [B, T, d_model].
-            cache: keys and values before it, [B, 2, H, C, D].
-            windows: of the segment.
-            state: always None.
-
-        Returns:
-            [B, T, d_model]; the next cache, with gradient; None.
-        """
-        config = self.config
-        query, key, value = split_heads(self.qkv_proj(hidden), config.n_head, 3)
-        key, value, cache = behind_cache(key, value, cache, config.window_size)
-        attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
-            config._attn_implementation, eager_attention_forward
-        )
+        """As `RecurrentAttention.forward`, without a state."""
+        query, key, value = split_heads(self.qkv_proj(hidden), self.config.n_head, 3)
+        key, value, cache = behind_cache(key, value, cache, self.config.window_size)
         outputs = [
-            attention(
-                self,
+            self.attend(
                 query[:, :, window.tokens],
                 key[:, :, window.keys],
                 value[:, :, window.keys],
                 window.visible,
                 position_bias=self.relative_bias(window),
-                scaling=self.scaling,
-                dropout=config.dropatt if self.training else 0.0,
             )[0]
             for window in windows
         ]
-        return self.o_proj(torch.cat(outputs, dim=1).flatten(2)), cache, None
+        return self.o_proj(torch.cat(outputs, dim=1)), cache, None
 
 
 class FixedGate(nn.Module):
@@ -258,8 +216,7 @@ class LSTMGate(nn.Module):
         """From c [B, N, d_model] and h [B, N, width] to c' [B, N, d_model]."""
         z: Tensor = self.input(h).tanh()
         i, f = self.gates(h).chunk(2, dim=-1)
-        next_state: Tensor = state * (f + 1).sigmoid() + z * (i - 1).sigmoid()
-        return next_state
+        return cast(Tensor, state * (f + 1).sigmoid() + z * (i - 1).sigmoid())
 
 
 class StateCell(nn.Module):
@@ -294,8 +251,7 @@ class StateCell(nn.Module):
             return state
         if self.cell == "dual":
             heads = self.ff_norm(heads)
-        next_state: Tensor = self.ff_gate(state, self.ff_in(heads).relu())
-        return next_state
+        return cast(Tensor, self.ff_gate(state, self.ff_in(heads).relu()))
 
 
 class RecurrentAttention(nn.Module):
@@ -335,11 +291,10 @@ class RecurrentAttention(nn.Module):
             bias = self.relative_bias(window)
             bias = bias.masked_fill(~window.visible, torch.finfo(bias.dtype).min)
             keys, values = key[:, :, window.keys], value[:, :, window.keys]
+            to_tokens, to_states = query[:, :, window.tokens], query_states[:, :, window.tokens]
             vertical = (
-                F.scaled_dot_product_attention(query[:, :, window.tokens], keys, values, bias, dropatt),
-                F.scaled_dot_product_attention(
-                    query_states[:, :, window.tokens], state_key, state_value, None, dropatt
-                ),
+                F.scaled_dot_product_attention(to_tokens, keys, values, bias, dropatt),
+                F.scaled_dot_product_attention(to_states, state_key, state_value, None, dropatt),
             )
             outputs.append(_side_by_side(*vertical))
             if not window.full:
@@ -369,7 +324,7 @@ class BlockRecurrentLayer(GradientCheckpointingLayer):
         d_model, epsilon = config.d_model, config.layer_norm_epsilon
         self.attn_norm = nn.RMSNorm(d_model, eps=epsilon)
         recurrent = layer_idx in config.recurrent_places
-        self.attn = RecurrentAttention(config) if recurrent else WindowAttention(config, layer_idx)
+        self.attn = RecurrentAttention(config) if recurrent else WindowAttention(config)
         self.ff_norm = nn.RMSNorm(d_model, eps=epsilon)
         self.ff_in = nn.Linear(d_model, config.d_inner, bias=False)
         self.ff_out = nn.Linear(config.d_inner, d_model, bias=False)
@@ -384,17 +339,14 @@ class BlockRecurrentLayer(GradientCheckpointingLayer):
         return hidden + self.drop(self.ff_out(self.ff_in(self.ff_norm(hidden)).relu())), cache, state
 
 
-class BlockRecurrentPreTrainedModel(PreTrainedModel):
-    """Initialisation, and what transformers and `rsa_hf.models.segments` need to know of the models."""
+class BlockRecurrentPreTrainedModel(SegmentPreTrainedModel):
+    """Initialisation, and what differs from other models that carry a state."""
 
     config_class = BlockRecurrentConfig
     config: BlockRecurrentConfig
-    base_model_prefix = "model"
     segment_state = "mems"
-    supports_gradient_checkpointing = True
-    _supports_sdpa = True
+    _input_embed_layer = "embed_tokens"
     _no_split_modules = ["BlockRecurrentLayer"]  # noqa: RUF012  (transformers' own type)
-    _skip_keys_device_placement = ["mems"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": BlockRecurrentLayer}  # noqa: RUF012
 
     @torch.no_grad()
@@ -454,14 +406,9 @@ class BlockRecurrentModel(BlockRecurrentPreTrainedModel):
                 begins here.
             inputs_embeds: shape [B, T, d_model], in place of `input_ids`.
             use_cache: return the memory; None: as the config says.
-
-        Raises:
-            ValueError: both or neither of `input_ids` and `inputs_embeds`; a memory that does not fit.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds.")
         config, L = self.config, self.config.n_layer
-        hidden: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden = self.embed(self.embed_tokens, input_ids, inputs_embeds)
         B, T = hidden.shape[:2]
         caches, states, C = list[Tensor | None]([None] * L), dict[int, Tensor](), 0
         if mems is not None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-__all__ = ["CELLS", "RecurrentConfig"]
+__all__ = ["RecurrentConfig"]
 
 CELLS = ("rnn", "lstm", "gru", "linear")
 

@@ -13,24 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
-from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from rsa_hf.models.recurrent.configuration_recurrent import RecurrentConfig
 from rsa_hf.models.segments import (
     SegmentForCausalLM,
     SegmentForSequenceClassification,
+    SegmentPreTrainedModel,
     StateOutput,
     at_last_token,
     require_shapes,
 )
 
-__all__ = [
-    "RecurrentForCausalLM",
-    "RecurrentForSequenceClassification",
-    "RecurrentModel",
-    "RecurrentPreTrainedModel",
-]
+__all__ = ["RecurrentForCausalLM", "RecurrentForSequenceClassification", "RecurrentModel"]
 
 
 class LinearRNN(nn.RNNBase):
@@ -38,32 +33,16 @@ class LinearRNN(nn.RNNBase):
 
     It starts as in `torch.nn`, uniformly in ±1/√n: the spectral radius of W_h is then about 1/√3, so that states
     neither explode nor vanish within a few steps.
-
-    Args:
-        input_size: width of the inputs.
-        hidden_size: n.
-        batch_first: has to be True.
-        bidirectional: also from the end to the beginning.
     """
 
-    def __init__(self, input_size: int, hidden_size: int, batch_first: bool, bidirectional: bool) -> None:
+    def __init__(self, input_size: int, hidden_size: int, **options: bool) -> None:
         # The mode only sets the number of gates in the weights: its tanh is in a forward that is not used.
-        super().__init__(
-            "RNN_TANH", input_size, hidden_size, bias=False, batch_first=batch_first, bidirectional=bidirectional
-        )
+        super().__init__("RNN_TANH", input_size, hidden_size, bias=False, **options)
 
     def forward(
         self, x: Tensor | PackedSequence, first: Tensor | None = None
     ) -> tuple[Tensor | PackedSequence, Tensor]:
-        """As `torch.nn.RNN`.
-
-        Args:
-            x: inputs, shape [B, T, input_size], or rows of several lengths, packed.
-            first: the states before the first step, shape [directions, B, n]; None: zeros.
-
-        Returns:
-            The states, [B, T, directions · n] or packed, and the last ones of each direction, [directions, B, n].
-        """
+        """As `torch.nn.RNN` with `batch_first`."""
         if isinstance(x, PackedSequence):
             padded, lengths = pad_packed_sequence(x, batch_first=True)
             states, last = self._run(padded, lengths.to(padded.device), first)
@@ -99,14 +78,7 @@ class RecurrentLayer(nn.Module):
     """A layer whose state at step t comes from step t − d: d interleaved sub-sequences with the same weights.
 
     The state has shape [B, k, d, n], the last d steps, oldest first. A bidirectional layer has [B, 2k, d, n]: of each
-    part the forward direction, then the backward direction, whose last step is the first of the text.
-
-    Args:
-        cell: `"rnn"`, `"lstm"`, `"gru"` or `"linear"`.
-        input_size: width of the inputs.
-        hidden_size: n.
-        dilation: d.
-        bidirectional: also from the end to the beginning; such a layer takes no state.
+    part the forward direction, then the backward direction, whose last step is the first of the text; it takes none.
     """
 
     def __init__(self, cell: str, input_size: int, hidden_size: int, dilation: int, bidirectional: bool) -> None:
@@ -162,14 +134,13 @@ class RecurrentLayer(nn.Module):
         return output, last.unflatten(1, (-1, self.dilation)).transpose(0, 1)
 
 
-class RecurrentPreTrainedModel(PreTrainedModel):
-    """Initialisation, and what transformers and `rsa_hf.models.segments` need to know of the models."""
+class RecurrentPreTrainedModel(SegmentPreTrainedModel):
+    """Initialisation, and what differs from other models that carry a state."""
 
     config_class = RecurrentConfig
     config: RecurrentConfig
-    base_model_prefix = "model"
-    segment_state = "state"
-    _input_embed_layer = "embeddings"
+    supports_gradient_checkpointing = False
+    _supports_sdpa = False
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.RNNBase):
@@ -219,15 +190,10 @@ class RecurrentModel(RecurrentPreTrainedModel):
             use_cache: return the state; None: as the config says.
             output_hidden_states: return the embeddings and every layer's output.
             detach_state: gradients end where the segment ends; False: they come back through the state.
-
-        Raises:
-            ValueError: both or neither of `input_ids` and `inputs_embeds`; a state that does not fit.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds.")
         if state is not None and self.config.bidirectional:
             raise ValueError("a bidirectional network takes no state: its backward direction begins at the end.")
-        hidden: Tensor = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden = self.embed(self.embeddings, input_ids, inputs_embeds)
         layers = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
         if state is not None:
             needed = [(len(hidden), layer.parts, layer.dilation, layer.hidden_size) for layer in layers]
@@ -272,7 +238,6 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, SegmentForCausalLM):
     """
 
     base_class = RecurrentModel
-    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012  (as transformers declares it)
 
     def __init__(self, config: RecurrentConfig) -> None:
         if config.bidirectional:

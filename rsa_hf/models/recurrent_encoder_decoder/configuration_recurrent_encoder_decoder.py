@@ -55,21 +55,11 @@ class RecurrentEncoderDecoderConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.decoder_start_token_id is None:
             self.decoder_start_token_id = self.pad_token_id
-        for name in ("pad_token_id", "decoder_start_token_id"):
-            if not 0 <= getattr(self, name) < self.vocab_size:
-                raise ValueError(f"{name}={getattr(self, name)}: one of the {self.vocab_size} tokens is needed.")
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
-        self.decoder_config()
+        self.of_stack(bidirectional=False)  # refuses what it does not allow
 
-    def encoder_config(self) -> RecurrentConfig:
-        """The config of the encoder's network."""
-        return self._stack(self.bidirectional)
-
-    def decoder_config(self) -> RecurrentConfig:
-        """The config of the decoder's network."""
-        return self._stack(bidirectional=False)
-
-    def _stack(self, bidirectional: bool) -> RecurrentConfig:
+    def of_stack(self, bidirectional: bool) -> RecurrentConfig:
+        """The config of the encoder's network, or of the decoder's."""
         shared = ("vocab_size", "cell", "hidden_size", "num_hidden_layers", "dropout", "initializer_range",
                   "use_cache", "pad_token_id")  # fmt: skip
         return RecurrentConfig(bidirectional=bidirectional, **{name: getattr(self, name) for name in shared})

@@ -11,27 +11,20 @@ Notation: B rows, S tokens of the source, T of the target, n channels, L layers,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.generation.utils import GenerationMixin
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from rsa_hf.models.recurrent.modeling_recurrent import RecurrentModel, RecurrentPreTrainedModel
 from rsa_hf.models.recurrent_encoder_decoder.configuration_recurrent_encoder_decoder import (
     RecurrentEncoderDecoderConfig,
 )
-from rsa_hf.models.segments import require_shapes
+from rsa_hf.models.segments import SegmentGenerationMixin, require_shapes
 
-__all__ = [
-    "RecurrentEncoder",
-    "RecurrentEncoderDecoderForConditionalGeneration",
-    "RecurrentEncoderDecoderModel",
-    "RecurrentEncoderDecoderOutput",
-    "RecurrentEncoderOutput",
-]
+__all__ = ["RecurrentEncoderDecoderForConditionalGeneration", "RecurrentEncoderDecoderModel"]
 
 
 @dataclass
@@ -75,7 +68,7 @@ class RecurrentEncoderDecoderOutput(ModelOutput):
 
 
 class RecurrentEncoderDecoderPreTrainedModel(RecurrentPreTrainedModel):
-    """Initialisation, and what transformers needs to know of the models."""
+    """Base of encoder, decoder and both."""
 
     config_class = RecurrentEncoderDecoderConfig  # type: ignore[assignment]
     config: RecurrentEncoderDecoderConfig  # type: ignore[assignment]
@@ -84,22 +77,16 @@ class RecurrentEncoderDecoderPreTrainedModel(RecurrentPreTrainedModel):
 class RecurrentEncoder(RecurrentEncoderDecoderPreTrainedModel):
     """The encoder: a recurrent network, and where it is bidirectional a map of its last states to the context."""
 
+    base_model_prefix = "network"  # which has the embedding table
+
     def __init__(self, config: RecurrentEncoderDecoderConfig) -> None:
         super().__init__(config)
         n = config.hidden_size
-        self.network = RecurrentModel(config.encoder_config())
+        self.network = RecurrentModel(config.of_stack(config.bidirectional))
         self.parts = 2 if config.cell == "lstm" else 1
         maps = config.num_hidden_layers * self.parts if config.bidirectional else 0
         self.projections = nn.ModuleList(nn.Linear(2 * n, n) for _ in range(maps))
         self.post_init()  # type: ignore[no-untyped-call]
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The embedding table."""
-        return self.network.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the embedding table."""
-        self.network.set_input_embeddings(value)
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -118,9 +105,6 @@ class RecurrentEncoder(RecurrentEncoderDecoderPreTrainedModel):
                 `pad_token_id`; give a mask where that is also another token's.
             inputs_embeds: shape [B, S, n], in place of `input_ids`.
             output_hidden_states: return the embeddings and every layer's output.
-
-        Raises:
-            ValueError: both or neither of `input_ids` and `inputs_embeds`.
         """
         if attention_mask is None and input_ids is not None:
             attention_mask = (input_ids != self.config.pad_token_id).long()
@@ -143,7 +127,7 @@ class RecurrentEncoderDecoderModel(RecurrentEncoderDecoderPreTrainedModel):
     def __init__(self, config: RecurrentEncoderDecoderConfig) -> None:
         super().__init__(config)
         self.encoder = RecurrentEncoder(config)
-        self.decoder = RecurrentModel(config.decoder_config())
+        self.decoder = RecurrentModel(config.of_stack(bidirectional=False))
         self.decoder.set_input_embeddings(self.encoder.get_input_embeddings())
         self.post_init()  # type: ignore[no-untyped-call]
 
@@ -196,6 +180,7 @@ class RecurrentEncoderDecoderModel(RecurrentEncoderDecoderPreTrainedModel):
         """
         if (decoder_input_ids is None) == (decoder_inputs_embeds is None):
             raise ValueError("give exactly one of decoder_input_ids and decoder_inputs_embeds (or labels).")
+        use_cache = self.config.use_cache if use_cache is None else use_cache
         encoded = RecurrentEncoderOutput()
         if state is None:
             if encoder_outputs is None:
@@ -207,12 +192,7 @@ class RecurrentEncoderDecoderModel(RecurrentEncoderDecoderPreTrainedModel):
             require_shapes("context", [context], [needed])
             state = context.unsqueeze(3).unbind(1)
         outputs = self.decoder(
-            decoder_input_ids,
-            decoder_attention_mask,
-            state,
-            decoder_inputs_embeds,
-            self.config.use_cache if use_cache is None else use_cache,
-            output_hidden_states,
+            decoder_input_ids, decoder_attention_mask, state, decoder_inputs_embeds, use_cache, output_hidden_states
         )
         return RecurrentEncoderDecoderOutput(
             last_hidden_state=outputs.last_hidden_state,
@@ -224,7 +204,7 @@ class RecurrentEncoderDecoderModel(RecurrentEncoderDecoderPreTrainedModel):
         )
 
 
-class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPreTrainedModel, GenerationMixin):
+class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPreTrainedModel, SegmentGenerationMixin):
     """An encoder-decoder RNN that predicts the next token of the target."""
 
     _tied_weights_keys = {"lm_head.weight": "model.encoder.network.embeddings.weight"}  # noqa: RUF012
@@ -247,18 +227,13 @@ class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPre
     ) -> RecurrentEncoderDecoderOutput:
         """Logits of the target's tokens, and the loss.
 
-        Args:
-            input_ids: as of `RecurrentEncoderDecoderModel.forward`.
-            attention_mask: see there.
-            decoder_input_ids: see there; None: the labels one step later, behind `decoder_start_token_id`.
-            decoder_inputs_embeds: see there.
-            labels: the targets, shape [B, T]: logits t are those of label t (they are not shifted here, but what the
-                decoder reads is); −100 is not counted.
-            **kwargs: other arguments of `RecurrentEncoderDecoderModel.forward`; for the loss `num_items_in_batch`.
+        Takes the arguments of the base model, and `labels`, the targets, shape [B, T]: logits t are those of label t
+        (they are not shifted here); −100 is not counted. Without `decoder_input_ids` the decoder reads the labels one
+        step later, behind `decoder_start_token_id`.
         """
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-        outputs = self.model(
+        outputs: RecurrentEncoderDecoderOutput = self.model(
             input_ids,
             attention_mask,
             decoder_input_ids,
@@ -272,16 +247,12 @@ class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPre
             loss = self.loss_function(
                 logits=logits, labels=None, shift_labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
-        return RecurrentEncoderDecoderOutput(**{**outputs, "last_hidden_state": None, "loss": loss, "logits": logits})
+        return replace(outputs, last_hidden_state=None, loss=loss, logits=logits)
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """What the decoder reads to predict labels [B, T]: the labels one step later (teacher forcing)."""
         before = nn.functional.pad(labels[:, :-1], (1, 0), value=self.config.decoder_start_token_id)
         return before.masked_fill(before == -100, self.config.pad_token_id)
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
 
     def prepare_inputs_for_generation(  # type: ignore[override]
         self,
@@ -305,6 +276,3 @@ class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPre
             "use_cache": use_cache,
             "output_hidden_states": output_hidden_states,
         }
-
-    def _reorder_cache(self, state: Sequence[Tensor], beams: Tensor) -> tuple[Tensor, ...]:
-        return tuple(part.index_select(0, beams.to(part.device)) for part in state)

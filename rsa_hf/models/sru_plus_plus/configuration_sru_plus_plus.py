@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
@@ -27,9 +27,6 @@ class SRUPlusPlusConfig(PreTrainedConfig):
         layer_norm_epsilon: of all layer normalisations.
         tie_word_embeddings: the language model's softmax uses the embedding table.
         use_cache: return the state.
-
-    Raises:
-        ValueError: a field has a value that is not allowed; the message names it.
     """
 
     model_type = "sru_plus_plus"
@@ -50,13 +47,3 @@ class SRUPlusPlusConfig(PreTrainedConfig):
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.projection_size % self.num_attention_heads:
-            raise ValueError(
-                f"projection_size={self.projection_size}: a multiple of num_attention_heads="
-                f"{self.num_attention_heads} is needed."
-            )
-        if self.mem_len < 0:
-            raise ValueError(f"mem_len={self.mem_len}: a number ≥ 0 is needed; 0 is no memory.")
-        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]

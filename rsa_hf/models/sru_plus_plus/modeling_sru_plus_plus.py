@@ -30,7 +30,7 @@ Segments equal one long text as long as the memory reaches back to where the tex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,37 +38,29 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from rsa_hf.models.attention import eager_attention_forward, visibility
+from rsa_hf.models.attention import InterfaceAttention, visibility
 from rsa_hf.models.segments import (
     SegmentForCausalLM,
     SegmentForSequenceClassification,
+    SegmentPreTrainedModel,
     StateOutput,
     require_shapes,
 )
 from rsa_hf.models.sru_plus_plus.configuration_sru_plus_plus import SRUPlusPlusConfig
 
-__all__ = [
-    "SRUPlusPlusForCausalLM",
-    "SRUPlusPlusForSequenceClassification",
-    "SRUPlusPlusModel",
-    "SRUPlusPlusPreTrainedModel",
-]
+__all__ = ["SRUPlusPlusForCausalLM", "SRUPlusPlusForSequenceClassification", "SRUPlusPlusModel"]
 
 
-class SRUPlusPlusAttention(nn.Module):
+class SRUPlusPlusAttention(InterfaceAttention):
     """From a layer's inputs to U."""
 
-    is_causal = True
-
-    def __init__(self, config: SRUPlusPlusConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
+    def __init__(self, config: SRUPlusPlusConfig) -> None:
         d, small = config.hidden_size, config.projection_size
-        self.head_dim = small // config.num_attention_heads
+        head_dim = small // config.num_attention_heads
+        super().__init__(config, head_dim**-0.5, config.attention_dropout)
+        self.heads = (config.num_attention_heads, head_dim)
         self.q_proj = nn.Linear(d, small, bias=False)
         self.kv_proj = nn.Linear(small, 2 * small, bias=False)  # W_k above W_v
         self.o_proj = nn.Linear(small, 3 * d, bias=False)
@@ -77,37 +69,20 @@ class SRUPlusPlusAttention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor, memory: Tensor | None, visible: Tensor) -> tuple[Tensor, Tensor | None]:
-        """U of a segment behind a memory.
-
-        Args:
-            hidden: the segment's inputs, [B, T, d].
-            memory: those of the positions before it, [B, M, d].
-            visible: which keys each query sees, [B or 1, 1, T, M + T].
-
-        Returns:
-            U, [B, T, 3d], and the attention weights, [B, H, T, M + T] or None.
-        """
-        B, T, _ = hidden.shape
-        heads = (self.config.num_attention_heads, self.head_dim)
+        """U, [B, T, 3d], of a segment, [B, T, d], behind a memory, [B, M, d]; and the attention weights or None."""
         Q = self.q_proj(hidden if memory is None else torch.cat([memory, hidden], dim=1))
-        key, value = self.kv_proj(Q).unflatten(-1, (2, *heads)).permute(2, 0, 3, 1, 4)
-        Q = Q[:, -T:]
-        attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        A, weights = attention(
-            self,
-            Q.unflatten(-1, heads).transpose(1, 2),
-            key,
-            value,
-            visible,
-            scaling=self.head_dim**-0.5,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-        )
-        return self.o_proj(self.dropout(self.layer_norm(Q + self.alpha * A.reshape(B, T, -1)))), weights
+        key, value = self.kv_proj(Q).unflatten(-1, (2, *self.heads)).permute(2, 0, 3, 1, 4)
+        Q = Q[:, -hidden.shape[1] :]
+        A, weights = self.attend(Q.unflatten(-1, self.heads).transpose(1, 2), key, value, visible)
+        return self.o_proj(self.dropout(self.layer_norm(Q + self.alpha * A))), weights
 
 
-class _Cells(torch.autograd.Function):
+class Cells(torch.autograd.Function):
+    """All c[t] = f[t] ⊙ c[t−1] + (1 − f[t]) ⊙ U²[t], f[t] = σ(forget[t] + v ⊙ c[t−1]), [B, T, d]. Differentiable once.
+
+    Called with forget = U⁰ + b, [B, T, d], ∞ where the cell is to stay as it is; U², [B, T, d]; v, [d]; c[−1], [B, d].
+    """
+
     @staticmethod
     def forward(ctx: Any, forget: Tensor, candidate: Tensor, weight: Tensor, first: Tensor) -> Tensor:
         cell, found = first, []
@@ -141,28 +116,12 @@ def _cells_before(first: Tensor, found: Tensor) -> Tensor:
     return torch.cat([first[:, None], found[:, :-1]], dim=1)
 
 
-def cells(forget: Tensor, candidate: Tensor, weight: Tensor, first: Tensor) -> Tensor:
-    """All c[t] = f[t] ⊙ c[t−1] + (1 − f[t]) ⊙ candidate[t], f[t] = σ(forget[t] + weight ⊙ c[t−1]).
-
-    Args:
-        forget: U⁰ + b, shape [B, T, d], T ≥ 1; ∞ where the cell is to stay as it is.
-        candidate: U², [B, T, d].
-        weight: v, [d].
-        first: c[−1], [B, d].
-
-    Returns:
-        Shape [B, T, d]. Differentiable once.
-    """
-    found: Tensor = _Cells.apply(forget, candidate, weight, first)  # type: ignore[no-untyped-call]
-    return found
-
-
 class SRUPlusPlusLayer(GradientCheckpointingLayer):
     """Attention, then the elementwise recurrence."""
 
-    def __init__(self, config: SRUPlusPlusConfig, layer_idx: int) -> None:
+    def __init__(self, config: SRUPlusPlusConfig) -> None:
         super().__init__()
-        self.attention = SRUPlusPlusAttention(config, layer_idx)
+        self.attention = SRUPlusPlusAttention(config)
         d = config.hidden_size
         self.forget_weight = nn.Parameter(torch.empty(d))
         self.forget_bias = nn.Parameter(torch.empty(d))
@@ -172,17 +131,14 @@ class SRUPlusPlusLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden: Tensor, memory: Tensor | None, visible: Tensor, cell: Tensor | None, real: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """One layer over a segment; the recurrence is computed in float32 or better.
+        """From the inputs, [B, T, d], to the outputs and the cell behind the segment, [B, d], in float32 or better.
 
         Args:
-            hidden: the segment's inputs, [B, T, d].
+            hidden: the segment's inputs.
             memory: those of the positions before it, [B, M, d].
             visible: which keys each query sees, [B or 1, 1, T, M + T].
             cell: the cell before the segment, [B, d]; None: zeros.
             real: [B, T], False for padding, which leaves the cell as it is; None: there is no padding.
-
-        Returns:
-            The outputs, [B, T, d], and the cell behind the segment, [B, d].
         """
         U, _ = self.attention(hidden, memory, visible)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -191,25 +147,19 @@ class SRUPlusPlusLayer(GradientCheckpointingLayer):
         forget = forget + self.forget_bias.to(dtype)
         if real is not None:
             forget = forget.masked_fill(~real[..., None], torch.inf)
-        found = cells(forget, candidate, self.forget_weight.to(dtype), first)
+        found: Tensor = Cells.apply(forget, candidate, self.forget_weight.to(dtype), first)  # type: ignore[no-untyped-call]
         before = _cells_before(first, found)
         r = torch.sigmoid(highway + self.highway_bias.to(dtype) + self.highway_weight.to(dtype) * before)
         return torch.lerp(hidden.to(dtype), found, r).to(hidden.dtype), found[:, -1]
 
 
-class SRUPlusPlusPreTrainedModel(PreTrainedModel):
-    """Initialisation, and what transformers and `rsa_hf.models.segments` need to know of the models."""
+class SRUPlusPlusPreTrainedModel(SegmentPreTrainedModel):
+    """Initialisation, and what differs from other models that carry a state."""
 
     config_class = SRUPlusPlusConfig
     config: SRUPlusPlusConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    segment_state = "state"
     memory_settings = ("mem_len",)
-    _input_embed_layer = "embeddings"
-    _supports_sdpa = True
     _no_split_modules = ["SRUPlusPlusLayer"]  # noqa: RUF012  (transformers' own type)
-    _skip_keys_device_placement = ["state"]  # noqa: RUF012
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": SRUPlusPlusLayer,
         "attentions": OutputRecorder(SRUPlusPlusAttention, index=1),
@@ -240,7 +190,7 @@ class SRUPlusPlusModel(SRUPlusPlusPreTrainedModel):
         super().__init__(config)
         self.embeddings: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(SRUPlusPlusLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(SRUPlusPlusLayer(config) for _ in range(config.num_hidden_layers))
         self.post_init()  # type: ignore[no-untyped-call]
 
     @capture_outputs  # type: ignore[untyped-decorator]
@@ -265,13 +215,8 @@ class SRUPlusPlusModel(SRUPlusPlusPreTrainedModel):
                 here.
             inputs_embeds: shape [B, T, d], instead of `input_ids`.
             use_cache: return the state; None: as the config says.
-
-        Raises:
-            ValueError: both or neither of `input_ids` and `inputs_embeds`; a state that does not fit.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds.")
-        hidden: Tensor = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden = self.embed(self.embeddings, input_ids, inputs_embeds)
         (B, T, d), L, M = hidden.shape, len(self.layers), 0
         before: list[Tensor | None] = [None] * (2 * L)
         if state is not None:
@@ -295,7 +240,6 @@ class SRUPlusPlusForCausalLM(SRUPlusPlusPreTrainedModel, SegmentForCausalLM):
     """SRU++ with a softmax over the next token."""
 
     base_class = SRUPlusPlusModel
-    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012  (as transformers declares it)
 
 
 class SRUPlusPlusForSequenceClassification(SRUPlusPlusPreTrainedModel, SegmentForSequenceClassification):

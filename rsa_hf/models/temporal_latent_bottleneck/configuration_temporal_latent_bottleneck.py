@@ -56,15 +56,6 @@ class TemporalLatentBottleneckConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.chunk_size < 2:
-            raise ValueError(
-                f"chunk_size={self.chunk_size}: a number ≥ 2 is needed; a chunk of one token has nothing to attend to."
-            )
-        if self.hidden_size % 2 or self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size={self.hidden_size}: an even number that num_attention_heads={self.num_attention_heads} "
-                "divides is needed."
-            )
         if self.cross_attention_every > self.num_hidden_layers:
             raise ValueError(
                 f"cross_attention_every={self.cross_attention_every}: at most num_hidden_layers="

@@ -27,7 +27,7 @@ chunks the slow stream is the recurrence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -35,13 +35,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
-from rsa_hf.models.attention import eager_attention_forward, sinusoids
+from rsa_hf.models.attention import InterfaceAttention, sinusoids
 from rsa_hf.models.segments import (
     SegmentForCausalLM,
     SegmentForSequenceClassification,
+    SegmentPreTrainedModel,
     StateOutput,
     require_shapes,
 )
@@ -53,7 +53,6 @@ __all__ = [
     "TemporalLatentBottleneckForCausalLM",
     "TemporalLatentBottleneckForSequenceClassification",
     "TemporalLatentBottleneckModel",
-    "TemporalLatentBottleneckPreTrainedModel",
 ]
 
 
@@ -136,76 +135,55 @@ def merged(earlier: Tensor | None, new: Tensor, is_earlier: Tensor | None) -> Te
     return torch.where(chosen, earlier.to(new.dtype), new)
 
 
-class SelfAttention(nn.Module):
+class StreamAttention(InterfaceAttention):
+    """Base of self- and cross-attention."""
+
+    def __init__(self, config: TemporalLatentBottleneckConfig) -> None:
+        head_dim = config.hidden_size // config.num_attention_heads
+        super().__init__(config, head_dim**-0.5, config.attention_dropout)
+        self.heads = (config.num_attention_heads, head_dim)
+
+
+class SelfAttention(StreamAttention):
     """Causal attention within a chunk, where RSA heads belong."""
 
-    is_causal = True
-
-    def __init__(self, config: TemporalLatentBottleneckConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
+    def __init__(self, config: TemporalLatentBottleneckConfig) -> None:
+        super().__init__(config)
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
         self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(
         self, hidden: Tensor, visible: Tensor, earlier: Tensor | None, is_earlier: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Attend to what the chunk holds so far.
+        """From the last T of S slots, [B, T, n], to as much, and the keys and values of all slots, [B, 2, H, S, D].
 
         Args:
-            hidden: [B, T, n], the tokens in the last T of S slots.
+            hidden: of the tokens.
             visible: which slots each token sees, [1, 1, T, S].
             earlier: keys and values of the tokens of earlier segments, [B, 2, H, M, D].
             is_earlier: as of `merged`.
-
-        Returns:
-            [B, T, n], and the keys and values of all S slots, [B, 2, H, S, D].
         """
-        heads = self.config.num_attention_heads
-        query, key, value = self.qkv(hidden).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = self.qkv(hidden).unflatten(-1, (3, *self.heads)).permute(2, 0, 3, 1, 4)
         keys_values = merged(earlier, torch.stack([key, value], dim=1), is_earlier)
-        return self.out(_attend(self, query, keys_values[:, 0], keys_values[:, 1], visible)), keys_values
+        return self.out(self.attend(query, keys_values[:, 0], keys_values[:, 1], visible)[0]), keys_values
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(StreamAttention):
     """Attention of one stream to the other. They have no common axis of time, so it is never patched."""
 
     is_causal = False
 
     def __init__(self, config: TemporalLatentBottleneckConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.key_value = nn.Linear(config.hidden_size, 2 * config.hidden_size, bias=False)
         self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, other: Tensor) -> Tensor:
         """[B, T, n] and the other stream's [B, S, n] → [B, T, n]."""
-        heads = self.config.num_attention_heads
-        query = self.query(hidden).unflatten(-1, (heads, -1)).transpose(1, 2)
-        key, value = self.key_value(other).unflatten(-1, (2, heads, -1)).permute(2, 0, 3, 1, 4)
-        return cast(Tensor, self.out(_attend(self, query, key, value, None)))
-
-
-def _attend(
-    module: SelfAttention | CrossAttention, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None
-) -> Tensor:
-    """Through transformers' attention interface: [B, H, T, D] → [B, T, n]."""
-    config = module.config
-    attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
-        config._attn_implementation, eager_attention_forward
-    )
-    output, _ = attention(
-        module,
-        query,
-        key,
-        value,
-        visible,
-        scaling=(config.hidden_size // config.num_attention_heads) ** -0.5,
-        dropout=config.attention_dropout if module.training else 0.0,
-    )
-    return output.flatten(2)
+        query = self.query(hidden).unflatten(-1, self.heads).transpose(1, 2)
+        key, value = self.key_value(other).unflatten(-1, (2, *self.heads)).permute(2, 0, 3, 1, 4)
+        return cast(Tensor, self.out(self.attend(query, key, value, None)[0]))
 
 
 class FeedForward(nn.Sequential):
@@ -244,7 +222,7 @@ class FastLayer(GradientCheckpointingLayer):
     def __init__(self, config: TemporalLatentBottleneckConfig, layer_idx: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.attention = SelfAttention(config, layer_idx)
+        self.attention = SelfAttention(config)
         self.drop = nn.Dropout(config.dropout)
         self.feed_forward = FeedForward(config)
         is_last_of_R = (layer_idx + 1) % config.cross_attention_every == 0
@@ -260,18 +238,12 @@ class FastLayer(GradientCheckpointingLayer):
         return hidden if self.cross is None else self.cross(hidden, states), keys_values
 
 
-class TemporalLatentBottleneckPreTrainedModel(PreTrainedModel):
-    """Initialisation, and what transformers and `rsa_hf.models.segments` need to know of the models."""
+class TemporalLatentBottleneckPreTrainedModel(SegmentPreTrainedModel):
+    """Initialisation, and what differs from other models that carry a state."""
 
     config_class = TemporalLatentBottleneckConfig
     config: TemporalLatentBottleneckConfig
-    base_model_prefix = "model"
-    segment_state = "state"
-    supports_gradient_checkpointing = True
-    _input_embed_layer = "embeddings"
-    _supports_sdpa = True
     _no_split_modules = ["FastLayer"]  # noqa: RUF012  (transformers' own type)
-    _skip_keys_device_placement = ["state"]  # noqa: RUF012
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -331,13 +303,8 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
             use_cache: return the state; None: as the config says.
             output_hidden_states: return the fast stream's input, and the output of each of its layers, the last one
                 normalised.
-
-        Raises:
-            ValueError: both or neither of `input_ids` and `inputs_embeds`; a state that does not fit.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds.")
-        embedded: Tensor = self.embeddings(input_ids) * self.scale if inputs_embeds is None else inputs_embeds
+        embedded = self.embed(lambda tokens: self.embeddings(tokens) * self.scale, input_ids, inputs_embeds)
         T, n = embedded.shape[1:]
         K, device = self.config.chunk_size, embedded.device
         states, chunk, filled = self._begin(state, embedded)
@@ -442,7 +409,6 @@ class TemporalLatentBottleneckForCausalLM(TemporalLatentBottleneckPreTrainedMode
     """A Temporal Latent Bottleneck that predicts the next token."""
 
     base_class = TemporalLatentBottleneckModel
-    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012  (as transformers declares it)
 
 
 class TemporalLatentBottleneckForSequenceClassification(

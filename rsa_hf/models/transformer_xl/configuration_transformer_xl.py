@@ -100,8 +100,6 @@ class TransformerXLConfig(PreTrainedConfig):
             )
         if len(self.projections_tied) != bands:
             raise ValueError(f"tie_projs={self.tie_projs}: one entry for each of the {bands} bands is needed.")
-        if self.d_model % 2:
-            raise ValueError(f"d_model={self.d_model}: an even number is needed, half sines and half cosines.")
         if self.mem_len < 0 or (self.same_length and self.mem_len == 0):
             raise ValueError(
                 f"mem_len={self.mem_len}: a number ≥ 0 is needed, and ≥ 1 with same_length=True, whose window it is. "
@@ -110,10 +108,6 @@ class TransformerXLConfig(PreTrainedConfig):
         if kwargs.get("attn_type", 0) != 0:
             raise ValueError(
                 f"attn_type={kwargs['attn_type']}: only 0, the relative positions of the paper, is implemented."
-            )
-        if kwargs.get("sample_softmax", -1) > 0:
-            raise ValueError(
-                f"sample_softmax={kwargs['sample_softmax']}: the sampled softmax is not implemented; use -1."
             )
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
 

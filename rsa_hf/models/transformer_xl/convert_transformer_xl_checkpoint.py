@@ -36,10 +36,6 @@ _RENAMED = (
 # Computed, or the embedding's projections a second time.
 _LEFT_OUT = re.compile(r"^(transformer\.pos_emb\.inv_freq|crit\.shared_out_projs\.\d+)$")
 _RENAMED_FIELDS = {"n_token": "vocab_size", "tie_weight": "tie_word_embeddings"}
-_FIELDS = (
-    *("n_token", "n_layer", "n_head", "d_model", "d_head", "d_inner", "dropout", "dropatt", "tie_weight", "d_embed"),
-    *("div_val", "tie_projs", "pre_lnorm", "mem_len", "cutoffs", "same_length", "attn_type", "clamp_len"),
-)
 # Classes of NVIDIA's training script that its checkpoints hold beside the weights; they are not needed.
 _VOCABULARIES = ("utils.vocabulary.Vocab", "utils.vocabulary.OpenAIVocab", "vocabulary.Vocab", "data_utils.Vocab")
 
@@ -72,23 +68,16 @@ def convert_checkpoint(
         config = _read_config(content["model_config"])
     model = TransformerXLForCausalLM(config)
     state = _to_our_layout(content.get("model_state", content))
-    expected = model.state_dict()
-    tied = model.all_tied_weights_keys
-    missing = set(expected) - set(state) - set(tied)
-    unexpected = set(state) - set(expected)
-    shapes = {key for key in set(state) & set(expected) if state[key].shape != expected[key].shape}
-    if missing or unexpected or shapes:
-        raise ValueError(
-            f"{source} does not have the layout of the original Transformer-XL, or not this architecture: missing are "
-            f"{sorted(missing)[:5]}, unexpected are {sorted(unexpected)[:5]}, of another shape are "
-            f"{[(key, tuple(state[key].shape), tuple(expected[key].shape)) for key in sorted(shapes)[:5]]}."
-        )
-    for target, origin in tied.items():
+    for target, origin in model.all_tied_weights_keys.items():
         # A file holds a tied parameter once or twice.
-        if target in state and not torch.equal(state[target], state[origin]):
+        if origin in state and not torch.equal(state.setdefault(target, state[origin]), state[origin]):
             raise ValueError(f"the config ties {target} to {origin}, but {source} has different values for them.")
-    model.load_state_dict(state, strict=False)
-    model.tie_weights()
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{source} does not have the layout of the original Transformer-XL, or not this architecture. {error}"
+        ) from error
     with storage_errors(Path(output)):
         model.save_pretrained(output)
     return model
@@ -133,5 +122,6 @@ class _Ignored:
 
 
 def _read_config(fields: Mapping[str, Any]) -> TransformerXLConfig:
-    known = {_RENAMED_FIELDS.get(name, name): fields[name] for name in _FIELDS if fields.get(name) is not None}
-    return TransformerXLConfig(**known, untie_r=False, zero_memory=False)
+    named = {_RENAMED_FIELDS.get(name, name): value for name, value in fields.items() if value is not None}
+    known = {name: named[name] for name in (*TransformerXLConfig.__annotations__, "attn_type") if name in named}
+    return TransformerXLConfig(**{**known, "untie_r": False, "zero_memory": False})

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -31,25 +31,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from rsa_hf.models.attention import eager_attention_forward, sinusoids, visibility
+from rsa_hf.models.attention import InterfaceAttention, sinusoids, visibility
 from rsa_hf.models.segments import (
     MemoryOutput,
     SegmentForCausalLM,
     SegmentForSequenceClassification,
+    SegmentPreTrainedModel,
     require_shapes,
 )
 from rsa_hf.models.transformer_xl.configuration_transformer_xl import TransformerXLConfig
-from rsa_hf.utils.brief import shorten
 
-__all__ = [
-    "TransformerXLForCausalLM",
-    "TransformerXLForSequenceClassification",
-    "TransformerXLModel",
-    "TransformerXLPreTrainedModel",
-]
+__all__ = ["TransformerXLForCausalLM", "TransformerXLForSequenceClassification", "TransformerXLModel"]
 
 
 class Bands:
@@ -161,18 +155,6 @@ class AdaptiveLogSoftmax(nn.Module):
         return F.linear(hidden, weight, bias).log_softmax(dim=-1, dtype=torch.float32)
 
 
-def tied_parameters(config: TransformerXLConfig) -> dict[str, str]:
-    """Names of the softmax's parameters that are the embedding's own, each with its name there."""
-    bands = Bands(config)
-    tied: dict[str, str] = {}
-    if config.tie_word_embeddings:
-        tied |= {f"out_layers.{i}.weight": f"emb_layers.{i}.weight" for i in range(len(bands.tables))}
-    if bands.projected:
-        shared = [i for i, tie in enumerate(config.projections_tied) if tie]
-        tied |= {f"out_projs.{i}": f"emb_projs.{0 if bands.one_table else i}" for i in shared}
-    return tied
-
-
 def relative_scores(query: Tensor, position: Tensor) -> Tensor:
     """Scores of each query with the position of each key (paper, appendix B), for the keys that it may see.
 
@@ -193,16 +175,11 @@ def relative_scores(query: Tensor, position: Tensor) -> Tensor:
     return scores.view(H, B, T * R)[..., T:].view(H, B, T, R - 1).transpose(0, 1)
 
 
-class TransformerXLAttention(nn.Module):
+class TransformerXLAttention(InterfaceAttention):
     """Attention over the memory and the segment with relative positions, with residual and layer normalisation."""
 
-    is_causal = True
-
-    def __init__(self, config: TransformerXLConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.scaling = config.d_head**-0.5
+    def __init__(self, config: TransformerXLConfig) -> None:
+        super().__init__(config, config.d_head**-0.5, config.dropatt)
         inner = config.n_head * config.d_head
         self.qkv_net = nn.Linear(config.d_model, 3 * inner, bias=False)
         self.r_net = nn.Linear(config.d_model, inner, bias=False)
@@ -221,40 +198,25 @@ class TransformerXLAttention(nn.Module):
         visible: Tensor,
         biases: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """One layer's attention.
+        """From the segment, [B, T, d_model], to as much, and the attention weights, [B, H, T, S] or None.
 
         Args:
-            hidden: the segment, [B, T, d_model].
+            hidden: the segment.
             memory: what the layer saw before it, [B, M, d_model].
             positions: R of the distances S … 0, [S + 1, d_model].
             visible: which keys each query sees, [B or 1, 1, T, S].
             biases: u and v where all layers share them, [H, D].
-
-        Returns:
-            [B, T, d_model], and the attention weights [B, H, T, S] or None.
         """
-        B, T, _ = hidden.shape
         heads = (self.config.n_head, self.config.d_head)
         text = hidden if memory is None else torch.cat([memory, hidden], dim=1)
         text = self.layer_norm(text) if self.config.pre_lnorm else text
         query, key, value = self.qkv_net(text).unflatten(-1, (3, *heads)).permute(2, 0, 3, 1, 4)
-        query = query[:, :, -T:]
+        query = query[:, :, -hidden.shape[1] :]
         position = self.r_net(positions).unflatten(-1, heads).transpose(0, 1)
         u, v = (self.r_w_bias, self.r_r_bias) if biases is None else biases
-        attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        output, weights = attention(
-            self,
-            query + u[:, None],
-            key,
-            value,
-            visible,
-            position_bias=relative_scores((query + v[:, None]) * self.scaling, position),
-            scaling=self.scaling,
-            dropout=self.config.dropatt if self.training else 0.0,
-        )
-        hidden = hidden + self.drop(self.o_net(output.reshape(B, T, -1)))
+        bias = relative_scores((query + v[:, None]) * self.scaling, position)
+        output, weights = self.attend(query + u[:, None], key, value, visible, position_bias=bias)
+        hidden = hidden + self.drop(self.o_net(output))
         return hidden if self.config.pre_lnorm else self.layer_norm(hidden), weights
 
 
@@ -283,9 +245,9 @@ class TransformerXLFeedForward(nn.Module):
 class TransformerXLLayer(GradientCheckpointingLayer):
     """Attention over memory and segment, then the feed-forward layer."""
 
-    def __init__(self, config: TransformerXLConfig, layer_idx: int) -> None:
+    def __init__(self, config: TransformerXLConfig) -> None:
         super().__init__()
-        self.dec_attn = TransformerXLAttention(config, layer_idx)
+        self.dec_attn = TransformerXLAttention(config)
         self.pos_ff = TransformerXLFeedForward(config)
 
     def forward(
@@ -300,17 +262,14 @@ class TransformerXLLayer(GradientCheckpointingLayer):
         return cast(Tensor, self.pos_ff(self.dec_attn(hidden, memory, positions, visible, biases)[0]))
 
 
-class TransformerXLPreTrainedModel(PreTrainedModel):
-    """Loading and initialisation, and what transformers and `rsa_hf.models.segments` need to know of the models."""
+class TransformerXLPreTrainedModel(SegmentPreTrainedModel):
+    """Initialisation, and what differs from other models that carry a state."""
 
     config_class = TransformerXLConfig
     base_model_prefix = "transformer"
     segment_state = "mems"
     memory_settings = ("mem_len", "same_length", "clamp_len")
-    supports_gradient_checkpointing = True
-    _supports_sdpa = True
     _no_split_modules = ["TransformerXLLayer"]  # noqa: RUF012  (transformers' own type)
-    _skip_keys_device_placement = ["mems"]  # noqa: RUF012
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": TransformerXLLayer,
         "attentions": OutputRecorder(TransformerXLAttention, index=1),
@@ -320,33 +279,6 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
         r"pos_emb\.inv_freq$",
         r"layers\.\d+\.dec_attn\.r_[rw]_bias$",
     ]
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As `PreTrainedModel.from_pretrained`, but a checkpoint that does not fill the model is refused.
-
-        Checkpoints of the original implementation and of NVIDIA's would load with a warning, and be random in part.
-
-        Raises:
-            ValueError: the checkpoint has another layout.
-        """
-        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        model, info = loaded
-        _require_layout(model, set(info["missing_keys"]), set(info["unexpected_keys"]))
-        return (model, info) if output_loading_info else model
-
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """As `PreTrainedModel.resize_token_embeddings`, of a model without cutoffs.
-
-        Raises:
-            NotImplementedError: the model has cutoffs: tokens are sorted by frequency there, so none can be added.
-        """
-        if self.config.cutoffs and new_num_tokens not in (None, self.config.vocab_size):
-            raise NotImplementedError(
-                f"cutoffs={self.config.cutoffs}: an adaptive vocabulary is sorted by frequency and cannot be resized. "
-                "Build a model with another vocab_size, or without cutoffs."
-            )
-        return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -361,23 +293,6 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
                 init.normal_(parameter, std=std)
 
 
-def _require_layout(model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> None:
-    """Refuse a checkpoint that lacks parameters of the model, or has others; a whole head may differ."""
-    own = set(model.state_dict()) - set(model.all_tied_weights_keys)
-    for head in ("crit", "score"):
-        keys = {key for key in own if key.startswith(f"{head}.")}
-        if not keys:
-            unexpected = {key for key in unexpected if not key.startswith(f"{head}.")}
-        elif keys <= missing:
-            missing = missing - keys
-    if missing or unexpected:
-        raise ValueError(
-            f"the checkpoint does not have the layout of {type(model).__name__}: missing are "
-            f"{shorten(sorted(missing)) or 'none'}; unexpected are {shorten(sorted(unexpected)) or 'none'}. Convert "
-            "files of the original implementation or of NVIDIA's with `rsa-hf convert-transformer-xl`."
-        )
-
-
 class TransformerXLModel(TransformerXLPreTrainedModel):
     """Transformer-XL without a head."""
 
@@ -385,14 +300,14 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
         super().__init__(config)
         self.word_emb = AdaptiveEmbedding(config)
         self.drop = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(TransformerXLLayer(config, i) for i in range(config.n_layer))
+        self.layers = nn.ModuleList(TransformerXLLayer(config) for _ in range(config.n_layer))
         if not config.untie_r:
             self.r_w_bias = nn.Parameter(torch.empty(config.n_head, config.d_head))
             self.r_r_bias = nn.Parameter(torch.empty(config.n_head, config.d_head))
         self.post_init()  # type: ignore[no-untyped-call]
 
     def get_input_embeddings(self) -> nn.Module:
-        """The table of embeddings, or the adaptive embedding where there are several."""
+        """The embedding table; where there are several, the adaptive embedding."""
         tables = self.word_emb.emb_layers
         return tables[0] if len(tables) == 1 else self.word_emb
 
@@ -438,14 +353,9 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
                 last M ≤ `mem_len` positions, [B, M, d_model]. None: the text begins here.
             inputs_embeds: shape [B, T, d_model], instead of `input_ids`; not scaled any more.
             use_cache: return the memory for the next segment; None: as the config says.
-
-        Raises:
-            ValueError: both or neither of `input_ids` and `inputs_embeds`; a memory that does not fit.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds.")
         config = self.config
-        embedded: Tensor = self.word_emb(input_ids) if inputs_embeds is None else inputs_embeds
+        embedded = self.embed(self.word_emb, input_ids, inputs_embeds)
         B, T, d_model = embedded.shape
         if mems is None:
             mems = self.init_mems(B)
@@ -491,14 +401,18 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, SegmentForCausalLM)
     base_class = TransformerXLModel
 
     def build_head(self, config: TransformerXLConfig) -> None:
-        """The softmax. Projections are tied by a setting of their own."""
+        """The softmax, and which of its parameters are the embedding's: projections have a setting of their own."""
         self.crit = AdaptiveLogSoftmax(config)
-        self._tied_weights_keys = {
-            f"crit.{target}": f"transformer.word_emb.{source}" for target, source in tied_parameters(config).items()
-        }
+        bands, tied = self.crit.bands, dict[str, str]()
+        if config.tie_word_embeddings:
+            tied = {f"out_layers.{i}.weight": f"emb_layers.{i}.weight" for i in range(len(bands.tables))}
+        if bands.projected:
+            shared = [i for i, tie in enumerate(config.projections_tied) if tie]
+            tied |= {f"out_projs.{i}": f"emb_projs.{0 if bands.one_table else i}" for i in shared}
+        self._tied_weights_keys = {f"crit.{own}": f"transformer.word_emb.{source}" for own, source in tied.items()}
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """What is tied depends on more than `tie_word_embeddings`: see `tied_parameters`."""
+        """What is tied depends on more than `tie_word_embeddings`."""
         return dict(self._tied_weights_keys)
 
     def get_output_embeddings(self) -> nn.Module | None:
@@ -513,24 +427,17 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, SegmentForCausalLM)
         self, hidden: Tensor, kept: slice | Tensor, labels: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor | None, Tensor | None]:
         """Log-probabilities of the positions `kept`, and the loss of hidden states [B, T, d_model]."""
-        shift_labels = kwargs.get("shift_labels")
-        loss = None
-        if shift_labels is not None:
-            loss = self._loss(hidden, shift_labels, **kwargs)
-        elif labels is not None:
-            loss = self._loss(hidden[:, :-1], labels[:, 1:], **kwargs)
-        if loss is not None and self.training and self.config.cutoffs:
-            return None, loss
+        predicting, targets, loss = hidden, kwargs.get("shift_labels"), None
+        if targets is None and labels is not None:
+            predicting, targets = hidden[:, :-1], labels[:, 1:]
+        if targets is not None:
+            counted = targets != -100
+            total = self.crit.negative_log_likelihood(predicting[counted], targets[counted]).sum()
+            count = kwargs.get("num_items_in_batch")
+            loss = total / (counted.sum().clamp(min=1) if count is None else torch.as_tensor(count).to(total.device))
+            if self.training and self.config.cutoffs:
+                return None, loss
         return self.crit(hidden[:, kept]), loss
-
-    def _loss(
-        self, hidden: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None = None, **_: Any
-    ) -> Tensor:
-        counted = labels != -100
-        total = self.crit.negative_log_likelihood(hidden[counted], labels[counted]).sum()
-        if num_items_in_batch is not None:
-            return total / torch.as_tensor(num_items_in_batch, device=total.device)
-        return total / counted.sum().clamp(min=1)
 
 
 class TransformerXLForSequenceClassification(TransformerXLPreTrainedModel, SegmentForSequenceClassification):
