@@ -12,7 +12,7 @@ export OMP_NUM_THREADS = $(THREADS)
 PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(THREADS) --dist loadfile
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help venv test test-all test-reliability test-oldest test-newest test-python transformers-tests bench bench-gpu survey lint types docs demo devign reproduce clean
+.PHONY: help venv test test-all test-reliability test-oldest test-newest test-python transformers-tests bench bench-gpu survey programs dist first-hour lint types docs demo devign reproduce clean
 
 help:           ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/'
@@ -26,9 +26,10 @@ $(READY): pyproject.toml constraints.txt
 
 venv: $(READY)  ## Make the virtual environment
 
-lint: $(READY)  ## Formatting and lint
+lint: $(READY)  ## Formatting and lint, of the workflows too
 	$(BIN)/ruff format --check rsa_hf scripts tests
 	$(BIN)/ruff check rsa_hf scripts tests
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 types: $(READY) ## Type check
 	$(BIN)/mypy
@@ -89,6 +90,22 @@ devign: $(READY) ## Patched against unpatched MiniLM on 2,000 Devign functions, 
 
 reproduce: $(READY) ## The paper's claims at their quick size: writes RESULTS.md and results/reproduce/ (RSA_HF_DATA: data)
 	$(BIN)/rsa-hf reproduce all --quick
+
+programs:       ## TRL, lm-eval, sentence-transformers, … on patched models, in their own environment: writes PROGRAMS.md
+	$(PYTHON) -m venv .venv-programs
+	.venv-programs/bin/pip install --quiet torch==2.13.0
+	.venv-programs/bin/pip install --quiet --constraint constraints.txt --editable '.[demo,programs]' setuptools wheel ninja
+	DS_BUILD_OPS=0 .venv-programs/bin/pip install --quiet --no-build-isolation deepspeed
+	RSA_HF_PROGRAMS_PAGE=PROGRAMS.md .venv-programs/bin/python -m pytest -m 'slow or not slow' tests/programs
+
+first-hour: dist ## What a new user does first, from the wheel to a model on a stand-in for the Hub (10 minutes)
+	$(BIN)/python scripts/first_hour.py --wheel dist/*.whl --output outputs/first_hour
+
+dist: $(READY)  ## Wheel and sdist in dist/, checked and tried in a bare environment
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[release]'
+	rm -rf dist && $(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	scripts/try_wheel.sh $(PYTHON) dist/*.whl
 
 docs: $(READY)  ## The pages of docs/ and the others as a site, in outputs/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -71,8 +71,12 @@ def _install() -> None:
     install()
 
 
-# The hooks import transformers, which takes seconds; `rsa-hf --help` does without. Its commands install them.
-if _os.path.basename(_sys.argv[0] if _sys.argv else "") not in ("rsa-hf", "rsa-hf.exe"):
+# The hooks import transformers, which takes seconds. `rsa-hf --help` does without, and its commands install them;
+# `python -m rsa_hf.run` starts another Python that does.
+if (
+    _os.path.basename(_sys.argv[0] if _sys.argv else "") not in ("rsa-hf", "rsa-hf.exe")
+    and "rsa_hf.run" not in _sys.orig_argv
+):
     try:
         _install()
     except ImportError as _error:

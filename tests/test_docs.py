@@ -80,7 +80,7 @@ def test_the_code_of_a_page_runs_in_order(page, codebert, tmp_path, monkeypatch,
     exec(compile(code, page, "exec"), names)
     # The commands, on what the code has left; those that train in the next test.
     for words in commands(page):
-        if words[0] == "rsa-hf" and words[1] not in TRAINING:
+        if words[0] == "rsa-hf" and words[1] not in (*TRAINING, "run"):
             run_command([word.replace("microsoft/codebert-base", str(codebert)) for word in words], monkeypatch)
     CHECKS.get(page, lambda names, folder: None)(names, tmp_path)
 
@@ -146,6 +146,7 @@ def test_the_commands_that_train_run_in_order(tmp_path, monkeypatch):
     # Those with a file of Accelerate's are for several processes or GPUs; tests/training reads the files.
     lines = [line for line in dict.fromkeys(lines) if "--config_file" not in line]
     lines = [line for line in lines if line.startswith(("accelerate", *(f"rsa-hf {name}" for name in TRAINING)))]
+    lines = [line for line in lines if "rsa_hf.run" not in line]  # other programs: tests/cli/test_run.py
     assert len(lines) == 9
     for line in lines:
         command = shlex.split(line.replace("configs/", f"{ROOT}/configs/"))
@@ -179,7 +180,18 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
 
 def test_every_command_has_an_example():
     shown = {words[1] for page in TEXTS for words in commands(page) if words[0] == "rsa-hf"}
-    assert shown == {"patch", "inspect", "train", "evaluate", "card", "push", "doctor", "reproduce", "search-heads"}
+    assert shown == {
+        "patch",
+        "inspect",
+        "train",
+        "evaluate",
+        "card",
+        "push",
+        "doctor",
+        "reproduce",
+        "search-heads",
+        "run",
+    }
 
 
 def test_every_check_and_stand_in_is_used():

@@ -18,8 +18,8 @@ LAYERS = (
     *("rem", "ops", "config", "heads", "saved_plan"),  # the computation, and the plan
     *("report", "plots", "hub", "models", "integration"),  # what meets transformers
     *("patching", "peft"),  # putting heads on a model
-    *("training", "tasks", "experiments", "cli"),  # what uses all of it
-    "__init__",
+    *("training", "tasks", "experiments", "run", "cli"),  # what uses all of it
+    *("__init__", "startup"),
 )
 
 

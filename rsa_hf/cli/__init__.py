@@ -19,6 +19,7 @@ from rsa_hf.cli.inspect import inspect
 from rsa_hf.cli.patch import patch
 from rsa_hf.cli.push import push
 from rsa_hf.cli.reproduce import reproduce
+from rsa_hf.cli.run import PASSES_WORDS_ON, run
 from rsa_hf.cli.search_heads import search_heads
 from rsa_hf.cli.train import WITH_SETTINGS, train
 
@@ -28,6 +29,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 for command in (patch, inspect, card, push, convert_transformer_xl, doctor, reproduce):
     app.command()(command)
 app.command(**WITH_SETTINGS)(search_heads)
+app.command(**PASSES_WORDS_ON)(run)
 app.add_typer(train, name="train")
 app.add_typer(evaluate, name="evaluate")
 

@@ -18,7 +18,10 @@ from rsa_hf.utils.files import atomic_write
 __all__ = ["LOCK", "wrap_dict_from_json_file", "wrap_to_json_file"]
 
 # A transformers without rsa_hf prints this in its error, so it says what to do.
-LOCK = "rsa_hf (this checkpoint has RSA heads: pip install rsa_hf, then import rsa_hf before loading it)"
+LOCK = (
+    "rsa_hf (this checkpoint has RSA heads: pip install rsa_hf, then import rsa_hf before loading it, or start the "
+    "program with rsa-hf run)"
+)
 
 
 def wrap_to_json_file(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -35,7 +35,10 @@ __all__ = [
 ]
 
 # PEFT prints it in the error for an unknown task type, so it says what to do.
-LOCK = "rsa_hf (this adapter has RSA heads: pip install rsa_hf, then import rsa_hf before loading it)"
+LOCK = (
+    "rsa_hf (this adapter has RSA heads: pip install rsa_hf, then import rsa_hf before loading it, or start the "
+    "program with rsa-hf run)"
+)
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _MATRICES = 8  # as many are sampled

@@ -1,0 +1,27 @@
+"""`rsa-hf run`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from rsa_hf.cli.errors import user_input
+from rsa_hf.run import run as run_program
+
+__all__ = ["PASSES_WORDS_ON", "run"]
+
+# Keyword arguments of `app.command`: what follows PROGRAM belongs to the program, its --help too.
+PASSES_WORDS_ON: Any = {"context_settings": {"ignore_unknown_options": True, "allow_interspersed_args": False}}
+
+
+def run(words: Annotated[list[str], typer.Argument(metavar="PROGRAM [ARGS]...", show_default=False)]) -> None:
+    """Run a program that does not import rsa_hf, so that it can load patched checkpoints.
+
+    PROGRAM is a console script of this environment, a Python file, or -m MODULE. The processes that it starts can load
+    them too. Exit code and signals are the program's own.
+
+    Example: rsa-hf run lm_eval --model hf --model_args pretrained=outputs/gpt2-rsa --tasks blimp
+    """
+    with user_input():
+        run_program(words)

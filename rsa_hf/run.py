@@ -1,0 +1,78 @@
+"""Run a program that does not know rsa_hf, with the hooks installed: `rsa-hf run`, or `python -m rsa_hf.run`.
+
+    rsa-hf run lm_eval --model hf --model_args pretrained=outputs/gpt2-rsa --tasks blimp
+    rsa-hf run -m lm_eval --model hf …
+    rsa-hf run score.py --batch-size 8
+    accelerate launch -m rsa_hf.run score.py
+
+The program takes the place of this process, so its exit code, its traceback and the signals it gets are its own. The
+hooks are installed by `startup/sitecustomize.py` when its Python starts, and in every Python process that it starts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["command_of", "run"]
+
+STARTUP = Path(__file__).resolve().parent / "startup"
+
+
+def command_of(words: Sequence[str]) -> list[str]:
+    """The command line that runs a program in this Python's environment.
+
+    Args:
+        words: a console script, a Python file or `-m` and a module, followed by its arguments. A console script is
+            looked for beside this Python first, then on PATH.
+
+    Raises:
+        ValueError: no program is named.
+        FileNotFoundError: there is no such program.
+    """
+    if not words or words == ["-m"]:
+        raise ValueError("no program is named. Give a console script, a Python file, or -m and a module.")
+    name, *arguments = words
+    if name == "-m":
+        return [sys.executable, *words]
+    if name.endswith(".py") and Path(name).is_file():
+        return [sys.executable, *words]
+    scripts = sysconfig.get_path("scripts")
+    program = shutil.which(name, path=os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)]))
+    if program is None:
+        raise FileNotFoundError(
+            f"{name}: there is no such file, and no program of this name in {scripts} or on PATH. If a package brings "
+            f"it, install that: {sys.executable} -m pip install …"
+        )
+    return [program, *arguments]
+
+
+def run(words: Sequence[str]) -> None:
+    """Replace this process by a program in which rsa_hf's hooks are installed. Does not return.
+
+    Args:
+        words: as for `command_of`.
+
+    Raises:
+        ValueError: no program is named.
+        OSError: there is no such program, or it cannot be executed.
+    """
+    command = command_of(words)
+    path = os.environ.get("PYTHONPATH")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(STARTUP), path] if path else [str(STARTUP)])}
+    sys.stdout.flush()
+    if os.name == "nt":  # Windows has no exec: it would start a second process and end this one at once
+        raise SystemExit(subprocess.run(command, env=environment, check=False).returncode)
+    os.execve(command[0], command, environment)
+
+
+if __name__ == "__main__":
+    try:
+        run(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None

@@ -1,0 +1,109 @@
+"""`rsa-hf run`: programs that know nothing of rsa_hf load patched checkpoints, and end as they would without it."""
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rsa_hf.run
+from families import FULL_PLAN, build
+from rsa_hf import RSAConfig, patch_model
+
+ROOT = Path(__file__).parents[2]
+RUN = [sys.executable, "-m", "rsa_hf.run"]
+
+LOADS = """
+import multiprocessing, sys
+from transformers import AutoModel
+
+def load():
+    model = AutoModel.from_pretrained(sys.argv[1])
+    print(sum(name.endswith("rsa.mu") for name, _ in model.named_parameters()), flush=True)
+
+if __name__ == "__main__":
+    load()
+    worker = multiprocessing.get_context("spawn").Process(target=load)
+    worker.start()
+    worker.join()
+    sys.exit(7)
+"""
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """The environment, in which the module `sitecustomize` of another package says that it runs."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("import sys\nprint('the other one', file=sys.stderr)\n")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path / "site")])}
+
+
+def test_a_program_and_its_workers_load_a_patched_checkpoint(tmp_path, environment):
+    patch_model(build("gpt2"), RSAConfig(**FULL_PLAN)).save_pretrained(tmp_path / "patched")
+    (tmp_path / "loads.py").write_text(LOADS)
+    program = [str(tmp_path / "loads.py"), str(tmp_path / "patched")]
+    ended = subprocess.run([*RUN, *program], env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (7, "2\n2\n"), ended.stderr
+    assert "the other one" in ended.stderr
+
+    without = subprocess.run([sys.executable, *program], env=environment, capture_output=True, text=True, check=False)
+    assert without.returncode == 1
+    assert "import rsa_hf before loading it, or start the program with rsa-hf run" in without.stderr
+
+
+def test_traceback_and_exit_code_are_those_of_the_program(tmp_path, environment):
+    (tmp_path / "fails.py").write_text("import sys\nprint(sys.argv[1:])\n{}['absent']\n")
+    program = [str(tmp_path / "fails.py"), "--help", "-x"]
+    plain, ended = (
+        subprocess.run([*command, *program], env=environment, capture_output=True, text=True, check=False)
+        for command in ([sys.executable], RUN)
+    )
+    assert (ended.returncode, ended.stdout) == (plain.returncode, plain.stdout) == (1, "['--help', '-x']\n")
+    # Each of the two Pythons, that of rsa_hf.run and that of the program, runs the other package's module.
+    assert ended.stderr == "the other one\n" + plain.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_signals_reach_the_program(environment):
+    waits = "import sys, time\nprint('rsa_hf.integration.seam' in sys.modules, flush=True)\ntime.sleep(60)\n"
+    (Path(environment["PYTHONPATH"].split(os.pathsep)[1]) / "waits.py").write_text(waits)
+    process = subprocess.Popen([*RUN, "-m", "waits"], env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "True\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == -signal.SIGTERM
+    process.stdout.close()
+
+
+def test_what_is_run(tmp_path, monkeypatch):
+    script = tmp_path / "tool"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    file = tmp_path / "program.py"
+    file.touch()
+    assert rsa_hf.run.command_of(["tool", "-m", "x"]) == [str(script), "-m", "x"]
+    assert rsa_hf.run.command_of([str(file), "-a"]) == [sys.executable, str(file), "-a"]
+    assert rsa_hf.run.command_of(["-m", "module", "-a"]) == [sys.executable, "-m", "module", "-a"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        ([], ValueError, "no program is named"),
+        (["-m"], ValueError, "no program is named"),
+        (["not-installed", "--help"], FileNotFoundError, "no program of this name in .* or on PATH. If a package"),
+        (["absent.py"], FileNotFoundError, "absent.py: there is no such file"),
+    ],
+)
+def test_no_such_program(words, error, message):
+    with pytest.raises(error, match=message):
+        rsa_hf.run.run(words)
+
+
+def test_an_interpreter_without_rsa_hf_says_so(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    runpy.run_path(str(rsa_hf.run.STARTUP / "sitecustomize.py"))
+    assert f"rsa_hf is not installed for {sys.executable}" in capsys.readouterr().err

