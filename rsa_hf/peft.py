@@ -12,8 +12,6 @@ base model keeps its heads as `patch_model` made them.
 * `merge_and_unload()` gives a patched model with the trained gates and rates. It is saved and loaded as any other.
 * All adapters of a model share its plan. PEFT refuses a batch for several adapters at once (`adapter_names=`).
 * Gates and rates have no weighted sum, and an adapter that is not active is not merged in place: both are refused.
-  After LN tuning `unload()` leaves PEFT's wrappers, and the model cannot be saved or unpatched; use
-  `merge_and_unload()`.
 
 An adapter folder is in PEFT's format: adapter_config.json, with the plan added, and adapter_model.safetensors.
 `PeftModel.from_pretrained` and `model.load_adapter` load it on the base model patched with the same plan, and raise on

@@ -33,12 +33,13 @@ NAMES = [f"transformer.h.{i}.attn.rsa.{name}" for i in (0, 1) for name in ("mu",
 FIRST = f"base_model.model.{NAMES[0]}"
 
 WAYS = {
-    "PeftModel.from_pretrained": lambda model, folder: PeftModel.from_pretrained(model, folder),
+    "PeftModel.from_pretrained": PeftModel.from_pretrained,
     "PeftModel.load_adapter": lambda model, folder: plain_get_peft_model(model, LoraConfig()).load_adapter(
         folder, "b"
     ),
     "model.load_adapter": lambda model, folder: model.load_adapter(str(folder)),
 }
+ALL_WAYS = WAYS | {"rsa_hf.peft.load": load}
 
 
 @pytest.fixture
@@ -88,22 +89,16 @@ def test_without_the_guard_peft_says_nothing_and_the_heads_are_gone(adapter):
     assert (logits(lost, batch) - logits(trained_adapter("gpt2"), batch)).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ALL_WAYS)
 def test_another_plan(adapter, way):
     model = patch_model(base_model("gpt2"), OTHER_PLAN)
     with pytest.raises(ValueError, match=r"another plan.*dilation: \[2, 3, 5\] → \[2, 3, 7\].*fresh copy"):
-        WAYS[way](model, adapter)
+        ALL_WAYS[way](model, adapter)
     assert [name for name in model.state_dict() if ".rsa." in name] == NAMES or way == "PeftModel.load_adapter"
-
-
-def test_load_takes_no_other_plan_either(adapter):
-    model = patch_model(base_model("gpt2"), OTHER_PLAN)
-    with pytest.raises(ValueError, match="another plan"):
-        load(model, adapter)
     assert model.config.rsa["plan"]["dilation"] == [2, 3, 7]
 
 
-def build_other(**changes):
+def other_gpt2(**changes):
     config = CONFIGS["gpt2"]()
     for name, value in changes.items():
         setattr(config, name, value)
@@ -113,21 +108,19 @@ def build_other(**changes):
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (lambda: build_other(n_embd=64), "hidden_size is 64, not 32"),
-        (lambda: build_other(n_layer=3), "num_hidden_layers is 3, not 2"),
-        (lambda: build_other(n_head=16), "num_attention_heads is 16, not 8"),
+        (lambda: other_gpt2(n_embd=64), "hidden_size is 64, not 32"),
+        (lambda: other_gpt2(n_layer=3), "num_hidden_layers is 3, not 2"),
+        (lambda: other_gpt2(n_head=16), "num_attention_heads is 16, not 8"),
         (lambda: base_model("llama"), "model_type is 'llama', not 'gpt2'"),
-        (lambda: torch.nn.Linear(2, 2), "for a gpt2, but this is a Linear"),
+        (lambda: torch.nn.Linear(2, 2), "for a gpt2, but this is a Linear|got Linear"),
     ],
 )
-def test_another_base(adapter, other, words):
-    for call in (load, PeftModel.from_pretrained):
-        model = other()
-        if call is load and not hasattr(model, "config"):
-            continue
-        with pytest.raises(ValueError, match=words):
-            call(model, adapter)
-        assert not is_patched(model)
+@pytest.mark.parametrize("call", [load, PeftModel.from_pretrained])
+def test_another_base(adapter, other, words, call):
+    model = other()
+    with pytest.raises((ValueError, TypeError), match=words):
+        call(model, adapter)
+    assert not is_patched(model)
 
 
 # --- the base model -------------------------------------------------------------------------------------------------
@@ -192,11 +185,10 @@ def test_the_base_is_recognised(bases, kind, written_by, caplog):
 @pytest.mark.parametrize("kind", OTHER)
 def test_other_weights(bases, kind):
     adapter, folder, *_ = bases
+    words = r"trained on another base model: on .*base, and this one .*other weights"
     for call in (load, PeftModel.from_pretrained):
         other = OTHER[kind](folder)
-        with pytest.raises(
-            ValueError, match=r"trained on another base model: on .*base, and this one .*other weights"
-        ):
+        with pytest.raises(ValueError, match=words):
             call(other, adapter)
         assert not is_patched(other)
     other = OTHER[kind](folder)
@@ -251,14 +243,11 @@ def test_what_adapters_change_is_not_sampled():
 )
 def test_a_damaged_file(adapter, change, words):
     edit_tensors(adapter, change)
-    for way in (*WAYS.values(), load):
-        model = patch_model(base_model("gpt2"), PLAN)
+    for way in ALL_WAYS.values():
         with pytest.raises(ValueError, match=words):
-            way(model, adapter)
-    model = base_model("gpt2")
+            way(patch_model(base_model("gpt2"), PLAN), adapter)
     with pytest.raises(ValueError, match=words):
-        load(model, adapter)
-    assert list(model.state_dict()) != []
+        load(base_model("gpt2"), adapter)
 
 
 def test_peft_itself_refuses_tensors_that_are_missing_or_have_another_shape(adapter):
@@ -286,29 +275,23 @@ def with_native_adapter(folder):
 
 
 @pytest.mark.parametrize("way", OVER)
-def test_an_adapter_of_another_plan_does_not_go_over_one(way, adapter, tmp_path):
+def test_what_goes_over_an_adapter_has_to_fit_it(way, adapter, tmp_path):
     trained_adapter("gpt2", plan=OTHER_PLAN).save_pretrained(tmp_path / "other plan")
     with pytest.raises(ValueError, match="another plan"):
         OVER[way](tmp_path / "other plan")
     OVER[way](adapter)
+    edit_tensors(adapter, lambda tensors: tensors.pop(FIRST))
+    with pytest.raises(ValueError, match=f"missing from the adapter: {NAMES[0]}"):
+        OVER[way](adapter)
 
 
-def test_hot_swapping_is_as_strict(adapter, tmp_path):
+def test_a_hot_swap_that_is_refused_changes_nothing(tmp_path):
     model, batch = trained_adapter("gpt2", seed=2), inputs("gpt2")
     before = logits(model, batch)
-    trained_adapter("gpt2", plan=OTHER_PLAN).save_pretrained(tmp_path / "other plan")
-    plain_get_peft_model(base_model("gpt2"), LoraConfig(target_modules="all-linear")).save_pretrained(
-        tmp_path / "no rsa"
-    )
-    edit_tensors(adapter, lambda tensors: tensors.pop(FIRST))
-    for folder, words in (
-        (tmp_path / "other plan", "another plan"),
-        (tmp_path / "no rsa", r"missing from the adapter.*\(8 in all\)"),
-        (adapter, f"missing from the adapter: {NAMES[0]}"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            hotswap_adapter(model, str(folder), adapter_name="default", torch_device="cpu")
-        assert torch.equal(logits(model, batch), before)
+    plain_get_peft_model(base_model("gpt2"), LoraConfig(target_modules="all-linear")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"missing from the adapter.*\(8 in all\)"):
+        hotswap_adapter(model, str(tmp_path), adapter_name="default", torch_device="cpu")
+    assert torch.equal(logits(model, batch), before)
 
 
 @pytest.mark.parametrize(
@@ -319,9 +302,8 @@ def test_hot_swapping_is_as_strict(adapter, tmp_path):
         (lambda rsa: rsa.update(modules=["__class__"]), "no module name"),
         (lambda rsa: rsa.update(format_version=9), "format_version 9"),
         (lambda rsa: rsa.pop("base"), "mapping `base`"),
-        (lambda rsa: rsa["base"].update(hidden_size="32"), "hidden_size='32': a whole number"),
-        (lambda rsa: rsa["base"].update(run="rm"), "base in adapter_config.json has 'run'"),
-        (lambda rsa: rsa["base"].update(name=3), "name=3"),
+        (lambda rsa: rsa["base"].update(hidden_size="32"), "another base model.*hidden_size is 32, not '32'"),
+        (lambda rsa: rsa["base"].update(run="rm"), "another base model.*run is None, not 'rm'"),
         (lambda rsa: rsa["base"].update(weights={"wte.weight": [1, "a"]}), "lists of finite numbers"),
         (lambda rsa: rsa["base"].update(weights={"wte.weight": [10**400]}), "lists of finite numbers"),
     ],

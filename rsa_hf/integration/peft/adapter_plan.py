@@ -20,7 +20,6 @@ from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.heads import RSAHeads
 from rsa_hf.saved_plan import SavedPlan, read_plan, saved_plans, write_plan
-from rsa_hf.utils.brief import shorten
 from rsa_hf.utils.files import write_text
 
 __all__ = [
@@ -52,15 +51,13 @@ class BaseModel:
 
     Attributes:
         name: its name on the Hub, or the folder it was loaded from; None where it has none.
-        model_type: as in its config.
-        sizes: hidden size and numbers of layers and heads, those that its config has.
+        sizes: `model_type`, hidden size and numbers of layers and heads, those that its config has.
         weights: a few values of some of its weight matrices, by name. Empty in adapters of version 0.1, and where no
             matrix can be read (sharded or offloaded models).
     """
 
     name: str | None
-    model_type: str
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, Any]
     weights: Mapping[str, Sequence[float]]
 
 
@@ -97,14 +94,14 @@ def plan_of_model(model: nn.Module) -> SavedPlan | None:
 def describe_base(model: PreTrainedModel) -> BaseModel:
     """What identifies a model, patched or plain, with adapters or without."""
     text: Any = model.config.get_text_config()
-    found = {name: getattr(text, name, None) for name in _SIZES}
-    sizes = {name: value for name, value in found.items() if isinstance(value, int)}
+    sizes: dict[str, Any] = {name: value for name in _SIZES if isinstance(value := getattr(text, name, None), int)}
+    sizes["model_type"] = str(model.config.model_type)
     # Trained parameters, such as biases beside LoRA, are no longer those of the base model.
     frozen = [(name, matrix) for name, matrix in _matrices(model.base_model) if not matrix.requires_grad]
     step = max(1, ceil(len(frozen) / _MATRICES))
     sampled = {name: _sample(matrix) for name, matrix in frozen[::step]}
     weights = {name: values for name, values in sampled.items() if len(set(values)) > 1 and all(map(isfinite, values))}
-    return BaseModel(model.name_or_path or None, str(model.config.model_type), sizes, weights)
+    return BaseModel(model.name_or_path or None, sizes, weights)
 
 
 def differing_weights(base: BaseModel, model: PreTrainedModel) -> list[str]:
@@ -116,13 +113,12 @@ def differing_weights(base: BaseModel, model: PreTrainedModel) -> list[str]:
     """
     present = dict(_matrices(model.base_model))
     shared = [name for name in base.weights if name in present]
-    differing = [
-        name
-        for name in shared
-        if any(
-            not isclose(a, b, **_TOLERANCE) for a, b in zip(base.weights[name], _sample(present[name]), strict=False)
-        )
-    ]
+
+    def is_same(name: str) -> bool:
+        pairs = zip(base.weights[name], _sample(present[name]), strict=False)
+        return all(isclose(a, b, **_TOLERANCE) for a, b in pairs)
+
+    differing = [name for name in shared if not is_same(name)]
     return differing if 2 * len(differing) > len(shared) else []
 
 
@@ -169,14 +165,15 @@ def write_adapter_plan(adapter: AdapterPlan, folder: Path) -> None:
 
 def _to_dict(adapter: AdapterPlan) -> dict[str, Any]:
     assert adapter.base is not None  # only `load` drops it, and saving describes the model anew
-    base: dict[str, Any] = {"name": adapter.base.name, "model_type": adapter.base.model_type, **adapter.base.sizes}
-    if adapter.base.weights:
-        base["weights"] = {name: list(values) for name, values in adapter.base.weights.items()}
+    weights = {name: list(values) for name, values in adapter.base.weights.items()}
+    base = {"name": adapter.base.name, **adapter.base.sizes, **({"weights": weights} if weights else {})}
     return {**write_plan(adapter.saved), "base": base}
 
 
 def read_adapter_plan(content: Any) -> AdapterPlan:
     """Read and validate the content of `rsa` in adapter_config.json, but for the task type.
+
+    What it says about the base model is only ever compared with a model.
 
     Raises:
         TypeError: a part has the wrong type.
@@ -185,20 +182,13 @@ def read_adapter_plan(content: Any) -> AdapterPlan:
     if not isinstance(content, Mapping) or not isinstance(content.get("base"), Mapping):
         raise TypeError(f"rsa in adapter_config.json is a mapping with a mapping `base` in it, got {content!r:.200}")
     saved = read_plan({key: value for key, value in content.items() if key not in ("base", "task_type")})
-    base = dict(content["base"])
-    name, model_type, weights = base.pop("name", None), base.pop("model_type", None), base.pop("weights", {})
-    if not isinstance(model_type, str) or not (name is None or isinstance(name, str)):
-        raise TypeError(f"base in adapter_config.json has name={name!r:.200} and model_type={model_type!r:.200}.")
+    sizes = dict(content["base"])
+    name, weights = sizes.pop("name", None), sizes.pop("weights", {})
     if not isinstance(weights, Mapping) or not all(map(_is_sample, weights.values())):
         raise TypeError(
             f"base in adapter_config.json has weights={weights!r:.200}: lists of finite numbers are needed."
         )
-    for key, value in base.items():
-        if key not in _SIZES:
-            raise ValueError(f"base in adapter_config.json has {key!r:.200}; allowed: {shorten(_SIZES)}, weights.")
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"base in adapter_config.json has {key}={value!r:.200}: a whole number is needed.")
-    return AdapterPlan(saved, BaseModel(name, model_type, base, weights))
+    return AdapterPlan(saved, BaseModel(name, sizes, weights))
 
 
 def _is_sample(values: Any) -> bool:

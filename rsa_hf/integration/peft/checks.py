@@ -100,12 +100,12 @@ def require_same_base(base: BaseModel, model: nn.Module, *, compare_weights: boo
         ValueError: it is of another type, has other sizes or other weights.
     """
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"the adapter is for a {base.model_type}, but this is a {type(model).__name__}.")
+        raise ValueError(f"the adapter is for a {base.sizes.get('model_type')}, but this is a {type(model).__name__}.")
     present = describe_base(model)
-    wanted = {"model_type": base.model_type, **base.sizes}
-    found = {"model_type": present.model_type, **present.sizes}
     changed = [
-        f"{key} is {found.get(key)!r}, not {value!r}" for key, value in wanted.items() if found.get(key) != value
+        f"{key} is {present.sizes.get(key)!r}, not {value!r:.200}"
+        for key, value in base.sizes.items()
+        if present.sizes.get(key) != value
     ]
     if changed:
         raise ValueError(
@@ -146,20 +146,13 @@ def require_tensors(tensors: Mapping[str, Tensor], config: Any, model: nn.Module
         ValueError: a tensor is missing, or not expected, or has another shape, or holds no number.
     """
     found = {key.removeprefix(name_prefix(config)): tensor for key, tensor in tensors.items() if RSA_KEY.search(key)}
-    if not found and not has_rsa(config):
-        return
-    present = {
+    heads = {name: getattr(child, "original_module", child) for name, child in rsa_modules(model)}
+    expected = {
         f"{name}.{parameter}": value.shape
-        for name, child in rsa_modules(model)
-        for parameter, value in (child if isinstance(child, RSAHeads) else child.original_module).named_parameters()  # type: ignore[union-attr]
+        for name, module in heads.items()
+        for parameter, value in module.named_parameters()
+        if has_rsa(config)
     }
-    if not present:
-        raise ValueError(
-            f"the adapter holds RSA parameters ({shorten(list(found))}), but this {type(model).__name__} has no RSA "
-            "heads: they would be lost in silence. rsa_hf.peft.load(model, adapter) patches the model as the adapter "
-            "says; where the adapter does not say it, call patch_model with the plan it was trained with."
-        )
-    expected = present if has_rsa(config) else {}
     problems = []
     if missing := [key for key in expected if key not in found]:
         problems.append(f"missing from the adapter: {shorten(missing)}")
