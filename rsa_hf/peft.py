@@ -145,7 +145,7 @@ def load(
     hub = {name: options[name] for name in HUB_OPTIONS if name in options}
     config = peft.PeftConfig.from_pretrained(os.fspath(adapter), **hub)
     plan = plan_of(config)
-    if plan is None or plan.base is None:
+    if plan is None:
         raise ValueError(
             f"{adapter} does not say which RSA heads it is for: it is an adapter without any, or was saved without "
             "rsa_hf. Call patch_model with the plan it was trained with, then PeftModel.from_pretrained."
@@ -158,7 +158,7 @@ def load(
         if not has_rsa(config):
             raise ValueError(
                 f"{adapter} was trained on a patched model and holds no gates and rates itself. Load that model "
-                f"({plan.base.name or 'it has no name'}) and give it here."
+                f"({plan.base.get('name') or 'it has no name'}) and give it here."
             )
         patch_model(model, plan.saved.config, probe_inputs=probe_inputs)
     with _restored_on_error(model, was_patched):

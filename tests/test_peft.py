@@ -1,7 +1,6 @@
 """Adapters that train, save, load, merge and switch gates and rates with everything else."""
 
 import copy
-import inspect
 import json
 import pickle
 import shutil
@@ -16,12 +15,20 @@ from transformers import (
     AutoModelForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
-    PreTrainedModel,
 )
 from transformers.utils import hub
 
 from families import CONFIGS, inputs
-from peft_adapters import METHODS, PLAN, adapter_values, base_model, disturb, logits, trained_adapter
+from peft_adapters import (
+    METHODS,
+    PLAN,
+    adapter_values,
+    base_model,
+    disturb,
+    logits,
+    needs_own_adapters,
+    trained_adapter,
+)
 from rsa_hf import RSAConfig, RSAHeads, is_patched, param_groups, patch_model, rsa_report, unpatch_model
 from rsa_hf.peft import get_peft_model, load, rsa_only_config, with_rsa
 
@@ -104,13 +111,6 @@ def test_what_is_saved_comes_back(family, method, tmp_path):
             assert torch.equal(adapter_values(loaded)[name], value), name
     again = load(base_model(family), tmp_path, is_trainable=method != "prompt", low_cpu_mem_usage=True)
     assert torch.equal(logits(again.eval(), batch), expected)
-
-
-# Older ones leave out what stands in modules_to_save; rsa_hf then raises (test_peft_guard.py).
-needs_own_adapters = pytest.mark.skipif(
-    "AuxiliaryTrainingWrapper" not in inspect.getsource(inspect.unwrap(PreTrainedModel.load_adapter)),
-    reason="this transformers cannot load modules_to_save itself; a newer one can",
-)
 
 
 @needs_own_adapters

@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.heads import RSAHeads, is_peft_wrapper
-from rsa_hf.integration.peft.adapter_plan import (
-    AdapterPlan,
-    BaseModel,
-    describe_base,
-    differing_weights,
-    plan_of_model,
-)
+from rsa_hf.integration.peft.adapter_plan import AdapterPlan, describe_base, differing_weights, plan_of_model
 from rsa_hf.saved_plan import RSA_KEY, differences, require_number
 from rsa_hf.utils.brief import shorten
 
@@ -52,7 +46,7 @@ def plan_of(config: Any) -> AdapterPlan | None:
 def drop_base(config: Any) -> None:
     """Let an adapter's config accept any base model with the right plan."""
     if (adapter := plan_of(config)) is not None:
-        config.rsa = replace(adapter, base=None)
+        config.rsa = replace(adapter, base={})
 
 
 def rsa_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -64,17 +58,13 @@ def rsa_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def require_fit(config: Any, model: nn.Module) -> None:
-    """Check that a model is the base model of an adapter and is patched with the same plan.
-
-    Args:
-        config: the adapter's config.
-        model: the model, without adapters or with.
+    """Check that a model, with adapters or without, is an adapter's base model and is patched with the same plan.
 
     Raises:
         ValueError: another base model, one that is not patched, or one with another plan.
     """
     adapter = plan_of(config)
-    if adapter is not None and adapter.base is not None:
+    if adapter is not None:
         require_same_base(adapter.base, model)
     present = plan_of_model(model)
     if present is None and (adapter is not None or has_rsa(config)):
@@ -91,41 +81,46 @@ def require_fit(config: Any, model: nn.Module) -> None:
         )
 
 
-def require_same_base(base: BaseModel, model: nn.Module, *, compare_weights: bool = True) -> None:
+def require_same_base(base: Mapping[str, Any], model: nn.Module, *, compare_weights: bool = True) -> None:
     """Check that a model is the base model of an adapter, whether it is patched or not.
 
     Type, sizes and sampled weights decide. The name is a hint alone, as folders are moved.
 
+    Args:
+        base: what identifies the base model (see adapter_plan.py); empty: any model is accepted.
+        model: the model.
+        compare_weights: False also accepts other weights.
+
     Raises:
         ValueError: it is of another type, has other sizes or other weights.
     """
+    if not base:
+        return
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"the adapter is for a {base.sizes.get('model_type')}, but this is a {type(model).__name__}.")
-    present = describe_base(model)
+        raise ValueError(f"the adapter is for a {base.get('model_type')}, but this is a {type(model).__name__}.")
+    present, name = describe_base(model), base.get("name") or "one without a name"
     changed = [
-        f"{key} is {present.sizes.get(key)!r}, not {value!r:.200}"
-        for key, value in base.sizes.items()
-        if present.sizes.get(key) != value
+        f"{key} is {present.get(key)!r}, not {value!r:.200}"
+        for key, value in base.items()
+        if key not in ("name", "weights") and present.get(key) != value
     ]
     if changed:
-        raise ValueError(
-            f"this adapter is for another base model ({base.name or 'without a name'}): {'; '.join(changed)}."
-        )
+        raise ValueError(f"this adapter is for another base model ({name!s:.200}): {'; '.join(changed)}.")
     if not compare_weights:
         return
     if differing := differing_weights(base, model):
         raise ValueError(
-            f"this adapter was trained on another base model: on {base.name or 'one without a name'}, and this one "
-            f"({present.name or 'without a name'}) has other weights in {shorten(differing)}. Load the model that the "
-            "adapter was trained on. To use the adapter on this one all the same: rsa_hf.peft.load(model, adapter, "
-            "check_base_name=False)."
+            f"this adapter was trained on another base model: on {name!s:.200}, and this one "
+            f"({present['name'] or 'without a name'}) has other weights in {shorten(differing)}. Load the model that "
+            "the adapter was trained on. To use the adapter on this one all the same: rsa_hf.peft.load(model, "
+            "adapter, check_base_name=False)."
         )
-    if not base.weights and base.name and present.name and base.name != present.name:
+    if not base.get("weights") and base.get("name") and present["name"] and base["name"] != present["name"]:
         logger.warning(
             "The adapter was trained on %r, and this model is called %r. The adapter has no sample of its base "
             "model's weights to compare, so make sure that this is the same model.",
-            base.name,
-            present.name,
+            base["name"],
+            present["name"],
         )
 
 
@@ -135,12 +130,7 @@ def name_prefix(config: Any) -> str:
 
 
 def require_tensors(tensors: Mapping[str, Tensor], config: Any, model: nn.Module) -> None:
-    """Check that an adapter has a value for each RSA parameter of a model, and none beside.
-
-    Args:
-        tensors: the tensors of the adapter, by name.
-        config: the adapter's config.
-        model: the base model, without adapters or with.
+    """Check that an adapter's tensors have a value for each RSA parameter of its base model, and none beside.
 
     Raises:
         ValueError: a tensor is missing, or not expected, or has another shape, or holds no number.
@@ -177,8 +167,8 @@ def require_adapter_file(
 
     Args:
         model: a model with an adapter.
-        files: the file of the adapter's tensors; empty where they are given.
-        tensors: the adapter's tensors, where they are given.
+        files: the file of the adapter's tensors; empty where `tensors` are given.
+        tensors: the adapter's tensors.
 
     Raises:
         ValueError: see `require_fit` and `require_tensors`.
