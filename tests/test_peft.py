@@ -116,31 +116,22 @@ def test_what_is_saved_comes_back(family, method, tmp_path):
 @needs_own_adapters
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_transformers_own_adapters_too(family, tmp_path):
-    model, batch = trained_adapter(family), inputs(family)
-    expected = logits(model, batch)
-    model.save_pretrained(tmp_path / "adapter")
-    patched = patch_model(base_model(family), PLAN)
+    batch, patched, expected = inputs(family), patch_model(base_model(family), PLAN), {}
     as_patched = logits(patched, batch)
-    patched.load_adapter(str(tmp_path / "adapter"))
-    torch.testing.assert_close(logits(patched, batch), expected)
+    for seed, name in enumerate(("first", "second"), 1):
+        model = trained_adapter(family, seed=seed)
+        model.save_pretrained(tmp_path / name)
+        patched.load_adapter(str(tmp_path / name), name)
+        expected[name] = logits(model, batch)
+        torch.testing.assert_close(logits(patched, batch), expected[name])
+    patched.set_adapter("first")
+    torch.testing.assert_close(logits(patched, batch), expected["first"])
     patched.disable_adapters()
     assert torch.equal(logits(patched, batch), as_patched)
     patched.enable_adapters()
-    torch.testing.assert_close(logits(patched, batch), expected)
+    torch.testing.assert_close(logits(patched, batch), expected["first"])
     patched.save_pretrained(tmp_path / "again")
-    assert torch.equal(logits(load(base_model(family), tmp_path / "again"), batch), expected)
-
-
-@needs_own_adapters
-def test_a_second_one_of_them_brings_its_rates(tmp_path):
-    batch, patched = inputs("llama"), patch_model(base_model("llama"), PLAN)
-    for name, seed in (("first", 1), ("second", 2)):
-        model = trained_adapter("llama", seed=seed)
-        model.save_pretrained(tmp_path / name)
-        patched.load_adapter(str(tmp_path / name), name)
-        torch.testing.assert_close(logits(patched, batch), logits(model, batch))
-    patched.set_adapter("first")
-    torch.testing.assert_close(logits(patched, batch), logits(trained_adapter("llama", seed=1), batch))
+    assert torch.equal(logits(load(base_model(family), tmp_path / "again"), batch), expected["first"])
 
 
 @pytest.mark.parametrize(
@@ -197,34 +188,59 @@ def test_copies_and_pickles_merge_alike(other):
     assert torch.equal(logits(found.merge_and_unload(), batch), logits(model.merge_and_unload(), batch))
 
 
-def test_adapters_that_are_named_are_merged_with_their_own_rates():
+@pytest.fixture
+def several():
+    """A model with the adapters `default`, active, and `second`, and `plain`, which has no rates; and their logits."""
     batch, model = inputs("llama"), trained_adapter("llama", seed=1)
-    model.add_adapter("second", with_rsa(LoraConfig()))
-    model.set_adapter("second")
-    expected = logits(disturb(model, seed=2), batch)
+    expected = {"default": logits(model, batch)}
+    for name, config in (("second", with_rsa(LoraConfig())), ("plain", LoraConfig())):
+        model.add_adapter(name, config)
+        model.set_adapter(name)
+        expected[name] = logits(disturb(model, seed=2), batch)
     model.set_adapter("default")
+    return model, batch, expected
+
+
+def test_adapters_keep_their_own_rates(several, tmp_path):
+    model, batch, expected = several
+    model.save_pretrained(tmp_path)
+    loaded = load(base_model("llama"), tmp_path)
+    for name in ("second", "plain"):
+        loaded.load_adapter(str(tmp_path / name), name)
+    gates = {}
+    for name, wanted in expected.items():
+        for each in (model, loaded):
+            each.set_adapter(name)
+            assert torch.equal(logits(each, batch), wanted)
+        gates[name] = rsa_report(loaded).layers[0].heads[0].gate
+    assert len(set(gates.values())) == 3
+    assert gates["plain"] == pytest.approx(torch.tensor(PLAN.gate_init).sigmoid().item())
+    assert torch.equal(logits(load(base_model("llama"), tmp_path / "second"), batch), expected["second"])
+    loaded.set_adapter("second")
+    loaded.delete_adapter("default")
+    assert torch.equal(logits(loaded, batch), expected["second"])
+
+
+@pytest.mark.parametrize("name", ["second", "plain"])
+def test_adapters_that_are_named_are_merged_with_their_own_rates(several, name):
+    model, batch, expected = several
     with pytest.raises(ValueError, match="default, second each have gates and rates of their own: only one"):
         model.merge_and_unload(adapter_names=["default", "second"])
-    torch.testing.assert_close(logits(model.merge_and_unload(adapter_names=["second"]), batch), expected)
+    assert torch.equal(logits(model, batch), expected["default"])
+    torch.testing.assert_close(logits(model.merge_and_unload(adapter_names=[name]), batch), expected[name])
 
 
-def test_only_the_active_adapter_is_merged_in_place():
-    batch, model = inputs("llama"), trained_adapter("llama", seed=1)
-    model.add_adapter("second", with_rsa(LoraConfig()))
-    model.add_adapter("plain", LoraConfig())
-    expected = logits(model, batch)
+def test_only_the_active_adapter_is_merged_in_place(several):
+    model, batch, expected = several
     for names in (["second"], ["default", "second"], ["plain"]):
         with pytest.raises(ValueError, match="merging in place keeps them"):
             model.merge_adapter(adapter_names=names)
-    assert torch.equal(logits(model, batch), expected)
-    for names in (["default"], None):
+    assert torch.equal(logits(model, batch), expected["default"])
+    for active, names in (("default", ["default"]), ("default", None), ("second", ["second"])):
+        model.set_adapter(active)
         model.merge_adapter(adapter_names=names)
-        torch.testing.assert_close(logits(model, batch), expected)
+        torch.testing.assert_close(logits(model, batch), expected[active])
         model.unmerge_adapter()
-    model.set_adapter("second")
-    expected = logits(disturb(model, seed=2), batch)
-    model.merge_adapter(adapter_names=["second"])
-    torch.testing.assert_close(logits(model, batch), expected)
 
 
 @pytest.mark.parametrize("method", ["lora", "ln tuning"])
@@ -239,34 +255,6 @@ def test_a_disabled_adapter_leaves_the_model_as_patched(family, method):
         assert rsa_report(model).layers[0].heads[0].gate == pytest.approx(torch.tensor(0.5).sigmoid().item())
     assert not torch.equal(logits(model, batch), as_patched)
     assert torch.equal(logits(unpatch_model(model.unload()), batch), plain)
-
-
-def test_adapters_keep_their_own_rates(tmp_path):
-    batch = inputs("llama")
-    model = trained_adapter("llama", seed=1)
-    expected = {"default": logits(model, batch)}
-    for name, config in (("second", with_rsa(LoraConfig())), ("without", LoraConfig())):
-        model.add_adapter(name, config)
-        model.set_adapter(name)
-        expected[name] = logits(disturb(model, seed=2) if name == "second" else model, batch)
-    assert (expected["default"] - expected["second"]).abs().max() > 0.05
-    # An untrained LoRA changes nothing.
-    torch.testing.assert_close(expected["without"], logits(patch_model(base_model("llama"), PLAN), batch))
-    model.save_pretrained(tmp_path)
-    loaded = load(base_model("llama"), tmp_path)
-    for name in ("second", "without"):
-        loaded.load_adapter(str(tmp_path / name), name)
-    gates = {}
-    for name, wanted in expected.items():
-        for each in (model, loaded):
-            each.set_adapter(name)
-            assert torch.equal(logits(each, batch), wanted)
-        gates[name] = rsa_report(loaded).layers[0].heads[0].gate
-    assert len(set(gates.values())) == 3
-    assert torch.equal(logits(load(base_model("llama"), tmp_path / "second"), batch), expected["second"])
-    loaded.set_adapter("second")
-    loaded.delete_adapter("default")
-    assert torch.equal(logits(loaded, batch), expected["second"])
 
 
 @pytest.mark.parametrize("method", [LoraConfig, IA3Config])
@@ -319,16 +307,14 @@ def test_reports_and_groups_see_through_the_wrapper():
     model.add_adapter("second", with_rsa(LoraConfig()))
     assert is_patched(model)
     report = rsa_report(model)
-    assert len(report.layers) == 2
     assert report.layers[0].module == "base_model.model.transformer.h.0.attn"
-    scale = PLAN.parameter_scale
-    mu = adapter_values(model)["base_model.model.transformer.h.0.attn.rsa.modules_to_save.default.mu"]
+    scale, values = PLAN.parameter_scale, adapter_values(model)
+    mu = values["base_model.model.transformer.h.0.attn.rsa.modules_to_save.default.mu"]
     assert report.layers[0].heads[0].gate == pytest.approx(torch.sigmoid(mu * scale).item())
     groups = {group["name"]: group for group in param_groups(model, 1e-3, 0.1, rsa_learning_rate=0.02)}
-    listed = [id(parameter) for group in groups.values() for parameter in group["params"]]
-    assert sorted(listed) == sorted(id(p) for p in model.parameters() if p.requires_grad)
-    names = {id(p): name for name, p in model.named_parameters()}
-    assert {names[id(p)] for p in groups["rsa"]["params"]} == set(adapter_values(model))
+    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert sorted(id(p) for group in groups.values() for p in group["params"]) == sorted(names)
+    assert {names[id(p)] for p in groups["rsa"]["params"]} == set(values)
     assert (groups["rsa"]["lr"], groups["rsa"]["weight_decay"]) == (0.02 / scale, 0.0)
 
 
