@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = [
     "require_same_base",
     "require_tensors",
     "rsa_modules",
+    "wrappers",
 ]
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,14 @@ def rsa_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         child = module._modules.get("rsa")
         if child is not None and (isinstance(child, RSAHeads) or is_peft_wrapper(child)):
             yield f"{name}.rsa" if name else "rsa", child
+
+
+def wrappers(model: nn.Module, adapter_names: Iterable[str] = ()) -> Iterator[tuple[str, Any, list[str]]]:
+    """PEFT's wrappers round RSA heads, with their names and those of the given adapters that they hold copies for."""
+    for name, child in rsa_modules(model):
+        if is_peft_wrapper(child):
+            copies: Any = child.modules_to_save
+            yield name, child, [adapter for adapter in adapter_names if adapter in copies]
 
 
 def require_fit(config: Any, model: nn.Module) -> None:

@@ -1,13 +1,12 @@
 """The hooks into PEFT: no adapter loses its gates and rates in silence.
 
 RSA heads ride on PEFT's `modules_to_save`: each adapter holds a copy of every gate and rate and saves it beside its
-other tensors. `HOOKS` lists what PEFT does not do for it when adapters are added, saved and loaded, and `_Tuner` what
-it does not do when they are merged.
+other tensors. `HOOKS` lists what PEFT does not do for it when adapters are added, saved and loaded, merging.py what it
+does not do when they are merged.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from peft import PeftConfig, load_peft_weights
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.heads import RSAHeads, is_peft_wrapper
+from rsa_hf.heads import RSAHeads
 from rsa_hf.integration.hooks import Hook, install_hooks
 from rsa_hf.integration.peft.adapter_plan import (
     AdapterPlan,
@@ -36,7 +35,9 @@ from rsa_hf.integration.peft.checks import (
     require_fit,
     require_tensors,
     rsa_modules,
+    wrappers,
 )
+from rsa_hf.integration.peft.merging import guard_merging
 from rsa_hf.saved_plan import RSA_KEY
 
 __all__ = ["HOOKS", "HUB_OPTIONS", "add_plan", "install", "saved_with_plan"]
@@ -133,21 +134,14 @@ def _base_of(model: Any) -> nn.Module:
     return base
 
 
-def _wrappers(model: nn.Module, adapter_names: Iterable[str]) -> Iterator[tuple[str, Any, list[str]]]:
-    """PEFT's wrappers round RSA heads, with their names and those of the given adapters that they hold copies for."""
-    for name, child in rsa_modules(model):
-        if is_peft_wrapper(child):
-            yield name, child, [adapter for adapter in adapter_names if adapter in child.modules_to_save]  # type: ignore[operator]
-
-
 def _wrap_inject_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         config = self.peft_config[adapter_name]
         require_fit(config, model)
         original(self, model, adapter_name, *args, **kwargs)
-        if any(rsa_modules(model)) and not isinstance(self, _Tuner):
-            self.__class__ = _with_rsa(self.__class__)
-        for _, wrapper, held in _wrappers(model, [adapter_name]):
+        if any(rsa_modules(model)):
+            guard_merging(self)
+        for _, wrapper, held in wrappers(model, [adapter_name]):
             wrapper.weight = None  # BaseTuner._replace_module reads it when it takes the wrapper off
             if held and adapter_name in self.active_adapters:
                 # PEFT activates the adapter in its own layers alone where another one has wrapped the heads before.
@@ -185,7 +179,7 @@ def _wrap_hotswap(original: Callable[..., Any]) -> Callable[..., Any]:
         others = {key: tensor for key, tensor in state_dict.items() if not RSA_KEY.search(key)}
         original(model, others, adapter_name, config, *args, **kwargs)
         with torch.no_grad():
-            for name, wrapper, held in _wrappers(base, [adapter_name]):
+            for name, wrapper, held in wrappers(base, [adapter_name]):
                 for parameter, value in wrapper.modules_to_save[adapter_name].named_parameters() if held else ():
                     value.copy_(state_dict[f"{name_prefix(config)}{name}.{parameter}"])
 
@@ -195,82 +189,10 @@ def _wrap_hotswap(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_enable_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
     def enable_adapters(self: Any) -> None:
         original(self)
-        for _, wrapper, _ in _wrappers(self, ()):
+        for _, wrapper, _ in wrappers(self):
             wrapper.enable_adapters(True)
 
     return enable_adapters
-
-
-# --- merging --------------------------------------------------------------------------------------------------------
-
-
-class _Tuner:
-    """PEFT's methods that merge adapters, for models with RSA heads. A base class of `_with_rsa`'s classes."""
-
-    model: nn.Module
-
-    def merge_and_unload(
-        self, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None
-    ) -> nn.Module:
-        """Merge the gates and rates of the adapters that are named; PEFT takes those of the active one."""
-        wrappers = [] if adapter_names is None else list(_wrappers(self.model, adapter_names))
-        for _, _, held in wrappers:
-            if len(held) > 1:
-                raise ValueError(
-                    f"the adapters {', '.join(held)} each have gates and rates of their own: only one can be merged."
-                )
-        for _, wrapper, held in wrappers:
-            wrapper.set_adapter(held)
-        return _unwrapped(super().merge_and_unload(progressbar, safe_merge, adapter_names))  # type: ignore[misc]
-
-    def unload(self) -> nn.Module:
-        """Take the adapters off."""
-        return _unwrapped(super().unload())  # type: ignore[misc]
-
-    def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
-        """Merge in place, but never an adapter beside the active gates and rates of another one."""
-        for _, wrapper, held in [] if adapter_names is None else _wrappers(self.model, adapter_names):
-            if wrapper.active_adapters != held:
-                raise ValueError(
-                    f"adapter_names={adapter_names}: the active gates and rates are those of "
-                    f"{wrapper.active_adapters}, and merging in place keeps them. Call set_adapter first, then "
-                    "merge_adapter()."
-                )
-        super().merge_adapter(adapter_names, safe_merge)  # type: ignore[misc]
-
-    def add_weighted_adapter(self, adapters: list[str], *args: Any, **kwargs: Any) -> None:
-        """Sum adapters without gates and rates; PEFT would lose those of a single adapter in silence."""
-        held = sorted({name for _, _, names in _wrappers(self.model, adapters) for name in names})
-        if held:
-            raise ValueError(
-                f"adapters={adapters}: {', '.join(held)} hold gates and rates, which have no weighted sum. Sum "
-                "adapters without them; merge_and_unload() first puts an adapter that has them into the model."
-            )
-        super().add_weighted_adapter(adapters, *args, **kwargs)  # type: ignore[misc]
-
-    def __reduce__(self) -> Any:
-        return _new_tuner, (type(self).__bases__[1],), self.__dict__
-
-
-@functools.cache
-def _with_rsa(tuner: type) -> type:
-    """The class of PEFT's tuners on models with RSA heads: `_Tuner` before PEFT's own class.
-
-    As `torch.distributed.fsdp.fully_shard` does, it is given to the object. PEFT's class stays as it is.
-    """
-    return type(tuner.__name__, (_Tuner, tuner), {})
-
-
-def _new_tuner(tuner: type) -> Any:
-    return object.__new__(_with_rsa(tuner))
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """Put RSA heads in the place of the wrappers that LN tuning leaves when it is taken off."""
-    for name, wrapper, _ in list(_wrappers(model, ())):
-        heads = wrapper.unload_and_optionally_merge_module(merge=False, safe_merge=False, adapter_names=None)
-        model.set_submodule(name, heads)
-    return model
 
 
 HOOKS = (
