@@ -221,13 +221,12 @@ def test_adapters_keep_their_own_rates(several, tmp_path):
     assert torch.equal(logits(loaded, batch), expected["second"])
 
 
-@pytest.mark.parametrize("name", ["second", "plain"])
-def test_adapters_that_are_named_are_merged_with_their_own_rates(several, name):
+def test_adapters_that_are_named_are_merged_with_their_own_rates(several):
     model, batch, expected = several
     with pytest.raises(ValueError, match="default, second each have gates and rates of their own: only one"):
         model.merge_and_unload(adapter_names=["default", "second"])
     assert torch.equal(logits(model, batch), expected["default"])
-    torch.testing.assert_close(logits(model.merge_and_unload(adapter_names=[name]), batch), expected[name])
+    torch.testing.assert_close(logits(model.merge_and_unload(adapter_names=["second"]), batch), expected["second"])
 
 
 def test_only_the_active_adapter_is_merged_in_place(several):

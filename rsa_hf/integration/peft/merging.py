@@ -73,7 +73,7 @@ class _Tuner:
 
 @functools.cache
 def _with_rsa(tuner: type) -> type:
-    return type(tuner.__name__, (_Tuner, tuner), {})
+    return type(tuner.__name__, (_Tuner, tuner), {"__module__": __name__})
 
 
 def _new_tuner(tuner: type) -> Any:
