@@ -12,8 +12,6 @@ base model keeps its heads as `patch_model` made them.
 * `merge_and_unload()` gives a patched model with the trained gates and rates. It is saved and loaded as any other.
 * All adapters of a model share its plan. PEFT refuses a batch for several adapters at once (`adapter_names=`).
 * Gates and rates have no weighted sum, and an adapter that is not active is not merged in place: both are refused.
-  After LN tuning `unload()` leaves PEFT's wrappers, and the model cannot be saved or unpatched; use
-  `merge_and_unload()`.
 
 An adapter folder is in PEFT's format: adapter_config.json, with the plan added, and adapter_model.safetensors.
 `PeftModel.from_pretrained` and `model.load_adapter` load it on the base model patched with the same plan, and raise on
@@ -147,7 +145,7 @@ def load(
     hub = {name: options[name] for name in HUB_OPTIONS if name in options}
     config = peft.PeftConfig.from_pretrained(os.fspath(adapter), **hub)
     plan = plan_of(config)
-    if plan is None or plan.base is None:
+    if plan is None:
         raise ValueError(
             f"{adapter} does not say which RSA heads it is for: it is an adapter without any, or was saved without "
             "rsa_hf. Call patch_model with the plan it was trained with, then PeftModel.from_pretrained."
@@ -160,7 +158,7 @@ def load(
         if not has_rsa(config):
             raise ValueError(
                 f"{adapter} was trained on a patched model and holds no gates and rates itself. Load that model "
-                f"({plan.base.name or 'it has no name'}) and give it here."
+                f"({plan.base.get('name') or 'it has no name'}) and give it here."
             )
         patch_model(model, plan.saved.config, probe_inputs=probe_inputs)
     with _restored_on_error(model, was_patched):

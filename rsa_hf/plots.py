@@ -60,7 +60,6 @@ def plot_rem(model_or_report: nn.Module | RSAReport, path: str | Path) -> None:
         ImportError: matplotlib is not installed.
         ValueError: the model has no RSA heads.
     """
-    figure_type, rc_context = _matplotlib()
     report = model_or_report if isinstance(model_or_report, RSAReport) else rsa_report(model_or_report)
     if not report.layers:
         raise ValueError("the model has no RSA heads, so there is nothing to draw. Call patch_model first.")
@@ -71,9 +70,7 @@ def plot_rem(model_or_report: nn.Module | RSAReport, path: str | Path) -> None:
     end = _last_lag(report)
     heads = [head for layer in report.layers for head in layer.heads]
     signed = any(head.kind != "regular" or head.decay < 0 for head in heads)
-    with rc_context(STYLE):
-        width = max(6.4, 2.2 * columns + 0.8)
-        figure = figure_type(figsize=(width, 1.75 * rows + 3.2), layout="constrained")
+    with _figure(path, max(6.4, 2.2 * columns + 0.8), 1.75 * rows + 3.2) as figure:
         upper, lower = figure.subfigures(2, 1, height_ratios=[1.75 * rows + 0.8, 2.4])
         grid = upper.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
         for i, axes in enumerate(grid.flat):
@@ -89,13 +86,12 @@ def plot_rem(model_or_report: nn.Module | RSAReport, path: str | Path) -> None:
         handles = _legend_handles(heads)
         upper.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8.5)
         _draw_gates(lower.subplots(), report.layers, names)
-        _save(figure, path)
 
 
 def plot_training_curves(
     curves: Mapping[str, Sequence[tuple[float, float]]], path: str | Path, xlabel: str, ylabel: str, title: str
 ) -> None:
-    """Draw one line per curve, with its label at its end.
+    """Draw one line per curve.
 
     Args:
         curves: for each label the points (x, y), sorted by x; a point that is not finite leaves a gap.
@@ -106,38 +102,18 @@ def plot_training_curves(
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: no curves, or one without a finite point.
     """
-    figure_type, rc_context = _matplotlib()
-    if not curves:
-        raise ValueError("there are no curves to draw; give at least one.")
-    ends = {}
-    for label, points in curves.items():
-        finite = [point for point in points if all(map(math.isfinite, point))]
-        if not finite:
-            raise ValueError(f"the curve {label!r} has {len(points)} points, none of them finite; leave it out.")
-        ends[label] = finite[-1]
-    with rc_context(STYLE):
-        figure = figure_type(figsize=(6.4, 4.0), layout="constrained")
+    with _figure(path, 6.4, 4.0) as figure:
         axes = figure.subplots()
-        colours = {label: COLOURS[i % len(COLOURS)] for i, label in enumerate(curves)}
-        for i, (label, points) in enumerate(curves.items()):
-            style = ("-", "--", ":")[i // len(COLOURS) % 3]
-            x, y = zip(*((x, y if math.isfinite(y) else math.nan) for x, y in points), strict=True)
+        styles = itertools.product(("-", "--", ":"), COLOURS)
+        for (label, points), (style, colour) in zip(curves.items(), itertools.cycle(styles)):
             # A single point would be invisible as a line.
             marker = "o" if len(points) == 1 else None
-            axes.plot(x, y, style, color=colours[label], linewidth=1.8, marker=marker)
+            axes.plot(*zip(*points, strict=True), style, color=colour, linewidth=1.8, marker=marker, label=label)
         axes.set_xlabel(xlabel)
         axes.set_ylabel(ylabel)
         axes.set_title(title, loc="left", fontsize=10.5)
-        heights = _spread([y for _, y in ends.values()], axes.get_ylim(), gap=0.055)
-        right = max(x for x, _ in ends.values())
-        for (label, end), height in zip(ends.items(), heights, strict=True):
-            axes.plot(*end, "o", markersize=3.5, color=colours[label])
-            axes.annotate(
-                label, (right, height), (8, 0), textcoords="offset points", va="center", color=colours[label]
-            )
-        _save(figure, path)
+        axes.legend()
 
 
 @contextmanager
@@ -153,32 +129,29 @@ def panels(path: str | Path, count: int, columns: int = 3, sharey: bool = False)
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figure_type, rc_context = _matplotlib()
     columns = min(columns, count)
     rows = math.ceil(count / columns)
-    with rc_context(STYLE):
-        figure = figure_type(figsize=(max(5.0, 3.4 * columns), 3.0 * rows + 0.2), layout="constrained")
+    with _figure(path, max(5.0, 3.4 * columns), 3.0 * rows + 0.2) as figure:
         grid = list(figure.subplots(rows, columns, sharey=sharey, squeeze=False).flat)
         for axes in grid[count:]:
             axes.set_axis_off()
         yield grid[:count]
-        _save(figure, path)
 
 
-def _matplotlib() -> tuple[Any, Any]:
+@contextmanager
+def _figure(path: str | Path, width: float, height: float) -> Iterator[Any]:
+    """Yield a figure of that many inches; save it when the block ends without an error."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("drawing needs matplotlib: pip install 'rsa_hf[plot]'") from error
-    # A Figure made without pyplot needs no display and opens no window.
-    return Figure, matplotlib.rc_context
-
-
-def _save(figure: Any, path: str | Path) -> None:
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, facecolor="white")
+    with matplotlib.rc_context(STYLE):
+        # A Figure made without pyplot needs no display and opens no window.
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150, facecolor="white")
 
 
 def _layer_names(modules: Sequence[str]) -> list[str]:
@@ -192,12 +165,7 @@ def _layer_names(modules: Sequence[str]) -> list[str]:
 
 def _last_lag(report: RSAReport) -> int:
     """The end of the lag axis, where nine of ten heads have faded."""
-    reaches = []
-    for layer in report.layers:
-        for head in layer.heads:
-            rate = abs(head.decay)
-            steps = math.inf if rate >= 1 else math.log(FADED) / math.log(rate) if rate > 0 else 1
-            reaches.append(head.dilation * steps)
+    reaches = [head.half_life * -math.log2(FADED) for layer in report.layers for head in layer.heads]
     reach = sorted(reaches)[int(0.9 * (len(reaches) - 1))]
     return math.ceil(min(max(reach, LAG_RANGE[0]), LAG_RANGE[1]))
 
@@ -271,15 +239,3 @@ def _draw_gates(axes: Any, layers: Sequence[LayerReport], names: Sequence[str]) 
     axes.grid(axis="x", visible=False)
     axes.set_ylabel("gate g")
     axes.set_title("gates: 0 is attention only, 1 is recurrence only", loc="left")
-
-
-def _spread(values: Sequence[float], limits: tuple[float, float], gap: float) -> list[float]:
-    """Heights for labels near the values, at least `gap` (a fraction of the axis) apart."""
-    step = gap * (limits[1] - limits[0])
-    order = sorted(range(len(values)), key=values.__getitem__)
-    heights = list(values)
-    for below, above in itertools.pairwise(order):
-        heights[above] = max(heights[above], heights[below] + step)
-    # Labels were only pushed up; centre them on their values again.
-    excess = sum(heights[i] - values[i] for i in order) / len(order)
-    return [height - excess for height in heights]

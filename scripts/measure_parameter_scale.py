@@ -21,9 +21,10 @@ from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, get_scheduler
+from transformers import get_scheduler
 
 from rsa_hf import RSAConfig, param_groups, patch_model, rsa_report
+from rsa_hf.experiments.byte_models import SHAPES, build
 from rsa_hf.tasks.language_modeling import (
     LanguageModelingDataConfig,
     evaluate_language_model,
@@ -33,22 +34,12 @@ from rsa_hf.tasks.language_modeling import (
 ARMS = ("plain", "weights' pace", "own group", "stored scaled")
 SCALE = 20.0
 LEARNING_RATE = 1e-3
-BATCH, BLOCK = 16, 256
+SHAPE = SHAPES["1M"]
 
 
 def run(arm: str, seed: int, steps: int, text) -> dict:
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256,
-            hidden_size=128,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            max_position_embeddings=BLOCK,
-            tie_word_embeddings=True,
-        )
-    )
+    model = build("llama", SHAPE)
     if arm != "plain":
         patch_model(model, RSAConfig(gate_init=0.0, parameter_scale=SCALE if arm == "stored scaled" else 1.0))
     if arm == "own group":
@@ -60,7 +51,9 @@ def run(arm: str, seed: int, steps: int, text) -> dict:
     order = torch.randperm(len(text.train), generator=torch.Generator().manual_seed(seed))
     model.train()
     for step in tqdm(range(steps), desc=f"{arm}, seed {seed}", mininterval=10):
-        rows = [text.train[int(i)] for i in order[torch.arange(step * BATCH, (step + 1) * BATCH) % len(order)]]
+        rows = [
+            text.train[int(i)] for i in order[torch.arange(step * SHAPE.batch, (step + 1) * SHAPE.batch) % len(order)]
+        ]
         batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
         model(**batch).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -78,7 +71,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
-    data = LanguageModelingDataConfig(block_size=BLOCK, max_train_bytes=2_000_000, max_eval_bytes=100_000)
+    data = LanguageModelingDataConfig(block_size=SHAPE.block, max_train_bytes=2_000_000, max_eval_bytes=100_000)
     text = prepare_language_modeling(data, None)
     runs: list[dict] = []
     for seed in range(arguments.seeds):
@@ -96,7 +89,7 @@ def write(output: Path, runs: list[dict], steps: int) -> None:
         "# How fast should gates and rates learn?",
         "",
         f"Made by `{command}`: a byte-level Llama (4 layers, 128 wide) on Python source, {steps} steps of "
-        f"{BATCH} × {BLOCK} bytes, AdamW {LEARNING_RATE}, gradients clipped at norm 1.",
+        f"{SHAPE.batch} × {SHAPE.block} bytes, AdamW {LEARNING_RATE}, gradients clipped at norm 1.",
         "",
         "| arm | bits per byte, mean | per seed | gates after training (first seed) |",
         "|---|---|---|---|",

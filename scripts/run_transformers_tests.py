@@ -4,10 +4,8 @@
 
 Fetches the source distribution of the installed transformers from the package index; nothing of it is kept in the
 repository. Each part is a process of its own that runs one model's tests in one arm: plain, patched with shut gates,
-patched with open gates. A part that is finished is not repeated, until outputs/transformers_tests is removed;
-`--minutes` bounds how long new parts are begun.
-`--source` names a checkout of the same version instead, whose tests/generation, tests/exporters and tests/models the
-source distribution leaves out: there tests/models/{gpt2,roberta,llama} are run too. Writes transformers_tests.md.
+patched with open gates. A part that is finished is not repeated, until outputs/transformers_tests is removed. Writes
+transformers_tests.md.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import os
 import subprocess
 import sys
 import tarfile
-import time
 import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
@@ -62,23 +59,14 @@ def fetch() -> Path:
 
 def run_part(source: Path, family: str, arm: str) -> Path:
     """Run a part unless that was done; its results, as JUnit XML."""
-    results = WORK / f"{source.resolve().name}-results" / f"{family}-{arm}.xml"
+    results = WORK / f"{source.name}-results" / f"{family}-{arm}.xml"
     if results.exists():
         return results
     results.parent.mkdir(exist_ok=True)
-    files = [f"{HERE / 'transformers_tests' / 'test_models.py'}::{FAMILIES[family]}"]
-    own = source / "tests" / "models" / family / f"test_modeling_{family}.py"
-    files += [str(own)] if own.exists() else []
+    tests = f"{HERE / 'transformers_tests' / 'test_models.py'}::{FAMILIES[family]}"
     unfinished = results.with_suffix(".unfinished.xml")
-    command = ["-p", "plugin", "-c", str(source / "pyproject.toml"), "-o", "log_cli=0", "-p", "no:cacheprovider"]
-    command += [
-        "-q",
-        "-W",
-        "ignore",
-        "--tb=line",
-        f"--timeout={SECONDS_A_TEST}",
-        f"--junit-xml={unfinished.resolve()}",
-    ]
+    options = f"-q -W ignore -p plugin -p no:cacheprovider -o log_cli=0 --tb=line --timeout={SECONDS_A_TEST}".split()
+    options += ["-c", str(source / "pyproject.toml"), f"--junit-xml={unfinished.resolve()}"]
     paths = [str(source.resolve()), str((HERE / "transformers_tests").resolve()), str(HERE.parent.resolve())]
     environment = {
         **os.environ,
@@ -87,7 +75,7 @@ def run_part(source: Path, family: str, arm: str) -> Path:
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    done = subprocess.run([sys.executable, "-m", "pytest", *files, *command], env=environment, timeout=LIMIT)
+    done = subprocess.run([sys.executable, "-m", "pytest", tests, *options], env=environment, timeout=LIMIT)
     if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise SystemExit(f"the tests of {family}, {arm}, could not be run; see above.")
     unfinished.rename(results)
@@ -110,15 +98,14 @@ def outcomes(results: Path) -> dict[str, tuple[str, str]]:
     return found
 
 
-def table(found: dict[str, dict[str, dict[str, tuple[str, str]]]], command: str, has_all: bool) -> str:
+def table(found: dict[str, dict[str, dict[str, tuple[str, str]]]]) -> str:
     lines = [
         "# transformers' own model tests on patched models",
         "",
-        f"`{command}`: transformers {transformers.__version__}, torch {torch.__version__}, on the CPU. "
-        "`tests/test_modeling_common.py` of the "
-        + ("checkout, and its `tests/models`." if has_all else "source distribution, which has no `tests/models`, ")
-        + ("" if has_all else "`tests/generation` and `tests/exporters`: they are left out.")
-        + f" A test may take {SECONDS_A_TEST} seconds.",
+        f"`python scripts/run_transformers_tests.py`: transformers {transformers.__version__}, torch "
+        f"{torch.__version__}, on the CPU. `tests/test_modeling_common.py` of the source distribution, which has no "
+        "`tests/models`, `tests/generation` and `tests/exporters`: they are left out. A test may take "
+        f"{SECONDS_A_TEST} seconds.",
         "",
         "| model | arm | passed | failed | skipped |",
         "|---|---|---|---|---|",
@@ -155,20 +142,11 @@ def table(found: dict[str, dict[str, dict[str, tuple[str, str]]]], command: str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("results"), help="folder for transformers_tests.md")
-    parser.add_argument("--source", type=Path, help="a checkout of the installed version of transformers")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no part after so long")
     arguments = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
-    source = arguments.source or fetch()
-    begun = time.monotonic()
-    found: dict[str, dict[str, dict[str, tuple[str, str]]]] = {}
-    for family in FAMILIES:
-        for arm in ARMS:
-            if time.monotonic() - begun > 60 * arguments.minutes:
-                raise SystemExit("Time is up. Run the same command again to go on.")
-            found.setdefault(family, {})[arm] = outcomes(run_part(source, family, arm))
-    command = "python scripts/run_transformers_tests.py"
-    text = table(found, command, arguments.source is not None)
+    source = fetch()
+    found = {family: {arm: outcomes(run_part(source, family, arm)) for arm in ARMS} for family in FAMILIES}
+    text = table(found)
     (arguments.output / "transformers_tests.md").write_text(text)
     if UNEXPECTED in text:
         raise SystemExit(f"patched models fail where they should not: see {arguments.output}/transformers_tests.md")

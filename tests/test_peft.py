@@ -1,30 +1,40 @@
 """Adapters that train, save, load, merge and switch gates and rates with everything else."""
 
 import copy
-import inspect
 import json
+import pickle
 import shutil
+from unittest.mock import MagicMock
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, IA3Config, LNTuningConfig, LoraConfig, PeftModel
+from peft import AutoPeftModelForCausalLM, IA3Config, LNTuningConfig, LoraConfig, LoraModel, PeftModel
 from peft.utils.hotswap import hotswap_adapter
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
-    PreTrainedModel,
 )
 from transformers.utils import hub
 
-import rsa_hf.peft
 from families import CONFIGS, inputs
-from peft_adapters import METHODS, PLAN, adapter_values, base_model, disturb, logits, trained_adapter
+from peft_adapters import (
+    METHODS,
+    PLAN,
+    adapter_values,
+    base_model,
+    disturb,
+    logits,
+    needs_own_adapters,
+    trained_adapter,
+)
 from rsa_hf import RSAConfig, RSAHeads, is_patched, param_groups, patch_model, rsa_report, unpatch_model
 from rsa_hf.peft import get_peft_model, load, rsa_only_config, with_rsa
 
 FAMILIES = ["gpt2", "llama", "roberta"]
+NORMS = ["ln_1", "input_layernorm", "LayerNorm"]
+MERGED = METHODS | {"ln tuning": lambda: LNTuningConfig(target_modules=NORMS)}
 
 
 def by_hand(family, model, with_heads=True):
@@ -103,61 +113,37 @@ def test_what_is_saved_comes_back(family, method, tmp_path):
     assert torch.equal(logits(again.eval(), batch), expected)
 
 
-# Older ones leave out what stands in modules_to_save; rsa_hf then raises (test_peft_guard.py).
-needs_own_adapters = pytest.mark.skipif(
-    "AuxiliaryTrainingWrapper" not in inspect.getsource(inspect.unwrap(PreTrainedModel.load_adapter)),
-    reason="this transformers cannot load modules_to_save itself; a newer one can",
-)
-
-
 @needs_own_adapters
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_transformers_own_adapters_too(family, tmp_path):
-    model, batch = trained_adapter(family), inputs(family)
-    expected = logits(model, batch)
-    model.save_pretrained(tmp_path / "adapter")
-    patched = patch_model(base_model(family), PLAN)
+    batch, patched, expected = inputs(family), patch_model(base_model(family), PLAN), {}
     as_patched = logits(patched, batch)
-    patched.load_adapter(str(tmp_path / "adapter"))
-    torch.testing.assert_close(logits(patched, batch), expected)
+    for seed, name in enumerate(("first", "second"), 1):
+        model = trained_adapter(family, seed=seed)
+        model.save_pretrained(tmp_path / name)
+        patched.load_adapter(str(tmp_path / name), name)
+        expected[name] = logits(model, batch)
+        torch.testing.assert_close(logits(patched, batch), expected[name])
+    patched.set_adapter("first")
+    torch.testing.assert_close(logits(patched, batch), expected["first"])
     patched.disable_adapters()
     assert torch.equal(logits(patched, batch), as_patched)
     patched.enable_adapters()
-    torch.testing.assert_close(logits(patched, batch), expected)
+    torch.testing.assert_close(logits(patched, batch), expected["first"])
     patched.save_pretrained(tmp_path / "again")
-    assert torch.equal(logits(load(base_model(family), tmp_path / "again"), batch), expected)
+    assert torch.equal(logits(load(base_model(family), tmp_path / "again"), batch), expected["first"])
 
 
-@needs_own_adapters
-def test_a_second_one_of_them_brings_its_rates(tmp_path):
-    batch, patched = inputs("llama"), patch_model(base_model("llama"), PLAN)
-    for name, seed in (("first", 1), ("second", 2)):
-        model = trained_adapter("llama", seed=seed)
-        model.save_pretrained(tmp_path / name)
-        patched.load_adapter(str(tmp_path / name), name)
-        torch.testing.assert_close(logits(patched, batch), logits(model, batch))
-    patched.set_adapter("first")
-    torch.testing.assert_close(logits(patched, batch), logits(trained_adapter("llama", seed=1), batch))
-
-
-def test_auto_classes_load_an_adapter_whose_base_is_a_patched_checkpoint(tmp_path):
+@pytest.mark.parametrize(
+    "auto_class", [AutoPeftModelForCausalLM, pytest.param(AutoModelForCausalLM, marks=needs_own_adapters)]
+)
+def test_auto_classes_load_an_adapter_whose_base_is_a_patched_checkpoint(auto_class, tmp_path):
     base, batch = patch_model(base_model("llama"), PLAN), inputs("llama")
     base.save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model = disturb(get_peft_model(base, LoraConfig(task_type="CAUSAL_LM")))
     model.save_pretrained(tmp_path / "adapter")
-    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
-    torch.testing.assert_close(logits(loaded, batch), logits(model, batch))
-
-
-@needs_own_adapters
-def test_so_does_automodel(tmp_path):
-    base, batch = patch_model(base_model("llama"), PLAN), inputs("llama")
-    base.save_pretrained(tmp_path / "base")
-    model = disturb(get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig()))
-    model.save_pretrained(tmp_path / "adapter")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
-    torch.testing.assert_close(logits(loaded, batch), logits(model, batch))
+    torch.testing.assert_close(logits(auto_class.from_pretrained(tmp_path / "adapter"), batch), logits(model, batch))
 
 
 def test_an_adapter_of_rates_alone_is_a_few_kilobytes(tmp_path):
@@ -170,11 +156,11 @@ def test_an_adapter_of_rates_alone_is_a_few_kilobytes(tmp_path):
     assert trained == 12 * (1 + 2 * 3)  # μ; ν and θ of three pairs
 
 
-@pytest.mark.parametrize("method", ["lora", "rsa only", "ia3"])
+@pytest.mark.parametrize("method", ["lora", "rsa only", "ia3", "ln tuning"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_merged_is_an_ordinary_patched_model(family, method, tmp_path):
     # In double precision, where merging in another order costs no digits that count.
-    model = disturb(get_peft_model(base_model(family).double(), METHODS[method](), PLAN))
+    model = disturb(get_peft_model(base_model(family).double(), MERGED[method](), PLAN))
     batch, rates = inputs(family), list(adapter_values(model).values())
     expected = logits(model, batch)
     merged = model.merge_and_unload()
@@ -192,52 +178,74 @@ def test_merged_is_an_ordinary_patched_model(family, method, tmp_path):
     assert patch_model(reloaded, PLAN) is reloaded
 
 
-def test_adapters_that_are_named_are_merged_with_their_own_rates():
+@pytest.mark.parametrize("other", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_and_pickles_merge_alike(other):
+    model, batch = trained_adapter("gpt2"), inputs("gpt2")
+    found = other(model)
+    assert isinstance(found.base_model, LoraModel)
+    with pytest.raises(ValueError, match="no weighted sum"):
+        found.add_weighted_adapter(["default"], [0.5], "sum")
+    assert torch.equal(logits(found.merge_and_unload(), batch), logits(model.merge_and_unload(), batch))
+
+
+@pytest.fixture
+def several():
+    """A model with the adapters `default`, active, and `second`, and `plain`, which has no rates; and their logits."""
     batch, model = inputs("llama"), trained_adapter("llama", seed=1)
-    model.add_adapter("second", with_rsa(LoraConfig()))
-    model.set_adapter("second")
-    expected = logits(disturb(model, seed=2), batch)
+    expected = {"default": logits(model, batch)}
+    for name, config in (("second", with_rsa(LoraConfig())), ("plain", LoraConfig())):
+        model.add_adapter(name, config)
+        model.set_adapter(name)
+        expected[name] = logits(disturb(model, seed=2), batch)
     model.set_adapter("default")
+    return model, batch, expected
+
+
+def test_adapters_keep_their_own_rates(several, tmp_path):
+    model, batch, expected = several
+    model.save_pretrained(tmp_path)
+    loaded = load(base_model("llama"), tmp_path)
+    for name in ("second", "plain"):
+        loaded.load_adapter(str(tmp_path / name), name)
+    gates = {}
+    for name, wanted in expected.items():
+        for each in (model, loaded):
+            each.set_adapter(name)
+            assert torch.equal(logits(each, batch), wanted)
+        gates[name] = rsa_report(loaded).layers[0].heads[0].gate
+    assert len(set(gates.values())) == 3
+    assert gates["plain"] == pytest.approx(torch.tensor(PLAN.gate_init).sigmoid().item())
+    assert torch.equal(logits(load(base_model("llama"), tmp_path / "second"), batch), expected["second"])
+    loaded.set_adapter("second")
+    loaded.delete_adapter("default")
+    assert torch.equal(logits(loaded, batch), expected["second"])
+
+
+def test_adapters_that_are_named_are_merged_with_their_own_rates(several):
+    model, batch, expected = several
     with pytest.raises(ValueError, match="default, second each have gates and rates of their own: only one"):
         model.merge_and_unload(adapter_names=["default", "second"])
-    torch.testing.assert_close(logits(model.merge_and_unload(adapter_names=["second"]), batch), expected)
+    assert torch.equal(logits(model, batch), expected["default"])
+    torch.testing.assert_close(logits(model.merge_and_unload(adapter_names=["second"]), batch), expected["second"])
 
 
-def test_only_the_active_adapter_is_merged_in_place():
-    batch, model = inputs("llama"), trained_adapter("llama", seed=1)
-    model.add_adapter("second", with_rsa(LoraConfig()))
-    model.add_adapter("plain", LoraConfig())
-    expected = logits(model, batch)
+def test_only_the_active_adapter_is_merged_in_place(several):
+    model, batch, expected = several
     for names in (["second"], ["default", "second"], ["plain"]):
         with pytest.raises(ValueError, match="merging in place keeps them"):
             model.merge_adapter(adapter_names=names)
-    assert torch.equal(logits(model, batch), expected)
-    for names in (["default"], None):
+    assert torch.equal(logits(model, batch), expected["default"])
+    for active, names in (("default", ["default"]), ("default", None), ("second", ["second"])):
+        model.set_adapter(active)
         model.merge_adapter(adapter_names=names)
-        torch.testing.assert_close(logits(model, batch), expected)
+        torch.testing.assert_close(logits(model, batch), expected[active])
         model.unmerge_adapter()
-    model.set_adapter("second")
-    expected = logits(disturb(model, seed=2), batch)
-    model.merge_adapter(adapter_names=["second"])
-    torch.testing.assert_close(logits(model, batch), expected)
 
 
-def test_ln_tuning_is_merged_with_its_rates(tmp_path):
-    batch, layers = inputs("llama"), ["input_layernorm"]
-    adapted = disturb(get_peft_model(base_model("llama"), LNTuningConfig(target_modules=layers), PLAN))
-    expected = logits(adapted, batch)
-    adapted.merge_and_unload().save_pretrained(tmp_path)
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path), batch), expected)
-    # PEFT's unload leaves its wrappers: what they hold is not lost in silence.
-    unloaded = get_peft_model(base_model("llama"), LNTuningConfig(target_modules=layers), PLAN).unload()
-    for call in (lambda: unloaded.save_pretrained(tmp_path), lambda: unpatch_model(unloaded)):
-        with pytest.raises(ValueError, match="RSA heads .*PEFT|PEFT holds the RSA heads"):
-            call()
-
-
+@pytest.mark.parametrize("method", ["lora", "ln tuning"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_disabled_adapter_leaves_the_model_as_patched(family):
-    model, batch = trained_adapter(family), inputs(family)
+def test_a_disabled_adapter_leaves_the_model_as_patched(family, method):
+    model, batch = disturb(get_peft_model(base_model(family), MERGED[method](), PLAN)), inputs(family)
     plain = logits(base_model(family), batch)
     as_patched = logits(patch_model(base_model(family), PLAN), batch)
     assert (plain - as_patched).abs().max() > 0.05
@@ -246,44 +254,6 @@ def test_a_disabled_adapter_leaves_the_model_as_patched(family):
         assert rsa_report(model).layers[0].heads[0].gate == pytest.approx(torch.tensor(0.5).sigmoid().item())
     assert not torch.equal(logits(model, batch), as_patched)
     assert torch.equal(logits(unpatch_model(model.unload()), batch), plain)
-
-
-def test_two_adapters_keep_their_own_rates(tmp_path):
-    batch = inputs("llama")
-    model = trained_adapter("llama", seed=1)
-    first = logits(model, batch)
-    model.add_adapter("second", with_rsa(LoraConfig()))
-    model.set_adapter("second")
-    disturb(model, seed=2)
-    second = logits(model, batch)
-    assert (first - second).abs().max() > 0.05
-    model.set_adapter("default")
-    assert torch.equal(logits(model, batch), first)
-    model.save_pretrained(tmp_path)
-    loaded = load(base_model("llama"), tmp_path)
-    loaded.load_adapter(str(tmp_path / "second"), "second")
-    assert torch.equal(logits(loaded, batch), first)
-    loaded.set_adapter("second")
-    assert torch.equal(logits(loaded, batch), second)
-    second_gate = rsa_report(loaded).layers[0].heads[0].gate
-    loaded.set_adapter("default")
-    assert rsa_report(loaded).layers[0].heads[0].gate != second_gate
-    alone = load(base_model("llama"), tmp_path / "second")
-    assert torch.equal(logits(alone, batch), second)
-    loaded.delete_adapter("default")
-    assert torch.equal(logits(loaded, batch), second)
-
-
-def test_an_adapter_without_rates_beside_one_with_them():
-    batch = inputs("gpt2")
-    model = trained_adapter("gpt2")
-    with_rates = logits(model, batch)
-    model.add_adapter("lora", LoraConfig())
-    model.set_adapter("lora")
-    as_patched = logits(patch_model(base_model("gpt2"), PLAN), batch)
-    torch.testing.assert_close(logits(model, batch), as_patched)  # an untrained LoRA changes nothing
-    model.set_adapter("default")
-    assert torch.equal(logits(model, batch), with_rates)
 
 
 @pytest.mark.parametrize("method", [LoraConfig, IA3Config])
@@ -336,16 +306,14 @@ def test_reports_and_groups_see_through_the_wrapper():
     model.add_adapter("second", with_rsa(LoraConfig()))
     assert is_patched(model)
     report = rsa_report(model)
-    assert len(report.layers) == 2
     assert report.layers[0].module == "base_model.model.transformer.h.0.attn"
-    scale = PLAN.parameter_scale
-    mu = adapter_values(model)["base_model.model.transformer.h.0.attn.rsa.modules_to_save.default.mu"]
+    scale, values = PLAN.parameter_scale, adapter_values(model)
+    mu = values["base_model.model.transformer.h.0.attn.rsa.modules_to_save.default.mu"]
     assert report.layers[0].heads[0].gate == pytest.approx(torch.sigmoid(mu * scale).item())
     groups = {group["name"]: group for group in param_groups(model, 1e-3, 0.1, rsa_learning_rate=0.02)}
-    listed = [id(parameter) for group in groups.values() for parameter in group["params"]]
-    assert sorted(listed) == sorted(id(p) for p in model.parameters() if p.requires_grad)
-    names = {id(p): name for name, p in model.named_parameters()}
-    assert {names[id(p)] for p in groups["rsa"]["params"]} == set(adapter_values(model))
+    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert sorted(id(p) for group in groups.values() for p in group["params"]) == sorted(names)
+    assert {names[id(p)] for p in groups["rsa"]["params"]} == set(values)
     assert (groups["rsa"]["lr"], groups["rsa"]["weight_decay"]) == (0.02 / scale, 0.0)
 
 
@@ -381,19 +349,13 @@ def test_where_peft_fails_the_model_is_as_it_was():
     keys = list(model.state_dict())
     with pytest.raises(ValueError, match="No modules were targeted for adaptation"):
         get_peft_model(model, LoraConfig(target_modules=["no_such_layer"]))
+    with pytest.raises(
+        ValueError, match="object has no modules_to_save.*None for an adapter of gates and rates alone"
+    ):
+        get_peft_model(model, object())
     assert list(model.state_dict()) == keys
     assert not is_patched(model)
     assert not hasattr(model.config, "rsa")
-
-
-def test_a_method_that_cannot_hold_rates_is_refused():
-    class Method:
-        pass
-
-    with pytest.raises(
-        ValueError, match="Method has no modules_to_save.*None for an adapter of gates and rates alone"
-    ):
-        with_rsa(Method())
 
 
 def test_a_new_head_is_trained_along_with_the_rates():
@@ -410,24 +372,9 @@ def test_what_is_pushed_loads(tmp_path, monkeypatch):
     def upload(self, folder, *_, **__):
         shutil.copytree(folder, tmp_path / "pushed")
 
-    class Api:
-        """Stands in for the Hub: takes the folder that would be uploaded."""
-
-        def create_repo(self, repo_id, **_):
-            return type("Repo", (), {"repo_id": repo_id})
-
-    if hasattr(hub, "hf_api"):
-        monkeypatch.setattr(hub, "hf_api", lambda *_, **__: Api())
-    if hasattr(hub, "create_repo"):
-        monkeypatch.setattr(hub, "create_repo", Api().create_repo)
     monkeypatch.setattr(hub.PushToHubMixin, "_upload_modified_files", upload)
-    card = type("Card", (), {"save": lambda self, path: None})
-    monkeypatch.setattr(hub, "create_and_tag_model_card", lambda *_, **__: card())
+    for name in ("create_repo", "hf_api", "create_and_tag_model_card"):  # of which each version has some
+        monkeypatch.setattr(hub, name, MagicMock(), raising=False)
     model.push_to_hub("someone/rsa-lora")
     assert torch.equal(logits(load(base_model("gpt2"), tmp_path / "pushed"), batch), logits(model, batch))
     assert json.loads((tmp_path / "pushed" / "adapter_config.json").read_text())["task_type"].startswith("rsa_hf (")
-
-
-def test_the_module_does_not_hide_the_library():
-    assert rsa_hf.peft.peft.__name__ == "peft"
-    assert hasattr(rsa_hf.peft.peft, "PeftModel")

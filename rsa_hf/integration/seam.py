@@ -1,9 +1,10 @@
 """The table of everything that rsa_hf hooks in transformers, huggingface_hub and PEFT (`peft/hooks.py`): `HOOKS`.
 
 Nothing else of these libraries is replaced, but for the attention classes listed in `architectures/table.py`, which
-are wrapped when a model with such a class is patched or loaded. No class of theirs is subclassed here; `models/` and
-`training/` subclass their public base classes. Plain models run transformers' own code, but for one look-up of the
-child `rsa` in each attention call, and checks when they are built, loaded and saved.
+are wrapped when a model with such a class is patched or loaded. PEFT's tuner of a model with RSA heads gets a subclass
+of its class (`peft/merging.py`); `models/` and `training/` subclass their public base classes. Plain models run
+transformers' own code, but for one look-up of the child `rsa` in each attention call, and checks when they are built,
+loaded and saved.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ from transformers.generation.configuration_utils import CompileConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from broken import break_mask, forgets_the_offset
-from families import DECODERS, ENCODER_DECODERS, FULL_PLAN, PAD, VOCAB, WINDOWED, build_language_model
+from families import DECODERS, ENCODER_DECODERS, FULL_PLAN, VOCAB, WINDOWED, build_language_model
 from rsa_hf import RSAConfig, patch_model, rem_matrix, unpatch_model
 from rsa_hf.heads import RSAHeads
+from texts import padded
 
 LENGTH, STEPS = 11, 9
 GREEDY = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
@@ -24,9 +25,9 @@ def patched(family, seed=0):
 def prompt(rows=3):
     """Rows padded on the left, whose text repeats itself, so that looking up the prompt finds something."""
     ids = torch.randint(3, VOCAB, (rows, 4)).repeat(1, 3)[:, :LENGTH]
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    return {"input_ids": torch.where(mask.bool(), ids, PAD), "attention_mask": mask}
+    batch = padded(ids, (3,))
+    del batch["position_ids"]
+    return batch
 
 
 def greedy_loop(model, inputs, steps=STEPS):

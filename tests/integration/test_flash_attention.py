@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
 
 import flash_stand_in
 import rsa_hf.integration.attention as hooks
@@ -13,10 +12,12 @@ from broken import break_mask, forgets_the_offset
 from families import FULL_PLAN, PAD, VOCAB, WINDOWED, build, build_language_model
 from references import relative_error
 from rsa_hf import RSAConfig, patch_model
+from texts import CACHES, in_pieces, padded
 
 DECODERS = ["gpt2", "llama", *WINDOWED]
 ENCODERS = ["roberta", "modernbert"]  # of which the second has windows, to both sides
 LENGTH = 13
+PADDING = (5, 2)
 FAR = 0.1  # a broken reading is at least so far off, relative to the logits
 
 
@@ -69,24 +70,12 @@ def tokens(flash, rows=3, length=LENGTH):
     return torch.randint(3, VOCAB, (rows, length), device=flash.device)
 
 
-def padded(ids, side):
-    mask = torch.ones_like(ids)
-    for row, count in enumerate((5, 2)):
-        mask[row, :count] = 0
-    mask = mask if side == "left" else mask.flip(1)
-    return {
-        "input_ids": torch.where(mask.bool(), ids, PAD),
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
-    }
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", [*DECODERS, *ENCODERS])
 @torch.no_grad()
 def test_padding(family, side, flash, monkeypatch):
     found, expected = pair(family, flash)
-    batch = padded(tokens(flash), side)
+    batch = padded(tokens(flash), PADDING, side)
     real = batch["attention_mask"].bool()
     if family in ENCODERS:
         del batch["position_ids"]  # they make their own
@@ -141,32 +130,15 @@ def test_packed_documents(family, told_by, flash, monkeypatch):
     assert relative_error(found(ids, **told)[0], alone) > FAR / 10
 
 
-CACHES = {
-    "dynamic": lambda model: DynamicCache(config=model.config),
-    "static": lambda model: StaticCache(config=model.config, max_cache_len=LENGTH + 6),
-}
-
-
-def in_pieces(model, batch, pieces, cache):
-    logits, stop = [], 0
-    for length in pieces:
-        start, stop = stop, stop + length
-        piece = {name: batch[name][:, start:stop] for name in ("input_ids", "position_ids")}
-        mask = batch["attention_mask"][:, :stop]
-        logits.append(model(**piece, attention_mask=mask, past_key_values=cache)[0])
-    return torch.cat(logits, 1)
-
-
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("family", DECODERS)
 @torch.no_grad()
 def test_caches(family, cache, padding, flash, monkeypatch):
     found, expected = pair(family, flash)
-    batch = padded(tokens(flash), "left")
+    batch = padded(tokens(flash), PADDING)
     if not padding:
-        batch = {"input_ids": batch["input_ids"][2:], "attention_mask": batch["attention_mask"][2:],
-                 "position_ids": batch["position_ids"][2:]}  # fmt: skip
+        batch = {name: rows[2:] for name, rows in batch.items()}
     real = batch["attention_mask"].bool()
     wanted = expected(**batch, use_cache=False)[0][real]
     pieces = [4, 3, 1, 2, 1, 1, 1]
@@ -184,7 +156,7 @@ def test_caches(family, cache, padding, flash, monkeypatch):
 @torch.no_grad()
 def test_generation(family, arguments, flash, monkeypatch):
     found, expected = pair(family, flash)
-    batch = padded(tokens(flash), "left")
+    batch = padded(tokens(flash), PADDING)
     del batch["position_ids"]
     if "prompt_lookup_num_tokens" in arguments:  # one row at a time
         batch = {name: tensor[:1] for name, tensor in batch.items()}
@@ -209,7 +181,7 @@ def test_generation(family, arguments, flash, monkeypatch):
 def test_cross_attention_stays_softmax_attention(flash):
     found, expected = pair("bart", flash)
     # transformers reads the padding of the keys as that of as many queries, which is right on the left alone.
-    ids, decoder_ids = padded(tokens(flash), "left"), tokens(flash, 3, 7)
+    ids, decoder_ids = padded(tokens(flash), PADDING), tokens(flash, 3, 7)
     del ids["position_ids"]
     wanted = expected(**ids, decoder_input_ids=decoder_ids)[0]
     assert relative_error(found(**ids, decoder_input_ids=decoder_ids)[0], wanted) < flash.tolerance
@@ -217,7 +189,7 @@ def test_cross_attention_stays_softmax_attention(flash):
 
 def test_gradients(flash):
     found, expected = pair("mistral", flash)
-    batch = padded(tokens(flash), "left")
+    batch = padded(tokens(flash), PADDING)
     weights = batch["attention_mask"][..., None] * torch.randn(VOCAB, device=flash.device)
     for model in (found, expected):
         (model(**batch)[0] * weights).sum().backward()

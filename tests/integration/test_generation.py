@@ -10,51 +10,24 @@ from transformers import (
     DynamicCache,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
-    StaticCache,
 )
 
 from broken import break_mask, farthest, forgets_the_offset
 from families import ATTENTIONS, DECODERS, FULL_PLAN, MORE_CONFIGS, VOCAB, WINDOWED, build_language_model, widen
 from rsa_hf import RSAConfig, patch_model
+from texts import CACHES, in_pieces, padded
 
 LENGTH = 14
 
 
 def batch():
-    ids = torch.randint(3, VOCAB, (3, LENGTH))
-    mask = torch.ones_like(ids)
-    mask[0, :4], mask[1, :1] = 0, 0
-    return {
-        "input_ids": ids * mask,
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
-    }
+    return padded(torch.randint(3, VOCAB, (3, LENGTH)), (4, 1))
 
 
 def uncached(model, inputs):
     return model(**inputs, use_cache=False).logits
 
 
-def in_pieces(model, inputs, pieces, cache):
-    """Run the text piece by piece over one cache: chunked prefill, then single tokens."""
-    logits, start = [], 0
-    for length in pieces:
-        stop = start + length
-        out = model(
-            input_ids=inputs["input_ids"][:, start:stop],
-            attention_mask=inputs["attention_mask"][:, :stop],
-            position_ids=inputs["position_ids"][:, start:stop],
-            past_key_values=cache,
-        )
-        logits.append(out.logits)
-        start = stop
-    return torch.cat(logits, 1)
-
-
-CACHES = {
-    "dynamic": lambda model: DynamicCache(config=model.config),
-    "static": lambda model: StaticCache(config=model.config, max_cache_len=LENGTH + 6),
-}
 PIECES = {"cached": [8, 1, 1, 1, 1, 1, 1], "chunked prefill": [3, 5, 4, 2], "token by token": [1] * LENGTH}
 
 

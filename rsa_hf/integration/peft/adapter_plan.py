@@ -3,12 +3,19 @@
 It is the content of `config.rsa` (see saved_plan.py), `base`: what identifies the base model, and the adapter's task
 type. The task type's own place holds a lock instead: a PEFT without rsa_hf does not know that type and refuses the
 adapter. It would otherwise load it without its gates and rates.
+
+`base` is a mapping, for RSA parameters are vectors whose shapes cannot tell GPT-2 from GPT-2 medium:
+
+* `name`: its name on the Hub, or the folder it was loaded from; None where it has none.
+* `model_type`, and the hidden size and numbers of layers and heads that its config has.
+* `weights`: a few values of some of its weight matrices, by name. Absent in adapters of version 0.1, and where no
+  matrix can be read (sharded or offloaded models).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, isclose, isfinite
 from pathlib import Path
@@ -20,13 +27,11 @@ from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.heads import RSAHeads
 from rsa_hf.saved_plan import SavedPlan, read_plan, saved_plans, write_plan
-from rsa_hf.utils.brief import shorten
 from rsa_hf.utils.files import write_text
 
 __all__ = [
     "LOCK",
     "AdapterPlan",
-    "BaseModel",
     "describe_base",
     "differing_weights",
     "plan_of_model",
@@ -48,36 +53,11 @@ _TOLERANCE = {"rel_tol": 2**-7, "abs_tol": 1e-6}  # a base loaded in bfloat16 or
 
 
 @dataclass(frozen=True)
-class BaseModel:
-    """What identifies the base model of an adapter.
-
-    RSA parameters are vectors whose shapes follow from the plan, so their shapes cannot tell GPT-2 from GPT-2 medium.
-
-    Attributes:
-        name: its name on the Hub, or the folder it was loaded from; None where it has none.
-        model_type: as in its config.
-        sizes: hidden size and numbers of layers and heads, those that its config has.
-        weights: a few values of some of its weight matrices, by name. Empty in adapters of version 0.1, and where no
-            matrix can be read (sharded or offloaded models).
-    """
-
-    name: str | None
-    model_type: str
-    sizes: Mapping[str, int]
-    weights: Mapping[str, Sequence[float]]
-
-
-@dataclass(frozen=True)
 class AdapterPlan:
-    """The plan that an adapter was trained with, and its base model.
-
-    Attributes:
-        saved: the plan, with the names of the modules that it is for.
-        base: the base model; None where any model of that shape is accepted.
-    """
+    """The plan that an adapter was trained with, and its base model; `base` is empty where any base is accepted."""
 
     saved: SavedPlan
-    base: BaseModel | None
+    base: Mapping[str, Any]
 
 
 def plan_of_model(model: nn.Module) -> SavedPlan | None:
@@ -97,35 +77,33 @@ def plan_of_model(model: nn.Module) -> SavedPlan | None:
     return read_plan(plans[0])
 
 
-def describe_base(model: PreTrainedModel) -> BaseModel:
-    """What identifies a model, patched or plain, with adapters or without."""
+def describe_base(model: PreTrainedModel) -> dict[str, Any]:
+    """`base` for a model, patched or plain, with adapters or without."""
     text: Any = model.config.get_text_config()
-    found = {name: getattr(text, name, None) for name in _SIZES}
-    sizes = {name: value for name, value in found.items() if isinstance(value, int)}
+    sizes = {name: value for name in _SIZES if isinstance(value := getattr(text, name, None), int)}
     # Trained parameters, such as biases beside LoRA, are no longer those of the base model.
     frozen = [(name, matrix) for name, matrix in _matrices(model.base_model) if not matrix.requires_grad]
     step = max(1, ceil(len(frozen) / _MATRICES))
     sampled = {name: _sample(matrix) for name, matrix in frozen[::step]}
     weights = {name: values for name, values in sampled.items() if len(set(values)) > 1 and all(map(isfinite, values))}
-    return BaseModel(model.name_or_path or None, str(model.config.model_type), sizes, weights)
+    base = {"name": model.name_or_path or None, "model_type": str(model.config.model_type), **sizes}
+    return base | ({"weights": weights} if weights else {})
 
 
-def differing_weights(base: BaseModel, model: PreTrainedModel) -> list[str]:
+def differing_weights(base: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
     """The sampled matrices of a base model that have other values in this model.
 
     Returns:
         Their names, where they are more than half of those in both; else none. A part that its checkpoint does not
         have, such as a new pooler, is random in each model.
     """
-    present = dict(_matrices(model.base_model))
-    shared = [name for name in base.weights if name in present]
-    differing = [
-        name
-        for name in shared
-        if any(
-            not isclose(a, b, **_TOLERANCE) for a, b in zip(base.weights[name], _sample(present[name]), strict=False)
-        )
-    ]
+    weights, present = base.get("weights", {}), dict(_matrices(model.base_model))
+    shared = [name for name in weights if name in present]
+
+    def is_same(name: str) -> bool:
+        return all(isclose(a, b, **_TOLERANCE) for a, b in zip(weights[name], _sample(present[name]), strict=False))
+
+    differing = [name for name in shared if not is_same(name)]
     return differing if 2 * len(differing) > len(shared) else []
 
 
@@ -149,9 +127,6 @@ def _sample(matrix: Tensor) -> list[float]:
     return [float(f"{value:.4g}") for value in matrix.detach().flatten()[places].float().tolist()]
 
 
-# --- adapter_config.json --------------------------------------------------------------------------------------------
-
-
 def write_adapter_plan(adapter: AdapterPlan, folder: Path) -> None:
     """Add the plan and the lock to the adapter_config.json that PEFT has written into a folder.
 
@@ -162,20 +137,12 @@ def write_adapter_plan(adapter: AdapterPlan, folder: Path) -> None:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         task_type = content["rsa"]["task_type"] if "rsa" in content else content.get("task_type")
-        content["rsa"] = {**_to_dict(adapter), "task_type": task_type}
+        content["rsa"] = {**write_plan(adapter.saved), "base": adapter.base, "task_type": task_type}
         content["task_type"] = LOCK
         write_text(file, json.dumps(content, indent=2, sort_keys=True))
     except BaseException:
         file.unlink(missing_ok=True)
         raise
-
-
-def _to_dict(adapter: AdapterPlan) -> dict[str, Any]:
-    assert adapter.base is not None  # only `load` drops it, and saving describes the model anew
-    base: dict[str, Any] = {"name": adapter.base.name, "model_type": adapter.base.model_type, **adapter.base.sizes}
-    if adapter.base.weights:
-        base["weights"] = {name: list(values) for name, values in adapter.base.weights.items()}
-    return {**write_plan(adapter.saved), "base": base}
 
 
 def read_adapter_plan(content: Any) -> AdapterPlan:
@@ -188,20 +155,12 @@ def read_adapter_plan(content: Any) -> AdapterPlan:
     if not isinstance(content, Mapping) or not isinstance(content.get("base"), Mapping):
         raise TypeError(f"rsa in adapter_config.json is a mapping with a mapping `base` in it, got {content!r:.200}")
     saved = read_plan({key: value for key, value in content.items() if key not in ("base", "task_type")})
-    base = dict(content["base"])
-    name, model_type, weights = base.pop("name", None), base.pop("model_type", None), base.pop("weights", {})
-    if not isinstance(model_type, str) or not (name is None or isinstance(name, str)):
-        raise TypeError(f"base in adapter_config.json has name={name!r:.200} and model_type={model_type!r:.200}.")
+    weights = content["base"].get("weights", {})
     if not isinstance(weights, Mapping) or not all(map(_is_sample, weights.values())):
         raise TypeError(
             f"base in adapter_config.json has weights={weights!r:.200}: lists of finite numbers are needed."
         )
-    for key, value in base.items():
-        if key not in _SIZES:
-            raise ValueError(f"base in adapter_config.json has {key!r:.200}; allowed: {shorten(_SIZES)}, weights.")
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"base in adapter_config.json has {key}={value!r:.200}: a whole number is needed.")
-    return AdapterPlan(saved, BaseModel(name, model_type, base, weights))
+    return AdapterPlan(saved, content["base"])
 
 
 def _is_sample(values: Any) -> bool:

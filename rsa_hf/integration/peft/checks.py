@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.heads import RSAHeads, is_peft_wrapper
-from rsa_hf.integration.peft.adapter_plan import (
-    AdapterPlan,
-    BaseModel,
-    describe_base,
-    differing_weights,
-    plan_of_model,
-)
+from rsa_hf.integration.peft.adapter_plan import AdapterPlan, describe_base, differing_weights, plan_of_model
 from rsa_hf.saved_plan import RSA_KEY, differences, require_number
 from rsa_hf.utils.brief import shorten
 
@@ -33,6 +27,7 @@ __all__ = [
     "require_same_base",
     "require_tensors",
     "rsa_modules",
+    "wrappers",
 ]
 
 logger = logging.getLogger(__name__)
@@ -52,7 +47,7 @@ def plan_of(config: Any) -> AdapterPlan | None:
 def drop_base(config: Any) -> None:
     """Let an adapter's config accept any base model with the right plan."""
     if (adapter := plan_of(config)) is not None:
-        config.rsa = replace(adapter, base=None)
+        config.rsa = replace(adapter, base={})
 
 
 def rsa_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -63,18 +58,22 @@ def rsa_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield f"{name}.rsa" if name else "rsa", child
 
 
-def require_fit(config: Any, model: nn.Module) -> None:
-    """Check that a model is the base model of an adapter and is patched with the same plan.
+def wrappers(model: nn.Module, adapter_names: Iterable[str] = ()) -> Iterator[tuple[str, Any, list[str]]]:
+    """PEFT's wrappers round RSA heads, with their names and those of the given adapters that they hold copies for."""
+    for name, child in rsa_modules(model):
+        if is_peft_wrapper(child):
+            copies: Any = child.modules_to_save
+            yield name, child, [adapter for adapter in adapter_names if adapter in copies]
 
-    Args:
-        config: the adapter's config.
-        model: the model, without adapters or with.
+
+def require_fit(config: Any, model: nn.Module) -> None:
+    """Check that a model, with adapters or without, is an adapter's base model and is patched with the same plan.
 
     Raises:
         ValueError: another base model, one that is not patched, or one with another plan.
     """
     adapter = plan_of(config)
-    if adapter is not None and adapter.base is not None:
+    if adapter is not None:
         require_same_base(adapter.base, model)
     present = plan_of_model(model)
     if present is None and (adapter is not None or has_rsa(config)):
@@ -91,41 +90,46 @@ def require_fit(config: Any, model: nn.Module) -> None:
         )
 
 
-def require_same_base(base: BaseModel, model: nn.Module, *, compare_weights: bool = True) -> None:
+def require_same_base(base: Mapping[str, Any], model: nn.Module, *, compare_weights: bool = True) -> None:
     """Check that a model is the base model of an adapter, whether it is patched or not.
 
     Type, sizes and sampled weights decide. The name is a hint alone, as folders are moved.
 
+    Args:
+        base: what identifies the base model (see adapter_plan.py); empty: any model is accepted.
+        model: the model.
+        compare_weights: False also accepts other weights.
+
     Raises:
         ValueError: it is of another type, has other sizes or other weights.
     """
+    if not base:
+        return
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"the adapter is for a {base.model_type}, but this is a {type(model).__name__}.")
-    present = describe_base(model)
-    wanted = {"model_type": base.model_type, **base.sizes}
-    found = {"model_type": present.model_type, **present.sizes}
+        raise ValueError(f"the adapter is for a {base.get('model_type')}, but this is a {type(model).__name__}.")
+    present, name = describe_base(model), base.get("name") or "one without a name"
     changed = [
-        f"{key} is {found.get(key)!r}, not {value!r}" for key, value in wanted.items() if found.get(key) != value
+        f"{key} is {present.get(key)!r}, not {value!r:.200}"
+        for key, value in base.items()
+        if key not in ("name", "weights") and present.get(key) != value
     ]
     if changed:
-        raise ValueError(
-            f"this adapter is for another base model ({base.name or 'without a name'}): {'; '.join(changed)}."
-        )
+        raise ValueError(f"this adapter is for another base model ({name!s:.200}): {'; '.join(changed)}.")
     if not compare_weights:
         return
     if differing := differing_weights(base, model):
         raise ValueError(
-            f"this adapter was trained on another base model: on {base.name or 'one without a name'}, and this one "
-            f"({present.name or 'without a name'}) has other weights in {shorten(differing)}. Load the model that the "
-            "adapter was trained on. To use the adapter on this one all the same: rsa_hf.peft.load(model, adapter, "
-            "check_base_name=False)."
+            f"this adapter was trained on another base model: on {name!s:.200}, and this one "
+            f"({present['name'] or 'without a name'}) has other weights in {shorten(differing)}. Load the model that "
+            "the adapter was trained on. To use the adapter on this one all the same: rsa_hf.peft.load(model, "
+            "adapter, check_base_name=False)."
         )
-    if not base.weights and base.name and present.name and base.name != present.name:
+    if not base.get("weights") and base.get("name") and present["name"] and base["name"] != present["name"]:
         logger.warning(
             "The adapter was trained on %r, and this model is called %r. The adapter has no sample of its base "
             "model's weights to compare, so make sure that this is the same model.",
-            base.name,
-            present.name,
+            base["name"],
+            present["name"],
         )
 
 
@@ -135,31 +139,19 @@ def name_prefix(config: Any) -> str:
 
 
 def require_tensors(tensors: Mapping[str, Tensor], config: Any, model: nn.Module) -> None:
-    """Check that an adapter has a value for each RSA parameter of a model, and none beside.
-
-    Args:
-        tensors: the tensors of the adapter, by name.
-        config: the adapter's config.
-        model: the base model, without adapters or with.
+    """Check that an adapter's tensors have a value for each RSA parameter of its base model, and none beside.
 
     Raises:
         ValueError: a tensor is missing, or not expected, or has another shape, or holds no number.
     """
     found = {key.removeprefix(name_prefix(config)): tensor for key, tensor in tensors.items() if RSA_KEY.search(key)}
-    if not found and not has_rsa(config):
-        return
-    present = {
+    heads = {name: getattr(child, "original_module", child) for name, child in rsa_modules(model)}
+    expected = {
         f"{name}.{parameter}": value.shape
-        for name, child in rsa_modules(model)
-        for parameter, value in (child if isinstance(child, RSAHeads) else child.original_module).named_parameters()  # type: ignore[union-attr]
+        for name, module in heads.items()
+        for parameter, value in module.named_parameters()
+        if has_rsa(config)
     }
-    if not present:
-        raise ValueError(
-            f"the adapter holds RSA parameters ({shorten(list(found))}), but this {type(model).__name__} has no RSA "
-            "heads: they would be lost in silence. rsa_hf.peft.load(model, adapter) patches the model as the adapter "
-            "says; where the adapter does not say it, call patch_model with the plan it was trained with."
-        )
-    expected = present if has_rsa(config) else {}
     problems = []
     if missing := [key for key in expected if key not in found]:
         problems.append(f"missing from the adapter: {shorten(missing)}")
@@ -184,8 +176,8 @@ def require_adapter_file(
 
     Args:
         model: a model with an adapter.
-        files: the file of the adapter's tensors; empty where they are given.
-        tensors: the adapter's tensors, where they are given.
+        files: the file of the adapter's tensors; empty where `tensors` are given.
+        tensors: the adapter's tensors.
 
     Raises:
         ValueError: see `require_fit` and `require_tensors`.

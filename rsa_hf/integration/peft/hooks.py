@@ -1,7 +1,8 @@
 """The hooks into PEFT: no adapter loses its gates and rates in silence.
 
 RSA heads ride on PEFT's `modules_to_save`: each adapter holds a copy of every gate and rate and saves it beside its
-other tensors. `HOOKS` lists what PEFT does not do for it.
+other tensors. `HOOKS` lists what PEFT does not do for it when adapters are added, saved and loaded, merging.py what it
+does not do when they are merged.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from peft import PeftConfig, load_peft_weights
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.heads import RSAHeads, is_peft_wrapper
+from rsa_hf.heads import RSAHeads
 from rsa_hf.integration.hooks import Hook, install_hooks
 from rsa_hf.integration.peft.adapter_plan import (
     AdapterPlan,
@@ -34,7 +35,9 @@ from rsa_hf.integration.peft.checks import (
     require_fit,
     require_tensors,
     rsa_modules,
+    wrappers,
 )
+from rsa_hf.integration.peft.merging import guard_merging
 from rsa_hf.saved_plan import RSA_KEY
 
 __all__ = ["HOOKS", "HUB_OPTIONS", "add_plan", "install", "saved_with_plan"]
@@ -77,7 +80,7 @@ def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(self, *args, **keywords)
         given.apply_defaults()
         names = given.arguments["selected_adapters"] or list(self.peft_config)
-        base, parent = base_of(self), Path(given.arguments["save_directory"])
+        base, parent = _base_of(self), Path(given.arguments["save_directory"])
         if plan_of_model(base) is None and any(has_rsa(config) for config in self.peft_config.values()):
             raise ValueError(
                 f"an adapter has 'rsa' in its modules_to_save, but this {type(base).__name__} has no RSA heads, so it "
@@ -123,7 +126,7 @@ def add_plan(base: nn.Module, folder: Path) -> None:
 # --- adding and loading adapters ------------------------------------------------------------------------------------
 
 
-def base_of(model: Any) -> nn.Module:
+def _base_of(model: Any) -> nn.Module:
     """The model inside a PeftModel; any other model as it is."""
     if not hasattr(type(model), "get_base_model"):
         return model  # type: ignore[no-any-return]
@@ -131,19 +134,14 @@ def base_of(model: Any) -> nn.Module:
     return base
 
 
-def _wrappers(model: nn.Module, adapter_names: Iterable[str]) -> Iterator[tuple[str, Any, list[str]]]:
-    """PEFT's wrappers round RSA heads, with their names and those of the given adapters that they hold copies for."""
-    for name, child in rsa_modules(model):
-        if is_peft_wrapper(child):
-            yield name, child, [adapter for adapter in adapter_names if adapter in child.modules_to_save]  # type: ignore[operator]
-
-
 def _wrap_inject_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         config = self.peft_config[adapter_name]
         require_fit(config, model)
         original(self, model, adapter_name, *args, **kwargs)
-        for _, wrapper, held in _wrappers(model, [adapter_name]):
+        if any(rsa_modules(model)):
+            guard_merging(self)
+        for _, wrapper, held in wrappers(model, [adapter_name]):
             wrapper.weight = None  # BaseTuner._replace_module reads it when it takes the wrapper off
             if held and adapter_name in self.active_adapters:
                 # PEFT activates the adapter in its own layers alone where another one has wrapped the heads before.
@@ -154,7 +152,7 @@ def _wrap_inject_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_load_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        base, present = base_of(self), self.peft_config.get(adapter_name)
+        base, present = _base_of(self), self.peft_config.get(adapter_name)
         hub = {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
         config = PeftConfig.from_pretrained(model_id, **hub)
         if present is not None:
@@ -174,79 +172,24 @@ def _wrap_hotswap(original: Callable[..., Any]) -> Callable[..., Any]:
     def hotswap_adapter_from_state_dict(
         model: Any, state_dict: Any, adapter_name: str, config: Any, *args: Any, **kwargs: Any
     ) -> None:
-        base = base_of(model)
+        base = _base_of(model)
         drop_base(config)
         require_fit(config, base)
         require_tensors(state_dict, model.peft_config[adapter_name], base)
         others = {key: tensor for key, tensor in state_dict.items() if not RSA_KEY.search(key)}
         original(model, others, adapter_name, config, *args, **kwargs)
         with torch.no_grad():
-            for name, wrapper, held in _wrappers(base, [adapter_name]):
+            for name, wrapper, held in wrappers(base, [adapter_name]):
                 for parameter, value in wrapper.modules_to_save[adapter_name].named_parameters() if held else ():
                     value.copy_(state_dict[f"{name_prefix(config)}{name}.{parameter}"])
 
     return hotswap_adapter_from_state_dict
 
 
-# --- merging --------------------------------------------------------------------------------------------------------
-
-
-def _wrap_merge_and_unload(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    def merge_and_unload(self: Any, *args: Any, **kwargs: Any) -> Any:
-        names = signature.bind(self, *args, **kwargs).arguments.get("adapter_names")
-        if names is not None:
-            wrappers = list(_wrappers(self.model, names))
-            for _, _, held in wrappers:
-                if len(held) > 1:
-                    raise ValueError(
-                        f"the adapters {', '.join(held)} each have gates and rates of their own: only one can be "
-                        "merged."
-                    )
-            for _, wrapper, held in wrappers:
-                wrapper.set_adapter(held)  # PEFT takes the copy of the active adapter, whatever the names are
-        merged = original(self, *args, **kwargs)
-        for name, wrapper, _ in list(_wrappers(merged, ())):  # LN tuning leaves them
-            heads = wrapper.unload_and_optionally_merge_module(merge=False, safe_merge=False, adapter_names=None)
-            merged.set_submodule(name, heads)
-        return merged
-
-    return merge_and_unload
-
-
-def _wrap_merge_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
-    def merge_adapter(self: Any, adapter_names: list[str] | None = None, *args: Any, **kwargs: Any) -> None:
-        if adapter_names is not None:
-            for _, wrapper, held in _wrappers(self.model, adapter_names):
-                if wrapper.active_adapters != held:
-                    raise ValueError(
-                        f"adapter_names={adapter_names}: the active gates and rates are those of "
-                        f"{wrapper.active_adapters}, and merging in place keeps them. Call set_adapter first, then "
-                        "merge_adapter()."
-                    )
-        original(self, adapter_names, *args, **kwargs)
-
-    return merge_adapter
-
-
-def _wrap_add_weighted_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
-    def add_weighted_adapter(self: Any, adapters: list[str], *args: Any, **kwargs: Any) -> None:
-        held = sorted({name for _, _, names in _wrappers(self.model, adapters) for name in names})
-        if held:
-            raise ValueError(
-                f"adapters={adapters}: {', '.join(held)} hold gates and rates, which have no weighted sum. Sum "
-                "adapters without them; merge_and_unload() first puts an adapter that has them into the model."
-            )
-        original(self, adapters, *args, **kwargs)
-
-    return add_weighted_adapter
-
-
 def _wrap_enable_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
     def enable_adapters(self: Any) -> None:
         original(self)
-        for _, wrapper, _ in _wrappers(self, ()):
+        for _, wrapper, _ in wrappers(self):
             wrapper.enable_adapters(True)
 
     return enable_adapters
@@ -284,35 +227,6 @@ HOOKS = (
         _wrap_load_adapter,
         purpose="check the tensors of an adapter, also of one that goes over an adapter of the model",
         without="a resumed run takes the gates and rates of another plan in silence",
-    ),
-    Hook(
-        "peft.tuners.tuners_utils:BaseTuner",
-        "merge_and_unload",
-        ("self", "adapter_names"),
-        _wrap_merge_and_unload,
-        purpose="merge the gates and rates of the adapters that are named; PEFT takes those of the active one",
-        without="merge_and_unload(adapter_names=...) gives the gates and rates of another adapter in silence",
-    ),
-    Hook(
-        "peft.tuners.tuners_utils:BaseTuner",
-        "merge_adapter",
-        ("self", "adapter_names"),
-        _wrap_merge_adapter,
-        purpose="refuse to merge an adapter in place beside the active gates and rates of another one",
-        without="merge_adapter(adapter_names=...) mixes two adapters in silence",
-        essential=False,
-    ),
-    *(
-        Hook(
-            tuner,
-            "add_weighted_adapter",
-            ("self", "adapters"),
-            _wrap_add_weighted_adapter,
-            purpose="refuse to sum adapters that hold gates and rates",
-            without="add_weighted_adapter over one adapter with gates and rates loses them in silence",
-            essential=False,
-        )
-        for tuner in ("peft.tuners.lora:LoraModel", "peft.tuners.ia3:IA3Model")
     ),
     Hook(
         "peft.utils.hotswap",

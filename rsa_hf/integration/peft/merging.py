@@ -1,0 +1,88 @@
+"""Merging adapters of a model with RSA heads: gates and rates have no sum, and none are mixed or lost in silence.
+
+PEFT's tuner of such a model (`LoraModel`, …) gets the class of `_with_rsa`: `_Tuner` in front of its own class. PEFT's
+classes stay as they are, so that adapters of other models are merged by PEFT alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from rsa_hf.integration.peft.checks import wrappers
+
+__all__ = ["guard_merging"]
+
+
+def guard_merging(tuner: Any) -> None:
+    """Give a tuner its class with `_Tuner` in front, as `torch.distributed.fsdp.fully_shard` does with modules."""
+    if not isinstance(tuner, _Tuner):
+        tuner.__class__ = _with_rsa(tuner.__class__)
+
+
+class _Tuner:
+    """What PEFT's tuners do otherwise on a model with RSA heads."""
+
+    model: nn.Module
+
+    def merge_and_unload(
+        self, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None
+    ) -> nn.Module:
+        """Merge the gates and rates of the adapters that are named; PEFT takes those of the active one."""
+        named = [] if adapter_names is None else list(wrappers(self.model, adapter_names))
+        for _, _, held in named:
+            if len(held) > 1:
+                raise ValueError(
+                    f"the adapters {', '.join(held)} each have gates and rates of their own: only one can be merged."
+                )
+        for _, wrapper, held in named:
+            wrapper.set_adapter(held)
+        return _unwrapped(super().merge_and_unload(progressbar, safe_merge, adapter_names))  # type: ignore[misc]
+
+    def unload(self) -> nn.Module:
+        """Take the adapters off, after LN tuning too."""
+        return _unwrapped(super().unload())  # type: ignore[misc]
+
+    def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
+        """Merge in place, but never an adapter beside the active gates and rates of another one."""
+        for _, wrapper, held in [] if adapter_names is None else wrappers(self.model, adapter_names):
+            if wrapper.active_adapters != held:
+                raise ValueError(
+                    f"adapter_names={adapter_names}: the active gates and rates are those of "
+                    f"{wrapper.active_adapters}, and merging in place keeps them. Call set_adapter first, then "
+                    "merge_adapter()."
+                )
+        super().merge_adapter(adapter_names, safe_merge)  # type: ignore[misc]
+
+    def add_weighted_adapter(self, adapters: list[str], *args: Any, **kwargs: Any) -> None:
+        """Sum adapters without gates and rates; PEFT would lose those of a single one in silence."""
+        held = sorted({name for _, _, names in wrappers(self.model, adapters) for name in names})
+        if held:
+            raise ValueError(
+                f"adapters={adapters}: {', '.join(held)} hold gates and rates, which have no weighted sum. Sum "
+                "adapters without them; merge_and_unload() first puts an adapter that has them into the model."
+            )
+        super().add_weighted_adapter(adapters, *args, **kwargs)  # type: ignore[misc]
+
+    def __reduce__(self) -> Any:
+        # The class has no name by which pickle could find it.
+        return _new_tuner, (type(self).__bases__[1],), self.__dict__
+
+
+@functools.cache
+def _with_rsa(tuner: type) -> type:
+    return type(tuner.__name__, (_Tuner, tuner), {"__module__": __name__})
+
+
+def _new_tuner(tuner: type) -> Any:
+    return object.__new__(_with_rsa(tuner))
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Put RSA heads in the place of the wrappers that LN tuning leaves when it is taken off."""
+    for name, wrapper, _ in list(wrappers(model)):
+        heads = wrapper.unload_and_optionally_merge_module(merge=False, safe_merge=False, adapter_names=None)
+        model.set_submodule(name, heads)
+    return model
