@@ -39,21 +39,13 @@ WIKITEXT_FILES = {"train": "train", "validation": "valid", "test": "test"}
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a model and of its batches.
-
-    Attributes:
-        layers: number of layers.
-        width: hidden size; feed-forward layers are four times as wide.
-        heads: heads per layer.
-        block: bytes in a block.
-        batch: blocks in a step.
-    """
+    """Size of a model and of its batches."""
 
     layers: int
-    width: int
+    width: int  # hidden size; feed-forward layers are four times as wide
     heads: int
-    block: int
-    batch: int
+    block: int  # bytes in a block
+    batch: int  # blocks in a step
 
     def llama(self) -> dict[str, Any]:
         """Keyword arguments of `LlamaConfig` for a byte-level model."""
@@ -83,12 +75,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Curve:
-    """Validation score during training.
-
-    Attributes:
-        tokens: bytes trained on at each evaluation.
-        bits_per_byte: score at each evaluation.
-    """
+    """Validation score during training: bytes trained on, and bits per byte, at each evaluation."""
 
     tokens: list[float]
     bits_per_byte: list[float]
@@ -152,16 +139,9 @@ def corpus_config(corpus: str, train_bytes: int, eval_bytes: int, block: int) ->
 
 @functools.lru_cache(maxsize=4)  # shared by the runs of an experiment
 def read_corpus(corpus: str, train_bytes: int, eval_bytes: int, block: int) -> PreparedText:
-    """The first `train_bytes` of a text to train on, and `eval_bytes` of other text to score.
+    """At most `train_bytes` of a text to train on, and `eval_bytes` of other text to score, in blocks of bytes.
 
-    Args:
-        corpus: `enwik8`, `wikitext-2` or `python` (source code of the standard library).
-        train_bytes: maximum.
-        eval_bytes: maximum.
-        block: bytes in a block.
-
-    Raises:
-        FileNotFoundError: the data is missing.
+    The corpus is `enwik8`, `wikitext-2` or `python` (source code of the standard library).
     """
     return prepare_language_modeling(corpus_config(corpus, train_bytes, eval_bytes, block), None)
 

@@ -59,8 +59,8 @@ class Shape:
         heads: heads per layer.
         inner: width of feed-forward layers.
         segment: tokens in a segment, and in the memory of Transformer-XL.
-        window: tokens between two updates of the recurrent states. Less than a segment: an update is learned only if
-            a window follows it in the same segment.
+        window: tokens between two updates of the recurrent states, less than a segment: an update is learned only if a
+            window follows it in the same segment.
         states: number of recurrent states.
         batch: segments in a step.
         dropout: of both architectures.

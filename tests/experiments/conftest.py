@@ -3,6 +3,7 @@
 import argparse
 import json
 import lzma
+import os
 import pydoc_data.topics
 from pathlib import Path
 
@@ -46,12 +47,12 @@ def use_small_data(small_data, monkeypatch):
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory, small_data):
-    """name → the folder and the conclusion of its toy run, which is done once."""
-    done = {}
+    """name → the folder and the conclusion of its toy run, which is done once, also for pytest-xdist's workers."""
+    done, base = {}, tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "toy"
 
     def run(name, seeds=None):
         if name not in done:
-            root = tmp_path_factory.mktemp("toy")
             with pytest.MonkeyPatch.context() as patch:
                 if name == "fine-tune":
                     patch.setenv("RSA_HF_DATA", str(small_data))

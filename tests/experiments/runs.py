@@ -2,6 +2,7 @@
 
 from rsa_hf.experiments.runner.experiment import find_experiment
 from rsa_hf.experiments.runner.summary import Run
+from rsa_hf.heads import RSAHeads
 
 # Of each experiment that compares variants: the settings of a case, and the values measured from scores v on the
 # validation and t on the test data, less being better.
@@ -30,6 +31,12 @@ CASES = {
 COST = {"parameters": 1.0, "time of a step / plain": 1.5}
 # The variants that are compared, by what they are called elsewhere.
 ARMS = {"fine-tune": {"rsa": "mu -3 x20"}, "regular-languages": {"plain": "transformer"}}
+
+
+def zero_rems(monkeypatch):
+    """Break RSA: P V of every head is 0."""
+    forward = RSAHeads.forward
+    monkeypatch.setattr(RSAHeads, "forward", lambda self, a, value, mask: forward(self, a, 0 * value, mask))
 
 
 def finished(settings, values):

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.runs import conclude, fake_runs
+from experiments.runs import conclude, fake_runs, zero_rems
 from rsa_hf.experiments import forecasting
 from rsa_hf.experiments.forecasting import EXPERIMENT, LENGTHS, PUBLISHED, models, naive_errors, score, train
 from rsa_hf.experiments.forecasting.models import FAMILIES, LogSparseModel, Task, make_forecaster
 from rsa_hf.experiments.forecasting.series import PARTS, load_series, windows
 from rsa_hf.experiments.runner.runner import read_runs
 from rsa_hf.experiments.variants import NO_RECURRENCE
-from rsa_hf.heads import RSAHeads, heads_of
+from rsa_hf.heads import heads_of
 
 TASK = Task(context=40, label=20, horizon=10, variables=2, time_features=4)
 SHAPE = {"width": 16, "encoder_layers": 2, "decoder_layers": 1, "dilation": 24}
@@ -253,14 +253,7 @@ def does_nothing(monkeypatch):
     monkeypatch.setattr(models, "add_rsa", lambda model, variant, config: None)
 
 
-def zeroed(monkeypatch):
-    forward = RSAHeads.forward
-    monkeypatch.setattr(
-        RSAHeads, "forward", lambda self, attention, value, mask: forward(self, attention, 0 * value, mask)
-    )
-
-
-@pytest.mark.parametrize("broken", [pytest.param(does_nothing, marks=pytest.mark.slow), zeroed])
+@pytest.mark.parametrize("broken", [pytest.param(does_nothing, marks=pytest.mark.slow), zero_rems])
 def test_broken_rsa_loses(broken, toy, monkeypatch):
     broken(monkeypatch)
     found = [

@@ -102,58 +102,27 @@ def test_versions_are_those_of_the_runs(counted, tmp_path, monkeypatch):
     assert named == [[{"torch": "2.13"}], *[[{"torch": "2.13"}, {"torch": "2.14"}]] * 2]
 
 
-def test_runs_of_another_process_are_kept(counted, tmp_path):
-    experiment, ran = counted
-    apart = replace(experiment, parts=("arm",))
-
-    def meets_another(settings):
-        if settings["seed"] == 1:
-            other = replace(apart, conclude=lambda rows: Conclusion("not confirmed", "One variant alone."))
-            run_experiment(other, "toy", tmp_path, only={"arm": ["plain"]}, progress=False)
-        return experiment.measure(settings)
-
-    run_experiment(replace(apart, measure=meets_another), "toy", tmp_path, only={"arm": ["rsa"]}, progress=False)
-    assert len(read_runs(tmp_path / FOLDER / NAME / "toy")) == len(ran) == 6
-
-
-def square(settings):
-    if settings["seed"] == 3:
-        time.sleep(1)  # the others are done by then
-        raise FileNotFoundError("no data")
-    return {"loss": float(settings["seed"] ** 2), "threads": torch.get_num_threads(), "process": os.getpid()}
-
-
-def test_workers_are_processes_of_their_own():
-    grid = {str(i): {"seed": i} for i in range(4)}
-    found = {}
-    with workers(2) as executor:
-        with pytest.raises(FileNotFoundError, match="no data"):
-            found.update(run_all(square, grid, executor))
-        assert found
-        processes = {result.values["process"] for result in found.values()}
-        # The same processes take what comes next as well.
-        del grid["3"]
-        found.update(run_all(square, grid, executor))
-        processes |= {result.values["process"] for result in found.values()}
-    assert found.keys() == grid.keys()
-    for key, result in found.items():
-        assert result.settings == grid[key] and result.values["loss"] == grid[key]["seed"] ** 2
-        assert result.values["threads"] == max(1, default_jobs() // 2)
-    assert os.getpid() not in processes and len(processes) <= 2
-
-
 def fails_first(settings):
     if settings["seed"] == 0:
         raise FileNotFoundError("no data")
     time.sleep(1)
-    return {"loss": 1.0}
+    return {"seed": settings["seed"], "threads": torch.get_num_threads(), "process": os.getpid()}
 
 
-def test_runs_that_finish_after_a_failure_are_kept():
-    found = {}
-    with workers(2) as executor, pytest.raises(FileNotFoundError, match="no data"):
-        found.update(run_all(fails_first, {str(i): {"seed": i} for i in range(12)}, executor))
-    assert "1" in found and "11" not in found
+def test_workers_are_processes_that_keep_what_finishes_after_a_failure():
+    grid, kept, later = {str(i): {"seed": i} for i in range(12)}, {}, {}
+    with workers(2) as executor:
+        with pytest.raises(FileNotFoundError, match="no data"):
+            kept.update(run_all(fails_first, grid, executor))
+        # What had started is kept, the rest is dropped, and the same processes take what comes next.
+        assert "1" in kept and "11" not in kept
+        later.update(run_all(fails_first, {key: grid[key] for key in "23"}, executor))
+    assert later.keys() == {"2", "3"}
+    for key, run in (kept | later).items():
+        assert run.settings == grid[key] and run.values["seed"] == int(key)
+        assert run.values["threads"] == max(1, default_jobs() // 2)
+    processes = {run.values["process"] for run in (kept | later).values()}
+    assert os.getpid() not in processes and len(processes) <= 2
 
 
 def test_a_damaged_run_is_reported(counted, tmp_path):

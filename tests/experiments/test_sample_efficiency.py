@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.runs import conclude, fake_runs, finished
+from experiments.runs import conclude, fake_runs, finished, zero_rems
 from rsa_hf import RSAConfig, patch_model
 from rsa_hf.experiments import sample_efficiency
 from rsa_hf.experiments.byte_models import SHAPES, Curve, build
@@ -78,8 +78,7 @@ def test_without_softmax_the_gate_stays_open():
 
 def test_without_recurrence_is_rsa_with_a_rem_of_zeros(monkeypatch):
     damped = logits(make_variant("no recurrence", plain(), SHAPE.block))
-    mix = RSAHeads.forward
-    monkeypatch.setattr(RSAHeads, "forward", lambda self, a, value, g: mix(self, a, torch.zeros_like(value), g))
+    zero_rems(monkeypatch)
     torch.testing.assert_close(damped, logits(make_variant("rsa", plain(), SHAPE.block)))
 
 
@@ -198,6 +197,5 @@ def test_a_rem_that_is_switched_off_wins_nothing(monkeypatch):
 
 def test_a_rem_of_zeros_loses(monkeypatch):
     assert toy(make_variant, monkeypatch, rate=3e-3).verdict != "not confirmed"
-    mix = RSAHeads.forward
-    monkeypatch.setattr(RSAHeads, "forward", lambda self, a, value, g: mix(self, a, torch.zeros_like(value), g))
+    zero_rems(monkeypatch)
     assert toy(make_variant, monkeypatch, rate=3e-3).verdict == "not confirmed"

@@ -138,9 +138,6 @@ def defect_task(
         scored: maximum number of validation and of test functions, the same ones for all seeds.
         length: tokens that the model sees of a function.
         seed: chooses the training functions.
-
-    Raises:
-        FileNotFoundError: the data is missing.
     """
     splits = read_devign()
     collate = DataCollatorWithPadding(tokenizer)
@@ -206,9 +203,6 @@ def text_task(
         scored: maximum bytes of the validation and of the test text.
         length: tokens in a block.
         seed: chooses the portion to train on.
-
-    Raises:
-        FileNotFoundError: the data is missing.
     """
     texts = dict(read_splits(name))
     everything = texts["train"][: line_boundary(texts["train"], 0, most)]
@@ -233,16 +227,9 @@ def fine_tune(
 ) -> dict[str, Any]:
     """Train with AdamW and report the test score where validation was best, the start included.
 
-    Weight decay 0.01 on matrices. The learning rate warms up over a tenth of the steps and falls linearly to 0.
-
-    Args:
-        model: trained in place.
-        task: data and scores.
-        learning_rate: of the weights; RSA parameters move faster by their `parameter_scale`.
-        steps: number of steps.
-        batch: rows per step.
-        evaluations: number of evaluations after the start, evenly spread.
-        seed: shuffles the rows.
+    Weight decay 0.01 on matrices. The learning rate warms up over a tenth of the steps and falls linearly to 0; RSA
+    parameters move faster by their `parameter_scale`. Evaluations are evenly spread, after one before the first step.
+    `batch` rows make a step, and `seed` shuffles them.
 
     Returns:
         The test scores at the best step and before the first one, the best validation score and its step; then the

@@ -34,21 +34,13 @@ NOT_ATTENDED = HIDDEN_AT_OR_BELOW / 2
 
 @dataclass(frozen=True)
 class Task:
-    """Lengths and widths of a forecaster's input and output.
+    """Lengths and widths of a forecaster's input and output."""
 
-    Attributes:
-        context: known steps, C.
-        label: known steps that an Informer's decoder is given.
-        horizon: steps to predict, H.
-        variables: N.
-        time_features: F.
-    """
-
-    context: int
-    label: int
-    horizon: int
-    variables: int
-    time_features: int
+    context: int  # known steps, C
+    label: int  # known steps that an Informer's decoder is given
+    horizon: int  # steps to predict, H
+    variables: int  # N
+    time_features: int  # F
 
 
 def rsa_plan(family: str, dilation: int) -> RSAConfig:
@@ -60,16 +52,10 @@ def rsa_plan(family: str, dilation: int) -> RSAConfig:
 def make_forecaster(
     family: str, variant: str, task: Task, *, width: int, encoder_layers: int, decoder_layers: int, dilation: int
 ) -> InformerForecaster | CausalForecaster:
-    """A forecaster with random weights from torch's random state, the same for all variants.
+    """A forecaster of one of `FAMILIES`, with random weights from torch's random state, the same for all variants.
 
-    Args:
-        family: one of `FAMILIES`.
-        variant: one of `VARIANTS`.
-        task: lengths and widths.
-        width: hidden size; a multiple of 8, the number of heads.
-        encoder_layers: of an Informer. The others have as many layers as its encoder and decoder together.
-        decoder_layers: of an Informer.
-        dilation: d of dilated heads.
+    An Informer has encoder and decoder layers, the others as many layers as both together. The width must be a
+    multiple of 8, the number of heads.
     """
     layers = encoder_layers + decoder_layers
     forecaster: InformerForecaster | CausalForecaster
@@ -85,6 +71,8 @@ def make_forecaster(
 
 
 def _informer(family: str, task: Task, width: int, encoder_layers: int, decoder_layers: int) -> OneShotInformer:
+    both = {"attention_heads": HEADS, "ffn_dim": 4 * width, "layerdrop": 0.0}
+    stacks: dict[str, Any] = {f"{stack}_{name}": n for name, n in both.items() for stack in ("encoder", "decoder")}
     config = InformerConfig(
         context_length=task.context,
         prediction_length=task.label + task.horizon,  # the length of the decoder's input
@@ -94,15 +82,10 @@ def _informer(family: str, task: Task, width: int, encoder_layers: int, decoder_
         d_model=width,
         encoder_layers=encoder_layers,
         decoder_layers=decoder_layers,
-        encoder_attention_heads=HEADS,
-        decoder_attention_heads=HEADS,
-        encoder_ffn_dim=4 * width,
-        decoder_ffn_dim=4 * width,
         dropout=DROPOUT,
         attention_dropout=DROPOUT,
         activation_dropout=DROPOUT,
-        encoder_layerdrop=0.0,
-        decoder_layerdrop=0.0,
+        **stacks,
     )
     # transformers derives it from lags, scales and static features, which are not used here.
     config.feature_size = task.variables + task.time_features
@@ -111,23 +94,11 @@ def _informer(family: str, task: Task, width: int, encoder_layers: int, decoder_
 
 def _transformer_xl(width: int, layers: int) -> TransformerXLModel:
     """Transformer-XL without memory: a window is one segment."""
-    return TransformerXLModel(
-        TransformerXLConfig(
-            vocab_size=1,
-            cutoffs=[],
-            div_val=1,
-            d_model=width,
-            n_head=HEADS,
-            d_head=width // HEADS,
-            d_inner=4 * width,
-            n_layer=layers,
-            mem_len=0,
-            clamp_len=-1,
-            same_length=False,
-            dropout=DROPOUT,
-            dropatt=DROPOUT,
-        )
-    )
+    vocabulary: dict[str, Any] = {"vocab_size": 1, "cutoffs": [], "div_val": 1}
+    memory: dict[str, Any] = {"mem_len": 0, "clamp_len": -1, "same_length": False}
+    shape: dict[str, Any] = {"d_model": width, "n_head": HEADS, "d_head": width // HEADS, "d_inner": 4 * width}
+    config = TransformerXLConfig(**vocabulary, **memory, **shape, n_layer=layers, dropout=DROPOUT, dropatt=DROPOUT)
+    return TransformerXLModel(config)
 
 
 class OneShotInformer(InformerPreTrainedModel):

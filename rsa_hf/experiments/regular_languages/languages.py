@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, product
+from itertools import accumulate
 from math import comb
 from random import Random
 from typing import Any
@@ -109,13 +109,11 @@ def _cycle(word: str) -> Automaton:
 
 def _brackets(kinds: int, depth: int, kind: type[Automaton] = Automaton) -> Automaton:
     """Well-nested brackets of `kinds` kinds, at most `depth` of them open; the state is the closing ones to come."""
-    pairs, transitions = PAIRS[:kinds], {}
-    closing = [pair[1] for pair in pairs]
-    for state in map(
-        "".join, chain.from_iterable(product(closing, repeat=open_ones) for open_ones in range(depth + 1))
-    ):
+    pairs, states, transitions = PAIRS[:kinds], [""], {}
+    for state in states:  # grows by the states that are reached
         opened = {pair[0]: state + pair[1] for pair in pairs} if len(state) < depth else {}
         transitions[state] = opened | ({state[-1]: state[:-1]} if state else {})
+        states += opened.values()
     return kind("".join(pairs), transitions, frozenset({""}), "")
 
 
@@ -221,10 +219,6 @@ LANGUAGES: dict[str, Language] = {
 def legal_next(language: Language, string: str) -> list[tuple[frozenset[str], bool]]:
     """The targets of next-character prediction (Bhattamishra et al., 2020, section 3).
 
-    Args:
-        language: the language.
-        string: a string or a prefix.
-
     Returns:
         For each of the len(string) + 1 prefixes, the empty one first: the characters that may follow, and whether the
         prefix is a string of the language, so that it may end here.
@@ -259,13 +253,7 @@ def all_strings(language: Language, length: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Splits:
-    """The data of one language.
-
-    Attributes:
-        train: strings with the lengths of the first bin.
-        test: distinct strings of each bin.
-        held_out: whether no string of the first test bin is trained on.
-    """
+    """Strings to train on, distinct strings to test on of each bin, and whether the first bin's are not trained on."""
 
     train: tuple[str, ...]
     test: tuple[tuple[str, ...], ...]
@@ -273,24 +261,14 @@ class Splits:
 
 
 def make_splits(
-    language: Language,
-    train_size: int,
-    test_size: int,
-    seed: int,
-    bins: tuple[tuple[int, int], ...] = BINS,
+    language: Language, train_size: int, test_size: int, seed: int, bins: tuple[tuple[int, int], ...] = BINS
 ) -> Splits:
     """Draw strings of a language: first a length, uniformly among those that occur, then a string of it.
 
     Training strings may repeat. A bin with no more strings than requested is taken whole. If that is the first bin, as
     for (aa)*, Tomita-1 and Tomita-2 with at most one string per length, it is used for both training and test: each
     string is a prefix of the next, so nothing could be held out, and only the later bins are a test.
-
-    Args:
-        language: the language.
-        train_size: number of strings to train on.
-        test_size: number of strings to test on in each bin.
-        seed: of the random generator.
-        bins: first and last length of each bin, each with some string; training strings are of the first.
+    Each bin, given by its first and last length, must have some string; training strings are of the first.
     """
     random = Random(seed)
     test, train, held_out = list[tuple[str, ...]](), tuple[str, ...](), True

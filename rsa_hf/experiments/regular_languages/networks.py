@@ -62,7 +62,7 @@ def make_network(variant: str, num_characters: int, width: int, layers: int) -> 
     Args:
         variant: one of `VARIANTS`.
         num_characters: K; there is one more token for the beginning, and one more target for the end.
-        width: n; a multiple of 8, the number of attention heads.
+        width: a multiple of 8, the number of attention heads.
         layers: number of layers.
     """
     size = num_characters + 1
@@ -149,15 +149,8 @@ def train(
 ) -> tuple[int, float]:
     """Train with AdamW on binary cross-entropy; the learning rate falls linearly to 0.
 
-    Training ends early when the mean loss of the last 50 steps is below 10⁻⁴.
-
-    Args:
-        model: trained in place.
-        data: training strings.
-        steps: maximum number of steps.
-        batch_size: strings per step, drawn with replacement.
-        learning_rate: of the weights; RSA parameters move faster by their `parameter_scale`.
-        seed: draws the strings.
+    Training ends early when the mean loss of the last 50 steps is below 10⁻⁴. `seed` draws the strings of each step,
+    with replacement.
 
     Returns:
         The number of steps, and the mean loss of the last 50, in nats per prediction.

@@ -86,11 +86,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def nothing_has_run(root: Path, size: Size, names: Collection[str]) -> bool:
-    """Whether there is no finished run of these experiments, so that the total time of running all can be measured.
-
-    Raises:
-        RequestError: a stored file is damaged.
-    """
+    """Whether there is no finished run of these experiments, so that the total time of running all can be measured."""
     return not any(read_runs(root / FOLDER / name / size) for name in names)
 
 
