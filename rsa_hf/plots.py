@@ -31,6 +31,7 @@ STYLE = {
     "axes.spines.right": False,
     "axes.edgecolor": GREY,
     "axes.titlesize": 9,
+    "axes.titlelocation": "left",
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#E6E6E6",

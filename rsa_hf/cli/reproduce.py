@@ -40,7 +40,7 @@ def reproduce(
     install_hooks()
     from rsa_hf.experiments.runner.data import MissingDataError
     from rsa_hf.experiments.runner.experiment import EXPERIMENTS, Size, find_experiment
-    from rsa_hf.experiments.runner.processes import Workers, default_jobs
+    from rsa_hf.experiments.runner.processes import default_jobs, workers
     from rsa_hf.experiments.runner.report import keep_total_time, nothing_has_run, write_report
     from rsa_hf.experiments.runner.runner import RequestError, rebuild_results, run_experiment
 
@@ -66,13 +66,13 @@ def reproduce(
     with user_input(RequestError):
         whole = name == "all" and seeds is None and nothing_has_run(out, size, chosen)
     missing, start = [], perf_counter()
-    with Workers(jobs) as workers:
+    with workers(jobs) as executor:
         for each in chosen:
             with user_input(ValueError):
                 experiment = find_experiment(each)
             try:
                 with user_input(RequestError):
-                    conclusion = run_experiment(experiment, size, out, seeds, only=parts, workers=workers)
+                    conclusion = run_experiment(experiment, size, out, seeds, only=parts, executor=executor)
             except ModuleNotFoundError:
                 raise  # a fault: a package that the user has to install is reported as an ImportError
             except (MissingDataError, ImportError) as error:

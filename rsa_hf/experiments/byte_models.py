@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, get_scheduler
 
 from rsa_hf.experiments.runner.data import data_file
-from rsa_hf.experiments.runner.fit import evaluation_steps, fit, shuffled_rows
+from rsa_hf.experiments.runner.fit import batch_loss, evaluation_steps, fit
 from rsa_hf.tasks.language_modeling import (
     LanguageModelingDataConfig,
     PreparedText,
@@ -28,10 +27,10 @@ __all__ = [
     "Curve",
     "Shape",
     "build",
+    "corpus_config",
     "corpus_files",
-    "gpt2_config",
-    "llama_settings",
     "read_corpus",
+    "small_gpt2",
     "train_on_bytes",
 ]
 
@@ -40,21 +39,28 @@ WIKITEXT_FILES = {"train": "train", "validation": "valid", "test": "test"}
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a model and of its batches.
-
-    Attributes:
-        layers: number of layers.
-        width: hidden size; feed-forward layers are four times as wide.
-        heads: heads per layer.
-        block: bytes in a block.
-        batch: blocks in a step.
-    """
+    """Size of a model and of its batches."""
 
     layers: int
-    width: int
+    width: int  # hidden size; feed-forward layers are four times as wide
     heads: int
-    block: int
-    batch: int
+    block: int  # bytes in a block
+    batch: int  # blocks in a step
+
+    def llama(self) -> dict[str, Any]:
+        """Keyword arguments of `LlamaConfig` for a byte-level model."""
+        return {
+            "vocab_size": 256,
+            "hidden_size": self.width,
+            "intermediate_size": 4 * self.width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "max_position_embeddings": self.block,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
 
 
 # By approximate number of parameters.
@@ -69,12 +75,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Curve:
-    """Validation score during training.
-
-    Attributes:
-        tokens: bytes trained on at each evaluation.
-        bits_per_byte: score at each evaluation.
-    """
+    """Validation score during training: bytes trained on, and bits per byte, at each evaluation."""
 
     tokens: list[float]
     bits_per_byte: list[float]
@@ -95,45 +96,18 @@ class Curve:
         return float(np.interp(tokens, self.tokens, self.bits_per_byte))
 
 
-def llama_settings(shape: Shape) -> dict[str, Any]:
-    """Keyword arguments of `LlamaConfig` for a byte-level model."""
-    return {
-        "vocab_size": 256,
-        "hidden_size": shape.width,
-        "intermediate_size": 4 * shape.width,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.heads,
-        "max_position_embeddings": shape.block,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-
-
-def gpt2_config(
-    vocab_size: int, positions: int, width: int, layers: int, heads: int, dropout: float = 0.0
-) -> GPT2Config:
+def small_gpt2(vocab_size: int, positions: int, width: int, layers: int, heads: int, dropout: float) -> GPT2Config:
     """The config of a small GPT-2 without special tokens."""
-    return GPT2Config(
-        vocab_size=vocab_size,
-        n_positions=positions,
-        n_embd=width,
-        n_layer=layers,
-        n_head=heads,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes = {"vocab_size": vocab_size, "n_positions": positions, "n_embd": width, "n_layer": layers, "n_head": heads}
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    return GPT2Config(**sizes, **rates, bos_token_id=None, eos_token_id=None)  # type: ignore[arg-type]
 
 
 def build(family: str, shape: Shape) -> PreTrainedModel:
     """A byte-level model with random weights: `gpt2` (learned positions) or `llama` (rotary positions)."""
     if family == "llama":
-        return LlamaForCausalLM(LlamaConfig(**llama_settings(shape)))
-    model = GPT2LMHeadModel(gpt2_config(256, shape.block, shape.width, shape.layers, shape.heads))
+        return LlamaForCausalLM(LlamaConfig(**shape.llama()))
+    model = GPT2LMHeadModel(small_gpt2(256, shape.block, shape.width, shape.layers, shape.heads, 0.0))
     model.loss_type = "ForCausalLM"  # otherwise transformers warns that the class name does not tell the loss
     return model
 
@@ -151,28 +125,25 @@ def corpus_files(corpus: str) -> dict[str, str]:
     return {}
 
 
-@functools.lru_cache(maxsize=4)  # shared by the runs of an experiment
-def read_corpus(corpus: str, train_bytes: int, eval_bytes: int, block: int) -> PreparedText:
-    """The first `train_bytes` of a text to train on, and `eval_bytes` of other text to score.
-
-    Args:
-        corpus: `enwik8`, `wikitext-2` or `python` (source code of the standard library).
-        train_bytes: maximum.
-        eval_bytes: maximum.
-        block: bytes in a block.
-
-    Raises:
-        FileNotFoundError: the data is missing.
-    """
+def corpus_config(corpus: str, train_bytes: int, eval_bytes: int, block: int) -> LanguageModelingDataConfig:
+    """Arguments as of `read_corpus`."""
     files = corpus_files(corpus)
-    config = LanguageModelingDataConfig(
+    return LanguageModelingDataConfig(
         source="files" if files else "embedded",
         files=files,
         block_size=block,
         max_train_bytes=train_bytes,
         max_eval_bytes=eval_bytes,
     )
-    return prepare_language_modeling(config, None)
+
+
+@functools.lru_cache(maxsize=4)  # shared by the runs of an experiment
+def read_corpus(corpus: str, train_bytes: int, eval_bytes: int, block: int) -> PreparedText:
+    """At most `train_bytes` of a text to train on, and `eval_bytes` of other text to score, in blocks of bytes.
+
+    The corpus is `enwik8`, `wikitext-2` or `python` (source code of the standard library).
+    """
+    return prepare_language_modeling(corpus_config(corpus, train_bytes, eval_bytes, block), None)
 
 
 def train_on_bytes(
@@ -194,18 +165,13 @@ def train_on_bytes(
     assert isinstance(blocks, TrainingBlocks)
     optimizer = torch.optim.AdamW(param_groups(model, learning_rate, weight_decay=0.01))
     schedule = get_scheduler("constant_with_warmup", optimizer, num_warmup_steps=max(1, steps // 20))
-    rows, device = shuffled_rows(len(blocks), shape.batch, seed), next(model.parameters()).device
     curve, marks = Curve([], []), evaluation_steps(steps, evaluations)
-
-    def loss(step: int) -> Tensor:
-        batch = default_collate([blocks[i] for i in next(rows)])
-        value: Tensor = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
-        return value
 
     def evaluate(step: int, _: Tensor) -> None:
         if step in marks:
             curve.tokens.append(float(step * shape.batch * shape.block))
             curve.bits_per_byte.append(evaluate_language_model(model, text.validation, 32)["bits_per_byte"])
 
+    loss = batch_loss(model, blocks, shape.batch, seed)
     fit(loss, optimizer, steps, model=model, schedule=schedule, after_step=evaluate)
     return curve

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from rsa_hf.experiments.byte_models import read_corpus
 from rsa_hf.experiments.forecasting.series import load_series
-from rsa_hf.experiments.runner.conclusion import Conclusion, Verdict
 from rsa_hf.experiments.runner.experiment import Experiment, Size
-from rsa_hf.experiments.runner.summary import Row, Run, Settings, Values, find_rows
+from rsa_hf.experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, Verdict
 from rsa_hf.experiments.theory.dilation import (
     autocorrelation,
     recurrence_plot,
@@ -40,6 +39,7 @@ SOURCES: dict[Size, tuple[str, ...]] = {
 }
 BYTES: dict[Size, int] = {"toy": 2_000, "quick": 20_000, "full": 400_000}
 MAX_LAG: dict[Size, int] = {"toy": 80, "quick": 250, "full": 512}
+CROSSING, PEAK = "first zero crossing", "highest peak behind it"
 LINE = 4  # points in a row on a diagonal that form a line
 SHOWN = 240  # tokens in a drawn recurrence plot
 
@@ -63,14 +63,14 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
 
 def measure(settings: Settings) -> Values:
     """The suggested d of one piece, 0 for none, and the height of its peak."""
-    source, max_lag = str(settings["source"]), int(settings["max_lag"])
+    source, max_lag = settings["source"], settings["max_lag"]
     if source in PERIODS:
         series = load_series(source)
         x = _piece(series.values[: series.part("train").stop], settings)
         r, d = autocorrelation(x, max_lag), suggested_dilation(x, max_lag)
         values: Values = {"as expected": float(d == PERIODS[source])}
     else:
-        tokens = _piece(_tokens(source, int(settings["bytes"])), settings)
+        tokens = _piece(_tokens(source, settings["bytes"]), settings)
         r, d = token_autocorrelation(tokens, max_lag), suggested_token_dilation(tokens, max_lag)
         lines = recurrence_rate(tokens, max_lag, LINE)
         values = {"lines": _rounded(lines), "densest diagonal": float(lines[1:].argmax() + 1)}
@@ -81,7 +81,7 @@ def measure(settings: Settings) -> Values:
     crossings = (r <= 0).nonzero()
     if len(crossings):
         start = int(crossings[0])
-        values |= {"first zero crossing": float(start), "highest peak behind it": float(r[start:].max())}
+        values |= {CROSSING: float(start), PEAK: float(r[start:].max())}
     return values
 
 
@@ -98,35 +98,32 @@ def _tokens(source: str, count: int) -> Tensor:
 
 
 def _piece(x: Tensor, settings: Settings) -> Tensor:
-    return x.tensor_split(int(settings["pieces"]))[int(settings["seed"])]
+    return x.tensor_split(settings["pieces"])[settings["seed"]]
 
 
-def conclude(rows: Sequence[Row]) -> Conclusion:
+def conclude(rows: Rows) -> Conclusion:
     """Confirmed if the first series suggests its period, as a whole and in each piece."""
-    agree = [row for source in PERIODS for row in find_rows(rows, "as expected", source=source)]
+    series = [source for source in PERIODS if rows.find("as expected", source=source)]
     findings = []
-    for source in dict.fromkeys(str(row.settings["source"]) for row in agree):
-        pieces = [row for row in agree if row.settings["source"] == source and row.settings["pieces"] != 1]
-        [found] = find_rows(rows, "suggested d", source=source, pieces=1)
-        text = f"{source} suggests {_d(found.mean)} (a day is {PERIODS[source]} steps)"
-        text += "".join(f"; {round(row.mean * row.seeds)} of {row.seeds} pieces suggest a day" for row in pieces)
+    for source in series:
+        found = rows.mean("suggested d", source=source, pieces=1)
+        text = f"{source} suggests {_d(found)} (a day is {PERIODS[source]} steps)"
+        for row in rows.find("as expected", source=source):
+            if row.settings["pieces"] != 1:
+                text += f"; {round(row.mean * row.seeds)} of {row.seeds} pieces suggest a day"
         findings.append(text)
-    for row in find_rows(rows, "suggested d", pieces=1):
+    for row in rows.find("suggested d", pieces=1):
         if row.settings["source"] in TEXTS:
-            source = row.settings["source"]
-            names = ("first zero crossing", "highest peak behind it")
-            behind = [each.mean for name in names for each in find_rows(rows, name, source=source, pieces=1)]
             why = "every diagonal is denser than chance, and none stands out"
-            if behind:
-                start, peak = behind
+            if rows.find(CROSSING, **row.settings):
                 why = (
-                    f"diagonals fall to the density of chance at lag {start:.0f}, and after it the densest is "
-                    f"{100 * peak:.1f} % above chance"
+                    f"diagonals fall to the density of chance at lag {rows.mean(CROSSING, **row.settings):.0f}, and "
+                    f"after it the densest is {100 * rows.mean(PEAK, **row.settings):.1f} % above chance"
                 )
-            findings.append(f"the recurrence plot of {source} suggests {_d(row.mean)}: {why}")
-    first = [row for row in agree if row.settings["source"] == agree[0].settings["source"]]
+            findings.append(f"the recurrence plot of {row.settings['source']} suggests {_d(row.mean)}: {why}")
+    first = rows.find("as expected", source=series[0])
     right, count = sum(round(row.mean * row.seeds) for row in first), sum(row.seeds for row in first)
-    sentence = f"{first[0].settings['source']} suggests a day as d in {right} of {count} cases: as a whole"
+    sentence = f"{series[0]} suggests a day as d in {right} of {count} cases: as a whole"
     if count == 1:
         sentence += " only. Pieces need more than one seed."
         verdict: Verdict = "not measurable at this size" if right else "not confirmed"
@@ -142,32 +139,26 @@ def _d(mean: float) -> str:
 
 def draw(runs: Sequence[Run], path: Path) -> None:
     """Autocorrelations with the suggested d, and a recurrence plot of the beginning of each text."""
-    sources = list(dict.fromkeys(str(run.settings["source"]) for run in runs))
-    whole = {str(run.settings["source"]): run.values for run in runs if run.settings["pieces"] == 1}
-    texts = [source for source in sources if "tokens" in whole[source]]
-    with panels(path, len(sources) + len(texts), columns=4) as grid:
-        for axes, source in zip(grid, sources, strict=False):
-            values = whole[source]
-            r, d = values["autocorrelation"], values["suggested d"]
-            assert isinstance(r, list)
+    whole = {run.settings["source"]: run.values for run in runs if run.settings["pieces"] == 1}
+    texts = {source: values["tokens"] for source, values in whole.items() if "tokens" in values}
+    with panels(path, len(whole) + len(texts), columns=4) as grid:
+        for axes, (source, values) in zip(grid, whole.items(), strict=False):
+            lags, d = range(1, len(values["autocorrelation"])), values["suggested d"]
             axes.axhline(0, color="#666666", linewidth=0.8)
-            axes.plot(range(1, len(r)), r[1:], color=COLOURS[0], linewidth=1, label="points, beyond chance")
+            axes.plot(
+                lags, values["autocorrelation"][1:], color=COLOURS[0], linewidth=1, label="points, beyond chance"
+            )
             if source in texts:
-                lines = values["lines"]
-                assert isinstance(lines, list)
-                axes.plot(range(1, len(r)), lines[1:], color=COLOURS[2], linewidth=1, label=f"on lines of ≥ {LINE}")
+                axes.plot(lags, values["lines"][1:], color=COLOURS[2], linewidth=1, label=f"on lines of ≥ {LINE}")
                 axes.legend()
             if d:
                 axes.axvline(d, color=COLOURS[1], linestyle="--", linewidth=1)
-            axes.set_title(f"{source}: {_d(float(d))}", loc="left")  # type: ignore[arg-type]
-            axes.set_xlabel("lag τ")
-            axes.set_ylabel("share of the diagonal" if source in texts else "autocorrelation of differences")
-        for axes, source in zip(grid[len(sources) :], texts, strict=True):
-            plot = recurrence_plot(torch.tensor(whole[source]["tokens"], dtype=torch.long))
+            label = "share of the diagonal" if source in texts else "autocorrelation of differences"
+            axes.set(title=f"{source}: {_d(d)}", xlabel="lag τ", ylabel=label)
+        for axes, (source, tokens) in zip(grid[len(whole) :], texts.items(), strict=True):
+            plot = recurrence_plot(torch.tensor(tokens))
             axes.imshow(plot, cmap="Greys", origin="lower", interpolation="nearest")
-            axes.set_title(f"{source}, recurrence plot", loc="left")
-            axes.set_xlabel("token s")
-            axes.set_ylabel("token t")
+            axes.set(title=f"{source}, recurrence plot", xlabel="token s", ylabel="token t")
 
 
 EXPERIMENT = Experiment(

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from rsa_hf.config import RSAConfig
-from rsa_hf.experiments.runner.conclusion import Conclusion
 from rsa_hf.experiments.runner.experiment import Experiment, Size
 from rsa_hf.experiments.runner.fit import fit
-from rsa_hf.experiments.runner.summary import Row, Run, Settings, Values, find_rows
-from rsa_hf.experiments.theory.linear_rnn import init_from_linear_rnn, linear_rnn, linear_rnn_to_heads
+from rsa_hf.experiments.runner.summary import Conclusion, Rows, Run, Settings, Values
+from rsa_hf.experiments.theory.linear_rnn import LinearRNNHeads, init_from_linear_rnn, linear_rnn, linear_rnn_to_heads
 from rsa_hf.heads import RSAHeads
 from rsa_hf.plots import COLOURS, panels
 
@@ -40,9 +39,9 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
 
 def measure(settings: Settings) -> Values:
     """The largest difference between hidden states in float64, and that of a control that should differ."""
-    n, length, dilation = (int(settings[name]) for name in ("n", "length", "dilation"))
-    generator = torch.Generator().manual_seed(int(settings["seed"]))
-    W_h, W_x = _weights(str(settings["weights"]), n, dilation, int(settings["training_steps"]), generator)
+    length, dilation = settings["length"], settings["dilation"]
+    generator = torch.Generator().manual_seed(settings["seed"])
+    W_h, W_x = _weights(settings["weights"], settings["n"], dilation, settings["training_steps"], generator)
     if settings["weights"] in REFUSED:
         try:
             linear_rnn_to_heads(W_h, W_x, dilation)
@@ -61,9 +60,7 @@ def measure(settings: Settings) -> Values:
         "agrees to 1e-9": float(difference <= EXACT),
         "control difference": control,
         "heads": float(len(heads.kinds) + 1),
-        "rates' difference in a layer": _difference_in_layer(
-            heads.kinds, W_h, heads.decay, heads.head_counts(), dilation
-        ),
+        "rates' difference in a layer": _difference_in_layer(heads, W_h),
     }
     if settings["seed"] == 0:
         values |= {"recurrent": expected[0, :, 0].tolist(), "from heads": found[0, :, 0].tolist()}
@@ -103,25 +100,23 @@ def _trained(
     return W_h.detach(), W_x.detach()
 
 
-def _difference_in_layer(
-    kinds: tuple[str, ...], W_h: Tensor, decay: Tensor, counts: dict[str, int | list[int]], dilation: int
-) -> float:
+def _difference_in_layer(heads: LinearRNNHeads, W_h: Tensor) -> float:
     """Largest difference between the spectrum and the rates of a float32 layer initialised from it."""
-    layer = RSAHeads(RSAConfig(**counts).layer_plans([len(kinds)])[0])  # type: ignore[arg-type]
-    init_from_linear_rnn(layer, W_h, dilated=dilation > 1)
-    rates = layer.rates()
-    pairs = kinds.count("cos")
+    layer = RSAHeads(RSAConfig(**heads.head_counts()).layer_plans([len(heads.kinds)])[0])  # type: ignore[arg-type]
+    init_from_linear_rnn(layer, W_h, dilated=heads.dilation > 1)
+    rates, pairs = layer.rates(), heads.kinds.count("cos")
     found = torch.cat([rates["lam"], rates["gamma"][:pairs], rates["gamma"][:pairs]])
-    return float((found.detach() - decay).abs().max())
+    return float((found.detach() - heads.decay).abs().max())
 
 
-def conclude(rows: Sequence[Row]) -> Conclusion:
+def conclude(rows: Rows) -> Conclusion:
     """Confirmed if every RNN agrees with its heads and every RNN that heads cannot represent is refused."""
-    agree, refused = find_rows(rows, "agrees to 1e-9"), find_rows(rows, "refused")
-    count, right = sum(row.seeds for row in agree), round(sum(row.mean * row.seeds for row in agree))
-    asked, refusals = sum(row.seeds for row in refused), round(sum(row.mean * row.seeds for row in refused))
-    largest = max(row.mean for row in find_rows(rows, "largest difference"))
-    control = min(row.mean for row in find_rows(rows, "control difference"))
+    (right, count), (refusals, asked) = (
+        (round(sum(row.mean * row.seeds for row in each)), sum(row.seeds for row in each))
+        for each in (rows.find("agrees to 1e-9"), rows.find("refused"))
+    )
+    largest = max(row.mean for row in rows.find("largest difference"))
+    control = min(row.mean for row in rows.find("control difference"))
     sentence = (
         f"The hidden states of {right} of {count} linear RNNs (random, trained and singular, dilated and not) "
         f"agree with their heads' to 1e-9. The mean largest difference is at most {largest:.1e}; forgetting 1 % "
@@ -135,21 +130,18 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
 def draw(runs: Sequence[Run], path: Path) -> None:
     """One hidden unit of a trained RNN, from the RNN and from its heads, and the differences of all runs."""
     shown = next(r.values for r in runs if r.settings["weights"] == "trained" and "recurrent" in r.values)
-    recurrent, heads = shown["recurrent"], shown["from heads"]
     measured = [run for run in runs if "largest difference" in run.values]
-    kinds = list(dict.fromkeys((str(r.settings["weights"]), r.settings["dilation"]) for r in measured))
+    kinds = [f"{run.settings['weights']}\nd = {run.settings['dilation']}" for run in measured]
     with panels(path, 2, columns=2) as [left, right]:
-        left.plot(recurrent, color=COLOURS[0], linewidth=2.5, alpha=0.5, label="step by step")
-        left.plot(heads, "--", color=COLOURS[1], linewidth=1, label="from heads")
-        left.set_title("trained RNN, hidden unit 0", loc="left")
-        left.set_xlabel("t")
+        left.plot(shown["recurrent"], color=COLOURS[0], linewidth=2.5, alpha=0.5, label="step by step")
+        left.plot(shown["from heads"], "--", color=COLOURS[1], linewidth=1, label="from heads")
+        left.set(title="trained RNN, hidden unit 0", xlabel="t")
         left.legend()
         for name, colour in (("largest difference", COLOURS[1]), ("control difference", COLOURS[2])):
-            x = [kinds.index((str(r.settings["weights"]), r.settings["dilation"])) for r in measured]
-            right.semilogy(x, [r.values[name] for r in measured], ".", color=colour, label=name)
+            right.semilogy(kinds, [run.values[name] for run in measured], ".", color=colour, label=name)
         right.axhline(EXACT, color="#666666", linewidth=0.8)
-        right.set_xticks(range(len(kinds)), [f"{kind}\nd = {d}" for kind, d in kinds], fontsize=7)
-        right.set_title("difference of hidden states", loc="left")
+        right.set(title="difference of hidden states")
+        right.tick_params(axis="x", labelsize=7)
         right.legend()
 
 

@@ -13,26 +13,16 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from rsa_hf.config import RSAConfig
 from rsa_hf.experiments.byte_models import SHAPES, Curve, build, read_corpus, train_on_bytes
-from rsa_hf.experiments.runner.conclusion import Conclusion, judge, undecided, weakest
-from rsa_hf.experiments.runner.experiment import Experiment, Glossary, Size
+from rsa_hf.experiments.runner.comparison import Case, Comparison
+from rsa_hf.experiments.runner.experiment import Experiment, Size, combinations
 from rsa_hf.experiments.runner.fit import default_device, step_time_ratio
-from rsa_hf.experiments.runner.summary import (
-    Row,
-    Run,
-    Settings,
-    Values,
-    at_best_rate,
-    find_rows,
-    make_rows,
-    paired,
-    with_interval,
-    worst_if_nan,
-)
+from rsa_hf.experiments.runner.summary import Conclusion, Row, Rows, Run, Settings, Values, weakest
 from rsa_hf.experiments.variants import NO_RECURRENCE, PUBLISHED_START, VARIANTS, make_variant
 from rsa_hf.plots import panels
 
@@ -54,58 +44,44 @@ GROUP = ("corpus", "train_bytes", "model", "family", "steps")
 
 def make_grid(size: Size, seeds: int) -> list[Settings]:
     """Texts and models × seeds × families × variants × learning rates."""
-    evaluations, eval_bytes = (6, 4_000) if size == "toy" else (10, 10_000) if size == "quick" else (20, 20_000)
+    evaluations, eval_bytes = {"toy": (6, 4_000), "quick": (10, 10_000), "full": (20, 20_000)}[size]
     variants: dict[str, Sequence[str]] = {"gpt2": ("plain", "rsa", "published", NO_RECURRENCE), "llama": VARIANTS}
     rates: dict[str, Sequence[float]]
     if size == "toy":
-        sizes = [("python", 100_000, "0.03M", 60)]
+        texts = [("python", 100_000, "0.03M", 60)]
         rates = dict.fromkeys(GOALS, (3e-3, 1e-2))
     elif size == "quick":
-        sizes = [("enwik8", 1_000_000, "0.1M", 200)]
+        texts = [("enwik8", 1_000_000, "0.1M", 200)]
         rates = dict.fromkeys(GOALS, (2e-3, 4e-3))
         variants = {family: [name for name in names if name not in FULL_ONLY] for family, names in variants.items()}
     else:
-        sizes = [(c, n, "1M", 400) for c, most in LARGEST.items() for n in (1_000_000, 100_000, most)]
-        sizes += [(c, most, model, 1000) for c, most in LARGEST.items() for model in GPU_MODELS]
+        texts = [(c, n, "1M", 400) for c, most in LARGEST.items() for n in (1_000_000, 100_000, most)]
+        texts += [(c, most, model, 1000) for c, most in LARGEST.items() for model in GPU_MODELS]
         # Around the best rates of the plain model and RSA at 1M on enwik8.
         rates = {"gpt2": (1e-3, 3e-3, 1e-2), "llama": (3e-4, 1e-3, 3e-3)}
     return [
-        {
-            "corpus": corpus,
-            "train_bytes": train_bytes,
-            "model": model,
-            "family": family,
-            "steps": steps,
-            "evaluations": evaluations,
-            "eval_bytes": eval_bytes,
-            "arm": variant,
-            "learning_rate": rate,
-            "seed": seed,
-        }
-        for corpus, train_bytes, model, steps in sizes
+        {"corpus": corpus, "train_bytes": train_bytes, "model": model, "steps": steps, "family": family, **each}
+        for corpus, train_bytes, model, steps in texts
         for seed in range(seeds)
         for family in GOALS
-        for variant in variants[family]
-        for rate in rates[family]
+        for each in combinations(
+            evaluations=[evaluations],
+            eval_bytes=[eval_bytes],
+            arm=variants[family],
+            learning_rate=rates[family],
+            seed=[seed],
+        )
     ]
 
 
 def measure(settings: Settings) -> Values:
     """The learning curve, and the time of a step relative to the plain model."""
-    shape, family, seed = SHAPES[str(settings["model"])], str(settings["family"]), int(settings["seed"])
-    text = read_corpus(str(settings["corpus"]), int(settings["train_bytes"]), int(settings["eval_bytes"]), shape.block)
+    shape, family, seed = SHAPES[settings["model"]], settings["family"], settings["seed"]
+    text = read_corpus(settings["corpus"], settings["train_bytes"], settings["eval_bytes"], shape.block)
     torch.manual_seed(seed)
-    device = default_device()
-    model = make_variant(str(settings["arm"]), build(family, shape), shape.block).to(device)
-    curve = train_on_bytes(
-        model,
-        text,
-        shape,
-        learning_rate=float(settings["learning_rate"]),
-        steps=int(settings["steps"]),
-        evaluations=int(settings["evaluations"]),
-        seed=seed,
-    )
+    model: Any = make_variant(settings["arm"], build(family, shape), shape.block).to(default_device())
+    plan = {name: settings[name] for name in ("learning_rate", "steps", "evaluations", "seed")}
+    curve = train_on_bytes(model, text, shape, **plan)
     values: Values = {
         "final": curve.bits_per_byte[-1],
         "parameters": float(sum(parameter.numel() for parameter in model.parameters())),
@@ -113,102 +89,82 @@ def measure(settings: Settings) -> Values:
         "bits per byte": curve.bits_per_byte,
     }
     if settings["arm"] != "plain":
-        plain = build(family, shape).to(device)  # type: ignore[arg-type]
-        block = torch.arange(shape.batch * shape.block, device=device).view(shape.batch, -1).remainder(256)
-        values[TIME] = step_time_ratio(model, plain, {"input_ids": block, "labels": block})
+        plain: Any = build(family, shape)
+        block = torch.arange(shape.batch * shape.block, device=default_device()).view(shape.batch, -1).remainder(256)
+        values[TIME] = step_time_ratio(model, plain.to(default_device()), block)
     return values
 
 
 def _curve(run: Run) -> Curve:
-    tokens, scores = run.values["tokens"], run.values["bits per byte"]
-    assert isinstance(tokens, list)
-    assert isinstance(scores, list)
-    return Curve(tokens, scores)
+    return Curve(run.values["tokens"], run.values["bits per byte"])
 
 
-def _token_ratio(run: Run, plain: Run, share: float) -> float:
+def _token_ratio(run: Run, plain: Run, share: float = 1.0) -> float:
     """Tokens to the plain model's score after this share of its training, over the plain model's own."""
     of_plain = _curve(plain)
     target = of_plain.bits_per_byte[max(1, round(share * len(of_plain.tokens))) - 1]
     return _curve(run).tokens_until(target) / of_plain.tokens_until(target)
 
 
-def _missing(run: Run, plain: Run, goal: float) -> float:
+def _missing(run: Run, plain: Run) -> float:
     """Bits per byte above the plain model's last score, after the goal's share of the plain model's tokens."""
-    of_plain = _curve(plain)
+    of_plain, goal = _curve(plain), GOALS[run.settings["family"]]
     target = of_plain.bits_per_byte[-1]
     return _curve(run).score_at(goal * of_plain.tokens_until(target)) - target
 
 
-def final_score(run: Run) -> float:
-    """The score that learning rates are chosen by."""
-    return run.number("final")
+def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
+    """Scores of a variant, and its tokens relative to the plain model's."""
+    tried, rates = case.rates[arm], case.values(arm, "learning_rate")
+    columns = {
+        "bits per byte": case.values(arm, "final"),
+        "learning rate": rates,
+        AT_THE_EDGE: [float(len(tried) > 2 and rate in (min(tried), max(tried))) for rate in rates],
+        READ: [run.values["tokens"][-1] / case.settings["train_bytes"] for run in case.runs[arm]],
+        "parameters": case.values(arm, "parameters"),
+    }
+    if arm != "plain":
+        columns[TIME] = case.values(arm, TIME)
+        # The ratio of a run that never reaches the target is infinite, and so is the mean, without an interval.
+        columns[RATIO] = case.compare(arm, "plain", _token_ratio)
+        columns[RATIO_HALF_WAY] = case.compare(arm, "plain", lambda run, plain: _token_ratio(run, plain, 0.5))
+        columns[MISSING] = case.compare(arm, "plain", _missing)
+        columns[RATIO_OF_TIME] = [a * b for a, b in zip(columns[RATIO], columns[TIME], strict=True)]
+    if arm == "rsa" and NO_RECURRENCE in case.runs:
+        columns[OVER_NO_RECURRENCE] = case.differences(arm, NO_RECURRENCE, "final")
+    return columns
 
 
-def _rate(run: Run) -> float:
-    return float(run.settings["learning_rate"])
+COMPARISON = Comparison(GROUP, ("plain", "rsa"), lambda run: float(run.values["final"]), make_columns)
 
 
-def summarise(runs: Sequence[Run]) -> list[Row]:
-    """Rows of each variant at its best rate, compared with the plain model seed by seed."""
-    rows = []
-    for group, best in at_best_rate(runs, GROUP, ("plain", "rsa"), final_score):
-        plain, goal = best["plain"], GOALS[str(group["family"])]
-        for variant, found in best.items():
-            settings = {**group, "arm": variant}
-            tried = {_rate(run) for run in runs if settings.items() <= run.settings.items()}
-            columns = {
-                "bits per byte": [run.number("final") for run in found],
-                "learning rate": [_rate(run) for run in found],
-                AT_THE_EDGE: [float(len(tried) > 2 and _rate(run) in (min(tried), max(tried))) for run in found],
-                READ: [_curve(run).tokens[-1] / int(run.settings["train_bytes"]) for run in found],
-                "parameters": [run.number("parameters") for run in found],
-            }
-            if variant != "plain":
-                columns[TIME] = [run.number(TIME) for run in found]
-                columns[RATIO] = paired(found, plain, lambda a, b: _token_ratio(a, b, 1.0))
-                columns[RATIO_HALF_WAY] = paired(found, plain, lambda a, b: _token_ratio(a, b, 0.5))
-                columns[MISSING] = paired(found, plain, lambda a, b: _missing(a, b, goal))  # noqa: B023
-                columns[RATIO_OF_TIME] = [
-                    ratio * time for ratio, time in zip(columns[RATIO], columns[TIME], strict=True)
-                ]
-            if variant == "rsa" and NO_RECURRENCE in best:
-                columns[OVER_NO_RECURRENCE] = paired(
-                    found, best[NO_RECURRENCE], lambda a, b: worst_if_nan(final_score(a)) - final_score(b)
-                )
-            # The ratio of a run that never reaches the target is infinite, and so is the mean, without an interval.
-            rows += make_rows(settings, columns)
-    return rows
-
-
-def conclude(rows: Sequence[Row]) -> Conclusion:
+def conclude(rows: Rows) -> Conclusion:
     """Confirmed if RSA needs fewer tokens than the plain model and ends better than without recurrence."""
-    ratios, by_recurrence = find_rows(rows, RATIO, arm="rsa"), find_rows(rows, OVER_NO_RECURRENCE)
-    fewer, met = sum(row.high < 1 for row in ratios), sum(_goal_is_met(row) for row in ratios)
+    ratios, by_recurrence = rows.find(RATIO, arm="rsa"), rows.find(OVER_NO_RECURRENCE)
+    fewer, met = ratios.below(1), sum(_goal_is_met(row) for row in ratios)
     sentence = (
         f"RSA needs significantly fewer tokens than the plain model in {fewer} of {len(ratios)} settings; the "
         f"goals, {' and '.join(f'{goal} for {family}' for family, goal in GOALS.items())}, are met in {met}."
     )
     if by_recurrence:
-        better = sum(row.high < 0 for row in by_recurrence)
-        sentence += f" It ends significantly better than without recurrence in {better} of {len(by_recurrence)}."
+        better = f"{by_recurrence.below(0)} of {len(by_recurrence)}"
+        sentence += f" It ends significantly better than without recurrence in {better}."
     if missing := len(ratios) - len(by_recurrence):
         sentence += f" The variant without recurrence has not run in {missing}: there the verdict is on tokens alone."
-    verdicts = [judge(each, even) for each, even in ((ratios, 1), (by_recurrence, 0)) if each]
-    findings = tuple(_finding(rows, row) for row in ratios)
-    return Conclusion(weakest(*verdicts), sentence + undecided(ratios, 1), findings)
+    verdict = weakest(ratios.judge(1), by_recurrence.judge(0))  # without comparisons, the second is "confirmed"
+    return Conclusion(verdict, sentence + ratios.undecided(1), tuple(_finding(rows, row) for row in ratios))
 
 
 def _goal_is_met(ratio: Row) -> bool:
-    return ratio.mean <= GOALS[str(ratio.settings["family"])]
+    return ratio.mean <= GOALS[ratio.settings["family"]]
 
 
-def _finding(rows: Sequence[Row], ratio: Row) -> str:
+def _finding(rows: Rows, ratio: Row) -> str:
     """The comparisons of one model on one text."""
-    family, group = str(ratio.settings["family"]), {name: ratio.settings[name] for name in GROUP}
+    family, group = ratio.settings["family"], {name: ratio.settings[name] for name in GROUP}
 
     def rsa(measure: str) -> float:
-        return find_rows(rows, measure, arm="rsa", **group)[0].mean
+        return rows.mean(measure, **ratio.settings)
 
     text = (
         f"{family} of {group['model']}, {group['train_bytes']:,} bytes of {group['corpus']}, read {rsa(READ):.2g} "
@@ -217,38 +173,35 @@ def _finding(rows: Sequence[Row], ratio: Row) -> str:
         f"{rsa(MISSING):+.3f} bits per byte relative to the plain model's final score; {rsa(RATIO_HALF_WAY):.2f} of "
         "the tokens to the plain model's score half way"
     )
-    others = [each for variant in OTHERS for each in find_rows(rows, RATIO, arm=variant, **group)]
-    if others:
+    if others := [each for variant in OTHERS for each in rows.find(RATIO, arm=variant, **group)]:
         listed = ", ".join(f"{each.settings['arm']} {_ratio_text(each)}" for each in others)
         text += f"; tokens of other variants: {listed}"
-    for each in find_rows(rows, OVER_NO_RECURRENCE, arm="rsa", **group):
+    for each in rows.find(OVER_NO_RECURRENCE, **group):
         text += f"; RSA ends {each.mean:+.3f} bits per byte relative to no recurrence"
-    edges = [str(each.settings["arm"]) for each in find_rows(rows, AT_THE_EDGE, **group) if each.mean]
+    edges = [each.settings["arm"] for each in rows.find(AT_THE_EDGE, **group) if each.mean]
     return text + (f"; best at the lowest or highest learning rate tried: {', '.join(edges)}" if edges else "")
 
 
 def _ratio_text(ratio: Row) -> str:
-    return "not reached with every seed" if ratio.mean == math.inf else with_interval(ratio, ".2f")
+    return "not reached with every seed" if ratio.mean == math.inf else ratio.text(".2f")
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
     """A panel for each model and text: mean learning curves."""
-    groups = at_best_rate(runs, GROUP, ("plain", "rsa"), final_score)
-    with panels(path, len(groups), columns=2) as grid:
-        for axes, (settings, best) in zip(grid, groups, strict=True):
-            for variant, found in best.items():
-                curves = [_curve(run) for run in found]
-                means = [statistics.fmean(scores) for scores in zip(*(c.bits_per_byte for c in curves), strict=True)]
-                axes.plot(curves[0].tokens, means, label=variant)
-            axes.set_title(f"{settings['family']}, {settings['model']}, {settings['corpus']}")
-            axes.set_xlabel("bytes trained on")
-            axes.set_ylabel("bits per byte")
+    cases = COMPARISON.cases(runs)
+    with panels(path, len(cases), columns=2) as grid:
+        for axes, case in zip(grid, cases, strict=True):
+            for variant, found in case.runs.items():
+                scores = zip(*(run.values["bits per byte"] for run in found), strict=True)
+                axes.plot(found[0].values["tokens"], [*map(statistics.fmean, scores)], label=variant)
+            axes.set(title=", ".join(case.settings[name] for name in ("family", "model", "corpus")))
+            axes.set(xlabel="bytes trained on", ylabel="bits per byte")
             axes.legend()
 
 
-def glossary(grid: Sequence[Settings]) -> Glossary:
+def glossary(grid: Sequence[Settings]) -> dict[str, dict[str, Any]]:
     """Sizes and head plans."""
-    models = sorted({str(settings["model"]) for settings in grid})
+    models = sorted({settings["model"] for settings in grid})
     plans = {f"rsa, {n} heads": RSAConfig.from_scratch(n) for n in sorted({SHAPES[model].heads for model in models})}
     return {
         "model": {model: asdict(SHAPES[model]) for model in models},
@@ -275,10 +228,10 @@ EXPERIMENT = Experiment(
     measure=measure,
     conclude=conclude,
     draw=draw,
-    summarise=summarise,
+    summarise=COMPARISON.summarise,
     glossary=glossary,
     parts=("corpus", "train_bytes", "model", "family", "arm"),
-    search_by=final_score,
+    search_by=COMPARISON.score,
     needs_gpu=lambda settings: settings["model"] in GPU_MODELS,
     revision=3,
 )

@@ -12,26 +12,12 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rsa_hf.config import RSAConfig
-from rsa_hf.experiments.byte_models import SHAPES, corpus_files, llama_settings
-from rsa_hf.experiments.runner.conclusion import Conclusion, judge, undecided
-from rsa_hf.experiments.runner.experiment import Experiment, Glossary, Size
-from rsa_hf.experiments.runner.summary import (
-    Row,
-    Run,
-    Settings,
-    Values,
-    find_rows,
-    with_interval,
-    worst_if_nan,
-)
+from rsa_hf.experiments.byte_models import SHAPES, corpus_config
+from rsa_hf.experiments.runner.experiment import Experiment, Size
+from rsa_hf.experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, worst_if_nan
 from rsa_hf.plots import COLOURS, panels
 from rsa_hf.tasks.language_model_trainer import LanguageModelTrainer
-from rsa_hf.tasks.language_modeling import (
-    LanguageModelingDataConfig,
-    PreparedText,
-    evaluate_language_model,
-    prepare_language_modeling,
-)
+from rsa_hf.tasks.language_modeling import PreparedText, evaluate_language_model, prepare_language_modeling
 from rsa_hf.tasks.search_language_model import search
 from rsa_hf.training.run import load_model
 from rsa_hf.training.settings import ModelSettings, RunConfig, TrainingSettings
@@ -43,25 +29,32 @@ DEFAULT = RSAConfig(gate_init=0.0)  # there are no pretrained weights to preserv
 COUNTS = ("num_regular", "num_cyclical_pairs", "num_dilated_regular", "num_dilated_cyclical_pairs")
 PLANS = ("plain", "default", "found")
 DIFFERENCE = "found − default"
-
-
-def make_grid(size: Size, seeds: int) -> list[Settings]:
-    """One search per seed."""
-    corpus, model, trials, steps = {
-        "toy": ("python", "0.03M", 3, 20),
-        "quick": ("enwik8", "0.1M", 8, 100),
-        "full": ("enwik8", "1M", 60, 400),
-    }[size]
-    shape: dict[str, int | str | float] = {"corpus": corpus, "model": model, "trials": trials, "steps": steps}
-    return [{**shape, "learning_rate": 5e-3, "eval_bytes": 20_000, "seed": seed} for seed in range(seeds)]
+SIZES: dict[Size, dict[str, Any]] = {
+    "toy": {"corpus": "python", "model": "0.03M", "trials": 3, "steps": 20},
+    "quick": {"corpus": "enwik8", "model": "0.1M", "trials": 8, "steps": 100},
+    "full": {"corpus": "enwik8", "model": "1M", "trials": 60, "steps": 400},
+}
 
 
 def measure(settings: Settings) -> Values:
     """Search by the validation text; then train the plan found, the default and no RSA anew, and score the test."""
-    config, seed = _config(settings), int(settings["seed"])
+    shape, seed = SHAPES[settings["model"]], settings["seed"]
+    config = RunConfig(
+        model=ModelSettings(model_type="llama", config_overrides=shape.llama(), tokenizer="bytes"),
+        rsa=DEFAULT,
+        data=corpus_config(settings["corpus"], 1_000_000, settings["eval_bytes"], shape.block),
+        training=TrainingSettings(
+            learning_rate=settings["learning_rate"],
+            max_steps=settings["steps"],
+            batch_size=shape.batch,
+            warmup_ratio=0.05,
+            lr_schedule="constant",
+            seed=seed,
+        ),
+    )
     with tempfile.TemporaryDirectory() as folder:
         config.training.output_dir = folder
-        found = search(config, int(settings["trials"]), DILATIONS, Path(folder) / "head_plans.log", progress=False)
+        found = search(config, settings["trials"], DILATIONS, Path(folder) / "head_plans.log", progress=False)
         text = prepare_language_modeling(config.data, None)
         # Another seed: the plan that a search finds best is also the one whose seed was lucky.
         training = replace(config.training, seed=1000 + seed)
@@ -74,29 +67,6 @@ def measure(settings: Settings) -> Values:
     in_order = sorted(found, key=lambda each: each.number)
     values["validation"] = [each.score for each in in_order if each.score is not None]
     return values
-
-
-def _config(settings: Settings) -> RunConfig[LanguageModelingDataConfig]:
-    shape, files = SHAPES[str(settings["model"])], corpus_files(str(settings["corpus"]))
-    return RunConfig(
-        model=ModelSettings(model_type="llama", config_overrides=llama_settings(shape), tokenizer="bytes"),
-        rsa=DEFAULT,
-        data=LanguageModelingDataConfig(
-            source="files" if files else "embedded",
-            files=files,
-            block_size=shape.block,
-            max_train_bytes=1_000_000,
-            max_eval_bytes=int(settings["eval_bytes"]),
-        ),
-        training=TrainingSettings(
-            learning_rate=float(settings["learning_rate"]),
-            max_steps=int(settings["steps"]),
-            batch_size=shape.batch,
-            warmup_ratio=0.05,
-            lr_schedule="constant",
-            seed=int(settings["seed"]),
-        ),
-    )
 
 
 def _test_score(
@@ -112,16 +82,16 @@ def _test_score(
     return evaluate_language_model(trainer.model, text.test, training.eval_batch_size)["bits_per_byte"]
 
 
-def conclude(rows: Sequence[Row]) -> Conclusion:
+def conclude(rows: Rows) -> Conclusion:
     """Confirmed if the plan found is significantly better than the default plan."""
-    [difference] = find_rows(rows, DIFFERENCE)
-    plain, default, found = (find_rows(rows, f"test, {name}")[0].mean for name in PLANS)
+    [difference] = differences = rows.find(DIFFERENCE)
+    plain, default, found = (rows.mean(f"test, {name}") for name in PLANS)
     sentence = (
         f"After {difference.settings['trials']} trials of {difference.settings['steps']} steps, the plan found has "
         f"{found:.3f} bits per byte on the test text, the default plan {default:.3f} and the plain model {plain:.3f}; "
-        f"{DIFFERENCE} is {with_interval(difference, '+.3f')}."
+        f"{DIFFERENCE} is {difference.text('+.3f')}."
     )
-    return Conclusion(judge([difference], 0), sentence + undecided([difference], 0))
+    return Conclusion(differences.judge(0), sentence + differences.undecided(0))
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
@@ -129,22 +99,18 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     with panels(path, 2, columns=2) as [left, right]:
         for run in runs:
             scores = run.values["validation"]
-            assert isinstance(scores, list)
-            so_far = list(itertools.accumulate(scores, min))
-            left.plot(range(1, len(so_far) + 1), so_far, color=COLOURS[1], alpha=0.7)
-            left.plot(range(1, len(scores) + 1), scores, ".", color=COLOURS[0], markersize=3)
+            trials = range(1, len(scores) + 1)
+            left.plot(trials, list(itertools.accumulate(scores, min)), color=COLOURS[1], alpha=0.7)
+            left.plot(trials, scores, ".", color=COLOURS[0], markersize=3)
             right.plot(PLANS, [run.values[f"test, {name}"] for name in PLANS], "o-", alpha=0.7)
-        left.set_title("search: each trial, and the best so far", loc="left")
-        left.set_xlabel("trial")
-        left.set_ylabel("bits per byte, validation")
-        right.set_title("trained again: test text, each seed", loc="left")
+        left.set(title="search: each trial, and the best so far", xlabel="trial", ylabel="bits per byte, validation")
+        right.set(title="trained again: test text, each seed")
 
 
-def glossary(grid: Sequence[Settings]) -> Glossary:
+def glossary(grid: Sequence[Settings]) -> dict[str, dict[str, Any]]:
     """Sizes, the default plan, and the dilation factors to choose from."""
-    models = sorted({str(settings["model"]) for settings in grid})
     return {
-        "model": {model: asdict(SHAPES[model]) for model in models},
+        "model": {settings["model"]: asdict(SHAPES[settings["model"]]) for settings in grid},
         "arm": {"default": DEFAULT.to_dict(), "found": {"dilations": list(DILATIONS)}},
     }
 
@@ -156,7 +122,9 @@ EXPERIMENT = Experiment(
     published="Section 3 proposes the search; the paper's plans are (0, 0, 0, 0, 2, 2) for Transformer-XL and "
     "(0, 2, 2, 0, 2, 2) for Informer on ETTh1. No figure for the gain of a search.",
     seeds={"toy": 2, "quick": 3, "full": 5},
-    grid=make_grid,
+    grid=lambda size, seeds: [
+        {**SIZES[size], "learning_rate": 5e-3, "eval_bytes": 20_000, "seed": seed} for seed in range(seeds)
+    ],
     measure=measure,
     conclude=conclude,
     draw=draw,

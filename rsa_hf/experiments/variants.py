@@ -55,12 +55,7 @@ def make_variant(variant: str, model: PreTrainedModel, longest: int) -> nn.Modul
 
     Returns:
         The model, or a wrapper that is called like it.
-
-    Raises:
-        ValueError: there is no such variant.
     """
-    if variant not in VARIANTS:
-        raise ValueError(f"variant={variant!r}: choose from {', '.join(VARIANTS)}.")
     if variant == "alibi":
         return ALiBi(model, longest)
     config = RSAConfig.from_scratch(model.config.num_attention_heads)
@@ -77,8 +72,7 @@ def make_variant(variant: str, model: PreTrainedModel, longest: int) -> nn.Modul
 def _heads(model: nn.Module) -> Iterator[tuple[nn.Module, RSAHeads]]:
     """The patched modules with their RSA heads."""
     for module in list(model.modules()):
-        heads = heads_of(module)
-        if heads is not None:
+        if (heads := heads_of(module)) is not None:
             yield module, heads
 
 
@@ -138,11 +132,7 @@ class LearnedLags(RSAHeads):
 
 
 class WithoutRecurrence(RSAHeads):
-    """RSA heads with P = 0.
-
-    Args:
-        heads: the RSA heads to replace.
-    """
+    """RSA heads with P = 0, in place of others."""
 
     def __init__(self, heads: RSAHeads) -> None:
         super().__init__(heads.plan)

@@ -11,24 +11,8 @@ from rsa_hf.experiments.runner.runner import read_runs, run_experiment
 from rsa_hf.experiments.theory import dilation as theory
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    root = tmp_path_factory.mktemp("toy")
-    found = run_experiment(EXPERIMENT, "toy", root, progress=False)
-    return root / "results" / "reproduce" / "dilation" / "toy", found
-
-
-def test_it_confirms_at_toy_size(toy):
-    folder, found = toy
-    assert found.verdict == "confirmed"
-    assert found.sentence == "seasonal-24 suggests a day as d in 3 of 3 cases: as a whole, and in pieces."
-    assert found.findings[0] == "seasonal-24 suggests d = 24 (a day is 24 steps); 2 of 2 pieces suggest a day"
-    assert found.findings[-1].startswith("the recurrence plot of python suggests d = ")
-    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_pieces_are_parts_of_the_training_data(toy):
-    found = [result for result in read_runs(toy[0]).values() if result.settings["source"] == "seasonal-24"]
+    found = [result for result in read_runs(toy("dilation")[0]).values() if result.settings["source"] == "seasonal-24"]
     whole, *pieces = [result.values["autocorrelation"] for result in found]
     assert len(pieces) == 2 and whole != pieces[0] != pieces[1]
 
@@ -40,16 +24,24 @@ def test_real_series_suggest_a_day(source, period, data_folder, monkeypatch):
     assert (values["suggested d"], values["as expected"]) == (period, 1.0)
 
 
+def test_findings(toy):
+    findings = toy("dilation")[1].findings
+    assert findings[0] == "seasonal-24 suggests d = 24 (a day is 24 steps); 2 of 2 pieces suggest a day"
+    assert findings[-1].startswith("the recurrence plot of python suggests d = ")
+
+
 def test_a_text_that_never_falls_to_chance_says_so(toy):
     text = next(
-        r for r in read_runs(toy[0]).values() if r.settings["source"] == "python" and r.settings["pieces"] == 1
+        r
+        for r in read_runs(toy("dilation")[0]).values()
+        if r.settings["source"] == "python" and r.settings["pieces"] == 1
     )
-    series = [r for r in read_runs(toy[0]).values() if r.settings["source"] != "python"]
+    series = [r for r in read_runs(toy("dilation")[0]).values() if r.settings["source"] != "python"]
 
     def said(**values):
         kept = {k: v for k, v in text.values.items() if k not in ("first zero crossing", "highest peak behind it")}
         changed = finished(text.settings, {**kept, "suggested d": 0.0, **values})
-        return conclude(EXPERIMENT, *series, changed).findings[-1]
+        return conclude("dilation", series, [changed]).findings[-1]
 
     assert said().endswith("no d: every diagonal is denser than chance, and none stands out")
     assert "density of chance at lag 7" in (
@@ -82,20 +74,22 @@ def test_lags_that_are_off_by_one_are_not_confirmed(tmp_path, monkeypatch):
 
 
 def test_one_piece_that_disagrees_is_not_confirmed(toy):
-    found = [run for run in read_runs(toy[0]).values() if run.settings["source"] == "seasonal-24"]
+    found = [run for run in read_runs(toy("dilation")[0]).values() if run.settings["source"] == "seasonal-24"]
     whole, first, second = found
     assert second.settings["seed"] == 1
     disagrees = finished(second.settings, {**second.values, "as expected": 0.0})
-    conclusion = conclude(EXPERIMENT, whole, first, disagrees)
+    conclusion = conclude("dilation", [whole, first, disagrees])
     assert conclusion.verdict == "not confirmed" and "1 of 2 pieces" in conclusion.findings[0]
 
 
 def test_without_pieces_nothing_is_said_of_them(toy):
     whole = [
-        r for r in read_runs(toy[0]).values() if r.settings["source"] == "seasonal-24" and r.settings["pieces"] == 1
+        r
+        for r in read_runs(toy("dilation")[0]).values()
+        if r.settings["source"] == "seasonal-24" and r.settings["pieces"] == 1
     ]
-    found = conclude(EXPERIMENT, *whole)
+    found = conclude("dilation", whole)
     assert found.verdict == "not measurable at this size"
     assert found.sentence.startswith("seasonal-24 suggests a day as d in 1 of 1 cases: as a whole only. ")
     wrong = [finished(result.settings, {**result.values, "as expected": 0.0}) for result in whole]
-    assert conclude(EXPERIMENT, *wrong).verdict == "not confirmed"
+    assert conclude("dilation", wrong).verdict == "not confirmed"

@@ -1,7 +1,6 @@
 """Forecasting as an experiment: windows and parts, variants that differ in RSA alone, and a verdict that can fail."""
 
 import lzma
-import math
 from dataclasses import replace
 from datetime import datetime, timedelta
 
@@ -9,24 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.runs import finished
-from rsa_hf.experiments.forecasting import (
-    EXPERIMENT,
-    LENGTHS,
-    OVER_PLAIN,
-    PUBLISHED,
-    conclude,
-    models,
-    summarise,
-    training,
-)
+from experiments.runs import conclude, fake_runs, zero_rems
+from rsa_hf.experiments import forecasting
+from rsa_hf.experiments.forecasting import EXPERIMENT, LENGTHS, PUBLISHED, models, naive_errors, score, train
 from rsa_hf.experiments.forecasting.models import FAMILIES, LogSparseModel, Task, make_forecaster
 from rsa_hf.experiments.forecasting.series import PARTS, load_series, windows
-from rsa_hf.experiments.forecasting.training import naive_errors, score, train
-from rsa_hf.experiments.runner.runner import read_runs, run_experiment
-from rsa_hf.experiments.runner.summary import find_rows
+from rsa_hf.experiments.runner.runner import read_runs
 from rsa_hf.experiments.variants import NO_RECURRENCE
-from rsa_hf.heads import RSAHeads, heads_of
+from rsa_hf.heads import heads_of
 
 TASK = Task(context=40, label=20, horizon=10, variables=2, time_features=4)
 SHAPE = {"width": 16, "encoder_layers": 2, "decoder_layers": 1, "dilation": 24}
@@ -165,11 +154,6 @@ def test_log_sparse_attention_looks_back_by_powers_of_two_and_recurrence_everywh
     assert isinstance(forecaster("log-sparse", "plain").body, LogSparseModel)
 
 
-def test_an_unknown_family_is_named():
-    with pytest.raises(ValueError, match="family='autoformer', variant='plain'"):
-        forecaster("autoformer", "plain")
-
-
 # --- learning and scores --------------------------------------------------------------------------------------------
 
 
@@ -182,6 +166,9 @@ class Constant(nn.Module):
 
     def forward(self, values, times):
         return self.value.expand(len(values), times.shape[1] - values.shape[1], values.shape[2])
+
+
+LEARNING = {"epochs": 3, "batch": 4, "learning_rate": 0.1, "stride": 4, "seed": 0}
 
 
 def test_scores_are_means_over_all_windows():
@@ -205,16 +192,16 @@ def test_the_model_is_left_where_its_validation_error_was_lowest(monkeypatch):
         seen.append(model.value.item())
         return [3.0, 1.0, 2.0][len(seen) - 1], 0.0
 
-    monkeypatch.setattr(training, "score", validation_error)
+    monkeypatch.setattr(forecasting, "score", validation_error)
     model = Constant(1.0)
-    errors = train(model, series, task, steps=2, epochs=3, batch=4, learning_rate=0.1, stride=4, seed=0)
+    errors = train(model, series, task, {**LEARNING, "steps": 2})
     assert errors == [3.0, 1.0, 2.0]
     assert len(set(seen)) == 3 and model.value.item() == seen[1]
 
 
 def test_the_learning_rate_halves_after_each_epoch():
     series, task, model = load_series("seasonal-8"), Task(16, 8, 8, 2, 4), Constant(100.0)
-    train(model, series, task, steps=10, epochs=3, batch=4, learning_rate=0.1, stride=4, seed=0)
+    train(model, series, task, {**LEARNING, "steps": 10})
     # Adam goes by the learning rate a step where the gradient keeps its sign.
     assert model.value.item() == pytest.approx(100 - 10 * (0.1 + 0.05 + 0.025), abs=0.02)
 
@@ -222,127 +209,56 @@ def test_the_learning_rate_halves_after_each_epoch():
 # --- tables and verdict ---------------------------------------------------------------------------------------------
 
 
-def results(errors, rates=None):
-    """Results of runs with these test errors, {variant: [one a seed]}."""
-    return [
-        finished(
-            {
-                "series": "ETTh1",
-                "horizon": 24,
-                "family": "informer",
-                "arm": variant,
-                "learning_rate": rate,
-                "seed": seed,
-            },
-            {
-                "mse": mse,
-                "mae": mse / 2,
-                "validation mse": valid,
-                "parameters": 9.0,
-                "naive mse": 0.5,
-                "naive mae": 0.4,
-            },
-        )
-        for variant, runs in errors.items()
-        for rate, valid, seeds in runs
-        for seed, mse in enumerate(seeds)
-    ]
+def runs(*variants, **settings):
+    tests = {"plain": (1.0, 1.1, 1.2), "rsa": (0.5, 0.56, 0.6), NO_RECURRENCE: (1.0, 1.1, 1.2)}
+    return [run for arm in variants for run in fake_runs("forecasting", arm, tests[arm], **settings)]
 
 
-def compared(plain, rsa, damped=None):
-    """Rows of these errors; without recurrence they are the plain ones by default."""
-    one = {"plain": plain, "rsa": rsa, NO_RECURRENCE: plain if damped is None else damped}
-    return summarise(results({variant: [(1e-3, 1.0, errors)] for variant, errors in one.items()}))
-
-
-def verdict(plain, rsa, damped=None):
-    return conclude(compared(plain, rsa, damped))
-
-
-def test_verdicts():
-    diverged = verdict((1.0, 1.1, 1.2), (0.5, math.nan, 0.6))
-    assert diverged.verdict == "not confirmed" and "ratio inf (no interval)" in diverged.findings[0]
-    both = verdict((1.0, math.nan, 1.2), (0.5, math.nan, 0.6))
-    assert both.verdict == "not measurable at this size"
-    found = verdict((1.0, 1.1, 1.2), (0.5, 0.56, 0.6))
-    assert found.verdict == "confirmed"
-    assert (
-        "ratio 0.50 (0.49 … 0.52); ratio to no recurrence 0.50 (0.49 … 0.52); published 0.414 and 0.762, ratio 0.54"
-        in found.findings[0]
+def test_what_is_said():
+    found = conclude("forecasting", runs("plain", "rsa", NO_RECURRENCE))
+    assert "in 1 of 1 comparisons with the plain model, and in 1 with the variant without recur" in found.sentence
+    words = (
+        "informer, ETTh1, 24 steps: MSE 0.553 with RSA and 1.100 without, ratio 0.50 (0.49 … 0.52); ratio to no "
+        "recurrence 0.50 (0.49 … 0.52); published 0.414 and 0.762, ratio 0.54"
     )
-    assert found.findings[-1].startswith("ETTh1, 24 steps: MSE 0.500 by repeating")
-    assert verdict((0.5, 0.5, 0.6), (0.6, 0.61, 0.72)).verdict == "not confirmed"
-    assert verdict((1.0, 1.0, 1.0), (0.5, 0.9, 1.2)).verdict == "not measurable at this size"
-    assert verdict((1.0,), (0.5,)).verdict == "not measurable at this size"
-    # What damped attention does as well is not the work of recurrence.
-    found = verdict((1.0, 1.1, 1.2), (0.5, 0.56, 0.6), damped=(0.4, 0.44, 0.47))
-    assert found.verdict == "not confirmed" and "and in 0 with the variant without recurrence." in found.sentence
+    assert found.findings == (words, "ETTh1, 24 steps: MSE 0.500 by repeating the last period")
 
 
-def test_the_learning_rate_is_chosen_by_the_validation_part():
-    plain = [(1e-3, 1.0, (1.0, 1.0))]
-    rsa = [(1e-3, 0.9, (0.8, 0.8)), (1e-2, 1.1, (0.1, 0.1))]
-    rows = summarise(results({"plain": plain, "rsa": rsa, NO_RECURRENCE: plain}))
-    [ratio] = find_rows(rows, "mse", arm=OVER_PLAIN)
-    assert ratio.mean == pytest.approx(0.8)
-    assert find_rows(rows, "mse", arm="rsa")[0].settings["learning_rate"] == 1e-3
-
-
-def test_published_errors_stand_beside_ours():
-    rows = compared((1.0,), (1.0,))
-    assert [row.mean for row in find_rows(rows, "published mse")] == [0.762, 0.414]
+def test_published_settings_are_in_the_full_size():
     full = {(series, lengths[0]) for series, each in LENGTHS["full"].items() for lengths in each}
     assert {(series, horizon) for series, horizon, _ in PUBLISHED} <= full
 
 
 def test_what_cannot_be_compared_yet_is_not_drawn(tmp_path):
-    one = results({variant: [(1e-3, 1.0, (1.0, 1.1))] for variant in ("plain", "rsa", NO_RECURRENCE)})
     # Broken off: of the longer horizon a second family has run, and the first without RSA.
-    longer = [replace(result, settings={**result.settings, "horizon": 48}) for result in one]
-    second = [replace(result, settings={**result.settings, "family": "log-sparse"}) for result in longer]
-    found = [*one, *(result for result in longer if result.settings["arm"] == "plain"), *second]
+    found = [
+        *runs("plain", "rsa", NO_RECURRENCE),
+        *runs("plain", horizon=48),
+        *runs("plain", "rsa", NO_RECURRENCE, horizon=48, family="log-sparse"),
+    ]
     EXPERIMENT.draw(found, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    EXPERIMENT.draw([result for result in found if result.settings["family"] == "informer"], tmp_path / "figure.png")
+    assert len({tuple(row.settings.values())[:3] for row in EXPERIMENT.summarise(found)}) == 2
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    """The toy run: its folder and its verdict."""
-    root = tmp_path_factory.mktemp("toy")
-    found = run_experiment(EXPERIMENT, "toy", root, progress=False)
-    return root / "results" / "reproduce" / "forecasting" / "toy", found
-
-
-def ratio(results):
-    [row] = find_rows(summarise(results), "mse", arm=OVER_PLAIN)
-    return row.mean
+def ratio(runs):
+    return EXPERIMENT.summarise(runs).mean("mse, rsa / plain")
 
 
 def test_rsa_wins_where_the_period_is_all_there_is_to_know(toy):
-    folder, found = toy
-    assert found.verdict != "not confirmed"
-    assert ratio([*read_runs(folder).values()]) < 0.7
-    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert ratio([*read_runs(toy("forecasting")[0]).values()]) < 0.7
 
 
 def does_nothing(monkeypatch):
     monkeypatch.setattr(models, "add_rsa", lambda model, variant, config: None)
 
 
-def zeroed(monkeypatch):
-    forward = RSAHeads.forward
-    monkeypatch.setattr(
-        RSAHeads, "forward", lambda self, attention, value, mask: forward(self, attention, 0 * value, mask)
-    )
-
-
-@pytest.mark.parametrize("broken", [pytest.param(does_nothing, marks=pytest.mark.slow), zeroed])
+@pytest.mark.parametrize("broken", [pytest.param(does_nothing, marks=pytest.mark.slow), zero_rems])
 def test_broken_rsa_loses(broken, toy, monkeypatch):
     broken(monkeypatch)
     found = [
         replace(result, values=EXPERIMENT.measure(result.settings)) if result.settings["arm"] == "rsa" else result
-        for result in read_runs(toy[0]).values()
+        for result in read_runs(toy("forecasting")[0]).values()
     ]
     assert ratio(found) > 0.9
-    assert conclude(summarise(found)).verdict != "confirmed"
+    assert conclude("forecasting", found).verdict != "confirmed"

@@ -1,4 +1,4 @@
-"""The experiment `linear-rnn` confirms, and says so no longer where a REM is broken."""
+"""The experiment `linear-rnn` no longer confirms where a REM is broken."""
 
 import pytest
 import torch
@@ -7,12 +7,6 @@ import rsa_hf.experiments.theory.linear_rnn
 from rsa_hf.experiments.linear_rnn import EXPERIMENT
 from rsa_hf.experiments.runner.runner import run_experiment
 from rsa_hf.ops import rem_product
-
-
-def test_it_confirms_at_toy_size(tmp_path):
-    conclusion = run_experiment(EXPERIMENT, "toy", tmp_path, progress=False)
-    assert conclusion.verdict == "confirmed"
-    assert "12 of 12" in conclusion.sentence and "4 of 4" in conclusion.sentence
 
 
 def zeroed(value, *plan):

@@ -5,17 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.runs import finished
+from experiments.runs import conclude, finished
 from rsa_hf import is_patched
-from rsa_hf.experiments.regular_languages import EXPERIMENT, conclude, networks, summarise
+from rsa_hf.experiments.regular_languages import DIFFERENCE, EXPERIMENT, LONGER, networks, summarise
 from rsa_hf.experiments.regular_languages.languages import LANGUAGES, make_splits
 from rsa_hf.experiments.regular_languages.networks import VARIANTS, accuracy, correct_strings, encode, make_network
-from rsa_hf.experiments.runner.runner import read_runs, run_experiment
-from rsa_hf.experiments.runner.summary import find_rows
+from rsa_hf.experiments.runner.runner import read_runs
 from rsa_hf.heads import RSAHeads
 
 BINS = ("right 2–10", "right 11–20", "right 21–30")
-LONGER = "right beyond the lengths trained on"
 
 
 def test_strings_as_tensors():
@@ -127,7 +125,7 @@ def test_rsa_is_the_same_transformer_patched(kind):
         assert difference > 1e-3 if sees else difference < 1e-5
 
 
-def results(shares, rates=(0.01,)):
+def results(shares):
     """Results as of runs with these shares of right strings: {(language, variant, rate): [a tuple of bins a seed]}."""
     return [
         finished(
@@ -139,18 +137,20 @@ def results(shares, rates=(0.01,)):
     ]
 
 
-def verdict(**rsa):
-    shares = {}
-    for language in ("parity", "(aa)*"):
-        shares[language, "rsa", 0.01] = rsa["parity" if language == "parity" else "aa"]
-        shares[language, "transformer", 0.01] = [(1.0, 0.1, 0.0), (1.0, 0.0, 0.1)][: len(rsa["aa"])]
-    return conclude(summarise(results(shares)))
+GOOD, BAD = [(1.0, 1.0, 1.0), (1.0, 0.9, 0.9)], [(1.0, 0.0, 0.1), (1.0, 0.1, 0.0)]
 
 
-def test_the_verdict_can_go_either_way():
-    good, bad = [(1.0, 1.0, 1.0), (1.0, 0.9, 0.9)], [(1.0, 0.0, 0.1), (1.0, 0.1, 0.0)]
-    assert verdict(aa=good, parity=good).verdict == "confirmed"
-    found = verdict(aa=good, parity=bad)
+def concluded(**shares):
+    """The conclusion from shares of right strings: of RSA on (aa)* and on Parity; the Transformer's are bad."""
+    named = {language: shares[name] for language, name in (("parity", "parity"), ("(aa)*", "aa")) if name in shares}
+    rsa = {(language, "rsa", 0.01): found for language, found in named.items()}
+    plain = {(language, "transformer", 0.01): BAD[: len(found)] for language, found in named.items()}
+    return conclude("regular-languages", results(rsa | plain))
+
+
+def test_all_languages_and_parity_have_to_be_better():
+    assert concluded(aa=GOOD, parity=GOOD).verdict == "confirmed"
+    found = concluded(aa=GOOD, parity=BAD)
     assert found.verdict == "not confirmed"
     # RSA has 0.95 on average on (aa)* and 0.05 on Parity, the Transformer 0.05 on both.
     assert "+45.0" in found.sentence and "on Parity it is not better" in found.sentence
@@ -159,27 +159,17 @@ def test_the_verdict_can_go_either_way():
         f"parity, {trained_and_beyond}: rsa 100.0 and 5.0, transformer 100.0 and 5.0",
         f"(aa)*, {trained_and_beyond}: rsa 100.0 and 95.0, transformer 100.0 and 5.0",
     )
-    assert verdict(aa=bad, parity=bad).verdict == "not confirmed"
-    worse = conclude(
-        summarise(results({("parity", "rsa", 0.01): bad, ("parity", "transformer", 0.01): [(1.0, 0.9, 0.9)] * 2}))
-    )
-    assert worse.verdict == "not confirmed" and "which is significant" in worse.sentence and "-85.0" in worse.sentence
-    assert verdict(aa=good[:1], parity=good[:1]).verdict == "not measurable at this size"
-    # Where chance may have decided it is neither.
-    by_chance = verdict(aa=good, parity=[(1.0, 0.9, 0.9), (1.0, 0.0, 0.1)])
-    assert (
-        by_chance.verdict == "not measurable at this size"
-        and "2 of 2 comparisons are undecided (the interval contains 0" in by_chance.sentence
-    )
+    assert concluded(aa=GOOD[:1], parity=GOOD[:1]).verdict == "not measurable at this size"
+    by_chance = concluded(aa=GOOD, parity=[(1.0, 0.9, 0.9), (1.0, 0.0, 0.1)])
+    assert by_chance.verdict == "not measurable at this size"
+    assert "2 of 2 comparisons are undecided (the interval contains 0" in by_chance.sentence
 
 
 def test_a_part_of_the_languages_is_shown_as_one():
-    good, bad = [(1.0, 1.0, 1.0), (1.0, 0.9, 0.9)], [(1.0, 0.0, 0.1), (1.0, 0.1, 0.0)]
-    without_parity = {("(aa)*", "rsa", 0.01): good, ("(aa)*", "transformer", 0.01): bad, ("d-2", "rsa", 0.01): bad}
-    found = conclude(summarise(results(without_parity)))
+    without_parity = {("(aa)*", "rsa", 0.01): GOOD, ("(aa)*", "transformer", 0.01): BAD, ("d-2", "rsa", 0.01): BAD}
+    found = conclude("regular-languages", results(without_parity))
     assert found.verdict == "not measurable at this size" and "Parity has not been run" in found.sentence
     assert "mean of 1 languages" in found.sentence and len(found.findings) == 1
-    assert summarise(results({("d-2", "rsa", 0.01): bad})) == []
 
 
 def test_seeds_are_paired():
@@ -188,20 +178,16 @@ def test_seeds_are_paired():
         ("parity", "transformer", 0.01): [(1.0, 0.1, 0.1), (1.0, 0.8, 0.8), (1.0, 0.39, 0.39)],
     }
     rows = summarise(results(shares))
-    [difference] = find_rows(rows, LONGER, arm="rsa − transformer", language="parity")
+    [difference] = rows.find(DIFFERENCE, language="parity")
     assert difference.mean == pytest.approx(0.31 / 3) and difference.low > 0
-    [rsa] = find_rows(rows, LONGER, arm="rsa")
+    [rsa] = rows.find(LONGER, arm="rsa")
     assert rsa.low < 0  # the variants by themselves differ far more from seed to seed
 
 
-def test_the_learning_rate_is_not_chosen_by_the_longer_bins():
+def test_with_equal_accuracy_the_learning_rate_has_the_lower_training_loss():
     one = {("parity", "transformer", 0.01): [(1.0, 0.0, 0.0)]}
-    chosen = {("parity", "rsa", 0.01): [(1.0, 0.0, 0.0)], ("parity", "rsa", 0.1): [(0.9, 1.0, 1.0)]}
-    [row] = find_rows(summarise(results({**chosen, **one})), LONGER, arm="rsa")
-    assert (row.settings["learning_rate"], row.mean) == (0.01, 0.0)
     tied = {("parity", "rsa", 0.1): [(1.0, 1.0, 1.0)], ("parity", "rsa", 0.01): [(1.0, 0.0, 0.0)]}
-    [row] = find_rows(summarise(results({**tied, **one})), LONGER, arm="rsa")
-    assert row.settings["learning_rate"] == 0.01  # the one with the lower training loss
+    assert summarise(results({**tied, **one})).mean("learning rate", arm="rsa") == 0.01
 
 
 def lost_signs(monkeypatch):
@@ -219,37 +205,22 @@ def does_nothing(monkeypatch):
     monkeypatch.setattr(networks, "patch_model", lambda model, config: model)
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    """The toy run: its folder and its verdict."""
-    root = tmp_path_factory.mktemp("toy")
-    found = run_experiment(EXPERIMENT, "toy", root, progress=False)
-    return root / "results" / "reproduce" / "regular-languages" / "toy", found
-
-
-def gain(results):
+def gain(runs):
     """How much better RSA is on (aa)* beyond the lengths trained on."""
-    [row] = find_rows(summarise(results), LONGER, language="(aa)*", arm="rsa − transformer")
-    return row.mean
-
-
-def test_rsa_wins_where_a_clock_is_enough(toy):
-    folder, found = toy
-    assert gain([*read_runs(folder).values()]) > 0.5
-    assert found.verdict == "not confirmed" and "which is significant" in found.sentence
-    assert "on Parity it is not better" in found.sentence
-    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+    return summarise(runs).mean(DIFFERENCE, language="(aa)*")
 
 
 @pytest.mark.parametrize("broken", [lost_signs, does_nothing])
 def test_broken_rsa_loses(broken, toy, monkeypatch):
+    runs = [*read_runs(toy("regular-languages")[0]).values()]
+    assert gain(runs) > 0.5
     broken(monkeypatch)
     found = [
-        replace(result, values=EXPERIMENT.measure(result.settings))
-        if (result.settings["language"], result.settings["arm"]) == ("(aa)*", "rsa")
-        else result
-        for result in read_runs(toy[0]).values()
+        replace(run, values=EXPERIMENT.measure(run.settings))
+        if (run.settings["language"], run.settings["arm"]) == ("(aa)*", "rsa")
+        else run
+        for run in runs
     ]
     assert gain(found) < 0.25
-    conclusion = conclude(summarise(found))
+    conclusion = conclude("regular-languages", found)
     assert conclusion.verdict == "not confirmed" and "which is not significant" in conclusion.sentence

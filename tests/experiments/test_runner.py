@@ -16,13 +16,13 @@ import torch
 from experiments.runs import finished
 from rsa_hf import cli
 from rsa_hf.experiments.runner import processes, runner
-from rsa_hf.experiments.runner.conclusion import Conclusion, judge, undecided
+from rsa_hf.experiments.runner.comparison import Comparison
 from rsa_hf.experiments.runner.experiment import EXPERIMENTS, Experiment, find_experiment, run_key
 from rsa_hf.experiments.runner.fit import evaluation_steps, fit, shuffled_rows
-from rsa_hf.experiments.runner.processes import Workers, default_jobs, run_all
+from rsa_hf.experiments.runner.processes import default_jobs, run_all, workers
 from rsa_hf.experiments.runner.report import keep_total_time, nothing_has_run, write_report
 from rsa_hf.experiments.runner.runner import FOLDER, RequestError, read_runs, rebuild_results, run_experiment
-from rsa_hf.experiments.runner.summary import Row, at_best_rate, find_rows, interval, scaled, summarise, with_interval
+from rsa_hf.experiments.runner.summary import Conclusion, Row, Rows, interval, summarise
 from rsa_hf.plots import panels
 
 NAME = "linear-rnn"  # any of them
@@ -33,7 +33,7 @@ def grid(size, seeds):
 
 
 def conclude(rows):
-    rsa, plain = (find_rows(rows, "loss", arm=variant)[0] for variant in ("rsa", "plain"))
+    rsa, plain = (rows.find("loss", arm=variant)[0] for variant in ("rsa", "plain"))
     verdict = "confirmed" if rsa.high < plain.low else "not confirmed"
     return Conclusion(verdict, f"{rsa.mean:.2f} | {plain.mean:.2f}", (f"{rsa.seeds} seeds", "one more"))
 
@@ -102,65 +102,27 @@ def test_versions_are_those_of_the_runs(counted, tmp_path, monkeypatch):
     assert named == [[{"torch": "2.13"}], *[[{"torch": "2.13"}, {"torch": "2.14"}]] * 2]
 
 
-def test_runs_of_another_process_are_kept(counted, tmp_path):
-    experiment, ran = counted
-    apart = replace(experiment, parts=("arm",))
-
-    def meets_another(settings):
-        if settings["seed"] == 1:
-            other = replace(apart, conclude=lambda rows: Conclusion("not confirmed", "One variant alone."))
-            run_experiment(other, "toy", tmp_path, only={"arm": ["plain"]}, progress=False)
-        return experiment.measure(settings)
-
-    run_experiment(replace(apart, measure=meets_another), "toy", tmp_path, only={"arm": ["rsa"]}, progress=False)
-    assert len(read_runs(tmp_path / FOLDER / NAME / "toy")) == len(ran) == 6
-
-
-def square(settings):
-    if settings["seed"] == 3:
-        time.sleep(1)  # the others are done by then
-        raise FileNotFoundError("no data")
-    return {"loss": float(settings["seed"] ** 2), "threads": torch.get_num_threads(), "process": os.getpid()}
-
-
-def test_workers_are_processes_of_their_own():
-    grid = {str(i): {"seed": i} for i in range(4)}
-    found = {}
-    with Workers(2) as workers:
-        with pytest.raises(FileNotFoundError, match="no data"):
-            found.update(run_all(square, grid, workers))
-        assert found
-        processes = {result.values["process"] for result in found.values()}
-        # The same processes take what comes next as well.
-        del grid["3"]
-        found.update(run_all(square, grid, workers))
-        processes |= {result.values["process"] for result in found.values()}
-    assert found.keys() == grid.keys()
-    for key, result in found.items():
-        assert result.settings == grid[key] and result.values["loss"] == grid[key]["seed"] ** 2
-        assert result.values["threads"] == max(1, default_jobs() // 2)
-    assert os.getpid() not in processes and len(processes) <= 2
-
-
 def fails_first(settings):
     if settings["seed"] == 0:
         raise FileNotFoundError("no data")
     time.sleep(1)
-    return {"loss": 1.0}
+    return {"seed": settings["seed"], "threads": torch.get_num_threads(), "process": os.getpid()}
 
 
-def test_runs_that_finish_after_a_failure_are_kept():
-    found = {}
-    with Workers(2) as workers, pytest.raises(FileNotFoundError, match="no data"):
-        found.update(run_all(fails_first, {str(i): {"seed": i} for i in range(12)}, workers))
-    assert "1" in found and "11" not in found
-
-
-def test_numbers_below_one_are_told(counted, tmp_path):
-    with pytest.raises(ValueError, match="seeds=0: at least 1"):
-        run_experiment(counted[0], "toy", tmp_path, seeds=0)
-    with pytest.raises(ValueError, match="jobs=0: at least 1"):
-        Workers(0)
+def test_workers_are_processes_that_keep_what_finishes_after_a_failure():
+    grid, kept, later = {str(i): {"seed": i} for i in range(12)}, {}, {}
+    with workers(2) as executor:
+        with pytest.raises(FileNotFoundError, match="no data"):
+            kept.update(run_all(fails_first, grid, executor))
+        # What had started is kept, the rest is dropped, and the same processes take what comes next.
+        assert "1" in kept and "11" not in kept
+        later.update(run_all(fails_first, {key: grid[key] for key in "23"}, executor))
+    assert later.keys() == {"2", "3"}
+    for key, run in (kept | later).items():
+        assert run.settings == grid[key] and run.values["seed"] == int(key)
+        assert run.values["threads"] == max(1, default_jobs() // 2)
+    processes = {run.values["process"] for run in (kept | later).values()}
+    assert os.getpid() not in processes and len(processes) <= 2
 
 
 def test_a_damaged_run_is_reported(counted, tmp_path):
@@ -206,39 +168,28 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
     # A run that diverged has no score, and costs the others their interval, not the experiment its table.
     for diverged in (math.nan, math.inf):
         assert not any(map(math.isfinite, interval([1.0, diverged, 2.0])))
-    assert with_interval(Row({}, "loss", *interval([1.0, math.nan]), 2), ".2f") == "nan (no interval)"
-    assert with_interval(Row({}, "loss", *interval([1.0]), 1), ".2f") == "1.00 (one seed)"
-    assert scaled(Row({}, "loss", 1.0, 0.5, 2.0, 3), -2) == Row({}, "loss", -2.0, -4.0, -1.0, 3)
-    with pytest.raises(ValueError):
-        interval([])
-
-
-def row(mean, low=math.nan, high=math.nan):
-    return Row({}, "ratio", mean, low, high, 3)
+    assert Row({}, "loss", *interval([1.0, math.nan]), 2).text(".2f") == "nan (no interval)"
+    assert Row({}, "loss", *interval([1.0]), 1).text(".2f") == "1.00 (one seed)"
+    assert Row({}, "loss", 1.0, 0.5, 2.0, 3).scaled(-2) == Row({}, "loss", -2.0, -4.0, -1.0, 3)
 
 
 @pytest.mark.parametrize(
-    ("rows", "verdict", "open_ones"),
+    ("intervals", "verdict", "open_ones"),
     [
-        ([row(0.5, 0.4, 0.6), row(0.9, 0.85, 0.95)], "confirmed", 0),
-        ([row(0.5, 0.4, 0.6), row(0.9, 0.8, 1.0)], "not measurable at this size", 1),
-        ([row(0.5, 0.4, 0.6), row(1.1, 0.8, 1.4)], "not measurable at this size", 1),
-        ([row(0.5, 0.4, 0.6), row(1.0, 1.0, 1.0)], "not confirmed", 0),
-        ([row(0.5, 0.4, 0.6), row(math.inf)], "not confirmed", 0),
-        ([row(0.5)], "not measurable at this size", 1),
-        ([row(1.0)], "not confirmed", 1),
+        ([(0.5, 0.4, 0.6), (0.9, 0.85, 0.95)], "confirmed", 0),
+        ([(0.5, 0.4, 0.6), (0.9, 0.8, 1.0)], "not measurable at this size", 1),
+        ([(0.5, 0.4, 0.6), (1.1, 0.8, 1.4)], "not measurable at this size", 1),
+        ([(0.5, 0.4, 0.6), (1.0, 1.0, 1.0)], "not confirmed", 0),
+        ([(0.5, 0.4, 0.6), (math.inf, math.nan, math.nan)], "not confirmed", 0),
+        ([(0.5, math.nan, math.nan)], "not measurable at this size", 1),
+        ([(1.0, math.nan, math.nan)], "not confirmed", 1),
     ],
 )
-def test_the_rule_by_which_intervals_make_a_verdict(rows, verdict, open_ones):
-    assert judge(rows, 1) == verdict
-    words = undecided(rows, 1)
-    assert (
-        f"{open_ones} of {len(rows)} comparisons are undecided (the interval contains 1" in words
-        if open_ones
-        else words == ""
-    )
-    with pytest.raises(ValueError, match="no comparison"):
-        judge([], 1)
+def test_the_rule_by_which_intervals_make_a_verdict(intervals, verdict, open_ones):
+    rows = Rows(Row({}, "ratio", *each, 3) for each in intervals)
+    assert rows.judge(1) == verdict
+    words = f" {open_ones} of {len(rows)} comparisons are undecided (the interval contains 1" if open_ones else ""
+    assert rows.undecided(1).startswith(words) and bool(rows.undecided(1)) == bool(open_ones)
 
 
 def test_rows_are_of_runs_that_differ_in_their_seed_alone():
@@ -248,11 +199,13 @@ def test_rows_are_of_runs_that_differ_in_their_seed_alone():
         for n in (1, 2)
         for seed in (0, 1)
     ]
+    # Stored runs may have their settings in another order.
+    results[1] = replace(results[1], settings=dict(reversed(results[1].settings.items())))
     rows = summarise(results)
     assert [(row.settings["arm"], row.settings["length"], row.measure) for row in rows] == [
         *(("rsa", 1, "loss"), ("rsa", 2, "loss"), ("plain", 1, "loss"), ("plain", 2, "loss"))
     ]
-    assert [row.mean for row in find_rows(rows, "loss", length=2)] == [2.5, 2.5]
+    assert [row.mean for row in rows.find("loss", length=2)] == [2.5, 2.5]
 
 
 def test_the_report_shows_what_was_measured_and_what_was_not(counted, tmp_path):
@@ -439,13 +392,20 @@ def searched_loss(settings):
     return 1.0 + 0.01 * settings["seed"] + (settings["learning_rate"] != (1e-2 if settings["seed"] == 0 else 1e-3))
 
 
-def loss(result):
-    return result.number("loss")
+def loss(run):
+    return run.values["loss"]
 
 
-def at_best(results):
-    best = at_best_rate(results, (), ("rsa", "plain"), loss)
-    return summarise([result for _, variants in best for runs in variants.values() for result in runs])
+def columns(case, arm):
+    return {"loss": case.values(arm, "loss"), "learning rate": case.values(arm, "learning_rate")}
+
+
+at_best = Comparison((), ("rsa", "plain"), loss, columns).summarise
+
+
+def table(root, measure):
+    with (root / FOLDER / NAME / "quick" / "table.csv").open() as file:
+        return {row["arm"]: row for row in csv.DictReader(file) if row["measure"] == measure}
 
 
 def test_learning_rates_are_searched_with_the_first_seed(counted, tmp_path):
@@ -463,11 +423,10 @@ def test_learning_rates_are_searched_with_the_first_seed(counted, tmp_path):
     assert [settings for settings in ran if settings["seed"] == 0] == searched_grid("quick", 1)
     later = [(settings["arm"], settings["learning_rate"], settings["seed"]) for settings in ran if settings["seed"]]
     assert sorted(later) == [("plain", 3e-3, 1), ("plain", 3e-3, 2), ("rsa", 1e-2, 1), ("rsa", 1e-2, 2)]
-    with (tmp_path / FOLDER / NAME / "quick" / "table.csv").open() as file:
-        found = {row["arm"]: row for row in csv.DictReader(file)}
     # The search looks at the first seed alone, in the table too.
-    assert (found["rsa"]["learning_rate"], found["rsa"]["seeds"]) == ("0.01", "3")
-    assert float(found["rsa"]["mean"]) == pytest.approx((1.0 + 2.01 + 2.02) / 3)
+    found = table(tmp_path, "loss")["rsa"]
+    assert float(table(tmp_path, "learning rate")["rsa"]["mean"]) == pytest.approx(0.01) and found["seeds"] == "3"
+    assert float(found["mean"]) == pytest.approx((1.0 + 2.01 + 2.02) / 3)
     configuration = json.loads((tmp_path / FOLDER / NAME / "quick" / "configuration.json").read_text())
     assert len(configuration["cells"]) == configuration["planned"] == 10
     # More seeds need no new search; without a search every seed tries every rate.
@@ -478,8 +437,7 @@ def test_learning_rates_are_searched_with_the_first_seed(counted, tmp_path):
         ("rsa", 1e-2, 3),
     }
     run_experiment(replace(searching, search_by=None), "quick", tmp_path, progress=False)
-    with (tmp_path / FOLDER / NAME / "quick" / "table.csv").open() as file:
-        assert {row["arm"]: row["learning_rate"] for row in csv.DictReader(file)}["rsa"] == "0.001"
+    assert float(table(tmp_path, "learning rate")["rsa"]["mean"]) == pytest.approx(0.001)
 
 
 def test_a_rate_at_which_training_diverged_is_not_the_best(counted, tmp_path):
@@ -488,9 +446,8 @@ def test_a_rate_at_which_training_diverged_is_not_the_best(counted, tmp_path):
 
     experiment = replace(counted[0], grid=searched_grid, measure=measure, summarise=at_best, search_by=loss)
     run_experiment(experiment, "quick", tmp_path, progress=False)
-    with (tmp_path / FOLDER / NAME / "quick" / "table.csv").open() as file:
-        found = {row["arm"]: row["learning_rate"] for row in csv.DictReader(file)}
-    assert found == {"rsa": "0.01", "plain": "0.003"}
+    found = table(tmp_path, "learning rate")
+    assert {arm: float(row["mean"]) for arm, row in found.items()} == pytest.approx({"rsa": 0.01, "plain": 0.003})
 
 
 def test_an_interrupted_search_shows_no_unfinished_variant(counted, tmp_path):

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.runs import conclude, finished
+from experiments.runs import conclude, fake_runs, finished, zero_rems
 from rsa_hf import RSAConfig, patch_model
 from rsa_hf.experiments import sample_efficiency
 from rsa_hf.experiments.byte_models import SHAPES, Curve, build
 from rsa_hf.experiments.runner.fit import step_time_ratio
-from rsa_hf.experiments.sample_efficiency import EXPERIMENT
+from rsa_hf.experiments.sample_efficiency import EXPERIMENT, RATIO, TIME
 from rsa_hf.experiments.variants import KERNEL, VARIANTS, LearnedLags, make_variant
 from rsa_hf.heads import RSAHeads, heads_of
 
@@ -78,8 +78,7 @@ def test_without_softmax_the_gate_stays_open():
 
 def test_without_recurrence_is_rsa_with_a_rem_of_zeros(monkeypatch):
     damped = logits(make_variant("no recurrence", plain(), SHAPE.block))
-    mix = RSAHeads.forward
-    monkeypatch.setattr(RSAHeads, "forward", lambda self, a, value, g: mix(self, a, torch.zeros_like(value), g))
+    zero_rems(monkeypatch)
     torch.testing.assert_close(damped, logits(make_variant("rsa", plain(), SHAPE.block)))
 
 
@@ -94,9 +93,8 @@ def test_alibi_is_a_bias_on_the_scores():
 
 def test_the_time_of_a_step_is_beside_another_models():
     shallow, deep = plain(), build("llama", replace(SHAPE, layers=6 * SHAPE.layers))
-    batch = {"input_ids": IDS, "labels": IDS}
-    assert step_time_ratio(deep, shallow, batch) > 2
-    assert step_time_ratio(shallow, deep, batch) < 0.5
+    assert step_time_ratio(deep, shallow, IDS) > 2
+    assert step_time_ratio(shallow, deep, IDS) < 0.5
     assert all(parameter.grad is None for parameter in deep.parameters())
 
 
@@ -109,125 +107,66 @@ def test_tokens_until():
     assert [curve.score_at(tokens) for tokens in (50, 150, 300, 400)] == [4.0, 3.5, 3.5, 3.5]
 
 
-def result(variant, scores, seed=0, rate=1e-3, family="llama"):
-    settings = {"corpus": "python", "train_bytes": 10, "model": "0.03M", "family": family, "steps": 3, "arm": variant}
-    values = {
-        "final": scores[-1],
-        "parameters": 1.0,
-        "time of a step / plain": 1.0,
-        "tokens": [1.0, 2.0, 3.0],
-        "bits per byte": list(scores),
-    }
-    return finished({**settings, "learning_rate": rate, "seed": seed}, values)
+def runs_of(**scores):
+    """Runs with these curves, one point for every 10 bytes, and a step time of 1.2 for RSA."""
+    runs = []
+    for variant, curve in scores.items():
+        [run] = fake_runs("sample-efficiency", variant.replace("_", " "), [curve[-1]])
+        tokens = [10.0 * (point + 1) for point in range(len(curve))]
+        runs.append(replace(run, values={**run.values, "tokens": tokens, "bits per byte": list(curve)}))
+        runs[-1].values[TIME] = 1.2
+    return runs
 
 
-def concluded(*results):
-    return conclude(EXPERIMENT, *results)
-
-
-def test_each_variant_is_compared_at_its_best_rate():
-    base = [result("plain", (5, 4, 3.0), seed, 1e-3) for seed in (0, 1)]
-    worse = [result("plain", (5, 5, 4.0), seed, 1e-2) for seed in (0, 1)]
-    good = [result("rsa", (4, 3.0, 2.0), seed, 1e-2) for seed in (0, 1)]
-    bad = [result("rsa", (6, 6, 6.0), seed, 1e-3) for seed in (0, 1)]
-    rows = EXPERIMENT.summarise([*base, *worse, *good, *bad])
-    ratio = next(row for row in rows if row.measure == "tokens / plain")
-    assert ratio.mean == pytest.approx(2 / 3)
-    assert next(row for row in rows if row.measure == "learning rate" and row.settings["arm"] == "rsa").mean == 1e-2
+def test_the_finding_of_a_case():
+    runs = runs_of(plain=(6, 5, 4, 3.0), rsa=(5.5, 3.5, 3.0, 2.0), published=(6, 4, 3.5, 3.0), alibi=(6, 5, 4, 3.5))
+    rows = EXPERIMENT.summarise(runs)
+    assert rows.mean(RATIO, arm="rsa") == pytest.approx(30 / 40)
+    # 5 is a quarter of the way from 5.5 to 3.5.
+    assert rows.mean("tokens / plain, half way", arm="rsa") == pytest.approx(12.5 / 20)
+    assert rows.mean("wall-clock / plain", arm="rsa") == pytest.approx(0.9)
+    conclusion = conclude("sample-efficiency", runs)
+    assert conclusion.findings[0].endswith(
+        "10 bytes of python, read 4 times: 0.75 (one seed) of the plain model's tokens and 0.90 of its time; goal 0.4 "
+        "not met: after that share of the tokens +1.300 bits per byte relative to the plain model's final score; 0.62 "
+        "of the tokens to the plain model's score half way; tokens of other variants: published 1.00 (one seed), alibi "
+        "not reached with every seed"
+    )
+    assert "0.4 for llama, are met in 0." in conclusion.sentence
+    assert "has not run in 1: there the verdict is on tokens alone" in conclusion.sentence
+    more = [*runs, *runs_of(no_recurrence=(6, 5, 4, 2.5))]
+    assert (
+        "; RSA ends -0.500 bits per byte relative to no recurrence" in conclude("sample-efficiency", more).findings[0]
+    )
 
 
 def test_rates_on_the_edge_of_the_search_are_named():
     rates = (1e-4, 1e-3, 1e-2)
-    inside = [result("plain", (5, 4, 3.0 + (rate != 1e-3)), rate=rate) for rate in rates]
-    at_the_end = [result("rsa", (4, 3, 2 - rate), rate=rate) for rate in rates]
-    assert (
-        concluded(*inside, *at_the_end)
-        .findings[0]
-        .endswith("; best at the lowest or highest learning rate tried: rsa")
-    )
+    inside = [fake_runs("sample-efficiency", "plain", [3.0 + (rate != 1e-3)], rate=rate) for rate in rates]
+    at_the_end = [fake_runs("sample-efficiency", "rsa", [2 - rate], rate=rate) for rate in rates]
+    words = "; best at the lowest or highest learning rate tried: rsa"
+    assert conclude("sample-efficiency", *inside, *at_the_end).findings[0].endswith(words)
     # Of two rates one is always at an end, which says nothing.
-    assert "rate tried" not in concluded(*inside[:2], *at_the_end[:2]).findings[0]
+    assert "rate tried" not in conclude("sample-efficiency", *inside[:2], *at_the_end[:2]).findings[0]
 
 
-def test_the_ratio_half_way():
-    curves = [result("plain", (6, 5, 4, 3.0)), result("rsa", (5.5, 3.5, 3.0, 2.0))]
-    for run in curves:
-        run.values["tokens"] = [10.0, 20.0, 30.0, 40.0]
-    rows = {row.measure: row.mean for row in EXPERIMENT.summarise(curves)}
-    assert rows["tokens / plain"] == pytest.approx(30 / 40)
-    assert rows["tokens / plain, half way"] == pytest.approx(12.5 / 20)  # 5 is a quarter of the way from 5.5 to 3.5
-    assert (
-        "10 bytes of python, read 4 times: 0.75 (one seed) of the plain model's tokens and 0.75 of its time; goal 0.4 "
-        "not met: after that share of the tokens +1.300 bits per byte relative to the plain model's final score; 0.62 "
-        "of" in concluded(*curves).findings[0]
-    )
-
-
-def test_a_variant_like_the_plain_model_needs_as_many_tokens():
+@pytest.mark.parametrize("scores", [(6, 4, 3, 2.5), (6, 3, 3.5, 4.0), (3, 4, 5, 6.0)])
+def test_a_variant_like_the_plain_model_needs_as_many_tokens(scores):
     # It gets worse again, and was where it ends long before.
-    for scores in ((6, 4, 3, 2.5), (6, 3, 3.5, 4.0), (3, 4, 5, 6.0)):
-        curves = [result(variant, scores, seed) for variant in ("plain", "rsa") for seed in (0, 1, 2)]
-        for run in curves:
-            run.values["tokens"] = [10.0, 20.0, 30.0, 40.0]
-        rows = {row.measure: row.mean for row in EXPERIMENT.summarise(curves)}
-        assert rows["tokens / plain"] == rows["tokens / plain, half way"] == 1
-        assert concluded(*curves).verdict == "not confirmed"
+    runs = runs_of(plain=scores, rsa=scores)
+    rows = EXPERIMENT.summarise(runs)
+    assert rows.mean(RATIO) == rows.mean("tokens / plain, half way") == 1
+    assert conclude("sample-efficiency", runs).verdict == "not confirmed"
 
 
-def test_the_ratio_of_time_has_what_a_step_takes_in_it():
-    curves = [result("plain", (5, 4, 3.0)), result("rsa", (4, 3.0, 2))]
-    curves[1].values["time of a step / plain"] = 1.2
-    rows = {row.measure: row.mean for row in EXPERIMENT.summarise(curves)}
-    assert rows["tokens / plain"] == pytest.approx(2 / 3)
-    assert rows["wall-clock / plain"] == pytest.approx(0.8)
-    assert "0.67 (one seed) of the plain model's tokens and 0.80 of its time;" in concluded(*curves).findings[0]
-
-
-def test_the_others_stand_beside_it():
-    runs = [result("plain", (5, 4, 3.0)), result("rsa", (3, 3, 3))]
-    runs += [result("published", (4, 3.0, 2.0)), result("alibi", (6, 5, 4.0))]
-    assert (
-        concluded(*runs)
-        .findings[0]
-        .endswith("; tokens of other variants: published 0.67 (one seed), alibi not reached with every seed")
-    )
-    plan = next(
-        heads.plan for m in make_variant("published", plain(), SHAPE.block).modules() if (heads := heads_of(m))
-    )
-    assert (plan.num_rsa_heads, plan.nu_init, plan.theta_init) == (SHAPE.heads // 2, (1, 2), (math.pi / 4,) * 2)
-    plan = next(heads.plan for m in make_variant("rsa", plain(), SHAPE.block).modules() if (heads := heads_of(m)))
-    assert (plan.num_rsa_heads, plan.nu_init, plan.theta_init) == (SHAPE.heads, (0, 0), (0, math.pi))
-
-
-def test_verdicts():
-    base = [result("plain", (5, 4, 3.0), seed) for seed in (0, 1, 2)]
-    assert (
-        concluded(*base, *(result("rsa", (3.5, 2.9 + seed / 50, 2), seed) for seed in (0, 1, 2))).verdict
-        == "confirmed"
-    )
-    assert concluded(*base, *(result("rsa", (5, 5, 4), seed) for seed in (0, 1, 2))).verdict == "not confirmed"
-    mixed = [result("rsa", scores, seed) for seed, scores in enumerate([(3, 2, 1), (5, 4, 3.0), (3, 2, 1)])]
-    assert concluded(*base, *mixed).verdict == "not measurable at this size"
-    assert "goal 0.4 not met" in concluded(*base, *mixed).findings[0]
-    assert "0.4 for llama, are met in 0." in concluded(*base, *mixed).sentence
-    assert "has not run in 1: there the verdict is on tokens alone" in concluded(*base, *mixed).sentence
-
-
-def test_gates_that_do_as_well_without_recurrence_confirm_nothing():
-    runs = [
-        result(variant, (5, 4, 3.0) if variant == "plain" else (4, 2.9, 2), seed)
-        for variant in ("plain", "rsa")
-        for seed in (0, 1, 2)
-    ]
-    as_good = [result("no recurrence", (4, 2.9, 2 + seed / 1000), seed) for seed in (-1, 0, 1)]
-    as_good = [replace(run, settings={**run.settings, "seed": seed}) for seed, run in enumerate(as_good)]
-    worse = [result("no recurrence", (4, 3, 2.5 + seed / 1000), seed) for seed in (0, 1, 2)]
-    assert concluded(*runs, *worse).verdict == "confirmed"
-    assert "ends -0.501 bits per byte relative to no recurrence" in concluded(*runs, *worse).findings[0]
-    assert concluded(*runs, *as_good).verdict == "not measurable at this size"
-    better = [result("no recurrence", (3, 2, 1.5 + seed / 1000), seed) for seed in (0, 1, 2)]
-    assert concluded(*runs, *better).verdict == "not confirmed"
-    assert "better than without recurrence in 0 of 1." in concluded(*runs, *better).sentence
+@pytest.mark.parametrize(
+    ("variant", "heads", "nu", "theta"),
+    [("published", SHAPE.heads // 2, (1, 2), (math.pi / 4,) * 2), ("rsa", SHAPE.heads, (0, 0), (0, math.pi))],
+)
+def test_plans_of_the_variants(variant, heads, nu, theta):
+    modules = make_variant(variant, plain(), SHAPE.block).modules()
+    plan = next(found.plan for module in modules if (found := heads_of(module)))
+    assert (plan.num_rsa_heads, plan.nu_init, plan.theta_init) == (heads, nu, theta)
 
 
 def toy(make, monkeypatch, rate=1e-2):
@@ -237,7 +176,7 @@ def toy(make, monkeypatch, rate=1e-2):
         for settings in EXPERIMENT.grid("toy", 1)
         if (settings["family"], settings["learning_rate"]) == ("gpt2", rate) and settings["arm"] in ("plain", "rsa")
     ]
-    return concluded(*(finished(settings, EXPERIMENT.measure(settings)) for settings in grid))
+    return conclude("sample-efficiency", [finished(settings, EXPERIMENT.measure(settings)) for settings in grid])
 
 
 def test_a_rem_that_is_switched_off_wins_nothing(monkeypatch):
@@ -258,6 +197,5 @@ def test_a_rem_that_is_switched_off_wins_nothing(monkeypatch):
 
 def test_a_rem_of_zeros_loses(monkeypatch):
     assert toy(make_variant, monkeypatch, rate=3e-3).verdict != "not confirmed"
-    mix = RSAHeads.forward
-    monkeypatch.setattr(RSAHeads, "forward", lambda self, a, value, g: mix(self, a, torch.zeros_like(value), g))
+    zero_rems(monkeypatch)
     assert toy(make_variant, monkeypatch, rate=3e-3).verdict == "not confirmed"

@@ -6,21 +6,21 @@ import pytest
 
 from experiments.runs import conclude, finished
 from rsa_hf.experiments import search_heads
-from rsa_hf.experiments.runner.runner import FOLDER, read_runs, run_experiment
+from rsa_hf.experiments.runner.runner import read_runs
 from rsa_hf.experiments.search_heads import DEFAULT, EXPERIMENT
 from rsa_hf.training.search import FoundPlan
 
 optuna = pytest.importorskip("optuna", reason="a search needs it: pip install 'rsa_hf[reproduce]'")
 
 
-def test_at_toy_size(tmp_path, caplog, monkeypatch):
+def test_at_toy_size(toy, caplog, monkeypatch):
     optuna.logging.set_verbosity(optuna.logging.INFO)
     monkeypatch.setattr(logging.getLogger("optuna"), "propagate", True)
-    run_experiment(EXPERIMENT, "toy", tmp_path, seeds=1, progress=False)
+    folder, _ = toy("search-heads", seeds=1)
     # Lines of each trial would bury the progress of the experiment; who uses optuna beside it is not silenced.
     assert not [record for record in caplog.records if record.name.startswith("optuna")]
     assert optuna.logging.get_verbosity() == optuna.logging.INFO
-    [result] = read_runs(tmp_path / FOLDER / "search-heads" / "toy").values()
+    [result] = read_runs(folder).values()
     values = result.values
     assert len(values["validation"]) == 3
     heads = values["regular"] + 2 * values["cyclical pairs"] + values["dilated regular"]
@@ -48,12 +48,8 @@ def test_a_search_that_finds_nothing_is_not_confirmed(monkeypatch):
     ],
 )
 def test_verdicts(differences, verdict):
-    settings = EXPERIMENT.grid("quick", 1)[0]
-    results = [
-        finished(
-            {**settings, "seed": seed},
-            {"test, plain": 3, "test, default": 2, "test, found": 2 + d, "found − default": d},
-        )
-        for seed, d in enumerate(differences)
+    runs = [
+        finished(settings, {"test, plain": 3, "test, default": 2, "test, found": 2 + d, "found − default": d})
+        for settings, d in zip(EXPERIMENT.grid("quick", 3), differences, strict=True)
     ]
-    assert conclude(EXPERIMENT, *results).verdict == verdict
+    assert conclude("search-heads", runs).verdict == verdict

@@ -10,36 +10,126 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 
 from rsa_hf.config import RSAConfig
-from rsa_hf.experiments.fine_tune.grid import DEFAULT, DEVIGN, FULL_MODELS, PLAIN, VARIANTS, make_grid
 from rsa_hf.experiments.fine_tune.training import defect_task, fine_tune, load_pretrained, text_task
-from rsa_hf.experiments.runner.conclusion import Conclusion, judge, undecided
-from rsa_hf.experiments.runner.experiment import Experiment, Glossary
+from rsa_hf.experiments.runner.comparison import Case, Comparison
+from rsa_hf.experiments.runner.experiment import Experiment, Size, combinations
 from rsa_hf.experiments.runner.fit import default_device
-from rsa_hf.experiments.runner.summary import (
-    Row,
-    Run,
-    Setting,
-    Settings,
-    Values,
-    at_best_rate,
-    error_bars,
-    find_rows,
-    make_rows,
-    paired,
-    scaled,
-    with_interval,
-)
+from rsa_hf.experiments.runner.summary import Conclusion, Row, Rows, Run, Settings, Values
 from rsa_hf.experiments.variants import NO_RECURRENCE, add_rsa
 from rsa_hf.heads import heads_of
-from rsa_hf.plots import COLOURS, panels
 
 __all__ = ["EXPERIMENT"]
+
+# --- variants -----------------------------------------------------------------------------------------------------
+
+PLAIN = "plain"
+GATES = (-6.0, -3.0, 0.0, 1.0)
+# Learning rates of RSA parameters under Adam, as multiples of the weights' learning rate.
+MULTIPLES = (1.0, 20.0, 100.0)
+
+
+def _name(config: RSAConfig) -> str:
+    """Name of a variant, without a comma because `--only` splits at commas."""
+    assert not isinstance(config.gate_init, tuple)
+    spread = " theta spread" if isinstance(config.theta_init, tuple) else ""
+    return f"mu {config.gate_init:+g} x{config.parameter_scale:g}{spread}"
+
+
+DEFAULT = _name(RSAConfig())
+FASTEST = _name(RSAConfig(parameter_scale=max(MULTIPLES)))
+_SCRATCH = RSAConfig.from_scratch(1)
+# Each differs from the default in one respect.
+_CONFIGS = [
+    *(RSAConfig(gate_init=gate) for gate in GATES),
+    *(RSAConfig(parameter_scale=multiple) for multiple in MULTIPLES),
+    replace(RSAConfig(), nu_init=_SCRATCH.nu_init, theta_init=_SCRATCH.theta_init),
+]
+VARIANTS: dict[str, RSAConfig | None] = {
+    PLAIN: None,
+    DEFAULT: RSAConfig(),
+    NO_RECURRENCE: RSAConfig(),
+    **{_name(config): config for config in _CONFIGS},
+}
+
+# --- models, tasks and amounts of data ----------------------------------------------------------------------------
+
+ALL = 10**9  # more than any data set has
+DEVIGN = "devign"
+FULL_MODELS = ("minilm", "smollm2")
+_CLAIM = (PLAIN, DEFAULT, NO_RECURRENCE)
+# Where steps are few and the learning rate is low, RSA parameters hardly move: at the smallest share, the full size
+# adds a variant in which they move faster.
+_FAST = (*_CLAIM, FASTEST)
+# length: tokens in a row; most: functions or bytes that count as all training data; scored: size of the validation and
+# of the test split; layers: of MiniLM; pretraining_steps: of the small Llama.
+NAMES = ("model", "task", "batch", "length", "most", "scored", "evaluations", "layers", "pretraining_steps")
+# For each model and task: the settings above, learning rates, and by share of the data the steps and variants. All
+# variants run at one share, those of the claim at the others.
+Plan = tuple[tuple[Any, ...], tuple[float, ...], dict[float, tuple[int, tuple[str, ...]]]]
+PLANS: dict[Size, list[Plan]] = {
+    "toy": [(("llama-0.03M", "c", 8, 64, 20_000, 2_000, 2, 0, 30), (1e-2,), {1.0: (30, _CLAIM)})],
+    "quick": [
+        (
+            ("llama-0.1M", "c", 8, 128, 200_000, 8_000, 4, 0, 400),
+            (3e-3, 1e-2),
+            {0.01: (60, _CLAIM), 0.1: (60, tuple(VARIANTS)), 1.0: (60, _CLAIM)},
+        )
+    ],
+    "full": [
+        (
+            ("minilm", DEVIGN, 16, 256, ALL, ALL, 4, 6, 0),
+            (3e-5, 1e-4, 3e-4),
+            {0.01: (70, _FAST), 0.1: (400, tuple(VARIANTS)), 1.0: (2700, _CLAIM)},
+        ),
+        *(
+            (
+                ("smollm2", text, 2, 256, ALL, 20_000, 2, 0, 0),
+                (1e-4, 3e-4, 1e-3),
+                {0.01: (50, _FAST), 0.1: (500, tuple(VARIANTS)), 1.0: (5000, _CLAIM)},
+            )
+            for text in ("wikitext-2", "c")
+        ),
+    ],
+}
+
+
+def make_grid(size: Size, seeds: int) -> list[Settings]:
+    """Models and tasks × shares of the data × seeds × variants × learning rates."""
+    return [
+        {**dict(zip(NAMES, shared, strict=True)), "share": share, "steps": steps, **each}
+        for shared, rates, shares in PLANS[size]
+        for share, (steps, variants) in shares.items()
+        for each in combinations(seed=range(seeds), arm=variants, learning_rate=rates)
+    ]
+
+
+def measure(settings: Settings) -> Values:
+    """Fine-tune one variant. With a seed all variants see the same portion of the data in the same order."""
+    variant, seed = settings["arm"], settings["seed"]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model, tokenizer = load_pretrained(settings["model"], settings["layers"], settings["pretraining_steps"])
+        add_rsa(model, variant, VARIANTS[variant])
+        model = model.to(default_device())  # type: ignore[arg-type]
+        data = {name: settings[name] for name in ("share", "most", "scored", "length", "seed")}
+        if settings["task"] == DEVIGN:
+            task = defect_task(tokenizer, **data)
+        else:
+            task = text_task(settings["task"], tokenizer, **data)
+        torch.manual_seed(seed)  # the same dropout for all variants
+        learning = {name: settings[name] for name in ("learning_rate", "steps", "batch", "evaluations", "seed")}
+        values = fine_tune(model, task, **learning)
+    gates = [float(heads.rates()["gate"].detach().mean()) for heads in filter(None, map(heads_of, model.modules()))]
+    return values | ({"gate": sum(gates) / len(gates)} if gates else {})
+
+
+# --- results ------------------------------------------------------------------------------------------------------
 
 GROUP = ("model", "task", "share")
 GAIN = "gain"  # over the plain model: fewer bits per byte, or more functions classified correctly
@@ -50,142 +140,86 @@ GAIN_BEFORE = "gain before training"  # negative: the cost of adding RSA heads
 UNITS = {"accuracy": ("percentage points of accuracy", 100), "bits per byte": ("bits per byte", 1)}
 
 
-def measure(settings: Settings) -> Values:
-    """Fine-tune one variant. With a seed all variants see the same portion of the data in the same order."""
-    seed = int(settings["seed"])
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model, tokenizer = load_pretrained(
-            str(settings["model"]), int(settings["layers"]), int(settings["pretraining_steps"])
-        )
-        variant = str(settings["arm"])
-        add_rsa(model, variant, VARIANTS[variant])
-        model = model.to(default_device())  # type: ignore[arg-type]
-        data = {name: int(settings[name]) for name in ("most", "scored", "length", "seed")}
-        share = float(settings["share"])
-        if settings["task"] == DEVIGN:
-            task = defect_task(tokenizer, share=share, **data)
-        else:
-            task = text_task(str(settings["task"]), tokenizer, share=share, **data)
-        torch.manual_seed(seed)  # the same dropout for all variants
-        scores = fine_tune(
-            model,
-            task,
-            learning_rate=float(settings["learning_rate"]),
-            steps=int(settings["steps"]),
-            batch=int(settings["batch"]),
-            evaluations=int(settings["evaluations"]),
-            seed=seed,
-        )
-    gates = [float(heads.rates()["gate"].detach().mean()) for heads in filter(None, map(heads_of, model.modules()))]
-    return {
-        task.measure: scores.test,
-        "before training": scores.start,
-        "validation": scores.best_validation,
-        "best step": float(scores.best_step),
-        **({"gate": sum(gates) / len(gates)} if gates else {}),
-        "steps scored": scores.steps,
-        "validation scores": scores.validation,
-    }
+def _loss(run: Run, name: str) -> float:
+    """A score, negated if more of it is better."""
+    return float(run.values[name]) * (-1 if "accuracy" in run.values else 1)
 
 
-def _score_name(run: Run) -> str:
-    return next(name for name in UNITS if name in run.values)
+def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
+    """All scores of a variant, and its gains over the others."""
+    runs = case.runs[arm]
+    columns = {name: case.values(arm, name) for name, each in runs[0].values.items() if not isinstance(each, list)}
+    columns["learning rate"] = case.values(arm, "learning_rate")
+    columns[TRAINED_ON] = [math.prod(run.settings[name] for name in ("steps", "batch", "length")) for run in runs]
+    columns["seconds"] = [run.seconds for run in runs]
+
+    def gain(other: str, name: str = next(name for name in UNITS if name in runs[0].values)) -> list[float]:
+        return case.compare(arm, other, lambda run, against: _loss(against, name) - _loss(run, name))
+
+    if arm != PLAIN:
+        columns[GAIN], columns[GAIN_BEFORE] = gain(PLAIN), gain(PLAIN, "before training")
+        if arm == DEFAULT and NO_RECURRENCE in case.runs:
+            columns[OVER_NO_RECURRENCE] = gain(NO_RECURRENCE)
+        elif arm != DEFAULT:
+            columns[OVER_DEFAULT] = gain(DEFAULT)
+    return columns
 
 
-def _goodness(run: Run, name: str) -> float:
-    """A score of which more is better."""
-    return run.number(name) * (-1 if _score_name(run) == "bits per byte" else 1)
+# Learning rates are never chosen by the test score.
+COMPARISON = Comparison(GROUP, (PLAIN, DEFAULT), lambda run: _loss(run, "validation"), make_columns, GAIN, 0)
 
 
-def by_validation(run: Run) -> float:
-    """The score that learning rates are chosen by, lower being better; never the test score."""
-    return -_goodness(run, "validation")
-
-
-def summarise(runs: Sequence[Run]) -> list[Row]:
-    """Rows of each variant at its best learning rate, with its gains over the others seed by seed."""
-    rows = []
-    for group, best in at_best_rate(runs, GROUP, (PLAIN, DEFAULT), by_validation):
-        for variant, found in best.items():
-            names = [name for name, value in found[0].values.items() if not isinstance(value, list)]
-            columns = {name: [run.number(name) for run in found] for name in names}
-            columns["learning rate"] = [float(run.settings["learning_rate"]) for run in found]
-            columns[TRAINED_ON] = [
-                math.prod(int(run.settings[name]) for name in ("steps", "batch", "length")) for run in found
-            ]
-            columns["seconds"] = [run.seconds for run in found]
-            if variant != PLAIN:
-                score = _score_name(found[0])
-                columns[GAIN] = _gains(found, best[PLAIN], score)
-                columns[GAIN_BEFORE] = _gains(found, best[PLAIN], "before training")
-                if variant == DEFAULT and NO_RECURRENCE in best:
-                    columns[OVER_NO_RECURRENCE] = _gains(found, best[NO_RECURRENCE], score)
-                elif variant != DEFAULT:
-                    columns[OVER_DEFAULT] = _gains(found, best[DEFAULT], score)
-            rows += make_rows({**group, "arm": variant}, columns)
-    return rows
-
-
-def _gains(runs: Sequence[Run], others: Sequence[Run], name: str) -> list[float]:
-    return paired(runs, others, lambda run, other: _goodness(run, name) - _goodness(other, name))
-
-
-def conclude(rows: Sequence[Row]) -> Conclusion:
+def conclude(rows: Rows) -> Conclusion:
     """Confirmed if the default plan gains significantly in every case, also over itself without recurrence."""
-    gains, by_recurrence = find_rows(rows, GAIN, arm=DEFAULT), find_rows(rows, OVER_NO_RECURRENCE)
-    gained, lost = sum(row.low > 0 for row in gains), sum(row.high < 0 for row in gains)
+    gains, by_recurrence = rows.find(GAIN, arm=DEFAULT), rows.find(OVER_NO_RECURRENCE)
+    losses, without = (Rows(row.scaled(-1) for row in each) for each in (gains, by_recurrence))
     sentence = (
         f"Fine-tuning with RSAConfig()'s defaults ({DEFAULT}: initial μ, and learning rate as a multiple of the "
-        f"weights') gains significantly over the same model without RSA in {gained} of {len(gains)} cases and loses "
-        f"in {lost}."
+        f"weights') gains significantly over the same model without RSA in {losses.below(0)} of {len(gains)} cases "
+        f"and loses in {gains.below(0)}."
     )
     if by_recurrence:
-        count = sum(row.low > 0 for row in by_recurrence)
-        sentence += f" It gains significantly over the variant without recurrence in {count} of {len(by_recurrence)}."
+        count = f"{without.below(0)} of {len(without)}"
+        sentence += f" It gains significantly over the variant without recurrence in {count}."
     if not any(row.settings["model"] in FULL_MODELS for row in rows):
         sentence += f" Only --full has {' and '.join(FULL_MODELS)}."
     findings = []
     for row in gains:
-        [tokens] = find_rows(rows, TRAINED_ON, **row.settings)
-        model, task, share = (row.settings[name] for name in GROUP)
-        text = f"{model}, {task}, {100 * float(share):g} %, {tokens.mean:,.0f} tokens: {_gain_text(rows, row)}"
-        for over in find_rows(rows, OVER_NO_RECURRENCE, **row.settings):
+        tokens, (model, task, share) = rows.mean(TRAINED_ON, **row.settings), (row.settings[name] for name in GROUP)
+        text = f"{model}, {task}, {100 * share:g} %, {tokens:,.0f} tokens: {_gain_text(rows, row)}"
+        for over in rows.find(OVER_NO_RECURRENCE, **row.settings):
             text += f"; {_gain_text(rows, over)} over no recurrence"
         findings.append(text)
     for names in (("gate_init",), ("parameter_scale",), ("nu_init", "theta_init")):
         findings += _best_of(rows, names)
-    losses = [scaled(row, -1) for row in [*gains, *by_recurrence]]
-    return Conclusion(judge(losses, 0), sentence + undecided(losses, 0), tuple(findings))
+    losses += without
+    return Conclusion(losses.judge(0), sentence + losses.undecided(0), tuple(findings))
 
 
-def _best_of(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
+def _best_of(rows: Rows, names: Sequence[str]) -> list[str]:
     """The best of the variants that differ in these settings alone, for each model and task, by mean gain.
 
     Means are over the shares of the data that all of these variants have run on.
     """
-    has_run = {str(row.settings["arm"]) for row in rows}
+    has_run = {row.settings["arm"] for row in rows}
     default = {name: getattr(RSAConfig(), name) for name in names}
     variants = [
         name
         for name, config in VARIANTS.items()
         if name in has_run and name != NO_RECURRENCE and config and replace(config, **default) == RSAConfig()
     ]
-    cases: dict[tuple[Setting, Setting], list[list[Row]]] = {}
-    for first in find_rows(rows, GAIN, arm=DEFAULT):
-        group = {name: first.settings[name] for name in GROUP}
-        found = [row for name in variants for row in find_rows(rows, GAIN, arm=name, **group)]
-        if len(found) == len(variants) > 1:
-            cases.setdefault((group["model"], group["task"]), []).append(found)
+    cases: dict[tuple[str, str], list[Settings]] = {}
+    for row in rows.find(GAIN, arm=DEFAULT):
+        case = {name: row.settings[name] for name in GROUP}
+        if len(variants) > 1 and all(rows.find(GAIN, arm=name, **case) for name in variants):
+            cases.setdefault((case["model"], case["task"]), []).append(case)
     texts = []
     for (model, task), shares in cases.items():
-        columns = dict(zip(variants, zip(*shares, strict=True), strict=True))
-        gains = {name: fmean(row.mean for row in column) for name, column in columns.items()}
-        before = {
-            name: fmean(find_rows(rows, GAIN_BEFORE, **row.settings)[0].mean for row in column)
-            for name, column in columns.items()
-        }
-        unit, factor = _unit(rows, shares[0][0])
+        gains, before = (
+            {name: fmean(rows.mean(measure, arm=name, **case) for case in shares) for name in variants}
+            for measure in (GAIN, GAIN_BEFORE)
+        )
+        unit, factor = _unit(rows, shares[0])
         listed = ", ".join(
             f"{name}: {factor * gains[name]:+.3f} and {factor * before[name]:+.3f}" for name in variants
         )
@@ -193,43 +227,25 @@ def _best_of(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
         n = len(shares)
         text = f"on {model}, {task}, {best} gains most over {n} share{'s' if n > 1 else ''} of the data"
         if best != DEFAULT:
-            over = [find_rows(rows, OVER_DEFAULT, **row.settings)[0] for row in columns[best]]
-            text += f", significantly more than the default in {sum(row.low > 0 for row in over)}"
+            over = sum(rows.find(OVER_DEFAULT, arm=best, **case)[0].low > 0 for case in shares)
+            text += f", significantly more than the default in {over}"
         texts.append(f"{text} (mean gains after and before training, {unit}: {listed})")
     return texts
 
 
-def _unit(rows: Sequence[Row], row: Row) -> tuple[str, int]:
-    """Unit and factor of the score of a row's task."""
-    return next(unit for name, unit in UNITS.items() if find_rows(rows, name, **row.settings))
+def _unit(rows: Rows, case: Settings) -> tuple[str, int]:
+    """Unit and factor of the score of a case."""
+    return next(unit for name, unit in UNITS.items() if rows.find(name, **case))
 
 
-def _gain_text(rows: Sequence[Row], row: Row) -> str:
-    unit, factor = _unit(rows, row)
-    return f"{with_interval(scaled(row, factor), '+.3f')} {unit}"
+def _gain_text(rows: Rows, row: Row) -> str:
+    unit, factor = _unit(rows, row.settings)
+    return f"{row.scaled(factor).text('+.3f')} {unit}"
 
 
-def draw(runs: Sequence[Run], path: Path) -> None:
-    """A panel for each model, task and share: gains over the plain model with 95 % intervals."""
-    rows = find_rows(summarise(runs), GAIN)
-    groups = list(dict.fromkeys(tuple(row.settings[name] for name in GROUP) for row in rows))
-    names = [name for name in VARIANTS if any(row.settings["arm"] == name for row in rows)]
-    with panels(path, len(groups)) as grid:
-        for axes, (model, task, share) in zip(grid, groups, strict=True):
-            for row in find_rows(rows, GAIN, model=model, task=task, share=share):
-                colour = COLOURS[1] if row.settings["arm"] == DEFAULT else COLOURS[0]
-                place = names.index(str(row.settings["arm"]))
-                axes.errorbar([row.mean], [place], xerr=error_bars([row]), fmt="o", capsize=3, color=colour)
-            axes.axvline(0, color="#666666", linewidth=0.8)
-            axes.set_yticks(range(len(names)), names)
-            axes.set_ylim(len(names) - 0.5, -0.5)
-            axes.set_title(f"{model}, {task}, {100 * float(share):g} %", loc="left")
-            axes.set_xlabel("gain in accuracy" if task == DEVIGN else "gain in bits per byte")
-
-
-def glossary(grid: Sequence[Settings]) -> Glossary:
+def glossary(grid: Sequence[Settings]) -> dict[str, dict[str, Any]]:
     """The config of each variant."""
-    names = dict.fromkeys(str(settings["arm"]) for settings in grid)
+    names = dict.fromkeys(settings["arm"] for settings in grid)
     return {"arm": {name: config.to_dict() for name in names if (config := VARIANTS[name]) is not None}}
 
 
@@ -243,9 +259,9 @@ EXPERIMENT = Experiment(
     grid=make_grid,
     measure=measure,
     conclude=conclude,
-    draw=draw,
-    summarise=summarise,
+    draw=COMPARISON.draw,
+    summarise=COMPARISON.summarise,
     glossary=glossary,
     parts=(*GROUP, "arm"),
-    search_by=by_validation,
+    search_by=COMPARISON.score,
 )

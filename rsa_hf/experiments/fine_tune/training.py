@@ -27,19 +27,15 @@ from transformers import (
 
 from rsa_hf.experiments.byte_models import SHAPES, build, corpus_files, read_corpus, train_on_bytes
 from rsa_hf.experiments.runner.data import data_file
-from rsa_hf.experiments.runner.fit import default_device, evaluation_steps, fit, shuffled_rows
+from rsa_hf.experiments.runner.fit import batch_loss, default_device, evaluation_steps, fit
 from rsa_hf.tasks.defect_data import DefectDataConfig, Example, load_defect_data
 from rsa_hf.tasks.defect_detection import compute_metrics, tokenize
-from rsa_hf.tasks.language_modeling import (
-    LanguageModelingDataConfig,
-    evaluate_language_model,
-    prepare_language_modeling,
-)
-from rsa_hf.tasks.text_data import line_boundary, read_texts
+from rsa_hf.tasks.language_modeling import evaluate_language_model, prepare_language_modeling
+from rsa_hf.tasks.text_data import LanguageModelingDataConfig, line_boundary, read_texts
 from rsa_hf.training.optimizer import param_groups
 from rsa_hf.training.run import predict_logits
 
-__all__ = ["Scores", "Task", "defect_task", "fine_tune", "load_pretrained", "portion", "text_task"]
+__all__ = ["Task", "defect_task", "fine_tune", "load_pretrained", "portion", "text_task"]
 
 PRETRAINING_CORPUS, PRETRAINING_BYTES, PRETRAINING_RATE = "enwik8", 4_000_000, 3e-3
 DEVIGN_FILES = {"train": "train", "validation": "valid", "test": "test"}
@@ -107,20 +103,16 @@ class Task:
     """Training data and scores.
 
     Attributes:
-        measure: name of the score.
-        higher_is_better: direction of the score.
+        measure: name of the score; of "accuracy" more is better, of others less.
         rows: training rows, indexed from 0.
         collate: list of rows → batch.
-        validation: model → the score that early stopping uses.
-        test: model → the score to report.
+        score: (model, "validation" or "test") → score; early stopping uses the first.
     """
 
     measure: str
-    higher_is_better: bool
     rows: Any
     collate: Callable[[list[Any]], Any]
-    validation: Callable[[Any], float]
-    test: Callable[[Any], float]
+    score: Callable[[Any, str], float]
 
 
 @lru_cache(maxsize=1)  # shared by the runs of an experiment
@@ -146,37 +138,24 @@ def defect_task(
         scored: maximum number of validation and of test functions, the same ones for all seeds.
         length: tokens that the model sees of a function.
         seed: chooses the training functions.
-
-    Raises:
-        FileNotFoundError: the data is missing.
     """
     splits = read_devign()
-    config = DefectDataConfig(max_length=length)
     collate = DataCollatorWithPadding(tokenizer)
 
     def encode(examples: Sequence[Example]) -> Any:
-        return tokenize(examples, tokenizer, config).remove_columns("example_id")
+        return tokenize(examples, tokenizer, DefectDataConfig(max_length=length)).remove_columns("example_id")
 
-    def accuracy_on(split: str) -> Callable[[Any], float]:
-        asked = encode(_sample(splits[split], scored, 0))
-        rows, labels = [*asked], [*asked["labels"]]
+    asked = {split: [*encode(_sample(splits[split], scored, 0))] for split in ("validation", "test")}
 
-        def accuracy(model: Any) -> float:
-            logits = predict_logits(model, rows, collate, EVALUATION_ROWS)
-            # NaN for a model that diverged: never better than an earlier score.
-            return compute_metrics(logits, labels)["accuracy"] if logits.isfinite().all() else math.nan
-
-        return accuracy
+    def accuracy(model: Any, split: str) -> float:
+        logits = predict_logits(model, asked[split], collate, EVALUATION_ROWS)
+        labels = [row["labels"] for row in asked[split]]
+        # NaN for a model that diverged: never better than an earlier score.
+        return compute_metrics(logits, labels)["accuracy"] if logits.isfinite().all() else math.nan
 
     everything = _sample(splits["train"], most, 0)
-    return Task(
-        measure="accuracy",
-        higher_is_better=True,
-        rows=encode(_sample(everything, round(share * len(everything)), seed)),
-        collate=collate,
-        validation=accuracy_on("validation"),
-        test=accuracy_on("test"),
-    )
+    rows = encode(_sample(everything, round(share * len(everything)), seed))
+    return Task("accuracy", rows, collate, accuracy)
 
 
 def _sample(examples: Sequence[Example], count: int, seed: int) -> Sequence[Example]:
@@ -190,12 +169,9 @@ def read_splits(name: str) -> dict[str, bytes]:
 
     Raises:
         FileNotFoundError: the data is missing.
-        ValueError: there is no such text.
     """
     if name == "c":
         return {split: "\n\n".join(each.func for each in found).encode() for split, found in read_devign().items()}
-    if name != "wikitext-2":
-        raise ValueError(f"task={name!r}: choose from c, wikitext-2 and devign.")
     return read_texts(LanguageModelingDataConfig(source="files", files=corpus_files(name)))
 
 
@@ -227,10 +203,6 @@ def text_task(
         scored: maximum bytes of the validation and of the test text.
         length: tokens in a block.
         seed: chooses the portion to train on.
-
-    Raises:
-        FileNotFoundError: the data is missing.
-        ValueError: there is no such text.
     """
     texts = dict(read_splits(name))
     everything = texts["train"][: line_boundary(texts["train"], 0, most)]
@@ -243,79 +215,46 @@ def text_task(
         config = LanguageModelingDataConfig(source="files", files=paths, block_size=length, max_eval_bytes=scored)
         prepared = prepare_language_modeling(config, tokenizer)
 
-    def score_on(split: Any) -> Callable[[Any], float]:
-        return lambda model: evaluate_language_model(model, split, max(1, EVALUATION_TOKENS // length))[
-            "bits_per_byte"
-        ]
+    def score(model: Any, split: str) -> float:
+        text = getattr(prepared, split)
+        return evaluate_language_model(model, text, max(1, EVALUATION_TOKENS // length))["bits_per_byte"]
 
-    return Task(
-        measure="bits per byte",
-        higher_is_better=False,
-        rows=prepared.train,
-        collate=default_collate,
-        validation=score_on(prepared.validation),
-        test=score_on(prepared.test),
-    )
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Scores of a run.
-
-    Attributes:
-        steps: steps after which it was evaluated, the first being 0.
-        validation: validation scores at these steps.
-        start: test score before the first step.
-        test: test score at the step with the best validation score.
-        best_step: that step.
-    """
-
-    steps: list[float]
-    validation: list[float]
-    start: float
-    test: float
-    best_step: int
-
-    @property
-    def best_validation(self) -> float:
-        """The validation score at `best_step`."""
-        return self.validation[self.steps.index(self.best_step)]
+    return Task("bits per byte", prepared.train, default_collate, score)
 
 
 def fine_tune(
     model: nn.Module, task: Task, *, learning_rate: float, steps: int, batch: int, evaluations: int, seed: int
-) -> Scores:
+) -> dict[str, Any]:
     """Train with AdamW and report the test score where validation was best, the start included.
 
-    Weight decay 0.01 on matrices. The learning rate warms up over a tenth of the steps and falls linearly to 0.
+    Weight decay 0.01 on matrices. The learning rate warms up over a tenth of the steps and falls linearly to 0; RSA
+    parameters move faster by their `parameter_scale`. Evaluations are evenly spread, after one before the first step.
+    `batch` rows make a step, and `seed` shuffles them.
 
-    Args:
-        model: trained in place.
-        task: data and scores.
-        learning_rate: of the weights; RSA parameters move faster by their `parameter_scale`.
-        steps: number of steps.
-        batch: rows per step.
-        evaluations: number of evaluations after the start, evenly spread.
-        seed: shuffles the rows.
+    Returns:
+        The test scores at the best step and before the first one, the best validation score and its step; then the
+        validation scores, the first before training, and their steps.
     """
     optimizer = torch.optim.AdamW(param_groups(model, learning_rate, weight_decay=0.01))
     schedule = get_scheduler("linear", optimizer, num_warmup_steps=max(1, steps // 10), num_training_steps=steps)
-    rows, device = shuffled_rows(len(task.rows), batch, seed), next(model.parameters()).device
-    marks, sign = evaluation_steps(steps, evaluations), 1 if task.higher_is_better else -1
-    start = best_test = task.test(model)
-    scores, best_step = {0: task.validation(model)}, 0
-
-    def loss(step: int) -> Tensor:
-        inputs = task.collate([task.rows[i] for i in next(rows)])
-        value: Tensor = model(**{name: tensor.to(device) for name, tensor in inputs.items()}).loss
-        return value
+    marks, sign = evaluation_steps(steps, evaluations), 1 if task.measure == "accuracy" else -1
+    start = best_test = task.score(model, "test")
+    scores, best_step = {0: task.score(model, "validation")}, 0
 
     def evaluate(step: int, _: Tensor) -> None:
         nonlocal best_step, best_test
         if step in marks:
-            scores[step] = task.validation(model)
+            scores[step] = task.score(model, "validation")
             if sign * scores[step] > sign * scores[best_step]:
-                best_step, best_test = step, task.test(model)
+                best_step, best_test = step, task.score(model, "test")
 
+    loss = batch_loss(model, task.rows, batch, seed, task.collate)
     fit(loss, optimizer, steps, model=model, schedule=schedule, after_step=evaluate)
-    return Scores([float(step) for step in scores], [*scores.values()], start, best_test, best_step)
+    return {
+        task.measure: best_test,
+        "before training": start,
+        "validation": scores[best_step],
+        "best step": float(best_step),
+        "steps scored": [float(step) for step in scores],
+        "validation scores": [*scores.values()],
+    }

@@ -7,48 +7,38 @@ widths, learning rate, epochs and batches.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from rsa_hf.experiments.forecasting.models import FAMILIES, VARIANTS, Task, make_forecaster, rsa_plan
-from rsa_hf.experiments.forecasting.series import load_series
-from rsa_hf.experiments.forecasting.training import naive_errors, score, train
-from rsa_hf.experiments.runner.conclusion import Conclusion, judge, undecided
-from rsa_hf.experiments.runner.experiment import Experiment, Glossary, Size
-from rsa_hf.experiments.runner.fit import default_device
-from rsa_hf.experiments.runner.summary import (
-    Row,
-    Run,
-    Setting,
-    Settings,
-    Values,
-    at_best_rate,
-    error_bars,
-    find_rows,
-    make_rows,
-    paired,
-    with_interval,
-    worst_if_nan,
-)
+from rsa_hf.experiments.forecasting.series import Series, load_series, windows
+from rsa_hf.experiments.runner.comparison import Case, Comparison
+from rsa_hf.experiments.runner.experiment import Experiment, Size, combinations
+from rsa_hf.experiments.runner.fit import default_device, fit
+from rsa_hf.experiments.runner.summary import Conclusion, Row, Rows, Settings, Values
 from rsa_hf.experiments.variants import NO_RECURRENCE
-from rsa_hf.plots import COLOURS, panels
+from rsa_hf.training.optimizer import param_groups
 
 __all__ = ["EXPERIMENT"]
 
 # Mean squared errors without and with RSA (Huang et al., 2023, section 4.1), by series, horizon and family.
-PUBLISHED: dict[tuple[object, ...], dict[str, float]] = {
-    ("ETTh1", 24, "informer"): {"plain": 0.762, "rsa": 0.414},
+PUBLISHED = {
+    ("ETTh1", 24, "informer"): (0.762, 0.414),
     # "Patched Transformer-XL"; here it reads single steps.
-    ("ETTh1", 24, "transformer-xl"): {"plain": 0.514, "rsa": 0.466},
-    ("ETTh1", 48, "informer"): {"plain": 1.006, "rsa": 0.467},
-    ("ETTh2", 24, "informer"): {"plain": 2.558, "rsa": 1.264},
-    ("ETTm1", 288, "informer"): {"plain": 1.371, "rsa": 0.835},
-    ("WTH", 336, "informer"): {"plain": 1.096, "rsa": 0.846},
+    ("ETTh1", 24, "transformer-xl"): (0.514, 0.466),
+    ("ETTh1", 48, "informer"): (1.006, 0.467),
+    ("ETTh2", 24, "informer"): (2.558, 1.264),
+    ("ETTm1", 288, "informer"): (1.371, 0.835),
+    ("WTH", 336, "informer"): (1.096, 0.846),
 }
 # Horizon, context, label, encoder and decoder layers.
+LENGTH_NAMES = ("horizon", "context", "label", "encoder_layers", "decoder_layers")
 ETTH1 = ((24, 48, 48, 2, 1), (48, 96, 48, 2, 1), (168, 168, 168, 2, 1), (336, 168, 168, 2, 1), (720, 336, 336, 2, 1))
 ETTH2 = ((24, 48, 48, 2, 1), (48, 96, 96, 2, 1), (168, 336, 336, 3, 2), (336, 336, 168, 3, 2), (720, 720, 336, 3, 2))
 ETTM1 = ((24, 672, 96, 2, 1), (48, 96, 48, 2, 1), (96, 384, 384, 2, 1), (288, 672, 288, 2, 1), (672, 672, 384, 2, 1))
@@ -76,58 +66,100 @@ CHOSEN: dict[Size, tuple[str, ...]] = {
 }
 GROUP = ("series", "horizon", "family")
 OVER_PLAIN, OVER_NO_RECURRENCE = "rsa / plain", f"rsa / {NO_RECURRENCE}"
-MEASURES = ("mse", "mae", "validation mse", "parameters")
 
 
 def make_grid(size: Size, seeds: int) -> list[Settings]:
     """Series × horizons × seeds × families × variants × learning rates."""
     return [
-        {
-            "series": series,
-            "horizon": horizon,
-            "context": context,
-            "label": label,
-            "encoder_layers": encoder_layers,
-            "decoder_layers": decoder_layers,
-            "dilation": DILATION[series],
-            **TRAINING[size],
-            "family": family,
-            "arm": variant,
-            "learning_rate": rate,
-            "seed": seed,
-        }
-        for series, lengths in LENGTHS[size].items()
-        for horizon, context, label, encoder_layers, decoder_layers in lengths
-        for seed in range(seeds)
-        for family in CHOSEN[size]
-        for variant in VARIANTS
-        for rate in RATES[size]
+        {"series": series, "dilation": DILATION[series], **lengths, **TRAINING[size], **run}
+        for series, rows in LENGTHS[size].items()
+        for lengths in (dict(zip(LENGTH_NAMES, row, strict=True)) for row in rows)
+        for run in combinations(seed=range(seeds), family=CHOSEN[size], arm=VARIANTS, learning_rate=RATES[size])
     ]
+
+
+def train(model: nn.Module, series: Series, task: Task, settings: Settings) -> list[float]:
+    """Train with Adam, and restore the weights of the epoch with the lowest validation error.
+
+    The learning rate is halved after each epoch, as in the Informer's experiments.
+
+    Args:
+        model: trained in place.
+        series: training and validation data.
+        task: lengths of the windows.
+        settings: `steps` of an epoch, `epochs`, `batch` (windows per step, drawn with replacement), `learning_rate`
+            of the first epoch, `stride` between validation windows, and `seed`, which draws the windows.
+
+    Returns:
+        The mean squared validation error after each epoch.
+    """
+    steps, generator = settings["steps"], torch.Generator().manual_seed(settings["seed"])
+    device = next(model.parameters()).device
+    optimizer = torch.optim.Adam(param_groups(model, settings["learning_rate"], weight_decay=0.0), fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** (step // steps))
+    origins = series.origins("train", task.context, task.horizon)
+    # The live weights: a model that diverges at once is left diverged.
+    errors, best, best_state = list[float](), math.inf, model.state_dict()
+
+    def loss(step: int) -> Tensor:
+        chosen = origins[torch.randint(len(origins), (settings["batch"],), generator=generator)]
+        known, target, times = (x.to(device) for x in windows(series, chosen, task.context, task.horizon))
+        return F.mse_loss(model(known, times), target)
+
+    def evaluate(step: int, _: Tensor) -> None:
+        nonlocal best, best_state
+        if step % steps == 0:
+            errors.append(score(model, series, task, "validation", settings["stride"])[0])
+            if errors[-1] < best:
+                best, best_state = errors[-1], copy.deepcopy(model.state_dict())
+
+    fit(loss, optimizer, steps * settings["epochs"], model=model, schedule=schedule, after_step=evaluate)
+    model.load_state_dict(best_state)
+    return errors
+
+
+@torch.no_grad()
+def score(
+    model: nn.Module, series: Series, task: Task, part: str, stride: int, size: int = 256
+) -> tuple[float, float]:
+    """Mean squared and mean absolute error over the windows of a part, on standardised data."""
+    model.eval()
+    device = next(model.parameters()).device
+    origins = series.origins(part, task.context, task.horizon, stride)
+    squared = absolute = 0.0
+    for chosen in origins.split(size):
+        known, target, times = (x.to(device) for x in windows(series, chosen, task.context, task.horizon))
+        found = _errors(model(known, times), target)
+        squared, absolute = squared + found[0] * len(chosen), absolute + found[1] * len(chosen)
+    return squared / len(origins), absolute / len(origins)
+
+
+def naive_errors(series: Series, task: Task, stride: int, period: int) -> tuple[float, float]:
+    """Errors on the test part of the forecast that repeats the last period."""
+    origins = series.origins("test", task.context, task.horizon, stride)
+    known, target, _ = windows(series, origins, task.context, task.horizon)
+    again = known[:, -period:].repeat(1, -(-task.horizon // period), 1)[:, : task.horizon]
+    return _errors(again, target)
+
+
+def _errors(prediction: Tensor, target: Tensor) -> tuple[float, float]:
+    difference = prediction - target
+    return float(difference.square().mean()), float(difference.abs().mean())
 
 
 def measure(settings: Settings) -> Values:
     """Train one model and score the test part. A seed has the same weights and windows for all variants."""
-    series, seed = load_series(str(settings["series"])), int(settings["seed"])
-    context, label, horizon, stride = (int(settings[name]) for name in ("context", "label", "horizon", "stride"))
-    task = Task(context, label, horizon, series.values.shape[1], series.times.shape[1])
-    shape = {name: int(settings[name]) for name in ("width", "encoder_layers", "decoder_layers", "dilation")}
+    series, stride = load_series(settings["series"]), settings["stride"]
+    lengths = {name: settings[name] for name in ("context", "label", "horizon")}
+    task = Task(**lengths, variables=series.values.shape[1], time_features=series.times.shape[1])
+    shape = {name: settings[name] for name in ("width", "encoder_layers", "decoder_layers", "dilation")}
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = make_forecaster(str(settings["family"]), str(settings["arm"]), task, **shape).to(default_device())
-        torch.manual_seed(seed)  # of dropout, and of the keys that ProbSparse attention draws
-        errors = train(
-            model,
-            series,
-            task,
-            steps=int(settings["steps"]),
-            epochs=int(settings["epochs"]),
-            batch=int(settings["batch"]),
-            learning_rate=float(settings["learning_rate"]),
-            stride=stride,
-            seed=seed,
-        )
+        torch.manual_seed(settings["seed"])
+        model = make_forecaster(settings["family"], settings["arm"], task, **shape).to(default_device())
+        torch.manual_seed(settings["seed"])  # of dropout, and of the keys that ProbSparse attention draws
+        errors = train(model, series, task, settings)
         mse, mae = score(model, series, task, "test", stride)
-    naive_mse, naive_mae = naive_errors(series, task, stride, int(settings["dilation"]))
+    naive_mse, naive_mae = naive_errors(series, task, stride, settings["dilation"])
     return {
         "mse": mse,
         "mae": mae,
@@ -139,101 +171,58 @@ def measure(settings: Settings) -> Values:
     }
 
 
-def by_validation(run: Run) -> float:
-    """The score that learning rates are chosen by; never the test error."""
-    return run.number("validation mse")
-
-
-def summarise(runs: Sequence[Run]) -> list[Row]:
-    """Errors of each variant at its best learning rate, and RSA's relative to the others seed by seed.
-
-    Then the published errors, without intervals, and those of the forecast that repeats the last period.
-    """
-    rows: list[Row] = []
-    for group, best in at_best_rate(runs, GROUP, VARIANTS, by_validation):
-        for variant, found in best.items():
-            settings = {**group, "arm": variant, "learning_rate": found[0].settings["learning_rate"]}
-            rows += make_rows(settings, {name: [run.number(name) for run in found] for name in MEASURES})
-            published = PUBLISHED.get(tuple(group.values()), {}).get(variant)
-            if published is not None:
-                rows.append(Row({**group, "arm": variant}, "published mse", published, math.nan, math.nan, 0))
+def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
+    """Errors of a variant, RSA's relative to the others, and those of the forecast that repeats the last period."""
+    names = ["mse", "mae", "validation mse", "parameters", "learning_rate"]
+    if arm == "plain":
+        names += ["naive mse", "naive mae"]
+    columns = {name.replace("_", " "): case.values(arm, name) for name in names}
+    if arm == "rsa":
         for name, other in ((OVER_PLAIN, "plain"), (OVER_NO_RECURRENCE, NO_RECURRENCE)):
-            ratios = {error: _ratios(best["rsa"], best[other], error) for error in ("mse", "mae")}
-            rows += make_rows({**group, "arm": name}, ratios)
-        naive = {**group, "family": "last period again", "arm": "none"}
-        if not find_rows(rows, "mse", **naive):
-            run = best["plain"][0]
-            rows += make_rows(naive, {error: [run.number(f"naive {error}")] for error in ("mse", "mae")})
-    return rows
+            columns |= {f"{error}, {name}": case.ratios("rsa", other, error) for error in ("mse", "mae")}
+    return columns
 
 
-def _ratios(runs: Sequence[Run], others: Sequence[Run], name: str) -> list[float]:
-    return paired(runs, others, lambda run, other: worst_if_nan(run.number(name)) / other.number(name))
+# Learning rates are never chosen by the test error.
+COMPARISON = Comparison(
+    ("series", "horizon", "family"), VARIANTS, lambda run: float(run.values["validation mse"]), make_columns, "mse"
+)
 
 
-def conclude(rows: Sequence[Row]) -> Conclusion:
+def conclude(rows: Rows) -> Conclusion:
     """Confirmed if RSA's error is significantly lower for every family, series and horizon."""
-    over_plain, over_no_recurrence = (find_rows(rows, "mse", arm=name) for name in (OVER_PLAIN, OVER_NO_RECURRENCE))
-    better, by_recurrence = (sum(row.high < 1 for row in each) for each in (over_plain, over_no_recurrence))
+    over_plain, over_no_recurrence = (rows.find(f"mse, {name}") for name in (OVER_PLAIN, OVER_NO_RECURRENCE))
     sentence = (
-        f"RSA has a significantly lower error in {better} of {len(over_plain)} comparisons with the plain model, and "
-        f"in {by_recurrence} with the variant without recurrence."
+        f"RSA has a significantly lower error in {over_plain.below(1)} of {len(over_plain)} comparisons with the "
+        f"plain model, and in {over_no_recurrence.below(1)} with the variant without recurrence."
     )
+    naive = {(row.settings["series"], row.settings["horizon"]): row.mean for row in rows.find("naive mse")}
     findings = [_finding(rows, row) for row in over_plain]
     findings += [
-        f"{row.settings['series']}, {row.settings['horizon']} steps: MSE {row.mean:.3f} by repeating the last period"
-        for row in find_rows(rows, "mse", arm="none")
+        f"{series}, {horizon} steps: MSE {mse:.3f} by repeating the last period"
+        for (series, horizon), mse in naive.items()
     ]
-    compared = [*over_plain, *over_no_recurrence]
-    return Conclusion(judge(compared, 1), sentence + undecided(compared, 1), tuple(findings))
+    compared = Rows([*over_plain, *over_no_recurrence])
+    return Conclusion(compared.judge(1), sentence + compared.undecided(1), tuple(findings))
 
 
-def _finding(rows: Sequence[Row], over_plain: Row) -> str:
-    group = {name: over_plain.settings[name] for name in GROUP}
-    plain, rsa = (find_rows(rows, "mse", arm=name, **group)[0].mean for name in ("plain", "rsa"))
-    [over_no_recurrence] = find_rows(rows, "mse", arm=OVER_NO_RECURRENCE, **group)
+def _finding(rows: Rows, over_plain: Row) -> str:
+    group = {name: over_plain.settings[name] for name in COMPARISON.group}
+    plain, rsa = (rows.mean("mse", arm=arm, **group) for arm in ("plain", "rsa"))
+    [over_no_recurrence] = rows.find(f"mse, {OVER_NO_RECURRENCE}", **group)
     text = (
         f"{group['family']}, {group['series']}, {group['horizon']} steps: MSE {rsa:.3f} with RSA and {plain:.3f} "
-        f"without, ratio {with_interval(over_plain, '.2f')}; ratio to no recurrence "
-        f"{with_interval(over_no_recurrence, '.2f')}"
+        f"without, ratio {over_plain.text('.2f')}; ratio to no recurrence {over_no_recurrence.text('.2f')}"
     )
-    published = [row.mean for name in ("plain", "rsa") for row in find_rows(rows, "published mse", arm=name, **group)]
-    if len(published) == 2:
+    if published := PUBLISHED.get((group["series"], group["horizon"], group["family"])):
         plain, rsa = published
         text += f"; published {rsa:.3f} and {plain:.3f}, ratio {rsa / plain:.2f}"
     return text
 
 
-def draw(runs: Sequence[Run], path: Path) -> None:
-    """A panel for each series and horizon: errors by family and variant, beside the published ones."""
-    rows = summarise(runs)
-    # Only complete comparisons: an interrupted experiment may have some variants or families alone.
-    compared = [row.settings for row in find_rows(rows, "mse", arm=OVER_PLAIN)]
-    groups = list(dict.fromkeys((str(each["series"]), int(each["horizon"])) for each in compared))
-    with panels(path, len(groups), columns=2) as grid:
-        for axes, (series, horizon) in zip(grid, groups, strict=True):
-            group: dict[str, Setting] = {"series": series, "horizon": horizon}
-            families = [str(row.settings["family"]) for row in find_rows(rows, "mse", arm=OVER_PLAIN, **group)]
-            for number, variant in enumerate(VARIANTS):
-                for i, family in enumerate(families):
-                    place, colour = i + 0.27 * (number - 1), COLOURS[number]
-                    [row] = find_rows(rows, "mse", family=family, arm=variant, **group)
-                    axes.bar(place, row.mean, width=0.25, color=colour, label=None if i else variant)
-                    axes.errorbar(place, row.mean, yerr=error_bars([row]), color="#333333", capsize=3)
-                    if published := PUBLISHED.get((series, horizon, family), {}).get(variant):
-                        axes.plot(place, published, "D", color="#333333", markersize=4)
-            [naive] = find_rows(rows, "mse", arm="none", **group)
-            axes.axhline(naive.mean, color="#666666", linewidth=0.8, linestyle="--")
-            axes.set_title(f"{series}, {horizon} steps", loc="left")
-            axes.set_xticks(range(len(families)), families)
-            axes.set_ylabel("MSE")
-            axes.set_xlabel("diamonds: published; dashes: last period repeated", fontsize=7)
-        grid[0].legend()
-
-
-def glossary(grid: Sequence[Settings]) -> Glossary:
+def glossary(grid: Sequence[Settings]) -> dict[str, dict[str, Any]]:
     """The head plan of each family, for each dilation factor."""
-    families = dict.fromkeys((str(settings["family"]), int(settings["dilation"])) for settings in grid)
+    families = dict.fromkeys((settings["family"], settings["dilation"]) for settings in grid)
     return {"arm": {f"rsa, {family}, d = {d}": rsa_plan(family, d).to_dict() for family, d in families}}
 
 
@@ -243,8 +232,8 @@ EXPERIMENT = Experiment(
     "Their recurrence is the cause: without it (P = 0) the error is higher.",
     published="MSE without and with RSA (section 4.1): "
     + "; ".join(
-        f"{family}, {series}, {horizon} steps {errors['plain']:.3f} → {errors['rsa']:.3f}"
-        for (series, horizon, family), errors in PUBLISHED.items()
+        f"{family}, {series}, {horizon} steps {plain:.3f} → {rsa:.3f}"
+        for (series, horizon, family), (plain, rsa) in PUBLISHED.items()
     )
     + ".",
     remark="The published Transformer-XL reads patches; here it reads single steps, without memory. Quick runs are "
@@ -254,9 +243,9 @@ EXPERIMENT = Experiment(
     grid=make_grid,
     measure=measure,
     conclude=conclude,
-    draw=draw,
-    summarise=summarise,
+    draw=COMPARISON.draw,
+    summarise=COMPARISON.summarise,
     glossary=glossary,
     parts=("series", "horizon"),
-    search_by=by_validation,
+    search_by=COMPARISON.score,
 )

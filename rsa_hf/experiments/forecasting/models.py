@@ -15,12 +15,12 @@ from transformers import GPT2Config, GPT2Model, InformerConfig, PreTrainedModel
 from transformers.models.informer.modeling_informer import InformerDecoder, InformerEncoder, InformerPreTrainedModel
 
 from rsa_hf.config import RSAConfig
-from rsa_hf.experiments.byte_models import gpt2_config
+from rsa_hf.experiments.byte_models import small_gpt2
 from rsa_hf.experiments.variants import NO_RECURRENCE, add_rsa
 from rsa_hf.models.transformer_xl import TransformerXLConfig, TransformerXLModel
 from rsa_hf.ops.mask import HIDDEN_AT_OR_BELOW
 
-__all__ = ["FAMILIES", "HEADS", "VARIANTS", "LogSparseModel", "Task", "make_forecaster", "rsa_plan"]
+__all__ = ["FAMILIES", "VARIANTS", "LogSparseModel", "Task", "make_forecaster", "rsa_plan"]
 
 VARIANTS = ("plain", "rsa", NO_RECURRENCE)
 # `informer` has ProbSparse attention, `informer-full` full attention.
@@ -34,21 +34,13 @@ NOT_ATTENDED = HIDDEN_AT_OR_BELOW / 2
 
 @dataclass(frozen=True)
 class Task:
-    """Lengths and widths of a forecaster's input and output.
+    """Lengths and widths of a forecaster's input and output."""
 
-    Attributes:
-        context: known steps, C.
-        label: known steps that an Informer's decoder is given.
-        horizon: steps to predict, H.
-        variables: N.
-        time_features: F.
-    """
-
-    context: int
-    label: int
-    horizon: int
-    variables: int
-    time_features: int
+    context: int  # known steps, C
+    label: int  # known steps that an Informer's decoder is given
+    horizon: int  # steps to predict, H
+    variables: int  # N
+    time_features: int  # F
 
 
 def rsa_plan(family: str, dilation: int) -> RSAConfig:
@@ -60,41 +52,27 @@ def rsa_plan(family: str, dilation: int) -> RSAConfig:
 def make_forecaster(
     family: str, variant: str, task: Task, *, width: int, encoder_layers: int, decoder_layers: int, dilation: int
 ) -> InformerForecaster | CausalForecaster:
-    """A forecaster with random weights from torch's random state, the same for all variants.
+    """A forecaster of one of `FAMILIES`, with random weights from torch's random state, the same for all variants.
 
-    Args:
-        family: one of `FAMILIES`.
-        variant: one of `VARIANTS`.
-        task: lengths and widths.
-        width: hidden size; a multiple of 8, the number of heads.
-        encoder_layers: of an Informer. The others have as many layers as its encoder and decoder together.
-        decoder_layers: of an Informer.
-        dilation: d of dilated heads.
-
-    Raises:
-        ValueError: there is no such family or variant.
+    An Informer has encoder and decoder layers, the others as many layers as both together. The width must be a
+    multiple of 8, the number of heads.
     """
-    if family not in FAMILIES or variant not in VARIANTS:
-        raise ValueError(
-            f"family={family!r}, variant={variant!r}: choose from {', '.join(FAMILIES)} and {', '.join(VARIANTS)}."
-        )
+    layers = encoder_layers + decoder_layers
     forecaster: InformerForecaster | CausalForecaster
     if family.startswith("informer"):
-        body = OneShotInformer(_informer_config(family, task, width, encoder_layers, decoder_layers))
-        forecaster = InformerForecaster(body, task.variables, task.label)
+        forecaster = InformerForecaster(_informer(family, task, width, encoder_layers, decoder_layers), task)
+    elif family == "log-sparse":
+        gpt2 = small_gpt2(1, task.context + task.horizon, width, layers, HEADS, DROPOUT)
+        forecaster = CausalForecaster(LogSparseModel(gpt2), width, task)
     else:
-        layers, longest = encoder_layers + decoder_layers, task.context + task.horizon
-        model: PreTrainedModel
-        if family == "log-sparse":
-            model = LogSparseModel(gpt2_config(1, longest, width, layers, HEADS, DROPOUT))
-        else:
-            model = _transformer_xl(width, layers)
-        forecaster = CausalForecaster(model, width, task.variables, task.time_features)
+        forecaster = CausalForecaster(_transformer_xl(width, layers), width, task)
     add_rsa(forecaster.body, variant, None if variant == "plain" else rsa_plan(family, dilation))
     return forecaster
 
 
-def _informer_config(family: str, task: Task, width: int, encoder_layers: int, decoder_layers: int) -> InformerConfig:
+def _informer(family: str, task: Task, width: int, encoder_layers: int, decoder_layers: int) -> OneShotInformer:
+    both = {"attention_heads": HEADS, "ffn_dim": 4 * width, "layerdrop": 0.0}
+    stacks: dict[str, Any] = {f"{stack}_{name}": n for name, n in both.items() for stack in ("encoder", "decoder")}
     config = InformerConfig(
         context_length=task.context,
         prediction_length=task.label + task.horizon,  # the length of the decoder's input
@@ -104,40 +82,23 @@ def _informer_config(family: str, task: Task, width: int, encoder_layers: int, d
         d_model=width,
         encoder_layers=encoder_layers,
         decoder_layers=decoder_layers,
-        encoder_attention_heads=HEADS,
-        decoder_attention_heads=HEADS,
-        encoder_ffn_dim=4 * width,
-        decoder_ffn_dim=4 * width,
         dropout=DROPOUT,
         attention_dropout=DROPOUT,
         activation_dropout=DROPOUT,
-        encoder_layerdrop=0.0,
-        decoder_layerdrop=0.0,
+        **stacks,
     )
     # transformers derives it from lags, scales and static features, which are not used here.
     config.feature_size = task.variables + task.time_features
-    return config
+    return OneShotInformer(config)
 
 
 def _transformer_xl(width: int, layers: int) -> TransformerXLModel:
     """Transformer-XL without memory: a window is one segment."""
-    return TransformerXLModel(
-        TransformerXLConfig(
-            vocab_size=1,
-            cutoffs=[],
-            div_val=1,
-            d_model=width,
-            n_head=HEADS,
-            d_head=width // HEADS,
-            d_inner=4 * width,
-            n_layer=layers,
-            mem_len=0,
-            clamp_len=-1,
-            same_length=False,
-            dropout=DROPOUT,
-            dropatt=DROPOUT,
-        )
-    )
+    vocabulary: dict[str, Any] = {"vocab_size": 1, "cutoffs": [], "div_val": 1}
+    memory: dict[str, Any] = {"mem_len": 0, "clamp_len": -1, "same_length": False}
+    shape: dict[str, Any] = {"d_model": width, "n_head": HEADS, "d_head": width // HEADS, "d_inner": 4 * width}
+    config = TransformerXLConfig(**vocabulary, **memory, **shape, n_layer=layers, dropout=DROPOUT, dropatt=DROPOUT)
+    return TransformerXLModel(config)
 
 
 class OneShotInformer(InformerPreTrainedModel):
@@ -172,45 +133,31 @@ class OneShotInformer(InformerPreTrainedModel):
 
 
 class InformerForecaster(nn.Module):
-    """A linear layer on the Informer's decoder states.
+    """A linear layer on the Informer's decoder states."""
 
-    Args:
-        body: encoder and decoder.
-        variables: N.
-        label: known steps that the decoder is given.
-    """
-
-    def __init__(self, body: OneShotInformer, variables: int, label: int) -> None:
+    def __init__(self, body: OneShotInformer, task: Task) -> None:
         super().__init__()
-        self.body = body
-        self.label = label
-        self.head = nn.Linear(body.config.d_model, variables)
+        self.body, self.task = body, task
+        self.head = nn.Linear(body.config.d_model, task.variables)
 
     def forward(self, values: Tensor, times: Tensor) -> Tensor:
         """From known values [B, C, N] and times [B, C + H, F] to predictions [B, H, N]."""
         C, H = values.shape[1], times.shape[1] - values.shape[1]
+        first = C - self.task.label
         known = torch.cat([values, times[:, :C]], dim=-1)
-        given = nn.functional.pad(values[:, C - self.label :], (0, 0, 0, H))
-        start = torch.cat([given, times[:, C - self.label :]], dim=-1)
+        start = torch.cat([nn.functional.pad(values[:, first:], (0, 0, 0, H)), times[:, first:]], dim=-1)
         prediction: Tensor = self.head(self.body(known, start)[:, -H:])
         return prediction
 
 
 class CausalForecaster(nn.Module):
-    """Linear layers before and after a causal Transformer, whose input is the known steps followed by zeros.
+    """Linear layers before and after a causal Transformer, whose input is the known steps followed by zeros."""
 
-    Args:
-        body: takes `inputs_embeds` [B, T, width], returns `last_hidden_state` of that shape.
-        width: of the body.
-        variables: N.
-        time_features: F.
-    """
-
-    def __init__(self, body: PreTrainedModel, width: int, variables: int, time_features: int) -> None:
+    def __init__(self, body: PreTrainedModel, width: int, task: Task) -> None:
         super().__init__()
         self.body = body
-        self.embed = nn.Linear(variables + time_features, width)
-        self.head = nn.Linear(width, variables)
+        self.embed = nn.Linear(task.variables + task.time_features, width)
+        self.head = nn.Linear(width, task.variables)
 
     def forward(self, values: Tensor, times: Tensor) -> Tensor:
         """From known values [B, C, N] and times [B, C + H, F] to predictions [B, H, N]."""
@@ -252,11 +199,7 @@ class LogSparseModel(GPT2Model):
 
 
 class ConvolvedProjection(nn.Module):
-    """Queries and keys as causal convolutions, values as a linear map.
-
-    Args:
-        width: of the input, [B, T, width].
-    """
+    """Queries and keys as causal convolutions, values as a linear map."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -264,6 +207,6 @@ class ConvolvedProjection(nn.Module):
         self.value = nn.Linear(width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Queries, keys and values, [B, T, 3 · width]."""
+        """From [B, T, width] to queries, keys and values, [B, T, 3 · width]."""
         padded = nn.functional.pad(hidden.transpose(1, 2), (KERNEL - 1, 0))
         return torch.cat([self.convolution(padded).transpose(1, 2), self.value(hidden)], dim=-1)

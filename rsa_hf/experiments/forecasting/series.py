@@ -6,13 +6,13 @@ and 10 of the weather.
 
 from __future__ import annotations
 
-import csv
 import functools
-import lzma
-from collections.abc import Iterator
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 
+import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -39,7 +39,7 @@ class Series:
 
     values: Tensor
     times: Tensor
-    ends: tuple[int, int, int]
+    ends: Sequence[int]
 
     def part(self, part: str) -> range:
         """The steps of a part, one of `PARTS`."""
@@ -64,50 +64,29 @@ def load_series(name: str) -> Series:
         FileNotFoundError: the data is missing.
     """
     if name.startswith(SEASONAL):
-        return _seasonal(int(name.removeprefix(SEASONAL)))
-    with lzma.open(data_file(f"ett/{name}.csv.xz"), "rt", encoding="utf-8") as file:
-        rows = iter(csv.reader(file))
-        next(rows)
-        dates, values = list[datetime](), list[list[float]]()
-        for date, *entries in rows:
-            dates.append(_date(date))
-            values.append([float(entry) for entry in entries])
-    month = timedelta(days=30) // (dates[1] - dates[0])
-    first, second, third = MONTHS[name]
-    ends = (month * first, month * (first + second), month * (first + second + third))
-    return _standardised(torch.tensor(values, dtype=torch.float64), dates, ends)
+        values = _seasonal(int(name.removeprefix(SEASONAL)))
+        dates = pd.date_range("2000-01-01", periods=SEASONAL_LENGTH, freq="h")
+        ends = [SEASONAL_LENGTH * tenths // 10 for tenths in (6, 8, 10)]
+    else:
+        table = pd.read_csv(data_file(f"ett/{name}.csv.xz"), index_col=0, float_precision="round_trip")
+        values, dates = torch.tensor(table.to_numpy(float)), pd.DatetimeIndex(pd.to_datetime(table.index))
+        month = pd.Timedelta(days=30) // (dates[1] - dates[0])
+        ends = [month * months for months in itertools.accumulate(MONTHS[name])]
+    train = values[: ends[0]]
+    values = (values - train.mean(0)) / train.std(0, correction=0)
+    times = [dates.hour / 23, dates.dayofweek / 6, (dates.day - 1) / 30, (dates.dayofyear - 1) / 365]
+    if dates[1] - dates[0] < pd.Timedelta(hours=1):
+        times.insert(0, dates.minute / 59)
+    return Series(values.float(), torch.tensor(np.stack(times, axis=1) - 0.5, dtype=torch.float32), ends)
 
 
-def _date(text: str) -> datetime:
-    return datetime.strptime(text, "%m/%d/%Y %H:%M") if "/" in text else datetime.fromisoformat(text)
-
-
-def _seasonal(period: int) -> Series:
+def _seasonal(period: int) -> Tensor:
     generator = torch.Generator().manual_seed(period)
     total = SEASONAL_LENGTH + period
     values = torch.randn(total, SEASONAL_VARIABLES, generator=generator, dtype=torch.float64)
     for t in range(period, total):
         values[t] = KEPT * values[t - period] + (1 - KEPT**2) ** 0.5 * values[t]
-    dates = [datetime(2000, 1, 1) + timedelta(hours=t) for t in range(SEASONAL_LENGTH)]
-    ends = (SEASONAL_LENGTH * 6 // 10, SEASONAL_LENGTH * 8 // 10, SEASONAL_LENGTH)
-    return _standardised(values[period:], dates, ends)
-
-
-def _standardised(values: Tensor, dates: list[datetime], ends: tuple[int, int, int]) -> Series:
-    train = values[: ends[0]]
-    values = (values - train.mean(0)) / train.std(0, correction=0)
-    minutes = dates[1] - dates[0] < timedelta(hours=1)
-    times = torch.tensor([list(_features(date, minutes)) for date in dates])
-    return Series(values.float(), times, ends)
-
-
-def _features(date: datetime, minutes: bool) -> Iterator[float]:
-    if minutes:
-        yield date.minute / 59 - 0.5
-    yield date.hour / 23 - 0.5
-    yield date.weekday() / 6 - 0.5
-    yield (date.day - 1) / 30 - 0.5
-    yield (date.timetuple().tm_yday - 1) / 365 - 0.5
+    return values[period:]
 
 
 def windows(series: Series, origins: Tensor, context: int, horizon: int) -> tuple[Tensor, Tensor, Tensor]:

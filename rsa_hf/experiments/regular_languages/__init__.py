@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -30,21 +31,10 @@ from rsa_hf.experiments.regular_languages.networks import (
     rsa_plan,
     train,
 )
-from rsa_hf.experiments.runner.conclusion import Conclusion, judge, undecided, weakest
-from rsa_hf.experiments.runner.experiment import Experiment, Glossary, Size
+from rsa_hf.experiments.runner.comparison import Case, Comparison
+from rsa_hf.experiments.runner.experiment import Experiment, Size, combinations
 from rsa_hf.experiments.runner.fit import default_device
-from rsa_hf.experiments.runner.summary import (
-    Row,
-    Run,
-    Settings,
-    Values,
-    at_best_rate,
-    error_bars,
-    find_rows,
-    make_rows,
-    paired,
-    scaled,
-)
+from rsa_hf.experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, make_rows, weakest
 from rsa_hf.plots import panels
 
 __all__ = ["EXPERIMENT"]
@@ -63,40 +53,28 @@ CHOSEN: dict[Size, tuple[tuple[str, ...], tuple[str, ...], tuple[float, ...]]] =
 }
 ALL = "all"
 PAIRS = (("rsa", "transformer"), ("rsa-sinusoidal", "transformer-sinusoidal"))
-DIFFERENCE = "rsa − transformer"
 LONGER = "right beyond the lengths trained on"
+DIFFERENCE = f"{LONGER}, rsa − transformer"
 
 
 def make_grid(size: Size, seeds: int) -> list[Settings]:
     """Languages × variants × learning rates × seeds."""
     languages, variants, rates = CHOSEN[size]
-    return [
-        {"language": language, "arm": variant, "learning_rate": rate, **SETTINGS[size], "seed": seed}
-        for language in languages
-        for variant in variants
-        for rate in rates
-        for seed in range(seeds)
-    ]
+    grid = combinations(language=languages, arm=variants, learning_rate=rates, seed=range(seeds))
+    return [{**SETTINGS[size], **each} for each in grid]
 
 
 def measure(settings: Settings) -> Values:
     """Train one network on one language. A seed has the same strings for all variants."""
-    language, variant, seed = LANGUAGES[str(settings["language"])], str(settings["arm"]), int(settings["seed"])
-    longest, width, layers = (int(settings[name]) for name in ("longest", "width", "layers"))
+    language, longest, seed = LANGUAGES[settings["language"]], settings["longest"], settings["seed"]
     bins = tuple((max(2, number * longest + 1), (number + 1) * longest) for number in range(BINS))
-    splits = make_splits(language, int(settings["train"]), int(settings["test"]), seed, bins)
+    splits = make_splits(language, settings["train"], settings["test"], seed, bins)
     device = default_device()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = make_network(variant, len(language.alphabet), width, layers).to(device)
-    steps, loss = train(
-        model,
-        encode(language, splits.train).to(device),
-        int(settings["steps"]),
-        int(settings["batch"]),
-        float(settings["learning_rate"]),
-        seed,
-    )
+        model = make_network(settings["arm"], len(language.alphabet), settings["width"], settings["layers"]).to(device)
+    data = encode(language, splits.train).to(device)
+    steps, loss = train(model, data, settings["steps"], settings["batch"], settings["learning_rate"], seed)
     correct = [accuracy(model, encode(language, strings).to(device)) for strings in splits.test]
     return {
         **{f"right {low}–{high}": share for (low, high), share in zip(bins, correct, strict=True)},
@@ -107,13 +85,27 @@ def measure(settings: Settings) -> Values:
     }
 
 
-def _bins(run: Run) -> list[str]:
-    """Names of the accuracies by length, the training lengths first."""
-    return [name for name in run.values if name.startswith("right")]
+def _accuracies(run: Run) -> dict[str, float]:
+    """Accuracies by length, the training lengths first, and last their mean beyond those."""
+    by_length = {name: value for name, value in run.values.items() if name.startswith("right")}
+    return by_length | {LONGER: fmean([*by_length.values()][1:])}
 
 
-def _value(run: Run, name: str) -> float:
-    return fmean(map(run.number, _bins(run)[1:])) if name == LONGER else run.number(name)
+def _differences(case: Case, pair: tuple[str, str], name: str) -> list[float]:
+    return case.compare(*pair, lambda run, other: _accuracies(run)[name] - _accuracies(other)[name])
+
+
+def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
+    """Accuracies of a variant, and of RSA minus the Transformer's."""
+    names = [*_accuracies(case.runs[arm][0])]
+    columns = {name: [_accuracies(run)[name] for run in case.runs[arm]] for name in names}
+    columns |= {
+        name.replace("_", " "): case.values(arm, name) for name in ("loss", "steps", "parameters", "learning_rate")
+    }
+    for pair in PAIRS:
+        if arm == pair[0] and pair[1] in case.runs:
+            columns |= {f"{name}, {' − '.join(pair)}": _differences(case, pair, name) for name in names}
+    return columns
 
 
 def by_training_lengths(run: Run) -> float:
@@ -122,42 +114,32 @@ def by_training_lengths(run: Run) -> float:
     The accuracy at the training lengths, and with equal accuracy the training loss: one string of a thousand outweighs
     any difference of losses.
     """
-    return run.number("loss") - 1e4 * run.number(_bins(run)[0])
+    return float(run.values["loss"] - 1e4 * next(iter(_accuracies(run).values())))
 
 
-def summarise(runs: Sequence[Run]) -> list[Row]:
-    """Rows of each language and variant at its best learning rate; then RSA minus the Transformer, seed by seed.
+COMPARISON = Comparison(("language",), PAIRS[0], by_training_lengths, make_columns)
 
-    Language "all" is the mean over the languages that both have run on.
-    """
-    rows, found = [], at_best_rate(runs, ("language",), PAIRS[0], by_training_lengths)
-    accuracies = [*_bins(runs[0]), LONGER] if runs else []
-    for group, best in found:
-        for variant, each in best.items():
-            settings = {**group, "arm": variant, "learning_rate": each[0].settings["learning_rate"]}
-            columns = [*accuracies, "loss", "steps", "parameters"]
-            rows += make_rows(settings, {name: [_value(run, name) for run in each] for name in columns})
-    for rsa, plain in PAIRS:
-        both = {str(group["language"]): best for group, best in found if best.keys() >= {rsa, plain}}
-        for name in accuracies if both else ():
-            differences = {language: _differences(best[rsa], best[plain], name) for language, best in both.items()}
-            differences[ALL] = [fmean(seed) for seed in zip(*differences.values(), strict=True)]
-            for language, values in differences.items():
-                rows += make_rows({"language": language, "arm": f"{rsa} − {plain}"}, {name: values})
+
+def summarise(runs: Sequence[Run]) -> Rows:
+    """Rows of each language; language "all" is the mean over those that a pair of variants has run on."""
+    rows, cases = COMPARISON.summarise(runs), COMPARISON.cases(runs)
+    for pair in PAIRS:
+        both = [case for case in cases if case.runs.keys() >= set(pair)]
+        for name in _accuracies(runs[0]) if both else ():
+            by_seed = zip(*(_differences(case, pair, name) for case in both), strict=True)
+            rows += make_rows(
+                {"language": ALL, "arm": pair[0]}, {f"{name}, {' − '.join(pair)}": [*map(fmean, by_seed)]}
+            )
     return rows
 
 
-def _differences(runs: Sequence[Run], others: Sequence[Run], name: str) -> list[float]:
-    return paired(runs, others, lambda run, other: _value(run, name) - _value(other, name))
-
-
-def conclude(rows: Sequence[Row]) -> Conclusion:
+def conclude(rows: Rows) -> Conclusion:
     """Confirmed if RSA is significantly better at longer strings, over all languages and on Parity."""
-    [overall] = find_rows(rows, LONGER, language=ALL, arm=DIFFERENCE)
+    each, [overall] = rows.find(DIFFERENCE), rows.find(DIFFERENCE, language=ALL)
+    each.remove(overall)
     if math.isnan(overall.low):
         return Conclusion("not measurable at this size", "There is one seed, which gives no interval.")
-    parity = find_rows(rows, LONGER, language="parity", arm=DIFFERENCE)
-    each = [row for row in find_rows(rows, LONGER, arm=DIFFERENCE) if row.settings["language"] != ALL]
+    parity = rows.find(DIFFERENCE, language="parity")
     significant, better_on_parity = not overall.low <= 0 <= overall.high, bool(parity) and parity[0].low > 0
     sentence = (
         f"Beyond the training lengths, RSA gets {100 * overall.mean:+.1f} percentage points "
@@ -165,51 +147,45 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
         f"Transformer, as the mean of {len(each)} languages, which is {'' if significant else 'not '}significant; "
         + (f"on Parity it is {'' if better_on_parity else 'not '}better." if parity else "Parity has not been run.")
     )
-    losses = [scaled(row, -1) for row in (overall, *parity)]
-    verdict = judge(losses, 0)
+    losses = Rows(row.scaled(-1) for row in (overall, *parity))
+    verdict = losses.judge(0)
     if not parity:
         verdict = weakest(verdict, "not measurable at this size")
-    findings = tuple(_finding(rows, str(row.settings["language"])) for row in each)
-    return Conclusion(verdict, sentence + undecided(losses, 0), findings)
+    findings = tuple(_finding(rows, row.settings["language"]) for row in each)
+    return Conclusion(verdict, sentence + losses.undecided(0), findings)
 
 
-def _finding(rows: Sequence[Row], language: str) -> str:
+def _finding(rows: Rows, language: str) -> str:
     """Accuracy of each variant at the training lengths, without which the rest means nothing, and beyond."""
     trained = next(row.measure for row in rows if row.measure.startswith("right"))
     variants = [
-        f"{row.settings['arm']} {100 * row.mean:.1f} and "
-        f"{100 * find_rows(rows, LONGER, language=language, arm=row.settings['arm'])[0].mean:.1f}"
-        for row in find_rows(rows, trained, language=language)
-        if "−" not in str(row.settings["arm"])
+        f"{row.settings['arm']} {100 * row.mean:.1f} and {100 * rows.mean(LONGER, **row.settings):.1f}"
+        for row in rows.find(trained, language=language)
     ]
     return f"{language}, % entirely right at the training lengths and beyond: {', '.join(variants)}"
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
     """A panel for each language: accuracy by length and variant, with 95 % intervals."""
-    rows, bins = summarise(runs), _bins(runs[0])
-    languages, variants = (
-        list(dict.fromkeys(str(run.settings[name]) for run in runs)) for name in ("language", "arm")
-    )
+    rows, bins = summarise(runs), [*_accuracies(runs[0])][:-1]
+    languages, variants = (list(dict.fromkeys(run.settings[name] for run in runs)) for name in ("language", "arm"))
     with panels(path, len(languages), columns=4, sharey=True) as grid:
         for axes, language in zip(grid, languages, strict=True):
             for number, variant in enumerate(variants):
-                found = [row for name in bins for row in find_rows(rows, name, language=language, arm=variant)]
+                found = Rows(r.scaled(100) for name in bins for r in rows.find(name, language=language, arm=variant))
                 # Side by side, since many variants have all strings right, or none.
                 places = [place + 0.6 * ((number + 0.5) / len(variants) - 0.5) for place in range(len(found))]
-                means, errors = [100 * row.mean for row in found], error_bars(found, 100)
-                axes.errorbar(places, means, yerr=errors, fmt="o", capsize=3, label=variant)
-            axes.set_title(language)
+                means = [row.mean for row in found]
+                axes.errorbar(places, means, yerr=found.error_bars(), fmt="o", capsize=3, label=variant)
+            axes.set(title=language, xlabel="length", ylim=(-5, 105))
             axes.set_xticks(range(len(bins)), [name.removeprefix("right ") for name in bins])
-            axes.set_xlabel("length")
-            axes.set_ylim(-5, 105)
         grid[0].set_ylabel("strings entirely right, %")
         grid[0].legend()
 
 
-def glossary(grid: Sequence[Settings]) -> Glossary:
+def glossary(grid: Sequence[Settings]) -> dict[str, dict[str, Any]]:
     """The head plan, the same in all variants with RSA."""
-    variants = dict.fromkeys(str(settings["arm"]) for settings in grid)
+    variants = dict.fromkeys(settings["arm"] for settings in grid)
     return {"arm": {variant: rsa_plan().to_dict() for variant in variants if variant.startswith("rsa")}}
 
 
@@ -231,5 +207,5 @@ EXPERIMENT = Experiment(
     summarise=summarise,
     glossary=glossary,
     parts=("language", "arm"),
-    search_by=by_training_lengths,
+    search_by=COMPARISON.score,
 )

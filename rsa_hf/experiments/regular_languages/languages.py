@@ -2,6 +2,11 @@
 
 After Bhattamishra et al., 2020, On the Ability and Limitations of Transformers to Recognize Formal Languages (arXiv
 2009.11264).
+
+A language is a deterministic machine that reads one character at a time, from its state `start`. `step` gives the next
+state, or None if no string of the language continues like this; `accepts` whether the characters read so far are a
+string of the language; `sample` a random string of some length, or if the language is not `complete` a prefix of one;
+`count` the number of different strings that `sample` may draw.
 """
 
 from __future__ import annotations
@@ -12,85 +17,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import comb
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 __all__ = ["BINS", "LANGUAGES", "Automaton", "Language", "Splits", "all_strings", "legal_next", "make_splits"]
 
 PAIRS = ("()", "[]", "{}", "<>")
 BINS = ((2, 50), (51, 100), (101, 150))
-
-
-class Language(Protocol):
-    """A language as a deterministic machine that reads one character at a time.
-
-    Attributes:
-        alphabet: its characters.
-        start: the state before the first character. States are hashable.
-        complete: whether `sample` draws strings of the language, or prefixes of strings.
-    """
-
-    @property
-    def alphabet(self) -> str: ...  # noqa: D102
-
-    @property
-    def start(self) -> Any: ...  # noqa: D102
-
-    @property
-    def complete(self) -> bool: ...  # noqa: D102
-
-    def step(self, state: Any, character: str) -> Any:
-        """The next state; None if no string of the language continues like this."""
-        ...
-
-    def accepts(self, state: Any) -> bool:
-        """Whether the characters read so far are a string of the language."""
-        ...
-
-    def count(self, length: int) -> int:
-        """Number of different strings of `length` characters that `sample` may draw."""
-        ...
-
-    def sample(self, length: int, random: Random) -> str:
-        """A random string of `length` characters; ValueError if there is none."""
-        ...
-
-
-def legal_next(language: Language, string: str) -> list[tuple[frozenset[str], bool]]:
-    """The targets of next-character prediction (Bhattamishra et al., 2020, section 3).
-
-    Args:
-        language: the language.
-        string: a string or a prefix.
-
-    Returns:
-        For each of the len(string) + 1 prefixes, the empty one first: the characters that may follow, and whether the
-        prefix is a string of the language, so that it may end here.
-
-    Raises:
-        ValueError: no string of the language begins like this.
-    """
-    state, targets = language.start, list[tuple[frozenset[str], bool]]()
-    for character in (*string, None):
-        after = {c: language.step(state, c) for c in language.alphabet}
-        targets.append((frozenset(c for c in after if after[c] is not None), language.accepts(state)))
-        if character is not None:
-            state = after.get(character)
-            if state is None:
-                raise ValueError(f"{string!r}: no string of the language begins with {string[: len(targets)]!r}.")
-    return targets
-
-
-def all_strings(language: Language, length: int) -> list[str]:
-    """Every string of `length` characters that `sample` may draw, by walking through all prefixes."""
-    prefixes = [("", language.start)]
-    for _ in range(length):
-        prefixes = [
-            (string + c, after)
-            for string, state in prefixes
-            for c in language.alphabet
-            if (after := language.step(state, c)) is not None
-        ]
-    return [string for string, state in prefixes if not language.complete or language.accepts(state)]
 
 
 @dataclass(eq=False)
@@ -110,9 +42,9 @@ class Automaton:
     transitions: Mapping[str, Mapping[str, str]]
     accepting: frozenset[str]
     start: str
-    complete: bool = field(default=True, init=False)
     # completions[r][s]: number of ways from state s to an accepting state in r characters.
     completions: list[dict[str, int]] = field(default_factory=list, init=False, repr=False)
+    complete = True
 
     def step(self, state: str, character: str) -> str | None:
         """The next state, None if `character` is not legal."""
@@ -127,13 +59,7 @@ class Automaton:
         return self._completions(length)[self.start]
 
     def sample(self, length: int, random: Random) -> str:
-        """One of the strings of `length` characters, all equally likely.
-
-        Raises:
-            ValueError: the language has none.
-        """
-        if not self.count(length):
-            raise ValueError(f"length={length}: the language has no string of this length.")
+        """One of the strings of `length` characters, of which there must be one, all equally likely."""
         state, string = self.start, ""
         for left in reversed(range(length)):
             after = self.transitions[state]
@@ -147,12 +73,31 @@ class Automaton:
     def _completions(self, length: int) -> dict[str, int]:
         table = self.completions
         if not table:
-            table.append({state: int(state in self.accepting) for state in self.transitions})
+            table.append({s: int(self.accepts(s) or not self.complete) for s in self.transitions})
         while len(table) <= length:
             table.append(
                 {s: sum(table[-1][after] for after in self.transitions[s].values()) for s in self.transitions}
             )
         return table[length]
+
+
+class Prefixes(Automaton):
+    """Prefixes of well-nested brackets, the state being the closing brackets still to come.
+
+    Sampled by a random walk that opens or closes with probability ½ where both are legal.
+    """
+
+    complete = False
+
+    def sample(self, length: int, random: Random) -> str:
+        """A random walk of `length` characters."""
+        string, state = "", self.start
+        for _ in range(length):
+            opening = [character for character in self.transitions[state] if character in "([{<"]
+            opens = not state or (bool(opening) and random.random() < 0.5)
+            character = opening[random.randrange(len(opening))] if opens else state[-1]
+            string, state = string + character, self.transitions[state][character]
+        return string
 
 
 def _cycle(word: str) -> Automaton:
@@ -162,14 +107,14 @@ def _cycle(word: str) -> Automaton:
     return Automaton("".join(sorted(set(word))), transitions, frozenset({"0"}), "0")
 
 
-def _nested(depth: int) -> Automaton:
-    """D_n = (a D_{n−1} b)*, D_0 = {ε}: brackets of one kind, at most `depth` deep; the state is the depth."""
-    transitions: dict[str, dict[str, str]] = {}
-    for level in range(depth + 1):
-        opened = {"(": str(level + 1)} if level < depth else {}
-        closed = {")": str(level - 1)} if level > 0 else {}
-        transitions[str(level)] = opened | closed
-    return Automaton("()", transitions, frozenset({"0"}), "0")
+def _brackets(kinds: int, depth: int, kind: type[Automaton] = Automaton) -> Automaton:
+    """Well-nested brackets of `kinds` kinds, at most `depth` of them open; the state is the closing ones to come."""
+    pairs, states, transitions = PAIRS[:kinds], [""], {}
+    for state in states:  # grows by the states that are reached
+        opened = {pair[0]: state + pair[1] for pair in pairs} if len(state) < depth else {}
+        transitions[state] = opened | ({state[-1]: state[:-1]} if state else {})
+        states += opened.values()
+    return kind("".join(pairs), transitions, frozenset({""}), "")
 
 
 def _binary(accepting: str, **states: str) -> Automaton:
@@ -179,59 +124,6 @@ def _binary(accepting: str, **states: str) -> Automaton:
         for name, ways in states.items()
     }
     return Automaton("01", transitions, frozenset(accepting.split()), next(iter(states)))
-
-
-@dataclass(frozen=True)
-class DyckPrefixes:
-    """Prefixes of well-nested strings of `kinds` kinds of brackets, at most `depth` of them open at a time.
-
-    With bounded depth it is a regular language (Dyck-(k, m) of Hewitt et al., 2020, RNNs can generate bounded
-    hierarchical languages with optimal memory). The state is the string of closing brackets still to come.
-
-    Attributes:
-        kinds: k, 1 to 4.
-        depth: m.
-    """
-
-    kinds: int
-    depth: int
-    complete = False
-    start = ""
-
-    @property
-    def alphabet(self) -> str:
-        """The kinds of brackets, each opening before closing."""
-        return "".join(PAIRS[: self.kinds])
-
-    def step(self, state: str, character: str) -> str | None:
-        """The closing brackets still to come, the next one last; None if `character` is not legal."""
-        kind, closes = divmod(self.alphabet.index(character), 2)
-        if closes:
-            return state[:-1] if state.endswith(character) else None
-        return state + PAIRS[kind][1] if len(state) < self.depth else None
-
-    def accepts(self, state: str) -> bool:
-        """Whether every bracket is closed."""
-        return not state
-
-    def count(self, length: int) -> int:
-        """Number of prefixes of `length` characters."""
-        ways = [1] + [0] * self.depth
-        for _ in range(length):
-            padded = [0, *ways, 0]
-            ways = [self.kinds * padded[level] + padded[level + 2] for level in range(self.depth + 1)]
-        return sum(ways)
-
-    def sample(self, length: int, random: Random) -> str:
-        """A random walk of `length` characters that opens or closes with probability ½ where both are legal."""
-        string, state = "", self.start
-        for _ in range(length):
-            opens = not state or (len(state) < self.depth and random.random() < 0.5)
-            character = PAIRS[random.randrange(self.kinds)][0] if opens else state[-1]
-            after = self.step(state, character)
-            assert after is not None
-            string, state = string + character, after
-        return string
 
 
 @dataclass(frozen=True)
@@ -265,13 +157,7 @@ class Shuffle2:
         return sum(comb(length, 2 * k) * _catalan(k) * _catalan(pairs - k) for k in range(pairs + 1))
 
     def sample(self, length: int, random: Random) -> str:
-        """A shuffle of two strings, each uniform for its length; a pair is of either kind with probability ½.
-
-        Raises:
-            ValueError: `length` is odd.
-        """
-        if length % 2:
-            raise ValueError(f"length={length}: strings of balanced brackets have even lengths.")
+        """A shuffle of two strings, each uniform for its length; a pair is of either kind with probability ½."""
         first = sum(random.random() < 0.5 for _ in range(length // 2))
         parts = [_balanced(first, PAIRS[0], random), _balanced(length // 2 - first, PAIRS[1], random)]
         places = set(random.sample(range(length), 2 * first))
@@ -299,8 +185,10 @@ def _balanced(pairs: int, brackets: str, random: Random) -> str:
     return "".join(brackets[0] if step == 1 else brackets[1] for step in rotated)
 
 
-# Tomita, 1982, Dynamic construction of finite automata from examples using hill-climbing. d-2 and d-4 are the D_n of
-# Bhattamishra et al., 2020: one kind of bracket, at most n deep. dyck-n has n kinds.
+Language = Automaton | Shuffle2
+# Tomita, 1982, Dynamic construction of finite automata from examples using hill-climbing. d-n is D_n = (a D_{n−1} b)*
+# of Bhattamishra et al., 2020: one kind of bracket, at most n deep. dyck-k are prefixes with k kinds, at most 4 deep:
+# Dyck-(k, m) of Hewitt et al., 2020, RNNs can generate bounded hierarchical languages with optimal memory.
 LANGUAGES: dict[str, Language] = {
     # An even number of 1.
     "parity": _binary("even", even="even odd", odd="odd even"),
@@ -320,23 +208,52 @@ LANGUAGES: dict[str, Language] = {
     "tomita-6": _binary("r0", r0="r1 r2", r1="r2 r0", r2="r0 r1"),
     # 0*1*0*1*
     "tomita-7": _binary("a b c d", a="a b", b="c b", c="c d", d="- d"),
-    "d-2": _nested(2),
-    "d-4": _nested(4),
-    "dyck-2": DyckPrefixes(kinds=2, depth=4),
-    "dyck-4": DyckPrefixes(kinds=4, depth=4),
+    "d-2": _brackets(kinds=1, depth=2),
+    "d-4": _brackets(kinds=1, depth=4),
+    "dyck-2": _brackets(2, 4, Prefixes),
+    "dyck-4": _brackets(4, 4, Prefixes),
     "shuffle-2": Shuffle2(),
 }
 
 
+def legal_next(language: Language, string: str) -> list[tuple[frozenset[str], bool]]:
+    """The targets of next-character prediction (Bhattamishra et al., 2020, section 3).
+
+    Returns:
+        For each of the len(string) + 1 prefixes, the empty one first: the characters that may follow, and whether the
+        prefix is a string of the language, so that it may end here.
+
+    Raises:
+        ValueError: no string of the language begins like this.
+    """
+    state: Any
+    state, targets = language.start, list[tuple[frozenset[str], bool]]()
+    for character in (*string, None):
+        after = {c: language.step(state, c) for c in language.alphabet}
+        targets.append((frozenset(c for c in after if after[c] is not None), language.accepts(state)))
+        if character is not None:
+            state = after.get(character)
+            if state is None:
+                raise ValueError(f"{string!r}: no string of the language begins with {string[: len(targets)]!r}.")
+    return targets
+
+
+def all_strings(language: Language, length: int) -> list[str]:
+    """Every string of `length` characters that `sample` may draw, by walking through all prefixes."""
+    prefixes: list[tuple[str, Any]] = [("", language.start)]
+    for _ in range(length):
+        prefixes = [
+            (string + c, after)
+            for string, state in prefixes
+            for c in language.alphabet
+            if (after := language.step(state, c)) is not None
+        ]
+    return [string for string, state in prefixes if not language.complete or language.accepts(state)]
+
+
 @dataclass(frozen=True)
 class Splits:
-    """The data of one language.
-
-    Attributes:
-        train: strings with the lengths of the first bin.
-        test: distinct strings of each bin.
-        held_out: whether no string of the first test bin is trained on.
-    """
+    """Strings to train on, distinct strings to test on of each bin, and whether the first bin's are not trained on."""
 
     train: tuple[str, ...]
     test: tuple[tuple[str, ...], ...]
@@ -344,34 +261,19 @@ class Splits:
 
 
 def make_splits(
-    language: Language,
-    train_size: int,
-    test_size: int,
-    seed: int,
-    bins: tuple[tuple[int, int], ...] = BINS,
+    language: Language, train_size: int, test_size: int, seed: int, bins: tuple[tuple[int, int], ...] = BINS
 ) -> Splits:
     """Draw strings of a language: first a length, uniformly among those that occur, then a string of it.
 
     Training strings may repeat. A bin with no more strings than requested is taken whole. If that is the first bin, as
     for (aa)*, Tomita-1 and Tomita-2 with at most one string per length, it is used for both training and test: each
     string is a prefix of the next, so nothing could be held out, and only the later bins are a test.
-
-    Args:
-        language: the language.
-        train_size: number of strings to train on.
-        test_size: number of strings to test on in each bin.
-        seed: of the random generator.
-        bins: first and last length of each bin; training strings are of the first.
-
-    Raises:
-        ValueError: the language has no string of a bin.
+    Each bin, given by its first and last length, must have some string; training strings are of the first.
     """
     random = Random(seed)
     test, train, held_out = list[tuple[str, ...]](), tuple[str, ...](), True
     for number, (low, high) in enumerate(bins):
         lengths = [length for length in range(low, high + 1) if language.count(length)]
-        if not lengths:
-            raise ValueError(f"bins={bins}: the language has no string of {low} to {high} characters.")
         wanted = test_size + (train_size if number == 0 else 0)
         small = sum(language.count(length) for length in lengths) <= wanted
         whole = tuple(string for length in lengths for string in all_strings(language, length)) if small else ()

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,25 +20,14 @@ from torch import Tensor, nn
 from transformers import GPT2Model
 
 from rsa_hf.config import RSAConfig
-from rsa_hf.experiments.byte_models import gpt2_config
+from rsa_hf.experiments.byte_models import small_gpt2
 from rsa_hf.experiments.regular_languages.languages import Language, legal_next
 from rsa_hf.experiments.runner.fit import fit
 from rsa_hf.models.recurrent import RecurrentConfig, RecurrentModel
 from rsa_hf.patching import patch_model
 from rsa_hf.training.optimizer import param_groups
 
-__all__ = [
-    "CELLS",
-    "VARIANTS",
-    "Batch",
-    "StepPredictor",
-    "accuracy",
-    "correct_strings",
-    "encode",
-    "make_network",
-    "rsa_plan",
-    "train",
-]
+__all__ = ["CELLS", "VARIANTS", "Batch", "accuracy", "correct_strings", "encode", "make_network", "rsa_plan", "train"]
 
 HEADS = 8
 LONGEST = 151
@@ -53,13 +43,7 @@ def rsa_plan() -> RSAConfig:
 
 
 class StepPredictor(nn.Module):
-    """A causal network with a linear layer that predicts for each character whether it may come next.
-
-    Args:
-        body: from tokens [B, T] to an output with `last_hidden_state` [B, T, n].
-        hidden_size: n.
-        num_targets: K + 1: the characters and the end.
-    """
+    """A causal network with a linear layer that predicts for K characters and the end whether they may come next."""
 
     def __init__(self, body: nn.Module, hidden_size: int, num_targets: int) -> None:
         super().__init__()
@@ -78,21 +62,14 @@ def make_network(variant: str, num_characters: int, width: int, layers: int) -> 
     Args:
         variant: one of `VARIANTS`.
         num_characters: K; there is one more token for the beginning, and one more target for the end.
-        width: n; a multiple of 8, the number of attention heads.
+        width: a multiple of 8, the number of attention heads.
         layers: number of layers.
-
-    Raises:
-        ValueError: there is no such variant.
     """
-    if variant not in VARIANTS:
-        raise ValueError(f"variant={variant!r}: choose from {', '.join(VARIANTS)}.")
     size = num_characters + 1
     if variant in CELLS:
-        config = RecurrentConfig(
-            vocab_size=size, cell=CELLS[variant], hidden_size=width, num_hidden_layers=layers, dropout=0.0
-        )
-        return StepPredictor(RecurrentModel(config), width, size)
-    body = GPT2Model(gpt2_config(size, LONGEST, width, layers, HEADS))
+        sizes: dict[str, Any] = {"vocab_size": size, "hidden_size": width, "num_hidden_layers": layers}
+        return StepPredictor(RecurrentModel(RecurrentConfig(cell=CELLS[variant], dropout=0.0, **sizes)), width, size)
+    body = GPT2Model(small_gpt2(size, LONGEST, width, layers, HEADS, 0.0))
     positions = _sinusoids(width) if variant.endswith("-sinusoidal") else torch.zeros(LONGEST, width)
     with torch.no_grad():
         body.wpe.weight.copy_(positions)
@@ -154,12 +131,7 @@ def encode(language: Language, strings: Sequence[str]) -> Batch:
 
 
 def correct_strings(logits: Tensor, batch: Batch) -> Tensor:
-    """Whether all K + 1 predictions are correct at every step of a string: [B], booleans.
-
-    Args:
-        logits: [B, T + 1, K + 1]; positive means yes.
-        batch: the strings.
-    """
+    """Whether all K + 1 predictions, logits [B, T + 1, K + 1], are correct at every step of a string: [B]."""
     correct = ((logits > 0) == (batch.targets > 0.5)).all(-1)
     return (correct | ~batch.real).all(-1)
 
@@ -177,15 +149,8 @@ def train(
 ) -> tuple[int, float]:
     """Train with AdamW on binary cross-entropy; the learning rate falls linearly to 0.
 
-    Training ends early when the mean loss of the last 50 steps is below 10⁻⁴.
-
-    Args:
-        model: trained in place.
-        data: training strings.
-        steps: maximum number of steps.
-        batch_size: strings per step, drawn with replacement.
-        learning_rate: of the weights; RSA parameters move faster by their `parameter_scale`.
-        seed: draws the strings.
+    Training ends early when the mean loss of the last 50 steps is below 10⁻⁴. `seed` draws the strings of each step,
+    with replacement.
 
     Returns:
         The number of steps, and the mean loss of the last 50, in nats per prediction.

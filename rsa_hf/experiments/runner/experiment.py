@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from rsa_hf.experiments.runner.conclusion import Conclusion
-from rsa_hf.experiments.runner.summary import Row, Run, Settings, Values, summarise
+from rsa_hf.experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, summarise
 
-__all__ = ["EXPERIMENTS", "SIZES", "Experiment", "Glossary", "Size", "find_experiment", "run_key"]
+__all__ = ["EXPERIMENTS", "SIZES", "Experiment", "Size", "combinations", "find_experiment", "run_key"]
 
 # In the order of the report, each with its subject.
 EXPERIMENTS = {
@@ -28,15 +28,13 @@ EXPERIMENTS = {
     "search-heads": "a searched head plan against the default plan (section 3)",
 }
 
-# Definitions of names that occur among the settings: {setting: {name: JSON value}}.
-Glossary = Mapping[str, Mapping[str, Any]]
 Size = Literal["toy", "quick", "full"]
 SIZES: tuple[Size, ...] = ("toy", "quick", "full")
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One claim of the paper, as something to run.
+    """One claim of the paper, as something to run. Where variants of a model are compared, see comparison.py.
 
     Attributes:
         name: its name on the command line, one of `EXPERIMENTS`.
@@ -54,7 +52,8 @@ class Experiment:
         search_by: run → score, lower is better. The learning rate is searched with the first seed by this score, see
             rate_search.py; None: every seed runs the whole grid.
         needs_gpu: whether a run is too large for a CPU. Such runs are skipped on a machine without a GPU.
-        glossary: grid → definitions of names among the settings, such as sizes and head plans.
+        glossary: grid → definitions of names among the settings, such as sizes and head plans:
+            {setting: {name: JSON value}}.
         revision: increase it when `measure` changes its meaning; older runs are then run again.
     """
 
@@ -64,15 +63,20 @@ class Experiment:
     seeds: Mapping[Size, int]
     grid: Callable[[Size, int], Sequence[Settings]]
     measure: Callable[[Settings], Values]
-    conclude: Callable[[Sequence[Row]], Conclusion]
+    conclude: Callable[[Rows], Conclusion]
     draw: Callable[[Sequence[Run], Path], None]
-    summarise: Callable[[Sequence[Run]], list[Row]] = field(default=summarise)
+    summarise: Callable[[Sequence[Run]], Rows] = field(default=summarise)
     remark: str = ""
     parts: tuple[str, ...] = ()
     search_by: Callable[[Run], float] | None = None
     needs_gpu: Callable[[Settings], bool] = lambda settings: False
-    glossary: Callable[[Sequence[Settings]], Glossary] = lambda grid: {}
+    glossary: Callable[[Sequence[Settings]], dict[str, dict[str, Any]]] = lambda grid: {}
     revision: int = 1
+
+
+def combinations(**choices: Iterable[Any]) -> list[dict[str, Any]]:
+    """All combinations of settings; the last one changes fastest."""
+    return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
 
 
 def run_key(settings: Settings, revision: int) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import default_collate
 
-__all__ = ["default_device", "evaluation_steps", "fit", "shuffled_rows", "step_time_ratio"]
+__all__ = ["batch_loss", "default_device", "evaluation_steps", "fit", "shuffled_rows", "step_time_ratio"]
 
 
 def default_device() -> torch.device:
@@ -59,6 +61,20 @@ def fit(
     return steps
 
 
+def batch_loss(
+    model: nn.Module, rows: Any, batch: int, seed: int, collate: Callable[[list[Any]], Any] = default_collate
+) -> Callable[[int], Tensor]:
+    """The loss for `fit` of a model that returns one, on batches of rows; `seed` shuffles them in each pass."""
+    order, device = shuffled_rows(len(rows), batch, seed), next(model.parameters()).device
+
+    def loss(step: int) -> Tensor:
+        inputs = collate([rows[i] for i in next(order)])
+        value: Tensor = model(**{name: tensor.to(device) for name, tensor in inputs.items()}).loss
+        return value
+
+    return loss
+
+
 def shuffled_rows(count: int, batch: int, seed: int) -> Iterator[list[int]]:
     """Row indices of one batch after another, without end; rows are shuffled anew for each pass over the data."""
     generator = torch.Generator().manual_seed(seed)
@@ -75,25 +91,19 @@ def evaluation_steps(steps: int, evaluations: int) -> set[int]:
     return {round(steps * (i + 1) / evaluations) for i in range(evaluations)}
 
 
-def step_time_ratio(model: nn.Module, other: nn.Module, batch: Mapping[str, Tensor], rounds: int = 7) -> float:
-    """Time of a forward and backward pass relative to another model: the median over rounds.
+def step_time_ratio(model: nn.Module, other: nn.Module, input_ids: Tensor, rounds: int = 7) -> float:
+    """Time of a forward and backward pass of a language model relative to another: the median over rounds.
 
     The models take turns, so that other load on the machine affects both. A warm-up round is not counted.
-
-    Args:
-        model: returns a loss.
-        other: returns a loss.
-        batch: inputs of both, on their device.
-        rounds: number of rounds, at least 1.
     """
-    times = [(_step_time(model, batch), _step_time(other, batch)) for _ in range(1 + rounds)]
+    times = [(_step_time(model, input_ids), _step_time(other, input_ids)) for _ in range(1 + rounds)]
     return statistics.median(first / second for first, second in times[1:])
 
 
-def _step_time(model: nn.Module, batch: Mapping[str, Tensor]) -> float:
+def _step_time(model: nn.Module, input_ids: Tensor) -> float:
     model.train()
     start = time.perf_counter()
-    model(**batch).loss.backward()
+    model(input_ids=input_ids, labels=input_ids).loss.backward()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start

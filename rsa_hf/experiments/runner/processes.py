@@ -1,23 +1,49 @@
-"""Run several settings at a time in worker processes: small models keep one core busy, not two."""
+"""Run settings in this process or in several: small models keep one core busy, not two."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 import transformers
 
-from rsa_hf.experiments.runner.machine import machine, versions
 from rsa_hf.experiments.runner.summary import Run, Settings, Values
 from rsa_hf.integration import install
 
-__all__ = ["Workers", "default_jobs", "run_all"]
+__all__ = ["default_jobs", "machine", "run_all", "versions", "workers"]
 
 Measure = Callable[[Settings], Values]
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def machine() -> str:
+    """Name of the GPU, or of the processor with the number of threads."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    threads = torch.get_num_threads()
+    name = models[0] if models else platform.processor() or platform.machine()
+    return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that measured values depend on."""
+    found = {"python": platform.python_version()}
+    for package in ("rsa_hf", "torch", "transformers", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed: run from its sources"
+    return found
 
 
 def default_jobs() -> int:
@@ -27,49 +53,37 @@ def default_jobs() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Workers:
-    """Worker processes that share the cores equally and serve one experiment after another.
+@contextmanager
+def workers(jobs: int) -> Iterator[Executor | None]:
+    """Processes that share the cores equally and serve one experiment after another; None for one job.
 
-    A worker takes seconds to start and keeps the data and pretrained models that it has read. Use it as a context
-    manager: on exit, runs that have not started are dropped and running ones are waited for.
-
-    Args:
-        jobs: number of processes; 1: runs happen in this process.
-
-    Raises:
-        ValueError: `jobs` is below 1.
+    A worker takes seconds to start and keeps the data and pretrained models that it has read. On exit, runs that have
+    not started are dropped and running ones are waited for.
     """
-
-    def __init__(self, jobs: int) -> None:
-        if jobs < 1:
-            raise ValueError(f"jobs={jobs}: at least 1 is needed.")
-        self.executor: ProcessPoolExecutor | None = None
-        if jobs > 1:
-            threads = max(1, default_jobs() // jobs)
-            self.executor = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _start, (threads,))
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.executor is not None:
-            self.executor.shutdown(cancel_futures=True)
+    if jobs == 1:
+        yield None
+        return
+    threads = max(1, default_jobs() // jobs)
+    executor = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _start, (threads,))
+    try:
+        yield executor
+    finally:
+        executor.shutdown(cancel_futures=True)
 
 
 def run_all(
-    measure: Measure, grid: Mapping[str, Settings], workers: Workers | None = None
+    measure: Measure, grid: Mapping[str, Settings], executor: Executor | None = None
 ) -> Iterator[tuple[str, Run]]:
     """Run settings and yield each finished run with its key.
 
     Args:
         measure: `Experiment.measure`; with workers it must be picklable.
         grid: settings by key.
-        workers: None, or a single run to do: run in this process.
+        executor: of `workers`; a single run happens in this process.
 
     Raises:
         The first exception of `measure`, after the runs that had started have finished and been yielded.
     """
-    executor = None if workers is None else workers.executor
     if executor is None or len(grid) < 2:
         for key, settings in grid.items():
             yield key, _run(measure, settings)

@@ -1,39 +1,30 @@
 """Search learning rates with the first seed; the other seeds run at the rate that was best for their variant.
 
 Every variant tries the same rates. With r rates and n seeds this takes r + n − 1 runs a variant instead of r · n.
-Without a score to search by, every seed runs the whole grid.
+Without a score to search by, every seed runs the whole grid. In all functions, `grid` holds the settings of all runs
+and `finished` the finished runs, both by key; `score` maps a run to a number, lower is better, or is None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
-from rsa_hf.experiments.runner.summary import Run, Setting, Settings, worst_if_nan
+from rsa_hf.experiments.runner.summary import Run, Settings, worst_if_nan
 
 __all__ = ["finished_runs", "number_of_runs", "required_runs"]
 
-Group = tuple[tuple[str, Setting], ...]
+Grid = Mapping[str, Settings]
 Score = Callable[[Run], float]
 RATE, SEED = "learning_rate", "seed"
 
 
-def required_runs(
-    grid: Mapping[str, Settings], finished: Mapping[str, Run], score: Score | None
-) -> dict[str, Settings]:
-    """All runs of the first seed, and those of the other seeds whose learning rate is known by now.
-
-    Args:
-        grid: settings of all runs, by key.
-        finished: finished runs, by key.
-        score: lower is better; None: no search.
-
-    Returns:
-        Settings by key, of finished and unfinished runs.
-    """
+def required_runs(grid: Grid, finished: Mapping[str, Run], score: Score | None) -> dict[str, Settings]:
+    """All runs of the first seed, and those of the other seeds whose learning rate is known by now."""
     if score is None:
         return dict(grid)
-    first = _first_seed(grid)
-    searched: dict[Group, dict[str, Setting]] = {}
+    first = min(settings[SEED] for settings in grid.values())
+    searched: dict[Any, dict[str, float]] = {}
     for key, settings in grid.items():
         if settings[SEED] == first:
             searched.setdefault(_group(settings, score), {})[key] = settings[RATE]
@@ -49,27 +40,23 @@ def required_runs(
     }
 
 
-def number_of_runs(grid: Mapping[str, Settings], score: Score | None) -> int:
-    """The number of runs when the search is done; arguments as of `required_runs`."""
+def number_of_runs(grid: Grid, score: Score | None) -> int:
+    """The number of runs when the search is done."""
     if score is None:
         return len(grid)
-    first = _first_seed(grid)
+    first = min(settings[SEED] for settings in grid.values())
     others = {(_group(settings, score), settings[SEED]) for settings in grid.values() if settings[SEED] != first}
-    return sum(settings[SEED] == first for settings in grid.values()) + len(others)
+    return len(others) + len([key for key, settings in grid.items() if settings[SEED] == first])
 
 
-def finished_runs(grid: Mapping[str, Settings], finished: Mapping[str, Run], score: Score | None) -> list[Run]:
-    """The runs of variants that are finished for every seed; arguments as of `required_runs`."""
+def finished_runs(grid: Grid, finished: Mapping[str, Run], score: Score | None) -> list[Run]:
+    """The runs of variants that are finished for every seed."""
     required = required_runs(grid, finished, score)
     unfinished = {_group(settings, score) for key, settings in required.items() if key not in finished}
     return [finished[key] for key, settings in required.items() if _group(settings, score) not in unfinished]
 
 
-def _group(settings: Settings, score: Score | None) -> Group:
+def _group(settings: Settings, score: Score | None) -> frozenset[tuple[str, Any]]:
     """The settings without the seed, and without the learning rate where it is searched."""
     left_out = (SEED,) if score is None else (RATE, SEED)
-    return tuple((name, value) for name, value in settings.items() if name not in left_out)
-
-
-def _first_seed(grid: Mapping[str, Settings]) -> int:
-    return min(int(settings[SEED]) for settings in grid.values())
+    return frozenset((name, value) for name, value in settings.items() if name not in left_out)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rsa_hf.experiments.runner.experiment import EXPERIMENTS, SIZES, Size, find_experiment
-from rsa_hf.experiments.runner.machine import machine
-from rsa_hf.experiments.runner.runner import CONFIGURATION, FOLDER, read_runs
+from rsa_hf.experiments.runner.processes import machine
+from rsa_hf.experiments.runner.runner import CONCLUSION, CONFIGURATION, FOLDER, read_runs, to_json
 from rsa_hf.utils.files import write_text
 
 __all__ = ["keep_total_time", "nothing_has_run", "write_report"]
@@ -79,29 +79,25 @@ def _verdict(result: dict[str, Any]) -> str:
 
 def _read(folder: Path) -> dict[str, Any]:
     """Configuration and conclusion; empty if there are none."""
-    files = [folder / CONFIGURATION, folder / "conclusion.json"]
+    files = [folder / CONFIGURATION, folder / CONCLUSION]
     if not all(file.exists() for file in files):
         return {}
     return {name: value for file in files for name, value in json.loads(file.read_text(encoding="utf-8")).items()}
 
 
 def nothing_has_run(root: Path, size: Size, names: Collection[str]) -> bool:
-    """Whether there is no finished run of these experiments, so that the total time of running all can be measured.
-
-    Raises:
-        RequestError: a stored file is damaged.
-    """
+    """Whether there is no finished run of these experiments, so that the total time of running all can be measured."""
     return not any(read_runs(root / FOLDER / name / size) for name in names)
 
 
 def keep_total_time(root: Path, size: Size, seconds: float, jobs: int) -> None:
     """Store the wall time of `rsa-hf reproduce all`, which the sum over parallel runs does not tell."""
     record = {"seconds": round(seconds, 1), "jobs": jobs, "machine": machine()}
-    write_text(_total_time_file(root, size), json.dumps(record, indent=2) + "\n")
+    write_text(root / FOLDER / f"all_{size}.json", to_json(record))
 
 
 def _total_time(root: Path, size: Size) -> str:
-    path = _total_time_file(root, size)
+    path = root / FOLDER / f"all_{size}.json"
     if not path.exists():
         return ""
     record = json.loads(path.read_text(encoding="utf-8"))
@@ -110,7 +106,3 @@ def _total_time(root: Path, size: Size) -> str:
         f"`rsa-hf reproduce all --{size}` took {minutes} min {seconds} s from scratch, {record['jobs']} runs at a "
         f"time, on {record['machine']}."
     )
-
-
-def _total_time_file(root: Path, size: Size) -> Path:
-    return root / FOLDER / f"all_{size}.json"

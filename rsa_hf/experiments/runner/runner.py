@@ -11,7 +11,8 @@ import io
 import json
 import math
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from concurrent.futures import Executor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,18 @@ import torch
 from filelock import FileLock
 from tqdm import tqdm
 
-from rsa_hf.experiments.runner.conclusion import Conclusion
 from rsa_hf.experiments.runner.experiment import EXPERIMENTS, SIZES, Experiment, Size, find_experiment, run_key
-from rsa_hf.experiments.runner.processes import Workers, run_all
+from rsa_hf.experiments.runner.processes import run_all
 from rsa_hf.experiments.runner.rate_search import finished_runs, number_of_runs, required_runs
-from rsa_hf.experiments.runner.summary import Row, Run, Settings
+from rsa_hf.experiments.runner.summary import Conclusion, Rows, Run, Settings
 from rsa_hf.utils.files import write_text
 
-__all__ = ["FOLDER", "RequestError", "read_runs", "rebuild_results", "run_experiment"]
+__all__ = ["FOLDER", "RequestError", "read_runs", "rebuild_results", "run_experiment", "to_json"]
 
 FOLDER = Path("results") / "reproduce"
 RUNS = "cells.jsonl"
 CONFIGURATION = "configuration.json"
+CONCLUSION = "conclusion.json"
 LOCK = ".lock"  # held while runs are read and written
 
 Grid = dict[str, Settings]
@@ -48,7 +49,7 @@ def run_experiment(
     seeds: int | None = None,
     only: Mapping[str, Collection[str]] | None = None,
     progress: bool = True,
-    workers: Workers | None = None,
+    executor: Executor | None = None,
 ) -> Conclusion:
     """Run what has not run yet, then write tables, figure, conclusion and configuration.
 
@@ -59,37 +60,33 @@ def run_experiment(
         experiment: the experiment.
         size: its size.
         root: the folder of `results/reproduce`.
-        seeds: number of seeds; default: the experiment's own for this size.
+        seeds: number of seeds, at least 1; default: the experiment's own for this size.
         only: allowed values, as strings, by setting; other runs are left out.
         progress: show a progress bar.
-        workers: processes for the runs; None: this process.
+        executor: runs several at a time, see `workers`; None: this process.
 
     Raises:
         MissingDataError: data is missing.
         ImportError: a package is missing.
-        RequestError: `seeds` is below 1, `only` matches no run, all matching runs need a GPU that is missing, there is
-            nothing to compare yet, or a stored file cannot be read.
+        RequestError: `only` matches no run, all matching runs need a GPU that is missing, there is nothing to compare
+            yet, or a stored file cannot be read.
     """
-    seeds = experiment.seeds[size] if seeds is None else seeds
-    if seeds < 1:
-        raise RequestError(f"seeds={seeds}: at least 1 is needed.")
+    seeds = seeds or experiment.seeds[size]
     folder = root / FOLDER / experiment.name / size
     folder.mkdir(parents=True, exist_ok=True)
     grid = _select(experiment, _grid(experiment, size, seeds), only or {})
     score, finished = experiment.search_by, read_runs(folder)
     done = len(required_runs(grid, finished, score).keys() & finished.keys())
-    with tqdm(
-        total=number_of_runs(grid, score), initial=done, desc=experiment.name, disable=not progress
-    ) as progress_bar:
+    with tqdm(total=number_of_runs(grid, score), initial=done, desc=experiment.name, disable=not progress) as bar:
         # The search of learning rates determines which runs remain, so ask again after each round.
         while left := {k: each for k, each in required_runs(grid, finished, score).items() if k not in finished}:
-            for key, run in run_all(experiment.measure, left, workers):
+            for key, run in run_all(experiment.measure, left, executor):
                 # Another process may have added runs, for instance of another part.
                 with FileLock(folder / LOCK):
                     finished = {**read_runs(folder), **finished, key: run}
                     write_text(folder / RUNS, "".join(_to_line(key, run) for key, run in finished.items()))
-                progress_bar.set_postfix_str(f"done: {_describe(run.settings)}", refresh=False)
-                progress_bar.update()
+                bar.set_postfix_str(f"done: {_describe(run.settings)}", refresh=False)
+                bar.update()
     conclusion, runs = _write_results(experiment, size, folder, seeds, finished)
     experiment.draw(runs, folder / "figure.png")
     return conclusion
@@ -125,7 +122,7 @@ def _select(experiment: Experiment, grid: Grid, only: Mapping[str, Collection[st
         if name not in experiment.parts:
             allowed = ", ".join(experiment.parts) or "none, it runs as a whole"
             raise RequestError(f"{experiment.name} cannot be split by {name!r}; allowed: {allowed}.")
-        existing = dict.fromkeys(str(settings[name]) for settings in grid.values())
+        existing = _values(name, grid.values())
         for value in wanted:
             if value not in existing:
                 raise RequestError(f"{name}={value} is in no run of this size; choose from {', '.join(existing)}.")
@@ -139,6 +136,11 @@ def _select(experiment: Experiment, grid: Grid, only: Mapping[str, Collection[st
     return possible
 
 
+def _values(name: str, grid: Collection[Settings]) -> list[str]:
+    """The values of a setting, as `--only` takes them."""
+    return list(dict.fromkeys(str(settings[name]) for settings in grid))
+
+
 def _write_results(
     experiment: Experiment, size: Size, folder: Path, seeds: int, finished: Mapping[str, Run]
 ) -> tuple[Conclusion, list[Run]]:
@@ -148,11 +150,16 @@ def _write_results(
     rows = experiment.summarise(runs)
     if not rows:
         raise RequestError(f"{folder}: the finished runs make no comparison yet; run the other variants too.")
-    conclusion = experiment.conclude(rows)
-    write_text(folder / "table.csv", _csv(rows))
-    write_text(folder / "table.md", _markdown(rows))
-    write_text(folder / "conclusion.json", _to_json(asdict(conclusion)))
-    covered = [run.settings for run in runs]
+    conclusion, covered = experiment.conclude(rows), [run.settings for run in runs]
+    # For each setting that can be selected, the values of the grid that no covered run has.
+    left = {
+        name: [v for v in _values(name, grid.values()) if v not in _values(name, covered)] for name in experiment.parts
+    }
+    left = {name: values for name, values in left.items() if values}
+    command = [f"rsa-hf reproduce {experiment.name} --{size}"]
+    if seeds != experiment.seeds[size]:
+        command.append(f"--seeds {seeds}")
+    command += [shlex.join(["--only", f"{name}={','.join(_values(name, covered))}"]) for name in left]
     configuration = {
         "experiment": experiment.name,
         "claim": experiment.claim,
@@ -160,43 +167,21 @@ def _write_results(
         "size": size,
         "seeds": seeds,
         "revision": experiment.revision,
-        "command": _command(experiment, size, seeds, grid.values(), covered),
+        "command": " ".join(command),
         "seconds": round(sum(run.seconds for run in runs), 1),
         "machines": sorted({run.machine for run in runs}),
         # More than one where an experiment was continued after an upgrade.
         "versions": [dict(each) for each in dict.fromkeys(tuple(run.versions.items()) for run in runs)],
-        "cells": [dict(settings) for settings in covered],
+        "cells": covered,
         "meanings": experiment.glossary(covered),
         "planned": number_of_runs(grid, score),
-        "left": _missing(experiment, grid.values(), covered),
+        "left": left,
     }
-    write_text(folder / CONFIGURATION, _to_json(configuration))
+    write_text(folder / "table.csv", _csv(rows))
+    write_text(folder / "table.md", _markdown(rows))
+    write_text(folder / CONCLUSION, to_json(asdict(conclusion)))
+    write_text(folder / CONFIGURATION, to_json(configuration))
     return conclusion, runs
-
-
-def _command(
-    experiment: Experiment, size: Size, seeds: int, grid: Collection[Settings], covered: Collection[Settings]
-) -> str:
-    """The command that repeats the covered runs."""
-    words = [f"rsa-hf reproduce {experiment.name} --{size}"]
-    if seeds != experiment.seeds[size]:
-        words.append(f"--seeds {seeds}")
-    for name in _missing(experiment, grid, covered):
-        values = dict.fromkeys(str(settings[name]) for settings in covered)
-        words.append(shlex.join(["--only", f"{name}={','.join(values)}"]))
-    return " ".join(words)
-
-
-def _missing(
-    experiment: Experiment, grid: Collection[Settings], covered: Collection[Settings]
-) -> dict[str, list[str]]:
-    """For each setting that can be selected, the values of the grid that no covered run has."""
-    missing = {}
-    for name in experiment.parts:
-        found, planned = (dict.fromkeys(str(settings[name]) for settings in each) for each in (covered, grid))
-        if values := [value for value in planned if value not in found]:
-            missing[name] = values
-    return missing
 
 
 def read_runs(folder: Path) -> dict[str, Run]:
@@ -226,7 +211,8 @@ def _to_line(key: str, run: Run) -> str:
     return json.dumps({"key": key, "cell": record.pop("settings"), **record}, ensure_ascii=False) + "\n"
 
 
-def _to_json(value: Any) -> str:
+def to_json(value: Any) -> str:
+    """A value as the text of a results file."""
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -234,26 +220,23 @@ def _describe(settings: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
-def _columns(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row.settings))
-
-
-def _csv(rows: Sequence[Row]) -> str:
+def _csv(rows: Rows) -> str:
     file = io.StringIO()
-    names = [*_columns(rows), "measure", "mean", "low", "high", "seeds"]
+    names = [*dict.fromkeys(name for row in rows for name in row.settings), *list(asdict(rows[0]))[1:]]
     writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows({**row.settings, **{name: getattr(row, name) for name in names[-5:]}} for row in rows)
     return file.getvalue()
 
 
-def _markdown(rows: Sequence[Row]) -> str:
-    names = _columns(rows)
-    head = " | ".join([*names, "measure", "mean", "95 % interval", "seeds"])
-    lines = [f"| {head} |", "|" + "---|" * (len(names) + 4)]
+def _markdown(rows: Rows) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row.settings))
+    lines = [
+        f"| {' | '.join([*names, 'measure', 'mean', '95 % interval', 'seeds'])} |",
+        "|---" * (len(names) + 4) + "|",
+    ]
     for row in rows:
         ends = "" if math.isnan(row.low) else f"{row.low:.4g} … {row.high:.4g}"
         settings = [str(row.settings.get(name, "")) for name in names]
-        entries = " | ".join([*settings, row.measure, f"{row.mean:.4g}", ends, str(row.seeds)])
-        lines.append(f"| {entries} |")
+        lines.append(f"| {' | '.join([*settings, row.measure, f'{row.mean:.4g}', ends, str(row.seeds)])} |")
     return "\n".join(lines) + "\n"

@@ -1,48 +1,34 @@
-"""Runs, and their means over seeds with 95 % intervals."""
+"""Runs, their means over seeds with 95 % intervals, and the verdict that follows from intervals."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 __all__ = [
+    "Conclusion",
     "Row",
+    "Rows",
     "Run",
-    "Setting",
-    "Settings",
-    "Values",
-    "at_best_rate",
-    "error_bars",
-    "find_rows",
+    "Verdict",
     "interval",
     "make_rows",
-    "paired",
-    "scaled",
     "summarise",
-    "with_interval",
+    "weakest",
     "worst_if_nan",
 ]
 
-Setting = str | int | float | bool
-# The settings of one run: variant, seed, sizes. Means are taken over "seed".
-Settings = Mapping[str, Setting]
-# Measured values by name; lists are for the figure.
-Values = dict[str, float | list[float]]
+Settings = Mapping[str, Any]  # of one run: variant, seed, sizes
+Values = dict[str, Any]  # measured numbers by name; lists of numbers are for the figure
+Verdict = Literal["not confirmed", "not measurable at this size", "confirmed"]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run.
-
-    Attributes:
-        settings: its settings.
-        values: the return value of `Experiment.measure`.
-        seconds: wall time.
-        machine: the processor or GPU.
-        versions: versions of the packages that the values depend on.
-    """
+    """A finished run, with its wall time, the processor or GPU, and the versions of packages."""
 
     settings: Settings
     values: Values
@@ -50,31 +36,10 @@ class Run:
     machine: str
     versions: Mapping[str, str]
 
-    def number(self, name: str) -> float:
-        """A value that is a single number.
-
-        Raises:
-            KeyError: there is no such value.
-            TypeError: it is a list.
-        """
-        value = self.values[name]
-        if isinstance(value, list):
-            raise TypeError(f"{name} is a list of {len(value)} numbers.")
-        return value
-
 
 @dataclass(frozen=True)
 class Row:
-    """One measure of runs that differ in their seed alone.
-
-    Attributes:
-        settings: the settings they share.
-        measure: name of the value.
-        mean: mean over the seeds.
-        low: lower end of the 95 % interval; NaN where there is no interval.
-        high: upper end.
-        seeds: number of seeds.
-    """
+    """One measure of runs that differ in their seed alone: the mean, and the ends of the 95 % interval or NaN."""
 
     settings: Settings
     measure: str
@@ -82,6 +47,60 @@ class Row:
     low: float
     high: float
     seeds: int
+
+    def scaled(self, factor: float) -> Row:
+        """The row of all values times a factor; negative factors turn the interval round."""
+        low, high = (self.low, self.high) if factor > 0 else (self.high, self.low)
+        return replace(self, mean=factor * self.mean, low=factor * low, high=factor * high)
+
+    def text(self, number_format: str) -> str:
+        """Mean and interval, each in a format such as `+.3f`."""
+        ends = f"{self.low:{number_format}} … {self.high:{number_format}}"
+        if math.isnan(self.low):
+            ends = "one seed" if self.seeds == 1 else "no interval"
+        return f"{self.mean:{number_format}} ({ends})"
+
+
+class Rows(list[Row]):
+    """Rows of a table. Less is better in comparisons; `even` is their value where RSA changes nothing."""
+
+    def find(self, measure: str, **settings: Any) -> Rows:
+        """The rows of a measure that have these settings."""
+        return Rows(row for row in self if row.measure == measure and settings.items() <= row.settings.items())
+
+    def mean(self, measure: str, **settings: Any) -> float:
+        """The mean of the first of these rows."""
+        return self.find(measure, **settings)[0].mean
+
+    def below(self, even: float) -> int:
+        """The number of rows that are significantly better."""
+        return sum(row.high < even for row in self)
+
+    def judge(self, even: float) -> Verdict:
+        """The verdict on the comparisons in these rows.
+
+        Confirmed if every interval lies below `even`; not confirmed if an interval lies at or above it; not measurable
+        otherwise, where chance may have decided. A single seed has no interval: it cannot confirm a claim, but it can
+        fail it. The same holds for an infinite mean, of a run with RSA that diverged.
+        """
+        if any((row.mean if math.isnan(row.low) else row.low) >= even for row in self):
+            return "not confirmed"
+        return "confirmed" if self.below(even) == len(self) else "not measurable at this size"
+
+    def undecided(self, even: float) -> str:
+        """A sentence on the comparisons that chance may have decided; empty if there are none."""
+        # An infinite mean has no interval either, but it decides against the claim.
+        count = sum(not math.isinf(row.mean) and (math.isnan(row.low) or row.low < even <= row.high) for row in self)
+        if not count:
+            return ""
+        return (
+            f" {count} of {len(self)} comparisons are undecided (the interval contains {even:g}, or there is only one "
+            "seed): they need more seeds or longer training."
+        )
+
+    def error_bars(self) -> list[list[float]]:
+        """The intervals as matplotlib's `errorbar` takes them."""
+        return [[row.mean - row.low for row in self], [row.high - row.mean for row in self]]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -91,10 +110,7 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
     Raises:
         ImportError: scipy is not installed.
-        ValueError: there are no values.
     """
-    if not values:
-        raise ValueError("there are no values to take the mean of.")
     mean = statistics.fmean(values)
     if len(values) == 1 or not all(map(math.isfinite, values)):
         return mean, math.nan, math.nan
@@ -107,56 +123,25 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
-def make_rows(settings: Settings, columns: Mapping[str, Sequence[float]]) -> list[Row]:
+def make_rows(settings: Settings, columns: Mapping[str, Sequence[float]]) -> Rows:
     """A row for each column of values, one value a seed."""
-    return [Row(settings, measure, *interval(values), len(values)) for measure, values in columns.items()]
+    return Rows(Row(settings, measure, *interval(values), len(values)) for measure, values in columns.items())
 
 
-def summarise(runs: Sequence[Run]) -> list[Row]:
+def summarise(runs: Sequence[Run]) -> Rows:
     """Rows for each group of runs that differ in their seed alone, in the order of the runs; lists are left out."""
-    groups: dict[tuple[tuple[str, Setting], ...], list[Run]] = {}
+    groups: dict[frozenset[tuple[str, Any]], list[Run]] = {}
     for run in runs:
-        key = tuple((name, value) for name, value in run.settings.items() if name != "seed")
-        groups.setdefault(key, []).append(run)
-    rows = []
-    for key, group in groups.items():
+        groups.setdefault(frozenset(run.settings.items() - {("seed", run.settings["seed"])}), []).append(run)
+    rows = Rows()
+    for group in groups.values():
         columns: dict[str, list[float]] = {}
         for run in group:
             for name, value in run.values.items():
                 if not isinstance(value, list):
                     columns.setdefault(name, []).append(value)
-        rows += make_rows(dict(key), columns)
+        rows += make_rows({name: value for name, value in group[0].settings.items() if name != "seed"}, columns)
     return rows
-
-
-def find_rows(rows: Sequence[Row], measure: str, **settings: Setting) -> list[Row]:
-    """The rows of a measure that have these settings, in order."""
-    return [
-        row for row in rows if row.measure == measure and all(row.settings.get(k) == v for k, v in settings.items())
-    ]
-
-
-def scaled(row: Row, factor: float) -> Row:
-    """The row of all values times a factor; negative factors turn the interval round."""
-    low, high = (row.low, row.high) if factor > 0 else (row.high, row.low)
-    return replace(row, mean=factor * row.mean, low=factor * low, high=factor * high)
-
-
-def with_interval(row: Row, number_format: str) -> str:
-    """Mean and interval as text, each in a format such as `+.3f`."""
-    missing = "one seed" if row.seeds == 1 else "no interval"
-    ends = missing if math.isnan(row.low) else f"{row.low:{number_format}} … {row.high:{number_format}}"
-    return f"{row.mean:{number_format}} ({ends})"
-
-
-def error_bars(rows: Sequence[Row], factor: float = 1) -> list[list[float]]:
-    """The intervals as matplotlib's `errorbar` takes them."""
-    return [[factor * (row.mean - row.low) for row in rows], [factor * (row.high - row.mean) for row in rows]]
-
-
-def paired(runs: Sequence[Run], others: Sequence[Run], compare: Callable[[Run, Run], float]) -> list[float]:
-    """Compare the runs of two variants seed by seed."""
-    return [compare(run, other) for run, other in zip(runs, others, strict=True)]
 
 
 def worst_if_nan(score: float) -> float:
@@ -168,36 +153,18 @@ def worst_if_nan(score: float) -> float:
     return math.inf if math.isnan(score) else score
 
 
-def at_best_rate(
-    runs: Sequence[Run], group: Sequence[str], variants: Collection[str], score: Callable[[Run], float]
-) -> list[tuple[dict[str, Setting], dict[str, list[Run]]]]:
-    """The runs of each variant at its best learning rate, in the order of their seeds.
+@dataclass(frozen=True)
+class Conclusion:
+    """What the rows say about the claim: the verdict, the result in one sentence, and the comparisons behind it."""
 
-    Args:
-        runs: runs with the settings `arm` (the variant), `learning_rate` and `seed`.
-        group: the settings within which variants are compared.
-        variants: variants that a comparison needs; groups that lack one are left out.
-        score: the best rate has the lowest mean score over the seeds that have run at every rate.
+    verdict: Verdict
+    sentence: str
+    findings: tuple[str, ...] = ()
 
-    Returns:
-        The settings of each group, and its runs by variant.
-    """
-    found: dict[tuple[Setting, ...], dict[str, dict[float, list[Run]]]] = {}
-    for run in runs:
-        by_variant = found.setdefault(tuple(run.settings[name] for name in group), {})
-        by_rate = by_variant.setdefault(str(run.settings["arm"]), {})
-        by_rate.setdefault(float(run.settings["learning_rate"]), []).append(run)
-    return [
-        (dict(zip(group, key, strict=True)), {name: _best([*rates.values()], score) for name, rates in each.items()})
-        for key, each in found.items()
-        if each.keys() >= set(variants)
-    ]
+    def __str__(self) -> str:
+        return "\n".join([f"{self.verdict}: {self.sentence}", *(f"  {each}" for each in self.findings)])
 
 
-def _best(by_rate: Sequence[list[Run]], score: Callable[[Run], float]) -> list[Run]:
-    shared = set.intersection(*({run.settings["seed"] for run in runs} for runs in by_rate))
-
-    def mean(runs: Iterable[Run]) -> float:
-        return worst_if_nan(statistics.fmean(score(run) for run in runs if run.settings["seed"] in shared))
-
-    return sorted(min(by_rate, key=mean), key=lambda run: int(run.settings["seed"]))
+def weakest(*verdicts: Verdict) -> Verdict:
+    """The verdict on a claim whose parts must all hold."""
+    return min(verdicts, key=get_args(Verdict).index)

@@ -49,23 +49,25 @@ def autocorrelation(series: Tensor, max_lag: int, *, differenced: bool = True) -
         r_0 … r_max_lag, shape [max_lag + 1], float64.
 
     Raises:
-        ValueError: invalid shape or lag, an entry that is not finite, or a constant variable.
+        ValueError: invalid lag, an entry that is not finite, or a constant variable.
     """
-    x = _finite(series)
+    x = series.detach().double()
+    if not bool(x.isfinite().all()):
+        raise ValueError("series has entries that are not finite. Fill the gaps first.")
     x = x[:, None] if x.dim() == 1 else x
+    # A constant leaves rounding errors, tiny relative to its size.
+    eps = torch.finfo(series.dtype if series.is_floating_point() else x.dtype).eps
+    rounding = len(x) * (4 * eps * x.abs().amax(0)).square()
     if differenced:
         x = x.diff(dim=0)
     _check_lag(max_lag, len(x))
     x = x - x.mean(0)
     total = x.square().sum(0)
-    # A constant leaves rounding errors, tiny relative to its size.
-    size = _finite(series).abs().amax(0) * torch.finfo(series.dtype if series.is_floating_point() else x.dtype).eps
-    still = total <= len(x) * (4 * size).square()
-    if bool(still.any()):
+    if bool((total <= rounding).any()):
         after = " after differencing" if differenced else ""
         raise ValueError(
-            f"variable {int(still.nonzero()[0])} of {len(still)} is constant{after} and has no autocorrelation. "
-            "Leave it out."
+            f"variable {int((total <= rounding).nonzero()[0])} of {len(total)} is constant{after} and has no "
+            "autocorrelation. Leave it out."
         )
     # Padded, so that the end of the series does not wrap to its beginning.
     spectrum = torch.fft.rfft(x, n=2 * len(x), dim=0).abs().square()
@@ -75,14 +77,7 @@ def autocorrelation(series: Tensor, max_lag: int, *, differenced: bool = True) -
 
 
 def recurrence_plot(tokens: Tensor) -> Tensor:
-    """R[t, s]: whether token t equals token s.
-
-    Args:
-        tokens: shape [T].
-
-    Returns:
-        Shape [T, T], boolean.
-    """
+    """R[t, s]: whether token t equals token s; from [T] to booleans [T, T]."""
     return tokens[:, None] == tokens
 
 
@@ -98,12 +93,9 @@ def recurrence_rate(tokens: Tensor, max_lag: int, line: int = 1) -> Tensor:
         The share of the T − τ points of diagonal τ, shape [max_lag + 1], float64.
 
     Raises:
-        ValueError: invalid shape, lag or line.
+        ValueError: invalid lag.
     """
-    _check_tokens(tokens)
     _check_lag(max_lag, len(tokens))
-    if line < 1:
-        raise ValueError(f"line={line}: at least 1 point is needed.")
     rates = []
     for lag in range(max_lag + 1):
         same = tokens[lag:] == tokens[: len(tokens) - lag]
@@ -116,24 +108,18 @@ def recurrence_rate(tokens: Tensor, max_lag: int, line: int = 1) -> Tensor:
 
 
 def token_autocorrelation(tokens: Tensor, max_lag: int) -> Tensor:
-    """Autocorrelation of tokens as one-hot vectors: the recurrence rate above chance, at most 1.
-
-    Args:
-        tokens: shape [T], integers.
-        max_lag: the largest τ.
+    """Autocorrelation of tokens [T] as one-hot vectors: the recurrence rate above chance, at most 1.
 
     Returns:
         (rate − chance) / (1 − chance), where chance is Σ p² over the tokens' frequencies; [max_lag + 1], float64.
+        NaN if all tokens are equal.
 
     Raises:
-        ValueError: invalid shape or lag, or all tokens are equal.
+        ValueError: invalid lag.
     """
-    rate = recurrence_rate(tokens, max_lag)
     frequencies: Tensor = tokens.unique(return_counts=True)[1].double() / len(tokens)
     chance = frequencies.square().sum()
-    if len(frequencies) == 1:
-        raise ValueError("all tokens are equal: no lag stands out.")
-    return (rate - chance) / (1 - chance)
+    return (recurrence_rate(tokens, max_lag) - chance) / (1 - chance)
 
 
 def suggested_dilation(series: Tensor, max_lag: int | None = None, *, at_least: float = FLOOR) -> int | None:
@@ -170,9 +156,6 @@ def suggested_token_dilation(tokens: Tensor, max_lag: int | None = None, *, at_l
 
     Returns:
         d, or None if no diagonal stands out, as in most text.
-
-    Raises:
-        ValueError: as `token_autocorrelation`.
     """
     max_lag = min(LONGEST, len(tokens) // 4) if max_lag is None else max_lag
     return _first_dominant_peak(token_autocorrelation(tokens, max_lag), len(tokens), at_least)
@@ -205,21 +188,6 @@ def _comes_again(values: Sequence[float], peak: int) -> bool:
         return True  # beyond max_lag
     between = min(values[peak : 2 * peak])
     return fmean(multiples) >= AGAIN * values[peak] and between < SHARE * min(values[peak], multiples[0])
-
-
-def _finite(series: Tensor) -> Tensor:
-    if series.dim() not in (1, 2):
-        raise ValueError(f"series has shape {tuple(series.shape)}: [T] or [T, N] is needed.")
-    if not bool(series.isfinite().all()):
-        raise ValueError("series has entries that are not finite. Fill the gaps first.")
-    return series.detach().double()
-
-
-def _check_tokens(tokens: Tensor) -> None:
-    if tokens.dim() != 1 or tokens.is_floating_point():
-        raise ValueError(
-            f"tokens are {tokens.dtype} of shape {tuple(tokens.shape)}: integers of shape [T] are needed."
-        )
 
 
 def _check_lag(max_lag: int, length: int) -> None:

@@ -45,7 +45,7 @@ def linear_rnn(x: Tensor, W_h: Tensor, W_x: Tensor, dilation: int = 1) -> Tensor
     Returns:
         Shape [B, T, n].
     """
-    states: list[Tensor] = []
+    states = list[Tensor]()
     for t, written in enumerate((x @ W_x.T).unbind(1)):
         states.append(written if t < dilation else written + states[t - dilation] @ W_h.T)
     return torch.stack(states, dim=1)
@@ -106,15 +106,9 @@ def linear_rnn_to_heads(W_h: Tensor, W_x: Tensor, dilation: int = 1) -> LinearRN
         dilation: d.
 
     Raises:
-        ValueError: shapes do not match; W_h is not stable (it has an eigenvalue of modulus ≥ 1, which no REM has); or
-            it has no basis of eigenvectors (it is defective, or numerically too close to a defective matrix).
+        ValueError: W_h is not stable (it has an eigenvalue of modulus ≥ 1, which no REM has), or it has no basis of
+            eigenvectors (it is defective, or numerically too close to a defective matrix).
     """
-    if W_h.dim() != 2 or W_h.shape[0] != W_h.shape[1]:
-        raise ValueError(f"W_h has shape {tuple(W_h.shape)}: a square matrix [n, n] is needed.")
-    if W_x.dim() != 2 or W_x.shape[0] != W_h.shape[0]:
-        raise ValueError(f"W_x has shape {tuple(W_x.shape)}: [n, m] with n = {len(W_h)}, as W_h has, is needed.")
-    if isinstance(dilation, bool) or not isinstance(dilation, int) or dilation < 1:
-        raise ValueError(f"dilation is {dilation!r}: a whole number ≥ 1 is needed.")
     W_x = W_x.detach().double()
     eigenvalues, projectors = _spectrum(W_h)
     if len(eigenvalues) and float(eigenvalues.abs().max()) >= 1:
@@ -136,8 +130,6 @@ def linear_rnn_to_heads(W_h: Tensor, W_x: Tensor, dilation: int = 1) -> LinearRN
 def _spectrum(W_h: Tensor) -> tuple[Tensor, Tensor]:
     """The distinct nonzero eigenvalues in descending modulus, and their projectors: (K,) and [K, n, n], complex."""
     W_h = W_h.detach().double()
-    if not bool(W_h.isfinite().all()):
-        raise ValueError("W_h has entries that are not finite.")
     eigenvalues, B = torch.linalg.eig(W_h)
     condition = float(torch.linalg.cond(B))
     if not condition <= WORST_CONDITION:
@@ -186,9 +178,9 @@ def init_from_linear_rnn(heads: RSAHeads, W_h: Tensor, *, dilated: bool = False)
     if not regular + pairs:
         raise ValueError(f"this layer has no {'dilated' if dilated else 'undilated'} RSA heads: {heads.extra_repr()}.")
     first, first_pair = undilated if dilated else (0, 0)
-    is_real = torch.tensor([kind == "regular" for kind in found.kinds], dtype=torch.bool)
-    is_cos = torch.tensor([kind == "cos" for kind in found.kinds], dtype=torch.bool)
-    lam, gamma, theta = found.decay[is_real][:regular], found.decay[is_cos][:pairs], found.theta[is_cos][:pairs]
+    real, complex_pairs = found.kinds.count("regular"), found.kinds.count("cos")
+    lam, cos = found.decay[: min(real, regular)], slice(real, real + min(complex_pairs, pairs))
+    gamma, theta = found.decay[cos], found.theta[cos]
     # The largest tanh or sigmoid below 1 in float32.
     below_one = 1 - torch.finfo(torch.float32).eps
     if heads.eta is not None:

@@ -27,9 +27,7 @@ Parameters = dict[str, Tensor]
 Model = Callable[[Tensor, Parameters], Tensor]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "relu": torch.relu,
+    name: getattr(torch, name) for name in ("tanh", "sigmoid", "relu")
 }
 SIZE = 2
 NORM = 0.9
@@ -162,7 +160,7 @@ def _start(name: str, N: int, generator: torch.Generator) -> Parameters:
 def predict_last(
     name: str, activation: str, x: Tensor, y: Tensor, *, most_steps: int, held_out: int = 0, seed: int = 0
 ) -> Tensor:
-    """Fit one model to each segment without its last step, by Adam, and predict that step.
+    """Fit one model, of `MODELS`, to each segment without its last step, by Adam, and predict that step.
 
     With nothing held out, training of a segment ends when its loss falls by less than `DROP` per step, averaged over
     `WINDOW` steps, as in the paper; if the loss has risen, the prediction of `WINDOW` steps before is used, since one
@@ -170,7 +168,7 @@ def predict_last(
     prediction is taken where their error is lowest, and training ends `PATIENCE` steps later (early stopping).
 
     Args:
-        name: one of `MODELS`.
+        name: of the model.
         activation: of the nonlinear RNN.
         x: [N, T, 2].
         y: [N, T, 2].

@@ -165,7 +165,6 @@ def test_tokens_with_a_period_and_without():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: autocorrelation(torch.randn(2, 3, 4), 1), r"shape \(2, 3, 4\)"),
         (lambda: autocorrelation(torch.tensor([0.0, math.nan, 1.0]), 1), "not finite"),
         (
             lambda: autocorrelation(torch.stack([torch.randn(9), torch.full((9,), 0.1)], 1), 2),
@@ -173,10 +172,7 @@ def test_tokens_with_a_period_and_without():
         ),
         (lambda: autocorrelation(torch.arange(9.0) * 0.1, 2), "variable 0 of 1 is constant after differencing"),
         (lambda: autocorrelation(torch.randn(9), 8), "from 1 to 7"),
-        (lambda: recurrence_rate(torch.randn(9), 2), "integers of shape"),
         (lambda: recurrence_rate(torch.arange(9), 0), "from 1 to 8"),
-        (lambda: recurrence_rate(torch.arange(9), 2, 0), "line=0"),
-        (lambda: token_autocorrelation(torch.zeros(9, dtype=torch.long), 2), "all tokens are equal"),
     ],
 )
 def test_what_does_not_fit_is_told(call, message):

@@ -8,9 +8,8 @@ import torch
 
 import rsa_hf.experiments.theory.synthetic as synthetic
 from experiments.runs import finished
-from rsa_hf.experiments.runner.runner import run_experiment
-from rsa_hf.experiments.runner.summary import Row
-from rsa_hf.experiments.synthetic import EXPERIMENT, conclude, summarise_ratios
+from rsa_hf.experiments.runner.summary import Row, Rows
+from rsa_hf.experiments.synthetic import conclude, summarise_ratios
 from rsa_hf.experiments.theory.synthetic import ACTIVATIONS, HEADS, generate, predict_last, rsa, two_layer_rnn
 from rsa_hf.ops import rem_product
 from rsa_hf.rem import rem_matrix
@@ -142,9 +141,9 @@ def row(rule, activation, mean, half):
     [(0.8, 0.1, "confirmed"), (1.2, 0.1, "not confirmed"), (0.9, 0.2, "not measurable at this size")],
 )
 def test_the_verdict_follows_the_paper_s_rule(mean, half, verdict):
-    rows = [row("loss", "tanh", mean, half), row("loss", "relu", 0.8, 0.1), row("early", "tanh", 0.5, 0.01)]
+    rows = Rows([row("loss", "tanh", mean, half), row("loss", "relu", 0.8, 0.1), row("early", "tanh", 0.5, 0.01)])
     assert conclude(rows).verdict == verdict
-    one = conclude([replace(each, low=math.nan, high=math.nan, seeds=1) for each in rows])
+    one = conclude(Rows(replace(each, low=math.nan, high=math.nan, seeds=1) for each in rows))
     assert ("one seed" in one.sentence, "one seed" in conclude(rows).sentence) == (True, False)
 
 
@@ -157,9 +156,3 @@ def test_rsa_that_diverged_is_against_the_claim():
         for seed, rsa in enumerate((0.9, 0.91, math.nan if rule == "loss" else 0.9))
     ]
     assert conclude(summarise_ratios(results)).verdict == "not confirmed"
-
-
-def test_it_runs_at_toy_size_and_says_the_same_again(tmp_path):
-    first = run_experiment(EXPERIMENT, "toy", tmp_path / "a", progress=False)
-    assert first == run_experiment(EXPERIMENT, "toy", tmp_path / "b", progress=False)
-    assert first.sentence.startswith("For α > 0.6, RSA predicts significantly better")
