@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rsa_hf.ops.mask import AttentionMask, boolean_mask, lags
-from rsa_hf.ops.powers import weights_of_lags
-from rsa_hf.ops.types import Rems, working_dtype
+from rsa_hf.rem import Rems, weights_of_lags, working_dtype
 
 __all__ = ["LagTable", "decode"]
 

@@ -11,7 +11,6 @@ from ops.agreement import DILATION, KINDS, assert_agrees, assert_close, draw, va
 from references import double_loop, lag_weight, relative_error
 from rsa_hf import rem_product
 from rsa_hf.ops import chunked
-from rsa_hf.ops.chunk_layout import PackedLayout
 from rsa_hf.ops.mask import PackedSegments
 from rsa_hf.ops.reference import chunked_minimal, dense_rem_product, recurrent_rem_product
 
@@ -259,7 +258,7 @@ def test_random_documents_windows_and_padding(rows, queries, window, hidden, cau
 def test_memory_stays_linear(dilation):
     # Many short documents beside a long one: columns at most a constant times the positions.
     numbers = numbers_of([[*[3] * 500, 1000], [*[1] * 2000, 500]])
-    layout = PackedLayout(PackedSegments(numbers), 4, dilation, None)
+    layout = chunked._PackedLayout(PackedSegments(numbers), 4, dilation)
     assert layout.hidden.numel() <= 4 * numbers.numel()
 
 

@@ -16,8 +16,8 @@ from rsa_hf.ops.triton.forward import forward_kernel
 from rsa_hf.ops.triton.states import splits_kernel
 from rsa_hf.ops.triton.tables import TABLE_ROWS, powers_kernel
 from rsa_hf.ops.triton.tuning import Tuning, candidates, fastest
-from rsa_hf.ops.types import Gradients, Rems, SoftmaxBranch, working_dtype
-from rsa_hf.rem import KINDS
+from rsa_hf.ops.types import Gradients, SoftmaxBranch
+from rsa_hf.rem import KINDS, Rems, working_dtype
 
 __all__ = ["triton_backward", "triton_forward"]
 
