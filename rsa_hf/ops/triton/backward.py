@@ -146,13 +146,14 @@ def backward_kernel(
         # Hidden keys get no gradient, and it has to be written.
         _store_rows(dv_rows, position, inside, channels, tl.where(seen[:, None], weight * acc, 0.0), SHAPE)
 
+    weights, slopes = _toeplitz(table, WRITE, SHAPE), _toeplitz(table, DWRITE, SHAPE)
+    imaginary_slopes = _toeplitz(table, DWRITE + 1, SHAPE)
     part_of_column = (row * SHAPE.blocks + block) * SHAPE.splits + split
     into = partial + (column.to(tl.int64) * (rows * SHAPE.blocks * SHAPE.splits) + part_of_column) * 3
     product, slope, imaginary_slope = sums
-    tl.store(into, tl.sum(product) + tl.sum(tl.sum(_toeplitz(table, WRITE, SHAPE) * inner, axis=0)))
-    tl.store(into + 1, tl.sum(slope) + tl.sum(tl.sum(_toeplitz(table, DWRITE, SHAPE) * inner, axis=0)))
-    imaginary = tl.sum(tl.sum(_toeplitz(table, DWRITE + 1, SHAPE) * inner, axis=0))
-    tl.store(into + 2, tl.sum(imaginary_slope) + imaginary)
+    tl.store(into, tl.sum(product) + tl.sum(tl.sum(weights * inner, axis=0)))
+    tl.store(into + 1, tl.sum(slope) + tl.sum(tl.sum(slopes * inner, axis=0)))
+    tl.store(into + 2, tl.sum(imaginary_slope) + tl.sum(tl.sum(imaginary_slopes * inner, axis=0)))
 
 
 @triton.jit
