@@ -56,13 +56,14 @@ def window_backward(grad: Tensor, value: Tensor, rems: Rems, mask: AttentionMask
     return Gradients(to_value_heads(dkeys, value, rems), ddecay, dtheta)
 
 
-def _windows(rems: Rems, mask: AttentionMask) -> Iterator[tuple[list[int], _CausalWindow]]:
+def _windows(rems: Rems, mask: AttentionMask) -> Iterator[tuple[list[int] | slice, _CausalWindow]]:
     """Windows whose sum is P V, and the heads of each."""
     assert mask.sliding_window is not None
     for d in sorted(set(rems.dilation)):
-        heads = [h for h, of_head in enumerate(rems.dilation) if of_head == d]
-        kinds = tuple(rems.kinds[h] for h in heads)
-        of_dilation = Rems(kinds, rems.decay[heads], rems.theta[heads], (d,) * len(heads), 1)
+        places = [h for h, of_head in enumerate(rems.dilation) if of_head == d]
+        kinds = tuple(rems.kinds[h] for h in places)
+        heads = slice(None) if len(places) == len(rems.kinds) else places  # a slice copies nothing
+        of_dilation = Rems(kinds, rems.decay[heads], rems.theta[heads], (d,) * len(places), 1)
         steps = (mask.sliding_window - 1) // d + 1  # the lags 0, d, 2d, … below w
         for backwards in (False,) if mask.causal else (False, True):
             yield heads, _CausalWindow(of_dilation, d, steps, mask, backwards)
