@@ -65,8 +65,7 @@ def compiled(kernel, dtype, tuning, head_size, flags):
         halves=dtype.itemsize == 2,
         **flags,
     )
-    constants = {"SHAPE": shape, "SLOPES": True, "REVERSED": True, "MASKED": shape.masked}
-    constants |= {"MIXED": shape.mixed, "BLOCK": tuning.block}
+    constants = {"SHAPE": shape, "BACKWARD": not shape.masked, "MIXED": shape.mixed, "BLOCK": tuning.block}
     signature, constexprs, attributes = {}, {}, {}
     aligned = [["tt.divisibility", 16]]
     for place, parameter in enumerate(function.params):

@@ -48,7 +48,7 @@ rests on the order in which programs start, and small V is in L2 anyway); the st
 (16 rows for 2 that are needed, and they want float32).
 
 Names: `position` is a place on the key axis, `step` the place in the residue's sub-sequence: position = residue +
-d·step. A REVERSED walk counts steps from the end of the key axis, which turns Pᵀ into P.
+d·step. A walk over dOut counts steps from the end of the key axis, which turns Pᵀ into P.
 """
 
 from __future__ import annotations

@@ -97,10 +97,8 @@ def backward_kernel(
 
     if not SHAPE.causal:
         entering = _entering_of(entering, row, block, head, num_heads, slots, length, axis, SHAPE, 4)
-        _walk_from_right(
-            splits, dout, offset, queries, mask, axis, part, table, entering, channels, SHAPE, True, False, True
-        )
-    state = _states_of_split(splits, axis, table, part, SHAPE, True, True, False)
+        _walk_from_right(splits, dout, offset, queries, mask, axis, part, table, entering, channels, SHAPE, True)
+    state = _states_of_split(splits, axis, table, part, SHAPE, True, FROM_RIGHT=False)
     zero = tl.zeros([BLOCK], tl.float32)
     sums = (zero, zero, zero)
     inner = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -113,7 +111,7 @@ def backward_kernel(
         position, inside = _positions(chunk, axis, SHAPE, True)
         query = position - offset
         asked = inside & (query >= 0) & (query < queries)
-        seen = _seen(mask, position, inside, SHAPE.masked)
+        seen = _seen(mask, position, inside, SHAPE)
         x = _load_rows(dout, query, asked, channels, SHAPE)
         v = _load_rows(v_rows, position, seen, channels, SHAPE)
         wide = v.to(tl.float32)

@@ -99,10 +99,8 @@ def forward_kernel(
 
     if not SHAPE.causal:
         entering = _entering_of(entering, row, block, head, num_heads, slots, length, axis, SHAPE, 2)
-        _walk_from_right(
-            splits, v, 0, length, mask, axis, part, table, entering, channels, SHAPE, False, SHAPE.masked, False
-        )
-    state = _states_of_split(splits, axis, table, part, SHAPE, False, False, False)
+        _walk_from_right(splits, v, 0, length, mask, axis, part, table, entering, channels, SHAPE, False)
+    state = _states_of_split(splits, axis, table, part, SHAPE, False, FROM_RIGHT=False)
     # Before the first query there are only states to carry, and behind the last one nothing is left to do.
     begin = tl.minimum(tl.maximum(tl.maximum(offset - residue, 0) // (d * CHUNK), first), last)
     state = _walk(
@@ -119,8 +117,6 @@ def forward_kernel(
         begin,
         SHAPE,
         False,
-        SHAPE.masked,
-        False,
         FROM_RIGHT=False,
         KEPT=False,
     )
@@ -136,7 +132,7 @@ def forward_kernel(
         asked = inside & (query >= 0) & (query < queries)
         if SHAPE.mixed:
             unmixed = _load_rows(softmax, query, asked, channels, SHAPE).to(tl.float32)
-        x = _load_rows(v, position, _seen(mask, position, inside, SHAPE.masked), channels, SHAPE)
+        x = _load_rows(v, position, _seen(mask, position, inside, SHAPE), channels, SHAPE)
         acc = tl.zeros([CHUNK, BLOCK], tl.float32)
         if SHAPE.packed:
             own = tl.load(axis[0] + position, mask=inside, other=-1)

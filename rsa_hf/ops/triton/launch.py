@@ -203,7 +203,7 @@ class _Launch:
             _per_head(value if softmax is None else softmax.gate),
             _strided(output if softmax is None else output.transpose(1, 2)),
             *self.tables,
-            self._written(value, 0, self.length, heads_per_value, slopes=False),
+            self._written(value, 0, self.length, heads_per_value, backward=False),
             self._entering(2),
             (*self.sizes, heads_per_value, self.slots),
             SHAPE=self.shape,
@@ -236,7 +236,7 @@ class _Launch:
             _strided(dsoftmax),
             partial,
             *self.tables,
-            self._written(grad, mask.query_offset, mask.query_length, 1, slopes=True),
+            self._written(grad, mask.query_offset, mask.query_length, 1, backward=True),
             self._entering(4),
             (*self.sizes, self.rems.heads_per_value, self.slots),
             SHAPE=replace(self.shape, halves=grad.element_size() == 2),
@@ -257,7 +257,7 @@ class _Launch:
             num_warps=1,
         )
 
-    def _written(self, x: Tensor, shift: int, count: int, heads_per_value: int, slopes: bool) -> Tensor:
+    def _written(self, x: Tensor, shift: int, count: int, heads_per_value: int, backward: bool) -> Tensor:
         """What each split of V or dOut adds to the states."""
         if self.shape.splits == 1:
             return self.table  # a placeholder, not read
@@ -268,9 +268,7 @@ class _Launch:
             splits,
             (len(x), len(self.columns), self.length, shift, count, heads_per_value),
             SHAPE=self.shape,
-            SLOPES=slopes,
-            MASKED=self.shape.masked and not slopes,
-            REVERSED=slopes,
+            BACKWARD=backward,
             num_warps=self.warps,
         )
         return splits

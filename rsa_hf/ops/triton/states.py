@@ -6,7 +6,9 @@ Several values that belong together are tuples:
     x           (pointer, stride of positions), of one row and head
     axis        (segment_ids, steps, residue, d): the sub-sequence of a program, and the segments of its row
     part        (split, steps per split, first chunk, one past the last): what a program does of it
-    state       (h_real, h_imaginary, q_real, q_imaginary), [BLOCK] each: h and, with SLOPES, q = ∂h/∂decay
+    state       (h_real, h_imaginary, q_real, q_imaginary), [BLOCK] each: h and, with BACKWARD, q = ∂h/∂decay
+
+A walk is over V, or, with BACKWARD, over dOut, and then counts steps from the end of the key axis.
 """
 
 import triton
@@ -49,18 +51,18 @@ def _of_head(tensor, row, head):
 
 
 @triton.jit
-def _position(step, axis, REVERSED: tl.constexpr):
+def _position(step, axis, BACKWARD: tl.constexpr):
     """Place on the key axis of one step, or of several."""
     _segment_ids, steps, residue, d = axis
-    step = steps - 1 - step if REVERSED else step
+    step = steps - 1 - step if BACKWARD else step
     return residue + step.to(tl.int64) * d
 
 
 @triton.jit
-def _positions(chunk, axis, SHAPE: tl.constexpr, REVERSED: tl.constexpr):
+def _positions(chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
     """Places on the key axis of the steps of a chunk, and which of them there are."""
     step = chunk * SHAPE.chunk + tl.arange(0, SHAPE.chunk)
-    return _position(step, axis, REVERSED), step < axis[1]
+    return _position(step, axis, BACKWARD), step < axis[1]
 
 
 @triton.jit
@@ -87,23 +89,23 @@ def _store_rows(x, place, kept, channels, rows, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _seen(key_mask, place, inside, MASKED: tl.constexpr):
+def _seen(key_mask, place, inside, SHAPE: tl.constexpr):
     """Which keys of a chunk take part."""
-    if MASKED:
+    if SHAPE.masked:
         inside = inside & (tl.load(key_mask + place, mask=inside, other=0) != 0)
     return inside
 
 
 @triton.jit
-def _segment(step, axis, REVERSED: tl.constexpr):
+def _segment(step, axis, BACKWARD: tl.constexpr):
     """The segment of a step, −1 outside the sequence."""
     segment_ids, steps, _residue, _d = axis
     there = (step >= 0) & (step < steps)
-    return tl.load(segment_ids + _position(step, axis, REVERSED), mask=there, other=-1)
+    return tl.load(segment_ids + _position(step, axis, BACKWARD), mask=there, other=-1)
 
 
 @triton.jit
-def _writing(table, exponents, SHAPE: tl.constexpr, SLOPES: tl.constexpr):
+def _writing(table, exponents, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
     """What `_advance` needs of the table, read once before a loop: a loop that writes reads it anew every time.
 
     Returns:
@@ -112,7 +114,7 @@ def _writing(table, exponents, SHAPE: tl.constexpr, SLOPES: tl.constexpr):
     """
     real, imaginary = _entry(table, WRITE, exponents, SHAPE)
     slope, imaginary_slope = real, imaginary
-    if SLOPES:
+    if BACKWARD:
         slope, imaginary_slope = _entry(table, DWRITE, exponents, SHAPE)
     z_real, z_imaginary = _entry(table, Z, SHAPE.chunk, SHAPE)
     rest, imaginary_rest = _entry(table, REST, SHAPE.chunk, SHAPE)
@@ -121,11 +123,11 @@ def _writing(table, exponents, SHAPE: tl.constexpr, SLOPES: tl.constexpr):
 
 
 @triton.jit
-def _reading(table, exponents, SHAPE: tl.constexpr, SLOPES: tl.constexpr):
+def _reading(table, exponents, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
     """What reading a state needs of the table: z^k and ∂z^k/∂decay of rows, as (real, imaginary), [C] each."""
     real, imaginary = _entry(table, Z, exponents, SHAPE)
     slope, imaginary_slope = real, imaginary
-    if SLOPES:
+    if BACKWARD:
         slope, imaginary_slope = _entry(table, DZ, exponents, SHAPE)
     return real, imaginary, slope, imaginary_slope
 
@@ -147,7 +149,7 @@ def _sums(x, real, imaginary):
 
 
 @triton.jit
-def _advance(state, x, writing, taken, keep, SLOPES: tl.constexpr):
+def _advance(state, x, writing, taken, keep, BACKWARD: tl.constexpr):
     """The state on the other side of a chunk, from its rows.
 
     Where:
@@ -160,7 +162,7 @@ def _advance(state, x, writing, taken, keep, SLOPES: tl.constexpr):
     real, imaginary, slope, imaginary_slope, z_real, z_imaginary, rest, imaginary_rest, d_real, d_imaginary = writing
     written, imaginary_written = _sums(x, real * taken, imaginary * taken)
     moved, imaginary_moved = _step_on(h_real, h_imaginary, z_real, z_imaginary, rest, imaginary_rest)
-    if SLOPES:
+    if BACKWARD:
         q_moved, q_imaginary_moved = _step_on(q_real, q_imaginary, z_real, z_imaginary, rest, imaginary_rest)
         q_moved += d_real * h_real - d_imaginary * h_imaginary
         q_imaginary_moved += d_real * h_imaginary + d_imaginary * h_real
@@ -170,47 +172,47 @@ def _advance(state, x, writing, taken, keep, SLOPES: tl.constexpr):
 
 
 @triton.jit
-def _borders(chunk, axis, SHAPE: tl.constexpr, REVERSED: tl.constexpr, FROM_RIGHT: tl.constexpr):
+def _borders(chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr, FROM_RIGHT: tl.constexpr):
     """Where segments let a state pass: which rows it reaches, which rows write into it, and whether it goes on."""
     reached, taken, keep = 1.0, 1.0, 1.0
     if SHAPE.packed:
-        own = _segment(chunk * SHAPE.chunk + tl.arange(0, SHAPE.chunk), axis, REVERSED)
+        own = _segment(chunk * SHAPE.chunk + tl.arange(0, SHAPE.chunk), axis, BACKWARD)
         first, last = chunk * SHAPE.chunk, (chunk + 1) * SHAPE.chunk - 1
         if FROM_RIGHT:
-            before, after = _segment(last + 1, axis, REVERSED), _segment(first, axis, REVERSED)
+            before, after = _segment(last + 1, axis, BACKWARD), _segment(first, axis, BACKWARD)
         else:
-            before, after = _segment(first - 1, axis, REVERSED), _segment(last, axis, REVERSED)
+            before, after = _segment(first - 1, axis, BACKWARD), _segment(last, axis, BACKWARD)
         reached, taken = (own == before).to(tl.float32), (own == after).to(tl.float32)
         keep = (before == after).to(tl.float32)
     return reached, taken, keep
 
 
 @triton.jit
-def _place_of_state(entering, chunk, axis, SHAPE: tl.constexpr, SLOPES: tl.constexpr):
+def _place_of_state(entering, chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
     """Where the state that enters a chunk from the right is kept; nothing enters the last one, which has no place."""
     BLOCK: tl.constexpr = SHAPE.block
-    states: tl.constexpr = 4 if SLOPES else 2
+    states: tl.constexpr = 4 if BACKWARD else 2
     pointers = entering + chunk.to(tl.int64) * (states * BLOCK) + tl.arange(0, BLOCK)
     return pointers, (chunk + 1) * SHAPE.chunk < axis[1] + tl.zeros([BLOCK], tl.int32)
 
 
 @triton.jit
-def _load_states(pointers, mask, SHAPE: tl.constexpr, SLOPES: tl.constexpr):
+def _load_states(pointers, mask, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
     h_real = tl.load(pointers, mask=mask, other=0.0)
     h_imaginary = tl.load(pointers + SHAPE.block, mask=mask, other=0.0)
     q_real, q_imaginary = h_real, h_imaginary
-    if SLOPES:
+    if BACKWARD:
         q_real = tl.load(pointers + 2 * SHAPE.block, mask=mask, other=0.0)
         q_imaginary = tl.load(pointers + 3 * SHAPE.block, mask=mask, other=0.0)
     return h_real, h_imaginary, q_real, q_imaginary
 
 
 @triton.jit
-def _store_states(pointers, state, mask, SHAPE: tl.constexpr, SLOPES: tl.constexpr):
+def _store_states(pointers, state, mask, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
     h_real, h_imaginary, q_real, q_imaginary = state
     tl.store(pointers, h_real, mask=mask)
     tl.store(pointers + SHAPE.block, h_imaginary, mask=mask)
-    if SLOPES:
+    if BACKWARD:
         tl.store(pointers + 2 * SHAPE.block, q_real, mask=mask)
         tl.store(pointers + 3 * SHAPE.block, q_imaginary, mask=mask)
 
@@ -229,9 +231,7 @@ def _walk(
     first,
     last,
     SHAPE: tl.constexpr,
-    SLOPES: tl.constexpr,
-    MASKED: tl.constexpr,
-    REVERSED: tl.constexpr,
+    BACKWARD: tl.constexpr,
     FROM_RIGHT: tl.constexpr,
     KEPT: tl.constexpr,
 ):
@@ -248,18 +248,20 @@ def _walk(
     """
     i = tl.arange(0, SHAPE.chunk)
     exponents = i if FROM_RIGHT else SHAPE.chunk - 1 - i
-    writing = _writing(table, exponents, SHAPE, SLOPES)
+    writing = _writing(table, exponents, SHAPE, BACKWARD)
     for number in tl.range(0, last - first, num_stages=SHAPE.stages):
         chunk = last - 1 - number if FROM_RIGHT else first + number
-        position, inside = _positions(chunk, axis, SHAPE, REVERSED)
+        position, inside = _positions(chunk, axis, SHAPE, BACKWARD)
         place = position - shift
-        kept = _seen(key_mask, position, inside & (place >= 0) & (place < count), MASKED)
+        kept = inside & (place >= 0) & (place < count)
+        if not BACKWARD:
+            kept = _seen(key_mask, position, kept, SHAPE)
         tile = _load_rows(x, place, kept, channels, SHAPE).to(tl.float32)
         if KEPT:
-            pointers, has_place = _place_of_state(entering, chunk, axis, SHAPE, SLOPES)
-            _store_states(pointers, state, has_place, SHAPE, SLOPES)
-        _reached, taken, keep = _borders(chunk, axis, SHAPE, REVERSED, FROM_RIGHT)
-        state = _advance(state, tile, writing, taken, keep, SLOPES)
+            pointers, has_place = _place_of_state(entering, chunk, axis, SHAPE, BACKWARD)
+            _store_states(pointers, state, has_place, SHAPE, BACKWARD)
+        _reached, taken, keep = _borders(chunk, axis, SHAPE, BACKWARD, FROM_RIGHT)
+        state = _advance(state, tile, writing, taken, keep, BACKWARD)
     return state
 
 
@@ -276,12 +278,10 @@ def _walk_from_right(
     entering,
     channels,
     SHAPE: tl.constexpr,
-    SLOPES: tl.constexpr,
-    MASKED: tl.constexpr,
-    REVERSED: tl.constexpr,
+    BACKWARD: tl.constexpr,
 ):
     """Leave the states that enter the chunks of a part from the right in memory."""
-    state = _states_of_split(splits, axis, table, part, SHAPE, SLOPES, REVERSED, True)
+    state = _states_of_split(splits, axis, table, part, SHAPE, BACKWARD, True)
     _split, _per_split, first, last = part
     _walk(
         state,
@@ -296,9 +296,7 @@ def _walk_from_right(
         first,
         last,
         SHAPE,
-        SLOPES,
-        MASKED,
-        REVERSED,
+        BACKWARD,
         FROM_RIGHT=True,
         KEPT=True,
     )
@@ -313,8 +311,7 @@ def _states_of_split(
     table,
     part,
     SHAPE: tl.constexpr,
-    SLOPES: tl.constexpr,
-    REVERSED: tl.constexpr,
+    BACKWARD: tl.constexpr,
     FROM_RIGHT: tl.constexpr,
 ):
     """The state that enters a split: what all splits on that side write, each weighted with z^{L k}."""
@@ -336,16 +333,16 @@ def _states_of_split(
             edge, own = split * per_split - 1, (m + 1) * per_split - 1
         used = (between >= 0) & (m * per_split < axis[1])
         if SHAPE.packed:
-            used = used & (_segment(own, axis, REVERSED) == _segment(edge, axis, REVERSED))
+            used = used & (_segment(own, axis, BACKWARD) == _segment(edge, axis, BACKWARD))
         exponent = SHAPE.chunk + 1 + tl.where(used, between, 0)
         stride = apart * (8 * BLOCK)
         pointers = splits + (m.to(tl.int64) * stride)[:, None] + tl.arange(0, BLOCK)[None, :]
-        h_real, h_imaginary, q_real, q_imaginary = _load_states(pointers, used[:, None], SHAPE, SLOPES)
+        h_real, h_imaginary, q_real, q_imaginary = _load_states(pointers, used[:, None], SHAPE, BACKWARD)
         real, imaginary = _entry(table, Z, exponent, SHAPE)
         real, imaginary = real[:, None], imaginary[:, None]
         h = tl.sum(real * h_real - imaginary * h_imaginary, axis=0)
         h_of_imaginary = tl.sum(real * h_imaginary + imaginary * h_real, axis=0)
-        if SLOPES:
+        if BACKWARD:
             slope, imaginary_slope = _entry(table, DZ, exponent, SHAPE)
             slope, imaginary_slope = slope[:, None], imaginary_slope[:, None]
             q_real, q_imaginary = real * q_real - imaginary * q_imaginary, real * q_imaginary + imaginary * q_real
@@ -365,9 +362,7 @@ def splits_kernel(
     splits,
     sizes,
     SHAPE: tl.constexpr,
-    SLOPES: tl.constexpr,
-    MASKED: tl.constexpr,
-    REVERSED: tl.constexpr,
+    BACKWARD: tl.constexpr,
 ):
     """What each split of V, or of dOut, writes into the states on either side: [programs, 2 sides, 4, BLOCK].
 
@@ -400,10 +395,8 @@ def splits_kernel(
             first,
             last,
             SHAPE,
-            SLOPES,
-            MASKED,
-            REVERSED,
+            BACKWARD,
             FROM_RIGHT=side == 1,
             KEPT=False,
         )
-        _store_states(into + 4 * side * BLOCK, state, None, SHAPE, SLOPES)
+        _store_states(into + 4 * side * BLOCK, state, None, SHAPE, BACKWARD)
