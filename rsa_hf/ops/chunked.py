@@ -320,7 +320,7 @@ class _PlainLayout:
             The states, [g, 2, N·W].
         """
         level, *others = levels
-        level = level.mT if adjoint else level
+        level = level.mT.contiguous() if adjoint else level  # products of transposed views may round differently
         M = level.shape[-1] - 2
         columns = terms.view(len(terms), M, -1)
         if not others:
