@@ -23,8 +23,8 @@ from rsa_hf.config import LayerConfig
 from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.decode import LagTable, decode
 from rsa_hf.ops.mask import AttentionMask
-from rsa_hf.ops.types import Rems, SoftmaxBranch, widest_dtype, working_dtype
-from rsa_hf.rem import decay_rates, mix
+from rsa_hf.ops.types import SoftmaxBranch
+from rsa_hf.rem import Rems, decay_rates, mix, widest_dtype, working_dtype
 
 __all__ = ["RSAHeads", "active_heads", "heads_of", "is_peft_wrapper"]
 

@@ -18,18 +18,55 @@ An RSA head mixes P V into softmax attention with a gate g = sigmoid μ (eq. 4):
 
 A head is described by its kind, its `decay` (λ or γ), its angle `theta` (not read for regular heads) and its
 `dilation`. `ops/` computes P V without P, in linear time.
+
+f(τ) is the real part of z^{τ/d}, for a sin head the imaginary part, with the complex rate z = λ (regular) or γ e^{iθ}.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["KINDS", "decay_rates", "head_tensors", "lag_weights", "mix", "rem_matrix"]
+__all__ = [
+    "KINDS",
+    "Rems",
+    "complex_powers",
+    "decay_rates",
+    "head_tensors",
+    "is_kind",
+    "lag_weights",
+    "mix",
+    "rem_matrix",
+    "weights_of_lags",
+    "widest_dtype",
+    "working_dtype",
+]
 
 KINDS = ("regular", "cos", "sin")
+
+
+@dataclass(frozen=True, eq=False)
+class Rems:
+    """The REMs of H heads.
+
+    Attributes:
+        kinds: `"regular"`, `"cos"` or `"sin"`, of length H.
+        decay: λ or γ, shape (H,).
+        theta: θ in radians, shape (H,); not read for regular heads.
+        dilation: d, of length H.
+        heads_per_value: number of heads per value head (transformers' `num_key_value_groups`); head h reads value head
+            h // heads_per_value.
+    """
+
+    kinds: tuple[str, ...]
+    decay: Tensor
+    theta: Tensor
+    dilation: tuple[int, ...]
+    heads_per_value: int
 
 
 def decay_rates(eta: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,3 +192,84 @@ def head_tensors(
         angles.expand(H),
         dilation * H if len(dilation) == 1 else dilation,
     )
+
+
+# --- powers of the rates, for the paths that compute P V ------------------------------------------------------------
+
+
+def working_dtype(value: Tensor) -> torch.dtype:
+    """float64 for float64 values, else float32: decay powers and sums lose too much in half precision."""
+    return torch.float64 if value.dtype == torch.float64 else torch.float32
+
+
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of rates: float64, or float32 on devices without it. float32 is too coarse near ±1."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def complex_powers(
+    rems: Rems, exponents: Tensor, dtype: torch.dtype, derivatives: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Re z^k and Im z^k of every head at whole exponents k ≥ 0, without a graph.
+
+    Computed in float64 (float32 on devices without it), whatever the dtype of the rates.
+
+    Args:
+        rems: the heads; their dilations are ignored.
+        exponents: k, [K] or [H, K].
+        dtype: dtype of the result.
+        derivatives: whether to append ∂z^k/∂decay and, if a head is cyclical, ∂z^k/∂θ.
+
+    Returns:
+        [1, H, K] each, with derivatives [2 or 3, H, K].
+    """
+    wide = widest_dtype(exponents.device)
+    k = exponents.to(wide)
+    decay = rems.decay.detach().to(wide)[:, None]
+    cyclical = is_kind(rems, ("cos", "sin"))
+    angle = torch.where(cyclical, rems.theta.detach().to(wide)[:, None], 0) * k
+    cos, sin, modulus = torch.cos(angle), torch.sin(angle), decay**k
+    real, imaginary = [modulus * cos], [modulus * sin]
+    if derivatives:
+        slope = k * decay ** (k - 1).clamp(min=0)
+        real.append(slope * cos)
+        imaginary.append(slope * sin)
+        if set(rems.kinds) != {"regular"}:
+            k = torch.where(cyclical, k, 0)
+            real.append(-k * imaginary[0])
+            imaginary.append(k * real[0])
+    both = torch.stack([torch.stack(real), torch.stack(imaginary)])
+    # Processors multiply subnormal numbers, in which long decays end, far more slowly: use 0 instead.
+    limits = torch.finfo(dtype)
+    both = torch.where(both.abs() < limits.tiny / limits.eps, 0, both).to(dtype)
+    return both[0], both[1]
+
+
+def weights_of_lags(rems: Rems, lags: Tensor, dtype: torch.dtype, derivatives: bool = False) -> Tensor:
+    """f(τ) of every head, with its dilation, at lags τ of shape [K]; 0 where τ ≤ 0.
+
+    Returns:
+        Shape [1, H, K], or with derivatives [2 or 3, H, K]: f, ∂f/∂decay and, if a head is cyclical, ∂f/∂θ.
+    """
+    if max(rems.dilation) == 1:
+        steps, reached = lags, lags > 0
+    else:
+        dilation = torch.tensor(rems.dilation, device=lags.device)[:, None]
+        steps, reached = lags // dilation, (lags > 0) & (lags % dilation == 0)
+    # Elsewhere the power is taken at 0 and dropped: at a negative lag it could be infinite.
+    real, imaginary = complex_powers(rems, torch.where(reached, steps, 0), dtype, derivatives)
+    return torch.where(reached, torch.where(is_kind(rems, ("sin",)), imaginary, real), 0)
+
+
+def is_kind(rems: Rems, kinds: tuple[str, ...]) -> Tensor:
+    """Which heads are of one of these kinds: [H, 1]."""
+    # Cached, because a copy to a GPU waits for it; a graph has constants of its own.
+    table = _kinds_table if torch.compiler.is_compiling() else _cached_kinds_table
+    return table(rems.kinds, kinds, rems.decay.device)
+
+
+def _kinds_table(of_heads: tuple[str, ...], kinds: tuple[str, ...], device: torch.device) -> Tensor:
+    return torch.tensor([kind in kinds for kind in of_heads], device=device)[:, None]
+
+
+_cached_kinds_table = functools.lru_cache(maxsize=128)(_kinds_table)

@@ -40,7 +40,8 @@ from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask, PackedSegments
 from rsa_hf.ops.triton import tuning
 from rsa_hf.ops.triton.launch import triton_backward, triton_forward
-from rsa_hf.ops.types import Rems, SoftmaxBranch
+from rsa_hf.ops.types import SoftmaxBranch
+from rsa_hf.rem import Rems
 
 repair_interpreter()
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

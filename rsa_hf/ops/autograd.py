@@ -4,25 +4,33 @@ Eager code goes through an `autograd.Function`. Code under `torch.compile` and `
 operators `rsa_hf::recurrence` and `rsa_hf::recurrence_backward`, one node each in a graph: the path taken inside
 depends on the values of a mask, which a graph cannot ask for. Both compute the same. ONNX has no such operator, and
 its lengths are symbols; there P is built from plain operators.
+
+`RSA_HF_BACKEND=dense|chunked|triton` chooses the code. By default it is Triton on a GPU that can run it, else plain
+PyTorch, in chunks. The kernels do not support sliding windows and arbitrary masks; plain PyTorch computes those under
+every setting.
 """
 
 from __future__ import annotations
 
+import functools
+import os
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rsa_hf.ops.backend import choose_backend
-from rsa_hf.ops.chunked import scan_backward, scan_forward
+from rsa_hf.ops.chunked import empty_output, scan_backward, scan_forward
 from rsa_hf.ops.dense import dense_backward, dense_forward
 from rsa_hf.ops.mask import AttentionMask, PackedSegments, read_mask, read_traced
-from rsa_hf.ops.types import Gradients, Rems, SoftmaxBranch, working_dtype
+from rsa_hf.ops.types import Gradients, SoftmaxBranch
 from rsa_hf.ops.windowed import window_backward, window_forward
-from rsa_hf.rem import KINDS, mix
+from rsa_hf.rem import KINDS, Rems, mix, working_dtype
 
-__all__ = ["apply_rems", "traced_forward"]
+__all__ = ["BACKENDS", "apply_rems", "choose_backend", "traced_forward"]
 
+BACKENDS = ("dense", "chunked", "triton")
+VARIABLE = "RSA_HF_BACKEND"
 FEW_QUERIES = 16  # with so few queries behind a cache, T·S weights cost less than a scan over all S keys
 
 
@@ -62,17 +70,63 @@ def _mixed(product: Tensor, softmax: SoftmaxBranch | None) -> Tensor:
     return product if softmax is None else mix(softmax.attention, product, softmax.gate)
 
 
+# --- which code -----------------------------------------------------------------------------------------------------
+
+
+def _path(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> str:
+    """`"dense"`, `"windowed"`, `"chunked"` or `"triton"`. The last two take no sliding window and no `visible`."""
+    backend = choose_backend(value, rems, softmax)
+    few = mask.query_length <= FEW_QUERIES and mask.query_length < mask.key_length
+    if backend == "dense" or mask.visible is not None or few:
+        return "dense"
+    return backend if mask.sliding_window is None else "windowed"
+
+
+def choose_backend(value: Tensor, rems: Rems, softmax: SoftmaxBranch | None) -> str:
+    """One of BACKENDS: what RSA_HF_BACKEND says; by default Triton on a GPU that can run it, else plain PyTorch.
+
+    Raises:
+        ValueError: RSA_HF_BACKEND is none of BACKENDS.
+        RuntimeError: RSA_HF_BACKEND is triton, which cannot run here.
+    """
+    chosen = os.environ.get(VARIABLE, "")
+    if chosen not in ("", *BACKENDS):
+        raise ValueError(
+            f"{VARIABLE}={chosen!r} is unknown; allowed: {', '.join(BACKENDS)}, or unset for the default."
+        )
+    if chosen in ("dense", "chunked"):
+        return chosen
+    if not chosen and value.device.type != "cuda":
+        return "chunked"
+    from rsa_hf.ops.triton import obstacle
+
+    reason = obstacle(value, rems, softmax)
+    if reason is None:
+        return "triton"
+    if chosen:
+        raise RuntimeError(
+            f"{VARIABLE}=triton cannot run: {reason}. Unset it, or choose one of {', '.join(BACKENDS[:2])}."
+        )
+    _warn_once(f"RSA computes P V in plain PyTorch, not in Triton: {reason}.")
+    return "chunked"
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
 def _forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> Tensor:
     if value.numel() == 0 or mask.query_length == 0:
-        return _empty_output(value, rems, mask, softmax)
-    backend = choose_backend(value, rems, softmax)
-    if _is_scan(mask, backend):
-        if backend == "triton":
-            from rsa_hf.ops.triton.launch import triton_forward
-
-            return triton_forward(value, rems, mask, softmax)
+        return empty_output(value, rems, mask, softmax)
+    path = _path(value, rems, mask, softmax)
+    if path == "chunked":
         return scan_forward(value, rems, mask, softmax)
-    forward = dense_forward if _is_dense(mask, backend) else window_forward
+    if path == "triton":
+        from rsa_hf.ops.triton.launch import triton_forward
+
+        return triton_forward(value, rems, mask, softmax)
+    forward = dense_forward if path == "dense" else window_forward
     return _mixed(forward(value, rems, mask), softmax)
 
 
@@ -82,50 +136,27 @@ def _backward(
     if grad.numel() == 0:
         # There may be values without any query.
         tensors = (value, rems.decay, rems.theta, *((softmax.attention, softmax.gate) if softmax else ()))
-        return Gradients(*map(torch.zeros_like, tensors), *(() if softmax else (None, None)))
+        return Gradients(*map(torch.zeros_like, tensors))
+    path = _path(value, rems, mask, softmax)
     with torch.autocast(value.device.type, enabled=False):
-        return _backward_of_path(grad, value, rems, mask, softmax)
-
-
-def _backward_of_path(
-    grad: Tensor, value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None
-) -> Gradients:
-    backend = choose_backend(value, rems, softmax)
-    if _is_scan(mask, backend):
-        if backend == "triton":
+        if path == "chunked":
+            return scan_backward(grad, value, rems, mask, softmax)
+        if path == "triton":
             from rsa_hf.ops.triton.launch import triton_backward
 
             return triton_backward(grad, value, rems, mask, softmax)
-        return scan_backward(grad, value, rems, mask, softmax)
-    is_dense = _is_dense(mask, backend)
-    forward, backward = (dense_forward, dense_backward) if is_dense else (window_forward, window_backward)
-    if softmax is None:
-        return Gradients(*backward(grad, value, rems, mask), None, None)
-    H, dtype = len(rems.kinds), working_dtype(value)
-    product = forward(value, rems, mask).transpose(1, 2)
-    dmixed, attention = grad[:, :, :H].to(dtype), softmax.attention[:, :, :H].to(dtype)
-    dgate = (dmixed * (product - attention)).sum((0, 1, 3)).to(softmax.gate.dtype)
-    gate = softmax.gate[:, None].to(dtype)
-    dattention = torch.cat([(dmixed * (1 - gate)).to(grad.dtype), grad[:, :, H:]], dim=2)
-    dproduct = (dmixed * gate).transpose(1, 2)
-    return Gradients(*backward(dproduct, value, rems, mask), dattention, dgate)
-
-
-def _empty_output(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> Tensor:
-    """An uninitialised tensor of the shape, dtype and layout that `_forward` returns."""
-    if softmax is not None:
-        return torch.empty_like(softmax.attention, memory_format=torch.contiguous_format)
-    shape = (len(value), len(rems.kinds), mask.query_length, value.shape[3])
-    return value.new_empty(shape, dtype=working_dtype(value))
-
-
-def _is_scan(mask: AttentionMask, backend: str) -> bool:
-    return mask.sliding_window is None and not _is_dense(mask, backend)
-
-
-def _is_dense(mask: AttentionMask, backend: str) -> bool:
-    few = mask.query_length <= FEW_QUERIES and mask.query_length < mask.key_length
-    return backend == "dense" or mask.visible is not None or few
+        is_dense = path == "dense"
+        forward, backward = (dense_forward, dense_backward) if is_dense else (window_forward, window_backward)
+        if softmax is None:
+            return backward(grad, value, rems, mask)
+        H, dtype = len(rems.kinds), working_dtype(value)
+        product = forward(value, rems, mask).transpose(1, 2)
+        dmixed, attention = grad[:, :, :H].to(dtype), softmax.attention[:, :, :H].to(dtype)
+        gate = softmax.gate[:, None].to(dtype)
+        dgate = (dmixed * (product - attention)).sum((0, 1, 3)).to(softmax.gate.dtype)
+        dattention = torch.cat([(dmixed * (1 - gate)).to(grad.dtype), grad[:, :, H:]], dim=2)
+        gradients = backward((dmixed * gate).transpose(1, 2), value, rems, mask)
+        return gradients._replace(attention=dattention, gate=dgate)
 
 
 # --- eager ----------------------------------------------------------------------------------------------------------
@@ -193,7 +224,7 @@ def _operator(*arguments: Any) -> Tensor:
 def _(*arguments: Any) -> Tensor:
     # Without the mask, which has no values to read here.
     value, rems, mask, softmax = _unflatten(*arguments[:5], None, *arguments[6:])
-    return _empty_output(value, rems, mask, softmax)
+    return empty_output(value, rems, mask, softmax)
 
 
 @torch.library.custom_op(

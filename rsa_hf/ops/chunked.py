@@ -1,43 +1,55 @@
 r"""P V and its gradients in linear time and memory: a scan over chunks of C steps, in plain PyTorch.
 
-`chunked_minimal` in reference.py is the same algorithm in its smallest form. A chunk is one matrix product,
-(y, h') = M (v, h), with the M of `powers.py`. With s_n = write · v_n the states are
+`chunked_minimal` in reference.py is the same algorithm in its smallest form. A chunk v of C steps that is entered with
+the state h = Σ_{j≥0} z^j v_{−1−j} gives
 
-    h_{n+1} = z^C h_n + s_n,
+    y_i = Σ_{j<i} f(i − j) v_j + read(z^{i+1} h)        h' = z^C h + Σ_j z^{C−1−j} v_j
 
-the same scan on 1/C of the data, so it is chunked again. For a tile of heads, in the layout of `chunk_layout.py`, with
-[·; ·] for rows below rows:
+which is one real matrix of each head, (y, h') = M (v, h), with a row for the real part of h and one for the imaginary:
+
+    M = [ block  readout ]      block[i, j] = f(i − j) where i > j, else 0
+        [ write  z^C     ]
+
+An unmasked REM also has a state that comes from the right, hence two more rows and columns, and |i − j| for i − j.
+
+With s_n = write · v_n the states are h_{n+1} = z^C h_n + s_n, the same scan on 1/C of the data, so it is chunked again
+("carry"). With [·; ·] for rows below rows,
 
     forward     h = carry(write · V)              y  = [block, readout] · [V; h]
     backward    a = carryᵀ(readoutᵀ · dY)         dV = [block; write]ᵀ · [dY; a]
                 dρ = ⟨[dY; a], ∂M/∂ρ · [V; h]⟩    for each rate ρ of the head
 
-a_n is the gradient with respect to s_n. Only V is saved for the backward pass.
+a_n is the gradient with respect to s_n. Only V is saved for the backward pass. Chunks are short: a product with a
+small matrix is bound by memory, and ∂M/∂ρ needs as many multiplications again for each rate.
 
-Chunks are short, because a product with a small matrix is bound by memory, and ∂M/∂ρ needs as many multiplications
-again for each rate.
+A tile of g neighbouring heads is laid out in columns [g, C, N, B, d·D]: step i of chunk n of row b. So every product
+with a head's matrix is one matrix product over all chunks and rows. A head dilated by d is its base head on d
+interleaved sub-sequences, so a step is d·D wide. `_PlainLayout` and `_PackedLayout` move positions to columns, and
+carry states from chunk to chunk.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rsa_hf.ops.chunk_layout import Layout, PackedLayout, PlainLayout
-from rsa_hf.ops.mask import AttentionMask
-from rsa_hf.ops.powers import Matrices
-from rsa_hf.ops.types import Gradients, Rems, SoftmaxBranch, working_dtype
-from rsa_hf.rem import mix
+from rsa_hf.ops.mask import AttentionMask, PackedSegments
+from rsa_hf.ops.types import Gradients, SoftmaxBranch
+from rsa_hf.rem import Rems, complex_powers, is_kind, mix, working_dtype
 
-__all__ = ["scan_backward", "scan_forward"]
+__all__ = ["empty_output", "scan_backward", "scan_forward", "seen_keys"]
 
 CHUNK = 16  # steps per chunk
 SINGLE_CHUNK = 32  # a sequence of up to this many steps is one chunk, without states
+MOST_STATES = 16  # per level of the carry: matrices stay small, and 65,536 steps in chunks of 16 need three levels
 TILE = 2**19  # numbers in the columns of a tile on a CPU (2 MB of float32)
 SHORT = 2**14  # numbers per head up to which inner products of all heads are computed in one call
 
@@ -51,20 +63,17 @@ def scan_forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: Softma
         mask: which keys each query sees; without a sliding window and `visible`.
         softmax: attention's output and the gate, or None.
     """
-    B, _, _, D = value.shape
-    H, T = len(rems.kinds), mask.query_length
-    if softmax is None:
-        output = value.new_empty(B, H, T, D, dtype=working_dtype(value))
-    else:
-        output = torch.empty_like(softmax.attention, memory_format=torch.contiguous_format)
+    keys, output = seen_keys(value, mask), empty_output(value, rems, mask, softmax)
+    if softmax is not None:
+        H = len(rems.kinds)
         output[:, :, H:] = softmax.attention[:, :, H:]
-    for tile in _tiles(value, rems, mask):
-        columns = tile.multiply(tile.matrix[:, : tile.chunk], tile.with_states(tile.pack_keys(value)))
+    for tile in _tiles(keys, rems, mask):
+        columns = tile.multiply(tile.matrix[:, : tile.chunk], tile.pack("keys", tile.keys_of(keys)))
         if softmax is None:
-            tile.unpack_queries(columns, output[:, tile.heads])
+            tile.unpack(columns, output[:, tile.heads], mask.query_offset)
             continue
-        product = value.new_empty(B, tile.num_heads, T, D, dtype=tile.dtype)
-        tile.unpack_queries(columns, product)
+        product = tile.scratch("mixed", len(value), tile.num_heads, mask.query_length, value.shape[3])
+        tile.unpack(columns, product, mask.query_offset)
         output[:, :, tile.heads] = mix(softmax.attention[:, :, tile.heads], product, softmax.gate[tile.heads])
     return output
 
@@ -73,78 +82,87 @@ def scan_backward(
     grad: Tensor, value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None
 ) -> Gradients:
     """The gradients of `scan_forward`, from the gradient of its output."""
-    H = len(rems.kinds)
+    keys = seen_keys(value, mask)
+    H, S, is_shared = len(rems.kinds), keys.shape[2], rems.heads_per_value > 1
     # Shared value heads sum over several heads before they are rounded; value heads without readers get 0.
-    dvalue = torch.empty_like(value, dtype=working_dtype(value) if rems.heads_per_value > 1 else None)
-    (dvalue if rems.heads_per_value > 1 else dvalue[:, H:]).zero_()
+    dvalue = torch.empty_like(value, dtype=working_dtype(value) if is_shared else None)
+    (dvalue if is_shared else dvalue[:, H:]).zero_()
+    dvalue[:, :, S:] = 0
     ddecay, dtheta = torch.zeros_like(rems.decay), torch.zeros_like(rems.theta)
     dattention = dgate = None
     if softmax is not None:
         dattention, dgate = torch.empty_like(softmax.attention), torch.zeros_like(softmax.gate)
         dattention[:, :, H:] = grad[:, :, H:]
         grad = grad.transpose(1, 2)
-    for tile in _tiles(value, rems, mask, derivatives=True):
+    before, behind = mask.query_offset, S - mask.query_offset - mask.query_length
+    for tile in _tiles(keys, rems, mask, derivatives=True):
         heads = tile.heads
-        dy = tile.with_adjoints(tile.pack_queries(grad[:, heads]))
-        keys = tile.with_states(tile.pack_keys(value))
-        dv = tile.multiply(tile.matrix[:, :, : tile.chunk].transpose(1, 2), dy)
+        dmixed = grad[:, heads]
+        dy = tile.pack("queries", F.pad(dmixed, (0, 0, before, behind)) if before or behind else dmixed, adjoint=True)
+        v = tile.pack("keys", tile.keys_of(keys))
+        dv = tile.multiply(tile.matrix.mT[:, : tile.chunk], dy)
         gate: Tensor | None = None
         if softmax is not None and dattention is not None and dgate is not None:
-            gate = softmax.gate[heads].to(tile.dtype)
-            attention, dmixed = softmax.attention[:, :, heads].to(tile.dtype), grad[:, heads].transpose(1, 2)
+            gate, attention = (x.to(dy.dtype) for x in (softmax.gate[heads], softmax.attention[:, :, heads]))
+            dmixed = dmixed.transpose(1, 2)
             # ⟨dY, P V⟩ = ⟨Pᵀ dY, V⟩, so P V itself is not needed.
-            dgate[heads] = tile.dot(dv, keys[:, : tile.chunk]) - (attention * dmixed).sum((0, 1, 3))
+            dgate[heads] = _dot(dv, v[:, : tile.chunk]) - (attention * dmixed).sum((0, 1, 3))
             dattention[:, :, heads] = dmixed * (1 - gate)[:, None]
             dv.mul_(gate[:, None, None])
-        tile.unpack_keys(dv, dvalue)
+        if is_shared:
+            total = dvalue.new_empty(len(value), 1, S, value.shape[3])
+            tile.unpack(dv.sum(0, keepdim=True), total)
+            dvalue[:, tile.value_heads, :S] += total
+        else:
+            tile.unpack(dv, dvalue[:, heads, :S])
         for drate, derivative in zip((ddecay, dtheta), tile.derivatives, strict=False):
-            change = tile.dot(tile.multiply(derivative, keys), dy)
+            change = _dot(tile.multiply(derivative, v), dy)
             drate[heads] = change if gate is None else change * gate
+    if mask.key_mask is not None:
+        dvalue.masked_fill_(~mask.key_mask[:, None, :, None], 0)
     return Gradients(dvalue.to(value.dtype), ddecay, dtheta, dattention, dgate)
 
 
-def _tiles(value: Tensor, rems: Rems, mask: AttentionMask, derivatives: bool = False) -> Iterator[_Tile]:
-    """Cut the heads into runs of one dilation whose columns fit the processor's cache; on a GPU, into whole runs."""
-    B, _, _, D = value.shape
-    H, heads_per_value = len(rems.kinds), rems.heads_per_value
-    # Slots of a static cache behind the last query are not seen.
-    S = mask.query_offset + mask.query_length if mask.causal else mask.key_length
-    most = H if value.device.type != "cpu" else max(TILE // max(B * S * D, 1), 1)
-    dtype = working_dtype(value)
-    scratch = _Scratch(value.device, dtype)
-    for d in sorted(set(rems.dilation)):
+def empty_output(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> Tensor:
+    """An uninitialised tensor of the shape, dtype and layout of `scan_forward`'s result."""
+    if softmax is not None:
+        return torch.empty_like(softmax.attention, memory_format=torch.contiguous_format)
+    shape = (len(value), len(rems.kinds), mask.query_length, value.shape[3])
+    return value.new_empty(shape, dtype=working_dtype(value))
+
+
+def seen_keys(value: Tensor, mask: AttentionMask) -> Tensor:
+    """V, 0 where padding hides it, up to the last key that a query can see: [B, Hv, S' ≤ S, D]."""
+    keys = value
+    if mask.causal and mask.query_offset + mask.query_length < mask.key_length:
+        # A static cache: slots behind the last query. Segments have a place for each slot.
+        keys = value[:, :, : mask.query_offset + mask.query_length]
+        keys = keys if mask.segments is None else F.pad(keys, (0, 0, 0, mask.key_length - keys.shape[2]))
+    # Not multiplied by zeros: padding may hold NaN.
+    return keys if mask.key_mask is None else torch.where(mask.key_mask[:, None, : keys.shape[2], None], keys, 0)
+
+
+# --- tiles of heads -------------------------------------------------------------------------------------------------
+
+
+def _tiles(keys: Tensor, rems: Rems, mask: AttentionMask, derivatives: bool = False) -> Iterator[_Tile]:
+    """Neighbouring heads of one dilation whose columns fit the processor's cache; on a GPU, all neighbours."""
+    B, _, S, D = keys.shape
+    H, shared, dilation = len(rems.kinds), rems.heads_per_value, rems.dilation
+    most = H if keys.device.type != "cpu" else max(TILE // max(B * S * D, 1), 1)
+    tiles, start = [], 0
+    for stop in range(1, H + 1):
+        is_end = stop == H or dilation[stop] != dilation[start] or stop - start == most
+        if is_end or (shared > 1 and stop % shared == 0):
+            tiles.append((dilation[start], slice(start, stop)))
+            start = stop
+    scratch = _Scratch(keys.device, working_dtype(keys))
+    for d, of_dilation in itertools.groupby(sorted(tiles, key=itemgetter(0)), key=itemgetter(0)):
         layout = _layout(S, d, mask)
-        digits, doublings = (layout.digits, 0) if isinstance(layout, PlainLayout) else ((), layout.doublings)
-        matrices = Matrices(rems, layout.chunk, digits, doublings, mask.causal, dtype, derivatives)
-        for run in _runs(rems.dilation, d):
-            start = run.start
-            while start < run.stop:
-                stop = min(start + most, run.stop)
-                if heads_per_value > 1:
-                    stop = min(stop, (start // heads_per_value + 1) * heads_per_value)
-                heads = slice(start, stop)
-                yield _Tile(heads, layout, matrices, mask, heads_per_value, scratch)
-                start = stop
-
-
-def _runs(dilation: tuple[int, ...], d: int) -> list[slice]:
-    """Runs of neighbouring heads of dilation d."""
-    edges = [h for h in range(len(dilation) + 1) if (dilation[h - 1 : h] == (d,)) != (dilation[h : h + 1] == (d,))]
-    return [slice(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
-
-
-def _layout(length: int, dilation: int, mask: AttentionMask) -> Layout:
-    segments, key_mask = mask.segments, mask.key_mask
-    if segments is None:
-        steps = -(-length // dilation)
-        key_mask = None if key_mask is None else key_mask[:, :length]
-        return PlainLayout(length, max(steps, 1) if steps <= SINGLE_CHUNK else CHUNK, dilation, key_mask)
-    if dilation not in segments.layouts:
-        # All layers of a forward share it.
-        chunk = min(max(segments.mean_length // dilation, 1), CHUNK)
-        segments.layouts[dilation] = PackedLayout(segments, chunk, dilation, key_mask)
-    layout: Layout = segments.layouts[dilation]
-    return layout
+        matrices = _matrices(rems, layout, mask.causal, scratch.dtype, derivatives)
+        for _, heads in of_dilation:
+            value_heads = heads if shared == 1 else slice(heads.start // shared, heads.start // shared + 1)
+            yield _Tile(heads, value_heads, layout, matrices, scratch)
 
 
 class _Scratch:
@@ -162,159 +180,333 @@ class _Scratch:
 
 
 class _Tile:
-    """Neighbouring heads of one dilation, and the columns that they are computed in."""
+    """Neighbouring heads of one dilation, their matrices, and the columns that they are computed in."""
 
     def __init__(
-        self,
-        heads: slice,
-        layout: Layout,
-        matrices: Matrices,
-        mask: AttentionMask,
-        heads_per_value: int,
-        scratch: _Scratch,
+        self, heads: slice, value_heads: slice, layout: _Layout, matrices: _Matrices, scratch: _Scratch
     ) -> None:
-        self.heads, self.layout, self.matrices, self.scratch = heads, layout, matrices, scratch
-        self.num_heads = heads.stop - heads.start
-        self.heads_per_value, self.mask = heads_per_value, mask
-        self.chunk, self.dtype = layout.chunk, scratch.dtype
-        rows = self.chunk if layout.num_chunks == 1 else matrices.chunk.shape[-1]
-        self.matrix = matrices.chunk[heads, :rows, :rows]
-        self.derivatives = matrices.derivatives[:, heads, :rows, :rows]
+        self.heads, self.value_heads, self.layout, self.scratch = heads, value_heads, layout, scratch
+        self.num_heads, self.chunk = heads.stop - heads.start, layout.chunk
+        n = self.chunk if layout.num_chunks == 1 else matrices.chunk.shape[-1]
+        self.matrix = matrices.chunk[heads, :n, :n]
+        self.derivatives = matrices.derivatives[:, heads, :n, :n]
+        self.carries = [[power[heads] for power in of_side] for of_side in matrices.carries]
 
-    def pack_keys(self, value: Tensor) -> Tensor:
-        """Copy V of these heads, from [B, Hv, S, D], into the first C rows of columns [g, C + states, N·B·d·D]."""
-        steps = value[:, self.heads]
-        if self.heads_per_value > 1:
-            shared = self.heads.start // self.heads_per_value
-            steps = value[:, shared : shared + 1].expand(-1, self.num_heads, -1, -1)
-        columns, into = self._columns("keys", steps)
-        self.layout.pack(steps[:, :, : self.layout.length], into)
-        if self.layout.hidden_keys is not None:
-            # Not multiplied by zeros: padding may hold NaN.
-            into.masked_fill_(self.layout.hidden_keys, 0)
+    def keys_of(self, keys: Tensor) -> Tensor:
+        """V of these heads, [B, g, S, D]."""
+        return keys[:, self.value_heads].expand(-1, self.num_heads, -1, -1)
+
+    def pack(self, name: str, steps: Tensor, adjoint: bool = False) -> Tensor:
+        """Columns of [B, g, S, D], and below them the states that enter each chunk: [g, C + states, N·B·d·D].
+
+        Args:
+            name: of the buffer for the columns.
+            steps: V; or dY for `adjoint`, which fills in the gradients with respect to what each chunk writes.
+            adjoint: whether to go through the transposed matrices.
+        """
+        C, matrix = self.chunk, self.matrix.mT if adjoint else self.matrix
+        shape = self._shape(steps)
+        columns = self.scratch(name, self.num_heads, matrix.shape[-1], math.prod(shape))
+        self.layout.pack(steps, columns[:, :C].view(self.num_heads, C, *shape))
+        if self.layout.num_chunks > 1:
+            terms = matrix[:, C:, :C] @ columns[:, :C]
+            for i, carry in enumerate(self.carries):
+                rows = slice(2 * i, 2 * i + 2)
+                # The second state of an unmasked REM comes from the right.
+                columns[:, C:][:, rows] = self.layout.carry(terms[:, rows], carry, from_right=i == 1, adjoint=adjoint)
         return columns
 
-    def unpack_keys(self, columns: Tensor, dvalue: Tensor) -> None:
-        """Write the gradient of these heads' values, or add it if heads share a value head."""
-        into = columns.view(self.num_heads, self.chunk, *self._shape(dvalue))
-        if self.layout.hidden_keys is not None:
-            into.masked_fill_(self.layout.hidden_keys, 0)
-        length = self.layout.length
-        if self.heads_per_value == 1:
-            self.layout.unpack(into, dvalue[:, self.heads, :length])
-            dvalue[:, self.heads, length:] = 0
-            return
-        shared = self.heads.start // self.heads_per_value
-        total = dvalue.new_empty(len(dvalue), 1, length, dvalue.shape[3], dtype=self.dtype)
-        self.layout.unpack(into.sum(0, keepdim=True), total)
-        dvalue[:, shared : shared + 1, :length] += total
-
-    def pack_queries(self, grad: Tensor) -> Tensor:
-        """Copy the gradient of the output, [B, g, T, D], into columns like those of `pack_keys`."""
-        start, stop, S = self.mask.query_offset, self.mask.query_offset + grad.shape[2], self.layout.length
-        if stop - start < S:
-            grad = F.pad(grad, (0, 0, start, S - stop))
-        columns, into = self._columns("queries", grad)
-        self.layout.pack(grad, into)
-        return columns
-
-    def unpack_queries(self, columns: Tensor, output: Tensor) -> None:
-        """Copy the positions of the queries into [B, g, T, D]."""
-        self.layout.unpack(
-            columns.view(self.num_heads, self.chunk, *self._shape(output)), output, self.mask.query_offset
-        )
-
-    def with_states(self, columns: Tensor) -> Tensor:
-        """Fill in the states that enter each chunk, in the rows below the chunk."""
-        self._fill(columns, self.matrix[:, self.chunk :, : self.chunk], adjoint=False)
-        return columns
-
-    def with_adjoints(self, columns: Tensor) -> Tensor:
-        """Fill in the gradients with respect to what each chunk writes into the states."""
-        self._fill(columns, self.matrix[:, : self.chunk, self.chunk :].transpose(1, 2), adjoint=True)
-        return columns
+    def unpack(self, columns: Tensor, steps: Tensor, start: int = 0) -> None:
+        """Copy columns [g, C, N·B·d·D] of the positions from `start` on into [B, g, T, D]."""
+        self.layout.unpack(columns.view(len(columns), self.chunk, *self._shape(steps)), steps, start)
 
     def multiply(self, matrix: Tensor, columns: Tensor) -> Tensor:
-        """A matrix of each head, [g, rows, n], times its columns, [g, n, X]."""
+        """A matrix of each head, [g, rows, n], times its columns, [g, n, X], in a buffer that the next call reuses."""
         return torch.bmm(matrix, columns, out=self.scratch("product", *matrix.shape[:2], columns.shape[2]))
-
-    def dot(self, a: Tensor, b: Tensor) -> Tensor:
-        """The inner product of two tiles of columns, head by head: [g]."""
-        if a[0].numel() <= SHORT:
-            products: Tensor = torch.linalg.vecdot(a.flatten(1), b.flatten(1))
-            return products
-        return torch.stack([torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(a, b, strict=True)])
 
     def _shape(self, steps: Tensor) -> tuple[int, int, int, int]:
         return self.layout.num_chunks, len(steps), self.layout.dilation, steps.shape[3]
 
-    def _columns(self, name: str, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """Columns for [B, g, S, D], and a view of the rows that hold the steps, [g, C, N, B, d, D]."""
-        shape = self._shape(steps)
-        columns = self.scratch(name, self.num_heads, self.matrix.shape[-1], math.prod(shape))
-        return columns, columns[:, : self.chunk].view(self.num_heads, self.chunk, *shape)
 
-    def _fill(self, columns: Tensor, write: Tensor, adjoint: bool) -> None:
-        if self.layout.num_chunks == 1:
-            return
-        terms = write @ columns[:, : self.chunk]
-        for i in range(0, terms.shape[1], 2):
-            # The second state of an unmasked REM comes from the right; gradients flow in the opposite direction.
-            carry = _Carry(self.matrices, self.heads, self.layout, reverse=(i > 0) != adjoint, conjugate=adjoint)
-            columns[:, self.chunk + i : self.chunk + i + 2] = carry(terms[:, i : i + 2])
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """The inner product of two tiles of columns, head by head: [g]."""
+    if a[0].numel() <= SHORT:
+        products: Tensor = torch.linalg.vecdot(a.flatten(1), b.flatten(1))
+        return products
+    return torch.stack([torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(a, b, strict=True)])
 
 
-@dataclass(frozen=True, eq=False)
-class _Carry:
-    """The states from what the chunks write: h_n = Σ_{m<n} z^{C (n−1−m)} s_m over chunks of one segment.
+# --- layouts: positions to columns, and states from chunk to chunk --------------------------------------------------
 
-    Attributes:
-        matrices: matrices of all heads.
-        heads: the heads of the tile.
-        layout: layout of the chunks.
-        reverse: sum over m > n instead.
-        conjugate: use the conjugate of z.
+
+def _layout(length: int, dilation: int, mask: AttentionMask) -> _Layout:
+    if mask.segments is None:
+        steps = -(-length // dilation)
+        return _PlainLayout(length, max(steps, 1) if steps <= SINGLE_CHUNK else CHUNK, dilation)
+    layouts = mask.segments.layouts  # all layers of a forward share them
+    if dilation not in layouts:
+        chunk = min(max(mask.segments.mean_length // dilation, 1), CHUNK)
+        layouts[dilation] = _PackedLayout(mask.segments, chunk, dilation)
+    layout: _Layout = layouts[dilation]
+    return layout
+
+
+class _PlainLayout:
+    """A sequence of S positions in chunks of C steps, each d positions wide, padded with zeros.
+
+    States are carried in levels of up to 16, so chunk n = m_0 + M_0 (m_1 + M_1 (m_2 + …)) is stored at
+    (m_0, m_1, m_2, …), the first digit slowest. At each level the states are then rows of a matrix, and nothing has
+    to be moved.
     """
 
-    matrices: Matrices
-    heads: slice
-    layout: Layout
-    reverse: bool
-    conjugate: bool
+    doublings = 0
 
-    def __call__(self, terms: Tensor) -> Tensor:
-        """The states, [g, 2, N·W], of the terms s, [g, 2, N·W], rows (real, imaginary)."""
-        terms = terms.contiguous()
-        if isinstance(self.layout, PackedLayout):
-            in_chunks = terms.view(len(terms), 2, self.layout.num_chunks, -1)
-            return self._within_segments(in_chunks, self.layout).flatten(2)
-        return self._level(terms, self.layout.digits).view(terms.shape)
+    def __init__(self, length: int, chunk: int, dilation: int) -> None:
+        self.chunk, self.dilation = chunk, dilation
+        self.digits = _digits(-(-length // (chunk * dilation)))
+        self.num_chunks = math.prod(self.digits)
+        self.block = chunk * dilation * math.prod(self.digits[:-1])  # positions for each value of the last digit
 
-    def _level(self, terms: Tensor, digits: tuple[int, ...], level: int = 0) -> Tensor:
-        """Matrix products over M states, [g, 2·M, rest], and the same over what each group of M passes on."""
-        g = len(terms)
-        M = digits[level]
-        carry, readout = self.matrices.level(level, self.reverse, self.conjugate)
-        terms = terms.view(g, 2 * M, -1)
-        if level + 1 == len(digits):
-            return carry[self.heads, : 2 * M] @ terms
-        carried = carry[self.heads] @ terms
-        entering = self._level(carried[:, 2 * M :].contiguous(), digits, level + 1)
-        return torch.baddbmm(carried[:, : 2 * M], readout[self.heads], entering.view(g, 2, -1))
+    def pack(self, steps: Tensor, columns: Tensor) -> None:
+        """Write [B, g, S, D] into columns [g, C, N, B, d, D], converting the dtype."""
+        blocks = self._in_time(columns)
+        full, rest = divmod(steps.shape[2], self.block)
+        if full:
+            blocks[:, :, :full] = self._in_blocks(steps, full)
+        if rest:
+            last = F.pad(steps[:, :, full * self.block :], (0, 0, 0, self.block - rest))
+            blocks[:, :, full : full + 1] = self._in_blocks(last, 1)
+        if full + (rest > 0) < self.digits[-1]:
+            blocks[:, :, full + (rest > 0) :] = 0
 
-    def _within_segments(self, terms: Tensor, layout: PackedLayout) -> Tensor:
-        """Sums over 1, 2, 4, … chunks of a segment, each from two sums of the level before."""
-        g, _, N, W = terms.shape
+    def unpack(self, columns: Tensor, steps: Tensor, start: int) -> None:
+        """Write positions `start` … `start` + T − 1 of columns [g, C, N, B, d, D] into [B, g, T, D]."""
+        blocks = self._in_time(columns)
+        if start:
+            # Only the blocks with queries are moved, not a memory before them.
+            first, before = divmod(start, self.block)
+            stop = before + steps.shape[2]
+            steps.copy_(blocks[:, :, first : first - (-stop // self.block)].flatten(2, -2)[:, :, before:stop])
+            return
+        full, rest = divmod(steps.shape[2], self.block)
+        if full:
+            self._in_blocks(steps, full).copy_(blocks[:, :, :full])
+        if rest:
+            steps[:, :, full * self.block :] = blocks[:, :, full].flatten(2, -2)[:, :, :rest]
 
-        def from_before(x: Tensor, distance: int) -> Tensor:
-            """Terms from `distance` chunks before (behind, if reverse), 0 where that is another segment."""
-            same = layout.same_segment(distance, W)
-            if self.reverse:
+    def _in_time(self, columns: Tensor) -> Tensor:
+        """A view of the columns in the order of time: [B, g, …, M_1, M_0, C, d, D]."""
+        n = len(self.digits)
+        digits = columns.view(*columns.shape[:2], *self.digits, *columns.shape[3:])
+        return digits.permute(n + 2, 0, *range(n + 1, 1, -1), 1, n + 3, n + 4)
+
+    def _in_blocks(self, steps: Tensor, count: int) -> Tensor:
+        """A view of the first positions of [B, g, S, D]: [B, g, count, …, M_1, M_0, C, d, D]."""
+        B, g, _, D = steps.shape
+        shape = (count, *self.digits[-2::-1], self.chunk, self.dilation)
+        return steps[:, :, : count * self.block].view(B, g, *shape, D)
+
+    def carry(self, terms: Tensor, levels: list[Tensor], from_right: bool, adjoint: bool) -> Tensor:
+        """h_n = Σ_{m<n} z^{C (n−1−m)} s_m over the chunks (m > n, from the right), or its transposed.
+
+        Args:
+            terms: s, [g, 2, N·W], rows (real, imaginary).
+            levels: matrices of the levels, [g, 2·M + 2, 2·M + 2] each: from the terms of M neighbours and the state
+                that enters them to their states and the state that leaves them.
+            from_right: known to the matrices.
+            adjoint: whether to apply the transposed matrices.
+
+        Returns:
+            The states, [g, 2, N·W].
+        """
+        level, *others = levels
+        level = level.mT.contiguous() if adjoint else level  # products of transposed views may round differently
+        M = level.shape[-1] - 2
+        columns = terms.view(len(terms), M, -1)
+        if not others:
+            return (level[:, :M, :M] @ columns).view(terms.shape)
+        carried = level[:, :, :M] @ columns
+        entering = self.carry(carried[:, M:], others, from_right, adjoint)
+        states = torch.baddbmm(carried[:, :M], level[:, :M, M:], entering)
+        return states.view(terms.shape)
+
+
+def _digits(number: int) -> tuple[int, ...]:
+    """Factors of at most 16 whose product is `number` or slightly more."""
+    if number <= MOST_STATES:
+        return (max(number, 1),)
+    rest = -(-number // MOST_STATES)
+    return (-(-number // rest), *_digits(rest))
+
+
+class _PackedLayout:
+    """Packed rows in which every segment begins a new chunk, so no chunk holds two of them.
+
+    Segments of at most d positions contain no lag of d and are left out, so the number of columns stays within a
+    constant factor of the number of positions for every dilation.
+    """
+
+    digits = ()
+
+    def __init__(self, segments: PackedSegments, chunk: int, dilation: int) -> None:
+        self.chunk, self.dilation = chunk, dilation
+        B, S = segments.index.shape
+        device = segments.index.device
+        width = chunk * dilation
+        lengths = torch.where(segments.lengths > dilation, segments.lengths, 0)
+        chunks = -(-lengths // width)
+        ends = chunks.cumsum(1)
+        self.num_chunks = N = max(int(ends[:, -1].max()), 1)
+        self.doublings = (max(int(chunks.max()), 1) - 1).bit_length()
+        slot = (ends - chunks).gather(1, segments.index) * width + segments.positions
+        taken = lengths.gather(1, segments.index) > 0
+        # Columns are ordered by (step, chunk, row, residue).
+        n, rest = slot // width, slot % width
+        row = torch.arange(B, device=device)[:, None]
+        column = ((rest // dilation * N + n) * B + row) * dilation + rest % dilation
+        self.source = torch.zeros(width * N * B, dtype=torch.long, device=device)
+        self.source[column[taken]] = (row * S + torch.arange(S, device=device))[taken]
+        hidden = torch.ones_like(self.source, dtype=torch.bool)
+        hidden[column[taken]] = False
+        self.hidden = hidden.reshape(1, chunk, N, B, dilation, 1)
+        self.target = torch.where(taken, column, 0)
+        self.left_out = None if bool(taken.all()) else ~taken[:, None, :, None]
+        # [N, B]: the segment of each chunk.
+        order = torch.arange(N, device=device).expand(B, -1).contiguous()
+        self.segment = torch.searchsorted(ends, order, right=True).T.contiguous()
+
+    def pack(self, steps: Tensor, columns: Tensor) -> None:
+        """Write [B, g, S, D] into columns [g, C, N, B, d, D], converting the dtype."""
+        for head, into in zip(steps.unbind(1), columns, strict=True):
+            rows = head.reshape(-1, head.shape[-1])
+            into.copy_(rows.index_select(0, self.source).reshape(into.shape))
+        columns.masked_fill_(self.hidden, 0)
+
+    def unpack(self, columns: Tensor, steps: Tensor, start: int) -> None:
+        """Write positions `start` … `start` + T − 1 of columns [g, C, N, B, d, D] into [B, g, T, D]."""
+        stop = start + steps.shape[2]
+        target = self.target[:, start:stop].reshape(-1)
+        for head, out in zip(columns, steps.unbind(1), strict=True):
+            rows = head.reshape(-1, head.shape[-1])
+            out.copy_(rows.index_select(0, target).reshape(out.shape))
+        if self.left_out is not None:
+            steps.masked_fill_(self.left_out[:, :, start:stop], 0)
+
+    def carry(self, terms: Tensor, powers: list[Tensor], from_right: bool, adjoint: bool) -> Tensor:
+        """As in `_PlainLayout`, within segments: sums over 1, 2, 4, … chunks, each from two sums before.
+
+        Args:
+            terms: s, [g, 2, N·W], rows (real, imaginary).
+            powers: z^C, z^{2C}, z^{4C}, …, [g, 2, 2] each.
+            from_right: whether to sum over m > n.
+            adjoint: whether to apply the transposed.
+        """
+        sums = terms.unflatten(2, (self.num_chunks, -1))  # [g, 2, N, W]
+        per_row = sums.shape[3] // self.segment.shape[1]
+
+        def shifted(x: Tensor, distance: int) -> Tensor:
+            """Terms of the chunk `distance` before (behind, from the right), 0 where that is another segment."""
+            same = self.segment[distance:] == self.segment[: self.num_chunks - distance]
+            same = same.repeat_interleave(per_row, dim=1)
+            if from_right != adjoint:
                 return F.pad(torch.where(same, x[:, :, distance:], 0), (0, 0, 0, distance))
-            return F.pad(torch.where(same, x[:, :, : N - distance], 0), (0, 0, distance, 0))
+            return F.pad(torch.where(same, x[:, :, : self.num_chunks - distance], 0), (0, 0, distance, 0))
 
-        sums = terms
-        for times in range(layout.doublings):
-            power = self.matrices.doubled(times, self.conjugate)[self.heads]
-            sums = sums + (power @ from_before(sums, 1 << times).view(g, 2, -1)).view(g, 2, N, W)
-        return from_before(sums, 1)
+        for i, power in enumerate(powers):
+            power = power.mT if adjoint else power
+            sums = sums + (power @ shifted(sums, 1 << i).flatten(2)).view(sums.shape)
+        return shifted(sums, 1).flatten(2)
+
+
+_Layout = _PlainLayout | _PackedLayout
+
+
+# --- matrices -------------------------------------------------------------------------------------------------------
+
+
+class _Matrices(NamedTuple):
+    """The matrices of H heads for the chunks of a layout.
+
+    Attributes:
+        chunk: M, [H, n, n] with n = C + 2, for unmasked REMs C + 4.
+        derivatives: ∂M/∂decay and, where a head is cyclical, ∂M/∂θ, [0, 1 or 2, H, n, n].
+        carries: for the state from the left and, for unmasked REMs, from the right, what the layout's `carry` takes.
+    """
+
+    chunk: Tensor
+    derivatives: Tensor
+    carries: list[list[Tensor]]
+
+
+def _matrices(rems: Rems, layout: _Layout, causal: bool, dtype: torch.dtype, derivatives: bool) -> _Matrices:
+    """Every entry is 0, Re z^k or ± Im z^k for some k: a table of the powers, and the places of the entries in it.
+
+    Gathered from a table of ∂z^k/∂ρ, a matrix is its own derivative.
+    """
+    digits = layout.digits if layout.num_chunks > 1 else ()
+    exponents, chunk, carries = _places(layout.chunk, digits, layout.doublings, causal, rems.decay.device)
+    real, imaginary = complex_powers(rems, exponents, dtype, derivatives)
+    is_sin = is_kind(rems, ("sin",))
+    read = [torch.where(is_sin, imaginary, real), torch.where(is_sin, real, -imaginary)]
+    table = torch.cat([real, imaginary, -imaginary, *read, torch.zeros_like(real[..., :1])], dim=-1)
+
+    def gathered(table: Tensor, places: Tensor) -> Tensor:
+        return table.index_select(-1, places.flatten()).view(*table.shape[:-1], *places.shape)
+
+    matrices = gathered(table, chunk)
+    return _Matrices(matrices[0], matrices[1:], [[gathered(table[0], k) for k in of_side] for of_side in carries])
+
+
+@functools.lru_cache(maxsize=32)
+def _places(
+    C: int, digits: tuple[int, ...], doublings: int, causal: bool, device: torch.device
+) -> tuple[Tensor, Tensor, list[list[Tensor]]]:
+    """Exponents k of the table, and the places of the entries of `_Matrices` in its rows.
+
+    A row has the parts Re z^k, Im z^k, −Im z^k, what a readout takes of the real and of the imaginary part, and a 0.
+    """
+    steps_of_level = [C * math.prod(digits[:level]) for level in range(len(digits))]
+    of_levels = [[step * k for k in range(M + 1)] for step, M in zip(steps_of_level, digits, strict=True)]
+    exponents = [*range(C + 1), *itertools.chain(*of_levels), *(C << i for i in range(doublings))]
+    count = len(exponents)
+    real, imaginary, negative, read, read_imaginary, zero = (count * part for part in range(6))
+
+    def place(part: int, k: Tensor) -> Tensor:
+        return torch.where(k < 0, zero, part + k)
+
+    def multiply(k: Tensor) -> Tensor:
+        """By z^k, 0 where k < 0: from rows of states, real parts first, to rows of states."""
+        first, second = [place(real, k), place(negative, k)], [place(imaginary, k), place(real, k)]
+        return torch.cat([torch.cat(first, 1), torch.cat(second, 1)])
+
+    i = torch.arange(C)
+    lags = i[:, None] - i
+    lags = lags if causal else lags.abs()
+    block = torch.where(lags > 0, read + lags, zero)
+    # The state enters row i as z^{i+1} h. From the right it is C − i steps away: the same entries, reversed.
+    readout = torch.stack([read + i + 1, read_imaginary + i + 1], 1)
+    write = torch.stack([real + i.flip(0), imaginary + i.flip(0)])
+    step = multiply(torch.tensor([[C]]))
+    if causal:
+        chunk = torch.cat([torch.cat([block, readout], 1), torch.cat([write, step], 1)])
+    else:
+        none = torch.full_like(step, zero)
+        top = torch.cat([block, readout, readout.flip(0)], 1)
+        chunk = torch.cat([top, torch.cat([write, step, none], 1), torch.cat([write.flip(1), none, step], 1)])
+
+    doubled = [multiply(torch.tensor([[count - doublings + i]])) for i in range(doublings)]
+    carries = []
+    for from_right in (False,) if causal else (False, True):
+        levels, first = [], C + 1
+        for M in digits:
+            i = torch.arange(M)
+            i = i.flip(0) if from_right else i  # steps from a state back to where its level is entered
+            inside = i[:, None] - i - 1
+            k = torch.full((M + 1, M + 1), -1)
+            k[:M, :M] = torch.where(inside < 0, -1, first + inside)
+            k[:M, M], k[M, :M] = first + i, first + M - 1 - i
+            states_first = [*range(M), *range(M + 1, 2 * M + 1), M, 2 * M + 1]
+            levels.append(multiply(k)[states_first][:, states_first])
+            first += M + 1
+        carries.append([places.to(device) for places in levels or doubled])
+    return torch.tensor(exponents, device=device), chunk.to(device), carries

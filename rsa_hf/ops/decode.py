@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rsa_hf.ops.mask import AttentionMask, boolean_mask, lags
-from rsa_hf.ops.powers import weights_of_lags
-from rsa_hf.ops.types import Rems, working_dtype
+from rsa_hf.ops.mask import AttentionMask, boolean_mask
+from rsa_hf.rem import Rems, weights_of_lags, working_dtype
 
 __all__ = ["LagTable", "decode"]
 
@@ -23,6 +22,8 @@ NEGLIGIBLE = 2.0**-30  # of the largest value, in P V: below what float32 resolv
 
 class LagTable:
     """f(τ) of every head at the lags 0 … L beyond which nothing matters: [H, L + 1], and its mirror image.
+
+    `weights` has a 0 for lag L + 1, which stands for all longer ones.
 
     Args:
         rems: the heads; the table holds for these rates alone.
@@ -33,8 +34,8 @@ class LagTable:
     def __init__(self, rems: Rems, dtype: torch.dtype, longest: int) -> None:
         reach = _reach(rems)
         self.longest = math.inf if reach <= longest else longest
-        self.weights = weights_of_lags(rems, torch.arange(min(reach, longest) + 1, device=rems.decay.device), dtype)[0]
-        self.newest_last = self.weights.flip(-1).contiguous()
+        weights = weights_of_lags(rems, torch.arange(min(reach, longest) + 1, device=rems.decay.device), dtype)[0]
+        self.weights, self.newest_last = F.pad(weights, (0, 1)), weights.flip(-1).contiguous()
 
 
 def decode(value: Tensor, rems: Rems, mask: AttentionMask, table: LagTable | None) -> Tensor:
@@ -58,15 +59,16 @@ def decode(value: Tensor, rems: Rems, mask: AttentionMask, table: LagTable | Non
         if seen < weights.shape[1]:
             weights = weights[:, -seen:]
         return _weighted_sum(weights[None], value.narrow(2, end - seen, seen), rems.heads_per_value)
-    tau = lags(mask, device)
-    visible = boolean_mask(mask, tau)[:, : len(rems.kinds), 0]
+    position = mask.query_offset if mask.query_position is None else mask.query_position
+    tau = position - torch.arange(value.shape[2], device=device)
     if table is None:
-        weights = weights_of_lags(rems, tau[0], dtype)[0]
+        weights = weights_of_lags(rems, tau, dtype)[0]
     else:
-        last = table.weights.shape[1] - 1
-        visible = visible & (tau[0] <= last)
-        weights = table.weights[:, tau[0].clamp(0, last)]
-    weights = torch.where(visible, weights, 0)
+        weights = table.weights.index_select(1, tau.clamp(0, table.weights.shape[1] - 1))
+    # f is 0 for keys behind the query, so where the mask tells the position, its row tells all.
+    visible = boolean_mask(mask, tau[None]) if mask.query_position is None else mask.visible
+    assert visible is not None
+    weights = weights * visible[:, : len(rems.kinds), 0]
     return _weighted_sum(weights.expand(len(value), -1, -1), value, rems.heads_per_value)
 
 

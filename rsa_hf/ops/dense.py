@@ -1,6 +1,7 @@
 """P V through the explicit P: for masks of any shape, for a few queries behind a cache, and for ONNX graphs.
 
-Quadratic in the length. With z, f and the mask of `boolean_mask`, P[t, s] = f(τ) where query t sees key s, else 0.
+Quadratic in the length. With f of `rem.py` and the mask of `boolean_mask`, P[t, s] = f(τ) where query t sees key s,
+else 0.
 """
 
 from __future__ import annotations
@@ -9,53 +10,61 @@ import torch
 from torch import Tensor
 
 from rsa_hf.ops.mask import AttentionMask, boolean_mask, lags
-from rsa_hf.ops.powers import weights_of_lags
-from rsa_hf.ops.types import ProductGradients, Rems, keys_of_heads, to_value_heads, working_dtype
+from rsa_hf.ops.types import Gradients
+from rsa_hf.rem import Rems, weights_of_lags, working_dtype
 
-__all__ = ["dense_backward", "dense_forward"]
+__all__ = ["dense_backward", "dense_forward", "keys_of_heads", "to_value_heads"]
 
 
 def dense_forward(value: Tensor, rems: Rems, mask: AttentionMask) -> Tensor:
     """P V, [B, H, T, D], from values [B, Hv, S, D]."""
-    visible = _visible(rems, mask)
-    return _matrices(rems, mask, visible, working_dtype(value))[0] @ _seen_keys(value, rems, visible)
+    (P,), keys, _ = _operands(value, rems, mask)
+    return P @ keys
 
 
-def dense_backward(grad: Tensor, value: Tensor, rems: Rems, mask: AttentionMask) -> ProductGradients:
+def dense_backward(grad: Tensor, value: Tensor, rems: Rems, mask: AttentionMask) -> Gradients:
     """The gradients of `dense_forward`, from the gradient of its output, [B, H, T, D]."""
-    dtype, visible = working_dtype(value), _visible(rems, mask)
-    grad = grad.to(dtype)
-    P, *derivatives = _matrices(rems, mask, visible, dtype, derivatives=True)
-    keys = _seen_keys(value, rems, visible)
-    dkeys = torch.where(_seen(visible), P.transpose(-1, -2) @ grad, 0)
-    drates = [((derivative @ keys) * grad).sum((0, 2, 3)) for derivative in derivatives]
-    drates.append(torch.zeros_like(drates[0]))  # θ, if no head is cyclical
-    ddecay, dtheta = (drate.to(rems.decay.dtype) for drate in drates[:2])
-    return ProductGradients(to_value_heads(dkeys, value, rems.heads_per_value), ddecay, dtheta)
+    (P, *derivatives), keys, is_seen = _operands(value, rems, mask, derivatives=True)
+    grad = grad.to(P.dtype)
+    dkeys = torch.where(is_seen, P.mT @ grad, 0)
+    drates = [((derivative @ keys) * grad).sum((0, 2, 3)).to(rems.decay.dtype) for derivative in derivatives]
+    drates.append(torch.zeros_like(rems.decay))  # θ, if no head is cyclical
+    return Gradients(to_value_heads(dkeys, value, rems), *drates[:2])
 
 
-def _matrices(
-    rems: Rems, mask: AttentionMask, visible: Tensor, dtype: torch.dtype, derivatives: bool = False
-) -> list[Tensor]:
-    """P, [1 or B, H, T, S]; with derivatives, also ∂P/∂decay and, where a head is cyclical, ∂P/∂θ."""
-    device = rems.decay.device
+def _operands(
+    value: Tensor, rems: Rems, mask: AttentionMask, derivatives: bool = False
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """P, with derivatives also ∂P/∂decay and, where a head is cyclical, ∂P/∂θ; V of every head; and which keys count.
+
+    Returns:
+        A list of [1 or B, H, T, S]; [B, H, S, D]; and [B or 1, H or 1, S, 1], True for keys that some query sees.
+    """
+    device, dtype = rems.decay.device, working_dtype(value)
     tau = lags(mask, device)
+    # A mask with a part for each head has one for plain heads too.
+    visible = boolean_mask(mask, tau)[:, : len(rems.kinds)]
     tau = tau.clamp(min=0) if mask.causal else tau.abs()
     # All of P is picked from one table of weights by lag; f(0) = 0.
     table = weights_of_lags(rems, torch.arange(mask.query_length + mask.key_length, device=device), dtype, derivatives)
-    return [torch.where(visible, weights[:, tau][None], 0) for weights in table]
-
-
-def _visible(rems: Rems, mask: AttentionMask) -> Tensor:
-    # A mask with a part for each head has one for plain heads too.
-    return boolean_mask(mask, lags(mask, rems.decay.device))[:, : len(rems.kinds)]
-
-
-def _seen(visible: Tensor) -> Tensor:
-    """Keys that some query sees: [B or 1, H or 1, S, 1]."""
-    return visible.any(dim=-2)[..., None]
-
-
-def _seen_keys(value: Tensor, rems: Rems, visible: Tensor) -> Tensor:
+    matrices = [torch.where(visible, weights[:, tau][None], 0) for weights in table]
+    is_seen = visible.any(dim=-2)[..., None]
     # Keys that nobody sees may hold anything, and 0 · NaN would be NaN.
-    return torch.where(_seen(visible), keys_of_heads(value, rems), 0)
+    return matrices, torch.where(is_seen, keys_of_heads(value, rems), 0), is_seen
+
+
+def keys_of_heads(value: Tensor, rems: Rems) -> Tensor:
+    """V of every head in the working dtype: [B, H, S, D]."""
+    H, shared = len(rems.kinds), rems.heads_per_value
+    keys = value[:, : -(-H // shared)]
+    if shared > 1:
+        keys = keys.repeat_interleave(shared, dim=1)[:, :H]
+    return keys.to(working_dtype(value))
+
+
+def to_value_heads(dkeys: Tensor, value: Tensor, rems: Rems) -> Tensor:
+    """The gradient of V, [B, Hv, S, D], from the gradient of every head's V."""
+    # Summed before rounding: a term may overflow half precision although the sum does not.
+    dvalue = torch.zeros_like(value, dtype=dkeys.dtype)
+    value_heads = torch.arange(dkeys.shape[1], device=value.device) // rems.heads_per_value
+    return dvalue.index_add_(1, value_heads, dkeys).to(value.dtype)

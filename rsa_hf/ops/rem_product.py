@@ -8,8 +8,7 @@ from torch import Tensor
 
 from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask, PackedSegments
-from rsa_hf.ops.types import Rems
-from rsa_hf.rem import head_tensors
+from rsa_hf.rem import Rems, head_tensors
 
 __all__ = ["rem_product"]
 

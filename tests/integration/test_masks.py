@@ -12,7 +12,7 @@ from references import double_loop, relative_error
 from rsa_hf.integration.masks import flash_segment_ids, read_attention_mask
 from rsa_hf.ops.autograd import apply_rems, traced_forward
 from rsa_hf.ops.mask import AttentionMask
-from rsa_hf.ops.types import Rems
+from rsa_hf.rem import Rems
 
 MIN = torch.finfo(torch.float32).min
 

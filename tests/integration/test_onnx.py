@@ -13,7 +13,7 @@ from rsa_hf import RSAConfig, patch_model, rem_product
 from rsa_hf.integration.masks import read_attention_mask
 from rsa_hf.ops.autograd import traced_forward
 from rsa_hf.ops.mask import AttentionMask
-from rsa_hf.ops.types import Rems
+from rsa_hf.rem import Rems
 
 KINDS = ("regular", "cos", "sin", "regular", "cos", "sin")
 DECAY = torch.tensor([-0.9, 0.95, 0.8, 0.7, 0.99, 0.6])

@@ -20,12 +20,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rsa_hf.ops.triton import launch
+from rsa_hf.ops.triton.tables import Shape
 from rsa_hf.ops.triton.tuning import Tuning, candidates
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-FLOATS = ("value", "attention", "output", "grad", "dvalue", "dattention", "x")
-INTEGERS = {"columns": "*i32", "heads": "*i32", "starts": "*i32", "segment_ids": "*i64", "key_mask": "*u8"}
-BARE = {"CAUSAL": True, "MIXED": True, "MASKED": False, "PACKED": False, "SPLITS": 1}
+STRIDED = ("value", "attention", "output", "grad", "dvalue", "dattention", "x")  # (pointer, three strides)
+PER_HEAD = ("decay", "theta", "gate")  # (pointer, stride)
+INTEGERS = {"columns": "*i32", "heads": "*i32", "starts": "*i32"}
+MASKS = {"segment_ids": "*i64", "key_mask": "*u8"}  # (pointer, stride)
+SIZES = {"forward": 8, "backward": 8, "splits": 6}
+BARE = {"causal": True, "mixed": True, "masked": False, "packed": False, "splits": 1}
 
 
 def variants():
@@ -37,65 +41,52 @@ def variants():
                 yield name, kernel, dtype, tuning, 64, BARE
     for kernel in ("forward", "backward", "splits"):
         tuning = candidates(kernel, 64, 16)[0]
-        flags = {"bidirectional": {"CAUSAL": False}, "masked": {"MASKED": True}, "alone": {"MIXED": False}}
-        flags |= {"packed": {"PACKED": True}, "segmented": {"SPLITS": 8}}
-        flags |= {"everything": {"CAUSAL": False, "MASKED": True, "PACKED": True, "SPLITS": 8}}
+        flags = {"bidirectional": {"causal": False}, "masked": {"masked": True}, "alone": {"mixed": False}}
+        flags |= {"packed": {"packed": True}, "segmented": {"splits": 8}}
+        flags |= {"everything": {"causal": False, "masked": True, "packed": True, "splits": 8}}
         for name, changed in flags.items():
             yield f"{kernel}_{name}", kernel, torch.bfloat16, tuning, 64, BARE | changed
     for head_size, block in ((80, 32), (256, 64), (16, 16), (20, 32)):
         yield f"forward_head_{head_size}", "forward", torch.bfloat16, Tuning(64, block, 4, 2), head_size, BARE
         yield f"backward_head_{head_size}", "backward", torch.bfloat16, Tuning(64, block, 4, 2), head_size, BARE
-    yield "powers", "powers", torch.float32, Tuning(64, 64, 1, 1), 64, {"SPLITS": 1}
-    yield "rates", "rates", torch.float32, Tuning(64, 256, 1, 1), 64, {"MIXED": True}
+    yield "powers", "powers", torch.float32, Tuning(64, 64, 1, 1), 64, BARE
+    yield "rates", "rates", torch.float32, Tuning(64, 256, 1, 1), 64, BARE
 
 
 def compiled(kernel, dtype, tuning, head_size, flags):
     function = getattr(launch, f"{kernel}_kernel")
-    constants = {
-        "D": head_size,
-        "BLOCK": tuning.block,
-        "BLOCKS": -(-head_size // tuning.block),
-        "CHUNK": tuning.chunk,
-        "POWERS": triton.next_power_of_2(tuning.chunk + 1 + flags.get("SPLITS", 1)),
-        "STAGES": tuning.stages,
-        "SPLIT": dtype.itemsize == 2,
-        "SLOPES": True,
-        "REVERSED": True,
+    shape = Shape(
+        head_size=head_size,
+        block=tuning.block,
+        blocks=-(-head_size // tuning.block),
+        chunk=tuning.chunk,
+        powers=triton.next_power_of_2(tuning.chunk + 1 + flags["splits"]),
+        stages=tuning.stages,
+        halves=dtype.itemsize == 2,
         **flags,
-    }
-    signature, constexprs, aligned = {}, {}, {}
+    )
+    constants = {"SHAPE": shape, "BACKWARD": not shape.masked, "MIXED": shape.mixed, "BLOCK": tuning.block}
+    signature, constexprs, attributes = {}, {}, {}
+    aligned = [["tt.divisibility", 16]]
     for place, parameter in enumerate(function.params):
         name = parameter.name
         if parameter.is_constexpr:
             signature[name], constexprs[name] = "constexpr", constants[name]
-            continue
-        if name in FLOATS:
-            signature[name] = f"*{TYPES[dtype]}"
-        elif name in INTEGERS:
-            signature[name] = INTEGERS[name]
-        elif name.endswith(("_b", "_h", "_t", "_s", "_stride")) or name in SCALARS:
+        elif name in STRIDED:
+            signature[name] = (f"*{TYPES[dtype]}", "i32", "i32", "i32")
+            attributes |= {(place, i): aligned for i in range(4)}
+        elif name in PER_HEAD or name in MASKS:
+            signature[name] = (MASKS.get(name, "*fp32"), "i32")
+            attributes[place, 0] = aligned
+        elif name == "sizes":
+            signature[name] = ("i32",) * SIZES[kernel]
+        elif name in ("length", "parts"):
             signature[name] = "i32"
         else:
-            signature[name] = "*fp32"
-        if signature[name].startswith("*") or re.search(r"_[bhts]$", name):
-            aligned[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=function, signature=signature, constexprs=constexprs, attrs=aligned)
+            signature[name] = INTEGERS.get(name, "*fp32")
+            attributes[(place,)] = aligned
+    source = ASTSource(fn=function, signature=signature, constexprs=constexprs, attrs=attributes)
     return triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": tuning.warps})
-
-
-SCALARS = (
-    "rows",
-    "num_columns",
-    "num_heads",
-    "length",
-    "offset",
-    "queries",
-    "heads_per_value",
-    "slots",
-    "shift",
-    "count",
-    "parts",
-)
 
 
 def resources(kernel):

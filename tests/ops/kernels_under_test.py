@@ -9,7 +9,8 @@ from references import relative_error
 from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask, PackedSegments
 from rsa_hf.ops.reference import dense_rem_product
-from rsa_hf.ops.types import Rems, SoftmaxBranch
+from rsa_hf.ops.types import SoftmaxBranch
+from rsa_hf.rem import Rems
 
 pytest.importorskip("triton", reason="needs Triton, which exists for Linux: pip install 'rsa_hf[gpu]'")
 

@@ -12,13 +12,7 @@ from rsa_hf.rem import KINDS as ALL_KINDS
 compiled = torch.compile(fullgraph=True, backend="aot_eager", dynamic=False)
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 MASKS = {
     "causal": {},
     "bidirectional": {"causal": False},

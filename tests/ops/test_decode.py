@@ -14,7 +14,7 @@ from rsa_hf.heads import RSAHeads
 from rsa_hf.integration.masks import read_attention_mask
 from rsa_hf.ops.decode import LagTable, decode
 from rsa_hf.ops.reference import dense_rem_product
-from rsa_hf.ops.types import Rems
+from rsa_hf.rem import Rems
 
 S = 50
 

@@ -8,18 +8,12 @@ from ops.kernels_under_test import DILATION, KINDS, draw
 from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.triton import launch
-from rsa_hf.ops.types import Rems, SoftmaxBranch
+from rsa_hf.ops.types import SoftmaxBranch
+from rsa_hf.rem import Rems
 
 small_chunks = kernels_under_test.small_chunks
-pytestmark = pytest.mark.usefixtures("small_chunks")
+pytestmark = pytest.mark.usefixtures("small_chunks", "fresh_compiler")
 T = 20
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def mixed(value, decay, theta, attention, gate):

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ops import kernels_under_test
-from ops.kernels_under_test import DEVICE, KINDS, agreement, assert_agrees, draw
+from ops.kernels_under_test import DEVICE, KINDS, agreement, assert_agrees, differentiate, draw
+from references import relative_error
 from rsa_hf import rem_product
+from rsa_hf.ops.reference import dense_rem_product
 from rsa_hf.ops.triton import launch
 from rsa_hf.ops.triton.tuning import Tuning, block_of
 
@@ -99,11 +101,10 @@ def test_half_precision_rounds_nothing_but_the_output():
     # P V of 16-bit values, in float32: the weights are kept as a sum of two 16-bit numbers.
     value, decay, theta, *_ = draw(33, dtype=torch.bfloat16)
     found = rem_product(value, KINDS, decay, theta)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RSA_HF_BACKEND", "dense")
-        exact = rem_product(value.double(), KINDS, decay.double(), theta.double())
+    exact_value, exact_decay, exact_theta = (tensor.double().cpu() for tensor in (value, decay, theta))
+    exact = dense_rem_product(exact_value, KINDS, exact_decay, exact_theta, (1, 1, 1))
     assert found.dtype == torch.float32
-    assert kernels_under_test.relative_error(found, exact) < 2e-5
+    assert relative_error(found.cpu(), exact) < 2e-5
 
 
 @pytest.mark.parametrize("D", [5, 80])
@@ -148,15 +149,15 @@ def test_a_shut_gate_and_plain_heads_change_no_bit():
 
 
 def test_without_attention():
-    value, decay, theta, *_ = draw(20)
-    exact = [tensor.detach().double().requires_grad_() for tensor in (value, decay, theta)]
+    tensors = draw(20)[:3]
+    exact = [tensor.detach().double().cpu().requires_grad_() for tensor in tensors]
     weights = torch.randn(1, 3, 20, 16, device=DEVICE)
-    found = torch.autograd.grad(rem_product(value, KINDS, decay, theta), (value, decay, theta), weights)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RSA_HF_BACKEND", "dense")
-        expected = torch.autograd.grad(rem_product(exact[0], KINDS, *exact[1:]), exact, weights.double())
+    found = differentiate(lambda v, r, a: rem_product(v, KINDS, r, a), tensors, weights)
+    expected = differentiate(
+        lambda v, r, a: dense_rem_product(v, KINDS, r, a, (1, 1, 1)), exact, weights.double().cpu()
+    )
     for a, b in zip(found, expected, strict=True):
-        assert kernels_under_test.relative_error(a, b) < 1e-5
+        assert relative_error(a.cpu(), b) < 1e-5
 
 
 def test_the_same_bits_every_time():

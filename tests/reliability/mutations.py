@@ -216,9 +216,9 @@ MUTATIONS = [
     Mutation(
         Part.NUMBERS,
         "powers of the rates are computed in float64",
-        "rsa_hf/ops/powers.py",
-        "    wide = widest_dtype(device)\n    k = exponents",
-        "    wide = torch.bfloat16\n    k = exponents",
+        "rsa_hf/rem.py",
+        "    wide = widest_dtype(exponents.device)\n",
+        "    wide = torch.bfloat16\n",
         "tests/reliability/test_numbers_long.py::test_long_texts",
     ),
     Mutation(
@@ -241,8 +241,8 @@ MUTATIONS = [
         Part.NUMBERS,
         "hidden values are cleared, not multiplied by zero",
         "rsa_hf/ops/chunked.py",
-        "            # Not multiplied by zeros: padding may hold NaN.\n            into.masked_fill_(self.layout.hidden_keys, 0)",
-        "            into.mul_(~self.layout.hidden_keys)",
+        "torch.where(mask.key_mask[:, None, : keys.shape[2], None], keys, 0)",
+        "keys * mask.key_mask[:, None, : keys.shape[2], None]",
         "tests/reliability/test_numbers_product.py::test_eager",
     ),
     Mutation(
@@ -257,7 +257,7 @@ MUTATIONS = [
         Part.NUMBERS,
         "gradients of shared values are summed in float32",
         "rsa_hf/ops/chunked.py",
-        "dtype=working_dtype(value) if rems.heads_per_value > 1 else None",
+        "dtype=working_dtype(value) if is_shared else None",
         "dtype=value.dtype",
         "tests/reliability/test_numbers_product.py::test_gradients_of_shared_values_are_rounded_once",
     ),

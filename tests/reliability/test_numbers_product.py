@@ -16,7 +16,7 @@ from rsa_hf.ops import autograd
 from rsa_hf.ops.autograd import traced_forward
 from rsa_hf.ops.decode import LagTable, decode
 from rsa_hf.ops.mask import AttentionMask, PackedSegments
-from rsa_hf.ops.types import Rems
+from rsa_hf.rem import Rems
 
 EXAMPLES = 80 if is_full() else 12
 some = settings(max_examples=EXAMPLES, phases=(Phase.explicit, Phase.generate))

@@ -48,5 +48,60 @@ rests on the order in which programs start, and small V is in L2 anyway); the st
 (16 rows for 2 that are needed, and they want float32).
 
 Names: `position` is a place on the key axis, `step` the place in the residue's sub-sequence: position = residue +
-d·step. A REVERSED walk counts steps from the end of the key axis, which turns Pᵀ into P.
+d·step. A walk over dOut counts steps from the end of the key axis, which turns Pᵀ into P.
 """
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import torch
+from torch import Tensor
+
+from rsa_hf.ops.types import SoftmaxBranch
+from rsa_hf.rem import Rems
+
+__all__ = ["obstacle"]
+
+OLDEST_CAPABILITY = (8, 0)  # Ampere: bfloat16 and tf32 on tensor cores
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def obstacle(value: Tensor, rems: Rems, softmax: SoftmaxBranch | None) -> str | None:
+    """Why the kernels cannot compute P V here, or None. Does not import them."""
+    reason = _obstacle_of_device(value.device)
+    if reason is not None:
+        return reason
+    tensors = {"value": value} if softmax is None else {"value": value, "attention": softmax.attention}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            return f"{name} is {str(tensor.dtype).removeprefix('torch.')}, and its kernels take {allowed}"
+    tensors |= {"decay": rems.decay} if softmax is None else {"decay": rems.decay, "gate": softmax.gate}
+    for name, tensor in tensors.items():
+        if tensor.device != value.device:
+            return f"value is on {value.device} and {name} on {tensor.device}"
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _obstacle_of_device(device: torch.device) -> str | None:
+    try:
+        triton = importlib.import_module("triton")
+        interpreted = bool(triton.knobs.runtime.interpret)
+    except (ImportError, AttributeError) as error:
+        return f"triton ≥ 3.6 cannot be imported ({error}); pip install 'rsa_hf[gpu]' on Linux"
+    if interpreted and device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"the tensors are on {device}, and its kernels need an NVIDIA GPU"
+    if torch.version.hip is not None:
+        return "its kernels are written for NVIDIA GPUs, and this one is run by ROCm"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        return (
+            f"{torch.cuda.get_device_name(device)} has compute capability {'.'.join(map(str, capability))}, and "
+            f"{'.'.join(map(str, OLDEST_CAPABILITY))} is needed"
+        )
+    return None

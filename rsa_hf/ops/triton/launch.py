@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from rsa_hf.ops.chunked import empty_output
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.triton.backward import backward_kernel, rates_kernel
 from rsa_hf.ops.triton.forward import forward_kernel
 from rsa_hf.ops.triton.states import splits_kernel
-from rsa_hf.ops.triton.tables import TABLE_ROWS, powers_kernel
+from rsa_hf.ops.triton.tables import TABLE_ROWS, Shape, powers_kernel
 from rsa_hf.ops.triton.tuning import Tuning, candidates, fastest
-from rsa_hf.ops.types import Gradients, Rems, SoftmaxBranch, working_dtype
-from rsa_hf.rem import KINDS
+from rsa_hf.ops.types import Gradients, SoftmaxBranch
+from rsa_hf.rem import KINDS, Rems
 
 __all__ = ["triton_backward", "triton_forward"]
 
@@ -37,11 +39,9 @@ def triton_forward(
         softmax: attention's output and the gate, or None.
         tuning: block shapes; None: the fastest known ones.
     """
-    H = len(rems.kinds)
-    if softmax is None:
-        output = value.new_empty(len(value), H, mask.query_length, value.shape[3], dtype=working_dtype(value))
-    else:
-        output = torch.empty_like(softmax.attention, memory_format=torch.contiguous_format)
+    output = empty_output(value, rems, mask, softmax)
+    if softmax is not None:
+        H = len(rems.kinds)
         output[:, :, H:] = softmax.attention[:, :, H:]
     value = _with_rows(value)
 
@@ -148,83 +148,66 @@ class _Launch:
         self, value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None, tuning: Tuning
     ) -> None:
         self.value, self.rems, self.mask, self.softmax = value, rems, mask, softmax
-        self.length = _length(mask)
-        B, _, _, self.head_size = value.shape
+        self.length, self.warps = _length(mask), tuning.warps
+        B, _, _, D = value.shape
         H, device = len(rems.kinds), value.device
         steps = triton.cdiv(self.length, min(rems.dilation))
-        self.chunk = min(tuning.chunk, max(triton.next_power_of_2(steps), 16))
-        self.tuning = tuning
-        self.blocks = triton.cdiv(self.head_size, tuning.block)
+        chunk, blocks = min(tuning.chunk, max(triton.next_power_of_2(steps), 16)), triton.cdiv(D, tuning.block)
         residues = tuple(min(d, self.length) for d in rems.dilation)
         self.heads, self.columns, self.starts = _plan(rems.kinds, rems.dilation, residues, device)
-        columns = sum(residues)
-        self.splits = _splits(B * columns * self.blocks, triton.cdiv(steps, self.chunk), _processors(device))
-        self.programs = B * columns * self.blocks * self.splits
-        self.powers = triton.next_power_of_2(self.chunk + 1 + self.splits)
+        programs = B * sum(residues) * blocks
+        splits = _splits(programs, triton.cdiv(steps, chunk), _processors(device))
+        self.programs = programs * splits
+        self.shape = Shape(
+            head_size=D,
+            block=tuning.block,
+            blocks=blocks,
+            chunk=chunk,
+            splits=splits,
+            powers=triton.next_power_of_2(chunk + 1 + splits),
+            stages=tuning.stages,
+            causal=mask.causal,
+            mixed=softmax is not None,
+            masked=mask.key_mask is not None,
+            packed=mask.segments is not None,
+            halves=value.element_size() == 2,
+        )
         self.slots = max(
-            count * (triton.cdiv(triton.cdiv(self.length, d), self.chunk) - 1)
+            count * (triton.cdiv(triton.cdiv(self.length, d), chunk) - 1)
             for d, count in zip(rems.dilation, residues, strict=True)
         )
-        self.mask_strides = [0, 0]
-        self.key_mask = self.segment_ids = value  # placeholders, not read
-        if mask.key_mask is not None:
-            self.key_mask = _with_rows(mask.key_mask).view(torch.uint8)
-            self.mask_strides[0] = self.key_mask.stride(0) if len(self.key_mask) > 1 else 0
-        if mask.segments is not None:
-            self.segment_ids = mask.segments.index
-            self.mask_strides[1] = self.segment_ids.stride(0) if len(self.segment_ids) > 1 else 0
-        self.table = value.new_empty(H, int(TABLE_ROWS), self.powers, dtype=torch.float32)
+        self.table = value.new_empty(H, int(TABLE_ROWS), self.shape.powers, dtype=torch.float32)
+        # Where there is none, V is a placeholder that is not read.
+        key_mask = value if mask.key_mask is None else _with_rows(mask.key_mask).view(torch.uint8)
+        segment_ids = value if mask.segments is None else mask.segments.index
+        masks = tuple((tensor, tensor.stride(0) if len(tensor) > 1 else 0) for tensor in (key_mask, segment_ids))
+        # What all kernels that walk along the sequence take.
+        self.tables = (*masks, self.columns, self.heads, self.table)
+        self.sizes = (B, len(self.columns), H, self.length, mask.query_offset, mask.query_length)
         powers_kernel[(H,)](
-            rems.decay,
-            rems.theta,
+            _per_head(rems.decay),
+            _per_head(rems.theta),
             self.heads,
             self.table,
             self.length,
-            rems.decay.stride(0),
-            rems.theta.stride(0),
-            CHUNK=self.chunk,
-            SPLITS=self.splits,
-            POWERS=self.powers,
+            SHAPE=self.shape,
             num_warps=1,
         )
 
     def forward(self, output: Tensor) -> None:
         """Write the output of the RSA heads."""
-        value, mask, softmax = self.value, self.mask, self.softmax
-        heads_first = output if softmax is None else output.transpose(1, 2)
-        attention, gate = (
-            (value, value) if softmax is None else (_with_rows(softmax.attention).transpose(1, 2), softmax.gate)
-        )
-        heads_per_value = self.rems.heads_per_value
+        value, softmax, heads_per_value = self.value, self.softmax, self.rems.heads_per_value
         forward_kernel[(self.programs,)](
-            value,
-            attention,
-            gate,
-            output,
-            self.key_mask,
-            self.segment_ids,
-            self.columns,
-            self.heads,
-            self.table,
-            self._written(value, 0, self.length, heads_per_value, slopes=False),
+            _strided(value),
+            _strided(value if softmax is None else _with_rows(softmax.attention).transpose(1, 2)),
+            _per_head(value if softmax is None else softmax.gate),
+            _strided(output if softmax is None else output.transpose(1, 2)),
+            *self.tables,
+            self._written(value, 0, self.length, heads_per_value, backward=False),
             self._entering(2),
-            len(value),
-            len(self.columns),
-            len(self.heads),
-            self.length,
-            mask.query_offset,
-            mask.query_length,
-            heads_per_value,
-            *value.stride()[:3],
-            *attention.stride()[:3],
-            *heads_first.stride()[:3],
-            gate.stride(0),
-            *self.mask_strides,
-            self.slots,
-            MIXED=softmax is not None,
-            MASKED=mask.key_mask is not None,
-            SPLIT=value.element_size() == 2,
-            **self._constants(),
+            (*self.sizes, heads_per_value, self.slots),
+            SHAPE=self.shape,
+            num_warps=self.warps,
         )
 
     def backward(
@@ -242,86 +225,51 @@ class _Launch:
         if softmax is not None and dattention is not None:
             grad, gate = grad.transpose(1, 2), softmax.gate
             attention, dsoftmax = _with_rows(softmax.attention).transpose(1, 2), dattention.transpose(1, 2)
-        parts = len(value) * self.blocks * self.splits
+        parts = len(value) * self.shape.blocks * self.shape.splits
         partial = value.new_empty(len(self.columns), parts, 3, dtype=torch.float32)
         backward_kernel[(self.programs,)](
-            grad,
-            value,
-            attention,
-            gate,
-            dvalue,
-            dsoftmax,
+            _strided(grad),
+            _strided(value),
+            _strided(attention),
+            _per_head(gate),
+            _strided(dvalue),
+            _strided(dsoftmax),
             partial,
-            self.key_mask,
-            self.segment_ids,
-            self.columns,
-            self.heads,
-            self.table,
-            self._written(grad, mask.query_offset, mask.query_length, 1, slopes=True),
+            *self.tables,
+            self._written(grad, mask.query_offset, mask.query_length, 1, backward=True),
             self._entering(4),
-            len(value),
-            len(self.columns),
-            len(self.heads),
-            self.length,
-            mask.query_offset,
-            mask.query_length,
-            self.rems.heads_per_value,
-            *grad.stride()[:3],
-            *value.stride()[:3],
-            *attention.stride()[:3],
-            *dvalue.stride()[:3],
-            *dsoftmax.stride()[:3],
-            gate.stride(0),
-            *self.mask_strides,
-            self.slots,
-            MIXED=softmax is not None,
-            MASKED=mask.key_mask is not None,
-            SPLIT=grad.element_size() == 2,
-            **self._constants(),
+            (*self.sizes, self.rems.heads_per_value, self.slots),
+            SHAPE=replace(self.shape, halves=grad.element_size() == 2),
+            num_warps=self.warps,
         )
         rates_kernel[(len(self.heads),)](
             partial,
-            self.rems.decay,
-            gate,
+            _per_head(self.rems.decay),
+            _per_head(gate),
             self.heads,
             self.starts,
             ddecay,
             dtheta,
             gate if dgate is None else dgate,
             parts,
-            self.rems.decay.stride(0),
-            gate.stride(0),
             MIXED=softmax is not None,
             BLOCK=256,
             num_warps=1,
         )
 
-    def _written(self, x: Tensor, shift: int, count: int, heads_per_value: int, slopes: bool) -> Tensor:
+    def _written(self, x: Tensor, shift: int, count: int, heads_per_value: int, backward: bool) -> Tensor:
         """What each split of V or dOut adds to the states."""
-        if self.splits == 1:
+        if self.shape.splits == 1:
             return self.table  # a placeholder, not read
-        splits = self.table.new_empty(self.programs, 2, 4, self.tuning.block)
-        constants = self._constants()
+        splits = self.table.new_empty(self.programs, 2, 4, self.shape.block)
         splits_kernel[(self.programs,)](
-            x,
-            self.key_mask,
-            self.segment_ids,
-            self.columns,
-            self.heads,
-            self.table,
+            _strided(x),
+            *self.tables,
             splits,
-            len(x),
-            len(self.columns),
-            self.length,
-            shift,
-            count,
-            heads_per_value,
-            *x.stride()[:3],
-            *self.mask_strides,
-            SLOPES=slopes,
-            MASKED=self.mask.key_mask is not None and not slopes,
-            REVERSED=slopes,
-            **constants,
+            (len(x), len(self.columns), self.length, shift, count, heads_per_value),
+            SHAPE=self.shape,
+            BACKWARD=backward,
+            num_warps=self.warps,
         )
         return splits
 
@@ -329,22 +277,18 @@ class _Launch:
         """Memory for the states that enter chunks from the right."""
         if self.mask.causal:
             return self.table  # a placeholder, not read
-        shape = (len(self.value), self.blocks, len(self.heads), self.slots, states, self.tuning.block)
+        shape = (len(self.value), self.shape.blocks, len(self.heads), self.slots, states, self.shape.block)
         return self.table.new_empty(shape)
 
-    def _constants(self) -> dict[str, Any]:
-        return {
-            "D": self.head_size,
-            "BLOCK": self.tuning.block,
-            "BLOCKS": self.blocks,
-            "CHUNK": self.chunk,
-            "SPLITS": self.splits,
-            "POWERS": self.powers,
-            "STAGES": self.tuning.stages,
-            "CAUSAL": self.mask.causal,
-            "PACKED": self.mask.segments is not None,
-            "num_warps": self.tuning.warps,
-        }
+
+def _strided(tensor: Tensor) -> tuple[Tensor, int, int, int]:
+    """A tensor of four axes, the last one contiguous, as the kernels take it."""
+    b, h, t, _ = tensor.stride()
+    return tensor, b, h, t
+
+
+def _per_head(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor, tensor.stride(0)
 
 
 def _splits(programs: int, chunks: int, processors: int) -> int:

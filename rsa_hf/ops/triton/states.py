@@ -1,4 +1,15 @@
-"""Where the steps of a sequence lie, and how states are carried along them."""
+"""Where the steps of a sequence lie, and how states are carried along them.
+
+Several values that belong together are tuples:
+
+    tensor      (pointer, stride of rows of the batch, of heads, of positions)
+    x           (pointer, stride of positions), of one row and head
+    axis        (segment_ids, steps, residue, d): the sub-sequence of a program, and the segments of its row
+    part        (split, steps per split, first chunk, one past the last): what a program does of it
+    state       (h_real, h_imaginary, q_real, q_imaginary), [BLOCK] each: h and, with BACKWARD, q = ∂h/∂decay
+
+A walk is over V, or, with BACKWARD, over dOut, and then counts steps from the end of the key axis.
+"""
 
 import triton
 import triton.language as tl
@@ -7,93 +18,117 @@ from rsa_hf.ops.triton.tables import DWRITE, DZ, REST, TABLE_ROWS, WRITE, Z, _en
 
 
 @triton.jit
-def _program(columns, num_columns, rows, BLOCKS: tl.constexpr):
-    """Which head, residue, row of the batch, channel block and split this program owns."""
+def _program(columns, heads, table, segment_ids, rows, num_columns, length, SHAPE: tl.constexpr):
+    """What this program owns.
+
+    Returns:
+        Head, row of the batch, channel block, column, the channels, the head's table, its axis, its part.
+    """
     program = tl.program_id(0)
-    block = program % BLOCKS
-    column = (program // BLOCKS) % num_columns
-    row = (program // (BLOCKS * num_columns)) % rows
-    split = program // (BLOCKS * num_columns * rows)
-    return tl.load(columns + 2 * column), tl.load(columns + 2 * column + 1), row.to(tl.int64), block, split, column
+    block = program % SHAPE.blocks
+    column = (program // SHAPE.blocks) % num_columns
+    row = (program // (SHAPE.blocks * num_columns)) % rows
+    row = row.to(tl.int64)
+    split = program // (SHAPE.blocks * num_columns * rows)
+    head, residue = tl.load(columns + 2 * column), tl.load(columns + 2 * column + 1)
+    d = tl.load(heads + 2 * head)
+    steps = tl.cdiv(length - residue, d)
+    per_split = _steps_of_split(length, d, SHAPE)
+    first = split * (per_split // SHAPE.chunk)
+    last = tl.minimum(first + per_split // SHAPE.chunk, tl.cdiv(steps, SHAPE.chunk))
+    channels = block * SHAPE.block + tl.arange(0, SHAPE.block)
+    ids, ids_stride = segment_ids
+    axis = (ids + row * ids_stride, steps, residue, d)
+    table += head * TABLE_ROWS * SHAPE.powers
+    return head, row, block, column, channels, table, axis, (split, per_split, first, last)
 
 
 @triton.jit
-def _positions(chunk, steps, residue, d, CHUNK: tl.constexpr, REVERSED: tl.constexpr):
-    """Places on the key axis of the steps of a chunk, and which of them there are."""
-    step = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = step < steps
-    step = steps - 1 - step if REVERSED else step
-    return residue + step.to(tl.int64) * d, inside
+def _of_head(tensor, row, head):
+    """One row and head of a tensor."""
+    pointer, of_row, of_head, of_position = tensor
+    return pointer + row * of_row + head.to(tl.int64) * of_head, of_position
 
 
 @triton.jit
-def _position(step, steps, residue, d, REVERSED: tl.constexpr):
+def _position(step, axis, BACKWARD: tl.constexpr):
     """Place on the key axis of one step, or of several."""
-    step = steps - 1 - step if REVERSED else step
+    _segment_ids, steps, residue, d = axis
+    step = steps - 1 - step if BACKWARD else step
     return residue + step.to(tl.int64) * d
 
 
 @triton.jit
-def _load_rows(base, place, stride, kept, channels, D: tl.constexpr, BLOCK: tl.constexpr):
+def _positions(chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
+    """Places on the key axis of the steps of a chunk, and which of them there are."""
+    step = chunk * SHAPE.chunk + tl.arange(0, SHAPE.chunk)
+    return _position(step, axis, BACKWARD), step < axis[1]
+
+
+@triton.jit
+def _load_rows(x, place, kept, channels, SHAPE: tl.constexpr):
     """Rows [C, BLOCK] of a tensor; 0 where they are not kept or beyond the head's size."""
+    base, stride = x
     pointers = base + (place * stride)[:, None] + channels[None, :]
-    if D % BLOCK == 0:
+    if SHAPE.head_size % SHAPE.block == 0:
         rows = tl.load(pointers, mask=kept[:, None], other=0.0)
     else:
-        rows = tl.load(pointers, mask=kept[:, None] & (channels < D)[None, :], other=0.0)
+        rows = tl.load(pointers, mask=kept[:, None] & (channels < SHAPE.head_size)[None, :], other=0.0)
     return rows
 
 
 @triton.jit
-def _store_rows(base, place, stride, kept, channels, rows, D: tl.constexpr, BLOCK: tl.constexpr):
+def _store_rows(x, place, kept, channels, rows, SHAPE: tl.constexpr):
+    base, stride = x
     pointers = base + (place * stride)[:, None] + channels[None, :]
     rows = rows.to(base.dtype.element_ty)
-    if D % BLOCK == 0:
+    if SHAPE.head_size % SHAPE.block == 0:
         tl.store(pointers, rows, mask=kept[:, None])
     else:
-        tl.store(pointers, rows, mask=kept[:, None] & (channels < D)[None, :])
+        tl.store(pointers, rows, mask=kept[:, None] & (channels < SHAPE.head_size)[None, :])
 
 
 @triton.jit
-def _seen(key_mask, place, inside, MASKED: tl.constexpr):
+def _seen(key_mask, place, inside, SHAPE: tl.constexpr):
     """Which keys of a chunk take part."""
-    if MASKED:
+    if SHAPE.masked:
         inside = inside & (tl.load(key_mask + place, mask=inside, other=0) != 0)
     return inside
 
 
 @triton.jit
-def _segment(segment_ids, step, steps, residue, d, REVERSED: tl.constexpr):
-    """The document of a step, −1 outside the sequence."""
+def _segment(step, axis, BACKWARD: tl.constexpr):
+    """The segment of a step, −1 outside the sequence."""
+    segment_ids, steps, _residue, _d = axis
     there = (step >= 0) & (step < steps)
-    return tl.load(segment_ids + _position(step, steps, residue, d, REVERSED), mask=there, other=-1)
+    return tl.load(segment_ids + _position(step, axis, BACKWARD), mask=there, other=-1)
 
 
 @triton.jit
-def _writing(table, exponents, CHUNK: tl.constexpr, SLOPES: tl.constexpr, POWERS: tl.constexpr):
+def _writing(table, exponents, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
     """What `_advance` needs of the table, read once before a loop: a loop that writes reads it anew every time.
 
     Returns:
         The weights ζ z^k and ζ ∂z^k/∂decay of rows, [C], then z^C, what float32 leaves of it, and ∂z^C/∂decay; each as
         (real, imaginary).
     """
-    real, imaginary = _entry(table, WRITE, exponents, POWERS)
+    real, imaginary = _entry(table, WRITE, exponents, SHAPE)
     slope, imaginary_slope = real, imaginary
-    if SLOPES:
-        slope, imaginary_slope = _entry(table, DWRITE, exponents, POWERS)
-    z_real, z_imaginary = _entry(table, Z, CHUNK, POWERS)
-    rest, imaginary_rest = _entry(table, REST, CHUNK, POWERS)
-    d_real, d_imaginary = _entry(table, DZ, CHUNK, POWERS)
+    if BACKWARD:
+        slope, imaginary_slope = _entry(table, DWRITE, exponents, SHAPE)
+    z_real, z_imaginary = _entry(table, Z, SHAPE.chunk, SHAPE)
+    rest, imaginary_rest = _entry(table, REST, SHAPE.chunk, SHAPE)
+    d_real, d_imaginary = _entry(table, DZ, SHAPE.chunk, SHAPE)
     return real, imaginary, slope, imaginary_slope, z_real, z_imaginary, rest, imaginary_rest, d_real, d_imaginary
 
 
 @triton.jit
-def _reading(table, exponents, SLOPES: tl.constexpr, POWERS: tl.constexpr):
+def _reading(table, exponents, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
     """What reading a state needs of the table: z^k and ∂z^k/∂decay of rows, as (real, imaginary), [C] each."""
-    real, imaginary = _entry(table, Z, exponents, POWERS)
+    real, imaginary = _entry(table, Z, exponents, SHAPE)
     slope, imaginary_slope = real, imaginary
-    if SLOPES:
-        slope, imaginary_slope = _entry(table, DZ, exponents, POWERS)
+    if BACKWARD:
+        slope, imaginary_slope = _entry(table, DZ, exponents, SHAPE)
     return real, imaginary, slope, imaginary_slope
 
 
@@ -114,21 +149,20 @@ def _sums(x, real, imaginary):
 
 
 @triton.jit
-def _advance(h_real, h_imaginary, q_real, q_imaginary, x, writing, taken, keep, SLOPES: tl.constexpr):
-    """The states on the other side of a chunk, from its rows.
+def _advance(state, x, writing, taken, keep, BACKWARD: tl.constexpr):
+    """The state on the other side of a chunk, from its rows.
 
     Where:
-        h_real, h_imaginary: h, [BLOCK].
-        q_real, q_imaginary: ∂h/∂decay, [BLOCK], looked at with SLOPES.
         x: the rows, [C, BLOCK] float32.
         writing: of `_writing`, with the steps from each row to that side as exponents.
-        taken: 1 where a row belongs to the document on the other side, [C].
+        taken: 1 where a row belongs to the segment on the other side, [C].
         keep: 1 where the state does.
     """
+    h_real, h_imaginary, q_real, q_imaginary = state
     real, imaginary, slope, imaginary_slope, z_real, z_imaginary, rest, imaginary_rest, d_real, d_imaginary = writing
     written, imaginary_written = _sums(x, real * taken, imaginary * taken)
     moved, imaginary_moved = _step_on(h_real, h_imaginary, z_real, z_imaginary, rest, imaginary_rest)
-    if SLOPES:
+    if BACKWARD:
         q_moved, q_imaginary_moved = _step_on(q_real, q_imaginary, z_real, z_imaginary, rest, imaginary_rest)
         q_moved += d_real * h_real - d_imaginary * h_imaginary
         q_imaginary_moved += d_real * h_imaginary + d_imaginary * h_real
@@ -138,140 +172,158 @@ def _advance(h_real, h_imaginary, q_real, q_imaginary, x, writing, taken, keep, 
 
 
 @triton.jit
-def _borders(
-    segment_ids,
-    chunk,
-    steps,
-    residue,
-    d,
-    CHUNK: tl.constexpr,
-    REVERSED: tl.constexpr,
-    PACKED: tl.constexpr,
-    FROM_RIGHT: tl.constexpr,
-):
-    """Where documents let a state pass: which rows it reaches, which rows write into it, and whether it goes on."""
+def _borders(chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr, FROM_RIGHT: tl.constexpr):
+    """Where segments let a state pass: which rows it reaches, which rows write into it, and whether it goes on."""
     reached, taken, keep = 1.0, 1.0, 1.0
-    if PACKED:
-        step = chunk * CHUNK + tl.arange(0, CHUNK)
-        own = _segment(segment_ids, step, steps, residue, d, REVERSED)
-        first, last = chunk * CHUNK, (chunk + 1) * CHUNK - 1
+    if SHAPE.packed:
+        own = _segment(chunk * SHAPE.chunk + tl.arange(0, SHAPE.chunk), axis, BACKWARD)
+        first, last = chunk * SHAPE.chunk, (chunk + 1) * SHAPE.chunk - 1
         if FROM_RIGHT:
-            before = _segment(segment_ids, last + 1, steps, residue, d, REVERSED)
-            after = _segment(segment_ids, first, steps, residue, d, REVERSED)
+            before, after = _segment(last + 1, axis, BACKWARD), _segment(first, axis, BACKWARD)
         else:
-            before = _segment(segment_ids, first - 1, steps, residue, d, REVERSED)
-            after = _segment(segment_ids, last, steps, residue, d, REVERSED)
+            before, after = _segment(first - 1, axis, BACKWARD), _segment(last, axis, BACKWARD)
         reached, taken = (own == before).to(tl.float32), (own == after).to(tl.float32)
         keep = (before == after).to(tl.float32)
     return reached, taken, keep
 
 
 @triton.jit
+def _place_of_state(entering, chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
+    """Where the state that enters a chunk from the right is kept; nothing enters the last one, which has no place."""
+    BLOCK: tl.constexpr = SHAPE.block
+    states: tl.constexpr = 4 if BACKWARD else 2
+    pointers = entering + chunk.to(tl.int64) * (states * BLOCK) + tl.arange(0, BLOCK)
+    return pointers, (chunk + 1) * SHAPE.chunk < axis[1] + tl.zeros([BLOCK], tl.int32)
+
+
+@triton.jit
+def _load_states(pointers, mask, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
+    h_real = tl.load(pointers, mask=mask, other=0.0)
+    h_imaginary = tl.load(pointers + SHAPE.block, mask=mask, other=0.0)
+    q_real, q_imaginary = h_real, h_imaginary
+    if BACKWARD:
+        q_real = tl.load(pointers + 2 * SHAPE.block, mask=mask, other=0.0)
+        q_imaginary = tl.load(pointers + 3 * SHAPE.block, mask=mask, other=0.0)
+    return h_real, h_imaginary, q_real, q_imaginary
+
+
+@triton.jit
+def _store_states(pointers, state, mask, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
+    h_real, h_imaginary, q_real, q_imaginary = state
+    tl.store(pointers, h_real, mask=mask)
+    tl.store(pointers + SHAPE.block, h_imaginary, mask=mask)
+    if BACKWARD:
+        tl.store(pointers + 2 * SHAPE.block, q_real, mask=mask)
+        tl.store(pointers + 3 * SHAPE.block, q_imaginary, mask=mask)
+
+
+@triton.jit
 def _walk(
-    h_real,
-    h_imaginary,
-    q_real,
-    q_imaginary,
+    state,
     x,
-    x_stride,
     shift,
     count,
     key_mask,
-    segment_ids,
+    axis,
     table,
     entering,
     channels,
     first,
     last,
-    steps,
-    residue,
-    d,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    POWERS: tl.constexpr,
-    STAGES: tl.constexpr,
-    SLOPES: tl.constexpr,
-    MASKED: tl.constexpr,
-    PACKED: tl.constexpr,
-    REVERSED: tl.constexpr,
+    SHAPE: tl.constexpr,
+    BACKWARD: tl.constexpr,
     FROM_RIGHT: tl.constexpr,
     KEPT: tl.constexpr,
 ):
-    """Carry the states over the chunks `first` … `last` − 1, from the left or from the right.
+    """Carry the state over the chunks `first` … `last` − 1, from the left or from the right.
 
     Where:
-        h_real, h_imaginary, q_real, q_imaginary: the states that enter, [BLOCK].
+        state: the state that enters.
         x: a row and head of V or of dOut.
         shift, count: rows of x are the positions `shift` … `shift` + `count` − 1.
         entering: with KEPT, where the states that enter each chunk go, [chunks, 2 or 4, BLOCK].
 
     Returns:
-        The states that leave.
+        The state that leaves.
     """
-    i = tl.arange(0, CHUNK)
-    exponents = i if FROM_RIGHT else CHUNK - 1 - i
-    writing = _writing(table, exponents, CHUNK, SLOPES, POWERS)
-    states: tl.constexpr = 4 if SLOPES else 2
-    for number in tl.range(0, last - first, num_stages=STAGES):
+    i = tl.arange(0, SHAPE.chunk)
+    exponents = i if FROM_RIGHT else SHAPE.chunk - 1 - i
+    writing = _writing(table, exponents, SHAPE, BACKWARD)
+    for number in tl.range(0, last - first, num_stages=SHAPE.stages):
         chunk = last - 1 - number if FROM_RIGHT else first + number
-        position, inside = _positions(chunk, steps, residue, d, CHUNK, REVERSED)
+        position, inside = _positions(chunk, axis, SHAPE, BACKWARD)
         place = position - shift
-        kept = _seen(key_mask, position, inside & (place >= 0) & (place < count), MASKED)
-        tile = _load_rows(x, place, x_stride, kept, channels, D, BLOCK).to(tl.float32)
+        kept = inside & (place >= 0) & (place < count)
+        if not BACKWARD:
+            kept = _seen(key_mask, position, kept, SHAPE)
+        tile = _load_rows(x, place, kept, channels, SHAPE).to(tl.float32)
         if KEPT:
-            into = entering + chunk.to(tl.int64) * (states * BLOCK) + tl.arange(0, BLOCK)
-            # Nothing enters the last chunk from the right, and it has no place.
-            has_place = (chunk + 1) * CHUNK < steps + tl.zeros([BLOCK], tl.int32)
-            tl.store(into, h_real, mask=has_place)
-            tl.store(into + BLOCK, h_imaginary, mask=has_place)
-            if SLOPES:
-                tl.store(into + 2 * BLOCK, q_real, mask=has_place)
-                tl.store(into + 3 * BLOCK, q_imaginary, mask=has_place)
-        _reached, taken, keep = _borders(segment_ids, chunk, steps, residue, d, CHUNK, REVERSED, PACKED, FROM_RIGHT)
-        h_real, h_imaginary, q_real, q_imaginary = _advance(
-            h_real, h_imaginary, q_real, q_imaginary, tile, writing, taken, keep, SLOPES
-        )
-    return h_real, h_imaginary, q_real, q_imaginary
+            pointers, has_place = _place_of_state(entering, chunk, axis, SHAPE, BACKWARD)
+            _store_states(pointers, state, has_place, SHAPE, BACKWARD)
+        _reached, taken, keep = _borders(chunk, axis, SHAPE, BACKWARD, FROM_RIGHT)
+        state = _advance(state, tile, writing, taken, keep, BACKWARD)
+    return state
 
 
 @triton.jit
-def _load_states(pointers, mask, BLOCK: tl.constexpr, SLOPES: tl.constexpr):
-    """States h and, with SLOPES, q, from where a kernel left them."""
-    h_real = tl.load(pointers, mask=mask, other=0.0)
-    h_imaginary = tl.load(pointers + BLOCK, mask=mask, other=0.0)
-    q_real, q_imaginary = h_real, h_imaginary
-    if SLOPES:
-        q_real = tl.load(pointers + 2 * BLOCK, mask=mask, other=0.0)
-        q_imaginary = tl.load(pointers + 3 * BLOCK, mask=mask, other=0.0)
-    return h_real, h_imaginary, q_real, q_imaginary
+def _walk_from_right(
+    splits,
+    x,
+    shift,
+    count,
+    key_mask,
+    axis,
+    part,
+    table,
+    entering,
+    channels,
+    SHAPE: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):
+    """Leave the states that enter the chunks of a part from the right in memory."""
+    state = _states_of_split(splits, axis, table, part, SHAPE, BACKWARD, True)
+    _split, _per_split, first, last = part
+    _walk(
+        state,
+        x,
+        shift,
+        count,
+        key_mask,
+        axis,
+        table,
+        entering,
+        channels,
+        first,
+        last,
+        SHAPE,
+        BACKWARD,
+        FROM_RIGHT=True,
+        KEPT=True,
+    )
+    # Other threads read what these have written.
+    tl.debug_barrier()
 
 
 @triton.jit
 def _states_of_split(
     splits,
-    segment_ids,
+    axis,
     table,
-    split,
-    stride,
-    steps,
-    per_split,
-    residue,
-    d,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    POWERS: tl.constexpr,
-    SLOPES: tl.constexpr,
-    PACKED: tl.constexpr,
-    REVERSED: tl.constexpr,
+    part,
+    SHAPE: tl.constexpr,
+    BACKWARD: tl.constexpr,
     FROM_RIGHT: tl.constexpr,
 ):
-    """The states that enter a split: what all splits on that side write, each weighted with z^{L k}."""
+    """The state that enters a split: what all splits on that side write, each weighted with z^{L k}."""
+    BLOCK: tl.constexpr = SHAPE.block
+    split, per_split, _first, _last = part
     h, h_of_imaginary = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     q, q_of_imaginary = h, h_of_imaginary
-    if SPLITS > 1:
-        m = tl.arange(0, SPLITS)
+    if SHAPE.splits > 1:
+        # The programs of the splits of one column are `apart`.
+        apart = tl.num_programs(0).to(tl.int64) // SHAPE.splits
+        splits += (tl.program_id(0) - split * apart) * (8 * BLOCK)
+        m = tl.arange(0, SHAPE.splits)
         if FROM_RIGHT:
             between = m - split - 1
             edge, own = (split + 1) * per_split, m * per_split
@@ -279,19 +331,19 @@ def _states_of_split(
         else:
             between = split - 1 - m
             edge, own = split * per_split - 1, (m + 1) * per_split - 1
-        used = (between >= 0) & (m * per_split < steps)
-        if PACKED:
-            there = _segment(segment_ids, own, steps, residue, d, REVERSED)
-            used = used & (there == _segment(segment_ids, edge, steps, residue, d, REVERSED))
-        exponent = CHUNK + 1 + tl.where(used, between, 0)
+        used = (between >= 0) & (m * per_split < axis[1])
+        if SHAPE.packed:
+            used = used & (_segment(own, axis, BACKWARD) == _segment(edge, axis, BACKWARD))
+        exponent = SHAPE.chunk + 1 + tl.where(used, between, 0)
+        stride = apart * (8 * BLOCK)
         pointers = splits + (m.to(tl.int64) * stride)[:, None] + tl.arange(0, BLOCK)[None, :]
-        h_real, h_imaginary, q_real, q_imaginary = _load_states(pointers, used[:, None], BLOCK, SLOPES)
-        real, imaginary = _entry(table, Z, exponent, POWERS)
+        h_real, h_imaginary, q_real, q_imaginary = _load_states(pointers, used[:, None], SHAPE, BACKWARD)
+        real, imaginary = _entry(table, Z, exponent, SHAPE)
         real, imaginary = real[:, None], imaginary[:, None]
         h = tl.sum(real * h_real - imaginary * h_imaginary, axis=0)
         h_of_imaginary = tl.sum(real * h_imaginary + imaginary * h_real, axis=0)
-        if SLOPES:
-            slope, imaginary_slope = _entry(table, DZ, exponent, POWERS)
+        if BACKWARD:
+            slope, imaginary_slope = _entry(table, DZ, exponent, SHAPE)
             slope, imaginary_slope = slope[:, None], imaginary_slope[:, None]
             q_real, q_imaginary = real * q_real - imaginary * q_imaginary, real * q_imaginary + imaginary * q_real
             q = tl.sum(q_real + slope * h_real - imaginary_slope * h_imaginary, axis=0)
@@ -308,78 +360,43 @@ def splits_kernel(
     heads,
     table,
     splits,
-    rows,
-    num_columns,
-    length,
-    shift,
-    count,
-    heads_per_value,
-    x_b,
-    x_h,
-    x_s,
-    mask_b,
-    segments_b,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    POWERS: tl.constexpr,
-    STAGES: tl.constexpr,
-    SLOPES: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    PACKED: tl.constexpr,
-    REVERSED: tl.constexpr,
+    sizes,
+    SHAPE: tl.constexpr,
+    BACKWARD: tl.constexpr,
 ):
-    """What each split of V, or of dOut, writes into the states on either side: [programs, 2 sides, 4, BLOCK]."""
-    head, residue, row, block, split, _column = _program(columns, num_columns, rows, BLOCKS)
-    d = tl.load(heads + 2 * head)
-    table += head * TABLE_ROWS * POWERS
-    steps = tl.cdiv(length - residue, d)
-    per_split = _steps_of_split(length, d, CHUNK, SPLITS)
-    first = split * (per_split // CHUNK)
-    last = tl.minimum(first + per_split // CHUNK, tl.cdiv(steps, CHUNK))
-    channels = block * BLOCK + tl.arange(0, BLOCK)
-    x += row * x_b + (head // heads_per_value).to(tl.int64) * x_h
-    key_mask += row * mask_b
-    segment_ids += row * segments_b
+    """What each split of V, or of dOut, writes into the states on either side: [programs, 2 sides, 4, BLOCK].
+
+    Where:
+        x: V or dOut, a tensor.
+        sizes: rows of the batch, columns, keys to read, position of the first row of x, number of them, and heads that
+            share a head of x.
+    """
+    BLOCK: tl.constexpr = SHAPE.block
+    rows, num_columns, length, shift, count, heads_per_value = sizes
+    head, row, _block, _column, channels, table, axis, part = _program(
+        columns, heads, table, segment_ids, rows, num_columns, length, SHAPE
+    )
+    _split, _per_split, first, last = part
+    x_rows = _of_head(x, row, head // heads_per_value)
+    mask, mask_stride = key_mask
     into = splits + tl.program_id(0).to(tl.int64) * (8 * BLOCK) + tl.arange(0, BLOCK)
     zero = tl.zeros([BLOCK], tl.float32)
-    for side in tl.static_range(1 if CAUSAL else 2):
-        h_real, h_imaginary, q_real, q_imaginary = _walk(
-            zero,
-            zero,
-            zero,
-            zero,
-            x,
-            x_s,
+    for side in tl.static_range(1 if SHAPE.causal else 2):
+        state = _walk(
+            (zero, zero, zero, zero),
+            x_rows,
             shift,
             count,
-            key_mask,
-            segment_ids,
+            mask + row * mask_stride,
+            axis,
             table,
             splits,
             channels,
             first,
             last,
-            steps,
-            residue,
-            d,
-            D,
-            BLOCK,
-            CHUNK,
-            POWERS,
-            STAGES,
-            SLOPES,
-            MASKED,
-            PACKED,
-            REVERSED,
+            SHAPE,
+            BACKWARD,
             FROM_RIGHT=side == 1,
             KEPT=False,
         )
-        tl.store(into + (4 * side) * BLOCK, h_real)
-        tl.store(into + (4 * side + 1) * BLOCK, h_imaginary)
-        if SLOPES:
-            tl.store(into + (4 * side + 2) * BLOCK, q_real)
-            tl.store(into + (4 * side + 3) * BLOCK, q_imaginary)
+        _store_states(into + 4 * side * BLOCK, state, None, SHAPE, BACKWARD)

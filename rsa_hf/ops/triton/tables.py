@@ -1,7 +1,43 @@
-"""The kernel that computes a table of powers of the rates, and helpers that read it."""
+"""What kernels are compiled for; the kernel that computes a table of powers of the rates, and helpers that read it."""
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel is compiled for.
+
+    Attributes:
+        head_size: D.
+        block: channels per program.
+        blocks: programs per head, so that they have all of its channels.
+        chunk: C, steps per chunk.
+        splits: number of splits of the sequence.
+        powers: length of a row of the table.
+        stages: number of chunks in flight from memory.
+        causal: masked or unmasked REMs.
+        mixed: whether P V is mixed into attention.
+        masked: whether there is a key mask.
+        packed: whether there are segments.
+        halves: whether the Toeplitz matrix is a sum of two 16-bit matrices.
+    """
+
+    head_size: int
+    block: int
+    blocks: int
+    chunk: int
+    splits: int
+    powers: int
+    stages: int
+    causal: bool
+    mixed: bool
+    masked: bool
+    packed: bool
+    halves: bool
+
 
 # Rows of a head's table, two each for the real and the imaginary part: z^k, ∂z^k/∂decay, ζ z^k, ζ ∂z^k/∂decay, and the
 # rounding error of z^k in float32.
@@ -10,40 +46,34 @@ TABLE_ROWS = tl.constexpr(10)
 
 
 @triton.jit
-def powers_kernel(
-    decay,
-    theta,
-    heads,
-    table,
-    length,
-    decay_stride,
-    theta_stride,
-    CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    POWERS: tl.constexpr,
-):
-    """A head's table at the exponents 0 … C, then L·m for the splits m = 0, 1, …: [H, 10, POWERS] float32."""
+def powers_kernel(decay, theta, heads, table, length, SHAPE: tl.constexpr):
+    """A head's table at the exponents 0 … C, then L·m for the splits m = 0, 1, …: [H, 10, powers] float32.
+
+    Where:
+        decay, theta: (pointer, stride).
+        heads: dilation and kind of each head, [H, 2].
+    """
     head = tl.program_id(0)
     d = tl.load(heads + 2 * head)
     kind = tl.load(heads + 2 * head + 1)
-    rho = tl.load(decay + head * decay_stride).to(tl.float64)
-    angle = tl.where(kind > 0, tl.load(theta + head * theta_stride).to(tl.float64), 0.0)
-    per_split = _steps_of_split(length, d, CHUNK, SPLITS)
-    entry = tl.arange(0, POWERS)
-    k = tl.where(entry <= CHUNK, entry, (entry - CHUNK - 1) * per_split)
+    rho = _load_of_head(decay, head).to(tl.float64)
+    angle = tl.where(kind > 0, _load_of_head(theta, head).to(tl.float64), 0.0)
+    per_split = _steps_of_split(length, d, SHAPE)
+    entry = tl.arange(0, SHAPE.powers)
+    k = tl.where(entry <= SHAPE.chunk, entry, (entry - SHAPE.chunk - 1) * per_split)
 
     real, imaginary = _power(rho, angle, k, k)
     slope, imaginary_slope = _power(rho, angle, tl.maximum(k - 1, 0), k)
     slope, imaginary_slope = slope * k, imaginary_slope * k
-    into = table + head * TABLE_ROWS * POWERS + entry
-    _store_complex(into, Z, real, imaginary, POWERS)
-    _store_complex(into, DZ, slope, imaginary_slope, POWERS)
+    into = table + head * TABLE_ROWS * SHAPE.powers + entry
+    _store_complex(into, Z, real, imaginary, SHAPE)
+    _store_complex(into, DZ, slope, imaginary_slope, SHAPE)
     rest, imaginary_rest = real - real.to(tl.float32), imaginary - imaginary.to(tl.float32)
-    _store_complex(into, REST, rest, imaginary_rest, POWERS)
+    _store_complex(into, REST, rest, imaginary_rest, SHAPE)
     is_sin = kind == 2
-    _store_complex(into, WRITE, tl.where(is_sin, imaginary, real), tl.where(is_sin, -real, imaginary), POWERS)
+    _store_complex(into, WRITE, tl.where(is_sin, imaginary, real), tl.where(is_sin, -real, imaginary), SHAPE)
     written, imaginary_written = tl.where(is_sin, imaginary_slope, slope), tl.where(is_sin, -slope, imaginary_slope)
-    _store_complex(into, DWRITE, written, imaginary_written, POWERS)
+    _store_complex(into, DWRITE, written, imaginary_written, SHAPE)
 
 
 @triton.jit
@@ -58,37 +88,48 @@ def _power(rho, angle, k, turns):
 
 
 @triton.jit
-def _store_complex(into, row: tl.constexpr, real, imaginary, POWERS: tl.constexpr):
-    tl.store(into + row * POWERS, real.to(tl.float32))
-    tl.store(into + (row + 1) * POWERS, imaginary.to(tl.float32))
+def _store_complex(into, row: tl.constexpr, real, imaginary, SHAPE: tl.constexpr):
+    tl.store(into + row * SHAPE.powers, real.to(tl.float32))
+    tl.store(into + (row + 1) * SHAPE.powers, imaginary.to(tl.float32))
 
 
 @triton.jit
-def _entry(table, row: tl.constexpr, exponents, POWERS: tl.constexpr):
+def _load_of_head(numbers, head):
+    """The number of a head, from (pointer, stride)."""
+    pointer, stride = numbers
+    return tl.load(pointer + head * stride)
+
+
+@triton.jit
+def _entry(table, row: tl.constexpr, exponents, SHAPE: tl.constexpr):
     """A complex row of a head's table at some exponents, as (real, imaginary)."""
-    return tl.load(table + row * POWERS + exponents), tl.load(table + (row + 1) * POWERS + exponents)
+    return tl.load(table + row * SHAPE.powers + exponents), tl.load(table + (row + 1) * SHAPE.powers + exponents)
 
 
 @triton.jit
-def _toeplitz(table, row: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr, POWERS: tl.constexpr):
+def _toeplitz(table, row: tl.constexpr, SHAPE: tl.constexpr):
     """One row of the table at the lags i − j of a chunk, [C, C]; |i − j| for unmasked REMs."""
-    i = tl.arange(0, CHUNK)
+    i = tl.arange(0, SHAPE.chunk)
     lags = i[:, None] - i[None, :]
-    lags = lags if CAUSAL else tl.abs(lags)
-    return tl.load(table + row * POWERS + lags, mask=lags > 0, other=0.0)
+    lags = lags if SHAPE.causal else tl.abs(lags)
+    return tl.load(table + row * SHAPE.powers + lags, mask=lags > 0, other=0.0)
 
 
 @triton.jit
-def _split(matrix, DTYPE: tl.constexpr):
-    """A float32 matrix as a sum of two of DTYPE."""
-    high = matrix.to(DTYPE)
-    return high, (matrix - high.to(tl.float32)).to(DTYPE)
+def _halves(matrix, DTYPE: tl.constexpr, SHAPE: tl.constexpr):
+    """A float32 matrix as (high, low), a sum of two of DTYPE; with operands of float32 the matrix itself."""
+    high = matrix
+    low = matrix
+    if SHAPE.halves:
+        high = matrix.to(DTYPE)
+        low = (matrix - high.to(tl.float32)).to(DTYPE)
+    return high, low
 
 
 @triton.jit
-def _multiply(high, low, x, acc, SPLIT: tl.constexpr):
+def _multiply(high, low, x, acc, SHAPE: tl.constexpr):
     """The sum of acc and matrix @ x."""
-    if SPLIT:
+    if SHAPE.halves:
         acc = tl.dot(low, x, acc)
         acc = tl.dot(high, x, acc)
     else:
@@ -97,6 +138,6 @@ def _multiply(high, low, x, acc, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _steps_of_split(length, d, CHUNK: tl.constexpr, SPLITS: tl.constexpr):
+def _steps_of_split(length, d, SHAPE: tl.constexpr):
     """L: a whole number of chunks."""
-    return tl.cdiv(tl.cdiv(tl.cdiv(length, d), CHUNK), SPLITS) * CHUNK
+    return tl.cdiv(tl.cdiv(tl.cdiv(length, d), SHAPE.chunk), SHAPE.splits) * SHAPE.chunk
