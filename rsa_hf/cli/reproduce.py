@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.errors import UserError, user_input
-from rsa_hf.cli.models import install_hooks
+from rsa_hf.cli.common import UserError, install_hooks, user_input
 
 __all__ = ["reproduce"]
 

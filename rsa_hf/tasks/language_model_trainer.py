@@ -12,9 +12,9 @@ from torch.utils.data import SequentialSampler, default_collate
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 from rsa_hf.tasks.language_modeling import PreparedText, TrainingTracks, evaluate_language_model
+from rsa_hf.training.arguments import TrainingSettings
 from rsa_hf.training.carried import CarriedState
 from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
-from rsa_hf.training.settings import TrainingSettings
 
 __all__ = ["LanguageModelTrainer"]
 
@@ -27,7 +27,7 @@ class _Bar(ProgressCallback):
 
 
 class LanguageModelTrainer(Trainer):
-    """Train like `rsa_hf.training.loop.train`, without checkpoints and in one process.
+    """Train like `rsa_hf.training.run.train`, without checkpoints and in one process.
 
     `evaluate` scores the validation text with `evaluate_language_model`: `eval_bits_per_byte` and the other metrics.
     During training it runs every `eval_every_steps` steps if that divides `max_steps`.

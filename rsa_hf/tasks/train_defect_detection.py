@@ -23,12 +23,13 @@ from rsa_hf.tasks.defect_audit import audit, format_audit
 from rsa_hf.tasks.defect_data import DefectDataConfig, Example, load_defect_data
 from rsa_hf.tasks.defect_detection import class_weights, compute_metrics, tokenize
 from rsa_hf.training.arguments import read_run_config
-from rsa_hf.training.loop import make_accelerator, train
 from rsa_hf.training.run import (
     load_model,
+    make_accelerator,
     predict_logits,
     report_results,
     require_tokens_known,
+    train,
 )
 from rsa_hf.utils.files import sole_writer, write_text
 from rsa_hf.utils.locate import locate

@@ -19,12 +19,13 @@ from rsa_hf.tasks.language_modeling import (
 )
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig
 from rsa_hf.training.arguments import read_run_config
-from rsa_hf.training.loop import make_accelerator, train
 from rsa_hf.training.run import (
     load_model,
+    make_accelerator,
     report_results,
     require_positions_known,
     require_tokens_known,
+    train,
 )
 from rsa_hf.utils.locate import locate
 

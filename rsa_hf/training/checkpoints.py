@@ -24,15 +24,8 @@ KEPT = 2  # the newest, and one more in case it is damaged
 _PROGRESS_FILE = "progress.json"
 # Settings that may change when a run is continued: they do not affect what is learned.
 _FREE_SETTINGS = {
-    f"training.{name}"
-    for name in (
-        "output_dir",
-        "eval_batch_size",
-        "log_every_steps",
-        "eval_every_steps",
-        "save_every_steps",
-        "resume",
-    )
+    *("training.output_dir", "training.eval_batch_size", "training.resume"),
+    *("training.log_every_steps", "training.eval_every_steps", "training.save_every_steps"),
 }
 
 
@@ -97,14 +90,13 @@ class CheckpointFolder:
         temporary = self.path / f".{folder.name}.tmp"
         try:
             with storage_errors(self.path):
-                self._write(folder, progress, carried)
+                self._write(folder, temporary, progress, carried)
         except Exception:
             shutil.rmtree(temporary, ignore_errors=True)  # it may fill the disk
             raise
         self.accelerator.wait_for_everyone()
 
-    def _write(self, folder: Path, progress: Progress, carried: CarriedState | None) -> None:
-        temporary = self.path / f".{folder.name}.tmp"
+    def _write(self, folder: Path, temporary: Path, progress: Progress, carried: CarriedState | None) -> None:
         if self.accelerator.is_main_process:
             emptied(folder)
         self.accelerator.wait_for_everyone()
@@ -151,21 +143,18 @@ class CheckpointFolder:
         Raises:
             ValueError: the checkpoint is missing or damaged, or belongs to a run with other settings.
         """
-        try:
-            content = json.loads((folder / _PROGRESS_FILE).read_text(encoding="utf-8"))
-            progress, settings = Progress(**content["progress"]), content["settings"]
-            fault = _fault(folder)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            fault = str(error)
+        fault = _fault(folder)
         if fault is not None:
             raise ValueError(
                 f"{folder} is not an intact checkpoint ({fault}). Set training.resume to a step-N folder of this run, "
                 "to 'auto' for the newest, or to 'never' to start over."
             )
+        content = json.loads((folder / _PROGRESS_FILE).read_text(encoding="utf-8"))
+        then, now = content["settings"], self.settings
         changed = [
-            f"{name} was {_show(settings, name)}, now {_show(self.settings, name)}"
-            for name in sorted(settings.keys() | self.settings.keys())
-            if settings.get(name) != self.settings.get(name)
+            f"{name} was {then.get(name)!r}, now {now.get(name)!r}"
+            for name in sorted(then.keys() | now.keys())
+            if then.get(name) != now.get(name)
         ]
         if changed:
             raise ValueError(
@@ -176,7 +165,7 @@ class CheckpointFolder:
         if carried is not None:
             carried.load(folder, self.accelerator.process_index, self.accelerator.device)
         self.accelerator.load_state(str(folder))
-        return progress
+        return Progress(**content["progress"])
 
     def clear(self, after: int = -1) -> None:
         """Delete checkpoints newer than a step, and surplus old ones that a killed run did not delete."""
@@ -219,6 +208,7 @@ def _fault(folder: Path) -> str | None:
 
 
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings with dotted names."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
@@ -226,7 +216,3 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{name}"] = value
     return flat
-
-
-def _show(settings: Mapping[str, Any], name: str) -> str:
-    return repr(settings[name]) if name in settings else "not set"

@@ -130,7 +130,7 @@ def test_a_fault_keeps_its_traceback(patched, monkeypatch):
     monkeypatch.setattr("rsa_hf.report.rsa_report", lambda model: [][1])
     with pytest.raises(IndexError):
         cli.main()
-    # Even of a kind that a mistake has, where it does not come from what the user gave.
+    # Even of a type that a mistake has, where it does not come from what the user gave.
     monkeypatch.setattr("rsa_hf.report.rsa_report", lambda model: int("x"))
     with pytest.raises(ValueError, match="invalid literal"):
         cli.main()
@@ -282,7 +282,7 @@ def test_doctor_knows_a_requirement_however_it_is_spelled(run, monkeypatch):
     monkeypatch.setattr("importlib.metadata.requires", lambda name: ["huggingface-hub>=99", "torch>=2"])
     code, out, _ = run("doctor")
     assert code == 1
-    assert "does not fit: pip install 'huggingface_hub>=99'" in out
+    assert "does not fit: pip install 'huggingface-hub>=99'" in out
 
 
 def test_doctor_knows_a_module_that_comes_in_a_package_of_another_name(run, monkeypatch):
@@ -365,6 +365,6 @@ def test_a_config_of_llama_is_trained_as_one(tmp_path):
     """What `patch` saves is loaded again with the class that it had."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
     AutoModelForCausalLM.from_config(LlamaConfig(**sizes, vocab_size=64)).save_pretrained(tmp_path / "base")
-    from rsa_hf.cli.models import load_checkpoint
+    from rsa_hf.cli.common import load_checkpoint
 
     assert type(load_checkpoint(str(tmp_path / "base"))).__name__ == "LlamaForCausalLM"

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from rsa_hf import RSAConfig, cli, is_patched, patch_model
-from rsa_hf.cli.models import load_checkpoint
+from rsa_hf.cli.common import load_checkpoint
 from rsa_hf.models import MODEL_TYPES
 from rsa_hf.models.transformer_xl import TransformerXLForCausalLM
 

@@ -1,13 +1,10 @@
 """`RSACallback`: gates and rates reach every tracker of a plain Trainer, wherever it stands among the callbacks."""
 
 import logging
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
-from transformers.integrations import integration_utils
 
 from rsa_hf import RSAConfig, patch_model, rsa_report
 from rsa_hf.training.trainer import RSACallback
@@ -74,28 +71,6 @@ def test_gates_and_rates_reach_trackers_before_and_after(tmp_path):
     in_history = [logs for logs in training.state.log_history if "rsa/gate" in logs]
     assert [logs["step"] for logs in in_history] == [2, 4]
     assert in_history[-1] == {**last, "step": 4}
-
-
-def test_transformers_own_tracker_writes_them_at_the_right_steps(tmp_path, monkeypatch):
-    """`TensorBoardCallback`, with its writer replaced: what would stand in the event file."""
-    written = []
-
-    class Writer:
-        def add_scalar(self, name, value, step):
-            written.append((name, value, step))
-
-        def __getattr__(self, name):
-            return lambda *args, **kwargs: None
-
-    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: True)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=None))
-    training = with_gates(trainer(tmp_path, [integration_utils.TensorBoardCallback(tb_writer=Writer())]))
-    training.train()
-    gates = [(value, step) for name, value, step in written if name == "train/rsa/gate"]
-    history = [(logs["rsa/gate"], logs["step"]) for logs in training.state.log_history if "rsa/gate" in logs]
-    assert gates == history
-    assert [step for name, _, step in written if name == "train/loss"] == [2, 4]
-    assert [step for name, _, step in written if name == "train/rsa/decay/layer_01"] == [2, 4]
 
 
 def test_logs_without_the_loss_stay_as_they_are(tmp_path):

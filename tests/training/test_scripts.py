@@ -1,16 +1,12 @@
 """The two scripts, run as a user runs them."""
 
 import json
-import os
 import runpy
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -36,15 +32,6 @@ SCRIPTS = {"lm": "train_language_model.py", "defect": "train_defect_detection.py
 def command(task, arguments, config=None):
     config = config or {"lm": "lm_bytes_embedded.yaml", "defect": "defect_minilm_embedded.yaml"}[task]
     return [str(ROOT / "scripts" / SCRIPTS[task]), str(ROOT / "configs" / config), *map(str, arguments)]
-
-
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def run_process(task, *arguments):
-    return subprocess.run(
-        [sys.executable, *command(task, arguments)], capture_output=True, text=True, env=ENVIRONMENT, timeout=240
-    )
 
 
 @pytest.fixture
@@ -184,36 +171,6 @@ def test_language_models_with_memory(tmp_path, run, monkeypatch, capsys, config,
     assert evaluated(*blocks) > 1.02 * evaluated()
 
 
-@pytest.mark.slow
-def test_killed_by_a_signal_and_continued(tmp_path, language_model):
-    """SIGKILL at whatever moment, then the same command again: bitwise the uninterrupted run."""
-    many = ["--max_steps=150", "--eval_every_steps=50", "--save_every_steps=7", "--log_every_steps=1"]
-    whole = run_process("lm", *language_model, *many, "--output_dir", tmp_path / "whole")
-    assert whole.returncode == 0, whole.stderr
-    arguments = [*language_model, *many, "--output_dir", tmp_path / "parts"]
-    process = subprocess.Popen(
-        [sys.executable, *command("lm", arguments)],
-        env=ENVIRONMENT,
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
-    log = tmp_path / "parts" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (log.exists() and log.read_text().count("\n") >= 40):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    done = run_process("lm", *arguments)
-    assert done.returncode == 0, done.stderr
-    assert log.read_text() == (tmp_path / "whole" / "metrics.jsonl").read_text()
-    for name in ("best", "final"):
-        left, right = (load_file(tmp_path / run / name / "model.safetensors") for run in ("whole", "parts"))
-        assert left.keys() == right.keys()
-        assert all(torch.equal(left[key], right[key]) for key in left)
-
-
 # --- defect detection -----------------------------------------------------------------------------------------
 
 
@@ -307,16 +264,6 @@ def test_a_mistake_is_told_without_a_traceback(
     assert "Traceback" not in err
     assert out == ""
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", SCRIPTS)
-def test_no_traceback_reaches_the_user(tmp_path, task):
-    done = run_process(task, "--lerning_rate", 1, "--output_dir", tmp_path / "out")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --lerning_rate: unknown key")
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
 
 
 def test_a_decoder_is_scored_whatever_it_says_of_padding(tmp_path, defect_detection):
