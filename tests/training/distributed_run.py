@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from small_runs import Killed, Mortal, classifier, functions, gpt2, run, texts
-from transformers import Trainer, TrainingArguments
+from small_runs import Killed, Mortal, arguments, classifier, functions, gpt2, run, texts
+from transformers import Trainer
 
 from rsa_hf.cli.common import exit_on_error
 from rsa_hf.models.recurrent import RecurrentConfig, RecurrentForCausalLM
@@ -35,13 +35,11 @@ def run_carried(folder, left=None, **settings):
 
 
 def run_trainer(folder, batch_size):
-    args = TrainingArguments(
-        str(folder),
+    args = arguments(
+        folder,
         max_steps=4,
         per_device_train_batch_size=batch_size,
         per_device_eval_batch_size=2,
-        learning_rate=1e-2,
-        logging_steps=1,
         eval_strategy="steps",
         eval_steps=4,
         save_strategy="steps",
@@ -49,9 +47,6 @@ def run_trainer(folder, batch_size):
         train_sampling_strategy="sequential",
         # True multiplies a classifier's loss by the number of processes: it expects a sum over tokens, not a mean.
         average_tokens_across_devices=False,
-        use_cpu=True,
-        disable_tqdm=True,
-        report_to="none",
     )
     trainer = Trainer(
         classifier(),

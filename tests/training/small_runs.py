@@ -1,14 +1,21 @@
-"""Runs of the loop that take a second, for one process and for several."""
+"""Models, data and runs that take a second: of the loop, and of the Trainer."""
 
 import json
 
 import torch
-from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainingArguments,
+)
 
 from rsa_hf import RSAConfig, patch_model
 from rsa_hf.training import TrainingSettings, train
 
-PLAN = RSAConfig(num_regular=1, num_cyclical_pairs=1, gate_init=0.0)
+PLAN = RSAConfig(num_regular=1, num_cyclical_pairs=1, gate_init=0.5)
 
 
 def gpt2(dropout=0.1) -> GPT2LMHeadModel:
@@ -76,6 +83,13 @@ def run(folder, model=None, data=None, evaluate=evaluate, best_metric="loss", gr
     model, data = gpt2() if model is None else model, texts(20) if data is None else data
     keywords |= {"best_metric": best_metric, "greater_is_better": greater_is_better}
     return train(model, data, stack, evaluate, training, **keywords)
+
+
+def arguments(folder, **values):
+    """The Trainer's, on the CPU and quiet, with a log of each step."""
+    defaults = {"max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "save_strategy": "no"}
+    defaults |= {"logging_steps": 1, "use_cpu": True, "disable_tqdm": True, "report_to": "none"}
+    return TrainingArguments(str(folder), **{**defaults, **values})
 
 
 def lines(folder):

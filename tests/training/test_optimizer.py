@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
+from small_runs import arguments, gpt2
 from torch.optim import SGD, AdamW
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import Trainer
 
 from families import FULL_PLAN, build
 from rsa_hf import RSAConfig, param_groups, patch_model
 from rsa_hf.heads import RSAHeads
-from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
+from rsa_hf.training import optimizer_cls_and_kwargs
 
 
 @pytest.mark.parametrize("scale", [1.0, 20.0])
@@ -65,24 +66,9 @@ def test_bad_rates(arguments, message):
 STEPS = 3
 
 
-def gpt2():
-    torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": 64}
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **off, bos_token_id=0, eos_token_id=0))
-    return patch_model(model, RSAConfig(num_regular=1, num_cyclical_pairs=1, gate_init=(-3.0, 0.5)))
-
-
 def rows():
     ids = torch.randint(0, 64, (4 * STEPS, 8), generator=torch.Generator().manual_seed(1))
     return [{"input_ids": row, "labels": row} for row in ids]
-
-
-def arguments(folder, **values):
-    defaults = {"max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "weight_decay": 1.0}
-    return TrainingArguments(
-        str(folder), report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no", **{**defaults, **values}
-    )
 
 
 def trained(args, model=None, **keywords):
@@ -109,10 +95,10 @@ def by_hand(model, batches, **rates):
 
 
 def test_a_trainer_trains_as_plain_torch_with_the_same_groups(tmp_path):
-    args = arguments(tmp_path, train_sampling_strategy="sequential")
-    trainer = trained(args, gpt2(), optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3))
+    args = arguments(tmp_path, train_sampling_strategy="sequential", weight_decay=1.0)
+    trainer = trained(args, gpt2(0.0), optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3))
     batches = torch.stack([row["input_ids"] for row in rows()]).split(4)
-    expected = by_hand(gpt2(), batches, learning_rate=1e-2, weight_decay=1.0, rsa_learning_rate=0.3)
+    expected = by_hand(gpt2(0.0), batches, learning_rate=1e-2, weight_decay=1.0, rsa_learning_rate=0.3)
     start = gpt2().state_dict()
     for name, value in expected.state_dict().items():
         moved = (value - start[name]).norm()
@@ -162,10 +148,8 @@ def test_every_trainer_gets_groups_of_its_own_model(tmp_path):
 
 def test_each_trial_of_a_search_learns_at_its_own_rate(tmp_path):
     args = arguments(tmp_path, max_steps=1, eval_strategy="no")
-    keywords = optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3)
-    trainer = Trainer(
-        None, args, train_dataset=rows(), eval_dataset=rows(), model_init=gpt2, optimizer_cls_and_kwargs=keywords
-    )
+    keywords = {"model_init": gpt2, "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3)}
+    trainer = Trainer(None, args, train_dataset=rows(), eval_dataset=rows(), **keywords)
     tried = []
 
     def note(metrics):

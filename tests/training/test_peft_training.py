@@ -3,15 +3,16 @@
 import shutil
 
 import pytest
+import small_runs
 import torch
 from peft import LoraConfig, prepare_model_for_kbit_training
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from families import VOCAB, inputs
 from peft_adapters import PLAN, adapter_values, base_model, logits, trained_adapter
 from rsa_hf import patch_model, rsa_report
 from rsa_hf.peft import get_peft_model, load
-from rsa_hf.training.trainer import RSACallback
+from rsa_hf.training import RSACallback
 
 
 def make_trainer(folder, **arguments):
@@ -19,9 +20,8 @@ def make_trainer(folder, **arguments):
     model = get_peft_model(base_model("gpt2"), LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.1), PLAN)
     ids = torch.randint(3, VOCAB, (24, 9), generator=torch.Generator().manual_seed(3))
     rows = [{"input_ids": row, "labels": row} for row in ids]
-    settings = {"max_steps": 6, "save_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 3e-3, "seed": 1}
-    settings |= {"report_to": "none", "disable_tqdm": True, "logging_steps": 1, "use_cpu": True}
-    args = TrainingArguments(str(folder), **{**settings, **arguments})
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "learning_rate": 3e-3, "seed": 1}
+    args = small_runs.arguments(folder, **{**settings, **arguments})
     trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows[:8])
     trainer.add_callback(RSACallback(trainer))
     return trainer

@@ -3,16 +3,16 @@
 import copy
 
 import pytest
+import small_runs
 import torch
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer
 
 from families import CONFIGS, ENCODERS, FULL_PLAN, VOCAB
 from rsa_hf import RSAConfig, patch_model, unpatch_model
 from rsa_hf.heads import RSAHeads
 from rsa_hf.tasks.language_modeling import StreamedBlocks, TrainingBlocks
-from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
-from rsa_hf.training.trainer import RSACallback
+from rsa_hf.training import RSACallback, optimizer_cls_and_kwargs
 
 
 class Tokens(Dataset):
@@ -35,24 +35,9 @@ def make_trainer(folder, **arguments):
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]())
     patch_model(model, RSAConfig(**FULL_PLAN))
-    arguments = TrainingArguments(
-        str(folder),
-        **{
-            "max_steps": 8,
-            "save_steps": 2,
-            "eval_steps": 2,
-            "eval_strategy": "steps",
-            "per_device_train_batch_size": 4,
-            "learning_rate": 3e-3,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "logging_steps": 1,
-            "use_cpu": True,
-            "seed": 1,
-            **arguments,
-        },
-    )
-    return Trainer(model, arguments, train_dataset=Tokens(40, 0), eval_dataset=Tokens(16, 1))
+    defaults = {"max_steps": 8, "learning_rate": 3e-3, "seed": 1, "eval_strategy": "steps", "eval_steps": 2}
+    args = small_runs.arguments(folder, **{**defaults, "save_strategy": "steps", "save_steps": 2, **arguments})
+    return Trainer(model, args, train_dataset=Tokens(40, 0), eval_dataset=Tokens(16, 1))
 
 
 def weights(model):
@@ -104,9 +89,8 @@ def blocks(size, seed=3):
 
 
 def trained(folder, model=None, data=None, **values):
-    defaults = {"max_steps": 3, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "logging_steps": 1}
-    defaults |= {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
-    args = TrainingArguments(str(folder), train_sampling_strategy="sequential", **{**defaults, **values})
+    defaults = {"per_device_train_batch_size": 8, "learning_rate": 1e-3, "train_sampling_strategy": "sequential"}
+    args = small_runs.arguments(folder, **{**defaults, **values})
     trainer = Trainer(model or language_model(), args, train_dataset=data or blocks(24))
     trainer.train()
     return trainer
@@ -203,44 +187,23 @@ def test_streamed_blocks_are_a_train_dataset(tmp_path):
     assert_same(weights(left.model), weights(right.model))
 
 
-class Killed(BaseException):
-    """Nothing catches it, as nothing catches a signal."""
-
-
 def test_killed_in_the_middle_and_resumed_is_bitwise_the_whole_run(tmp_path):
     """Dropout is on. Weights, optimiser, schedule and every loss, from a checkpoint that lies inside an epoch."""
 
-    class Deadly(Tokens):
-        left = None
-
-        def __getitem__(self, i):
-            if self.left is not None:
-                self.left -= 1
-                if self.left < 0:
-                    raise Killed
-            return super().__getitem__(i)
-
-    def start(name, left):
+    def start(name, data):
         trainer = make_trainer(tmp_path / name, weight_decay=0.1, save_steps=3)
-        keywords = optimizer_cls_and_kwargs(trainer.args, rsa_learning_rate=0.1)
-        data = Deadly(40, 0)
-        data.left = left
-        trainer = Trainer(
-            trainer.model,
-            trainer.args,
-            train_dataset=data,
-            eval_dataset=trainer.eval_dataset,
-            optimizer_cls_and_kwargs=keywords,
-        )
+        keywords = {"train_dataset": data, "eval_dataset": trainer.eval_dataset}
+        keywords["optimizer_cls_and_kwargs"] = optimizer_cls_and_kwargs(trainer.args, rsa_learning_rate=0.1)
+        trainer = Trainer(trainer.model, trainer.args, **keywords)
         trainer.add_callback(RSACallback(trainer))
         return trainer
 
-    whole = start("whole", None)
+    whole = start("whole", Tokens(40, 0))
     whole.train()
-    with pytest.raises(Killed):
-        start("parts", 4 * 4 + 2).train()  # in the fifth of eight steps
+    with pytest.raises(small_runs.Killed):
+        start("parts", small_runs.Mortal(Tokens(40, 0), 4 * 4 + 2)).train()  # in the fifth of eight steps
     assert sorted(path.name for path in (tmp_path / "parts").glob("checkpoint-*")) == ["checkpoint-3"]
-    resumed = start("parts", None)
+    resumed = start("parts", Tokens(40, 0))
     resumed.train(resume_from_checkpoint=True)
     assert_same(weights(resumed.model), weights(whole.model))
     left, right = (trainer.optimizer.state_dict() for trainer in (resumed, whole))
@@ -250,14 +213,11 @@ def test_killed_in_the_middle_and_resumed_is_bitwise_the_whole_run(tmp_path):
             assert torch.equal(left["state"][index][key], value)
     assert resumed.lr_scheduler.state_dict() == whole.lr_scheduler.state_dict()
     timed = ("runtime", "per_second", "train_loss", "total_flos")
-
-    def history(trainer):
-        return [
-            {key: value for key, value in logs.items() if not key.endswith(timed)}
-            for logs in trainer.state.log_history
-        ]
-
-    assert history(resumed) == history(whole)
+    left, right = (
+        [{key: value for key, value in logs.items() if not key.endswith(timed)} for logs in trainer.state.log_history]
+        for trainer in (resumed, whole)
+    )
+    assert left == right
 
 
 @pytest.mark.parametrize(
