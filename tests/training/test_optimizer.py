@@ -137,7 +137,7 @@ def test_every_trainer_gets_groups_of_its_own_model(tmp_path):
     args = arguments(tmp_path, max_steps=1)
     given = optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3)
     kept = copy.copy(given[1])
-    trainer = Trainer(None, args, train_dataset=rows(), model_init=gpt2, optimizer_cls_and_kwargs=given)
+    trainer = Trainer(None, args, train_dataset=rows(), model_init=lambda: gpt2(), optimizer_cls_and_kwargs=given)
     for _ in range(2):  # model_init makes a new model for each
         trainer.train()
         mine = {id(p) for p in trainer.model.parameters()}
@@ -148,7 +148,10 @@ def test_every_trainer_gets_groups_of_its_own_model(tmp_path):
 
 def test_each_trial_of_a_search_learns_at_its_own_rate(tmp_path):
     args = arguments(tmp_path, max_steps=1, eval_strategy="no")
-    keywords = {"model_init": gpt2, "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3)}
+    keywords = {
+        "model_init": lambda trial: gpt2(),
+        "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3),
+    }
     trainer = Trainer(None, args, train_dataset=rows(), eval_dataset=rows(), **keywords)
     tried = []
 
