@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, Generic, Literal, TypeVar, get_args, get_type_hints
 
 import yaml
@@ -195,25 +195,18 @@ def read_run_config(arguments: Sequence[str], data_type: type[DataSettings]) -> 
         raise SystemExit(0)
     path, overrides = _split(arguments)
     content = _read_file(path, sections)
-    patched = "rsa" in content
-    words: list[str] = []
     for spelled, text in overrides:
         name = _full_name(spelled, sections)
-        section, _, key = name.partition(".")
-        if name == "rsa":  # replaces all that was given before
-            content.pop("rsa", None)
-            words = [word for word in words if not word.startswith("--rsa")]
-        if section == "rsa":
-            patched = name != "rsa" or read_yaml(text) is not None
-            if not patched:
-                continue
-        words.append(f"--{name}={_as_jsonargparse_spells(text, get_type_hints(sections[section]).get(key))}")
+        try:
+            _override(content, name, text, sections)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"--{spelled} {text:.200}: {error}") from error
     try:
-        values = parser.parse_args(words, namespace=parser.parse_object(content))
+        values = parser.parse_object(content)
     except (ArgumentError, TypeError, ValueError, OverflowError) as error:
         # jsonargparse has a line for each type that it tried.
         raise ConfigError(" ".join(str(error).replace("Parser key ", "").split())[:2000]) from error
-    if not patched:
+    if "rsa" not in content:
         del sections["rsa"]
     built = {name: _build(name, section, values[name]) for name, section in sections.items()}
     return RunConfig(built["model"], built.get("rsa"), built["data"], built["training"])
@@ -348,6 +341,29 @@ def _split(arguments: Sequence[str]) -> tuple[Path, list[tuple[str, str]]]:
     return Path(paths[0]), overrides
 
 
+def _override(content: dict[str, Any], name: str, text: str, sections: Mapping[str, Any]) -> None:
+    """Set a section, a key or an entry of a mapping in the content of a file; null removes a section."""
+    section, _, key = name.partition(".")
+    if not key:
+        content[section] = read_yaml(text)
+        if content[section] is None:
+            del content[section]
+        return
+    key, _, entry = key.partition(".")
+    hint = get_type_hints(sections[section])[key]
+    values = content.setdefault(section, {})
+    if entry:
+        values[key] = {**(values.get(key) or {}), entry: _value(text, (Any, *get_args(hint))[-1])}
+    else:
+        values[key] = _value(text, hint)
+
+
+def _value(text: str, hint: Any) -> Any:
+    """The value of a field or entry of this type that is written so on a command line."""
+    is_text = str in _members(hint) and not (text == "null" and NoneType in _members(hint))
+    return text if is_text else _integer_if_whole(read_yaml(text), hint)
+
+
 def _full_name(spelled: str, sections: Mapping[str, Any]) -> str:
     """The name of a setting with its section."""
     first, _, rest = spelled.partition(".")
@@ -382,18 +398,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def _members(hint: Any) -> tuple[Any, ...]:
     """The types that a union allows; of another type, that type."""
-    return get_args(hint) or (hint,)
+    return get_args(hint) if isinstance(hint, UnionType) else (hint,)
 
 
 def _integer_if_whole(value: Any, hint: Any) -> Any:
     """Make an integer of 1e4, a float to YAML, for a field that takes integers alone."""
     is_whole = isinstance(value, float) and value.is_integer()
     return int(value) if is_whole and int in _members(hint) and float not in _members(hint) else value
-
-
-def _as_jsonargparse_spells(text: str, hint: Any) -> str:
-    """Spell 1e4 for an integer and -inf for a float as jsonargparse reads them."""
-    if text == "-inf" and float in _members(hint):
-        return "-.inf"
-    is_number = re.fullmatch(r"\d+(\.\d*)?[eE]\+?\d+", text)
-    return str(_integer_if_whole(float(text), hint)) if is_number and int in _members(hint) else text

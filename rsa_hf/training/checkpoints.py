@@ -76,12 +76,8 @@ class CheckpointFolder:
                     recover(self.path / left.stem.removeprefix("."))
         self.accelerator.wait_for_everyone()
 
-    def save(self, progress: Progress, carried: CarriedState | None = None) -> None:
+    def save(self, progress: Progress, carried: CarriedState | None) -> None:
         """Write `step-N`, and delete all but the newest checkpoints.
-
-        Args:
-            progress: saved with the checkpoint.
-            carried: the model's memory on this process, if it has one.
 
         Raises:
             StorageError: it cannot be written. Earlier checkpoints stay intact.
@@ -125,20 +121,16 @@ class CheckpointFolder:
         for folder in reversed(self._saved()):
             fault = _fault(folder)
             if fault is None:
-                for damaged in faults:
-                    logger.warning("%s; continuing from %s, the newest intact one.", damaged, folder)
+                if faults:
+                    logger.warning("%s; continuing from %s, the newest intact one.", "; ".join(faults), folder)
                 return folder
             faults.append(f"the checkpoint {folder} is damaged: {fault}")
         if faults:
             raise ValueError(f"{'; '.join(faults)}. To start over, set training.resume to 'never'.")
         return None
 
-    def load(self, folder: Path, carried: CarriedState | None = None) -> Progress:
+    def load(self, folder: Path, carried: CarriedState | None) -> Progress:
         """Restore the state of a checkpoint, random number generators included.
-
-        Args:
-            folder: the checkpoint.
-            carried: the model's memory, restored too.
 
         Raises:
             ValueError: the checkpoint is missing or damaged, or belongs to a run with other settings.

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 from transformers import Trainer
 
-from rsa_hf.config import MAX_HEADS, RSAConfig
-from rsa_hf.utils.checks import check_integer
+from rsa_hf.config import RSAConfig
 
 __all__ = ["FoundPlan", "TrialLike", "head_plan_space", "search_head_plans"]
 
@@ -53,13 +52,7 @@ def head_plan_space(
 
     Returns:
         A plan that is the same in every layer.
-
-    Raises:
-        ValueError: `num_heads` or a factor is below 1.
     """
-    check_integer("num_heads", num_heads, 1, MAX_HEADS)
-    for dilation in dilations:
-        check_integer("a dilation", dilation, 1)
     k4, k5, left = 0, 0, num_heads
     k2 = trial.suggest_int("num_cyclical_pairs", 0, left // 2)
     left -= 2 * k2
@@ -123,9 +116,8 @@ def search_head_plans(
 
     Raises:
         ImportError: optuna is not installed.
-        ValueError: `trials` is below 1, or `storage` is not the file of this search.
+        ValueError: `storage` is not the file of this search.
     """
-    check_integer("trials", trials, 1)
     try:
         import optuna
         from optuna.storages import JournalStorage

@@ -83,7 +83,9 @@ def test_command_line_goes_before_the_file(read, spelling):
         (["--gradient_checkpointing", "true"], "training", "gradient_checkpointing", True),
         (["--max_grad_norm", "null"], "training", "max_grad_norm", None),
         (["--gate_init", "-1.5"], "rsa", "gate_init", -1.5),
+        (["--gate_init", "-inf"], "rsa", "gate_init", -math.inf),
         (["--rsa.gate_init", "[-3, 0]"], "rsa", "gate_init", (-3.0, 0.0)),
+        (["--config_overrides.size", "1e4"], "model", "config_overrides", {"size": 1e4}),
         (["--rsa", "{num_regular: 3}", "--rsa.dilation", "2"], "rsa", "num_regular", 3),
     ],
 )
@@ -146,7 +148,7 @@ def test_rsa_null_takes_the_heads_off(read):
         ("- 1\n", [], ["run.yaml: sections with settings are needed, got list"]),
         (MODEL + MODEL, [], ["'model' is given more than once", "line 1"]),
         ("model: !!python/object/apply:os.getcwd []\n", [], ["not valid YAML", "could not determine a constructor"]),
-        (MODEL, ["--files", "{a"], ["data.files", "dict", "{a"]),
+        (MODEL, ["--files", "{a"], ["--files {a: not valid YAML"]),
     ],
 )
 def test_refused(read, text, arguments, words):

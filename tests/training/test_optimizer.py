@@ -48,19 +48,6 @@ def test_a_plain_model_has_no_rsa_group():
     assert [group["name"] for group in param_groups(build("gpt2"), 1e-3)] == ["weights", "no_decay"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((0.0,), "learning_rate=0.0"),
-        ((1e-3, -1.0), "weight_decay=-1.0"),
-        ((1e-3, 0.0, -2.0), "rsa_learning_rate=-2.0"),
-    ],
-)
-def test_bad_rates(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        param_groups(build("gpt2"), *arguments)
-
-
 # --- with the Trainer -----------------------------------------------------------------------------------------
 
 STEPS = 3
@@ -176,11 +163,6 @@ def test_the_optimiser_is_the_one_of_the_arguments(tmp_path):
     assert type(trainer.optimizer.optimizer) is AdamW
     assert trainer.optimizer.param_groups[2]["betas"] == (0.7, 0.999)
     assert trainer.optimizer.param_groups[2]["eps"] == 1e-5
-
-
-def test_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"rsa_learning_rate=-1.0: a positive number is needed"):
-        optimizer_cls_and_kwargs(arguments(tmp_path), rsa_learning_rate=-1.0)
 
 
 @pytest.mark.parametrize("own", ["params", "model", "optimizer_dict"])
