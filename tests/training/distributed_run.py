@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from small_runs import Killed, Mortal, arguments, classifier, functions, gpt2, run, texts
 from transformers import Trainer
 
 from rsa_hf.cli.common import exit_on_error
@@ -16,6 +15,7 @@ from rsa_hf.tasks.defect_detection import trainer_metrics
 from rsa_hf.tasks.text_blocks import TrainingTracks
 from rsa_hf.training import RSACallback, optimizer_cls_and_kwargs
 from rsa_hf.training.run import make_accelerator
+from small_runs import Killed, Mortal, arguments, classifier, functions, gpt2, run, texts
 
 
 def run_loop(folder, data, **settings):

@@ -4,11 +4,11 @@ import logging
 
 import pytest
 import torch
-from small_runs import arguments, gpt2
 from transformers import Trainer, TrainerCallback
 
 from rsa_hf import rsa_report, unpatch_model
 from rsa_hf.training import RSACallback
+from small_runs import arguments, gpt2
 
 KEYS = {"rsa/gate", "rsa/gate/layer_00", "rsa/gate/layer_01", "rsa/decay/layer_00", "rsa/decay/layer_01"}
 

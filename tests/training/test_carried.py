@@ -1,18 +1,18 @@
 """Memory carried from step to step: the long text in one pass, however it is divided, and however often interrupted."""
 
 import pytest
-import small_runs
 import torch
 from accelerate.state import AcceleratorState
-from small_runs import Killed, Mortal, assert_same_runs, gpt2, logged
 from torch.utils.data import default_collate
 from transformers import AutoModelForCausalLM
 
+import small_runs
 from rsa_hf import RSAConfig, patch_model
 from rsa_hf.models.recurrent import RecurrentConfig
 from rsa_hf.models.transformer_xl import TransformerXLConfig
 from rsa_hf.tasks.text_blocks import TrainingTracks
 from rsa_hf.training.carried import CarriedState
+from small_runs import Killed, Mortal, assert_same_runs, gpt2, logged
 
 VOCAB, LENGTH = 29, 8
 XL = {

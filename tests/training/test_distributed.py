@@ -14,10 +14,10 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from safetensors.torch import load_file
-from small_runs import assert_same_runs, classifier, gpt2, lines, logged, stack, texts
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rsa_hf import is_patched
+from small_runs import assert_same_runs, classifier, gpt2, lines, logged, stack, texts
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs" / "accelerate"

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from small_runs import arguments, gpt2
 from torch.optim import SGD, AdamW
 from transformers import Trainer
 
@@ -12,6 +11,7 @@ from families import FULL_PLAN, build
 from rsa_hf import RSAConfig, param_groups, patch_model
 from rsa_hf.heads import RSAHeads
 from rsa_hf.training import optimizer_cls_and_kwargs
+from small_runs import arguments, gpt2
 
 
 @pytest.mark.parametrize("scale", [1.0, 20.0])
