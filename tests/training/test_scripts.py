@@ -52,15 +52,19 @@ def run(monkeypatch, capsys):
     return run
 
 
+def on_a_text(folder, sizes, **values):
+    """Settings that make a run of a second out of the config of a language model."""
+    text = folder / "text.txt"
+    text.write_text("".join(f"line {i} of a text, not a long one\n" for i in range(400)))
+    values |= {f"config_overrides.{name}": value for name, value in sizes.items()}
+    values |= {"source": "files", "files.train": text, "block_size": 32, "batch_size": 4}
+    return [f"--{key}={value}" for key, value in values.items()]
+
+
 @pytest.fixture
 def language_model(tmp_path):
-    """Settings that make a run of a second out of the config."""
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"line {i} of a text, not a long one\n" for i in range(400)))
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 32}
-    values = {f"config_overrides.{name}": value for name, value in sizes.items()}
-    values |= {"source": "files", "files.train": text, "block_size": 32, "max_steps": 6, "eval_every_steps": 3}
-    return [f"--{key}={value}" for key, value in {**values, "batch_size": 4}.items()]
+    return on_a_text(tmp_path, sizes, max_steps=6, eval_every_steps=3)
 
 
 FUNCTIONS = [f"int f{i}(int a) {{ return a {'<=>'[i % 3]} {i}; }}" for i in range(40)]
@@ -138,13 +142,9 @@ def test_language_model_patched_and_plain(tmp_path, run, language_model):
 )
 def test_language_models_with_memory(tmp_path, run, monkeypatch, capsys, config, sizes, memory):
     """Trained by config; evaluated with longer memory and in other segments, then and by `rsa-hf evaluate`."""
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"line {i} of a text, not a long one\n" for i in range(400)))
-    values = {f"config_overrides.{name}": value for name, value in sizes.items()}
-    values |= {"source": "files", "files.train": text, "block_size": 32, "max_steps": 40, "batch_size": 4}
-    values |= {"eval_every_steps": 20, "learning_rate": 1e-2, "eval_block_size": 24, "output_dir": tmp_path / "out"}
+    values = {"max_steps": 40, "eval_every_steps": 20, "learning_rate": 1e-2, "eval_block_size": 24}
     values |= {f"eval_memory.{name}": value for name, value in memory.items()}
-    options = [f"--{key}={value}" for key, value in values.items()]
+    options = on_a_text(tmp_path, sizes, output_dir=tmp_path / "out", **values)
     _, err, code = run("lm", *options, config=config)
     assert code == 0, err
     results = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -190,15 +190,9 @@ def test_defect_detection(tmp_path, run, defect_detection, name, extra):
     assert results["patched"] == (name == "with RSA")
     assert results["test"]["num_examples"] == 10  # functions, however many chunks
     assert results["test"]["majority_accuracy"] == 0.7
-    row = out.splitlines()[-3]
-    assert row.split()[-6:] == [
-        "test",
-        f"{results['test']['accuracy']:.2%}",
-        "70.00%",
-        f"{results['test']['f1']:.4f}",
-        f"{results['test']['mcc']:.4f}",
-        "10",
-    ]
+    row, test = out.splitlines()[-3], results["test"]
+    numbers = [f"{test['accuracy']:.2%}", "70.00%", f"{test['f1']:.4f}", f"{test['mcc']:.4f}"]
+    assert row.split()[-6:] == ["test", *numbers, "10"]
     assert row.startswith(name)
     assert "defective" in out.splitlines()[0]  # the audit
     audit = json.loads((folder / "audit.json").read_text())
