@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Generic, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_loader, set_parsing_settings
@@ -398,7 +398,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def _members(hint: Any) -> tuple[Any, ...]:
     """The types that a union allows; of another type, that type."""
-    return get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _integer_if_whole(value: Any, hint: Any) -> Any:
