@@ -83,16 +83,16 @@ class CheckpointFolder:
             StorageError: it cannot be written. Earlier checkpoints stay intact.
         """
         folder = self.path / f"step-{progress.step}"
-        temporary = self.path / f".{folder.name}.tmp"
         try:
             with storage_errors(self.path):
-                self._write(folder, temporary, progress, carried)
+                self._write(folder, progress, carried)
         except Exception:
-            shutil.rmtree(temporary, ignore_errors=True)  # it may fill the disk
+            shutil.rmtree(_temporary(folder), ignore_errors=True)  # it may fill the disk
             raise
         self.accelerator.wait_for_everyone()
 
-    def _write(self, folder: Path, temporary: Path, progress: Progress, carried: CarriedState | None) -> None:
+    def _write(self, folder: Path, progress: Progress, carried: CarriedState | None) -> None:
+        temporary = _temporary(folder)
         if self.accelerator.is_main_process:
             emptied(folder)
         self.accelerator.wait_for_everyone()
@@ -173,6 +173,11 @@ class CheckpointFolder:
         """The checkpoints, oldest first. A folder gets this name after all its files are written."""
         folders = [folder for folder in self.path.glob("step-*") if re.fullmatch(r"step-\d+", folder.name)]
         return sorted((folder for folder in folders if (folder / _PROGRESS_FILE).is_file()), key=_step)
+
+
+def _temporary(folder: Path) -> Path:
+    """The folder that `emptied` creates: only the main process calls it."""
+    return folder.with_name(f".{folder.name}.tmp")
 
 
 def _step(folder: Path) -> int:
