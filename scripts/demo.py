@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import rsa_hf
-from rsa_hf.cli.errors import exit_on_error
+from rsa_hf.cli.common import exit_on_error
 from rsa_hf.hub.card import CardFacts, write_card
 from rsa_hf.plots import plot_training_curves
 from rsa_hf.utils.table import format_table

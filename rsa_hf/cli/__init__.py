@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import typer
 
 from rsa_hf.cli.card import card
+from rsa_hf.cli.common import WITH_SETTINGS, exit_on_error
 from rsa_hf.cli.convert import convert_transformer_xl
 from rsa_hf.cli.doctor import doctor
-from rsa_hf.cli.errors import exit_on_error
 from rsa_hf.cli.evaluate import evaluate
 from rsa_hf.cli.inspect import inspect
 from rsa_hf.cli.patch import patch
@@ -21,7 +21,7 @@ from rsa_hf.cli.push import push
 from rsa_hf.cli.reproduce import reproduce
 from rsa_hf.cli.run import PASSES_WORDS_ON, run
 from rsa_hf.cli.search_heads import search_heads
-from rsa_hf.cli.train import WITH_SETTINGS, train
+from rsa_hf.cli.train import train
 
 __all__ = ["main"]
 

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.errors import UserError, user_input
-from rsa_hf.cli.models import install_hooks, load_patched
+from rsa_hf.cli.common import UserError, install_hooks, load_patched, user_input
 
 __all__ = ["card"]
 

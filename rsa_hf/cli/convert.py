@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.errors import user_input
-from rsa_hf.cli.models import install_hooks
+from rsa_hf.cli.common import install_hooks, user_input
 
 __all__ = ["convert_transformer_xl"]
 

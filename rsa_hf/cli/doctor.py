@@ -9,15 +9,12 @@ from typing import Annotated, NamedTuple
 
 import typer
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from rsa_hf.cli.models import install_hooks, load_checkpoint
+from rsa_hf.cli.common import UserError, install_hooks, load_checkpoint
 
 __all__ = ["Finding", "doctor", "guarded"]
 
-PACKAGES = ("torch", "transformers", "accelerate", "datasets", "evaluate", "huggingface_hub", "peft", "safetensors")
 OPTIONAL = {
     "triton": "kernels for NVIDIA GPUs: pip install 'rsa_hf[gpu]'",
     "matplotlib": "pictures: pip install 'rsa_hf[plot]'",
@@ -42,6 +39,8 @@ def guarded(subject: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Fi
     """The findings of a check; if an exception ends it, that is the last finding."""
     try:
         yield from check()
+    except UserError:
+        raise
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         yield Finding("FAIL", subject, f"{type(error).__name__}: {first}")
@@ -62,25 +61,16 @@ def doctor(
     Example: rsa-hf doctor --model openai-community/gpt2
     """
     checks = {"versions": _versions, "backends": _backends, "hooks": _hooks, "self check": _self_check}
+    if model is not None:
+        checks["model"] = lambda: _model(model)
     failed = False
     for name, check in checks.items():
-        failed |= _print(guarded(name, check))
-    if model is not None and failed:
-        print(Finding("note", "model", f"{model} was not checked: repair the failures above first"))
-    elif model is not None:
-        failed |= _print(_model(model))
+        for finding in guarded(name, check):
+            failed |= finding.verdict == "FAIL"
+            print(finding, flush=True)
     print("\nsomething is wrong: see FAIL above" if failed else "\nall is well")
     if failed:
         raise typer.Exit(1)
-
-
-def _print(findings: Iterator[Finding]) -> bool:
-    """Print findings as they come. Returns whether one is a failure."""
-    failed = False
-    for finding in findings:
-        failed |= finding.verdict == "FAIL"
-        print(finding, flush=True)
-    return failed
 
 
 def _model(name: str) -> Iterator[Finding]:
@@ -91,36 +81,29 @@ def _model(name: str) -> Iterator[Finding]:
     model = load_checkpoint(name)
     state = "has RSA heads" if is_patched(model) else "is plain, and gets RSA heads for these checks"
     yield Finding("ok", "model", f"{name}: {type(model).__name__} {state}")
-    yield from guarded("model", lambda: examine(model))
+    yield from examine(model)
 
 
 def _versions() -> Iterator[Finding]:
     yield Finding("ok", "python", f"{platform.python_version()} on {platform.platform()}")
     try:
-        needed = dict(_requirements())
         yield Finding("ok", "rsa_hf", metadata.version("rsa_hf"))
     except metadata.PackageNotFoundError:
-        needed = dict[str, SpecifierSet]()
         yield Finding("note", "rsa_hf", "is not installed, only on the path: versions are not checked")
-    for name in PACKAGES:
+        return
+    for requirement in map(Requirement, metadata.requires("rsa_hf") or ()):
+        if requirement.marker is not None:  # of an extra
+            continue
+        name, needed = requirement.name, requirement.specifier
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            yield Finding("FAIL", name, f"is missing: pip install '{name}{needed.get(canonicalize_name(name), '')}'")
+            yield Finding("FAIL", name, f"is missing: pip install '{requirement}'")
             continue
-        specifier = needed.get(canonicalize_name(name))
-        if specifier is None or Version(version).base_version in specifier or version in specifier:
-            yield Finding("ok", name, f"{version}{f' (needed: {specifier})' if specifier else ''}")
+        if Version(version).base_version in needed:
+            yield Finding("ok", name, f"{version}{f' (needed: {needed})' if needed else ''}")
         else:
-            yield Finding("FAIL", name, f"{version} does not fit: pip install '{name}{specifier}'")
-
-
-def _requirements() -> Iterator[tuple[str, SpecifierSet]]:
-    """Required versions by canonical name: metadata may spell huggingface_hub with a dash."""
-    for text in metadata.requires("rsa_hf") or ():
-        requirement = Requirement(text)
-        if requirement.marker is None:
-            yield canonicalize_name(requirement.name), requirement.specifier
+            yield Finding("FAIL", name, f"{version} does not fit: pip install '{requirement}'")
 
 
 def _backends() -> Iterator[Finding]:
@@ -133,9 +116,7 @@ def _backends() -> Iterator[Finding]:
             yield Finding("note", name, f"not installed; {use}")
         else:
             found = dict.fromkeys(packages.get(name, ()))
-            yield Finding(
-                "ok", name, ", ".join(map(metadata.version, found)) or "found, but not as an installed package"
-            )
+            yield Finding("ok", name, ", ".join(map(metadata.version, found)) or "no installed package")
     yield Finding("ok", "cpu", f"{torch.get_num_threads()} threads")
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):

@@ -7,13 +7,13 @@ the plain model itself fails a check, the finding is a note and not a failure of
 
 from __future__ import annotations
 
+import copy
 import inspect
+import itertools
 import math
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,9 +24,8 @@ from rsa_hf.cli.doctor import Finding, guarded
 from rsa_hf.config import RSAConfig
 from rsa_hf.heads import RSAHeads, heads_of
 from rsa_hf.patching import is_patched, patch_model, unpatch_model
-from rsa_hf.saved_plan import configs_with_plans
 
-__all__ = ["check_reload", "examine", "unpatched", "with_rsa_heads"]
+__all__ = ["examine"]
 
 LENGTH, DECODER_LENGTH = 16, 13  # tokens of the inputs
 TOLERANCE = 2e-3  # share of RSA's effect
@@ -39,55 +38,67 @@ PADDING = 3  # tokens
 Streams = dict[str, Tensor]
 
 
+@torch.no_grad()
 def examine(model: PreTrainedModel) -> Iterator[Finding]:
-    """Check a model. A plain one gets RSA heads for the time of the checks.
-
-    Args:
-        model: as loaded. Afterwards it is as before, except for its dtype, which is float32.
+    """Check a model. A plain one gets RSA heads; afterwards the model is float32.
 
     Raises:
-        ValueError: the model does not take text.
+        TypeError, ValueError, RuntimeError: the model takes no text, or `patch_model` refuses it.
     """
-    with with_rsa_heads(model) as subject:
-        yield from guarded("identity", lambda: check_identity(subject))
-        yield from guarded("reload", lambda: check_reload(subject))
-        if not getattr(model, "is_quantized", False):
-            model.float()
-        yield from guarded("effect", lambda: check_effect(subject))
-        yield from guarded("causality", lambda: check_causality(subject))
-        yield from guarded("cache", lambda: check_cache(subject))
-        yield from guarded("padding", lambda: check_padding(subject))
+    model.eval()
+    inputs = _inputs(model)
+    names, config = [name for name in model.state_dict() if ".rsa." not in name], model.config.to_dict()
+    config.pop("rsa", None)
+    if not is_patched(model):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about an encoder or decoder that gets no RSA heads
+            patch_model(model, RSAConfig(gate_init=0.0))
+        parameters = itertools.chain.from_iterable(heads.parameters() for _, heads in _rsa_layers(model))
+        for i, parameter in enumerate(parameters):
+            parameter.add_(0.01 * (1 + i % 7))  # off their starts: after a reload they have to come from the file
+    subject = Subject(model, inputs)
+    yield from guarded("identity", lambda: check_identity(subject))
+    yield from guarded("unpatching", lambda: check_unpatching(subject, names, config))
+    yield from guarded("reload", lambda: check_reload(subject))
+    if not getattr(model, "is_quantized", False):
+        subject = Subject(model.float(), inputs)
+    yield from guarded("effect", lambda: check_effect(subject))
+    yield from guarded("causality", lambda: check_causality(subject))
+    yield from guarded("cache", lambda: check_cache(subject))
+    yield from guarded("padding", lambda: check_padding(subject))
 
 
 # --- the model and its inputs -------------------------------------------------------------------------------
 
 
-@dataclass
 class Subject:
-    """A model with RSA heads in evaluation mode, and its inputs.
+    """A model with RSA heads, and its inputs.
 
     Attributes:
-        model: the user's model; each check leaves it as it was.
+        model: the model.
+        plain: a copy without the heads, made without the code of `unpatch_model`. Copies share all other tensors.
+        shut: a copy with shut gates.
+        opened: a copy with half-open gates.
         inputs: random tokens, for an encoder-decoder of both halves.
-        before: the names of all tensors and the config before doctor patched the model; None for a patched checkpoint.
+        text: the input whose tokens the outputs belong to.
     """
 
-    model: PreTrainedModel
-    inputs: dict[str, Tensor]
-    before: tuple[list[str], dict[str, Any]] | None
+    def __init__(self, model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:
+        self.model = model
+        self.plain = _copy(model)
+        for module, _ in _rsa_layers(self.plain):
+            del module._modules["rsa"]
+        self.shut = _with_gates(model, -math.inf)
+        self.opened = _with_gates(model, 0.0)
+        self.inputs = inputs
+        self.text = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
 
-    @property
-    def text(self) -> str:
-        """The input whose tokens the outputs belong to."""
-        return "decoder_input_ids" if "decoder_input_ids" in self.inputs else "input_ids"
-
-    def run(self, model: PreTrainedModel | None = None, **changed: Any) -> Any:
-        """Run the model, with some inputs replaced. A model without logits per token runs as its base model."""
-        whole: Any = self.model if model is None else model
-        network = whole if whole.get_output_embeddings() is not None else whole.base_model
+    def run(self, model: PreTrainedModel, **changed: Any) -> Any:
+        """Run a model, with some inputs replaced. One without logits per token runs as its base model."""
+        network: Any = model if model.get_output_embeddings() is not None else model.base_model
         return network(**{**self.inputs, **changed})
 
-    def streams(self, model: PreTrainedModel | None = None, **changed: Any) -> Streams:
+    def streams(self, model: PreTrainedModel, **changed: Any) -> Streams:
         """Outputs per token, [B, T, ...], keyed by the input that has these tokens."""
         out = self.run(model, **changed)
         last = out["logits"] if "logits" in out else out["last_hidden_state"]
@@ -105,28 +116,6 @@ class Subject:
         return any(
             heads.plan.causal or getattr(module, "is_causal", None) is True for module, heads in _rsa_layers(decoder)
         )
-
-
-@contextmanager
-def with_rsa_heads(model: PreTrainedModel) -> Iterator[Subject]:
-    """Patch a plain model while the context is open.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: the model takes no text, or `patch_model` refuses it.
-    """
-    model.eval()
-    inputs = _inputs(model)
-    if is_patched(model):
-        yield Subject(model, inputs, None)
-        return
-    before = list(model.state_dict()), model.config.to_dict()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about an encoder or decoder that gets no RSA heads
-        patch_model(model, RSAConfig(gate_init=0.0))
-    try:
-        yield Subject(model, inputs, before)
-    finally:
-        unpatch_model(model)
 
 
 def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -156,47 +145,17 @@ def _rsa_layers(model: nn.Module) -> list[tuple[nn.Module, RSAHeads]]:
     return [(module, heads) for module in model.modules() if (heads := heads_of(module)) is not None]
 
 
-@contextmanager
-def _gates_at(model: nn.Module, mu: float) -> Iterator[None]:
-    """Set every μ while the context is open."""
-    gates = [heads.mu for _, heads in _rsa_layers(model)]
-    before = [gate.detach().clone() for gate in gates]
-    try:
-        for gate in gates:
-            gate.fill_(mu)
-        yield
-    finally:
-        for gate, value in zip(gates, before, strict=True):
-            gate.copy_(value)
+def _copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy that shares every parameter and buffer with the model."""
+    return copy.deepcopy(model, {id(each): each for each in itertools.chain(model.parameters(), model.buffers())})
 
 
-@contextmanager
-def _without_heads(model: nn.Module) -> Iterator[None]:
-    """Hide the RSA heads from the attention modules, without the code of `unpatch_model`."""
-    layers = _rsa_layers(model)
-    try:
-        for module, _ in layers:
-            del module._modules["rsa"]
-        yield
-    finally:
-        for module, heads in layers:
-            module._modules["rsa"] = heads
-
-
-@contextmanager
-def unpatched(model: PreTrainedModel) -> Iterator[None]:
-    """Unpatch a model while the context is open, with the code of `unpatch_model`."""
-    layers, strict = _rsa_layers(model), model._keep_in_fp32_modules_strict
-    plans = [(config, vars(config)["rsa"]) for config in configs_with_plans(model)]
-    try:
-        unpatch_model(model)
-        yield
-    finally:
-        for module, heads in layers:
-            module._modules["rsa"] = heads
-        for config, content in plans:
-            config.rsa = content
-        model._keep_in_fp32_modules_strict = strict
+def _with_gates(model: PreTrainedModel, mu: float) -> PreTrainedModel:
+    """A copy that shares all tensors but μ, which is this everywhere."""
+    copied = _copy(model)
+    for _, heads in _rsa_layers(copied):
+        heads.mu = nn.Parameter(torch.full_like(heads.mu, mu))
+    return copied
 
 
 # --- comparisons --------------------------------------------------------------------------------------------
@@ -222,68 +181,55 @@ def _relative(found: Streams, expected: Streams) -> float:
 # --- checks -------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def check_identity(subject: Subject) -> Iterator[Finding]:
-    """Shut gates and `unpatch_model` give the outputs of the plain model, bit for bit."""
-    with _without_heads(subject.model):
-        plain = subject.streams()
-        again = subject.streams()
+    """Shut gates give the outputs of the plain model, bit for bit."""
+    plain, again = subject.streams(subject.plain), subject.streams(subject.plain)
     if not _same_bits(again, plain):
         yield Finding("note", "identity", "the plain model's outputs differ from run to run: not comparable")
         return
-    with _gates_at(subject.model, -math.inf):
-        shut = subject.streams()
+    shut = subject.streams(subject.shut)
     same = _same_bits(shut, plain)
     words = "shut gates change no bit" if same else f"shut gates change the outputs by {_relative(shut, plain):.1e}"
     yield Finding("ok" if same else "FAIL", "identity", words)
-    problem = _problem_after_unpatching(subject, plain)
+
+
+def check_unpatching(subject: Subject, names: list[str], config: dict[str, Any]) -> Iterator[Finding]:
+    """`unpatch_model` gives the plain model.
+
+    Args:
+        subject: the model.
+        names: of the plain model's tensors.
+        config: the plain model's.
+    """
+    model = unpatch_model(_copy(subject.model))
+    plain, found = subject.streams(subject.plain), subject.streams(model)
+    if is_patched(model):
+        problem = "leaves RSA heads behind"
+    elif list(model.state_dict()) != names:
+        problem = "leaves tensors that were not there before, or lacks some"
+    elif model.config.to_dict() != config:
+        problem = "leaves a changed config"
+    elif not _same_bits(found, plain) and _same_bits(subject.streams(subject.plain), plain):
+        problem = f"changes the outputs by {_relative(found, plain):.1e}"
+    else:
+        problem = ""
     yield Finding("FAIL" if problem else "ok", "unpatching", problem or "gives the plain model, bit for bit")
 
 
-def _problem_after_unpatching(subject: Subject, plain: Streams) -> str | None:
-    model = subject.model
-    if subject.before is not None:
-        names, config = subject.before
-    else:
-        names = [name for name in model.state_dict() if ".rsa." not in name]
-        config = {key: value for key, value in model.config.to_dict().items() if key != "rsa"}
-    with unpatched(model):
-        if is_patched(model):
-            return "leaves RSA heads behind"
-        if list(model.state_dict()) != names:
-            return "leaves tensors that were not there before, or lacks some"
-        if model.config.to_dict() != config:
-            return "leaves a changed config"
-        found = subject.streams()
-    return None if _same_bits(found, plain) else f"changes the outputs by {_relative(found, plain):.1e}"
-
-
-@torch.no_grad()
 def check_reload(subject: Subject) -> Iterator[Finding]:
     """What `save_pretrained` writes into a temporary folder is loaded bit for bit by `from_pretrained`."""
-    parameters = [parameter for _, heads in _rsa_layers(subject.model) for parameter in heads.parameters()]
-    starts = [parameter.clone() for parameter in parameters]
-    try:
-        if subject.before is not None:  # values off their starts have to come from the file
-            for i, parameter in enumerate(parameters):
-                parameter.add_(0.01 * (1 + i % 7))
-        problem = _problem_after_reload(subject)
-    finally:
-        for parameter, start in zip(parameters, starts, strict=True):
-            parameter.copy_(start)
+    problem = _problem_after_reload(subject, subject.model)
     if problem is None:
         yield Finding("ok", "reload", "saved and loaded, it gives the same bits")
         return
-    with unpatched(subject.model):
-        plain = _problem_after_reload(subject)
+    plain = _problem_after_reload(subject, unpatch_model(_copy(subject.model)))
     if plain is not None:
         yield Finding("note", "reload", f"the plain model is not loaded as it was saved either: {plain}")
     else:
         yield Finding("FAIL", "reload", problem)
 
 
-def _problem_after_reload(subject: Subject) -> str | None:
-    model = subject.model
+def _problem_after_reload(subject: Subject, model: PreTrainedModel) -> str | None:
     with tempfile.TemporaryDirectory(prefix="rsa-hf-doctor-") as folder:
         model.save_pretrained(folder)
         try:
@@ -302,28 +248,22 @@ def _problem_after_reload(subject: Subject) -> str | None:
     changed = [name for name in saved if ".rsa." in name and not torch.equal(saved[name].cpu(), found[name].cpu())]
     if changed:
         return f"gates and rates are not loaded as they were saved: {', '.join(changed[:3])}"
-    expected = subject.streams()
+    expected = subject.streams(model)
     after = subject.streams(loaded.to(model.device).eval())
     return None if _same_bits(after, expected) else f"loading changes the outputs by {_relative(after, expected):.1e}"
 
 
-@torch.no_grad()
 def check_effect(subject: Subject) -> Iterator[Finding]:
     """Half-open gates change the outputs."""
-    with _without_heads(subject.model):
-        plain = subject.streams()
-    with _gates_at(subject.model, 0.0):
-        found = subject.streams()
-    share = _relative(found, plain)
+    found = subject.streams(subject.opened)
+    share = _relative(found, subject.streams(subject.plain))
     works = all(bool(stream.isfinite().all()) for stream in found.values()) and share >= LEAST_EFFECT
     yield Finding("ok" if works else "FAIL", "effect", f"half-open gates change the outputs by {share:.1%}")
 
 
-@torch.no_grad()
 def check_causality(subject: Subject) -> Iterator[Finding]:
     """Under causal attention, later tokens do not change earlier outputs."""
-    with _without_heads(subject.model):
-        plain = _backward_influence(subject)
+    plain = _backward_influence(subject, subject.plain)
     if plain > NOTHING:
         words = f"later tokens change earlier outputs by {plain:.1e} without RSA too"
         if subject.is_causal():
@@ -331,54 +271,47 @@ def check_causality(subject: Subject) -> Iterator[Finding]:
         else:
             yield Finding("note", "causality", "not causal: tokens see later ones, and so do the RSA heads")
         return
-    with _gates_at(subject.model, 0.0):
-        found = _backward_influence(subject)
+    found = _backward_influence(subject, subject.opened)
     if found <= NOTHING:
         yield Finding("ok", "causality", "later tokens do not change earlier outputs")
     else:
         yield Finding("FAIL", "causality", f"later tokens change earlier outputs by {found:.1e} through the RSA heads")
 
 
-def _backward_influence(subject: Subject) -> float:
+def _backward_influence(subject: Subject, model: PreTrainedModel) -> float:
     """How much other last tokens change earlier outputs, relative to the change of their own outputs."""
     ids = subject.inputs[subject.text]
     changed = torch.cat([ids[:, :-LATER], ids[:, -LATER:].flip(0, 1)], dim=1)
-    change = subject.streams(None, **{subject.text: changed})[subject.text] - subject.streams()[subject.text]
+    change = subject.streams(model, **{subject.text: changed})[subject.text] - subject.streams(model)[subject.text]
     return _norm(change[:, :-LATER]) / _norm(change[:, -LATER:])
 
 
-@torch.no_grad()
 def check_cache(subject: Subject) -> Iterator[Finding]:
     """A text read in pieces with a cache gives the outputs of the whole text."""
     if not subject.accepts("past_key_values") or not subject.is_causal():
         yield Finding("note", "cache", "no causal decoder, so there is no cache")
         return
-    with _without_heads(subject.model):
-        plain = subject.streams()[subject.text]
-    with _gates_at(subject.model, 0.0):
-        at_once = subject.streams()[subject.text]
-    effect = _distance(at_once, plain)
+    plain = subject.streams(subject.plain)[subject.text]
+    at_once = subject.streams(subject.opened)[subject.text]
     for name, pieces in PIECES.items():
         try:
-            with _without_heads(subject.model):
-                gap = _distance(_in_pieces(subject, pieces), plain) / _norm(plain)
+            gap = _distance(_in_pieces(subject, subject.plain, pieces), plain) / _norm(plain)
             problem = f"is off by {gap:.1e}" if not gap <= NOTHING else None
         except Exception as error:
             problem = f"fails ({type(error).__name__}: {str(error).strip():.100})"
         if problem is not None:
             yield Finding("note", "cache", f"{name}, the plain model {problem}: not comparable")
             continue
-        with _gates_at(subject.model, 0.0):
-            off = _distance(_in_pieces(subject, pieces), at_once) / effect
+        off = _distance(_in_pieces(subject, subject.opened, pieces), at_once) / _distance(at_once, plain)
         words = f"{name}, outputs are off by {off:.1e} of RSA's effect"
         yield Finding("ok" if off <= TOLERANCE else "FAIL", "cache", words)
 
 
-def _in_pieces(subject: Subject, pieces: Sequence[int]) -> Tensor:
+def _in_pieces(subject: Subject, model: PreTrainedModel, pieces: Sequence[int]) -> Tensor:
     ids = subject.inputs[subject.text]
     cache, found = None, []
     for piece in ids.split([ids.shape[1] - sum(pieces), *pieces], dim=1):
-        out = subject.run(**{subject.text: piece}, past_key_values=cache, use_cache=True)
+        out = subject.run(model, **{subject.text: piece}, past_key_values=cache, use_cache=True)
         cache = out.get("past_key_values")
         if cache is None:
             raise ValueError("the model returns no cache")
@@ -386,7 +319,6 @@ def _in_pieces(subject: Subject, pieces: Sequence[int]) -> Tensor:
     return torch.cat(found, dim=1)
 
 
-@torch.no_grad()
 def check_padding(subject: Subject) -> Iterator[Finding]:
     """A padded row in a batch gives the outputs of the row alone."""
     if not subject.accepts("attention_mask"):
@@ -395,16 +327,14 @@ def check_padding(subject: Subject) -> Iterator[Finding]:
     # A causal model never sees right padding. Left padding shifts the positions of a model that counts slots.
     sees_later = "decoder_input_ids" in subject.inputs or not subject.is_causal()
     for side in ("left", "right") if sees_later else ("left",):
-        with _without_heads(subject.model):
-            plain, padded = _alone_and_padded(subject, side)
+        plain, padded = _alone_and_padded(subject, subject.plain, side)
         gap = _relative(padded, plain)
         if gap <= NOTHING:
             break
     else:
         yield Finding("note", "padding", f"padding changes the plain model by {gap:.1e} too: not comparable")
         return
-    with _gates_at(subject.model, 0.0):
-        alone, padded = _alone_and_padded(subject, side)
+    alone, padded = _alone_and_padded(subject, subject.opened, side)
     network: Any = subject.model
     reached = [subject.text]
     if subject.text != "input_ids" and _rsa_layers(network.get_encoder()):
@@ -414,7 +344,7 @@ def check_padding(subject: Subject) -> Iterator[Finding]:
     yield Finding("ok" if off <= TOLERANCE else "FAIL", "padding", words)
 
 
-def _alone_and_padded(subject: Subject, side: str) -> tuple[Streams, Streams]:
+def _alone_and_padded(subject: Subject, model: PreTrainedModel, side: str) -> tuple[Streams, Streams]:
     """Outputs of the first text alone, and padded beside a longer one, without those of the padding."""
     first, second = subject.inputs["input_ids"].split(1)
     others = {name: ids[:1] for name, ids in subject.inputs.items() if name != "input_ids"}
@@ -425,9 +355,9 @@ def _alone_and_padded(subject: Subject, side: str) -> tuple[Streams, Streams]:
     real = slice(PADDING, None) if side == "left" else slice(first.shape[1])
     mask = torch.zeros_like(batch)
     mask[0, real], mask[1] = 1, 1
-    alone = subject.streams(None, **_with_positions(subject, first, torch.ones_like(first)), **others)
+    alone = subject.streams(model, **_with_positions(subject, first, torch.ones_like(first)), **others)
     both = {name: ids.expand(2, -1) for name, ids in others.items()}
-    padded = subject.streams(None, **_with_positions(subject, batch, mask), **both)
+    padded = subject.streams(model, **_with_positions(subject, batch, mask), **both)
     return alone, {name: stream[:1, real] if name == "input_ids" else stream[:1] for name, stream in padded.items()}
 
 

@@ -1,15 +1,13 @@
-"""`rsa-hf evaluate defect` and `rsa-hf evaluate lm`."""
+"""`rsa-hf evaluate`: defect, lm."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.models import install_hooks
-from rsa_hf.cli.train import WITH_SETTINGS, Config, help_with_keys, run_errors
+from rsa_hf.cli.common import WITH_SETTINGS, Config, help_with_keys, install_hooks, user_input
 
 __all__ = ["evaluate"]
 
@@ -19,22 +17,16 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a checkpo
 Split = Annotated[str, typer.Option(help="validation or test.")]
 
 
-def _evaluate_defect(model: str, split: str, arguments: Sequence[str]) -> dict[str, float]:
-    from rsa_hf.tasks.defect_detection import evaluate
+def _run(task: str, model: str, split: str, arguments: list[str]) -> None:
+    install_hooks()
+    from rsa_hf.training.run import finite_or_null
 
-    return evaluate(model, split, arguments)
-
-
-def _evaluate_lm(model: str, split: str, arguments: Sequence[str]) -> dict[str, float]:
-    from rsa_hf.tasks.language_modeling import evaluate
-
-    return evaluate(model, split, arguments)
-
-
-def _print(scores: dict[str, float]) -> None:
-    from rsa_hf.training.metrics_log import finite_or_null
-
-    print(json.dumps(finite_or_null(scores), indent=2))
+    with user_input():
+        if task == "lm":
+            from rsa_hf.tasks.language_modeling import evaluate
+        else:
+            from rsa_hf.tasks.defect_detection import evaluate
+        print(json.dumps(finite_or_null(evaluate(model, split, arguments)), indent=2))
 
 
 @evaluate.command(**WITH_SETTINGS)
@@ -43,7 +35,7 @@ def defect(
     model: Model,
     config: Config,
     split: Split = "test",
-    _: Annotated[bool, help_with_keys(lambda: _evaluate_defect("", "", ["--help"]))] = False,
+    _: Annotated[bool, help_with_keys(lambda: _run("defect", "", "", ["--help"]))] = False,
 ) -> None:
     """Score a defect detector: accuracy, F1, MCC, and the majority class to compare with; as JSON.
 
@@ -51,9 +43,7 @@ def defect(
 
     Example: rsa-hf evaluate defect outputs/defect_minilm/best configs/defect_minilm_embedded.yaml
     """
-    install_hooks()
-    with run_errors():
-        _print(_evaluate_defect(model, split, [config, *context.args]))
+    _run("defect", model, split, [config, *context.args])
 
 
 @evaluate.command(**WITH_SETTINGS)
@@ -62,7 +52,7 @@ def lm(
     model: Model,
     config: Config,
     split: Split = "test",
-    _: Annotated[bool, help_with_keys(lambda: _evaluate_lm("", "", ["--help"]))] = False,
+    _: Annotated[bool, help_with_keys(lambda: _run("lm", "", "", ["--help"]))] = False,
 ) -> None:
     """Score a language model: bits per byte, perplexity per word and per token; as JSON, null for infinity.
 
@@ -70,6 +60,4 @@ def lm(
 
     Example: rsa-hf evaluate lm outputs/lm_bytes/best configs/lm_bytes_embedded.yaml --split validation
     """
-    install_hooks()
-    with run_errors():
-        _print(_evaluate_lm(model, split, [config, *context.args]))
+    _run("lm", model, split, [config, *context.args])

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.errors import user_input
-from rsa_hf.cli.models import install_hooks, load_patched
+from rsa_hf.cli.common import install_hooks, load_patched, user_input
 
 __all__ = ["inspect"]
 
@@ -26,13 +25,13 @@ def inspect(
     """
     install_hooks()
     from rsa_hf.report import rsa_report
-    from rsa_hf.training.metrics_log import finite_or_null
+    from rsa_hf.training.run import finite_or_null
 
     report = rsa_report(load_patched(path))
     print(json.dumps(finite_or_null(report.to_dict()), indent=2) if as_json else report)
     if plot is not None:
         from rsa_hf.plots import plot_rem
 
-        with user_input(ImportError, OSError):
+        with user_input():
             plot_rem(report, plot)
         print(f"written: {plot}", file=sys.stderr if as_json else sys.stdout)

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rsa_hf.cli.errors import UserError, user_input
-from rsa_hf.cli.models import install_hooks, load_checkpoint
+from rsa_hf.cli.common import UserError, install_hooks, load_checkpoint, user_input
 
 __all__ = ["patch"]
 
@@ -36,14 +35,14 @@ def patch(
     from rsa_hf.report import rsa_report
     from rsa_hf.utils.files import storage_errors
 
-    with user_input(ValueError, TypeError, OSError):
+    with user_input(TypeError):
         config = RSAConfig() if plan is None else RSAConfig.from_dict(_read(plan))
     model = load_checkpoint(base)
     if is_patched(model):
         raise UserError(f"{base} already has RSA heads.")
-    with user_input(ValueError):
+    with user_input():
         patch_model(model, config)
-    with user_input(OSError), storage_errors(out):
+    with user_input(), storage_errors(out):
         model.save_pretrained(out)
         tokenizer = _save_tokenizer(base, out)
     report = rsa_report(model)
@@ -56,19 +55,16 @@ def _read(plan: str) -> Any:
     from rsa_hf.training.arguments import read_yaml
 
     try:
-        content = read_yaml(Path(plan).read_text(encoding="utf-8") if _is_file(plan) else plan)
+        is_file = Path(plan).is_file()
+    except (OSError, ValueError):  # too long for the name of a file
+        is_file = False
+    try:
+        content = read_yaml(Path(plan).read_text(encoding="utf-8") if is_file else plan)
     except ValueError as error:
         raise ValueError(f"--plan {plan:.200}: {error}") from error
     if isinstance(content, str):
         raise ValueError(f"--plan {plan:.200}: there is no such file, and settings look like '{{num_regular: 2}}'.")
     return content["rsa"] if isinstance(content, dict) and "rsa" in content else content
-
-
-def _is_file(plan: str) -> bool:
-    try:
-        return Path(plan).is_file()
-    except (OSError, ValueError):  # too long for the name of a file
-        return False
 
 
 def _save_tokenizer(base: str, out: Path) -> bool:

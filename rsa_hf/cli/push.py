@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.errors import UserError, user_input
-from rsa_hf.cli.models import install_hooks
+from rsa_hf.cli.common import UserError, install_hooks, user_input
 
 __all__ = ["push"]
 
@@ -31,12 +30,12 @@ def push(
     from rsa_hf.hub.push import push_folder
     from rsa_hf.utils.credentials import without_credentials
 
-    try:
-        with user_input(ValueError, FileNotFoundError, ImportError):
+    with user_input():
+        try:
             print(f"pushed: {push_folder(folder, repo, private=private or None, revision=revision)}")
-    except HfHubHTTPError as error:
-        login = " Log in with `hf auth login`, or set HF_TOKEN to a token that may write."
-        status = error.response.status_code if error.response is not None else None
-        raise UserError(f"{without_credentials(str(error))}{login if status in (401, 403) else ''}") from error
-    except HTTPError as error:
-        raise UserError(f"the Hub cannot be reached: {without_credentials(str(error))}") from error
+        except HfHubHTTPError as error:
+            login = " Log in with `hf auth login`, or set HF_TOKEN to a token that may write."
+            status = error.response.status_code if error.response is not None else None
+            raise UserError(f"{without_credentials(str(error))}{login if status in (401, 403) else ''}") from error
+        except HTTPError as error:
+            raise UserError(f"the Hub cannot be reached: {without_credentials(str(error))}") from error

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.errors import UserError, user_input
-from rsa_hf.cli.models import install_hooks
+from rsa_hf.cli.common import UserError, install_hooks, user_input
 
 __all__ = ["reproduce"]
 
@@ -53,7 +52,7 @@ def reproduce(
             print(f"{each:18} {about}")
         return
     if name in REPORT:
-        with user_input(RequestError, ImportError):
+        with user_input():
             rebuild_results(out)
         print(f"written: {write_report(out)}")
         return
@@ -63,16 +62,17 @@ def reproduce(
     if parts and name == "all":
         raise UserError("--only selects settings of one experiment. Name it instead of all.")
     jobs = jobs or default_jobs()
-    with user_input(RequestError):
+    with user_input():
         whole = name == "all" and seeds is None and nothing_has_run(out, size, chosen)
     missing, start = [], perf_counter()
     with workers(jobs) as executor:
         for each in chosen:
-            with user_input(ValueError):
+            with user_input():
                 experiment = find_experiment(each)
             try:
-                with user_input(RequestError):
-                    conclusion = run_experiment(experiment, size, out, seeds, only=parts, executor=executor)
+                conclusion = run_experiment(experiment, size, out, seeds, only=parts, executor=executor)
+            except RequestError as error:
+                raise UserError(str(error)) from error
             except ModuleNotFoundError:
                 raise  # a fault: a package that the user has to install is reported as an ImportError
             except (MissingDataError, ImportError) as error:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rsa_hf.cli.errors import user_input
+from rsa_hf.cli.common import user_input
 from rsa_hf.run import run as run_program
 
 __all__ = ["PASSES_WORDS_ON", "run"]

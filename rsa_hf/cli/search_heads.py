@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.errors import UserError
-from rsa_hf.cli.models import install_hooks
-from rsa_hf.cli.train import Config, help_with_keys, run_errors
+from rsa_hf.cli.common import Config, UserError, help_with_keys, install_hooks, user_input
 
 __all__ = ["search_heads"]
 
 
-def _search(arguments: Sequence[str], trials: int, dilations: Sequence[int], storage: Path | None) -> None:
+def _print_keys() -> None:
     from rsa_hf.tasks.search_language_model import main
 
-    main(arguments, trials, dilations, storage)
+    main(["--help"], 1, ())
 
 
 def search_heads(
@@ -32,7 +29,7 @@ def search_heads(
         Path | None,
         typer.Option(help="File that keeps the trials; a search continues from it. [OUTPUT_DIR/head_plans.log]"),
     ] = None,
-    _: Annotated[bool, help_with_keys(lambda: _search(["--help"], 1, (), None))] = False,
+    _: Annotated[bool, help_with_keys(_print_keys)] = False,
 ) -> None:
     """Search the head plan of a language model: which heads become RSA heads, and of which kinds.
 
@@ -42,9 +39,11 @@ def search_heads(
     Example: rsa-hf search-heads configs/lm_bytes_embedded.yaml --trials 20 --max_steps 100 --output_dir outputs/search
     """
     install_hooks()
+    from rsa_hf.tasks.search_language_model import main
+
     try:
         factors = [int(word) for word in dilations.replace(",", " ").split()]
     except ValueError as error:
         raise UserError(f"--dilations {dilations!r}: whole numbers with commas between them are needed.") from error
-    with run_errors():
-        _search([config, *context.args], trials, factors, storage)
+    with user_input():
+        main([config, *context.args], trials, factors, storage)

@@ -19,8 +19,8 @@ from rsa_hf.plots import COLOURS, panels
 from rsa_hf.tasks.language_model_trainer import LanguageModelTrainer
 from rsa_hf.tasks.language_modeling import PreparedText, evaluate_language_model, prepare_language_modeling
 from rsa_hf.tasks.search_language_model import search
+from rsa_hf.training.arguments import ModelSettings, RunConfig, TrainingSettings
 from rsa_hf.training.run import load_model
-from rsa_hf.training.settings import ModelSettings, RunConfig, TrainingSettings
 
 __all__ = ["EXPERIMENT"]
 

@@ -32,8 +32,14 @@ from transformers import (
 from rsa_hf.patching import is_patched
 from rsa_hf.tasks.defect_data import DefectDataConfig, Example, audit, format_audit, in_batches, load_defect_data
 from rsa_hf.training.arguments import read_run_config
-from rsa_hf.training.loop import make_accelerator, train
-from rsa_hf.training.run import load_model, predict_logits, report_results, require_tokens_known
+from rsa_hf.training.run import (
+    load_model,
+    make_accelerator,
+    predict_logits,
+    report_results,
+    require_tokens_known,
+    train,
+)
 from rsa_hf.utils.files import sole_writer, write_text
 from rsa_hf.utils.locate import locate
 

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Tra
 
 from rsa_hf.tasks.language_modeling import PreparedText, evaluate_language_model
 from rsa_hf.tasks.text_data import TrainingTracks
+from rsa_hf.training.arguments import TrainingSettings
 from rsa_hf.training.carried import CarriedState
 from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
-from rsa_hf.training.settings import TrainingSettings
 
 __all__ = ["LanguageModelTrainer"]
 
@@ -26,7 +26,7 @@ class _Bar(ProgressCallback):
 
 
 class LanguageModelTrainer(Trainer):
-    """Train like `rsa_hf.training.loop.train`, without checkpoints and in one process.
+    """Train like `rsa_hf.training.run.train`, without checkpoints and in one process.
 
     `evaluate` scores the validation text with `evaluate_language_model`: `eval_bits_per_byte` and the other metrics.
     During training it runs every `eval_every_steps` steps if that divides `max_steps`.

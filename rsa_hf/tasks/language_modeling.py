@@ -40,8 +40,14 @@ from rsa_hf.tasks.text_data import (
 )
 from rsa_hf.training.arguments import read_run_config
 from rsa_hf.training.carried import carried_from, segment_state_of
-from rsa_hf.training.loop import make_accelerator, train
-from rsa_hf.training.run import load_model, report_results, require_positions_known, require_tokens_known
+from rsa_hf.training.run import (
+    load_model,
+    make_accelerator,
+    report_results,
+    require_positions_known,
+    require_tokens_known,
+    train,
+)
 from rsa_hf.utils.locate import locate
 
 __all__ = [

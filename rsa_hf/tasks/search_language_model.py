@@ -14,10 +14,9 @@ from rsa_hf.config import RSAConfig
 from rsa_hf.tasks.language_model_trainer import LanguageModelTrainer
 from rsa_hf.tasks.language_modeling import load_language_modeling_tokenizer, prepare_language_modeling, require_fit
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig
-from rsa_hf.training.arguments import read_run_config
+from rsa_hf.training.arguments import RunConfig, read_run_config
 from rsa_hf.training.run import load_model
 from rsa_hf.training.search import FoundPlan, head_plan_space, search_head_plans
-from rsa_hf.training.settings import RunConfig
 from rsa_hf.utils.table import format_table
 
 __all__ = ["main", "plan_as_yaml", "search"]

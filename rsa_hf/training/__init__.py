@@ -1,21 +1,18 @@
 """Training: a plain `transformers.Trainer` with RSA heads, and the loop on Accelerate of `rsa-hf train`.
 
-The public names below are imported on first use, so that importing one of them does not import all of transformers.
+The names below are imported on first use (PEP 562), so that one of them does not import all of transformers.
 """
-
-from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rsa_hf.training.arguments import ConfigError, read_run_config
+    from rsa_hf.training.arguments import ConfigError, ModelSettings, RunConfig, TrainingSettings, read_run_config
     from rsa_hf.training.fsdp import shard_rsa_heads
-    from rsa_hf.training.loop import TrainingDivergedError, TrainResult, train
     from rsa_hf.training.optimizer import optimizer_cls_and_kwargs, param_groups
-    from rsa_hf.training.run import load_model, predict_logits
+    from rsa_hf.training.run import TrainResult, load_model, predict_logits, train
     from rsa_hf.training.search import FoundPlan, head_plan_space, search_head_plans
-    from rsa_hf.training.settings import ModelSettings, RunConfig, TrainingSettings
+    from rsa_hf.training.steps import TrainingDivergedError
     from rsa_hf.training.trainer import RSACallback, newest_whole_checkpoint
 
 __all__ = [
@@ -40,13 +37,12 @@ __all__ = [
 ]
 
 _MODULES = {
-    "arguments": ("ConfigError", "read_run_config"),
+    "arguments": ("ConfigError", "ModelSettings", "RunConfig", "TrainingSettings", "read_run_config"),
     "fsdp": ("shard_rsa_heads",),
-    "loop": ("TrainResult", "TrainingDivergedError", "train"),
     "optimizer": ("optimizer_cls_and_kwargs", "param_groups"),
-    "run": ("load_model", "predict_logits"),
+    "run": ("TrainResult", "load_model", "predict_logits", "train"),
     "search": ("FoundPlan", "head_plan_space", "search_head_plans"),
-    "settings": ("ModelSettings", "RunConfig", "TrainingSettings"),
+    "steps": ("TrainingDivergedError",),
     "trainer": ("RSACallback", "newest_whole_checkpoint"),
 }
 
@@ -54,9 +50,5 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     for module, names in _MODULES.items():
         if name in names:
-            return getattr(import_module(f"rsa_hf.training.{module}"), name)
+            return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

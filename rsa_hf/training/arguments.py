@@ -1,26 +1,164 @@
-"""Read the settings of a run from a YAML file and from `--key value` on the command line."""
+"""The settings of a training run: dataclasses, read from a YAML file and from `--key value` on the command line."""
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from argparse import SUPPRESS
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from types import NoneType
-from typing import Any, TypeVar, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_loader, set_parsing_settings
 
 from rsa_hf.config import RSAConfig
-from rsa_hf.training.settings import ModelSettings, RunConfig, TrainingSettings
 
-__all__ = ["ConfigError", "read_run_config", "read_yaml", "settings_parser"]
+__all__ = [
+    "ConfigError",
+    "ModelSettings",
+    "RunConfig",
+    "TrainingSettings",
+    "did_you_mean",
+    "read_run_config",
+    "read_yaml",
+]
 
 DataSettings = TypeVar("DataSettings")
+
+
+@dataclass
+class ModelSettings:
+    """The model to train, before it is patched: pretrained (`name_or_path`) or from scratch (`model_type`).
+
+    Args:
+        name_or_path: name on the Hub, local folder, or `package:NAME/FOLDER`, a folder in an installed package.
+        model_type: a model type of transformers, such as "llama", with random weights and sizes from
+            `config_overrides`.
+        config_overrides: entries of the model's config to change, such as `hidden_size`.
+        tokenizer: source of the tokenizer, written as `name_or_path` is; None: the same as the model's.
+        attn_implementation: "sdpa", "eager" or another of transformers'; None: transformers' choice.
+
+    Raises:
+        ValueError: not exactly one of `name_or_path` and `model_type` is given.
+    """
+
+    name_or_path: str | None = None
+    model_type: str | None = None
+    config_overrides: dict[str, Any] = field(default_factory=dict)
+    tokenizer: str | None = None
+    attn_implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.name_or_path is None) == (self.model_type is None):
+            raise ValueError(
+                f"name_or_path={self.name_or_path!r} and model_type={self.model_type!r}: set one of the two "
+                "(name_or_path for a pretrained model, model_type for one from scratch), the other to null."
+            )
+
+
+@dataclass
+class TrainingSettings:
+    """How the model is trained, and the folder for the results.
+
+    Args:
+        output_dir: folder for `metrics.jsonl`, `checkpoints/`, `best/` (its step is in `best.json`) and `final/`.
+        learning_rate: AdamW's learning rate of the weights, at its peak.
+        rsa_learning_rate: learning rate of gates and rates; None: `parameter_scale` times `learning_rate`.
+        weight_decay: weight decay of matrices; biases, norms and RSA parameters are never decayed.
+        epochs: passes over the training set; ignored if `max_steps` is set.
+        max_steps: number of optimiser steps; None: as many as `epochs` takes. Required for streamed data.
+        batch_size: examples per process and micro-batch.
+        eval_batch_size: examples per batch in evaluation.
+        gradient_accumulation_steps: micro-batches per optimiser step.
+        warmup_ratio: fraction of all steps in which the learning rate rises from 0.
+        lr_schedule: schedule of the learning rate after the warmup.
+        max_grad_norm: maximum norm of the gradient; None: no clipping.
+        class_weights: in classification, weight the loss so that each class has the same total weight.
+        mixed_precision: "no", "bf16" or "fp16".
+        gradient_checkpointing: recompute activations in the backward pass to save memory.
+        seed: seed of new weights, data order and dropout.
+        log_every_steps: write a line into `metrics.jsonl` every N steps.
+        eval_every_steps: evaluate every N steps, and at the end; None: after each epoch. Streamed data has no epochs.
+        save_every_steps: save a checkpoint every N steps, and at the end; None: after each evaluation.
+        resume: "auto" continues from the newest checkpoint in `output_dir` if there is one; "never" starts over and
+            deletes the checkpoints there; a path continues from that checkpoint and deletes newer ones.
+
+    Raises:
+        ValueError: a value is outside its range.
+    """
+
+    output_dir: str = "outputs/run"
+    learning_rate: float = 2e-5
+    rsa_learning_rate: float | None = None
+    weight_decay: float = 0.01
+    epochs: float = 3.0
+    max_steps: int | None = None
+    batch_size: int = 16
+    eval_batch_size: int = 64
+    gradient_accumulation_steps: int = 1
+    warmup_ratio: float = 0.1
+    lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
+    max_grad_norm: float | None = 1.0
+    class_weights: bool = False
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    gradient_checkpointing: bool = False
+    seed: int = 0
+    log_every_steps: int = 10
+    eval_every_steps: int | None = None
+    save_every_steps: int | None = None
+    resume: str = "auto"
+
+    def __post_init__(self) -> None:
+        steps = ("max_steps", "log_every_steps", "eval_every_steps", "save_every_steps")
+        for name in ("batch_size", "eval_batch_size", "gradient_accumulation_steps", *steps):
+            self._check(name, lambda value: value >= 1, "a whole number ≥ 1")
+        for name in ("learning_rate", "rsa_learning_rate", "epochs", "max_grad_norm"):
+            self._check(name, lambda value: 0 < value < math.inf, "a positive number")
+        self._check("weight_decay", lambda value: 0 <= value < math.inf, "a number ≥ 0")
+        self._check("warmup_ratio", lambda value: 0 <= value <= 1, "a number from 0 to 1")
+        # numpy takes seeds of 32 bits, and Accelerate adds the index of the process.
+        self._check("seed", lambda value: 0 <= value < 2**31, "a whole number from 0 to 2147483647")
+        self._check("output_dir", bool, "the name of a folder")
+
+    def _check(self, name: str, is_allowed: Callable[[Any], bool], words: str) -> None:
+        value = getattr(self, name)
+        if value is not None and not is_allowed(value):
+            raise ValueError(f"{name}={value!r}: {words} is needed.")
+
+
+@dataclass
+class RunConfig(Generic[DataSettings]):
+    """All settings of a run.
+
+    Attributes:
+        model: the model to train.
+        rsa: the RSA heads; None: the plain model.
+        data: the task's data, a dataclass of the task.
+        training: how the model is trained.
+    """
+
+    model: ModelSettings
+    rsa: RSAConfig | None
+    data: DataSettings
+    training: TrainingSettings
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings as plain mappings, lists, numbers and strings."""
+        data: Any = self.data
+        return {
+            "model": asdict(self.model),
+            "rsa": None if self.rsa is None else self.rsa.to_dict(),
+            "data": asdict(data),
+            "training": asdict(self.training),
+        }
+
+
+# --- reading ------------------------------------------------------------------------------------------------
 
 
 class ConfigError(ValueError):
@@ -45,38 +183,37 @@ def read_run_config(arguments: Sequence[str], data_type: type[DataSettings]) -> 
     Raises:
         ConfigError: the file cannot be read, or a setting is unknown, ambiguous, of the wrong type or not allowed.
     """
-    parser, sections = settings_parser(data_type), _sections(data_type)
+    sections: dict[str, Any] = {
+        "model": ModelSettings,
+        "rsa": RSAConfig,
+        "data": data_type,
+        "training": TrainingSettings,
+    }
+    parser = _parser(sections)
     if {"-h", "--help"} & set(arguments):
         parser.print_help()
         raise SystemExit(0)
     path, overrides = _split(arguments)
     content = _read_file(path, sections)
-    patched = "rsa" in content
-    words: list[str] = []
     for spelled, text in overrides:
         name = _full_name(spelled, sections)
-        section, _, key = name.partition(".")
-        if name == "rsa":  # takes the place of all that was said before
-            content.pop("rsa", None)
-            words = [word for word in words if not word.startswith("--rsa")]
-        if section == "rsa":
-            patched = name != "rsa" or read_yaml(text) is not None
-            if not patched:
-                continue
-        hint = get_type_hints(sections[section]).get(key)
-        words.append(f"--{name}={_as_jsonargparse_spells(text, hint)}")
+        try:
+            _override(content, name, text, sections)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"--{spelled} {text:.200}: {error}") from error
     try:
-        values = parser.parse_args(words, namespace=parser.parse_object(content))
+        values = parser.parse_object(content)
     except (ArgumentError, TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(_one_line(error, sections)) from error
-    built = {
-        name: _build(name, section, values[name]) for name, section in sections.items() if name != "rsa" or patched
-    }
+        # jsonargparse has a line for each type that it tried.
+        raise ConfigError(" ".join(str(error).replace("Parser key ", "").split())[:2000]) from error
+    if "rsa" not in content:
+        del sections["rsa"]
+    built = {name: _build(name, section, values[name]) for name, section in sections.items()}
     return RunConfig(built["model"], built.get("rsa"), built["data"], built["training"])
 
 
-def settings_parser(data_type: type) -> ArgumentParser:
-    """The parser of a run's settings; its help lists every key with type, default and docstring."""
+def _parser(sections: Mapping[str, Any]) -> ArgumentParser:
+    """The parser of the sections; its help lists every key with type, default and docstring."""
     set_loader("yaml1.2", read_yaml, exceptions=(ValueError,))
     # Without these, `class_path: MODULE.NAME` below a key of any type imports that module.
     set_parsing_settings(import_path_denylist=["*"], instantiate_subclass_spec_in_any=False)
@@ -89,13 +226,19 @@ def settings_parser(data_type: type) -> ArgumentParser:
         description="Keys of CONFIG. --section.key VALUE overrides one, or --key VALUE where only one section has it. "
         "--rsa null trains the plain model.",
     )
-    for name, section in _sections(data_type).items():
+    for name, section in sections.items():
         parser.add_class_arguments(section, name)
     return parser
 
 
-def _sections(data_type: type) -> dict[str, Any]:
-    return {"model": ModelSettings, "rsa": RSAConfig, "data": data_type, "training": TrainingSettings}
+def _build(name: str, section: Any, values: Namespace) -> Any:
+    for key, hint in get_type_hints(section).items():
+        if values[key] is None and NoneType not in _members(hint):  # which jsonargparse takes for a key left out
+            raise ConfigError(f"{name}.{key}=None: a value of type {getattr(hint, '__name__', hint)} is needed.")
+    try:
+        return section(**{key: values[key] for key in _keys(section)})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: {error}") from error
 
 
 # --- YAML ---------------------------------------------------------------------------------------------------
@@ -151,12 +294,11 @@ def read_yaml(text: str) -> Any:
 def _read_file(path: Path, sections: Mapping[str, Any]) -> dict[str, Any]:
     """Read the sections of a file that are not null, and check the names of sections and keys."""
     try:
-        content = read_yaml(path.read_text(encoding="utf-8"))
+        content = read_yaml(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}). Give the path of a YAML file.") from error
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
-    content = {} if content is None else content
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: sections with settings are needed, got {type(content).__name__}.")
     checked: dict[str, Any] = {}
@@ -185,18 +327,41 @@ def _split(arguments: Sequence[str]) -> tuple[Path, list[tuple[str, str]]]:
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
+        key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--"):
             paths.append(word)
-        elif "=" in word:
-            key, _, value = word[2:].partition("=")
+        elif equals:
             overrides.append((key, value))
         elif not rest or rest[0].startswith("--"):
             raise ConfigError(f"{word} has no value. Write {word} VALUE, or {word}=VALUE.")
         else:
-            overrides.append((word[2:], rest.pop(0)))
+            overrides.append((key, rest.pop(0)))
     if len(paths) != 1:
         raise ConfigError(f"one YAML file is needed before the --key value settings, got {paths or 'none'}.")
     return Path(paths[0]), overrides
+
+
+def _override(content: dict[str, Any], name: str, text: str, sections: Mapping[str, Any]) -> None:
+    """Set a section, a key or an entry of a mapping in the content of a file; null removes a section."""
+    section, _, key = name.partition(".")
+    if not key:
+        content[section] = read_yaml(text)
+        if content[section] is None:
+            del content[section]
+        return
+    key, _, entry = key.partition(".")
+    hint = get_type_hints(sections[section])[key]
+    values = content.setdefault(section, {})
+    if entry:
+        values[key] = {**(values.get(key) or {}), entry: _value(text, (Any, *get_args(hint))[-1])}
+    else:
+        values[key] = _value(text, hint)
+
+
+def _value(text: str, hint: Any) -> Any:
+    """The value of a field or entry of this type that is written so on a command line."""
+    is_text = str in _members(hint) and not (text == "null" and NoneType in _members(hint))
+    return text if is_text else _integer_if_whole(read_yaml(text), hint)
 
 
 def _full_name(spelled: str, sections: Mapping[str, Any]) -> str:
@@ -222,55 +387,21 @@ def _keys(section: type[Any]) -> list[str]:
 
 
 def _unknown(what: str, name: object, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(name), list(known), n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"unknown {what} {name!r:.200}.{hint} Allowed: {', '.join(known)}."
+    return f"unknown {what} {name!r:.200}.{did_you_mean(str(name), known)} Allowed: {', '.join(known)}."
 
 
-# --- values -------------------------------------------------------------------------------------------------
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence with the known name that is most like an unknown one; empty if none is."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
     """The types that a union allows; of another type, that type."""
-    return get_args(hint) or (hint,)
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _integer_if_whole(value: Any, hint: Any) -> Any:
     """Make an integer of 1e4, a float to YAML, for a field that takes integers alone."""
     is_whole = isinstance(value, float) and value.is_integer()
     return int(value) if is_whole and int in _members(hint) and float not in _members(hint) else value
-
-
-def _as_jsonargparse_spells(text: str, hint: Any) -> str:
-    """Spell 1e4 for an integer and -inf for a float as jsonargparse reads them."""
-    if text == "-inf" and float in _members(hint):
-        return "-.inf"
-    is_number = re.fullmatch(r"\d+(\.\d*)?[eE]\+?\d+", text)
-    return str(_integer_if_whole(float(text), hint)) if is_number and int in _members(hint) else text
-
-
-def _build(name: str, section: Any, values: Namespace) -> Any:
-    for key, hint in get_type_hints(section).items():
-        if values[key] is None and NoneType not in _members(hint):  # which jsonargparse takes for a key left out
-            raise ConfigError(f"{name}.{key}=None: {_in_words(hint)} is needed.")
-    try:
-        return section(**{key: values[key] for key in _keys(section)})
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name}: {error}") from error
-
-
-def _one_line(error: Exception, sections: Mapping[str, Any]) -> str:
-    """Jsonargparse's message, which has a line for each type that was tried, as one line."""
-    text = str(error)
-    names = re.findall(r'Parser key "(\w+)\.(\w+)[\w.]*"', text)
-    given = re.search(r"(?:Got|Given) value: (.*)", text)
-    if names and given:
-        section, key = names[-1]
-        expected = _in_words(get_type_hints(sections[section])[key])
-        return f"{section}.{key}={given[1]:.200}: {expected} is needed."
-    return " ".join(text.split())[:2000]
-
-
-def _in_words(hint: Any) -> str:
-    name = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
-    return name.replace("typing.", "")

@@ -1,9 +1,4 @@
-"""Memory that a model carries from one segment of a text to the next, across the steps of a run.
-
-Such a model has a class attribute `segment_state`: the name of the argument of `forward` that takes the memory, and of
-the field of the output that returns it for the next segment: "mems" for Transformer-XL, "state" for recurrent
-networks. The memory consists of tensors without gradient in tuples, lists or dicts.
-"""
+"""The state that a model carries from segment to segment (see `rsa_hf.models.segments`), across the steps of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +26,7 @@ class ParallelStreams(Protocol):
 
 
 def segment_state_of(model: nn.Module) -> str:
-    """The name of a model's memory.
+    """The name of a model's state: its attribute `segment_state`.
 
     Raises:
         ValueError: it has none.
@@ -47,11 +42,7 @@ def segment_state_of(model: nn.Module) -> str:
 
 
 def carried_from(outputs: Any, name: str) -> Any:
-    """The memory in a model's outputs.
-
-    Args:
-        outputs: of the model.
-        name: of the memory, as `segment_state_of` returns it.
+    """The state in a model's outputs.
 
     Raises:
         ValueError: there is none.
@@ -66,13 +57,13 @@ def carried_from(outputs: Any, name: str) -> Any:
 
 
 class CarriedState:
-    """The memory of the parallel streams of a run, for each micro-batch of a step.
+    """The state of the parallel streams of a run, for each micro-batch of a step.
 
     Args:
         model: the model before Accelerate wraps it.
 
     Raises:
-        ValueError: it has no memory.
+        ValueError: the model carries no state.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -81,11 +72,11 @@ class CarriedState:
         self._states: dict[int, Any] = {}
 
     def reset(self) -> None:
-        """Forget the memory of all streams."""
+        """Forget the state of all streams."""
         self._states = {}
 
     def mean_loss(self, model: nn.Module, batch: Mapping[str, Tensor], micro_batch: int) -> Tensor:
-        """The mean next-token loss of a segment. Updates the memory of its streams.
+        """The mean next-token loss of a segment. Updates the state of its streams.
 
         Args:
             model: the model, wrapped by Accelerate or not.
@@ -103,20 +94,12 @@ class CarriedState:
         return cross_entropy(outputs.logits.flatten(0, 1).float(), targets.flatten())
 
     def save(self, folder: Path, process: int) -> None:
-        """Write the memory of this process's streams into a checkpoint."""
+        """Write the state of this process's streams into a checkpoint."""
         # Clones: torch.save writes the whole storage behind a view.
-        torch.save(recursively_apply(torch.clone, self._states), folder / _file(process))
+        torch.save(recursively_apply(torch.clone, self._states), folder / f"segment_state_{process}.pt")
 
     def load(self, folder: Path, process: int, device: torch.device) -> None:
-        """Read the memory from a checkpoint.
-
-        Raises:
-            OSError: there is no such file.
-        """
+        """Read the state from a checkpoint."""
         # To the CPU first: torch.load does not accept cpu:0, the device of processes under gloo.
-        states = torch.load(folder / _file(process), map_location="cpu", weights_only=True)
+        states = torch.load(folder / f"segment_state_{process}.pt", map_location="cpu", weights_only=True)
         self._states = send_to_device(states, device)
-
-
-def _file(process: int) -> str:
-    return f"segment_state_{process}.pt"

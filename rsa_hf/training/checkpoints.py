@@ -24,15 +24,8 @@ KEPT = 2  # the newest, and one more in case it is damaged
 _PROGRESS_FILE = "progress.json"
 # Settings that may change when a run is continued: they do not affect what is learned.
 _FREE_SETTINGS = {
-    f"training.{name}"
-    for name in (
-        "output_dir",
-        "eval_batch_size",
-        "log_every_steps",
-        "eval_every_steps",
-        "save_every_steps",
-        "resume",
-    )
+    *("training.output_dir", "training.eval_batch_size", "training.resume"),
+    *("training.log_every_steps", "training.eval_every_steps", "training.save_every_steps"),
 }
 
 
@@ -83,28 +76,23 @@ class CheckpointFolder:
                     recover(self.path / left.stem.removeprefix("."))
         self.accelerator.wait_for_everyone()
 
-    def save(self, progress: Progress, carried: CarriedState | None = None) -> None:
+    def save(self, progress: Progress, carried: CarriedState | None) -> None:
         """Write `step-N`, and delete all but the newest checkpoints.
-
-        Args:
-            progress: saved with the checkpoint.
-            carried: the model's memory on this process, if it has one.
 
         Raises:
             StorageError: it cannot be written. Earlier checkpoints stay intact.
         """
         folder = self.path / f"step-{progress.step}"
-        temporary = self.path / f".{folder.name}.tmp"
         try:
             with storage_errors(self.path):
                 self._write(folder, progress, carried)
         except Exception:
-            shutil.rmtree(temporary, ignore_errors=True)  # it may fill the disk
+            shutil.rmtree(_temporary(folder), ignore_errors=True)  # it may fill the disk
             raise
         self.accelerator.wait_for_everyone()
 
     def _write(self, folder: Path, progress: Progress, carried: CarriedState | None) -> None:
-        temporary = self.path / f".{folder.name}.tmp"
+        temporary = _temporary(folder)
         if self.accelerator.is_main_process:
             emptied(folder)
         self.accelerator.wait_for_everyone()
@@ -133,39 +121,32 @@ class CheckpointFolder:
         for folder in reversed(self._saved()):
             fault = _fault(folder)
             if fault is None:
-                for damaged in faults:
-                    logger.warning("%s; continuing from %s, the newest intact one.", damaged, folder)
+                if faults:
+                    logger.warning("%s; continuing from %s, the newest intact one.", "; ".join(faults), folder)
                 return folder
             faults.append(f"the checkpoint {folder} is damaged: {fault}")
         if faults:
             raise ValueError(f"{'; '.join(faults)}. To start over, set training.resume to 'never'.")
         return None
 
-    def load(self, folder: Path, carried: CarriedState | None = None) -> Progress:
+    def load(self, folder: Path, carried: CarriedState | None) -> Progress:
         """Restore the state of a checkpoint, random number generators included.
-
-        Args:
-            folder: the checkpoint.
-            carried: the model's memory, restored too.
 
         Raises:
             ValueError: the checkpoint is missing or damaged, or belongs to a run with other settings.
         """
-        try:
-            content = json.loads((folder / _PROGRESS_FILE).read_text(encoding="utf-8"))
-            progress, settings = Progress(**content["progress"]), content["settings"]
-            fault = _fault(folder)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            fault = str(error)
+        fault = _fault(folder)
         if fault is not None:
             raise ValueError(
                 f"{folder} is not an intact checkpoint ({fault}). Set training.resume to a step-N folder of this run, "
                 "to 'auto' for the newest, or to 'never' to start over."
             )
+        content = json.loads((folder / _PROGRESS_FILE).read_text(encoding="utf-8"))
+        then, now = content["settings"], self.settings
         changed = [
-            f"{name} was {_show(settings, name)}, now {_show(self.settings, name)}"
-            for name in sorted(settings.keys() | self.settings.keys())
-            if settings.get(name) != self.settings.get(name)
+            f"{name} was {then.get(name)!r}, now {now.get(name)!r}"
+            for name in sorted(then.keys() | now.keys())
+            if then.get(name) != now.get(name)
         ]
         if changed:
             raise ValueError(
@@ -176,7 +157,7 @@ class CheckpointFolder:
         if carried is not None:
             carried.load(folder, self.accelerator.process_index, self.accelerator.device)
         self.accelerator.load_state(str(folder))
-        return progress
+        return Progress(**content["progress"])
 
     def clear(self, after: int = -1) -> None:
         """Delete checkpoints newer than a step, and surplus old ones that a killed run did not delete."""
@@ -192,6 +173,11 @@ class CheckpointFolder:
         """The checkpoints, oldest first. A folder gets this name after all its files are written."""
         folders = [folder for folder in self.path.glob("step-*") if re.fullmatch(r"step-\d+", folder.name)]
         return sorted((folder for folder in folders if (folder / _PROGRESS_FILE).is_file()), key=_step)
+
+
+def _temporary(folder: Path) -> Path:
+    """The folder that `emptied` creates: only the main process calls it."""
+    return folder.with_name(f".{folder.name}.tmp")
 
 
 def _step(folder: Path) -> int:
@@ -219,6 +205,7 @@ def _fault(folder: Path) -> str | None:
 
 
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings with dotted names."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
@@ -226,7 +213,3 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{name}"] = value
     return flat
-
-
-def _show(settings: Mapping[str, Any], name: str) -> str:
-    return repr(settings[name]) if name in settings else "not set"

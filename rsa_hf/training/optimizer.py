@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -39,15 +38,7 @@ def param_groups(
     Returns:
         Groups with `name`, `params`, `lr` and `weight_decay`: `weights`, `no_decay`, and one `rsa` for each
         `parameter_scale` in the model. Parameters that require no gradient and empty groups are left out.
-
-    Raises:
-        ValueError: a rate is not positive, or the weight decay is negative.
     """
-    for name, rate in (("learning_rate", learning_rate), ("rsa_learning_rate", rsa_learning_rate)):
-        if rate is not None and not rate > 0:
-            raise ValueError(f"{name}={rate}: a positive number is needed.")
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay={weight_decay}: a number ≥ 0 is needed.")
     by_scale: dict[float, list[nn.Parameter]] = {}
     recurrent: set[nn.Parameter] = set()
     for module in model.modules():
@@ -56,19 +47,10 @@ def param_groups(
             by_scale.setdefault(module.plan.parameter_scale, []).extend(mine)
             recurrent.update(module.parameters())
     others = [p for p in model.parameters() if p.requires_grad and p not in recurrent]
+    matrices, vectors = [p for p in others if p.dim() >= 2], [p for p in others if p.dim() < 2]
     groups = [
-        {
-            "name": "weights",
-            "params": [p for p in others if p.dim() >= 2],
-            "lr": learning_rate,
-            "weight_decay": weight_decay,
-        },
-        {
-            "name": "no_decay",
-            "params": [p for p in others if p.dim() < 2],
-            "lr": learning_rate,
-            "weight_decay": 0.0,
-        },
+        {"name": "weights", "params": matrices, "lr": learning_rate, "weight_decay": weight_decay},
+        {"name": "no_decay", "params": vectors, "lr": learning_rate, "weight_decay": 0.0},
     ]
     for scale, parameters in by_scale.items():
         rate = learning_rate if rsa_learning_rate is None else rsa_learning_rate / scale
@@ -98,13 +80,11 @@ def optimizer_cls_and_kwargs(
         A factory, which the Trainer accepts in place of an optimiser class, and its keyword arguments.
 
     Raises:
-        ValueError: `args.optim` chooses its own parameters, so it accepts no groups; or the rate is not positive.
+        ValueError: `args.optim` chooses its own parameters, so it accepts no groups.
     """
     _optimizer_of(args)
-    if rsa_learning_rate is not None and not rsa_learning_rate > 0:
-        raise ValueError(f"rsa_learning_rate={rsa_learning_rate}: a positive number is needed.")
     # transformers' annotation asks for a class, but the Trainer accepts a factory too.
-    return cast("type[Optimizer]", _factory), {"args": args, "rsa_learning_rate": rsa_learning_rate}
+    return cast("type[Optimizer]", lambda: _make), {"args": args, "rsa_learning_rate": rsa_learning_rate}
 
 
 def _optimizer_of(args: TrainingArguments) -> tuple[type[Optimizer], dict[str, Any]]:
@@ -122,10 +102,6 @@ def _optimizer_of(args: TrainingArguments) -> tuple[type[Optimizer], dict[str, A
             "times the learning rate."
         )
     return cls, keywords
-
-
-def _factory() -> Callable[..., Optimizer]:
-    return _make
 
 
 def _make(model: nn.Module, *, args: TrainingArguments, rsa_learning_rate: float | None) -> Optimizer:

@@ -1,38 +1,59 @@
-"""What the training commands share beside the loop: load the model, predict, report results."""
+"""A training run: load the model, train it on Accelerate with evaluations, checkpoints and a log, report the results.
+
+A resumed run gives bitwise the results of an uninterrupted one.
+"""
 
 from __future__ import annotations
 
-import difflib
 import json
+import logging
+import math
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch.utils.data import IterableDataset
+from tqdm.auto import tqdm
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rsa_hf.config import RSAConfig
 from rsa_hf.hub.card import CardFacts, write_card
 from rsa_hf.patching import is_patched, patch_model
 from rsa_hf.plots import plot_rem
-from rsa_hf.training.loop import TrainResult
-from rsa_hf.training.metrics_log import finite_or_null
-from rsa_hf.training.settings import ModelSettings, RunConfig
-from rsa_hf.training.steps import Batch
-from rsa_hf.utils.files import sole_writer, storage_errors, write_text
+from rsa_hf.report import rsa_report
+from rsa_hf.training.arguments import ModelSettings, RunConfig, TrainingSettings, did_you_mean
+from rsa_hf.training.carried import ParallelStreams
+from rsa_hf.training.checkpoints import CheckpointFolder, Progress
+from rsa_hf.training.steps import Batch, Examples, Stepper
+from rsa_hf.utils.files import StorageError, recover, sole_writer, storage_errors, write_text, written_whole
 from rsa_hf.utils.locate import locate
+from rsa_hf.utils.table import format_table
 
 __all__ = [
+    "TrainResult",
     "card_facts",
+    "finite_or_null",
     "load_model",
+    "make_accelerator",
     "predict_logits",
     "report_results",
     "require_positions_known",
     "require_tokens_known",
+    "train",
 ]
+
+logger = logging.getLogger(__name__)
+
+BEST_STEP = "best.json"  # the step of `best/`, written before it
+
+
+# --- the model ----------------------------------------------------------------------------------------------
 
 
 def load_model(
@@ -52,34 +73,31 @@ def load_model(
         OSError: the model is not found.
         ValueError: an unknown model type, an unknown entry in `config_overrides`, or a plan that does not fit.
     """
-    kind = settings.model_type
+    kind, name = settings.model_type, settings.name_or_path
     if kind is not None and kind not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"model_type={kind!r} is not a model type of transformers.{hint}")
+        raise ValueError(
+            f"model_type={kind!r} is not a model type of transformers.{did_you_mean(kind, CONFIG_MAPPING)}"
+        )
 
     def config_with(**values: Any) -> Any:
         if kind is not None:
             return AutoConfig.for_model(kind, **values)
-        assert settings.name_or_path is not None  # one of the two is given
-        return AutoConfig.from_pretrained(locate(settings.name_or_path), **values)
+        assert name is not None  # one of the two is given
+        return AutoConfig.from_pretrained(locate(name), **values)
 
     known = config_with()
     for key in settings.config_overrides:
         # transformers accepts any key, so that a misspelt one would have no effect.
         if not hasattr(known, key):
-            near = difflib.get_close_matches(key, known.to_dict(), n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(key, known.to_dict())
             raise ValueError(f"config_overrides: a {type(known).__name__} has no entry {key!r}.{hint}")
     config = config_with(**{**config_values, **settings.config_overrides})
     keywords = {} if settings.attn_implementation is None else {"attn_implementation": settings.attn_implementation}
     model: PreTrainedModel
-    if settings.name_or_path is None:
+    if name is None:
         model = auto_class.from_config(config, **keywords)
     else:
-        model = auto_class.from_pretrained(
-            locate(settings.name_or_path), config=config, dtype=torch.float32, **keywords
-        )
+        model = auto_class.from_pretrained(locate(name), config=config, dtype=torch.float32, **keywords)
     return model if rsa is None else patch_model(model, rsa)
 
 
@@ -122,6 +140,320 @@ def require_positions_known(model: PreTrainedModel, setting: str, num_tokens: in
         raise ValueError(f"{setting}={num_tokens}: this model takes at most {most} tokens.")
 
 
+# --- training -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The result of a run.
+
+    Attributes:
+        steps: optimiser steps done.
+        tokens: input tokens seen, without padding.
+        final_metrics: results of the evaluation after the last step.
+        best_step: step with the best evaluation.
+        best_metrics: results of the best evaluation.
+        best_dir: folder of the model of that step, written by `save_pretrained`.
+        final_dir: folder of the model after the last step.
+    """
+
+    steps: int
+    tokens: int
+    final_metrics: dict[str, float]
+    best_step: int
+    best_metrics: dict[str, float]
+    best_dir: Path
+    final_dir: Path
+
+
+def make_accelerator(mixed_precision: str) -> Accelerator:
+    """The Accelerator of a run.
+
+    Args:
+        mixed_precision: "no", "bf16" or "fp16".
+    """
+    return Accelerator(
+        mixed_precision=mixed_precision,
+        # Without this, each of several processes on a machine without a GPU trains alone and overwrites the others.
+        cpu=not torch.accelerator.is_available(),
+        # The loop accumulates gradients itself, and steps the schedule once per optimiser step.
+        step_scheduler_with_optimizer=False,
+    )
+
+
+def train(
+    model: PreTrainedModel,
+    train_dataset: Examples | ParallelStreams | IterableDataset[Any],
+    collate_fn: Callable[[list[Any]], Batch],
+    evaluate: Callable[[PreTrainedModel], dict[str, float]],
+    training: TrainingSettings,
+    *,
+    best_metric: str,
+    greater_is_better: bool,
+    class_weights: Sequence[float] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    settings: Mapping[str, Any] | None = None,
+    accelerator: Accelerator | None = None,
+) -> TrainResult:
+    """Train a model, patched or plain, with evaluation, checkpoints and logging.
+
+    The gradient of a step is that of the mean loss over all labels except −100, over all micro-batches and processes:
+    `batch_size=8, gradient_accumulation_steps=2` learns what `batch_size=16` does.
+
+    Args:
+        model: its forward takes what `collate_fn` returns, and returns the mean loss over the labels.
+        train_dataset: the examples. A data set with a length is read once per epoch, in an order that depends on seed
+            and epoch. An `IterableDataset` is read in its order and needs `training.max_steps`; a resumed run skips
+            what it has seen. `ParallelStreams` are read in their order too, and the model carries its memory along
+            each of them, across steps and checkpoints, until the epoch ends.
+        collate_fn: makes a batch of a list of examples, with `labels` (`shift_labels` for parallel streams).
+        evaluate: returns metrics of the model. Every process calls it, as sharded models require, and the main
+            process's result is used. It may switch the model to evaluation mode.
+        training: how to train.
+        best_metric: the metric that decides which model is best.
+        greater_is_better: whether a higher value of it is better.
+        class_weights: for classification, the weight of each class in the loss. The task computes them;
+            `training.class_weights` only asks for them.
+        tokenizer: saved with the model.
+        settings: all settings of the run, as `RunConfig.to_dict` returns them. A checkpoint is only resumed under the
+            same settings. Default: those of `training`.
+        accelerator: as `make_accelerator` makes it; default: a new one.
+
+    Returns:
+        The metrics and the folders of the models.
+
+    Raises:
+        StorageError: a full disk, a folder that cannot be written, or another process that writes into it. Earlier
+            checkpoints are intact, and the run can continue from them.
+        TrainingDivergedError: the loss or its gradient became NaN or infinite.
+        ValueError: the data, `evaluate`, the model or a checkpoint does not fit the settings.
+    """
+    num_examples = None if isinstance(train_dataset, IterableDataset) else len(train_dataset)
+    if num_examples == 0:
+        raise ValueError("the training set has 0 examples; at least one is needed.")
+    if training.class_weights and class_weights is None:
+        raise ValueError("training.class_weights=True, but this task has no classes to weigh; set it to false.")
+    accelerator = make_accelerator(training.mixed_precision) if accelerator is None else accelerator
+    settings = {
+        **(settings or {"training": asdict(training)}),
+        "num_processes": accelerator.num_processes,
+        "num_train_examples": num_examples,
+    }
+    output = Path(training.output_dir)
+    checkpoints = CheckpointFolder(output / "checkpoints", settings, accelerator)
+    added = {"forward", "_original_forward"} - vars(model).keys()
+    if training.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    try:
+        stepper = Stepper(accelerator, model, train_dataset, collate_fn, training, class_weights)
+        with sole_writer(output) if accelerator.is_main_process else nullcontext():
+            run = _Run(model, stepper, checkpoints, training, evaluate, best_metric, greater_is_better, tokenizer)
+            return run.complete()
+    finally:
+        if training.gradient_checkpointing:
+            model.gradient_checkpointing_disable()
+        # Under mixed precision Accelerate wraps the model's forward. Its unwrap_model would also remove transformers'
+        # decorators.
+        for name in added & vars(model).keys():
+            delattr(model, name)
+
+
+@dataclass
+class _Run:
+    """A run: its parts and the loop over its steps."""
+
+    model: PreTrainedModel
+    stepper: Stepper
+    checkpoints: CheckpointFolder
+    training: TrainingSettings
+    evaluate: Callable[[PreTrainedModel], dict[str, float]]
+    best_metric: str
+    greater_is_better: bool
+    tokenizer: PreTrainedTokenizerBase | None
+
+    def __post_init__(self) -> None:
+        self.accelerator = self.stepper.accelerator
+        self.output = Path(self.training.output_dir)
+        self.log = MetricsLog(self.output / "metrics.jsonl")
+
+    def complete(self) -> TrainResult:
+        """Take all remaining steps."""
+        try:
+            progress = self._restore()
+            self._take_steps(progress)
+            if progress.best_step is None:  # a finished run whose best model was deleted
+                self._evaluate(progress)
+            self._save_model(self.output / "final")
+        except StorageError as error:
+            newest = self.checkpoints.newest()
+            kept = "No checkpoint was saved yet." if newest is None else f"The run can continue from {newest}."
+            raise StorageError(f"{error} {kept}") from error
+        assert progress.best_step is not None  # the last step is always evaluated
+        return TrainResult(
+            steps=progress.step,
+            tokens=progress.tokens,
+            final_metrics=progress.metrics,
+            best_step=progress.best_step,
+            best_metrics=progress.best_metrics,
+            best_dir=self.output / "best",
+            final_dir=self.output / "final",
+        )
+
+    def _take_steps(self, progress: Progress) -> None:
+        training, stepper, is_main = self.training, self.stepper, self.accelerator.is_main_process
+        total, steps_per_epoch = stepper.total_steps, stepper.steps_per_epoch
+
+        def is_due(every: int) -> bool:
+            return progress.step % every == 0 or progress.step == total
+
+        self.model.train()
+        with tqdm(total=total, initial=progress.step, desc="training", unit="step", disable=not is_main) as bar:
+            while progress.step < total:
+                learning_rate = stepper.learning_rate()
+                loss, tokens = stepper.step(progress.step)
+                progress.step += 1
+                progress.tokens += tokens
+                progress.losses.append(loss)
+                bar.set_postfix(loss=f"{loss:.4f}", lr=f"{learning_rate:.2e}", refresh=False)
+                bar.update()
+                evaluates = is_due(training.eval_every_steps or steps_per_epoch or total)
+                if evaluates:
+                    self._evaluate(progress)
+                    if is_main:
+                        words = ", ".join(f"{name} {value:.4g}" for name, value in progress.metrics.items())
+                        bar.write(f"step {progress.step}: {words}")
+                if evaluates or is_due(training.log_every_steps):
+                    self._log(progress, learning_rate, evaluates)
+                if is_due(training.save_every_steps) if training.save_every_steps else evaluates:
+                    self.checkpoints.save(progress, stepper.carried)
+
+    def _restore(self) -> Progress:
+        """Clean up after a killed run, and load the checkpoint that `training.resume` asks for."""
+        if self.accelerator.is_main_process:
+            with storage_errors(self.output):
+                recover(self.output / "best")
+                recover(self.output / "final")
+        self.checkpoints.recover()
+        if self.training.resume == "never":
+            folder = None
+        elif self.training.resume == "auto":
+            folder = self.checkpoints.newest()
+        else:
+            folder = Path(self.training.resume)
+        progress = Progress() if folder is None else self.checkpoints.load(folder, self.stepper.carried)
+        if progress.best_step is not None and not self._has_best(progress.best_step):
+            logger.warning(
+                "%s is not the model of step %d, the best when %s was saved; the best from now on will be kept.",
+                *(self.output / "best", progress.best_step, folder),
+            )
+            progress.best_step, progress.best_metrics = None, {}
+        self.checkpoints.clear(after=progress.step)
+        if self.accelerator.is_main_process:
+            self.log.keep_until(progress.step)
+        return progress
+
+    def _has_best(self, step: int) -> bool:
+        """Whether `best/` is the model of this step. It is not in a new folder, or if a later step wrote it."""
+        told = self.output / BEST_STEP
+        known = json.loads(told.read_text(encoding="utf-8"))["step"] if told.exists() else step
+        shared = [known == step and (self.output / "best").is_dir()]
+        broadcast_object_list(shared)  # all processes have to agree, as they save models together
+        return shared[0]
+
+    def _log(self, progress: Progress, learning_rate: float, evaluated: bool) -> None:
+        """Add a line to the log; for a patched model with gates and rates of each head under `rsa`."""
+        report = rsa_report(self.model)  # in all processes: under FSDP each holds a part of the parameters
+        steps_per_epoch = self.stepper.steps_per_epoch
+        record: dict[str, Any] = {
+            "step": progress.step,
+            "epoch": None if steps_per_epoch is None else progress.step / steps_per_epoch,
+            "loss": sum(progress.losses) / len(progress.losses),
+            "learning_rate": learning_rate,
+            "tokens": progress.tokens,
+        }
+        if evaluated:
+            record["eval"] = progress.metrics
+        if report.layers:
+            record["rsa"] = {
+                layer.module: {
+                    name: [getattr(head, name) for head in layer.heads] for name in ("gate", "decay", "theta")
+                }
+                for layer in report.layers
+            }
+        if self.accelerator.is_main_process:
+            self.log.append(record)
+        progress.losses = []
+
+    def _evaluate(self, progress: Progress) -> None:
+        shared = [self.evaluate(self.model)]
+        broadcast_object_list(shared)  # all processes have to agree on the best model
+        progress.metrics = shared[0]
+        self.model.train()
+        if self.best_metric not in progress.metrics:
+            raise ValueError(f"evaluate returned {', '.join(progress.metrics)}, but no {self.best_metric!r}.")
+        if progress.best_step is None or self._is_better(progress.metrics, progress.best_metrics):
+            progress.best_step, progress.best_metrics = progress.step, progress.metrics
+            if self.accelerator.is_main_process:
+                write_text(self.output / BEST_STEP, json.dumps({"step": progress.step}) + "\n")
+            self._save_model(self.output / "best")
+
+    def _is_better(self, metrics: dict[str, float], best: dict[str, float]) -> bool:
+        value, known = metrics[self.best_metric], best[self.best_metric]
+        if math.isnan(value) or math.isnan(known):
+            return math.isnan(known) and not math.isnan(value)
+        return value > known if self.greater_is_better else value < known
+
+    def _save_model(self, folder: Path) -> None:
+        state = self.accelerator.get_state_dict(self.stepper.model)  # gathers the shards of all processes
+        if self.accelerator.is_main_process:
+            with written_whole(folder) as temporary:
+                self.model.save_pretrained(temporary, state_dict=state)
+                if self.tokenizer is not None:
+                    self.tokenizer.save_pretrained(temporary)
+        self.accelerator.wait_for_everyone()
+
+
+class MetricsLog:
+    """The log of a run: a file of JSON lines with a `step` each, with null for NaN and infinity."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Add a line, and wait until it is on the disk: a checkpoint may follow it."""
+        line = json.dumps(finite_or_null(record), allow_nan=False)
+        with storage_errors(self.path.parent), self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def keep_until(self, step: int) -> None:
+        """Delete lines after the step that a run continues from, and an incomplete last line."""
+        if not self.path.exists():
+            return
+        kept = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                break  # the run was killed while it wrote this line
+            if record["step"] <= step:
+                kept.append(line + "\n")
+        write_text(self.path, "".join(kept))
+
+
+def finite_or_null(value: Any) -> Any:
+    """Replace NaN and infinity, which JSON lacks, by None in a value or in nested mappings and lists."""
+    if isinstance(value, dict):
+        return {key: finite_or_null(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_or_null(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# --- results ------------------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
 def predict_logits(
     model: PreTrainedModel,
@@ -146,34 +478,6 @@ def predict_logits(
         inputs = {name: value.to(model.device) for name, value in batch.items() if name != "labels"}
         logits.append(model(**inputs).logits.float().cpu())
     return torch.cat(logits)[torch.tensor(order).argsort()]
-
-
-def card_facts(results: Path) -> CardFacts:
-    """Read base model, data set, seed and scores from the `results.json` of a run, for the model card.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is not a `results.json` of a run.
-    """
-    try:
-        content = json.loads(results.read_text(encoding="utf-8"))
-        config = content["config"]
-        data, model = config["data"], config["model"]
-        scores = {
-            split: {name: float(value) for name, value in content[split].items() if value is not None}
-            for split in ("validation", "test")
-            if split in content
-        }
-        source = data.get("source")
-        datasets = {"hub": data.get("hub_dataset"), "embedded": "Python's standard library"}
-        return CardFacts(
-            base_model=model.get("name_or_path"),
-            datasets=tuple(filter(None, [datasets.get(str(source))])),
-            seeds=(config["training"]["seed"],),
-            scores=scores,
-        )
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{results} is not the results.json of a training run ({error!r}).") from error
 
 
 def report_results(
@@ -206,7 +510,7 @@ def report_results(
         **scores,
         "config": config.to_dict(),
     }
-    _print_table(rows)
+    print(f"\n{format_table(rows)}")
     with sole_writer(output), storage_errors(output):
         write_text(output / "results.json", json.dumps(finite_or_null(results), indent=2) + "\n")
         written = [output / "results.json"]
@@ -221,11 +525,27 @@ def report_results(
     print(f"\nwritten: {', '.join(map(str, written))}")
 
 
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    table = Table(*rows[0], box=SIMPLE, show_edge=False, pad_edge=False)
-    for row in rows[1:]:
-        table.add_row(*row)
-    # Lines of full length, also where the output is a file, for which rich assumes 80 columns.
-    console = Console(width=1000)
-    console.print()
-    console.print(table)
+def card_facts(results: Path) -> CardFacts:
+    """Read base model, data set, seed and scores from the `results.json` of a run, for the model card.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not a `results.json` of a run.
+    """
+    try:
+        content = json.loads(results.read_text(encoding="utf-8"))
+        config = content["config"]
+        data = config["data"]
+        datasets = {"hub": data.get("hub_dataset"), "embedded": "Python's standard library"}
+        return CardFacts(
+            base_model=config["model"].get("name_or_path"),
+            datasets=tuple(filter(None, [datasets.get(str(data.get("source")))])),
+            seeds=(config["training"]["seed"],),
+            scores={
+                split: {name: float(value) for name, value in content[split].items() if value is not None}
+                for split in ("validation", "test")
+                if split in content
+            },
+        )
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{results} is not the results.json of a training run ({error!r}).") from error

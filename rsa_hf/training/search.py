@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from transformers import Trainer
 
-from rsa_hf.config import MAX_HEADS, RSAConfig
-from rsa_hf.utils.checks import check_integer
+from rsa_hf.config import RSAConfig
 
 __all__ = ["FoundPlan", "TrialLike", "head_plan_space", "search_head_plans"]
 
-STUDY = "head-plans"
 COUNTS = ("num_cyclical_pairs", "num_dilated_cyclical_pairs", "num_regular", "num_dilated_regular")
 
 
@@ -55,13 +52,7 @@ def head_plan_space(
 
     Returns:
         A plan that is the same in every layer.
-
-    Raises:
-        ValueError: `num_heads` or a factor is below 1.
     """
-    check_integer("num_heads", num_heads, 1, MAX_HEADS)
-    for dilation in dilations:
-        check_integer("a dilation", dilation, 1)
     k4, k5, left = 0, 0, num_heads
     k2 = trial.suggest_int("num_cyclical_pairs", 0, left // 2)
     left -= 2 * k2
@@ -125,82 +116,66 @@ def search_head_plans(
 
     Raises:
         ImportError: optuna is not installed.
-        ValueError: `trials` is below 1, or `storage` is not the file of this search.
+        ValueError: `storage` is not the file of this search.
     """
-    check_integer("trials", trials, 1)
     try:
         import optuna
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
+        from optuna.trial import TrialState
     except ImportError as error:
         raise ImportError("the search for head plans needs optuna: pip install 'rsa_hf[search]'") from error
     _require_journal(storage)
     storage.parent.mkdir(parents=True, exist_ok=True)
     direction = "maximize" if greater_is_better else "minimize"
-    with _quiet(trainer.args.disable_tqdm):
-        journal = JournalStorage(JournalFileBackend(str(storage)))
-        study = optuna.create_study(storage=journal, study_name=STUDY, direction=direction, load_if_exists=True)
-        _require_same(study, {} if settings is None else json.loads(json.dumps(settings)), storage)
-        ended = _ended(study)
-        waiting = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.WAITING,))
-        if first is not None and not ended and not waiting:
-            study.enqueue_trial({**{name: getattr(first, name) or 0 for name in COUNTS}, "dilation": first.dilation})
-        if len(ended) < trials:
-            trainer.hyperparameter_search(
-                # `model_init` draws the plan; the training arguments stay the same.
-                lambda trial: {},
-                lambda metrics: metrics[metric],
-                n_trials=trials - len(ended),
-                direction=direction,
-                backend="optuna",
-                storage=journal,
-                study_name=STUDY,
-                load_if_exists=True,
-                # With the same seed a continued search would draw its first plans again.
-                sampler=optuna.samplers.TPESampler(seed=trainer.args.seed + len(ended)),
-            )
+    if trainer.args.disable_tqdm:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)  # otherwise a line for each study and trial
+    study_in = {
+        "storage": JournalStorage(JournalFileBackend(str(storage))),
+        "study_name": "head-plans",
+        "direction": direction,
+        "load_if_exists": True,
+    }
+    study = optuna.create_study(**study_in)
+    _require_same(study, {} if settings is None else json.loads(json.dumps(settings)), storage)
+
+    def ended() -> list[Any]:
+        return list(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
+
+    done = len(ended())
+    waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+    if first is not None and not done and not waiting:
+        study.enqueue_trial({**{name: getattr(first, name) or 0 for name in COUNTS}, "dilation": first.dilation})
+    if done < trials:
+        trainer.hyperparameter_search(
+            # `model_init` draws the plan; the training arguments stay the same.
+            lambda trial: {},
+            lambda metrics: metrics[metric],
+            n_trials=trials - done,
+            backend="optuna",
+            # With the same seed a continued search would draw its first plans again.
+            sampler=optuna.samplers.TPESampler(seed=trainer.args.seed + done),
+            **study_in,
+        )
     found = [
         FoundPlan(
             trial.number,
-            trial.value if trial.state == optuna.trial.TrialState.COMPLETE else None,
+            trial.value if trial.state == TrialState.COMPLETE else None,
             replace(base or RSAConfig(), **trial.params),
         )
-        for trial in _ended(study)
+        for trial in ended()
     ]
     sign = -1 if greater_is_better else 1
     return sorted(found, key=lambda each: (each.score is None, sign * (each.score or 0.0)))
 
 
-@contextmanager
-def _quiet(quiet: bool | None) -> Iterator[None]:
-    """Switch off optuna's line for each study and trial."""
-    import optuna
-
-    before = optuna.logging.get_verbosity()
-    if quiet:
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        yield
-    finally:
-        optuna.logging.set_verbosity(before)
-
-
 def _require_journal(storage: Path) -> None:
     """Raise a ValueError if a file is not a journal of optuna, which would append to it before it notices."""
-    if not storage.exists():
-        return
     try:
-        with storage.open(encoding="utf-8") as lines:
-            for line in lines:
-                json.loads(line)["op_code"]
+        for line in storage.read_text(encoding="utf-8").splitlines() if storage.exists() else ():
+            json.loads(line)["op_code"]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"{storage} is not the file of a search, or is damaged. Name another one.") from error
-
-
-def _ended(study: Any) -> list[Any]:
-    from optuna.trial import TrialState
-
-    return list(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
 
 
 def _require_same(study: Any, settings: dict[str, Any], storage: Path) -> None:

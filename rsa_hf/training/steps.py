@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, Protocol
 
@@ -17,12 +17,12 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, get_scheduler
 
+from rsa_hf.training.arguments import TrainingSettings
 from rsa_hf.training.carried import CarriedState, ParallelStreams
 from rsa_hf.training.fsdp import shard_rsa_heads
 from rsa_hf.training.optimizer import param_groups
-from rsa_hf.training.settings import TrainingSettings
 
-__all__ = ["Batch", "Examples", "StepExamples", "Stepper", "StreamedExamples", "TrainingDivergedError"]
+__all__ = ["Batch", "Examples", "StepExamples", "Stepper", "TrainingDivergedError"]
 
 IGNORED_LABEL = -100  # ignored by transformers' losses
 
@@ -42,103 +42,82 @@ class TrainingDivergedError(RuntimeError):
 
 
 class StepExamples:
-    """The indices of each step's examples. Every epoch has each example once.
+    """The examples of each step. Every epoch has each example once; its last step may have fewer.
 
-    They depend on neither the number of processes nor earlier steps, so that a run can continue at any step.
+    A step's examples depend on neither the number of processes nor earlier steps, so that a run can continue at any
+    step. A stream is read by every process, and examples before the first step asked for are skipped.
 
     Args:
-        num_examples: size of the training set.
+        dataset: the training examples.
         batch_size: examples per process and micro-batch.
-        accumulation: micro-batches per step. The last step of an epoch may have fewer and smaller ones.
+        accumulation: micro-batches per step.
         num_processes: number of processes that share a step.
         process_index: index of this process.
-        seed: with the epoch, it decides the order; None: the data set's order.
+        seed: with the epoch, it decides the order of a data set with a length; None: the data set's order.
     """
 
     def __init__(
         self,
-        num_examples: int,
+        dataset: Examples | IterableDataset[Any],
         batch_size: int,
         accumulation: int,
         num_processes: int,
         process_index: int,
         seed: int | None,
     ) -> None:
-        self.num_examples = num_examples
         self.batch_size = batch_size
         self.per_step = batch_size * accumulation * num_processes
-        self.steps_per_epoch = math.ceil(num_examples / self.per_step)
         self.num_processes = num_processes
         self.process_index = process_index
         self.seed = seed
-        self._epoch = -1
-        self._order: list[int] = []
+        self._dataset: Any = dataset
+        self.steps_per_epoch: int | None = None
+        if isinstance(dataset, IterableDataset):
+            self._stream = _steps_of(dataset, self.per_step)
+            self._next = 0  # the step that the stream is at
+        else:
+            self.steps_per_epoch = math.ceil(len(dataset) / self.per_step)
+            self._epoch = -1
+            self._order: list[int] = []
 
-    def __call__(self, step: int) -> tuple[list[list[int]], bool]:
+    def __call__(self, step: int) -> tuple[list[list[Any]], bool]:
         """This process's micro-batches of a step, counted from 0, and whether they count.
 
         All processes have to take part in a step. Where an epoch ends with fewer examples than processes, some
-        processes get an example that does not count.
+        processes get an example that does not count. Steps of a stream can only be asked for in order.
         """
-        epoch, position = divmod(step, self.steps_per_epoch)
+        if self.steps_per_epoch is None:
+            taken = next(islice(self._stream, step - self._next, None))
+            self._next = step + 1
+        else:
+            taken = self._indices(*divmod(step, self.steps_per_epoch))
+        mine = taken[self.process_index :: self.num_processes]
+        counts = bool(mine)
+        mine = mine or taken[:1]
+        if self.steps_per_epoch is not None:
+            mine = [self._dataset[i] for i in mine]
+        return [mine[i : i + self.batch_size] for i in range(0, len(mine), self.batch_size)], counts
+
+    def _indices(self, epoch: int, position: int) -> list[int]:
         if epoch != self._epoch:
-            # A string, because consecutive integers would give epoch 1 of seed 0 the order of epoch 0 of seed 1.
-            self._order = list(range(self.num_examples))
+            self._order = list(range(len(self._dataset)))
             if self.seed is not None:
+                # A string: with consecutive integers, epoch 1 of seed 0 would have the order of epoch 0 of seed 1.
                 random.Random(f"{self.seed}, epoch {epoch}").shuffle(self._order)
             self._epoch = epoch
-        taken = self._order[position * self.per_step : (position + 1) * self.per_step]
-        return _divide(taken, self.batch_size, self.num_processes, self.process_index)
+        return self._order[position * self.per_step : (position + 1) * self.per_step]
 
 
-class StreamedExamples:
-    """The examples of each step from a stream, in order, divided as in `StepExamples`.
-
-    Any step can be requested: examples before it are read and skipped, from the current position or, for an earlier
-    step, from the start. Every process reads the whole stream.
-
-    Args:
-        examples: the stream, read from the start in every epoch.
-        batch_size: examples per process and micro-batch.
-        accumulation: micro-batches per step. The last step of an epoch may have fewer and smaller ones.
-        num_processes: number of processes that share a step.
-        process_index: index of this process.
-    """
-
-    def __init__(
-        self, examples: Iterable[Any], batch_size: int, accumulation: int, num_processes: int, process_index: int
-    ) -> None:
-        self.examples = examples
-        self.batch_size = batch_size
-        self.per_step = batch_size * accumulation * num_processes
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self._steps = self._read()
-        self._next = 0
-
-    def __call__(self, step: int) -> tuple[list[list[Any]], bool]:
-        """This process's micro-batches of a step, counted from 0, and whether they count."""
-        if step < self._next:
-            self._steps, self._next = self._read(), 0
-        for taken in islice(self._steps, step - self._next, None):
-            self._next = step + 1
-            return _divide(taken, self.batch_size, self.num_processes, self.process_index)
-        raise ValueError("the training set has 0 examples; at least one is needed.")
-
-    def _read(self) -> Iterator[list[Any]]:
-        empty = False
-        while not empty:
-            examples, empty = iter(self.examples), True
-            while taken := list(islice(examples, self.per_step)):
-                empty = False
-                yield taken
-
-
-def _divide(taken: list[Any], batch_size: int, num_processes: int, process_index: int) -> tuple[list[list[Any]], bool]:
-    mine = taken[process_index::num_processes]
-    counts = bool(mine)
-    mine = mine or taken[:1]
-    return [mine[i : i + batch_size] for i in range(0, len(mine), batch_size)], counts
+def _steps_of(stream: Iterable[Any], per_step: int) -> Iterator[list[Any]]:
+    """The examples of each step, epoch after epoch without end."""
+    while True:
+        examples = iter(stream)
+        taken = list(islice(examples, per_step))
+        if not taken:
+            raise ValueError("the training set has 0 examples; at least one is needed.")
+        while taken:
+            yield taken
+            taken = list(islice(examples, per_step))
 
 
 class Stepper:
@@ -153,11 +132,13 @@ class Stepper:
         class_weights: the weight of each class in the loss.
 
     Attributes:
-        carried: the memory between steps; None unless the data set has parallel streams.
+        carried: the state of parallel streams between steps; None for other data.
+        steps_per_epoch: None for a stream.
+        total_steps: of the whole run.
 
     Raises:
-        ValueError: a stream without `max_steps`; parallel streams for a model without memory, or more or fewer of them
-            than a step has rows.
+        ValueError: a stream without `max_steps`; parallel streams for a model without a state, or more or fewer of
+            them than a step has rows.
     """
 
     def __init__(
@@ -173,39 +154,35 @@ class Stepper:
         self.collate_fn = collate_fn
         self.training = training
         self.class_weights = None if class_weights is None else torch.tensor(class_weights)
-        division = (
+        self.carried = CarriedState(model) if isinstance(dataset, ParallelStreams) else None
+        self._examples = StepExamples(
+            dataset,
             training.batch_size,
             training.gradient_accumulation_steps,
             accelerator.num_processes,
             accelerator.process_index,
+            None if self.carried else training.seed,
         )
-        self.steps_per_epoch: int | None = None
-        self.carried = CarriedState(model) if isinstance(dataset, ParallelStreams) else None
-        if isinstance(dataset, IterableDataset):
-            if training.max_steps is None:
-                raise ValueError("training.max_steps=None, but a stream has no length: set max_steps, not epochs.")
-            self._micro_batches: Callable[[int], tuple[list[list[Any]], bool]] = StreamedExamples(dataset, *division)
+        if isinstance(dataset, ParallelStreams) and dataset.num_tracks != self._examples.per_step:
+            raise ValueError(
+                f"the data has {dataset.num_tracks} tracks, but a step takes {self._examples.per_step} rows "
+                f"({training.batch_size} in each of {training.gradient_accumulation_steps} micro-batches on each "
+                f"of {accelerator.num_processes} processes). Cut it into that many tracks."
+            )
+        self.steps_per_epoch = self._examples.steps_per_epoch
+        if training.max_steps is not None:
             self.total_steps = training.max_steps
+        elif self.steps_per_epoch is not None:
+            self.total_steps = math.ceil(training.epochs * self.steps_per_epoch)
         else:
-            self._dataset = dataset
-            self._indices = StepExamples(len(dataset), *division, None if self.carried else training.seed)
-            if isinstance(dataset, ParallelStreams) and dataset.num_tracks != self._indices.per_step:
-                raise ValueError(
-                    f"the data has {dataset.num_tracks} tracks, but a step takes {self._indices.per_step} rows "
-                    f"({training.batch_size} in each of {training.gradient_accumulation_steps} micro-batches on each "
-                    f"of {accelerator.num_processes} processes). Cut it into that many tracks."
-                )
-            self._micro_batches = self._look_up
-            self.steps_per_epoch = self._indices.steps_per_epoch
-            epochs = training.epochs * self.steps_per_epoch
-            self.total_steps = math.ceil(epochs) if training.max_steps is None else training.max_steps
+            raise ValueError("training.max_steps=None, but a stream has no length: set max_steps, not epochs.")
         set_seed(training.seed, device_specific=True)
-        shard_rsa_heads(model, accelerator)
+        if accelerator.is_fsdp2:
+            shard_rsa_heads(model, accelerator)
         groups = param_groups(model, training.learning_rate, training.weight_decay, training.rsa_learning_rate)
         optimizer = torch.optim.AdamW(groups)
-        constant = training.lr_schedule == "constant"
         scheduler = get_scheduler(
-            "constant_with_warmup" if constant else training.lr_schedule,
+            "constant_with_warmup" if training.lr_schedule == "constant" else training.lr_schedule,
             optimizer,
             num_warmup_steps=math.ceil(training.warmup_ratio * self.total_steps),
             num_training_steps=self.total_steps,
@@ -230,7 +207,7 @@ class Stepper:
         """
         if self.carried is not None and self.steps_per_epoch and step % self.steps_per_epoch == 0:
             self.carried.reset()
-        micro_batches, counts = self._micro_batches(step)
+        micro_batches, counts = self._examples(step)
         batches = [self.collate_fn(examples) for examples in micro_batches]
         items = [self._count_items(batch) if counts else 0.0 for batch in batches]
         tokens = sum(_count_tokens(batch) for batch in batches) if counts else 0
@@ -260,6 +237,10 @@ class Stepper:
         self.optimizer.zero_grad()
         return loss_of_step, int(all_tokens)
 
+    def learning_rate(self) -> float:
+        """The first parameter group's learning rate in the next step: that of the weights, where they are trained."""
+        return float(self.scheduler.get_last_lr()[0])
+
     def _require_finite(self, what: str, value: float, step: int) -> None:
         if not math.isfinite(value):
             self.optimizer.zero_grad()
@@ -269,19 +250,8 @@ class Stepper:
                 "to 'no'. The checkpoints of earlier steps are intact."
             )
 
-    def _look_up(self, step: int) -> tuple[list[list[Any]], bool]:
-        indices, counts = self._indices(step)
-        return [[self._dataset[i] for i in micro_batch] for micro_batch in indices], counts
-
-    def learning_rate(self) -> float:
-        """The first parameter group's learning rate in the next step: that of the weights, where they are trained."""
-        return float(self.scheduler.get_last_lr()[0])
-
     def _count_items(self, batch: Batch) -> float:
-        name = "labels" if self.carried is None else "shift_labels"
-        if name not in batch:
-            raise ValueError(f"a batch has {', '.join(batch)}, but no {name}; collate_fn has to give them.")
-        labels = batch[name]
+        labels = batch["labels" if self.carried is None else "shift_labels"]
         labels = labels[labels != IGNORED_LABEL]
         return labels.numel() if self.class_weights is None else self.class_weights[labels].sum().item()
 
@@ -307,15 +277,3 @@ class Stepper:
 def _count_tokens(batch: Batch) -> int:
     mask = batch.get("attention_mask")
     return batch["input_ids"].numel() if mask is None else int(mask.sum())
-
-
-@contextmanager
-def checkpointed_activations(model: PreTrainedModel, enabled: bool) -> Iterator[None]:
-    """Recompute activations in the backward pass while the context is open."""
-    if enabled:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    try:
-        yield
-    finally:
-        if enabled:
-            model.gradient_checkpointing_disable()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+from transformers import AutoModelForSequenceClassification
 
 import rsa_hf.integration
 from families import CONFIGS, FULL_PLAN, build
@@ -94,11 +94,6 @@ def test_mistakes_in_a_patch(run, tmp_path, monkeypatch, arguments, words):
     assert not (tmp_path / "out").exists()
 
 
-def test_patching_twice(run, patched, tmp_path):
-    code, _, err = run("patch", patched[1], tmp_path / "out")
-    assert (code, "already has RSA heads" in err) == (2, True)
-
-
 def test_inspect_shows_the_report(run, patched, tmp_path):
     model, folder = patched
     code, out, _ = run("inspect", folder, "--plot", tmp_path / "rsa.png")
@@ -115,14 +110,15 @@ def test_inspect_shows_the_report(run, patched, tmp_path):
     assert code == 0 and "written: " in err
 
 
-def test_mistakes_end_without_a_traceback(run, tmp_path):
-    code, _, err = run("inspect", tmp_path / "nothing")
-    assert (code, err.count("\n")) == (2, 1)
-    assert "there is no such folder" in err
-    build("gpt2").save_pretrained(tmp_path)
-    code, _, err = run("inspect", tmp_path)
-    assert code == 2
-    assert "plain checkpoint" in err
+def test_mistakes_end_without_a_traceback(run, patched, tmp_path):
+    build("gpt2").save_pretrained(tmp_path / "plain")
+    for arguments, words in (
+        (["inspect", tmp_path / "nothing"], "there is no such folder"),
+        (["inspect", tmp_path / "plain"], "plain checkpoint"),
+        (["patch", patched[1], tmp_path / "out"], "already has RSA heads"),
+    ):
+        code, _, err = run(*arguments)
+        assert (code, err.count("\n"), words in err) == (2, 1, True)
 
 
 def test_a_fault_keeps_its_traceback(patched, monkeypatch):
@@ -130,7 +126,7 @@ def test_a_fault_keeps_its_traceback(patched, monkeypatch):
     monkeypatch.setattr("rsa_hf.report.rsa_report", lambda model: [][1])
     with pytest.raises(IndexError):
         cli.main()
-    # Even of a kind that a mistake has, where it does not come from what the user gave.
+    # Even of a type that a mistake has, where it does not come from what the user gave.
     monkeypatch.setattr("rsa_hf.report.rsa_report", lambda model: int("x"))
     with pytest.raises(ValueError, match="invalid literal"):
         cli.main()
@@ -144,7 +140,7 @@ def text(tmp_path):
     """Settings that make a run of a second out of the config, and its output folder."""
     path = tmp_path / "text.txt"
     path.write_text("".join(f"line {i} of a text, not a long one\n" for i in range(400)))
-    return [f"--source=files", f"--files.train={path}", "--block_size=32", "--eval_batch_size=16"]  # noqa: F541
+    return ["--source=files", f"--files.train={path}", "--block_size=32", "--eval_batch_size=16"]
 
 
 def test_training_a_language_model_and_what_comes_after(run, text, tmp_path):
@@ -186,6 +182,7 @@ def test_training_a_language_model_and_what_comes_after(run, text, tmp_path):
         (["evaluate", "lm", "./absent", config, *text], "absent"),
         (["train", "lm", config, "--max_stesp", 2], "Did you mean 'max_steps'?"),
         (["train", "lm"], "Missing argument 'CONFIG'"),
+        (["train", "lm", config, *text, *small, "--learning_rate=1e30", f"--output_dir={tmp_path / 'nan'}"], "is nan"),
         (["card", folder / "absent"], "there is no such folder"),
     ):
         code, _, err = run(*arguments)
@@ -246,8 +243,7 @@ def test_push(run, hub, patched, monkeypatch, tmp_path):  # noqa: F811
     code, _, err = run("push", folder, f"{USER}/rsa")
     assert (code, "hf auth login" in err, TOKEN[:-1] in err) == (2, True, False)
     code, _, err = run("push", folder, "not a name")
-    assert code == 2
-    assert "not a name" in err
+    assert (code, "not a name" in err) == (2, True)
     code, _, err = run("push", tmp_path / "absent", f"{USER}/rsa")
     assert (code, err.count("\n")) == (2, 1)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
@@ -282,7 +278,7 @@ def test_doctor_knows_a_requirement_however_it_is_spelled(run, monkeypatch):
     monkeypatch.setattr("importlib.metadata.requires", lambda name: ["huggingface-hub>=99", "torch>=2"])
     code, out, _ = run("doctor")
     assert code == 1
-    assert "does not fit: pip install 'huggingface_hub>=99'" in out
+    assert "does not fit: pip install 'huggingface-hub>=99'" in out
 
 
 def test_doctor_knows_a_module_that_comes_in_a_package_of_another_name(run, monkeypatch):
@@ -359,12 +355,3 @@ def test_a_wrong_word_is_told(run):
         code, _, err = run(*arguments)
         assert code == 2
         assert "Traceback" not in err
-
-
-def test_a_config_of_llama_is_trained_as_one(tmp_path):
-    """What `patch` saves is loaded again with the class that it had."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
-    AutoModelForCausalLM.from_config(LlamaConfig(**sizes, vocab_size=64)).save_pretrained(tmp_path / "base")
-    from rsa_hf.cli.models import load_checkpoint
-
-    assert type(load_checkpoint(str(tmp_path / "base"))).__name__ == "LlamaForCausalLM"

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 
 from models import tiny
 from rsa_hf import cli, is_patched
-from rsa_hf.cli.models import load_checkpoint
+from rsa_hf.cli.common import load_checkpoint
 from rsa_hf.models import MODEL_TYPES, register_all
 from rsa_hf.models.transformer_xl import TransformerXLForCausalLM
 

@@ -22,9 +22,9 @@ from transformers import (
 from families import CONFIGS, FULL_PLAN, VOCAB
 from reliability.killed import ROOT, Run, lines, run_script, tensors
 from rsa_hf import RSAConfig, patch_model
-from rsa_hf.training.loop import train
+from rsa_hf.training.arguments import TrainingSettings
 from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
-from rsa_hf.training.settings import TrainingSettings
+from rsa_hf.training.run import train
 from rsa_hf.training.trainer import RSACallback, newest_whole_checkpoint
 
 OUTPUT = "/(whole|parts[^/]*)/"  # as `kill_and_go_on` calls the folders of runs

@@ -27,8 +27,7 @@ from peft_adapters import METHODS, disturb
 from reliability import damage
 from reliability.trial import number_of, try_many
 from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model
-from rsa_hf.cli.errors import UserError
-from rsa_hf.cli.models import load_checkpoint
+from rsa_hf.cli.common import UserError, load_checkpoint
 from rsa_hf.integration.attach import attach_from_config
 from rsa_hf.saved_plan import RSA_KEY
 

@@ -15,7 +15,7 @@ from rsa_hf.tasks.language_modeling import (
     prepare_language_modeling,
 )
 from rsa_hf.tasks.search_language_model import plan_as_yaml
-from rsa_hf.training import loop
+from rsa_hf.training import train
 from rsa_hf.training.arguments import read_run_config
 from rsa_hf.training.run import load_model
 
@@ -112,7 +112,7 @@ def test_the_trainer_trains_as_the_script_does(config):
     for _ in range(2):  # the second run begins anew
         trainer.train()
     expected = fresh()
-    loop.train(
+    train(
         expected, text.train, torch.utils.data.default_collate, lambda m: evaluate_language_model(m, text.validation, 8),
         training, best_metric="bits_per_byte", greater_is_better=False,
     )  # fmt: skip

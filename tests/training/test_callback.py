@@ -1,16 +1,14 @@
 """`RSACallback`: gates and rates reach every tracker of a plain Trainer, wherever it stands among the callbacks."""
 
 import logging
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
-from transformers.integrations import integration_utils
+from transformers import Trainer, TrainerCallback
 
-from rsa_hf import RSAConfig, patch_model, rsa_report
-from rsa_hf.training.trainer import RSACallback
+from rsa_hf import rsa_report, unpatch_model
+from rsa_hf.training import RSACallback
+from small_runs import arguments, gpt2
 
 KEYS = {"rsa/gate", "rsa/gate/layer_00", "rsa/gate/layer_01", "rsa/decay/layer_00", "rsa/decay/layer_01"}
 
@@ -25,34 +23,19 @@ class Recorder(TrainerCallback):
         self.logs.append(dict(logs))
 
 
-def trainer(folder, callbacks, patched=True, **arguments):
-    torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": 64}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    if patched:
-        patch_model(model, RSAConfig(num_regular=2, num_cyclical_pairs=1, gate_init=(-3.0, 0.0)))
+def trainer(folder, callbacks, model=None, **values):
+    """With the callback, last as always."""
     ids = torch.randint(0, 64, (8, 8))
-    defaults = {"max_steps": 4, "logging_steps": 2, "learning_rate": 1e-2, "per_device_train_batch_size": 4}
-    return Trainer(
-        model=model,
-        args=TrainingArguments(
-            str(folder), report_to="none", use_cpu=True, disable_tqdm=True, **{**defaults, **arguments}
-        ),
-        train_dataset=[{"input_ids": row, "labels": row} for row in ids],
-        eval_dataset=[{"input_ids": row, "labels": row} for row in ids],
-        callbacks=callbacks,
-    )
-
-
-def with_gates(training):
-    """Adds the callback, last as always."""
-    training.add_callback(RSACallback(training))
-    return training
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    args = arguments(folder, **{"max_steps": 4, "logging_steps": 2, **values})
+    found = Trainer(model or gpt2(), args, train_dataset=rows, eval_dataset=rows, callbacks=callbacks)
+    found.add_callback(RSACallback(found))
+    return found
 
 
 def test_gates_and_rates_reach_trackers_before_and_after(tmp_path):
     before, after = Recorder(), Recorder()
-    training = with_gates(trainer(tmp_path, [before]))
+    training = trainer(tmp_path, [before])
     training.add_callback(after)
     training.train()
     assert training.callback_handler.callbacks.index(before) < training.callback_handler.callbacks.index(after)
@@ -76,31 +59,9 @@ def test_gates_and_rates_reach_trackers_before_and_after(tmp_path):
     assert in_history[-1] == {**last, "step": 4}
 
 
-def test_transformers_own_tracker_writes_them_at_the_right_steps(tmp_path, monkeypatch):
-    """`TensorBoardCallback`, with its writer replaced: what would stand in the event file."""
-    written = []
-
-    class Writer:
-        def add_scalar(self, name, value, step):
-            written.append((name, value, step))
-
-        def __getattr__(self, name):
-            return lambda *args, **kwargs: None
-
-    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: True)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=None))
-    training = with_gates(trainer(tmp_path, [integration_utils.TensorBoardCallback(tb_writer=Writer())]))
-    training.train()
-    gates = [(value, step) for name, value, step in written if name == "train/rsa/gate"]
-    history = [(logs["rsa/gate"], logs["step"]) for logs in training.state.log_history if "rsa/gate" in logs]
-    assert gates == history
-    assert [step for name, _, step in written if name == "train/loss"] == [2, 4]
-    assert [step for name, _, step in written if name == "train/rsa/decay/layer_01"] == [2, 4]
-
-
 def test_logs_without_the_loss_stay_as_they_are(tmp_path):
     tracker = Recorder()
-    training = with_gates(trainer(tmp_path, [tracker], eval_strategy="steps", eval_steps=2))
+    training = trainer(tmp_path, [tracker], eval_strategy="steps", eval_steps=2)
     training.train()
     kinds = [sorted({"loss", "eval_loss", "train_loss", "rsa/gate"} & logs.keys()) for logs in tracker.logs]
     assert kinds == [["loss"], ["rsa/gate"], ["eval_loss"]] * 2 + [["train_loss"]]
@@ -109,6 +70,6 @@ def test_logs_without_the_loss_stay_as_they_are(tmp_path):
 def test_a_plain_model_is_said_to_have_nothing(tmp_path, caplog):
     tracker = Recorder()
     with caplog.at_level(logging.WARNING):
-        with_gates(trainer(tmp_path, [tracker], patched=False)).train()
+        trainer(tmp_path, [tracker], unpatch_model(gpt2())).train()
     assert "the model has no RSA heads. Call patch_model first." in caplog.text
     assert not any(key.startswith("rsa/") for logs in tracker.logs for key in logs)

@@ -1,22 +1,18 @@
 """Memory carried from step to step: the long text in one pass, however it is divided, and however often interrupted."""
 
-import json
-import math
-
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
 from torch.utils.data import default_collate
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
+import small_runs
 from rsa_hf import RSAConfig, patch_model
 from rsa_hf.models.recurrent import RecurrentConfig
 from rsa_hf.models.transformer_xl import TransformerXLConfig
 from rsa_hf.tasks.text_data import TrainingTracks
 from rsa_hf.training.carried import CarriedState
-from rsa_hf.training.loop import train
-from rsa_hf.training.settings import TrainingSettings
+from small_runs import Killed, Mortal, assert_same_runs, gpt2, logged
 
 VOCAB, LENGTH = 29, 8
 XL = {
@@ -52,28 +48,15 @@ def tracks(num_tracks=4, num_segments=6):
     return TrainingTracks(tokens[: num_tracks * num_segments * LENGTH + 1], LENGTH, num_tracks)
 
 
+@torch.no_grad()
+def evaluate(model):
+    model.eval()
+    return {"loss": model(torch.arange(LENGTH)[None]).logits.logsumexp(-1).mean().item()}
+
+
 def run(folder, model, data=None, **settings):
-    defaults = {"batch_size": 4, "max_steps": 6, "learning_rate": 1e-2, "warmup_ratio": 0.0, "log_every_steps": 1}
-    training = TrainingSettings(**{"output_dir": str(folder), **defaults, **settings})
-
-    @torch.no_grad()
-    def evaluate(model):
-        model.eval()
-        return {"loss": model(torch.arange(LENGTH)[None]).logits.logsumexp(-1).mean().item()}
-
-    return train(
-        model,
-        tracks() if data is None else data,
-        default_collate,
-        evaluate,
-        training,
-        best_metric="loss",
-        greater_is_better=False,
-    )
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    settings = {"max_steps": 6, "warmup_ratio": 0.0, **settings}
+    return small_runs.run(folder, model, tracks() if data is None else data, evaluate, **settings)
 
 
 STILL = {"learning_rate": 1e-30, "rsa_learning_rate": 1e-30}  # Adam moves every value by its rate: by nothing
@@ -89,10 +72,6 @@ def losses_in_one_pass(model, data):
     log_probabilities = model(rows[:, :-1]).logits.log_softmax(-1)
     losses = -log_probabilities.gather(2, rows[:, 1:, None])[..., 0]
     return losses.unflatten(1, (-1, LENGTH)).mean(dim=(0, 2)).tolist()
-
-
-def logged(folder):
-    return [line["loss"] for line in lines(folder)]
 
 
 # --- what is carried ------------------------------------------------------------------------------------------
@@ -180,56 +159,31 @@ def test_bf16(tmp_path, name):
 
 # --- interrupted and continued --------------------------------------------------------------------------------
 
-
-class Killed(BaseException):
-    """Nothing in the package catches it, as nothing catches a signal."""
+PARTS = {"save_every_steps": 2, "batch_size": 2, "gradient_accumulation_steps": 2}
 
 
-@pytest.fixture
-def killed_at(monkeypatch):
-    """Kills a run when it reads an example of this step, counted from 0."""
-
-    def kill(step):
-        read, left = TrainingTracks.__getitem__, [4 * step]
-
-        def fetch(self, index):
-            left[0] -= 1
-            if left[0] < 0:
-                raise Killed
-            return read(self, index)
-
-        monkeypatch.setattr(TrainingTracks, "__getitem__", fetch)
-
-    return kill
+def killed_at(step, folder, model, **settings):
+    """A run that is killed when it reads an example of this step, counted from 0."""
+    with pytest.raises(Killed):
+        run(folder, model, Mortal(tracks(), 4 * step), **PARTS, **settings)
+    torch.manual_seed(99)  # another process would have other generators
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("step", [3, 6, 8])
-def test_killed_and_continued_is_bitwise_the_whole_run(tmp_path, monkeypatch, killed_at, name, step):
+def test_killed_and_continued_is_bitwise_the_whole_run(tmp_path, name, step):
     """Checkpoints lie inside epochs of 6 steps and at their end; dropout is on."""
-    settings = {"max_steps": 10, "save_every_steps": 2, "batch_size": 2, "gradient_accumulation_steps": 2}
-    run(tmp_path / "whole", MODELS[name](dropout=0.1), **settings)
-    killed_at(step)
-    with pytest.raises(Killed):
-        run(tmp_path / "parts", MODELS[name](dropout=0.1), **settings)
-    monkeypatch.undo()
-    torch.manual_seed(99)  # another process would have other generators
-    run(tmp_path / "parts", MODELS[name](dropout=0.1), **settings)
-    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
-    left, right = (load_file(tmp_path / run / "final" / "model.safetensors") for run in ("parts", "whole"))
-    assert left.keys() == right.keys()
-    assert [key for key in left if not torch.equal(left[key], right[key])] == []
+    run(tmp_path / "whole", MODELS[name](dropout=0.1), max_steps=10, **PARTS)
+    killed_at(step, tmp_path / "parts", MODELS[name](dropout=0.1), max_steps=10)
+    run(tmp_path / "parts", MODELS[name](dropout=0.1), max_steps=10, **PARTS)
+    assert_same_runs(tmp_path / "parts", tmp_path / "whole")
 
 
-def test_a_checkpoint_without_the_memory_is_caught(tmp_path, monkeypatch, killed_at):
-    settings = {"max_steps": 5, "save_every_steps": 2, "batch_size": 2, "gradient_accumulation_steps": 2}
-    run(tmp_path / "whole", lstm(dropout=0.1), **settings)
-    killed_at(3)
-    with pytest.raises(Killed):
-        run(tmp_path / "parts", lstm(dropout=0.1), **settings)
-    monkeypatch.undo()
+def test_a_checkpoint_without_the_memory_is_caught(tmp_path, monkeypatch):
+    run(tmp_path / "whole", lstm(dropout=0.1), max_steps=5, **PARTS)
+    killed_at(3, tmp_path / "parts", lstm(dropout=0.1), max_steps=5)
     monkeypatch.setattr(CarriedState, "load", lambda *arguments: None)
-    run(tmp_path / "parts", lstm(dropout=0.1), **settings)
+    run(tmp_path / "parts", lstm(dropout=0.1), max_steps=5, **PARTS)
     assert logged(tmp_path / "parts")[:2] == logged(tmp_path / "whole")[:2]
     assert logged(tmp_path / "parts")[2:] != logged(tmp_path / "whole")[2:]
 
@@ -238,15 +192,10 @@ def test_a_checkpoint_without_the_memory_is_caught(tmp_path, monkeypatch, killed
 
 
 def test_what_does_not_go_together_is_named(tmp_path):
-    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=VOCAB))
     with pytest.raises(ValueError, match=r"a GPT2LMHeadModel carries nothing.*Set data.carry_memory to false"):
-        run(tmp_path, gpt2)
+        run(tmp_path, gpt2())
     with pytest.raises(ValueError, match=r"the data has 4 tracks, but a step takes 6 rows \(3 in each of 2 micro"):
         run(tmp_path, lstm(), batch_size=3, gradient_accumulation_steps=2)
     with pytest.raises(ValueError, match=r"returned no mems to carry .* use_cache=True and a memory of more than 0"):
         run(tmp_path, transformer_xl(mem_len=0))
     assert not list((tmp_path / "checkpoints").glob("*"))
-    run(tmp_path, lstm(), max_steps=3)
-    with pytest.raises(ValueError, match="num_train_examples was 24, now 20"):
-        run(tmp_path, lstm(), tracks(num_segments=5), max_steps=3)
-    assert all(math.isfinite(loss) for loss in logged(tmp_path))

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rsa_hf import is_patched
+from small_runs import assert_same_runs, classifier, gpt2, lines, logged, stack, texts
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs" / "accelerate"
@@ -82,12 +83,8 @@ def two(tmp_path_factory):
 def one(tmp_path_factory):
     """The same global batch in this process."""
     folder = tmp_path_factory.mktemp("one")
-    single.run_loop(folder / "whole", single.texts(11), batch_size=4)
+    single.run_loop(folder / "whole", texts(11), batch_size=4)
     return folder, single.run_trainer(folder / "trainer", batch_size=4)
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def assert_close_weights(left, right, start, tolerance):
@@ -113,37 +110,30 @@ def test_two_processes_learn_what_one_does(two, one):
         assert left["loss"] == pytest.approx(right["loss"], rel=1e-5)
         assert (left["tokens"], left["epoch"]) == (right["tokens"], right["epoch"])
         assert left.get("eval", {}).keys() == right.get("eval", {}).keys()
-    start = single.language_model().state_dict()
+    start = gpt2(0.0).state_dict()
     states = [AutoModelForCausalLM.from_pretrained(f / "whole" / "final").state_dict() for f in (two, one[0])]
     assert_close_weights(*states, start, tolerance=2e-3)
     # A mean over the two processes' own means is another loss, by far more than that.
-    batch = [single.texts(11)[i] for i in (0, 1, 9, 10)]
-    halves = [single.language_model()(**single.stack(half)).loss.item() for half in (batch[:2], batch[2:])]
-    whole = single.language_model()(**single.stack(batch)).loss.item()
+    batch = [texts(11)[i] for i in (0, 1, 9, 10)]
+    halves = [gpt2(0.0)(**stack(half)).loss.item() for half in (batch[:2], batch[2:])]
+    whole = gpt2(0.0)(**stack(batch)).loss.item()
     assert abs(sum(halves) / 2 - whole) > 1e-4 * whole
 
 
 @pytest.mark.slow
 def test_killed_and_continued_in_two_processes_is_bitwise_the_whole_run(two):
-    assert lines(two / "parts") == lines(two / "whole")
-    for name in ("best", "final"):
-        left, right = (load_file(two / run / name / "model.safetensors") for run in ("parts", "whole"))
-        assert left.keys() == right.keys()
-        assert all(torch.equal(left[key], right[key]) for key in left)
+    assert_same_runs(two / "parts", two / "whole")
 
 
 @pytest.mark.slow
 def test_each_of_two_processes_carries_the_memory_of_its_tracks(two, tmp_path):
     single.run_carried(tmp_path, batch_size=4)
-    ours, alone = lines(two / "carried"), lines(tmp_path)
-    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in alone], rel=1e-5)
-    assert [line["tokens"] for line in ours] == [line["tokens"] for line in alone]
+    assert logged(two / "carried") == pytest.approx(logged(tmp_path), rel=1e-5)
+    assert logged(two / "carried", "tokens") == logged(tmp_path, "tokens")
     checkpoint = two / "carried" / "checkpoints" / "step-6"
     saved = [path.name for path in sorted(checkpoint.glob("segment_state_*"))]
     assert saved == ["segment_state_0.pt", "segment_state_1.pt"]
-    assert lines(two / "carried_parts") == ours
-    left, right = (load_file(two / run / "final" / "model.safetensors") for run in ("carried_parts", "carried"))
-    assert all(torch.equal(left[key], right[key]) for key in left)
+    assert_same_runs(two / "carried_parts", two / "carried")
 
 
 @pytest.mark.slow
@@ -151,7 +141,7 @@ def test_a_checkpoint_of_two_processes_in_one(two, tmp_path):
     """The model loads; going on with another number of processes, which would take other steps, is refused."""
     checkpoint = two / "whole" / "checkpoints" / "step-7"
     saved = load_file(checkpoint / "model.safetensors")
-    model = single.language_model()
+    model = gpt2(0.0)
     missing, unexpected = model.load_state_dict(saved, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])  # tied
     final = AutoModelForCausalLM.from_pretrained(two / "whole" / "final")
@@ -159,7 +149,7 @@ def test_a_checkpoint_of_two_processes_in_one(two, tmp_path):
     ids = torch.arange(1, 20)[None]
     assert torch.equal(model.eval()(ids).logits, final.eval()(ids).logits)
     with pytest.raises(ValueError, match="num_processes was 2, now 1"):
-        single.run_loop(tmp_path, single.texts(11), resume=str(checkpoint))
+        single.run_loop(tmp_path, texts(11), resume=str(checkpoint))
 
 
 @pytest.mark.slow
@@ -177,7 +167,7 @@ def test_the_trainer_in_two_processes(two, one):
     assert evaluated["eval_num_examples"] == 7  # over two processes: one of them has a row less
     assert any("rsa/gate" in logs for logs in histories[0])
     last = AutoModelForSequenceClassification.from_pretrained(two / "trainer" / "checkpoint-4").state_dict()
-    assert_close_weights(last, trainer.model.state_dict(), single.classifier().state_dict(), tolerance=2e-3)
+    assert_close_weights(last, trainer.model.state_dict(), classifier().state_dict(), tolerance=2e-3)
 
 
 @pytest.mark.slow
@@ -189,8 +179,7 @@ def test_a_process_that_fails_ends_the_run(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["single_cpu.yaml", "two_cpus_gloo.yaml"])
-def test_the_script_under_the_configs(tmp_path, config):
+def test_the_script_in_two_processes(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {i} of a text, not a long one\n" for i in range(400)))
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 32}
@@ -198,11 +187,11 @@ def test_the_script_under_the_configs(tmp_path, config):
     values |= {"source": "files", "files.train": text, "block_size": 32, "max_steps": 3, "eval_every_steps": 3}
     values |= {"batch_size": 4, "output_dir": tmp_path / "out", "log_every_steps": 1}
     script = [ROOT / "scripts" / "train_language_model.py", ROOT / "configs" / "lm_bytes_embedded.yaml"]
-    done = launch(config, *script, *(f"--{key}={value}" for key, value in values.items()))
+    done = launch("two_cpus_gloo.yaml", *script, *(f"--{key}={value}" for key, value in values.items()))
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in lines(tmp_path / "out")] == [1, 2, 3]
     assert done.stdout.count("bits per byte") == 1  # one table, from one process
     assert done.stderr.count("| 0/3 [") == 1  # one progress bar
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert results["train_tokens"] == 3 * 4 * 32 * (2 if "two" in config else 1)
+    assert results["train_tokens"] == 3 * 4 * 32 * 2
     assert math.isfinite(results["test"]["bits_per_byte"])

@@ -1,37 +1,61 @@
-"""`optimizer_cls_and_kwargs`: the Trainer's own optimiser, in RSA's parameter groups."""
+"""RSA's parameter groups, and the Trainer's own optimiser on them."""
 
 import copy
 
 import pytest
 import torch
 from torch.optim import SGD, AdamW
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import Trainer
 
+from families import FULL_PLAN, build
 from rsa_hf import RSAConfig, param_groups, patch_model
 from rsa_hf.heads import RSAHeads
-from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
+from rsa_hf.training import optimizer_cls_and_kwargs
+from small_runs import arguments, gpt2
+
+
+@pytest.mark.parametrize("scale", [1.0, 20.0])
+def test_every_parameter_once(scale):
+    model = patch_model(build("roberta"), RSAConfig(**FULL_PLAN, parameter_scale=scale))
+    model.embeddings.word_embeddings.weight.requires_grad_(False)
+    groups = {group["name"]: group for group in param_groups(model, 1e-3, 0.1, rsa_learning_rate=2e-2)}
+    listed = [p for group in groups.values() for p in group["params"]]
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    assert len(listed) == len(trainable)
+    assert {id(p) for p in listed} == {id(p) for p in trainable}
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)].rsplit(".", 2)[1] for p in groups["rsa"]["params"]} == {"rsa"}
+    assert len(groups["rsa"]["params"]) == 8
+    assert [(g["lr"], g["weight_decay"]) for g in groups.values()] == [(1e-3, 0.1), (1e-3, 0.0), (2e-2 / scale, 0.0)]
+    assert all(p.dim() >= 2 for p in groups["weights"]["params"])
+    assert all(p.dim() < 2 for p in groups["no_decay"]["params"])
+
+
+@pytest.mark.parametrize(("scale", "asked"), [(1.0, True), (20.0, True), (20.0, False)])
+def test_one_step_of_adam_moves_the_gate_by_its_rate(scale, asked):
+    """The one asked for; under a plain optimiser, `scale` times the weights'."""
+    model = patch_model(build("gpt2"), RSAConfig(**FULL_PLAN, parameter_scale=scale))
+    groups = param_groups(model, 1e-3, rsa_learning_rate=0.02) if asked else model.parameters()
+    rsa = model.h[0].attn.rsa
+    before = float(rsa.mu.detach() * scale)
+    optimizer = torch.optim.Adam(groups, lr=1e-3)
+    model(input_ids=torch.arange(3, 12)[None])[0][0, :, 0].sum().backward()
+    optimizer.step()
+    assert abs(float(rsa.mu.detach() * scale) - before) == pytest.approx(0.02, rel=1e-3)
+
+
+def test_a_plain_model_has_no_rsa_group():
+    assert [group["name"] for group in param_groups(build("gpt2"), 1e-3)] == ["weights", "no_decay"]
+
+
+# --- with the Trainer -----------------------------------------------------------------------------------------
 
 STEPS = 3
-
-
-def gpt2():
-    torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": 64}
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **off, bos_token_id=0, eos_token_id=0))
-    return patch_model(model, RSAConfig(num_regular=1, num_cyclical_pairs=1, gate_init=(-3.0, 0.5)))
 
 
 def rows():
     ids = torch.randint(0, 64, (4 * STEPS, 8), generator=torch.Generator().manual_seed(1))
     return [{"input_ids": row, "labels": row} for row in ids]
-
-
-def arguments(folder, **values):
-    defaults = {"max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "weight_decay": 1.0}
-    return TrainingArguments(
-        str(folder), report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no", **{**defaults, **values}
-    )
 
 
 def trained(args, model=None, **keywords):
@@ -58,10 +82,10 @@ def by_hand(model, batches, **rates):
 
 
 def test_a_trainer_trains_as_plain_torch_with_the_same_groups(tmp_path):
-    args = arguments(tmp_path, train_sampling_strategy="sequential")
-    trainer = trained(args, gpt2(), optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3))
+    args = arguments(tmp_path, train_sampling_strategy="sequential", weight_decay=1.0)
+    trainer = trained(args, gpt2(0.0), optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3))
     batches = torch.stack([row["input_ids"] for row in rows()]).split(4)
-    expected = by_hand(gpt2(), batches, learning_rate=1e-2, weight_decay=1.0, rsa_learning_rate=0.3)
+    expected = by_hand(gpt2(0.0), batches, learning_rate=1e-2, weight_decay=1.0, rsa_learning_rate=0.3)
     start = gpt2().state_dict()
     for name, value in expected.state_dict().items():
         moved = (value - start[name]).norm()
@@ -100,7 +124,7 @@ def test_every_trainer_gets_groups_of_its_own_model(tmp_path):
     args = arguments(tmp_path, max_steps=1)
     given = optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3)
     kept = copy.copy(given[1])
-    trainer = Trainer(None, args, train_dataset=rows(), model_init=gpt2, optimizer_cls_and_kwargs=given)
+    trainer = Trainer(None, args, train_dataset=rows(), model_init=lambda: gpt2(), optimizer_cls_and_kwargs=given)
     for _ in range(2):  # model_init makes a new model for each
         trainer.train()
         mine = {id(p) for p in trainer.model.parameters()}
@@ -111,10 +135,11 @@ def test_every_trainer_gets_groups_of_its_own_model(tmp_path):
 
 def test_each_trial_of_a_search_learns_at_its_own_rate(tmp_path):
     args = arguments(tmp_path, max_steps=1, eval_strategy="no")
-    keywords = optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3)
-    trainer = Trainer(
-        None, args, train_dataset=rows(), eval_dataset=rows(), model_init=gpt2, optimizer_cls_and_kwargs=keywords
-    )
+    keywords = {
+        "model_init": lambda trial: gpt2(),
+        "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3),
+    }
+    trainer = Trainer(None, args, train_dataset=rows(), eval_dataset=rows(), **keywords)
     tried = []
 
     def note(metrics):
@@ -138,11 +163,6 @@ def test_the_optimiser_is_the_one_of_the_arguments(tmp_path):
     assert type(trainer.optimizer.optimizer) is AdamW
     assert trainer.optimizer.param_groups[2]["betas"] == (0.7, 0.999)
     assert trainer.optimizer.param_groups[2]["eps"] == 1e-5
-
-
-def test_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"rsa_learning_rate=-1.0: a positive number is needed"):
-        optimizer_cls_and_kwargs(arguments(tmp_path), rsa_learning_rate=-1.0)
 
 
 @pytest.mark.parametrize("own", ["params", "model", "optimizer_dict"])

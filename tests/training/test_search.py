@@ -94,12 +94,6 @@ def test_draws_that_ignore_each_other_would_be_noticed():
         kinds(free(Drawn(lambda _, high: high), 4), 4)
 
 
-@pytest.mark.parametrize(("num_heads", "dilations"), [(0, (2,)), (True, (2,)), (4, (2, 0)), (4, (1.5,))])
-def test_what_cannot_be_searched(num_heads, dilations):
-    with pytest.raises(ValueError, match=r"choose a whole number"):
-        head_plan_space(Drawn(lambda low, high: low), num_heads, dilations)
-
-
 def test_the_example_searches_more_than_one_plan(tmp_path):
     """As it stands in the docstring, but for the sizes."""
     example = head_plan_space.__doc__.split("is a plan:\n")[1].split("Args:")[0]

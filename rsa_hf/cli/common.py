@@ -1,17 +1,63 @@
-"""What several commands do with a model: install the hooks, find the folder, load the class that was saved."""
+"""What the commands share: errors of the user's, the hooks, loading a model, settings of a run."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rsa_hf.cli.errors import UserError, user_input
+import typer
+
 from rsa_hf.utils.brief import brief
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["install_hooks", "load_checkpoint", "load_patched"]
+__all__ = [
+    "WITH_SETTINGS",
+    "Config",
+    "UserError",
+    "exit_on_error",
+    "help_with_keys",
+    "install_hooks",
+    "load_checkpoint",
+    "load_patched",
+    "user_input",
+]
+
+# --- errors -------------------------------------------------------------------------------------------------
+
+USER_ERRORS = (ValueError, OSError, ImportError)  # settings, files and names that do not fit, and missing packages
+
+
+class UserError(Exception):
+    """A user's mistake. Only its message is shown."""
+
+
+@contextmanager
+def user_input(*more: type[Exception]) -> Iterator[None]:
+    """Raise a `UserError` for ValueError, OSError, ImportError and `more`, around steps that read user input."""
+    errors: tuple[type[Exception], ...] = (*USER_ERRORS, *more)
+    try:
+        yield
+    except errors as error:
+        raise UserError(str(error)) from error
+
+
+@contextmanager
+def exit_on_error(*errors: type[Exception]) -> Iterator[None]:
+    """Print `error: …` and exit with code 2 on a `UserError`, or an error of these kinds."""
+    kinds: tuple[type[Exception], ...] = (UserError, *errors)
+    try:
+        yield
+    except kinds as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+# --- models -------------------------------------------------------------------------------------------------
 
 
 def install_hooks() -> None:
@@ -22,7 +68,7 @@ def install_hooks() -> None:
     """
     from rsa_hf.integration import install
 
-    with user_input(ImportError):
+    with user_input():
         install()
     import transformers
 
@@ -49,7 +95,7 @@ def load_checkpoint(name: str) -> PreTrainedModel:
         place = locate(str(Path(name).expanduser()) if name.startswith("~") else name)
         config = transformers.AutoConfig.from_pretrained(place)
         model: PreTrainedModel = _class_of(name, config).from_pretrained(place)
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except (*USER_ERRORS, TypeError) as error:
         raise UserError(str(error)) from error
     except Exception as error:
         raise UserError(f"{name} cannot be loaded ({type(error).__name__}: {error!s:.2000}).") from error
@@ -92,4 +138,32 @@ def _class_of(name: str, config: Any) -> Any:
         f"{name}: its config.json names the class {brief(architecture)}, which neither transformers "
         f"{transformers.__version__} nor rsa_hf has for models of type {brief(config.model_type)}. Correct "
         "`architectures` there, or delete it to load the base model without a head."
+    )
+
+
+# --- commands that take a run's settings --------------------------------------------------------------------
+
+# Keyword arguments of `app.command` for a command that passes `--key value` on to `read_run_config`.
+WITH_SETTINGS: Any = {
+    "add_help_option": False,
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+}
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file of the run; configs/ has commented ones.")]
+
+
+def help_with_keys(print_keys: Callable[[], object]) -> Any:
+    """The option --help of a command whose CONFIG has keys.
+
+    Args:
+        print_keys: prints the keys and exits, as `read_run_config(["--help"], …)` does.
+    """
+
+    def show(context: typer.Context, wanted: bool) -> None:
+        if wanted:
+            print(context.get_help())
+            install_hooks()
+            print_keys()
+
+    return typer.Option(
+        "--help", "--list-keys", is_eager=True, callback=show, help="Show this and the keys of CONFIG."
     )

@@ -1,0 +1,116 @@
+"""Models, data and runs that take a second: of the loop, and of the Trainer."""
+
+import json
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainingArguments,
+)
+
+from rsa_hf import RSAConfig, patch_model
+from rsa_hf.training import TrainingSettings, train
+
+PLAN = RSAConfig(num_regular=1, num_cyclical_pairs=1, gate_init=0.5)
+
+
+def gpt2(dropout=0.1) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": 64}
+    sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    return patch_model(GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)), PLAN)
+
+
+def classifier() -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return patch_model(BertForSequenceClassification(BertConfig(**sizes, **off, vocab_size=64)), PLAN)
+
+
+def texts(n):
+    """Blocks with from 1 to 15 labels each: a mean of means is not the mean."""
+    ids = torch.randint(1, 64, (n, 16), generator=torch.Generator().manual_seed(1))
+    labels = torch.stack([row.clone().index_fill_(0, torch.arange(1 + i % 15), -100) for i, row in enumerate(ids)])
+    return [{"input_ids": a, "labels": b} for a, b in zip(ids, labels, strict=True)]
+
+
+def functions(n, seed=1):
+    ids = torch.randint(1, 64, (n, 12), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": row, "labels": torch.tensor(int(row[0] > 32))} for row in ids]
+
+
+def stack(examples):
+    return {name: torch.stack([example[name] for example in examples]) for name in examples[0]}
+
+
+@torch.no_grad()
+def evaluate(model):
+    model.eval()
+    return {"loss": model(**stack(texts(5))).loss.item()}
+
+
+class Killed(BaseException):
+    """Nothing in the package catches it, as nothing catches a signal."""
+
+
+class Mortal:
+    """Examples, after so many of which the process is killed."""
+
+    def __init__(self, examples, left, error=Killed):
+        self.examples, self.left, self.error = examples, left, error
+        if hasattr(examples, "num_tracks"):
+            self.num_tracks = examples.num_tracks
+
+    def __len__(self):
+        return len(self.examples)
+
+    def __getitem__(self, index):
+        self.left -= 1
+        if self.left < 0:
+            raise self.error("this process has met a bad example")
+        return self.examples[index]
+
+
+def run(folder, model=None, data=None, evaluate=evaluate, best_metric="loss", greater_is_better=False, **settings):
+    keywords = {name: settings.pop(name) for name in ("class_weights", "tokenizer") if name in settings}
+    defaults = {"batch_size": 4, "max_steps": 4, "learning_rate": 1e-2, "warmup_ratio": 0.25, "log_every_steps": 1}
+    training = TrainingSettings(**{"output_dir": str(folder), **defaults, **settings})
+    model, data = gpt2() if model is None else model, texts(20) if data is None else data
+    keywords |= {"best_metric": best_metric, "greater_is_better": greater_is_better}
+    return train(model, data, stack, evaluate, training, **keywords)
+
+
+def arguments(folder, **values):
+    """The Trainer's, on the CPU and quiet, with a log of each step."""
+    defaults = {"max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "save_strategy": "no"}
+    defaults |= {"logging_steps": 1, "use_cpu": True, "disable_tqdm": True, "report_to": "none"}
+    return TrainingArguments(str(folder), **{**defaults, **values})
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def logged(folder, name="loss"):
+    return [line[name] for line in lines(folder)]
+
+
+def weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def assert_same_weights(left, right):
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def assert_same_runs(parts, whole):
+    """Bit for bit: the log, the best and the last model."""
+    assert lines(parts) == lines(whole)
+    for name in ("best", "final"):
+        assert_same_weights(weights(parts / name), weights(whole / name))
