@@ -25,7 +25,7 @@ from families import CONFIGS, FULL_PLAN, MORE_CONFIGS
 from models.xl import config as xl_config
 from peft_adapters import METHODS, disturb
 from reliability import damage
-from reliability.trial import number_of, try_many
+from reliability.record import number_of, try_many
 from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model
 from rsa_hf.cli.errors import UserError
 from rsa_hf.cli.models import load_checkpoint

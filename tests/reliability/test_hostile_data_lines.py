@@ -5,7 +5,7 @@ import json
 import pytest
 
 from reliability import hostile
-from reliability.trial import try_many
+from reliability.record import try_many
 from rsa_hf.tasks.defect_data import read_json_lines
 
 

@@ -7,7 +7,7 @@ import torch
 
 from families import build
 from reliability import hostile
-from reliability.trial import time_limit, try_many
+from reliability.record import time_limit, try_many
 from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, unpatch_model
 from rsa_hf.tasks.defect_data import DefectDataConfig
 from rsa_hf.training.arguments import ConfigError, read_run_config, read_yaml

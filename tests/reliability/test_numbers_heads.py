@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from references import double_loop
 from reliability.extremes import first_turn
-from reliability.record import Part, note
-from reliability.trial import is_full
+from reliability.record import Part, is_full, note
 from rsa_hf import RSAConfig, RSAHeads
 from rsa_hf.ops.mask import AttentionMask
 

@@ -9,8 +9,7 @@ from hypothesis import Phase, given, settings
 
 from references import double_loop
 from reliability.extremes import assert_right, differentiated, problems
-from reliability.record import Part, note
-from reliability.trial import is_full
+from reliability.record import Part, is_full, note
 from rsa_hf import rem_product
 from rsa_hf.ops import autograd
 from rsa_hf.ops.autograd import traced_forward

@@ -13,8 +13,7 @@ from statistics import mean, median
 
 import pytest
 
-from reliability.record import Part, note
-from reliability.trial import is_full
+from reliability.record import Part, is_full, note
 
 ROOT = Path(__file__).parents[2]
 SHORT = {"seconds": 10, "steps between checkpoints": 10, "block size": 32}
@@ -30,7 +29,7 @@ def soak(folder, seconds, every, block_size):
         "CUDA_VISIBLE_DEVICES": "",
         "TMPDIR": str(folder / "temporary"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # torch makes it on import, and leaves it
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, str(Path(__file__).with_name("soak_run.py")), folder, seconds, every, block_size]
     done = subprocess.run(
