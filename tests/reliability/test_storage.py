@@ -156,11 +156,6 @@ def test_read_only(disk, before_third_save, monkeypatch, expected):
     note(Part.STORAGE, "read-only folder", CONTINUED)
 
 
-def test_errors_of_others_stay_what_they_are(tmp_path):
-    with pytest.raises(RuntimeError, match="^out of memory$"), written_whole(tmp_path / "x"):
-        raise RuntimeError("out of memory")
-
-
 # --- two processes -------------------------------------------------------------------------------------------------
 
 
@@ -214,26 +209,6 @@ def test_one_writer_at_a_time(tmp_path):
         runs.train_loop(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] in ([], [".lock"])
     runs.train_loop(tmp_path)
-
-
-@pytest.mark.slow  # a process
-def test_a_killed_process_holds_nothing(tmp_path):
-    """What it held the folder with goes with it."""
-    child = SERVER.Process(target=_hold, args=(tmp_path,), daemon=True)
-    child.start()
-    wait_for(tmp_path / "held", child)
-    with pytest.raises(StorageError), sole_writer(tmp_path):
-        pass
-    child.kill()
-    child.join()
-    with sole_writer(tmp_path):
-        pass
-
-
-def _hold(folder):
-    with sole_writer(folder):
-        (folder / "held").touch()
-        time.sleep(60)
 
 
 # --- the scripts, the command line -----------------------------------------------------------------------------------
