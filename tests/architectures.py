@@ -1,4 +1,4 @@
-"""Tiny random models of the architectures in `rsa_hf/adapters/`, and what each of them makes V from."""
+"""Tiny random models of `rsa_hf/integration/architectures/`, and what each of them makes V from."""
 
 import inspect
 
@@ -30,19 +30,17 @@ from families import VOCAB
 HEADS, WIDTH, LAYERS, WINDOW = 8, 32, 2, 4
 HEAD_SIZE = WIDTH // HEADS
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_GPT = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64, "n_inner": 48}
-_BERT = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+_OPENAI = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64}
+_GPT = {**_OPENAI, "n_inner": 48}
+_SIZES = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+_BERT = {**_SIZES, "intermediate_size": 48, "max_position_embeddings": 64}
+_BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _DEBERTA = {**_BERT, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
-_FALCON = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+_NEO = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_layers": LAYERS, "num_heads": HEADS, "window_size": WINDOW}
+_NEO |= {"attention_types": [[["local", "global"], 1]], "max_position_embeddings": 64, "intermediate_size": 48}
+_MPT = {"vocab_size": VOCAB, "d_model": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "max_seq_len": 64}
+_XGLM = {"vocab_size": VOCAB, "d_model": WIDTH, "num_layers": LAYERS, "attention_heads": HEADS, "ffn_dim": 48}
+_XGLM |= {"max_position_embeddings": 64, "dropout": 0.0, "attention_dropout": 0.0}
 _XLNET = {"vocab_size": VOCAB, "d_model": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "d_inner": 48}
 
 CONFIGS = {
@@ -50,56 +48,25 @@ CONFIGS = {
     "codegen": lambda: CodeGenConfig(**_GPT, rotary_dim=2, **_SPECIAL),
     "deberta": lambda: DebertaConfig(**_DEBERTA, **_SPECIAL),
     "deberta_v2": lambda: DebertaV2Config(**_DEBERTA, conv_kernel_size=3, **_SPECIAL),
-    "falcon": lambda: FalconConfig(**_FALCON, **_SPECIAL),  # multi-query, rotary
-    "falcon_alibi": lambda: FalconConfig(**_FALCON, alibi=True, multi_query=False, **_SPECIAL),
-    "falcon_grouped": lambda: FalconConfig(**_FALCON, new_decoder_architecture=True, num_kv_heads=2, **_SPECIAL),
+    "falcon": lambda: FalconConfig(**_SIZES, **_SPECIAL),  # multi-query, rotary
+    "falcon_alibi": lambda: FalconConfig(**_SIZES, alibi=True, multi_query=False, **_SPECIAL),
+    "falcon_grouped": lambda: FalconConfig(**_SIZES, new_decoder_architecture=True, num_kv_heads=2, **_SPECIAL),
     # GPT-2 goes round the attention interface with this setting, under eager attention alone.
     "gpt2_upcast": lambda: GPT2Config(**_GPT, reorder_and_upcast_attn=True, attn_implementation="eager", **_SPECIAL),
-    "gpt_neo": lambda: GPTNeoConfig(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        num_layers=LAYERS,
-        num_heads=HEADS,
-        attention_types=[[["local", "global"], 1]],
-        window_size=WINDOW,
-        max_position_embeddings=64,
-        intermediate_size=48,
-        **_SPECIAL,
-    ),
-    "gpt_neox_japanese": lambda: GPTNeoXJapaneseConfig(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        intermediate_multiple_size=2,
-        **_SPECIAL,
-    ),
+    "gpt_neo": lambda: GPTNeoConfig(**_NEO, **_SPECIAL),
+    "gpt_neox_japanese": lambda: GPTNeoXJapaneseConfig(**_SIZES, intermediate_multiple_size=2, **_SPECIAL),
     "gptj": lambda: GPTJConfig(**_GPT, rotary_dim=2, **_SPECIAL),
     "megatron_bert": lambda: MegatronBertConfig(**_BERT, **_SPECIAL),
     "megatron_bert_causal": lambda: MegatronBertConfig(**_BERT, is_decoder=True, **_SPECIAL),
     "mpnet": lambda: MPNetConfig(**_BERT, **_SPECIAL),
-    "mpt": lambda: MptConfig(
-        vocab_size=VOCAB, d_model=WIDTH, n_layers=LAYERS, n_heads=HEADS, max_seq_len=64, **_SPECIAL
-    ),
-    "openai": lambda: OpenAIGPTConfig(
-        vocab_size=VOCAB, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=64, **_SPECIAL
-    ),
+    "mpt": lambda: MptConfig(**_MPT, **_SPECIAL),
+    "openai": lambda: OpenAIGPTConfig(**_OPENAI, **_SPECIAL),
     "rembert_causal": lambda: RemBertConfig(
         **_BERT, input_embedding_size=16, output_embedding_size=16, is_decoder=True, **_SPECIAL
     ),
     "roformer": lambda: RoFormerConfig(**_BERT, **_SPECIAL),
     "roformer_causal": lambda: RoFormerConfig(**_BERT, is_decoder=True, **_SPECIAL),
-    "xglm": lambda: XGLMConfig(
-        vocab_size=VOCAB,
-        d_model=WIDTH,
-        num_layers=LAYERS,
-        attention_heads=HEADS,
-        ffn_dim=48,
-        max_position_embeddings=64,
-        dropout=0.0,
-        attention_dropout=0.0,
-        **_SPECIAL,
-    ),
+    "xglm": lambda: XGLMConfig(**_XGLM, **_SPECIAL),
     "xlnet": lambda: XLNetConfig(**_XLNET, **_SPECIAL),
     "xlnet_causal": lambda: XLNetConfig(**_XLNET, attn_type="uni", **_SPECIAL),
 }

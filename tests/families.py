@@ -21,48 +21,17 @@ PAD = 0
 
 _SPECIAL = {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2}
 
+_SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8, **_SPECIAL}
+_SIZES |= {"intermediate_size": 48, "max_position_embeddings": 128}
+_T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 4, "d_ff": 48, "num_layers": 2, "num_heads": 8}
+
 # For the cache tests RSA heads are shared over two families of positions (learned, rotary) and grouped values.
 CONFIGS = {
-    "bert": lambda: BertConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        intermediate_size=48,
-        max_position_embeddings=128,
-        **_SPECIAL,
-    ),
-    "roberta": lambda: RobertaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        intermediate_size=48,
-        max_position_embeddings=128,
-        **_SPECIAL,
-    ),
+    "bert": lambda: BertConfig(**_SIZES),
+    "roberta": lambda: RobertaConfig(**_SIZES),
     "gpt2": lambda: GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=8, n_positions=128, **_SPECIAL),
-    "llama": lambda: LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=128,
-        **_SPECIAL,
-    ),
-    "t5": lambda: T5Config(
-        vocab_size=VOCAB,
-        d_model=32,
-        d_kv=4,
-        d_ff=48,
-        num_layers=2,
-        num_heads=8,
-        decoder_start_token_id=PAD,
-        pad_token_id=PAD,
-        eos_token_id=2,
-    ),
+    "llama": lambda: LlamaConfig(**_SIZES, num_key_value_heads=2),
+    "t5": lambda: T5Config(**_T5, decoder_start_token_id=PAD, pad_token_id=PAD, eos_token_id=2),
 }
 FAMILIES = sorted(CONFIGS)
 DECODERS = ["gpt2", "llama"]
@@ -70,46 +39,16 @@ DECODERS = ["gpt2", "llama"]
 # Families for the tests of generation and flash attention alone: every layer with a window, every other layer with
 # one (so that a cache is a hybrid), windows to both sides, and cross-attention that flash attention serves.
 WINDOW = 5
-_SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 128,
-    "sliding_window": WINDOW,
-    **_SPECIAL,
-}
+_WINDOWED = {**_SIZES, "num_key_value_heads": 2, "head_dim": 4, "sliding_window": WINDOW}
+_HALF = {"layers": 2, "attention_heads": 8, "ffn_dim": 48}
+_BART = {f"{half}_{name}": value for half in ("encoder", "decoder") for name, value in _HALF.items()}
+_BART |= {"vocab_size": VOCAB, "d_model": 32, "max_position_embeddings": 128, **_SPECIAL}
+_LAYERS = ["sliding_attention", "full_attention"]
 MORE_CONFIGS = {
-    "mistral": lambda: MistralConfig(**_SMALL),
-    "gemma3": lambda: Gemma3TextConfig(**_SMALL, layer_types=["sliding_attention", "full_attention"]),
-    "modernbert": lambda: ModernBertConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        intermediate_size=48,
-        max_position_embeddings=128,
-        local_attention=2 * WINDOW,
-        layer_types=["sliding_attention", "full_attention"],
-        **_SPECIAL,
-    ),
-    "bart": lambda: BartConfig(
-        vocab_size=VOCAB,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=8,
-        decoder_attention_heads=8,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        max_position_embeddings=128,
-        decoder_start_token_id=2,
-        forced_eos_token_id=None,
-        **_SPECIAL,
-    ),
+    "mistral": lambda: MistralConfig(**_WINDOWED),
+    "gemma3": lambda: Gemma3TextConfig(**_WINDOWED, layer_types=_LAYERS),
+    "modernbert": lambda: ModernBertConfig(**_SIZES, local_attention=2 * WINDOW, layer_types=_LAYERS),
+    "bart": lambda: BartConfig(**_BART, decoder_start_token_id=2, forced_eos_token_id=None),
 }
 WINDOWED = ["mistral", "gemma3"]
 ENCODER_DECODERS = ["t5", "bart"]

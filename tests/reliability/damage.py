@@ -286,19 +286,6 @@ def _modules(random: Random, content: dict[str, Any]) -> None:
         modules[random.randrange(len(modules))] = name
 
 
-def plan_twice(random: Random, files: Files) -> None:
-    """A key of config.json stands twice, now and then inside of the plan."""
-    text = files[CONFIG].decode()
-    if random.random() < 0.5:
-        other = json.loads(text)["rsa"]
-        other["plan"]["dilation"] = 7
-        text = text.replace("{", f'{{"rsa": {json.dumps(random.choice([other, None, 3]))}, ', 1)
-    else:
-        place = text.index('"plan"')
-        text = text[:place] + text[place:].replace("{", '{"dilation": 7, ', 1)
-    files[CONFIG] = text.encode()
-
-
 def move_heads(files: Files, old: str, new: str) -> None:
     """Give the RSA heads of one module to another, in plan, index and tensors."""
 
@@ -361,5 +348,5 @@ KINDS: dict[str, Change] = {
     "plan that fits": in_config(_plan_that_fits),
     "section": in_config(_plan_section),
     "modules": in_config(_modules),
-    "key twice": plan_twice,
+    "shards": shards,
 }

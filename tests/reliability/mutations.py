@@ -226,12 +226,6 @@ ROWS = {
     ],
     Part.STORAGE: [
         (
-            "an error of writing says what to do",
-            "rsa_hf.utils.files:storage_errors",
-            by(no_context),
-            "reliability/test_storage.py::test_file_size_limit",
-        ),
-        (
             "what could not be completed is deleted",
             f"{CHECKPOINTS}:CheckpointFolder.save",
             _save_without_cleaning,

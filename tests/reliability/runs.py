@@ -7,6 +7,7 @@ checkpoints/" is an exact moment, and a few milliseconds after an event is one i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -22,6 +23,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -180,15 +182,26 @@ def tensors(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=False)
 
 
+def bitwise(content: Any) -> Any:
+    """Nested mappings and sequences with digests in place of tensors and arrays, for a comparison bit by bit."""
+
+    def digest(leaf):
+        array = numpy.asarray(leaf)
+        return f"{array.dtype} {array.shape} {hashlib.sha256(array.tobytes()).hexdigest()}"
+
+    return json.loads(json.dumps(content, default=digest))
+
+
 def content(checkpoint: Path) -> dict:
     """Everything in one of Accelerate's checkpoints; raises where a file is missing or torn."""
-    return {
+    found = {
         "model": load_file(checkpoint / "model.safetensors"),
         "optimizer": tensors(checkpoint / "optimizer.bin"),
         "schedule": tensors(checkpoint / "scheduler.bin"),
         "random": tensors(checkpoint / "random_states_0.pkl"),
         "progress": json.loads((checkpoint / "progress.json").read_text())["progress"],
     }
+    return bitwise(found)
 
 
 def require_whole(folder: Path) -> None:
@@ -207,8 +220,8 @@ def result(folder: Path) -> dict:
         "left over": sorted(path.name for path in folder.rglob(".*") if path.name != ".lock"),
         "log": [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()],
         "checkpoints": {path.name: content(path) for path in checkpoints(folder)},
-        "best": load_file(folder / "best" / "model.safetensors"),
-        "final": load_file(folder / "final" / "model.safetensors"),
+        "best": bitwise(load_file(folder / "best" / "model.safetensors")),
+        "final": bitwise(load_file(folder / "final" / "model.safetensors")),
     }
 
 
@@ -222,7 +235,7 @@ class Run:
         checkpoint: regular expression for the paths of file events while a checkpoint is written or deleted.
         is_torn: whether a checkpoint in the folder is torn.
         require_whole: raises where a checkpoint to go on from is damaged or missing.
-        result: all of a finished run that has to be equal, by name.
+        result: all of a finished run that has to be equal.
     """
 
     target: Callable[..., None] = train_loop
@@ -310,13 +323,14 @@ def trainer_content(checkpoint: Path) -> dict:
     """Everything in one of the Trainer's checkpoints; raises where a file is missing or torn."""
     timed = ("runtime", "per_second", "train_loss", "total_flos")
     history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
-    return {
+    found = {
         "model": load_file(checkpoint / "model.safetensors"),
         "optimizer": tensors(checkpoint / "optimizer.pt"),
         "schedule": tensors(checkpoint / "scheduler.pt"),
         "random": tensors(checkpoint / "rng_state.pth"),
         "log": [{key: value for key, value in logs.items() if not key.endswith(timed)} for logs in history],
     }
+    return bitwise(found)
 
 
 def _trainer_checkpoints(folder: Path) -> list[Path]:
@@ -346,24 +360,3 @@ def trainer(folder: Path) -> Run:
     """`train_with_trainer`, which writes nothing into the folder."""
     functions = {"is_torn": _trainer_is_torn, "require_whole": _require_whole_of_trainer, "result": _trainer_result}
     return Run(train_with_trainer, checkpoint=r"checkpoint-\d+", **functions)
-
-
-# --- comparison ----------------------------------------------------------------------------------------------------
-
-
-def assert_equal(found: Any, expected: Any, where: str) -> None:
-    """Bitwise, through mappings, sequences, tensors and numbers."""
-    if isinstance(expected, dict):
-        assert list(found) == list(expected), where
-        for key, value in expected.items():
-            assert_equal(found[key], value, f"{where}: {key}")
-    elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected), where
-        for i, (left, right) in enumerate(zip(found, expected, strict=True)):
-            assert_equal(left, right, f"{where}[{i}]")
-    elif isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype and torch.equal(found, expected), where
-    elif hasattr(expected, "tobytes"):
-        assert found.tobytes() == expected.tobytes(), where
-    else:
-        assert found == expected, where

@@ -13,7 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from reliability import runs
 from reliability.record import SEED, Part, is_full, note
-from reliability.runs import Moment, assert_equal, run_in_process
+from reliability.runs import Moment, run_in_process
 from rsa_hf.training.checkpoints import CheckpointFolder
 from rsa_hf.training.trainer import newest_whole_checkpoint
 
@@ -61,7 +61,7 @@ def test_killed_at_random_moments(kind, tmp_path):
             came_out["killed"] += 1
             came_out[TORN] += run.is_torn(tmp_path / folder)
             run.require_whole(tmp_path / folder)
-        assert_equal(run.result(tmp_path / folder), expected, folder)
+        assert run.result(tmp_path / folder) == expected
         came_out["runs finished, bitwise as the uninterrupted one"] += 1
         shutil.rmtree(tmp_path / folder)
     assert came_out[TORN] >= kills // 5
@@ -86,7 +86,7 @@ def test_the_loop_is_killed_before_its_file_events(tmp_path):
         came_out["killed"] += 1
         came_out[TORN] += runs.is_torn(parts)
         runs.train_loop(parts)
-        assert_equal(runs.result(parts), expected, parts.name)
+        assert runs.result(parts) == expected
         came_out["gone on bitwise"] += 1
     assert came_out[TORN] >= 3
     note(Part.CRASH, f"the loop of both scripts: SIGKILL before every {every}. file event", came_out)
@@ -143,7 +143,7 @@ def test_a_damaged_checkpoint_is_passed_over(damage, run, finished, caplog):
         damage(run / "checkpoints" / "step-4" / file)
         caplog.clear()
         runs.train_loop(run)
-        assert_equal(runs.result(run), runs.result(finished), "gone on from step-3")
+        assert runs.result(run) == runs.result(finished)
         # Without its progress.json a folder is not one of ours.
         if (file, damage) != ("progress.json", Path.unlink):
             assert "step-4 is damaged" in caplog.text and "step-3, the newest intact one" in caplog.text
@@ -158,7 +158,7 @@ def test_none_is_whole(run, finished):
     with pytest.raises(ValueError, match="step-4 is not an intact checkpoint"):
         runs.train_loop(run, resume=str(run / "checkpoints" / "step-4"))
     runs.train_loop(run, resume="never")
-    assert_equal(runs.result(run), runs.result(finished), "started over")
+    assert runs.result(run) == runs.result(finished)
 
 
 LEFT = {"half written": ("best", "checkpoints/.step-7.tmp", ".best.tmp", ".final.old")}
@@ -172,7 +172,7 @@ def test_what_a_killed_run_left_is_cleared(what, run, finished):
     for name in left:
         shutil.copytree(run / copied, run / name)
     runs.train_loop(run)
-    assert_equal(runs.result(run), runs.result(finished), "cleared")
+    assert runs.result(run) == runs.result(finished)
 
 
 def test_an_older_checkpoint_is_gone_on_from(run, finished, monkeypatch):
@@ -187,7 +187,7 @@ def test_an_older_checkpoint_is_gone_on_from(run, finished, monkeypatch):
     assert [path.name for path in runs.checkpoints(run)] == ["step-3"]
     monkeypatch.undo()
     runs.train_loop(run)
-    assert_equal(runs.result(run), runs.result(finished), "gone on")
+    assert runs.result(run) == runs.result(finished)
 
 
 @pytest.fixture(scope="module")

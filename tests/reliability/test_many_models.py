@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,6 +19,7 @@ import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from models import xl
@@ -31,8 +33,6 @@ TESTS = Path(__file__).parents[1]
 RUNS, STEPS = (60, 30) if is_full() else (4, 14)
 ROUNDS = 150 if is_full() else 8
 MOST = 5  # models at a time
-
-which = st.integers(0, MOST - 1)
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +57,26 @@ def _one_thread():
 # --- in any order --------------------------------------------------------------------------------------------------
 
 
-def on_models(**arguments):
-    """A rule for when there is a model."""
-    return lambda function: precondition(lambda self: self.models)(rule(**arguments)(function))
+@dataclass(eq=False)
+class Held:
+    """A model; fresh: it was built here, and neither saved nor loaded."""
+
+    model: PreTrainedModel
+    kind: Kind
+    fresh: bool = True
+
+
+def on_a_model(**arguments):
+    """A rule for one of the models, counted under the word that the function returns."""
+
+    def rule_of(function):
+        def doing(self, index, **drawn):
+            self.done[function(self, self.held[index % len(self.held)], **drawn)] += 1
+
+        doing.__name__ = function.__name__
+        return precondition(lambda self: self.held)(rule(index=st.integers(0, MOST - 1), **arguments)(doing))
+
+    return rule_of
 
 
 class ManyModels(RuleBasedStateMachine):
@@ -70,56 +87,43 @@ class ManyModels(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.models = []
+        self.held = []
         self.functions = dict(ALL_ATTENTION_FUNCTIONS)
         self.get_interface = AttentionInterface.get_interface
 
-    def pick(self, index):
-        return index % len(self.models)
-
-    def add(self, model, kind, fresh):
-        self.models.append((model, kind, fresh))
-        if len(self.models) > MOST:
-            self.models.pop(0)
+    def hold(self, held):
+        self.held = [*self.held, held][-MOST:]
 
     @rule(family=st.sampled_from(FAMILIES), seed=st.sampled_from(SEEDS))
     def build(self, family, seed):
-        self.add(build(family, seed), Kind(family, seed), True)
+        self.hold(Held(build(family, seed), Kind(family, seed)))
         self.done["built"] += 1
 
-    @on_models(index=which, plan=st.sampled_from(range(len(PLANS))))
-    def patch(self, index, plan):
-        index = self.pick(index)
-        model, kind, fresh = self.models[index]
-        if kind.plan in (None, plan):
-            assert patch_model(model, PLANS[plan]) is model
-            self.models[index] = (model, kind.with_(plan=plan), fresh)
-            self.done["patched"] += 1
-            return
-        with pytest.raises(ValueError, match="patched already"):
-            patch_model(model, PLANS[plan])
-        self.done["refused a second plan"] += 1
+    @on_a_model(plan=st.sampled_from(range(len(PLANS))))
+    def patch(self, held, plan):
+        if held.kind.plan not in (None, plan):
+            with pytest.raises(ValueError, match="patched already"):
+                patch_model(held.model, PLANS[plan])
+            return "refused a second plan"
+        assert patch_model(held.model, PLANS[plan]) is held.model
+        held.kind = replace(held.kind, plan=plan)
+        return "patched"
 
-    @on_models(index=which)
-    def unpatch(self, index):
-        index = self.pick(index)
-        model, kind, fresh = self.models[index]
-        assert unpatch_model(model) is model
-        self.models[index] = (model, kind.with_(plan=None), fresh)
-        self.done["unpatched"] += 1
+    @on_a_model()
+    def unpatch(self, held):
+        assert unpatch_model(held.model) is held.model
+        held.kind = replace(held.kind, plan=None)
+        return "unpatched"
 
-    @on_models(index=which)
-    def refuse(self, index):
-        model, *_ = self.models[self.pick(index)]
+    @on_a_model()
+    def refuse(self, held):
         with pytest.raises(ValueError, match="99"):
-            patch_model(model, {"num_regular": 99})
-        self.done["refused a plan that does not fit"] += 1
+            patch_model(held.model, {"num_regular": 99})
+        return "refused a plan that does not fit"
 
-    @on_models(index=which, way=st.sampled_from(("deepcopy", "pickle", "torch.save", "save_pretrained")))
-    def duplicate(self, index, way):
-        model, kind, fresh = self.models[self.pick(index)]
-        if way == "save_pretrained" and kind.dtype == torch.bfloat16:
-            return  # transformers makes Llama's angles anew, which the cast had rounded
+    @on_a_model(way=st.sampled_from(("deepcopy", "pickle", "torch.save", "save_pretrained")))
+    def duplicate(self, held, way):
+        model = held.model
         if way == "deepcopy":
             other = copy.deepcopy(model)
         elif way == "pickle":
@@ -129,58 +133,55 @@ class ManyModels(RuleBasedStateMachine):
             torch.save(model, file)
             file.seek(0)
             other = torch.load(file, weights_only=False)
+        elif held.kind.dtype == torch.bfloat16:
+            return "not saved in bfloat16"  # transformers makes Llama's angles anew, which the cast had rounded
         else:
             with TemporaryDirectory() as folder:
                 model.save_pretrained(folder)
-                other = type(model).from_pretrained(folder, dtype=kind.dtype)
-        self.add(other, kind, fresh and way != "save_pretrained")
-        self.done[way] += 1
+                other = type(model).from_pretrained(folder, dtype=held.kind.dtype)
+        self.hold(Held(other, held.kind, held.fresh and way != "save_pretrained"))
+        return way
 
-    @on_models(index=which, dtype=st.sampled_from((torch.float32, torch.float64, torch.bfloat16)))
-    def cast(self, index, dtype):
-        index = self.pick(index)
-        model, kind, fresh = self.models[index]
-        if kind.dtype == torch.bfloat16:
-            return  # what was rounded away does not come back
-        self.models[index] = (model.to(dtype), kind.with_(dtype=dtype), fresh)
-        self.done["cast"] += 1
+    @on_a_model(dtype=st.sampled_from((torch.float32, torch.float64, torch.bfloat16)))
+    def cast(self, held, dtype):
+        if held.kind.dtype == torch.bfloat16:
+            return "not cast back"  # what was rounded away does not come back
+        held.model.to(dtype)
+        held.kind = replace(held.kind, dtype=dtype)
+        return "cast"
 
-    @on_models(index=which)
-    def move(self, index):
-        model, *_ = self.models[self.pick(index)]
+    @on_a_model()
+    def move(self, held):
+        model = held.model
         kept = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
         model.to("meta").to_empty(device="cpu")
         model.tie_weights()  # moving through the meta device takes tied parameters apart
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 tensor.copy_(kept[name])
-        self.done["moved"] += 1
+        return "moved"
 
-    @on_models(index=which)
-    def forget(self, index):
-        self.models.pop(self.pick(index))
+    @on_a_model()
+    def forget(self, held):
+        self.held.remove(held)
         gc.collect()
-        self.done["forgotten"] += 1
+        return "forgotten"
 
-    @on_models(index=which)
-    def train(self, index):
+    @on_a_model()
+    def train(self, held):
         """With a step of length nought: gradients come and go."""
-        model, kind, _ = self.models[self.pick(index)]
-        if kind.dtype != torch.float32:
-            return
-        model(input_ids=torch.tensor([[5, 6, 7, 8]])).logits.sum().backward()
-        torch.optim.SGD(model.parameters(), lr=0.0).step()
-        model.zero_grad()
-        self.done["trained"] += 1
+        held.model(input_ids=torch.tensor([[5, 6, 7, 8]])).logits.sum().backward()
+        torch.optim.SGD(held.model.parameters(), lr=0.0).step()
+        held.model.zero_grad()
+        return "trained"
 
-    @on_models()
-    def all_at_once(self):
+    @on_a_model()
+    def all_at_once(self, _):
         with ThreadPoolExecutor(4) as pool:
-            found = [pool.submit(outputs, model, kind) for model, kind, _ in self.models for _ in range(2)]
-            kinds = [kind for _, kind, _ in self.models for _ in range(2)]
-        for future, kind in zip(found, kinds, strict=True):
+            found = [(held.kind, pool.submit(outputs, held.model, held.kind)) for held in self.held for _ in range(2)]
+        for kind, future in found:
             self.require(kind, future.result())
-        self.done["all at once, in threads"] += 1
+        return "all at once, in threads"
 
     def require(self, kind, found):
         for mine, expected in zip(found, self.alone["outputs"][kind], strict=True):
@@ -189,19 +190,18 @@ class ManyModels(RuleBasedStateMachine):
 
     @invariant()
     def none_notices_another(self):
-        for model, kind, fresh in self.models:
+        for held in self.held:
+            model, kind = held.model, held.kind
             self.require(kind, outputs(model, kind))
             assert is_patched(model) is (kind.plan is not None)
-            if kind.plan is None:
-                assert not hasattr(model.config, "rsa")
-                if fresh:
-                    plain = Kind(kind.family, kind.seed, None, kind.dtype)
-                    assert looks(model) == self.alone["looks"][plain]
-                    # (Saving a model writes its class into its config, and casting its dtype: plain ones too.)
-                    configs = [model.config.to_dict(), dict(self.alone["configs"][plain])]
-                    for config in configs:
-                        del config["dtype"], config["architectures"]
-                    assert configs[0] == configs[1]
+            assert hasattr(model.config, "rsa") is (kind.plan is not None)
+            if kind.plan is None and held.fresh:
+                assert looks(model) == self.alone["looks"][kind]
+                # (Saving a model writes its class into its config, and casting its dtype: plain ones too.)
+                configs = [model.config.to_dict(), dict(self.alone["configs"][kind])]
+                for config in configs:
+                    del config["dtype"], config["architectures"]
+                assert configs[0] == configs[1]
             self.done["compared, bit by bit"] += 1
         assert dict(ALL_ATTENTION_FUNCTIONS) == self.functions
         assert sorted(self.functions) == self.alone["attention functions"]
@@ -211,15 +211,9 @@ class ManyModels(RuleBasedStateMachine):
 
 def test_any_order_of_doings(alone):
     ManyModels.alone, ManyModels.done = alone, Counter()
-    run_state_machine_as_test(
-        ManyModels,
-        settings=settings(
-            max_examples=RUNS,
-            stateful_step_count=STEPS,
-            report_multiple_bugs=False,
-            phases=(Phase.explicit, Phase.generate),
-        ),
-    )
+    phases = (Phase.explicit, Phase.generate)
+    numbers = {"max_examples": RUNS, "stateful_step_count": STEPS, "report_multiple_bugs": False}
+    run_state_machine_as_test(ManyModels, settings=settings(**numbers, phases=phases))
     note(Part.MANY_MODELS, "models built, patched, copied, moved and run in random order", ManyModels.done)
 
 

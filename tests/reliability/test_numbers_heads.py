@@ -57,7 +57,7 @@ def mixed(heads, attention, value, weights, causal, magnitudes=False):
     """Eq. 4 and its gradients; or with the magnitudes of all that is summed, and 1 for cosines."""
     plan, size = heads.plan, abs if magnitudes else (lambda x: x)
     leaves = {name: size(getattr(heads, name).detach().double()).requires_grad_() for name in ("mu", "eta", "nu")}
-    leaves["theta"] = torch.tensor([first_turn(SCALE * float(x)) for x in heads.theta], dtype=torch.float64)
+    leaves["theta"] = torch.tensor([first_turn(SCALE * x) for x in heads.theta.tolist()], dtype=torch.float64)
     leaves["theta"].requires_grad_()
     if magnitudes:
         leaves["mu"] = heads.mu.detach().double().requires_grad_()

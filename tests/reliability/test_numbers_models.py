@@ -73,6 +73,7 @@ def written_out(visible, causal):
         keys = value.repeat_interleave(attention.shape[2] // value.shape[1], 1)[:, :R]
         seen = visible.expand(len(value), -1, -1, -1)
         product = double_loop(keys, LAYER_KINDS, decay, angle, LAYER_DILATION, value.shape[2], 0, causal, seen)
+        product = product + 0 * (decay.sum() + angle.sum())  # each has a gradient, if of nothing
         mixed = (1 - gate) * attention[:, :, :R] + gate * product.transpose(1, 2)
         return torch.cat([mixed, attention[:, :, R:]], 2)
 

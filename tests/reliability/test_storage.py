@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Trai
 
 from reliability import runs
 from reliability.record import Part, note
-from reliability.runs import SERVER, assert_equal, run_in_process
+from reliability.runs import SERVER, bitwise, run_in_process
 from rsa_hf import RSAConfig, cli, patch_model
 from rsa_hf.training.checkpoints import CheckpointFolder
 from rsa_hf.training.trainer import newest_whole_checkpoint
@@ -103,7 +103,7 @@ def test_full_disk(disk, left, before_third_save, monkeypatch, expected):
     filler.unlink()
     monkeypatch.undo()
     runs.train_loop(folder)
-    assert_equal(runs.result(folder), expected, "continued")
+    assert runs.result(folder) == expected
     note(Part.STORAGE, f"full disk, {left:,} bytes left", CONTINUED)
 
 
@@ -115,7 +115,7 @@ def test_file_size_limit(tmp_path, size, before_third_save, monkeypatch, expecte
     require_two_checkpoints(tmp_path, error)
     monkeypatch.undo()
     runs.train_loop(tmp_path)
-    assert_equal(runs.result(tmp_path), expected, "continued")
+    assert runs.result(tmp_path) == expected
     note(Part.STORAGE, f"files of at most {size:,} bytes", CONTINUED)
 
 
@@ -152,7 +152,7 @@ def test_read_only(disk, before_third_save, monkeypatch, expected):
     finally:
         subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
     runs.train_loop(folder)
-    assert_equal(runs.result(folder), expected, "continued")
+    assert runs.result(folder) == expected
     note(Part.STORAGE, "read-only folder", CONTINUED)
 
 
@@ -179,7 +179,7 @@ def test_two_processes_and_one_folder(tmp_path, expected):
     go.touch()
     first.join(60)
     assert first.exitcode == 0
-    assert_equal(runs.result(folder), expected, "the first")
+    assert runs.result(folder) == expected
     note(Part.STORAGE, "a second process in the folder of a run", {"refused and named, nothing mixed": 2})
 
 
@@ -260,7 +260,7 @@ def test_the_trainer_on_a_full_disk(tmp_path, monkeypatch):
     assert newest_whole_checkpoint(tmp_path / "parts") == str(tmp_path / "parts" / "checkpoint-4")
     runs.train_with_trainer(tmp_path / "parts", **steps)
     found, whole = (runs.trainer_content(tmp_path / name / "checkpoint-12") for name in ("parts", "whole"))
-    assert_equal(found, whole, "continued")
+    assert found == whole
     note(Part.STORAGE, "the Trainer at a file-size limit", {"refused in transformers' words, continued bitwise": 1})
 
 
@@ -284,11 +284,11 @@ def test_save_pretrained_over_a_saved_model(tmp_path):
     assert snapshot(tmp_path / "whole") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in place", "whole"]
     kept = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
-    assert_equal(dict(kept.state_dict()), dict(old.state_dict()), "the old one")
+    assert bitwise(kept.state_dict()) == bitwise(old.state_dict())
     with written_whole(tmp_path / "whole") as folder:
         new.save_pretrained(folder)
     replaced = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
-    assert_equal(dict(replaced.state_dict()), dict(new.state_dict()), "the new one")
+    assert bitwise(replaced.state_dict()) == bitwise(new.state_dict())
     what = "save_pretrained in written_whole, at a file-size limit"
     note(Part.STORAGE, what, {"refused, the old model is whole": 1})
 
