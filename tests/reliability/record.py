@@ -1,6 +1,6 @@
-"""Trials: how often a thing is tried, and what `make test-reliability` writes down of it.
+"""How often a thing is tried, and what `make test-reliability` writes down of it.
 
-A few times, or `FULL` where the environment variable RSA_HF_RELIABILITY is "full", as under `make test-reliability`.
+A run is full where the environment variable RSA_HF_RELIABILITY is "full", as under `make test-reliability`.
 The lines go to the file that RSA_HF_RELIABILITY_RECORD names, if it is set, and from there into RELIABILITY.md by
 `scripts/write_reliability.py`.
 """
@@ -19,15 +19,9 @@ from random import Random
 SEED = 0
 SECONDS = 10  # of processor time, for one case
 LONGEST_MESSAGE = 20_000
-FAST = {"plans": 600, "run configs": 200, "data lines": 500, "patches": 100, "checkpoints": 125, "adapters": 20}
-FULL = {
-    "plans": 100_000,
-    "run configs": 5_000,
-    "data lines": 100_000,
-    "patches": 5_000,
-    "checkpoints": 9_000,
-    "adapters": 1_000,
-}
+# How often a kind is tried, in a fast run and in a full one.
+TIMES = {"plans": (600, 100_000), "run configs": (200, 5_000), "data lines": (500, 100_000), "patches": (100, 5_000)}
+TIMES |= {"checkpoints": (125, 9_000), "adapters": (20, 1_000)}
 
 
 class Part(Enum):
@@ -50,7 +44,7 @@ def is_full() -> bool:
 
 def number_of(kind: str) -> int:
     """How often a kind is tried."""
-    return (FULL if is_full() else FAST)[kind]
+    return TIMES[kind][is_full()]
 
 
 def note(part: Part, kind: str, came_out: Mapping[str, int | float], seed: int | None = None) -> None:

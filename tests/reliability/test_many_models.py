@@ -27,6 +27,7 @@ from reliability.neighbours import FAMILIES, PLANS, SEEDS, Kind, build, looks, o
 from reliability.record import Part, is_full, note
 from rsa_hf import is_patched, patch_model, unpatch_model
 from rsa_hf.integration import installed
+from rsa_hf.integration.architectures import connect
 from rsa_hf.integration.attention import record_attention_calls
 
 TESTS = Path(__file__).parents[1]
@@ -283,6 +284,7 @@ def test_one_model_generates_in_many_threads():
 def test_a_probe_looks_at_its_own_thread_alone(family):
     """A model under dropout would draw other numbers if its attention were called once more."""
     model = build(family, 0).train()
+    connect(model)
     model.config.attention_dropout = model.config.attn_pdrop = 0.5
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

@@ -16,12 +16,12 @@ import pytest
 from reliability.record import Part, is_full, note
 
 ROOT = Path(__file__).parents[2]
-# seconds, steps between checkpoints, block size
+# seconds of processor time, steps between checkpoints, block size
 SIZES = (20 * 60, 500, 128) if is_full() else (10, 10, 32)
 
 
 @pytest.mark.slow  # trains for some seconds; for twenty minutes under `make test-reliability`
-@pytest.mark.timeout(45 * 60)
+@pytest.mark.timeout(60 * 60)
 def test_a_long_run_stays_flat(tmp_path):
     seconds, every, _ = SIZES
     (tmp_path / "temporary").mkdir()
@@ -34,7 +34,7 @@ def test_a_long_run_stays_flat(tmp_path):
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, Path(__file__).with_name("soak_run.py"), tmp_path, *map(str, SIZES)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300 + 1.25 * seconds)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600 + 2 * seconds)
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(line) for line in (tmp_path / "watched.jsonl").read_text().splitlines()]
     _, _, before, *run, after = lines  # two of the run that warms up
