@@ -22,8 +22,8 @@ from rsa_hf.experiments.runner.processes import machine, versions
 HEAD = """# What rsa_hf promises when things go wrong, and how that was tried
 
 Made by `make test-reliability`; every figure is from that run. Each table says what was tried and what came out: how
-often, or how much. Below it stand the protections that the promise rests on: each was taken out of a copy of the code,
-and the named test went red.
+often, or how much. Below it stand protections that the promise rests on: each was taken out, and the named test went
+red.
 """
 
 

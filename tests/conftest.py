@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 import transformers
 from hypothesis import settings
 
-import rsa_hf  # noqa: F401  (arms the hooks)
+import rsa_hf  # noqa: F401  (installs the hooks)
 
 # Seeded: the same examples on every run. No deadline: shared machines stall.
 settings.register_profile("rsa_hf", derandomize=True, deadline=None, max_examples=30)

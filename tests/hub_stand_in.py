@@ -132,6 +132,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({"error": "Invalid username or password."}, 401)
         return False
 
+    def _is_known(self, repo):
+        if repo in self.stand_in.commits:
+            return True
+        self._json({"error": "Repository not found"}, 404, **{"X-Error-Code": "RepoNotFound"})
+        return False
+
     def create(self):
         asked = json.loads(self.body)
         repo = f"{asked.get('organization') or USER}/{asked['name']}"
@@ -153,14 +159,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({"errors": errors, "warnings": []}, 400 if errors else 200)
 
     def preupload(self, repo, revision):
-        files = [
-            {
-                "path": file["path"],
-                "uploadMode": "lfs" if file["path"].endswith(IN_LFS) else "regular",
-                "shouldIgnore": False,
-            }
-            for file in json.loads(self.body)["files"]
-        ]
+        paths = [file["path"] for file in json.loads(self.body)["files"]]
+        modes = {path: "lfs" if path.endswith(IN_LFS) else "regular" for path in paths}
+        files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
         if self._may_write():
             self._json({"files": files})
 
@@ -196,42 +197,29 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({"success": True, "commitOid": oid, "commitUrl": f"{self.stand_in.endpoint}/{repo}/commit/{oid}"})
 
     def info(self, repo, revision="main"):
-        if repo not in self.stand_in.commits:
-            self._json({"error": "Repository not found"}, 404, **{"X-Error-Code": "RepoNotFound"})
+        if not self._is_known(repo):
             return
-        names = sorted(self.stand_in.files(repo))
-        self._json(
-            {
-                "id": repo,
-                "modelId": repo,
-                "sha": self.stand_in.commit_id(repo),
-                "private": False,
-                "tags": [],
-                "siblings": [{"rfilename": name} for name in names],
-            }
-        )
+        files = [{"rfilename": name} for name in sorted(self.stand_in.files(repo))]
+        sha = self.stand_in.commit_id(repo)
+        self._json({"id": repo, "modelId": repo, "sha": sha, "private": False, "tags": [], "siblings": files})
 
     def nothing(self):
         self._json({}, 404)
 
     def tree(self, repo, revision, folder=None):
-        if repo not in self.stand_in.commits:
-            self._json({"error": "Repository not found"}, 404, **{"X-Error-Code": "RepoNotFound"})
+        if not self._is_known(repo):
             return
         if folder is not None:
             self._json({"error": "Entry not found"}, 404, **{"X-Error-Code": "EntryNotFound"})
             return
-        files = self.stand_in.files(repo)
-        self._json(
-            [
-                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                for name, content in files.items()
-            ]
-        )
+        described = [
+            {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+            for name, content in self.stand_in.files(repo).items()
+        ]
+        self._json(described)
 
     def resolve(self, repo, revision, path):
-        if repo not in self.stand_in.commits:
-            self._json({"error": "Repository not found"}, 404, **{"X-Error-Code": "RepoNotFound"})
+        if not self._is_known(repo):
             return
         commit = {"X-Repo-Commit": self.stand_in.commit_id(repo)}
         content = self.stand_in.files(repo).get(path)

@@ -285,7 +285,7 @@ def read_yaml(text: str) -> Any:
         ValueError: the text is not valid YAML, or asks for other than plain values.
     """
     try:
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader: it builds plain values only
+        return yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader: it builds plain values only)
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         # A value that does not fit its tag, such as `!!bool x`, makes PyYAML raise errors of Python's own.
         raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from error

@@ -1,6 +1,6 @@
 """Checkpoints that something has happened to, and what their files say, read by their format alone.
 
-A checkpoint is a dictionary of its files: name → bytes. Each of `KINDS` and `ADAPTER_KINDS` changes such a dictionary.
+A checkpoint is a dictionary of its files: name → bytes. Each of `KINDS` changes such a dictionary.
 """
 
 from __future__ import annotations
@@ -18,18 +18,11 @@ from torch import Tensor
 from reliability import hostile
 
 Files = dict[str, bytes]
+Change = Callable[[Random, Files], None]
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 
 
 # --- the format of safetensors: a length, a header of JSON, a body --------------------------------------------------
@@ -45,42 +38,35 @@ def joined(header: dict[str, Any] | str, body: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text + body
 
 
-def tensors_of(content: bytes) -> dict[str, Tensor]:
-    header, body = split(content)
-    found = {}
-    for name, entry in header.items():
-        if name != "__metadata__":
-            start, end = entry["data_offsets"]
-            flat = torch.frombuffer(bytearray(body[start:end]), dtype=DTYPES[entry["dtype"]]) if end > start else None
-            found[name] = torch.empty(entry["shape"]) if flat is None else flat.reshape(entry["shape"])
-    return found
-
-
 def parts_of(content: bytes) -> dict[str, tuple[dict[str, Any], bytes]]:
     """What the header says of each tensor, and its bytes."""
     header, body = split(content)
-    return {
-        key: (entry, body[slice(*entry["data_offsets"])]) for key, entry in header.items() if key != "__metadata__"
-    }
+    header.pop("__metadata__", None)
+    return {key: (entry, body[slice(*entry["data_offsets"])]) for key, entry in header.items()}
 
 
 def packed(parts: dict[str, tuple[dict[str, Any], bytes]]) -> bytes:
     """A file with these tensors, one behind the other."""
-    header, body = {}, b""
+    header, body = {"__metadata__": {"format": "pt"}}, b""
     for key, (entry, content) in parts.items():
         header[key] = {**entry, "data_offsets": [len(body), len(body) + len(content)]}
         body += content
-    return joined({"__metadata__": {"format": "pt"}, **header}, body)
+    return joined(header, body)
 
 
 def tensors(files: Files) -> dict[str, Tensor]:
     """All tensors of a checkpoint; of shards in the order of their names, as transformers reads them."""
-    if WEIGHTS in files:
-        return tensors_of(files[WEIGHTS])
-    found = {}
-    for name in sorted(set(json.loads(files[INDEX])["weight_map"].values())):
-        found |= tensors_of(files[name])
-    return found
+    names = [WEIGHTS] if WEIGHTS in files else sorted(set(json.loads(files[INDEX])["weight_map"].values()))
+    return {key: tensor for name in names for key, tensor in tensors_of(files[name]).items()}
+
+
+def tensors_of(content: bytes) -> dict[str, Tensor]:
+    return {
+        key: torch.frombuffer(bytearray(values), dtype=DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        if values
+        else torch.empty(entry["shape"])
+        for key, (entry, values) in parts_of(content).items()
+    }
 
 
 # --- what may happen to any file ------------------------------------------------------------------------------------
@@ -94,8 +80,8 @@ def flipped(random: Random, content: bytes, start: int, end: int) -> bytes:
     return bytes(changed)
 
 
-def _weights(random: Random, files: Files) -> str:
-    return random.choice([name for name in files if name.endswith(".safetensors")])
+def _weights(random: Random, files: Files, holding: bytes = b"") -> str:
+    return random.choice([name for name in files if name.endswith(".safetensors") and holding in files[name]])
 
 
 def header_bit(random: Random, files: Files) -> None:
@@ -109,12 +95,9 @@ def body_bit(random: Random, files: Files) -> None:
     name = _weights(random, files)
     header, body = split(files[name])
     start = len(files[name]) - len(body)
-    rsa = [entry for key, entry in header.items() if ".rsa." in key]
-    if rsa and random.random() < 0.5:
-        first, last = random.choice(rsa)["data_offsets"]
-        files[name] = flipped(random, files[name], start + first, start + last)
-    else:
-        files[name] = flipped(random, files[name], start, len(files[name]))
+    rsa = [entry["data_offsets"] for key, entry in header.items() if ".rsa." in key]
+    first, last = random.choice(rsa) if rsa and random.random() < 0.5 else (0, len(body))
+    files[name] = flipped(random, files[name], start + first, start + last)
 
 
 def truncated(random: Random, files: Files) -> None:
@@ -124,15 +107,15 @@ def truncated(random: Random, files: Files) -> None:
 
 def length(random: Random, files: Files) -> None:
     name = _weights(random, files)
-    size = random.choice([0, 1, 2, 99, 10**9, 2**63, 2**64 - 1])
-    files[name] = struct.pack("<Q", size) + files[name][8:]
+    files[name] = struct.pack("<Q", random.choice([0, 1, 2, 99, 10**9, 2**63, 2**64 - 1])) + files[name][8:]
+
+
+_OTHERS = [b"", b"\0" * 100, b"<html>404</html>", b"\x80\x04K\x01.", b"[]", b"null", b'"x"', b"9" * 5000]
+_OTHERS += [b"[" * 200_000]
 
 
 def other_content(random: Random, files: Files) -> None:
-    name = random.choice(list(files))
-    files[name] = random.choice(
-        [b"", b"\0" * 100, b"<html>404</html>", b"\x80\x04K\x01.", b"[]", b"null", b'"x"', b"9" * 5000, b"[" * 200_000]
-    )
+    files[random.choice(list(files))] = random.choice(_OTHERS)
 
 
 def gone(random: Random, files: Files) -> None:
@@ -141,18 +124,31 @@ def gone(random: Random, files: Files) -> None:
 
 # --- what may happen to tensors -------------------------------------------------------------------------------------
 
+# Of the header, or of the tensors: what each key has, an RSA tensor's key, any tensor's key.
+Edit = Callable[[Random, dict[str, Any], str, str], None]
 
-def in_header(change: Callable[[Random, dict[str, Any], str, str], None]) -> Callable[[Random, Files], None]:
-    """A change of the header, which is given an RSA tensor's name and any tensor's."""
 
-    def happen(random: Random, files: Files) -> None:
-        name = random.choice([n for n in files if n.endswith(".safetensors") and b".rsa." in files[n]])
+def in_header(edit: Edit) -> Change:
+    def change(random: Random, files: Files) -> None:
+        name = _weights(random, files, b".rsa.")
         header, body = split(files[name])
         names = [key for key in header if key != "__metadata__"]
-        change(random, header, random.choice([key for key in names if ".rsa." in key]), random.choice(names))
+        edit(random, header, random.choice([key for key in names if ".rsa." in key]), random.choice(names))
         files[name] = joined(header, body)
 
-    return happen
+    return change
+
+
+def in_parts(edit: Edit) -> Change:
+    """The file is sound afterwards."""
+
+    def change(random: Random, files: Files) -> None:
+        name = _weights(random, files, b".rsa.")
+        parts = parts_of(files[name])
+        edit(random, parts, random.choice([key for key in parts if ".rsa." in key]), random.choice(list(parts)))
+        files[name] = packed(parts)
+
+    return change
 
 
 def _swap(random: Random, header: dict[str, Any], one: str, other: str) -> None:
@@ -160,43 +156,20 @@ def _swap(random: Random, header: dict[str, Any], one: str, other: str) -> None:
 
 
 def _retype(random: Random, header: dict[str, Any], one: str, other: str) -> None:
-    header[one]["dtype"] = random.choice(
-        ["I32", "U32", "F16", "BF16", "F64", "BOOL", "F8_E4M3", "C64", "X9", "", 3, None]
-    )
+    types = ["I32", "U32", "F16", "BF16", "F64", "BOOL", "F8_E4M3", "C64", "X9", "", 3, None]
+    header[one]["dtype"] = random.choice(types)
 
 
 def _reshape(random: Random, header: dict[str, Any], one: str, other: str) -> None:
     shape = header[one]["shape"]
-    header[one]["shape"] = random.choice(
-        [[], [0], [-1], [2**40], [2**63, 2], [1, 1], [1, *shape], [*shape, 1], "x", None, [0.5]]
-    )
+    shapes = [[], [0], [-1], [2**40], [2**63, 2], [1, 1], [1, *shape], [*shape, 1], "x", None, [0.5]]
+    header[one]["shape"] = random.choice(shapes)
 
 
 def _move(random: Random, header: dict[str, Any], one: str, other: str) -> None:
     start, end = header[one]["data_offsets"]
-    header[one]["data_offsets"] = random.choice(
-        [
-            [end, start],
-            [start, end + 4],
-            [start - 4, end],
-            [0, 2**62],
-            [-1, end],
-            [start],
-            header[other]["data_offsets"],
-        ]
-    )
-
-
-def in_parts(change: Callable[[Random, dict[str, Any], str, str], None]) -> Callable[[Random, Files], None]:
-    """A change of the tensors, as of the header, after which the file is sound."""
-
-    def happen(random: Random, files: Files) -> None:
-        name = random.choice([n for n in files if n.endswith(".safetensors") and b".rsa." in files[n]])
-        parts = parts_of(files[name])
-        change(random, parts, random.choice([key for key in parts if ".rsa." in key]), random.choice(list(parts)))
-        files[name] = packed(parts)
-
-    return happen
+    places = [[end, start], [start, end + 4], [start - 4, end], [0, 2**62], [-1, end], [start]]
+    header[one]["data_offsets"] = random.choice([*places, header[other]["data_offsets"]])
 
 
 def _drop(random: Random, parts: dict[str, Any], one: str, other: str) -> None:
@@ -208,19 +181,16 @@ def _add(random: Random, parts: dict[str, Any], one: str, other: str) -> None:
     parts[which.replace("0", str(random.randrange(9))) + random.choice(["", "", "x", ".rsa.mu"])] = parts[which]
 
 
-def _rename(random: Random, header: dict[str, Any], one: str, other: str) -> None:
-    header[random.choice(hostile.NAMES) or "x"] = header.pop(random.choice([one, other]))
+def _rename(random: Random, parts: dict[str, Any], one: str, other: str) -> None:
+    parts[random.choice(hostile.NAMES) or "x"] = parts.pop(random.choice([one, other]))
 
 
-def number(random: Random, files: Files) -> None:
+def _renumber(random: Random, parts: dict[str, Any], one: str, other: str) -> None:
     """One entry of an RSA tensor, or all, is no number or far too large."""
-    name = random.choice([n for n in files if n.endswith(".safetensors") and b".rsa." in files[n]])
-    header, body = split(files[name])
-    start, end = header[random.choice([key for key in header if ".rsa." in key])]["data_offsets"]
-    size = random.choice([1, (end - start) // 4])
+    entry, content = parts[one]
+    size = random.choice([1, len(content) // 4])
     value = random.choice([math.nan, math.inf, -math.inf, 1e38, -1e38, 1e13, 3.0, -0.0])
-    body = body[:start] + struct.pack("<f", value) * size + body[start + 4 * size :]
-    files[name] = joined(header, body)
+    parts[one] = entry, struct.pack("<f", value) * size + content[4 * size :]
 
 
 def _retype_whole(random: Random, parts: dict[str, Any], one: str, other: str) -> None:
@@ -231,25 +201,26 @@ def _retype_whole(random: Random, parts: dict[str, Any], one: str, other: str) -
     parts[one] = {**entry, "dtype": dtype}, values.view(torch.uint8).numpy().tobytes()
 
 
-def same_key_twice(random: Random, files: Files) -> None:
-    """A tensor stands twice in a header."""
+def tensor_twice(random: Random, files: Files) -> None:
+    """In one header."""
     name = _weights(random, files)
     header, body = split(files[name])
     key = random.choice([key for key in header if key != "__metadata__"])
-    text = json.dumps(header)
-    files[name] = joined(f"{text[:-1]}, {json.dumps(key)}: {json.dumps(random.choice(list(header.values())))}}}", body)
+    text, entry = json.dumps(header), random.choice(list(header.values()))
+    files[name] = joined(f"{text[:-1]}, {json.dumps(key)}: {json.dumps(entry)}}}", body)
 
 
 # --- what may happen to the plan ------------------------------------------------------------------------------------
 
 
-def in_config(change: Callable[[Random, dict[str, Any]], None]) -> Callable[[Random, Files], None]:
-    def happen(random: Random, files: Files) -> None:
-        content = json.loads(files[CONFIG])
-        change(random, content)
-        files[CONFIG] = json.dumps(content).encode()
+def edit_json(files: Files, name: str, edit: Callable[[dict[str, Any]], Any]) -> None:
+    content = json.loads(files[name])
+    edit(content)
+    files[name] = json.dumps(content).encode()
 
-    return happen
+
+def in_config(edit: Callable[[Random, dict[str, Any]], None]) -> Change:
+    return lambda random, files: edit_json(files, CONFIG, lambda content: edit(random, content))
 
 
 def config_bit(random: Random, files: Files) -> None:
@@ -281,18 +252,18 @@ def _plan(random: Random, content: dict[str, Any]) -> None:
 def _plan_that_fits(random: Random, content: dict[str, Any]) -> None:
     """Another plan, with the same shapes of tensors."""
     plan = content["rsa"]["plan"]
-    plan.update(
-        random.choice(
-            [
-                {"dilation": random.choice([1, 2, 5, 65_536, 65_537, [1, 2, 3], [4, 4]])},
-                {"gate_init": random.choice([0, -3, "-inf", "inf", [-1, 1]])},
-                {"num_regular": plan["num_dilated_regular"], "num_dilated_regular": plan["num_regular"]},
-                {"causal": random.choice([True, False, None])},
-                {"parameter_scale": random.choice([1, 20, 1e6, 1e-6])},
-                {"layers": random.choice([[0], [0, 1], [1, 2, 3], [10**9], [0, 4096], None])},
-            ]
-        )
-    )
+    values = {
+        "dilation": [1, 2, 5, 65_536, 65_537, [1, 2, 3], [4, 4]],
+        "gate_init": [0, -3, "-inf", "inf", [-1, 1]],
+        "causal": [True, False, None],
+        "parameter_scale": [1, 20, 1e6, 1e-6],
+        "layers": [[0], [0, 1], [1, 2, 3], [10**9], [0, 4096], None],
+        "num_regular": [plan["num_dilated_regular"]],
+    }
+    name = random.choice(list(values))
+    if name == "num_regular":
+        plan["num_dilated_regular"] = plan[name]
+    plan[name] = random.choice(values[name])
 
 
 def _plan_section(random: Random, content: dict[str, Any]) -> None:
@@ -315,46 +286,19 @@ def _modules(random: Random, content: dict[str, Any]) -> None:
         modules[random.randrange(len(modules))] = name
 
 
-def other_module(names: list[str]) -> Callable[[Random, Files], None]:
-    """The RSA heads of one module are another's, which exists; or one that does not."""
-
-    def happen(random: Random, files: Files) -> None:
-        move_heads(files, random.choice(json.loads(files[CONFIG])["rsa"]["modules"]), random.choice(names))
-
-    return happen
-
-
 def move_heads(files: Files, old: str, new: str) -> None:
     """Give the RSA heads of one module to another, in plan, index and tensors."""
 
     def named(keys: dict[str, Any]) -> dict[str, Any]:
         return {key.replace(f"{old}.rsa.", f"{new}.rsa."): value for key, value in keys.items()}
 
-    for name in files:
-        if name.endswith(".safetensors"):
-            header, body = split(files[name])
-            files[name] = joined(named(header), body)
-            continue
-        content = json.loads(files[name])
-        if name == CONFIG:
-            content["rsa"]["modules"] = [new if module == old else module for module in content["rsa"]["modules"]]
-        else:
-            content["weight_map"] = named(content["weight_map"])
-        files[name] = json.dumps(content).encode()
-
-
-def plan_twice(random: Random, files: Files) -> None:
-    """A key of config.json stands twice, now and then inside of the plan."""
-    text = files[CONFIG].decode()
-    content = json.loads(text)
-    if random.random() < 0.5:
-        other = json.loads(json.dumps(content["rsa"]))
-        other["plan"]["dilation"] = 7
-        added = f'"rsa": {json.dumps(random.choice([other, None, 3]))}, '
-        files[CONFIG] = text.replace("{", "{" + added, 1).encode()
-    else:
-        place = text.index('"plan"')
-        files[CONFIG] = (text[:place] + text[place:].replace("{", '{"dilation": 7, ', 1)).encode()
+    for name in [name for name in files if name.endswith(".safetensors")]:
+        header, body = split(files[name])
+        files[name] = joined(named(header), body)
+    if INDEX in files:
+        edit_json(files, INDEX, lambda content: content.update(weight_map=named(content["weight_map"])))
+    modules = [new if module == old else module for module in json.loads(files[CONFIG])["rsa"]["modules"]]
+    edit_json(files, CONFIG, lambda content: content["rsa"].update(modules=modules))
 
 
 # --- what may happen to shards --------------------------------------------------------------------------------------
@@ -370,20 +314,18 @@ def shards(random: Random, files: Files) -> None:
         weights[key] = random.choice(["absent.safetensors", "", ".", 3, None, "x" * 300, "a\0b", "config.json"])
     elif kind == 1:
         place = random.choice(["../outside.safetensors", "/etc/passwd", "sub/../../outside.safetensors", "//x"])
-        for name in weights if random.random() < 0.5 else [key]:
-            weights[name] = place
+        weights.update(dict.fromkeys(weights if random.random() < 0.5 else [key], place))
     elif kind == 2:
         index[random.choice(["weight_map", "metadata"])] = hostile.value(random)
     elif kind == 3:
         index.pop(random.choice(["weight_map", "metadata"]))
     else:
-        copy = random.choice([name for name in files if name.endswith(".safetensors")])
-        files["copy.safetensors"] = files[copy]
+        files["copy.safetensors"] = files[_weights(random, files)]
         weights[key] = "copy.safetensors"
     files[INDEX] = json.dumps(index).encode()
 
 
-KINDS: dict[str, Callable[[Random, Files], None]] = {
+KINDS: dict[str, Change] = {
     "config bit": config_bit,
     "plan bit": plan_bit,
     "header bit": header_bit,
@@ -400,11 +342,11 @@ KINDS: dict[str, Callable[[Random, Files], None]] = {
     "shape": in_header(_reshape),
     "place": in_header(_move),
     "name": in_parts(_rename),
-    "number": number,
-    "tensor twice": same_key_twice,
+    "number": in_parts(_renumber),
+    "tensor twice": tensor_twice,
     "plan": in_config(_plan),
     "plan that fits": in_config(_plan_that_fits),
     "section": in_config(_plan_section),
     "modules": in_config(_modules),
-    "key twice": plan_twice,
+    "shards": shards,
 }

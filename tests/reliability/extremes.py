@@ -15,7 +15,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from references import double_loop
-from rsa_hf import rem_product
+from rsa_hf import RSAConfig, rem_product
+
+# A layer with every kind of head, the last of them dilated; and of each head which ν and θ it has where pairs are tied.
+LAYER = RSAConfig(
+    num_regular=2,
+    num_cyclical_pairs=1,
+    num_dilated_regular=1,
+    num_dilated_cyclical_pairs=1,
+    dilation=[2, 3, 40],
+    gate_init=0.5,
+)
+LAYER_KINDS = ("regular", "regular", "cos", "sin", "regular", "cos", "sin")
+LAYER_DILATION = (1, 1, 1, 1, 2, 3, 40)
+LAYER_PAIRS = (None, None, 0, 0, None, 1, 1)
 
 KINDS = ("regular", "cos", "sin")
 NEAR_ONE = 1 - 1e-7
@@ -121,15 +134,9 @@ def reference(problem: Problem) -> tuple[list[Tensor], list[Tensor]]:
     """P V and its gradients with respect to V, the rates and the angles, and the sums of the magnitudes: in float64."""
     angles = torch.tensor([first_turn(angle) for angle in problem.theta.tolist()], dtype=torch.float64)
     value = torch.nan_to_num(problem.value.double(), nan=0.0)
-    exact = _looped(problem, value, problem.kinds, problem.decay.double(), angles, problem.weights)
-    magnitudes = _looped(
-        problem,
-        value.abs(),
-        ("regular",) * len(problem.kinds),
-        problem.decay.double().abs(),
-        angles,
-        problem.weights.abs(),
-    )
+    decay, weights, regular = problem.decay.double(), problem.weights, ("regular",) * len(problem.kinds)
+    exact = _looped(problem, value, problem.kinds, decay, angles, weights)
+    magnitudes = _looped(problem, value.abs(), regular, decay.abs(), angles, weights.abs())
     magnitudes[3] = magnitudes[2]  # |∂/∂θ| ≤ Σ τ |ρ|^τ |v| ≤ |∂/∂ρ|
     return exact, magnitudes
 
@@ -152,19 +159,10 @@ def first_turn(angle: float) -> float:
 def differentiated(problem: Problem) -> list[Tensor]:
     """P V by `rem_product`, and its gradients."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in (problem.value, problem.decay, problem.theta)]
-    output = rem_product(
-        leaves[0],
-        problem.kinds,
-        *leaves[1:],
-        problem.dilation,
-        query_length=problem.T,
-        causal=problem.causal,
-        groups=problem.groups,
-        **problem.masks,
-    )
-    gradients = torch.autograd.grad(
-        output, leaves, problem.weights.to(output.dtype), allow_unused=True, materialize_grads=True
-    )
+    keywords = {"query_length": problem.T, "causal": problem.causal, "groups": problem.groups, **problem.masks}
+    output = rem_product(leaves[0], problem.kinds, *leaves[1:], problem.dilation, **keywords)
+    weights = problem.weights.to(output.dtype)
+    gradients = torch.autograd.grad(output, leaves, weights, allow_unused=True, materialize_grads=True)
     return [output.detach(), *gradients]
 
 

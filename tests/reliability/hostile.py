@@ -4,70 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields
 from random import Random
 from typing import Any
 
-PLAN_FIELDS = [
-    "num_regular",
-    "num_cyclical_pairs",
-    "num_dilated_regular",
-    "num_dilated_cyclical_pairs",
-    "dilation",
-    "gate_init",
-    "gate_per_head",
-    "tie_pairs",
-    "layers",
-    "causal",
-    "parameter_scale",
-]
-NAMES = [
-    "../x",
-    "__class__",
-    "h.0.attn.__class__",
-    "h[0]",
-    "",
-    ".",
-    "h..0",
-    "h.0.attn\n",
-    "h." * 400,
-    "x" * 10**5,
-    "h.0",
-    "ø",
-]
-NUMBERS = [
-    0,
-    1,
-    2,
-    -1,
-    7,
-    2**31,
-    2**63,
-    -(2**64),
-    10**400,
-    0.5,
-    -0.0,
-    1e308,
-    -1e308,
-    1e-320,
-    1e-40,
-    math.inf,
-    -math.inf,
-    math.nan,
-]
-WORDS = [
-    "",
-    "inf",
-    "-inf",
-    "nan",
-    "1e999",
-    "true",
-    "no",
-    "\ud800",
-    "\0",
-    "x" * 10**4,
-    "!!python/object:os.system",
-    *NAMES[:3],
-]
+from rsa_hf import RSAConfig
+
+PLAN_FIELDS = [field.name for field in fields(RSAConfig)]
+NAMES = ["../x", "__class__", "h.0.attn.__class__", "h[0]", "", ".", "h..0", "h.0.attn\n", "h.0", "ø"]
+NAMES += ["h." * 400, "x" * 10**5]
+NUMBERS = [0, 1, 2, -1, 7, 2**31, 2**63, -(2**64), 10**400, 0.5, -0.0, 1e308, -1e308, 1e-320, 1e-40]
+NUMBERS += [math.inf, -math.inf, math.nan]
+WORDS = ["", "inf", "-inf", "nan", "1e999", "true", "no", "\ud800", "\0", "!!python/object:os.system", *NAMES[:3]]
+WORDS += ["x" * 10**4]
 
 
 def value(random: Random, depth: int = 0) -> Any:
@@ -125,22 +74,12 @@ def spelled(random: Random, content: Any) -> str:
     return text
 
 
-ODD_YAML = [
-    "a: &a [*a]",
-    "a: &a [1,1,1,1,1,1,1,1,1]\n"
-    + "\n".join(f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 9)}]" for i in range(9)),
-    "[" * 5000,
-    "{a: " * 5000,
-    "!!bool maybe",
-    "!!int x",
-    "!!timestamp 2020-99-99",
-    "!!python/object/apply:os.system ['false']",
-    "9" * 5000,
-    "? [a]\n: 1",
-    "<<: 1",
-    "{" + ", ".join(f"k{i}: 1" for i in range(3000)) + "}",
-    "\0",
+_LAUGHS = [
+    f"{name}: &{name} [{', '.join(['*' + before] * 9)}]" for before, name in zip("abcdefghi", "bcdefghij", strict=True)
 ]
+ODD_YAML = ["a: &a [*a]", "\n".join(["a: &a [1,1,1,1,1,1,1,1,1]", *_LAUGHS]), "[" * 5000, "{a: " * 5000, "9" * 5000]
+ODD_YAML += ["!!bool maybe", "!!int x", "!!timestamp 2020-99-99", "!!python/object/apply:os.system ['false']"]
+ODD_YAML += ["? [a]\n: 1", "<<: 1", "{" + ", ".join(f"k{i}: 1" for i in range(3000)) + "}", "\0"]
 
 
 def run_config(random: Random) -> str:

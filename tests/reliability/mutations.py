@@ -1,8 +1,21 @@
-"""Protections, each with the edit that takes it out and the test that must go red then."""
+"""Protections, each with a replacement that takes it out and the test that must fail then."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pkgutil import resolve_name
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import yaml
+from transformers.modeling_utils import AttentionInterface
 
 from reliability.record import Part
 
@@ -14,582 +27,352 @@ class Mutation:
     Attributes:
         part: the promise that it keeps.
         protection: what it is, in a few words.
-        file: where it is, below the project's root.
-        old: the text that is replaced; it must stand there once.
-        new: the text in its place.
-        red: the test that must fail, as pytest names it.
+        target: what is replaced, as "module:name" or "module:Class.name". A function or class that is named in the
+            module that defines it is replaced in every module that imports it; otherwise in the named module alone.
+        replace: takes what stands there and returns what takes its place.
+        red: the test below tests/ that must fail, as pytest names it. It has to run in one process, or apply the
+            mutation in its others.
     """
 
     part: Part
     protection: str
-    file: str
-    old: str
-    new: str
+    target: str
+    replace: Callable[[Any], Any]
     red: str
 
+    def apply(self) -> None:
+        """Take the protection out of this process, for good."""
+        path, _, name = self.target.rpartition(":")
+        outer, _, name = name.rpartition(".")
+        owner = resolve_name(f"{path}:{outer}" if outer else path)
+        original = getattr(owner, name)
+        replacement = self.replace(original)
+        setattr(owner, name, replacement)
+        if getattr(original, "__module__", None) == path and not outer:
+            for module in [module for key, module in sys.modules.items() if key.startswith("rsa_hf")]:
+                if vars(module).get(name) is original:
+                    setattr(module, name, replacement)
 
-MUTATIONS = [
-    Mutation(
-        Part.HOSTILE_FILES,
-        "what PEFT has put in before it fails is taken out",
-        "rsa_hf/peft.py",
-        "            parent.add_module(name, child)\n",
-        "            pass\n",
-        "tests/reliability/test_hostile_checkpoints.py::test_what_peft_refuses_late_leaves_the_base_as_it_was",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "heads that no plan names are not ignored as buffers of transformers'",
-        "rsa_hf/integration/loading.py",
-        "return is_planned and any(",
-        "return any(",
-        "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[a gate with the name of a buffer]",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "YAML is read by a safe loader",
-        "rsa_hf/training/arguments.py",
-        "class _Loader(yaml.SafeLoader)",
-        "class _Loader(yaml.UnsafeLoader)",
-        "tests/reliability/test_no_code_runs.py::test_yaml_runs_nothing",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "the values of RSA tensors are checked",
-        "rsa_hf/saved_plan.py",
-        "    if bool(bad.any()):",
-        "    if False:",
-        "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[NaN in a gate]",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "a rate is finite, and not vast",
-        "rsa_hf/saved_plan.py",
-        "bad = parameter.isnan() if is_gate else ~(parameter.abs() <= MAX_STORED)",
-        "bad = parameter.isnan()",
-        "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[a vast angle]",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "RSA tensors hold floating-point numbers",
-        "rsa_hf/saved_plan.py",
-        "if not parameter.is_floating_point():",
-        "if False:",
-        "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[whole numbers]",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "heads are put on self-attention alone",
-        "rsa_hf/integration/attach.py",
-        "not is_self_attention(name, module)]",
-        "False]",
-        "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[a feed-forward layer]",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "cross-attention is told from self-attention",
-        "rsa_hf/integration/attention_modules.py",
-        'return not (is_cross or getattr(module, "is_cross_attention", False))',
-        "return True",
-        "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[cross-attention]",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "a module has one name in a plan",
-        "rsa_hf/integration/attach.py",
-        "if len(set(found.values())) != len(found):",
-        "if False:",
-        "tests/reliability/test_hostile_checkpoints.py::test_one_module_by_two_names",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "names in a plan are checked",
-        "rsa_hf/saved_plan.py",
-        "or not _MODULE_NAME.fullmatch(name):",
-        ":",
-        "tests/integration/test_saving.py::test_plans_that_do_not_fit",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "every module of a plan is there",
-        "rsa_hf/integration/loading.py",
-        "    if absent:",
-        "    if False:",
-        "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[one module more]",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "the number of RSA heads is bounded",
-        "rsa_hf/config.py",
-        "MAX_HEADS = 4096",
-        "MAX_HEADS = 10**18",
-        "tests/hub/test_hub.py::test_a_hostile_plan_is_refused_before_anything_is_built[heads without end]",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "the plan is read before anything is built",
-        "rsa_hf/integration/locks.py",
-        "                read_plan(plan)",
-        "                pass",
-        "tests/hub/test_hub.py::test_a_hostile_plan_is_refused_before_anything_is_built[heads without end]",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "RSA tensors and plan match",
-        "rsa_hf/integration/loading.py",
-        "        _require_matching_keys(model, loading_info)\n",
-        "",
-        "tests/integration/test_saving.py::test_weights_that_do_not_fit_the_plan",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "shapes are compared before memory is taken",
-        "rsa_hf/integration/loading.py",
-        "            _require_matching_shapes(model, loading_info)",
-        "            pass",
-        "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[a vocabulary without end]",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "files outside of the folder are not read",
-        "rsa_hf/integration/loading.py",
-        "    if not inside:",
-        "    if False:",
-        "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[a file outside]",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "pickles are refused by any name",
-        "rsa_hf/integration/loading.py",
-        'if not file.endswith(".safetensors")]',
-        'if file.endswith(".bin")]',
-        "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[a pickle by another name]",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "an RSA tensor stands in one file",
-        "rsa_hf/integration/loading.py",
-        "                    if key in holders:",
-        "                    if False:",
-        "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[a tensor in two files]",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "a locked config has a plan",
-        "rsa_hf/integration/locks.py",
-        "if _remove_locks(content) and not plans:",
-        "if _remove_locks(content) and False:",
-        "tests/reliability/test_hostile_checkpoints.py::test_what_is_refused[no plan]",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "no token in an address",
-        "rsa_hf/hub/push.py",
-        "if value is not None and holds_credentials(value):",
-        "if False:",
-        "tests/reliability/test_no_token_leaks.py::test_a_token_in_another_place_is_refused",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "no token in what is uploaded",
-        "rsa_hf/hub/push.py",
-        'if holds_credentials(path.read_text(encoding="utf-8", errors="replace")):',
-        "if False:",
-        "tests/reliability/test_no_token_leaks.py::test_a_file_that_holds_it_is_not_uploaded",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "no token on a card",
-        "rsa_hf/hub/card.py",
-        "without_credentials(_section(model, facts, plot))",
-        "_section(model, facts, plot)",
-        "tests/reliability/test_no_token_leaks.py::test_it_is_on_no_card",
-    ),
-    Mutation(
-        Part.HOSTILE_FILES,
-        "no token in a message of the command line",
-        "rsa_hf/cli/push.py",
-        "{without_credentials(str(error))}{login",
-        "{error}{login",
-        "tests/reliability/test_no_token_leaks.py::test_the_command_line",
-    ),
-    Mutation(
-        Part.NUMBERS,
-        "powers of the rates are computed in float64",
-        "rsa_hf/rem.py",
-        "    wide = widest_dtype(exponents.device)\n",
-        "    wide = torch.bfloat16\n",
-        "tests/reliability/test_numbers_long.py::test_long_texts",
-    ),
-    Mutation(
-        Part.NUMBERS,
-        "rates come from the parameters in float64",
-        "rsa_hf/heads.py",
-        "self.rates(widest_dtype(self.mu.device))",
-        "self.rates(torch.float32)",
-        "tests/reliability/test_numbers_heads.py::test_a_rate_that_float32_cannot_tell_from_one_still_learns",
-    ),
-    Mutation(
-        Part.NUMBERS,
-        "P is nothing behind a shut gate",
-        "rsa_hf/heads.py",
-        "        decay = torch.where(gate.float() == 0, 0, decay)\n",
-        "",
-        "tests/reliability/test_numbers_heads.py::test_behind_a_shut_gate_nothing_overflows",
-    ),
-    Mutation(
-        Part.NUMBERS,
-        "hidden values are cleared, not multiplied by zero",
-        "rsa_hf/ops/chunked.py",
-        "torch.where(mask.key_mask[:, None, : keys.shape[2], None], keys, 0)",
-        "keys * mask.key_mask[:, None, : keys.shape[2], None]",
-        "tests/reliability/test_numbers_product.py::test_eager",
-    ),
-    Mutation(
-        Part.NUMBERS,
-        "nothing is computed of nothing",
-        "rsa_hf/ops/autograd.py",
-        "    if value.numel() == 0 or mask.query_length == 0:",
-        "    if False:",
-        "tests/reliability/test_numbers_product.py::test_nothing_at_all",
-    ),
-    Mutation(
-        Part.NUMBERS,
-        "gradients of shared values are summed in float32",
-        "rsa_hf/ops/chunked.py",
-        "dtype=working_dtype(value) if is_shared else None",
-        "dtype=value.dtype",
-        "tests/reliability/test_numbers_product.py::test_gradients_of_shared_values_are_rounded_once",
-    ),
-    Mutation(
-        Part.NUMBERS,
-        "position_ids that take every token apart are named",
-        "rsa_hf/ops/mask.py",
-        "if is_packed and sliding_window is None and not bool(segments.positions.any()):",
-        "if False:",
-        "tests/reliability/test_numbers_models.py::test_position_ids_that_take_every_token_apart_are_named",
-    ),
-    Mutation(
-        Part.MANY_MODELS,
-        "unpatching takes the plan out of the config",
-        "rsa_hf/patching.py",
-        "    for config in configs_with_plans(model):\n        del config.rsa\n",
-        "",
-        "tests/test_patching.py::test_open_gate_acts_and_unpatch_is_exact",
-    ),
-    Mutation(
-        Part.MANY_MODELS,
-        "the attention interface is put back after a probe",
-        "rsa_hf/integration/attention.py",
-        '            setattr(AttentionInterface, "get_interface", original)  # noqa: B010\n',
-        "            pass\n",
-        "tests/reliability/test_many_models_threads.py::test_a_probe_looks_at_its_own_thread_alone",
-    ),
-    Mutation(
-        Part.MANY_MODELS,
-        "a probe looks at its own thread alone",
-        "rsa_hf/integration/attention.py",
-        "            if threading.get_ident() != here:",
-        "            if False:",
-        "tests/reliability/test_many_models_threads.py::test_a_probe_looks_at_its_own_thread_alone",
-    ),
-    Mutation(
-        Part.MANY_MODELS,
-        "watchers of connected modules are a thread's own",
-        "rsa_hf/integration/architectures/mixing.py",
-        "class _Watching(threading.local):",
-        "class _Watching:",
-        "tests/reliability/test_many_models_threads.py::test_a_probe_looks_at_its_own_thread_alone",
-    ),
-    Mutation(
-        Part.MANY_MODELS,
-        "no number has the default dtype of the process",
-        "rsa_hf/models/attention.py",
-        "torch.arange(0, width, 2, dtype=torch.float32, device",
-        "torch.arange(0, width, 2, device",
-        "tests/reliability/test_many_models_threads.py::test_the_default_dtype_of_the_process_changes_nothing",
-    ),
-    Mutation(
-        Part.MANY_MODELS,
-        "watchers are forgotten after a probe",
-        "rsa_hf/integration/architectures/mixing.py",
-        "        _watching.watchers.remove(watcher)",
-        "        pass",
-        "tests/reliability/test_memory_flat.py::test_patching_and_unpatching",
-    ),
-    Mutation(
-        Part.MOVING_TRANSFORMERS,
-        "the version of transformers is checked",
-        "rsa_hf/utils/versions.py",
-        "if not Version(low) <= Version(transformers.__version__) < Version(high):",
-        "if False:",
-        "tests/integration/test_hooks.py::test_a_version_outside_the_range_is_named",
-    ),
-    Mutation(
-        Part.CRASH,
-        "a checkpoint gets its name after everything in it is written",
-        "rsa_hf/training/checkpoints.py",
-        '            (temporary / _PROGRESS_FILE).write_text(json.dumps(content, indent=1), encoding="utf-8")\n            put_in_place(folder)\n',
-        '            put_in_place(folder)\n            (folder / _PROGRESS_FILE).write_text(json.dumps(content, indent=1), encoding="utf-8")\n',
-        "tests/reliability/test_crash.py::test_a_checkpoint_has_its_name_only_while_it_is_whole",
-    ),
-    Mutation(
-        Part.CRASH,
-        "a checkpoint loses its name before it is deleted",
-        "rsa_hf/training/checkpoints.py",
-        "            discard(old)",
-        "            shutil.rmtree(old)",
-        "tests/reliability/test_crash.py::test_a_checkpoint_has_its_name_only_while_it_is_whole",
-    ),
-    Mutation(
-        Part.CRASH,
-        "an old checkpoint that a killed run did not come to delete is deleted",
-        "rsa_hf/training/checkpoints.py",
-        "                        discard(folder)\n                self._drop_old()\n",
-        "                        discard(folder)\n",
-        "tests/reliability/test_crash.py::test_an_old_checkpoint_that_a_killed_run_did_not_come_to_delete",
-    ),
-    Mutation(
-        Part.CRASH,
-        "only a whole checkpoint is gone on from",
-        "rsa_hf/training/checkpoints.py",
-        "            if fault is None:\n                for damaged",
-        "            if True:\n                for damaged",
-        "tests/reliability/test_crash.py::test_a_damaged_checkpoint_is_passed_over",
-    ),
-    Mutation(
-        Part.CRASH,
-        "the random generators go on where they were",
-        "rsa_hf/training/checkpoints.py",
-        "        self.accelerator.load_state(str(folder))",
-        "        before = __import__('torch').get_rng_state()\n        self.accelerator.load_state(str(folder))\n"
-        "        __import__('torch').set_rng_state(before)",
-        "tests/reliability/test_crash.py::test_an_older_checkpoint_is_gone_on_from",
-    ),
-    Mutation(
-        Part.CRASH,
-        "the optimiser goes on where it was",
-        "rsa_hf/training/checkpoints.py",
-        "        self.accelerator.load_state(str(folder))",
-        "        self.accelerator.load_state(str(folder))\n        self.accelerator._optimizers[0].state.clear()",
-        "tests/reliability/test_crash.py::test_an_older_checkpoint_is_gone_on_from",
-    ),
-    Mutation(
-        Part.CRASH,
-        "lines after the checkpoint are dropped from the log",
-        "rsa_hf/training/metrics_log.py",
-        'if record["step"] <= step:',
-        "if True:",
-        "tests/reliability/test_crash.py::test_the_loop_is_killed_before_its_file_events",
-    ),
-    Mutation(
-        Part.CRASH,
-        "what a killed run left is cleared",
-        "rsa_hf/training/loop.py",
-        "        self.checkpoints.recover()\n",
-        "",
-        "tests/reliability/test_crash.py::test_what_a_killed_run_left_is_cleared",
-    ),
-    Mutation(
-        Part.CRASH,
-        "what was moved aside is put back",
-        "rsa_hf/utils/files.py",
-        "        old.rename(folder)\n    _remove(old)",
-        "        pass\n    _remove(old)",
-        "tests/reliability/test_storage.py::test_what_was_moved_aside_comes_back",
-    ),
-    Mutation(
-        Part.CRASH,
-        "files are on the disk before they get their name",
-        "rsa_hf/utils/files.py",
-        "        _flush(path)\n    if folder",
-        "        pass\n    if folder",
-        "tests/reliability/test_storage.py::test_files_are_on_the_disk_before_they_get_their_name",
-    ),
-    Mutation(
-        Part.CRASH,
-        "checkpoints of an abandoned course are dropped",
-        "rsa_hf/training/loop.py",
-        "        self.checkpoints.clear(after=progress.step)\n",
-        "",
-        "tests/reliability/test_crash.py::test_an_older_checkpoint_is_gone_on_from",
-    ),
-    Mutation(
-        Part.CRASH,
-        "the Trainer goes on from a whole checkpoint",
-        "rsa_hf/training/trainer.py",
-        "        if fault is None:\n            return",
-        "        if True:\n            return",
-        "tests/reliability/test_crash.py::test_a_torn_checkpoint_of_the_trainer_is_passed_over",
-    ),
-    Mutation(
-        Part.STORAGE,
-        "one process at a time writes into a folder",
-        "rsa_hf/utils/files.py",
-        "            lock.acquire(blocking=False)",
-        "            pass",
-        "tests/reliability/test_storage.py::test_two_processes_and_one_folder",
-    ),
-    Mutation(
-        Part.STORAGE,
-        "an error of writing says what to do",
-        "rsa_hf/utils/files.py",
-        "    except Exception as error:\n        number",
-        "    except ZeroDivisionError as error:\n        number",
-        "tests/reliability/test_storage.py::test_file_size_limit",
-    ),
-    Mutation(
-        Part.STORAGE,
-        "what could not be completed is deleted",
-        "rsa_hf/training/checkpoints.py",
-        "            shutil.rmtree(temporary, ignore_errors=True)  # it may fill the disk\n",
-        "            pass\n",
-        "tests/reliability/test_storage.py::test_file_size_limit",
-    ),
-    Mutation(
-        Part.STORAGE,
-        "a saved model stays until the next one is whole",
-        "rsa_hf/utils/files.py",
-        "    if folder.exists():\n        _remove(old)\n        folder.rename(old)",
-        "    if folder.exists():\n        _remove(folder)",
-        "tests/reliability/test_storage.py::test_a_folder_is_never_gone_while_it_is_replaced",
-    ),
-    Mutation(
-        Part.MOVING_TRANSFORMERS,
-        "the parameters of each hooked function are checked",
-        "rsa_hf/integration/hooks.py",
-        "if any(name not in found for name in hook.parameters):",
-        "if False:",
-        "tests/integration/test_hooks.py::test_other_parameters_are_named_and_nothing_is_half_installed[False-PreTrainedModel.post_init]",
-    ),
-    Mutation(
-        Part.MOVING_TRANSFORMERS,
-        "a function that is missing is named",
-        "rsa_hf/integration/hooks.py",
-        'if not callable(function):\n        raise AttributeError(f"{hook} is missing")',
-        "if not callable(function):\n        return owner, static",
-        "tests/integration/test_hooks.py::test_what_is_renamed_is_named_and_nothing_is_half_installed[False-post_init]",
-    ),
-    Mutation(
-        Part.MOVING_TRANSFORMERS,
-        "what was replaced is put back where a later hook fails",
-        "rsa_hf/integration/hooks.py",
-        "for owner, name, before in reversed(replaced):",
-        "for owner, name, before in []:",
-        "tests/integration/test_hooks.py::test_a_function_that_cannot_be_replaced_undoes_the_others",
-    ),
-    Mutation(
-        Part.MOVING_TRANSFORMERS,
-        "a class that is missing is told with the versions that fit",
-        "rsa_hf/integration/__init__.py",
-        "except ImportError as error:",
-        "except ZeroDivisionError as error:",
-        "tests/integration/test_hooks.py::test_what_is_renamed_is_named_and_nothing_is_half_installed[False-PreTrainedModel]",
-    ),
-    Mutation(
-        Part.MOVING_TRANSFORMERS,
-        "a PEFT that has moved is a warning where adapters are not used",
-        "rsa_hf/integration/seam.py",
-        "    try:\n        peft_hooks.install()\n    except ImportError as error:",
-        "    try:\n        peft_hooks.install()\n    except ZeroDivisionError as error:",
-        "tests/integration/test_hooks.py::test_what_is_renamed_is_named_and_nothing_is_half_installed[True-inject_adapter]",
-    ),
-    Mutation(
-        Part.MOVING_TRANSFORMERS,
-        "the parameters of each method with an adapter are checked",
-        "rsa_hf/integration/architectures/table.py",
-        "if not callable(original) or missing:",
-        "if not callable(original):",
-        "tests/integration/test_architectures.py::test_a_moved_method_is_named_and_nothing_is_installed[other parameters]",
-    ),
-    Mutation(
-        Part.SOAK,
-        "losses are forgotten once they are logged",
-        "rsa_hf/training/loop.py",
-        "progress.losses = []",
-        "progress.losses = progress.losses[:]",
-        "tests/reliability/test_soak.py::test_a_long_run_stays_flat",
-    ),
-    Mutation(
-        Part.SOAK,
-        "the log is closed after each line",
-        "rsa_hf/training/metrics_log.py",
-        'with storage_errors(self.path.parent), self.path.open("a", encoding="utf-8") as file:\n'
-        '            file.write(line + "\\n")',
-        'file = self.path.open("a", encoding="utf-8")\n        file.write(line + "\\n")\n'
-        '        vars(self).setdefault("files", []).append(file)',
-        "tests/reliability/test_soak.py::test_a_long_run_stays_flat",
-    ),
-    Mutation(
-        Part.DOCTOR,
-        "identity compares shut gates with the plain model",
-        "rsa_hf/cli/doctor_model.py",
-        'Finding("ok" if same else "FAIL", "identity", words)',
-        'Finding("ok", "identity", words)',
-        "tests/cli/test_doctor_model.py::test_what_is_broken_is_found[not quite shut-False]",
-    ),
-    Mutation(
-        Part.DOCTOR,
-        "unpatching is compared with the model before",
-        "rsa_hf/cli/doctor_model.py",
-        'Finding("FAIL" if problem else "ok", "unpatching"',
-        'Finding("ok", "unpatching"',
-        "tests/cli/test_doctor_model.py::test_what_is_broken_is_found[one left behind-False]",
-    ),
-    Mutation(
-        Part.DOCTOR,
-        "reload moves rates off their starts before it saves",
-        "rsa_hf/cli/doctor_model.py",
-        "                parameter.add_(0.01 * (1 + i % 7))",
-        "                pass",
-        "tests/cli/test_doctor_model.py::test_what_is_broken_is_found[rates lost-False]",
-    ),
-    Mutation(
-        Part.DOCTOR,
-        "effect requires RSA heads to do something",
-        "rsa_hf/cli/doctor_model.py",
-        'Finding("ok" if works else "FAIL"',
-        'Finding("ok"',
-        "tests/cli/test_doctor_model.py::test_what_is_broken_is_found[does nothing-False]",
-    ),
-    Mutation(
-        Part.DOCTOR,
-        "causality compares outputs before a changed token",
-        "rsa_hf/cli/doctor_model.py",
-        "if found <= NOTHING:",
-        "if True:",
-        "tests/cli/test_doctor_model.py::test_what_is_broken_is_found[other direction-False]",
-    ),
-    Mutation(
-        Part.DOCTOR,
-        "causality reports a plain model that breaks its word",
-        "rsa_hf/cli/doctor_model.py",
-        '        if subject.is_causal():\n            yield Finding("FAIL"',
-        '        if False:\n            yield Finding("FAIL"',
-        "tests/cli/test_doctor_model.py::test_attention_that_ignores_causality_is_found[False]",
-    ),
-    Mutation(
-        Part.DOCTOR,
-        "cache compares pieces with the whole",
-        "rsa_hf/cli/doctor_model.py",
-        'Finding("ok" if off <= TOLERANCE else "FAIL", "cache"',
-        'Finding("ok", "cache"',
-        "tests/cli/test_doctor_model.py::test_what_is_broken_is_found[offset forgotten-False]",
-    ),
-    Mutation(
-        Part.DOCTOR,
-        "padding compares a row in a batch with the row alone",
-        "rsa_hf/cli/doctor_model.py",
-        'Finding("ok" if off <= TOLERANCE else "FAIL", "padding"',
-        'Finding("ok", "padding"',
-        "tests/cli/test_doctor_model.py::test_what_is_broken_is_found[mask ignored-False]",
-    ),
-    Mutation(
-        Part.DOCTOR,
-        "a check that breaks off is a failure",
-        "rsa_hf/cli/doctor.py",
-        'yield Finding("FAIL", subject',
-        'yield Finding("note", subject',
-        "tests/cli/test_doctor_model.py::test_a_check_that_breaks_off_is_a_failure",
-    ),
-]
+
+def by(replacement: Any) -> Callable[[Any], Any]:
+    return lambda original: replacement
+
+
+def first(before: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Call `before` with the same arguments first."""
+    return lambda original: lambda *args, **keywords: (before(*args, **keywords), original(*args, **keywords))[1]
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def no_context(*_: Any, **__: Any) -> nullcontext[None]:
+    return nullcontext()
+
+
+# --- larger replacements -------------------------------------------------------------------------------------------
+
+
+def _ignored_by_pattern(model, key):
+    return any(re.search(pattern, key) for pattern in model._keys_to_ignore_on_load_unexpected or ())
+
+
+def _with_rates_behind_shut_gates(original):
+    def rems_and_gate(self, heads_per_value):
+        rems, gate = original(self, heads_per_value)
+        return dataclasses.replace(rems, decay=self.per_head(self.rates(torch.float64))[0]), gate
+
+    return rems_and_gate
+
+
+def _left_in_place(original):
+    @contextmanager
+    def record_attention_calls():
+        with original() as calls:
+            recording = AttentionInterface.get_interface
+            yield calls
+        AttentionInterface.get_interface = recording
+
+    return record_attention_calls
+
+
+def _named_before_it_is_whole(original):
+    def put_in_place(folder):
+        progress = folder.with_name(f".{folder.name}.tmp") / "progress.json"
+        text = progress.read_text()
+        progress.unlink()
+        original(folder)
+        (folder / progress.name).write_text(text)
+
+    return put_in_place
+
+
+def _without_random_state(original):
+    def load(*args):
+        before = torch.get_rng_state()
+        progress = original(*args)
+        torch.set_rng_state(before)
+        return progress
+
+    return load
+
+
+def _without_optimizer_state(original):
+    def load(self, *args):
+        progress = original(self, *args)
+        self.accelerator._optimizers[0].state.clear()
+        return progress
+
+    return load
+
+
+def _save_without_cleaning(original):
+    def save(self, progress, carried=None):
+        with resolve_name("rsa_hf.utils.files:storage_errors")(self.path):
+            self._write(self.path / f"step-{progress.step}", progress, carried)
+
+    return save
+
+
+def _with_losses_kept(original):
+    def log(self, progress, *args):
+        before = progress.losses
+        original(self, progress, *args)
+        progress.losses = before
+
+    return log
+
+
+class _NeverForgets(list):
+    remove = nothing
+
+
+CHECKPOINTS = "rsa_hf.training.checkpoints"
+LOADING = "rsa_hf.integration.loading"
+WHAT_IS_REFUSED = "reliability/test_hostile_checkpoints.py::test_what_is_refused"
+DAMAGED = "reliability/test_crash.py::test_a_damaged_checkpoint_is_passed_over"
+OWN_THREAD = "reliability/test_many_models.py::test_a_probe_looks_at_its_own_thread_alone"
+
+ROWS = {
+    Part.CRASH: [
+        (
+            "a checkpoint gets its name after everything in it is written",
+            f"{CHECKPOINTS}:put_in_place",
+            _named_before_it_is_whole,
+            "reliability/test_crash.py::test_a_checkpoint_has_its_name_only_while_it_is_whole",
+        ),
+        (
+            "a checkpoint loses its name before it is deleted",
+            f"{CHECKPOINTS}:discard",
+            by(lambda folder: shutil.rmtree(folder)),
+            "reliability/test_crash.py::test_a_checkpoint_has_its_name_only_while_it_is_whole",
+        ),
+        (
+            "an old checkpoint that a killed run did not come to delete is deleted",
+            f"{CHECKPOINTS}:CheckpointFolder.clear",
+            by(nothing),
+            "reliability/test_crash.py::test_what_a_killed_run_left_is_cleared[an old checkpoint]",
+        ),
+        (
+            "checkpoints of an abandoned course are dropped",
+            f"{CHECKPOINTS}:CheckpointFolder.clear",
+            by(nothing),
+            "reliability/test_crash.py::test_an_older_checkpoint_is_gone_on_from",
+        ),
+        ("only a whole checkpoint is gone on from", f"{CHECKPOINTS}:_fault", by(nothing), f"{DAMAGED}[torn]"),
+        (
+            "the random generators go on where they were",
+            f"{CHECKPOINTS}:CheckpointFolder.load",
+            _without_random_state,
+            DAMAGED,
+        ),
+        (
+            "the optimiser goes on where it was",
+            f"{CHECKPOINTS}:CheckpointFolder.load",
+            _without_optimizer_state,
+            DAMAGED,
+        ),
+        (
+            "lines after the checkpoint are dropped from the log",
+            "rsa_hf.training.run:MetricsLog.keep_until",
+            by(nothing),
+            DAMAGED,
+        ),
+        (
+            "what a killed run left is cleared",
+            f"{CHECKPOINTS}:CheckpointFolder.recover",
+            by(nothing),
+            "reliability/test_crash.py::test_what_a_killed_run_left_is_cleared[half written]",
+        ),
+        (
+            "what was moved aside is put back",
+            "rsa_hf.utils.files:recover",
+            first(lambda folder: shutil.rmtree(folder.with_name(f".{folder.name}.old"), ignore_errors=True)),
+            "reliability/test_storage.py::test_what_was_moved_aside_comes_back",
+        ),
+        (
+            "files are on the disk before they get their name",
+            "rsa_hf.utils.files:_flush",
+            by(nothing),
+            "reliability/test_storage.py::test_files_are_on_the_disk_before_they_get_their_name",
+        ),
+        (
+            "the Trainer goes on from a whole checkpoint",
+            "rsa_hf.training.trainer:_fault",
+            by(nothing),
+            "reliability/test_crash.py::test_a_torn_checkpoint_of_the_trainer_is_passed_over",
+        ),
+    ],
+    Part.STORAGE: [
+        (
+            "what could not be completed is deleted",
+            f"{CHECKPOINTS}:CheckpointFolder.save",
+            _save_without_cleaning,
+            "reliability/test_storage.py::test_file_size_limit",
+        ),
+        (
+            "a saved model stays until the next one is whole",
+            "rsa_hf.utils.files:put_in_place",
+            first(lambda folder: shutil.rmtree(folder)),
+            "reliability/test_storage.py::test_a_folder_is_never_gone_while_it_is_replaced",
+        ),
+    ],
+    Part.HOSTILE_FILES: [
+        (
+            "what PEFT has put in before it fails is taken out",
+            "rsa_hf.peft:_restored_on_error",
+            by(no_context),
+            "reliability/test_hostile_checkpoints.py::test_what_peft_refuses_late_leaves_the_base_as_it_was",
+        ),
+        (
+            "heads that no plan names are not ignored as buffers of transformers'",
+            f"{LOADING}:_is_ignored",
+            by(_ignored_by_pattern),
+            f"{WHAT_IS_REFUSED}[a gate with the name of a buffer]",
+        ),
+        (
+            "YAML is read by a safe loader",
+            "rsa_hf.training.arguments:_Loader",
+            by(yaml.UnsafeLoader),
+            "reliability/test_no_code_runs.py::test_yaml_runs_nothing",
+        ),
+        (
+            "the plan is read before anything is built",
+            "rsa_hf.integration.locks:read_plan",
+            by(nothing),
+            "hub/test_hub.py::test_a_hostile_plan_is_refused_before_anything_is_built[heads without end]",
+        ),
+        (
+            "shapes are compared before memory is taken",
+            f"{LOADING}:_require_matching_shapes",
+            by(nothing),
+            f"{WHAT_IS_REFUSED}[a vocabulary without end]",
+        ),
+        (
+            "no token on a card",
+            "rsa_hf.hub.card:without_credentials",
+            by(str),
+            "reliability/test_no_token_leaks.py::test_it_is_on_no_card",
+        ),
+        (
+            "no token in a message of the command line",
+            "rsa_hf.utils.credentials:without_credentials",
+            by(str),
+            "reliability/test_no_token_leaks.py::test_the_command_line",
+        ),
+    ],
+    Part.NUMBERS: [
+        (
+            "powers of the rates are computed in float64",
+            "rsa_hf.rem:widest_dtype",
+            by(lambda device: torch.bfloat16),
+            "reliability/test_numbers_long.py::test_long_texts",
+        ),
+        (
+            "rates come from the parameters in float64",
+            "rsa_hf.heads:widest_dtype",
+            by(lambda device: torch.float32),
+            "reliability/test_numbers_heads.py::test_a_rate_that_float32_cannot_tell_from_one_still_learns",
+        ),
+        (
+            "P is nothing behind a shut gate",
+            "rsa_hf.heads:RSAHeads._rems_and_gate",
+            _with_rates_behind_shut_gates,
+            "reliability/test_numbers_heads.py::test_behind_a_shut_gate_nothing_overflows",
+        ),
+        (
+            "hidden values are cleared, not multiplied by zero",
+            "torch:Tensor.masked_fill_",
+            by(lambda self, mask, value: self.mul_(~mask)),
+            "reliability/test_numbers_product.py::test_eager",
+        ),
+        (
+            "16-bit values are computed with in float32",
+            "rsa_hf.ops.chunked:working_dtype",
+            by(lambda value: value.dtype),
+            "reliability/test_numbers_product.py::test_gradients_of_shared_values_are_rounded_once",
+        ),
+    ],
+    Part.MANY_MODELS: [
+        (
+            "unpatching takes the plan out of the config",
+            "rsa_hf.patching:configs_with_plans",
+            by(lambda model: []),
+            "test_patching.py::test_open_gate_acts_and_unpatch_is_exact",
+        ),
+        (
+            "the attention interface is put back after a probe",
+            "rsa_hf.integration.attention:record_attention_calls",
+            _left_in_place,
+            OWN_THREAD,
+        ),
+        (
+            "a probe looks at its own thread alone",
+            "rsa_hf.integration.attention:threading",
+            by(SimpleNamespace(get_ident=nothing)),
+            OWN_THREAD,
+        ),
+        (
+            "watchers of connected modules are a thread's own",
+            "rsa_hf.integration.architectures.mixing:_watching",
+            by(SimpleNamespace(watchers=[])),
+            OWN_THREAD,
+        ),
+        (
+            "watchers are forgotten after a probe",
+            "rsa_hf.integration.architectures.mixing:_watching",
+            by(SimpleNamespace(watchers=_NeverForgets())),
+            "reliability/test_memory_flat.py::test_patching_and_unpatching",
+        ),
+        (
+            "no number has the default dtype of the process",
+            "rsa_hf.models.attention:sinusoids",
+            lambda original: lambda *args: original(*args).to(torch.get_default_dtype()).float(),
+            "reliability/test_many_models.py::test_the_default_dtype_of_the_process_changes_nothing",
+        ),
+    ],
+    Part.MOVING_TRANSFORMERS: [
+        (
+            "what was replaced is put back where a later hook fails",
+            "rsa_hf.integration.hooks:_put_back",
+            by(nothing),
+            "integration/test_hooks.py::test_a_function_that_cannot_be_replaced_undoes_the_others",
+        ),
+    ],
+    Part.SOAK: [
+        (
+            "losses are forgotten once they are logged",
+            "rsa_hf.training.run:_Run._log",
+            _with_losses_kept,
+            "reliability/test_soak.py::test_a_long_run_stays_flat",
+        ),
+        (
+            "the log is closed after each line",
+            "rsa_hf.training.run:MetricsLog.append",
+            first(lambda self, *_: vars(self).setdefault("left open", []).append(self.path.open("a"))),
+            "reliability/test_soak.py::test_a_long_run_stays_flat",
+        ),
+    ],
+}
+MUTATIONS = [Mutation(part, *row) for part, rows in ROWS.items() for row in rows]

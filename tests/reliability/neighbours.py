@@ -6,7 +6,8 @@ Run as a script it writes what plain models give where rsa_hf was never imported
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -35,17 +36,9 @@ class Kind:
     plan: int | None = None
     dtype: torch.dtype = torch.float32
 
-    def with_(self, **changes: Any) -> Kind:
-        return replace(self, **changes)
 
-
-KINDS = [
-    Kind(family, seed, plan, dtype)
-    for plan in (None, 0, 1)
-    for family in FAMILIES
-    for seed in SEEDS
-    for dtype in DTYPES
-]
+KINDS = [Kind(*kind) for kind in product(FAMILIES, SEEDS, (None, 0, 1), DTYPES)]
+KINDS.sort(key=lambda kind: kind.plan is not None)  # plain ones first, before rsa_hf is imported
 
 
 def build(family: str, seed: int) -> PreTrainedModel:

@@ -1,10 +1,29 @@
-"""The training runs that are killed: both scripts, the Trainer, and the loop alone, all tiny."""
+"""Training runs in processes of their own, which may be killed: both scripts, the Trainer, and the loop alone, all tiny.
+
+A process is forked from a server that has torch, transformers and rsa_hf loaded, which makes a start cheap. It counts
+its own file events (a file is opened for writing, made, renamed, removed), so that "before the seventh event below
+checkpoints/" is an exact moment, and a few milliseconds after an event is one in the middle of a write.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import multiprocessing
+import os
+import re
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
+import numpy
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -19,17 +38,115 @@ from transformers import (
     TrainingArguments,
 )
 
+import rsa_hf
 from families import CONFIGS, FULL_PLAN, VOCAB
-from reliability.killed import ROOT, Run, lines, run_script, tensors
 from rsa_hf import RSAConfig, patch_model
 from rsa_hf.training.arguments import TrainingSettings
 from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
 from rsa_hf.training.run import train
 from rsa_hf.training.trainer import RSACallback, newest_whole_checkpoint
 
-OUTPUT = "/(whole|parts[^/]*)/"  # as `kill_and_go_on` calls the folders of runs
+ROOT = Path(__file__).parents[2]
+SECONDS = 120  # for one process
+EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
-# --- the loop of the scripts, and the scripts ----------------------------------------------------------------------
+SERVER = multiprocessing.get_context("forkserver")
+_MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "roberta")]
+_TASKS = [f"rsa_hf.tasks.train_{name}" for name in ("defect_detection", "language_model")]
+SERVER.set_forkserver_preload(["matplotlib.pyplot", "transformers.trainer", *_MODELS, *_TASKS])
+
+
+# --- processes -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a process is killed.
+
+    Attributes:
+        pattern: regular expression for the path of a file event.
+        event: which of those events it is, counted from 1.
+        delay: seconds after it; None: just before it.
+    """
+
+    pattern: str
+    event: int
+    delay: float | None = None
+
+
+def run_in_process(
+    target: Callable[..., None],
+    arguments: tuple[Any, ...],
+    log: Path,
+    moment: Moment | None = None,
+    seconds: float = SECONDS,
+) -> int:
+    """Call a function in a process of its own, and kill it if it reaches the moment.
+
+    Returns:
+        The exit code; −9 of a process that was killed.
+    """
+    listener, told = SERVER.Pipe(duplex=False)
+    process = SERVER.Process(target=_child, args=(target, arguments, log, moment, told, rsa_hf.__file__))
+    process.start()
+    told.close()
+    try:
+        if moment is not None and moment.delay is not None:
+            wait([listener, process.sentinel], seconds)
+            if process.is_alive():
+                time.sleep(moment.delay)
+                process.kill()
+        process.join(seconds)
+        if process.is_alive():
+            raise AssertionError(f"the process has not ended:\n{log.read_text()}")
+    finally:
+        process.kill()
+        listener.close()
+    return process.exitcode
+
+
+def _child(target, arguments, log, moment, told, package):
+    with open(log, "a", encoding="utf-8") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    assert os.path.samefile(rsa_hf.__file__, package)  # the server looks for modules on its own
+    torch.set_num_threads(1)
+    torch.manual_seed(os.getpid())  # what a process begins with must not matter
+    if moment is not None:
+        _listen(moment, told)
+    code = 0
+    try:
+        target(*arguments)
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _listen(moment, told):
+    seen = 0
+
+    def hook(event, arguments):
+        nonlocal seen
+        if event not in EVENTS or not isinstance(arguments[0], (str, bytes, os.PathLike)):
+            return
+        if event == "open" and not (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR):
+            return
+        if re.search(moment.pattern, os.fsdecode(arguments[0])):
+            seen += 1
+            if seen == moment.event and moment.delay is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif seen == moment.event:
+                told.send_bytes(b"seen")
+
+    sys.addaudithook(hook)
+
+
+# --- the loop ------------------------------------------------------------------------------------------------------
 
 
 def train_loop(folder: Path, **settings) -> None:
@@ -56,53 +173,91 @@ def train_loop(folder: Path, **settings) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a run of a script, oldest first."""
+    """The checkpoints of a run, oldest first."""
     return sorted((folder / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
 
 
+def tensors(path: Path) -> Any:
+    """What `torch.save` has written."""
+    return torch.load(path, map_location="cpu", weights_only=False)
+
+
+def bitwise(content: Any) -> Any:
+    """Nested mappings and sequences with digests in place of tensors and arrays, for a comparison bit by bit."""
+
+    def digest(leaf):
+        array = numpy.asarray(leaf)
+        return f"{array.dtype} {array.shape} {hashlib.sha256(array.tobytes()).hexdigest()}"
+
+    return json.loads(json.dumps(content, default=digest))
+
+
 def content(checkpoint: Path) -> dict:
-    """All that one of Accelerate's checkpoints holds; raises where a file is missing or torn."""
-    return {
+    """Everything in one of Accelerate's checkpoints; raises where a file is missing or torn."""
+    found = {
         "model": load_file(checkpoint / "model.safetensors"),
         "optimizer": tensors(checkpoint / "optimizer.bin"),
         "schedule": tensors(checkpoint / "scheduler.bin"),
         "random": tensors(checkpoint / "random_states_0.pkl"),
         "progress": json.loads((checkpoint / "progress.json").read_text())["progress"],
     }
+    return bitwise(found)
 
 
-def check_checkpoints(folder: Path) -> None:
-    """Every checkpoint is whole, and there is one if a log of steps before it says that there was."""
-    found = checkpoints(folder)
-    for checkpoint in found:
-        content(checkpoint)
-    if found:
-        assert len(found) <= 3  # two that are kept, and one that is about to be deleted
-
-
-def result(folder: Path) -> dict:
-    """Weights, optimiser state and losses of a finished run."""
-    left = sorted(path.name for path in folder.rglob(".*") if path.name != ".lock")
-    return {
-        "left over": left,
-        "log": lines(folder / "metrics.jsonl"),
-        "checkpoints": {path.name: content(path) for path in checkpoints(folder)},
-        "best": load_file(folder / "best" / "model.safetensors"),
-        "final": load_file(folder / "final" / "model.safetensors"),
-    }
+def require_whole(folder: Path) -> None:
+    """Every checkpoint is whole, and there are no more than two that are kept and one that is about to be deleted."""
+    assert len([content(checkpoint) for checkpoint in checkpoints(folder)]) <= 3
 
 
 def is_torn(folder: Path) -> bool:
     """Whether a checkpoint was left half written."""
-    return bool(list((folder / "checkpoints").glob(".step-*")))
+    return any((folder / "checkpoints").glob(".step-*"))
 
 
-def _options(values: dict) -> list[str]:
-    return [f"--{key}={value}" for key, value in values.items()]
+def result(folder: Path) -> dict:
+    """Weights, optimiser state and losses of a finished run."""
+    return {
+        "left over": sorted(path.name for path in folder.rglob(".*") if path.name != ".lock"),
+        "log": [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()],
+        "checkpoints": {path.name: content(path) for path in checkpoints(folder)},
+        "best": bitwise(load_file(folder / "best" / "model.safetensors")),
+        "final": bitwise(load_file(folder / "final" / "model.safetensors")),
+    }
 
 
-def loop() -> Run:
-    return Run(train_loop, lambda folder: (folder,), OUTPUT, "checkpoints/", is_torn, check_checkpoints, result)
+@dataclass(frozen=True)
+class Run:
+    """A training run that can be started again; the defaults are those of the loop.
+
+    Attributes:
+        target: what trains, in a module that a new process can import.
+        arguments: its arguments, from the folder that it writes into.
+        checkpoint: regular expression for the paths of file events while a checkpoint is written or deleted.
+        is_torn: whether a checkpoint in the folder is torn.
+        require_whole: raises where a checkpoint to go on from is damaged or missing.
+        result: all of a finished run that has to be equal.
+    """
+
+    target: Callable[..., None] = train_loop
+    arguments: Callable[[Path], tuple[Any, ...]] = lambda folder: (folder,)
+    checkpoint: str = "checkpoints/"
+    is_torn: Callable[[Path], bool] = is_torn
+    require_whole: Callable[[Path], None] = require_whole
+    result: Callable[[Path], dict[str, Any]] = result
+
+
+# --- the scripts ---------------------------------------------------------------------------------------------------
+
+
+def run_script(name: str, arguments: list[str]) -> None:
+    """Run a script of the project as a user does."""
+    sys.argv = [str(ROOT / "scripts" / name), *arguments]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _script(name: str, config: str, values: dict) -> Run:
+    words = [str(ROOT / "configs" / config), *(f"--{key}={value}" for key, value in values.items())]
+    return Run(run_script, lambda folder: (name, [*words, f"--output_dir={folder}"]))
 
 
 def language_model(folder: Path) -> Run:
@@ -110,16 +265,11 @@ def language_model(folder: Path) -> Run:
     text = folder / "text.txt"
     text.write_text("".join(f"line {i} of a text, not a long one\n" for i in range(400)))
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 32}
+    sizes |= {"attention_dropout": 0.1}  # which reads the random generator
     values = {f"config_overrides.{name}": value for name, value in sizes.items()}
-    values |= {"config_overrides.attention_dropout": 0.1}  # which reads the random generator
     values |= {"source": "files", "files.train": text, "block_size": 32, "batch_size": 4, "max_steps": 48}
     values |= {"eval_every_steps": 16, "save_every_steps": 3, "log_every_steps": 1}
-    config = str(ROOT / "configs" / "lm_bytes_embedded.yaml")
-
-    def arguments(output):
-        return "train_language_model.py", [config, *_options(values), f"--output_dir={output}"]
-
-    return Run(run_script, arguments, OUTPUT, "checkpoints/", is_torn, check_checkpoints, result)
+    return _script("train_language_model.py", "lm_bytes_embedded.yaml", values)
 
 
 def defect_detection(folder: Path) -> Run:
@@ -137,23 +287,15 @@ def defect_detection(folder: Path) -> Run:
     for part in (tokenizer, model):
         part.save_pretrained(folder / "bert")
     values = {"name_or_path": folder / "bert", "source": "files", "max_length": 32, "chunk_overlap": 4}
-    for i, split in enumerate(("train", "validation", "test")):
+    for split, chosen in {"train": functions[:20], "validation": functions[20:30], "test": functions[30:]}.items():
         path = values[f"{split}_file"] = folder / f"{split}.jsonl"
-        chosen = functions[:20] if split == "train" else functions[10 * i + 10 : 10 * i + 20]
         path.write_text("\n".join(json.dumps({"func": f, "target": int(j % 4 == 0)}) for j, f in enumerate(chosen)))
     values |= {"max_steps": 36, "batch_size": 8, "eval_batch_size": 4, "learning_rate": 1e-3}
     values |= {"eval_every_steps": 12, "save_every_steps": 3, "log_every_steps": 1}
-    config = str(ROOT / "configs" / "defect_minilm_embedded.yaml")
-
-    def arguments(output):
-        return "train_defect_detection.py", [config, *_options(values), f"--output_dir={output}"]
-
-    return Run(run_script, arguments, OUTPUT, "checkpoints/", is_torn, check_checkpoints, result)
+    return _script("train_defect_detection.py", "defect_minilm_embedded.yaml", values)
 
 
 # --- the Trainer ---------------------------------------------------------------------------------------------------
-
-STEPS, SAVED_EVERY = 24, 3
 
 
 def train_with_trainer(folder: Path, **values) -> None:
@@ -163,62 +305,58 @@ def train_with_trainer(folder: Path, **values) -> None:
     patch_model(model, RSAConfig(**FULL_PLAN))
     ids = torch.randint(3, VOCAB, (40, 10), generator=torch.Generator().manual_seed(0))
     examples = [{"input_ids": row, "labels": torch.tensor(i % 2)} for i, row in enumerate(ids)]
-    defaults = {"max_steps": STEPS, "save_steps": SAVED_EVERY, "save_total_limit": 2, "logging_steps": 1, "seed": 1}
+    defaults = {"max_steps": 24, "save_steps": 3, "save_total_limit": 2, "logging_steps": 1, "seed": 1}
     defaults |= {"eval_strategy": "steps", "eval_steps": 12, "per_device_train_batch_size": 4, "learning_rate": 1e-3}
     defaults |= {"weight_decay": 0.1, "report_to": "none", "disable_tqdm": True, "use_cpu": True}
     args = TrainingArguments(str(folder), **{**defaults, **values})
+    optimizer = optimizer_cls_and_kwargs(args, rsa_learning_rate=0.05)
     trainer = Trainer(
-        model,
-        args,
-        train_dataset=examples,
-        eval_dataset=examples[:8],
-        optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, rsa_learning_rate=0.05),
+        model, args, train_dataset=examples, eval_dataset=examples[:8], optimizer_cls_and_kwargs=optimizer
     )
     trainer.add_callback(RSACallback(trainer))
-    trainer.train(resume_from_checkpoint=newest_whole_checkpoint(folder))
+    newest = newest_whole_checkpoint(folder)
+    if newest != str(folder / f"checkpoint-{args.max_steps}"):  # resumed at its end, a Trainer takes another step
+        trainer.train(resume_from_checkpoint=newest)
 
 
 def trainer_content(checkpoint: Path) -> dict:
-    """All that one of the Trainer's checkpoints holds; raises where a file is missing or torn."""
+    """Everything in one of the Trainer's checkpoints; raises where a file is missing or torn."""
     timed = ("runtime", "per_second", "train_loss", "total_flos")
     history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
-    return {
+    found = {
         "model": load_file(checkpoint / "model.safetensors"),
         "optimizer": tensors(checkpoint / "optimizer.pt"),
         "schedule": tensors(checkpoint / "scheduler.pt"),
         "random": tensors(checkpoint / "rng_state.pth"),
         "log": [{key: value for key, value in logs.items() if not key.endswith(timed)} for logs in history],
     }
+    return bitwise(found)
 
 
-def check_trainer_checkpoints(folder: Path) -> None:
-    """The newest whole one is whole, and the one before the newest at the oldest, if one was saved."""
-    newest = newest_whole_checkpoint(folder)
-    steps = sorted(int(path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-*"))
-    if newest is None:
-        assert len(steps) <= 1  # none, or a torn one that was the first
-    else:
-        assert int(Path(newest).name.removeprefix("checkpoint-")) in steps[-2:]
-        trainer_content(Path(newest))
+def _trainer_checkpoints(folder: Path) -> list[Path]:
+    return sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
-def trainer_is_torn(folder: Path) -> bool:
-    """Whether the newest checkpoint was left half written."""
-    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.removeprefix("checkpoint-")))
+def _trainer_is_torn(folder: Path) -> bool:
+    found = _trainer_checkpoints(folder)
     return bool(found) and str(found[-1]) != newest_whole_checkpoint(folder)
 
 
-def trainer_result(folder: Path) -> dict:
-    return trainer_content(folder / f"checkpoint-{STEPS}")
+def _require_whole_of_trainer(folder: Path) -> None:
+    """The newest whole checkpoint is the newest or the one before it; without one there is at most a torn first."""
+    newest, found = newest_whole_checkpoint(folder), _trainer_checkpoints(folder)
+    if newest is None:
+        assert len(found) <= 1
+    else:
+        assert Path(newest) in found[-2:]
+        trainer_content(Path(newest))
 
 
-def trainer() -> Run:
-    return Run(
-        train_with_trainer,
-        lambda folder: (folder,),
-        OUTPUT,
-        r"checkpoint-\d+",
-        trainer_is_torn,
-        check_trainer_checkpoints,
-        trainer_result,
-    )
+def _trainer_result(folder: Path) -> dict:
+    return trainer_content(folder / "checkpoint-24")
+
+
+def trainer(folder: Path) -> Run:
+    """`train_with_trainer`, which writes nothing into the folder."""
+    functions = {"is_torn": _trainer_is_torn, "require_whole": _require_whole_of_trainer, "result": _trainer_result}
+    return Run(train_with_trainer, checkpoint=r"checkpoint-\d+", **functions)

@@ -3,8 +3,9 @@
     python soak_run.py FOLDER SECONDS STEPS_BETWEEN_CHECKPOINTS BLOCK_SIZE
 
 A short run first, which leaves in place what every first run leaves (caches, a thread of tqdm); then the run itself,
-with an evaluation and a checkpoint every so many steps. After half of SECONDS it is interrupted as by Ctrl-C and, in
-the same process, called again, which goes on from its newest checkpoint; after the other half it is ended likewise.
+with an evaluation and a checkpoint every so many steps. After half of SECONDS of processor time it is interrupted as
+by Ctrl-C and, in the same process, called again, which goes on from its newest checkpoint; after the other half it is
+ended likewise.
 After every checkpoint a line goes to FOLDER/watched.jsonl, see `Watch.look`.
 """
 
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from reliability.mutations import MUTATIONS
 from rsa_hf.tasks import language_modeling
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig, read_texts
 from rsa_hf.training.checkpoints import CheckpointFolder
@@ -54,12 +56,12 @@ class Watch:
         self.times = {name: array("d") for name in ("step seconds", "step in yardsticks")}
         self.yardstick = Yardstick(block_size)
         self.every = every
-        self.interrupts_after = None  # seconds, as time.monotonic() counts them
+        self.interrupts_after = None  # seconds, as time.process_time() counts them
         step, save = Stepper.step, CheckpointFolder.save
 
         def timed_step(stepper, number):
             # Between two checkpoints, so that steps are lost and done again.
-            is_time = self.interrupts_after is not None and time.monotonic() > self.interrupts_after
+            is_time = self.interrupts_after is not None and time.process_time() > self.interrupts_after
             if is_time and number % self.every == self.every // 2:
                 self.interrupts_after = None
                 signal.raise_signal(signal.SIGINT)
@@ -127,7 +129,7 @@ def main(folder, seconds, every, block_size):
     train("warm", 2 * every)
     watch.look()
     for half in (1, 2):
-        watch.interrupts_after = time.monotonic() + seconds / 2
+        watch.interrupts_after = time.process_time() + seconds / 2
         with suppress(KeyboardInterrupt):
             train("long", ENDLESS)
         assert watch.interrupts_after is None, f"half {half} has ended by itself"
@@ -135,4 +137,7 @@ def main(folder, seconds, every, block_size):
 
 
 if __name__ == "__main__":
+    for mutation in MUTATIONS:
+        if mutation.protection == os.environ.get("RSA_HF_MUTATION"):
+            mutation.apply()
     main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

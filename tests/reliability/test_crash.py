@@ -1,26 +1,40 @@
 """A run that is killed with SIGKILL goes on as if it had not been: the Trainer, both scripts, and their loop."""
 
-import json
 import re
 import shutil
 import signal
+import time
 from collections import Counter
 from pathlib import Path
+from random import Random
 
 import pytest
 from transformers.trainer_utils import get_last_checkpoint
 
 from reliability import runs
-from reliability.killed import Moment, assert_equal, kill_and_go_on, run_in_process
-from reliability.record import Part, note
-from reliability.trial import SEED, is_full
+from reliability.record import SEED, Part, is_full, note
+from reliability.runs import Moment, run_in_process
+from rsa_hf.training.checkpoints import CheckpointFolder
 from rsa_hf.training.trainer import newest_whole_checkpoint
 
 KINDS = {
-    "the Trainer": lambda folder: runs.trainer(),
+    "the Trainer": runs.trainer,
     "scripts/train_language_model.py": runs.language_model,
     "scripts/train_defect_detection.py": runs.defect_detection,
 }
+TORN = "of these while a checkpoint was written or deleted"
+
+
+def moments(run, kills, duration):
+    """Half of them at any time of the run; half exactly before a file event of a checkpoint, or milliseconds after."""
+    random = Random(SEED)
+    for i in range(20 * kills):  # a moment may lie behind the end of a run
+        if i % 2:
+            delay = random.choice([None, random.uniform(0, 0.01)])
+            yield Moment(run.checkpoint, random.randint(1, 30), delay)
+        else:
+            yield Moment("/(whole|parts[^/]*)/", 1, random.uniform(0, duration / 2))
+    raise AssertionError(f"{kills} kills were not reached")
 
 
 @pytest.mark.slow  # processes
@@ -28,8 +42,29 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_random_moments(kind, tmp_path):
     kills = 20 if is_full() else 4
-    came_out = kill_and_go_on(KINDS[kind](tmp_path), tmp_path / "runs", kills, SEED)
-    assert came_out["of these while a checkpoint was written or deleted"] >= kills // 5
+    run, log = KINDS[kind](tmp_path), tmp_path / "log.txt"
+
+    def start(folder, moment=None):
+        code = run_in_process(run.target, run.arguments(tmp_path / folder), log, moment)
+        assert code in (0, -signal.SIGKILL), log.read_text()
+        return code != 0
+
+    run_in_process(time.sleep, (0,), log)  # the server starts; what is measured next is a run alone
+    began = time.monotonic()
+    assert not start("whole")
+    moment = moments(run, kills, time.monotonic() - began)
+    expected = run.result(tmp_path / "whole")
+    came_out = Counter()
+    while came_out["killed"] < kills:
+        folder = f"parts-{came_out['killed']}"
+        while start(folder, next(moment) if came_out["killed"] < kills else None):
+            came_out["killed"] += 1
+            came_out[TORN] += run.is_torn(tmp_path / folder)
+            run.require_whole(tmp_path / folder)
+        assert run.result(tmp_path / folder) == expected
+        came_out["runs finished, bitwise as the uninterrupted one"] += 1
+        shutil.rmtree(tmp_path / folder)
+    assert came_out[TORN] >= kills // 5
     note(Part.CRASH, f"{kind}: SIGKILL, then the same command again", came_out, SEED)
 
 
@@ -37,23 +72,23 @@ def test_killed_at_random_moments(kind, tmp_path):
 @pytest.mark.timeout(900)
 def test_the_loop_is_killed_before_its_file_events(tmp_path):
     """Exactly before a file below checkpoints/ is opened, renamed or removed, one event after the other."""
-    run, log, every = runs.loop(), tmp_path / "log.txt", 1 if is_full() else 5
-    assert run_in_process(run.target, run.arguments(tmp_path / "whole"), log) == 0, log.read_text()
-    expected = run.result(tmp_path / "whole")
-    came_out = {"killed": 0, "of these while a checkpoint was written or deleted": 0, "gone on bitwise": 0}
+    log, every = tmp_path / "log.txt", 1 if is_full() else 5
+    assert run_in_process(runs.train_loop, (tmp_path / "whole",), log) == 0, log.read_text()
+    expected = runs.result(tmp_path / "whole")
+    came_out = Counter()
     for event in range(1, 10_000, every):
         parts = tmp_path / f"parts-{event}"
-        code = run_in_process(run.target, run.arguments(parts), log, Moment(run.checkpoint, event))
+        code = run_in_process(runs.train_loop, (parts,), log, Moment("checkpoints/", event))
         if code == 0:
             break
         assert code == -signal.SIGKILL, log.read_text()
-        run.check(parts)
+        runs.require_whole(parts)
         came_out["killed"] += 1
-        came_out["of these while a checkpoint was written or deleted"] += run.torn(parts)
-        assert run_in_process(run.target, run.arguments(parts), log) == 0, log.read_text()
-        assert_equal(run.result(parts), expected, parts.name)
+        came_out[TORN] += runs.is_torn(parts)
+        runs.train_loop(parts)
+        assert runs.result(parts) == expected
         came_out["gone on bitwise"] += 1
-    assert came_out["of these while a checkpoint was written or deleted"] >= 3
+    assert came_out[TORN] >= 3
     note(Part.CRASH, f"the loop of both scripts: SIGKILL before every {every}. file event", came_out)
 
 
@@ -89,72 +124,70 @@ def finished(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of a finished run."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
 def halve(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-DAMAGES = {"torn": halve, "missing": lambda path: path.unlink()}
 FILES = ("model.safetensors", "optimizer.bin", "scheduler.bin", "random_states_0.pkl", "progress.json")
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("file", FILES)
-def test_a_damaged_checkpoint_is_passed_over(file, damage, finished, tmp_path, caplog):
-    folder = shutil.copytree(finished, tmp_path / "run")
-    DAMAGES[damage](folder / "checkpoints" / "step-4" / file)
-    runs.train_loop(folder)
-    assert_equal(runs.result(folder), runs.result(finished), "gone on from step-3")
-    # Without its progress.json a folder is not one of ours.
-    if (file, damage) != ("progress.json", "missing"):
-        assert "step-4 is damaged" in caplog.text and "step-3, the newest intact one" in caplog.text
+@pytest.mark.parametrize("damage", [halve, Path.unlink], ids=["torn", "missing"])
+def test_a_damaged_checkpoint_is_passed_over(damage, run, finished, caplog):
+    for file in FILES:
+        damage(run / "checkpoints" / "step-4" / file)
+        caplog.clear()
+        runs.train_loop(run)
+        assert runs.result(run) == runs.result(finished)
+        # Without its progress.json a folder is not one of ours.
+        if (file, damage) != ("progress.json", Path.unlink):
+            assert "step-4 is damaged" in caplog.text and "step-3, the newest intact one" in caplog.text
 
 
-def test_none_is_whole(finished, tmp_path):
-    folder = shutil.copytree(finished, tmp_path / "run")
+def test_none_is_whole(run, finished):
     for step in (3, 4):
-        halve(folder / "checkpoints" / f"step-{step}" / "optimizer.bin")
-    with pytest.raises(
-        ValueError, match=r"step-4 is damaged: optimizer.bin has .* bytes, of .*step-3 is damaged.*'never'"
-    ):
-        runs.train_loop(folder)
+        halve(run / "checkpoints" / f"step-{step}" / "optimizer.bin")
+    words = r"step-4 is damaged: optimizer.bin has .* bytes, of .*step-3 is damaged.*'never'"
+    with pytest.raises(ValueError, match=words):
+        runs.train_loop(run)
     with pytest.raises(ValueError, match="step-4 is not an intact checkpoint"):
-        runs.train_loop(folder, resume=str(folder / "checkpoints" / "step-4"))
-    runs.train_loop(folder, resume="never")
-    assert_equal(runs.result(folder), runs.result(finished), "started over")
+        runs.train_loop(run, resume=str(run / "checkpoints" / "step-4"))
+    runs.train_loop(run, resume="never")
+    assert runs.result(run) == runs.result(finished)
 
 
-def test_what_a_killed_run_left_is_cleared(finished, tmp_path):
-    """Also where the run goes on with other intervals, and never writes under that name again."""
-    folder = shutil.copytree(finished, tmp_path / "run")
-    for name in ("checkpoints/.step-7.tmp", ".best.tmp", ".final.old"):
-        shutil.copytree(folder / "best", folder / name)
-    runs.train_loop(folder)
-    assert_equal(runs.result(folder), runs.result(finished), "cleared")
+LEFT = {"half written": ("best", "checkpoints/.step-7.tmp", ".best.tmp", ".final.old")}
+LEFT["an old checkpoint"] = ("checkpoints/step-3", "checkpoints/step-2")
 
 
-def test_an_old_checkpoint_that_a_killed_run_did_not_come_to_delete(finished, tmp_path):
-    """Also where the run was at its end, and writes no other."""
-    folder = shutil.copytree(finished, tmp_path / "run")
-    shutil.copytree(folder / "checkpoints" / "step-3", folder / "checkpoints" / "step-2")
-    runs.train_loop(folder)
-    assert_equal(runs.result(folder), runs.result(finished), "deleted")
+@pytest.mark.parametrize("what", LEFT)
+def test_what_a_killed_run_left_is_cleared(what, run, finished):
+    """Also where the run was at its end, or goes on with other intervals, and never writes under that name again."""
+    copied, *left = LEFT[what]
+    for name in left:
+        shutil.copytree(run / copied, run / name)
+    runs.train_loop(run)
+    assert runs.result(run) == runs.result(finished)
 
 
-@pytest.mark.slow  # processes
-def test_an_older_checkpoint_is_gone_on_from(finished, tmp_path):
-    """What is after it is dropped at once: killed then, the run does not jump to the end of the course before."""
-    folder = shutil.copytree(finished, tmp_path / "run")
-    step = folder / "checkpoints" / "step-3"
-    log = tmp_path / "log.txt"
-    killed = Moment(r"step-4\.tmp", 1)
-    assert run_in_process(_resume, (folder, str(step)), log, killed) == -signal.SIGKILL, log.read_text()
-    assert [path.name for path in runs.checkpoints(folder)] == ["step-3"]
-    runs.train_loop(folder)
-    assert_equal(runs.result(folder), runs.result(finished), "gone on")
+def test_an_older_checkpoint_is_gone_on_from(run, finished, monkeypatch):
+    """What is after it is dropped at once: interrupted then, the run does not jump to the end of the course before."""
 
+    def interrupted(*_):
+        raise KeyboardInterrupt
 
-def _resume(folder, checkpoint):
-    runs.train_loop(folder, resume=checkpoint)
+    monkeypatch.setattr(CheckpointFolder, "_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runs.train_loop(run, resume=str(run / "checkpoints" / "step-3"))
+    assert [path.name for path in runs.checkpoints(run)] == ["step-3"]
+    monkeypatch.undo()
+    runs.train_loop(run)
+    assert runs.result(run) == runs.result(finished)
 
 
 @pytest.fixture(scope="module")
@@ -171,17 +204,17 @@ TRAINER_FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state
 def test_a_torn_checkpoint_of_the_trainer_is_passed_over(file, trained, tmp_path, caplog):
     """As a killed process leaves it: one file torn, and those not there that are written after it."""
     folder = shutil.copytree(trained, tmp_path / "run")
-    newest = folder / "checkpoint-4"
+    newest, later = folder / "checkpoint-4", TRAINER_FILES[TRAINER_FILES.index(file) + 1 :]
     assert newest_whole_checkpoint(folder) == str(newest)
-    for later in TRAINER_FILES[TRAINER_FILES.index(file) + 1 :]:
-        (newest / later).unlink()
+    for name in later:
+        (newest / name).unlink()
     halve(newest / file)
     assert get_last_checkpoint(folder) == str(newest)  # what the Trainer itself would take
     assert newest_whole_checkpoint(folder) == str(folder / "checkpoint-2")
     assert "checkpoint-4 is incomplete and is not used" in caplog.text
     # And with all files after it, as a loss of power leaves it.
-    for later in TRAINER_FILES[TRAINER_FILES.index(file) + 1 :]:
-        shutil.copy(trained / "checkpoint-4" / later, newest / later)
+    for name in later:
+        shutil.copy(trained / "checkpoint-4" / name, newest / name)
     assert newest_whole_checkpoint(folder) == str(folder / "checkpoint-2")
     shutil.rmtree(folder / "checkpoint-2")
     assert newest_whole_checkpoint(folder) is None
@@ -204,6 +237,3 @@ def test_no_checkpoint_of_the_trainer(trained, tmp_path):
     for step in (10, 9):  # by number, not by name
         shutil.copytree(trained / "checkpoint-4", tmp_path / f"checkpoint-{step}")
     assert newest_whole_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-10")
-    (tmp_path / "checkpoint-10" / "README.md").write_text("")
-    assert json.loads((tmp_path / "checkpoint-10" / "trainer_state.json").read_text())["global_step"] == 4
-    assert newest_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")

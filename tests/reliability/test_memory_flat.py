@@ -15,8 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from families import VOCAB, build_language_model
 from reliability import neighbours
-from reliability.record import Part, note
-from reliability.trial import is_full
+from reliability.record import Part, is_full, note
 from rsa_hf import patch_model, unpatch_model
 
 CYCLES, STEPS = (1_000, 20_000) if is_full() else (40, 400)

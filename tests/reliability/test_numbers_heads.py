@@ -1,6 +1,7 @@
 """RSA layers whose stored parameters are saturated, infinite or huge: eq. 4 in float64, with every gradient."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,16 +9,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from references import double_loop
-from reliability.extremes import first_turn
-from reliability.record import Part, note
-from reliability.trial import is_full
+from reliability.extremes import LAYER, LAYER_DILATION, LAYER_KINDS, LAYER_PAIRS, first_turn
+from reliability.record import Part, is_full, note
 from rsa_hf import RSAConfig, RSAHeads
 from rsa_hf.ops.mask import AttentionMask
 
 EXAMPLES = 60 if is_full() else 10
 SCALE = 20.0
-KINDS = ("regular", "regular", "cos", "sin", "regular", "cos", "sin")
-DILATION = (1, 1, 1, 1, 2, 3, 40)
 H, R = 8, 7
 NEAR_ONE = math.atanh(1 - 1e-7) / SCALE
 PARAMETERS = {
@@ -30,17 +28,8 @@ PARAMETERS = {
 
 @st.composite
 def layers(draw):
-    tied, per_head = draw(st.booleans()), draw(st.booleans())
-    plan = RSAConfig(
-        num_regular=2,
-        num_cyclical_pairs=1,
-        num_dilated_regular=1,
-        num_dilated_cyclical_pairs=1,
-        dilation=list(DILATION[4:]),
-        gate_per_head=per_head,
-        tie_pairs=tied,
-    ).layer_plans([H])[0]
-    heads = RSAHeads(plan)
+    plan = replace(LAYER, tie_pairs=draw(st.booleans()), gate_per_head=draw(st.booleans()))
+    heads = RSAHeads(plan.layer_plans([H])[0])
     with torch.no_grad():
         for name, choices in PARAMETERS.items():
             parameter = getattr(heads, name)
@@ -61,15 +50,14 @@ def layers(draw):
 
 
 def pairs_of(plan):
-    """Which ν and θ each head has, None for regular heads."""
-    return (None, None, 0, 0, None, 1, 1) if plan.tie_pairs else (None, None, 0, 1, None, 2, 3)
+    return LAYER_PAIRS if plan.tie_pairs else (None, None, 0, 1, None, 2, 3)
 
 
 def mixed(heads, attention, value, weights, causal, magnitudes=False):
     """Eq. 4 and its gradients; or with the magnitudes of all that is summed, and 1 for cosines."""
     plan, size = heads.plan, abs if magnitudes else (lambda x: x)
     leaves = {name: size(getattr(heads, name).detach().double()).requires_grad_() for name in ("mu", "eta", "nu")}
-    leaves["theta"] = torch.tensor([first_turn(SCALE * float(x)) for x in heads.theta], dtype=torch.float64)
+    leaves["theta"] = torch.tensor([first_turn(SCALE * x) for x in heads.theta.tolist()], dtype=torch.float64)
     leaves["theta"].requires_grad_()
     if magnitudes:
         leaves["mu"] = heads.mu.detach().double().requires_grad_()
@@ -83,10 +71,10 @@ def mixed(heads, attention, value, weights, causal, magnitudes=False):
     if magnitudes:
         decay.retain_grad()
     theta = torch.stack([torch.zeros(()).double() if i is None else leaves["theta"][i] for i in pairs_of(plan)])
-    kinds = ("regular",) * R if magnitudes else KINDS
+    kinds = ("regular",) * R if magnitudes else LAYER_KINDS
     T = value.shape[2]
     keys = leaves["value"].repeat_interleave(2, 1)[:, :R]
-    product = double_loop(keys, kinds, decay, theta, DILATION, T, 0, causal).transpose(1, 2)
+    product = double_loop(keys, kinds, decay, theta, LAYER_DILATION, T, 0, causal).transpose(1, 2)
     gate = torch.sigmoid(SCALE * leaves["mu"]).expand(R)[:, None]
     softmax = leaves["attention"][:, :, :R]
     one = (1 + gate) if magnitudes else (1 - gate)

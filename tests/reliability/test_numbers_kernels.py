@@ -6,8 +6,7 @@ from hypothesis import Phase, given, settings
 
 from ops import kernels_under_test
 from reliability.extremes import assert_right, differentiated, problems
-from reliability.record import Part, note
-from reliability.trial import is_full
+from reliability.record import Part, is_full, note
 
 EXAMPLES = 20 if is_full() else 4
 small_chunks = kernels_under_test.small_chunks

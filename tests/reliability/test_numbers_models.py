@@ -1,4 +1,4 @@
-"""Whole patched models at the edges: finite, and the same model in float64 with P written out, gates and rates too."""
+"""Whole patched models at the edges: finite, and the same model in float64 with P V written out, gates and rates too."""
 
 import copy
 import warnings
@@ -8,22 +8,13 @@ import torch
 
 from families import VOCAB, build
 from models import tiny
-from references import relative_error
+from references import double_loop, relative_error
+from reliability.extremes import LAYER, LAYER_DILATION, LAYER_KINDS
 from reliability.record import Part, note
-from rsa_hf import RSAConfig, RSAHeads, patch_model
+from rsa_hf import RSAHeads, patch_model
 from rsa_hf.integration.masks import flash_segment_ids
 
-PLAN = RSAConfig(
-    num_regular=2,
-    num_cyclical_pairs=1,
-    num_dilated_regular=1,
-    num_dilated_cyclical_pairs=1,
-    dilation=[2, 3, 50],
-    gate_init=0.5,
-)
-KINDS = ("regular", "regular", "cos", "sin", "regular", "cos", "sin")
-DILATION = (1, 1, 1, 1, 2, 3, 50)
-R = len(KINDS)
+R = len(LAYER_KINDS)
 SATURATED = {"eta": (1e4, -1e4, 0.42), "nu": (0.8, 1e4), "theta": (1e9, -0.3), "mu": (0.02,)}
 FAMILIES = ("gpt2", "bert", "llama", "transformer_xl")
 T = 13
@@ -36,7 +27,7 @@ def model_of(family, attention="sdpa"):
 
 
 def patched(model):
-    patch_model(model, PLAN)
+    patch_model(model, LAYER)
     with torch.no_grad():
         for layer in (module for module in model.modules() if isinstance(module, RSAHeads)):
             for name, numbers in SATURATED.items():
@@ -72,29 +63,18 @@ def case(family, name):
 
 
 def written_out(visible, causal):
-    """Stands for `RSAHeads.forward`: eq. 4 in float64 with P as a matrix, from the stored parameters alone."""
+    """Stands for `RSAHeads.forward`: eq. 4 in float64 with P V as a double loop, from the stored parameters alone."""
 
     def forward(self, attention, value, mask):
-        length = value.shape[2]
         eta, nu, theta, mu = (getattr(self, name).double() * 20 for name in ("eta", "nu", "theta", "mu"))
-        lam, gamma = torch.tanh(eta), torch.sigmoid(nu)
+        lam, gamma, gate = torch.tanh(eta), torch.sigmoid(nu), torch.sigmoid(mu)
         decay = torch.stack([lam[0], lam[1], gamma[0], gamma[0], lam[2], gamma[1], gamma[1]])
-        angle = torch.atan2(theta.sin(), theta.cos())
-        angle = torch.stack([angle[i] for i in (0, 0, 0, 0, 0, 1, 1)])
-        lags = torch.arange(length)[:, None] - torch.arange(length)
-        lags = lags if causal else lags.abs()
-        matrices = []
-        for h, (kind, d) in enumerate(zip(KINDS, DILATION, strict=True)):
-            steps = torch.where((lags > 0) & (lags % d == 0), lags // d, 1)
-            weights = decay[h] ** steps
-            weights = (
-                weights * {"regular": 1, "cos": torch.cos(steps * angle[h]), "sin": torch.sin(steps * angle[h])}[kind]
-            )
-            matrices.append(torch.where((lags > 0) & (lags % d == 0), weights, 0))
-        P = torch.where(visible, torch.stack(matrices), 0)
+        angle = torch.atan2(theta.sin(), theta.cos())[[0, 0, 0, 0, 0, 1, 1]]
         keys = value.repeat_interleave(attention.shape[2] // value.shape[1], 1)[:, :R]
-        gate = torch.sigmoid(mu)
-        mixed = (1 - gate) * attention[:, :, :R] + gate * (P @ keys).transpose(1, 2)
+        seen = visible.expand(len(value), -1, -1, -1)
+        product = double_loop(keys, LAYER_KINDS, decay, angle, LAYER_DILATION, value.shape[2], 0, causal, seen)
+        product = product + 0 * (decay.sum() + angle.sum())  # each has a gradient, if of nothing
+        mixed = (1 - gate) * attention[:, :, :R] + gate * product.transpose(1, 2)
         return torch.cat([mixed, attention[:, :, R:]], 2)
 
     return forward

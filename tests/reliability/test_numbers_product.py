@@ -9,8 +9,7 @@ from hypothesis import Phase, given, settings
 
 from references import double_loop
 from reliability.extremes import assert_right, differentiated, problems
-from reliability.record import Part, note
-from reliability.trial import is_full
+from reliability.record import Part, is_full, note
 from rsa_hf import rem_product
 from rsa_hf.ops import autograd
 from rsa_hf.ops.autograd import traced_forward
@@ -55,18 +54,18 @@ def test_the_operator_of_compiled_graphs(problem):
     tried["operator"] += 1
 
 
-def mask_of(problem):
+def rems_and_mask(problem):
     S, masks = problem.value.shape[2], problem.masks
-    documents = PackedSegments(masks["documents"]) if "documents" in masks else None
-    others = masks.get("key_mask"), documents, masks.get("window"), masks.get("visible")
-    return AttentionMask(problem.T, S, S - problem.T, problem.causal, *others)
+    segments = PackedSegments(masks["documents"]) if "documents" in masks else None
+    others = masks.get("key_mask"), segments, masks.get("window"), masks.get("visible")
+    rems = Rems(problem.kinds, problem.decay, problem.theta, problem.dilation, problem.groups)
+    return rems, AttentionMask(problem.T, S, S - problem.T, problem.causal, *others)
 
 
 @some
 @given(problem=problems())
 def test_graphs_that_leave_pytorch(problem):
-    heads = Rems(problem.kinds, problem.decay, problem.theta, problem.dilation, problem.groups)
-    assert_right(problem, [traced_forward(problem.value, heads, mask_of(problem), None)])
+    assert_right(problem, [traced_forward(problem.value, *rems_and_mask(problem), None)])
     tried["traced"] += 1
 
 
@@ -75,10 +74,10 @@ def test_graphs_that_leave_pytorch(problem):
     problem=problems(queries=1, causal=True, batches=(1, 2), masks=("none", "padding", "window 1", "window", "any"))
 )
 def test_a_step_of_generation(problem):
-    heads = Rems(problem.kinds, problem.decay, problem.theta, problem.dilation, problem.groups)
+    rems, mask = rems_and_mask(problem)
     S = problem.value.shape[2]
-    for table in (None, LagTable(heads, problem.working, S), LagTable(heads, problem.working, 10 * S)):
-        found = decode(problem.value, heads, mask_of(problem), table)
+    for table in (None, LagTable(rems, problem.working, S), LagTable(rems, problem.working, 10 * S)):
+        found = decode(problem.value, rems, mask, table)
         assert_right(problem, [found], floor=0 if table is None else 2.0**-30)
     tried["decode"] += 1
 

@@ -13,50 +13,40 @@ from statistics import mean, median
 
 import pytest
 
-from reliability.record import Part, note
-from reliability.trial import is_full
+from reliability.record import Part, is_full, note
 
 ROOT = Path(__file__).parents[2]
-SHORT = {"seconds": 10, "steps between checkpoints": 10, "block size": 32}
-LONG = {"seconds": 30 * 60, "steps between checkpoints": 500, "block size": 128}
+# seconds of processor time, steps between checkpoints, block size
+SIZES = (20 * 60, 500, 128) if is_full() else (10, 10, 32)
 
 
-def soak(folder, seconds, every, block_size):
-    """The lines of a run: first those of its warming up, then for each part its checkpoints and a last one."""
-    (folder / "temporary").mkdir()
+@pytest.mark.slow  # trains for some seconds; for twenty minutes under `make test-reliability`
+@pytest.mark.timeout(60 * 60)
+def test_a_long_run_stays_flat(tmp_path):
+    seconds, every, _ = SIZES
+    (tmp_path / "temporary").mkdir()
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "TMPDIR": str(folder / "temporary"),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # torch makes it on import, and leaves it
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "TMPDIR": str(tmp_path / "temporary"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),  # torch makes it on import, and leaves it
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, str(Path(__file__).with_name("soak_run.py")), folder, seconds, every, block_size]
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, env=environment, timeout=300 + 1.25 * seconds
-    )
+    command = [sys.executable, Path(__file__).with_name("soak_run.py"), tmp_path, *map(str, SIZES)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600 + 2 * seconds)
     assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in (folder / "watched.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.slow  # trains for some seconds; for half an hour under `make test-reliability`
-@pytest.mark.timeout(45 * 60)
-def test_a_long_run_stays_flat(tmp_path):
-    settings = LONG if is_full() else SHORT
-    lines = soak(tmp_path, *settings.values())
-    _, _, before, *run, after = lines
+    lines = [json.loads(line) for line in (tmp_path / "watched.jsonl").read_text().splitlines()]
+    _, _, before, *run, after = lines  # two of the run that warms up
     checkpoints = [line for line in run if line["step"] is not None]
-    every = settings["steps between checkpoints"]
 
     # It was interrupted in the middle, went on from the newest checkpoint, and was ended between two.
     (interrupted,) = [line for line in run if line["step"] is None]
     steps = [line["step"] for line in checkpoints]
     assert steps == list(range(every, steps[-1] + 1, every))
     assert len(checkpoints) / 3 < run.index(interrupted) < len(checkpoints) * 2 / 3
-    assert sorted(path.name for path in (tmp_path / "long" / "checkpoints").iterdir()) == sorted(
-        f"step-{step}" for step in steps[-2:]
-    )
+    kept = {path.name for path in (tmp_path / "long" / "checkpoints").iterdir()}
+    assert kept == {f"step-{step}" for step in steps[-2:]}
     logged = [json.loads(line)["step"] for line in (tmp_path / "long" / "metrics.jsonl").read_text().splitlines()]
     assert logged == list(range(every // 10, steps[-1] + every // 2 + 1, every // 10))
 
@@ -76,32 +66,30 @@ def test_a_long_run_stays_flat(tmp_path):
     assert max(line["tensors"] for line in last) <= max(line["tensors"] for line in first)
     for name, size in first[0]["sizes"].items():  # figures have more and fewer digits
         assert last[-1]["sizes"][name] <= 1.01 * size + 100, name
-    memory, pace = (
-        median(line[name] for line in last) / median(line[name] for line in first)
-        for name in ("rss", "step in yardsticks")
-    )
+
+    def of(summary, name, lines):
+        return summary(line[name] for line in lines)
+
+    memory, pace = (of(median, name, last) / of(median, name, first) for name in ("rss", "step in yardsticks"))
     # Objects that are kept for each step, down to a single float; both quarters are after the resume.
-    objects = (mean(line["blocks"] for line in last) - mean(line["blocks"] for line in middle)) / (
-        mean(line["step"] for line in last) - mean(line["step"] for line in middle)
-    )
-    note(
-        Part.SOAK,
-        "streamed training with evaluation, checkpoints, an interrupt and a resume; last against first quarter",
-        {
-            "minutes": (after["seconds"] - before["seconds"]) / 60,
-            "of processor time": (after["cpu"] - before["cpu"]) / 60,
-            "steps": steps[-1],
-            "checkpoints": len(checkpoints),
-            "memory (RSS) by a factor of": memory,
-            "time of a step by a factor of": pace,
-            "Python objects kept per step": objects,
-            "file descriptors left": len(after["files"]) - len(before["files"]),
-            "threads left": after["threads"] - before["threads"],
-            "tensors left": after["tensors"] - before["tensors"],
-            "temporary files left": 0,
-        },
-    )
-    print(f"memory × {memory:.4f}, time of a step × {pace:.4f}, objects kept per step {objects:.3f}")
+    more, steps_between = (of(mean, name, last) - of(mean, name, middle) for name in ("blocks", "step"))
+    objects = more / steps_between
+    found = {
+        "minutes": (after["seconds"] - before["seconds"]) / 60,
+        "of processor time": (after["cpu"] - before["cpu"]) / 60,
+        "steps": steps[-1],
+        "checkpoints": len(checkpoints),
+        "memory (RSS) by a factor of": memory,
+        "time of a step by a factor of": pace,
+        "Python objects kept per step": objects,
+        "file descriptors left": len(after["files"]) - len(before["files"]),
+        "threads left": after["threads"] - before["threads"],
+        "tensors left": after["tensors"] - before["tensors"],
+        "temporary files left": 0,
+    }
+    kind = "streamed training with evaluation, checkpoints, an interrupt and a resume; last against first quarter"
+    note(Part.SOAK, kind, found)
+    print(found)
     assert memory < 1.05
     assert pace < (1.05 if is_full() else 1.5)  # of so few steps a median says little
     assert objects < (0.5 if is_full() else 30)  # some hundreds come and go

@@ -1,4 +1,4 @@
-"""A full disk, a limit on file sizes, a read-only folder, a second writer: what was saved stays, the error says what to do."""
+"""A full disk, a limit on file sizes, a read-only folder, a second writer: what was saved stays, errors say what to do."""
 
 import os
 import resource
@@ -15,59 +15,48 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Trainer
 
 from reliability import runs
-from reliability.killed import SERVER, assert_equal, run_in_process
 from reliability.record import Part, note
+from reliability.runs import SERVER, bitwise, run_in_process
 from rsa_hf import RSAConfig, cli, patch_model
 from rsa_hf.training.checkpoints import CheckpointFolder
 from rsa_hf.training.trainer import newest_whole_checkpoint
 from rsa_hf.utils.files import StorageError, put_in_place, recover, sole_writer, written_whole
 
-SMALL = 2**20  # bytes of a small disk
-
-
-def mount(folder: Path, *options: str) -> None:
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", ",".join([f"size={SMALL}", *options]), "tmpfs", str(folder)],
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        pytest.skip(f"a small disk has to be mounted, which this user may not ({done.stderr.strip()})")
+CONTINUED = {"refused, named, and continued bitwise": 1}
 
 
 @pytest.fixture
 def disk(tmp_path):
     """A folder on a disk of a megabyte."""
-    if shutil.which("mount") is None:
-        pytest.skip("a small disk has to be mounted, and there is no mount command")
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount(folder)
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", folder], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("a small disk has to be mounted, which this user may not")
     yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)  # a traceback may still hold a file
-
-
-def fill(disk: Path, left: int) -> Path:
-    """Write a file that leaves so many bytes of a disk."""
-    free = shutil.disk_usage(disk).free
-    (disk / "filler").write_bytes(bytes(max(free - left, 0)))
-    return disk / "filler"
+    subprocess.run(["umount", "--lazy", folder], check=True)  # a traceback may still hold a file
 
 
 @contextmanager
-def file_size_limit(size: int):
-    """No file may become larger: what `ulimit -f` sets, for this process."""
+def file_size_limit(size=None):
+    """No file may become larger, as under `ulimit -f`; without a size the block sets it with `limit_file_sizes`."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
+        if size is not None:
+            limit_file_sizes(size)
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def limit_file_sizes(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
 @pytest.fixture
 def before_third_save(monkeypatch):
-    """Lets a function be called before the third checkpoint of a run is written."""
+    """Lets a function be called before the third checkpoint of a run is written; `monkeypatch.undo` ends it."""
 
     def install(function):
         original, count = CheckpointFolder._write, 0
@@ -81,8 +70,7 @@ def before_third_save(monkeypatch):
 
         monkeypatch.setattr(CheckpointFolder, "_write", write)
 
-    yield install
-    monkeypatch.undo()
+    return install
 
 
 @pytest.fixture(scope="module")
@@ -93,49 +81,42 @@ def expected(tmp_path_factory):
     return runs.result(folder)
 
 
-def hidden(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.rglob(".*") if path.name != ".lock")
-
-
 # --- the loop of the scripts ---------------------------------------------------------------------------------------
+
+
+def require_two_checkpoints(folder, error):
+    assert f"can continue from {folder / 'checkpoints' / 'step-2'}" in str(error.value)
+    assert [path.name for path in folder.rglob(".*") if path.name != ".lock"] == []  # nothing half written takes space
+    assert [path.name for path in runs.checkpoints(folder)] == ["step-1", "step-2"]
+    runs.require_whole(folder)
 
 
 @pytest.mark.parametrize("left", [0, 8_000, 20_000, 40_000])
 def test_full_disk(disk, left, before_third_save, monkeypatch, expected):
     """The disk is filled while the run goes on; how far the third checkpoint gets depends on what is left."""
-    folder = disk / "run"
-    before_third_save(lambda: fill(disk, left))
-    with pytest.raises(StorageError) as error:
+    folder, filler = disk / "run", disk / "filler"
+    before_third_save(lambda: filler.write_bytes(bytes(max(shutil.disk_usage(disk).free - left, 0))))
+    with pytest.raises(StorageError, match="MiB are free.*Free some disk space") as error:
         runs.train_loop(folder)
     assert str(folder / "checkpoints") in str(error.value)
-    assert "MiB are free" in str(error.value) and "Free some disk space" in str(error.value)
-    assert f"can continue from {folder / 'checkpoints' / 'step-2'}" in str(error.value)
-    assert hidden(folder) == []  # what could not be completed takes no space
-    assert [path.name for path in runs.checkpoints(folder)] == ["step-1", "step-2"]
-    runs.check_checkpoints(folder)
-    (disk / "filler").unlink()
+    require_two_checkpoints(folder, error)
+    filler.unlink()
     monkeypatch.undo()
     runs.train_loop(folder)
-    assert_equal(runs.result(folder), expected, "continued")
-    note(Part.STORAGE, f"full disk, {left:,} bytes left", {"refused, named, and continued bitwise": 1})
+    assert runs.result(folder) == expected
+    note(Part.STORAGE, f"full disk, {left:,} bytes left", CONTINUED)
 
 
 @pytest.mark.parametrize("size", [1_000, 6_000, 12_000])
 def test_file_size_limit(tmp_path, size, before_third_save, monkeypatch, expected):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before_third_save(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1])))
-    try:
-        with pytest.raises(StorageError) as error:
-            runs.train_loop(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "raise the limit on file sizes (ulimit -f)" in str(error.value)
-    assert f"can continue from {tmp_path / 'checkpoints' / 'step-2'}" in str(error.value)
-    assert hidden(tmp_path) == []
+    before_third_save(lambda: limit_file_sizes(size))
+    with file_size_limit(), pytest.raises(StorageError, match="raise the limit on file sizes .ulimit -f.") as error:
+        runs.train_loop(tmp_path)
+    require_two_checkpoints(tmp_path, error)
     monkeypatch.undo()
     runs.train_loop(tmp_path)
-    assert_equal(runs.result(tmp_path), expected, "continued")
-    note(Part.STORAGE, f"files of at most {size:,} bytes", {"refused, named, and continued bitwise": 1})
+    assert runs.result(tmp_path) == expected
+    note(Part.STORAGE, f"files of at most {size:,} bytes", CONTINUED)
 
 
 def test_no_checkpoint_yet(tmp_path):
@@ -147,7 +128,9 @@ def test_a_file_in_place_of_the_folder(tmp_path):
     (tmp_path / "run").write_text("something else")
     with pytest.raises(StorageError, match=r"cannot write to .*/run: .*; or choose another folder"):
         runs.train_loop(tmp_path / "run")
-    assert (tmp_path / "run").read_text() == "something else"
+    with pytest.raises(StorageError, match="run is a file"), written_whole(tmp_path / "run"):
+        pass
+    assert snapshot(tmp_path) == {"run": b"something else"}
     note(Part.STORAGE, "a file where the folder should be", {"refused and named": 1})
 
 
@@ -162,20 +145,15 @@ def test_read_only(disk, before_third_save, monkeypatch, expected):
     with pytest.raises(KeyboardInterrupt):
         runs.train_loop(folder)
     monkeypatch.undo()
-    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     try:
         with pytest.raises(StorageError, match=r"Read-only file system .*make the folder writable; or choose"):
             runs.train_loop(folder)
     finally:
-        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
     runs.train_loop(folder)
-    assert_equal(runs.result(folder), expected, "continued")
-    note(Part.STORAGE, "read-only folder", {"refused, named, and continued bitwise": 1})
-
-
-def test_errors_of_others_stay_what_they_are(tmp_path):
-    with pytest.raises(RuntimeError, match="^out of memory$"), written_whole(tmp_path / "x"):
-        raise RuntimeError("out of memory")
+    assert runs.result(folder) == expected
+    note(Part.STORAGE, "read-only folder", CONTINUED)
 
 
 # --- two processes -------------------------------------------------------------------------------------------------
@@ -201,7 +179,7 @@ def test_two_processes_and_one_folder(tmp_path, expected):
     go.touch()
     first.join(60)
     assert first.exitcode == 0
-    assert_equal(runs.result(folder), expected, "the first")
+    assert runs.result(folder) == expected
     note(Part.STORAGE, "a second process in the folder of a run", {"refused and named, nothing mixed": 2})
 
 
@@ -233,31 +211,11 @@ def test_one_writer_at_a_time(tmp_path):
     runs.train_loop(tmp_path)
 
 
-@pytest.mark.slow  # a process
-def test_a_killed_process_holds_nothing(tmp_path):
-    """What it held the folder with goes with it."""
-    child = SERVER.Process(target=_hold, args=(tmp_path,), daemon=True)
-    child.start()
-    wait_for(tmp_path / "held", child)
-    with pytest.raises(StorageError), sole_writer(tmp_path):
-        pass
-    child.kill()
-    child.join()
-    with sole_writer(tmp_path):
-        pass
-
-
-def _hold(folder):
-    with sole_writer(folder):
-        (folder / "held").touch()
-        time.sleep(60)
-
-
 # --- the scripts, the command line -----------------------------------------------------------------------------------
 
 
 def limited(size, target, *arguments):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    limit_file_sizes(size)
     target(*arguments)
 
 
@@ -269,13 +227,10 @@ def run_command(arguments):
 @pytest.mark.slow  # processes
 @pytest.mark.parametrize("command", ["train_language_model.py", "train_defect_detection.py", "rsa-hf train lm"])
 def test_no_traceback_reaches_the_user(tmp_path, command):
-    made = (runs.defect_detection if "defect" in command else runs.language_model)(tmp_path)
-    name, options = made.arguments(tmp_path / "out")
-    target, arguments = (
-        (run_command, (["train", "lm", *options],)) if " " in command else (made.target, (name, options))
-    )
-    log = tmp_path / "log.txt"
-    assert run_in_process(limited, (20_000, target, *arguments), log) == 2
+    run, log = (runs.defect_detection if "defect" in command else runs.language_model)(tmp_path), tmp_path / "log.txt"
+    name, options = run.arguments(tmp_path / "out")
+    called = (run_command, ["train", "lm", *options]) if " " in command else (run.target, name, options)
+    assert run_in_process(limited, (20_000, *called), log) == 2
     last = log.read_text().splitlines()[-1]
     assert last.startswith(f"error: cannot write to {tmp_path / 'out'}")
     assert "raise the limit on file sizes (ulimit -f)" in last
@@ -290,25 +245,22 @@ def test_the_trainer_on_a_full_disk(tmp_path, monkeypatch):
     """transformers writes in place and raises in its own words; the checkpoint before is found and gone on from."""
     steps = {"max_steps": 12, "save_steps": 4, "save_total_limit": None, "eval_strategy": "no"}
     runs.train_with_trainer(tmp_path / "whole", **steps)
-    original, before = Trainer._save_checkpoint, resource.getrlimit(resource.RLIMIT_FSIZE)
+    original = Trainer._save_checkpoint
 
     def save(self, *arguments, **keywords):
         if self.state.global_step == 8:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (120_000, before[1]))  # the weights fit, the optimiser does not
+            limit_file_sizes(120_000)  # the weights fit, the optimiser does not
         return original(self, *arguments, **keywords)
 
     monkeypatch.setattr(Trainer, "_save_checkpoint", save)
-    try:
-        with pytest.raises((RuntimeError, OSError, SafetensorError)):
-            runs.train_with_trainer(tmp_path / "parts", **steps)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with file_size_limit(), pytest.raises((RuntimeError, OSError, SafetensorError)):
+        runs.train_with_trainer(tmp_path / "parts", **steps)
     monkeypatch.undo()
     assert (tmp_path / "parts" / "checkpoint-8").exists()  # torn
     assert newest_whole_checkpoint(tmp_path / "parts") == str(tmp_path / "parts" / "checkpoint-4")
     runs.train_with_trainer(tmp_path / "parts", **steps)
     found, whole = (runs.trainer_content(tmp_path / name / "checkpoint-12") for name in ("parts", "whole"))
-    assert_equal(found, whole, "continued")
+    assert found == whole
     note(Part.STORAGE, "the Trainer at a file-size limit", {"refused in transformers' words, continued bitwise": 1})
 
 
@@ -332,14 +284,13 @@ def test_save_pretrained_over_a_saved_model(tmp_path):
     assert snapshot(tmp_path / "whole") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in place", "whole"]
     kept = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
-    assert_equal(dict(kept.state_dict()), dict(old.state_dict()), "the old one")
+    assert bitwise(kept.state_dict()) == bitwise(old.state_dict())
     with written_whole(tmp_path / "whole") as folder:
         new.save_pretrained(folder)
     replaced = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
-    assert_equal(dict(replaced.state_dict()), dict(new.state_dict()), "the new one")
-    note(
-        Part.STORAGE, "save_pretrained in written_whole, at a file-size limit", {"refused, the old model is whole": 1}
-    )
+    assert bitwise(replaced.state_dict()) == bitwise(new.state_dict())
+    what = "save_pretrained in written_whole, at a file-size limit"
+    note(Part.STORAGE, what, {"refused, the old model is whole": 1})
 
 
 # --- folders that are replaced ---------------------------------------------------------------------------------------
@@ -399,13 +350,6 @@ def test_a_link_to_a_folder_stays_one(tmp_path):
     recover(link)
     assert [path.name for path in large.iterdir()] == ["model"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["large", "x"]
-
-
-def test_a_file_is_not_replaced_by_a_folder(tmp_path):
-    (tmp_path / "x").write_text("something else")
-    with pytest.raises(StorageError, match="x is a file"), written_whole(tmp_path / "x"):
-        pass
-    assert snapshot(tmp_path) == {"x": b"something else"}
 
 
 def test_a_folder_is_never_gone_while_it_is_replaced(tmp_path, monkeypatch):
