@@ -52,7 +52,7 @@ EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 SERVER = multiprocessing.get_context("forkserver")
 _MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "roberta")]
-_TASKS = [f"rsa_hf.tasks.train_{name}" for name in ("defect_detection", "language_model")]
+_TASKS = ["rsa_hf.tasks.defect_detection", "rsa_hf.tasks.language_modeling"]
 SERVER.set_forkserver_preload(["matplotlib.pyplot", "transformers.trainer", *_MODELS, *_TASKS])
 
 
