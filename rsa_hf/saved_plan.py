@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.config import RSAConfig
+from rsa_hf.config import LayerConfig, RSAConfig
 from rsa_hf.utils.brief import brief, shorten
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "SavedPlan",
     "configs_with_plans",
     "differences",
+    "planned_layers",
     "read_plan",
     "require_number",
     "saved_plans",
@@ -84,6 +85,12 @@ def read_plan(content: Any) -> SavedPlan:
             f"one index below {MAX_MODULES} for each is needed."
         )
     return plan
+
+
+def planned_layers(config: PreTrainedConfig) -> dict[str, LayerConfig]:
+    """The config of the RSA heads of each module that `config.rsa` names."""
+    plan = read_plan(config.rsa)
+    return dict(zip(plan.modules, plan.config.layer_plans([None] * len(plan.modules)), strict=True))
 
 
 def differences(old: SavedPlan, new: SavedPlan) -> str:

@@ -21,6 +21,8 @@ from transformers import (
     GPT2Model,
     MambaConfig,
     MambaModel,
+    RwkvConfig,
+    RwkvModel,
     T5EncoderModel,
 )
 
@@ -157,10 +159,17 @@ def test_a_plan_that_does_not_fit_leaves_the_model_as_it_was(config, error, mess
     assert_same_state(model, before)
 
 
-def test_a_model_without_attention_is_refused():
-    model = MambaModel(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1))
+@pytest.mark.parametrize(
+    "model",
+    [
+        MambaModel(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1)),
+        RwkvModel(RwkvConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, attention_hidden_size=16)),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_a_model_without_softmax_attention_is_refused(model):
     before = state_of(model)
-    with pytest.raises(ValueError, match=r"MambaModel has no attention that can be patched.*state-space models"):
+    with pytest.raises(ValueError, match=rf"{type(model).__name__} has no attention .*into softmax attention"):
         patch_model(model)
     assert_same_state(model, before)
 
@@ -215,9 +224,7 @@ def test_rsa_layers_that_take_no_part_are_noticed(monkeypatch):
     # Without the hook on the attention interface the children would be there, trained on nothing.
     model = build("gpt2")
     before = state_of(model)
-    monkeypatch.setattr(
-        "rsa_hf.integration.attention._attention_with_rsa", lambda rsa, base, name, *args, **kw: base(*args, **kw)
-    )
+    monkeypatch.setattr("rsa_hf.integration.attention.mix_recurrence", lambda module, output, *args, **kw: output)
     with pytest.raises(RuntimeError, match=r"h.0.attn, h.1.attn took no part"):
         patch_model(model)
     assert_same_state(model, before)

@@ -101,7 +101,7 @@ TRANSFORMERS_HOOKS = (
         ("self",),
         wrap_init_continuous_batching,
         purpose="refuse continuous batching, which hides the values of earlier tokens, before its thread starts",
-        without="continuous batching of a patched model logs errors and returns no tokens",
+        without="continuous batching of a patched model logs an error and never ends",
         essential=False,
     ),
     Hook(

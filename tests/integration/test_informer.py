@@ -10,7 +10,7 @@ from transformers import InformerConfig, InformerForPrediction
 from broken import break_mask
 from references import relative_error
 from rsa_hf import RSAConfig, patch_model, rem_matrix, unpatch_model
-from rsa_hf.integration.architectures import architecture_of
+from rsa_hf.integration.attention import architecture_of
 
 CONTEXT, HORIZON, HEADS = 11, 7, 4
 PLAN = RSAConfig(num_cyclical_pairs=1, num_dilated_cyclical_pairs=1, dilation=3, gate_init=0.3)

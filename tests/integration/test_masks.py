@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from broken import farthest
 from references import double_loop, relative_error
-from rsa_hf.integration.masks import flash_segment_ids, read_attention_mask
+from rsa_hf.integration.attention import flash_segment_ids, read_attention_mask
 from rsa_hf.ops.autograd import apply_rems, traced_forward
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.types import Rems
@@ -396,7 +396,7 @@ def test_one_document_under_flash_attention():
 
 
 def test_positions_of_packed_documents_are_read_once(monkeypatch):
-    import rsa_hf.integration.masks as module
+    import rsa_hf.integration.attention as module
 
     read, calls = module._segment_ids_of_positions, []
     monkeypatch.setattr(module, "_segment_ids_of_positions", lambda positions: calls.append(1) or read(positions))

@@ -10,7 +10,7 @@ import torch
 from transformers import LongT5Config, LongT5Model
 
 from rsa_hf import RSAConfig, patch_model
-from rsa_hf.integration.attention_modules import is_self_attention
+from rsa_hf.integration.loading import is_self_attention
 from survey import runner
 from survey.broken import BROKEN
 from survey.checks import CHECKS, patched

@@ -11,7 +11,7 @@ from models import xl
 from references import relative_error
 from reliability.record import Part, note
 from rsa_hf import RSAConfig, RSAHeads, patch_model
-from rsa_hf.integration.masks import flash_segment_ids
+from rsa_hf.integration.attention import flash_segment_ids
 
 PLAN = RSAConfig(
     num_regular=2,

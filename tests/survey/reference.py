@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 from references import lag_weight
-from rsa_hf.integration.architectures import table, watch
+from rsa_hf.integration import attention as hooks
 
 __all__ = ["plain_attention", "reference_attention", "without_attention"]
 
@@ -95,13 +95,13 @@ def _replaced(attention: Callable[..., Any], mix: Callable[..., Tensor]) -> Iter
         return lambda *args, **kw: attention(base, *args, **kw)
 
     AttentionInterface.get_interface = get_interface
-    mix_recurrence, table.mix_recurrence = table.mix_recurrence, mix
+    mix_recurrence, hooks.mix_recurrence = hooks.mix_recurrence, mix
     try:
-        with watch(lambda *call: None):  # so that modules without an `rsa` child come by, too
+        with hooks.record_attention_calls():  # so that modules without an `rsa` child come by, too
             yield
     finally:
         AttentionInterface.get_interface = hooked
-        table.mix_recurrence = mix_recurrence
+        hooks.mix_recurrence = mix_recurrence
 
 
 def _stated(mask: Tensor | None, causal: bool, window: int | None, S: int) -> Tensor:

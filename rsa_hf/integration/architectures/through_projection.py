@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rsa_hf.integration.architectures.mixing import Run
-from rsa_hf.integration.architectures.stand_ins import StandIn, StandInForCall, not_seen
+from rsa_hf.integration.architectures.stand_ins import Run, StandIn, StandInForCall, not_seen
 from rsa_hf.ops.mask import remembered
 
 __all__ = ["deberta_values", "from_projection_to_return", "heads_of_states", "run_mpnet"]
