@@ -24,6 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
 from rsa_hf.heads import heads_of
+from rsa_hf.integration import what_fits
 from rsa_hf.integration.architectures.table import ARCHITECTURES, Architecture
 from rsa_hf.ops.mask import (
     AttentionMask,
@@ -34,7 +35,6 @@ from rsa_hf.ops.mask import (
     remembered,
     warn_single_token_segments,
 )
-from rsa_hf.utils.versions import what_fits
 
 __all__ = [
     "AttentionCall",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +13,6 @@ from typing import Any, Protocol
 from transformers import Trainer
 
 from rsa_hf.config import MAX_HEADS, RSAConfig
-from rsa_hf.utils.checks import check_integer
 
 __all__ = ["FoundPlan", "TrialLike", "head_plan_space", "search_head_plans"]
 
@@ -59,9 +59,9 @@ def head_plan_space(
     Raises:
         ValueError: `num_heads` or a factor is below 1.
     """
-    check_integer("num_heads", num_heads, 1, MAX_HEADS)
+    _require_whole_number("num_heads", num_heads, 1, MAX_HEADS)
     for dilation in dilations:
-        check_integer("a dilation", dilation, 1)
+        _require_whole_number("a dilation", dilation, 1)
     k4, k5, left = 0, 0, num_heads
     k2 = trial.suggest_int("num_cyclical_pairs", 0, left // 2)
     left -= 2 * k2
@@ -127,7 +127,7 @@ def search_head_plans(
         ImportError: optuna is not installed.
         ValueError: `trials` is below 1, or `storage` is not the file of this search.
     """
-    check_integer("trials", trials, 1)
+    _require_whole_number("trials", trials, 1)
     try:
         import optuna
         from optuna.storages import JournalStorage
@@ -213,3 +213,9 @@ def _require_same(study: Any, settings: dict[str, Any], storage: Path) -> None:
             f"{storage} has trials under other settings ({', '.join(names)}), whose scores are not comparable. "
             "Restore them, or name another file."
         )
+
+
+def _require_whole_number(name: str, value: Any, low: int, high: float = math.inf) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        allowed = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+        raise ValueError(f"{name} is {value!r}; choose a whole number {allowed}")

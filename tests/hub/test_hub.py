@@ -112,14 +112,6 @@ def test_what_is_pushed_comes_back_bit_for_bit(hub, model, tokenizer, caplog, ca
     assert not any(TOKEN.encode() in content for content in hub.files(REPO).values())
 
 
-def test_a_cache_may_be_anywhere(hub, model, tmp_path, monkeypatch):
-    model.push_to_hub(REPO)
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    loaded = AutoModelForSequenceClassification.from_pretrained(REPO, cache_dir="../elsewhere")
-    assert is_patched(loaded) and (tmp_path / "elsewhere").is_dir()
-
-
 def test_pushed_while_it_is_saved(hub, model, tmp_path):
     model.save_pretrained(tmp_path / "rsa", push_to_hub=True, repo_id=REPO)
     same_logits(model)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from test_generation import CACHES, in_pieces
 
 import flash_stand_in
 import rsa_hf.integration.attention as hooks
@@ -141,22 +141,6 @@ def test_packed_documents(family, told_by, flash, monkeypatch):
     assert relative_error(found(ids, **told)[0], alone) > FAR / 10
 
 
-CACHES = {
-    "dynamic": lambda model: DynamicCache(config=model.config),
-    "static": lambda model: StaticCache(config=model.config, max_cache_len=LENGTH + 6),
-}
-
-
-def in_pieces(model, batch, pieces, cache):
-    logits, stop = [], 0
-    for length in pieces:
-        start, stop = stop, stop + length
-        piece = {name: batch[name][:, start:stop] for name in ("input_ids", "position_ids")}
-        mask = batch["attention_mask"][:, :stop]
-        logits.append(model(**piece, attention_mask=mask, past_key_values=cache)[0])
-    return torch.cat(logits, 1)
-
-
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("family", DECODERS)
@@ -165,8 +149,7 @@ def test_caches(family, cache, padding, flash, monkeypatch):
     found, expected = pair(family, flash)
     batch = padded(tokens(flash), "left")
     if not padding:
-        batch = {"input_ids": batch["input_ids"][2:], "attention_mask": batch["attention_mask"][2:],
-                 "position_ids": batch["position_ids"][2:]}  # fmt: skip
+        batch = {name: rows[2:] for name, rows in batch.items()}
     real = batch["attention_mask"].bool()
     wanted = expected(**batch, use_cache=False)[0][real]
     pieces = [4, 3, 1, 2, 1, 1, 1]

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
+import rsa_hf.integration as integration
 import rsa_hf.integration.peft.hooks as peft_hooks
-import rsa_hf.utils.versions as versions
 from families import build, inputs
 from reliability.record import Part, note
 from rsa_hf import RSAConfig, patch_model
@@ -30,7 +30,7 @@ def test_installing_again_does_nothing():
 
 @pytest.mark.parametrize("version", ["5.16.1", "4.57.0", "6.0.0"])
 def test_a_version_outside_the_range_is_named(version, monkeypatch):
-    monkeypatch.setattr(versions.transformers, "__version__", version)
+    monkeypatch.setattr(integration.transformers, "__version__", version)
     with pytest.raises(ImportError, match=rf"≥ 5.17, < 6; installed is {version}.*pip install"):
         install()
 

@@ -152,20 +152,6 @@ def test_two_directions_that_modules_do_not_say_are_taken_from_their_masks(tmp_p
         assert not torch.allclose(turned.eval()(**inputs).logits, said(**inputs).logits, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("causal", "words"),
-    [
-        ([True, False, True], "3 entries, but 2 layers"),
-        ([], r"causal=\[\]"),
-        ([1, 0], "got int"),
-        ("yes", "causal='yes'"),
-    ],
-)
-def test_directions_that_do_not_fit(causal, words):
-    with pytest.raises((ValueError, TypeError), match=words):
-        patch_model(build("gpt2", "causal-lm").model, RSAConfig(causal=causal))
-
-
 def test_half_an_encoder_decoder_is_patched_with_a_warning():
     sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_heads": 4, "num_layers": 1}
     with pytest.warns(UserWarning, match="the encoder of this LongT5Model gets no RSA heads.*LongT5LocalAttention"):

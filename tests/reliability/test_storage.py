@@ -108,7 +108,7 @@ def test_full_disk(disk, left, before_third_save, monkeypatch, expected):
     with pytest.raises(StorageError) as error:
         runs.train_loop(folder)
     assert str(folder / "checkpoints") in str(error.value)
-    assert "MiB are free" in str(error.value) and "Free some disk space" in str(error.value)
+    assert "Free some disk space" in str(error.value)
     assert f"can continue from {folder / 'checkpoints' / 'step-2'}" in str(error.value)
     assert hidden(folder) == []  # what could not be completed takes no space
     assert [path.name for path in runs.checkpoints(folder)] == ["step-1", "step-2"]
