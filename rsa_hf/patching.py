@@ -101,8 +101,8 @@ def patch_model(
     attach_heads(list(zip(modules, plan.config.layer_plans(num_heads), strict=True)))
     model.config.rsa = write_plan(plan)
     try:
-        connect(base)  # again: the heads get their rows in the table of architectures
         _require_all_called(base, names, probe_inputs)
+        connect(base)  # again: now there are heads, which keep the row of their class for pickles
     except BaseException:
         unpatch_model(model)
         raise

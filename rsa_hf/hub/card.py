@@ -114,12 +114,18 @@ def write_card(
         StorageError: The card cannot be written; the existing one is unchanged.
         ValueError: The model has no RSA heads, or the card's metadata is invalid YAML.
     """
+    if not any(isinstance(module, RSAHeads) for module in model.modules()):
+        raise ValueError("the model has no RSA heads, so it has no card. Call patch_model first.")
     path = Path(folder) / CARD
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = path.read_text(encoding="utf-8") if path.exists() else None
-    if text is not None and not _FRONT_MATTER.match(text):
-        return None
-    known = CardFacts() if text is None else _facts_in(text)
+    text = f"---\nlibrary_name: transformers\n---\n\n# {_class_of(model).__name__} with RSA heads\n"
+    if path.exists():
+        text = path.read_text(encoding="utf-8")
+        if not _FRONT_MATTER.match(text):
+            return None
+    facts = _facts_in(text).updated(facts or CardFacts())
+    if facts.base_model is None:
+        facts = replace(facts, base_model=_loaded_from(model))
     picture = None
     if plot and _can_be_read(model):
         try:
@@ -129,7 +135,12 @@ def write_card(
             picture = PLOT
         except ImportError as error:
             logger.info("no picture on the card: %s", error)
-    card = _merge(text, model, known.updated(facts or CardFacts()), picture)
+    card = _read_card(text)
+    _add_metadata(card.data, facts)
+    section = without_credentials(_section(model, facts, picture))  # the command may hold a token
+    # A function as replacement: backslashes of the section are not escapes.
+    body, found = _SECTION.subn(lambda _: section, card.text, count=1)
+    card.text = body if found else f"{card.text.rstrip()}\n\n{section}\n"
     write_text(path, str(card))
     return path
 
@@ -154,23 +165,6 @@ def read_facts(folder: str | os.PathLike[str]) -> CardFacts:
     """Read the facts on the card in a folder. They are empty if there is no card, or none of rsa_hf's."""
     path = Path(folder) / CARD
     return _facts_in(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else CardFacts()
-
-
-def _merge(text: str | None, model: PreTrainedModel, facts: CardFacts, plot: str | None) -> RepoCard:
-    """Put rsa_hf's part and metadata on a card: the given one, or a new one."""
-    if not any(isinstance(module, RSAHeads) for module in model.modules()):
-        raise ValueError("the model has no RSA heads, so it has no card. Call patch_model first.")
-    if facts.base_model is None:
-        facts = replace(facts, base_model=_loaded_from(model))
-    section = without_credentials(_section(model, facts, plot))  # the command may hold a token
-    if text is None:
-        text = f"---\nlibrary_name: transformers\n---\n\n# {_class_of(model).__name__} with RSA heads\n"
-    card = _read_card(text)
-    _add_metadata(card.data, facts)
-    # A function as replacement: backslashes of the section are not escapes.
-    body, found = _SECTION.subn(lambda _: section, card.text, count=1)
-    card.text = body if found else f"{card.text.rstrip()}\n\n{section}\n"
-    return card
 
 
 def _read_card(text: str) -> RepoCard:

@@ -59,15 +59,13 @@ def wrap_dict_from_json_file(original: Callable[..., Any]) -> Callable[..., Any]
 
 def _remove_locks(content: dict[str, Any]) -> bool:
     """Remove the locks from a config; return whether there were any."""
-    before = len(content)
-    if str(content.get("attn_implementation", "")).startswith("rsa_hf"):
+    locked = str(content.get("attn_implementation", "")).startswith("rsa_hf")
+    if locked:
         del content["attn_implementation"]
     fusions = content.get("fusion_config")
-    if not isinstance(fusions, dict):
-        return len(content) < before
-    kept = {name: value for name, value in fusions.items() if not name.startswith("rsa_hf")}
-    if kept:
-        content["fusion_config"] = kept
-    elif fusions:
+    if not isinstance(fusions, dict) or not any(name.startswith("rsa_hf") for name in fusions):
+        return locked
+    content["fusion_config"] = {name: value for name, value in fusions.items() if not name.startswith("rsa_hf")}
+    if not content["fusion_config"]:
         del content["fusion_config"]
-    return len(content) < before or len(kept) < len(fusions)
+    return True

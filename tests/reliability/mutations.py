@@ -161,8 +161,8 @@ MUTATIONS = [
         Part.HOSTILE_FILES,
         "no token on a card",
         "rsa_hf/hub/card.py",
-        "without_credentials(_section(model, facts, plot))",
-        "_section(model, facts, plot)",
+        "without_credentials(_section(model, facts, picture))",
+        "_section(model, facts, picture)",
         "tests/reliability/test_no_token_leaks.py::test_it_is_on_no_card",
     ),
     Mutation(
@@ -413,14 +413,6 @@ MUTATIONS = [
         'if not callable(function):\n        raise AttributeError(f"{hook} is missing")',
         "if not callable(function):\n        return owner, static",
         "tests/integration/test_hooks.py::test_what_is_renamed_is_named_and_nothing_is_half_installed[False-post_init]",
-    ),
-    Mutation(
-        Part.MOVING_TRANSFORMERS,
-        "what was replaced is put back where a later hook fails",
-        "rsa_hf/integration/hooks.py",
-        "for owner, name, before in reversed(replaced):",
-        "for owner, name, before in []:",
-        "tests/integration/test_hooks.py::test_a_function_that_cannot_be_replaced_undoes_the_others",
     ),
     Mutation(
         Part.MOVING_TRANSFORMERS,
