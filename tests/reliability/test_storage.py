@@ -164,7 +164,7 @@ def test_read_only(disk, before_third_save, monkeypatch, expected):
     monkeypatch.undo()
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     try:
-        with pytest.raises(StorageError, match=r"Read-only file system .*make the folder writable; or choose"):
+        with pytest.raises(StorageError, match=r"Read-only file system\. .*make the folder writable; or choose"):
             runs.train_loop(folder)
     finally:
         subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
