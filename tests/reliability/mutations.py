@@ -115,7 +115,7 @@ MUTATIONS = [
         "rsa_hf/config.py",
         "MAX_HEADS = 4096",
         "MAX_HEADS = 10**18",
-        "tests/integration/test_saving.py::test_plans_that_do_not_fit",
+        "tests/test_config.py::test_plans_that_do_not_fit",
     ),
     Mutation(
         Part.HOSTILE_FILES,
@@ -259,7 +259,7 @@ MUTATIONS = [
         "rsa_hf/integration/attention.py",
         "        _recording.calls = None",
         "        pass",
-        "tests/reliability/test_memory_flat.py::test_patching_and_unpatching",
+        "tests/reliability/test_many_models_threads.py::test_a_probe_looks_at_its_own_thread_alone",
     ),
     Mutation(
         Part.MOVING_TRANSFORMERS,

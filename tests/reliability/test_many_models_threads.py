@@ -6,14 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers.modeling_utils import AttentionInterface
 
 from models import xl
 from reliability.neighbours import FAMILIES, PLANS, Kind, build, outputs
 from reliability.record import Part, note
 from reliability.trial import is_full
 from rsa_hf import patch_model, unpatch_model
-from rsa_hf.integration.attention import record_attention_calls
+from rsa_hf.integration.attention import connect, record_attention_calls
 
 ROUNDS = 150 if is_full() else 8
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -97,13 +96,15 @@ def test_a_probe_looks_at_its_own_thread_alone(family):
     expected = run()
     assert not torch.equal(expected, model.eval()(input_ids=torch.tensor([[5, 6, 7, 8]])).logits)
     model.train()
-    before = AttentionInterface.get_interface
+    connect(model)
     with record_attention_calls() as calls:
         found = in_another_thread(run)
         assert not calls
         run()
         assert calls  # the control
-    assert AttentionInterface.get_interface is before
+    count = len(calls)
+    run()
+    assert len(calls) == count
     assert torch.equal(found, expected)
 
 
