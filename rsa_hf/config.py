@@ -9,25 +9,23 @@ import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from rsa_hf.utils.brief import brief
 
 __all__ = ["LayerConfig", "RSAConfig"]
 
 Count = int | tuple[int, ...] | None
-_T = TypeVar("_T")
 
 # Larger than in any model. They keep a damaged config from asking for all memory.
 MAX_HEADS = 4096
 MAX_DILATION = 65_536
-MAX_LAYERS = 4096
 
 # Beyond these the stored values leave the range of float32.
 MIN_SCALE, MAX_SCALE = 1e-6, 1e6
 MAX_START = 1e6
 
-_COUNT_FIELDS = ("num_regular", "num_cyclical_pairs", "num_dilated_regular", "num_dilated_cyclical_pairs")
+_COUNTS = ("num_regular", "num_cyclical_pairs", "num_dilated_regular", "num_dilated_cyclical_pairs")
 
 
 @dataclass(frozen=True)
@@ -37,19 +35,8 @@ class LayerConfig:
     RSA heads come first, in the order regular, cos, sin, dilated regular, dilated cos, dilated sin; the plain
     heads follow. The i-th cos head and the i-th sin head of a kind are a pair.
 
-    Attributes:
-        num_regular: k1.
-        num_cyclical_pairs: k2 = k3.
-        num_dilated_regular: k4.
-        num_dilated_cyclical_pairs: k5 = k6.
-        dilation: one factor per dilated head, in head order, `k4 + k5 + k6` of them.
-        gate_init: initial μ; −inf is a shut gate.
-        nu_init: the two ends between which the initial ν of the pairs are spread.
-        theta_init: the same for θ, in radians.
-        gate_per_head: one μ per RSA head instead of one per layer.
-        tie_pairs: the cos and the sin head of a pair share (ν, θ).
-        parameter_scale: parameters are stored as value / parameter_scale.
-        causal: direction of the REM; None: that of the attention module.
+    Attributes are those of `RSAConfig`, for this layer: `dilation` has one factor per dilated head, in head order;
+    `gate_init` is a number; `nu_init` and `theta_init` are the two ends of a range.
     """
 
     num_regular: int
@@ -68,24 +55,17 @@ class LayerConfig:
     @property
     def num_rsa_heads(self) -> int:
         """Number of RSA heads, R = k1 + … + k6."""
-        return (
-            self.num_regular
-            + 2 * self.num_cyclical_pairs
-            + self.num_dilated_regular
-            + 2 * self.num_dilated_cyclical_pairs
-        )
+        return self.num_eta + 2 * (self.num_cyclical_pairs + self.num_dilated_cyclical_pairs)
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The base REM of each RSA head, `"regular"`, `"cos"` or `"sin"`, in head order."""
-        return (
-            ("regular",) * self.num_regular
-            + ("cos",) * self.num_cyclical_pairs
-            + ("sin",) * self.num_cyclical_pairs
-            + ("regular",) * self.num_dilated_regular
-            + ("cos",) * self.num_dilated_cyclical_pairs
-            + ("sin",) * self.num_dilated_cyclical_pairs
-        )
+
+        def in_order(regular: int, pairs: int) -> tuple[str, ...]:
+            return ("regular",) * regular + ("cos",) * pairs + ("sin",) * pairs
+
+        dilated = in_order(self.num_dilated_regular, self.num_dilated_cyclical_pairs)
+        return in_order(self.num_regular, self.num_cyclical_pairs) + dilated
 
     @property
     def dilations(self) -> tuple[int, ...]:
@@ -109,15 +89,10 @@ class RSAConfig:
     """The RSA heads that `patch_model` puts on a model.
 
     Without counts, half of the heads of every layer (at least one) become RSA heads: cyclical pairs, and one regular
-    head if their number is odd. The published language models use half the heads and cyclical pairs too (paper,
-    section 4.3). Each count is one number for all layers, or one per patched layer.
+    head if their number is odd. Each count is one number for all layers, or one per patched layer.
 
-    The defaults are meant for pretrained models; a model trained from scratch learns faster with
-    `RSAConfig.from_scratch`. They were chosen with `rsa-hf reproduce fine-tune` (RESULTS.md), also at its quick size,
-    a byte-level Llama of 0.1M parameters: with them fine-tuning gains beyond chance on little and on much data. Gates
-    that start at one half or more gain no more, and cost before training; gates from −6 gain hardly anything; no
-    other `parameter_scale` or spread of θ gains more. SmolLM2-135M loses a little if it is trained for at most 50
-    steps, in which its gates hardly move.
+    The defaults are meant for pretrained models, and were chosen with `rsa-hf reproduce fine-tune` (RESULTS.md). A
+    model trained from scratch learns faster with `RSAConfig.from_scratch`.
 
     Args:
         num_regular: number of regular REM heads, k1 (λ = tanh η).
@@ -166,20 +141,17 @@ class RSAConfig:
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
-        per_layer = self._fields_per_layer()
-        if per_layer and self.layers is not None and list(self.layers) != sorted(self.layers):
+        if self.layers is None:
+            return
+        per_layer = [name for name in (*_COUNTS, "causal") if isinstance(getattr(self, name), tuple)]
+        per_layer += ["dilation"] if _is_nested(self.dilation) else []
+        if per_layer and list(self.layers) != sorted(self.layers):
             # Nobody could tell whether the entries are in the order of `layers` or in the model's.
             raise ValueError(
                 f"layers={brief(self.layers)}: with {', '.join(per_layer)} given per layer, indices must ascend, "
                 "because the entries are for the layers in the model's order."
             )
-        object.__setattr__(self, "layers", None if self.layers is None else tuple(sorted(self.layers)))
-
-    def _fields_per_layer(self) -> list[str]:
-        """Names of the fields that have an entry for each patched layer."""
-        lists = [name for name in (*_COUNT_FIELDS, "causal") if isinstance(getattr(self, name), tuple)]
-        nested = isinstance(self.dilation, tuple) and any(isinstance(entry, tuple) for entry in self.dilation)
-        return [*lists, "dilation"] if nested else lists
+        object.__setattr__(self, "layers", tuple(sorted(self.layers)))
 
     @classmethod
     def from_scratch(cls, num_heads: int) -> RSAConfig:
@@ -187,9 +159,7 @@ class RSAConfig:
 
         All heads are RSA heads in cyclical pairs, an odd one regular. Gates start at σ(1), as there is nothing that
         open gates could harm; ν at 0, a memory of few tokens, which can be learned first; θ is spread over (0, π), as
-        pairs that start alike are slow to differ (results/start.md, made by `scripts/measure_start.py`). On a
-        pretrained model, which attends to nearest neighbours already, this start gained less than the paper's
-        (RESULTS.md, fine-tune).
+        pairs that start alike are slow to differ (results/start.md, made by `scripts/measure_start.py`).
 
         Args:
             num_heads: attention heads of each layer, H.
@@ -198,11 +168,10 @@ class RSAConfig:
             TypeError: it is no whole number.
             ValueError: it is below 1.
         """
-        _check_integer("num_heads", num_heads, 1, math.inf, "a whole number ≥ 1")
-        pairs = num_heads // 2
+        _integer("num_heads", num_heads, "a whole number ≥ 1", low=1)
         return cls(
-            num_regular=num_heads - 2 * pairs,
-            num_cyclical_pairs=pairs,
+            num_regular=num_heads % 2,
+            num_cyclical_pairs=num_heads // 2,
             gate_init=1.0,
             nu_init=0.0,
             theta_init=(0.0, math.pi),
@@ -244,37 +213,38 @@ class RSAConfig:
                 dilation without dilated heads.
         """
         n = len(num_heads)
-        if all(getattr(self, name) is None for name in _COUNT_FIELDS):
-            if self.dilation is not None:
-                raise self._no_dilated_heads("the default plan has none")
+        if all(getattr(self, name) is None for name in _COUNTS):
             if None in num_heads:
                 raise ValueError("a plan without counts needs the number of heads of every layer; give the counts.")
-            counts = [_default_counts(heads) for heads in num_heads if heads is not None]
+            halves = [max(1, (heads or 0) // 2) for heads in num_heads]
+            counts = [(half % 2, half // 2, 0, 0) for half in halves]
         else:
-            columns = [_per_layer(name, getattr(self, name) or 0, n) for name in _COUNT_FIELDS]
-            counts = list(zip(*columns, strict=True))
-            if isinstance(self.dilation, int) and not any(k4 or k5 for _, _, k4, k5 in counts):
-                raise self._no_dilated_heads("this plan has none")
-        gates = self._layer_gates(n)
-        directions = (None,) * n if self.causal is None else _per_layer("causal", self.causal, n)
-        plans = []
-        for layer, (heads, (k1, k2, k4, k5), gate, causal) in enumerate(
-            zip(num_heads, counts, gates, directions, strict=True)
-        ):
-            used = k1 + 2 * k2 + k4 + 2 * k5
-            spelled = (
-                f"num_regular={k1}, num_cyclical_pairs={k2}, num_dilated_regular={k4}, num_dilated_cyclical_pairs={k5}"
+            counts = list(zip(*(_per_layer(name, getattr(self, name) or 0, n) for name in _COUNTS), strict=True))
+        if isinstance(self.dilation, int) and not any(k4 or k5 for _, _, k4, k5 in counts):
+            raise ValueError(
+                f"dilation={self.dilation}: no dilated heads are asked for; set num_dilated_regular or "
+                "num_dilated_cyclical_pairs too."
             )
-            limit = MAX_HEADS if heads is None else heads
-            if used > limit:
+        low, high = _ends(self.gate_init)
+        gates = [low + (high - low) * (i / (n - 1) if n > 1 else 0.5) for i in range(n)] if low != high else [low] * n
+        dilations = self.dilation if _is_nested(self.dilation) else (self.dilation,) * n
+        per_layer = zip(
+            num_heads,
+            counts,
+            _per_layer("dilation", dilations, n),
+            gates,
+            _per_layer("causal", self.causal, n),
+            strict=True,
+        )
+        plans = []
+        for layer, (heads, (k1, k2, k4, k5), dilation, gate, causal) in enumerate(per_layer):
+            used, limit = k1 + 2 * k2 + k4 + 2 * k5, MAX_HEADS if heads is None else heads
+            if not 1 <= used <= limit:
+                asked = ", ".join(f"{name}={count}" for name, count in zip(_COUNTS, (k1, k2, k4, k5), strict=True))
                 raise ValueError(
                     f"layer {layer} has {'at most ' if heads is None else ''}{limit} attention heads, but the plan "
-                    f"asks for {used} RSA heads ({spelled}; a pair is two heads). Use at most {limit}."
-                )
-            if used == 0:
-                raise ValueError(
-                    f"the plan gives layer {layer} no RSA head ({spelled}). Ask for at least one, or leave the layer "
-                    "out with layers=[…]."
+                    f"asks for {used} RSA heads ({asked}; a pair is two heads). Ask for 1 to {limit}, or leave the "
+                    "layer out with layers=[…]."
                 )
             plans.append(
                 LayerConfig(
@@ -282,7 +252,7 @@ class RSAConfig:
                     num_cyclical_pairs=k2,
                     num_dilated_regular=k4,
                     num_dilated_cyclical_pairs=k5,
-                    dilation=self._layer_dilation(layer, n, k4 + 2 * k5),
+                    dilation=_layer_dilation(layer, dilation, k4 + 2 * k5),
                     gate_init=gate,
                     nu_init=_ends(self.nu_init),
                     theta_init=_ends(self.theta_init),
@@ -301,72 +271,54 @@ class RSAConfig:
             num_heads: number of attention heads H of each patched layer.
         """
         plans = self.layer_plans(num_heads)
-        columns = {name: tuple(getattr(plan, name) for plan in plans) for name in _COUNT_FIELDS}
+        columns = {name: tuple(getattr(plan, name) for plan in plans) for name in _COUNTS}
         uniform: dict[str, Any] = {name: c[0] if len(set(c)) == 1 else c for name, c in columns.items()}
         return replace(self, **uniform)
 
-    def _no_dilated_heads(self, why: str) -> ValueError:
-        return ValueError(
-            f"dilation={brief(self.dilation)} is given but no dilated heads are: {why}; set num_dilated_regular or "
-            "num_dilated_cyclical_pairs too."
-        )
 
-    def _layer_gates(self, n: int) -> list[float]:
-        if isinstance(self.gate_init, tuple):
-            low, high = self.gate_init
-            return [low + (high - low) * (i / (n - 1) if n > 1 else 0.5) for i in range(n)]
-        return [self.gate_init] * n
-
-    def _layer_dilation(self, layer: int, n: int, dilated_heads: int) -> tuple[int, ...]:
-        value: Any = self.dilation
-        if isinstance(value, tuple) and value and isinstance(value[0], tuple):
-            if len(value) != n:
-                raise ValueError(f"dilation has {len(value)} lists, one per layer, but {n} layers are patched.")
-            value = value[layer]
-        if value is None:
-            if dilated_heads:
-                raise ValueError(
-                    f"layer {layer} has {dilated_heads} dilated heads but dilation is not given: set dilation to one "
-                    "factor d ≥ 1, or to one per dilated head."
-                )
-            return ()
-        if isinstance(value, int):
-            return (value,) * dilated_heads
-        if len(value) != dilated_heads:
-            raise ValueError(
-                f"dilation={brief(value)} has {len(value)} entries, but layer {layer} has {dilated_heads} dilated "
-                "heads (a dilated pair is two). Give one factor for all, or one per dilated head in the order dilated "
-                "regular, dilated cos, dilated sin."
-            )
-        return tuple(value)
-
-
-def _default_counts(heads: int) -> tuple[int, int, int, int]:
-    rsa = max(1, heads // 2)
-    pairs = rsa // 2
-    return rsa - 2 * pairs, pairs, 0, 0
+def _is_nested(dilation: Any) -> bool:
+    return isinstance(dilation, tuple) and any(isinstance(entry, tuple) for entry in dilation)
 
 
 def _as_lists(value: Any) -> Any:
     return [_as_lists(v) for v in value] if isinstance(value, tuple) else value
 
 
-def _per_layer(name: str, value: int | tuple[_T, ...], n: int) -> tuple[Any, ...]:
-    if isinstance(value, int):
+def _ends(value: float | tuple[float, float]) -> tuple[float, float]:
+    return value if isinstance(value, tuple) else (value, value)
+
+
+def _per_layer(name: str, value: Any, n: int) -> tuple[Any, ...]:
+    if not isinstance(value, tuple):
         return (value,) * n
     if len(value) != n:
         raise ValueError(f"{name}={brief(value)} has {len(value)} entries, but {n} layers are patched.")
     return value
 
 
-def _ends(value: float | tuple[float, float]) -> tuple[float, float]:
-    return value if isinstance(value, tuple) else (value, value)
+def _layer_dilation(layer: int, dilation: int | tuple[int, ...] | None, dilated_heads: int) -> tuple[int, ...]:
+    """The dilating factor of each dilated head of a layer."""
+    if dilation is None and dilated_heads:
+        raise ValueError(
+            f"layer {layer} has {dilated_heads} dilated heads but dilation is not given: set dilation to one factor "
+            "d ≥ 1, or to one per dilated head."
+        )
+    factors = dilation if isinstance(dilation, tuple) else (dilation or 1,) * dilated_heads
+    if len(factors) != dilated_heads:
+        raise ValueError(
+            f"dilation={brief(factors)} has {len(factors)} entries, but layer {layer} has {dilated_heads} dilated "
+            "heads (a dilated pair is two). Give one factor for all, or one per dilated head in the order dilated "
+            "regular, dilated cos, dilated sin."
+        )
+    return factors
 
 
-# --- What each field takes: checks that return the value in its normal form -----------------------------------------
+# --- what each field takes: checks that return the value in its normal form -----------------------------------------
+
+_Check = Callable[[str, Any], Any]
 
 
-def _check_integer(name: str, value: object, low: int, high: float, allowed: str) -> int:
+def _integer(name: str, value: Any, allowed: str, low: int = 0, high: float = math.inf) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={brief(value)}: {allowed} is needed.")
     if not low <= value <= high:
@@ -375,32 +327,44 @@ def _check_integer(name: str, value: object, low: int, high: float, allowed: str
     return value
 
 
-def _check_count(name: str, value: object) -> Count:
-    allowed = "a whole number ≥ 0, or one per patched layer,"
-    if value is None:
-        return None
-    if not isinstance(value, (list, tuple)):
-        return _check_integer(name, value, 0, math.inf, allowed)
-    if not value:
-        raise ValueError(f"{name}=[]: {allowed} is needed.")
-    return tuple(_check_integer(name, entry, 0, math.inf, allowed) for entry in value)
+def _one_or_per_layer(check: _Check) -> _Check:
+    """A check for None, one value for all layers, or a list of one per layer."""
+
+    def check_all(name: str, value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            return None if value is None else check(name, value)
+        if not value:
+            raise ValueError(f"{name}=[]: one value, or one per patched layer, is needed.")
+        return tuple(check(name, entry) for entry in value)
+
+    return check_all
 
 
-def _check_dilation(name: str, value: object, depth: int = 0) -> Any:
+def _count(name: str, value: Any) -> int:
+    return _integer(name, value, "a whole number ≥ 0, or one per patched layer,")
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={brief(value)}: True or False is needed, got {type(value).__name__}.")
+    return value
+
+
+def _dilation(name: str, value: Any, depth: int = 0) -> Any:
     allowed = "a whole number ≥ 1, one per dilated head, or one such list per layer,"
-    if value is None:
+    if value is None and depth == 0:
         return None
     if not isinstance(value, (list, tuple)):
-        return _check_integer(name, value, 1, MAX_DILATION, allowed)
+        return _integer(name, value, allowed, 1, MAX_DILATION)
     if depth == 2:
         raise TypeError(f"{name}={brief(value)}: {allowed} is needed; this list is nested too deep.")
-    entries = tuple(_check_dilation(name, entry, depth + 1) for entry in value)
-    if None in entries or len({isinstance(entry, tuple) for entry in entries}) > 1:
+    entries = tuple(_dilation(name, entry, depth + 1) for entry in value)
+    if len({isinstance(entry, tuple) for entry in entries}) > 1:
         raise TypeError(f"{name}={brief(value)}: {allowed} is needed.")
     return entries
 
 
-def _check_number(name: str, value: object) -> float:
+def _number(name: str, value: Any) -> float:
     # JSON, YAML and command lines have no common literal for infinity.
     if isinstance(value, str) and value.strip().lower() in ("-inf", "inf", "+inf"):
         value = float(value)
@@ -412,16 +376,16 @@ def _check_number(name: str, value: object) -> float:
         raise ValueError(f"{name}={brief(value)}: the number is too large.") from None
 
 
-def _check_start(name: str, value: object) -> float | tuple[float, float]:
+def _start(name: str, value: Any) -> float | tuple[float, float]:
     allowed = f"from {-MAX_START:g} to {MAX_START:g}"
     if isinstance(value, (list, tuple)):
         if len(value) != 2:
             raise ValueError(f"{name}={brief(value)}: one number, or the two ends (low, high), are needed.")
-        low, high = (_check_number(name, end) for end in value)
+        low, high = (_number(name, end) for end in value)
         if not (abs(low) <= MAX_START and abs(high) <= MAX_START):
             raise ValueError(f"{name}={brief(value)}: the two ends (low, high) must be finite, {allowed}.")
         return low, high
-    number = _check_number(name, value)
+    number = _number(name, value)
     if math.isinf(number) and name == "gate_init":
         return number  # a shut gate, or one that is wide open
     if not abs(number) <= MAX_START:
@@ -430,8 +394,8 @@ def _check_start(name: str, value: object) -> float | tuple[float, float]:
     return number
 
 
-def _check_scale(name: str, value: object) -> float:
-    scale = _check_number(name, value)
+def _scale(name: str, value: Any) -> float:
+    scale = _number(name, value)
     if not MIN_SCALE <= scale <= MAX_SCALE:
         raise ValueError(
             f"{name}={scale}: a positive finite number is needed, from {MIN_SCALE:g} to {MAX_SCALE:g}; 1 stores plain "
@@ -440,45 +404,25 @@ def _check_scale(name: str, value: object) -> float:
     return scale
 
 
-def _check_flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}={brief(value)}: True or False is needed, got {type(value).__name__}.")
-    return value
-
-
-def _check_causal(name: str, value: object) -> bool | tuple[bool, ...] | None:
-    if value is None or isinstance(value, bool):
-        return value
-    if not isinstance(value, (list, tuple)):
-        raise TypeError(f"{name}={brief(value)}: True, False, one of them per patched layer, or None is needed.")
-    if not value:
-        raise ValueError(f"{name}=[]: True, False, one of them per patched layer, or None is needed.")
-    return tuple(_check_flag(name, entry) for entry in value)
-
-
-def _check_layers(name: str, value: object) -> tuple[int, ...] | None:
+def _layers(name: str, value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
     if not isinstance(value, (list, tuple, range)):
         raise TypeError(f"{name}={brief(value)}: a list of layer indices is needed, or None for every layer.")
-    if not 1 <= len(value) <= MAX_LAYERS:
-        raise ValueError(
-            f"{name} has {len(value)} indices: name at least one layer, at most {MAX_LAYERS}, or None for every layer."
-        )
-    layers = tuple(
-        _check_integer(name, entry, 0, math.inf, "a list of layer indices, which count from 0,") for entry in value
-    )
+    if not value:
+        raise ValueError(f"{name}=[]: name at least one layer, or None for every layer.")
+    layers = tuple(_integer(name, entry, "a list of layer indices, which count from 0,") for entry in value)
     if len(set(layers)) != len(layers):
         raise ValueError(f"{name}={brief(layers)}: an index is given more than once.")
     return layers
 
 
-_CHECKS: dict[str, Callable[[str, object], Any]] = {
-    **dict.fromkeys(_COUNT_FIELDS, _check_count),
-    "dilation": _check_dilation,
-    **dict.fromkeys(("gate_init", "nu_init", "theta_init"), _check_start),
-    **dict.fromkeys(("gate_per_head", "tie_pairs"), _check_flag),
-    "layers": _check_layers,
-    "causal": _check_causal,
-    "parameter_scale": _check_scale,
+_CHECKS: dict[str, _Check] = {
+    **dict.fromkeys(_COUNTS, _one_or_per_layer(_count)),
+    "dilation": _dilation,
+    **dict.fromkeys(("gate_init", "nu_init", "theta_init"), _start),
+    **dict.fromkeys(("gate_per_head", "tie_pairs"), _flag),
+    "layers": _layers,
+    "causal": _one_or_per_layer(_flag),
+    "parameter_scale": _scale,
 }

@@ -1,4 +1,4 @@
-"""`RSAHeads`: the trainable part of one RSA layer.
+"""`RSAHeads`: the trainable part of one RSA layer; and the children `rsa` of a model, which hold them.
 
 Notation: batch B, heads H, RSA heads R ≤ H (the first ones), value heads Hv, queries T, keys S, head size D.
 
@@ -13,11 +13,13 @@ Heads of one layer stand in the order regular, cos, sin, dilated regular, dilate
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.config import LayerConfig
 from rsa_hf.ops.autograd import apply_rems
@@ -26,7 +28,19 @@ from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.types import SoftmaxBranch
 from rsa_hf.rem import Rems, decay_rates, mix, widest_dtype, working_dtype
 
-__all__ = ["RSAHeads", "active_heads", "heads_of", "is_peft_wrapper"]
+__all__ = [
+    "RSAHeads",
+    "active_heads",
+    "attach_heads",
+    "detach_heads",
+    "heads_of",
+    "is_peft_wrapper",
+    "keep_in_float32",
+    "require_whole_heads",
+]
+
+# transformers searches parameter names for this pattern while it loads; its own tests want it to end with them.
+_KEEP_IN_FLOAT32 = r"(?<![^.])rsa\.(?:mu|eta|nu|theta)$"
 
 
 class RSAHeads(nn.Module):
@@ -258,6 +272,9 @@ def _spread_over_both_signs(fraction: float) -> float:
     return -2 + 2 * fraction if fraction < 0.5 else 2 * fraction
 
 
+# --- in a model -----------------------------------------------------------------------------------------------------
+
+
 def heads_of(module: nn.Module) -> RSAHeads | None:
     """The RSA heads of an attention module, its child `rsa`; None if it has none."""
     rsa = module._modules.get("rsa")
@@ -289,3 +306,58 @@ def active_heads(model: nn.Module) -> Iterator[tuple[str, RSAHeads]]:
 def _active_copy(wrapper: Any) -> RSAHeads:
     adapters = [] if wrapper.disable_adapters else [a for a in wrapper.active_adapters if a in wrapper.modules_to_save]
     return cast(RSAHeads, wrapper.modules_to_save[adapters[0]] if adapters else wrapper.original_module)
+
+
+def attach_heads(layers: Sequence[tuple[nn.Module, LayerConfig]]) -> list[RSAHeads]:
+    """Put an `rsa` child on each attention module that has none.
+
+    Returns:
+        The new children.
+
+    Raises:
+        ValueError: a module has another attribute of that name; nothing is attached then.
+    """
+    for module, _ in layers:
+        if hasattr(module, "rsa") and not isinstance(module.rsa, RSAHeads):
+            raise ValueError(
+                f"{type(module).__name__} already has an attribute 'rsa' of type {type(module.rsa).__name__}."
+            )
+    new = []
+    for module, plan in layers:
+        if hasattr(module, "rsa"):
+            continue
+        parameter = next(module.parameters(), None)
+        # Created on the module's device, because a tensor cannot be moved off the meta device: DiffLlama and XLNet
+        # create some of their parameters elsewhere while the rest of the model is built there.
+        with nullcontext() if parameter is None else parameter.device:
+            child = RSAHeads(plan)
+        module.add_module("rsa", child.train(module.training))
+        new.append(child)
+    return new
+
+
+def detach_heads(model: nn.Module) -> None:
+    """Remove every `rsa` child below `model`."""
+    for module in list(model.modules()):
+        if isinstance(module._modules.get("rsa"), RSAHeads):
+            del module._modules["rsa"]
+        if isinstance(module, PreTrainedModel) and module._keep_in_fp32_modules_strict:
+            module._keep_in_fp32_modules_strict = set(module._keep_in_fp32_modules_strict) - {_KEEP_IN_FLOAT32}
+
+
+def keep_in_float32(model: PreTrainedModel) -> None:
+    """Let transformers load RSA parameters in float32, whatever the model's dtype."""
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), _KEEP_IN_FLOAT32}
+
+
+def require_whole_heads(model: PreTrainedModel) -> None:
+    """Check that each process has all heads of a layer.
+
+    Raises:
+        NotImplementedError: transformers has split the heads across processes (`tp_plan`).
+    """
+    if (model._tp_size or 1) > 1:
+        raise NotImplementedError(
+            "RSA does not work with tensor parallelism: each process has some of a layer's heads, and would treat the "
+            "first of them as RSA heads. Load the model without tp_plan; FSDP2 and device_map leave heads whole."
+        )

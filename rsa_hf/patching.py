@@ -18,10 +18,8 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.config import RSAConfig
-from rsa_hf.heads import RSAHeads, is_peft_wrapper
-from rsa_hf.integration.architectures import NO_SOFTMAX_ATTENTION, connect
-from rsa_hf.integration.attach import attach_heads, detach_heads, require_whole_heads
-from rsa_hf.integration.attention import AttentionCall, record_attention_calls
+from rsa_hf.heads import RSAHeads, attach_heads, detach_heads, is_peft_wrapper, require_whole_heads
+from rsa_hf.integration.attention import AttentionCall, connect, record_attention_calls
 from rsa_hf.saved_plan import SavedPlan, configs_with_plans, differences, read_plan, write_plan
 from rsa_hf.utils.brief import shorten
 
@@ -104,6 +102,7 @@ def patch_model(
     model.config.rsa = write_plan(plan)
     try:
         _require_all_called(base, names, probe_inputs)
+        connect(base)  # again: now there are heads, which keep the row of their class for pickles
     except BaseException:
         unpatch_model(model)
         raise
@@ -154,14 +153,14 @@ def _with_direction(config: RSAConfig, calls: Mapping[str, AttentionCall]) -> RS
     """
     if config.causal is not None:
         return config
-    unknown = [name for name, call in calls.items() if call.direction is None]
+    unknown = [name for name, call in calls.items() if call.causal is None]
     if unknown:
         raise ValueError(
             f"{shorten(unknown)} ({type(calls[unknown[0]].module).__name__}): the modules do not say whether they are "
             "causal, and on the meta device no mask shows it. Set causal=True or causal=False in RSAConfig."
         )
-    directions = tuple(bool(call.direction) for call in calls.values())
-    if all(call.causal is call.direction for call in calls.values()):
+    directions = tuple(bool(call.causal) for call in calls.values())
+    if all(call.stated is call.causal for call in calls.values()):
         return config
     return replace(config, causal=directions[0] if len(set(directions)) == 1 else directions)
 
@@ -194,7 +193,6 @@ def _require_same_plan(model: PreTrainedModel, plan: SavedPlan) -> None:
 
 def _self_attention_calls(base: nn.Module, probe_inputs: Mapping[str, Any] | None) -> dict[str, AttentionCall]:
     """One call of each self-attention module that can be patched, by module name relative to the base, in order."""
-    _require_softmax_attention(base)
     connect(base)
     trial = _copy_for_trial(base)
     names = {module: name for name, module in trial.named_modules()}
@@ -212,23 +210,14 @@ def _self_attention_calls(base: nn.Module, probe_inputs: Mapping[str, Any] | Non
         )
     raise ValueError(
         f"{type(base).__name__} has no attention that can be patched: no module called transformers' attention "
-        "interface, and rsa_hf.integration.architectures has no entry for its classes. Looked at "
-        f"{len(names)} modules, of which these are attention by name: {shorten(_attention_classes(base)) or 'none'}."
+        "interface, and rsa_hf.integration.architectures has no entry for its classes (attention by name: "
+        f"{shorten(_attention_classes(base)) or 'none'}). RSA mixes recurrence into softmax attention; in a hybrid "
+        "model it patches the layers that have it."
     )
 
 
 def _attention_classes(model: nn.Module) -> list[str]:
     return sorted({type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()})
-
-
-def _require_softmax_attention(base: nn.Module) -> None:
-    config: Any = base.config
-    reason = NO_SOFTMAX_ATTENTION.get(config.model_type)
-    if reason is not None:
-        raise ValueError(
-            f"{type(base).__name__} has no attention that can be patched: {reason}, and RSA mixes recurrence into "
-            "softmax attention. Hybrid models are patched in their layers of softmax attention."
-        )
 
 
 def _require_all_called(base: nn.Module, names: Sequence[str], probe_inputs: Mapping[str, Any] | None) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.config import RSAConfig
+from rsa_hf.config import LayerConfig, RSAConfig
 from rsa_hf.utils.brief import brief, shorten
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "SavedPlan",
     "configs_with_plans",
     "differences",
+    "planned_layers",
     "read_plan",
     "require_number",
     "saved_plans",
@@ -30,7 +31,6 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
-MAX_MODULES = 4096  # more than any model has
 MAX_STORED = 1e12  # for a stored rate; times any parameter_scale and any lag it is still finite in float32
 RSA_KEY = re.compile(r"(^|\.)rsa\.(mu|eta|nu|theta)$")  # a tensor of a checkpoint that belongs to RSA heads
 _MODULE_NAME = re.compile(r"[A-Za-z]\w*(\.\w+)*", re.ASCII)
@@ -69,21 +69,25 @@ def read_plan(content: Any) -> SavedPlan:
     if not isinstance(modules, (list, tuple)) or not modules:
         raise TypeError(f"config.rsa['modules'] is a list of module names, got {modules!r:.200}")
     for name in modules:
-        if not isinstance(name, str) or len(name) > 500 or not _MODULE_NAME.fullmatch(name):
+        if not isinstance(name, str) or not _MODULE_NAME.fullmatch(name):
             raise ValueError(f"config.rsa['modules'] has {name!r:.200}, which is no module name such as 'h.0.attn'.")
     if len(set(modules)) != len(modules):
         raise ValueError("config.rsa['modules'] names a module more than once.")
-    if len(modules) > MAX_MODULES:
-        raise ValueError(f"config.rsa['modules'] has {len(modules)} names; at most {MAX_MODULES} are allowed.")
     plan = SavedPlan(tuple(modules), RSAConfig.from_dict(content["plan"]))
     plan.config.layer_plans([None] * len(modules))
     layers = plan.config.layers
-    if layers is not None and (len(layers) != len(modules) or layers[-1] >= MAX_MODULES):
+    if layers is not None and len(layers) != len(modules):
         raise ValueError(
             f"config.rsa['plan'] has layers={brief(layers)}, but config.rsa['modules'] names {len(modules)} modules: "
-            f"one index below {MAX_MODULES} for each is needed."
+            "one index for each is needed."
         )
     return plan
+
+
+def planned_layers(config: PreTrainedConfig) -> dict[str, LayerConfig]:
+    """The config of the RSA heads of each module that `config.rsa` names."""
+    plan = read_plan(config.rsa)
+    return dict(zip(plan.modules, plan.config.layer_plans([None] * len(plan.modules)), strict=True))
 
 
 def differences(old: SavedPlan, new: SavedPlan) -> str:

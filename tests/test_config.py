@@ -89,7 +89,7 @@ def test_json_round_trip(values):
 @pytest.mark.parametrize(
     ("values", "heads", "message"),
     [
-        ({"num_regular": 5}, [4], "layer 0 has 4 attention heads.*5 RSA heads.*at most 4"),
+        ({"num_regular": 5}, [4], "layer 0 has 4 attention heads.*5 RSA heads.*Ask for 1 to 4"),
         ({"num_cyclical_pairs": 2}, [4, 2], "layer 1 has 2 attention heads.*4 RSA heads"),
         (
             {"num_dilated_cyclical_pairs": 2, "dilation": [3, 6]},
@@ -101,9 +101,10 @@ def test_json_round_trip(values):
         ({"num_regular": 4, "dilation": 24}, [8], "dilation=24.*no dilated heads.*set num_dilated_regular or"),
         ({"num_regular": 4, "dilation": 24}, [None], "dilation=24.*no dilated heads"),
         ({"num_cyclical_pairs": [1, 2], "num_dilated_regular": [0, 0], "dilation": 2}, [8, 8], "no dilated heads"),
-        ({"num_regular": 0}, [8], "no RSA head"),
+        ({"num_regular": 0}, [8], "asks for 0 RSA heads.*leave the layer out"),
         ({"num_regular": [1, 2, 3]}, [8, 8], "3 entries, but 2 layers"),
-        ({"num_dilated_regular": 1, "dilation": [[1], [2], [3]]}, [8, 8], "3 lists.*2 layers"),
+        ({"causal": [True, False, True]}, [8, 8], "3 entries, but 2 layers"),
+        ({"num_dilated_regular": 1, "dilation": [[1], [2], [3]]}, [8, 8], "3 entries.*2 layers"),
         ({}, [None], "needs the number of heads"),
         ({"num_regular": 10**9}, [None], "at most 4096"),
     ],
@@ -136,6 +137,8 @@ def test_plans_that_do_not_fit(values, heads, message):
         ({"theta_init": "π"}, TypeError, "theta_init='π'"),
         ({"gate_per_head": 1}, TypeError, "gate_per_head=1"),
         ({"causal": "yes"}, TypeError, "causal='yes'"),
+        ({"causal": []}, ValueError, r"causal=\[\]"),
+        ({"causal": [1, 0]}, TypeError, "got int"),
         ({"layers": []}, ValueError, "at least one layer"),
         ({"layers": [1, 1]}, ValueError, "more than once"),
         ({"layers": [-1]}, ValueError, "count from 0"),

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from rsa_hf.utils.versions import TRANSFORMERS_RANGE
+from rsa_hf.integration import TRANSFORMERS_RANGE
 
 tomllib = pytest.importorskip("tomllib", reason="reads pyproject.toml, which takes Python 3.11 or newer")
 

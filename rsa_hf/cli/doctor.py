@@ -128,11 +128,10 @@ def _backends() -> Iterator[Finding]:
 
 
 def _hooks() -> Iterator[Finding]:
-    from rsa_hf.utils.versions import require_transformers
+    from rsa_hf.integration import install, installed, require_transformers, what_fits
 
-    yield Finding("ok", "transformers", require_transformers())
-    from rsa_hf.integration import install, installed
-
+    require_transformers()
+    yield Finding("ok", "transformers", what_fits())
     install()
     for name, is_on in installed().items():
         yield Finding("ok" if is_on else "FAIL", "hook", name)

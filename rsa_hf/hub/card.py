@@ -19,22 +19,21 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import yaml
-from huggingface_hub import CardData, ModelCard, try_to_load_from_cache
+from huggingface_hub import CardData, try_to_load_from_cache
 from huggingface_hub.repocard import RepoCard
 from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.heads import RSAHeads
-from rsa_hf.report import RSAReport, rsa_report
+from rsa_hf.report import rsa_report
 from rsa_hf.saved_plan import saved_plans
 from rsa_hf.utils.credentials import without_credentials
 from rsa_hf.utils.files import write_text
 
-__all__ = ["CardFacts", "clear_card", "is_hub_id", "model_card", "read_facts", "write_card"]
+__all__ = ["CardFacts", "clear_card", "is_hub_id", "read_facts", "write_card"]
 
 CARD = "README.md"
 PLOT = "rsa.png"
@@ -50,7 +49,6 @@ _SECTION = re.compile(
 _TITLE = re.compile(r"^(# \w+) with RSA heads$", re.MULTILINE)
 _FRONT_MATTER = re.compile(r"\s*---\n")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_BAR = 20  # characters of the bar of a gate at 1
 
 _CITATION = """@inproceedings{huang2023encoding,
   title     = {Encoding Recurrence into Transformers},
@@ -95,24 +93,6 @@ def is_hub_id(name: str | None) -> bool:
     return name is not None and bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
 
 
-def model_card(model: PreTrainedModel, facts: CardFacts | None = None, *, plot: str | None = None) -> ModelCard:
-    """Create the card of a patched model: how to load it, its plan, gates and scores.
-
-    Args:
-        model: A patched model.
-        facts: Facts that the model does not hold. If they name no base model, it is the Hub id that the model was
-            loaded from, if any.
-        plot: File name of a picture beside the card.
-
-    Returns:
-        The card. Save it with `card.save(folder / "README.md")`.
-
-    Raises:
-        ValueError: The model has no RSA heads.
-    """
-    return ModelCard(str(_merge(None, model, facts or CardFacts(), plot)))
-
-
 def write_card(
     model: PreTrainedModel, folder: str | os.PathLike[str], facts: CardFacts | None = None, plot: bool = False
 ) -> Path | None:
@@ -134,12 +114,18 @@ def write_card(
         StorageError: The card cannot be written; the existing one is unchanged.
         ValueError: The model has no RSA heads, or the card's metadata is invalid YAML.
     """
+    if not any(isinstance(module, RSAHeads) for module in model.modules()):
+        raise ValueError("the model has no RSA heads, so it has no card. Call patch_model first.")
     path = Path(folder) / CARD
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = path.read_text(encoding="utf-8") if path.exists() else None
-    if text is not None and not _FRONT_MATTER.match(text):
-        return None
-    known = CardFacts() if text is None else _facts_in(text)
+    text = f"---\nlibrary_name: transformers\n---\n\n# {_class_of(model).__name__} with RSA heads\n"
+    if path.exists():
+        text = path.read_text(encoding="utf-8")
+        if not _FRONT_MATTER.match(text):
+            return None
+    facts = _facts_in(text).updated(facts or CardFacts())
+    if facts.base_model is None:
+        facts = replace(facts, base_model=_loaded_from(model))
     picture = None
     if plot and _can_be_read(model):
         try:
@@ -149,7 +135,12 @@ def write_card(
             picture = PLOT
         except ImportError as error:
             logger.info("no picture on the card: %s", error)
-    card = _merge(text, model, known.updated(facts or CardFacts()), picture)
+    card = _read_card(text)
+    _add_metadata(card.data, facts)
+    section = without_credentials(_section(model, facts, picture))  # the command may hold a token
+    # A function as replacement: backslashes of the section are not escapes.
+    body, found = _SECTION.subn(lambda _: section, card.text, count=1)
+    card.text = body if found else f"{card.text.rstrip()}\n\n{section}\n"
     write_text(path, str(card))
     return path
 
@@ -174,23 +165,6 @@ def read_facts(folder: str | os.PathLike[str]) -> CardFacts:
     """Read the facts on the card in a folder. They are empty if there is no card, or none of rsa_hf's."""
     path = Path(folder) / CARD
     return _facts_in(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else CardFacts()
-
-
-def _merge(text: str | None, model: PreTrainedModel, facts: CardFacts, plot: str | None) -> RepoCard:
-    """Put rsa_hf's part and metadata on a card: the given one, or a new one."""
-    if not any(isinstance(module, RSAHeads) for module in model.modules()):
-        raise ValueError("the model has no RSA heads, so it has no card. Call patch_model first.")
-    if facts.base_model is None:
-        facts = replace(facts, base_model=_loaded_from(model))
-    section = without_credentials(_section(model, facts, plot))  # the command may hold a token
-    if text is None:
-        text = f"---\nlibrary_name: transformers\n---\n\n# {_class_of(model).__name__} with RSA heads\n"
-    card = _read_card(text)
-    _add_metadata(card.data, facts)
-    # A function as replacement: backslashes of the section are not escapes.
-    body, found = _SECTION.subn(lambda _: section, card.text, count=1)
-    card.text = body if found else f"{card.text.rstrip()}\n\n{section}\n"
-    return card
 
 
 def _read_card(text: str) -> RepoCard:
@@ -258,8 +232,7 @@ def _section(model: PreTrainedModel, facts: CardFacts, plot: str | None) -> str:
     parts += ["### Plan", f"```json\n{_plan(model)}\n```"]
     parts.append("### Gates and rates")
     if _can_be_read(model):
-        report = rsa_report(model)
-        parts.append(f"```\n{_gates(report)}\n\n{report}\n```")
+        parts.append(f"```\n{rsa_report(model)}\n```")
     else:
         parts.append("Their values were not available when the model was saved. `rsa-hf card FOLDER` adds them.")
     if plot:
@@ -290,17 +263,6 @@ def _can_be_read(model: PreTrainedModel) -> bool:
     heads = [module for module in model.modules() if isinstance(module, RSAHeads)]
     parameters = [parameter for module in heads for parameter in module.parameters()]
     return all(p.device.type != "meta" and not hasattr(p, "full_tensor") for p in parameters)
-
-
-def _gates(report: RSAReport) -> str:
-    """The mean gate of each layer, as a text bar."""
-    width = max(len(layer.module) for layer in report.layers)
-    lines = [f"{'gate'.ljust(width)}  0 is attention only, 1 is recurrence only"]
-    for layer in report.layers:
-        gate = fmean(head.gate for head in layer.heads)
-        bar = "█" * round(_BAR * gate)
-        lines.append(f"{layer.module.ljust(width)}  {bar.ljust(_BAR, '░')}  {gate:.4f}")
-    return "\n".join(lines)
 
 
 def _plan(model: PreTrainedModel) -> str:

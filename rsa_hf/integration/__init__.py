@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
-from rsa_hf.utils.versions import require_transformers
+import transformers
+from packaging.version import Version
 
-__all__ = ["install", "installed"]
+__all__ = ["TRANSFORMERS_RANGE", "install", "installed", "require_transformers", "what_fits"]
+
+TRANSFORMERS_RANGE = ("5.17", "6")  # tested at both ends; the upper end is excluded
+
+
+def what_fits() -> str:
+    """The supported range of transformers and the installed version, as a sentence for messages."""
+    low, high = TRANSFORMERS_RANGE
+    return f"rsa_hf works with transformers ≥ {low}, < {high}; installed is {transformers.__version__}."
+
+
+def require_transformers() -> None:
+    """Check the installed transformers.
+
+    Raises:
+        ImportError: it is outside the supported range.
+    """
+    low, high = TRANSFORMERS_RANGE
+    if not Version(low) <= Version(transformers.__version__) < Version(high):
+        raise ImportError(f"{what_fits()} Install one that fits: pip install 'transformers>={low},<{high}'")
 
 
 def install() -> None:
@@ -13,13 +33,13 @@ def install() -> None:
     Raises:
         ImportError: transformers is outside the supported range, or something that rsa_hf needs is not there.
     """
-    supported = require_transformers()
+    require_transformers()
     # Imported here: a version outside the range may lack what these modules import.
     try:
         from rsa_hf.integration import seam
     except ImportError as error:
         raise ImportError(
-            f"{supported} Something that rsa_hf needs is not there: {error}. Install a version that rsa_hf was "
+            f"{what_fits()} Something that rsa_hf needs is not there: {error}. Install a version that rsa_hf was "
             "tested with, or a newer rsa_hf."
         ) from error
     seam.install()
@@ -27,6 +47,7 @@ def install() -> None:
 
 def installed() -> dict[str, bool]:
     """Each hook by name, and whether it is in place."""
-    from rsa_hf.integration import seam
+    from rsa_hf.integration.hooks import is_installed
+    from rsa_hf.integration.seam import HOOKS
 
-    return seam.installed()
+    return {str(hook): is_installed(hook) for hook in HOOKS}

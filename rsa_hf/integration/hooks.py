@@ -10,12 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ADVICE", "Hook", "install_hooks", "is_installed"]
+__all__ = ["Hook", "install_hooks", "is_installed"]
 
 logger = logging.getLogger(__name__)
-
-ADVICE = "Install a version that rsa_hf was tested with, or a newer rsa_hf."
-_INHERITED = object()
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ def install_hooks(hooks: Sequence[Hook], supported: str) -> None:
         supported: which versions of the library are supported, as a sentence for messages.
 
     Raises:
-        ImportError: the function of an essential hook is missing, lacks a parameter, or cannot be replaced.
+        ImportError: the function of an essential hook is missing, or lacks a parameter.
     """
     replacements = []
     for hook in hooks:
@@ -73,19 +70,15 @@ def install_hooks(hooks: Sequence[Hook], supported: str) -> None:
         try:
             replacements.append((hook, *_replacement(hook)))
         except (ImportError, AttributeError) as error:
-            problem = f"{supported} {hook} does not fit: {error}. {ADVICE}"
+            problem = (
+                f"{supported} {hook} does not fit: {error}. Install a version that rsa_hf was tested with, or a newer "
+                "rsa_hf."
+            )
             if hook.essential:
                 raise ImportError(problem) from error
             logger.warning("%s Until then: %s.", problem, hook.without)
-    replaced: list[tuple[Any, str, Any]] = []
     for hook, owner, replacement in replacements:
-        before = vars(owner).get(hook.name, _INHERITED)
-        try:
-            setattr(owner, hook.name, replacement)
-        except (AttributeError, TypeError) as error:
-            _put_back(replaced)
-            raise ImportError(f"{supported} {hook} cannot be replaced: {error}. {ADVICE}") from error
-        replaced.append((owner, hook.name, before))
+        setattr(owner, hook.name, replacement)
 
 
 def _replacement(hook: Hook) -> tuple[Any, Any]:
@@ -104,11 +97,3 @@ def _replacement(hook: Hook) -> tuple[Any, Any]:
     replacement._rsa_hf_wrappers = (*getattr(function, "_rsa_hf_wrappers", ()), hook.wrap)
     kind = type(static) if isinstance(static, (staticmethod, classmethod)) else None
     return owner, kind(replacement) if kind else replacement
-
-
-def _put_back(replaced: Sequence[tuple[Any, str, Any]]) -> None:
-    for owner, name, before in reversed(replaced):
-        if before is _INHERITED:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import transformers
-from huggingface_hub.file_download import repo_folder_name
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.heads import heads_of
-from rsa_hf.integration.architectures import connect
-from rsa_hf.integration.attach import attach_from_config, require_whole_heads
+from rsa_hf.heads import RSAHeads, attach_heads, heads_of, keep_in_float32, require_whole_heads
+from rsa_hf.integration.attention import architecture_of, connect
 from rsa_hf.integration.peft.checks import require_adapter_file
-from rsa_hf.saved_plan import RSA_KEY, require_number, saved_plans
+from rsa_hf.saved_plan import RSA_KEY, planned_layers, require_number, saved_plans
 from rsa_hf.utils.brief import shorten
 
-__all__ = ["wrap_load_pretrained_model", "wrap_post_init"]
+__all__ = ["attach_from_config", "is_self_attention", "wrap_load_pretrained_model", "wrap_post_init"]
 
 logger = logging.getLogger(__name__)
+
+_ATTENTION = re.compile(r"(?i:attention|attn)|MLA")  # LongCat's attention is called multi-head latent attention, MLA
+_CROSS = re.compile(r"cross|encoder_?attn|encdec", re.IGNORECASE)
+
+
+# --- building -------------------------------------------------------------------------------------------------------
 
 
 def wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,6 +50,80 @@ def wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
     return post_init
 
 
+def attach_from_config(model: PreTrainedModel) -> list[RSAHeads]:
+    """Build the `rsa` children that `model.config.rsa` names; without a plan, nothing.
+
+    The parts of a composite model share its config but not its module names. A part with none of the modules is left
+    alone; loading checks that the whole model has them.
+
+    Returns:
+        The new children.
+
+    Raises:
+        TypeError, ValueError: the plan is damaged, or names a module that is no self-attention.
+    """
+    base = model.base_model
+    if vars(model.config).get("rsa") is None or (base is not model and any(map(heads_of, base.modules()))):
+        return []  # the base has built its heads from the same plan
+    found = {
+        name: (module, layer)
+        for name, layer in planned_layers(model.config).items()
+        if (module := _submodule(base, name)) is not None
+    }
+    wrong = [name for name, (module, _) in found.items() if not is_self_attention(name, module)]
+    if wrong:
+        kinds = sorted({type(found[name][0]).__name__ for name in wrong})
+        raise ValueError(
+            f"config.rsa names {shorten(wrong)} ({shorten(kinds)}), which is no self-attention of this "
+            f"{type(base).__name__}: its RSA heads would never run. Load the model with the config it was saved with."
+        )
+    if found:
+        keep_in_float32(model)
+    return attach_heads(list(found.values()))
+
+
+def _submodule(root: nn.Module, name: str) -> nn.Module | None:
+    # Through children only: a name from a file must not reach other attributes.
+    module: nn.Module | None = root
+    for part in name.split("."):
+        module = module._modules.get(part) if module is not None else None
+    return module
+
+
+def is_self_attention(name: str, module: nn.Module) -> bool:
+    """Whether RSA heads on a module would run in its self-attention, from names and classes.
+
+    A checkpoint may name a feed-forward layer, whose heads would never run, or cross-attention, which has no common
+    time axis. In torch, transformers and this package the module that computes attention is the innermost one that has
+    weight matrices and "Attention" in the name of its class; `BertAttention`, for example, only holds a
+    `BertSelfAttention`. It is in `architectures/table.py`, or its class is from a file that imports the attention
+    interface. Classes of other packages (`trust_remote_code`) may be named in any way: the answer for them is True.
+
+    Args:
+        name: the module's name in the model. Cross-attention often has the class of self-attention, and is then
+            recognised by its name alone.
+        module: the module.
+    """
+    kind = type(module)
+    if kind.__module__.partition(".")[0] not in ("torch", "transformers", "rsa_hf"):
+        return True
+    if not _is_attention(module) or any(_is_attention(child) for child in module.modules() if child is not module):
+        return False
+    files = (sys.modules.get(cls.__module__) for cls in kind.__mro__)
+    if architecture_of(module) is None and not any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files):
+        return False
+    is_cross = _CROSS.search(name.rpartition(".")[2]) or _CROSS.search(kind.__name__)
+    return not (is_cross or getattr(module, "is_cross_attention", False))
+
+
+def _is_attention(module: nn.Module) -> bool:
+    projects = any(parameter.dim() > 1 for parameter in module.parameters())
+    return projects and not isinstance(module, PreTrainedModel) and bool(_ATTENTION.search(type(module).__name__))
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
 def wrap_load_pretrained_model(original: Callable[..., Any]) -> Callable[..., Any]:
     """Check the files of a checkpoint before they are read, and that its tensors match its plan."""
 
@@ -58,20 +137,12 @@ def wrap_load_pretrained_model(original: Callable[..., Any]) -> Callable[..., An
             require_adapter_file(model, checkpoint_files, state_dict)
         elif patched:
             require_whole_heads(model)
-            _check_files(checkpoint_files or (), load_config)
+            _check_files([str(file) for file in checkpoint_files or ()], load_config)
         loading_info, *rest = original(model, state_dict, checkpoint_files, load_config, *args, **keywords)
         _require_matching_keys(model, loading_info)
-        if patched and not load_config.ignore_mismatched_sizes:
-            _require_matching_shapes(model, loading_info)
-        for name, parameter in model.named_parameters():
-            if RSA_KEY.search(name) and parameter.device.type != "meta":
-                require_number(name, parameter)
         return (loading_info, *rest)
 
     return _load_pretrained_model
-
-
-# --- the plan -------------------------------------------------------------------------------------------------------
 
 
 def _require_planned_heads(model: PreTrainedModel) -> None:
@@ -83,15 +154,11 @@ def _require_planned_heads(model: PreTrainedModel) -> None:
         for name in planned
         if not any(f".{found}".endswith(f".{name}") for found in attached) and not _is_ignored(model, f"{name}.rsa.mu")
     ]
-    if not attached:
+    if absent or not attached:
         raise ValueError(
-            f"the config holds an RSA plan for the modules {shorten(planned)}, but {type(model).__name__} has none "
-            "of them, and would run as a plain model. Load it with the class that was patched, or remove config.rsa."
-        )
-    if absent:
-        raise ValueError(
-            f"the config holds an RSA plan for {shorten(absent)}, which this {type(model).__name__} does not have. "
-            "Load the model with the class and the config it was saved with."
+            f"the config holds an RSA plan for {shorten(absent or planned)}, which this {type(model).__name__} does "
+            "not have: it would run without their RSA heads. Load the model with the class and the config it was "
+            "saved with, or remove config.rsa."
         )
 
 
@@ -109,59 +176,30 @@ def _is_ignored(model: PreTrainedModel, key: str) -> bool:
     return is_planned and any(re.search(pattern, key) for pattern in model._keys_to_ignore_on_load_unexpected or ())
 
 
-# --- the files ------------------------------------------------------------------------------------------------------
-
-
-def _check_files(checkpoint_files: Any, load_config: Any) -> None:
+def _check_files(files: list[str], load_config: Any) -> None:
     """Check the files of a patched checkpoint before memory is taken for anything in them.
 
     Raises:
-        ValueError: a file is outside of the checkpoint's folder, a pickle, or damaged; or an RSA tensor is in two
-            files, or holds NaN or values out of range.
+        ValueError: a file is a pickle, or damaged, or an RSA tensor holds NaN or values out of range.
         TypeError: an RSA tensor holds no floating-point numbers.
     """
-    files = [str(file) for file in checkpoint_files]
-    for file in files:
-        _require_inside(file, load_config.pretrained_model_name_or_path)
     # An index may name any file, and transformers takes all that are no safetensors for pickles.
-    pickled = [os.path.basename(file) for file in files if not file.endswith(".safetensors")]
+    pickled = [Path(file).name for file in files if not file.endswith(".safetensors")]
     if pickled and load_config.use_safetensors is not False:
         raise ValueError(
             f"this checkpoint with RSA heads has its weights in {shorten(pickled):.300}, a pickle, which can run "
             "code when it is read; rsa_hf saves safetensors alone. If you trust where it comes from, load it with "
             "from_pretrained(..., use_safetensors=False), and save it again."
         )
-    holders: dict[str, str] = {}
-    for file in files:
-        if not file.endswith(".safetensors"):
-            continue
+    for file in files if not pickled else ():
         try:
             with safe_open(file, framework="pt") as tensors:
                 for key in filter(RSA_KEY.search, tensors.keys()):
-                    if key in holders:
-                        raise ValueError(f"{key} stands in two files of the checkpoint: {holders[key]} and {file}.")
-                    holders[key] = file
                     require_number(key, tensors.get_tensor(key))
         except SafetensorError as error:
             raise ValueError(
                 f"{file} is no sound safetensors file ({error}). Get it again, or save it again."
             ) from error
-
-
-def _require_inside(file: str, folder: Any) -> None:
-    """Check that a file, which an index may have named, is one of the checkpoint's own."""
-    # By name alone: in a cache of the Hub files are links to other folders.
-    if os.path.isdir(str(folder)):
-        inside = Path(os.path.abspath(file)).is_relative_to(os.path.abspath(folder))
-    else:
-        # The cache itself may be anywhere, also at "../cache".
-        parts, own = Path(file).parts, repo_folder_name(repo_id=str(folder), repo_type="model")
-        inside = file == str(folder) or ".." not in parts[parts.index(own) if own in parts else 0 :]
-    if not inside:
-        raise ValueError(f"the checkpoint names a file outside of its own folder: {file!r:.500}. It was not read.")
-
-
-# --- what was loaded ------------------------------------------------------------------------------------------------
 
 
 def _require_matching_keys(model: PreTrainedModel, loading_info: Any) -> None:
@@ -195,17 +233,4 @@ def _require_matching_keys(model: PreTrainedModel, loading_info: Any) -> None:
             f"the RSA weights do not fit the plan in config.rsa ({'; '.join(problems)}). Load the weights together "
             "with the config.json they were saved with; to add RSA to a plain checkpoint, load it plain and call "
             "patch_model."
-        )
-
-
-def _require_matching_shapes(model: PreTrainedModel, loading_info: Any) -> None:
-    """Check the shapes of all other tensors; transformers does so only after it has allocated those of the config."""
-    if loading_info.mismatched_keys:
-        shapes = [
-            f"{key} has shape {tuple(found)}, not {tuple(wanted)}"
-            for key, found, wanted in sorted(loading_info.mismatched_keys)
-        ]
-        raise ValueError(
-            f"the weights do not fit the config of this {type(model).__name__}: {shorten(shapes)}. Load them with the "
-            "config.json they were saved with, or with ignore_mismatched_sizes=True to start those tensors anew."
         )

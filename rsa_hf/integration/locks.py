@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from rsa_hf.saved_plan import read_plan, saved_plans
+from rsa_hf.saved_plan import saved_plans
 from rsa_hf.utils.files import atomic_write
 
 __all__ = ["LOCK", "wrap_dict_from_json_file", "wrap_to_json_file"]
@@ -43,20 +43,14 @@ def wrap_to_json_file(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_dict_from_json_file(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Check the plan in a config, and remove the locks."""
+    """Remove the locks from a config. What it plans is checked before anything is built from it."""
 
     def _dict_from_json_file(cls: type[PreTrainedConfig], json_file: Any) -> Any:
         content = original(cls, json_file)
         if isinstance(content, dict):
-            # Checked before anything is built: a plan in a file may ask for any amount of memory.
-            plans = [
-                part["rsa"]
-                for part in (content, *content.values())
-                if isinstance(part, dict) and part.get("rsa") is not None
-            ]
-            for plan in plans:
-                read_plan(plan)
-            if _remove_locks(content) and not plans:
+            parts = (content, *content.values())
+            planned = any(isinstance(part, dict) and part.get("rsa") is not None for part in parts)
+            if _remove_locks(content) and not planned:
                 raise ValueError(
                     f"{json_file} says that its checkpoint has RSA heads, but holds no plan for them (rsa). The file "
                     "is damaged: get it again, or save the model again."
@@ -68,15 +62,13 @@ def wrap_dict_from_json_file(original: Callable[..., Any]) -> Callable[..., Any]
 
 def _remove_locks(content: dict[str, Any]) -> bool:
     """Remove the locks from a config; return whether there were any."""
-    before = len(content)
-    if str(content.get("attn_implementation", "")).startswith("rsa_hf"):
+    locked = str(content.get("attn_implementation", "")).startswith("rsa_hf")
+    if locked:
         del content["attn_implementation"]
     fusions = content.get("fusion_config")
-    if not isinstance(fusions, dict):
-        return len(content) < before
-    kept = {name: value for name, value in fusions.items() if not name.startswith("rsa_hf")}
-    if kept:
-        content["fusion_config"] = kept
-    elif fusions:
+    if not isinstance(fusions, dict) or not any(name.startswith("rsa_hf") for name in fusions):
+        return locked
+    content["fusion_config"] = {name: value for name, value in fusions.items() if not name.startswith("rsa_hf")}
+    if not content["fusion_config"]:
         del content["fusion_config"]
-    return len(content) < before or len(kept) < len(fusions)
+    return True

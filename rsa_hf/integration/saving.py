@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import torch
 import torch.distributed
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.heads import RSAHeads, is_peft_wrapper
+from rsa_hf.config import LayerConfig
+from rsa_hf.heads import RSAHeads, heads_of, is_peft_wrapper
 from rsa_hf.hub.card import CardFacts, clear_card, write_card
-from rsa_hf.integration.attach import mismatched_modules
 from rsa_hf.integration.peft.hooks import add_plan, saved_with_plan
-from rsa_hf.saved_plan import saved_plans
+from rsa_hf.saved_plan import planned_layers, saved_plans
 from rsa_hf.utils.brief import shorten
 
 __all__ = ["bring_card_up_to_date", "wrap_save_pretrained", "wrap_upload_modified_files"]
@@ -77,7 +78,7 @@ def _require_heads_as_planned(model: PreTrainedModel) -> None:
             f"config.rsa of this {name} holds an RSA plan, but the model has no RSA heads. Remove config.rsa, or "
             "patch the model."
         )
-    mismatched = [] if has_adapter else mismatched_modules(model)
+    mismatched = [] if has_adapter else _mismatched_modules(model)
     if mismatched:
         raise ValueError(
             f"the RSA heads of this {name} are not those of its plan (config.rsa) in {shorten(mismatched)}, so a "
@@ -85,6 +86,38 @@ def _require_heads_as_planned(model: PreTrainedModel) -> None:
             "model as it is now; to keep what was trained: state = model.state_dict(); "
             "patch_model(unpatch_model(model), config); model.load_state_dict(state)."
         )
+
+
+def _mismatched_modules(model: PreTrainedModel) -> list[str]:
+    """The modules whose heads are not those of the plan in the config, because layers were dropped or moved."""
+    if vars(model.config).get("rsa") is None:
+        return []
+    base = model.base_model
+    planned = {
+        _without_wrappers(name): layer
+        for name, layer in planned_layers(model.config).items()
+        if name.split(".")[0] in base._modules  # otherwise it is of a part that this class does not have
+    }
+    found = {
+        _without_wrappers(name): heads.plan
+        for name, module in base.named_modules()
+        if (heads := heads_of(module)) is not None
+    }
+
+    def same(a: LayerConfig | None, b: LayerConfig | None) -> bool:
+        # Where parameters start does not matter: a saved copy has their values.
+        return (
+            a is not None
+            and b is not None
+            and a == replace(b, gate_init=a.gate_init, nu_init=a.nu_init, theta_init=a.theta_init)
+        )
+
+    return [name for name in {**planned, **found} if not same(planned.get(name), found.get(name))]
+
+
+def _without_wrappers(name: str) -> str:
+    """A module's name without the parts that wrappers add (FSDP, activation checkpointing): files do not have them."""
+    return ".".join(part for part in name.split(".") if not part.startswith("_"))
 
 
 def _rsa_tensors(model: PreTrainedModel, state: Mapping[str, Any]) -> list[tuple[RSAHeads, str, torch.Tensor]]:

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import logging
 
+from rsa_hf.integration import what_fits
 from rsa_hf.integration.attention import wrap_get_interface, wrap_init_continuous_batching
-from rsa_hf.integration.hooks import Hook, install_hooks, is_installed
+from rsa_hf.integration.hooks import Hook, install_hooks
 from rsa_hf.integration.loading import wrap_load_pretrained_model, wrap_post_init
 from rsa_hf.integration.locks import wrap_dict_from_json_file, wrap_to_json_file
 from rsa_hf.integration.peft import hooks as peft_hooks
 from rsa_hf.integration.saving import wrap_save_pretrained, wrap_upload_modified_files
 from rsa_hf.integration.trainer import wrap_create_model_card, wrap_load_from_checkpoint
 from rsa_hf.models import register_all
-from rsa_hf.utils.versions import require_transformers
 
-__all__ = ["HOOKS", "TRANSFORMERS_HOOKS", "install", "installed"]
+__all__ = ["HOOKS", "TRANSFORMERS_HOOKS", "install"]
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ TRANSFORMERS_HOOKS = (
         ("self",),
         wrap_init_continuous_batching,
         purpose="refuse continuous batching, which hides the values of earlier tokens, before its thread starts",
-        without="continuous batching of a patched model logs errors and returns no tokens",
+        without="continuous batching of a patched model logs an error and never ends",
         essential=False,
     ),
     Hook(
@@ -126,16 +126,11 @@ def install() -> None:
     raises an ImportError.
 
     Raises:
-        ImportError: transformers is outside the supported range, or an essential hook does not fit it.
+        ImportError: an essential hook does not fit the installed transformers.
     """
-    install_hooks(TRANSFORMERS_HOOKS, require_transformers())
+    install_hooks(TRANSFORMERS_HOOKS, what_fits())
     register_all()
     try:
         peft_hooks.install()
     except ImportError as error:
         logger.warning("Adapters with RSA heads cannot be saved or loaded: %s", error)
-
-
-def installed() -> dict[str, bool]:
-    """Each hook by name, and whether it is in place."""
-    return {str(hook): is_installed(hook) for hook in HOOKS}

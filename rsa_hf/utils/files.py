@@ -64,16 +64,9 @@ def storage_errors(folder: Path) -> Iterator[None]:
         else:
             raise
         raise StorageError(
-            f"cannot write to {folder}: {reason}{_free_space(folder)}. Free some disk space, raise the limit on file "
+            f"cannot write to {folder}: {reason}. Free some disk space, raise the limit on file "
             "sizes (ulimit -f) or make the folder writable; or choose another folder (of a run: training.output_dir)."
         ) from error
-
-
-def _free_space(folder: Path) -> str:
-    for place in (folder, *folder.absolute().parents):
-        with suppress(OSError):
-            return f" ({shutil.disk_usage(place).free / 2**20:,.1f} MiB are free)"
-    return ""
 
 
 @contextmanager

@@ -247,14 +247,3 @@ def test_flex_attention_is_refused():
     attention = ALL_ATTENTION_FUNCTIONS.get_interface("flex_attention", None)
     with pytest.raises(NotImplementedError, match="flex attention.*sdpa"):
         attention(module, query, value[:, :2], value[:, :2], None)
-
-
-@pytest.mark.slow  # making a BlockMask takes seconds
-@torch.no_grad()
-def test_models_with_flex_attention_are_refused():
-    model = patched("llama")
-    model.set_attn_implementation("flex_attention")
-    with pytest.raises(NotImplementedError, match="flex attention.*sdpa"):
-        model(torch.tensor([[3, 4, 5]]))
-    with pytest.raises(ValueError, match="flex attention.*sdpa"):
-        patch_model(build_language_model("llama", "flex_attention"))

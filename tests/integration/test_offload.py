@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from families import FULL_PLAN, build_language_model, inputs
 from rsa_hf import RSAConfig, is_patched, patch_model, rsa_report, unpatch_model
@@ -89,14 +89,6 @@ def test_layers_loaded_onto_disk(family, tmp_path):
         # One token after the other, from the tables that decoding keeps.
         ours, expected = (one.generate(ids, max_new_tokens=6, do_sample=False) for one in (loaded, model))
     assert torch.equal(ours, expected)
-
-
-def test_a_base_model_of_shards(tmp_path):
-    model = patch_model(build_language_model("gpt2"), RSAConfig(**FULL_PLAN))
-    model.save_pretrained(tmp_path, max_shard_size="8KB")
-    base = AutoModel.from_pretrained(tmp_path)
-    expected = model.transformer.state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in base.state_dict().items())
 
 
 def test_patching_what_is_offloaded_says_what_to_do():

@@ -10,7 +10,7 @@ from test_masks import visible_with_blocks
 from families import FULL_PLAN, VOCAB, build
 from references import double_loop, relative_error
 from rsa_hf import RSAConfig, patch_model, rem_product
-from rsa_hf.integration.masks import read_attention_mask
+from rsa_hf.integration.attention import read_attention_mask
 from rsa_hf.ops.autograd import traced_forward
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.rem import Rems

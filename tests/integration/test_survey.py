@@ -10,7 +10,7 @@ import torch
 from transformers import LongT5Config, LongT5Model
 
 from rsa_hf import RSAConfig, patch_model
-from rsa_hf.integration.attention_modules import is_self_attention
+from rsa_hf.integration.loading import is_self_attention
 from survey import runner
 from survey.broken import BROKEN
 from survey.checks import CHECKS, patched
@@ -148,20 +148,6 @@ def test_two_directions_that_modules_do_not_say_are_taken_from_their_masks(tmp_p
     turned.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert not torch.allclose(turned.eval()(**inputs).logits, said(**inputs).logits, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("causal", "words"),
-    [
-        ([True, False, True], "3 entries, but 2 layers"),
-        ([], r"causal=\[\]"),
-        ([1, 0], "got int"),
-        ("yes", "causal='yes'"),
-    ],
-)
-def test_directions_that_do_not_fit(causal, words):
-    with pytest.raises((ValueError, TypeError), match=words):
-        patch_model(build("gpt2", "causal-lm").model, RSAConfig(causal=causal))
 
 
 def test_half_an_encoder_decoder_is_patched_with_a_warning():

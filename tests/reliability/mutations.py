@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import yaml
-from transformers.modeling_utils import AttentionInterface
 
 from reliability.record import Part
+from rsa_hf.integration import attention
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,8 @@ def _left_in_place(original):
     @contextmanager
     def record_attention_calls():
         with original() as calls:
-            recording = AttentionInterface.get_interface
             yield calls
-        AttentionInterface.get_interface = recording
+        attention._recording.calls = calls
 
     return record_attention_calls
 
@@ -142,10 +141,6 @@ def _with_losses_kept(original):
         progress.losses = before
 
     return log
-
-
-class _NeverForgets(list):
-    remove = nothing
 
 
 CHECKPOINTS = "rsa_hf.training.checkpoints"
@@ -258,18 +253,6 @@ ROWS = {
             "reliability/test_no_code_runs.py::test_yaml_runs_nothing",
         ),
         (
-            "the plan is read before anything is built",
-            "rsa_hf.integration.locks:read_plan",
-            by(nothing),
-            "hub/test_hub.py::test_a_hostile_plan_is_refused_before_anything_is_built[heads without end]",
-        ),
-        (
-            "shapes are compared before memory is taken",
-            f"{LOADING}:_require_matching_shapes",
-            by(nothing),
-            f"{WHAT_IS_REFUSED}[a vocabulary without end]",
-        ),
-        (
             "no token on a card",
             "rsa_hf.hub.card:without_credentials",
             by(str),
@@ -322,42 +305,22 @@ ROWS = {
             "test_patching.py::test_open_gate_acts_and_unpatch_is_exact",
         ),
         (
-            "the attention interface is put back after a probe",
+            "calls are recorded in a trial run alone",
             "rsa_hf.integration.attention:record_attention_calls",
             _left_in_place,
             OWN_THREAD,
         ),
         (
             "a probe looks at its own thread alone",
-            "rsa_hf.integration.attention:threading",
-            by(SimpleNamespace(get_ident=nothing)),
+            "rsa_hf.integration.attention:_recording",
+            by(SimpleNamespace(calls=None)),
             OWN_THREAD,
-        ),
-        (
-            "watchers of connected modules are a thread's own",
-            "rsa_hf.integration.architectures.mixing:_watching",
-            by(SimpleNamespace(watchers=[])),
-            OWN_THREAD,
-        ),
-        (
-            "watchers are forgotten after a probe",
-            "rsa_hf.integration.architectures.mixing:_watching",
-            by(SimpleNamespace(watchers=_NeverForgets())),
-            "reliability/test_memory_flat.py::test_patching_and_unpatching",
         ),
         (
             "no number has the default dtype of the process",
             "rsa_hf.models.attention:sinusoids",
             lambda original: lambda *args: original(*args).to(torch.get_default_dtype()).float(),
             "reliability/test_many_models.py::test_the_default_dtype_of_the_process_changes_nothing",
-        ),
-    ],
-    Part.MOVING_TRANSFORMERS: [
-        (
-            "what was replaced is put back where a later hook fails",
-            "rsa_hf.integration.hooks:_put_back",
-            by(nothing),
-            "integration/test_hooks.py::test_a_function_that_cannot_be_replaced_undoes_the_others",
         ),
     ],
     Part.SOAK: [

@@ -27,8 +27,7 @@ from reliability.neighbours import FAMILIES, PLANS, SEEDS, Kind, build, looks, o
 from reliability.record import Part, is_full, note
 from rsa_hf import is_patched, patch_model, unpatch_model
 from rsa_hf.integration import installed
-from rsa_hf.integration.architectures import connect
-from rsa_hf.integration.attention import record_attention_calls
+from rsa_hf.integration.attention import connect, record_attention_calls
 
 TESTS = Path(__file__).parents[1]
 RUNS, STEPS = (60, 30) if is_full() else (4, 14)
@@ -300,13 +299,14 @@ def test_a_probe_looks_at_its_own_thread_alone(family):
     expected = run()
     assert not torch.equal(expected, model.eval()(input_ids=torch.tensor([[5, 6, 7, 8]])).logits)
     model.train()
-    before = AttentionInterface.get_interface
     with record_attention_calls() as calls:
         found = in_another_thread(run)
         assert not calls
         run()
         assert calls  # the control
-    assert AttentionInterface.get_interface is before
+    count = len(calls)
+    run()
+    assert len(calls) == count
     assert torch.equal(found, expected)
 
 

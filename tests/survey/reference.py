@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 from references import lag_weight
-from rsa_hf.integration.architectures import table, watch
+from rsa_hf.integration import attention as hooks
 
 __all__ = ["plain_attention", "reference_attention", "without_attention"]
 
@@ -95,8 +95,8 @@ def _replaced(attention: Callable[..., Any], mix: Callable[..., Tensor]) -> Iter
         return partial(attention, original(self, name, default))
 
     interface = mock.patch.object(AttentionInterface, "get_interface", get_interface)
-    # Watched, so that modules without an `rsa` child come by, too.
-    with interface, mock.patch.object(table, "mix_recurrence", mix), watch(lambda *call: None):
+    # Recorded, so that modules without an `rsa` child come by, too.
+    with interface, mock.patch.object(hooks, "mix_recurrence", mix), hooks.record_attention_calls():
         yield
 
 

@@ -13,7 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.cache_utils import EncoderDecoderCache
 
-__all__ = ["StandIn", "StandInForCache", "StandInForCall", "not_seen"]
+__all__ = ["Run", "StandIn", "StandInForCache", "StandInForCall", "not_seen"]
+
+Run = Callable[[Any, Callable[..., Any], dict[str, Any], Callable[..., Tensor]], Any]
 
 
 class StandInForCache:

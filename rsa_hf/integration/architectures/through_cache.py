@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rsa_hf.integration.architectures.mixing import Run
-from rsa_hf.integration.architectures.stand_ins import StandIn, StandInForCache, StandInForCall, not_seen
-from rsa_hf.integration.masks import flash_segment_ids
+from rsa_hf.integration.architectures.stand_ins import Run, StandIn, StandInForCache, StandInForCall, not_seen
 from rsa_hf.ops.mask import remembered
 
 __all__ = ["through_cache_and_projection", "through_cache_and_return"]
@@ -53,11 +51,9 @@ def through_cache_and_projection(
             nonlocal mixed
             if seen.value is None:
                 raise not_seen(module, f"{cache}.update")
-            attention, segment_ids = output.unflatten(-1, (getattr(module, heads), -1)), None
-            if positions and mask is None:
-                segment_ids = flash_segment_ids(attention.transpose(1, 2), seen.value, call)
+            attention = output.unflatten(-1, (getattr(module, heads), -1))
             mixed = True
-            return project(mix(attention, seen.value, mask, causal=causal, segment_ids=segment_ids).flatten(2))
+            return project(mix(attention, seen.value, mask, causal, flash=call if positions else None).flatten(2))
 
         stand_in = StandIn(module, {projection: StandInForCall(project, mix_and_project)})
         found = forward(stand_in, **{**call, cache: seen})

@@ -7,36 +7,21 @@ from typing import Any
 
 from torch import Tensor
 
-from rsa_hf.integration.architectures.mixing import Run
-from rsa_hf.integration.architectures.stand_ins import StandIn, StandInForCall, not_seen
+from rsa_hf.integration.architectures.stand_ins import Run, StandIn, StandInForCall, not_seen
 from rsa_hf.ops.mask import remembered
 
 __all__ = ["deberta_values", "from_projection_to_return", "heads_of_states", "run_mpnet"]
 
 
-class _Kept:
-    """A stand-in for a projection that keeps its output.
+def _keeping(module: Any, projection: str) -> tuple[StandInForCall, list[Tensor]]:
+    """A stand-in for the child `projection`, and the list that it puts its outputs into."""
+    project, outputs = getattr(module, projection), []
 
-    Args:
-        module: the parent.
-        projection: name of the child.
-    """
+    def keep(states: Tensor) -> Any:
+        outputs.append(project(states))
+        return outputs[-1]
 
-    def __init__(self, module: Any, projection: str) -> None:
-        self._module, self._projection = module, projection
-        self._project: Callable[[Tensor], Tensor] = getattr(module, projection)
-        self._states: Tensor | None = None
-        self.stand_in = StandInForCall(self._project, self._keep)
-
-    def _keep(self, states: Tensor) -> Tensor:
-        self._states = self._project(states)
-        return self._states
-
-    def states(self) -> Tensor:
-        """The output of the projection. Raises NotImplementedError if it was not called."""
-        if self._states is None:
-            raise not_seen(self._module, self._projection)
-        return self._states
+    return StandInForCall(project, keep), outputs
 
 
 def from_projection_to_return(projection: str, values: Callable[[Any, Tensor], Tensor]) -> Run:
@@ -48,9 +33,11 @@ def from_projection_to_return(projection: str, values: Callable[[Any, Tensor], T
     """
 
     def run(module: Any, forward: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
-        kept = _Kept(module, projection)
-        output, *rest = forward(StandIn(module, {projection: kept.stand_in}), **call)
-        value = values(module, kept.states())
+        stand_in, states = _keeping(module, projection)
+        output, *rest = forward(StandIn(module, {projection: stand_in}), **call)
+        if not states:
+            raise not_seen(module, projection)
+        value = values(module, states[0])
         attention = output.unflatten(-1, (module.num_attention_heads, -1))
         mask = remembered(_deberta_visible, call["attention_mask"])
         return (mix(attention, value, mask, causal=False).flatten(2), *rest)
@@ -83,17 +70,16 @@ def _deberta_visible(mask: Tensor) -> Tensor:
 
 def run_mpnet(module: Any, forward: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
     """MPNet: the child `v` projects V, and the child `o` takes the output."""
-    kept, project_output, mixed = _Kept(module, "v"), module.o, False
+    (stand_in, states), project_output, mixed = _keeping(module, "v"), module.o, False
 
     def mix_and_project(output: Tensor) -> Any:
         nonlocal mixed
         mixed = True
-        value = heads_of_states(module, kept.states())
         attention = output.unflatten(-1, (module.num_attention_heads, -1))
+        value = heads_of_states(module, states[0])
         return project_output(mix(attention, value, call.get("attention_mask"), causal=False).flatten(2))
 
-    stand_ins = {"v": kept.stand_in, "o": StandInForCall(project_output, mix_and_project)}
-    found = forward(StandIn(module, stand_ins), **call)
+    found = forward(StandIn(module, {"v": stand_in, "o": StandInForCall(project_output, mix_and_project)}), **call)
     if not mixed:
         raise not_seen(module, "o")
     return found
