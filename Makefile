@@ -51,11 +51,11 @@ test-reliability: $(READY) ## Faults, hostile input, long runs in full numbers (
 		$(PYTEST) --no-loadscope-reorder -m 'slow or not slow' --timeout=2700 $(RELIABILITY)
 	$(BIN)/python scripts/write_reliability.py outputs/reliability.jsonl
 
-test-oldest:    ## The fast tests on the oldest supported torch and transformers, in their own environment
+test-oldest:    ## The fast tests on the oldest supported torch, transformers and peft, in their own environment
 	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/pip install --quiet torch==2.11.0 transformers==5.17.0
+	.venv-oldest/bin/pip install --quiet torch==2.11.0 transformers==5.17.0 peft==0.19.1
 	.venv-oldest/bin/pip install --quiet --editable '.[dev,demo]'
-	.venv-oldest/bin/python -m pytest -m 'not slow'
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n $(THREADS) --dist loadfile -m 'not slow'
 
 test-newest:    ## The fast tests on the newest torch and transformers that are said to fit, in their own environment
 	$(PYTHON) -m venv .venv-newest

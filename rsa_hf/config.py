@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from rsa_hf.utils.brief import brief
+from rsa_hf.utils.text import brief
 
 __all__ = ["LayerConfig", "RSAConfig"]
 

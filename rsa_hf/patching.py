@@ -21,7 +21,7 @@ from rsa_hf.config import RSAConfig
 from rsa_hf.heads import RSAHeads, attach_heads, detach_heads, is_peft_wrapper, require_whole_heads
 from rsa_hf.integration.attention import AttentionCall, connect, record_attention_calls
 from rsa_hf.saved_plan import SavedPlan, configs_with_plans, differences, read_plan, write_plan
-from rsa_hf.utils.brief import shorten
+from rsa_hf.utils.text import shorten
 
 __all__ = ["is_patched", "patch_model", "unpatch_model"]
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rsa_hf.heads import RSAHeads, active_heads
-from rsa_hf.utils.table import format_table
+from rsa_hf.utils.text import format_table
 
 __all__ = ["HeadReport", "LayerReport", "RSAReport", "rsa_report"]
 

@@ -16,7 +16,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.config import LayerConfig, RSAConfig
-from rsa_hf.utils.brief import brief, shorten
+from rsa_hf.utils.text import brief, shorten
 
 __all__ = [
     "RSA_KEY",

@@ -27,7 +27,7 @@ import rsa_hf
 from rsa_hf.cli.common import exit_on_error
 from rsa_hf.hub.card import CardFacts, write_card
 from rsa_hf.plots import plot_training_curves
-from rsa_hf.utils.table import format_table
+from rsa_hf.utils.text import format_table
 
 SCRIPTS = Path(__file__).parent
 CONFIGS = SCRIPTS.parent / "configs"

@@ -4,8 +4,9 @@
     python scripts/journeys.py --write   # also put them into CONTRIBUTING.md
 
 A file is visited where one of its functions, methods or comprehensions runs during the journey, however small it is.
-What only runs while a module is imported does not count. What a journey needs beforehand (the model, the saved
-checkpoint) is made before the trace. A file that an earlier journey visits too is marked: its reader knows it.
+What only runs while a module is imported does not count, nor does the look-up of a package's lazy names. What a
+journey needs beforehand (the hooks, the model, the saved checkpoint) is made before the trace. A file that an earlier
+journey visits too is marked: its reader knows it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def trace() -> Iterator[Visits]:
         depth = getattr(importing, "depth", 0)
         if code.co_name == "<module>":
             importing.depth = depth + (1 if event == "call" else -1)
-        elif event == "call" and depth == 0:
+        elif event == "call" and depth == 0 and code.co_name != "__getattr__":
             visits.setdefault(code.co_filename.removeprefix(prefix), code.co_qualname)
 
     prefix = f"{PACKAGE}{os.sep}"

@@ -73,7 +73,7 @@ FULL_PLAN = {
 
 def build(family: str, attention: str = "sdpa"):
     """A base model; weights larger than usual, so that attention is far from uniform."""
-    model = AutoModel.from_config(CONFIGS[family](), attn_implementation=attention)
+    model = AutoModel.from_config({**CONFIGS, **MORE_CONFIGS}[family](), attn_implementation=attention)
     return widen(model)
 
 

@@ -151,7 +151,7 @@ def test_an_adapter_of_rates_alone_is_a_few_kilobytes(tmp_path):
     model = get_peft_model(GPT2LMHeadModel(GPT2Config(**sizes)), None, RSAConfig())
     model.save_pretrained(tmp_path)
     assert (tmp_path / "adapter_model.safetensors").stat().st_size < 6_000
-    assert (tmp_path / "adapter_config.json").stat().st_size < 3_000
+    assert (tmp_path / "adapter_config.json").stat().st_size < 4_000
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert trained == 12 * (1 + 2 * 3)  # μ; ν and θ of three pairs
 

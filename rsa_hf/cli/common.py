@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rsa_hf.utils.brief import brief
+from rsa_hf.utils.text import brief
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

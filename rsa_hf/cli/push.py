@@ -28,7 +28,7 @@ def push(
     from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]
 
     from rsa_hf.hub.push import push_folder
-    from rsa_hf.utils.credentials import without_credentials
+    from rsa_hf.utils.text import without_credentials
 
     with user_input():
         try:

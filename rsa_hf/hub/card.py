@@ -30,8 +30,8 @@ from transformers.modeling_utils import PreTrainedModel
 from rsa_hf.heads import RSAHeads
 from rsa_hf.report import rsa_report
 from rsa_hf.saved_plan import saved_plans
-from rsa_hf.utils.credentials import without_credentials
 from rsa_hf.utils.files import write_text
+from rsa_hf.utils.text import without_credentials
 
 __all__ = ["CardFacts", "clear_card", "is_hub_id", "read_facts", "write_card"]
 

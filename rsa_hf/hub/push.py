@@ -10,7 +10,7 @@ from huggingface_hub import HfApi, constants
 from transformers import AutoConfig
 
 from rsa_hf.saved_plan import saved_plans
-from rsa_hf.utils.credentials import holds_credentials
+from rsa_hf.utils.text import holds_credentials
 
 __all__ = ["push_folder"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import transformers
 from packaging.version import Version
 
@@ -27,8 +29,9 @@ def require_transformers() -> None:
         raise ImportError(f"{what_fits()} Install one that fits: pip install 'transformers>={low},<{high}'")
 
 
+@functools.cache
 def install() -> None:
-    """Install the hooks of seam.py; does nothing where they are installed already.
+    """Install the hooks of seam.py, once in a process.
 
     Raises:
         ImportError: transformers is outside the supported range, or something that rsa_hf needs is not there.

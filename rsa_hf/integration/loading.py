@@ -18,7 +18,7 @@ from rsa_hf.heads import RSAHeads, attach_heads, heads_of, keep_in_float32, requ
 from rsa_hf.integration.attention import architecture_of, connect
 from rsa_hf.integration.peft.checks import require_adapter_file
 from rsa_hf.saved_plan import RSA_KEY, planned_layers, require_number, saved_plans
-from rsa_hf.utils.brief import shorten
+from rsa_hf.utils.text import shorten
 
 __all__ = ["attach_from_config", "is_self_attention", "wrap_load_pretrained_model", "wrap_post_init"]
 

@@ -21,7 +21,7 @@ from rsa_hf.heads import RSAHeads, heads_of, is_peft_wrapper
 from rsa_hf.hub.card import CardFacts, clear_card, write_card
 from rsa_hf.integration.peft.hooks import add_plan, saved_with_plan
 from rsa_hf.saved_plan import planned_layers, saved_plans
-from rsa_hf.utils.brief import shorten
+from rsa_hf.utils.text import shorten
 
 __all__ = ["bring_card_up_to_date", "wrap_save_pretrained", "wrap_upload_modified_files"]
 

@@ -20,8 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rsa_hf.tasks.compressed import open_compressed
 from rsa_hf.tasks.python_defects import Example, load_python_defects
-from rsa_hf.utils.brief import brief
-from rsa_hf.utils.table import format_table
+from rsa_hf.utils.text import brief, format_table
 
 __all__ = [
     "SPLITS",

@@ -17,7 +17,7 @@ from rsa_hf.tasks.text_data import LanguageModelingDataConfig
 from rsa_hf.training.arguments import RunConfig, read_run_config
 from rsa_hf.training.run import load_model
 from rsa_hf.training.search import FoundPlan, head_plan_space, search_head_plans
-from rsa_hf.utils.table import format_table
+from rsa_hf.utils.text import format_table
 
 __all__ = ["main", "plan_as_yaml", "search"]
 

@@ -33,7 +33,7 @@ from rsa_hf.training.checkpoints import CheckpointFolder, Progress
 from rsa_hf.training.steps import Batch, Examples, Stepper
 from rsa_hf.utils.files import StorageError, recover, sole_writer, storage_errors, write_text, written_whole
 from rsa_hf.utils.locate import locate
-from rsa_hf.utils.table import format_table
+from rsa_hf.utils.text import format_table
 
 __all__ = [
     "TrainResult",

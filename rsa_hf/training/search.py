@@ -128,6 +128,7 @@ def search_head_plans(
     _require_journal(storage)
     storage.parent.mkdir(parents=True, exist_ok=True)
     direction = "maximize" if greater_is_better else "minimize"
+    verbosity = optuna.logging.get_verbosity()
     if trainer.args.disable_tqdm:
         optuna.logging.set_verbosity(optuna.logging.WARNING)  # otherwise a line for each study and trial
     study_in = {
@@ -146,17 +147,20 @@ def search_head_plans(
     waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
     if first is not None and not done and not waiting:
         study.enqueue_trial({**{name: getattr(first, name) or 0 for name in COUNTS}, "dilation": first.dilation})
-    if done < trials:
-        trainer.hyperparameter_search(
-            # `model_init` draws the plan; the training arguments stay the same.
-            lambda trial: {},
-            lambda metrics: metrics[metric],
-            n_trials=trials - done,
-            backend="optuna",
-            # With the same seed a continued search would draw its first plans again.
-            sampler=optuna.samplers.TPESampler(seed=trainer.args.seed + done),
-            **study_in,
-        )
+    try:
+        if done < trials:
+            trainer.hyperparameter_search(
+                # `model_init` draws the plan; the training arguments stay the same.
+                lambda trial: {},
+                lambda metrics: metrics[metric],
+                n_trials=trials - done,
+                backend="optuna",
+                # With the same seed a continued search would draw its first plans again.
+                sampler=optuna.samplers.TPESampler(seed=trainer.args.seed + done),
+                **study_in,
+            )
+    finally:
+        optuna.logging.set_verbosity(verbosity)
     found = [
         FoundPlan(
             trial.number,

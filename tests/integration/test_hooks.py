@@ -24,7 +24,7 @@ from rsa_hf.integration.hooks import Hook, install_hooks, is_installed
 
 def test_installing_again_does_nothing():
     before = AttentionInterface.get_interface, PreTrainedModel.post_init
-    install()
+    install.__wrapped__()
     assert (AttentionInterface.get_interface, PreTrainedModel.post_init) == before
 
 
@@ -32,7 +32,7 @@ def test_installing_again_does_nothing():
 def test_a_version_outside_the_range_is_named(version, monkeypatch):
     monkeypatch.setattr(integration.transformers, "__version__", version)
     with pytest.raises(ImportError, match=rf"≥ 5.17, < 6; installed is {version}.*pip install"):
-        install()
+        install.__wrapped__()
 
 
 # --- a transformers, or peft, of which something has moved -----------------------------------------------------------

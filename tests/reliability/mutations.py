@@ -260,7 +260,7 @@ ROWS = {
         ),
         (
             "no token in a message of the command line",
-            "rsa_hf.utils.credentials:without_credentials",
+            "rsa_hf.utils.text:without_credentials",
             by(str),
             "reliability/test_no_token_leaks.py::test_the_command_line",
         ),

@@ -13,7 +13,7 @@ from hub_stand_in import TOKEN, USER
 from rsa_hf import RSAConfig, cli, patch_model
 from rsa_hf.hub.card import CardFacts, write_card
 from rsa_hf.hub.push import push_folder
-from rsa_hf.utils.credentials import holds_credentials, without_credentials
+from rsa_hf.utils.text import holds_credentials, without_credentials
 
 REPO = f"{USER}/rsa"
 FAILURES = ["401", "403", "500", "no connection", "no answer"]

@@ -2,7 +2,7 @@
 
 from families import FULL_PLAN, build
 from rsa_hf import RSAConfig, patch_model, rsa_report
-from rsa_hf.utils.table import format_table
+from rsa_hf.utils.text import format_table
 
 
 def test_columns_and_the_rule_below_the_head():

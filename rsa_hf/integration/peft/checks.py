@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from rsa_hf.heads import RSAHeads, is_peft_wrapper
 from rsa_hf.integration.peft.adapter_plan import AdapterPlan, describe_base, differing_weights, plan_of_model
 from rsa_hf.saved_plan import RSA_KEY, differences, require_number
-from rsa_hf.utils.brief import shorten
+from rsa_hf.utils.text import shorten
 
 __all__ = [
     "drop_base",

@@ -1,0 +1,49 @@
+"""Text for messages, tables and pages: short forms of values, columns, and no credentials."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Sequence
+
+__all__ = ["brief", "format_table", "holds_credentials", "shorten", "without_credentials"]
+
+_repr = reprlib.Repr()
+_repr.maxlevel, _repr.maxlist, _repr.maxtuple, _repr.maxdict = 4, 40, 40, 20
+_repr.maxlong, _repr.maxstring, _repr.maxother = 60, 200, 200
+
+
+def brief(value: object) -> str:
+    """The `repr` of a value, cut to a bounded length: a value read from a file may be huge or contain itself."""
+    try:
+        return _repr.repr(list(value) if isinstance(value, tuple) else value)
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
+        return f"a {type(value).__name__} of more digits than can be shown"
+
+
+def shorten(names: Sequence[str]) -> str:
+    """The first six names, each cut to 200 characters, and how many there are."""
+    shown = ", ".join(name if len(name) <= 200 else f"{name[:200]}…" for name in names[:6])
+    return shown if len(names) <= 6 else f"{shown}, … ({len(names)} in all)"
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Lay out rows of cells in columns. The first row is the header; a rule follows it."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+# Tokens of the Hub, "hf_" followed by letters and digits, and passwords: the part of an address before the @.
+_CREDENTIALS = re.compile(r"\bhf_[A-Za-z0-9]{16,}|(?<=://)[\w.~%!$&*+;=:-]+@")
+
+
+def holds_credentials(text: str) -> bool:
+    """Whether there is a token or a password in a text."""
+    return _CREDENTIALS.search(text) is not None
+
+
+def without_credentials(text: str) -> str:
+    """The text with `…` in place of every token and password."""
+    return _CREDENTIALS.sub(lambda found: "…@" if found[0].endswith("@") else "hf_…", text)
