@@ -6,6 +6,7 @@ import pickle
 import shutil
 from unittest.mock import MagicMock
 
+import peft
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, IA3Config, LNTuningConfig, LoraConfig, LoraModel, PeftModel
@@ -53,6 +54,19 @@ def by_hand(family, model, with_heads=True):
                 before, _, last = name.rpartition(".")
                 parameter.copy_(state[f"base_model.model.{before}.modules_to_save.default.{last}"])
     return plain
+
+
+def test_an_adapter_that_leaves_gates_and_rates_frozen_says_so(tmp_path, recwarn):
+    words = "'default' trains no gates and rates.*'rsa' into its modules_to_save"
+    with pytest.warns(UserWarning, match=words):
+        model = peft.get_peft_model(patch_model(base_model("gpt2"), PLAN), LoraConfig())
+    assert not any(parameter.requires_grad for name, parameter in model.named_parameters() if ".rsa." in name)
+    model.save_pretrained(tmp_path)
+    recwarn.clear()
+    PeftModel.from_pretrained(patch_model(base_model("gpt2"), PLAN), tmp_path)  # for inference
+    peft.get_peft_model(patch_model(base_model("gpt2"), PLAN), with_rsa(LoraConfig()))
+    peft.get_peft_model(base_model("gpt2"), LoraConfig())
+    assert not [warning for warning in recwarn if "gates and rates" in str(warning.message)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

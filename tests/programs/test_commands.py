@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import rsa_hf.peft
 from programs.conftest import BIN
 from rsa_hf import is_patched
 
@@ -97,6 +98,36 @@ def test_trl_sft_with_packing(run, jsonl, patched, sentences, trl, tmp_path):
         *("--packing", "--packing_strategy", "wrapped", "--max_length", "64"),
     )
     assert has_moved(tmp_path / "sft", patched)
+
+
+LORA = ("--use_peft", "--lora_target_modules", "q_proj", "v_proj", "--learning_rate", "1e-3")
+
+
+@pytest.mark.program("trl", "`trl sft --use_peft`: a warning says that gates and rates stay frozen")
+def test_trl_sft_with_lora(run, jsonl, patched, sentences, trl, tmp_path):
+    jsonl("data/train.jsonl", [{"text": text} for text in sentences])
+    out = run(
+        *("trl", "sft", "--model_name_or_path", patched, "--dataset_name", "data", "--output_dir", "sft", *TRL, *LORA)
+    )
+    assert "trains no gates and rates" in out
+
+
+@pytest.mark.program("trl", "`trl sft --use_peft --lora_modules_to_save rsa`: trained, saved, merged")
+def test_trl_sft_with_lora_and_rsa(run, jsonl, patched, sentences, trl, tmp_path):
+    jsonl("data/train.jsonl", [{"text": text} for text in sentences])
+    out = run(
+        *("trl", "sft", "--model_name_or_path", patched, "--dataset_name", "data", "--output_dir", "sft", *TRL, *LORA),
+        *("--lora_modules_to_save", "rsa"),
+    )
+    assert "trains no gates and rates" not in out
+    adapted = rsa_hf.peft.load(AutoModelForCausalLM.from_pretrained(patched), tmp_path / "sft")
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        expected = adapted.eval()(input_ids=tokens).logits
+        merged = adapted.merge_and_unload()
+        torch.testing.assert_close(merged(input_ids=tokens).logits, expected, atol=1e-5, rtol=1e-4)
+    merged.save_pretrained(tmp_path / "merged")
+    assert has_moved(tmp_path / "merged", patched)
 
 
 @pytest.mark.program("trl", "`trl dpo`")

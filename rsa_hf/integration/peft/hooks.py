@@ -8,6 +8,7 @@ does not do when they are merged.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -141,6 +142,13 @@ def _wrap_inject_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, model, adapter_name, *args, **kwargs)
         if any(rsa_modules(model)):
             guard_merging(self)
+            if not (has_rsa(config) or config.inference_mode):
+                warnings.warn(
+                    f"the adapter {adapter_name!r} trains no gates and rates: those of this model stay as they are. "
+                    "To train and save them with it, put 'rsa' into its modules_to_save, as "
+                    "rsa_hf.peft.with_rsa(config) does.",
+                    stacklevel=2,
+                )
         for _, wrapper, held in wrappers(model, [adapter_name]):
             wrapper.weight = None  # BaseTuner._replace_module reads it when it takes the wrapper off
             if held and adapter_name in self.active_adapters:
