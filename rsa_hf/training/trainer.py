@@ -76,7 +76,8 @@ def newest_whole_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
     A checkpoint counts as complete if its `trainer_state.json`, which is written last, and all its tensor files are.
     This requires that the Trainer does not overwrite older checkpoints: give each new run its own folder. With
-    several processes the files of the main one are checked.
+    several processes the files of the main one are checked. Resumed from the checkpoint of its last step, the Trainer
+    of transformers 5.23 trains one step more: do not call it again for a run that has ended.
 
     Args:
         output_dir: the `output_dir` of the `TrainingArguments`.
