@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rsa_hf.report import rsa_report
     from rsa_hf.training.optimizer import param_groups
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "RSAConfig",
