@@ -1,7 +1,7 @@
 """Speed of this version over another one, in one run: training steps, decoding and P V alone.
 
-    git worktree add /tmp/rsa_hf-0.1 3001ae8
-    python scripts/bench_versions.py --against /tmp/rsa_hf-0.1 --output results
+    git worktree add ../rsa_hf-0.1 3001ae8
+    python scripts/bench_versions.py --against ../rsa_hf-0.1 --output results
 
 A process for each version measures one repetition at a time, in turn, so that a busy machine slows both alike. Writes
 bench_versions.json and bench_versions.md: the median of the ratios of neighbouring repetitions, and their quartiles.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -20,13 +19,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from measuring import machine
+
 ROOT = Path(__file__).resolve().parents[1]
 REPETITIONS = 25
 
 
 def product(length: int) -> Callable[[], object]:
-    import torch
-
     from rsa_hf import rem_product
 
     kinds = ["regular"] * 4 + ["cos"] * 4 + ["sin"] * 4
@@ -37,7 +37,6 @@ def product(length: int) -> Callable[[], object]:
 
 
 def step(name: str, length: int, batch: int) -> Callable[[], object]:
-    import torch
     from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
     from rsa_hf import RSAConfig, patch_model
@@ -60,7 +59,6 @@ def step(name: str, length: int, batch: int) -> Callable[[], object]:
 
 
 def decoding(context: int, padding: int) -> Callable[[], object]:
-    import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
     from rsa_hf import RSAConfig, patch_model
@@ -96,8 +94,6 @@ CASES: dict[str, Callable[[], Callable[[], object]]] = {
 
 def work() -> None:
     """Measure one repetition of the named case for each line on stdin."""
-    import torch
-
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(0)
     held: dict[str, Callable[[], object]] = {}
@@ -153,7 +149,8 @@ def main() -> None:
         return
     if arguments.against is None:
         parser.error("--against CHECKOUT is needed")
-    new, old = worker(ROOT), worker(arguments.against.resolve())
+    against, processor = arguments.against.resolve(), machine(torch.device("cpu"))["processor"]
+    new, old = worker(ROOT), worker(against)
     rows = {}
     for name in CASES:
         rows[name] = measure(new, old, name)
@@ -162,12 +159,12 @@ def main() -> None:
         process.kill()
     (arguments.output / "bench_versions.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     lines = [
-        "# Speed of this version over 0.1",
+        f"# Speed of this version over {against.name}",
         "",
-        f"Written by scripts/bench_versions.py on {platform.machine()}, two threads. The versions run in turn; the "
+        f"Written by scripts/bench_versions.py on {processor}, two threads. The versions run in turn; the "
         f"median of {REPETITIONS} ratios of neighbouring repetitions, and their quartiles. RSA on all heads.",
         "",
-        "| | new / 0.1 | quartiles | new, ms | 0.1, ms |",
+        "| | new / old | quartiles | new, ms | old, ms |",
         "|---|---|---|---|---|",
     ]
     for name, row in rows.items():
