@@ -4,7 +4,8 @@
     python scripts/bench_versions.py --against ../rsa_hf-0.1 --output results
 
 A process for each version measures one repetition at a time, in turn, so that a busy machine slows both alike. Writes
-bench_versions.json and bench_versions.md: the median of the ratios of neighbouring repetitions, and their quartiles.
+bench_versions.json and bench_versions.md: the median of the ratios of neighbouring repetitions, and their quartiles,
+by the clock and by the processor's time, which does not count what other programs take from the machine.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from measuring import machine
 
 ROOT = Path(__file__).resolve().parents[1]
-REPETITIONS = 25
+REPETITIONS = 40
 
 
 def product(length: int) -> Callable[[], object]:
@@ -102,24 +103,27 @@ def work() -> None:
         if name not in held:
             held.clear()
             held[name] = CASES[name]()
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         held[name]()
-        print(time.perf_counter() - began, flush=True)
+        print(time.perf_counter() - began, time.process_time() - cpu_began, flush=True)
 
 
 def worker(checkout: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     environment.setdefault("OMP_NUM_THREADS", "2")
+    environment["OMP_WAIT_POLICY"] = "passive"  # a thread that waits takes no processor time
     command = [sys.executable, str(Path(__file__).resolve()), "--work"]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def ask(process: subprocess.Popen[str], name: str) -> float:
+def ask(process: subprocess.Popen[str], name: str) -> tuple[float, float]:
+    """Seconds of one repetition, on the clock and of the processor."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(name + "\n")
     process.stdin.flush()
-    return float(process.stdout.readline())
+    seconds, cpu_seconds = map(float, process.stdout.readline().split())
+    return seconds, cpu_seconds
 
 
 def measure(new: subprocess.Popen[str], old: subprocess.Popen[str], name: str) -> dict[str, float]:
@@ -130,12 +134,13 @@ def measure(new: subprocess.Popen[str], old: subprocess.Popen[str], name: str) -
         first, second = (old, new) if i % 2 else (new, old)
         a, b = ask(first, name), ask(second, name)
         pairs.append((b, a) if i % 2 else (a, b))
-    ratios = [mine / theirs for mine, theirs in pairs]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    seconds = {
-        key: statistics.median(values) for key, values in zip(("new", "old"), zip(*pairs, strict=True), strict=True)
-    }
-    return {"ratio": middle, "low": low, "high": high, **seconds}
+    row = {}
+    for i, prefix in enumerate(("", "cpu_")):
+        low, middle, high = statistics.quantiles([mine[i] / theirs[i] for mine, theirs in pairs], n=4)
+        row |= {f"{prefix}ratio": middle, f"{prefix}low": low, f"{prefix}high": high}
+        for version, times in zip(("new", "old"), zip(*pairs, strict=True), strict=True):
+            row[f"{prefix}{version}"] = statistics.median(each[i] for each in times)
+    return row
 
 
 def main() -> None:
@@ -154,7 +159,7 @@ def main() -> None:
     rows = {}
     for name in CASES:
         rows[name] = measure(new, old, name)
-        print(f"{name}: {rows[name]['ratio']:.3f} ({rows[name]['low']:.3f} … {rows[name]['high']:.3f})", flush=True)
+        print(f"{name}: {rows[name]['ratio']:.3f}, processor {rows[name]['cpu_ratio']:.3f}", flush=True)
     for process in (new, old):
         process.kill()
     (arguments.output / "bench_versions.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
@@ -164,12 +169,15 @@ def main() -> None:
         f"Written by scripts/bench_versions.py on {processor}, two threads. The versions run in turn; the "
         f"median of {REPETITIONS} ratios of neighbouring repetitions, and their quartiles. RSA on all heads.",
         "",
-        "| | new / old | quartiles | new, ms | old, ms |",
-        "|---|---|---|---|---|",
+        "| | clock: new / old | quartiles | processor: new / old | quartiles | new, ms | old, ms |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
-        spread = f"{row['low']:.3f} … {row['high']:.3f}"
-        lines.append(f"| {name} | {row['ratio']:.3f} | {spread} | {1000 * row['new']:.1f} | {1000 * row['old']:.1f} |")
+        cells = [name]
+        for prefix in ("", "cpu_"):
+            cells += [f"{row[f'{prefix}ratio']:.3f}", f"{row[f'{prefix}low']:.3f} … {row[f'{prefix}high']:.3f}"]
+        cells += [f"{1000 * row[version]:.1f}" for version in ("new", "old")]
+        lines.append(f"| {' | '.join(cells)} |")
     (arguments.output / "bench_versions.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
