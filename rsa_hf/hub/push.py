@@ -33,18 +33,18 @@ def push_folder(
     an argument, an address or a file of the folder, is refused, because messages or the Hub would show it.
 
     Args:
-        folder: Where a patched model was saved.
-        repo_id: The repository, "user/name". It is created if it does not exist.
-        private: Whether a new repository is private. None: as the user has set it on the Hub.
-        revision: The branch. None: main.
-        message: The commit message.
+        folder: where a patched model was saved.
+        repo_id: the repository, "user/name". It is created if it does not exist.
+        private: whether a new repository is private; None: as the user has set it on the Hub.
+        revision: the branch; None: main.
+        message: the commit message.
 
     Returns:
         The address of the commit.
 
     Raises:
-        OSError: The folder does not exist, or the Hub cannot be reached or refuses the upload.
-        ValueError: The folder holds no patched checkpoint with weights in safetensors; or an argument, the Hub's
+        OSError: the folder does not exist, or the Hub cannot be reached or refuses the upload.
+        ValueError: the folder holds no patched checkpoint with weights in safetensors; or an argument, the Hub's
             address or a file holds a token or a password.
     """
     given = {"repo_id": repo_id, "revision": revision, "message": message, "HF_ENDPOINT": constants.ENDPOINT}

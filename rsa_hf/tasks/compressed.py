@@ -18,12 +18,12 @@ def open_compressed(path: str | Path, plain: str) -> Iterator[IO[bytes]]:
     """Open a data file for reading bytes.
 
     Args:
-        path: A file that ends in `.gz`, `.xz` or `plain`.
-        plain: The ending of an uncompressed file, such as ".txt".
+        path: a file that ends in `.gz`, `.xz` or `plain`.
+        plain: the ending of an uncompressed file, such as ".txt".
 
     Raises:
-        OSError: The file cannot be opened.
-        ValueError: It has another ending, or its compressed content is truncated or corrupt.
+        OSError: the file cannot be opened.
+        ValueError: it has another ending, or its compressed content is truncated or corrupt.
     """
     openers: dict[str, Any] = {plain: open, ".gz": gzip.open, ".xz": lzma.open}
     ending = Path(path).suffix

@@ -47,26 +47,26 @@ class DefectDataConfig:
     Args:
         source: "embedded" (functions of Python's standard library with injected defects, no download), "hub" or
             "files".
-        train_file: For "files": training functions as JSON lines with the fields `func` and `target` (.jsonl,
+        train_file: for "files": training functions as JSON lines with the fields `func` and `target` (.jsonl,
             .jsonl.gz or .jsonl.xz).
-        validation_file: For "files": validation functions (optional).
-        test_file: For "files": test functions (optional).
-        hub_dataset: For "hub": the data set, with the columns `func` and `target`.
-        max_train_examples: Keep at most this many training functions, drawn at random with the classes in proportion.
+        validation_file: for "files": validation functions (optional).
+        test_file: for "files": test functions (optional).
+        hub_dataset: for "hub": the data set, with the columns `func` and `target`.
+        max_train_examples: keep at most this many training functions, drawn at random with the classes in proportion;
             None: all.
-        max_eval_examples: The same for validation and test, each.
-        deduplicate: Drop training functions that repeat another one (up to whitespace), carry both labels, or also
+        max_eval_examples: the same for validation and test, each.
+        deduplicate: drop training functions that repeat another one (up to whitespace), carry both labels, or also
             occur in validation or test. Validation and test stay as they are, so that scores are comparable.
-        max_length: Maximum length of an input in tokens, with special tokens.
+        max_length: maximum length of an input in tokens, with special tokens.
         long_functions: "truncate" keeps the beginning of a longer function, "chunk" cuts it into overlapping windows.
-        chunk_overlap: For "chunk": number of tokens shared by neighbouring windows.
-        min_characters: For "embedded": length of the shortest function.
-        max_characters: For "embedded": length of the longest function.
-        defect_kinds: For "embedded": the kinds of defect to inject, of `python_defects.DEFECT_KINDS`. None: all.
-        seed: Seed of the embedded defects and of the subsampling. Use the same one for runs that are compared.
+        chunk_overlap: for "chunk": number of tokens shared by neighbouring windows.
+        min_characters: for "embedded": length of the shortest function.
+        max_characters: for "embedded": length of the longest function.
+        defect_kinds: for "embedded": the kinds of defect to inject, of `python_defects.DEFECT_KINDS`; None: all.
+        seed: seed of the embedded defects and of the subsampling. Use the same one for runs that are compared.
 
     Raises:
-        ValueError: A value is not allowed.
+        ValueError: a value is not allowed.
     """
 
     source: Source = "embedded"
@@ -105,14 +105,14 @@ def load_defect_data(config: DefectDataConfig) -> dict[str, list[Example]]:
     """Read, check, de-duplicate and subsample the data.
 
     Args:
-        config: Selects the data.
+        config: selects the data.
 
     Returns:
         The functions of each split: "train" always, "validation" and "test" if the source has them.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: A file is damaged, a row is no function with a label 0 or 1, a split is empty, or all training
+        OSError: a file cannot be read.
+        ValueError: a file is damaged, a row is no function with a label 0 or 1, a split is empty, or all training
             functions have one class.
     """
     if config.source == "embedded":
@@ -155,15 +155,15 @@ def read_json_lines(path: str | Path) -> list[Example]:
     """Read functions from JSON lines. Blank lines are skipped.
 
     Args:
-        path: A `.jsonl`, `.jsonl.gz` or `.jsonl.xz` file. Each line is an object with the fields `func`, the source
+        path: a `.jsonl`, `.jsonl.gz` or `.jsonl.xz` file. Each line is an object with the fields `func`, the source
             text, and `target`, the label 0 or 1 (or false or true). Other fields are ignored.
 
     Returns:
         The functions, in the order of the file.
 
     Raises:
-        OSError: The file cannot be opened.
-        ValueError: The file has another ending or is corrupt, or a line is no such object; the message names the line.
+        OSError: the file cannot be opened.
+        ValueError: the file has another ending or is corrupt, or a line is no such object; the message names the line.
     """
     with open_compressed(path, ".jsonl") as lines:
         return [_example(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
@@ -233,9 +233,9 @@ def audit(
     """Count what can make scores misleading: imbalance, copies, contradictory labels, truncation.
 
     Args:
-        splits: The functions of each split, none empty.
-        tokenizer: Measures the lengths, with special tokens.
-        max_length: Number of tokens that the model sees.
+        splits: the functions of each split, none empty.
+        tokenizer: measures the lengths, with special tokens.
+        max_length: number of tokens that the model sees.
 
     Returns:
         Numbers for `json.dump`. "splits" holds for each split `examples`, `positives`, `majority_share`, `duplicates`

@@ -32,11 +32,11 @@ class LanguageModelTrainer(Trainer):
     During training it runs every `eval_every_steps` steps if that divides `max_steps`.
 
     Args:
-        model_init: Creates the model, as for `Trainer`.
-        text: The training and validation text. With `carry_memory`, it has as many tracks as a step has rows.
-        training: The training settings.
-        eval_memory: The `memory` of `evaluate_language_model`.
-        progress: Whether to show progress bars.
+        model_init: creates the model, as for `Trainer`.
+        text: the training and validation text. With `carry_memory`, it has as many tracks as a step has rows.
+        training: the training settings.
+        eval_memory: the `memory` of `evaluate_language_model`.
+        progress: whether to show progress bars.
 
     Raises:
         ValueError: `training.class_weights` is set, or `Trainer` refuses its arguments.

@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> None:
     """Train a language model, evaluate the best checkpoint, and write all results to the output folder.
 
     Args:
-        arguments: A YAML file and `--key value` settings, as for `read_run_config`.
+        arguments: a YAML file and `--key value` settings, as for `read_run_config`.
     """
     config = read_run_config(arguments, LanguageModelingDataConfig)
     training = config.training
@@ -119,9 +119,9 @@ def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float
     """Evaluate a saved language model.
 
     Args:
-        name: Folder of a checkpoint, or its name on the Hub.
+        name: folder of a checkpoint, or its name on the Hub.
         split: "validation" or "test".
-        arguments: As for `main`; the data, the batch size and the tokenizer (by default the checkpoint's) are used.
+        arguments: as for `main`; the data, the batch size and the tokenizer (by default the checkpoint's) are used.
     """
     config = read_run_config(arguments, LanguageModelingDataConfig)
     tokenizer = load_language_modeling_tokenizer(config.model.tokenizer or name)
@@ -140,10 +140,10 @@ def require_fit(
     """Raise a ValueError unless a model has the tokens, positions and memory settings that the data needs.
 
     Args:
-        model: The model.
-        vocab_size: The number of token ids of the data.
-        data: Provides the block sizes and `eval_memory`.
-        training: Whether the model is also trained.
+        model: the model.
+        vocab_size: the number of token ids of the data.
+        data: provides the block sizes and `eval_memory`.
+        training: whether the model is also trained.
     """
     require_tokens_known(model, vocab_size)
     if training:
@@ -162,10 +162,10 @@ class PreparedText:
     """A text that is ready for training and evaluation.
 
     Attributes:
-        train: The training data: `StreamedBlocks` with `streaming`, `TrainingTracks` with `carry_memory`.
-        validation: The evaluation data, with its counts of bytes and words: segments with `carry_memory`.
-        test: The same for the test text, if there is one.
-        vocab_size: The number of token ids that a model must have.
+        train: the training data: `StreamedBlocks` with `streaming`, `TrainingTracks` with `carry_memory`.
+        validation: the evaluation data, with its counts of bytes and words: segments with `carry_memory`.
+        test: the same for the test text, if there is one.
+        vocab_size: the number of token ids that a model must have.
     """
 
     train: TrainingBlocks | StreamedBlocks | TrainingTracks
@@ -183,13 +183,13 @@ def prepare_language_modeling(
     return the beginning of the text (for instance, from a tokenizer that lower-cases), the whole text is counted.
 
     Args:
-        config: Selects the texts and their blocks.
-        tokenizer: Any tokenizer of transformers, or None for raw bytes.
-        num_tracks: With `carry_memory`: the rows of a training step, over all processes and micro-batches.
+        config: selects the texts and their blocks.
+        tokenizer: any tokenizer of transformers, or None for raw bytes.
+        num_tracks: with `carry_memory`: the rows of a training step, over all processes and micro-batches.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: A file or data set cannot be used, or a text is too short, or not UTF-8 as a tokenizer needs it.
+        OSError: a file cannot be read.
+        ValueError: a file or data set cannot be used, or a text is too short, or not UTF-8 as a tokenizer needs it.
     """
     texts = read_texts(config)
     token_ids = {split: torch.cat([*_encode([text], tokenizer)]) for split, text in texts.items()}
@@ -230,7 +230,7 @@ def load_language_modeling_tokenizer(name: str | None) -> PreTrainedTokenizerBas
         The tokenizer; None for bytes.
 
     Raises:
-        ValueError: There is no name.
+        ValueError: there is no name.
     """
     if name is None:
         raise ValueError("model.tokenizer=None: a model from scratch needs one; 'bytes' is one that needs no files.")
@@ -272,10 +272,10 @@ def perplexities(nll_nats: float, num_tokens: int, num_words: int, num_bytes: in
     """Perplexity per token and per word and bits per byte of a text.
 
     Args:
-        nll_nats: The sum (not the mean) of the tokens' negative log-likelihoods, in nats.
-        num_tokens: Number of scored tokens.
-        num_words: Number of words of the scored text.
-        num_bytes: Number of bytes of the scored text.
+        nll_nats: the sum (not the mean) of the tokens' negative log-likelihoods, in nats.
+        num_tokens: number of scored tokens.
+        num_words: number of words of the scored text.
+        num_bytes: number of bytes of the scored text.
 
     Returns:
         `loss_nats_per_token`; `token_perplexity`, its exponential; `word_perplexity`, NaN for a text without words;
@@ -311,18 +311,18 @@ def evaluate_language_model(
     The model runs in eval mode and without gradients. Afterwards each module is back in its previous mode.
 
     Args:
-        model: A causal language model of transformers: takes `input_ids` [B, T], returns `logits` [B, T, V].
-        blocks: The text. Over `EvaluationSegments`, the model carries its memory from each to the next.
-        batch_size: Blocks per batch. The result does not depend on it: nothing is padded, and losses are summed.
+        model: a causal language model of transformers: takes `input_ids` [B, T], returns `logits` [B, T, V].
+        blocks: the text. Over `EvaluationSegments`, the model carries its memory from each to the next.
+        batch_size: blocks per batch. The result does not depend on it: nothing is padded, and losses are summed.
             Segments depend on each other and run one by one.
-        device: The device of the batches. None: that of the model's parameters. The model is not moved.
-        memory: Entries of the model's config to set during the evaluation, as for `set_memory`.
+        device: the device of the batches; None: that of the model's parameters. The model is not moved.
+        memory: entries of the model's config to set during the evaluation, as for `set_memory`.
 
     Returns:
         The result of `perplexities`.
 
     Raises:
-        ValueError: The model carries no memory over segments, or a memory setting is not allowed.
+        ValueError: the model carries no memory over segments, or a memory setting is not allowed.
     """
     device = next(model.parameters()).device if device is None else device
     nll_nats, num_tokens = 0.0, 0
@@ -347,7 +347,7 @@ def set_memory(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     """Change entries of a model's config that are among its `memory_settings`, which every call reads.
 
     Raises:
-        ValueError: The model does not allow an entry, or a value.
+        ValueError: the model does not allow an entry, or a value.
     """
     allowed = list(getattr(model, "memory_settings", ()))
     if unknown := [name for name in settings if name not in allowed]:

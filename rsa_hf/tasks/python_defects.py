@@ -100,16 +100,16 @@ def load_python_defects(
     are spread over each split as evenly as the functions allow.
 
     Args:
-        seed: Seed of the order of the functions and of their defects. The split of a file does not depend on it.
-        min_characters: Length of the shortest function, clean or defective, in the normalised format.
-        max_characters: Length of the longest function.
-        kinds: The kinds of defect to inject, of `DEFECT_KINDS`. None: all.
+        seed: seed of the order of the functions and of their defects. The split of a file does not depend on it.
+        min_characters: length of the shortest function, clean or defective, in the normalised format.
+        max_characters: length of the longest function.
+        kinds: the kinds of defect to inject, of `DEFECT_KINDS`; None: all.
 
     Returns:
         The splits train, validation and test. In each, every clean function is followed by its defective twin.
 
     Raises:
-        ValueError: A kind of defect is unknown.
+        ValueError: a kind of defect is unknown.
     """
     kinds = DEFECT_KINDS if kinds is None else kinds
     if not set(kinds) <= set(DEFECT_KINDS):

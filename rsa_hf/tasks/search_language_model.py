@@ -30,10 +30,10 @@ def main(arguments: Sequence[str], trials: int, dilations: Sequence[int], storag
     """Search, print the ten best plans, and write the best one to `head_plan.yaml` in the output folder.
 
     Args:
-        arguments: A YAML file and `--key value` settings, as for `read_run_config`.
-        trials: The total number of trials.
-        dilations: As for `head_plan_space`.
-        storage: As for `search_head_plans`. None: `head_plans.log` in the output folder.
+        arguments: a YAML file and `--key value` settings, as for `read_run_config`.
+        trials: the total number of trials.
+        dilations: as for `head_plan_space`.
+        storage: as for `search_head_plans`; None: `head_plans.log` in the output folder.
     """
     config = read_run_config(arguments, LanguageModelingDataConfig)
     path = Path(config.training.output_dir) / "head_plan.yaml"
@@ -64,15 +64,15 @@ def search(
     Its other settings (gates, layers) hold for all plans.
 
     Args:
-        config: The run.
-        trials: As for `search_head_plans`, whose result is returned.
-        dilations: As for `head_plan_space`.
-        storage: As for `search_head_plans`.
-        progress: Whether to show a progress bar for each trial.
+        config: the run.
+        trials: as for `search_head_plans`, whose result is returned.
+        dilations: as for `head_plan_space`.
+        storage: as for `search_head_plans`.
+        progress: whether to show a progress bar for each trial.
 
     Raises:
         ImportError: optuna is not installed.
-        OSError, ValueError: A file, a name or a setting is invalid.
+        OSError, ValueError: a file, a name or a setting is invalid.
     """
     training = config.training
     tokenizer = load_language_modeling_tokenizer(config.model.tokenizer or config.model.name_or_path)

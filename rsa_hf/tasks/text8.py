@@ -48,7 +48,7 @@ def clean_text8(dump: bytes) -> bytes:
     """Reduce a Wikipedia dump to the 27 symbols of text8.
 
     Args:
-        dump: The XML of pages, such as enwik8, from its beginning. It may end within a page.
+        dump: the XML of pages, such as enwik8, from its beginning. It may end within a page.
 
     Returns:
         Letters a-z and single spaces. Each page begins with a space; redirects are left out.

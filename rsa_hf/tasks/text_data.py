@@ -54,31 +54,31 @@ class LanguageModelingDataConfig:
     Args:
         source: "embedded" (source files of Python's standard library, no download; comparable only under one Python
             version), "hub" or "files".
-        files: For "files": paths of "train" (required), "validation" and "test"; .txt, .gz or .xz, read as bytes.
-        hub_dataset: For "hub": the data set, for instance "Salesforce/wikitext".
-        hub_subset: For "hub": its configuration, for instance "wikitext-103-raw-v1".
-        text_column: For "hub": the column of text. A line end is added to each row that has none.
-        block_size: Number of tokens in a block, at least 2.
-        carry_memory: Train and evaluate on consecutive segments and carry the model's memory from one to the next; for
-            models with a memory (Transformer-XL, recurrent networks). False: independent blocks in random order.
-        eval_block_size: Block or segment size in evaluation. None: `block_size`.
-        eval_memory: Entries of the model's config that differ in evaluation, such as `mem_len` of Transformer-XL; with
+        files: for "files": paths of "train" (required), "validation" and "test"; .txt, .gz or .xz, read as bytes.
+        hub_dataset: for "hub": the data set, for instance "Salesforce/wikitext".
+        hub_subset: for "hub": its configuration, for instance "wikitext-103-raw-v1".
+        text_column: for "hub": the column of text. A line end is added to each row that has none.
+        block_size: number of tokens in a block, at least 2.
+        carry_memory: train and evaluate on consecutive segments and carry the model's memory from one to the next; for
+            models with a memory (Transformer-XL, recurrent networks); False: independent blocks in random order.
+        eval_block_size: block or segment size in evaluation; None: `block_size`.
+        eval_memory: entries of the model's config that differ in evaluation, such as `mem_len` of Transformer-XL; with
             `carry_memory`.
-        stride: Tokens from one evaluation block's start to the next, below the block size; repeated tokens are context
-            and scored once. None: block size - 1, the fewest blocks. Not with `carry_memory`.
-        max_train_bytes: Keep at most this many bytes of the training text, cut after a line end if possible. None:
+        stride: tokens from one evaluation block's start to the next, below the block size; repeated tokens are context
+            and scored once; None: block size - 1, the fewest blocks. Not with `carry_memory`.
+        max_train_bytes: keep at most this many bytes of the training text, cut after a line end if possible; None:
             all.
-        max_eval_bytes: The same for the validation and test texts, each.
-        validation_fraction: Share of the training text that is used for validation if the source has no such text.
-        test_fraction: Share used for testing if the source has neither a validation nor a test text; 0 for none. Cut
+        max_eval_bytes: the same for the validation and test texts, each.
+        validation_fraction: share of the training text that is used for validation if the source has no such text.
+        test_fraction: share used for testing if the source has neither a validation nor a test text; 0 for none. Cut
             from the end of the text in order; for "embedded", shares of the shuffled files.
-        streaming: Read the training text piece by piece instead of keeping it in memory, and train on its blocks in
+        streaming: read the training text piece by piece instead of keeping it in memory, and train on its blocks in
             order; for "hub" and "files" with a validation text.
-        count_line_ends_as_words: Count each line end as a word, as published WikiText perplexities do.
-        seed: Seed of the shuffling of the files of "embedded".
+        count_line_ends_as_words: count each line end as a word, as published WikiText perplexities do.
+        seed: seed of the shuffling of the files of "embedded".
 
     Raises:
-        ValueError: A value is not allowed, or belongs to another source.
+        ValueError: a value is not allowed, or belongs to another source.
     """
 
     source: Literal["embedded", "hub", "files"] = "embedded"
@@ -151,8 +151,8 @@ def read_texts(config: LanguageModelingDataConfig) -> dict[str, bytes]:
         The bytes of each split: train (unless it is streamed), validation and, if there is one, test.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: A file or data set cannot be used, or a split is empty.
+        OSError: a file cannot be read.
+        ValueError: a file or data set cannot be used, or a split is empty.
     """
     if config.source == "embedded":
         texts = _read_embedded(config)
@@ -275,7 +275,7 @@ class TrainingBlocks(Dataset[Item]):
     """Consecutive blocks, with `input_ids` and `labels`. The incomplete block at the end is dropped.
 
     Raises:
-        ValueError: There are fewer tokens than one block.
+        ValueError: there are fewer tokens than one block.
     """
 
     token_ids: torch.Tensor
@@ -297,11 +297,11 @@ class StreamedBlocks(IterableDataset[Item]):
     """The items of `TrainingBlocks`, in order, from a text that is read again in each epoch.
 
     Args:
-        pieces: Called for each epoch. Returns the token ids of the text in pieces of any size.
-        block_size: Number of tokens in a block.
+        pieces: called for each epoch. Returns the token ids of the text in pieces of any size.
+        block_size: number of tokens in a block.
 
     Raises:
-        ValueError: While iterating: there are fewer tokens than one block, or a `DataLoader` has several workers, each
+        ValueError: while iterating: there are fewer tokens than one block, or a `DataLoader` has several workers, each
             of which would read the whole text.
     """
 
@@ -333,12 +333,12 @@ class TrainingTracks(Dataset[Item]):
     its tail that does not fill a segment of every track is dropped.
 
     Args:
-        token_ids: The text.
-        block_size: Number of tokens in a segment.
+        token_ids: the text.
+        block_size: number of tokens in a segment.
         num_tracks: R, the rows of a training step: over all processes and micro-batches.
 
     Raises:
-        ValueError: There are too few tokens for a segment of each track.
+        ValueError: there are too few tokens for a segment of each track.
     """
 
     token_ids: torch.Tensor
@@ -370,11 +370,11 @@ class EvaluationBlocks(Dataset[Item]):
     last block_size - stride tokens of block i - 1 as context, at least one; the labels of the context are -100.
 
     Args:
-        token_ids: The text, N ≥ 2.
-        block_size: Number of tokens in a block.
-        num_bytes: Number of bytes of the scored text, which begins after the first token.
-        num_words: Number of words of the scored text.
-        stride: From 1 to block_size - 1. None: block_size - 1.
+        token_ids: the text, N ≥ 2.
+        block_size: number of tokens in a block.
+        num_bytes: number of bytes of the scored text, which begins after the first token.
+        num_words: number of words of the scored text.
+        stride: from 1 to block_size - 1; None: block_size - 1.
     """
 
     token_ids: torch.Tensor

@@ -44,10 +44,10 @@ def storage_errors(folder: Path) -> Iterator[None]:
     """Raise `StorageError` for every error of writing inside the block. Use it around steps that only write.
 
     Args:
-        folder: The folder written to, for the message.
+        folder: the folder written to, for the message.
 
     Raises:
-        StorageError: In place of an OSError and of what safetensors, tokenizers and torch.save raise.
+        StorageError: in place of an OSError and of what safetensors, tokenizers and torch.save raise.
     """
     try:
         yield
@@ -74,10 +74,10 @@ def sole_writer(folder: Path) -> Iterator[None]:
     """Create a folder if needed and lock it against other processes until the block or this process ends.
 
     Args:
-        folder: The folder to lock.
+        folder: the folder to lock.
 
     Raises:
-        StorageError: Another process holds the lock, or the folder cannot be written to.
+        StorageError: another process holds the lock, or the folder cannot be written to.
     """
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,14 +103,14 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Replace a file atomically.
 
     Args:
-        path: The file to write. Its folder must exist.
+        path: the file to write. Its folder must exist.
 
     Yields:
         A temporary path beside it. What the block writes there replaces `path` when the block ends without an error;
         after an error it is deleted, and `path` is unchanged.
 
     Raises:
-        StorageError: The file cannot be written.
+        StorageError: the file cannot be written.
     """
     path = Path(path)
     temporary = _beside(path, "tmp")
@@ -129,7 +129,7 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file atomically, in UTF-8.
 
     Raises:
-        StorageError: The file cannot be written; an existing one is unchanged.
+        StorageError: the file cannot be written; an existing one is unchanged.
     """
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
@@ -143,14 +143,14 @@ def written_whole(folder: Path) -> Iterator[Path]:
     """Replace a folder atomically. Only one process may enter.
 
     Args:
-        folder: The folder to write. If it is a symbolic link, its target is replaced and the link stays.
+        folder: the folder to write. If it is a symbolic link, its target is replaced and the link stays.
 
     Yields:
         An empty temporary folder beside it. It replaces `folder` when the block ends without an error; after an error
         it is deleted, and `folder` is unchanged.
 
     Raises:
-        StorageError: The folder cannot be written, or `folder` is a file.
+        StorageError: the folder cannot be written, or `folder` is a file.
     """
     folder = _without_link(folder)
     if folder.is_file():

@@ -14,13 +14,13 @@ def locate(name: str) -> str:
     """Resolve `package:NAME/FOLDER` to the path of a folder inside an installed package.
 
     Args:
-        name: A model's name as settings spell it.
+        name: a model's name as settings spell it.
 
     Returns:
         What `from_pretrained` takes. Any other name is returned unchanged.
 
     Raises:
-        ValueError: The package is not installed, or it has no such folder.
+        ValueError: the package is not installed, or it has no such folder.
     """
     if not name.startswith(PREFIX):
         return name
