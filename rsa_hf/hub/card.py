@@ -66,13 +66,13 @@ class CardFacts:
     """Facts for a model card that the model itself does not hold.
 
     Attributes:
-        base_model: The model that was patched. Only a Hub id goes into the metadata: the Hub refuses a path.
-        datasets: The training data. Only Hub ids go into the metadata.
-        metrics: Names of the metrics for the metadata. None: those of `scores` that the Hub knows.
-        seeds: Seeds of the training runs.
-        scores: Metrics by run or split, shown as a table.
-        command: The command that trained the model.
-        name: The model's name on the Hub.
+        base_model: the model that was patched. Only a Hub id goes into the metadata: the Hub refuses a path.
+        datasets: the training data. Only Hub ids go into the metadata.
+        metrics: names of the metrics for the metadata; None: those of `scores` that the Hub knows.
+        seeds: seeds of the training runs.
+        scores: metrics by run or split, shown as a table.
+        command: the command that trained the model.
+        name: the model's name on the Hub.
     """
 
     base_model: str | None = None
@@ -102,17 +102,17 @@ def write_card(
     are added, and a base model that is no Hub id is removed.
 
     Args:
-        model: A patched model.
-        folder: Where the model is saved.
-        facts: Facts that the model does not hold.
-        plot: Whether to draw `rsa.png` beside the card. It is left out if matplotlib is not installed.
+        model: a patched model.
+        folder: where the model is saved.
+        facts: facts that the model does not hold.
+        plot: whether to draw `rsa.png` beside the card. It is left out if matplotlib is not installed.
 
     Returns:
         The card's path. None if `README.md` has no metadata, so is no model card; it is left unchanged.
 
     Raises:
-        StorageError: The card cannot be written; the existing one is unchanged.
-        ValueError: The model has no RSA heads, or the card's metadata is invalid YAML.
+        StorageError: the card cannot be written; the existing one is unchanged.
+        ValueError: the model has no RSA heads, or the card's metadata is invalid YAML.
     """
     if not any(isinstance(module, RSAHeads) for module in model.modules()):
         raise ValueError("the model has no RSA heads, so it has no card. Call patch_model first.")
@@ -149,8 +149,8 @@ def clear_card(folder: str | os.PathLike[str]) -> None:
     """Remove rsa_hf's part from the card in a folder, after a plain model replaced a patched one there.
 
     Raises:
-        StorageError: The card cannot be written; the existing one is unchanged.
-        ValueError: The card's metadata is invalid YAML.
+        StorageError: the card cannot be written; the existing one is unchanged.
+        ValueError: the card's metadata is invalid YAML.
     """
     path = Path(folder) / CARD
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> None:
     """Train a defect detector, evaluate the best checkpoint, and write all results to the output folder.
 
     Args:
-        arguments: A YAML file and `--key value` settings, as for `read_run_config`.
+        arguments: a YAML file and `--key value` settings, as for `read_run_config`.
     """
     config = read_run_config(arguments, DefectDataConfig)
     training, output = config.training, Path(config.training.output_dir)
@@ -117,9 +117,9 @@ def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float
     """Evaluate a saved defect detector.
 
     Args:
-        name: Folder of a checkpoint with its tokenizer, or its name on the Hub.
+        name: folder of a checkpoint with its tokenizer, or its name on the Hub.
         split: "validation" or "test".
-        arguments: As for `main`; the data and the batch size are used.
+        arguments: as for `main`; the data and the batch size are used.
     """
     config = read_run_config(arguments, DefectDataConfig)
     tokenizer = AutoTokenizer.from_pretrained(locate(name))
@@ -165,9 +165,9 @@ def tokenize(
     """Turn functions into model inputs of at most `config.max_length` tokens.
 
     Args:
-        examples: The functions of one split.
-        tokenizer: The model's tokenizer; a fast one for chunks.
-        config: Provides `max_length`, `long_functions` and `chunk_overlap`.
+        examples: the functions of one split.
+        tokenizer: the model's tokenizer; a fast one for chunks.
+        config: provides `max_length`, `long_functions` and `chunk_overlap`.
 
     Returns:
         Rows with `input_ids`, `attention_mask`, `labels` and `example_id`, the function's index in `examples`.
@@ -213,8 +213,8 @@ def classification_scores(predictions: Any, references: Any) -> dict[str, float]
     """Scores of predicted classes; 1 is the positive (defective) class.
 
     Args:
-        predictions: The predicted classes [N], 0 or 1.
-        references: The true classes [N], 0 or 1.
+        predictions: the predicted classes [N], 0 or 1.
+        references: the true classes [N], 0 or 1.
 
     Returns:
         `accuracy`; `f1` of class 1, 0 if neither predictions nor references hold a 1; `mcc`, Matthews correlation,
@@ -234,16 +234,16 @@ def compute_metrics(logits: Any, labels: Any, example_ids: Any = None) -> dict[s
     """Score a classifier.
 
     Args:
-        logits: Array or tensor [N, 2], the scores of clean and defective for each row.
-        labels: Integers [N], 0 or 1.
-        example_ids: Integers [N], the function that each row belongs to; its logits are averaged over its rows. None:
+        logits: array or tensor [N, 2], the scores of clean and defective for each row.
+        labels: integers [N], 0 or 1.
+        example_ids: integers [N], the function that each row belongs to; its logits are averaged over its rows; None:
             each row is a function.
 
     Returns:
         The `classification_scores`, the `positive_share`, and the number of functions, `num_examples`.
 
     Raises:
-        ValueError: Shapes do not match, logits are not finite, or rows of one function have different labels.
+        ValueError: shapes do not match, logits are not finite, or rows of one function have different labels.
     """
     scores = torch.as_tensor(logits).detach().to("cpu", torch.float64).numpy()
     targets = torch.as_tensor(labels).detach().cpu().numpy()
@@ -271,7 +271,7 @@ def trainer_metrics(eval_prediction: EvalPrediction) -> dict[str, float]:
     passes on the example ids, and the chunks of a function are scored together.
 
     Args:
-        eval_prediction: Logits [N, 2], or a tuple that begins with them, and labels [N], or labels and example ids.
+        eval_prediction: logits [N, 2], or a tuple that begins with them, and labels [N], or labels and example ids.
 
     Returns:
         The result of `compute_metrics`.
