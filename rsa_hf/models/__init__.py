@@ -19,7 +19,7 @@ MODEL_TYPES = {
     "temporal_latent_bottleneck": "temporal_latent_bottleneck",
     "transfo-xl": "transformer_xl",
 }
-# What transformers 4 called a class: its checkpoints name it so.
+# Class names of transformers 4, which its checkpoints contain.
 _FORMER_NAMES = {
     "TransfoXLForSequenceClassification": "TransformerXLForSequenceClassification",
     "TransfoXLLMHeadModel": "TransformerXLForCausalLM",
@@ -45,12 +45,12 @@ def register_all() -> None:
             head = name.removeprefix(config.__name__.removesuffix("Config"))
             autos[head].register(config, model, exist_ok=True)
             if head == "ForCausalLM":
-                # The Trainer looks for the name here: label smoothing shifts the labels of these classes alone.
+                # The Trainer looks for the name here: label smoothing shifts the labels of these classes only.
                 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] = name
 
 
 def class_named(name: str, model_type: object) -> type[Any] | None:
-    """The class that a checkpoint of a model type of ours names; None for other types, and where there is none."""
+    """The class of this package that a checkpoint names; None for other model types and unknown names."""
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         return None
     return _classes(model_type).get(_FORMER_NAMES.get(name, name))

@@ -1,4 +1,4 @@
-"""Attention that several models share: the call of the attention interface, positions and masks.
+"""Attention that several models share: the call of the attention interface, position encodings and masks.
 
 Notation: B rows, T queries, M positions of memory, S = M + T keys, H heads of width D.
 """
@@ -20,9 +20,9 @@ class InterfaceAttention(nn.Module):
     """Base of modules that compute attention through transformers' attention interface, where RSA heads are mixed in.
 
     Args:
-        config: of the model.
-        scaling: factor of the scores.
-        dropout: on attention weights.
+        config: the model's config.
+        scaling: factor of the attention scores.
+        dropout: dropout rate of the attention weights.
     """
 
     is_causal = True
@@ -34,7 +34,7 @@ class InterfaceAttention(nn.Module):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Heads side by side, [B, T, H · D], and the attention weights [B, H, T, S] or None.
+        """Compute attention by the implementation that the config names.
 
         Args:
             query: [B, H, T, D].
@@ -42,6 +42,9 @@ class InterfaceAttention(nn.Module):
             value: [B, H, S, D].
             visible: which keys each query sees, [B or 1, 1, T, S]; None: all.
             **options: `position_bias`, added to the scores.
+
+        Returns:
+            The concatenated outputs of the heads, [B, T, H · D]; and the attention weights, [B, H, T, S], or None.
         """
         attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -52,8 +55,8 @@ class InterfaceAttention(nn.Module):
 
 
 def sinusoids(distances: Tensor, width: int) -> Tensor:
-    """Half sines, half cosines, of wavelengths 2π … 10000·2π. [N] → [N, width], float32."""
-    # float32 by name: the default dtype of the process changes while another thread loads a model.
+    """Sinusoidal position encodings, sines first, of wavelengths 2π … 10000·2π: [N] → [N, width], float32."""
+    # Explicitly float32: the process's default dtype changes while another thread loads a model.
     steps = torch.arange(0, width, 2, dtype=torch.float32, device=distances.device)
     frequencies = 10000.0 ** (-steps / width)
     angles = distances.float()[:, None] * frequencies
@@ -61,7 +64,7 @@ def sinusoids(distances: Tensor, width: int) -> Tensor:
 
 
 def visibility(T: int, M: int, window: int | None, attention_mask: Tensor | None, device: torch.device) -> Tensor:
-    """Which keys each query sees: itself and what is before it, within the window, but no padding.
+    """Which keys each query sees: its own and earlier ones, within the window, without padding.
 
     Args:
         T: number of queries.
@@ -69,7 +72,7 @@ def visibility(T: int, M: int, window: int | None, attention_mask: Tensor | None
         window: number of positions back that a query sees, itself included; None: all.
         attention_mask: shape [B, L], 0 for padding; its last column is the last key, and keys before its first column
             are real.
-        device: where to build the mask.
+        device: the device of the result.
 
     Returns:
         Shape [B or 1, 1, T, S], boolean.

@@ -1,6 +1,6 @@
 """What the models of this package share: a state carried from segment to segment, and the heads.
 
-A text may be cut into segments. The state that the call on one segment returns goes into the call on the next one:
+A text may be cut into segments. The state that the call on one segment returns is passed to the call on the next one:
 
     state = None
     for segment in segments:
@@ -8,17 +8,18 @@ A text may be cut into segments. The state that the call on one segment returns 
         state = outputs[model.segment_state]
 
 `forward` takes `input_ids` [B, T] or `inputs_embeds` [B, T, n], and returns a state unless `use_cache` is False (None:
-as the config says). Both or neither of them, and a state of another model or batch size, are a ValueError.
+as the config says). It raises a ValueError for both or neither of the two, and for a state of another model or batch
+size.
 
-Three class attributes describe states to training, evaluation and generation:
+Three class attributes tell training, evaluation and generation about states:
 
-* `segment_state`: the name of that argument and output, "mems" of the models with a memory for attention and "state"
-  of recurrent networks. The value is a tuple of tensors with the batch on dimension 0. They are detached: gradients
-  end where a segment begins (truncated back-propagation through time).
-* `memory_settings` (optional): fields of the config that every call reads anew, so that evaluation may use other
+* `segment_state`: the name of that argument and output, "mems" for attention over a memory and "state" for recurrent
+  networks. The value is a tuple of tensors with the batch on dimension 0. They are detached: gradients end where a
+  segment begins (truncated back-propagation through time).
+* `memory_settings` (optional): fields of the config that every call reads again, so that evaluation may use other
   values than training.
 * `takes_shift_labels`: `forward` computes the loss of `shift_labels`, shape [B, T], the token that follows each
-  position. Other than `labels` they include the token that follows the segment's last one.
+  position. Unlike `labels` they include the token that follows the segment's last one.
 
 Notation: B rows, T tokens, V words, n channels.
 """
@@ -53,12 +54,12 @@ class MemoryOutput(ModelOutput):
     """Output of a model whose state is called `mems`.
 
     Attributes:
-        loss: shape (); with labels.
-        logits: of a model with a head: [B, T, V] of a language model, [B, num_labels] of a classifier.
-        last_hidden_state: of a model without a head, [B, T, n].
-        mems: for the next segment; the model's `forward` describes it.
-        hidden_states: the embeddings and the output of each layer, [B, T, n]; with `output_hidden_states`.
-        attentions: softmax weights of each layer, [B, heads, T, keys]; with `output_attentions` and eager attention.
+        loss: shape (), with labels.
+        logits: from a model with a head: [B, T, V] of a language model, [B, num_labels] of a classifier.
+        last_hidden_state: from a model without a head, [B, T, n].
+        mems: the state for the next segment; see the `forward` of each model.
+        hidden_states: the embeddings and the output of each layer, [B, T, n], with `output_hidden_states`.
+        attentions: softmax weights of each layer, [B, heads, T, keys], with `output_attentions` and eager attention.
     """
 
     loss: Tensor | None = None
@@ -82,7 +83,7 @@ class StateOutput(ModelOutput):
 
 
 class SegmentPreTrainedModel(PreTrainedModel):
-    """What transformers, training and evaluation need to know of a model that carries a state."""
+    """Base class of models that carry a state: what transformers, training and evaluation need to know of them."""
 
     base_model_prefix = "model"
     segment_state: ClassVar[str] = "state"
@@ -102,7 +103,7 @@ class SegmentPreTrainedModel(PreTrainedModel):
 
 
 def require_shapes(name: str, parts: Sequence[Tensor], needed: Sequence[tuple[int, ...]]) -> None:
-    """Raise a ValueError for the state of another model, or of another batch size."""
+    """Raise a ValueError if a state is one of another model or batch size."""
     found = [tuple(part.shape) for part in parts]
     if found != list(needed):
         raise ValueError(
@@ -112,7 +113,7 @@ def require_shapes(name: str, parts: Sequence[Tensor], needed: Sequence[tuple[in
 
 
 class SegmentGenerationMixin(GenerationMixin):
-    """Generation behind a state instead of a cache."""
+    """Generation with a state instead of a cache."""
 
     segment_state: ClassVar[str]
     # The state cannot be rewound, as assisted generation would need.
@@ -159,8 +160,8 @@ class SegmentForCausalLM(SegmentPreTrainedModel, SegmentGenerationMixin):
 
         Beside the arguments of the base model:
 
-        * `labels`: shape [B, T], the tokens themselves (shifted here), or `shift_labels`; −100 does not count.
-        * `num_items_in_batch`: the summed loss is divided by it; by default a mean is taken.
+        * `labels`: shape [B, T], the tokens themselves (shifted here), or `shift_labels`; −100 is ignored.
+        * `num_items_in_batch`: divisor of the summed loss; without it the loss is a mean.
         * `logits_to_keep`: number of last positions to compute logits of, or their indices; 0: all.
         """
         outputs: MemoryOutput | StateOutput = self.base_model(
@@ -186,7 +187,7 @@ class SegmentForCausalLM(SegmentPreTrainedModel, SegmentGenerationMixin):
         super()._validate_model_kwargs(known)  # type: ignore[misc]
 
     def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Repeat the rows for beams and several sequences a row. transformers repeats tensors, but no tuples."""
+        """Repeat the state for beams and several sequences per row: transformers repeats tensors, not tuples."""
         if kwargs.get(self.segment_state) is not None:
             parts = kwargs[self.segment_state]
             kwargs[self.segment_state] = tuple(part.repeat_interleave(expand_size, dim=0) for part in parts)
@@ -202,7 +203,7 @@ class SegmentForCausalLM(SegmentPreTrainedModel, SegmentGenerationMixin):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The next segment: all tokens, or the last token behind the state that the tokens before it left.
+        """The next segment: all tokens, or only the last one if there is a state of those before it.
 
         `generate` keeps a state called `mems` under the name `past_key_values`.
         """
@@ -221,7 +222,7 @@ class SegmentForSequenceClassification(SegmentPreTrainedModel):
     """A classifier of sequences: a base model and a linear layer on the last token that is not padding."""
 
     base_class: ClassVar[type[PreTrainedModel]]
-    # The loss is a mean over rows, which the Trainer has to divide by the number of accumulated batches.
+    # The loss is a mean over rows: the Trainer has to divide it by the number of accumulated batches.
     accepts_loss_kwargs = False
 
     def __init__(self, config: Any) -> None:
@@ -251,8 +252,8 @@ class SegmentForSequenceClassification(SegmentPreTrainedModel):
     ) -> MemoryOutput | StateOutput:
         """Scores of the classes, [B, num_labels], and the loss.
 
-        Takes the arguments of the base model, and `labels`, shape [B], or [B, num_labels] as `problem_type` needs.
-        Without `attention_mask` every token is real except `pad_token_id` at the end of a row.
+        Takes the arguments of the base model, and `labels`, shape [B] or [B, num_labels], depending on `problem_type`.
+        Without `attention_mask`, `pad_token_id` at the end of a row is padding.
         """
         attention_mask = mask_until_last_token(attention_mask, input_ids, self.config.pad_token_id)
         outputs: MemoryOutput | StateOutput = self.base_model(
@@ -269,7 +270,7 @@ class SegmentForSequenceClassification(SegmentPreTrainedModel):
 def mask_until_last_token(
     attention_mask: Tensor | None, input_ids: Tensor | None, pad_token_id: int | None
 ) -> Tensor | None:
-    """The attention mask; where there is none, 1 up to each row's last token that is not `pad_token_id`, [B, T]."""
+    """The attention mask; if there is none, 1 up to each row's last token that is not `pad_token_id`, [B, T]."""
     if attention_mask is not None or input_ids is None or pad_token_id is None:
         return attention_mask
     return (input_ids != pad_token_id).long().flip(1).cummax(1).values.flip(1)

@@ -21,21 +21,21 @@ class BlockRecurrentConfig(PreTrainedConfig):
         d_head: width of a head D.
         d_inner: inner width of the feed-forward layers.
         n_layer: number of layers.
-        window_size: W: tokens of a window, between two updates of the state; also how many positions back a token
-            sees, itself included.
-        recurrent_layers: indices of the recurrent layers, negative ones from the end; `[]`: a Transformer-XL with a
-            sliding window.
-        num_state_vectors: N, of each recurrent layer.
+        window_size: number of tokens W between two updates of the state; also the number of positions that a token
+            sees back, itself included.
+        recurrent_layers: indices of the recurrent layers, negative ones counted from the end; `[]` gives a
+            Transformer-XL with a sliding window.
+        num_state_vectors: number of state vectors N of each recurrent layer.
         cell: how a state is updated: `"dual"` gates the outputs of attention and of the feed-forward layer, `"single"`
             that of the feed-forward layer alone, `"skip"` has no feed-forward layer.
-        gate: `"fixed"`, learned but the same at all times, or `"lstm"`, computed from the inputs.
-        relative_attention_num_buckets: classes of distances, as in T5.
-        relative_attention_max_distance: all distances from this one on are one class.
-        dropout: on embeddings, attention output and feed-forward, but not in the state's updates.
-        dropatt: on the attention weights of tokens.
-        layer_norm_epsilon: of all layer normalisations.
-        tie_word_embeddings: the softmax uses the embedding table.
-        use_cache: return the memory.
+        gate: `"fixed"`: learned, but the same at all times; or `"lstm"`: computed from the inputs.
+        relative_attention_num_buckets: number of buckets of distances, as in T5.
+        relative_attention_max_distance: all distances from this one on share a bucket.
+        dropout: dropout rate of embeddings, attention output and feed-forward layers, but not of the state's updates.
+        dropatt: dropout rate of the attention weights of tokens.
+        layer_norm_epsilon: epsilon of all layer normalisations.
+        tie_word_embeddings: whether the softmax uses the embedding table.
+        use_cache: whether to return the memory.
 
     Raises:
         ValueError: a field has a value that is not allowed; the message names it.
@@ -87,7 +87,7 @@ class BlockRecurrentConfig(PreTrainedConfig):
         if buckets < 2 or furthest <= buckets // 2:
             raise ValueError(
                 f"relative_attention_num_buckets={buckets}, relative_attention_max_distance={furthest}: at least 2 "
-                "buckets are needed, and a maximal distance of more than half of them."
+                "buckets are needed, and a maximum distance of more than half of them."
             )
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
 

@@ -4,33 +4,34 @@ Notation: B rows, T tokens of a segment, C positions of memory before it, W toke
 heads of width D.
 
 Windows (section 3.1). A text is cut into windows of W tokens, counted from its beginning, and a token sees the W
-positions up to itself. The score of a query and a key at distance i has a learned bias b_i, shared by the distances of
-a class, as in T5. This attention goes through transformers' attention interface with a boolean mask, which RSA heads
+positions up to itself. The score of a query and a key at distance i has a learned bias, shared by the distances of a
+bucket, as in T5. This attention goes through transformers' attention interface with a boolean mask, which RSA heads
 read too: their P reaches into the memory and sees the same W positions.
 
 Recurrence (sections 3.2 to 3.4). A recurrent layer carries N state vectors from window to window. Within a window, e
 are its tokens and s the states at its beginning:
 
-    vertical    tokens attend to tokens, and to states; the heads of both, side by side, are projected to y
-    horizontal  states attend to states, and to tokens; the heads of both, side by side, are h of a gate
+    vertical    tokens attend to tokens and to states; the heads of both, concatenated, are projected to y
+    horizontal  states attend to states and to tokens; the heads of both, concatenated, are the input h of a gate
 
-A token sees what it sees in every layer; a state sees all of its window and of the window before, the keys at hand.
-Keys and values of tokens are the same for both directions, and those of states; there are four kinds of queries. A
-learned vector (state id) is added to each state, or all would learn the same. Queries and keys are not on one time
-axis here, so this attention does not go through the interface, and has no RSA heads.
+A token sees what it sees in every layer; a state sees all of its window and of the window before. Both directions use
+the same keys and values of tokens, and the same keys and values of states; their queries differ, so there are four
+kinds of queries. A learned vector (state id) is added to each state; without it all would learn the same. Queries and
+keys are not on one time axis here, so this attention does not go through the interface, and has no RSA heads.
 
 Gates take the place of residual connections, c' = next(c, h):
 
     fixed   z = W_z h + b_z           g = σ(b_g)                                        c' = c ⊙ g + z ⊙ (1 − g)
     lstm    z = tanh(W_z h + b_z)     i = σ(W_i h + b_i − 1),  f = σ(W_f h + b_f + 1)   c' = c ⊙ f + z ⊙ i
 
-They start as in the authors' program (google-research/meliad): all b of gates normal with standard deviation 0.1, so
-that the fixed gate starts at about a half; W_i and W_f with a tenth of the usual variance, so that −1 and +1 dominate
-at first: f ≈ 0.73, i ≈ 0.27. The first state is learned, from 0.1 · N(0, 1); state ids start from N(0, 1).
+They are initialised as in the authors' program (google-research/meliad): all b of gates normal with standard deviation
+0.1, so that the fixed gate starts at about a half; W_i and W_f with a tenth of the usual variance, so that −1 and +1
+dominate at first: f ≈ 0.73, i ≈ 0.27. The first state is learned and starts from 0.1 · N(0, 1); state ids start from
+N(0, 1).
 
-Segments may begin and end anywhere. The memory holds the positions of the window that is not full yet, behind a full
-window where there is one; so C < 2W, and C tells where windows begin. States move on where a window ends, wherever
-segments end. So the cut of a text into segments changes nothing.
+Segments may begin and end anywhere. The memory holds the positions of the unfinished window, preceded by a full window
+if there is one; so C < 2W, and C determines where windows begin. States are updated where a window ends, wherever
+segments end. So the result does not depend on how a text is cut into segments.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ class Window:
     """The part of a segment that lies within one window: t tokens, and the S keys that they and their states see.
 
     Attributes:
-        tokens: its place in the segment.
-        keys: the place of its keys in memory and segment, from the start of the window before.
+        tokens: its slice of the segment.
+        keys: the slice of its keys in memory and segment, from the start of the window before.
         visible: which keys each token sees, [B or 1, 1, t, S].
-        buckets: the class of each distance, [t, S].
+        buckets: the bucket of each distance, [t, S].
         real: False for keys that are padding, [B, S]; None: there is no padding.
         full: whether the window ends with these tokens.
     """
@@ -82,13 +83,13 @@ class Window:
 
 
 def distance_buckets(distances: Tensor, num_buckets: int, max_distance: int) -> Tensor:
-    """The class of each distance, as in T5 (Raffel et al., 2020, section 2.1).
+    """The bucket of each distance, as in T5 (Raffel et al., 2020, section 2.1).
 
-    Half of the classes are for the first distances, one each; half for ranges that grow geometrically up to
-    `max_distance`, beyond which all is one class. Keys behind the query, which it never sees, are of class 0.
+    Half of the buckets are for the first distances, one each; half for ranges that grow geometrically up to
+    `max_distance`. Longer distances share the last one. Keys after the query, which it never sees, are in bucket 0.
     """
     exact = num_buckets // 2
-    # In double precision: a distance where a class begins must not fall into the one before.
+    # In double precision: a distance where a bucket begins must not fall into the one before.
     beyond = torch.log(distances.clamp(min=exact).double() / exact) / math.log(max_distance / exact)
     ranges = exact + (beyond * (num_buckets - exact) + 1e-9).long()
     return torch.where(distances < exact, distances.clamp(min=0), ranges.clamp(max=num_buckets - 1))
@@ -97,7 +98,7 @@ def distance_buckets(distances: Tensor, num_buckets: int, max_distance: int) -> 
 def cut_into_windows(
     config: BlockRecurrentConfig, T: int, C: int, attention_mask: Tensor | None, device: torch.device
 ) -> list[Window]:
-    """Cut a segment of T tokens behind C positions of memory, with an attention mask as of `visibility`."""
+    """Cut a segment of T tokens, preceded by C positions of memory. The attention mask is as for `visibility`."""
     W = config.window_size
     # Windows of equal shape share their tensors, so that a mask is built and read once.
     shared: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -118,7 +119,7 @@ def cut_into_windows(
         real = None
         if attention_mask is not None:
             seen = attention_mask[:, : attention_mask.shape[1] - (C + T - end)]
-            # The last of S queries without a window sees all keys that are real.
+            # Without a window, the last of S queries sees all keys that are not padding.
             real = visibility(1, S - 1, None, seen, device)[:, 0, 0]
             visible = visible & real[:, None, None]
         windows.append(Window(slice(begin - C, end - C), keys, visible, buckets, real, end == start + W))
@@ -127,15 +128,15 @@ def cut_into_windows(
 
 
 def split_heads(x: Tensor, n_head: int, parts: int) -> tuple[Tensor, ...]:
-    """Queries, keys, values, … side by side, [B, T, parts · H · D], as `parts` tensors [B, H, T, D]."""
+    """Split concatenated queries, keys, values, …, [B, T, parts · H · D], into `parts` tensors [B, H, T, D]."""
     return tuple(part.unflatten(-1, (n_head, -1)).transpose(1, 2) for part in x.chunk(parts, dim=-1))
 
 
-def behind_cache(key: Tensor, value: Tensor, cache: Tensor | None, window_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Put a segment's keys and values, [B, H, T, D], behind those of the memory, [B, 2, H, C, D].
+def extend_cache(key: Tensor, value: Tensor, cache: Tensor | None, window_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Append a segment's keys and values, [B, H, T, D], to those of the memory, [B, 2, H, C, D].
 
     Returns:
-        Keys and values, [B, H, C + T, D]; the next cache, with gradient.
+        Keys and values, [B, H, C + T, D]; and the next cache, with gradient.
     """
     if cache is not None:
         key, value = torch.cat([cache[:, 0], key], dim=2), torch.cat([cache[:, 1], value], dim=2)
@@ -145,7 +146,7 @@ def behind_cache(key: Tensor, value: Tensor, cache: Tensor | None, window_size: 
 
 
 class RelativeBias(nn.Module):
-    """A learned bias of the scores for each class of distances and head."""
+    """A learned bias of the scores for each bucket of distances and each head."""
 
     def __init__(self, config: BlockRecurrentConfig) -> None:
         super().__init__()
@@ -171,7 +172,7 @@ class WindowAttention(InterfaceAttention):
     ) -> tuple[Tensor, Tensor, None]:
         """As `RecurrentAttention.forward`, without a state."""
         query, key, value = split_heads(self.qkv_proj(hidden), self.config.n_head, 3)
-        key, value, cache = behind_cache(key, value, cache, self.config.window_size)
+        key, value, cache = extend_cache(key, value, cache, self.config.window_size)
         outputs = [
             self.attend(
                 query[:, :, window.tokens],
@@ -201,7 +202,7 @@ class FixedGate(nn.Module):
 
 
 class GateLinear(nn.Linear):
-    """W_i and W_f, a class for their own initialisation."""
+    """W_i and W_f; a class of its own, because they are initialised differently."""
 
 
 class LSTMGate(nn.Module):
@@ -240,11 +241,11 @@ class StateCell(nn.Module):
             self.ff_gate = gate(config.d_inner, d_model)
 
     def projections(self, state: Tensor) -> tuple[Tensor, ...]:
-        """Queries to states, queries to tokens, keys and values of states [B, N, d_model]: each [B, H, N, D]."""
+        """Queries to states, queries to tokens, keys and values of states [B, N, d_model], [B, H, N, D] each."""
         return split_heads(self.qqkv_proj(self.norm(state) + self.state_ids), self.n_head, 4)
 
     def forward(self, state: Tensor, heads: Tensor) -> Tensor:
-        """From the states [B, N, d_model] and their attention's heads [B, N, 2 · H · D] to the next states."""
+        """The next states, from the states [B, N, d_model] and the outputs of their attention, [B, N, 2 · H · D]."""
         if self.cell != "single":
             state = heads = self.attn_gate(state, heads)
         if self.cell == "skip":
@@ -269,22 +270,23 @@ class RecurrentAttention(nn.Module):
     def forward(
         self, hidden: Tensor, cache: Tensor | None, windows: list[Window], state: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens attend window by window, and states move on behind each full window.
+        """Attend window by window, and update the states after each full window.
 
         Args:
             hidden: the segment, normalised, [B, T, d_model].
-            cache: keys and values before it, [B, 2, H, C, D].
-            windows: of the segment.
-            state: at the beginning of the window in which the segment begins, [B, N, d_model]; None: of the text.
+            cache: keys and values of the memory, [B, 2, H, C, D].
+            windows: the windows of the segment.
+            state: the states at the beginning of the window in which the segment begins, [B, N, d_model]; None: the
+                learned first state.
 
         Returns:
-            [B, T, d_model]; the next cache and the next state, with gradient.
+            The output, [B, T, d_model]; the next cache and the next state, with gradient.
         """
         config, dropatt = self.config, self.config.dropatt if self.training else 0.0
         if state is None:
             state = self.states.initial_state.expand(len(hidden), -1, -1)
         query, query_states, key, value = split_heads(self.qqkv_proj(hidden), config.n_head, 4)
-        key, value, cache = behind_cache(key, value, cache, config.window_size)
+        key, value, cache = extend_cache(key, value, cache, config.window_size)
         outputs = []
         for window in windows:
             from_states, from_tokens, state_key, state_value = self.states.projections(state)
@@ -296,28 +298,28 @@ class RecurrentAttention(nn.Module):
                 F.scaled_dot_product_attention(to_tokens, keys, values, bias, dropatt),
                 F.scaled_dot_product_attention(to_states, state_key, state_value, None, dropatt),
             )
-            outputs.append(_side_by_side(*vertical))
+            outputs.append(_concatenated(*vertical))
             if not window.full:
                 continue
-            # A row of padding alone has nothing to attend to, and its state stays as it is.
+            # A row of padding only has nothing to attend to, and its state stays as it is.
             real = None if window.real is None else window.real.any(dim=1, keepdim=True)
             seen = None if window.real is None or real is None else (window.real | ~real)[:, None, None]
             horizontal = (
                 F.scaled_dot_product_attention(from_states, state_key, state_value),
                 F.scaled_dot_product_attention(from_tokens, keys, values, seen),
             )
-            moved: Tensor = self.states(state, _side_by_side(*horizontal))
+            moved: Tensor = self.states(state, _concatenated(*horizontal))
             state = moved if real is None else torch.where(real[..., None], moved, state)
         return self.o_proj(torch.cat(outputs, dim=1)), cache, state
 
 
-def _side_by_side(first: Tensor, second: Tensor) -> Tensor:
-    """Heads of two attentions, each [B, H, T, D]: [B, T, 2 · H · D]."""
+def _concatenated(first: Tensor, second: Tensor) -> Tensor:
+    """Concatenate the heads of two attentions, each [B, H, T, D]: [B, T, 2 · H · D]."""
     return torch.cat([first, second], dim=1).transpose(1, 2).flatten(2)
 
 
 class BlockRecurrentLayer(GradientCheckpointingLayer):
-    """Attention, of which a recurrent layer has its own kind, and a feed-forward layer."""
+    """Attention, recurrent or not, and a feed-forward layer."""
 
     def __init__(self, config: BlockRecurrentConfig, layer_idx: int) -> None:
         super().__init__()
@@ -340,7 +342,7 @@ class BlockRecurrentLayer(GradientCheckpointingLayer):
 
 
 class BlockRecurrentPreTrainedModel(SegmentPreTrainedModel):
-    """Initialisation, and what differs from other models that carry a state."""
+    """Base class: initialisation, and attributes that differ from those of other models with a state."""
 
     config_class = BlockRecurrentConfig
     config: BlockRecurrentConfig
@@ -351,7 +353,7 @@ class BlockRecurrentPreTrainedModel(SegmentPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As in the authors' program: variance 1 / width, and what the docstring above says of gates and states."""
+        """Initialise as in the authors' program: variance 1 / width, except for gates and states (see above)."""
         if isinstance(module, GateLinear):
             init.trunc_normal_(module.weight, std=(0.1 / module.in_features) ** 0.5)
             init.normal_(module.bias, std=0.1)
@@ -394,25 +396,25 @@ class BlockRecurrentModel(BlockRecurrentPreTrainedModel):
         use_cache: bool | None = None,
         **_: Any,
     ) -> MemoryOutput:
-        """Hidden states of a segment behind a memory.
+        """Hidden states of a segment.
 
         Args:
             input_ids: shape [B, T].
             attention_mask: shape [B, L], 0 for padding; its last column is the last token of the segment. L is T, or
-                more to tell which of the memory was padding. Windows count padding: in front of a text it changes
-                nothing in multiples of W, behind it in any number.
-            mems: what the segment before returned: for each layer keys and values of the last C positions,
+                larger to mask padding in the memory too. Windows count padding: before a text it changes nothing in
+                multiples of W, after a text in any number.
+            mems: what the call on the segment before returned: for each layer keys and values of the last C positions,
                 [B, 2, H, C, D], C < 2W; then for each recurrent layer its states, [B, N, d_model]. None: the text
                 begins here.
-            inputs_embeds: shape [B, T, d_model], in place of `input_ids`.
-            use_cache: return the memory; None: as the config says.
+            inputs_embeds: shape [B, T, d_model], instead of `input_ids`.
+            use_cache: whether to return the memory; None: as the config says.
         """
         config, L = self.config, self.config.n_layer
         hidden = self.embed(self.embed_tokens, input_ids, inputs_embeds)
         B, T = hidden.shape[:2]
         caches, states, C = list[Tensor | None]([None] * L), dict[int, Tensor](), 0
         if mems is not None:
-            # A longer memory is of another window_size, and refused.
+            # A longer memory comes from another window_size, and is refused.
             C = min(mems[0].shape[-2], 2 * config.window_size - 1)
             cache, state = (B, 2, config.n_head, C, config.d_head), (B, config.num_state_vectors, config.d_model)
             require_shapes("mems", mems, [cache] * L + [state] * len(config.recurrent_places))
@@ -422,7 +424,7 @@ class BlockRecurrentModel(BlockRecurrentPreTrainedModel):
         next_caches, next_states = [], []
         for i, layer in enumerate(self.layers):
             hidden, cache, state = layer(hidden, caches[i], windows, states.get(i))
-            # Not within the layer: reentrant checkpointing gives what the layer returns a gradient all the same.
+            # Not detached within the layer: reentrant checkpointing makes all that a layer returns require a gradient.
             next_caches.append(cache.detach())
             if state is not None:
                 next_states.append(state.detach())

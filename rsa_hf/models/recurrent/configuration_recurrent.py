@@ -22,13 +22,14 @@ class RecurrentConfig(PreTrainedConfig):
             W_x x_t, to which RSA heads are equivalent (RSA paper, proposition 1).
         hidden_size: width of the embeddings and of each layer's state, in each direction.
         num_hidden_layers: number of layers.
-        dilations: layer l carries its state over d_l steps, h_t from h_{t−d} (Chang et al., 2017, Dilated Recurrent
-            Neural Networks); None: 1 everywhere.
-        bidirectional: a second recurrence from the end to the beginning in each layer; not for language models.
-        dropout: on the embeddings and on each layer's output.
+        dilations: d_l of each layer l, which carries its state over d_l steps, from h_{t−d} to h_t (Chang et al.,
+            2017, Dilated Recurrent Neural Networks); None: 1 everywhere.
+        bidirectional: whether each layer has a second recurrence, from the end to the beginning; not for language
+            models.
+        dropout: dropout rate of the embeddings and of each layer's output.
         initializer_range: standard deviation of initial embeddings; recurrent layers start as in `torch.nn`.
-        tie_word_embeddings: the language model's softmax uses the embedding table.
-        use_cache: return the state.
+        tie_word_embeddings: whether the language model's softmax uses the embedding table.
+        use_cache: whether to return the state.
 
     Raises:
         ValueError: a field has a value that is not allowed; the message names it.

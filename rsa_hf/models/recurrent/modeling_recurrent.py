@@ -42,7 +42,7 @@ class LinearRNN(nn.RNNBase):
     def forward(
         self, x: Tensor | PackedSequence, first: Tensor | None = None
     ) -> tuple[Tensor | PackedSequence, Tensor]:
-        """As `torch.nn.RNN` with `batch_first`."""
+        """Run the layer; as `torch.nn.RNN` with `batch_first`."""
         if isinstance(x, PackedSequence):
             padded, lengths = pad_packed_sequence(x, batch_first=True)
             states, last = self._run(padded, lengths.to(padded.device), first)
@@ -77,8 +77,9 @@ _CELLS: dict[str, type[nn.RNN] | type[nn.LSTM] | type[nn.GRU] | type[LinearRNN]]
 class RecurrentLayer(nn.Module):
     """A layer whose state at step t comes from step t − d: d interleaved sub-sequences with the same weights.
 
-    The state has shape [B, k, d, n], the last d steps, oldest first. A bidirectional layer has [B, 2k, d, n]: of each
-    part the forward direction, then the backward direction, whose last step is the first of the text; it takes none.
+    The state has shape [B, k, d, n], the last d steps, oldest first. A bidirectional layer has [B, 2k, d, n]: for each
+    part the forward direction, then the backward direction, whose last step is the first of the text; it cannot be
+    continued.
     """
 
     def __init__(self, cell: str, input_size: int, hidden_size: int, dilation: int, bidirectional: bool) -> None:
@@ -92,12 +93,12 @@ class RecurrentLayer(nn.Module):
 
         Args:
             x: inputs, shape [B, T, input_size].
-            lengths: number of real steps of each row, which come first; shape [B], None: all T.
-            state: of the segment before, shape [B, k, d, n]; None: zeros.
+            lengths: number of real steps of each row, which precede its padding; shape [B]; None: all T.
+            state: the state after the segment before, shape [B, k, d, n]; None: zeros.
 
         Returns:
-            The outputs, [B, T, n] (2n where bidirectional; undefined behind a row's length), and the state behind the
-            last real step of each row.
+            The outputs, [B, T, n] (2n if bidirectional; undefined at padding), and the state after the last real step
+            of each row.
         """
         B, T, _ = x.shape
         d = self.dilation
@@ -110,7 +111,7 @@ class RecurrentLayer(nn.Module):
         steps = ((ends[:, None] - residues + d - 1) // d).clamp(min=0)
         output, last = self._run(sub_sequences, steps.flatten(), state)
         output = output.unflatten(0, (B, d)).transpose(1, 2).flatten(1, 2)[:, :T]
-        # A sub-sequence without a step has kept its state; then the oldest comes first again.
+        # A sub-sequence without a step keeps its state. Then the steps are sorted, the oldest first.
         last = torch.where((steps > 0)[:, None, :, None].to(x.device), last, state)
         orders = [(ends[:, None] + residues) % d]
         if self.bidirectional:
@@ -119,7 +120,7 @@ class RecurrentLayer(nn.Module):
         return output, last.gather(2, order[..., None].expand_as(last))
 
     def _run(self, x: Tensor, steps: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs and last states of sub-sequences [B·d, S, …], of which `steps` say how many steps are real."""
+        """Outputs and last states of sub-sequences, [B·d, S, …], of which the first `steps` are real."""
         first: Tensor | tuple[Tensor, ...] | None = None
         if not self.bidirectional:
             parts = [part.flatten(0, 1)[None].contiguous() for part in state.unbind(1)]
@@ -135,7 +136,7 @@ class RecurrentLayer(nn.Module):
 
 
 class RecurrentPreTrainedModel(SegmentPreTrainedModel):
-    """Initialisation, and what differs from other models that carry a state."""
+    """Base class: initialisation, and attributes that differ from those of other models with a state."""
 
     config_class = RecurrentConfig
     config: RecurrentConfig
@@ -178,18 +179,18 @@ class RecurrentModel(RecurrentPreTrainedModel):
         detach_state: bool = True,
         **_: Any,
     ) -> StateOutput:
-        """Hidden states of a segment, [B, T, n], or [B, T, 2n] of a bidirectional network.
+        """Hidden states of a segment, [B, T, n], or [B, T, 2n] for a bidirectional network.
 
         Args:
             input_ids: shape [B, T].
-            attention_mask: shape [B, T] or longer, its last T columns are read; 0 for padding, on either side or
-                between: a state passes over it. None: no padding.
-            state: what the segment before returned: of each layer [B, k, d, n]. None: the text begins here. What a
-                bidirectional network returns, [B, 2k, d, n], cannot be passed on.
-            inputs_embeds: shape [B, T, n], in place of `input_ids`.
-            use_cache: return the state; None: as the config says.
-            output_hidden_states: return the embeddings and every layer's output.
-            detach_state: gradients end where the segment ends; False: they come back through the state.
+            attention_mask: shape [B, T] or longer, of which the last T columns are read; 0 for padding, on either side
+                or between tokens, which the state skips; None: no padding.
+            state: what the call on the segment before returned: for each layer [B, k, d, n]. None: the text begins
+                here. A bidirectional network takes none.
+            inputs_embeds: shape [B, T, n], instead of `input_ids`.
+            use_cache: whether to return the state; None: as the config says.
+            output_hidden_states: whether to return the embeddings and every layer's output.
+            detach_state: whether gradients end where the segment ends; False: they flow back through the state.
         """
         if state is not None and self.config.bidirectional:
             raise ValueError("a bidirectional network takes no state: its backward direction begins at the end.")
@@ -241,12 +242,14 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, SegmentForCausalLM):
 
     def __init__(self, config: RecurrentConfig) -> None:
         if config.bidirectional:
-            raise ValueError("a language model cannot be bidirectional: it would see what it is to predict.")
+            raise ValueError(
+                "bidirectional=True: a language model cannot be bidirectional, as it would see what it predicts."
+            )
         super().__init__(config)
 
 
 class RecurrentForSequenceClassification(RecurrentPreTrainedModel, SegmentForSequenceClassification):
-    """A recurrent network with a linear classifier on the last token, and of the backward direction on the first."""
+    """A recurrent network with a linear classifier on the last token (for the backward direction, the first)."""
 
     base_class = RecurrentModel
 
@@ -255,7 +258,7 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel, SegmentForSeq
         self.score = nn.Linear((1 + config.bidirectional) * config.hidden_size, config.num_labels or 0)
 
     def features(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """[B, T, n] → [B, n], or [B, T, 2n] → [B, 2n]."""
+        """The states to classify: [B, T, n] → [B, n], or [B, T, 2n] → [B, 2n]."""
         forwards, backwards = hidden.tensor_split([self.config.hidden_size], dim=2)
         last = at_last_token(forwards, attention_mask)
         if not self.config.bidirectional:

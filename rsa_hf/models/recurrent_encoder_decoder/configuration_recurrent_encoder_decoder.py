@@ -18,17 +18,18 @@ class RecurrentEncoderDecoderConfig(PreTrainedConfig):
 
     Args:
         vocab_size: number of tokens of sources and targets; encoder and decoder share their embeddings.
-        cell: `"rnn"`, `"lstm"`, `"gru"` or `"linear"`, as of `RecurrentConfig`.
+        cell: `"rnn"`, `"lstm"`, `"gru"` or `"linear"`, as in `RecurrentConfig`.
         hidden_size: n, width of the embeddings and of each layer's state, in each direction.
-        num_hidden_layers: number of layers, of the encoder and of the decoder.
-        bidirectional: the encoder also reads from the end to the beginning; a linear map of 2n to n for each layer and
-            part of the state takes both last states to the decoder's first.
-        dropout: on the embeddings and on each layer's output.
+        num_hidden_layers: number of layers of the encoder, and of the decoder.
+        bidirectional: whether the encoder also reads from the end to the beginning. A linear map of 2n to n for each
+            layer and part of the state then takes both last states to the decoder's first.
+        dropout: dropout rate of the embeddings and of each layer's output.
         initializer_range: standard deviation of initial embeddings; recurrent layers start as in `torch.nn`.
-        tie_word_embeddings: the softmax uses the embedding table.
-        use_cache: return the decoder's state.
-        pad_token_id: the token of padding.
-        decoder_start_token_id: what the decoder reads first; None: `pad_token_id`, whose embedding is 0.
+        tie_word_embeddings: whether the softmax uses the embedding table.
+        use_cache: whether to return the decoder's state.
+        pad_token_id: id of the padding token.
+        decoder_start_token_id: id of the token that the decoder reads first; None: `pad_token_id`, whose embedding is
+            0.
 
     Raises:
         ValueError: a field has a value that is not allowed; the message names it.
@@ -56,10 +57,10 @@ class RecurrentEncoderDecoderConfig(PreTrainedConfig):
         if self.decoder_start_token_id is None:
             self.decoder_start_token_id = self.pad_token_id
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
-        self.of_stack(bidirectional=False)  # refuses what it does not allow
+        self.of_stack(bidirectional=False)  # raises for values that it does not allow
 
     def of_stack(self, bidirectional: bool) -> RecurrentConfig:
-        """The config of the encoder's network, or of the decoder's."""
+        """The config of the encoder's recurrent network, or of the decoder's."""
         shared = ("vocab_size", "cell", "hidden_size", "num_hidden_layers", "dropout", "initializer_range",
                   "use_cache", "pad_token_id")  # fmt: skip
         return RecurrentConfig(bidirectional=bidirectional, **{name: getattr(self, name) for name in shared})

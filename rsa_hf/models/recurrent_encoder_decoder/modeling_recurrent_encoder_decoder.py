@@ -1,8 +1,7 @@
 """Encoder-decoder RNNs (Sutskever et al., 2014, Sequence to Sequence Learning with Neural Networks; Cho et al., 2014).
 
-The encoder's last state is the context c, all that the decoder knows of the source: s_0 = c,
-s_t = f(s_{t−1}, y_{t−1}), and the token y_t is drawn from softmax(W s_t). In training y_{t−1} is the true token
-(teacher forcing).
+The encoder's last state is the context c, the only link from source to decoder: s_0 = c, s_t = f(s_{t−1}, y_{t−1}),
+and the token y_t is drawn from softmax(W s_t). In training y_{t−1} is the true token (teacher forcing).
 
 Notation: B rows, S tokens of the source, T of the target, n channels, L layers, k parts of a state: 2 for an LSTM
 (h, c), else 1.
@@ -32,9 +31,9 @@ class RecurrentEncoderOutput(ModelOutput):
     """Output of the encoder.
 
     Attributes:
-        last_hidden_state: [B, S, n], or [B, S, 2n] where it is bidirectional; undefined at padding.
+        last_hidden_state: [B, S, n], or [B, S, 2n] if bidirectional; undefined at padding.
         context: the decoder's first state, [B, L, k, n].
-        hidden_states: the embeddings and each layer's output; with `output_hidden_states`.
+        hidden_states: the embeddings and each layer's output, with `output_hidden_states`.
     """
 
     last_hidden_state: Tensor | None = None
@@ -47,14 +46,14 @@ class RecurrentEncoderDecoderOutput(ModelOutput):
     """Output of the encoder-decoder.
 
     Attributes:
-        loss: shape (); with labels.
-        logits: [B, T, vocab_size]; of the model with a head.
-        last_hidden_state: [B, T, n]; of the model without a head.
-        state: of each of the decoder's layers, [B, k, 1, n], detached.
-        decoder_hidden_states: the decoder's embeddings and each layer's output; with `output_hidden_states`.
-        context: as of `RecurrentEncoderOutput`, like what follows; None where a state was given.
-        encoder_last_hidden_state: see there.
-        encoder_hidden_states: see there.
+        loss: shape (), with labels.
+        logits: [B, T, vocab_size], from the model with a head.
+        last_hidden_state: [B, T, n], from the model without a head.
+        state: of each layer of the decoder, [B, k, 1, n], detached.
+        decoder_hidden_states: the decoder's embeddings and each layer's output, with `output_hidden_states`.
+        context: as in `RecurrentEncoderOutput`; None if a state was given, as are the next two.
+        encoder_last_hidden_state: `last_hidden_state` of `RecurrentEncoderOutput`.
+        encoder_hidden_states: `hidden_states` of `RecurrentEncoderOutput`.
     """
 
     loss: Tensor | None = None
@@ -75,7 +74,7 @@ class RecurrentEncoderDecoderPreTrainedModel(RecurrentPreTrainedModel):
 
 
 class RecurrentEncoder(RecurrentEncoderDecoderPreTrainedModel):
-    """The encoder: a recurrent network, and where it is bidirectional a map of its last states to the context."""
+    """The encoder: a recurrent network and, if it is bidirectional, a map of its last states to the context."""
 
     base_model_prefix = "network"  # which has the embedding table
 
@@ -101,10 +100,10 @@ class RecurrentEncoder(RecurrentEncoderDecoderPreTrainedModel):
 
         Args:
             input_ids: shape [B, S].
-            attention_mask: shape [B, S]; 0 for padding, on either side or between. None: every token is real but
-                `pad_token_id`; give a mask where that is also another token's.
-            inputs_embeds: shape [B, S, n], in place of `input_ids`.
-            output_hidden_states: return the embeddings and every layer's output.
+            attention_mask: shape [B, S]; 0 for padding, on either side or between tokens. None: `pad_token_id` is
+                padding; give a mask if that token also occurs in the text.
+            inputs_embeds: shape [B, S, n], instead of `input_ids`.
+            output_hidden_states: whether to return the embeddings and every layer's output.
         """
         if attention_mask is None and input_ids is not None:
             attention_mask = (input_ids != self.config.pad_token_id).long()
@@ -141,7 +140,7 @@ class RecurrentEncoderDecoderModel(RecurrentEncoderDecoderPreTrainedModel):
         self.decoder.set_input_embeddings(value)
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """One vocabulary has one table: `tie_word_embeddings` is about the softmax alone."""
+        """Encoder and decoder always share their table; `tie_word_embeddings` is only about the softmax."""
         return dict(self._tied_weights_keys)
 
     @can_return_tuple  # type: ignore[untyped-decorator]
@@ -163,16 +162,16 @@ class RecurrentEncoderDecoderModel(RecurrentEncoderDecoderPreTrainedModel):
 
         Args:
             input_ids: sources, shape [B, S].
-            attention_mask: of the sources, shape [B, S]; as of `RecurrentEncoder.forward`.
-            decoder_input_ids: what the decoder reads, `decoder_start_token_id` first, shape [B, T].
-            decoder_attention_mask: shape [B, T] or longer, as of `RecurrentModel.forward`; None: no padding. Padding
-                behind the targets needs none: nothing comes after it.
-            encoder_outputs: what the encoder returned; then the sources are not read.
-            state: what the call on the targets' tokens before returned; then neither of them is.
-            inputs_embeds: shape [B, S, n], in place of `input_ids`.
-            decoder_inputs_embeds: shape [B, T, n], in place of `decoder_input_ids`.
-            use_cache: return the decoder's state; None: as the config says.
-            output_hidden_states: return the embeddings and every layer's output, of encoder and decoder.
+            attention_mask: mask of the sources, shape [B, S], as for `RecurrentEncoder.forward`.
+            decoder_input_ids: the tokens that the decoder reads, `decoder_start_token_id` first, shape [B, T].
+            decoder_attention_mask: shape [B, T] or longer, as for `RecurrentModel.forward`; None: no padding. Padding
+                after the targets needs no mask, since nothing follows it.
+            encoder_outputs: output of the encoder; the sources are then not read.
+            state: what the call on the target tokens before returned; sources and `encoder_outputs` are then not read.
+            inputs_embeds: shape [B, S, n], instead of `input_ids`.
+            decoder_inputs_embeds: shape [B, T, n], instead of `decoder_input_ids`.
+            use_cache: whether to return the decoder's state; None: as the config says.
+            output_hidden_states: whether to return the embeddings and every layer's output, of encoder and decoder.
 
         Raises:
             ValueError: both or neither of `decoder_input_ids` and `decoder_inputs_embeds`; neither sources nor
@@ -228,8 +227,8 @@ class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPre
         """Logits of the target's tokens, and the loss.
 
         Takes the arguments of the base model, and `labels`, the targets, shape [B, T]: logits t are those of label t
-        (they are not shifted here); −100 is not counted. Without `decoder_input_ids` the decoder reads the labels one
-        step later, behind `decoder_start_token_id`.
+        (they are not shifted here), and labels of −100 are ignored. Without `decoder_input_ids` the decoder reads the
+        labels shifted right by one, after `decoder_start_token_id`.
         """
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
@@ -250,7 +249,7 @@ class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPre
         return replace(outputs, last_hidden_state=None, loss=loss, logits=logits)
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """What the decoder reads to predict labels [B, T]: the labels one step later (teacher forcing)."""
+        """The decoder's input for labels [B, T]: the labels shifted right by one (teacher forcing)."""
         before = nn.functional.pad(labels[:, :-1], (1, 0), value=self.config.decoder_start_token_id)
         return before.masked_fill(before == -100, self.config.pad_token_id)
 
@@ -264,9 +263,9 @@ class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPre
         is_first_iteration: bool = False,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        **kwargs: Any,  # this name lets `generate` accept all arguments of `forward`, as the Seq2SeqTrainer's labels
+        **kwargs: Any,  # `generate` then accepts all arguments of `forward`, such as the labels of Seq2SeqTrainer
     ) -> dict[str, Any]:
-        """The decoder's next segment: all tokens behind the context, or the last one behind a state."""
+        """The decoder's next segment: all tokens after the context, or the last one after a state."""
         behind_state = state is not None and not is_first_iteration
         return {
             "decoder_input_ids": input_ids[:, -1:] if behind_state else input_ids,

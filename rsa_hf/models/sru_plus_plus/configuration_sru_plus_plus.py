@@ -20,13 +20,13 @@ class SRUPlusPlusConfig(PreTrainedConfig):
         projection_size: width d′ of attention, usually much smaller.
         num_hidden_layers: number of layers.
         num_attention_heads: number of attention heads H, each of width d′ / H; the paper has 1.
-        mem_len: number of positions M before a segment that attention looks back on.
+        mem_len: number of positions M before a segment that attention sees.
         highway_bias: initial bias of the highway gate; below 0, a layer starts near the identity.
-        dropout: on the embeddings, in front of W_o, and on the last layer's output.
-        attention_dropout: on attention weights.
-        layer_norm_epsilon: of all layer normalisations.
-        tie_word_embeddings: the language model's softmax uses the embedding table.
-        use_cache: return the state.
+        dropout: dropout rate of the embeddings, of the input of W_o, and of the last layer's output.
+        attention_dropout: dropout rate of the attention weights.
+        layer_norm_epsilon: epsilon of all layer normalisations.
+        tie_word_embeddings: whether the language model's softmax uses the embedding table.
+        use_cache: whether to return the state.
     """
 
     model_type = "sru_plus_plus"

@@ -4,8 +4,8 @@ Notation: B rows, T tokens of a segment, M positions of memory, d channels, d′
 D.
 
 A layer is attention, then the elementwise recurrence of SRU (Lei et al., 2018, arXiv:1709.02755), whose highway gate
-is the residual connection. X are the layer's inputs, those of the memory before those of the segment; queries are the
-segment's alone. For each head
+is the residual connection. X are the layer's inputs, first those of the memory, then those of the segment; only the
+segment has queries. For each head
 
     Q = X W_qᵀ      K = Q W_kᵀ      V = Q W_vᵀ
     A = softmax(Q Kᵀ / √D) V
@@ -22,10 +22,10 @@ With U = [U⁰; U¹; U²] and the segment's inputs x, each channel on its own:
     h[t] = r[t] ⊙ c[t] + (1 − r[t]) ⊙ x[t]              output
 
 The forget gate depends on the cell before, so c[t] is no linear function of c[t−1] and no parallel scan computes it:
-cells are computed step by step, with three operations on [B, d] a step, and all else for the whole segment at once.
-The gradient is a linear recurrence, two operations a step, as every f[t] is known by then.
+cells are computed step by step, with three operations on [B, d] per step, and all else for the whole segment at once.
+The gradient is a linear recurrence with two operations per step, as every f[t] is known by then.
 
-Segments equal one long text as long as the memory reaches back to where the text begins.
+Segments give the result of one long text as long as the memory reaches back to where the text begins.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SRUPlusPlusAttention(InterfaceAttention):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor, memory: Tensor | None, visible: Tensor) -> tuple[Tensor, Tensor | None]:
-        """U, [B, T, 3d], of a segment, [B, T, d], behind a memory, [B, M, d]; and the attention weights or None."""
+        """U, [B, T, 3d], of a segment, [B, T, d], with a memory, [B, M, d]; and the attention weights or None."""
         Q = self.q_proj(hidden if memory is None else torch.cat([memory, hidden], dim=1))
         key, value = self.kv_proj(Q).unflatten(-1, (2, *self.heads)).permute(2, 0, 3, 1, 4)
         Q = Q[:, -hidden.shape[1] :]
@@ -80,7 +80,8 @@ class SRUPlusPlusAttention(InterfaceAttention):
 class Cells(torch.autograd.Function):
     """All c[t] = f[t] ⊙ c[t−1] + (1 − f[t]) ⊙ U²[t], f[t] = σ(forget[t] + v ⊙ c[t−1]), [B, T, d]. Differentiable once.
 
-    Called with forget = U⁰ + b, [B, T, d], ∞ where the cell is to stay as it is; U², [B, T, d]; v, [d]; c[−1], [B, d].
+    The arguments are forget = U⁰ + b, [B, T, d], ∞ where the cell does not change; U², [B, T, d]; v, [d]; c[−1],
+    [B, d].
     """
 
     @staticmethod
@@ -131,14 +132,17 @@ class SRUPlusPlusLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden: Tensor, memory: Tensor | None, visible: Tensor, cell: Tensor | None, real: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """From the inputs, [B, T, d], to the outputs and the cell behind the segment, [B, d], in float32 or better.
+        """Run the layer over a segment.
 
         Args:
-            hidden: the segment's inputs.
-            memory: those of the positions before it, [B, M, d].
+            hidden: the segment's inputs, [B, T, d].
+            memory: the inputs of the positions before it, [B, M, d]; None: there are none.
             visible: which keys each query sees, [B or 1, 1, T, M + T].
             cell: the cell before the segment, [B, d]; None: zeros.
-            real: [B, T], False for padding, which leaves the cell as it is; None: there is no padding.
+            real: [B, T], False for padding, which does not change the cell; None: there is no padding.
+
+        Returns:
+            The outputs, [B, T, d], and the cell after the segment, [B, d], in float32 or float64.
         """
         U, _ = self.attention(hidden, memory, visible)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -154,7 +158,7 @@ class SRUPlusPlusLayer(GradientCheckpointingLayer):
 
 
 class SRUPlusPlusPreTrainedModel(SegmentPreTrainedModel):
-    """Initialisation, and what differs from other models that carry a state."""
+    """Base class: initialisation, and attributes that differ from those of other models with a state."""
 
     config_class = SRUPlusPlusConfig
     config: SRUPlusPlusConfig
@@ -167,7 +171,7 @@ class SRUPlusPlusPreTrainedModel(SegmentPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As in the authors' code: Xavier's for matrices, variance 1 / d for embeddings, v between −1 and 1."""
+        """Initialise as in the authors' code: Xavier's for matrices, variance 1 / d for embeddings, v in [−1, 1]."""
         if isinstance(module, SRUPlusPlusLayer):
             for weight in (module.forget_weight, module.highway_weight):
                 init.uniform_(weight, -1.0, 1.0)
@@ -203,18 +207,18 @@ class SRUPlusPlusModel(SRUPlusPlusPreTrainedModel):
         use_cache: bool | None = None,
         **_: Any,
     ) -> StateOutput:
-        """Hidden states of a segment behind a state.
+        """Hidden states of a segment.
 
         Args:
             input_ids: shape [B, T], T ≥ 1.
-            attention_mask: shape [B, L], 0 for padding, on either side or between: attention does not see it, and
-                cells pass over it. Its last column is the last token of the segment. L is T, or more to tell which of
-                the memory was padding.
-            state: what the segment before returned: the cell of each layer, [B, d], float32 or better, and then the
-                memory of each layer, its inputs at the last M ≤ `mem_len` positions, [B, M, d]. None: the text begins
-                here.
+            attention_mask: shape [B, L], 0 for padding, on either side or between tokens: attention does not see it,
+                and cells skip it. Its last column is the last token of the segment. L is T, or larger to mask padding
+                in the memory too.
+            state: what the call on the segment before returned: the cell of each layer, [B, d], in float32 or float64,
+                and then the memory of each layer, its inputs at the last M ≤ `mem_len` positions, [B, M, d]. None: the
+                text begins here.
             inputs_embeds: shape [B, T, d], instead of `input_ids`.
-            use_cache: return the state; None: as the config says.
+            use_cache: whether to return the state; None: as the config says.
         """
         hidden = self.embed(self.embeddings, input_ids, inputs_embeds)
         (B, T, d), L, M = hidden.shape, len(self.layers), 0

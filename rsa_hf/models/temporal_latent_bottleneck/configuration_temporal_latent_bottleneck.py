@@ -18,17 +18,17 @@ class TemporalLatentBottleneckConfig(PreTrainedConfig):
         vocab_size: number of tokens V.
         hidden_size: width n of tokens and of state vectors.
         num_hidden_layers: number of self-attention layers of the fast stream.
-        num_attention_heads: number of heads H, of self- and cross-attention.
+        num_attention_heads: number of heads H of self- and cross-attention.
         intermediate_size: inner width of the feed-forward layers.
-        chunk_size: number of tokens in a chunk, K.
-        num_states: number of state vectors of the slow stream, N.
-        cross_attention_every: the fast stream attends to the states behind every R-th self-attention layer.
-        dropout: on embeddings, attention output and feed-forward.
-        attention_dropout: on attention weights.
+        chunk_size: number of tokens K in a chunk.
+        num_states: number of state vectors N of the slow stream.
+        cross_attention_every: R: after every R-th self-attention layer, the fast stream attends to the states.
+        dropout: dropout rate of embeddings, attention output and feed-forward layers.
+        attention_dropout: dropout rate of the attention weights.
         initializer_range: standard deviation of initial weights.
-        layer_norm_eps: of all layer normalisations.
-        tie_word_embeddings: the softmax uses the embedding table.
-        use_cache: return the state.
+        layer_norm_eps: epsilon of all layer normalisations.
+        tie_word_embeddings: whether the softmax uses the embedding table.
+        use_cache: whether to return the state.
 
     Raises:
         ValueError: a field has a value that is not allowed; the message names it.

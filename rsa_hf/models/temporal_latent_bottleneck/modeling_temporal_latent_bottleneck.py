@@ -2,27 +2,26 @@ r"""Temporal Latent Bottleneck (Didolkar et al., 2022, arXiv:2205.14794), to be 
 
 Notation: B rows, T tokens, S keys, H heads of width D, n = H·D channels; K tokens in a chunk; N state vectors.
 
-A text is cut into chunks X_1, X_2, … of K tokens. Over them run two streams:
+A text is cut into chunks X_1, X_2, … of K tokens, which two streams process:
 
     X̄_l = F(X_l, I_l)          fast: a Transformer within the chunk, which attends to the states every R layers
     I_{l+1} = G(I_l, X̄_l)      slow: N state vectors, once a chunk, by cross-attention to the fast stream's output
 
 From the paper: the chunks, both streams and their order, F as R times SELF ATTENTION + FFN and then CROSS ATTENTION +
-FFN, and so on, G as one CROSS ATTENTION + FFN with the states as queries, weights shared by all chunks. From public
+FFN, repeated, G as one CROSS ATTENTION + FFN with the states as queries, weights shared by all chunks. From public
 code of the model for the Long Range Arena (`StatefulTransformerEncoder`): layer normalisation of the inputs of each
-attention and feed-forward layer, with residuals; fixed sinusoids for the position within the chunk, the same in every
-chunk, added to its tokens, and for the number of a state vector, added to the states before each chunk; zeros as the
-first state.
+attention and feed-forward layer, with residuals; fixed sinusoids of the position within the chunk, added to its
+tokens, and of the index of a state vector, added to the states before each chunk; zeros as the first state.
 
-Ours: self-attention is causal, also in the classifier (that code looks both ways within a chunk); states are
-normalised behind each update, since they would grow for ever over a long text otherwise; embeddings are scaled by √n,
-as in Transformers with sinusoids; a last layer normalisation of X̄ before the head; and a state that may be handed
-over within a chunk. It is handed over without gradient, so the slow stream learns only from segments that go on behind
-the end of a chunk. The classifier reads the last token, which has seen its chunk and, through the states, those before
-(in the Long Range Arena the mean of the states is classified, which have seen whole chunks only).
+Different here: self-attention is causal, also in the classifier (that code looks both ways within a chunk); states are
+normalised after each update, since they would grow without bound over a long text otherwise; embeddings are scaled by
+√n, as in Transformers with sinusoids; X̄ is normalised before the head; and a segment may end within a chunk. The
+state is passed on without gradient, so the slow stream learns only from segments that continue after the end of a
+chunk. The classifier reads the last token, which has seen its chunk and, through the states, those before (the Long
+Range Arena's classifier reads the mean of the states, which have seen whole chunks only).
 
-RSA heads belong on the self-attention of the fast stream, and their recurrence begins anew with each chunk: across
-chunks the slow stream is the recurrence.
+RSA heads belong on the self-attention of the fast stream, and their recurrence restarts with each chunk: across chunks
+the slow stream is the recurrence.
 """
 
 from __future__ import annotations
@@ -57,21 +56,21 @@ __all__ = [
 
 
 class Placement:
-    """The tokens of a segment in slots, counted from the beginning of the chunk that each row is in.
+    """The slots of a segment's tokens, counted from the beginning of the current chunk of each row.
 
-    The first `filled[b]` slots of row b hold tokens of earlier segments. Padding takes no slot, wherever it stands, so
-    a row is cut into the same chunks alone and in a batch.
+    The first `filled[b]` slots of row b hold tokens of earlier segments. Padding takes no slot, so a row is cut into
+    the same chunks alone and in a batch.
 
     Args:
-        filled: number of slots that earlier segments have filled, of each row.
-        length: number of tokens and paddings of the segment, T.
+        filled: number of slots of each row that earlier segments have filled.
+        length: number of tokens of the segment T, padding included.
         real: [B, T], False for padding; None: there is none.
-        device: of the tokens.
+        device: device of the tokens.
 
     Attributes:
-        ends: the slot behind the last token, of each row.
+        ends: the slot after the last token of each row.
         first: the first slot to compute in any row.
-        last: the slot behind the last one to compute.
+        last: the slot after the last one to compute.
     """
 
     def __init__(self, filled: Sequence[int], length: int, real: Tensor | None, device: torch.device) -> None:
@@ -83,7 +82,7 @@ class Placement:
         if real is not None or len(set(filled)) > 1:
             real = torch.ones(len(filled), length, dtype=torch.bool, device=device) if real is None else real
             starts = torch.tensor(filled, device=device)[:, None] - self.first
-            # Padding goes into a place behind all slots, which is cut off.
+            # Padding goes into an extra place after all slots, which is cut off.
             self._places = torch.where(real, starts + real.cumsum(1) - 1, self.last - self.first)[..., None]
 
     def put(self, tokens: Tensor) -> Tensor:
@@ -108,7 +107,7 @@ class Chunk(NamedTuple):
     Attributes:
         outputs: X̄, [B, S, n].
         keys_values: of each self-attention layer, [B, 2, H, S, D].
-        is_there: [B, K], of a chunk from an earlier segment: the slots that each row has filled.
+        is_there: for a chunk from an earlier segment, which slots each row has filled, [B, K]; else None.
     """
 
     outputs: Tensor
@@ -117,12 +116,13 @@ class Chunk(NamedTuple):
 
 
 def merged(earlier: Tensor | None, new: Tensor, is_earlier: Tensor | None) -> Tensor:
-    """The contents of a chunk's slots: tokens of earlier segments, then those of this one.
+    """Merge what earlier segments and this one have computed of a chunk's slots.
 
     Args:
-        earlier: [B, …, M, D], of the first M slots; undefined in slots that a row has not filled. None: nothing.
-        new: [B, …, T, D], of the last T of the S slots.
-        is_earlier: [B, S], which slots earlier segments have filled; None with `earlier`.
+        earlier: of the first M slots, [B, …, M, D]; undefined in slots that a row has not filled. None: there are no
+            earlier segments.
+        new: of the last T of the S slots, [B, …, T, D].
+        is_earlier: which slots earlier segments have filled, [B, S]; None without `earlier`.
 
     Returns:
         [B, …, S, D].
@@ -155,13 +155,16 @@ class SelfAttention(StreamAttention):
     def forward(
         self, hidden: Tensor, visible: Tensor, earlier: Tensor | None, is_earlier: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """From the last T of S slots, [B, T, n], to as much, and the keys and values of all slots, [B, 2, H, S, D].
+        """Attend within a chunk.
 
         Args:
-            hidden: of the tokens.
+            hidden: the tokens, in the last T of S slots, [B, T, n].
             visible: which slots each token sees, [1, 1, T, S].
             earlier: keys and values of the tokens of earlier segments, [B, 2, H, M, D].
-            is_earlier: as of `merged`.
+            is_earlier: as for `merged`.
+
+        Returns:
+            The output, [B, T, n], and the keys and values of all slots, [B, 2, H, S, D].
         """
         query, key, value = self.qkv(hidden).unflatten(-1, (3, *self.heads)).permute(2, 0, 3, 1, 4)
         keys_values = merged(earlier, torch.stack([key, value], dim=1), is_earlier)
@@ -169,7 +172,7 @@ class SelfAttention(StreamAttention):
 
 
 class CrossAttention(StreamAttention):
-    """Attention of one stream to the other. They have no common axis of time, so it is never patched."""
+    """Attention of one stream to the other. They have no common time axis, so it is never patched."""
 
     is_causal = False
 
@@ -217,7 +220,7 @@ class CrossLayer(nn.Module):
 
 
 class FastLayer(GradientCheckpointingLayer):
-    """SELF ATTENTION + FFN of the paper and, behind every R-th, CROSS ATTENTION + FFN to the states."""
+    """SELF ATTENTION + FFN of the paper and, after every R-th, CROSS ATTENTION + FFN to the states."""
 
     def __init__(self, config: TemporalLatentBottleneckConfig, layer_idx: int) -> None:
         super().__init__()
@@ -239,7 +242,7 @@ class FastLayer(GradientCheckpointingLayer):
 
 
 class TemporalLatentBottleneckPreTrainedModel(SegmentPreTrainedModel):
-    """Initialisation, and what differs from other models that carry a state."""
+    """Base class: initialisation, and attributes that differ from those of other models with a state."""
 
     config_class = TemporalLatentBottleneckConfig
     config: TemporalLatentBottleneckConfig
@@ -248,7 +251,7 @@ class TemporalLatentBottleneckPreTrainedModel(SegmentPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Embedding):
-            # Scaled by √n they are of the same size as the sinusoids.
+            # Scaled by √n, they are of the same size as the sinusoids.
             init.normal_(module.weight, std=self.config.hidden_size**-0.5)
             if module.padding_idx is not None and not getattr(module.weight, "_is_hf_initialized", False):
                 init.zeros_(module.weight[module.padding_idx])
@@ -273,7 +276,7 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
 
     @property
     def rsa_probe_inputs(self) -> dict[str, Any]:
-        """A small input for `patch_model`, of another length than there are states, to show cross-attention."""
+        """A small input for `patch_model`. Its length is not the number of states, to tell cross-attention apart."""
         K, N = self.config.chunk_size, self.config.num_states
         length = next(T for T in (4, 3, 2, 1) if K >= T != N)
         return {"input_ids": torch.zeros(1, length, dtype=torch.long, device=self.device)}
@@ -293,16 +296,16 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
 
         Args:
             input_ids: shape [B, T].
-            attention_mask: shape [B, T] or longer, its last T columns are read; 0 for padding, on either side or
-                between: it counts in no chunk. None: no padding.
-            state: what the segment before returned: the states [B, N, n]; then of the chunk that the text has ended
-                in, M < K tokens in the longest row: X̄ of the tokens [B, M, n], their keys and values in each
-                self-attention layer [B, layers, 2, H, M, D], and the number of tokens in each row, [B]. None: the
+            attention_mask: shape [B, T] or longer, of which the last T columns are read; 0 for padding, on either side
+                or between tokens, which counts in no chunk; None: no padding.
+            state: what the call on the segment before returned: the states, [B, N, n]; then, of the unfinished chunk
+                with M < K tokens in the longest row, X̄ of the tokens, [B, M, n], their keys and values in each
+                self-attention layer, [B, layers, 2, H, M, D], and the number of tokens in each row, [B]. None: the
                 text begins here.
-            inputs_embeds: shape [B, T, n], in place of `input_ids`; not scaled any more.
-            use_cache: return the state; None: as the config says.
-            output_hidden_states: return the fast stream's input, and the output of each of its layers, the last one
-                normalised.
+            inputs_embeds: shape [B, T, n], instead of `input_ids`, after the scaling.
+            use_cache: whether to return the state; None: as the config says.
+            output_hidden_states: whether to return the fast stream's input and the output of each of its layers, the
+                last one normalised.
         """
         embedded = self.embed(lambda tokens: self.embeddings(tokens) * self.scale, input_ids, inputs_embeds)
         T, n = embedded.shape[1:]
@@ -347,7 +350,7 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
     def _fast(
         self, hidden: Tensor, states: Tensor, visible: Tensor, earlier: Chunk | None
     ) -> tuple[list[Tensor], Chunk]:
-        """F: the input and the output of each layer, [B, T, n], and the chunk behind these tokens."""
+        """F: the input and the output of each layer, [B, T, n], and the chunk with these tokens added."""
         is_earlier = None
         if earlier is not None and earlier.is_there is not None:
             is_earlier = earlier.is_there[:, : visible.shape[-1]]
@@ -361,12 +364,13 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
         return passed, Chunk(outputs, tuple(keys_values))
 
     def _begin(self, state: Sequence[Tensor] | None, embedded: Tensor) -> tuple[Tensor, Chunk | None, list[int]]:
-        """The states, the chunk that the text is in, and how many slots of it each row has filled."""
+        """The states, the unfinished chunk, and how many slots of it each row has filled."""
         config, B = self.config, embedded.shape[0]
         n, H, N = config.hidden_size, config.num_attention_heads, config.num_states
         if state is None:
             return embedded.new_zeros(B, N, n), None, [0] * B
-        M = min(state[-2].shape[-2], config.chunk_size - 1)  # a longer chunk is of another chunk_size, and refused
+        # A longer chunk comes from another chunk_size, and is refused.
+        M = min(state[-2].shape[-2], config.chunk_size - 1)
         require_shapes("state", state, [(B, N, n), (B, M, n), (B, config.num_hidden_layers, 2, H, M, n // H), (B,)])
         states, outputs, keys_values, filled = state
         is_there = torch.arange(config.chunk_size, device=embedded.device) < filled[:, None]
@@ -386,7 +390,7 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
 
 
 def _of_rows(chosen: list[bool], new: Tensor, old: Tensor) -> Tensor:
-    """The new of the chosen rows, the old of the others."""
+    """New values for the chosen rows, old ones for the others."""
     if all(chosen):
         return new
     rows = torch.tensor(chosen, device=new.device).view(-1, *[1] * (new.dim() - 1))
@@ -394,7 +398,7 @@ def _of_rows(chosen: list[bool], new: Tensor, old: Tensor) -> Tensor:
 
 
 def _replaced(chosen: list[bool], new: Chunk, old: Chunk) -> Chunk:
-    """The new chunk of the chosen rows, the old of the others; zeros behind the shorter one."""
+    """The new chunk for the chosen rows, the old one for the others; the shorter is padded with zeros."""
 
     def of_rows(new: Tensor, old: Tensor) -> Tensor:
         longest = max(new.shape[-2], old.shape[-2])

@@ -17,31 +17,32 @@ class TransformerXLConfig(PreTrainedConfig):
 
     Args:
         vocab_size: number of tokens V.
-        cutoffs: where the bands of the adaptive embedding and softmax begin, tokens being sorted by frequency; `[]`
-            is the plain softmax.
+        cutoffs: first token of each band of the adaptive embedding and softmax but the first, tokens being sorted by
+            frequency; `[]` gives a plain softmax.
         d_model: width of the hidden states.
-        d_embed: width of the embeddings of the most frequent band; None: as d_model.
+        d_embed: width of the embeddings of the most frequent band; None: `d_model`.
         n_head: number of attention heads H.
         d_head: width of a head D.
         d_inner: inner width of the feed-forward layers.
-        div_val: each band's embeddings are this factor narrower than the band before; 1: all bands share one table.
-        pre_lnorm: layer normalisation at the input of each block, instead of at its output.
+        div_val: factor by which each band's embeddings are narrower than those of the band before; 1: all bands share
+            one table.
+        pre_lnorm: whether to normalise the input of each block instead of its output.
         n_layer: number of layers.
         mem_len: number of positions that the memory of each layer keeps; also the window of `same_length`.
-        clamp_len: larger distances between positions count as this one; 0 or less: no limit.
-        same_length: every query sees `mem_len` positions, itself included, instead of all there are.
-        zero_memory: a text begins behind `mem_len` zero states, which attention sees, as in transformers 4; False:
-            without a memory, as in the paper. True for configs that transformers 4 has written.
-        proj_share_all_but_first: bands but the first project with the embedding's matrix on the way out.
+        clamp_len: maximum distance of positions, to which larger ones are clamped; 0 or less: no maximum.
+        same_length: whether every query sees `mem_len` positions, itself included, instead of all there are.
+        zero_memory: whether a text is preceded by `mem_len` zero states, which attention sees, as in transformers 4
+            and in configs saved by it; False: by nothing, as in the paper.
+        proj_share_all_but_first: whether all bands but the first share the embedding's projection with the softmax.
         tie_projs: the same for each of the bands; None: as `proj_share_all_but_first` says.
-        tie_word_embeddings: the softmax uses the embedding tables.
-        untie_r: each layer has its own biases u and v.
-        dropout: on embeddings, positions, attention output and feed-forward.
-        dropatt: on attention weights.
+        tie_word_embeddings: whether the softmax uses the embedding tables.
+        untie_r: whether each layer has its own biases u and v.
+        dropout: dropout rate of embeddings, positions, attention output and feed-forward layers.
+        dropatt: dropout rate of the attention weights.
         init_std: standard deviation of initial weights.
-        proj_init_std: that of the projections of embeddings.
-        layer_norm_epsilon: of all layer normalisations.
-        use_cache: return the memory.
+        proj_init_std: standard deviation of the initial projections of embeddings.
+        layer_norm_epsilon: epsilon of all layer normalisations.
+        use_cache: whether to return the memory.
 
     Raises:
         ValueError: a field has a value that is not allowed; the message names it.

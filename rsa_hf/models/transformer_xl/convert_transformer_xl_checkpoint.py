@@ -2,10 +2,10 @@
 
 They differ from the layout of transformers 4, which is ours:
 
-* names: the model's parts stand at the top instead of below `transformer`; NVIDIA's softmax has lists of weights and
-  biases instead of layers, and its tied projections a second time under another name;
+* names: the model's parts are at the top level instead of below `transformer`; NVIDIA's softmax has lists of weights
+  and biases instead of layers, and its tied projections a second time under another name;
 * the softmax's entries for the bands but the first are reversed, the last band's first;
-* a text begins with no memory instead of zeros.
+* a text begins without memory instead of zeros.
 
 NVIDIA's `same_length` sees `mem_len` + 1 positions; the converted model sees `mem_len`, as the original does.
 """
@@ -84,7 +84,7 @@ def convert_checkpoint(
 
 
 def _to_our_layout(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters under the names, and in the order, of ours."""
+    """The parameters under our names and in our order."""
     converted = {}
     for key, value in state.items():
         for pattern, replacement in _RENAMED:
@@ -115,7 +115,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 class _Ignored:
-    """Stands in for an object that is not needed."""
+    """Replaces an object that is not needed."""
 
     def __setstate__(self, state: Any) -> None:
         pass

@@ -2,9 +2,9 @@ r"""Transformer-XL (Dai et al., 2019, arXiv:1901.02860), to be read beside secti
 
 Notation: B rows, T tokens of a segment, M positions of memory, S = M + T keys, H heads of width D.
 
-Each layer attends to the segment and to its memory, the states that went into it for the M positions before. So what a
-token sees grows with every layer (section 3.2). Query t stands at position M + t of the key axis; its distance to key
-s is M + t − s. The score of query t and key s is (section 3.3)
+Each layer attends to the segment and to its memory, the layer's inputs at the M positions before. So the context of a
+token grows with every layer (section 3.2). Query t stands at position M + t of the key axis; its distance to key s is
+M + t − s. The score of query t and key s is (section 3.3)
 
     A[t, s] = (q_t + u)ᵀ k_s + (q_t + v)ᵀ r_{M + t − s}        r_i = W_r R_i, R_i sinusoids of the distance i
 
@@ -50,8 +50,8 @@ class Bands:
     """Which tokens form a band, and the tables of embeddings.
 
     Attributes:
-        ranges: first token of each band, and the one behind its last.
-        tables: size and width of each table: one a band, or one for all where div_val is 1.
+        ranges: first token of each band, and the one after its last.
+        tables: size and width of each table: one per band, or one for all if `div_val` is 1.
         one_table: whether all bands share one table.
         projected: whether embeddings are projected to the model's width; one table of that width is not.
     """
@@ -103,7 +103,7 @@ class AdaptiveEmbedding(nn.Module):
 
 
 class AdaptiveLogSoftmax(nn.Module):
-    """Log-probabilities: of all tokens, or at less cost of one token a position. Plain where there is one band."""
+    """Log-probabilities: of all tokens or, at less cost, of one token per position. With one band, a plain softmax."""
 
     def __init__(self, config: TransformerXLConfig) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class AdaptiveLogSoftmax(nn.Module):
         return torch.cat([head[..., :first], *tails], dim=-1).to(hidden.dtype)
 
     def negative_log_likelihood(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """−log p of one token [N] behind each hidden state [N, d_model]: [N], float32. Skips bands without tokens."""
+        """−log p of one token [N] for each hidden state [N, d_model]: [N], float32. Skips bands without tokens."""
         head = self._log_softmax(hidden, 0)
         if len(self.bands) == 1:
             return -head.gather(1, tokens[:, None])[:, 0]
@@ -142,7 +142,7 @@ class AdaptiveLogSoftmax(nn.Module):
         return -log_likelihood
 
     def _log_softmax(self, hidden: Tensor, i: int) -> Tensor:
-        """Within band i, in float32. Band 0 has an entry for each other band, behind its tokens."""
+        """Log-softmax within band i, in float32. Band 0 has an entry for each other band, after its tokens."""
         start, end = self.bands.ranges[i]
         layer = self.out_layers[0 if self.bands.one_table else i]
         weight, bias = cast(Tensor, layer.weight), cast(Tensor, layer.bias)
@@ -159,15 +159,15 @@ def relative_scores(query: Tensor, position: Tensor) -> Tensor:
     """Scores of each query with the position of each key (paper, appendix B), for the keys that it may see.
 
     Entry [t, s] of the result is entry [t, T − 1 − t + s] of the product with all distances, so row t is the product's
-    shifted by T − 1 − t. With one distance more than there are keys, rows of S + 1 read as rows of S from entry T on
-    are shifted so: a view, no copy.
+    shifted by T − 1 − t. With one distance more than there are keys, reading the rows of S + 1 entries as rows of S
+    entries, from entry T on, shifts them so: a view, no copy.
 
     Args:
         query: q + v, shape [B, H, T, D].
         position: r of the distances S … 0, shape [H, S + 1, D].
 
     Returns:
-        Shape [B, H, T, S]; where s > M + t it means nothing.
+        Shape [B, H, T, S]; undefined where s > M + t.
     """
     B, H, T, D = query.shape
     R = position.shape[1]
@@ -198,14 +198,17 @@ class TransformerXLAttention(InterfaceAttention):
         visible: Tensor,
         biases: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """From the segment, [B, T, d_model], to as much, and the attention weights, [B, H, T, S] or None.
+        """Attend to the memory and the segment.
 
         Args:
-            hidden: the segment.
-            memory: what the layer saw before it, [B, M, d_model].
+            hidden: the segment, [B, T, d_model].
+            memory: the layer's inputs before it, [B, M, d_model].
             positions: R of the distances S … 0, [S + 1, d_model].
             visible: which keys each query sees, [B or 1, 1, T, S].
-            biases: u and v where all layers share them, [H, D].
+            biases: u and v if all layers share them, [H, D] each.
+
+        Returns:
+            The output, [B, T, d_model], and the attention weights, [B, H, T, S] or None.
         """
         heads = (self.config.n_head, self.config.d_head)
         text = hidden if memory is None else torch.cat([memory, hidden], dim=1)
@@ -258,12 +261,12 @@ class TransformerXLLayer(GradientCheckpointingLayer):
         visible: Tensor,
         biases: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """As `TransformerXLAttention.forward`, without the weights."""
+        """As `TransformerXLAttention.forward`, without the attention weights."""
         return cast(Tensor, self.pos_ff(self.dec_attn(hidden, memory, positions, visible, biases)[0]))
 
 
 class TransformerXLPreTrainedModel(SegmentPreTrainedModel):
-    """Initialisation, and what differs from other models that carry a state."""
+    """Base class: initialisation, and attributes that differ from those of other models with a state."""
 
     config_class = TransformerXLConfig
     base_model_prefix = "transformer"
@@ -274,7 +277,7 @@ class TransformerXLPreTrainedModel(SegmentPreTrainedModel):
         "hidden_states": TransformerXLLayer,
         "attentions": OutputRecorder(TransformerXLAttention, index=1),
     }
-    # transformers 4 also saved what is computed, and biases that all layers share once more for each layer.
+    # transformers 4 also saved computed tensors, and one more copy per layer of biases that all layers share.
     _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012
         r"pos_emb\.inv_freq$",
         r"layers\.\d+\.dec_attn\.r_[rw]_bias$",
@@ -307,7 +310,7 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
         self.post_init()  # type: ignore[no-untyped-call]
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding table; where there are several, the adaptive embedding."""
+        """The embedding table; if there are several, the adaptive embedding."""
         tables = self.word_emb.emb_layers
         return tables[0] if len(tables) == 1 else self.word_emb
 
@@ -328,7 +331,7 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
 
     @property
     def rsa_probe_inputs(self) -> dict[str, Any]:
-        """A small input with as many keys as queries, for `patch_model`: no zeros before the text."""
+        """A small input for `patch_model`, with as many keys as queries: an empty memory before the text."""
         empty = torch.empty(1, 0, self.config.d_model, dtype=self.dtype, device=self.device)
         tokens = torch.arange(1, device=self.device).expand(1, 4)
         return {"input_ids": tokens, "mems": (empty,) * self.config.n_layer}
@@ -343,16 +346,16 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
         use_cache: bool | None = None,
         **_: Any,
     ) -> MemoryOutput:
-        """Hidden states of a segment behind a memory.
+        """Hidden states of a segment.
 
         Args:
             input_ids: shape [B, T].
             attention_mask: shape [B, L], 0 for padding; its last column is the last token of the segment. L is T, or
-                more to tell which of the memory was padding.
-            mems: the memory that the segment before returned: for each layer the states that went into it for the
-                last M ≤ `mem_len` positions, [B, M, d_model]. None: the text begins here.
-            inputs_embeds: shape [B, T, d_model], instead of `input_ids`; not scaled any more.
-            use_cache: return the memory for the next segment; None: as the config says.
+                larger to mask padding in the memory too.
+            mems: what the call on the segment before returned: for each layer its inputs at the last M ≤ `mem_len`
+                positions, [B, M, d_model]. None: the text begins here.
+            inputs_embeds: shape [B, T, d_model], instead of `input_ids`, after the scaling.
+            use_cache: whether to return the memory; None: as the config says.
         """
         config = self.config
         embedded = self.embed(self.word_emb, input_ids, inputs_embeds)
@@ -380,7 +383,7 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
         )
 
     def _remembered(self, mems: Sequence[Tensor] | None, seen: list[Tensor]) -> tuple[Tensor, ...] | None:
-        """The last `mem_len` states that went into each layer, without gradient (paper, section 3.2)."""
+        """The last `mem_len` inputs of each layer, without gradient (paper, section 3.2)."""
         M, T = self.config.mem_len, seen[0].shape[1]
         if not M:
             return None
@@ -401,7 +404,7 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, SegmentForCausalLM)
     base_class = TransformerXLModel
 
     def build_head(self, config: TransformerXLConfig) -> None:
-        """The softmax, and which of its parameters are the embedding's: projections have a setting of their own."""
+        """Create the softmax, and tie its parameters to the embedding's; projections have a setting of their own."""
         self.crit = AdaptiveLogSoftmax(config)
         bands, tied = self.crit.bands, dict[str, str]()
         if config.tie_word_embeddings:
@@ -412,11 +415,11 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, SegmentForCausalLM)
         self._tied_weights_keys = {f"crit.{own}": f"transformer.word_emb.{source}" for own, source in tied.items()}
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """What is tied depends on more than `tie_word_embeddings`."""
+        """The tied parameters, which depend on more than `tie_word_embeddings`."""
         return dict(self._tied_weights_keys)
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The layer of the softmax; None where there are several."""
+        """The layer of the softmax; None if there are several."""
         return self.crit.out_layers[0] if len(self.crit.out_layers) == 1 else None
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
