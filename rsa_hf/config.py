@@ -17,7 +17,7 @@ __all__ = ["LayerConfig", "RSAConfig"]
 
 Count = int | tuple[int, ...] | None
 
-# Larger than in any model. They keep a damaged config from asking for all memory.
+# Larger than in any model: bounds for a damaged config, which could otherwise ask for all memory.
 MAX_HEADS = 4096
 MAX_DILATION = 65_536
 
@@ -146,7 +146,7 @@ class RSAConfig:
         per_layer = [name for name in (*_COUNTS, "causal") if isinstance(getattr(self, name), tuple)]
         per_layer += ["dilation"] if _is_nested(self.dilation) else []
         if per_layer and list(self.layers) != sorted(self.layers):
-            # Nobody could tell whether the entries are in the order of `layers` or in the model's.
+            # Entries could be meant in the order of `layers` or in the model's.
             raise ValueError(
                 f"layers={brief(self.layers)}: with {', '.join(per_layer)} given per layer, indices must ascend, "
                 "because the entries are for the layers in the model's order."
@@ -215,14 +215,14 @@ class RSAConfig:
         n = len(num_heads)
         if all(getattr(self, name) is None for name in _COUNTS):
             if None in num_heads:
-                raise ValueError("a plan without counts needs the number of heads of every layer; give the counts.")
+                raise ValueError("a plan without counts needs the number of heads of every layer. Give the counts.")
             halves = [max(1, (heads or 0) // 2) for heads in num_heads]
             counts = [(half % 2, half // 2, 0, 0) for half in halves]
         else:
             counts = list(zip(*(_per_layer(name, getattr(self, name) or 0, n) for name in _COUNTS), strict=True))
         if isinstance(self.dilation, int) and not any(k4 or k5 for _, _, k4, k5 in counts):
             raise ValueError(
-                f"dilation={self.dilation}: no dilated heads are asked for; set num_dilated_regular or "
+                f"dilation={self.dilation}: no dilated heads are asked for. Set num_dilated_regular or "
                 "num_dilated_cyclical_pairs too."
             )
         low, high = _ends(self.gate_init)
@@ -292,7 +292,9 @@ def _per_layer(name: str, value: Any, n: int) -> tuple[Any, ...]:
     if not isinstance(value, tuple):
         return (value,) * n
     if len(value) != n:
-        raise ValueError(f"{name}={brief(value)} has {len(value)} entries, but {n} layers are patched.")
+        raise ValueError(
+            f"{name}={brief(value)}: has {len(value)} entries, but {n} layers are patched. Give one per layer."
+        )
     return value
 
 
@@ -300,13 +302,13 @@ def _layer_dilation(layer: int, dilation: int | tuple[int, ...] | None, dilated_
     """The dilating factor of each dilated head of a layer."""
     if dilation is None and dilated_heads:
         raise ValueError(
-            f"layer {layer} has {dilated_heads} dilated heads but dilation is not given: set dilation to one factor "
-            "d ≥ 1, or to one per dilated head."
+            f"dilation=None: layer {layer} has {dilated_heads} dilated heads. Give one factor d ≥ 1, or one per "
+            "dilated head."
         )
     factors = dilation if isinstance(dilation, tuple) else (dilation or 1,) * dilated_heads
     if len(factors) != dilated_heads:
         raise ValueError(
-            f"dilation={brief(factors)} has {len(factors)} entries, but layer {layer} has {dilated_heads} dilated "
+            f"dilation={brief(factors)}: has {len(factors)} entries, but layer {layer} has {dilated_heads} dilated "
             "heads (a dilated pair is two). Give one factor for all, or one per dilated head in the order dilated "
             "regular, dilated cos, dilated sin."
         )

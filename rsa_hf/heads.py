@@ -1,4 +1,4 @@
-"""`RSAHeads`: the trainable part of one RSA layer; and the children `rsa` of a model, which hold them.
+"""`RSAHeads`, the trainable part of one RSA layer, and functions that find, attach and remove it: the child `rsa`.
 
 Notation: batch B, heads H, RSA heads R ≤ H (the first ones), value heads Hv, queries T, keys S, head size D.
 
@@ -7,7 +7,7 @@ An RSA head mixes softmax attention with the recurrence P V (paper, eq. 4):
     out = (1 − g) · softmax(QKᵀ/√D) V + g · P V        g = sigmoid μ
 
 P is the head's recurrence encoding matrix, P[t, s] = f(τ) with τ = position(t) − position(s) (`rem.py`; eqs. 2 and 3).
-Heads of one layer stand in the order regular, cos, sin, dilated regular, dilated cos, dilated sin, plain.
+The heads of a layer are in the order regular, cos, sin, dilated regular, dilated cos, dilated sin, plain.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class RSAHeads(nn.Module):
 
     A parameter is None if the plan has no heads for it.
 
-    While a model generates token by token, the weights f(τ) are kept from step to step. They are computed anew when
-    a parameter is replaced or written to in place, and for each new prompt. Only writes through `parameter.data`
-    go unnoticed between two tokens: call `reset_cache()` after them.
+    While a model generates token by token, the weights f(τ) are kept from step to step. They are computed again when a
+    parameter is replaced or written to in place, and for each new prompt. Only writes through `parameter.data` are not
+    noticed between two tokens: call `reset_cache()` after them.
 
     Args:
         plan: the heads of this layer.
@@ -67,7 +67,7 @@ class RSAHeads(nn.Module):
     nu: nn.Parameter | None
     theta: nn.Parameter | None
     architecture: Any = None  # row of integration/architectures; here, so that it is copied and pickled with the layer
-    _is_hf_initialized: bool = True  # transformers' mark for modules that its own initialisation leaves alone
+    _is_hf_initialized: bool = True  # tells transformers' own initialisation to skip the module
 
     def __init__(self, plan: LayerConfig) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class RSAHeads(nn.Module):
         return mix(attention, decode(value, rems, mask, table), gate)
 
     def _cached(self, value: Tensor, heads_per_value: int) -> tuple[Rems, Tensor, LagTable]:
-        """The REMs, the gates (R,) and the weights of all lags, computed anew if a parameter has changed."""
+        """The REMs, the gates (R,) and the weights of all lags, recomputed if a parameter has changed."""
         S, dtype = value.shape[2], working_dtype(value)
         # Under torch's parametrize the parameters are in a child module.
         own = self.parameters() if self._modules else self._parameters.values()
@@ -208,7 +208,7 @@ class RSAHeads(nn.Module):
             rems, gate = self._rems_and_gate(heads_per_value)
             # Twice the length, so that a growing cache does not need a new table at each step.
             table = LagTable(rems, dtype, 2 * S)
-            # The parameters are held, so that no new one can get the id of one that was replaced.
+            # The cache holds the parameters, so that no new one can get the id of one that was replaced.
             self._cache = cache = (state, parameters, rems, gate.to(dtype), table)
         return cache[2:]
 
@@ -268,7 +268,7 @@ class RSAHeads(nn.Module):
 
 
 def _spread_over_both_signs(fraction: float) -> float:
-    """Walk [−2, −1] and then [1, 2] as the fraction goes from 0 to 1."""
+    """Map fractions from 0 to 1 to [−2, −1] and then [1, 2]."""
     return -2 + 2 * fraction if fraction < 0.5 else 2 * fraction
 
 
@@ -320,7 +320,8 @@ def attach_heads(layers: Sequence[tuple[nn.Module, LayerConfig]]) -> list[RSAHea
     for module, _ in layers:
         if hasattr(module, "rsa") and not isinstance(module.rsa, RSAHeads):
             raise ValueError(
-                f"{type(module).__name__} already has an attribute 'rsa' of type {type(module.rsa).__name__}."
+                f"{type(module).__name__} already has an attribute 'rsa' of type {type(module.rsa).__name__}, but RSA "
+                "heads are attached under this name. Rename it."
             )
     new = []
     for module, plan in layers:

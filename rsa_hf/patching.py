@@ -26,7 +26,7 @@ from rsa_hf.utils.text import shorten
 __all__ = ["is_patched", "patch_model", "unpatch_model"]
 
 PROBE_LENGTH = 8
-PROBE_DECODER_LENGTH = 5  # another length than the encoder's, or cross-attention looks like self-attention
+PROBE_DECODER_LENGTH = 5  # not the encoder's length, or cross-attention would look like self-attention
 
 
 def patch_model(
@@ -146,7 +146,7 @@ def is_patched(model: nn.Module) -> bool:
 
 
 def _with_direction(config: RSAConfig, calls: Mapping[str, AttentionCall]) -> RSAConfig:
-    """The config, with `causal` set where modules do not say it, or say something else than their masks.
+    """Set `causal` in the config if modules do not say it, or contradict their masks.
 
     Some classes have no `is_causal` (LayoutLM, Doge), or a wrong one (BigBirdPegasus; NLLB-MoE, whose encoder and
     decoder share it).
@@ -238,7 +238,7 @@ def _require_all_called(base: nn.Module, names: Sequence[str], probe_inputs: Map
 def _copy_for_trial(base: nn.Module) -> nn.Module:
     """A copy in evaluation mode that shares every parameter and buffer with the model.
 
-    A forward pass may change a module for good: a short input makes BigBird replace its block-sparse attention.
+    A forward pass may change a module permanently: a short input makes BigBird replace its block-sparse attention.
     """
     tensors = itertools.chain(base.parameters(), base.buffers())
     return copy.deepcopy(base, {id(tensor): tensor for tensor in tensors}).eval()
@@ -252,7 +252,7 @@ def _run(trial: nn.Module, probe_inputs: Mapping[str, Any] | None) -> None:
             try:
                 with _WithoutWeights():
                     trial(**inputs)
-            except Exception:  # some models need the values; one that fails with them too fails here
+            except Exception:  # some models need the values; others fail here again
                 trial(**inputs)
     except Exception as error:
         advice = "Give patch_model(..., probe_inputs={...}) that its forward accepts."

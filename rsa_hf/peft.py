@@ -1,13 +1,13 @@
-"""PEFT adapters that hold gates and rates: beside LoRA or any other method, or alone.
+"""PEFT adapters that hold gates and rates, with LoRA or any other method or alone.
 
     model = rsa_hf.peft.get_peft_model(base, LoraConfig(task_type="CAUSAL_LM"), RSAConfig())
-    model.save_pretrained("adapter")                 # PEFT's own, as are load_adapter, set_adapter, push_to_hub, …
+    model.save_pretrained("adapter")                 # PEFT's own method, as are load_adapter, push_to_hub, …
     model = rsa_hf.peft.load(base, "adapter")        # patches a plain base as the adapter says
 
 RSA heads are in PEFT's `modules_to_save`: each adapter has its own copy of every gate and rate, in float32, and the
 base model keeps its heads as `patch_model` made them.
 
-* `disable_adapter()` gives the base model as patched, with its gates where they started. For the plain model take
+* `disable_adapter()` gives the base model as it was patched, with its initial gates. For the plain model take
   everything off: `unpatch_model(model.unload())`.
 * `merge_and_unload()` gives a patched model with the trained gates and rates. It is saved and loaded as any other.
 * All adapters of a model share its plan. PEFT refuses a batch for several adapters at once (`adapter_names=`).
@@ -52,8 +52,8 @@ def get_peft_model(
 
     Args:
         model: any transformers model that `patch_model` takes, quantised or not.
-        peft_config: the method beside RSA, e.g. a `LoraConfig`. It is not changed. None: an adapter of gates and rates
-            alone, of a few kilobytes.
+        peft_config: the method to combine with RSA, e.g. a `LoraConfig`. It is not changed. None: an adapter of gates
+            and rates alone, of a few kilobytes.
         rsa_config: the plan. None: the plan that the model is patched with, or `RSAConfig()` for a plain model.
         probe_inputs: see `patch_model`.
         **options: for `peft.get_peft_model`, e.g. `adapter_name`.
@@ -100,8 +100,8 @@ def with_rsa(peft_config: peft.PeftConfig) -> peft.PeftConfig:
 def rsa_only_config(task_type: str | None = None) -> peft.LoraConfig:
     """Make the config of an adapter of gates and rates alone.
 
-    It is LoRA on PEFT's name for no module at all, as PEFT has no method without layers of its own. The adapter can
-    be loaded, saved, switched and merged like any other.
+    It is LoRA on no module (PEFT's dummy target), as PEFT has no method without layers of its own. The adapter can be
+    loaded, saved, switched and merged like any other.
 
     Args:
         task_type: as in `peft.TaskType`. PEFT also trains the new head of a classification task.

@@ -179,13 +179,13 @@ def head_tensors(
     given = {"kinds": len(kinds), "decay": len(rates), "theta": len(angles), "dilation": len(dilation)}
     H = max(given.values())
     if any(n not in (1, H) for n in given.values()):
-        raise ValueError(f"each of kinds, decay, theta, dilation needs one entry or one per head; got {given}.")
+        raise ValueError(f"kinds, decay, theta, dilation: one entry each, or one per head, is needed; got {given}.")
     for kind in kinds:
         if kind not in KINDS:
-            raise ValueError(f"kind {kind!r} is unknown; allowed: {', '.join(KINDS)}.")
+            raise ValueError(f"kinds={kind!r}: choose from {', '.join(KINDS)}.")
     for d in dilation:
         if d < 1:
-            raise ValueError(f"dilation {d}: a whole number ≥ 1 is needed.")
+            raise ValueError(f"dilation={d}: a whole number ≥ 1 is needed.")
     return (
         kinds * H if len(kinds) == 1 else kinds,
         rates.expand(H),

@@ -50,7 +50,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class RSAReport:
-    """All RSA layers of a model; `print` shows a table."""
+    """The RSA layers of a model, in module order, and their number of parameters; `print` shows a table."""
 
     layers: tuple[LayerReport, ...]
     num_parameters: int

@@ -5,8 +5,8 @@
     rsa-hf run score.py --batch-size 8
     accelerate launch -m rsa_hf.run score.py
 
-The program takes the place of this process, so its exit code, its traceback and the signals it gets are its own. The
-hooks are installed by `startup/sitecustomize.py` when its Python starts, and in every Python process that it starts.
+The program replaces this process, so its exit code, its traceback and the signals it gets are its own. The hooks are
+installed by `startup/sitecustomize.py` when its Python starts, and in every Python process that it starts.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ __all__ = ["command_of", "run"]
 STARTUP = Path(__file__).resolve().parent / "startup"
 
 
-def command_of(words: Sequence[str]) -> list[str]:
+def command_of(arguments: Sequence[str]) -> list[str]:
     """The command line that runs a program in this Python's environment.
 
     Args:
-        words: a console script, a Python file or `-m` and a module, followed by its arguments. A console script is
-            looked for beside this Python first, then on PATH.
+        arguments: a console script, a Python file or `-m` and a module, followed by its arguments. A console script is
+            searched in this Python's environment first, then on PATH.
 
     Raises:
         ValueError: no program is named.
         FileNotFoundError: there is no such program.
     """
-    if not words or words == ["-m"]:
+    if not arguments or arguments == ["-m"]:
         raise ValueError("no program is named. Give a console script, a Python file, or -m and a module.")
-    name, *arguments = words
+    name, *others = arguments
     if name == "-m":
-        return [sys.executable, *words]
+        return [sys.executable, *arguments]
     if name.endswith(".py") and Path(name).is_file():
-        return [sys.executable, *words]
+        return [sys.executable, *arguments]
     scripts = sysconfig.get_path("scripts")
     program = shutil.which(name, path=os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)]))
     if program is None:
         raise FileNotFoundError(
-            f"{name}: there is no such file, and no program of this name in {scripts} or on PATH. If a package brings "
-            f"it, install that: {sys.executable} -m pip install …"
+            f"{name}: there is no such file, and no program of this name in {scripts} or on PATH. If a package "
+            f"has it, install that: {sys.executable} -m pip install …"
         )
-    return [program, *arguments]
+    return [program, *others]
 
 
-def run(words: Sequence[str]) -> None:
+def run(arguments: Sequence[str]) -> None:
     """Replace this process by a program in which rsa_hf's hooks are installed. Does not return.
 
     Args:
-        words: as for `command_of`.
+        arguments: as for `command_of`.
 
     Raises:
         ValueError: no program is named.
         OSError: there is no such program, or it cannot be executed.
     """
-    command = command_of(words)
+    command = command_of(arguments)
     path = os.environ.get("PYTHONPATH")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(STARTUP), path] if path else [str(STARTUP)])}
     sys.stdout.flush()

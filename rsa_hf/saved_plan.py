@@ -91,7 +91,7 @@ def planned_layers(config: PreTrainedConfig) -> dict[str, LayerConfig]:
 
 
 def differences(old: SavedPlan, new: SavedPlan) -> str:
-    """The differences between two plans, for messages."""
+    """Describe the differences between two plans, for messages."""
     before, after = old.config.to_dict(), new.config.to_dict()
     changed = [f"{key}: {before[key]!r} → {after[key]!r}" for key in before if before[key] != after[key]]
     if old.modules != new.modules:
@@ -100,7 +100,7 @@ def differences(old: SavedPlan, new: SavedPlan) -> str:
 
 
 def saved_plans(config: PreTrainedConfig) -> list[Any]:
-    """`config.rsa` of this config and of the configs in it, unread."""
+    """`config.rsa` of this config and of the configs in it, not validated."""
     return [vars(part)["rsa"] for part in _with_parts(config) if vars(part).get("rsa") is not None]
 
 
@@ -122,8 +122,8 @@ def require_number(name: str, parameter: Tensor) -> None:
     """Check the values of an RSA parameter that was read from a file.
 
     Args:
-        name: of the tensor, ending in `mu`, `eta`, `nu` or `theta`.
-        parameter: as it is stored.
+        name: name of the tensor, ending in `mu`, `eta`, `nu` or `theta`.
+        parameter: its stored values.
 
     Raises:
         TypeError: it holds no floating-point numbers.

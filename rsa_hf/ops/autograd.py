@@ -2,8 +2,8 @@
 
 Eager code goes through an `autograd.Function`. Code under `torch.compile` and `torch.export` goes through the
 operators `rsa_hf::recurrence` and `rsa_hf::recurrence_backward`, one node each in a graph: the path taken inside
-depends on the values of a mask, which a graph cannot ask for. Both compute the same. ONNX has no such operator, and
-its lengths are symbols; there P is built from plain operators.
+depends on the values of a mask, which a graph does not know. Both compute the same. ONNX has no such operator, and its
+lengths are symbols; there P is built from plain operators.
 
 `RSA_HF_BACKEND=dense|chunked|triton` chooses the code. By default it is Triton on a GPU that can run it, else plain
 PyTorch, in chunks. The kernels do not support sliding windows and arbitrary masks; plain PyTorch computes those under
@@ -31,7 +31,7 @@ __all__ = ["BACKENDS", "apply_rems", "choose_backend", "traced_forward"]
 
 BACKENDS = ("dense", "chunked", "triton")
 VARIABLE = "RSA_HF_BACKEND"
-FEW_QUERIES = 16  # with so few queries behind a cache, T·S weights cost less than a scan over all S keys
+FEW_QUERIES = 16  # with so few queries after cached keys, T·S weights cost less than a scan over all S keys
 
 
 def apply_rems(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None = None) -> Tensor:
@@ -44,7 +44,7 @@ def apply_rems(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxB
         softmax: attention's output and the gate, to mix P V into; or None.
     """
     attention, gate = (None, None) if softmax is None else (softmax.attention, softmax.gate)
-    # Autocast stays out: decay powers and sums lose too much in half precision.
+    # Without autocast: decay powers and sums lose too much in half precision.
     with torch.autocast(value.device.type, enabled=False):
         tensors = (value, rems.decay, rems.theta, attention, gate)
         if not torch.compiler.is_compiling():
@@ -62,7 +62,7 @@ def apply_rems(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxB
 
 
 def traced_forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> Tensor:
-    """`apply_rems` in plain operators that look at no value, for graphs that leave PyTorch."""
+    """`apply_rems` in plain operators that do not depend on values, for graphs that leave PyTorch."""
     return _mixed(dense_forward(value, rems, read_traced(mask)), softmax)
 
 
@@ -91,9 +91,7 @@ def choose_backend(value: Tensor, rems: Rems, softmax: SoftmaxBranch | None) -> 
     """
     chosen = os.environ.get(VARIABLE, "")
     if chosen not in ("", *BACKENDS):
-        raise ValueError(
-            f"{VARIABLE}={chosen!r} is unknown; allowed: {', '.join(BACKENDS)}, or unset for the default."
-        )
+        raise ValueError(f"{VARIABLE}={chosen!r}: choose from {', '.join(BACKENDS)}, or unset it for the default.")
     if chosen in ("dense", "chunked"):
         return chosen
     if not chosen and value.device.type != "cuda":
@@ -134,7 +132,7 @@ def _backward(
     grad: Tensor, value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None
 ) -> Gradients:
     if grad.numel() == 0:
-        # There may be values without any query.
+        # There may be values without queries.
         tensors = (value, rems.decay, rems.theta, *((softmax.attention, softmax.gate) if softmax else ()))
         return Gradients(*map(torch.zeros_like, tensors))
     path = _path(value, rems, mask, softmax)
@@ -234,7 +232,7 @@ def _(*arguments: Any) -> Tensor:
 )
 def _backward_operator(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     gradients = _backward(grad, *_unflatten(*arguments))
-    # An operator returns tensors, and no None, with the strides that it promises the compiler.
+    # An operator returns tensors (never None), with the strides that its fake implementation promises.
     return tuple(
         grad.new_empty(0) if gradient is None else _laid_out_like(gradient, tensor)
         for gradient, tensor in zip(gradients, arguments[:5], strict=True)

@@ -135,7 +135,7 @@ def seen_keys(value: Tensor, mask: AttentionMask) -> Tensor:
     """V, 0 where padding hides it, up to the last key that a query can see: [B, Hv, S' ≤ S, D]."""
     keys = value
     if mask.causal and mask.query_offset + mask.query_length < mask.key_length:
-        # A static cache: slots behind the last query. Segments have a place for each slot.
+        # A static cache: slots after the last query. Segments have a place for each slot.
         keys = value[:, :, : mask.query_offset + mask.query_length]
         keys = keys if mask.segments is None else F.pad(keys, (0, 0, 0, mask.key_length - keys.shape[2]))
     # Not multiplied by zeros: padding may hold NaN.
@@ -200,7 +200,7 @@ class _Tile:
         """Columns of [B, g, S, D], and below them the states that enter each chunk: [g, C + states, N·B·d·D].
 
         Args:
-            name: of the buffer for the columns.
+            name: name of the buffer for the columns.
             steps: V; or dY for `adjoint`, which fills in the gradients with respect to what each chunk writes.
             adjoint: whether to go through the transposed matrices.
         """
@@ -313,7 +313,7 @@ class _PlainLayout:
             terms: s, [g, 2, N·W], rows (real, imaginary).
             levels: matrices of the levels, [g, 2·M + 2, 2·M + 2] each: from the terms of M neighbours and the state
                 that enters them to their states and the state that leaves them.
-            from_right: known to the matrices.
+            from_right: whether states come from the right; the matrices contain it.
             adjoint: whether to apply the transposed matrices.
 
         Returns:
@@ -405,7 +405,7 @@ class _PackedLayout:
         per_row = sums.shape[3] // self.segment.shape[1]
 
         def shifted(x: Tensor, distance: int) -> Tensor:
-            """Terms of the chunk `distance` before (behind, from the right), 0 where that is another segment."""
+            """Terms of the chunk `distance` before (after, from the right), 0 where that is another segment."""
             same = self.segment[distance:] == self.segment[: self.num_chunks - distance]
             same = same.repeat_interleave(per_row, dim=1)
             if from_right != adjoint:

@@ -1,4 +1,4 @@
-"""P V of one query behind a cache: a weighted sum of the values, without chunks, gradients or waiting for a device.
+"""P V of one query after cached keys: a weighted sum of values, without chunks, gradients or waiting for a device.
 
 The weights f(τ) are kept from step to step, as far back as they matter: with |z| ≤ ρ, everything more than L steps
 back adds at most ρ^{L+1} / (1 − ρ) times the largest value.
@@ -26,8 +26,8 @@ class LagTable:
     `weights` has a 0 for lag L + 1, which stands for all longer ones.
 
     Args:
-        rems: the heads; the table holds for these rates alone.
-        dtype: of the table.
+        rems: the heads; the table is valid for these rates only.
+        dtype: dtype of the table.
         longest: a lag that no query exceeds.
     """
 
@@ -44,7 +44,7 @@ def decode(value: Tensor, rems: Rems, mask: AttentionMask, table: LagTable | Non
     Args:
         value: V, [B, Hv, S, D].
         rems: the heads.
-        mask: of a single causal query.
+        mask: mask of a single causal query.
         table: the weights of these heads; None computes those of all S lags.
     """
     device, dtype = value.device, working_dtype(value)
@@ -65,7 +65,7 @@ def decode(value: Tensor, rems: Rems, mask: AttentionMask, table: LagTable | Non
         weights = weights_of_lags(rems, tau, dtype)[0]
     else:
         weights = table.weights.index_select(1, tau.clamp(0, table.weights.shape[1] - 1))
-    # f is 0 for keys behind the query, so where the mask tells the position, its row tells all.
+    # f is 0 for keys after the query, so a mask that contains the position needs nothing but its row.
     visible = boolean_mask(mask, tau[None]) if mask.query_position is None else mask.visible
     assert visible is not None
     weights = weights * visible[:, : len(rems.kinds), 0]

@@ -1,4 +1,4 @@
-"""P V through the explicit P: for masks of any shape, for a few queries behind a cache, and for ONNX graphs.
+"""P V through the explicit P: for masks of any shape, for a few queries after cached keys, and for ONNX graphs.
 
 Quadratic in the length. With f of `rem.py` and the mask of `boolean_mask`, P[t, s] = f(τ) where query t sees key s,
 else 0.

@@ -49,9 +49,10 @@ class AttentionMask:
         causal: masked or unmasked REMs.
         key_mask: [B or 1, S], False for padding keys; None: no padding.
         segments: segments of packed rows; a query sees keys of its own segment alone. None: a row is one segment.
-        sliding_window: number of positions that a query sees back, itself included, and ahead if not causal; or None.
+        sliding_window: number of positions that a query sees back, itself included, and ahead if not causal; None: no
+            window.
         visible: [B or 1, H or 1, T, S], for masks that the fields above cannot express; else None.
-        query_position: position of a single query, shape (), if only the mask tells it. Then `visible` holds the
+        query_position: position of a single query, shape (), if only the mask contains it. Then `visible` holds the
             mask's row, and `query_offset` has no meaning.
         unread_mask: a 4-D mask inside a compiled graph, whose values are not known yet. The operator that receives
             it reads it with `read_mask`.
@@ -88,7 +89,7 @@ class PackedSegments:
 
     @functools.cached_property
     def lengths(self) -> Tensor:
-        """Length of each segment, 0 behind the last one of a row: [B, segments]."""
+        """Length of each segment, 0 after the last one of a row: [B, segments]."""
         count = int(self.index[:, -1].max()) + 1
         lengths = torch.zeros(len(self.index), count, dtype=torch.long, device=self.index.device)
         return lengths.scatter_add_(1, self.index, torch.ones_like(self.index))
@@ -166,13 +167,13 @@ def read_mask(mask: Tensor, batch: int, query_length: int, key_length: int, caus
 def read_row(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
     """Read the mask of a single causal query without looking at its values, so nothing waits for the device.
 
-    The query sees itself and nothing behind itself, so the last slot that any row sees is its position. That also
-    holds in a static cache, whose keys go on behind it.
+    The query sees itself and nothing after itself, so the last slot that any row sees is its position. That also holds
+    in a static cache, which has slots after it.
     """
     visible = as_boolean(mask, T, S)
     slots = torch.arange(S, device=mask.device)
     position = torch.where(visible, slots, 0).amax()
-    # Detached: what is remembered of a mask must not keep it alive.
+    # Detached: a remembered result must not keep the mask alive.
     return AttentionMask(T, S, S - 1, causal, visible=visible, query_position=position, unread_mask=mask.detach())
 
 
@@ -213,7 +214,7 @@ def _read_mask(mask: Tensor, B: int, T: int, S: int, causal: bool) -> AttentionM
             if explains(found):
                 if is_packed and sliding_window is None and not bool(segments.positions.any()):
                     warn_single_token_segments()
-                # Rows are laid out one by one, also if one mask serves all of them.
+                # Rows are laid out one by one, even if one mask serves all of them.
                 return replace(found, segments=PackedSegments(segments.index.expand(B, -1))) if is_packed else found
     # Python's registry shows a warning of one text and place once.
     warnings.warn(
@@ -250,10 +251,10 @@ def _offset(visible: Tensor, T: int, S: int, causal: bool) -> int:
 def query_position(visible: Tensor, T: int, S: int) -> Tensor:
     """Position of the first causal query on the key axis, from a mask, without waiting for its values: ().
 
-    A query sees itself. So the T queries stand where each sees the key of its own slot, or where no query sees that
-    key, since it is padding. Several places may fit; the last one is right, because queries also see the keys before
-    them. The farthest visible key does not tell the position: in an image or a prefix, which see ahead, it is another
-    token's, and a query that is padding sees less far than its own slot.
+    A query sees itself. So the T queries are where each sees the key of its own slot, or where no query sees that key
+    because it is padding. Several places may fit; the last one is right, because queries also see the keys before
+    them. The farthest visible key does not determine the position: in an image or a prefix, which see ahead, it is
+    another token's, and a query that is padding sees less far than its own slot.
 
     If the first query sees as far as any other, as in one prefix, the mask is the same whatever part of its end is
     padding. Then the last query that sees anything is taken for a token, at the last visible key.
@@ -261,22 +262,22 @@ def query_position(visible: Tensor, T: int, S: int) -> Tensor:
     Args:
         visible: [B or 1, H or 1, T or 1, S], boolean.
         T: number of queries.
-        S: number of keys; a static cache has slots behind the queries.
+        S: number of keys; a static cache has slots after the queries.
     """
     visible = visible.expand(-1, -1, T, S).flatten(0, 1)
     slots = torch.arange(S, device=visible.device)
     seen = visible.any(dim=1)
     last = torch.where(seen, slots, 0).max()
-    # [T, S]: True where a query cannot stand at a slot, in one row or another.
+    # [T, S]: True where a query cannot be at a slot, in some row.
     misfits = (seen[:, None] & ~visible).any(dim=0)
-    # Column i of this skewed matrix is the diagonal on which the first query stands at slot i.
+    # Column i of this skewed matrix is the diagonal on which the first query is at slot i.
     diagonals = F.pad(misfits.flatten(), (0, T)).view(T, S + 1)[:, : S - T + 1]
     places = slots[: S - T + 1]
     counts = torch.where(places <= last, diagonals.sum(dim=0), T + 1)
-    told = torch.where(counts == counts.min(), places, 0).max()
-    last_asking = torch.where(visible.any(dim=2).any(dim=0), torch.arange(T, device=visible.device), 0).max()
-    is_told = (misfits[0] & (slots == last)).any()
-    return torch.where(is_told, told, (last - last_asking).clamp(0, S - T))
+    fitting = torch.where(counts == counts.min(), places, 0).max()
+    last_query = torch.where(visible.any(dim=2).any(dim=0), torch.arange(T, device=visible.device), 0).max()
+    is_determined = (misfits[0] & (slots == last)).any()
+    return torch.where(is_determined, fitting, (last - last_query).clamp(0, S - T))
 
 
 class _Memory(threading.local):
@@ -295,17 +296,17 @@ def remembered(function: Callable[..., Answer], tensor: Tensor, *args: Any) -> A
     """`function(tensor, *args)`, computed once for all layers of a forward.
 
     Args:
-        function: its result must not hold the tensor, which would then live for ever.
+        function: function whose result does not hold the tensor, which would otherwise never be freed.
         tensor: a mask, or positions.
-        args: further arguments, which can be compared.
+        args: further arguments, comparable by ==.
     """
     if torch.compiler.is_compiling():
         return function(tensor, *args)
     # Inference tensors have no version that counts writes, so a copy is kept to compare with.
-    asked = (None if tensor.is_inference() else tensor._version, function, *args)
+    key = (None if tensor.is_inference() else tensor._version, function, *args)
     known = _memory.known
     for reference, copy, before, answer in known:
-        if reference() is tensor and before == asked and (copy is None or torch.equal(copy, tensor)):
+        if reference() is tensor and before == key and (copy is None or torch.equal(copy, tensor)):
             found: Answer = answer
             return found
     new = function(tensor, *args)
@@ -314,7 +315,7 @@ def remembered(function: Callable[..., Answer], tensor: Tensor, *args: Any) -> A
         known[:] = [entry for entry in known if entry[0] is not dead]
 
     copy = tensor.clone() if tensor.is_inference() else None
-    known[:] = [(weakref.ref(tensor, forget), copy, asked, new), *known[: _Memory.SIZE - 1]]
+    known[:] = [(weakref.ref(tensor, forget), copy, key, new), *known[: _Memory.SIZE - 1]]
     return new
 
 

@@ -87,8 +87,8 @@ def recurrent_rem_product(
 ) -> Tensor:
     """P V as the recurrent network that it encodes, one step at a time: h_t = z (h_{t−d} + v_{t−d}).
 
-    The real part of h_t, for a sin head the imaginary part, is row t of P V. Arguments and result as in
-    `rem_product`; a state that begins anew cannot express a window or an arbitrary mask.
+    The real part of h_t, for a sin head the imaginary part, is row t of P V. Arguments and result as in `rem_product`;
+    a recurrent state cannot express a window or an arbitrary mask.
     """
     B, _, S, _ = value.shape
     T = S if query_length is None else query_length

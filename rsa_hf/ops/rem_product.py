@@ -57,27 +57,25 @@ def rem_product(
         ValueError: an unknown kind, a dilation below 1, lengths or heads that do not fit `value`.
     """
     if value.dim() != 4:
-        raise ValueError(f"value has shape {tuple(value.shape)}; [B, H, S, D] is needed.")
+        raise ValueError(f"value has shape {tuple(value.shape)}: [B, H, S, D] is needed.")
     kinds, decay, theta, dilation = head_tensors(kinds, decay, theta, dilation)
     B, _, S, _ = value.shape
     H = len(kinds)
     T = S if query_length is None else query_length
     offset = S - T if query_offset is None else query_offset
     if groups < 1 or value.shape[1] * groups < H:
-        raise ValueError(
-            f"{H} heads do not fit {value.shape[1]} value heads shared by groups={groups} heads each: "
-            f"at most {value.shape[1] * max(groups, 1)} are possible."
-        )
+        least = -(-H // value.shape[1])
+        raise ValueError(f"groups={groups}: {H} heads and {value.shape[1]} value heads need {least} or more.")
     if window is not None and window < 1:
-        raise ValueError(f"window {window}: a whole number ≥ 1 is needed, since a query sees itself.")
+        raise ValueError(f"window={window}: a whole number ≥ 1 is needed, since a query sees itself.")
     if not 0 <= offset <= S - T:
         raise ValueError(
-            f"queries at positions {offset} … {offset + T - 1} do not lie on a key axis of length {S}: "
-            f"query_offset must be between 0 and S − T = {S - T}."
+            f"query_length={T}, query_offset={offset}: queries must be at positions of keys, query_offset from 0 to "
+            f"{S} − query_length."
         )
     for name, mask in {"key_mask": key_mask, "documents": documents}.items():
         if mask is not None and (mask.dim() != 2 or mask.shape[0] not in (1, B) or mask.shape[1] != S):
-            raise ValueError(f"{name} has shape {tuple(mask.shape)}; [{B} or 1, {S}] is needed.")
+            raise ValueError(f"{name} has shape {tuple(mask.shape)}: [{B} or 1, {S}] is needed.")
     rems = Rems(kinds, decay.to(value.device), theta.to(value.device), dilation, groups)
     packed = None if documents is None else PackedSegments(documents.expand(B, -1))
     key_mask = None if key_mask is None else key_mask.bool()

@@ -1,8 +1,8 @@
 r"""P V in a sliding window of w positions, in linear time: each query sees itself and w − 1 positions back.
 
 Cut the sequence into blocks of w. The window of row i of a block consists of the block up to row i, for which the scan
-starts anew in each block, and the block before from its row i + 1 on. With u_k = v_{w−1−k}, the block before in
-reverse, the second part is
+restarts in each block, and the block before from its row i + 1 on. With u_k = v_{w−1−k}, the block before in reverse,
+the second part is
 
     Σ_{j>i} f(w + i − j) v_j = read( z^{i+1} G_i ),   G_i = Σ_{k < w−1−i} z^k u_k,
 

@@ -278,12 +278,12 @@ def test_a_wrong_rem_is_caught(broken):
     ("arguments", "message"),
     [
         ({"kinds": "tangent"}, "tangent.*regular, cos, sin"),
-        ({"dilation": 0}, "dilation 0"),
+        ({"dilation": 0}, "dilation=0"),
         ({"decay": [0.1, 0.2]}, "one per head"),
-        ({"kinds": ["cos"] * 9}, "9 heads do not fit 6"),
-        ({"query_length": 8}, "between 0 and"),
-        ({"query_length": 3, "query_offset": 5}, "between 0 and"),
-        ({"window": 0}, "window 0.*≥ 1"),
+        ({"kinds": ["cos"] * 9}, "9 heads and 6 value heads"),
+        ({"query_length": 8}, "query_offset from 0 to 7"),
+        ({"query_length": 3, "query_offset": 5}, "query_offset from 0 to 7"),
+        ({"window": 0}, "window=0.*≥ 1"),
         ({"value": torch.randn(6, 7, 2)}, r"\[B, H, S, D\]"),
     ],
 )

@@ -9,7 +9,7 @@ On a GPU, P V is bound by memory. Bytes per element of V and of the head's outpu
     forward, mixed     V, attention; output                     2 + 2        2          6
     backward, mixed    V, attention, dOut; dV, dAttention       2 + 2 + 2    2 + 2      10
 
-With C = 64 steps a chunk that is 4 C + 10 = 266 operations forward, and 6 C + 30 = 414 backward: 44 and 41 for each
+With C = 64 steps per chunk that is 4 C + 10 = 266 operations forward, and 6 C + 30 = 414 backward: 44 and 41 for each
 byte. An H200 does about 180 in the time of one (a matrix product at 790 TFLOP/s in bf16, a copy at 4.3 TB/s), so the
 copy bandwidth is the limit. Predicted at that bandwidth, for 2·10⁹ bytes of V: 1.4 ms for P V alone, 1.4 ms forward
 and 2.3 ms backward when mixed. Measured: not yet. `scripts/bench_gpu.py` measures it and writes the table.
@@ -17,11 +17,11 @@ and 2.3 ms backward when mixed. Measured: not yet. `scripts/bench_gpu.py` measur
 How the floor is approached:
 
 * A program owns one column block: a head of a row, one of its d residues, `BLOCK` channels. It walks along the
-  sequence in chunks of C steps with the state h, one complex number a channel, in registers, so V is read once:
+  sequence in chunks of C steps with the state h, one complex number per channel, in registers, so V is read once:
 
       y_i = Σ_{j<i} F(i − j) v_j + Re(z^{i+1} h)        h' = z^C h + ζ Σ_j z^{C−1−j} v_j
 
-  The first term is a C × C Toeplitz matrix times a tile, on tensor cores; the rest is a few multiply-adds an element.
+  The first term is a C × C Toeplitz matrix times a tile, on tensor cores; the rest is a few multiply-adds per element.
   ζ is 1, or −i for sin heads: then every head reads the real part, F(k) = Re(ζ z^k), and no kernel asks for the kind.
 * Where rows × heads leave the card empty (batch 1), the sequence is cut into splits. A first kernel sums up what
   each split writes into the state, which reads V once more (mostly from the L2 cache, since V is small then); the
@@ -37,10 +37,10 @@ How the floor is approached:
     i·decay·∂z^k/∂decay.
   - Sums over programs go through a small buffer and a kernel that adds it up in a fixed order: no atomics, the same
     bits in every run.
-* Precision. Powers are computed in float64 by `powers_kernel`, C + 1 of them a head, and rounded once to float32.
+* Precision. Powers are computed in float64 by `powers_kernel`, C + 1 of them per head, and rounded once to float32.
   States and sums are float32; z^C, which is multiplied on at each chunk, is kept as a sum of two float32. 16-bit
   values are exact operands, so only the Toeplitz matrix is rounded: it is split into two 16-bit matrices, high + low,
-  at the cost of a second product that hides behind the memory. float32 values are multiplied as tf32x3.
+  at the cost of a second product that memory traffic hides. float32 values are multiplied as tf32x3.
 * Packed documents mask the Toeplitz matrix, and the state ends where a document does. Hidden keys are not loaded.
 
 Considered and left out: a look-back between programs in one launch (V would be read once also when split; it

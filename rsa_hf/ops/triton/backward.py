@@ -67,7 +67,7 @@ def backward_kernel(
 ):
     """The gradients of `forward_kernel`: a walk over dOut from the right to the left.
 
-    Where, beside what is said of `forward_kernel`:
+    Where, in addition to the parameters of `forward_kernel`:
         grad: dOut, of the shape of the output.
         dvalue: a tensor [B, H, S, D], of every head.
         dattention: a tensor [B, H', T, D]; if mixed.

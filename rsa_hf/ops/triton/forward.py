@@ -101,7 +101,7 @@ def forward_kernel(
         entering = _entering_of(entering, row, block, head, num_heads, slots, length, axis, SHAPE, 2)
         _walk_from_right(splits, v, 0, length, mask, axis, part, table, entering, channels, SHAPE, False)
     state = _states_of_split(splits, axis, table, part, SHAPE, False, FROM_RIGHT=False)
-    # Before the first query there are only states to carry, and behind the last one nothing is left to do.
+    # Before the first query there are only states to carry, and after the last one nothing is left to do.
     begin = tl.minimum(tl.maximum(tl.maximum(offset - residue, 0) // (d * CHUNK), first), last)
     state = _walk(
         state,

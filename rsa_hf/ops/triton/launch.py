@@ -102,7 +102,7 @@ def _tuning(
 
 
 def _length(mask: AttentionMask) -> int:
-    """Number of keys that a query can see: not the slots of a static cache behind the last causal query."""
+    """Number of keys that a query can see: not the slots of a static cache after the last causal query."""
     return mask.query_offset + mask.query_length if mask.causal else mask.key_length
 
 
