@@ -1,7 +1,7 @@
 """rsa_hf: self-attention with recurrence (RSA, ICLR 2023) for any pretrained Hugging Face Transformer.
 
-Importing the package installs its hooks into transformers and PEFT (`rsa_hf.integration.seam` lists them), so that
-patched checkpoints load through `AutoModel` and `pipeline`. Models without RSA heads are not affected.
+Importing the package installs its hooks into transformers and PEFT (`rsa_hf.integration.hook_table` lists them), so
+that patched checkpoints load through `AutoModel` and `pipeline`. Models without RSA heads are not affected.
 
 Where the hooks do not fit the installed transformers, nothing is installed: importing the package warns, and each of
 its public names raises the ImportError.

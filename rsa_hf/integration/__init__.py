@@ -1,4 +1,4 @@
-"""Every touch on transformers, PEFT and huggingface_hub. seam.py is the table of what is hooked, and why."""
+"""All contact with transformers, PEFT and huggingface_hub. hook_table.py lists what is hooked, and why."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def require_transformers() -> None:
 
 @functools.cache
 def install() -> None:
-    """Install the hooks of seam.py, once in a process.
+    """Install the hooks of hook_table.py, once in a process.
 
     Raises:
         ImportError: transformers is outside the supported range, or something that rsa_hf needs is not there.
@@ -39,18 +39,18 @@ def install() -> None:
     require_transformers()
     # Imported here: a version outside the range may lack what these modules import.
     try:
-        from rsa_hf.integration import seam
+        from rsa_hf.integration import hook_table
     except ImportError as error:
         raise ImportError(
             f"{what_fits()} Something that rsa_hf needs is not there: {error}. Install a version that rsa_hf was "
             "tested with, or a newer rsa_hf."
         ) from error
-    seam.install()
+    hook_table.install()
 
 
 def installed() -> dict[str, bool]:
     """Each hook by name, and whether it is in place."""
+    from rsa_hf.integration.hook_table import HOOKS
     from rsa_hf.integration.hooks import is_installed
-    from rsa_hf.integration.seam import HOOKS
 
     return {str(hook): is_installed(hook) for hook in HOOKS}

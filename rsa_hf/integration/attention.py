@@ -1,9 +1,9 @@
 """Attention: the output of a module with a child named `rsa` is mixed with recurrence.
 
-There are two ways in. Most modules get their attention function from transformers' attention interface, which
+There are two paths. Most modules get their attention function from transformers' attention interface, which
 `wrap_get_interface` wraps. Classes in `architectures/table.py` compute attention themselves: `connect` wraps a method
-of theirs. Both lead to `mix_recurrence`, which reads the mask and calls the heads. A trial run records the calls that
-come either way.
+of theirs. Both lead to `mix_recurrence`, which reads the mask and calls the heads. A trial run records the calls of
+both.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class AttentionCall:
         num_heads: H.
         query_length: T.
         key_length: S.
-        stated: whether it is causal, as the call or the module says; None: neither does.
-        causal: whether it is causal, as its mask shows or, on the meta device, as stated.
+        stated: whether it is causal, according to the call or the module; None: neither says.
+        causal: whether it is causal, according to its mask or, on the meta device, as stated.
     """
 
     module: nn.Module
@@ -172,7 +172,7 @@ def wrap_init_continuous_batching(original: Callable[..., Any]) -> Callable[...,
     """Refuse continuous batching for a patched model."""
 
     def init_continuous_batching(self: Any, *args: Any, **keywords: Any) -> Any:
-        # An error in the thread that generates would only be logged, and the caller wait for ever.
+        # An error in the thread that generates would only be logged, and the caller would wait forever.
         if any(heads_of(module) is not None for module in self.modules()):
             raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
         return original(self, *args, **keywords)
@@ -180,7 +180,7 @@ def wrap_init_continuous_batching(original: Callable[..., Any]) -> Callable[...,
     return init_continuous_batching
 
 
-# --- modules beside the interface -----------------------------------------------------------------------------------
+# --- modules that do not use the attention interface ----------------------------------------------------------------
 
 
 def architecture_of(module: nn.Module) -> Architecture | None:
@@ -267,7 +267,7 @@ def mix_recurrence(
         attention: output of softmax attention, [B, T, H, D].
         value: V, including cached positions or memories, [B, Hv, S, D].
         mask: the call's mask, as in `read_attention_mask`.
-        causal: direction of the call, used if the plan does not say; None: not known.
+        causal: direction of the call, used if the plan does not say; None: unknown.
         aligned_top_left: as in `read_attention_mask`.
         sliding_window: number of positions back that a query sees, itself included, if no mask says so.
         flash: the keywords of a call of flash attention, which has windows and packed documents there.
@@ -323,9 +323,9 @@ def read_attention_mask(
     Args:
         query: [B, H, T, D].
         key: [B, Hkv, S, D].
-        attention_mask: None; 2-D [B, S], nonzero or True for real keys (flash attention), or [B, M] with T ≤ M < S
-            if a static cache has slots behind the queries; or 4-D [B or 1, H or 1, T or 1, S], boolean (sdpa) or
-            additive (eager).
+        attention_mask: None; 2-D [B, S], nonzero or True for real keys (flash attention), or [B, M] with T ≤ M < S if
+            a static cache has slots after the queries; or 4-D [B or 1, H or 1, T or 1, S], boolean (sdpa) or additive
+            (eager).
         causal: direction of the layer.
         aligned_top_left: the meaning of a missing mask if T < S: queries at positions 0 … T−1 (sdpa, True), or the
             last T positions (eager, flash attention). A single query sees every key under both.
@@ -378,10 +378,10 @@ def flash_segment_ids(query: Tensor, key: Tensor, keywords: Mapping[str, Any]) -
         query: [1, H, T, D].
         key: [1, Hkv, S, D].
         keywords: keywords of the attention call: `cu_seq_lens_q`, the start of each document and the end of the last;
-            or `position_ids`, [1, T], which start anew with each document (at their smallest: RoBERTa's is not 0).
+            or `position_ids`, [1, T], which restart with each document (at their minimum: RoBERTa's is not 0).
 
     Raises:
-        NotImplementedError: packed documents in several rows, or behind a cache.
+        NotImplementedError: packed documents in several rows, or after cached keys.
     """
     B, S = len(query), key.shape[2]
     ends = keywords.get("cu_seq_lens_q", keywords.get("cu_seqlens_q"))

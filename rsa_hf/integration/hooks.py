@@ -1,4 +1,4 @@
-"""`Hook`: one function of another library that rsa_hf replaces; and how a list of them is installed."""
+"""`Hook`, one function of another library that rsa_hf replaces, and the installation of a list of hooks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Hook:
         wrap: takes the original function and returns its replacement.
         purpose: what the hook is for.
         without: what is lost where it cannot be installed.
-        essential: without it none of the list is installed.
+        essential: whether none of the list is installed without it.
     """
 
     owner: str
@@ -51,7 +51,7 @@ def is_installed(hook: Hook) -> bool:
 
 
 def install_hooks(hooks: Sequence[Hook], supported: str) -> None:
-    """Install hooks: all that are essential or, where one of those does not fit, none at all.
+    """Install hooks: all that are essential or, if one of those does not fit, none at all.
 
     A hook that is not essential and does not fit is left out, with a warning that says what is lost. Hooks that are
     in place already stay as they are.

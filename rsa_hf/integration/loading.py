@@ -53,8 +53,8 @@ def wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
 def attach_from_config(model: PreTrainedModel) -> list[RSAHeads]:
     """Build the `rsa` children that `model.config.rsa` names; without a plan, nothing.
 
-    The parts of a composite model share its config but not its module names. A part with none of the modules is left
-    alone; loading checks that the whole model has them.
+    The parts of a composite model share its config but not its module names. A part with none of the modules stays
+    plain; loading checks that the whole model has them.
 
     Returns:
         The new children.
@@ -101,7 +101,7 @@ def is_self_attention(name: str, module: nn.Module) -> bool:
 
     Args:
         name: the module's name in the model. Cross-attention often has the class of self-attention, and is then
-            recognised by its name alone.
+            recognised only by its name.
         module: the module.
     """
     kind = type(module)
@@ -167,9 +167,10 @@ def _planned_modules(model: PreTrainedModel) -> list[str]:
 
 
 def _is_ignored(model: PreTrainedModel, key: str) -> bool:
-    """Whether a tensor is of a part that this class does not have at all, e.g. the decoder of a T5EncoderModel.
+    """Whether a tensor belongs to a part that this class does not have at all, e.g. the decoder of a T5EncoderModel.
 
-    The plan names it then. Patterns alone match too much: GPT-2's "attn.bias" is in "h.9.attn.c_attn.bias.rsa.mu".
+    The plan then names its module. Patterns alone match too much: GPT-2's "attn.bias" is in
+    "h.9.attn.c_attn.bias.rsa.mu".
     """
     module = key.rpartition(".rsa.")[0]
     is_planned = any(f".{module}".endswith(f".{name}") for name in _planned_modules(model))
@@ -183,12 +184,12 @@ def _check_files(files: list[str], load_config: Any) -> None:
         ValueError: a file is a pickle, or damaged, or an RSA tensor holds NaN or values out of range.
         TypeError: an RSA tensor holds no floating-point numbers.
     """
-    # An index may name any file, and transformers takes all that are no safetensors for pickles.
+    # An index may name any file, and transformers loads all but safetensors as pickles.
     pickled = [Path(file).name for file in files if not file.endswith(".safetensors")]
     if pickled and load_config.use_safetensors is not False:
         raise ValueError(
             f"this checkpoint with RSA heads has its weights in {shorten(pickled):.300}, a pickle, which can run "
-            "code when it is read; rsa_hf saves safetensors alone. If you trust where it comes from, load it with "
+            "code when it is read; rsa_hf saves safetensors only. If you trust where it comes from, load it with "
             "from_pretrained(..., use_safetensors=False), and save it again."
         )
     for file in files if not pickled else ():
@@ -198,7 +199,7 @@ def _check_files(files: list[str], load_config: Any) -> None:
                     require_number(key, tensors.get_tensor(key))
         except SafetensorError as error:
             raise ValueError(
-                f"{file} is no sound safetensors file ({error}). Get it again, or save it again."
+                f"{file} is not a valid safetensors file ({error}). Get it again, or save it again."
             ) from error
 
 
@@ -212,7 +213,7 @@ def _require_matching_keys(model: PreTrainedModel, loading_info: Any) -> None:
         key for key in sorted(loading_info.unexpected_keys) if RSA_KEY.search(key) and not _is_ignored(model, key)
     ]
     missing = [key for key in sorted(loading_info.missing_keys) if RSA_KEY.search(key)]
-    if model._hf_peft_config_loaded:  # `model.load_adapter` comes this way too; an adapter has no weights of its base
+    if model._hf_peft_config_loaded:  # `model.load_adapter` calls this too; an adapter has no weights of its base
         if unexpected:
             raise ValueError(
                 f"transformers {transformers.__version__} does not load the gates and rates of an adapter, and they "

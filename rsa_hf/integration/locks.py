@@ -17,7 +17,7 @@ from rsa_hf.utils.files import atomic_write
 
 __all__ = ["LOCK", "wrap_dict_from_json_file", "wrap_to_json_file"]
 
-# A transformers without rsa_hf prints this in its error, so it says what to do.
+# Part of the error that a transformers without rsa_hf prints, so it says what to do.
 LOCK = (
     "rsa_hf (this checkpoint has RSA heads: pip install rsa_hf, then import rsa_hf before loading it, or start the "
     "program with rsa-hf run)"
@@ -32,18 +32,18 @@ def wrap_to_json_file(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, json_file_path, *args, **keywords)
             return
         # In one step, so that there is never a config.json without its locks.
-        with atomic_write(json_file_path) as beside:
-            original(self, beside, *args, **keywords)
-            content = json.loads(beside.read_text(encoding="utf-8"))
+        with atomic_write(json_file_path) as temporary:
+            original(self, temporary, *args, **keywords)
+            content = json.loads(temporary.read_text(encoding="utf-8"))
             content["attn_implementation"] = LOCK
             content["fusion_config"] = {**(content.get("fusion_config") or {}), LOCK: True}
-            beside.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     return to_json_file
 
 
 def wrap_dict_from_json_file(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Remove the locks from a config. What it plans is checked before anything is built from it."""
+    """Remove the locks from a config that is read. One with locks must have a plan."""
 
     def _dict_from_json_file(cls: type[PreTrainedConfig], json_file: Any) -> Any:
         content = original(cls, json_file)

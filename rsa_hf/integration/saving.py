@@ -23,7 +23,7 @@ from rsa_hf.integration.peft.hooks import add_plan, saved_with_plan
 from rsa_hf.saved_plan import planned_layers, saved_plans
 from rsa_hf.utils.text import shorten
 
-__all__ = ["bring_card_up_to_date", "wrap_save_pretrained", "wrap_upload_modified_files"]
+__all__ = ["update_card", "wrap_save_pretrained", "wrap_upload_modified_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,20 +47,20 @@ def wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
             result = original(self, save_directory, is_main_process, state_dict, *args, **keywords)
         if is_first:
             with _values_replaced(saved):
-                bring_card_up_to_date(self, save_directory)
+                update_card(self, save_directory)
         return result
 
     return save_pretrained
 
 
 def _require_heads_as_planned(model: PreTrainedModel) -> None:
-    """Check that a saved copy could be loaded: the heads are those of `config.rsa`, and not wrapped by PEFT.
+    """Check that a saved copy can be loaded: the heads are those of `config.rsa`, and not wrapped by PEFT.
 
     Raises:
         ValueError: otherwise.
     """
     name = type(model).__name__
-    has_adapter = model._hf_peft_config_loaded  # transformers then saves the adapter alone
+    has_adapter = model._hf_peft_config_loaded  # transformers then saves the adapter only
     if not has_adapter and any(is_peft_wrapper(module) for module in model.modules()):
         raise ValueError(
             f"the RSA heads of this {name} are wrapped by PEFT, so a saved copy could not be loaded again. Save the "
@@ -96,7 +96,7 @@ def _mismatched_modules(model: PreTrainedModel) -> list[str]:
     planned = {
         _without_wrappers(name): layer
         for name, layer in planned_layers(model.config).items()
-        if name.split(".")[0] in base._modules  # otherwise it is of a part that this class does not have
+        if name.split(".")[0] in base._modules  # otherwise it belongs to a part that this class does not have
     }
     found = {
         _without_wrappers(name): heads.plan
@@ -151,20 +151,18 @@ def wrap_upload_modified_files(original: Callable[..., Any]) -> Callable[..., An
         if isinstance(self, PreTrainedModel):
             if self._hf_peft_config_loaded:  # save_pretrained(push_to_hub=True) uploads before it returns
                 add_plan(self, Path(working_dir))
-            bring_card_up_to_date(self, working_dir, CardFacts(name=repo_id), plot=True)
+            update_card(self, working_dir, CardFacts(name=repo_id), plot=True)
         return original(self, working_dir, repo_id, *args, **keywords)
 
     return _upload_modified_files
 
 
-def bring_card_up_to_date(
-    model: PreTrainedModel, folder: Any, facts: CardFacts | None = None, plot: bool = False
-) -> None:
-    """Write the card of a patched model, clear that of a plain one; where that fails, warn."""
+def update_card(model: PreTrainedModel, folder: Any, facts: CardFacts | None = None, plot: bool = False) -> None:
+    """Write the card of a patched model, clear that of a plain one; warn if that fails."""
     try:
         if saved_plans(model.config):
             write_card(model, folder, facts, plot)
-        elif not model._hf_peft_config_loaded:  # which saves an adapter alone, beside whatever is there
+        elif not model._hf_peft_config_loaded:  # which saves the adapter only, next to whatever is there
             clear_card(folder)
     except Exception as error:
         # The weights are saved: a run must not end because of a card.

@@ -13,7 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from rsa_hf.hub.card import CardFacts, read_facts
-from rsa_hf.integration.saving import bring_card_up_to_date
+from rsa_hf.integration.saving import update_card
 from rsa_hf.saved_plan import SavedPlan, differences, read_plan, saved_plans
 
 __all__ = ["wrap_create_model_card", "wrap_load_from_checkpoint"]
@@ -54,7 +54,7 @@ def _require_same_plan(folder: Path, model: PreTrainedModel) -> None:
     else:
         what = f"its RSA heads have another plan than the model's ({differences(theirs[0], own[0])})"
     raise ValueError(
-        f"{folder} cannot be resumed from: {what}. Give the Trainer the model that the run was begun with, "
+        f"{folder} cannot be resumed from: {what}. Give the Trainer the model that the run was started with, "
         "or leave resume_from_checkpoint out."
     )
 
@@ -74,6 +74,6 @@ def wrap_create_model_card(original: Callable[..., Any]) -> Callable[..., Any]:
         model = self.accelerator.unwrap_model(self.model)
         if self.is_world_process_zero() and isinstance(model, PreTrainedModel) and saved_plans(model.config):
             facts = facts.updated(CardFacts(seeds=(self.args.seed,), name=getattr(self, "hub_model_id", None)))
-            bring_card_up_to_date(model, self.args.output_dir, facts, plot=True)
+            update_card(model, self.args.output_dir, facts, plot=True)
 
     return create_model_card

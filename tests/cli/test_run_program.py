@@ -68,7 +68,7 @@ def test_traceback_and_exit_code_are_those_of_the_program(tmp_path, environment)
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no POSIX signals: there the program is a child process")
 def test_signals_reach_the_program(environment):
-    waits = "import sys, time\nprint('rsa_hf.integration.seam' in sys.modules, flush=True)\ntime.sleep(60)\n"
+    waits = "import sys, time\nprint('rsa_hf.integration.hook_table' in sys.modules, flush=True)\ntime.sleep(60)\n"
     (Path(environment["PYTHONPATH"].split(os.pathsep)[1]) / "waits.py").write_text(waits)
     process = subprocess.Popen([*RUN, "-m", "waits"], env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "True\n"

@@ -18,7 +18,7 @@ import rsa_hf.integration.peft.hooks as peft_hooks
 from families import build, inputs
 from reliability.record import Part, note
 from rsa_hf import RSAConfig, patch_model
-from rsa_hf.integration import install, seam
+from rsa_hf.integration import hook_table, install
 from rsa_hf.integration.hooks import Hook, install_hooks, is_installed
 
 
@@ -69,7 +69,7 @@ def require_named():
             assert "Install a version that rsa_hf was tested with" in said
         # Without an essential hook of PEFT those into transformers are in place, without another one all that fit.
         optional = how.endswith("not essential")
-        installed = [*(seam.TRANSFORMERS_HOOKS if peft or optional else ()), *(PEFT_HOOKS if optional else ())]
+        installed = [*(hook_table.TRANSFORMERS_HOOKS if peft or optional else ()), *(PEFT_HOOKS if optional else ())]
         ours = [hook for hook in installed if not moved(hook)]
         assert sorted(found["touched"]) == sorted(map(place, ours))
         if peft not in unmoved:
@@ -86,14 +86,14 @@ def cases(names):
     """Once each, of transformers and of peft."""
     return list(
         dict.fromkeys(
-            [(False, name) for name in names(seam.TRANSFORMERS_HOOKS)] + [(True, n) for n in names(PEFT_HOOKS)]
+            [(False, name) for name in names(hook_table.TRANSFORMERS_HOOKS)] + [(True, n) for n in names(PEFT_HOOKS)]
         )
     )
 
 
 def functions(of):
     # A special method's name is the language's. And what transformers' own hooks need is never left to those of peft.
-    known = {hook.name for hook in seam.TRANSFORMERS_HOOKS} if of is PEFT_HOOKS else set()
+    known = {hook.name for hook in hook_table.TRANSFORMERS_HOOKS} if of is PEFT_HOOKS else set()
     return [hook.name for hook in of if not hook.name.startswith("__") and hook.name not in known]
 
 
@@ -111,7 +111,7 @@ def owners(of):
 
 
 def essential(peft, name):
-    hooks = PEFT_HOOKS if peft else seam.TRANSFORMERS_HOOKS
+    hooks = PEFT_HOOKS if peft else hook_table.TRANSFORMERS_HOOKS
     return any(hook.essential for hook in hooks if name in (hook.name, class_of(hook)))
 
 
@@ -126,7 +126,7 @@ def test_what_is_renamed_is_named_and_nothing_is_half_installed(peft, name, requ
 @pytest.mark.slow  # the same
 @pytest.mark.parametrize(
     ("peft", "hook"),
-    [(False, hook) for hook in seam.TRANSFORMERS_HOOKS] + [(True, hook) for hook in PEFT_HOOKS],
+    [(False, hook) for hook in hook_table.TRANSFORMERS_HOOKS] + [(True, hook) for hook in PEFT_HOOKS],
     ids=lambda value: value if isinstance(value, bool) else str(value),
 )
 def test_other_parameters_are_named_and_nothing_is_half_installed(peft, hook, require_named):

@@ -48,7 +48,7 @@ def _within_window(mask: Tensor, T: int, S: int, window: int) -> Tensor:
 def run_openai_gpt(
     module: nn.Module, attn: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]
 ) -> Any:
-    """OpenAI-GPT: `_attn` takes V, [B, H, S, D], and a mask of padding alone, [B, 1, 1, S]; it returns a list."""
+    """OpenAI-GPT: `_attn` takes V, [B, H, S, D], and a mask of padding only, [B, 1, 1, S]; it returns a list."""
     output, *weights = attn(module, **call)
     mask = call.get("attention_mask")
     if mask is not None:
@@ -69,7 +69,7 @@ def run_xlnet(module: nn.Module, core: Callable[..., Any], call: dict[str, Any],
     found = core(module, **call)
     output = found[0] if isinstance(found, tuple) else found
     value, mask = call["v_head_h"].permute(1, 2, 0, 3), call.get("attn_mask")
-    # Only the relative positions tell the direction: S … −T in a bidirectional model, S … 0 in a causal one.
+    # Only the relative positions show the direction: S … −T in a bidirectional model, S … 0 in a causal one.
     causal = call["k_head_r"].shape[0] == value.shape[2] + 1
     if mask is not None:
         mask = remembered(_xlnet_visible, mask, causal)
@@ -90,5 +90,5 @@ def _xlnet_visible(mask: Tensor, causal: bool) -> Tensor:
     own = torch.cat([own.new_zeros(T, S - T), own], dim=1)
     seen = (visible & ~own).any(dim=-2, keepdim=True)
     if causal:
-        seen[..., -1] = True  # no other query can see the last key, and it tells the queries' position
+        seen[..., -1] = True  # no other query can see the last key, which determines the queries' position
     return torch.where(own, seen, visible)

@@ -1,8 +1,8 @@
 """Stand-ins for a module, its child or its cache while the module's own forward runs.
 
-The forwards of these models call a cache and a projection, and V and the output of attention can be seen only there.
-Stand-ins are passed to one call alone. Hooks on the modules themselves would be shared between threads and found in
-copies and pickles.
+The forwards of these models call a cache and a projection, and V and the output of attention can be seen only there. A
+stand-in exists for one call only. Hooks on the modules themselves would be shared between threads, and copied and
+pickled with them.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ __all__ = ["deberta_values", "from_projection_to_return", "heads_of_states", "ru
 
 
 def _keeping(module: Any, projection: str) -> tuple[StandInForCall, list[Tensor]]:
-    """A stand-in for the child `projection`, and the list that it puts its outputs into."""
+    """A stand-in for the child `projection`, and the list that it appends its outputs to."""
     project, outputs = getattr(module, projection), []
 
     def keep(states: Tensor) -> Any:
@@ -62,7 +62,7 @@ def _deberta_visible(mask: Tensor) -> Tensor:
     """Turn a mask [B, 1, T, S], 0 where a key is hidden, into a boolean one.
 
     The mask also hides all keys from padding's own queries. Their output is never read, so they are shown the keys
-    that other queries see. Then this is a mask of padding alone, for which P V takes linear time.
+    that other queries see. Then this is a mask of padding only, for which P V takes linear time.
     """
     visible = mask.bool()
     return visible | (visible.any(dim=-2, keepdim=True) & ~visible.any(dim=-1, keepdim=True))

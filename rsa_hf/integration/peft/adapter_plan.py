@@ -1,10 +1,10 @@
 """What an adapter with RSA heads says about itself in adapter_config.json, under the key `rsa`.
 
-It is the content of `config.rsa` (see saved_plan.py), `base`: what identifies the base model, and the adapter's task
-type. The task type's own place holds a lock instead: a PEFT without rsa_hf does not know that type and refuses the
-adapter. It would otherwise load it without its gates and rates.
+It is the content of `config.rsa` (see saved_plan.py), with `base`, which identifies the base model, and the adapter's
+task type. The config's own `task_type` holds a lock instead: a PEFT without rsa_hf does not know that type and refuses
+the adapter, which it would otherwise load without its gates and rates.
 
-`base` is a mapping, for RSA parameters are vectors whose shapes cannot tell GPT-2 from GPT-2 medium:
+`base` has several entries, because the shapes of RSA parameters do not distinguish GPT-2 from GPT-2 medium:
 
 * `name`: its name on the Hub, or the folder it was loaded from; None where it has none.
 * `model_type`, and the hidden size and numbers of layers and heads that its config has.
@@ -39,17 +39,17 @@ __all__ = [
     "write_adapter_plan",
 ]
 
-# PEFT prints it in the error for an unknown task type, so it says what to do.
+# Part of PEFT's error for an unknown task type, so it says what to do.
 LOCK = (
     "rsa_hf (this adapter has RSA heads: pip install rsa_hf, then import rsa_hf before loading it, or start the "
     "program with rsa-hf run)"
 )
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-_MATRICES = 8  # as many are sampled
-_PLACES = (17, 101, 1009, 100_003, 1_000_003)  # in the flattened matrix; an embedding with more tokens has the same
+_MATRICES = 8  # number of matrices that are sampled
+_PLACES = (17, 101, 1009, 100_003, 1_000_003)  # in the flattened matrix; they stay the same if an embedding grows
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_TOLERANCE = {"rel_tol": 2**-7, "abs_tol": 1e-6}  # a base loaded in bfloat16 or float16 is the same base
+_TOLERANCE = {"rel_tol": 2**-7, "abs_tol": 1e-6}  # the same base model may be loaded in bfloat16 or float16
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def describe_base(model: PreTrainedModel) -> dict[str, Any]:
     """`base` for a model, patched or plain, with adapters or without."""
     text: Any = model.config.get_text_config()
     sizes = {name: value for name in _SIZES if isinstance(value := getattr(text, name, None), int)}
-    # Trained parameters, such as biases beside LoRA, are no longer those of the base model.
+    # Trained parameters, such as biases with LoRA, are no longer those of the base model.
     frozen = [(name, matrix) for name, matrix in _matrices(model.base_model) if not matrix.requires_grad]
     step = max(1, ceil(len(frozen) / _MATRICES))
     sampled = {name: _sample(matrix) for name, matrix in frozen[::step]}
@@ -146,7 +146,7 @@ def write_adapter_plan(adapter: AdapterPlan, folder: Path) -> None:
 
 
 def read_adapter_plan(content: Any) -> AdapterPlan:
-    """Read and validate the content of `rsa` in adapter_config.json, but for the task type.
+    """Read and validate the content of `rsa` in adapter_config.json, except for the task type.
 
     Raises:
         TypeError: a part has the wrong type.

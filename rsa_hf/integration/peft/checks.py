@@ -79,7 +79,7 @@ def require_fit(config: Any, model: nn.Module) -> None:
     if present is None and (adapter is not None or has_rsa(config)):
         raise ValueError(
             f"this adapter is for a model with RSA heads, but this {type(model).__name__} has none: they would be "
-            "lost in silence. rsa_hf.peft.load(model, adapter) patches the model as the adapter says and loads it; to "
+            "lost silently. rsa_hf.peft.load(model, adapter) patches the model as the adapter says and loads it; to "
             "train a new one use rsa_hf.peft.get_peft_model, or call patch_model first."
         )
     if present is not None and adapter is not None and present != adapter.saved:
@@ -93,7 +93,7 @@ def require_fit(config: Any, model: nn.Module) -> None:
 def require_same_base(base: Mapping[str, Any], model: nn.Module, *, compare_weights: bool = True) -> None:
     """Check that a model is the base model of an adapter, whether it is patched or not.
 
-    Type, sizes and sampled weights decide. The name is a hint alone, as folders are moved.
+    Type, sizes and sampled weights decide. The name is only a hint, as folders are moved.
 
     Args:
         base: what identifies the base model (see adapter_plan.py); empty: any model is accepted.
@@ -106,7 +106,8 @@ def require_same_base(base: Mapping[str, Any], model: nn.Module, *, compare_weig
     if not base:
         return
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"the adapter is for a {base.get('model_type')}, but this is a {type(model).__name__}.")
+        kind = type(model).__name__
+        raise ValueError(f"this adapter is for a {base.get('model_type')}, but this is a {kind}. Load that model.")
     present, name = describe_base(model), base.get("name") or "one without a name"
     changed = [
         f"{key} is {present.get(key)!r}, not {value!r:.200}"
@@ -114,7 +115,9 @@ def require_same_base(base: Mapping[str, Any], model: nn.Module, *, compare_weig
         if key not in ("name", "weights") and present.get(key) != value
     ]
     if changed:
-        raise ValueError(f"this adapter is for another base model ({name!s:.200}): {'; '.join(changed)}.")
+        raise ValueError(
+            f"this adapter is for another base model ({name!s:.200}): {'; '.join(changed)}. Load that model."
+        )
     if not compare_weights:
         return
     if differing := differing_weights(base, model):
@@ -139,10 +142,10 @@ def name_prefix(config: Any) -> str:
 
 
 def require_tensors(tensors: Mapping[str, Tensor], config: Any, model: nn.Module) -> None:
-    """Check that an adapter's tensors have a value for each RSA parameter of its base model, and none beside.
+    """Check that an adapter has a tensor for each RSA parameter of its base model, and no others.
 
     Raises:
-        ValueError: a tensor is missing, or not expected, or has another shape, or holds no number.
+        ValueError: a tensor is missing or unexpected, has another shape, or holds no numbers.
     """
     found = {key.removeprefix(name_prefix(config)): tensor for key, tensor in tensors.items() if RSA_KEY.search(key)}
     heads = {name: getattr(child, "original_module", child) for name, child in rsa_modules(model)}

@@ -1,8 +1,8 @@
-"""The hooks into PEFT: no adapter loses its gates and rates in silence.
+"""The hooks into PEFT: no adapter loses its gates and rates silently.
 
-RSA heads ride on PEFT's `modules_to_save`: each adapter holds a copy of every gate and rate and saves it beside its
-other tensors. `HOOKS` lists what PEFT does not do for it when adapters are added, saved and loaded, merging.py what it
-does not do when they are merged.
+RSA heads are in PEFT's `modules_to_save`: each adapter has a copy of every gate and rate and saves it with its other
+tensors. `HOOKS` adds what PEFT does not do for them when adapters are added, saved and loaded; merging.py does when
+they are merged.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def saved_with_plan(base: nn.Module, folders: Iterable[Path]) -> Iterator[None]:
     """Save adapters in this context: it adds the base model's plan to what PEFT writes.
 
     Args:
-        base: the model that the adapters are on; a plain one too.
+        base: the model that the adapters are on, patched or plain.
         folders: where the adapters are saved; none in processes that write nothing.
 
     Raises:
@@ -109,7 +109,7 @@ def saved_with_plan(base: nn.Module, folders: Iterable[Path]) -> Iterator[None]:
         if isinstance(child, RSAHeads) and any(parameter.requires_grad for parameter in child.parameters()):
             raise ValueError(
                 f"the RSA heads of this {type(base).__name__} ({name}, …) are trained, but no adapter holds them, so "
-                "they would be lost in silence. Add the adapter with rsa_hf.peft.get_peft_model, or with "
+                "they would be lost silently. Add the adapter with rsa_hf.peft.get_peft_model, or with "
                 "modules_to_save=['rsa'] in its config; or freeze them."
             )
     yield
@@ -152,7 +152,7 @@ def _wrap_inject_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
         for _, wrapper, held in wrappers(model, [adapter_name]):
             wrapper.weight = None  # BaseTuner._replace_module reads it when it takes the wrapper off
             if held and adapter_name in self.active_adapters:
-                # PEFT activates the adapter in its own layers alone where another one has wrapped the heads before.
+                # If another adapter has wrapped the heads before, PEFT activates this one in its own layers only.
                 wrapper.set_adapter(adapter_name, inference_mode=config.inference_mode)
 
     return inject_adapter
@@ -226,7 +226,7 @@ HOOKS = (
         ("self", "model", "adapter_name"),
         _wrap_inject_adapter,
         purpose="check that base model and plan fit before an adapter is added, by PEFT or by transformers",
-        without="an adapter loads on a plain model, or on another plan, and its gates and rates are lost in silence",
+        without="an adapter loads on a plain model, or on another plan, and its gates and rates are lost silently",
     ),
     Hook(
         "peft.peft_model:PeftModel",
@@ -234,7 +234,7 @@ HOOKS = (
         ("self", "model_id", "adapter_name"),
         _wrap_load_adapter,
         purpose="check the tensors of an adapter, also of one that goes over an adapter of the model",
-        without="a resumed run takes the gates and rates of another plan in silence",
+        without="a resumed run silently takes the gates and rates of another plan",
     ),
     Hook(
         "peft.utils.hotswap",
@@ -250,7 +250,7 @@ HOOKS = (
         "enable_adapters",
         ("self",),
         _wrap_enable_adapters,
-        purpose="enable what transformers' disable_adapters has disabled: its own function forgets modules_to_save",
+        purpose="enable what transformers' disable_adapters has disabled: its own function skips modules_to_save",
         without="after disable_adapters and enable_adapters a model runs with untrained gates and rates",
         essential=False,
     ),

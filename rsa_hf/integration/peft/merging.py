@@ -1,7 +1,7 @@
-"""Merging adapters of a model with RSA heads: gates and rates have no sum, and none are mixed or lost in silence.
+"""Merging adapters of a model with RSA heads: gates and rates have no sum, and none are mixed or lost silently.
 
 PEFT's tuner of such a model (`LoraModel`, …) gets the class of `_with_rsa`: `_Tuner` in front of its own class. PEFT's
-classes stay as they are, so that adapters of other models are merged by PEFT alone.
+classes stay as they are, so that it alone merges adapters of other models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def guard_merging(tuner: Any) -> None:
 
 
 class _Tuner:
-    """What PEFT's tuners do otherwise on a model with RSA heads."""
+    """What PEFT's tuners do differently on a model with RSA heads."""
 
     model: nn.Module
 
@@ -35,7 +35,8 @@ class _Tuner:
         for _, _, held in named:
             if len(held) > 1:
                 raise ValueError(
-                    f"the adapters {', '.join(held)} each have gates and rates of their own: only one can be merged."
+                    f"adapter_names={adapter_names}: {', '.join(held)} each have gates and rates of their own: only "
+                    "one can be merged. Name one of them."
                 )
         for _, wrapper, held in named:
             wrapper.set_adapter(held)
@@ -46,7 +47,7 @@ class _Tuner:
         return _unwrapped(super().unload())  # type: ignore[misc]
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
-        """Merge in place, but never an adapter beside the active gates and rates of another one."""
+        """Merge in place, but no adapter while the gates and rates of another one are active."""
         for _, wrapper, held in [] if adapter_names is None else wrappers(self.model, adapter_names):
             if wrapper.active_adapters != held:
                 raise ValueError(
@@ -57,7 +58,7 @@ class _Tuner:
         super().merge_adapter(adapter_names, safe_merge)  # type: ignore[misc]
 
     def add_weighted_adapter(self, adapters: list[str], *args: Any, **kwargs: Any) -> None:
-        """Sum adapters without gates and rates; PEFT would lose those of a single one in silence."""
+        """Sum adapters without gates and rates; PEFT would silently lose those of a single one."""
         held = sorted({name for _, _, names in wrappers(self.model, adapters) for name in names})
         if held:
             raise ValueError(
@@ -81,7 +82,7 @@ def _new_tuner(tuner: type) -> Any:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Put RSA heads in the place of the wrappers that LN tuning leaves when it is taken off."""
+    """Replace the wrappers that LN tuning leaves behind by the RSA heads in them."""
     for name, wrapper, _ in list(wrappers(model)):
         heads = wrapper.unload_and_optionally_merge_module(merge=False, safe_merge=False, adapter_names=None)
         model.set_submodule(name, heads)

@@ -1,10 +1,10 @@
 """The table of everything that rsa_hf hooks in transformers, huggingface_hub and PEFT (`peft/hooks.py`): `HOOKS`.
 
-Nothing else of these libraries is replaced, but for the attention classes listed in `architectures/table.py`, which
+Nothing else of these libraries is replaced, except for the attention classes listed in `architectures/table.py`, which
 are wrapped when a model with such a class is patched or loaded. PEFT's tuner of a model with RSA heads gets a subclass
 of its class (`peft/merging.py`); `models/` and `training/` subclass their public base classes. Plain models run
-transformers' own code, but for one look-up of the child `rsa` in each attention call, and checks when they are built,
-loaded and saved.
+transformers' own code, except for one look-up of the child `rsa` in each attention call, and checks when they are
+built, loaded and saved.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TRANSFORMERS_HOOKS = (
         ("model", "state_dict", "checkpoint_files", "load_config"),
         wrap_load_pretrained_model,
         purpose="check the files of a checkpoint before they are read, and that its tensors match its plan",
-        without="gates and rates are lost in silence where tensors and plan differ",
+        without="gates and rates are lost silently where tensors and plan differ",
     ),
     Hook(
         PRETRAINED_MODEL,
@@ -93,7 +93,7 @@ TRANSFORMERS_HOOKS = (
         ("self", "resume_from_checkpoint"),
         wrap_load_from_checkpoint,
         purpose="refuse to resume from a checkpoint with another plan: the Trainer reads its tensors only",
-        without="the Trainer resumes from a checkpoint with another plan in silence",
+        without="the Trainer silently resumes from a checkpoint with another plan",
         essential=False,
     ),
     Hook(
