@@ -13,7 +13,7 @@ from typing import Any
 
 from rsa_hf.utils.text import brief
 
-__all__ = ["LayerConfig", "RSAConfig"]
+__all__ = ["COUNTS", "LayerConfig", "RSAConfig"]
 
 Count = int | tuple[int, ...] | None
 
@@ -25,7 +25,8 @@ MAX_DILATION = 65_536
 MIN_SCALE, MAX_SCALE = 1e-6, 1e6
 MAX_START = 1e6
 
-_COUNTS = ("num_regular", "num_cyclical_pairs", "num_dilated_regular", "num_dilated_cyclical_pairs")
+# The fields of `RSAConfig` that count heads.
+COUNTS = ("num_regular", "num_cyclical_pairs", "num_dilated_regular", "num_dilated_cyclical_pairs")
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class RSAConfig:
             object.__setattr__(self, name, check(name, getattr(self, name)))
         if self.layers is None:
             return
-        per_layer = [name for name in (*_COUNTS, "causal") if isinstance(getattr(self, name), tuple)]
+        per_layer = [name for name in (*COUNTS, "causal") if isinstance(getattr(self, name), tuple)]
         per_layer += ["dilation"] if _is_nested(self.dilation) else []
         if per_layer and list(self.layers) != sorted(self.layers):
             # Entries could be meant in the order of `layers` or in the model's.
@@ -213,13 +214,13 @@ class RSAConfig:
                 dilation without dilated heads.
         """
         n = len(num_heads)
-        if all(getattr(self, name) is None for name in _COUNTS):
+        if all(getattr(self, name) is None for name in COUNTS):
             if None in num_heads:
                 raise ValueError("a plan without counts needs the number of heads of every layer. Give the counts.")
             halves = [max(1, (heads or 0) // 2) for heads in num_heads]
             counts = [(half % 2, half // 2, 0, 0) for half in halves]
         else:
-            counts = list(zip(*(_per_layer(name, getattr(self, name) or 0, n) for name in _COUNTS), strict=True))
+            counts = list(zip(*(_per_layer(name, getattr(self, name) or 0, n) for name in COUNTS), strict=True))
         if isinstance(self.dilation, int) and not any(k4 or k5 for _, _, k4, k5 in counts):
             raise ValueError(
                 f"dilation={self.dilation}: no dilated heads are asked for. Set num_dilated_regular or "
@@ -240,7 +241,7 @@ class RSAConfig:
         for layer, (heads, (k1, k2, k4, k5), dilation, gate, causal) in enumerate(per_layer):
             used, limit = k1 + 2 * k2 + k4 + 2 * k5, MAX_HEADS if heads is None else heads
             if not 1 <= used <= limit:
-                asked = ", ".join(f"{name}={count}" for name, count in zip(_COUNTS, (k1, k2, k4, k5), strict=True))
+                asked = ", ".join(f"{name}={count}" for name, count in zip(COUNTS, (k1, k2, k4, k5), strict=True))
                 raise ValueError(
                     f"layer {layer} has {'at most ' if heads is None else ''}{limit} attention heads, but the plan "
                     f"asks for {used} RSA heads ({asked}; a pair is two heads). Ask for 1 to {limit}, or leave the "
@@ -271,7 +272,7 @@ class RSAConfig:
             num_heads: number of attention heads H of each patched layer.
         """
         plans = self.layer_plans(num_heads)
-        columns = {name: tuple(getattr(plan, name) for plan in plans) for name in _COUNTS}
+        columns = {name: tuple(getattr(plan, name) for plan in plans) for name in COUNTS}
         uniform: dict[str, Any] = {name: c[0] if len(set(c)) == 1 else c for name, c in columns.items()}
         return replace(self, **uniform)
 
@@ -420,7 +421,7 @@ def _layers(name: str, value: Any) -> tuple[int, ...] | None:
 
 
 _CHECKS: dict[str, _Check] = {
-    **dict.fromkeys(_COUNTS, _one_or_per_layer(_count)),
+    **dict.fromkeys(COUNTS, _one_or_per_layer(_count)),
     "dilation": _dilation,
     **dict.fromkeys(("gate_init", "nu_init", "theta_init"), _start),
     **dict.fromkeys(("gate_per_head", "tie_pairs"), _flag),

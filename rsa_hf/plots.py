@@ -159,8 +159,8 @@ def _layer_names(modules: Sequence[str]) -> list[str]:
     """`layer 0`, `layer 1`, …; a model with two stacks, such as encoder and decoder, is counted in each."""
     stacks = [re.split(r"\.\d+(?:\.|$)", module)[0].split(".") for module in modules]
     words = [tuple(dict.fromkeys(parts)) for parts in zip(*stacks, strict=False)]
-    told_apart = next((i for i, variants in enumerate(words) if len(variants) > 1), None)
-    labels = ["layer" if told_apart is None else stack[told_apart] for stack in stacks]
+    differing = next((i for i, variants in enumerate(words) if len(variants) > 1), None)
+    labels = ["layer" if differing is None else stack[differing] for stack in stacks]
     return [f"{label} {labels[:i].count(label)}" for i, label in enumerate(labels)]
 
 

@@ -1,7 +1,7 @@
-"""The command line `rsa-hf`, one file a command.
+"""The command line `rsa-hf`, one file per command.
 
-A user's mistake ends in one line on stderr and exit code 2. Any other error is a fault of the program: it keeps its
-traceback and ends in 1. Commands import what they need when they run, so that `rsa-hf --help` answers at once.
+A user's mistake prints one line on stderr and exits with code 2. Any other error is a bug: it keeps its traceback and
+exits with code 1. Commands import what they need when they run, so that `rsa-hf --help` answers at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rsa_hf.cli.inspect import inspect
 from rsa_hf.cli.patch import patch
 from rsa_hf.cli.push import push
 from rsa_hf.cli.reproduce import reproduce
-from rsa_hf.cli.run import PASSES_WORDS_ON, run
+from rsa_hf.cli.run import PASS_THROUGH, run
 from rsa_hf.cli.search_heads import search_heads
 from rsa_hf.cli.train import train
 
@@ -29,7 +29,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 for command in (patch, inspect, card, push, convert_transformer_xl, doctor, reproduce):
     app.command()(command)
 app.command(**WITH_SETTINGS)(search_heads)
-app.command(**PASSES_WORDS_ON)(run)
+app.command(**PASS_THROUGH)(run)
 app.add_typer(train, name="train")
 app.add_typer(evaluate, name="evaluate")
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0, 2 after a user's mistake, or the command's own code.
 
     Args:
-        arguments: the words after `rsa-hf`; default those of the process.
+        arguments: the arguments after `rsa-hf`; None: those of the process.
     """
     with exit_on_error():
         app(arguments)

@@ -1,4 +1,4 @@
-"""What the commands share: errors of the user's, the hooks, loading a model, settings of a run."""
+"""What the commands share: user errors, the hooks, loading a model, the settings of a run."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def load_checkpoint(name: str) -> PreTrainedModel:
         name: a folder, a name on the Hub, or `package:NAME/FOLDER`.
 
     Raises:
-        UserError: it cannot be found or loaded. Damaged files make transformers raise errors of any type, so all of
-            them are reported in this way.
+        UserError: it cannot be found or loaded. Damaged files make transformers raise errors of any type, so all
+            errors are reported in this way.
     """
     import transformers
 

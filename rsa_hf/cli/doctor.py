@@ -1,4 +1,4 @@
-"""`rsa-hf doctor`: does rsa_hf work here, and if not, why. Runs even where the rest of rsa_hf cannot be imported."""
+"""`rsa-hf doctor`: does rsa_hf work here, and if not, why. It runs even if the rest of rsa_hf cannot be imported."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Finding(NamedTuple):
 
     verdict: str  # ok, note or FAIL
     subject: str
-    words: str
+    text: str
 
     def __str__(self) -> str:
-        return f"{self.verdict:5} {self.subject:20} {self.words}"
+        return f"{self.verdict:5} {self.subject:20} {self.text}"
 
 
 def guarded(subject: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
@@ -121,8 +121,8 @@ def _backends() -> Iterator[Finding]:
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(i)
-            words = f"{device.name}, {device.total_memory / 2**30:.0f} GB, capability {device.major}.{device.minor}"
-            yield Finding("ok", f"cuda:{i}", words)
+            text = f"{device.name}, {device.total_memory / 2**30:.0f} GB, capability {device.major}.{device.minor}"
+            yield Finding("ok", f"cuda:{i}", text)
     else:
         yield Finding("note", "cuda", "no GPU that this torch can use")
 
@@ -165,8 +165,8 @@ def _self_check() -> Iterator[Finding]:
             error = float((rem_product(value, *heads) - P @ value).abs().max())
         changed = float((opened - plain).abs().max())
         right = torch.equal(shut, plain) and changed > 100 * TOLERANCE and error < TOLERANCE
-        words = (
+        text = (
             f"shut gate {'changes no bit' if torch.equal(shut, plain) else 'CHANGES THE OUTPUT'}, open gate changes "
             f"it by {changed:.2g}, P V agrees with the explicit P to {error:.1g}"
         )
-        yield Finding("ok" if right else "FAIL", f"self-check, {device}", words)
+        yield Finding("ok" if right else "FAIL", f"self-check, {device}", text)

@@ -1,8 +1,8 @@
-"""The checks of `rsa-hf doctor --model`: does RSA keep its promises on a user's own model.
+"""The checks of `rsa-hf doctor --model`: whether RSA keeps its promises on a user's own model.
 
 Bits are compared in the model's own dtype, everything else in float32. A deviation is measured as a share of RSA's
-effect, the change that open gates make: with a model on which RSA had no effect, every other check would pass. Where
-the plain model itself fails a check, the finding is a note and not a failure of RSA.
+effect, the change that open gates make; if RSA had no effect, every other check would pass. If the plain model itself
+fails a check, the finding is a note and not a failure of RSA.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def examine(model: PreTrainedModel) -> Iterator[Finding]:
             patch_model(model, RSAConfig(gate_init=0.0))
         parameters = itertools.chain.from_iterable(heads.parameters() for _, heads in _rsa_layers(model))
         for i, parameter in enumerate(parameters):
-            parameter.add_(0.01 * (1 + i % 7))  # off their starts: after a reload they have to come from the file
+            parameter.add_(0.01 * (1 + i % 7))  # other values than the initial ones, which a reload has to find
     subject = Subject(model, inputs)
     yield from guarded("identity", lambda: check_identity(subject))
     yield from guarded("unpatching", lambda: check_unpatching(subject, names, config))
@@ -151,7 +151,7 @@ def _copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _with_gates(model: PreTrainedModel, mu: float) -> PreTrainedModel:
-    """A copy that shares all tensors but μ, which is this everywhere."""
+    """A copy with its own μ, all set to one value, that shares the other tensors."""
     copied = _copy(model)
     for _, heads in _rsa_layers(copied):
         heads.mu = nn.Parameter(torch.full_like(heads.mu, mu))
@@ -189,8 +189,8 @@ def check_identity(subject: Subject) -> Iterator[Finding]:
         return
     shut = subject.streams(subject.shut)
     same = _same_bits(shut, plain)
-    words = "shut gates change no bit" if same else f"shut gates change the outputs by {_relative(shut, plain):.1e}"
-    yield Finding("ok" if same else "FAIL", "identity", words)
+    text = "shut gates change no bit" if same else f"shut gates change the outputs by {_relative(shut, plain):.1e}"
+    yield Finding("ok" if same else "FAIL", "identity", text)
 
 
 def check_unpatching(subject: Subject, names: list[str], config: dict[str, Any]) -> Iterator[Finding]:
@@ -265,9 +265,9 @@ def check_causality(subject: Subject) -> Iterator[Finding]:
     """Under causal attention, later tokens do not change earlier outputs."""
     plain = _backward_influence(subject, subject.plain)
     if plain > NOTHING:
-        words = f"later tokens change earlier outputs by {plain:.1e} without RSA too"
+        text = f"later tokens change earlier outputs by {plain:.1e} without RSA too"
         if subject.is_causal():
-            yield Finding("FAIL", "causality", f"{words}, though its attention says that it is causal")
+            yield Finding("FAIL", "causality", f"{text}, though its attention says that it is causal")
         else:
             yield Finding("note", "causality", "not causal: tokens see later ones, and so do the RSA heads")
         return
@@ -303,8 +303,8 @@ def check_cache(subject: Subject) -> Iterator[Finding]:
             yield Finding("note", "cache", f"{name}, the plain model {problem}: not comparable")
             continue
         off = _distance(_in_pieces(subject, subject.opened, pieces), at_once) / _distance(at_once, plain)
-        words = f"{name}, outputs are off by {off:.1e} of RSA's effect"
-        yield Finding("ok" if off <= TOLERANCE else "FAIL", "cache", words)
+        text = f"{name}, outputs are off by {off:.1e} of RSA's effect"
+        yield Finding("ok" if off <= TOLERANCE else "FAIL", "cache", text)
 
 
 def _in_pieces(subject: Subject, model: PreTrainedModel, pieces: Sequence[int]) -> Tensor:
@@ -340,12 +340,12 @@ def check_padding(subject: Subject) -> Iterator[Finding]:
     if subject.text != "input_ids" and _rsa_layers(network.get_encoder()):
         reached.append("input_ids")
     off = max(_distance(padded[name], alone[name]) / _distance(alone[name], plain[name]) for name in reached)
-    words = f"{side}-padded rows are off by {off:.1e} of RSA's effect"
-    yield Finding("ok" if off <= TOLERANCE else "FAIL", "padding", words)
+    text = f"{side}-padded rows are off by {off:.1e} of RSA's effect"
+    yield Finding("ok" if off <= TOLERANCE else "FAIL", "padding", text)
 
 
 def _alone_and_padded(subject: Subject, model: PreTrainedModel, side: str) -> tuple[Streams, Streams]:
-    """Outputs of the first text alone, and padded beside a longer one, without those of the padding."""
+    """Outputs of the first text alone, and padded in a batch with a longer one; without those of the padding."""
     first, second = subject.inputs["input_ids"].split(1)
     others = {name: ids[:1] for name, ids in subject.inputs.items() if name != "input_ids"}
     pad = getattr(subject.model.config.get_text_config(), "pad_token_id", None) or 0

@@ -39,7 +39,7 @@ def defect(
 ) -> None:
     """Score a defect detector: accuracy, F1, MCC, and the majority class to compare with; as JSON.
 
-    Of CONFIG the data and the batch size are used. Words after it, as --key value, override its keys.
+    Only the data and the batch size of CONFIG are used. --key value after it overrides a key.
 
     Example: rsa-hf evaluate defect outputs/defect_minilm/best configs/defect_minilm_embedded.yaml
     """
@@ -56,7 +56,7 @@ def lm(
 ) -> None:
     """Score a language model: bits per byte, perplexity per word and per token; as JSON, null for infinity.
 
-    Of CONFIG the data and the batch size are used. Words after it, as --key value, override its keys.
+    Only the data and the batch size of CONFIG are used. --key value after it overrides a key.
 
     Example: rsa-hf evaluate lm outputs/lm_bytes/best configs/lm_bytes_embedded.yaml --split validation
     """

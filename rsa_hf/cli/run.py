@@ -9,13 +9,13 @@ import typer
 from rsa_hf.cli.common import user_input
 from rsa_hf.run import run as run_program
 
-__all__ = ["PASSES_WORDS_ON", "run"]
+__all__ = ["PASS_THROUGH", "run"]
 
-# Keyword arguments of `app.command`: what follows PROGRAM belongs to the program, its --help too.
-PASSES_WORDS_ON: Any = {"context_settings": {"ignore_unknown_options": True, "allow_interspersed_args": False}}
+# Keyword arguments of `app.command`: all that follows PROGRAM belongs to the program, its --help too.
+PASS_THROUGH: Any = {"context_settings": {"ignore_unknown_options": True, "allow_interspersed_args": False}}
 
 
-def run(words: Annotated[list[str], typer.Argument(metavar="PROGRAM [ARGS]...", show_default=False)]) -> None:
+def run(arguments: Annotated[list[str], typer.Argument(metavar="PROGRAM [ARGS]...", show_default=False)]) -> None:
     """Run a program that does not import rsa_hf, so that it can load patched checkpoints.
 
     PROGRAM is a console script of this environment, a Python file, or -m MODULE. The processes that it starts can load
@@ -24,4 +24,4 @@ def run(words: Annotated[list[str], typer.Argument(metavar="PROGRAM [ARGS]...", 
     Example: rsa-hf run lm_eval --model hf --model_args pretrained=outputs/gpt2-rsa --tasks blimp
     """
     with user_input():
-        run_program(words)
+        run_program(arguments)

@@ -33,8 +33,8 @@ def search_heads(
 ) -> None:
     """Search the head plan of a language model: which heads become RSA heads, and of which kinds.
 
-    CONFIG is the file of a run of `rsa-hf train lm`; words after it, as --key value, override its keys. Each plan is
-    trained as the file says and scored on the validation text. The best one is printed as a section `rsa`.
+    CONFIG is the file of a run of `rsa-hf train lm`; --key value after it overrides a key. Each plan is trained as the
+    file says and scored on the validation text. The best one is printed as a section `rsa`.
 
     Example: rsa-hf search-heads configs/lm_bytes_embedded.yaml --trials 20 --max_steps 100 --output_dir outputs/search
     """

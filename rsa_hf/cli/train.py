@@ -31,7 +31,7 @@ def defect(
     config: Config,
     _: Annotated[bool, help_with_keys(lambda: _run("defect", ["--help"]))] = False,
 ) -> None:
-    """Train a defect detector. Words after CONFIG, as --key value, override its keys.
+    """Train a defect detector. --key value after CONFIG overrides a key.
 
     On several processes: accelerate launch scripts/train_defect_detection.py CONFIG.
 
@@ -46,7 +46,7 @@ def lm(
     config: Config,
     _: Annotated[bool, help_with_keys(lambda: _run("lm", ["--help"]))] = False,
 ) -> None:
-    """Train a causal language model. Words after CONFIG, as --key value, override its keys.
+    """Train a causal language model. --key value after CONFIG overrides a key.
 
     On several processes: accelerate launch scripts/train_language_model.py CONFIG.
 

@@ -126,7 +126,7 @@ def corpus_files(corpus: str) -> dict[str, str]:
 
 
 def corpus_config(corpus: str, train_bytes: int, eval_bytes: int, block: int) -> LanguageModelingDataConfig:
-    """Arguments as of `read_corpus`."""
+    """The settings of a corpus; arguments as for `read_corpus`."""
     files = corpus_files(corpus)
     return LanguageModelingDataConfig(
         source="files" if files else "embedded",

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rsa_hf.config import RSAConfig
+from rsa_hf.config import COUNTS, RSAConfig
 from rsa_hf.experiments.byte_models import SHAPES, corpus_config
 from rsa_hf.experiments.runner.experiment import Experiment, Size
 from rsa_hf.experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, worst_if_nan
@@ -26,7 +26,6 @@ __all__ = ["EXPERIMENT"]
 
 DILATIONS = (2, 4, 8)
 DEFAULT = RSAConfig(gate_init=0.0)  # there are no pretrained weights to preserve, so gates start half open
-COUNTS = ("num_regular", "num_cyclical_pairs", "num_dilated_regular", "num_dilated_cyclical_pairs")
 PLANS = ("plain", "default", "found")
 DIFFERENCE = "found − default"
 SIZES: dict[Size, dict[str, Any]] = {
@@ -37,7 +36,7 @@ SIZES: dict[Size, dict[str, Any]] = {
 
 
 def measure(settings: Settings) -> Values:
-    """Search by the validation text; then train the plan found, the default and no RSA anew, and score the test."""
+    """Search by the validation text; then train the plan found, the default and no RSA again, and score the test."""
     shape, seed = SHAPES[settings["model"]], settings["seed"]
     config = RunConfig(
         model=ModelSettings(model_type="llama", config_overrides=shape.llama(), tokenizer="bytes"),

@@ -132,7 +132,7 @@ class LearnedLags(RSAHeads):
 
 
 class WithoutRecurrence(RSAHeads):
-    """RSA heads with P = 0, in place of others."""
+    """RSA heads with P = 0, which replace others."""
 
     def __init__(self, heads: RSAHeads) -> None:
         super().__init__(heads.plan)

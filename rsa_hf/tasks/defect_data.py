@@ -240,8 +240,9 @@ def audit(
     Returns:
         Numbers for `json.dump`. "splits" holds for each split `examples`, `positives`, `majority_share`, `duplicates`
         (repetitions of an earlier example), `conflicting_labels` (distinct functions with both labels),
-        `longer_than_max_length` (share of examples) and `token_quantiles`. Beside it stand `max_length`,
-        `conflicting_labels` over all splits, and `cross_split_copies`: the distinct functions that two splits share.
+        `longer_than_max_length` (share of examples) and `token_quantiles`. Next to it are `max_length`,
+        `conflicting_labels` over all splits, and `cross_split_copies`: the numbers of distinct functions that two
+        splits share.
     """
     functions = {split: {_identity(example) for example in examples} for split, examples in splits.items()}
     statistics = {}

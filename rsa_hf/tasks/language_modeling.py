@@ -64,7 +64,7 @@ __all__ = [
     "set_memory",
 ]
 
-# A tokenizer needs about a hundred bytes of memory per token, so longer texts are tokenized in pieces.
+# Longer texts are tokenized in pieces: a tokenizer needs about a hundred bytes of memory per token.
 TOKENIZED_PIECE_BYTES = 4 * 2**20
 
 
@@ -130,7 +130,7 @@ def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float
     require_fit(model, text.vocab_size, config.data, training=False)
     blocks = {"validation": text.validation, "test": text.test}.get(split)
     if blocks is None:
-        raise ValueError(f"the data has no split {split!r} to evaluate a model on.")
+        raise ValueError(f"the data has no split {split!r} to score. Choose validation, or test if the data has one.")
     return evaluate_language_model(model, blocks, config.training.eval_batch_size, memory=config.data.eval_memory)
 
 
@@ -303,7 +303,6 @@ def evaluate_language_model(
     model: torch.nn.Module,
     blocks: EvaluationBlocks | EvaluationSegments,
     batch_size: int,
-    device: torch.device | str | None = None,
     memory: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
     """Score a causal language model on every token of a text but the first.
@@ -315,7 +314,6 @@ def evaluate_language_model(
         blocks: the text. Over `EvaluationSegments`, the model carries its memory from each to the next.
         batch_size: blocks per batch. The result does not depend on it: nothing is padded, and losses are summed.
             Segments depend on each other and run one by one.
-        device: the device of the batches; None: that of the model's parameters. The model is not moved.
         memory: entries of the model's config to set during the evaluation, as for `set_memory`.
 
     Returns:
@@ -324,7 +322,7 @@ def evaluate_language_model(
     Raises:
         ValueError: the model carries no memory over segments, or a memory setting is not allowed.
     """
-    device = next(model.parameters()).device if device is None else device
+    device = next(model.parameters()).device
     nll_nats, num_tokens = 0.0, 0
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -351,13 +349,13 @@ def set_memory(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     """
     allowed = list(getattr(model, "memory_settings", ()))
     if unknown := [name for name in settings if name not in allowed]:
-        raise ValueError(f"eval_memory has {unknown}; of a {type(model).__name__}, allowed are {allowed or 'none'}")
+        raise ValueError(f"eval_memory={unknown}: a {type(model).__name__} allows {allowed or 'none'}.")
     before = {name: getattr(model.config, name) for name in settings}
     if settings:
         try:
             type(model.config).from_dict({**model.config.to_dict(), **settings})  # validates the values
         except (TypeError, ValueError) as error:
-            raise ValueError(f"eval_memory is {dict(settings)}, which does not fit the model: {error}") from error
+            raise ValueError(f"eval_memory={dict(settings)}: does not fit the model ({error}).") from error
     try:
         for name, value in settings.items():
             setattr(model.config, name, value)
@@ -368,7 +366,7 @@ def set_memory(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _predictions(
-    model: Any, blocks: EvaluationBlocks | EvaluationSegments, batch_size: int, device: torch.device | str
+    model: Any, blocks: EvaluationBlocks | EvaluationSegments, batch_size: int, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The logits [n, V] and targets [n] of all scored tokens of a text, batch by batch."""
     if isinstance(blocks, EvaluationSegments):

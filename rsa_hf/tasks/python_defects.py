@@ -33,6 +33,8 @@ from operator import delitem
 from types import CodeType
 from typing import Any
 
+__all__ = ["DEFECT_KINDS", "Example", "load_python_defects"]
+
 DEFECT_KINDS = (
     "off_by_one",  # an index, a slice bound, a range or a compared integer moves by one
     "boundary_comparison",  # < becomes <=, > becomes >=, and back
@@ -79,13 +81,21 @@ _OPERATORS = _both_ways(
 
 @dataclass(frozen=True)
 class Example:
-    """One function of a defect-detection data set. The last three attributes are those of embedded data."""
+    """One function of a defect-detection data set.
 
-    func: str  # source text
-    target: int  # 1 for a defective function, 0 for a clean one
-    path: str = ""  # file, relative to the standard library
-    name: str = ""  # qualified name within the file
-    kind: str = ""  # injected defect, one of `DEFECT_KINDS`; empty for a clean function
+    Attributes:
+        func: source text.
+        target: 1 for a defective function, 0 for a clean one.
+        path: file, relative to the standard library; only embedded functions have it and what follows.
+        name: qualified name within the file.
+        kind: the injected defect, one of `DEFECT_KINDS`; empty for a clean function.
+    """
+
+    func: str
+    target: int
+    path: str = ""
+    name: str = ""
+    kind: str = ""
 
 
 def load_python_defects(

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rsa_hf.config import RSAConfig
+from rsa_hf.config import COUNTS, RSAConfig
 from rsa_hf.tasks.language_model_trainer import LanguageModelTrainer
 from rsa_hf.tasks.language_modeling import load_language_modeling_tokenizer, prepare_language_modeling, require_fit
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig
@@ -21,7 +21,6 @@ from rsa_hf.utils.text import format_table
 
 __all__ = ["main", "plan_as_yaml", "search"]
 
-COUNTS = ("num_regular", "num_cyclical_pairs", "num_dilated_regular", "num_dilated_cyclical_pairs")
 # Training settings that do not change a score.
 WITHOUT_EFFECT = ("output_dir", "log_every_steps", "save_every_steps", "resume")
 
@@ -82,12 +81,15 @@ def search(
     require_fit(plain, text.vocab_size, config.data)
     num_heads = getattr(plain.config.get_text_config(), "num_attention_heads", None)
     if num_heads is None:
-        raise ValueError(f"a {type(plain).__name__} has no num_attention_heads in its config to make a head plan of.")
+        raise ValueError(
+            f"a {type(plain).__name__} has no num_attention_heads in its config to make a head plan of. Choose "
+            "a model with attention."
+        )
     drawn: dict[str, Any] = dict.fromkeys([*COUNTS, "dilation"])
     base = replace(config.rsa or RSAConfig(), **drawn)
 
     def model_init(trial: Any) -> PreTrainedModel:
-        if trial is None:  # the Trainer's first model, which is not trained
+        if trial is None:  # the Trainer's first model; it is not trained
             return plain
         return load_model(AutoModelForCausalLM, config.model, head_plan_space(trial, num_heads, dilations, base))
 

@@ -105,7 +105,7 @@ class LanguageModelingDataConfig:
             f"files={self.files}: needed with source='files', and read only there.": (
                 bool(self.files) == (self.source == "files")
             ),
-            f"files={self.files}: 'train' is needed; 'validation' and 'test' are allowed beside it.": (
+            f"files={self.files}: 'train' is needed; 'validation' and 'test' are optional.": (
                 not self.files or {"train"} <= set(self.files) <= set(SPLITS)
             ),
             f"hub_dataset={self.hub_dataset!r}: needed with source='hub', and read only there.": (
@@ -253,7 +253,7 @@ def line_boundary(text: bytes | bytearray, start: int, limit: int) -> int:
 
 
 def _cut_at_line(chunks: Iterable[bytes], limit: int) -> Iterator[bytes]:
-    """`text[: line_boundary(text, 0, limit)]` for a text that comes in chunks."""
+    """`text[: line_boundary(text, 0, limit)]` for a text in chunks."""
     passed, held = 0, b""  # length of the lines yielded so far; the bytes after them
     for chunk in chunks:
         held += chunk

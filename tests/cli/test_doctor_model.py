@@ -113,7 +113,7 @@ def test_padding_behind_a_text_that_sees_it_is_read_too(family, monkeypatch):
         monkeypatch.setattr(Subject, "accepts", lambda self, name: name != "position_ids")
     with BROKEN["mask ignored"]():
         failed = [finding for finding in examine(model) if finding.verdict == "FAIL"]
-    assert [finding.words[:19] for finding in failed] == ["right-padded rows a"]
+    assert [finding.text[:19] for finding in failed] == ["right-padded rows a"]
 
 
 @pytest.mark.parametrize("patched", [False, True])
@@ -123,7 +123,7 @@ def test_saving_that_drops_rsa_is_found(patched, seen):
         failed = [finding for finding in examine(model) if finding.verdict == "FAIL"]
     finally:
         patch.undo()
-    assert [(f.subject, f.words) for f in failed] == [("reload", "what was saved has lost its RSA heads")]
+    assert [(f.subject, f.text) for f in failed] == [("reload", "what was saved has lost its RSA heads")]
     seen["broken variants"]["saving drops RSA (caught by reload)"] += 1
 
 
@@ -144,7 +144,7 @@ def test_attention_that_ignores_causality_is_found(patched, seen):
         for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
             registry._global_mapping.pop("careless", None)
     assert findings["causality"].verdict == "FAIL"
-    assert "without RSA too, though its attention says that it is causal" in findings["causality"].words
+    assert "without RSA too, though its attention says that it is causal" in findings["causality"].text
     seen["broken variants"]["attention ignores causality (caught by causality)"] += 1
 
 
@@ -152,7 +152,7 @@ def test_a_check_that_breaks_off_is_a_failure(monkeypatch):
     monkeypatch.setattr(doctor_model, "_backward_influence", lambda *_: [][1])
     findings = {finding.subject: finding for finding in examine(make("gpt2", True))}
     assert findings["causality"].verdict == "FAIL"
-    assert "IndexError" in findings["causality"].words
+    assert "IndexError" in findings["causality"].text
     assert findings["padding"].verdict == "ok"
 
 

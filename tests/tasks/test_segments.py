@@ -96,15 +96,15 @@ def test_mistakes_in_an_evaluation():
     tokens = draw(20)
     with pytest.raises(ValueError, match=r"a GPT2LMHeadModel carries nothing .* Set data.carry_memory to false"):
         score(gpt2, tokens, 5)
-    with pytest.raises(ValueError, match=r"eval_memory has \['mem_len'\]; of a GPT2LMHeadModel, allowed are none"):
+    with pytest.raises(ValueError, match=r"eval_memory=\['mem_len'\]: a GPT2LMHeadModel allows none"):
         score(gpt2, tokens, 5, mem_len=3)
     model = transformer_xl()
     with pytest.raises(
-        ValueError, match=r"has \['d_model'\]; of a TransformerXLForCausalLM, allowed are \['mem_len', 'same_length'"
+        ValueError, match=r"=\['d_model'\]: a TransformerXLForCausalLM allows \['mem_len', 'same_length'"
     ):
         score(model, tokens, 5, d_model=64)
     for wrong in ({"mem_len": -1}, {"mem_len": "long"}, {"mem_len": 0, "same_length": True}):
-        with pytest.raises(ValueError, match=r"eval_memory is \{.*which does not fit the model"):
+        with pytest.raises(ValueError, match=r"eval_memory=\{.*does not fit the model"):
             score(model, tokens, 5, **wrong)
     assert model.config.mem_len == 64
     with pytest.raises(ValueError, match=r"returned no mems to carry .* use_cache=True and a memory of more than 0"):

@@ -37,7 +37,7 @@ from rsa_hf.tasks.text_data import (
     ("options", "message"),
     [
         ({"source": "files"}, r"files=\{\}: needed with source='files', and read only there"),
-        ({"source": "files", "files": {"train": "a.txt", "dev": "b.txt"}}, "'validation' and 'test' are allowed"),
+        ({"source": "files", "files": {"train": "a.txt", "dev": "b.txt"}}, "'validation' and 'test' are optional"),
         ({"source": "files", "files": {"test": "a.txt"}}, "'train' is needed"),
         ({"files": {"train": "a.txt"}}, "files=.*: needed with source='files', and read only there"),
         ({"hub_dataset": "x"}, "hub_dataset='x': needed with source='hub', and read only there"),

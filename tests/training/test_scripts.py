@@ -236,7 +236,7 @@ SHORT_GPT2 = "{vocab_size: 256, n_embd: 16, n_layer: 1, n_head: 8, n_positions: 
         (
             "lm",
             ["--eval_memory.mem_len", "9", "--carry_memory", "true"],
-            "eval_memory has ['mem_len']; of a LlamaForCausalLM, allowed are none",
+            "eval_memory=['mem_len']: a LlamaForCausalLM allows none",
         ),
         ("lm", ["--class_weights", "true"], "training.class_weights=True, but this task has no classes"),
         ("defect", ["--bach_size", "1"], "--bach_size: unknown key 'bach_size'. Did you mean 'batch_size'?"),

@@ -184,9 +184,7 @@ def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
 
 
 # Learning rates are never chosen by the test error.
-COMPARISON = Comparison(
-    ("series", "horizon", "family"), VARIANTS, lambda run: float(run.values["validation mse"]), make_columns, "mse"
-)
+COMPARISON = Comparison(GROUP, VARIANTS, lambda run: float(run.values["validation mse"]), make_columns, "mse")
 
 
 def conclude(rows: Rows) -> Conclusion:
@@ -207,7 +205,7 @@ def conclude(rows: Rows) -> Conclusion:
 
 
 def _finding(rows: Rows, over_plain: Row) -> str:
-    group = {name: over_plain.settings[name] for name in COMPARISON.group}
+    group = {name: over_plain.settings[name] for name in GROUP}
     plain, rsa = (rows.mean("mse", arm=arm, **group) for arm in ("plain", "rsa"))
     [over_no_recurrence] = rows.find(f"mse, {OVER_NO_RECURRENCE}", **group)
     text = (

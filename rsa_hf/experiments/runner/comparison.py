@@ -49,16 +49,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How to summarise and draw an experiment whose runs have the settings `arm`, `learning_rate` and `seed`.
+    """How to summarise and draw an experiment that compares variants of a model.
+
+    Its runs have the settings `arm` (the variant), `learning_rate` and `seed`.
 
     Attributes:
         group: the settings that make a case.
         needed: variants that a case needs; cases that lack one are left out.
         score: run → score, lower is better. The best learning rate has the lowest mean score over the seeds that have
             run at every rate.
-        columns: (case, variant) → values by measure, one value a seed.
+        columns: (case, variant) → values by measure, one value per seed.
         shown: the measure that is drawn.
-        even: where the figure has a line, for instance at a difference of 0.
+        even: where the figure has a line, for instance at a difference of 0; None: it has none.
     """
 
     group: tuple[str, ...]

@@ -15,6 +15,8 @@ from torch.utils.data import default_collate
 
 __all__ = ["batch_loss", "default_device", "evaluation_steps", "fit", "shuffled_rows", "step_time_ratio"]
 
+ROUNDS = 7  # of timing; an odd number, so that the median is one of them
+
 
 def default_device() -> torch.device:
     """The GPU if there is one, else the CPU."""
@@ -76,7 +78,7 @@ def batch_loss(
 
 
 def shuffled_rows(count: int, batch: int, seed: int) -> Iterator[list[int]]:
-    """Row indices of one batch after another, without end; rows are shuffled anew for each pass over the data."""
+    """Row indices of one batch after another, without end; rows are shuffled again for each pass over the data."""
     generator = torch.Generator().manual_seed(seed)
     order: list[int] = []
     while True:
@@ -91,12 +93,12 @@ def evaluation_steps(steps: int, evaluations: int) -> set[int]:
     return {round(steps * (i + 1) / evaluations) for i in range(evaluations)}
 
 
-def step_time_ratio(model: nn.Module, other: nn.Module, input_ids: Tensor, rounds: int = 7) -> float:
-    """Time of a forward and backward pass of a language model relative to another: the median over rounds.
+def step_time_ratio(model: nn.Module, other: nn.Module, input_ids: Tensor) -> float:
+    """Time of a forward and backward pass of a language model relative to another: the median of seven rounds.
 
     The models take turns, so that other load on the machine affects both. A warm-up round is not counted.
     """
-    times = [(_step_time(model, input_ids), _step_time(other, input_ids)) for _ in range(1 + rounds)]
+    times = [(_step_time(model, input_ids), _step_time(other, input_ids)) for _ in range(1 + ROUNDS)]
     return statistics.median(first / second for first, second in times[1:])
 
 

@@ -1,6 +1,6 @@
 """Search learning rates with the first seed; the other seeds run at the rate that was best for their variant.
 
-Every variant tries the same rates. With r rates and n seeds this takes r + n − 1 runs a variant instead of r · n.
+Every variant tries the same rates. With r rates and n seeds this takes r + n − 1 runs per variant instead of r · n.
 Without a score to search by, every seed runs the whole grid. In all functions, `grid` holds the settings of all runs
 and `finished` the finished runs, both by key; `score` maps a run to a number, lower is better, or is None.
 """

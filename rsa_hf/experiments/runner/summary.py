@@ -124,7 +124,7 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def make_rows(settings: Settings, columns: Mapping[str, Sequence[float]]) -> Rows:
-    """A row for each column of values, one value a seed."""
+    """A row for each column of values, one value per seed."""
     return Rows(Row(settings, measure, *interval(values), len(values)) for measure, values in columns.items())
 
 

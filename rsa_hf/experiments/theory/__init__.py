@@ -1,1 +1,1 @@
-"""What the paper proves, as things to run."""
+"""The paper's propositions and appendix B as code."""

@@ -32,7 +32,7 @@ SHARE = 0.5
 AGAIN, TIMES = 0.1, 4
 # Required height in standard errors. The highest of 512 lags of white noise is about 3 above 0.
 ERRORS = 5.0
-FLOOR = 0.05
+FLOOR = 0.05  # minimum height of the highest peak
 
 
 def autocorrelation(series: Tensor, max_lag: int, *, differenced: bool = True) -> Tensor:
@@ -122,7 +122,7 @@ def token_autocorrelation(tokens: Tensor, max_lag: int) -> Tensor:
     return (recurrence_rate(tokens, max_lag) - chance) / (1 - chance)
 
 
-def suggested_dilation(series: Tensor, max_lag: int | None = None, *, at_least: float = FLOOR) -> int | None:
+def suggested_dilation(series: Tensor, max_lag: int | None = None) -> int | None:
     """The dilation factor d that a series suggests: the first dominant peak of its differences' autocorrelation.
 
     A peak is dominant if it lies after the first zero crossing, is at least half as high as the highest peak there (a
@@ -134,7 +134,6 @@ def suggested_dilation(series: Tensor, max_lag: int | None = None, *, at_least: 
     Args:
         series: shape [T] or [T, N]; autocorrelations are averaged over variables.
         max_lag: largest d; default: a quarter of T, at most 512.
-        at_least: minimum height of the highest peak.
 
     Returns:
         d, or None if nothing repeats.
@@ -143,25 +142,24 @@ def suggested_dilation(series: Tensor, max_lag: int | None = None, *, at_least: 
         ValueError: as `autocorrelation`.
     """
     max_lag = min(LONGEST, len(series) // 4) if max_lag is None else max_lag
-    return _first_dominant_peak(autocorrelation(series, max_lag), len(series), at_least)
+    return _first_dominant_peak(autocorrelation(series, max_lag), len(series))
 
 
-def suggested_token_dilation(tokens: Tensor, max_lag: int | None = None, *, at_least: float = FLOOR) -> int | None:
+def suggested_token_dilation(tokens: Tensor, max_lag: int | None = None) -> int | None:
     """The dilation factor d that tokens suggest: the first dominant diagonal of their recurrence plot.
 
     Args:
         tokens: shape [T], integers.
         max_lag: largest d; default: a quarter of T, at most 512.
-        at_least: minimum density of the densest diagonal above chance; 1 is an exact copy.
 
     Returns:
         d, or None if no diagonal stands out, as in most text.
     """
     max_lag = min(LONGEST, len(tokens) // 4) if max_lag is None else max_lag
-    return _first_dominant_peak(token_autocorrelation(tokens, max_lag), len(tokens), at_least)
+    return _first_dominant_peak(token_autocorrelation(tokens, max_lag), len(tokens))
 
 
-def _first_dominant_peak(r: Tensor, length: int, at_least: float) -> int | None:
+def _first_dominant_peak(r: Tensor, length: int) -> int | None:
     values: list[float] = r.tolist()
     start = next((lag for lag, value in enumerate(values) if value <= 0), None)
     if start is None:
@@ -169,7 +167,7 @@ def _first_dominant_peak(r: Tensor, length: int, at_least: float) -> int | None:
     # Bartlett: the standard error at a lag beyond which all autocorrelations are 0.
     error = math.sqrt((1 + 2 * sum(value**2 for value in values[1:start])) / length)
     highest = max(values[start:])
-    if highest < max(at_least, ERRORS * error):
+    if highest < max(FLOOR, ERRORS * error):
         return None
     end, high = start, SHARE * highest
     while (first := next((lag for lag in range(end, len(values)) if values[lag] >= high), None)) is not None:
