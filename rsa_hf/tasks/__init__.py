@@ -1,10 +1,24 @@
 """Defect detection and language modelling: data, model inputs, metrics and training runs.
 
-The public names below are imported on first use, so that one task does not import what only the other one needs.
+The names below are imported on first use (PEP 562), so that one task does not import what only the other one needs.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rsa_hf.tasks.defect_data import DefectDataConfig, audit, format_audit, load_defect_data
+    from rsa_hf.tasks.defect_detection import compute_metrics, tokenize, trainer_metrics
+    from rsa_hf.tasks.language_model_trainer import LanguageModelTrainer
+    from rsa_hf.tasks.language_modeling import (
+        evaluate_language_model,
+        load_language_modeling_tokenizer,
+        perplexities,
+        prepare_language_modeling,
+    )
+    from rsa_hf.tasks.metrics import load_metric
+    from rsa_hf.tasks.text8 import clean_text8, text8_tokenizer
+    from rsa_hf.tasks.text_data import LanguageModelingDataConfig
 
 __all__ = [
     "DefectDataConfig",
