@@ -47,8 +47,9 @@ def patch_model(
         model: any transformers model whose attention goes through transformers' attention interface, or is listed in
             `rsa_hf/integration/architectures`.
         config: which heads become RSA heads; None: `RSAConfig()`. A mapping is read with `RSAConfig.from_dict`.
-        probe_inputs: keyword arguments for the trial runs, for a base model that does not take `input_ids`; query
-            and key lengths of cross-attention must differ.
+        probe_inputs: keyword arguments for the trial runs, for a base model that does not take `input_ids`; query and
+            key lengths of cross-attention must differ. None: the base model's attribute `rsa_probe_inputs`, or a few
+            tokens.
 
     Returns:
         The model. Patching again with the same plan does nothing.

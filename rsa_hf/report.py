@@ -42,7 +42,12 @@ class HeadReport:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """The RSA heads of one attention module."""
+    """The RSA heads of one attention module.
+
+    Attributes:
+        module: name of the module in the model.
+        heads: its RSA heads, in head order.
+    """
 
     module: str
     heads: tuple[HeadReport, ...]
@@ -50,7 +55,12 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class RSAReport:
-    """The RSA layers of a model, in module order, and their number of parameters; `print` shows a table."""
+    """All RSA layers of a model; `print` shows a table.
+
+    Attributes:
+        layers: the layers, in module order.
+        num_parameters: number of all RSA parameters.
+    """
 
     layers: tuple[LayerReport, ...]
     num_parameters: int

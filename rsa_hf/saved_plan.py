@@ -38,7 +38,12 @@ _MODULE_NAME = re.compile(r"[A-Za-z]\w*(\.\w+)*", re.ASCII)
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """An RSA config with the names of its attention modules, relative to the base model."""
+    """An RSA config with the attention modules that it is for.
+
+    Attributes:
+        modules: names of the modules, relative to the base model.
+        config: the config; its counts are for these modules.
+    """
 
     modules: tuple[str, ...]
     config: RSAConfig

@@ -25,9 +25,15 @@ TOLERANCE = 1e-5
 
 
 class Finding(NamedTuple):
-    """One line of the report."""
+    """One line of the report.
 
-    verdict: str  # ok, note or FAIL
+    Attributes:
+        verdict: "ok", "note" or "FAIL".
+        subject: what was checked.
+        text: the result.
+    """
+
+    verdict: str
     subject: str
     text: str
 

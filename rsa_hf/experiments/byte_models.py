@@ -39,13 +39,21 @@ WIKITEXT_FILES = {"train": "train", "validation": "valid", "test": "test"}
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a model and of its batches."""
+    """Size of a model and of its batches.
+
+    Attributes:
+        layers: number of layers.
+        width: hidden size; feed-forward layers are four times as wide.
+        heads: heads per layer.
+        block: bytes in a block.
+        batch: blocks in a step.
+    """
 
     layers: int
-    width: int  # hidden size; feed-forward layers are four times as wide
+    width: int
     heads: int
-    block: int  # bytes in a block
-    batch: int  # blocks in a step
+    block: int
+    batch: int
 
     def llama(self) -> dict[str, Any]:
         """Keyword arguments of `LlamaConfig` for a byte-level model."""

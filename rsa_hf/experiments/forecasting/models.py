@@ -34,13 +34,21 @@ NOT_ATTENDED = HIDDEN_AT_OR_BELOW / 2
 
 @dataclass(frozen=True)
 class Task:
-    """Lengths and widths of a forecaster's input and output."""
+    """Lengths and widths of a forecaster's input and output.
 
-    context: int  # known steps, C
-    label: int  # known steps that an Informer's decoder is given
-    horizon: int  # steps to predict, H
-    variables: int  # N
-    time_features: int  # F
+    Attributes:
+        context: number of known steps, C.
+        label: number of known steps that an Informer's decoder is given.
+        horizon: number of steps to predict, H.
+        variables: number of variables, N.
+        time_features: number of time features, F.
+    """
+
+    context: int
+    label: int
+    horizon: int
+    variables: int
+    time_features: int
 
 
 def rsa_plan(family: str, dilation: int) -> RSAConfig:

@@ -253,7 +253,13 @@ def all_strings(language: Language, length: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Splits:
-    """Strings to train on, distinct strings to test on of each bin, and whether the first bin's are not trained on."""
+    """Strings to train and test on.
+
+    Attributes:
+        train: strings to train on, of the lengths of the first bin.
+        test: distinct strings to test on, for each bin.
+        held_out: whether the test strings of the first bin are not trained on.
+    """
 
     train: tuple[str, ...]
     test: tuple[tuple[str, ...], ...]

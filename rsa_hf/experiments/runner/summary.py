@@ -28,7 +28,15 @@ Verdict = Literal["not confirmed", "not measurable at this size", "confirmed"]
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run, with its wall time, the processor or GPU, and the versions of packages."""
+    """A finished run.
+
+    Attributes:
+        settings: its settings.
+        values: what it has measured.
+        seconds: its wall time.
+        machine: name of the processor or GPU.
+        versions: versions of Python and packages.
+    """
 
     settings: Settings
     values: Values
@@ -39,7 +47,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
-    """One measure of runs that differ in their seed alone: the mean, and the ends of the 95 % interval or NaN."""
+    """One measure of runs that differ in their seed alone.
+
+    Attributes:
+        settings: the settings that the runs share.
+        measure: name of the measure.
+        mean: mean over the seeds.
+        low: lower end of the 95 % interval; NaN if there is none.
+        high: upper end.
+        seeds: number of seeds.
+    """
 
     settings: Settings
     measure: str
@@ -155,7 +172,13 @@ def worst_if_nan(score: float) -> float:
 
 @dataclass(frozen=True)
 class Conclusion:
-    """What the rows say about the claim: the verdict, the result in one sentence, and the comparisons behind it."""
+    """What the rows say about the claim.
+
+    Attributes:
+        verdict: the verdict.
+        sentence: the result in a sentence or a few.
+        findings: the comparisons that it follows from.
+    """
 
     verdict: Verdict
     sentence: str

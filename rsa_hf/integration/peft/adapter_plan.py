@@ -54,7 +54,12 @@ _TOLERANCE = {"rel_tol": 2**-7, "abs_tol": 1e-6}  # the same base model may be l
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """The plan that an adapter was trained with, and its base model; `base` is empty where any base is accepted."""
+    """The plan that an adapter was trained with, and its base model.
+
+    Attributes:
+        saved: the plan.
+        base: what identifies the base model (see above); empty: any base model is accepted.
+    """
 
     saved: SavedPlan
     base: Mapping[str, Any]
