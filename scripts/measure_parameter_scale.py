@@ -25,11 +25,8 @@ from transformers import get_scheduler
 
 from rsa_hf import RSAConfig, param_groups, patch_model, rsa_report
 from rsa_hf.experiments.byte_models import SHAPES, build
-from rsa_hf.tasks.language_modeling import (
-    LanguageModelingDataConfig,
-    evaluate_language_model,
-    prepare_language_modeling,
-)
+from rsa_hf.tasks.language_modeling import evaluate_language_model, prepare_language_modeling
+from rsa_hf.tasks.text_data import LanguageModelingDataConfig
 
 ARMS = ("plain", "weights' pace", "own group", "stored scaled")
 SCALE = 20.0

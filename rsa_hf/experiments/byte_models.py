@@ -13,13 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from rsa_hf.experiments.runner.data import data_file
 from rsa_hf.experiments.runner.fit import batch_loss, evaluation_steps, fit
-from rsa_hf.tasks.language_modeling import (
-    LanguageModelingDataConfig,
-    PreparedText,
-    TrainingBlocks,
-    evaluate_language_model,
-    prepare_language_modeling,
-)
+from rsa_hf.tasks.language_modeling import PreparedText, evaluate_language_model, prepare_language_modeling
+from rsa_hf.tasks.text_data import LanguageModelingDataConfig, TrainingBlocks
 from rsa_hf.training.optimizer import param_groups
 
 __all__ = [

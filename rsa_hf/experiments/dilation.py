@@ -24,8 +24,8 @@ from rsa_hf.experiments.theory.dilation import (
     token_autocorrelation,
 )
 from rsa_hf.plots import COLOURS, panels
-from rsa_hf.tasks.language_modeling import TrainingBlocks
 from rsa_hf.tasks.text8 import clean_text8
+from rsa_hf.tasks.text_data import TrainingBlocks
 
 __all__ = ["EXPERIMENT"]
 

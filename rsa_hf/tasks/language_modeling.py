@@ -51,9 +51,7 @@ from rsa_hf.training.run import (
 from rsa_hf.utils.locate import locate
 
 __all__ = [
-    "LanguageModelingDataConfig",
     "PreparedText",
-    "TrainingBlocks",
     "evaluate",
     "evaluate_language_model",
     "load_language_modeling_tokenizer",
