@@ -1,4 +1,4 @@
-"""`RSAHeads`, the trainable part of one RSA layer, and functions that find, attach and remove it: the child `rsa`.
+"""`RSAHeads`, the trainable part of one RSA layer, and functions that find, attach and remove it (the child `rsa`).
 
 Notation: batch B, heads H, RSA heads R ≤ H (the first ones), value heads Hv, queries T, keys S, head size D.
 
