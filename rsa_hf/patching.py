@@ -232,7 +232,8 @@ def _require_all_called(base: nn.Module, names: Sequence[str], probe_inputs: Map
     silent = [name for name in names if name not in called]
     if silent:
         raise RuntimeError(
-            f"the RSA heads of {shorten(silent)} took no part in a forward pass; the model is unchanged."
+            f"the RSA heads of {shorten(silent)} took no part in a forward pass; the model is unchanged. Leave these "
+            "modules out with layers=[…], or give probe_inputs on which they run."
         )
 
 

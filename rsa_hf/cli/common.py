@@ -112,7 +112,7 @@ def load_patched(name: str) -> PreTrainedModel:
 
     model = load_checkpoint(name)
     if not is_patched(model):
-        raise UserError(f"{name} is a plain checkpoint: it has no RSA heads.")
+        raise UserError(f"{name} is a plain checkpoint: it has no RSA heads. Patch it first: rsa-hf patch.")
     return model
 
 

@@ -39,7 +39,7 @@ def patch(
         config = RSAConfig() if plan is None else RSAConfig.from_dict(_read(plan))
     model = load_checkpoint(base)
     if is_patched(model):
-        raise UserError(f"{base} already has RSA heads.")
+        raise UserError(f"{base} already has RSA heads. Name a plain model.")
     with user_input():
         patch_model(model, config)
     with user_input(), storage_errors(out):
