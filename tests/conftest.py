@@ -42,3 +42,18 @@ def data_folder() -> Path:
     if not folder.is_dir():
         pytest.skip(f"needs the data folder {folder}; set RSA_HF_DATA to where it is")
     return folder
+
+
+@pytest.fixture
+def run_rsa_hf(monkeypatch, capsys):
+    """Run a command of `rsa-hf` in this process; returns its exit code, standard output and standard error."""
+    from rsa_hf.cli import main
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["rsa-hf", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code or 0, *capsys.readouterr()
+
+    return run

@@ -1,10 +1,11 @@
-"""Toy runs that several tests look at, and small data in place of the data folder."""
+"""Toy runs that several tests share, and a small data folder."""
 
 import argparse
 import json
 import lzma
 import os
 import pydoc_data.topics
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,12 @@ import pytest
 from rsa_hf.experiments import byte_models
 from rsa_hf.experiments.fine_tune import training
 from rsa_hf.experiments.runner.experiment import find_experiment
-from rsa_hf.experiments.runner.runner import FOLDER, run_experiment
+from rsa_hf.experiments.runner.runner import FOLDER, read_runs, run_experiment
 
 
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory):
-    """Files where those of the data folder are: Python's own source in place of C, its help texts for Wikipedia."""
+    """A data folder with Python's own source in place of C and its help texts in place of Wikipedia."""
     folder = tmp_path_factory.mktemp("data")
     code = Path(argparse.__file__).read_text(encoding="utf-8")
     functions = [{"func": part, "target": i % 2} for i, part in enumerate(code.split("\n\n")) if part.strip()]
@@ -34,32 +35,31 @@ def write(path, text):
     path.write_bytes(lzma.compress(text.encode()))
 
 
-CACHES = (training.read_devign, training.read_splits, byte_models.read_corpus, training._pretrain)
+def clear_caches():
+    for function in (training.read_devign, training.read_splits, byte_models.read_corpus, training._pretrain):
+        function.cache_clear()
 
 
 @pytest.fixture
 def use_small_data(small_data, monkeypatch):
     monkeypatch.setenv("RSA_HF_DATA", str(small_data))
     yield
-    for function in CACHES:
-        function.cache_clear()
+    clear_caches()
 
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory, small_data):
-    """name → the folder and the conclusion of its toy run, which is done once, also for pytest-xdist's workers."""
-    done, base = {}, tmp_path_factory.getbasetemp()
+    """Run an experiment at toy size, once for all workers of pytest-xdist; returns its runs and its conclusion."""
+    base = tmp_path_factory.getbasetemp()
     root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "toy"
 
+    @cache
     def run(name, seeds=None):
-        if name not in done:
-            with pytest.MonkeyPatch.context() as patch:
-                if name == "fine-tune":
-                    patch.setenv("RSA_HF_DATA", str(small_data))
-                conclusion = run_experiment(find_experiment(name), "toy", root, seeds, progress=False)
-            done[name] = root / FOLDER / name / "toy", conclusion
-            for function in CACHES:
-                function.cache_clear()
-        return done[name]
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "fine-tune":
+                patch.setenv("RSA_HF_DATA", str(small_data))
+            conclusion = run_experiment(find_experiment(name), "toy", root, seeds, progress=False)
+        clear_caches()
+        return [*read_runs(root / FOLDER / name / "toy").values()], conclusion
 
     return run

@@ -1,11 +1,16 @@
-"""Finished runs with given values, for the tests of summaries and verdicts."""
+"""Finished runs with given values for tests of summaries and verdicts, and broken RSA."""
 
+import math
+from dataclasses import replace
+
+from rsa_hf import RSAConfig, patch_model
 from rsa_hf.experiments.runner.experiment import find_experiment
 from rsa_hf.experiments.runner.summary import Run
-from rsa_hf.heads import RSAHeads
+from rsa_hf.heads import RSAHeads, active_heads
 
-# Of each experiment that compares variants: the settings of a case, and the values measured from scores v on the
-# validation and t on the test data, less being better.
+COST = {"parameters": 1.0, "time of a step / plain": 1.5}
+# For each experiment that compares variants: the settings of one case, and what a run measures as a function of its
+# validation score v and its test score t. Lower scores are better.
 CASES = {
     "sample-efficiency": (
         {"corpus": "python", "train_bytes": 10, "model": "0.03M", "family": "llama", "steps": 3},
@@ -28,15 +33,8 @@ CASES = {
         lambda v, t: {"right 2–10": 1 - v / 4, "right 11–20": 1 - t / 4, "loss": 1.0, "steps": 1.0, **COST},
     ),
 }
-COST = {"parameters": 1.0, "time of a step / plain": 1.5}
-# The variants that are compared, by what they are called elsewhere.
+# The names of the variants "plain" and "rsa" in experiments that call them otherwise.
 ARMS = {"fine-tune": {"rsa": "mu -3 x20"}, "regular-languages": {"plain": "transformer"}}
-
-
-def zero_rems(monkeypatch):
-    """Break RSA: P V of every head is 0."""
-    forward = RSAHeads.forward
-    monkeypatch.setattr(RSAHeads, "forward", lambda self, a, value, mask: forward(self, a, 0 * value, mask))
 
 
 def finished(settings, values):
@@ -44,7 +42,7 @@ def finished(settings, values):
 
 
 def fake_runs(name, arm, tests, validations=None, rate=1e-3, **settings):
-    """Runs of a variant with these scores, one a seed."""
+    """Finished runs of a variant with these scores, one per seed."""
     shared, values = CASES[name]
     shared = {**shared, "arm": ARMS.get(name, {}).get(arm, arm), "learning_rate": rate, **settings}
     pairs = zip(tests if validations is None else validations, tests, strict=True)
@@ -55,3 +53,24 @@ def conclude(name, *runs):
     """The conclusion of an experiment from lists of runs."""
     experiment = find_experiment(name)
     return experiment.conclude(experiment.summarise([run for each in runs for run in each]))
+
+
+def measure_again(experiment, runs, **settings):
+    """The same runs, with new values for those that have these settings."""
+    return [
+        replace(run, values=experiment.measure(run.settings)) if settings.items() <= run.settings.items() else run
+        for run in runs
+    ]
+
+
+def zero_rems(monkeypatch):
+    """Break RSA: P V of every head is 0."""
+    forward = RSAHeads.forward
+    monkeypatch.setattr(RSAHeads, "forward", lambda self, a, value, mask: forward(self, a, 0 * value, mask))
+
+
+def patch_with_shut_gates(model):
+    """Break RSA: every gate is 0 and stays 0."""
+    patch_model(model, RSAConfig(gate_init=-math.inf))
+    for _, heads in active_heads(model):
+        heads.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""What all experiments have in common: grids, repeatable runs, verdicts, and the stored runs of version 0.1."""
+"""All experiments: their grids, reproducible runs and verdicts, and the stored runs."""
 
 import csv
 import json
@@ -21,22 +21,22 @@ STORED = sorted(path.parent.relative_to(RESULTS) for path in RESULTS.glob("*/*/c
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 @pytest.mark.parametrize("size", ["toy", "quick", "full"])
-def test_grids(name, size):
+def test_a_grid_has_each_run_once(name, size):
     experiment = find_experiment(name)
     grid = experiment.grid(size, 2)
     assert max(Counter(run_key(settings, experiment.revision) for settings in grid).values()) == 1
     assert {int(settings["seed"]) for settings in grid} == {0, 1}
-    # `--only` splits at commas.
+    # `--only` splits its values at commas.
     assert not any("," in str(settings[part]) for settings in grid for part in experiment.parts)
     assert (experiment.search_by is None) or all("learning_rate" in settings for settings in grid)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_glossaries_define_names_that_occur(name):
+def test_a_glossary_defines_settings_of_the_grid_only(name):
     experiment = find_experiment(name)
     grid = [*experiment.grid("quick", 1)]
     glossary = json.loads(json.dumps(experiment.glossary(grid), allow_nan=False))
-    # A run of search-heads has all variants.
+    # "arm" is not a setting of search-heads, whose runs measure all variants.
     assert glossary.keys() <= {name for settings in grid for name in settings} | {"arm"}
 
 
@@ -48,7 +48,7 @@ def test_glossaries_define_names_that_occur(name):
     ],
 )
 def test_large_models_are_planned_on_every_machine(name, models, on_gpu):
-    # Results of a GPU stay in the report where a CPU runs the rest.
+    # The report keeps the results of a GPU when a CPU runs the rest.
     experiment = find_experiment(name)
     grid = experiment.grid("full", 1)
     assert {settings["model"] for settings in grid} == models
@@ -61,7 +61,7 @@ FIGURES = ("mean", "low", "high", "seeds")
 
 
 def read_table(folder):
-    """Names and figures of table.csv."""
+    """The names and the figures in table.csv."""
     with (folder / "table.csv").open(encoding="utf-8") as file:
         rows = [*csv.DictReader(file)]
     names = [{name: value for name, value in row.items() if name not in FIGURES} for row in rows]
@@ -70,18 +70,17 @@ def read_table(folder):
 
 @pytest.mark.parametrize("folder", STORED, ids=str)
 def test_stored_runs_give_the_stored_figures(folder, tmp_path):
-    shutil.copytree(RESULTS / folder, tmp_path / FOLDER / folder)
-    (tmp_path / FOLDER / folder / "table.csv").unlink()
+    stored, rebuilt = RESULTS / folder, tmp_path / FOLDER / folder
+    shutil.copytree(stored, rebuilt)
+    (rebuilt / "table.csv").unlink()
     rebuild_results(tmp_path)
-    names, figures = read_table(tmp_path / FOLDER / folder)
-    stored_names, stored_figures = read_table(RESULTS / folder)
+    names, figures = read_table(rebuilt)
+    stored_names, stored_figures = read_table(stored)
     assert names == stored_names != []
     assert figures == pytest.approx(stored_figures, rel=1e-12, nan_ok=True)
     for name in ("conclusion.json", "configuration.json"):
-        assert json.loads((tmp_path / FOLDER / folder / name).read_text()) == json.loads(
-            (RESULTS / folder / name).read_text()
-        )
-    find_experiment(folder.parts[0]).draw([*read_runs(RESULTS / folder).values()], tmp_path / "figure.png")
+        assert json.loads((rebuilt / name).read_text()) == json.loads((stored / name).read_text())
+    find_experiment(folder.parts[0]).draw([*read_runs(stored).values()], tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -113,30 +112,27 @@ def test_equal_settings_give_equal_values(name):
     settings = {**experiment.grid("toy", 1)[0], **SHORT[name]}
     first = experiment.measure(settings)
     torch.rand(3)
-    again = experiment.measure(settings)
-    for measured in (first, again):
+    again, other = experiment.measure(settings), experiment.measure({**settings, "seed": 1})
+    for measured in (first, again, other):
         assert measured.pop("time of a step / plain", 1.0) > 0
     assert again == first
-    other = experiment.measure({**settings, "seed": 1})
-    assert other.keys() <= {*first, "time of a step / plain"} and any(
-        other[n] != first[n] for n in first if n in other
-    )
+    assert other.keys() <= first.keys() and any(value != first[name] for name, value in other.items())
 
 
 @pytest.mark.parametrize(
     ("name", "verdicts", "words"),
     [
-        # Gates that begin nearly shut do little in so few steps.
+        # Gates that start nearly shut change little in so few steps.
         ("fine-tune", ("confirmed", "not measurable at this size"), "gains significantly"),
         ("synthetic", ("confirmed", "not measurable at this size", "not confirmed"), "For α > 0.6, RSA predicts"),
-        # A clock is enough for (aa)*; on Parity no REM helps.
+        # A REM can count modulo 2, as (aa)* needs; no REM helps on Parity.
         ("regular-languages", ("not confirmed",), "which is significant; on Parity it is not better"),
         ("forecasting", ("confirmed", "not measurable at this size"), "lower error in"),
         ("linear-rnn", ("confirmed",), "12 of 12 linear RNNs"),
         ("dilation", ("confirmed",), "seasonal-24 suggests a day as d in 3 of 3 cases: as a whole, and in pieces."),
     ],
 )
-def test_toy_runs(name, verdicts, words, toy):
+def test_the_conclusion_of_the_toy_runs(name, verdicts, words, toy):
     _, conclusion = toy(name)
     assert conclusion.verdict in verdicts and words in conclusion.sentence
 
@@ -162,28 +158,28 @@ def test_the_verdict_can_go_either_way(name):
 
 
 @pytest.mark.parametrize("name", BY_RECURRENCE)
-def test_what_gates_do_without_recurrence_confirms_nothing(name):
+def test_a_gain_that_no_recurrence_reaches_too_is_not_confirmed(name):
     rsa = (0.5, 0.56, 0.6)
     assert verdict(name, rsa, fake_runs(name, NO_RECURRENCE, (0.4, 0.44, 0.47))) == "not confirmed"
     assert verdict(name, rsa, fake_runs(name, NO_RECURRENCE, (0.7, 0.4, 0.8))) == "not measurable at this size"
 
 
 @pytest.mark.parametrize("name", [name for name in BY_RECURRENCE if name != "fine-tune"])
-def test_a_run_that_diverged_with_rsa_alone_is_against_it(name):
+def test_a_run_that_diverges_only_with_rsa_is_not_confirmed(name):
     diverged, without = (0.5, math.nan, 0.6), fake_runs(name, NO_RECURRENCE, PLAIN)
     assert verdict(name, diverged, without) == "not confirmed"
 
 
 @pytest.mark.parametrize("name", ["forecasting", "language-model"])
-def test_where_the_other_diverged_too_nothing_is_measurable(name):
+def test_runs_that_diverge_with_every_variant_are_not_measurable(name):
     diverged = (0.5, math.nan, 0.6)
     without = fake_runs(name, NO_RECURRENCE, (1.0, math.nan, 1.2))
     assert verdict(name, diverged, without, plain=(1.0, math.nan, 1.2)) == "not measurable at this size"
-    assert verdict(name, diverged, without) == "not confirmed"  # the plain model did not
+    assert verdict(name, diverged, without) == "not confirmed"  # the plain model did not diverge
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_case_that_is_lost_is_enough(name):
+def test_one_lost_case_is_enough_for_not_confirmed(name):
     case = {"regular-languages": {"language": "(aa)*"}, "forecasting": {"horizon": 48}, "fine-tune": {"share": 1.0}}
     other = case.get(name, {"steps": 7})
     lost = [fake_runs(name, arm, [s + (arm == "rsa") for s in PLAIN], **other) for arm in ("plain", "rsa")]
@@ -193,19 +189,18 @@ def test_one_case_that_is_lost_is_enough(name):
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "sample-efficiency"])
 def test_learning_rates_are_chosen_by_validation(name):
-    # At the other rate the plain model is better on the test data, which nobody may look at.
+    # At the other rate the plain model is better on the test data, which must not decide.
     tempting = fake_runs(name, "plain", (0.1, 0.1, 0.1), validations=(2.0, 2.0, 2.0), rate=1e-2)
-    found = verdict(name, (0.5, 0.56, 0.6), tempting, fake_runs(name, NO_RECURRENCE, PLAIN))
-    assert found == "confirmed"
+    without = fake_runs(name, NO_RECURRENCE, PLAIN)
+    assert verdict(name, (0.5, 0.56, 0.6), tempting, without) == "confirmed"
     chosen = fake_runs(name, "plain", (0.1, 0.1, 0.1), validations=(0.9, 0.9, 0.9), rate=1e-2)
-    found = verdict(name, (0.5, 0.56, 0.6), chosen, fake_runs(name, NO_RECURRENCE, PLAIN))
-    assert found == "not confirmed"
+    assert verdict(name, (0.5, 0.56, 0.6), chosen, without) == "not confirmed"
 
 
 @pytest.mark.parametrize("variant", ["plain", "rsa", "mu -3 x20"])
 @pytest.mark.parametrize("name", CASES)
-def test_one_variant_alone_is_no_comparison(name, variant):
+def test_one_variant_alone_gives_no_rows(name, variant):
     experiment = find_experiment(name)
-    [*grid] = [settings for settings in experiment.grid("quick", 2) if settings["arm"] == variant]
+    grid = [settings for settings in experiment.grid("quick", 2) if settings["arm"] == variant]
     values = next(iter(read_runs(RESULTS / name / "quick").values())).values
     assert experiment.summarise([finished(settings, values) for settings in grid]) == []

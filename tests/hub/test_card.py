@@ -1,4 +1,4 @@
-"""The model card, and how it lives beside the cards of others."""
+"""The model card: its content, and its place beside what others wrote."""
 
 import logging
 import re
@@ -28,7 +28,7 @@ def card_of(model, folder, facts=None, plot=False):
     return ModelCard.load(write_card(model, folder, facts, plot))
 
 
-def test_card_says_how_to_load_and_what_was_learned(model, tmp_path):
+def test_a_card_has_the_facts_the_report_and_the_code_to_load(model, tmp_path):
     facts = CardFacts(
         base_model="openai-community/gpt2",
         datasets=("Salesforce/wikitext", "./texts"),
@@ -62,7 +62,7 @@ def transformer_xl():
 
 
 @pytest.mark.parametrize("make", [lambda: build("gpt2"), transformer_xl], ids=["transformers", "ours"])
-def test_its_code_loads_the_model(make, tmp_path):
+def test_the_code_on_a_card_loads_the_model(make, tmp_path):
     model = patch_model(make(), RSAConfig(num_regular=1))
     model.save_pretrained(tmp_path)
     write_card(model, tmp_path, CardFacts(name=str(tmp_path)))
@@ -77,11 +77,10 @@ def test_its_code_loads_the_model(make, tmp_path):
 
 
 def test_under_fsdp_the_code_names_the_models_own_class(model, tmp_path):
-    """FSDP2 puts a class of its own over it, which nobody can import."""
+    """FSDP2 replaces a model's class by one that cannot be imported."""
     model.__class__ = type("FSDPGPT2Model", (FSDPModule, type(model)), {})
-    assert (
-        "from transformers import GPT2Model\n\nmodel = GPT2Model.from_pretrained" in card_of(model, tmp_path).content
-    )
+    code = "from transformers import GPT2Model\n\nmodel = GPT2Model.from_pretrained"
+    assert code in card_of(model, tmp_path).content
 
 
 # --- written into a folder -----------------------------------------------------------------------------------------
@@ -98,7 +97,7 @@ FACTS = CardFacts(
 )
 
 
-def test_every_save_brings_the_card_up_to_date(model, tmp_path):
+def test_every_save_updates_the_card(model, tmp_path):
     model.save_pretrained(tmp_path)
     write_card(model, tmp_path, FACTS)
     assert read_facts(tmp_path) == FACTS
@@ -114,20 +113,21 @@ def test_every_save_brings_the_card_up_to_date(model, tmp_path):
     assert ModelCard(after).data.to_dict() == ModelCard(before).data.to_dict()
 
 
-def test_the_card_tells_of_what_was_saved(model, tmp_path):
+def test_the_card_reports_the_weights_that_were_saved(model, tmp_path):
+    """`state_dict` may hold other weights than the model."""
     averaged = {name: value.clone() for name, value in model.state_dict().items()}
     averaged["h.0.attn.rsa.mu"].fill_(0.1)
     parameters = dict(model.named_parameters())
     model.save_pretrained(tmp_path, state_dict=averaged)
     saved = str(rsa_report(type(model).from_pretrained(tmp_path)))
     assert saved != str(rsa_report(model)) and saved in (tmp_path / "README.md").read_text()
-    # The model holds what it held, and an optimiser its parameters.
+    # The model keeps its parameters, which an optimiser may hold.
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
     model.save_pretrained(tmp_path)
     assert str(rsa_report(model)) in (tmp_path / "README.md").read_text()
 
 
-def test_what_others_wrote_stays(model, tmp_path):
+def test_saving_keeps_what_others_wrote(model, tmp_path):
     card = (
         "---\nlicense: mit\nbase_model: /home/me/gpt2\ntags: [mine]\nmodel-index: [{odd: 1}]\n---\n\n# Mine\n\nHello\n"
     )
@@ -144,7 +144,7 @@ def test_what_others_wrote_stays(model, tmp_path):
     assert (tmp_path / "README.md").read_text() == again
 
 
-def test_a_plain_model_in_its_place_leaves_what_others_wrote(tmp_path):
+def test_a_plain_model_saved_in_its_place_removes_the_rsa_section_only(tmp_path):
     unpatched = build("gpt2")
     unpatched.save_pretrained(tmp_path)
     assert not (tmp_path / "README.md").exists()
@@ -159,13 +159,13 @@ def test_a_plain_model_in_its_place_leaves_what_others_wrote(tmp_path):
     assert "## RSA heads" in path.read_text() and "## What it is for" in path.read_text()
 
 
-def test_a_readme_that_is_no_card_is_left_alone(model, tmp_path):
+def test_a_readme_that_is_not_a_card_is_left_unchanged(model, tmp_path):
     (tmp_path / "README.md").write_text("# My project\n")
     model.save_pretrained(tmp_path)
     assert (tmp_path / "README.md").read_text() == "# My project\n"
 
 
-def test_a_card_that_cannot_be_read_does_not_cost_the_weights(model, tmp_path, caplog):
+def test_a_card_that_cannot_be_read_does_not_stop_saving(model, tmp_path, caplog):
     broken = "---\nlicense: [mit\n---\n"
     (tmp_path / "README.md").write_text(broken)
     with caplog.at_level(logging.WARNING):
@@ -176,7 +176,7 @@ def test_a_card_that_cannot_be_read_does_not_cost_the_weights(model, tmp_path, c
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_card_that_cannot_be_written_leaves_the_one_before(model, tmp_path):
+def test_a_card_that_cannot_be_written_leaves_the_previous_one(model, tmp_path):
     write_card(model, tmp_path, CardFacts(seeds=(1,)))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -200,31 +200,31 @@ def test_a_card_of_version_0_1_is_updated(model, tmp_path):
 
 
 @pytest.mark.parametrize("facts", ["[1]", "{", '{"of a later version": 1}'])
-def test_a_comment_without_facts_has_none(model, tmp_path, facts):
+def test_unreadable_facts_are_ignored(model, tmp_path, facts):
     write_card(model, tmp_path, CardFacts(seeds=(1,)))
     path = tmp_path / "README.md"
     path.write_text(path.read_text().replace('{"seeds": [1]}', facts))
     assert read_facts(tmp_path) == CardFacts()
 
 
-def test_only_the_first_process_writes(model, tmp_path):
+def test_only_the_main_process_writes(model, tmp_path):
     model.save_pretrained(tmp_path, is_main_process=False)
     assert not (tmp_path / "README.md").exists()
 
 
-def test_a_local_path_is_no_base_model_and_is_not_told(model, tmp_path):
+def test_a_local_path_is_not_named_as_the_base_model(model, tmp_path):
     for path in (str(tmp_path), "./outputs/best", "/nowhere/at/all"):
         card = card_of(model, tmp_path, CardFacts(base_model=path))
         assert card.data.base_model is None and path not in card.content
 
 
-@pytest.mark.parametrize("where", ["offloaded", "spread over processes"])
-def test_gates_that_are_elsewhere_are_not_read(model, tmp_path, where):
+@pytest.mark.parametrize("where", ["offloaded", "sharded"])
+def test_gates_on_other_devices_or_processes_are_not_read(model, tmp_path, where):
     heads = model.h[0].attn.rsa
     if where == "offloaded":
         heads.to("meta")
     else:
-        heads.mu.full_tensor = lambda: pytest.fail("all processes would have to take part")
+        heads.mu.full_tensor = lambda: pytest.fail("every process would have to take part")
     write_card(model, tmp_path, plot=True)
     card = (tmp_path / "README.md").read_text()
     assert '"num_dilated_cyclical_pairs": 1' in card

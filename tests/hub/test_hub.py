@@ -1,4 +1,4 @@
-"""Pushing to the Hub and loading from it, against a stand-in of its HTTP API; and what a stranger's checkpoint may do."""
+"""Pushing to the Hub and loading from it, against a stand-in of its HTTP API; checkpoints of strangers."""
 
 import json
 import logging
@@ -21,7 +21,8 @@ from transformers import (
 
 from families import CONFIGS, FULL_PLAN, VOCAB, build, inputs
 from hub_stand_in import TOKEN, USER, StandIn
-from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model
+from rsa_hf import RSAConfig, is_patched, patch_model
+from rsa_hf.heads import active_heads
 from rsa_hf.hub.card import CardFacts, write_card
 from rsa_hf.hub.push import push_folder
 
@@ -31,7 +32,7 @@ SECTION = "<!-- rsa_hf: end -->"
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A Hub of this test's own, with an empty cache, and a user who is logged in by HF_TOKEN."""
+    """A new Hub and an empty cache, with a user who is logged in by HF_TOKEN."""
     with StandIn() as hub:
         constants = huggingface_hub.constants
         monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
@@ -42,7 +43,7 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        # Else a thread of transformers' asks for a copy of pickled weights, some time.
+        # Otherwise a thread of transformers may ask for a safetensors copy of pickled weights at any time.
         monkeypatch.setenv("DISABLE_SAFETENSORS_CONVERSION", "1")
         yield hub
         assert hub.unknown == []
@@ -59,19 +60,19 @@ def tokenizer():
 
 @pytest.fixture
 def model():
-    """A classifier whose gates and rates are not where they started."""
+    """A classifier with gates and rates away from their initial values."""
     model = patch_model(AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]()), RSAConfig(**FULL_PLAN))
     with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, RSAHeads):
-                for parameter in module.parameters():
-                    parameter.add_(torch.randn(parameter.shape) * 0.02)
+        for _, heads in active_heads(model):
+            for parameter in heads.parameters():
+                parameter.add_(torch.randn(parameter.shape) * 0.02)
     return model.eval()
 
 
 @torch.no_grad()
-def same_logits(model, name=REPO):
-    loaded = AutoModelForSequenceClassification.from_pretrained(name)
+def assert_pushed(model):
+    """Check that the repository holds this model; returns the loaded one."""
+    loaded = AutoModelForSequenceClassification.from_pretrained(REPO)
     batch = inputs("roberta")
     assert is_patched(loaded)
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
@@ -81,11 +82,11 @@ def same_logits(model, name=REPO):
 # --- pushing and loading ------------------------------------------------------------------------------------------
 
 
-def test_what_is_pushed_comes_back_bit_for_bit(hub, model, tokenizer, caplog, capfd):
+def test_a_pushed_model_comes_back_bit_for_bit(hub, model, tokenizer, caplog, capfd):
     with caplog.at_level(logging.DEBUG):
         model.push_to_hub(REPO)
         tokenizer.push_to_hub(REPO)
-        loaded = same_logits(model)
+        loaded = assert_pushed(model)
     text = "w5 w6 w7 w8 w90"
     with torch.no_grad():
         expected = model(**tokenizer(text, return_tensors="pt")).logits[0]
@@ -96,15 +97,15 @@ def test_what_is_pushed_comes_back_bit_for_bit(hub, model, tokenizer, caplog, ca
     assert {score["label"]: score["score"] for score in scores} == {
         f"LABEL_{i}": value for i, value in enumerate(expected.tolist())
     }
-    # The card is the model's, also after the tokenizer, which brings none, was pushed.
+    # Pushing the tokenizer leaves the model's card.
     card = hub.card(REPO)
     assert f'from_pretrained("{REPO}")' in card
     assert card.count(SECTION) == 1
     assert hub.files(REPO)["rsa.png"].startswith(b"\x89PNG")
-    # What is loaded from the Hub knows where it is from.
+    # A model that was loaded from the Hub names its repository as the base model.
     loaded.push_to_hub(f"{USER}/next")
     assert f"base_model: {REPO}\n" in hub.card(f"{USER}/next")
-    # The token went to the Hub, and nowhere else.
+    # The token went to the Hub and is in no log, output or file.
     assert hub.authorised == {TOKEN}
     assert "HTTP Request" in caplog.text
     assert TOKEN not in caplog.text
@@ -112,9 +113,9 @@ def test_what_is_pushed_comes_back_bit_for_bit(hub, model, tokenizer, caplog, ca
     assert not any(TOKEN.encode() in content for content in hub.files(REPO).values())
 
 
-def test_pushed_while_it_is_saved(hub, model, tmp_path):
+def test_save_pretrained_pushes(hub, model, tmp_path):
     model.save_pretrained(tmp_path / "rsa", push_to_hub=True, repo_id=REPO)
-    same_logits(model)
+    assert_pushed(model)
     assert hub.card(REPO).count(SECTION) == 1
     assert f'from_pretrained("{REPO}")' in hub.card(REPO)
 
@@ -145,10 +146,10 @@ def make_trainer(folder, model, **arguments):
     return Trainer(model, arguments, train_dataset=rows)
 
 
-def test_the_card_survives_the_trainer_s_own(hub, model, tmp_path):
+def test_the_trainers_card_keeps_the_rsa_section(hub, model, tmp_path):
     trainer = make_trainer(tmp_path / "run", model, hub_model_id=REPO)
     trainer.train()
-    # What someone told the card before the Trainer writes its own over it.
+    # Facts that a user gives before the Trainer overwrites the card.
     trainer.save_model()
     facts = CardFacts(
         base_model="FacebookAI/roberta-base",
@@ -158,7 +159,7 @@ def test_the_card_survives_the_trainer_s_own(hub, model, tmp_path):
     )
     write_card(model, tmp_path / "run", facts)
     trainer.push_to_hub()
-    same_logits(trainer.model.eval())
+    assert_pushed(trainer.model.eval())
     card = hub.card(REPO)
     metadata = huggingface_hub.ModelCard(card).data
     assert {"rsa_hf", "rsa"} <= set(metadata.tags)
@@ -167,9 +168,9 @@ def test_the_card_survives_the_trainer_s_own(hub, model, tmp_path):
     assert metadata.datasets == ["google/code_x_glue_cc_defect_detection"]
     assert metadata.metrics == ["accuracy"]
     for part in (
-        "### Training hyperparameters",  # the Trainer's
+        "### Training hyperparameters",  # from the Trainer
         "- seed: 7",
-        "* seeds: 7",  # ours
+        "* seeds: 7",  # from rsa_hf
         "| test | 0.625 |",
         "make demo",
         "### Plan",
@@ -180,12 +181,12 @@ def test_the_card_survives_the_trainer_s_own(hub, model, tmp_path):
     ):
         assert part in card, part
     assert card.count(SECTION) == 1
-    # Written alone, it does not lose ours either.
+    # The Trainer's card alone keeps the section too.
     trainer.create_model_card()
     assert "make demo" in (tmp_path / "run" / "README.md").read_text()
 
 
-def test_the_trainer_s_card_of_a_plain_model_is_its_own(tmp_path, model):
+def test_the_trainers_card_of_a_plain_model_has_no_rsa_section(tmp_path, model):
     make_trainer(tmp_path / "patched", model).save_model()  # installs the hook
     plain = AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]())
     trainer = make_trainer(tmp_path / "plain", plain)
@@ -194,7 +195,7 @@ def test_the_trainer_s_card_of_a_plain_model_is_its_own(tmp_path, model):
     assert "rsa_hf" not in (tmp_path / "plain" / "README.md").read_text()
 
 
-def test_a_folder_is_pushed_without_what_does_not_belong_there(hub, model, tokenizer, tmp_path):
+def test_a_folder_is_pushed_without_optimiser_states_and_checkpoints(hub, model, tokenizer, tmp_path):
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "best")
     for name in ("optimizer.pt", "training_args.bin", "events.log"):
@@ -209,10 +210,10 @@ def test_a_folder_is_pushed_without_what_does_not_belong_there(hub, model, token
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(hub.files(REPO))
     assert not {"optimizer.pt", "training_args.bin", "events.log"} & set(hub.files(REPO))
     assert {name for name in hub.files(REPO) if "/" in name} == {"additional_chat_templates/with [tools].jinja"}
-    same_logits(model)
+    assert_pushed(model)
 
 
-def test_what_is_no_patched_checkpoint_is_not_pushed(hub, tmp_path):
+def test_only_patched_checkpoints_in_safetensors_are_pushed(hub, tmp_path):
     with pytest.raises(FileNotFoundError, match="no such folder"):
         push_folder(tmp_path / "absent", REPO)
     build("gpt2").save_pretrained(tmp_path / "plain")
@@ -229,7 +230,7 @@ def test_what_is_no_patched_checkpoint_is_not_pushed(hub, tmp_path):
 
 
 def pickled(folder, weights):
-    """Weights as a pickle in place of safetensors."""
+    """Store the weights as a pickle in place of safetensors."""
     torch.save(weights, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
 
@@ -243,7 +244,7 @@ def test_pickled_weights_are_refused_unless_they_are_asked_for(tmp_path):
     loaded = AutoModel.from_pretrained(tmp_path, use_safetensors=False)
     with torch.no_grad():
         assert torch.equal(loaded(**(batch := inputs("gpt2")))[0], model(**batch)[0])
-    # A plain model is loaded as ever.
+    # A plain model is loaded as before.
     build("gpt2").save_pretrained(tmp_path / "plain")
     pickled(tmp_path / "plain", load_file(tmp_path / "plain" / "model.safetensors"))
     AutoModel.from_pretrained(tmp_path / "plain")
@@ -257,8 +258,8 @@ class Payload:
         return open, (self.path, "w")
 
 
-def test_nothing_in_a_checkpoint_is_run(tmp_path, hub):
-    """A pickle that writes a file, and modelling code that does, in a repository of someone else's."""
+def test_no_code_in_a_checkpoint_is_run(tmp_path, hub):
+    """Neither a pickle nor modelling code that writes a file."""
     folder, mark = tmp_path / "made", tmp_path / "was-here"
     patch_model(build("gpt2"), RSAConfig(**FULL_PLAN)).save_pretrained(folder)
     content = json.loads((folder / "config.json").read_text())
@@ -274,5 +275,5 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path, hub):
     with pytest.raises(ValueError, match="a pickle"):
         AutoModel.from_pretrained(f"{USER}/pickled")
     assert not mark.exists()
-    torch.load(folder / "training_args.bin", weights_only=False)  # it would have been
+    torch.load(folder / "training_args.bin", weights_only=False)  # the control
     assert mark.exists()

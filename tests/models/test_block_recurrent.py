@@ -1,4 +1,4 @@
-"""The Block-Recurrent Transformer against loops over windows and tokens; its states, its initialisation, its memory."""
+"""The Block-Recurrent Transformer against loops over windows and tokens; its states and its initialisation."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ def rms(x, norm):
 
 def tokens_see(module, query, key, value):
     """Attention of tokens [T, H, D] to the last W tokens."""
-    # Classes of distances: 0, 1, 2 to 3 (2 · √3 = 3.5), and the rest.
+    # Buckets of distances: 0, 1, 2 to 3 (2 · √3 = 3.5), and the rest.
     bias = [module.relative_bias.weight[min(i, 2 + (i > 3)) if i > 1 else i] for i in range(WINDOW)]
     last = lambda t: range(max(0, t - WINDOW + 1), t + 1)  # noqa: E731
     return attention_by_hand(module, query, key, value, last, lambda t, s: bias[t - s])
@@ -47,7 +47,7 @@ def next_state(cell, state, h, kind):
 
 
 def recurrent_layer(module, x, kind, late):
-    """One row's tokens [T, d_model], window by window; `late`: tokens see the states of the window before."""
+    """The tokens of one row [T, d_model], window by window; `late` breaks it: tokens see states one window late."""
     cell = module.states
     q, q_states, k, v = (x @ module.qqkv_proj.weight.T).view(-1, 4, H, D).unbind(1)
     heads, out = tokens_see(module, q, k, v), []
@@ -70,7 +70,7 @@ def recurrent_layer(module, x, kind, late):
 
 
 def written_out(model, row, late=False):
-    """Logits of one row of tokens, in loops."""
+    """The logits of one row of tokens, as loops."""
     hidden = model.model.embed_tokens.weight[row]
     for layer in model.model.layers:
         x = rms(hidden, layer.attn_norm)
@@ -103,13 +103,12 @@ def test_agrees_with_loops_over_windows_and_tokens(case):
     assert expected.keys() == found.keys()
     assert len(found) == 1 + len(list(model.parameters()))
     for name, value in expected.items():
-        # Gates and rates are float32 at heart, and so are the weights of eager attention.
+        # RSA's parameters and the softmax of eager attention are float32 in a float64 model.
         assert relative_error(found[name], value) <= (1e-9 if rsa is None and attention == "sdpa" else 5e-6), name
-    # States that come one window late are far off.
     assert relative_error(found["output"], written_out(model, row, late=True).detach()) > 1e-3
 
 
-def test_distances_have_the_classes_of_t5():
+def test_distances_fall_into_the_buckets_of_t5():
     distances = torch.arange(1500)
     for buckets, furthest in ((32, 128), (4, 6), (10, 100)):
         expected = T5Attention._relative_position_bucket(-distances, False, buckets, furthest)
@@ -118,12 +117,12 @@ def test_distances_have_the_classes_of_t5():
 
 
 @torch.no_grad()
-def test_states_carry_what_no_window_reaches():
-    """The first token changes what comes long after it, with a recurrent layer alone."""
+def test_a_recurrent_layer_reaches_beyond_all_windows():
+    """The first token changes outputs far behind it only if there is a recurrent layer."""
     tokens = text(batch=1, length=40)
     changed = tokens.clone()
     changed[0, 0] = (tokens[0, 0] - 3 + 1) % (VOCAB - 3) + 3
-    reach = 3 * (WINDOW - 1)  # of three layers
+    reach = 3 * (WINDOW - 1)  # three layers
     for places, far in (([], 0.0), ([-2], 1e-5)):
         model = build(recurrent_layers=places, n_layer=3)
         difference = (model(tokens).logits - model(changed).logits).abs()[0].amax(-1)
@@ -132,7 +131,7 @@ def test_states_carry_what_no_window_reaches():
         assert (float(difference[reach + 1 :].max()) > far) == (places != [])
 
 
-def test_published_initialisation():
+def test_the_initialisation_is_the_published_one():
     model = build(gate="fixed", d_model=256, d_head=32, num_state_vectors=64)
     cell = model.model.layers[1].attn.states
     assert float(cell.attn_gate.bias.detach().std()) == pytest.approx(0.1, rel=0.2)
@@ -141,21 +140,20 @@ def test_published_initialisation():
     assert float(cell.state_ids.detach().std()) == pytest.approx(1.0, rel=0.05)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2 and name.split(".")[-2].endswith(("_proj", "_in", "_out", "input")):
-            # (Cut off at two standard deviations of the untruncated variable, or not at all.)
             assert float(parameter.detach().std()) == pytest.approx(parameter.shape[1] ** -0.5, rel=0.15), name
     gates = build(gate="lstm", d_model=256, d_head=32).model.layers[1].attn.states.attn_gate.gates
     assert float(gates.weight.detach().std()) == pytest.approx((0.1 / 512) ** 0.5, rel=0.15)
     assert float(gates.bias.detach().std()) == pytest.approx(0.1, rel=0.2)
 
 
-def test_rsa_heads_go_on_all_layers_but_the_recurrent():
+def test_rsa_heads_go_on_all_layers_except_recurrent_ones():
     model = build(n_layer=5, recurrent_layers=[0, 3])
     keys = set(model.state_dict())
     patch_model(model, RSAConfig(num_cyclical_pairs=2))
     assert model.config.rsa["modules"] == ["layers.1.attn", "layers.2.attn", "layers.4.attn"]
     assert not any(hasattr(model.model.layers[i].attn, "rsa") for i in (0, 3))
     assert set(unpatch_model(model).state_dict()) == keys
-    # Indices count the layers that can be patched.
+    # `layers` counts the layers that can be patched.
     patch_model(model, RSAConfig(num_cyclical_pairs=2, layers=[1]))
     assert model.config.rsa["modules"] == ["layers.2.attn"]
     unpatch_model(model)

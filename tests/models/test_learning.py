@@ -1,4 +1,4 @@
-"""Models learn a source whose next token depends on the last two, and RSA heads, which reach back, learn it sooner."""
+"""Each model learns a source whose next token depends on the last two, and learns it faster with RSA heads."""
 
 import math
 import statistics
@@ -12,7 +12,7 @@ from rsa_hf import RSAConfig, param_groups, patch_model
 from survey.broken import BROKEN
 
 SYMBOLS, LENGTH, STEPS, SEEDS = 8, 24, 100, (0, 1)
-# Of each: settings, and how many bits a token RSA heads are ahead at the least.
+# The settings of each model, and the least gain of RSA heads in bits per token.
 MODELS = {
     "transfo-xl": ({"init_std": 0.02, "proj_init_std": 0.01}, 0.1),
     "block-recurrent": ({"window_size": 12}, 0.06),
@@ -22,7 +22,7 @@ MODELS = {
 
 
 def draw(rows, segments, seed):
-    """Texts, as segments and the tokens that follow each of theirs: one token in ten is random."""
+    """Texts as pairs of a segment and its next tokens; one token in ten is random."""
     table = torch.randint(SYMBOLS, (SYMBOLS, SYMBOLS), generator=torch.Generator().manual_seed(99))
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(SYMBOLS, (rows, segments * LENGTH + 1), generator=generator)
@@ -34,7 +34,7 @@ def draw(rows, segments, seed):
 
 
 def run(model, segments, carry=True, optimizer=None):
-    """Bits a token; trains the model where there is an optimizer."""
+    """Bits per token of a pass over the segments, which trains the model if there is an optimizer."""
     state, losses = None, []
     for tokens, following in segments:
         out = model(tokens, shift_labels=following.contiguous(), **{model.segment_state: state})
@@ -49,7 +49,7 @@ def run(model, segments, carry=True, optimizer=None):
 
 
 def learn(name, rsa, broken=nullcontext):
-    """Mean bits a token of held-out texts, behind the state of the segments before and without it."""
+    """Mean bits per token of held-out texts, with carried state and without it."""
     carried, alone = [], []
     for seed in SEEDS:
         torch.manual_seed(seed)
@@ -68,14 +68,13 @@ def learn(name, rsa, broken=nullcontext):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_learns_and_recurrence_helps(name):
+def test_rsa_heads_and_carried_state_help_to_learn(name):
     plain, plain_alone = learn(name, rsa=False)
     rsa, rsa_alone = learn(name, rsa=True)
     late, _ = learn(name, rsa=True, broken=BROKEN["one step late"])
-    print(name, plain, plain_alone, rsa, rsa_alone, late)
     margin = MODELS[name][1]
     assert plain < math.log2(SYMBOLS) / 2
     assert plain < plain_alone
     assert rsa < rsa_alone
     assert rsa < plain - margin
-    assert late > plain - margin  # so that broken RSA is noticed
+    assert late > plain - margin  # broken RSA is caught

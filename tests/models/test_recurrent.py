@@ -1,4 +1,4 @@
-"""RNN, LSTM, GRU and linear RNN: against cells stepped by hand, in both directions, and behind padding."""
+"""RNN, LSTM, GRU and linear RNN against cells stepped by hand, in both directions, with padding."""
 
 import copy
 
@@ -44,7 +44,7 @@ def draw(B=3, T=17):
 
 
 def by_hand(model, ids):
-    """Every row and layer stepped one by one, h_t from h_{t−d}."""
+    """Each row and layer stepped token by token: h_t from h_{t−d}."""
     rows = []
     for row in ids:
         inputs = list(model.embeddings(row))
@@ -68,18 +68,18 @@ def test_agrees_with_cells_stepped_by_hand(cell, dilations):
     found = values_and_gradients(model, model(ids).last_hidden_state)
     expected = by_hand(model, ids)
     for name, value in values_and_gradients(model, expected).items():
-        # Where the text is shorter than the dilation, no state goes anywhere.
+        # In a text shorter than the dilation no state is read.
         assert bool(value.any()) or (max(dilations) > 17 and "weight_hh" in name), name
         torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10, msg=name)
-    # The control: another dilation is something else.
+    # The control: another dilation gives other states.
     other = build(cell=cell, dilations=[d + 1 for d in dilations])
     other.double().load_state_dict(model.state_dict())
     assert float((other(ids).last_hidden_state - expected).detach().abs().max()) > 1e-2
 
 
 @pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
-def test_without_dilation_it_is_the_network_of_torch_nn(cell):
-    """Three bidirectional layers at once, behind the same embeddings; values and gradients, in float64."""
+def test_without_dilation_it_agrees_with_torch_nn(cell):
+    """Values and gradients of three bidirectional layers on the same embeddings, in float64."""
     model, ids = build(cell=cell, bidirectional=True, num_hidden_layers=3).double(), draw()
     whole = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}[cell](N, N, 3, batch_first=True, bidirectional=True)
     weights = {
@@ -98,7 +98,7 @@ def test_without_dilation_it_is_the_network_of_torch_nn(cell):
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("dilations", [[1, 1], [2, 5]])
 def test_padding_anywhere_changes_nothing(cell, dilations):
-    """In both directions; for one, and over segments, see test_segment_models.py."""
+    """Of a bidirectional network; test_segment_models.py has one direction, and segments."""
     model = build(cell=cell, bidirectional=True, dilations=dilations)
     ids, mask = draw(4, 12), torch.ones(4, 12, dtype=torch.long)
     mask[0, :5] = 0
@@ -116,7 +116,7 @@ def test_padding_anywhere_changes_nothing(cell, dilations):
 
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("dilation", [1, 3, 20])
-def test_a_way_back_is_the_network_on_the_text_turned_round(cell, dilation):
+def test_the_backward_direction_is_the_network_on_the_reversed_text(cell, dilation):
     model, ids = build(cell=cell, bidirectional=True, num_hidden_layers=1, dilations=[dilation]), draw()
     outputs = model(ids)
     forward, backward = outputs.last_hidden_state.split(N, -1)
@@ -128,7 +128,7 @@ def test_a_way_back_is_the_network_on_the_text_turned_round(cell, dilation):
     torch.testing.assert_close(
         torch.cat([backward, forward], -1), expected.last_hidden_state.flip(1), rtol=1e-5, atol=1e-6
     )
-    # Each part of the state is there, back: here back, there.
+    # A state holds the forward part, then the backward one; they change places.
     found = outputs.state[0].unflatten(1, (-1, 2)).flip(2).flatten(1, 2)
     torch.testing.assert_close(found, expected.state[0], rtol=1e-5, atol=1e-6)
     alone = build(cell=cell, num_hidden_layers=1, dilations=[dilation])
@@ -136,7 +136,7 @@ def test_a_way_back_is_the_network_on_the_text_turned_round(cell, dilation):
     torch.testing.assert_close(outputs.state[0][:, ::2], alone(ids).state[0], rtol=1e-5, atol=1e-6)
 
 
-def test_a_fresh_linear_cell_is_stable():
+def test_a_linear_cell_starts_stable():
     torch.manual_seed(0)
     layer = RecurrentLayer("linear", 64, 64, 1, bidirectional=False)
     assert float(torch.linalg.eigvals(layer.cell.weight_hh_l0.detach()).abs().max()) < 0.8
@@ -144,7 +144,7 @@ def test_a_fresh_linear_cell_is_stable():
     assert float(output[:, -100:].detach().std()) < 2 * float(output[:, :100].detach().std())
 
 
-def test_a_classifier_reads_the_last_real_token_and_of_the_way_back_the_first():
+def test_a_bidirectional_classifier_reads_the_last_real_token_and_the_first():
     model = build(RecurrentForSequenceClassification, bidirectional=True, num_labels=3, pad_token_id=0)
     ids = draw(2, 9).clamp(min=1)
     ids[0, 6:] = 0

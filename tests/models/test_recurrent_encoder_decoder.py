@@ -1,4 +1,4 @@
-"""Encoder-decoder RNNs: against cells stepped by hand, behind padding, in generation, and with the Seq2SeqTrainer."""
+"""Encoder-decoder RNNs against cells stepped by hand, with padding, in generation, and in the Seq2SeqTrainer."""
 
 import numpy
 import pytest
@@ -34,12 +34,12 @@ def build(model_class=RecurrentEncoderDecoderForConditionalGeneration, **changes
     fields = {"vocab_size": VOCAB, "hidden_size": N, "dropout": 0.0, "initializer_range": 1.0, "cell": "gru"}
     model = model_class(RecurrentEncoderDecoderConfig(**{**fields, **changes})).eval()
     for parameter in model.parameters():
-        parameter.data *= 2  # as they start, states of so few steps are nearly alike
+        parameter.data *= 2  # at their start, the states after so few steps are nearly equal
     return model
 
 
 def step(kind, weights, suffix, x, state):
-    """One step of a cell with a layer's own weights, so that gradients reach them; the state is a list [h] or [h, c]."""
+    """One step of a cell with the layer's own weights, so that they get gradients; the state is [h] or [h, c]."""
     named = {name.removesuffix(suffix): weight for name, weight in weights if name.endswith(suffix)}
     if kind == "linear":
         return [named["weight_ih"] @ x + named["weight_hh"] @ state[0]]
@@ -57,24 +57,24 @@ def run(kind, layer, suffix, inputs, state):
 
 
 def context_by_hand(model, source):
-    """Of each layer, the decoder's first state, from the real tokens of one source."""
+    """The decoder's initial state for each layer, from the real tokens of one source."""
     kind, encoder = model.config.cell, model.model.encoder
     parts = 2 if kind == "lstm" else 1
     projections, inputs, context = iter(encoder.projections), list(encoder.network.embeddings(source)), []
     for layer in encoder.network.layers:
         zeros = [layer.cell.weight_hh_l0.new_zeros(N)] * parts
-        there, state = run(kind, layer, "_l0", inputs, zeros)
+        outputs, state = run(kind, layer, "_l0", inputs, zeros)
         if model.config.bidirectional:
-            back, other = run(kind, layer, "_l0_reverse", inputs[::-1], zeros)
+            backward, other = run(kind, layer, "_l0_reverse", inputs[::-1], zeros)
             state = [next(projections)(torch.cat(ends)) for ends in zip(state, other, strict=True)]
-            there = [torch.cat(ways) for ways in zip(there, back[::-1], strict=True)]
-        inputs = there
+            outputs = [torch.cat(pair) for pair in zip(outputs, backward[::-1], strict=True)]
+        inputs = outputs
         context.append(state)
     return context
 
 
 def decoded_by_hand(model, context, read):
-    """Logits behind every token that the decoder reads."""
+    """The logits after every token that the decoder reads."""
     inputs = list(model.model.decoder.embeddings(read))
     for layer, state in zip(model.model.decoder.layers, context, strict=True):
         inputs, _ = run(model.config.cell, layer, "_l0", inputs, state)
@@ -99,8 +99,8 @@ def gradients(model, loss):
 
 @pytest.mark.parametrize(("cell", "bidirectional"), SHAPES)
 @pytest.mark.parametrize("start", [None, 2])
-def test_logits_loss_and_gradients_are_those_of_cells_stepped_by_hand(cell, bidirectional, start):
-    # In float64, as a linear cell's states grow; the loss is computed in float32, as all of transformers' are.
+def test_logits_loss_and_gradients_agree_with_cells_stepped_by_hand(cell, bidirectional, start):
+    # In float64, because a linear cell's states grow. The loss is float32, as always in transformers.
     model = build(cell=cell, bidirectional=bidirectional, decoder_start_token_id=start).double()
     logits, expected = loss_by_hand(model)
     outputs = model(SOURCES, attention_mask=(SOURCES != PAD).long(), labels=LABELS)
@@ -108,13 +108,9 @@ def test_logits_loss_and_gradients_are_those_of_cells_stepped_by_hand(cell, bidi
         torch.testing.assert_close(found[: len(row)], row, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(outputs.loss, expected.float())
     wanted = gradients(model, expected)
-    for name, gradient in gradients(model, outputs.loss).items():
-        torch.testing.assert_close(
-            gradient, wanted[name], rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
-        )
-        if "reverse" not in name or bidirectional:
-            assert wanted[name].any(), name  # the encoder learns through the context
-    # In parts of a batch the sum counts.
+    torch.testing.assert_close(gradients(model, outputs.loss), wanted, rtol=1e-4, atol=1e-6)
+    assert all(gradient.any() for gradient in wanted.values())  # the encoder learns through the context
+    # With num_items_in_batch the loss is the sum over the part, divided by that number.
     part = model(SOURCES, labels=LABELS, num_items_in_batch=100).loss
     torch.testing.assert_close(part, (expected * int((LABELS != -100).sum()) / 100).float())
 
@@ -142,10 +138,10 @@ def test_padding_of_sources_changes_nothing(cell, bidirectional):
         torch.testing.assert_close(model(ids, decoder_input_ids=read).logits, alone)
         masked = model(ids.masked_fill(ids == PAD, 6), attention_mask=(ids != PAD).long(), decoder_input_ids=read)
         torch.testing.assert_close(masked.logits, alone)
-        # The control: padding that is read.
+        # The control: padding that is not masked.
         seen = model(ids.masked_fill(ids == PAD, 6), decoder_input_ids=read).logits
         assert float((seen - alone).abs().max()) > 1e-3
-    # Padding of the targets' beginning.
+    # Left padding of the targets.
     late = {"decoder_input_ids": torch.tensor([[5, 0, 4, 7]]), "decoder_attention_mask": torch.tensor([[0, 1, 1, 1]])}
     torch.testing.assert_close(model(torch.tensor([[9, 2, 1]]), **late).logits[:, 1:], alone)
 
@@ -161,7 +157,7 @@ def greedy_by_hand(model, source, steps):
 @pytest.mark.parametrize("use_cache", [True, False])
 @torch.no_grad()
 def test_greedy_generation_is_the_argmax_of_every_step(cell, bidirectional, use_cache):
-    # Untied: a tied softmax of random weights repeats one token.
+    # Untied, because a tied softmax with random weights repeats one token.
     model = build(cell=cell, bidirectional=bidirectional, tie_word_embeddings=False, decoder_start_token_id=3)
     found = model.generate(SOURCES, max_new_tokens=6, do_sample=False, use_cache=use_cache)
     expected = [greedy_by_hand(model, source, 6) for source in SOURCES]
@@ -170,7 +166,7 @@ def test_greedy_generation_is_the_argmax_of_every_step(cell, bidirectional, use_
 
 
 @pytest.mark.parametrize("cell", [*CELLS, "linear"])
-def test_beams_take_their_states_along(monkeypatch, cell):
+def test_beam_search_reorders_the_states(monkeypatch, cell):
     model = build(cell=cell, tie_word_embeddings=False, eos_token_id=None, bidirectional=True)
     options = {"num_beams": 4, "max_new_tokens": 8, "do_sample": False, "num_return_sequences": 4}
     expected = model.generate(SOURCES, use_cache=False, **options)
@@ -182,7 +178,7 @@ def test_beams_take_their_states_along(monkeypatch, cell):
 
 
 @torch.no_grad()
-def test_a_target_in_segments_with_their_state_is_one_target():
+def test_a_target_in_segments_with_carried_state_is_one_target():
     model = build(cell="lstm", bidirectional=True)
     read = torch.tensor([[0, 4, 7, 2, 5]] * len(SOURCES))
     whole = model(SOURCES, decoder_input_ids=read, output_hidden_states=True)
@@ -203,7 +199,7 @@ def test_a_target_in_segments_with_their_state_is_one_target():
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("cell", "bidirectional"), SHAPES)
 @torch.no_grad()
-def test_save_and_load_through_auto_classes(tmp_path, cell, bidirectional, tied):
+def test_auto_classes_save_and_load_the_same_model(tmp_path, cell, bidirectional, tied):
     for model_class, auto in (
         (RecurrentEncoderDecoderModel, AutoModel),
         (RecurrentEncoderDecoderForConditionalGeneration, AutoModelForSeq2SeqLM),
@@ -225,7 +221,7 @@ def test_save_and_load_through_auto_classes(tmp_path, cell, bidirectional, tied)
     assert logits.shape[-1] == VOCAB + 3
 
 
-def test_inputs_that_are_refused():
+def test_wrong_inputs_are_refused():
     model = build(cell="lstm")
     read = {"decoder_input_ids": LABELS.clamp(min=0)}
     outputs = model(SOURCES, **read)
@@ -242,7 +238,7 @@ def test_inputs_that_are_refused():
 
 
 def reversals(count, seed, symbols=6, longest=6):
-    """Strings of symbols and their reversals, both behind EOS and padded on the right to one length."""
+    """Strings of symbols and their reversals, each with EOS at its end and padded on the right to one length."""
     generator = numpy.random.default_rng(seed)
     rows = []
     for _ in range(count):
@@ -254,12 +250,12 @@ def reversals(count, seed, symbols=6, longest=6):
 
 
 def ended(tokens):
-    """The tokens up to EOS: what follows is filled by beam search and by the Trainer, each in its way."""
+    """The tokens up to EOS; beam search and the Trainer pad the rest in different ways."""
     return tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
 
 
 def train(folder, train_rows, test_rows, steps, **changes):
-    """Exact matches among the held-out strings, in generation, and the evaluation's loss."""
+    """Train on strings; returns the evaluation's loss and the share of held-out strings generated exactly."""
     set_seed(0)
     model = build(initializer_range=0.15, vocab_size=8, **changes)
     arguments = Seq2SeqTrainingArguments(
@@ -287,7 +283,7 @@ def test_the_seq2seq_trainer_trains_and_generates(tmp_path, monkeypatch):
     assert after["eval_loss"] < 0.2 * before["eval_loss"]
     assert before["eval_exact"] < 0.2
     assert after["eval_exact"] > 0.8
-    # A decoder that reads what it is to predict copies it, and learns nothing.
+    # A decoder that reads the token it should predict copies it and learns nothing.
     monkeypatch.setattr(RecurrentEncoderDecoderForConditionalGeneration, *NOT_SHIFTED)
     broken = train(str(tmp_path), *rows, 100, hidden_size=32)
     assert broken["eval_loss"] < 0.2 * before["eval_loss"]

@@ -1,4 +1,4 @@
-"""The Auto classes, the Trainer and the commands find our own models: each class, by its type and its name."""
+"""The Auto classes, the Trainer and the commands find the package's models, each class by its type and its name."""
 
 import json
 from importlib import import_module
@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel, Trainer, TrainingArguments
 
 from models import tiny
-from rsa_hf import cli, is_patched
+from rsa_hf import is_patched
 from rsa_hf.cli.common import load_checkpoint
 from rsa_hf.models import MODEL_TYPES, register_all
 from rsa_hf.models.transformer_xl import TransformerXLForCausalLM
@@ -19,24 +19,11 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def classes():
-    """Every class of ours that can be saved, with its model type."""
+    """Every model class of the package with its model type."""
     for model_type, folder in MODEL_TYPES.items():
         for found in vars(import_module(f"rsa_hf.models.{folder}")).values():
             if isinstance(found, type) and issubclass(found, PreTrainedModel):
                 yield model_type, found
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Runs a command in this process; returns its exit code and what it printed."""
-
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["rsa-hf", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        return end.value.code or 0, *capsys.readouterr()
-
-    return run
 
 
 def test_registering_again_changes_nothing():
@@ -46,7 +33,7 @@ def test_registering_again_changes_nothing():
 
 
 @pytest.mark.parametrize(("model_type", "model_class"), classes())
-def test_each_class_is_loaded_as_itself(model_type, model_class, tmp_path):
+def test_every_class_is_loaded_as_itself(model_type, model_class, tmp_path):
     model = model_class(tiny.config(model_type))
     model.save_pretrained(tmp_path)
     loaded = load_checkpoint(str(tmp_path))
@@ -65,10 +52,10 @@ def test_label_smoothing_shifts_the_labels_of_a_language_model(model_type, tmp_p
 
 
 @pytest.mark.parametrize("model_type", tiny.WITH_ATTENTION)
-def test_patch_keeps_the_head(model_type, run, tmp_path):
+def test_the_patch_command_keeps_the_head(model_type, run_rsa_hf, tmp_path):
     model = tiny.build(model_type)
     model.save_pretrained(tmp_path / "base")
-    code, _, err = run("patch", tmp_path / "base", tmp_path / "out", "--plan", "{num_regular: 2}")
+    code, _, err = run_rsa_hf("patch", tmp_path / "base", tmp_path / "out", "--plan", "{num_regular: 2}")
     assert (code, err) == (0, "")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [type(model).__name__]
     weights = load_file(tmp_path / "out" / "model.safetensors")
@@ -77,21 +64,20 @@ def test_patch_keeps_the_head(model_type, run, tmp_path):
     assert is_patched(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
 
 
-def test_a_language_model_of_transformers_4():
-    """Its class has another name there."""
+def test_a_language_model_of_transformers_4_is_loaded_by_its_old_class_name():
     assert type(load_checkpoint(str(GOLDEN / "plain"))) is TransformerXLForCausalLM
 
 
 @pytest.mark.parametrize("name", ["NobodysModel", "Trainer", "TransformerXLForCausalLM", "PreTrainedModel", {"a": 1}])
-def test_a_class_that_is_not_there_is_refused(name, run, tmp_path):
-    """A model of another class would be saved without the parts that it does not have."""
+def test_a_class_that_does_not_fit_is_refused(name, run_rsa_hf, tmp_path):
+    """Loaded as another class, the model would lose the weights that this class lacks."""
     sizes = {"vocab_size": 97, "n_embd": 32, "n_layer": 1, "n_head": 4}
     GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "base")
     path = tmp_path / "base" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": [name]}))
-    code, _, err = run("patch", tmp_path / "base", tmp_path / "out")
+    code, _, err = run_rsa_hf("patch", tmp_path / "base", tmp_path / "out")
     assert code == 2
-    # What is no text an older transformers refuses before we do.
+    # An older transformers refuses a name that is no string itself.
     assert f"config.json names the class {name!r}, which" in err or (
         isinstance(name, dict) and "'architectures'" in err
     )
@@ -99,7 +85,7 @@ def test_a_class_that_is_not_there_is_refused(name, run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_no_class_is_the_base_model(tmp_path):
+def test_a_config_without_a_class_is_loaded_as_the_base_model(tmp_path):
     model = tiny.build("transfo-xl").transformer
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"

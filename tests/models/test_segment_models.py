@@ -1,4 +1,4 @@
-"""What the models that carry a state have in common: segments, padding, generation, heads, saving, training."""
+"""Every model that carries a state: segments, padding, generation, heads, saving, training."""
 
 import json
 
@@ -24,11 +24,11 @@ from models.tiny import (
     config,
     difference,
     in_segments,
-    patched_modules,
     run_segments,
     text,
 )
 from rsa_hf import is_patched, patch_model, unpatch_model
+from rsa_hf.heads import active_heads
 
 SPLITS = {"halves": [12, 12], "odd": [5, 1, 11, 7], "tokens": [1] * 24}
 KINDS = [(name, rsa) for name in TINY for rsa in (None, {}) if rsa is None or name in WITH_ATTENTION]
@@ -59,9 +59,8 @@ def test_segments_equal_one_long_text(name, rsa, attention, lengths, monkeypatch
     whole = model(tokens)
     logits, state = run_segments(model, tokens, lengths)
     assert difference(logits, whole.logits) <= 1e-5
-    for found, expected in zip(state, whole[model.segment_state], strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    # Without the state, or with lags counted from the start of each segment, they do not.
+    torch.testing.assert_close(state, whole[model.segment_state], atol=1e-5, rtol=1e-5)
+    # The controls: no carried state, and lags counted from the start of each segment.
     forgetful = torch.cat([model(segment).logits for segment in tokens.split(lengths, dim=1)], dim=1)
     assert difference(forgetful, whole.logits) > 1e-2
     if rsa is not None:
@@ -71,7 +70,7 @@ def test_segments_equal_one_long_text(name, rsa, attention, lengths, monkeypatch
 
 @each_model
 @torch.no_grad()
-def test_each_part_of_the_state_counts(name):
+def test_every_part_of_the_state_matters(name):
     model, tokens = build(name), text()
     state = model(tokens[:, :13])[model.segment_state]
     expected = model(tokens).logits[:, 13:]
@@ -84,28 +83,28 @@ def test_each_part_of_the_state_counts(name):
 
 
 @each_kind
-def test_no_gradient_reaches_the_segment_before(name, rsa):
+def test_no_gradient_reaches_the_previous_segment(name, rsa):
     model, tokens = build(name, rsa=rsa), text()
     embedded = model.get_input_embeddings()(tokens[:, :12]).detach().requires_grad_()
     state = model(inputs_embeds=embedded)[model.segment_state]
     assert not any(part.requires_grad for part in state)
     model(tokens[:, 12:], labels=tokens[:, 12:], **{model.segment_state: state}).loss.backward()
     assert embedded.grad is None
-    assert all(bool(p.grad.any()) for module in patched_modules(model) for p in module.rsa.parameters())
+    assert all(bool(p.grad.any()) for _, heads in active_heads(model) for p in heads.parameters())
     # Within a segment it reaches the first token.
     model(inputs_embeds=embedded).logits[:, -1].sum().backward()
     assert float(embedded.grad[:, 0].abs().max()) > 0
 
 
-# (Before a text of "transfo-xl:zeros" come zeros, which are no padding.)
+# The zeros before a text of "transfo-xl:zeros" are not padding: they are visible.
 @pytest.mark.parametrize(("name", "rsa", "attention"), [case for case in CASES if "zeros" not in case[0]], ids=label)
 @torch.no_grad()
 def test_padding_changes_nothing(name, rsa, attention):
-    """On either side, and in between where no distances are counted; over segments, as masks tell of the memory."""
+    """Over segments, on both sides, and also in between if the model counts no distances."""
     between = name.startswith(("temporal", "recurrent")) or (name == "sru_plus_plus" and rsa is None)
     model, tokens = build(name, attention, rsa), text(4, 31)
     mask = torch.ones_like(tokens)
-    mask[0, :10] = 0  # two whole windows, which the Block-Recurrent Transformer counts
+    mask[0, :10] = 0  # two whole windows, because the Block-Recurrent Transformer counts windows from the start
     mask[1, 20 : 24 if between else 31] = 0
     if between:
         mask[2, [0, 4, 5, 11, 13]] = 0
@@ -119,7 +118,7 @@ def test_padding_changes_nothing(name, rsa, attention):
     found = torch.cat(found, 1)
     for row, real, logits in zip(tokens, mask.bool(), found, strict=True):
         assert difference(logits[real], in_segments(model, row[None, real], 7)[0]) <= 1e-5
-    # A mask that is left out, or does not tell of the memory, is noticed.
+    # The controls: no mask, and a mask that does not cover the memory.
     assert difference(in_segments(model, tokens, 31)[0, 10:], found[0, 10:]) > 1e-3
     if name in ("transfo-xl", "sru_plus_plus"):
         state = model(tokens[:, :12], attention_mask=mask[:, :12])[model.segment_state]
@@ -134,8 +133,8 @@ def test_a_shut_gate_is_the_plain_model_bit_for_bit(name, attention):
     plain = in_segments(model, tokens, [5, 12, 7])
     patch_model(model, {**FULL_PLAN, "gate_init": float("-inf")})
     assert torch.equal(in_segments(model, tokens, [5, 12, 7]), plain)
-    for module in patched_modules(model):
-        module.rsa.mu.fill_(0.0)
+    for _, heads in active_heads(model):
+        heads.mu.fill_(0.0)
     assert difference(in_segments(model, tokens, [5, 12, 7]), plain) > 1e-2
     assert torch.equal(in_segments(unpatch_model(model), tokens, [5, 12, 7]), plain)
 
@@ -151,7 +150,7 @@ GENERATE = {
 @pytest.mark.parametrize("beams", [1, 3])
 @each_kind_and_setting
 @torch.no_grad()
-def test_generate_with_and_without_state(name, rsa, beams):
+def test_generation_is_the_same_with_and_without_state(name, rsa, beams):
     model, tokens = build(name, rsa=rsa), text(length=9)
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
@@ -159,9 +158,8 @@ def test_generate_with_and_without_state(name, rsa, beams):
     with_state = model.generate(**inputs, **GENERATE)
     without = model.generate(**inputs, **GENERATE, use_cache=False)
     assert torch.equal(with_state.sequences, without.sequences)
-    for a, b in zip(with_state.scores, without.scores, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-    if not name.startswith("block-recurrent") and name != "transfo-xl:zeros":  # which count padding
+    torch.testing.assert_close(with_state.scores, without.scores, atol=1e-5, rtol=1e-5)
+    if not name.startswith("block-recurrent") and name != "transfo-xl:zeros":  # these two count padding
         alone = model.generate(tokens[:1, 3:], num_beams=beams, **GENERATE)
         assert torch.equal(with_state.sequences[0, 3:], alone.sequences[0])
 
@@ -173,13 +171,13 @@ def test_generate_with_and_without_state(name, rsa, beams):
 )
 @each_model
 @torch.no_grad()
-def test_generate_goes_on_from_a_state(name, options):
+def test_generation_continues_from_a_state(name, options):
     model, tokens = build(name, rsa={} if name in WITH_ATTENTION else None), text()
     whole = model.generate(tokens, **GENERATE, **options)
     state = {model.segment_state: model(tokens[:, :15])[model.segment_state]}
-    behind = model.generate(tokens[:, 15:], **state, **GENERATE, **options)
-    assert torch.equal(behind.sequences[:, 9:], whole.sequences[:, 24:])
-    torch.testing.assert_close(torch.stack(behind.scores), torch.stack(whole.scores), atol=1e-5, rtol=1e-5)
+    found = model.generate(tokens[:, 15:], **state, **GENERATE, **options)
+    assert torch.equal(found.sequences[:, 9:], whole.sequences[:, 24:])
+    torch.testing.assert_close(found.scores, whole.scores, atol=1e-5, rtol=1e-5)
     forgetful = model.generate(tokens[:, 15:], **GENERATE, **options)
     assert difference(forgetful.scores[0].softmax(-1), whole.scores[0].softmax(-1)) > 1e-5
 
@@ -194,7 +192,7 @@ def test_generation_returns_hidden_states(name):
     torch.testing.assert_close(found.hidden_states[-1][-1][:, 0], whole[:, -2], rtol=1e-5, atol=1e-5)
 
 
-def test_generate_refuses_the_state_of_another_kind_of_model():
+def test_generation_refuses_the_state_of_another_model():
     with pytest.raises(ValueError, match="mems"):
         build("recurrent").generate(text(), mems=(torch.zeros(2, 1),))
 
@@ -209,10 +207,10 @@ def test_losses_are_cross_entropies_of_the_logits(name):
     out = model(tokens, labels=labels)
     expected = cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     torch.testing.assert_close(out.loss, expected)
-    # As the Trainer divides where a batch is accumulated from several.
+    # As the Trainer divides when it accumulates gradients.
     in_all = model(tokens, labels=labels, num_items_in_batch=torch.tensor(100)).loss
     torch.testing.assert_close(in_all, expected * (labels[:, 1:] != -100).sum() / 100)
-    # The last token of a segment predicts the first of the next one.
+    # The last token of a segment predicts the first token of the next.
     assert model.takes_shift_labels
     following = tokens.roll(-1, 1)
     shifted = model(tokens, shift_labels=following).loss
@@ -223,7 +221,7 @@ def test_losses_are_cross_entropies_of_the_logits(name):
 
 @each_model
 @torch.no_grad()
-def test_outputs(name):
+def test_outputs_have_the_fields_and_shapes_of_transformers(name):
     base, tokens = build(name, "eager", auto=AutoModel), text(length=7)
     out = base(tokens, output_hidden_states=True, output_attentions=True)
     assert [tuple(states.shape[:2]) for states in out.hidden_states] == [(2, 7)] * (base.config.num_hidden_layers + 1)
@@ -246,7 +244,7 @@ def test_outputs(name):
 
 
 @each_model
-def test_a_classifier_reads_the_last_token_that_is_no_padding(name):
+def test_a_classifier_reads_the_last_token_that_is_not_padding(name):
     model, tokens = build(name, auto=AutoModelForSequenceClassification, num_labels=3), text(length=9)
     alone = model(tokens[:1, :6]).logits
     torch.testing.assert_close(alone, model.score(model.base_model(tokens[:1, :6]).last_hidden_state[:, -1]))
@@ -259,8 +257,8 @@ def test_a_classifier_reads_the_last_token_that_is_no_padding(name):
     assert model.segment_state in out
 
 
-def test_accumulated_batches_of_a_classifier_count_as_one(tmp_path):
-    """The Trainer divides their losses, as these are means."""
+def test_accumulated_batches_of_a_classifier_give_the_step_of_one_batch(tmp_path):
+    """The losses are means, so the Trainer divides them by their number."""
     data = [{"input_ids": row, "labels": i % 3} for i, row in enumerate(text(8, 6))]
     found = []
     for size in (8, 2):
@@ -283,7 +281,7 @@ def test_accumulated_batches_of_a_classifier_count_as_one(tmp_path):
 
 @each_kind_and_setting
 @torch.no_grad()
-def test_save_and_load_through_auto_classes(name, rsa, tmp_path):
+def test_auto_classes_save_and_load_the_same_model(name, rsa, tmp_path):
     model, tokens = build(name, rsa=rsa), text()
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.02)
@@ -296,7 +294,7 @@ def test_save_and_load_through_auto_classes(name, rsa, tmp_path):
     for auto in (AutoModel, AutoModelForSequenceClassification):
         other = auto.from_pretrained(tmp_path)
         assert torch.equal(other.base_model(tokens)[0], model.base_model(tokens)[0])
-    # Both locks keep a transformers without rsa_hf from running it as a plain model.
+    # Without rsa_hf, both locks stop transformers from loading the checkpoint as a plain model.
     content = json.loads((tmp_path / "config.json").read_text())
     locks = [content.get("attn_implementation", ""), *content.get("fusion_config", {})]
     assert sum(lock.startswith("rsa_hf") for lock in locks) == (2 if rsa is not None else 0)
@@ -318,10 +316,7 @@ def test_gradient_checkpointing_changes_nothing(name, rsa, reentrant):
     plain = gradients()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    found = gradients()
-    assert plain.keys() == found.keys()
-    for parameter, gradient in found.items():
-        torch.testing.assert_close(gradient, plain[parameter])
+    torch.testing.assert_close(gradients(), plain)
 
 
 @each_model_with_attention
@@ -338,7 +333,7 @@ def test_bfloat16_stays_close(name):
         assert abs(float(loss() - expected)) < 0.03 * float(expected)
     model.to(torch.bfloat16)
     dtypes = [part.dtype for part in model(tokens)[model.segment_state]]
-    in_float32 = 2 if name == "sru_plus_plus" else 0  # cells
+    in_float32 = 2 if name == "sru_plus_plus" else 0  # the cells
     assert dtypes[:in_float32] == [torch.float32] * in_float32
     assert {dtype for dtype in dtypes[in_float32:] if dtype.is_floating_point} == {torch.bfloat16}
     assert model(tokens).logits.dtype == torch.bfloat16
@@ -356,8 +351,8 @@ TRAINED = {
 
 
 @each_kind
-def test_trainer_trains(name, rsa, tmp_path):
-    """A periodic text is learned; evaluation gathers logits of batches and leaves the state alone."""
+def test_the_trainer_learns_a_periodic_text(name, rsa, tmp_path):
+    """Evaluation gathers the logits of all batches, and ignores the state."""
     model = build(name, rsa=rsa, dropout=0.1, **TRAINED[name])
     period = text(batch=1, length=5).repeat(1, 5)[0]
     data = [{"input_ids": period, "labels": period}] * 64
@@ -372,11 +367,11 @@ def test_trainer_trains(name, rsa, tmp_path):
     assert trainer.predict(data[:6]).predictions.shape == (6, 25, VOCAB)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @each_model
-def test_inputs_that_are_refused(name):
+def test_wrong_inputs_are_refused(name):
     model, tokens = build(name), text()
     for inputs in ({}, {"input_ids": tokens, "inputs_embeds": torch.zeros(2, 24, model.config.hidden_size)}):
         with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
@@ -401,7 +396,7 @@ def test_inputs_that_are_refused(name):
 @pytest.mark.parametrize(
     ("name", "size"), [("block-recurrent", "window_size"), ("temporal_latent_bottleneck", "chunk_size")]
 )
-def test_the_state_of_longer_windows_is_refused(name, size):
+def test_a_state_of_longer_windows_is_refused(name, size):
     longer = build(name, **{size: 11})
     state = longer(text(length=21))[longer.segment_state]
     with pytest.raises(ValueError, match="has shapes"):
@@ -433,6 +428,6 @@ def test_the_state_of_longer_windows_is_refused(name, size):
         ("recurrent_encoder_decoder", {"cell": "tanh"}, "cell='tanh'.*'lstm'"),
     ],
 )
-def test_configs_that_are_refused(name, changes, message):
+def test_wrong_configs_are_refused(name, changes, message):
     with pytest.raises(ValueError, match=message):
         config(name, **changes)

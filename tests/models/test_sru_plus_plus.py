@@ -1,4 +1,4 @@
-"""SRU++ against loops written from the paper; its state."""
+"""SRU++ against loops written from the paper, and its state."""
 
 import math
 from functools import partial
@@ -20,7 +20,7 @@ build = partial(tiny.build, "sru_plus_plus")
 
 
 def by_hand(model, tokens, gate_sees_the_cell=True):
-    """Every row, layer and step on its own: attention in a loop over queries and keys, RSA by the double loop."""
+    """Each row, layer and step on its own."""
     rows = []
     for row in tokens:
         inputs = list(model.embeddings(row))
@@ -62,26 +62,26 @@ def test_agrees_with_steps_by_hand(length, attention, heads):
     for name, value in expected.items():
         assert float((found[name] - value).abs().max()) <= 1e-10 * max(1.0, float(value.abs().max())), name
         assert length == 1 or bool(value.any()), name
-    if length > 2:  # a forget gate that does not look at the cell is something else
+    if length > 2:  # the control: a forget gate that does not see the cell
         broken = by_hand(model, tokens, gate_sees_the_cell=False).detach()
         assert relative_error(found["output"], broken) > 1e-3
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_rsa_heads_mix_into_its_attention(attention):
-    """Gates and rates are float32 in any model, and so is the agreement."""
+    """To float32 precision, because gates and rates are float32 in any model."""
     model, tokens = build(attention, rsa={}, auto=AutoModel), text(length=9)
     found = values_and_gradients(model, model(tokens).last_hidden_state)
     expected = values_and_gradients(model, by_hand(model, tokens))
     assert sum(".rsa." in name for name in expected) == 8
     for name, value in expected.items():
-        # The gradient of α is one number, in which much cancels out.
+        # The gradient of α is one number, in which many terms cancel.
         assert relative_error(found[name], value) <= (3e-5 if name.endswith("alpha") else 1e-5), name
     assert relative_error(unpatch_model(model)(tokens).last_hidden_state, expected["output"]) > 1e-2
 
 
-def test_gradients_of_the_cells():
-    """Against numerical ones, in a step that stays as it is (an infinite gate), too."""
+def test_gradients_of_the_cells_agree_with_numerical_ones():
+    """Also at a step that an infinite forget gate holds unchanged."""
     forget, candidate = torch.randn(2, 5, 3).double(), torch.randn(2, 5, 3).double()
     arguments = [forget, candidate, torch.randn(3).double(), torch.randn(2, 3).double()]
     for argument in arguments:
@@ -98,8 +98,8 @@ def test_gradients_of_the_cells():
 
 
 @torch.no_grad()
-def test_a_fresh_layer_is_a_recurrence_alone():
-    """α = 0: tokens meet in the recurrence alone, whose weights are W_o and W_q in one; highway gates start low."""
+def test_a_new_layer_is_a_recurrence_alone():
+    """α = 0, so that only the recurrence mixes tokens; highway gates start low."""
     model = SRUPlusPlusModel(tiny.config("sru_plus_plus"))
     for layer in model.layers:
         assert layer.attention.alpha.tolist() == [0.0]

@@ -1,4 +1,4 @@
-"""Temporal Latent Bottleneck against loops; where RSA heads go."""
+"""Temporal Latent Bottleneck against loops, and the modules that get RSA heads."""
 
 import math
 from functools import partial
@@ -18,7 +18,7 @@ RSA = pytest.mark.parametrize("rsa", [None, {}], ids=["plain", "rsa"])
 
 
 def by_hand(model, tokens):
-    """Logits of one row after the other, chunk after chunk, query after query."""
+    """The logits as loops over rows, chunks and queries."""
     return torch.stack([_row(model, row) for row in tokens])
 
 
@@ -75,7 +75,7 @@ def _self_attention(module, x):
 @RSA
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_agrees_with_loops(attention, rsa):
-    """Over four chunks and a part of one, in float64."""
+    """Values and gradients over four chunks and a part of one, in float64."""
     model, tokens = build(attention, rsa).double(), text(length=23)
     expected = values_and_gradients(model, by_hand(model, tokens))
     found = values_and_gradients(model, model(tokens).logits)
@@ -95,17 +95,16 @@ def sees_all_of_the_chunk(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "tril", lambda self, diagonal=0: self)
 
 
-def states_without_numbers(monkeypatch):
-    zero = lambda distances, n: sinusoids(distances, n) * (len(distances) == CHUNK)  # noqa: E731
+def states_without_positions(monkeypatch):
     sinusoids = modeling.sinusoids
-    monkeypatch.setattr(modeling, "sinusoids", zero)
+    monkeypatch.setattr(modeling, "sinusoids", lambda d, n: sinusoids(d, n) * (len(d) == CHUNK))
 
 
 def recurrence_is_off(monkeypatch):
     monkeypatch.setattr(RSAHeads, "forward", lambda self, attention, value, mask: attention)
 
 
-@pytest.mark.parametrize("broken", [never_updated, sees_all_of_the_chunk, states_without_numbers, recurrence_is_off])
+@pytest.mark.parametrize("broken", [never_updated, sees_all_of_the_chunk, states_without_positions, recurrence_is_off])
 @torch.no_grad()
 def test_a_broken_model_does_not_agree_with_loops(broken, monkeypatch):
     model, tokens = build(rsa={}).double(), text(length=23)
@@ -119,7 +118,7 @@ def test_a_broken_model_does_not_agree_with_loops(broken, monkeypatch):
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_self_attention_is_patched_and_cross_attention_is_not(chunk_size, num_states, device):
-    """Also where a chunk has as many tokens as there are states, or a trial run could be mistaken for that."""
+    """Also if a chunk has as many tokens as there are states, so that lengths do not tell the two apart."""
     with torch.device(device):
         model = build(rsa={}, chunk_size=chunk_size, num_states=num_states)
     patched = {name for name, module in model.named_modules() if isinstance(module, RSAHeads)}

@@ -1,4 +1,4 @@
-"""Transformer-XL against formulas, loops, other softmaxes, and the published sizes."""
+"""Transformer-XL against transformers 4, loops and the published sizes; its memory."""
 
 import math
 import subprocess
@@ -28,8 +28,8 @@ build = partial(tiny.build, "transfo-xl")
 @pytest.mark.parametrize(
     ("layers", "plain", "rsa"), [(10, 34_139_675, 50), (14, 47_789_595, 70), (16, 54_614_555, 80)]
 )
-def test_published_sizes(layers, plain, rsa):
-    """The text8 models of the paper, without and with 4 RSA heads in two dilated cyclical pairs a layer."""
+def test_sizes_are_the_published_ones(layers, plain, rsa):
+    """The text8 models of the paper, plain and with two dilated cyclical pairs of RSA heads per layer."""
     shape = {"d_model": 512, "n_head": 8, "d_head": 64, "d_inner": 2048, "n_layer": layers, "vocab_size": 27}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -41,7 +41,7 @@ def test_published_sizes(layers, plain, rsa):
 
 
 def results_of_two_segments(model, expected):
-    """What `scripts/transformer_xl_reference.py` had from transformers 4.57, from this model."""
+    """The results that `scripts/transformer_xl_reference.py` stores, from this model."""
     found, mems = {}, None
     for i, segment in enumerate(expected["tokens"]):
         model.zero_grad()
@@ -57,7 +57,7 @@ def results_of_two_segments(model, expected):
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.name)
 def test_agrees_with_transformers_4(case, attention):
-    """Golden numbers: python scripts/transformer_xl_reference.py --output tests/models/golden"""
+    """The golden numbers come from python scripts/transformer_xl_reference.py --output tests/models/golden."""
     model = AutoModelForCausalLM.from_pretrained(case, attn_implementation=attention).eval()
     expected = load_file(case / "expected.safetensors")
     found = results_of_two_segments(model, expected)
@@ -67,7 +67,7 @@ def test_agrees_with_transformers_4(case, attention):
         assert expected["tokens"].shape[2] > model.config.clamp_len > 0
         model.config.clamp_len = -1
         assert difference(results_of_two_segments(model, expected)["logits.1"], expected["logits.1"]) > 1e-2
-    # The check can fail: without the zeros that transformers 4 begins with, the first segment differs.
+    # The control: without the zeros that transformers 4 puts before a text, the first segment differs.
     model.config.zero_memory = False
     assert difference(results_of_two_segments(model, expected)["logits.0"], expected["logits.0"]) > 1e-2
 
@@ -82,8 +82,8 @@ def write_cases(folder, seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_other_checkpoints_agree_and_golden_numbers_are_still_those(tmp_path):
-    """With transformers 4.57 itself, in an environment of its own."""
+def test_other_checkpoints_agree_and_golden_numbers_are_reproduced(tmp_path):
+    """By transformers 4.57 in an environment of its own."""
     write_cases(tmp_path / "other", 7)
     write_cases(tmp_path / "golden", 0)
     for case in CASES:
@@ -96,7 +96,7 @@ def test_other_checkpoints_agree_and_golden_numbers_are_still_those(tmp_path):
         )
         assert again.keys() == golden.keys()
         for name in golden:
-            # Other processors round otherwise: 4e-6 between two that were tried.
+            # Processors round differently: two that were tried differ by 4e-6.
             assert difference(again[name].float(), golden[name].float()) <= 1e-5, (case.name, name)
 
 
@@ -111,7 +111,7 @@ def test_training_mode_gives_the_same_loss_without_all_logits():
 
 
 def written_out(module, hidden, memory, window, clamp):
-    """One layer's attention as the paper has it, in loops over queries and keys, row by row."""
+    """One layer's attention as in the paper, as loops over rows, queries and keys."""
     D, n, outputs = module.config.d_head, module.config.d_model, []
     wavelengths = [10000 ** (-i / n) for i in range(0, n, 2)]
     for row, before in zip(hidden, memory, strict=True):
@@ -132,8 +132,8 @@ def written_out(module, hidden, memory, window, clamp):
 @pytest.mark.parametrize("clamp", [100, 3])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_a_layer_is_the_papers_equation(attention, window, clamp):
-    """Values and gradients, of the weights and of gates and rates, with a memory and an odd length."""
+def test_a_layer_agrees_with_the_papers_equation(attention, window, clamp):
+    """Values and gradients, with a memory and an odd length."""
     module = build(attention, rsa={}).transformer.layers[0].dec_attn
     hidden, memory = torch.randn(2, 7, 32, requires_grad=True), torch.randn(2, 4, 32)
     positions = sinusoids(torch.arange(11, -1, -1).clamp(max=clamp), 32)
@@ -143,7 +143,7 @@ def test_a_layer_is_the_papers_equation(attention, window, clamp):
     assert expected.keys() >= {"rsa.mu", "rsa.eta", "rsa.nu", "rsa.theta", "r_w_bias", "r_r_bias", "r_net.weight"}
     for name, value in expected.items():
         assert relative_error(found[name], value) <= 1e-5, name
-    # A layer that had forgotten its memory's length is far off.
+    # The control: a memory that is one token too short.
     assert relative_error(found["output"], written_out(module, hidden, memory[:, :-1], window, clamp).detach()) > 1e-2
 
 
@@ -151,15 +151,15 @@ def test_a_layer_is_the_papers_equation(attention, window, clamp):
 
 
 @torch.no_grad()
-def test_too_short_a_memory_is_noticed():
-    """What the tests of segments rely on: they pass with a memory, or a window, that is long enough."""
+def test_a_memory_that_is_too_short_gives_other_logits():
+    """The control for the tests of segments, whose memories are long enough."""
     model, tokens = build(mem_len=4, **BANDS), text()
     assert difference(in_segments(model, tokens, [5, 1, 11, 7]), model(tokens).logits) > 1e-3
 
 
 @torch.no_grad()
-def test_zeros_before_a_text_fill_its_window():
-    """As transformers 4 begins a text: within a window of M positions, so many zeros are seen before it."""
+def test_zero_memory_is_a_window_of_visible_zeros_before_the_text():
+    """As in transformers 4, where a text with `same_length` starts with a memory of zeros."""
     model, tokens = build(rsa={}, mem_len=7, same_length=True, zero_memory=True), text()
     zeros = (torch.zeros(2, 7, 32),) * 2
     assert torch.equal(model(tokens, mems=zeros).logits, model(tokens).logits)
@@ -168,7 +168,7 @@ def test_zeros_before_a_text_fill_its_window():
 
 
 @torch.no_grad()
-def test_memory_grows_up_to_its_length():
+def test_memory_grows_up_to_mem_len():
     model, tokens = build(mem_len=10), text()
     out = model(tokens[:, :6])
     assert {memory.shape[1] for memory in out.mems} == {6}
@@ -181,7 +181,7 @@ def test_memory_grows_up_to_its_length():
 
 
 @torch.no_grad()
-def test_without_memory():
+def test_a_model_without_memory_generates():
     model, tokens = build(mem_len=0), text()
     assert model(tokens).mems is None
     options = {"max_new_tokens": 5, "num_beams": 3, "return_dict_in_generate": True}

@@ -1,4 +1,4 @@
-"""Checkpoints of transformers 4, of the original and NVIDIA's; and files that are refused."""
+"""Transformer-XL checkpoints of transformers 4, of the original code and of NVIDIA's; files that are refused."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from models import tiny
 from models.tiny import BANDS, in_segments, text
-from rsa_hf import RSAConfig, cli, patch_model
+from rsa_hf import RSAConfig, patch_model
 from rsa_hf.models.transformer_xl import TransformerXLConfig
 from rsa_hf.models.transformer_xl.convert_transformer_xl_checkpoint import convert_checkpoint
 
@@ -30,19 +30,19 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_tied_is_trained_as_one(layout):
+def test_tied_weights_are_one_parameter(layout):
     model = build(**LAYOUTS[layout])
     tied = model.all_tied_weights_keys
     for target, source in tied.items():
         assert model.get_parameter(target) is model.get_parameter(source)
-    # Tied embeddings of each table, and with projections tied those of each band but the first.
+    # The embeddings of each table; with tied projections, also those of each band except the first.
     assert len(tied) == {"plain": 1, "one_table": 1, "one_table_projected": 4, "tables": 7, "tables_untied": 0}[layout]
 
 
 @pytest.mark.parametrize("layout", ["one_table", "plain", "tables"])
 @torch.no_grad()
-def test_bin_and_safetensors_of_transformers_4(layout, tmp_path):
-    """`.bin` has every tied parameter twice, safetensors once."""
+def test_bin_files_of_transformers_4_load_like_safetensors(layout, tmp_path):
+    """`.bin` holds every tied parameter twice, safetensors once."""
     shutil.copytree(GOLDEN / layout, tmp_path, dirs_exist_ok=True)
     expected = AutoModelForCausalLM.from_pretrained(GOLDEN / layout)
     state = {name: value.clone() for name, value in expected.state_dict().items()}
@@ -62,7 +62,7 @@ def test_bin_and_safetensors_of_transformers_4(layout, tmp_path):
 
 
 def original(model, nvidia):
-    """The state dict of the original implementation, or of NVIDIA's, with the weights of a model of ours."""
+    """The model's weights as a state dict of the original implementation, or of NVIDIA's."""
     state = {}
     for name, value in model.state_dict().items():
         name = name.removeprefix("transformer.")
@@ -94,7 +94,7 @@ def nvidia_config(model):
 
 
 def log_probability_of_the_original(model, state, hidden, token):
-    """log p of a token as the original's softmax has it: band i's entry is the i-th from the end (div_val > 1)."""
+    """log p of a token in the original's adaptive softmax, where the entry of band i is the i-th from the end."""
     edges = [0, *model.config.cutoffs, model.config.vocab_size]
     band = sum(token >= edge for edge in edges[1:-1])
 
@@ -112,29 +112,26 @@ def log_probability_of_the_original(model, state, hidden, token):
 @pytest.mark.parametrize("nvidia", [False, True], ids=["original", "nvidia"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @torch.no_grad()
-def test_original_layouts_are_converted(layout, nvidia, tmp_path, monkeypatch, capsys):
+def test_checkpoints_in_other_layouts_are_converted(layout, nvidia, tmp_path, run_rsa_hf):
     model, tokens = build(**{**LAYOUTS[layout], "untie_r": False}), text()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.normal_()
     state = original(model, nvidia)
-    args = argparse.Namespace(lr=0.01, cuda=True)
-    torch.save(
-        {"args": args, "model_config": nvidia_config(model), "model_state": state} if nvidia else state,
-        tmp_path / "xl.pt",
-    )
     if nvidia:
+        args = argparse.Namespace(lr=0.01, cuda=True)
+        content = {"args": args, "model_config": nvidia_config(model), "model_state": state}
+        torch.save(content, tmp_path / "xl.pt")
         convert_checkpoint(tmp_path / "xl.pt", tmp_path / "xl")
     else:
+        torch.save(state, tmp_path / "xl.pt")
         with pytest.raises(ValueError, match="does not contain the architecture"):
             convert_checkpoint(tmp_path / "xl.pt", tmp_path / "xl")
         assert not (tmp_path / "xl").exists()
         (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
         files = [tmp_path / "xl.pt", tmp_path / "xl", "--config", tmp_path / "config.json"]
-        monkeypatch.setattr("sys.argv", ["rsa-hf", "convert-transformer-xl", *map(str, files)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        assert (end.value.code or 0) == 0, capsys.readouterr()
+        code, _, err = run_rsa_hf("convert-transformer-xl", *files)
+        assert code == 0, err
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "xl")
     assert torch.equal(in_segments(loaded, tokens, [10, 14]), in_segments(model, tokens, [10, 14]))
     if layout == "tables" and not nvidia:
@@ -144,24 +141,20 @@ def test_original_layouts_are_converted(layout, nvidia, tmp_path, monkeypatch, c
             torch.testing.assert_close(loaded(tokens).logits[0, -1, token], expected)
 
 
-def test_a_folder_that_cannot_be_written_into(tmp_path, monkeypatch, capsys):
+def test_a_full_disk_is_an_error_of_the_command(tmp_path, run_rsa_hf):
     model = build(untie_r=False)
     torch.save({"model_config": nvidia_config(model), "model_state": original(model, True)}, tmp_path / "xl.pt")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    monkeypatch.setattr(
-        "sys.argv", ["rsa-hf", "convert-transformer-xl", str(tmp_path / "xl.pt"), str(tmp_path / "xl")]
-    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, before[1]))
     try:
-        with pytest.raises(SystemExit) as end:
-            cli.main()
+        code, _, err = run_rsa_hf("convert-transformer-xl", tmp_path / "xl.pt", tmp_path / "xl")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert end.value.code == 2
-    assert f"error: cannot write to {tmp_path / 'xl'}" in capsys.readouterr().err
+    assert code == 2
+    assert f"error: cannot write to {tmp_path / 'xl'}" in err
 
 
-def test_files_of_another_kind_are_refused(tmp_path):
+def test_other_files_are_refused(tmp_path):
     model = build(untie_r=False)
     state = original(model, False)
     wrong = {
@@ -181,14 +174,14 @@ def test_files_of_another_kind_are_refused(tmp_path):
     assert not (tmp_path / "xl").exists()
 
 
-def test_configs_of_transformers_4_begin_with_zeros(tmp_path):
+def test_configs_of_transformers_4_have_zero_memory(tmp_path):
     assert not TransformerXLConfig().zero_memory
     assert TransformerXLConfig.from_pretrained(GOLDEN / "tables").zero_memory
     TransformerXLConfig().save_pretrained(tmp_path)
     assert not TransformerXLConfig.from_pretrained(tmp_path).zero_memory
 
 
-def test_resizing_the_vocabulary():
+def test_a_resized_vocabulary_stays_tied():
     model = patch_model(build(), RSAConfig())
     model.resize_token_embeddings(34)
     assert model(torch.tensor([[33]])).logits.shape == (1, 1, 34)

@@ -1,4 +1,4 @@
-"""Tiny models that carry a state from segment to segment, how texts are cut into segments, and attention in loops."""
+"""Tiny models that carry a state from segment to segment, texts in segments, and attention written as loops."""
 
 import math
 
@@ -20,7 +20,7 @@ TINY = {
     },
     "block-recurrent": {
         **_NARROW, "n_layer": 3, "window_size": WINDOW, "recurrent_layers": [-2], "num_state_vectors": 3,
-        # So small that classes of several distances lie within two windows.
+        # So small that buckets of several distances lie within two windows.
         "relative_attention_num_buckets": 4, "relative_attention_max_distance": 6, "dropatt": 0.0,
     },
     "sru_plus_plus": {
@@ -35,7 +35,7 @@ TINY = {
 }  # fmt: skip
 WITH_ATTENTION = [name for name in TINY if name != "recurrent"]
 BANDS = {"cutoffs": [9, 14, 20], "div_val": 2}
-# Other settings of the models, as "name:setting", for tests in which they matter.
+# Other settings of the models, as "name:setting".
 SETTINGS = {
     "transfo-xl:window": {**BANDS, "mem_len": 7, "same_length": True},
     "transfo-xl:zeros": {"mem_len": 7, "same_length": True, "zero_memory": True},
@@ -51,7 +51,7 @@ def config(name, **changes):
 
 
 def build(name, attention="sdpa", rsa=None, auto=AutoModelForCausalLM, **changes):
-    """A model, by default a language model; `rsa`: settings of RSAConfig beyond the full plan, {} for none."""
+    """A tiny model, patched with the full plan and the settings in `rsa`; None leaves it plain."""
     options = {} if name.startswith("recurrent") else {"attn_implementation": attention}
     model = auto.from_config(config(name, **changes), **options).eval()
     if name == "sru_plus_plus":
@@ -61,7 +61,7 @@ def build(name, attention="sdpa", rsa=None, auto=AutoModelForCausalLM, **changes
 
 @torch.no_grad()
 def _put_attention_to_work(model):
-    """In SRU++ it starts with α = 0."""
+    """Attention in SRU++ starts with α = 0, which would hide it."""
     for name, parameter in model.named_parameters():
         if name.endswith("alpha"):
             parameter.fill_(1.5)
@@ -76,7 +76,7 @@ def text(batch=2, length=24):
 
 
 def run_segments(model, tokens, lengths, **inputs):
-    """Logits of a text, segment by segment, each behind the state of those before; and the last state."""
+    """The logits of a text that is read segment by segment with carried state, and the last state."""
     logits, state = [], None
     for segment in tokens.split(lengths, dim=1):
         out = model(segment, **{model.segment_state: state}, **inputs)
@@ -93,13 +93,8 @@ def difference(a, b):
     return float((a - b).detach().abs().max())
 
 
-def patched_modules(model):
-    """The modules that have RSA heads."""
-    return [module for module in model.modules() if hasattr(module, "rsa")]
-
-
 def values_and_gradients(model, output, **inputs):
-    """An output, and the gradients of its product with a fixed weight: of the parameters, and of inputs by name."""
+    """The output, and the gradients of its product with a fixed weight, for parameters and for inputs by name."""
     weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
     model.zero_grad()
     for tensor in inputs.values():
@@ -110,16 +105,18 @@ def values_and_gradients(model, output, **inputs):
 
 
 def attention_by_hand(module, query, key, value, sees=None, bias=None):
-    """Attention of one row in loops over queries and keys, and RSA heads by the double loop where a module has some.
+    """Attention for one row as a loop over queries, with RSA heads by the double loop if the module has any.
 
     Args:
+        module: the attention module, or None.
         query: [T, H, D].
-        key: [S, H, D], like value.
-        sees: of a query's index, the keys that it sees; "all", or None: itself and what is before it.
-        bias: of a query's and a key's index, what is added to the scores, [H].
+        key: [S, H, D].
+        value: [S, H, D].
+        sees: maps a query's index to the indices of the keys that it sees; "all" for all keys, None for causal.
+        bias: maps a query's and a key's index to the bias of their scores, [H].
 
     Returns:
-        Heads side by side, [T, H · D].
+        The heads side by side, [T, H · D].
     """
     T, S, D = len(query), len(key), query.shape[-1]
     sees = {None: lambda t: range(S - T + t + 1), "all": lambda t: range(S)}.get(sees, sees)

@@ -1,4 +1,4 @@
-"""Real programs and libraries that know nothing of rsa_hf, on patched models: `make programs` writes PROGRAMS.md.
+"""Real programs and libraries on patched models; `make programs` writes PROGRAMS.md from these tests.
 
 Each test has the marker `program(name, what, refused=reason)`, which is its row on the page.
 """
@@ -29,7 +29,7 @@ of rsa_hf.
 BIN = Path(sys.executable).parent
 OUTCOMES = {"passed": "works", "failed": "**fails**"}
 
-# Tried by hand where no test can run; with the reason.
+# Rows for programs that no test can run, with the reason.
 NOT_TRIED = [
     (
         "optimum-onnx",
@@ -85,7 +85,7 @@ def _version(name):
         return "–"
 
 
-# --- what the tests work on ---------------------------------------------------------------------------------------
+# --- fixtures -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -100,7 +100,7 @@ def tokenizer(data_folder):
 
 @pytest.fixture(scope="session")
 def patched(tokenizer, tmp_path_factory):
-    """The folder of a small patched Llama with GPT-2's vocabulary; its gates are open, so that RSA matters."""
+    """The folder of a small patched Llama with GPT-2's vocabulary and open gates."""
     torch.manual_seed(0)
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     model = LlamaForCausalLM(
@@ -124,7 +124,7 @@ def patched(tokenizer, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def sentences():
-    """48 sentences that are nowhere else."""
+    """48 distinct sentences."""
     nouns = ["cat", "pilot", "river", "letter", "engine", "garden"]
     verbs = ["finds", "follows", "forgets", "repairs"]
     return [f"The {a} {verb} the {b}." for a in nouns for verb in verbs for b in nouns[:2]]
@@ -132,7 +132,7 @@ def sentences():
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs a command line with `rsa-hf run`; returns what it printed. Nothing is downloaded."""
+    """Run a command line with `rsa-hf run`, offline; returns its output."""
 
     def run(*words, code=0, **variables):
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **variables}
@@ -152,7 +152,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def jsonl(tmp_path):
-    """Writes rows as JSON lines below the test's folder; returns the file."""
+    """Write rows as JSON lines below the test's folder; returns the file."""
 
     def jsonl(name, rows):
         file = tmp_path / name

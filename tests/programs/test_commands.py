@@ -1,4 +1,4 @@
-"""The commands of other programs, started by `rsa-hf run` on a patched checkpoint."""
+"""Commands of other programs, started by `rsa-hf run` on a patched checkpoint."""
 
 import json
 import lzma
@@ -18,7 +18,6 @@ from programs.conftest import BIN
 from rsa_hf import is_patched
 
 TWO_CPUS = Path(__file__).parents[2] / "configs" / "accelerate" / "two_cpus_gloo.yaml"
-TRL = ("--max_steps", "2", "--per_device_train_batch_size", "4", "--report_to", "none", "--use_cpu", "--bf16", "false")
 
 
 def rsa_tensors(folder):
@@ -27,6 +26,7 @@ def rsa_tensors(folder):
 
 
 def has_moved(folder, patched):
+    """Whether training has changed all gates and rates."""
     before = rsa_tensors(patched)
     return all(not torch.equal(value, before[name]) for name, value in rsa_tensors(folder).items())
 
@@ -79,48 +79,50 @@ def log_likelihood(model, tokenizer, sentence):
 
 
 @pytest.fixture
-def trl():
+def trl(run, jsonl, patched):
+    """Train with a TRL command on these rows, and save to the folder `trained`; returns the command's output."""
     pytest.importorskip("trl", reason="needs TRL: make programs")
+
+    def train(command, rows, *options):
+        jsonl("data/train.jsonl", rows)
+        return run(
+            *("trl", command, "--model_name_or_path", patched, "--dataset_name", "data", "--output_dir", "trained"),
+            *("--max_steps", "2", "--per_device_train_batch_size", "4", "--report_to", "none", "--use_cpu"),
+            *("--bf16", "false", *options),
+        )
+
+    return train
+
+
+@pytest.fixture
+def texts(sentences):
+    return [{"text": text} for text in sentences]
 
 
 @pytest.mark.program("trl", "`trl sft`: gates and rates learn, and are saved")
-def test_trl_sft(run, jsonl, patched, sentences, trl, tmp_path):
-    jsonl("data/train.jsonl", [{"text": text} for text in sentences])
-    run("trl", "sft", "--model_name_or_path", patched, "--dataset_name", "data", "--output_dir", "sft", *TRL)
-    assert has_moved(tmp_path / "sft", patched)
+def test_trl_sft(trl, texts, patched, tmp_path):
+    trl("sft", texts)
+    assert has_moved(tmp_path / "trained", patched)
 
 
 @pytest.mark.program("trl", "`trl sft --packing`: wrapped rows")
-def test_trl_sft_with_packing(run, jsonl, patched, sentences, trl, tmp_path):
-    jsonl("data/train.jsonl", [{"text": text} for text in sentences * 4])
-    run(
-        *("trl", "sft", "--model_name_or_path", patched, "--dataset_name", "data", "--output_dir", "sft", *TRL),
-        *("--packing", "--packing_strategy", "wrapped", "--max_length", "64"),
-    )
-    assert has_moved(tmp_path / "sft", patched)
+def test_trl_sft_with_packing(trl, texts, patched, tmp_path):
+    trl("sft", texts * 4, "--packing", "--packing_strategy", "wrapped", "--max_length", "64")
+    assert has_moved(tmp_path / "trained", patched)
 
 
 LORA = ("--use_peft", "--lora_target_modules", "q_proj", "v_proj", "--learning_rate", "1e-3")
 
 
 @pytest.mark.program("trl", "`trl sft --use_peft`: a warning says that gates and rates stay frozen")
-def test_trl_sft_with_lora(run, jsonl, patched, sentences, trl, tmp_path):
-    jsonl("data/train.jsonl", [{"text": text} for text in sentences])
-    out = run(
-        *("trl", "sft", "--model_name_or_path", patched, "--dataset_name", "data", "--output_dir", "sft", *TRL, *LORA)
-    )
-    assert "trains no gates and rates" in out
+def test_trl_sft_with_lora(trl, texts):
+    assert "trains no gates and rates" in trl("sft", texts, *LORA)
 
 
 @pytest.mark.program("trl", "`trl sft --use_peft --lora_modules_to_save rsa`: trained, saved, merged")
-def test_trl_sft_with_lora_and_rsa(run, jsonl, patched, sentences, trl, tmp_path):
-    jsonl("data/train.jsonl", [{"text": text} for text in sentences])
-    out = run(
-        *("trl", "sft", "--model_name_or_path", patched, "--dataset_name", "data", "--output_dir", "sft", *TRL, *LORA),
-        *("--lora_modules_to_save", "rsa"),
-    )
-    assert "trains no gates and rates" not in out
-    adapted = rsa_hf.peft.load(AutoModelForCausalLM.from_pretrained(patched), tmp_path / "sft")
+def test_trl_sft_with_lora_and_rsa(trl, texts, patched, tmp_path):
+    assert "trains no gates and rates" not in trl("sft", texts, *LORA, "--lora_modules_to_save", "rsa")
+    adapted = rsa_hf.peft.load(AutoModelForCausalLM.from_pretrained(patched), tmp_path / "trained")
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         expected = adapted.eval()(input_ids=tokens).logits
@@ -131,25 +133,19 @@ def test_trl_sft_with_lora_and_rsa(run, jsonl, patched, sentences, trl, tmp_path
 
 
 @pytest.mark.program("trl", "`trl dpo`")
-def test_trl_dpo(run, jsonl, patched, sentences, trl, tmp_path):
-    rows = [{"prompt": text, "chosen": " Yes.", "rejected": " No, never."} for text in sentences]
-    jsonl("data/train.jsonl", rows)
-    run("trl", "dpo", "--model_name_or_path", patched, "--dataset_name", "data", "--output_dir", "dpo", *TRL)
-    assert has_moved(tmp_path / "dpo", patched)
+def test_trl_dpo(trl, sentences, patched, tmp_path):
+    trl("dpo", [{"prompt": text, "chosen": " Yes.", "rejected": " No, never."} for text in sentences])
+    assert has_moved(tmp_path / "trained", patched)
 
 
 @pytest.mark.program("trl", "`trl grpo`: four completions a prompt, rewarded by their length")
-def test_trl_grpo(run, jsonl, patched, sentences, trl, tmp_path):
-    jsonl("data/train.jsonl", [{"prompt": text} for text in sentences])
+def test_trl_grpo(trl, sentences, patched, tmp_path):
     (tmp_path / "rewards.py").write_text(
         "def vowels(completions, **_):\n    return [float(sum(map(text.count, 'aeiou'))) for text in completions]\n"
     )
-    run(
-        *("trl", "grpo", "--model_name_or_path", patched, "--dataset_name", "data", "--output_dir", "grpo", *TRL),
-        *("--num_generations", "4", "--max_completion_length", "12", "--reward_funcs", "rewards.vowels"),
-        *("--learning_rate", "1e-3"),
-    )
-    assert has_moved(tmp_path / "grpo", patched)
+    options = "--num_generations 4 --max_completion_length 12 --reward_funcs rewards.vowels --learning_rate 1e-3"
+    trl("grpo", [{"prompt": text} for text in sentences], *options.split())
+    assert has_moved(tmp_path / "trained", patched)
 
 
 # --- transformers and accelerate ----------------------------------------------------------------------------------
@@ -201,7 +197,8 @@ def test_accelerate_launch(patched, tmp_path):
     (tmp_path / "score.py").write_text(
         "from accelerate import PartialState\nfrom transformers import AutoModel\n"
         f"AutoModel.from_pretrained({str(patched)!r})\nstate = PartialState(cpu=True)\n"
-        "print('loaded on', state.process_index, 'of', state.num_processes, flush=True)\n"
+        # In one write, as both processes write to the same pipe.
+        "print(f'loaded on {state.process_index} of {state.num_processes}\\n', end='', flush=True)\n"
     )
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(TWO_CPUS)]
     ended = subprocess.run(

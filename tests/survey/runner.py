@@ -1,4 +1,4 @@
-"""Put model types through all checks, for every task that has a class for them."""
+"""Run all checks on model types, for every task that has a class for them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["run_check", "survey", "survey_type"]
 
 
 def survey_type(model_type: str) -> dict[str, Any]:
-    """Every task of one type: {task: {"outcome": …, "why": …, "class": …, "layers": …, "checks": {name: …}}}.
+    """Check one type on every task: {task: {"outcome": …, "why": …, "class": …, "layers": …, "checks": {name: …}}}.
 
-    Outcomes are explained in `table.py`.
+    `table.py` explains the outcomes.
     """
     return {task: _survey_task(model_type, task) for task in tasks_of(model_type)}
 
@@ -57,7 +57,7 @@ def _survey_task(model_type: str, task: str) -> dict[str, Any]:
 
 
 def _refusal(case: Case, error: Exception) -> dict[str, str]:
-    """Of a model that does not run on text alone."""
+    """The outcome for a model that does not run on text alone."""
     try:
         patch_model(case.model)
     except (TypeError, ValueError, RuntimeError) as refusal:
@@ -66,7 +66,7 @@ def _refusal(case: Case, error: Exception) -> dict[str, str]:
 
 
 def run_check(name: str, model: Patched) -> str:
-    """`"holds"`, `"not applicable: …"`, `"wrong: …"`, or `"unproven: …"` where it holds with broken RSA too."""
+    """`"holds"`, `"not applicable: …"`, `"wrong: …"`, or `"unproven: …"` if it holds with broken RSA too."""
     check, controls = CHECKS[name]
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -99,11 +99,10 @@ def _said(error: Exception) -> str:
 def survey(
     model_types: Sequence[str], jobs: int = 1, seconds_per_type: float = 60, seconds: float = float("inf")
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each type with its record (`survey_type`), in the order they are done.
+    """Yield each type with its record (`survey_type`) as it is finished.
 
-    Each is tried in a process of its own, `jobs` at a time: one that hangs or crashes is a line in the table, not the
-    end. A type that takes longer than `seconds_per_type` is ended and recorded as "not built"; none is begun after
-    `seconds`.
+    Each type runs in a process of its own, `jobs` at a time, so that a crash ends one type only. A type that takes
+    longer than `seconds_per_type` is killed and recorded as "not built". None is started after `seconds`.
     """
     context = multiprocessing.get_context("fork")  # so that transformers is imported once
     begun, waiting = time.monotonic(), list(model_types)

@@ -1,4 +1,4 @@
-"""What a survey has found: kept in a JSON file type by type, and as a page to read, SUPPORTED.md."""
+"""The results of a survey: a JSON file, and the page SUPPORTED.md."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def _versions() -> dict[str, str]:
 
 
 class Records(dict[str, dict[str, Any]]):
-    """A record (`survey_type`) for each type that was tried, written to the file as soon as it is set.
+    """The record (`survey_type`) of each type, written to a file whenever one is set.
 
     Args:
-        path: of the file; what it holds is read, unless it was found with other versions.
-        fresh: begin with nothing.
+        path: the file. Its records are read if they were made with the same versions.
+        fresh: start without records.
     """
 
     def __init__(self, path: Path, fresh: bool = False) -> None:
@@ -59,13 +59,13 @@ class Records(dict[str, dict[str, Any]]):
 
 
 def outcome(record: dict[str, Any]) -> str:
-    """Of a type: that of its tasks; where they differ, the worst of those that were tried."""
+    """The outcome of a type: the worst one among its tasks that were built."""
     found = {task["outcome"] for task in record.values()}
     return next(name for name in ("wrong", "unproven", "refused", "works", "not built") if name in found)
 
 
 def write_table(records: Records, path: Path) -> str:
-    """Write the page; returns its summary line."""
+    """Write the page, and return its summary line."""
     by_outcome = {name: [t for t in sorted(records) if outcome(records[t]) == name] for name in MEANING}
     counts = ", ".join(f"{len(names)} {name}" for name, names in by_outcome.items())
     summary = f"{len(records)} model types: {counts}."

@@ -1,7 +1,7 @@
 """A tiny random model of any type in transformers' text mappings, and inputs for it.
 
-A config is the type's default config with every size made small. Sizes are known by their names (`SIZES`); what does
-not follow from names is in `SPECIAL`, one line a type.
+A config is the type's default config with every size made small. `SIZES` recognises sizes by their names; `SPECIAL` has
+what does not follow from names, one line per type.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from rsa_hf.models import MODEL_TYPES
 __all__ = ["TASKS", "TEXT_LENGTH", "Case", "build", "model_types", "tasks_of", "tiny_config"]
 
 VOCAB = 160
-FIRST_TOKEN, LAST_TOKEN = 10, 99  # of random texts: no special token is among them
+FIRST_TOKEN, LAST_TOKEN = 10, 99  # random texts have no special tokens
 TEXT_LENGTH = 11
-DECODER_LENGTH = 7  # another than the encoder's, or cross-attention looks like self-attention
+DECODER_LENGTH = 7  # differs from the encoder's, else cross-attention looks like self-attention
 
 TASKS = {
     "causal-lm": (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM),
@@ -43,7 +43,7 @@ TASKS = {
     "seq2seq": (modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, AutoModelForSeq2SeqLM),
 }
 
-# The first pattern that matches a setting's whole name gives its tiny value. Only whole numbers above it are changed.
+# The first pattern that matches the whole name of a setting gives its tiny value. Only larger whole numbers change.
 SIZES: list[tuple[str, int | None]] = [
     (r".*vocab_size.*|num_centroids|.*vocab_size_base|.*group_vocab", VOCAB),
     (r"(encoder_|decoder_|text_)?(attention_)?(num_)?(n_)?heads?|n_heads|num_attention_heads|.*attention_heads", 4),
@@ -68,8 +68,8 @@ SIZES: list[tuple[str, int | None]] = [
 ]
 SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
-# What names do not tell: settings whose default is None or does not fit the others made small. A dot leads into a
-# config within the config; a type that is a part of others is written once, under its own name.
+# Settings whose default is None, or does not fit the other settings once they are small. A type that is part of others
+# is listed once, under its own name.
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"use_cache": False},
@@ -83,7 +83,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8,
     },
     "dots3_note_audio_encoder": {"adapter_input_size": 32},
-    "dots3_note_vision_encoder": {"num_hidden_layers": 42, "adapter_in_dim": 32},  # of which some are set apart
+    "dots3_note_vision_encoder": {"num_hidden_layers": 42, "adapter_in_dim": 32},  # some layers have special roles
     "gemma3n_text": {
         "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2, "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.0] * 4,
@@ -125,7 +125,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zamba2": {"num_hidden_layers": 2, "layers_block_type": ["linear_attention", "hybrid"]},
 }  # fmt: skip
 
-# The configs that cannot be made small from their defaults, which are not valid.
+# Configs whose defaults are not valid, so that they cannot be made small.
 _ASSISTANT = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"],
@@ -139,7 +139,7 @@ WRITTEN_OUT: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Case:
-    """A tiny model in evaluation mode, for a key of `TASKS`, and inputs of a forward pass."""
+    """A tiny model for a key of `TASKS`, in evaluation mode, and the inputs of a forward pass."""
 
     model_type: str
     task: str
@@ -148,12 +148,12 @@ class Case:
 
     @property
     def text(self) -> str:
-        """The input whose tokens the outputs belong to."""
+        """The name of the input that the outputs belong to."""
         return "decoder_input_ids" if "decoder_input_ids" in self.inputs else "input_ids"
 
 
 def model_types() -> list[str]:
-    """Every type of transformers that has a class for one of the tasks; ours are there too once they are imported."""
+    """Every type of transformers that has a class for one of the tasks, without the types of this package."""
     return sorted({name for names, _ in TASKS.values() for name in names} - set(MODEL_TYPES))
 
 
@@ -175,9 +175,9 @@ def _tiny(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
-    """The settings of a config that have to change for it to be tiny."""
+    """The settings of a config that must change for it to be tiny."""
     small: dict[str, Any] = {}
-    chosen_by_user = {field.name for field in fields(config)}  # the rest follows from these
+    chosen_by_user = {field.name for field in fields(config)}  # other attributes follow from these
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             small[name] = _tiny(value)
@@ -191,12 +191,12 @@ def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
             small[name] = size
     settings = vars(config)
     if "num_attention_heads" in small and settings.get("num_key_value_heads") == settings["num_attention_heads"]:
-        small["num_key_value_heads"] = small["num_attention_heads"]  # no grouped values where there are none
+        small["num_key_value_heads"] = small["num_attention_heads"]  # no grouped values if the default has none
     if config.is_encoder_decoder:
         small["decoder_start_token_id"] = 1
     layers, kinds = settings.get("num_hidden_layers"), settings.get("layer_types")
     if layers and kinds and "num_hidden_layers" in small:
-        # One layer of each kind there is.
+        # One layer of each kind.
         chosen = [list(kinds).index(kind) for kind in dict.fromkeys(kinds)]
         chosen = sorted((chosen * 2)[: max(2, len(chosen))])
         small["num_hidden_layers"] = len(chosen)
@@ -218,7 +218,7 @@ def build(model_type: str, task: str) -> Case:
     torch.manual_seed(0)
     config = tiny_config(model_type)
     if task == "causal-lm" and "is_decoder" in vars(config):
-        config.is_decoder = True  # else an encoder with a head for the next token would see it
+        config.is_decoder = True  # else a model with a next-token head would see the next token
     model_class = TASKS[task][1]._model_mapping[type(config)]
     if not isinstance(config, model_class.config_class):  # the text part of a composite model
         config = next((part for part in vars(config).values() if isinstance(part, model_class.config_class)), config)
@@ -230,7 +230,7 @@ def build(model_type: str, task: str) -> Case:
 
 @torch.no_grad()
 def _widen(model: nn.Module) -> None:
-    """Weights larger than at the start of training, so that attention is far from uniform."""
+    """Larger weights than at initialisation, so that attention is far from uniform."""
     for parameter in model.parameters():
         if parameter.dim() >= 2 and parameter.is_floating_point():
             parameter.copy_(torch.randn(parameter.shape) * 0.2)
@@ -240,7 +240,7 @@ def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     accepted = inspect.signature(model.forward).parameters
     inputs = {"input_ids": torch.randint(FIRST_TOKEN, LAST_TOKEN, (2, TEXT_LENGTH))}
     if "ForSequenceClassification" in type(model).__name__:
-        inputs["input_ids"][:, -1] = SPECIAL_TOKENS["eos_token_id"]  # which encoder-decoders classify by
+        inputs["input_ids"][:, -1] = SPECIAL_TOKENS["eos_token_id"]  # encoder-decoders classify at this token
     elif "decoder_input_ids" in accepted:
         inputs["decoder_input_ids"] = torch.randint(FIRST_TOKEN, LAST_TOKEN, (2, DECODER_LENGTH))
     return inputs

@@ -1,4 +1,4 @@
-"""Data that several tests of the tasks share."""
+"""Texts, a tokenizer and data folders that several tests of the tasks share."""
 
 from pathlib import Path
 

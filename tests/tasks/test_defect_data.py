@@ -1,4 +1,4 @@
-"""The data of defect detection: settings, files, the Hub, choice of functions, audit."""
+"""The data of defect detection: settings, files, the Hub, the choice of functions, the audit."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ CLEAN = {"func": "int f() {}", "target": 0}
 
 
 def config_of(folder, **options) -> DefectDataConfig:
-    """Settings that read the (function, label) pairs given for a split from a file."""
+    """Write the (function, label) pairs given for each split to files; returns settings that read them."""
     for split in set(options) & set(defect_data.SPLITS):
         path = folder / f"{split}.jsonl"
         rows = (json.dumps({"func": func, "target": target}) for func, target in options.pop(split))
@@ -48,7 +48,7 @@ def pairs(examples):
         ({"max_eval_examples": 0}, "max_eval_examples=0: choose 2 or more"),
     ],
 )
-def test_bad_settings(settings, message):
+def test_bad_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         DefectDataConfig(**settings)
 
@@ -57,7 +57,7 @@ def test_bad_settings(settings, message):
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.xz"])
-def test_files_in_every_packing(tmp_path, ending):
+def test_files_are_read_plain_and_compressed(tmp_path, ending):
     path = tmp_path / f"data{ending}"
     rows = [CLEAN, {"func": "\u2028 ü", "target": True, "idx": 7}, {"func": "h", "target": False}]
     with {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)(path, "wt", encoding="utf-8") as file:
@@ -80,7 +80,7 @@ def test_files_in_every_packing(tmp_path, ending):
         ('{"func": "f", "target": null}', "is no labelled function"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path, row, message):
+def test_the_error_names_a_bad_line(tmp_path, row, message):
     path = tmp_path / "data.jsonl"
     good = json.dumps(CLEAN)
     path.write_bytes("\n".join([good, good, row, good]).encode("utf-8", "surrogateescape"))
@@ -98,12 +98,12 @@ def test_a_bad_line_is_named(tmp_path, row, message):
         ({"train": [("f", 0), ("g", 1)], "test": []}, "the test split is empty"),
     ],
 )
-def test_functions_that_cannot_train(tmp_path, splits, message):
+def test_functions_that_cannot_train_are_refused(tmp_path, splits, message):
     with pytest.raises(ValueError, match=message):
         load_defect_data(config_of(tmp_path, **splits))
 
 
-def test_hub(monkeypatch):
+def test_the_hub_gives_functions_and_errors_name_their_row(monkeypatch):
     rows = {"func": ["f", "g"], "target": [True, False], "project": ["a", "b"]}
     hub = {split: datasets.Dataset.from_dict(rows) for split in ("train", "test")}
     asked = []
@@ -123,7 +123,7 @@ def test_hub(monkeypatch):
 # --- choosing -------------------------------------------------------------------------------------------------------
 
 
-def test_deduplication_touches_the_training_split_only(tmp_path):
+def test_deduplication_changes_the_training_split_only(tmp_path):
     splits = {
         "train": [("a", 0), ("b", 1), ("a ", 0), ("c", 1), ("\nc", 0), ("d", 1), ("e", 1), ("f", 0)],
         "validation": [("d", 1), ("d", 1)],
@@ -143,7 +143,7 @@ def test_deduplication_touches_the_training_split_only(tmp_path):
     limit=st.integers(2, 70),
     seed=st.integers(0, 5),
 )
-def test_subsample_is_stratified_ordered_and_seeded(targets, limit, seed):
+def test_a_subsample_is_stratified_ordered_and_seeded(targets, limit, seed):
     examples = [Example(str(i), target) for i, target in enumerate(targets)]
     kept = defect_data._subsample(examples, limit, seed)
     assert len(kept) == min(limit, len(examples))
@@ -157,7 +157,7 @@ def test_subsample_is_stratified_ordered_and_seeded(targets, limit, seed):
         assert abs(after[target] - exact) <= 1
 
 
-def test_embedded_source():
+def test_the_embedded_source_has_pairs_of_the_kinds_and_lengths_asked_for():
     config = DefectDataConfig(
         max_characters=200,
         max_train_examples=100,
@@ -181,13 +181,13 @@ def test_embedded_source():
 
 
 class WordCount:
-    """Stands for a tokenizer: the words of a text between two special tokens."""
+    """A stand-in for a tokenizer: the words of a text between two special tokens."""
 
     def __call__(self, texts, **_):
         return {"input_ids": [["[CLS]", *text.split(), "[SEP]"] for text in texts]}
 
 
-def test_audit():
+def test_the_audit_counts_lengths_duplicates_and_conflicting_labels():
     def words(count):
         return " ".join(map(str, range(count)))
 
@@ -219,8 +219,8 @@ def test_audit():
     assert "only one split" in format_audit(audit({"test": splits["test"]}, WordCount(), 9))
 
 
-def test_devign(devign_folder):
-    """The counts of the published split, as it is and de-duplicated."""
+def test_devign_has_the_published_counts(devign_folder):
+    """As published, and de-duplicated."""
     files = {
         f"{split}_file": str(devign_folder / f"{name}.jsonl.xz")
         for split, name in (("train", "train"), ("validation", "valid"), ("test", "test"))

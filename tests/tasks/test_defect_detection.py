@@ -59,7 +59,7 @@ def test_chunks_cover_the_function(tokenizer, size, max_length, overlap):
 
 
 def test_truncation_keeps_the_beginning(tokenizer):
-    examples = [Example(words(n), n % 2) for n in (9, 2)] * 800  # more than one batch of the tokenizer
+    examples = [Example(words(n), n % 2) for n in (9, 2)] * 800  # more than the tokenizer's batch
     rows = tokenize(examples, tokenizer, DefectDataConfig(max_length=6))
     assert rows.num_rows == 1600
     assert rows[1598] == {
@@ -90,7 +90,7 @@ def test_rows_can_be_collated(tokenizer):
         (DefectDataConfig(max_length=6, long_functions="chunk", chunk_overlap=-1), "chunk_overlap is -1"),
     ],
 )
-def test_lengths_without_room_for_text(tokenizer, config, message):
+def test_lengths_without_room_for_text_are_refused(tokenizer, config, message):
     with pytest.raises(ValueError, match=message):
         tokenize([Example("1", 0)], tokenizer, config)
 
@@ -128,13 +128,13 @@ def test_logits_of_a_function_are_the_mean_over_its_chunks(seed, size):
         (([[1.0, 2.0]] * 3, [0, 1, 0], [4, 4, 5]), "example_ids do not match the labels"),
     ],
 )
-def test_scores_of_bad_input(arguments, message):
+def test_bad_input_to_the_scores_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         compute_metrics(*arguments)
 
 
 @pytest.mark.parametrize("long_functions", ["truncate", "chunk"])
-def test_with_the_trainer(tokenizer, tmp_path, long_functions):
+def test_the_trainer_reports_the_scores_of_functions(tokenizer, tmp_path, long_functions):
     config = DefectDataConfig(max_length=8, long_functions=long_functions, chunk_overlap=2)
     rows = tokenize([Example(words(n), n % 2) for n in (30, 3, 17, 9, 40)], tokenizer, config)
     model = BertForSequenceClassification(

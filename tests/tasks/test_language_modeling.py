@@ -1,4 +1,4 @@
-"""Language modelling against references that share no code with it: a loop over tokens, plain counting."""
+"""Scores of language models against a loop over tokens, and counts against plain counting."""
 
 import lzma
 import math
@@ -30,7 +30,7 @@ from rsa_hf.tasks.text_data import (
 @pytest.fixture(scope="module")
 def gpt2() -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    # Large initial weights, so that losses differ from token to token and a wrong average shows.
+    # Large initial weights make losses differ from token to token, so that a wrong average shows.
     config = GPT2Config(vocab_size=256, n_layer=2, n_head=2, n_embd=32, n_positions=64, initializer_range=0.5)
     return GPT2LMHeadModel(config).double()
 
@@ -45,7 +45,7 @@ def byte_blocks(text: bytes, block_size: int, stride: int | None = None) -> Eval
 
 @torch.no_grad()
 def nll_token_by_token(model: torch.nn.Module, text: bytes, block_size: int, stride: int) -> float:
-    """One forward for each token, on nothing but its context, and Python's sum."""
+    """The sum of one forward per token on its context alone."""
     model.eval()
     total = 0.0
     for target in range(1, len(text)):
@@ -61,7 +61,7 @@ def nll_token_by_token(model: torch.nn.Module, text: bytes, block_size: int, str
 def test_evaluation_equals_a_loop_over_tokens(gpt2, text, block_size, stride, length):
     text = text[:length]
     expected = nll_token_by_token(gpt2, text, block_size, stride or block_size - 1)
-    gpt2.train()  # dropout would show
+    gpt2.train()  # evaluation must switch dropout off
     result = evaluate_language_model(gpt2, byte_blocks(text, block_size, stride), batch_size=3)
     num_words = len(text[1:].split())
     assert result == {
@@ -82,28 +82,27 @@ def test_wrong_evaluations_are_caught(gpt2, text):
     blocks = byte_blocks(text, block_size)
     losses = [float(gpt2(**{key: value[None] for key, value in block.items()}).loss) for block in blocks]
     assert sum(losses) / len(losses) != pytest.approx(expected, rel=1e-3)  # a mean of means
-    # With this stride, nobody scores the first token of each block.
+    # With this stride, the first token of each block is not scored.
     unscored = evaluate_language_model(gpt2, byte_blocks(text, block_size, block_size), batch_size=2)
     assert unscored["num_tokens"] != len(text) - 1
     assert unscored["loss_nats_per_token"] != pytest.approx(expected, rel=1e-3)
 
 
 @torch.no_grad()
-def test_labels_suit_the_losses_of_transformers(gpt2, text):
-    """transformers' own shifted loss, block by block, sums to the evaluation."""
+def test_evaluation_is_the_sum_of_transformers_losses(gpt2, text):
     gpt2.eval()
     blocks = byte_blocks(text[:150], 32, 20)
     total = sum(
         float(gpt2(**{key: value[None] for key, value in block.items()}).loss) * int((block["labels"] != -100).sum())
         for block in blocks
     )
-    # transformers computes its loss in float32, whatever the model's dtype.
+    # transformers computes the loss in float32.
     result = evaluate_language_model(gpt2, blocks, batch_size=4)
     assert result["loss_nats_per_token"] == pytest.approx(total / 149, rel=1e-6)
 
 
 class FixedLogits(torch.nn.Module):
-    """A model whose logits are one given vector at every position."""
+    """A model with the same given logits at every position."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         super().__init__()
@@ -123,7 +122,7 @@ def test_half_precision_logits_are_summed_in_full_precision(text):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_every_module_gets_its_mode_back(gpt2, text, fails):
+def test_evaluation_restores_the_mode_of_every_module(gpt2, text, fails):
     gpt2.train()
     gpt2.transformer.h[0].eval()
     before = [module.training for module in gpt2.modules()]
@@ -140,7 +139,7 @@ def test_every_module_gets_its_mode_back(gpt2, text, fails):
 
 
 def from_text(folder: Path, text: bytes, tokenizer=None, num_tracks=1, **options):
-    """Prepare a text that is both the training and the validation text."""
+    """Prepare a text as both the training and the validation text."""
     path = folder / "text.txt"
     path.write_bytes(text)
     files = {"train": str(path), "validation": str(path)}
@@ -150,10 +149,10 @@ def from_text(folder: Path, text: bytes, tokenizer=None, num_tracks=1, **options
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "byt5"])
 @pytest.mark.parametrize("piece_bytes", [30, 10**6])
-def test_tokens_cover_the_text_and_counts_follow_the_first(
+def test_tokens_cover_the_text_and_counts_leave_out_the_first(
     tmp_path, monkeypatch, text, byte_level_bpe, kind, piece_bytes
 ):
-    monkeypatch.setattr(lm, "TOKENIZED_PIECE_BYTES", piece_bytes)  # 30 cuts inside lines, 10**6 nowhere
+    monkeypatch.setattr(lm, "TOKENIZED_PIECE_BYTES", piece_bytes)  # 30 cuts inside lines, 10**6 does not cut
     tokenizer = {"bytes": None, "bpe": byte_level_bpe, "byt5": ByT5Tokenizer()}[kind]
     text = b"Hello  two\twords\n\n" + text
     prepared = from_text(tmp_path, text, tokenizer)
@@ -172,7 +171,7 @@ def test_tokens_cover_the_text_and_counts_follow_the_first(
     assert lines.num_words - prepared.validation.num_words == len(text.splitlines())
 
 
-def test_lower_casing_tokenizer_counts_the_whole_text(tmp_path):
+def test_a_lower_casing_tokenizer_counts_the_whole_text(tmp_path):
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "hello": 1, "world": 2}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -181,13 +180,13 @@ def test_lower_casing_tokenizer_counts_the_whole_text(tmp_path):
     assert (prepared.validation.num_bytes, prepared.validation.num_words, prepared.vocab_size) == (12, 2, 3)
 
 
-def test_text_that_is_no_utf8_is_refused(tmp_path, byte_level_bpe):
+def test_text_that_is_not_utf8_is_refused(tmp_path, byte_level_bpe):
     with pytest.raises(ValueError, match="can't decode byte 0xff"):
         from_text(tmp_path, b"one line\nanother\nab\xffc\n", byte_level_bpe)
 
 
 @pytest.mark.parametrize("carry", [False, True])
-def test_texts_are_cut_as_the_configuration_says(tmp_path, text, carry):
+def test_the_configuration_decides_how_texts_are_cut(tmp_path, text, carry):
     prepared = from_text(tmp_path, text, num_tracks=3, block_size=16, eval_block_size=40, carry_memory=carry)
     assert type(prepared.train) is (TrainingTracks if carry else TrainingBlocks)
     assert type(prepared.validation) is (EvaluationSegments if carry else EvaluationBlocks)
@@ -210,7 +209,7 @@ def test_wikitext_counts_are_the_published_ones(data_folder):
     assert prepared.test.num_bytes == 1_256_448
 
 
-def test_gpt2_tokenizer_on_wikitext(tmp_path, data_folder):
+def test_gpt2_tokens_of_wikitext_decode_to_the_text(tmp_path, data_folder):
     tokenizer = load_language_modeling_tokenizer(str(data_folder / "tokenizers" / "gpt2"))
     text = lzma.decompress((data_folder / "wikitext-2" / "valid.txt.xz").read_bytes())[:100_000]
     text = text[: text.rindex(b"\n") + 1]

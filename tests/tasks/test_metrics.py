@@ -26,9 +26,9 @@ def test_classification_agrees_with_the_definitions(pairs):
     }
 
 
-def test_classification_as_a_module():
+def test_classification_scores_as_a_module():
     metric = load_metric("defect_detection")
-    references, predictions = [0, 1, 1, 0] * 50_000, [0, 1, 0, 0] * 50_000  # products of counts pass 2^63
+    references, predictions = [0, 1, 1, 0] * 50_000, [0, 1, 0, 0] * 50_000  # products of counts exceed 2^63
     result = metric.compute(predictions=predictions, references=references)
     assert result == classification_scores(predictions, references)
     assert result["mcc"] == pytest.approx(1 / math.sqrt(3))
@@ -37,7 +37,7 @@ def test_classification_as_a_module():
         metric.compute(predictions=[0.7, 0.1], references=[0, 1])
 
 
-def test_perplexities():
+def test_perplexities_of_a_uniform_model_and_at_the_limits():
     result = perplexities(1000 * math.log(256), num_tokens=1000, num_words=1, num_bytes=1000)
     assert result["bits_per_byte"] == pytest.approx(8, rel=1e-14)
     assert result["token_perplexity"] == pytest.approx(256, rel=1e-13)
@@ -46,7 +46,7 @@ def test_perplexities():
     assert math.isnan(perplexities(math.nan, 1, 1, 1)["token_perplexity"])
 
 
-def test_perplexities_as_a_module_sum_before_they_divide():
+def test_perplexities_as_a_module_are_not_a_mean_of_means():
     metric = load_metric("language_modeling")
     names = ("num_tokens", "num_words", "num_bytes")
     for nll, counts in ((10.0, (4, 2, 9)), (2.0, (2, 1, 3))):

@@ -1,4 +1,4 @@
-"""The embedded data set: real defects, no leaks, nothing but the defect that gives the label away."""
+"""The embedded data set: real defects, no leaks between splits, no clue to the label except the defect."""
 
 import ast
 import sysconfig
@@ -44,10 +44,10 @@ def test_splits_share_no_file_and_no_function(splits):
     for field in ("path", "func"):
         values = [{getattr(example, field) for example in splits[split]} for split in SPLITS]
         assert all(values)
-        assert len(set.union(*values)) == sum(map(len, values)), f"a {field} stands in two splits"
+        assert len(set.union(*values)) == sum(map(len, values)), f"a {field} is in two splits"
 
 
-def test_no_function_stands_twice_even_under_another_name(examples):
+def test_functions_are_distinct_and_no_renamed_copy_is_in_another_split(examples):
     def body(func: str) -> str:
         tree = ast.parse(func).body[0]
         tree.name, tree.decorator_list = "_", []
@@ -61,7 +61,7 @@ def test_no_function_stands_twice_even_under_another_name(examples):
     assert max(map(len, paths_of.values())) == 1
 
 
-def test_a_seed_gives_the_same_data_and_the_split_depends_on_the_path_alone(splits):
+def test_the_seed_decides_the_data_and_the_path_alone_the_split(splits):
     other = load_python_defects(seed=4, **BOUNDS)
     assert other != splits == load_python_defects(seed=3, **BOUNDS)
     for split in SPLITS:
@@ -69,11 +69,11 @@ def test_a_seed_gives_the_same_data_and_the_split_depends_on_the_path_alone(spli
         assert {python_defects._split_of(example.path) for example in other[split]} == {split}
 
 
-def test_kinds_are_balanced_as_far_as_functions_allow(splits):
+def test_kinds_are_balanced_as_far_as_the_functions_allow(splits):
     counts = Counter(example.kind for example in splits["train"] if example.target == 1)
     assert set(counts) == set(DEFECT_KINDS)
-    assert min(counts.values()) > 20  # the functions are those of the running Python
-    # Kinds that nearly every function offers share evenly what the rarer ones leave.
+    assert min(counts.values()) > 20  # other versions of Python have other functions
+    # Kinds that fit nearly every function are equally frequent.
     common = [counts[kind] for kind in ("swapped_arguments", "wrong_variable", "missing_return")]
     assert max(common) - min(common) <= 0.1 * max(common)
 
@@ -84,7 +84,7 @@ def code_content(code: types.CodeType) -> list:
 
 
 @pytest.mark.parametrize("kind", DEFECT_KINDS)
-def test_a_defect_compiles_to_other_code_in_the_same_printing(pairs, kind):
+def test_a_defect_compiles_to_other_code_and_is_printed_alike(pairs, kind):
     chosen = [(clean.func, defective.func) for clean, defective in pairs if defective.kind == kind]
     assert len(chosen) > 20
     for clean, defective in chosen:
@@ -124,7 +124,7 @@ def test_a_defect_compiles_to_other_code_in_the_same_printing(pairs, kind):
         ("swapped_arguments", "x(y, y)", set()),
         ("swapped_arguments", "x(y, *y)", set()),
         ("swapped_arguments", "max(x, y)", set()),
-        ("wrong_variable", "z = x", {"z = y"}),  # neither self nor z, which has no value yet
+        ("wrong_variable", "z = x", {"z = y"}),  # not self, and not z, which has no value yet
         ("wrong_variable", "z = [x for x in y]", set()),  # a scope of its own
         ("wrong_variable", "global y\nreturn x", set()),
         ("missing_not", "return not x", {"return x"}),
@@ -149,7 +149,7 @@ def test_a_defect_compiles_to_other_code_in_the_same_printing(pairs, kind):
         ("off_by_one", "assert x, y[0]", set()),
     ],
 )  # fmt: skip
-def test_what_each_kind_does(kind, clean, defects):
+def test_the_defects_of_each_kind(kind, clean, defects):
     function = "def f(self, x, y):\n" + "\n".join("    " + line for line in clean.splitlines())
     tree = ast.parse(function).body[0]
     found = set()
@@ -161,7 +161,7 @@ def test_what_each_kind_does(kind, clean, defects):
     assert found == defects
 
 
-def test_signatures_and_decorators_stay():
+def test_signatures_and_decorators_are_left_unchanged():
     function = ast.parse("@g(not 1, 2)\ndef f(x: a[0]=b[1], *, y=c < d) -> e[0]:\n    z: t[0] = x")
     kinds = {kind for kind, _ in python_defects._edits(function.body[0])}
     assert kinds == {"wrong_variable"}
@@ -174,7 +174,7 @@ def test_a_change_that_the_compiler_does_not_see_is_refused():
     assert python_defects._bytecode("x = 1") != python_defects._bytecode("x = True")
 
 
-def test_surface_statistics_say_nothing_about_the_label(pairs):
+def test_lengths_do_not_tell_the_label(pairs):
     characters = np.array([[len(clean.func), len(defective.func)] for clean, defective in pairs])
     lines = np.array([[pair[0].func.count("\n"), pair[1].func.count("\n")] for pair in pairs])
     assert np.quantile(abs(characters[:, 1] - characters[:, 0]), 0.9) <= 10
@@ -183,14 +183,14 @@ def test_surface_statistics_say_nothing_about_the_label(pairs):
         low, high = sorted(np.quantile(characters, quantile, axis=0))
         assert high - low <= 0.05 * high
     assert (lines[:, 0] == lines[:, 1]).mean() > 0.95
-    # The best threshold on a length, fitted on the very data it is scored on, is still near one half.
+    # Even the best threshold on a length, fitted to the same data, has an accuracy near one half.
     for statistic in (characters, lines):
         values = np.unique(statistic)
         shares = [(statistic[:, 1] >= v).mean() - (statistic[:, 0] >= v).mean() for v in values]
         assert 0.5 + np.abs(shares).max() / 2 < 0.53
 
 
-def test_only_the_standard_library_without_its_tests(examples):
+def test_functions_are_from_the_standard_library_without_its_tests(examples):
     root = sysconfig.get_path("stdlib")
     for path in {example.path for example in examples}:
         with open(f"{root}/{path}", "rb"):
@@ -198,12 +198,12 @@ def test_only_the_standard_library_without_its_tests(examples):
         assert not {"test", "tests", "idlelib", "site-packages", "dist-packages"} & set(path.split("/"))
 
 
-def test_unknown_kinds():
+def test_unknown_kinds_are_refused():
     with pytest.raises(ValueError, match=r"defect_kinds=\['off_by_two'\]: choose of off_by_one"):
         load_python_defects(kinds=["off_by_two"])
 
 
-def test_sources_that_cannot_be_parsed_are_passed_over(monkeypatch, tmp_path):
+def test_sources_that_cannot_be_parsed_are_skipped(monkeypatch, tmp_path):
     (tmp_path / "broken.py").write_text("def f(:")
     (tmp_path / "latin.py").write_bytes(b"# \xff no coding line")
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))

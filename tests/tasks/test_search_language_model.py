@@ -1,4 +1,4 @@
-"""`rsa-hf search-heads`: what it writes can be pasted, it goes on where it was, and its Trainer trains as the script."""
+"""`rsa-hf search-heads`: its plan can be pasted, a search resumes, and its Trainer trains like the script."""
 
 import sys
 
@@ -7,7 +7,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from rsa_hf import RSAConfig, cli, rsa_report
+from rsa_hf import RSAConfig, rsa_report
 from rsa_hf.tasks.language_model_trainer import LanguageModelTrainer
 from rsa_hf.tasks.language_modeling import (
     LanguageModelingDataConfig,
@@ -35,24 +35,18 @@ training: {{output_dir: {output}, learning_rate: 5.0e-3, max_steps: 7, batch_siz
 @pytest.fixture
 def config(tmp_path):
     text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog; " * 6)  # some 5 segments a track
+    text.write_text("the quick brown fox jumps over the lazy dog; " * 6)  # about 5 segments per track
     path = tmp_path / "run.yaml"
     path.write_text(CONFIG.format(text=text, output=tmp_path / "out"))
     return path
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, config):
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["rsa-hf", "search-heads", str(config), *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        return end.value.code or 0, *capsys.readouterr()
-
-    return run
+def run(run_rsa_hf, config):
+    return lambda *arguments: run_rsa_hf("search-heads", config, *arguments)
 
 
-def test_a_search_goes_on_and_its_best_plan_can_be_pasted(run, config, tmp_path):
+def test_a_search_resumes_and_its_best_plan_can_be_pasted(run, config, tmp_path):
     pytest.importorskip("optuna", reason="a search needs it: pip install 'rsa_hf[search]'")
     code, out, _ = run("--trials", 2, "--dilations", "2,4")
     assert code == 0 and "The best of 2" in out
@@ -65,7 +59,7 @@ def test_a_search_goes_on_and_its_best_plan_can_be_pasted(run, config, tmp_path)
     assert first[2:] == ["1", "0", "0", "1", "4"]
     scores = [float(row[1]) for row in table]
     assert scores == sorted(scores) and scores[0] < scores[-1]
-    # Nothing is left to do: as before.
+    # A search that has ended prints the same.
     assert run("--trials", 4, "--dilations", "2,4")[1] == out
     text = (tmp_path / "out" / "head_plan.yaml").read_text()
     assert text.split("\n", 1)[1].strip() in out
@@ -78,7 +72,7 @@ def test_a_search_goes_on_and_its_best_plan_can_be_pasted(run, config, tmp_path)
     ] * 2
 
 
-def test_mistakes_are_told(run, tmp_path, monkeypatch):
+def test_wrong_arguments_are_refused(run, tmp_path, monkeypatch):
     pytest.importorskip("optuna", reason="a search needs it: pip install 'rsa_hf[search]'")
     assert run("--trials", 1)[0] == 0
     code, _, err = run("--trials", 2, "--max_steps", 5)
@@ -97,8 +91,8 @@ def test_mistakes_are_told(run, tmp_path, monkeypatch):
     assert code == 2 and "pip install 'rsa_hf[search]'" in err
 
 
-def test_the_trainer_trains_as_the_script_does(config):
-    """Weights and score, over two epochs with memory, against the loop of `rsa-hf train`."""
+def test_the_trainer_trains_like_the_script(config):
+    """Weights and score over two epochs with memory, against the loop of `rsa-hf train`."""
     settings = read_run_config([str(config)], LanguageModelingDataConfig)
     training = settings.training
     text = prepare_language_modeling(settings.data, None, num_tracks=6)
@@ -109,7 +103,7 @@ def test_the_trainer_trains_as_the_script_does(config):
         return load_model(AutoModelForCausalLM, settings.model, settings.rsa)
 
     trainer = LanguageModelTrainer(fresh, text, training, progress=False)
-    for _ in range(2):  # the second run begins anew
+    for _ in range(2):  # the second run starts from a new model
         trainer.train()
     expected = fresh()
     train(
@@ -126,14 +120,14 @@ def test_the_trainer_trains_as_the_script_does(config):
     assert trainer.evaluate()["eval_bits_per_byte"] == pytest.approx(score, abs=1e-5)
 
 
-def test_the_whole_of_a_training_may_be_warm_up(config):
+def test_warm_up_can_last_the_whole_training(config):
     settings = read_run_config([str(config), "--warmup_ratio", "1"], LanguageModelingDataConfig)
     text = prepare_language_modeling(settings.data, None, num_tracks=6)
     trainer = LanguageModelTrainer(lambda _: torch.nn.Linear(1, 1), text, settings.training, progress=False)
     assert trainer.args.get_warmup_steps(400) == 400
 
 
-def test_a_plan_as_yaml():
+def test_a_plan_survives_yaml():
     plan = RSAConfig(
         num_regular=1, num_cyclical_pairs=0, num_dilated_regular=2, dilation=(3, 9), gate_init=(-1.0, 2.0)
     )

@@ -1,4 +1,4 @@
-"""text8: the recipe rule by rule, the beginning of the real thing, and a tokenizer that drops nothing."""
+"""text8: the recipe rule by rule, the beginning of the published text, and the tokenizer."""
 
 import lzma
 import re
@@ -40,18 +40,17 @@ def page(text, attributes='xml:space="preserve"'):
         ("about\n#redirect pages", ""),
     ],
 )
-def test_rules(text, expected):
+def test_the_recipe_rule_by_rule(text, expected):
     assert clean_text8(page(text)).decode() == expected
 
 
-def test_pages_follow_one_another_and_the_last_may_be_cut_off():
+def test_pages_are_joined_and_the_last_may_be_cut_off():
     dump = page("one") + page("#redirect [[x]]") + page("", 'xml:space="preserve" /') + page("two three")
     assert clean_text8(dump) == b" one two three"
     assert clean_text8(dump[: dump.index(b"three") + 2]) == b" one two th"
 
 
-def test_of_wikipedia_it_is_the_beginning_of_text8(data_folder):
-    """Its first words as published everywhere that shows text8."""
+def test_the_beginning_of_wikipedia_becomes_the_published_beginning_of_text8(data_folder):
     dump = lzma.decompress((data_folder / "enwik8" / "enwik8_prefix.xz").read_bytes())[:400_000]
     text = clean_text8(dump).decode()
     assert text.startswith(
@@ -73,17 +72,17 @@ def test_the_tokenizer_has_a_token_for_each_symbol(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == ids
 
 
-def test_other_symbols_are_refused_not_dropped(tmp_path):
+def test_other_symbols_are_refused(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text(" fine" * 100)
     config = LanguageModelingDataConfig(source="files", files={"train": str(file)}, block_size=8)
     assert prepare_language_modeling(config, text8_tokenizer()).vocab_size == 27
     file.write_text(" not Fine" * 100)
-    with pytest.raises(Exception, match=r"Missing \[UNK\] token"):  # the library has no class of its own for it
+    with pytest.raises(Exception, match=r"Missing \[UNK\] token"):  # tokenizers raises a plain Exception
         prepare_language_modeling(config, text8_tokenizer())
 
 
-def test_the_script_writes_so_many_characters(tmp_path, monkeypatch):
+def test_the_script_writes_the_number_of_characters_asked_for(tmp_path, monkeypatch):
     (tmp_path / "dump").write_bytes(page("one two 3"))
     script = Path(__file__).parents[2] / "scripts" / "make_text8.py"
     arguments = [script, tmp_path / "dump", tmp_path / "data" / "text8.txt", "--characters", "9"]

@@ -1,4 +1,4 @@
-"""Texts read, cut, streamed, and divided into blocks and tracks in which no token is lost or scored twice."""
+"""Texts are read, cut, streamed and divided into blocks and tracks; no token is lost or scored twice."""
 
 import gzip
 import itertools
@@ -67,7 +67,7 @@ def test_bad_configurations_are_refused(options, message):
 
 
 def from_files(folder: Path, **options) -> dict[str, bytes]:
-    """Write the texts among the options to files and read them with the other options."""
+    """Write the texts given for splits to files, and read them with the other options."""
     files = {}
     for split in text_data.SPLITS:
         if split in options:
@@ -77,7 +77,7 @@ def from_files(folder: Path, **options) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".gz", ".xz"])
-def test_files_are_read_as_raw_bytes_and_split_in_order(tmp_path, suffix):
+def test_files_are_read_as_bytes_and_split_in_order(tmp_path, suffix):
     text = b"caf\xc3\xa9\r\n\xff\x00 not UTF-8\r\n" * 200
     path = tmp_path / f"corpus{suffix}"
     with {".txt": open, ".gz": gzip.open, ".xz": lzma.open}[suffix](path, "wb") as stream:
@@ -90,7 +90,7 @@ def test_files_are_read_as_raw_bytes_and_split_in_order(tmp_path, suffix):
 
 @pytest.mark.parametrize("compress", [gzip.compress, lzma.compress])
 @pytest.mark.parametrize("damage", ["truncated", "overwritten", "neither packing"])
-def test_damaged_files_are_named(tmp_path, compress, damage):
+def test_the_error_names_a_damaged_file(tmp_path, compress, damage):
     generator = random.Random(0)
     data = compress(b"".join(b"%x\n" % generator.getrandbits(64) for _ in range(30_000)))
     half = len(data) // 2
@@ -104,7 +104,7 @@ def test_damaged_files_are_named(tmp_path, compress, damage):
         f.read()
 
 
-def test_unusable_files_are_named(tmp_path):
+def test_the_error_names_an_unusable_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent\.txt"), open_compressed(tmp_path / "absent.txt", ".txt"):
         pass
     with (
@@ -120,7 +120,7 @@ def test_unusable_files_are_named(tmp_path):
         from_files(tmp_path, train=b"abcdefgh")
 
 
-def test_given_splits_are_kept_and_missing_ones_cut_off(tmp_path, text):
+def test_given_splits_are_kept_and_missing_ones_cut_from_the_training_text(tmp_path, text):
     given_texts = {"train": text, "validation": b"one two", "test": b"three"}
     assert from_files(tmp_path, **given_texts) == given_texts
     assert "test" not in from_files(tmp_path, train=text, validation=b"one two")
@@ -152,7 +152,7 @@ def test_cuts_keep_lines_and_characters_whole(tmp_path_factory, text, limit):
 # --- the standard library, the Hub ----------------------------------------------------------------------------------
 
 
-def test_embedded_text_is_split_by_file():
+def test_the_embedded_text_is_split_by_file():
     splits = read_texts(LanguageModelingDataConfig())
     assert len(splits["train"]) > 5_000_000
     assert all(len(split) > 50_000 for split in splits.values())
@@ -162,7 +162,7 @@ def test_embedded_text_is_split_by_file():
     assert read_texts(LanguageModelingDataConfig(seed=4))["train"][:500] != splits["train"][:500]
 
 
-def test_embedded_text_leaves_out_copies_and_tests(tmp_path, monkeypatch):
+def test_the_embedded_text_leaves_out_copies_and_tests(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(ValueError, match="nothing is left of the train text"):
         read_texts(LanguageModelingDataConfig())
@@ -206,7 +206,7 @@ def test_hub_rows_become_lines(monkeypatch):
 
 
 def assert_streamed_as_in_memory(config, tokenizer=None):
-    """The blocks of the same configuration, with its text in memory and streamed, twice."""
+    """Compare the blocks of a text in memory with those of two passes over its stream."""
     whole, streamed = (
         prepare_language_modeling(LanguageModelingDataConfig(**config, streaming=streaming), tokenizer)
         for streaming in (False, True)
@@ -223,7 +223,9 @@ def assert_streamed_as_in_memory(config, tokenizer=None):
 @pytest.mark.parametrize("suffix", [".txt", ".gz"])
 @pytest.mark.parametrize("words", [False, True])
 @pytest.mark.parametrize("limit", [None, 1500])
-def test_streamed_files(tmp_path, monkeypatch, text, byte_level_bpe, suffix, words, limit):
+def test_streamed_files_give_the_blocks_of_files_in_memory(
+    tmp_path, monkeypatch, text, byte_level_bpe, suffix, words, limit
+):
     monkeypatch.setattr(lm, "TOKENIZED_PIECE_BYTES", 700)
     files = {"train": str(tmp_path / f"train{suffix}"), "validation": str(tmp_path / "validation.txt")}
     Path(files["train"]).write_bytes(gzip.compress(text) if suffix == ".gz" else text)
@@ -232,8 +234,8 @@ def test_streamed_files(tmp_path, monkeypatch, text, byte_level_bpe, suffix, wor
     assert_streamed_as_in_memory(config, byte_level_bpe if words else None)
 
 
-def test_a_streamed_data_set_of_rows(tmp_path, monkeypatch, text, byte_level_bpe):
-    """As on the Hub: `load_dataset` reads a local folder in the same way, as a real `datasets.IterableDataset`."""
+def test_streamed_rows_give_the_blocks_of_rows_in_memory(tmp_path, monkeypatch, text, byte_level_bpe):
+    """As on the Hub: `load_dataset` reads a local folder as a `datasets.IterableDataset` too."""
     monkeypatch.setattr(lm, "TOKENIZED_PIECE_BYTES", 300)
     for split, part in (("train", text), ("validation", text[:700])):
         rows = [json.dumps({"text": line, "id": 1}) for line in part.decode(errors="ignore").splitlines()]
@@ -248,14 +250,14 @@ def test_a_streamed_data_set_of_rows(tmp_path, monkeypatch, text, byte_level_bpe
 
 
 @given(st.binary(max_size=60), st.lists(st.integers(0, 60), max_size=5), st.integers(1, 70))
-def test_the_limit_cuts_where_it_does_in_memory(text, cuts, limit):
+def test_the_limit_cuts_a_stream_like_a_text_in_memory(text, cuts, limit):
     text = text.replace(b"\x01", b"\n")
     edges = [0, *sorted(cut for cut in cuts if cut <= len(text)), len(text)]
     chunks = [text[a:b] for a, b in itertools.pairwise(edges)]
     assert b"".join(text_data._cut_at_line(chunks, limit)) == text[: line_boundary(text, 0, limit)]
 
 
-def test_the_stream_is_read_only_as_far_as_it_is_needed(monkeypatch):
+def test_a_stream_is_read_lazily(monkeypatch):
     monkeypatch.setattr(lm, "TOKENIZED_PIECE_BYTES", 150)
     read = []
 
@@ -268,11 +270,16 @@ def test_the_stream_is_read_only_as_far_as_it_is_needed(monkeypatch):
     assert read == [0, 1]
 
 
-def test_mistakes_in_streams(tmp_path):
+def test_streams_that_cannot_be_used_are_refused(tmp_path):
     with pytest.raises(ValueError, match="block_size=8: more than the 5 tokens"):
         list(StreamedBlocks(lambda: [torch.arange(2), torch.arange(3)], 8))
+    # The workers are shut down here: kept alive by the traceback, they take 10 seconds to end later.
+    workers = iter(
+        DataLoader(StreamedBlocks(lambda: [torch.arange(99)], 8), num_workers=2, multiprocessing_context="fork")
+    )
     with pytest.raises(ValueError, match="num_workers=2"):
-        list(DataLoader(StreamedBlocks(lambda: [torch.arange(99)], 8), num_workers=2, multiprocessing_context="fork"))
+        next(workers)
+    workers._shutdown_workers()
     files = {"train": str(tmp_path / "absent.txt"), "validation": str(tmp_path / "v.txt")}
     with pytest.raises(FileNotFoundError, match="absent.txt"):
         list(stream_training_text(LanguageModelingDataConfig(source="files", files=files, streaming=True)))
@@ -282,13 +289,13 @@ def test_mistakes_in_streams(tmp_path):
 
 
 def assert_each_token_scored_once(blocks: EvaluationBlocks) -> None:
-    """For a text whose token ids are their positions."""
+    """Check a text whose token ids are their positions."""
     scored = []
     for index, block in enumerate(blocks):
         input_ids, labels = block["input_ids"].tolist(), block["labels"].tolist()
         assert input_ids == list(range(input_ids[0], input_ids[0] + len(input_ids)))
         assert len(input_ids) == blocks.block_size or index == len(blocks) - 1
-        assert labels[0] == -100  # the model could not predict it: nothing stands before it
+        assert labels[0] == -100  # the first token has no context
         assert all(label in (-100, token) for label, token in zip(labels, input_ids, strict=True))
         scored += [label for label in labels if label != -100]
     assert scored == list(range(1, len(blocks.token_ids)))
@@ -332,7 +339,7 @@ def test_training_blocks_are_whole_and_drop_the_tail(num_tokens, block_size):
 
 
 def assert_rows_continue(tracks, num_tracks):
-    """For a text whose token ids are their positions: each row goes on where the same row of the last batch ended."""
+    """Check that each row starts where it ended in the last batch, for a text whose token ids are their positions."""
     assert len(tracks) % num_tracks == 0
     items = list(tracks)
     for item in items:
@@ -353,7 +360,7 @@ def test_tracks_are_contiguous_and_cover_the_text_once(num_tokens, block_size, n
     items = assert_rows_continue(TrainingTracks(torch.arange(num_tokens), block_size, num_tracks), num_tracks)
     read = sorted(token for item in items for token in item["input_ids"].tolist())
     assert read == list(range(len(read)))  # each token once
-    assert num_tokens - len(read) <= block_size * num_tracks  # but for the tail
+    assert num_tokens - len(read) <= block_size * num_tracks  # except the tail
 
 
 @pytest.mark.parametrize("wrong", ["permuted", "blocks one after the other"])

@@ -1,4 +1,4 @@
-"""What the distributed tests run in every process: `accelerate launch … distributed_run.py PART FOLDER`."""
+"""The program of the distributed tests in every process: `accelerate launch … distributed_run.py PART FOLDER`."""
 
 import json
 import os
@@ -19,13 +19,13 @@ from small_runs import Killed, Mortal, arguments, classifier, functions, gpt2, r
 
 
 def run_loop(folder, data, **settings):
-    """11 examples in steps of 4: the last step of an epoch has 3, which two processes cannot share evenly."""
+    """Train on 11 examples in steps of 4; two processes cannot share the last step of an epoch evenly."""
     defaults = {"batch_size": 2, "max_steps": 7, "save_every_steps": 2, "eval_every_steps": 3}
     return run(folder, gpt2(0.0), data, **{**defaults, **settings})
 
 
 def run_carried(folder, left=None, **settings):
-    """An LSTM on four tracks of five segments, over the end of an epoch."""
+    """Train an LSTM on four tracks of five segments, over the end of an epoch."""
     torch.manual_seed(0)
     config = RecurrentConfig(vocab_size=64, hidden_size=16, dropout=0.0, initializer_range=1.0)
     data = TrainingTracks(torch.randint(0, 64, (4 * 5 * 8 + 1,), generator=torch.Generator().manual_seed(1)), 8, 4)
@@ -45,7 +45,7 @@ def run_trainer(folder, batch_size):
         save_strategy="steps",
         save_steps=2,
         train_sampling_strategy="sequential",
-        # True multiplies a classifier's loss by the number of processes: it expects a sum over tokens, not a mean.
+        # True expects a sum over tokens and multiplies a classifier's mean loss by the number of processes.
         average_tokens_across_devices=False,
     )
     trainer = Trainer(
@@ -70,14 +70,14 @@ def main(part, folder):
         return
     run_loop(folder / "whole", texts(11))
     try:
-        # Both processes come to their ninth example in the fifth step.
+        # Both processes read their ninth example in the fifth step.
         run_loop(folder / "parts", Mortal(texts(11), 8))
     except Killed:
-        torch.manual_seed(99)  # another process would have other generators
+        torch.manual_seed(99)  # a new process has other generators
         run_loop(folder / "parts", texts(11))
     run_carried(folder / "carried")
     try:
-        # Both processes come to their ninth segment in the fifth step, within the first epoch.
+        # Both processes read their ninth segment in the fifth step, within the first epoch.
         run_carried(folder / "carried_parts", left=8)
     except Killed:
         torch.manual_seed(99)

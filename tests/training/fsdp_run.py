@@ -1,7 +1,7 @@
-"""What the FSDP2 test runs in both processes: `torchrun … fsdp_run.py FOLDER`.
+"""The program of the FSDP2 tests in both processes: `torchrun … fsdp_run.py FOLDER`.
 
-Accelerate has FSDP for accelerators only, torch for CPUs too. So that Accelerate's own path is run, it is told that
-these processes have GPUs; all that follows from it is real.
+torch has FSDP for CPUs, Accelerate for accelerators only. Accelerate is told that these processes have GPUs, so that
+its own code runs.
 """
 
 import json
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rsa_hf import RSAConfig, param_groups, patch_model, rsa_report
-from rsa_hf.heads import RSAHeads
+from rsa_hf.heads import active_heads
 from rsa_hf.training.fsdp import shard_rsa_heads
 
 STEPS = 3
@@ -46,7 +46,7 @@ def step(model, optimizer, ids, backward):
 
 
 def fsdp2(mixed_precision="no", **plugin):
-    """Accelerate on processes that it takes for ones with GPUs."""
+    """An accelerator with FSDP2 on processes that it takes for ones with GPUs."""
     PartialState(cpu=True)
     AcceleratorState._reset_state()
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -57,20 +57,19 @@ def fsdp2(mixed_precision="no", **plugin):
 
 
 def sharded(mixed_precision, own_unit, folder):
-    """Losses (this process's), gradients of the first step, dtypes that the heads compute in, report, weights."""
+    """Train; returns this process's losses, the first gradients, the dtypes in use and stored, report and weights."""
     accelerator = fsdp2(mixed_precision, state_dict_type="FULL_STATE_DICT", cpu_ram_efficient_loading=False)
     model = language_model()
     if own_unit:
         shard_rsa_heads(model, accelerator)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(param_groups(model, 1e-2)))
-    # Each process's optimiser has the parameters of the model, each once, the empty parts among them too.
+    # The optimiser of each process has each parameter of the model once, also those whose local part is empty.
     listed = [p for group in optimizer.param_groups for p in group["params"]]
     assert sorted(map(id, listed)) == sorted(id(p) for p in model.parameters())
     dtypes = set()
-    for module in model.modules():
-        if isinstance(module, RSAHeads):
-            module.register_forward_pre_hook(lambda heads, _: dtypes.add(str(heads.mu.dtype)))
-            assert isinstance(module.mu, DTensor)
+    for _, heads in active_heads(model):
+        heads.register_forward_pre_hook(lambda heads, _: dtypes.add(str(heads.mu.dtype)))
+        assert isinstance(heads.mu, DTensor)
     rank = accelerator.process_index
     losses, first = [], None
     for ids in batches():
@@ -81,7 +80,7 @@ def sharded(mixed_precision, own_unit, folder):
     report = rsa_report(model)
     weights = accelerator.get_state_dict(model)
     if folder is not None:
-        # A step, back to the checkpoint, and the same step again.
+        # A step, and the same step again from the checkpoint.
         accelerator.save_state(str(folder))
         again = []
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""One YAML file and the command line: what they give, and what is refused with which words."""
+"""The settings of a run from a YAML file and the command line, and the errors."""
 
 import math
 import re
@@ -39,7 +39,7 @@ def read(tmp_path):
     return read
 
 
-def test_defaults(read):
+def test_sections_that_are_left_out_have_defaults(read):
     config = read(MODEL)
     assert config.model == ModelSettings(name_or_path="gpt2")
     assert config.rsa is None
@@ -47,7 +47,7 @@ def test_defaults(read):
     assert config.training == TrainingSettings()
 
 
-def test_all_sections(read):
+def test_all_sections_are_read(read):
     config = read(
         "model: {model_type: llama, config_overrides: {hidden_size: 8}}\n"
         "rsa: {num_regular: 2, gate_init: -inf, layers: [0, 1]}\n"
@@ -61,7 +61,7 @@ def test_all_sections(read):
 
 
 @pytest.mark.parametrize("spelling", [["--learning_rate", "1e-4"], ["--training.learning_rate=1e-4"]])
-def test_command_line_goes_before_the_file(read, spelling):
+def test_the_command_line_overrides_the_file(read, spelling):
     assert read(MODEL + "training: {learning_rate: 2}\n", *spelling).training.learning_rate == 1e-4
 
 
@@ -95,7 +95,7 @@ def test_values_get_the_type_of_their_field(read, arguments, section, key, value
     assert type(got) is type(value)
 
 
-def test_rsa_null_takes_the_heads_off(read):
+def test_rsa_null_gives_a_plain_model(read):
     assert read(MODEL + "rsa: {num_regular: 2}\n", "--rsa", "null").rsa is None
 
 
@@ -143,7 +143,7 @@ def test_rsa_null_takes_the_heads_off(read):
         (MODEL + "training: {seed: -1}\n", [], ["seed=-1", "from 0"]),
         (MODEL + "training: {output_dir: ''}\n", [], ["output_dir=''"]),
         (MODEL + "rsa: {parameter_scale: 0}\n", [], ["rsa: parameter_scale=0"]),
-        # no YAML, or not plain YAML
+        # not valid YAML, or not plain YAML
         ("model: [\n", [], ["run.yaml: not valid YAML", "line"]),
         ("- 1\n", [], ["run.yaml: sections with settings are needed, got list"]),
         (MODEL + MODEL, [], ["'model' is given more than once", "line 1"]),
@@ -151,14 +151,14 @@ def test_rsa_null_takes_the_heads_off(read):
         (MODEL, ["--files", "{a"], ["--files {a: not valid YAML"]),
     ],
 )
-def test_refused(read, text, arguments, words):
+def test_wrong_settings_are_refused(read, text, arguments, words):
     with pytest.raises(ConfigError) as error:
         read(text, *arguments)
     for word in words:
         assert word in str(error.value)
 
 
-def test_missing_file_and_no_file(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"absent.yaml: cannot be read"):
         read_run_config([str(tmp_path / "absent.yaml")], Data)
     with pytest.raises(ConfigError, match="one YAML file is needed.*got none"):
@@ -191,7 +191,7 @@ def test_shipped_configs_are_valid_and_explained(path):
     has_heads = config.model.model_type != "recurrent"
     assert (config.rsa is not None) == has_heads
     assert config.training.output_dir.startswith("outputs/")
-    # Written out and read again, the settings are the same: nothing in them is out of reach of YAML and JSON.
+    # Settings survive being written and read.
     if has_heads:
         assert RSAConfig.from_dict(config.to_dict()["rsa"]) == config.rsa
     for line in path.read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""`RSACallback`: gates and rates reach every tracker of a plain Trainer, wherever it stands among the callbacks."""
+"""`RSACallback` reports gates and rates to every tracker of a plain Trainer."""
 
 import logging
 
@@ -14,7 +14,7 @@ KEYS = {"rsa/gate", "rsa/gate/layer_00", "rsa/gate/layer_01", "rsa/decay/layer_0
 
 
 class Recorder(TrainerCallback):
-    """Stands for a tracker."""
+    """A stand-in for a tracker."""
 
     def __init__(self):
         self.logs = []
@@ -24,7 +24,7 @@ class Recorder(TrainerCallback):
 
 
 def trainer(folder, callbacks, model=None, **values):
-    """With the callback, last as always."""
+    """A Trainer with `RSACallback` as the last callback."""
     ids = torch.randint(0, 64, (8, 8))
     rows = [{"input_ids": row, "labels": row} for row in ids]
     args = arguments(folder, **{"max_steps": 4, "logging_steps": 2, **values})
@@ -33,7 +33,7 @@ def trainer(folder, callbacks, model=None, **values):
     return found
 
 
-def test_gates_and_rates_reach_trackers_before_and_after(tmp_path):
+def test_gates_and_rates_reach_the_trackers_before_and_after_the_callback(tmp_path):
     before, after = Recorder(), Recorder()
     training = trainer(tmp_path, [before])
     training.add_callback(after)
@@ -45,7 +45,7 @@ def test_gates_and_rates_reach_trackers_before_and_after(tmp_path):
         assert len(ours) == 2
         assert all(logs.keys() == {*KEYS, "epoch"} for logs in ours)
         assert ours[0]["rsa/gate"] != ours[1]["rsa/gate"]
-    # The last log was written after the last step: it holds what the model has now.
+    # The last log follows the last step, so it has the model's present values.
     last = [logs for logs in before.logs if "rsa/gate" in logs][-1]
     layers = rsa_report(training.model).layers
     gates = [layer.heads[0].gate for layer in layers]
@@ -59,7 +59,7 @@ def test_gates_and_rates_reach_trackers_before_and_after(tmp_path):
     assert in_history[-1] == {**last, "step": 4}
 
 
-def test_logs_without_the_loss_stay_as_they_are(tmp_path):
+def test_only_logs_with_a_loss_are_followed_by_gates_and_rates(tmp_path):
     tracker = Recorder()
     training = trainer(tmp_path, [tracker], eval_strategy="steps", eval_steps=2)
     training.train()
@@ -67,7 +67,7 @@ def test_logs_without_the_loss_stay_as_they_are(tmp_path):
     assert kinds == [["loss"], ["rsa/gate"], ["eval_loss"]] * 2 + [["train_loss"]]
 
 
-def test_a_plain_model_is_said_to_have_nothing(tmp_path, caplog):
+def test_a_plain_model_gives_a_warning(tmp_path, caplog):
     tracker = Recorder()
     with caplog.at_level(logging.WARNING):
         trainer(tmp_path, [tracker], unpatch_model(gpt2())).train()

@@ -1,37 +1,27 @@
-"""Memory carried from step to step: the long text in one pass, however it is divided, and however often interrupted."""
+"""Memory carried from step to step: the same as one pass over the text, also if a run is interrupted."""
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from torch.utils.data import default_collate
-from transformers import AutoModelForCausalLM
 
 import small_runs
-from rsa_hf import RSAConfig, patch_model
-from rsa_hf.models.recurrent import RecurrentConfig
-from rsa_hf.models.transformer_xl import TransformerXLConfig
+from models import tiny
+from models.tiny import VOCAB
 from rsa_hf.tasks.text_data import TrainingTracks
 from rsa_hf.training.carried import CarriedState
 from small_runs import Killed, Mortal, assert_same_runs, gpt2, logged
 
-VOCAB, LENGTH = 29, 8
-XL = {
-    "vocab_size": VOCAB, "cutoffs": [], "div_val": 1, "d_model": 32, "n_head": 8, "d_head": 4, "d_inner": 48,
-    "n_layer": 2, "mem_len": 64, "clamp_len": -1, "same_length": False, "dropout": 0.0, "eos_token_id": None,
-    "init_std": 0.3, "proj_init_std": 0.3,
-}  # fmt: skip
+LENGTH = 8
 
 
 def transformer_xl(**changes):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(TransformerXLConfig(**{**XL, **changes}))
-    return patch_model(model, RSAConfig(num_regular=2, num_cyclical_pairs=1, gate_init=0.5))
+    return tiny.build("transfo-xl", rsa={}, **{"mem_len": 64, **changes})
 
 
 def lstm(**changes):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "dropout": 0.0, "initializer_range": 2.0, **changes}
-    return AutoModelForCausalLM.from_config(RecurrentConfig(vocab_size=VOCAB, **sizes))
+    return tiny.build("recurrent", dilations=[1, 1], **changes)
 
 
 MODELS = {
@@ -42,7 +32,7 @@ MODELS = {
 
 
 def tracks(num_tracks=4, num_segments=6):
-    """The same text, however many tracks it is cut into."""
+    """The same text in any number of tracks."""
     tokens = torch.randint(0, VOCAB, (4 * 6 * LENGTH + 1,), generator=torch.Generator().manual_seed(1))
     assert num_tracks * num_segments <= 24
     return TrainingTracks(tokens[: num_tracks * num_segments * LENGTH + 1], LENGTH, num_tracks)
@@ -59,12 +49,12 @@ def run(folder, model, data=None, **settings):
     return small_runs.run(folder, model, tracks() if data is None else data, evaluate, **settings)
 
 
-STILL = {"learning_rate": 1e-30, "rsa_learning_rate": 1e-30}  # Adam moves every value by its rate: by nothing
+STILL = {"learning_rate": 1e-30, "rsa_learning_rate": 1e-30}  # parameters do not move
 
 
 @torch.no_grad()
 def losses_in_one_pass(model, data):
-    """The mean loss of each step over the rows, each row of the data being read in one long forward."""
+    """The mean loss of each step, with each row of the data read in one forward."""
     model.eval()
     whole = data.num_segments * LENGTH
     starts = [track * whole for track in range(data.num_tracks)]
@@ -74,19 +64,20 @@ def losses_in_one_pass(model, data):
     return losses.unflatten(1, (-1, LENGTH)).mean(dim=(0, 2)).tolist()
 
 
-# --- what is carried ------------------------------------------------------------------------------------------
+# --- losses and gradients -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_loss_is_that_of_one_pass_over_each_track(tmp_path, name, accumulation):
-    """Over two epochs: memory begins anew with the second. The control: without memory it is another loss."""
+    """Over two epochs, each of which starts without memory."""
     expected = losses_in_one_pass(MODELS[name](), tracks())
     division = {"batch_size": 4 // accumulation, "gradient_accumulation_steps": accumulation}
     result = run(tmp_path / "carried", MODELS[name](), **STILL, **division, max_steps=12)
     assert result.tokens == 12 * 4 * LENGTH
     assert logged(tmp_path / "carried") == pytest.approx(expected * 2, abs=1e-5)
 
+    # The control: another loss without memory.
     model = MODELS[name]()
     argument = model.segment_state
     model.register_forward_pre_hook(
@@ -98,7 +89,7 @@ def test_the_loss_is_that_of_one_pass_over_each_track(tmp_path, name, accumulati
     assert min(abs(a - b) for a, b in zip(dropped[1:], expected[1:], strict=True)) > 1e-4
 
 
-def test_rows_that_are_permuted_are_caught(tmp_path, monkeypatch):
+def test_permuted_rows_give_other_losses(tmp_path, monkeypatch):
     expected = losses_in_one_pass(lstm(), tracks())
     read = TrainingTracks.__getitem__
     monkeypatch.setattr(TrainingTracks, "__getitem__", lambda self, i: read(self, i ^ 1 if i // 4 % 2 else i))
@@ -108,16 +99,16 @@ def test_rows_that_are_permuted_are_caught(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_accumulation_is_the_big_batch(tmp_path, name):
+def test_accumulated_steps_are_those_of_the_large_batch(tmp_path, name):
     still = losses_in_one_pass(MODELS[name](), tracks())
     run(tmp_path / "whole", MODELS[name]())
     run(tmp_path / "parts", MODELS[name](), batch_size=2, gradient_accumulation_steps=2)
     assert logged(tmp_path / "parts") == pytest.approx(logged(tmp_path / "whole"), abs=1e-4)
-    assert abs(logged(tmp_path / "whole")[-1] - still[-1]) > 1e-2  # it has learned something
+    assert abs(logged(tmp_path / "whole")[-1] - still[-1]) > 1e-2  # the model learns
 
 
-def test_gradients_are_those_of_each_segment_behind_a_detached_memory(tmp_path):
-    """By hand, with the model's own arguments and torch's loss and optimiser."""
+def test_gradients_stop_at_the_carried_memory(tmp_path):
+    """Against a loop with torch's loss and optimiser."""
     by_hand, data = lstm(), tracks()
     optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-2, weight_decay=0.0)
     state, expected = None, []
@@ -144,16 +135,13 @@ def has_bf16_lstm():
     return True
 
 
+@pytest.mark.usefixtures("fresh_accelerator")
 @pytest.mark.parametrize("name", ["transformer_xl", "lstm"])
-def test_bf16(tmp_path, name):
+def test_losses_in_bf16_are_close(tmp_path, name):
     if name == "lstm" and not has_bf16_lstm():
         pytest.skip("torch has no bfloat16 LSTM on this processor")
     expected = losses_in_one_pass(MODELS[name](), tracks())
-    AcceleratorState._reset_state()
-    try:
-        run(tmp_path, MODELS[name](), mixed_precision="bf16", **STILL)
-    finally:
-        AcceleratorState._reset_state()
+    run(tmp_path, MODELS[name](), mixed_precision="bf16", **STILL)
     assert logged(tmp_path) == pytest.approx(expected, rel=2e-2)
 
 
@@ -163,23 +151,23 @@ PARTS = {"save_every_steps": 2, "batch_size": 2, "gradient_accumulation_steps": 
 
 
 def killed_at(step, folder, model, **settings):
-    """A run that is killed when it reads an example of this step, counted from 0."""
+    """Run until the run is killed as it reads an example of this step, counted from 0."""
     with pytest.raises(Killed):
         run(folder, model, Mortal(tracks(), 4 * step), **PARTS, **settings)
-    torch.manual_seed(99)  # another process would have other generators
+    torch.manual_seed(99)  # a new process has other generators
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("step", [3, 6, 8])
 def test_killed_and_continued_is_bitwise_the_whole_run(tmp_path, name, step):
-    """Checkpoints lie inside epochs of 6 steps and at their end; dropout is on."""
+    """With dropout, and checkpoints inside epochs of 6 steps and at their end."""
     run(tmp_path / "whole", MODELS[name](dropout=0.1), max_steps=10, **PARTS)
     killed_at(step, tmp_path / "parts", MODELS[name](dropout=0.1), max_steps=10)
     run(tmp_path / "parts", MODELS[name](dropout=0.1), max_steps=10, **PARTS)
     assert_same_runs(tmp_path / "parts", tmp_path / "whole")
 
 
-def test_a_checkpoint_without_the_memory_is_caught(tmp_path, monkeypatch):
+def test_without_the_memory_of_the_checkpoint_losses_differ(tmp_path, monkeypatch):
     run(tmp_path / "whole", lstm(dropout=0.1), max_steps=5, **PARTS)
     killed_at(3, tmp_path / "parts", lstm(dropout=0.1), max_steps=5)
     monkeypatch.setattr(CarriedState, "load", lambda *arguments: None)
@@ -188,10 +176,10 @@ def test_a_checkpoint_without_the_memory_is_caught(tmp_path, monkeypatch):
     assert logged(tmp_path / "parts")[2:] != logged(tmp_path / "whole")[2:]
 
 
-# --- refused --------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_go_together_is_named(tmp_path):
+def test_settings_that_do_not_fit_the_model_or_the_data_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"a GPT2LMHeadModel carries nothing.*Set data.carry_memory to false"):
         run(tmp_path, gpt2())
     with pytest.raises(ValueError, match=r"the data has 4 tracks, but a step takes 6 rows \(3 in each of 2 micro"):

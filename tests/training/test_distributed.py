@@ -1,10 +1,7 @@
-"""Two processes learn what one does, and only one of them writes; the configs of `configs/accelerate/`."""
+"""Two processes learn like one, and only one of them writes; the configs in `configs/accelerate/`."""
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import distributed_run as single
@@ -13,31 +10,26 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from launching import ROOT, run_python
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rsa_hf import is_patched
 from small_runs import assert_same_runs, classifier, gpt2, lines, logged, stack, texts
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs" / "accelerate"
 SCRIPT = Path(single.__file__)
 
 
 def launch(config, *command):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / config)]
-    return subprocess.run(
-        [*launcher, *map(str, command)], env=environment, capture_output=True, text=True, timeout=280, cwd=ROOT
-    )
+    return run_python("-m", "accelerate.commands.launch", "--config_file", CONFIGS / config, *command)
 
 
 # --- the configs ----------------------------------------------------------------------------------------------------
 
 
 def launched_with(config):
-    """What `accelerate launch` makes of a file."""
+    """The arguments that `accelerate launch` reads from a file."""
     args = launch_command_parser().parse_args(["--config_file", str(CONFIGS / config), "script.py"])
     return _validate_launch_command(args)[0]
 
@@ -51,11 +43,11 @@ def test_accelerate_reads_every_config(config):
     args = launched_with(config)
     assert args.num_processes == given["num_processes"]
     assert args.mixed_precision == given["mixed_precision"]
-    # Each file says how it is called, by its own name.
+    # Each file shows the command that uses it.
     assert f"--config_file configs/accelerate/{config}" in (CONFIGS / config).read_text()
 
 
-def test_what_the_configs_launch():
+def test_every_config_launches_what_its_name_says():
     assert launched_with("single_cpu.yaml").use_cpu
     two = launched_with("two_cpus_gloo.yaml")
     assert two.use_cpu and two.multi_gpu and not two.use_fsdp
@@ -72,7 +64,7 @@ def test_what_the_configs_launch():
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """One launch, for all that two processes do without failing."""
+    """The folder of one launch of two processes, for all tests in which they do not fail."""
     folder = tmp_path_factory.mktemp("two")
     done = launch("two_cpus_gloo.yaml", SCRIPT, "train", folder)
     assert done.returncode == 0, done.stderr
@@ -81,25 +73,25 @@ def two(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    """The same global batch in this process."""
+    """The folder and the Trainer of the same runs in this process, with the same global batch."""
     folder = tmp_path_factory.mktemp("one")
     single.run_loop(folder / "whole", texts(11), batch_size=4)
     return folder, single.run_trainer(folder / "trainer", batch_size=4)
 
 
 def assert_close_weights(left, right, start, tolerance):
-    """Equal up to a share of how far training has moved each parameter."""
+    """Compare weights up to a share of how far training has moved each parameter."""
     assert left.keys() == right.keys()
     for name, value in right.items():
         if name.endswith("key.bias"):
-            continue  # softmax does not depend on it: its gradient is rounding
+            continue  # softmax does not depend on it, so its gradient is a rounding error
         moved = (value - start[name]).norm()
         assert moved > 0, name
         assert (left[name] - value).norm() < tolerance * moved, name
 
 
 @pytest.mark.slow
-def test_two_processes_learn_what_one_does(two, one):
+def test_two_processes_learn_like_one(two, one):
     for rank in (0, 1):
         found = json.loads((two / f"rank{rank}.json").read_text())
         assert found["processes"] == 2
@@ -113,7 +105,7 @@ def test_two_processes_learn_what_one_does(two, one):
     start = gpt2(0.0).state_dict()
     states = [AutoModelForCausalLM.from_pretrained(f / "whole" / "final").state_dict() for f in (two, one[0])]
     assert_close_weights(*states, start, tolerance=2e-3)
-    # A mean over the two processes' own means is another loss, by far more than that.
+    # The control: the mean of the two processes' means is another loss.
     batch = [texts(11)[i] for i in (0, 1, 9, 10)]
     halves = [gpt2(0.0)(**stack(half)).loss.item() for half in (batch[:2], batch[2:])]
     whole = gpt2(0.0)(**stack(batch)).loss.item()
@@ -137,8 +129,8 @@ def test_each_of_two_processes_carries_the_memory_of_its_tracks(two, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_two_processes_in_one(two, tmp_path):
-    """The model loads; going on with another number of processes, which would take other steps, is refused."""
+def test_one_process_loads_but_does_not_resume_a_checkpoint_of_two(two, tmp_path):
+    """Another number of processes would take other steps."""
     checkpoint = two / "whole" / "checkpoints" / "step-7"
     saved = load_file(checkpoint / "model.safetensors")
     model = gpt2(0.0)
@@ -153,18 +145,18 @@ def test_a_checkpoint_of_two_processes_in_one(two, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_trainer_in_two_processes(two, one):
+def test_the_trainer_in_two_processes_learns_like_one(two, one):
     histories = [json.loads((two / f"rank{rank}.json").read_text())["history"] for rank in (0, 1)]
     trainer = one[1]
     for history in histories:
         assert len(history) == len(trainer.state.log_history)
         for left, right in zip(history, trainer.state.log_history, strict=True):
             for key, value in right.items():
-                # eval_loss counts the rows twice that even out the processes; metrics do not.
+                # eval_loss counts rows twice that are added to even out the processes; metrics do not.
                 if not key.endswith(("_runtime", "_per_second", "_flos", "eval_loss")):
                     assert left[key] == pytest.approx(value, rel=1e-4), key
     evaluated = next(logs for logs in histories[0] if "eval_loss" in logs)
-    assert evaluated["eval_num_examples"] == 7  # over two processes: one of them has a row less
+    assert evaluated["eval_num_examples"] == 7  # one of the processes has a row less
     assert any("rsa/gate" in logs for logs in histories[0])
     last = AutoModelForSequenceClassification.from_pretrained(two / "trainer" / "checkpoint-4").state_dict()
     assert_close_weights(last, trainer.model.state_dict(), classifier().state_dict(), tolerance=2e-3)
@@ -179,7 +171,7 @@ def test_a_process_that_fails_ends_the_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_script_in_two_processes(tmp_path):
+def test_the_script_in_two_processes_writes_and_prints_once(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {i} of a text, not a long one\n" for i in range(400)))
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 32}

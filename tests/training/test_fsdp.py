@@ -1,37 +1,30 @@
-"""FSDP2 through Accelerate, two processes: the gradients of one, and RSA parameters that no policy rounds."""
+"""FSDP2 through Accelerate in two processes: the gradients of one, and RSA parameters in float32."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import fsdp_run as single
 import pytest
 import torch
 from accelerate import Accelerator
+from launching import run_python
 from transformers import AutoModelForCausalLM
 
 from rsa_hf import param_groups, rsa_report
 from rsa_hf.training.fsdp import shard_rsa_heads
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fsdp")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", single.__file__, str(folder)]
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=280)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = run_python(*launcher, single.__file__, folder)
     assert done.returncode == 0, done.stderr
     return folder
 
 
 @pytest.fixture(scope="module")
 def alone():
-    """The same batches in one process and float32, the two halves of a batch as one."""
+    """The model, the losses and the first gradients of the same batches in one process, in float32."""
     model = single.language_model()
     optimizer = torch.optim.AdamW(param_groups(model, 1e-2))
     steps = [single.step(model, optimizer, ids, torch.Tensor.backward) for ids in single.batches()]
@@ -47,7 +40,7 @@ def errors(gradients, expected):
 
 
 @pytest.mark.slow
-def test_without_mixed_precision_it_is_the_single_process_run(sharded, alone):
+def test_without_mixed_precision_two_processes_learn_like_one(sharded, alone):
     model, losses, gradients = alone
     both = read(sharded, "exact")
     for step, loss in enumerate(losses):
@@ -63,9 +56,9 @@ def test_without_mixed_precision_it_is_the_single_process_run(sharded, alone):
 def test_gates_and_rates_compute_in_float32_under_mixed_precision(sharded, alone):
     ours, rounded = read(sharded, "bf16")[0], read(sharded, "rounded")[0]
     assert ours[2] == ["torch.float32"]
-    assert rounded[2] == ["torch.bfloat16"]  # what the unit of their own prevents
+    assert rounded[2] == ["torch.bfloat16"]  # without a unit of their own
     assert ours[3] == rounded[3] == ["torch.float32"]
-    # Activations are bfloat16 in both, so gradients agree with float32 to its precision.
+    # Activations are bfloat16 in both, so gradients agree with float32 to the precision of bfloat16.
     rsa = {name: error for name, error in errors(ours[1], alone[2]).items() if ".rsa." in name}
     assert len(rsa) == 8
     assert max(rsa.values()) < 0.1
@@ -73,7 +66,7 @@ def test_gates_and_rates_compute_in_float32_under_mixed_precision(sharded, alone
 
 
 @pytest.mark.slow
-def test_reports_and_saved_models_are_whole(sharded):
+def test_reports_and_saved_models_have_all_parameters(sharded):
     first, second = read(sharded, "bf16")
     assert first[4] == second[4]
     saved = AutoModelForCausalLM.from_pretrained(sharded / "model")
@@ -90,14 +83,14 @@ def test_ram_efficient_loading_is_refused(sharded):
         assert "Set it to false" in json.loads((sharded / f"refused-{rank}.json").read_text())
 
 
-def test_without_fsdp_nothing_is_done():
+def test_without_fsdp_shard_rsa_heads_does_nothing():
     model = single.language_model()
     before = type(model.model.layers[0].self_attn.rsa)
     shard_rsa_heads(model, Accelerator(cpu=True))
     assert type(model.model.layers[0].self_attn.rsa) is before
 
 
-def test_rounded_parameters_are_told(recwarn):
+def test_rounded_parameters_give_a_warning(recwarn):
     model = single.language_model()
     ids = single.batches()[0]
     model(ids)

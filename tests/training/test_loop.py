@@ -1,4 +1,4 @@
-"""The loop: the same gradient however a step is divided, the same run however often it is interrupted."""
+"""The training loop: steps, logs, checkpoints, streams and errors."""
 
 import math
 import shutil
@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -40,8 +39,8 @@ def saved_steps(folder):
 
 
 @pytest.mark.parametrize("accumulation", [2, 4])
-def test_accumulation_is_the_big_batch(tmp_path, accumulation):
-    """Without dropout the loss and the weights of two optimiser steps agree, though micro-batches differ in labels."""
+def test_accumulated_steps_are_those_of_the_large_batch(tmp_path, accumulation):
+    """Losses and weights of two steps without dropout, with another number of labels in each micro-batch."""
     common = {"max_steps": 2, "learning_rate": 1e-3}
     run(tmp_path / "whole", gpt2(0.0), batch_size=8, **common)
     divided = {"batch_size": 8 // accumulation, "gradient_accumulation_steps": accumulation}
@@ -49,19 +48,18 @@ def test_accumulation_is_the_big_batch(tmp_path, accumulation):
     assert logged(tmp_path / "parts") == pytest.approx(logged(tmp_path / "whole"), rel=1e-6)
     assert logged(tmp_path / "parts", "tokens") == logged(tmp_path / "whole", "tokens")
     whole, parts = weights(tmp_path / "whole" / "final"), weights(tmp_path / "parts" / "final")
-    for name, value in whole.items():
-        torch.testing.assert_close(parts[name], value, rtol=0, atol=1e-6)
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-6)
 
 
-def test_logged_loss_is_the_model_s_own(tmp_path):
+def test_the_logged_loss_is_the_models_own(tmp_path):
     expected = gpt2(0.0)(**stack(texts(20))).loss.item()
     run(tmp_path, gpt2(0.0), batch_size=20, max_steps=1)
     assert logged(tmp_path) == pytest.approx([expected], abs=1e-6)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_class_weights(tmp_path, accumulation):
-    """The weighted mean over the whole step, as torch's cross_entropy has it over one batch."""
+def test_class_weights_give_the_weighted_mean_over_a_step(tmp_path, accumulation):
+    """Against torch's cross_entropy over one batch."""
     batch = stack(functions(12))
     with torch.no_grad():
         logits = classifier()(batch["input_ids"]).logits
@@ -73,7 +71,7 @@ def test_class_weights(tmp_path, accumulation):
 
 
 @pytest.mark.parametrize(("n", "batch", "accumulation"), [(20, 2, 3), (7, 8, 1), (24, 4, 2), (25, 4, 2), (1, 2, 2)])
-def test_a_step_takes_the_same_examples_however_many_processes_share_it(n, batch, accumulation):
+def test_a_step_takes_the_same_examples_with_any_number_of_processes(n, batch, accumulation):
     alone = StepExamples(range(n), 4 * batch, accumulation, 1, 0, seed=3)
     shared = [StepExamples(range(n), batch, accumulation, 4, rank, seed=3) for rank in range(4)]
     seen = []
@@ -85,7 +83,7 @@ def test_a_step_takes_the_same_examples_however_many_processes_share_it(n, batch
         got = []
         for one in shared:
             micro_batches, counts = one(step)
-            assert micro_batches[0]  # every process takes part in every step
+            assert micro_batches[0]
             assert max(map(len, micro_batches)) <= batch
             got += [i for micro_batch in micro_batches for i in micro_batch] if counts else []
         assert sorted(got) == sorted(expected)
@@ -96,7 +94,7 @@ def test_a_step_takes_the_same_examples_however_many_processes_share_it(n, batch
 
 @pytest.mark.parametrize(("settings", "pace"), [({}, 20e-3), ({"rsa_learning_rate": 0.5}, 0.5)])
 def test_rsa_parameters_move_at_their_own_rate(tmp_path, settings, pace):
-    """Adam's first step moves every value by its rate: 20 times the weights', or what is asked for."""
+    """Adam's first step moves every value by its rate: 20 times the weights' rate, or the one asked for."""
     model = gpt2()
     before = [block.attn.rsa.mu.item() * 20 for block in model.transformer.h]
     weight = model.transformer.h[0].attn.c_attn.weight.detach().clone()
@@ -119,21 +117,16 @@ def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path):
         model, look = gpt2(), partial(evaluate_and_look, expected=checkpointing)
         run(tmp_path / str(checkpointing), model, evaluate=look, gradient_checkpointing=checkpointing)
         assert not is_on(model)
-    # Not bit for bit: what is computed again may lie elsewhere in memory, and some processors' sums depend on that.
+    # Not bit for bit: recomputed values may have another address, on which sums depend on some processors.
     kept, recomputed = weights(tmp_path / "False" / "final"), weights(tmp_path / "True" / "final")
-    assert kept.keys() == recomputed.keys()
-    for name in kept:
-        torch.testing.assert_close(kept[name], recomputed[name], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(kept, recomputed, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("fresh_accelerator")
 def test_bf16_leaves_the_model_unwrapped(tmp_path):
     model = gpt2()
     forward = model.forward.__func__
-    AcceleratorState._reset_state()
-    try:
-        run(tmp_path, model, mixed_precision="bf16")
-    finally:
-        AcceleratorState._reset_state()
+    run(tmp_path, model, mixed_precision="bf16")
     assert model.forward.__func__ is forward
     assert "_original_forward" not in vars(model)
     assert model(**stack(texts(2))).logits.dtype == torch.float32
@@ -148,7 +141,7 @@ class Tokenizer:
         (folder / "tokenizer.json").write_text("{}")
 
 
-def test_what_is_logged_and_saved(tmp_path):
+def test_a_run_logs_and_saves(tmp_path):
     model = gpt2()
     start = rsa_report(model)
     result = run(tmp_path, model, epochs=2, max_steps=None, log_every_steps=2, tokenizer=Tokenizer())
@@ -158,7 +151,7 @@ def test_what_is_logged_and_saved(tmp_path):
     assert logged(tmp_path, "epoch") == [0.4, 0.8, 1.0, 1.2, 1.6, 2.0]
     assert [line["step"] for line in log if "eval" in line] == [5, 10]
     assert log[-1]["eval"] == result.final_metrics
-    # Warm-up over 2.5 of 10 steps, rounded up, then linearly to 0 after the tenth.
+    # Warm-up over 2.5 of 10 steps, rounded up, then a linear decay to 0 after the tenth.
     rates = {line["step"]: line["learning_rate"] for line in log}
     assert [rates[step] for step in (2, 4, 10)] == pytest.approx([1e-2 / 3, 1e-2, 1e-2 / 7])
     end = rsa_report(model)
@@ -185,7 +178,7 @@ def test_what_is_logged_and_saved(tmp_path):
     ],
 )
 def test_the_best_model_is_kept(tmp_path, values, greater_is_better, best):
-    """Of a plain model, whose log has no gates."""
+    """A plain model, so that the log has no gates."""
     states, given = [], iter(values)
 
     def evaluate(model):
@@ -198,7 +191,7 @@ def test_the_best_model_is_kept(tmp_path, values, greater_is_better, best):
     result = run(tmp_path, plain, evaluate=evaluate, eval_every_steps=1, **metric)
     assert result.best_step == best
     assert_same_weights(weights(result.best_dir), states[best - 1])
-    # JSON has no NaN and no infinity.
+    # JSON has neither NaN nor infinity.
     assert [line["eval"]["score"] for line in lines(tmp_path)] == [v if math.isfinite(v) else None for v in values]
     assert all("rsa" not in line for line in lines(tmp_path))
 
@@ -216,11 +209,11 @@ def test_the_best_model_is_kept(tmp_path, values, greater_is_better, best):
     ],
 )
 def test_killed_and_continued_is_bitwise_the_whole_run(tmp_path, settings, killed_at):
-    """Dropout is on, epochs have 5 steps, and checkpoints lie inside epochs: all generators and orders count."""
+    """With dropout and with checkpoints inside epochs of 5 steps, so that random generators and orders matter."""
     whole = run(tmp_path / "whole", max_steps=12, **settings)
     with pytest.raises(Killed):
         run(tmp_path / "parts", data=Mortal(texts(20), 4 * killed_at), max_steps=12, **settings)
-    torch.manual_seed(99)  # another process would have other generators
+    torch.manual_seed(99)  # a new process has other generators
     parts = run(tmp_path / "parts", max_steps=12, **settings)
     assert_same_runs(tmp_path / "parts", tmp_path / "whole")
     assert (parts.steps, parts.tokens, parts.best_step) == (whole.steps, whole.tokens, whole.best_step)
@@ -229,20 +222,20 @@ def test_killed_and_continued_is_bitwise_the_whole_run(tmp_path, settings, kille
 
 @pytest.mark.parametrize("plan", [RSAConfig(num_regular=2), RSAConfig(num_cyclical_pairs=1)])
 def test_a_plan_with_empty_parameters_is_continued(tmp_path, plan):
-    """Without cyclical heads ν and θ have no elements, without regular ones η has none."""
+    """ν and θ are empty without cyclical heads, η without regular ones."""
 
-    def go_on():
+    def run_again():
         torch.manual_seed(0)
         config = GPT2Config(n_layer=1, n_embd=32, n_head=4, n_positions=32, vocab_size=64)
         run(tmp_path, patch_model(GPT2LMHeadModel(config), plan), save_every_steps=2)
         return weights(tmp_path / "final")
 
-    expected = go_on()
+    expected = run_again()
     shutil.rmtree(tmp_path / "checkpoints" / "step-4")
-    assert_same_weights(go_on(), expected)
+    assert_same_weights(run_again(), expected)
 
 
-def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
+def test_a_run_killed_while_it_saves_leaves_no_checkpoint(tmp_path, monkeypatch):
     saved = Accelerator.save_state
 
     def dies_while_writing(self, folder, **keywords):
@@ -262,27 +255,27 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
     first = run(tmp_path)
     written = (tmp_path / "metrics.jsonl").read_text()
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "lo')  # as a killed run leaves it
-    # Nothing is left to evaluate. Settings that decide nothing may change.
+        file.write('{"step": 5, "lo')  # a line that a killed run has begun
+    # There is nothing to evaluate. Settings that do not change the training may differ.
     changed = {"log_every_steps": 2, "eval_every_steps": 3, "save_every_steps": 3, "eval_batch_size": 7}
     assert run(tmp_path, evaluate=None, **changed) == first
     assert (tmp_path / "metrics.jsonl").read_text() == written
 
 
-def test_never_starts_over_and_a_path_is_taken(tmp_path):
+def test_resume_takes_a_path_and_never_starts_anew(tmp_path):
     run(tmp_path, save_every_steps=1)
     after_four = weights(tmp_path / "final")
     result = run(tmp_path, save_every_steps=1, resume=str(tmp_path / "checkpoints" / "step-3"))
     assert result.steps == 4
     assert_same_weights(weights(tmp_path / "final"), after_four)
-    (tmp_path / "checkpoints" / "step-9").mkdir()  # not ours
+    (tmp_path / "checkpoints" / "step-9").mkdir()  # not a checkpoint
     run(tmp_path, max_steps=2, resume="never")
     assert logged(tmp_path, "step") == [1, 2]
     assert saved_steps(tmp_path) == ["step-2", "step-9"]
 
 
 def scored(scores):
-    """What gives these scores, one after the other, or is killed."""
+    """An evaluation with these losses, one after the other; `Killed()` among them is raised."""
     following = iter(scores)
 
     def evaluate(model):
@@ -293,23 +286,23 @@ def scored(scores):
     return evaluate
 
 
-def test_the_best_model_is_the_one_that_is_said_to_be(tmp_path):
+def test_the_best_model_is_the_one_with_the_best_metrics_after_resuming(tmp_path):
     every_two = {"max_steps": 6, "eval_every_steps": 2, "save_every_steps": 1}
     first = run(tmp_path / "first", evaluate=scored([1.0, 3.0, 4.0]), **every_two)
     assert first.best_step == 2
-    # In another folder, which has no model of step 2.
+    # Resumed in another folder, which has no model of step 2.
     checkpoint = str(tmp_path / "first" / "checkpoints" / "step-5")
     moved = run(tmp_path / "moved", evaluate=scored([4.0]), **every_two, resume=checkpoint)
     assert (moved.best_step, moved.best_metrics) == (6, {"loss": 4.0})
     assert_same_weights(weights(moved.best_dir), weights(moved.final_dir))
-    # Killed after step 4 was the best, and continued from step 3 with other evaluations.
+    # Killed after step 4, the best one, and continued from step 3 with other evaluations.
     with pytest.raises(Killed):
         run(tmp_path / "killed", evaluate=scored([1.0, 0.5, Killed()]), **{**every_two, "save_every_steps": 3})
     others = {"max_steps": 6, "eval_every_steps": 3, "save_every_steps": 3}
     continued = run(tmp_path / "killed", evaluate=scored([2.0]), **others)
     assert (continued.best_step, continued.best_metrics) == (6, {"loss": 2.0})
     assert_same_weights(weights(continued.best_dir), weights(continued.final_dir))
-    # A run that has ended and lost its best model has the last one.
+    # A finished run whose best model was deleted takes the last one.
     shutil.rmtree(tmp_path / "first" / "best")
     lost = run(tmp_path / "first", evaluate=scored([4.0]), **every_two)
     assert (lost.best_step, lost.best_metrics) == (6, {"loss": 4.0}) and lost.best_dir.is_dir()
@@ -319,7 +312,7 @@ def test_the_best_model_is_the_one_that_is_said_to_be(tmp_path):
 
 
 class Stream(IterableDataset):
-    """Examples one after the other; `read` tells how many were."""
+    """A stream of examples, of which `read` have been read."""
 
     def __init__(self, examples, killed_after=None):
         self.examples, self.killed_after, self.read = examples, killed_after, 0
@@ -333,8 +326,8 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_stream_is_the_data_set_in_its_order(tmp_path, monkeypatch, accumulation):
-    """Over the end of an epoch, which has a smaller last step; dropout is on."""
+def test_a_stream_trains_like_the_data_set_in_its_order(tmp_path, monkeypatch, accumulation):
+    """With dropout, over the end of an epoch with a smaller last step."""
     settings = {"max_steps": 8, "batch_size": 8 // accumulation, "gradient_accumulation_steps": accumulation}
     settings |= {"eval_every_steps": 4}
     run(tmp_path / "stream", data=Stream(texts(21)), **settings)
@@ -352,7 +345,7 @@ def test_a_stream_is_continued_bitwise(tmp_path, killed_at):
         run(tmp_path / "parts", data=Stream(texts(20), killed_after=4 * killed_at + 1), **settings)
     again = Stream(texts(20))
     run(tmp_path / "parts", data=again, **settings)
-    assert again.read == 4 * 9  # those before the checkpoint are read past
+    assert again.read == 4 * 9  # also the examples before the checkpoint
     assert_same_runs(tmp_path / "parts", tmp_path / "whole")
 
 
@@ -360,7 +353,7 @@ def test_a_stream_is_continued_bitwise(tmp_path, killed_at):
 def test_processes_share_the_steps_of_a_stream(num_processes):
     alone = StepExamples(Stream(range(11)), 2 * num_processes, 1, 1, 0, None)
     shared = [StepExamples(Stream(range(11)), 2, 1, num_processes, rank, None) for rank in range(num_processes)]
-    for step in [0, 1, 2, 3, 7]:  # one after the other, and past some
+    for step in [0, 1, 2, 3, 7]:  # the last one skips some steps
         expected = [i for micro_batch in alone(step)[0] for i in micro_batch]
         parts = [one(step) for one in shared]
         assert all(micro_batches[0] for micro_batches, _ in parts)
@@ -368,7 +361,7 @@ def test_processes_share_the_steps_of_a_stream(num_processes):
         assert sorted(got) == sorted(expected)
 
 
-# --- refused --------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -389,7 +382,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, changed, words):
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"progress": {"stp": 1}, "settings": {}}', "[]"])
-def test_no_whole_checkpoint(tmp_path, content):
+def test_a_damaged_checkpoint_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "progress.json").write_text(content)
     with pytest.raises(ValueError, match="is not an intact checkpoint") as error:
@@ -398,7 +391,7 @@ def test_no_whole_checkpoint(tmp_path, content):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_loss_that_is_nan_stops_before_the_step(tmp_path, accumulation):
+def test_a_nan_loss_stops_the_run_before_the_step(tmp_path, accumulation):
     model, calls = gpt2(), []
 
     def breaks(module, inputs, output):
@@ -415,7 +408,7 @@ def test_a_loss_that_is_nan_stops_before_the_step(tmp_path, accumulation):
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, None])
-def test_an_infinite_gradient_at_a_finite_loss_stops_before_the_step(tmp_path, max_grad_norm):
+def test_an_infinite_gradient_stops_the_run_before_the_step(tmp_path, max_grad_norm):
     model, seen = gpt2(), []
 
     def breaks(gradient):
@@ -442,6 +435,6 @@ UNLABELLED = {"input_ids": torch.ones(4, dtype=torch.long), "labels": torch.full
         ({"best_metric": "accuracy"}, "evaluate returned loss, but no 'accuracy'"),
     ],
 )
-def test_what_cannot_be_trained_is_named(tmp_path, settings, words):
+def test_data_that_cannot_be_trained_on_is_refused(tmp_path, settings, words):
     with pytest.raises(ValueError, match=words):
         run(tmp_path, **settings)

@@ -1,4 +1,4 @@
-"""RSA's parameter groups, and the Trainer's own optimiser on them."""
+"""RSA's parameter groups, and the Trainer's optimiser on them."""
 
 import copy
 
@@ -9,13 +9,13 @@ from transformers import Trainer
 
 from families import FULL_PLAN, build
 from rsa_hf import RSAConfig, param_groups, patch_model
-from rsa_hf.heads import RSAHeads
+from rsa_hf.heads import active_heads
 from rsa_hf.training import optimizer_cls_and_kwargs
 from small_runs import arguments, gpt2
 
 
 @pytest.mark.parametrize("scale", [1.0, 20.0])
-def test_every_parameter_once(scale):
+def test_groups_have_every_parameter_once(scale):
     model = patch_model(build("roberta"), RSAConfig(**FULL_PLAN, parameter_scale=scale))
     model.embeddings.word_embeddings.weight.requires_grad_(False)
     groups = {group["name"]: group for group in param_groups(model, 1e-3, 0.1, rsa_learning_rate=2e-2)}
@@ -33,7 +33,7 @@ def test_every_parameter_once(scale):
 
 @pytest.mark.parametrize(("scale", "asked"), [(1.0, True), (20.0, True), (20.0, False)])
 def test_one_step_of_adam_moves_the_gate_by_its_rate(scale, asked):
-    """The one asked for; under a plain optimiser, `scale` times the weights'."""
+    """The rate asked for, or under a plain optimiser `scale` times the weights' rate."""
     model = patch_model(build("gpt2"), RSAConfig(**FULL_PLAN, parameter_scale=scale))
     groups = param_groups(model, 1e-3, rsa_learning_rate=0.02) if asked else model.parameters()
     rsa = model.h[0].attn.rsa
@@ -69,7 +69,7 @@ def stored(model):
 
 
 def by_hand(model, batches, **rates):
-    """The run in plain torch: two of AdamW's textbook arguments, the rates falling to 0 in a line."""
+    """The same run in plain torch, with a linear decay of the rates to 0."""
     optimizer = AdamW(param_groups(model, **rates), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / len(batches))
     for ids in batches:
@@ -90,7 +90,7 @@ def test_a_trainer_trains_as_plain_torch_with_the_same_groups(tmp_path):
     for name, value in expected.state_dict().items():
         moved = (value - start[name]).norm()
         assert moved > 0, name
-        # Decay alone moves a weight by a hundredth of this; a slip in a rate by more.
+        # Weight decay alone moves a weight by a hundredth of `moved`, a wrong rate by more.
         assert (trainer.model.state_dict()[name] - value).norm() < 1e-3 * moved, name
     groups = trainer.optimizer.param_groups  # the Trainer logs the rate of the first one
     assert [(g["name"], g["weight_decay"], g["initial_lr"]) for g in groups] == [
@@ -100,16 +100,15 @@ def test_a_trainer_trains_as_plain_torch_with_the_same_groups(tmp_path):
     ]
 
 
-def test_without_it_the_trainer_decays_gates(tmp_path):
-    """What the helper is for: with gradients of zero, only decay moves a parameter."""
+def test_the_trainer_decays_gates_unless_the_groups_are_given(tmp_path):
+    """With gradients of zero, only weight decay moves a parameter."""
 
     def run(folder, helper):
         args = arguments(tmp_path / folder, learning_rate=1e-1, weight_decay=0.5)
         model = gpt2()
-        for module in model.modules():
-            if isinstance(module, RSAHeads):
-                for parameter in module.parameters():
-                    parameter.register_hook(torch.zeros_like)
+        for _, heads in active_heads(model):
+            for parameter in heads.parameters():
+                parameter.register_hook(torch.zeros_like)
         before = stored(model)
         keywords = {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs(args)} if helper else {}
         after = stored(trained(args, model, **keywords).model)
@@ -120,7 +119,7 @@ def test_without_it_the_trainer_decays_gates(tmp_path):
 
 
 def test_every_trainer_gets_groups_of_its_own_model(tmp_path):
-    """The Trainer takes entries out of the dict that it is given; here nothing must be used up by the first run."""
+    """The Trainer removes entries from the dict that it is given; the second run must find them again."""
     args = arguments(tmp_path, max_steps=1)
     given = optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3)
     kept = copy.copy(given[1])
@@ -154,7 +153,7 @@ def test_each_trial_of_a_search_learns_at_its_own_rate(tmp_path):
     assert tried == [[(1e-3, 0.1), (1e-3, 0.0), rsa], [(2e-3, 0.2), (2e-3, 0.0), rsa]]
 
 
-def test_the_optimiser_is_the_one_of_the_arguments(tmp_path):
+def test_the_arguments_choose_the_optimiser(tmp_path):
     args = arguments(tmp_path, optim="sgd", max_steps=1, learning_rate=0.5)
     trainer = trained(args, gpt2(), optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args))
     assert type(trainer.optimizer.optimizer) is SGD
@@ -166,7 +165,7 @@ def test_the_optimiser_is_the_one_of_the_arguments(tmp_path):
 
 
 @pytest.mark.parametrize("own", ["params", "model", "optimizer_dict"])
-def test_an_optimiser_with_parameters_of_its_own_is_refused(tmp_path, monkeypatch, own):
+def test_an_optimiser_that_accepts_no_groups_is_refused(tmp_path, monkeypatch, own):
     monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", lambda args: (AdamW, {"lr": 1.0, own: []}))
     with pytest.raises(ValueError, match=r"accepts no groups\. Choose another, such as 'adamw_torch'"):
         optimizer_cls_and_kwargs(arguments(tmp_path))

@@ -1,4 +1,4 @@
-"""The Trainer on PEFT models: only the adapter with its gates and rates is trained, and all of it is kept."""
+"""The Trainer on PEFT models trains and saves the adapter with its gates and rates."""
 
 import shutil
 
@@ -27,7 +27,7 @@ def make_trainer(folder, **arguments):
     return trainer
 
 
-def test_only_lora_and_rates_move_and_the_log_has_them(tmp_path):
+def test_only_the_adapter_moves_and_the_log_has_its_gates(tmp_path):
     trainer = make_trainer(tmp_path, save_strategy="no")
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     trainer.train()
@@ -37,7 +37,7 @@ def test_only_lora_and_rates_move_and_the_log_has_them(tmp_path):
     last = [log for log in trainer.state.log_history if "rsa/gate" in log][-1]
     for i, layer in enumerate(rsa_report(trainer.model).layers):
         assert last[f"rsa/gate/layer_{i:02d}"] == pytest.approx(layer.heads[0].gate)
-    # Six steps at a falling 3e-3 · 20: gates move by more than weights could (6 · 3e-3).
+    # In six steps at a decaying rate of 3e-3 · 20, gates move by more than weights could (6 · 3e-3).
     start = rsa_report(patch_model(base_model("gpt2"), PLAN)).layers[0].heads[0].gate
     assert abs(last["rsa/gate/layer_00"] - start) > 0.005
 
@@ -58,8 +58,8 @@ def test_a_checkpoint_resumes_exactly_and_loads(tmp_path):
     assert all(not torch.equal(value, earlier[name]) for name, value in adapter_values(loaded).items())
 
 
-def test_the_best_adapter_comes_back(tmp_path):
-    # "Best" is the highest loss here, which at this learning rate is not the last one.
+def test_the_best_adapter_is_loaded_at_the_end(tmp_path):
+    # The highest loss counts as the best one, because at this learning rate it is not the last.
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
     trainer = make_trainer(tmp_path, eval_strategy="steps", eval_steps=3, learning_rate=0.05, **best)
     trainer.train()
@@ -70,7 +70,7 @@ def test_the_best_adapter_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize("patched", ["before", "after"])
-def test_preparing_for_low_bits_leaves_rates_trainable(patched):
+def test_prepare_model_for_kbit_training_leaves_rates_trainable(patched):
     base = base_model("llama").to(torch.bfloat16)
     if patched == "before":
         patch_model(base, PLAN)

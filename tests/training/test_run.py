@@ -1,4 +1,4 @@
-"""What the scripts share: the model that is asked for, a mistake in one line, results on the screen and on disk."""
+"""The code that all training scripts share: loading the model, its limits, logits, results."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def test_a_pretrained_model_is_loaded_in_float32_and_patched(saved):
     assert torch.equal(model.bert.encoder.layer[0].attention.self.query.weight, original.float())
 
 
-def test_a_model_from_scratch():
+def test_a_model_type_gives_a_new_model():
     settings = ModelSettings(model_type="llama", config_overrides={**SIZES, "num_key_value_heads": 2})
     model = load_model(AutoModelForCausalLM, settings, None)
     assert not is_patched(model)
@@ -75,7 +75,7 @@ def test_a_model_from_scratch():
         (ModelSettings("/no/such/folder"), ["/no/such/folder"]),
     ],
 )
-def test_a_model_that_cannot_be_made(settings, words):
+def test_a_model_that_cannot_be_loaded_is_refused(settings, words):
     with pytest.raises((ValueError, OSError)) as error:
         load_model(AutoModelForCausalLM, settings, None)
     for word in words:
@@ -89,7 +89,7 @@ def report(folder, rsa, scores):
     report_results(config, result, scores, [["a"], ["b"]], load_model(AutoModelForCausalLM, settings, rsa))
 
 
-def test_results(tmp_path, capsys):
+def test_results_are_printed_and_written(tmp_path, capsys):
     report(tmp_path, None, {"validation": {"loss": 1.0}, "test": {"loss": math.inf, "score": math.nan}})
     written = json.loads((tmp_path / "results.json").read_text())
     assert written["config"]["training"]["output_dir"] == str(tmp_path)
@@ -106,7 +106,7 @@ def test_results(tmp_path, capsys):
     assert not (tmp_path / "rsa.png").exists()
 
 
-def test_results_of_a_patched_model_with_and_without_matplotlib(tmp_path, capsys, monkeypatch):
+def test_results_of_a_patched_model_have_a_picture_if_matplotlib_is_installed(tmp_path, capsys, monkeypatch):
     def absent(*arguments):
         raise ImportError("drawing needs matplotlib: pip install 'rsa_hf[plot]'")
 
@@ -122,7 +122,7 @@ def test_results_of_a_patched_model_with_and_without_matplotlib(tmp_path, capsys
     assert f"written: {tmp_path / 'results.json'}, {tmp_path / 'rsa.png'}" in capsys.readouterr().out
 
 
-def test_logits_are_in_the_order_of_the_rows_whatever_the_batch(saved):
+def test_logits_are_in_the_order_of_the_rows_at_any_batch_size(saved):
     model = load_model(AutoModelForSequenceClassification, ModelSettings(saved), None, num_labels=2)
     rows = [{"input_ids": list(range(1, 2 + i % 5)), "labels": 0} for i in range(7)]
 
@@ -137,7 +137,7 @@ def test_logits_are_in_the_order_of_the_rows_whatever_the_batch(saved):
         torch.testing.assert_close(predict_logits(model, rows, collate, batch_size), expected)
 
 
-def test_a_tokenizer_that_is_too_large(saved):
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(saved):
     model = load_model(AutoModelForSequenceClassification, ModelSettings(saved), None)
     require_tokens_known(model, 64)
     with pytest.raises(ValueError, match="the tokenizer has 65 tokens, the model 64"):
@@ -147,7 +147,7 @@ def test_a_tokenizer_that_is_too_large(saved):
 @pytest.mark.parametrize(
     ("model_type", "has_a_table"), [("gpt2", True), ("opt", True), ("bert", True), ("llama", False), ("bloom", False)]
 )
-def test_inputs_longer_than_the_table_of_positions(model_type, has_a_table):
+def test_inputs_longer_than_the_position_table_are_refused(model_type, has_a_table):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
     more = {"word_embed_proj_dim": 16, "is_decoder": True, "max_position_embeddings": 32}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes, **more)).eval()

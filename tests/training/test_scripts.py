@@ -1,4 +1,4 @@
-"""The two scripts, run as a user runs them."""
+"""The two training scripts."""
 
 import json
 import runpy
@@ -20,12 +20,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rsa_hf import cli, is_patched
+from rsa_hf import is_patched
 from rsa_hf.tasks.defect_detection import evaluate
 
 ROOT = Path(__file__).parents[2]
-
-
 SCRIPTS = {"lm": "train_language_model.py", "defect": "train_defect_detection.py"}
 
 
@@ -36,7 +34,7 @@ def command(task, arguments, config=None):
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Runs a script in this process, which saves loading torch each time; returns what it printed, and its exit code."""
+    """Run a script in this process; returns standard output, standard error and the exit code."""
 
     def run(task, *arguments, config=None):
         monkeypatch.setattr(sys, "argv", command(task, arguments, config))
@@ -53,7 +51,7 @@ def run(monkeypatch, capsys):
 
 
 def on_a_text(folder, sizes, **values):
-    """Settings that make a run of a second out of the config of a language model."""
+    """Options that turn the config of a language model into a run of about a second."""
     text = folder / "text.txt"
     text.write_text("".join(f"line {i} of a text, not a long one\n" for i in range(400)))
     values |= {f"config_overrides.{name}": value for name, value in sizes.items()}
@@ -72,7 +70,7 @@ FUNCTIONS = [f"int f{i}(int a) {{ return a {'<=>'[i % 3]} {i}; }}" for i in rang
 
 @pytest.fixture
 def defect_detection(tmp_path):
-    """The same for defects: a small BERT, its tokenizer, and 40 functions, one in four defective."""
+    """Options for a run of about a second: a small BERT, its tokenizer, and 40 functions, one in four defective."""
     words = Tokenizer(models.BPE(unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
@@ -96,7 +94,7 @@ def defect_detection(tmp_path):
 # --- language modelling ---------------------------------------------------------------------------------------
 
 
-def test_language_model_patched_and_plain(tmp_path, run, language_model):
+def test_a_language_model_is_trained_patched_and_plain(tmp_path, run, language_model):
     for name, extra in (("with RSA", []), ("plain", ["--rsa", "null"])):
         folder = tmp_path / name
         out, err, code = run("lm", *language_model, "--output_dir", folder, *extra)
@@ -140,8 +138,8 @@ def test_language_model_patched_and_plain(tmp_path, run, language_model):
         ),
     ],
 )
-def test_language_models_with_memory(tmp_path, run, monkeypatch, capsys, config, sizes, memory):
-    """Trained by config; evaluated with longer memory and in other segments, then and by `rsa-hf evaluate`."""
+def test_a_language_model_with_memory_is_trained_and_evaluated(tmp_path, run, run_rsa_hf, config, sizes, memory):
+    """With longer memory and other segments in evaluation, by the script and by `rsa-hf evaluate`."""
     values = {"max_steps": 40, "eval_every_steps": 20, "learning_rate": 1e-2, "eval_block_size": 24}
     values |= {f"eval_memory.{name}": value for name, value in memory.items()}
     options = on_a_text(tmp_path, sizes, output_dir=tmp_path / "out", **values)
@@ -154,17 +152,14 @@ def test_language_models_with_memory(tmp_path, run, monkeypatch, capsys, config,
     assert all(getattr(trained.config, name) == value for name, value in sizes.items())
 
     def evaluated(*more):
-        arguments = ["rsa-hf", "evaluate", "lm", tmp_path / "out" / "best", ROOT / "configs" / config, *options, *more]
-        monkeypatch.setattr(sys, "argv", list(map(str, arguments)))
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        assert not end.value.code
-        return json.loads(capsys.readouterr().out)["bits_per_byte"]
+        best = tmp_path / "out" / "best"
+        code, out, err = run_rsa_hf("evaluate", "lm", best, ROOT / "configs" / config, *options, *more)
+        assert code == 0, err
+        return json.loads(out)["bits_per_byte"]
 
     assert evaluated() == pytest.approx(results["test"]["bits_per_byte"], rel=1e-6)
-    # A state that holds the whole past reads the same in any segments; a memory of so many tokens sees more or less of
-    # it, so SRU++, whose attention has no positions, gives something else. Blocks are worse.
+    # A state that holds the whole past gives the same score in any segments. A memory of a fixed number of tokens sees
+    # more or less of the past, which matters for SRU++, whose attention has no positions. Blocks score worse.
     if "sru" not in config:
         assert evaluated("--eval_block_size=50") == pytest.approx(evaluated(), rel=1e-2 if memory else 1e-6)
     blocks = ["--carry_memory=false", "--eval_memory={}", "--eval_block_size=4"]
@@ -182,7 +177,7 @@ def test_language_models_with_memory(tmp_path, run, monkeypatch, capsys, config,
         ("with RSA", ["--long_functions", "chunk", "--max_length", "12", "--class_weights", "true"]),
     ],
 )
-def test_defect_detection(tmp_path, run, defect_detection, name, extra):
+def test_a_defect_detector_is_trained_patched_and_plain(tmp_path, run, defect_detection, name, extra):
     folder = tmp_path / "out"
     out, err, code = run("defect", *defect_detection, "--output_dir", folder, *extra)
     assert code == 0, err
@@ -203,7 +198,7 @@ def test_defect_detection(tmp_path, run, defect_detection, name, extra):
         assert AutoTokenizer.from_pretrained(folder / saved).model_max_length == 32
 
 
-def test_defect_detection_with_a_decoder_that_has_no_padding_token(tmp_path, run, defect_detection):
+def test_a_defect_detector_may_be_a_decoder_without_a_padding_token(tmp_path, run, defect_detection):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "bert", pad_token=None, eos_token="[SEP]")
     tokenizer.save_pretrained(tmp_path / "gpt2")
     GPT2Model(GPT2Config(n_layer=1, n_embd=24, n_head=12, vocab_size=len(tokenizer), n_positions=32)).save_pretrained(
@@ -217,7 +212,7 @@ def test_defect_detection_with_a_decoder_that_has_no_padding_token(tmp_path, run
     assert best.config.pad_token_id == tokenizer.eos_token_id
 
 
-# --- mistakes -------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------
 
 SHORT_GPT2 = "{vocab_size: 256, n_embd: 16, n_layer: 1, n_head: 8, n_positions: 8}"
 
@@ -247,7 +242,7 @@ SHORT_GPT2 = "{vocab_size: 256, n_embd: 16, n_layer: 1, n_head: 8, n_positions: 
         ("defect", ["--name_or_path", "null", "--model_type", "bert"], "model.tokenizer=None"),
     ],
 )
-def test_a_mistake_is_told_without_a_traceback(
+def test_wrong_settings_give_one_line_and_no_traceback(
     tmp_path, run, language_model, defect_detection, task, arguments, words
 ):
     settings = language_model if task == "lm" else defect_detection
@@ -260,7 +255,7 @@ def test_a_mistake_is_told_without_a_traceback(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_decoder_is_scored_whatever_it_says_of_padding(tmp_path, defect_detection):
+def test_a_decoder_has_the_same_scores_with_any_padding_token(tmp_path, defect_detection):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "bert")
     sizes = {"n_embd": 48, "n_layer": 1, "n_head": 12, "n_positions": 32, "vocab_size": len(tokenizer)}
     torch.manual_seed(0)
@@ -278,7 +273,7 @@ def test_a_decoder_is_scored_whatever_it_says_of_padding(tmp_path, defect_detect
         evaluate(str(tmp_path / "decoder"), "test", [*settings, "--max_length", "64"])
 
 
-def test_runs_that_are_compared_have_the_same_settings(tmp_path):
+def test_the_comparison_on_devign_refuses_runs_with_other_settings(tmp_path):
     script = runpy.run_path(str(ROOT / "scripts" / "compare_on_devign.py"))
     read, data_type = script["read_run_config"], script["DefectDataConfig"]
     folder = tmp_path / "plain-0"
@@ -287,7 +282,7 @@ def test_runs_that_are_compared_have_the_same_settings(tmp_path):
     settings = [str(script["CONFIG"]), *files, "--rsa", "null", "--training.seed", "0", "--output_dir", str(folder)]
     results = {"test": {"accuracy": 0.6}, "config": read(settings, data_type).to_dict()}
     (folder / "results.json").write_text(json.dumps(results))
-    # It is finished, so nothing is run.
+    # A finished run is read, not repeated.
     assert script["run"]("plain", 0, tmp_path, tmp_path, [])["test"] == {"accuracy": 0.6}
     with pytest.raises(ValueError, match="of a run with other settings"):
         script["run"]("plain", 0, tmp_path, tmp_path, ["--max_length", "64"])

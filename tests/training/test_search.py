@@ -1,4 +1,4 @@
-"""Head plans are drawn within the constraints, all of them and no others; a search goes on where it was broken off."""
+"""The search of head plans draws all allowed plans and no others, and resumes after an interruption."""
 
 import copy
 import itertools
@@ -16,7 +16,7 @@ from rsa_hf.training.search import head_plan_space, search_head_plans
 
 
 class Drawn:
-    """A trial that draws with a function of low and high."""
+    """A trial whose draws are made by a function of low and high."""
 
     def __init__(self, draw):
         self.draw = draw
@@ -30,7 +30,7 @@ class Drawn:
 
 
 def kinds(plan, num_heads):
-    """(k1, …, k6) of a plan, which has to fit."""
+    """The counts (k1, …, k6) of a plan, which must fit the number of heads."""
     [layer] = plan.layer_plans([num_heads])
     dilated = [kind for kind, d in zip(layer.kinds, layer.dilations, strict=True) if d > 1]
     undilated = [kind for kind, d in zip(layer.kinds, layer.dilations, strict=True) if d == 1]
@@ -50,8 +50,8 @@ def test_every_plan_that_is_drawn_is_allowed(num_heads, dilations, data):
     assert (plan.gate_init, plan.gate_per_head) == ((-1.0, 1.0), True)
 
 
-def everything(num_heads, dilations):
-    """All plans that can be drawn: the tree of draws, branch by branch."""
+def drawable(num_heads, dilations):
+    """All plans that can be drawn, from every branch of the tree of draws."""
     found, open_branches = set(), [[]]
     while open_branches:
         branch = open_branches.pop()
@@ -83,10 +83,10 @@ def allowed(num_heads, dilations):
 @pytest.mark.parametrize("num_heads", [1, 2, 5])
 @pytest.mark.parametrize("dilations", [(), (2, 7)])
 def test_every_plan_that_is_allowed_can_be_drawn(num_heads, dilations):
-    assert everything(num_heads, dilations) == set(allowed(num_heads, dilations))
+    assert drawable(num_heads, dilations) == set(allowed(num_heads, dilations))
 
 
-def test_draws_that_ignore_each_other_would_be_noticed():
+def test_independent_draws_are_caught():
     def free(trial, num_heads):
         return RSAConfig(num_regular=trial.draw(0, num_heads), num_cyclical_pairs=trial.draw(0, num_heads // 2))
 
@@ -94,8 +94,8 @@ def test_draws_that_ignore_each_other_would_be_noticed():
         kinds(free(Drawn(lambda _, high: high), 4), 4)
 
 
-def test_the_example_searches_more_than_one_plan(tmp_path):
-    """As it stands in the docstring, but for the sizes."""
+def test_the_example_of_the_docstring_runs(tmp_path):
+    """With smaller sizes."""
     example = head_plan_space.__doc__.split("is a plan:\n")[1].split("Args:")[0]
     names = {
         "copy": copy,
@@ -114,7 +114,7 @@ def test_the_example_searches_more_than_one_plan(tmp_path):
 
 
 class Searching:
-    """Stands for a Trainer: tries as many plans as it is asked for, and may be killed in the first."""
+    """A stand-in for a Trainer that tries the number of plans asked for, and may be killed in the first."""
 
     def __init__(self, killed=False):
         self.killed, self.tried = killed, []
@@ -130,14 +130,14 @@ class Searching:
         return 1.0
 
 
-def test_the_first_plan_is_tried_though_a_search_was_killed_in_it(tmp_path):
+def test_the_first_plan_is_tried_again_after_a_search_was_killed_in_it(tmp_path):
     first = RSAConfig(num_regular=7, num_cyclical_pairs=0, num_dilated_regular=0, num_dilated_cyclical_pairs=0)
     killed = Searching(killed=True)
     with pytest.raises(KeyboardInterrupt):
         search_head_plans(killed, "score", 2, tmp_path / "log", first=first)
-    going_on = Searching()
-    found = search_head_plans(going_on, "score", 2, tmp_path / "log", first=first)
-    assert killed.tried == [7] and going_on.tried[0] == 7
+    resumed = Searching()
+    found = search_head_plans(resumed, "score", 2, tmp_path / "log", first=first)
+    assert killed.tried == [7] and resumed.tried[0] == 7
     assert len(found) == 2
     assert len(search_head_plans(Searching(), "score", 3, tmp_path / "log", first=first)) == 3
     assert [plan.plan.num_regular for plan in found].count(7) == 1

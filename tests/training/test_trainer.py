@@ -1,4 +1,4 @@
-"""The Trainer that users already have: checkpoints, the best model, resuming, pushing."""
+"""The Trainer of transformers on patched models: its switches, the best model, resuming."""
 
 import copy
 from collections import Counter
@@ -12,13 +12,14 @@ import small_runs
 from families import CONFIGS, ENCODERS, FULL_PLAN, VOCAB
 from peft_adapters import trained_adapter
 from rsa_hf import RSAConfig, patch_model, unpatch_model
-from rsa_hf.heads import RSAHeads
+from rsa_hf.heads import active_heads
 from rsa_hf.tasks.text_data import StreamedBlocks, TrainingBlocks
 from rsa_hf.training import RSACallback, optimizer_cls_and_kwargs
+from small_runs import assert_same_weights
 
 
 class Tokens(Dataset):
-    """Sequences whose label is whether the first token comes back as the last one."""
+    """Sequences labelled by whether the last token equals the first."""
 
     def __init__(self, size, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -42,18 +43,8 @@ def make_trainer(folder, **arguments):
     return Trainer(model, args, train_dataset=Tokens(40, 0), eval_dataset=Tokens(16, 1))
 
 
-def weights(model):
-    return copy.deepcopy(model.state_dict())
-
-
-def assert_same(a, b):
-    assert list(a) == list(b)
-    for name, value in a.items():
-        assert torch.equal(value, b[name]), name
-
-
-def test_the_best_model_comes_back_whole(tmp_path):
-    # "Best" is the highest loss here, which with this learning rate is not the last one.
+def test_the_best_model_is_loaded_at_the_end(tmp_path):
+    # The highest loss counts as the best one, because at this learning rate it is not the last.
     trainer = make_trainer(
         tmp_path,
         load_best_model_at_end=True,
@@ -63,14 +54,14 @@ def test_the_best_model_comes_back_whole(tmp_path):
     )
     trainer.train()
     best = AutoModelForSequenceClassification.from_pretrained(trainer.state.best_model_checkpoint)
-    assert_same(weights(trainer.model), weights(best))
+    assert_same_weights(trainer.model.state_dict(), best.state_dict())
     last = AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint-8")
     assert trainer.state.best_model_checkpoint != str(tmp_path / "checkpoint-8")
-    rsa = [name for name in weights(last) if ".rsa." in name]
-    assert any(not torch.equal(weights(last)[name], weights(best)[name]) for name in rsa)
+    best = best.state_dict()
+    assert any(".rsa." in name and not torch.equal(value, best[name]) for name, value in last.state_dict().items())
 
 
-# --- the Trainer's switches: the same training, another way ----------------------------------------------------------
+# --- switches that leave the training the same -----------------------------------------------------------------------
 
 
 def language_model(family="gpt2", **values):
@@ -84,7 +75,7 @@ def language_model(family="gpt2", **values):
 
 
 def blocks(size, seed=3):
-    """Token blocks with from 2 to 9 labels, so that a mean of means is not the mean."""
+    """Token blocks with 2 to 9 labels, so that a mean of means is not the mean."""
     ids = torch.randint(3, VOCAB, (size, 10), generator=torch.Generator().manual_seed(seed))
     labels = torch.stack([row.index_fill(0, torch.arange(1 + i % 8), -100) for i, row in enumerate(ids)])
     return [{"input_ids": a, "labels": b} for a, b in zip(ids, labels, strict=True)]
@@ -103,7 +94,7 @@ def losses(trainer):
 
 
 def assert_same_training(trainer, reference, tolerance):
-    """The weights agree up to a share of how far training has moved them."""
+    """Compare losses, and weights up to a share of how far training has moved them."""
     assert losses(trainer) == pytest.approx(losses(reference), rel=1e-5)
     start, found = language_model().state_dict(), trainer.model.state_dict()
     for name, value in reference.model.state_dict().items():
@@ -136,19 +127,17 @@ def test_gradient_checkpointing_gives_the_same_gradients(family, use_reentrant):
     if use_reentrant:
         model.enable_input_require_grads()
     calls = Counter()
-    for module in model.modules():
-        if isinstance(module, RSAHeads):
-            module.register_forward_hook(lambda heads, *_: calls.update([heads]))
-    for name, gradient in gradients().items():
-        torch.testing.assert_close(gradient, plain[name])
-    assert set(calls.values()) == {2}  # once forward, once more in the backward pass
+    for _, heads in active_heads(model):
+        heads.register_forward_hook(lambda heads, *_: calls.update([heads]))
+    torch.testing.assert_close(gradients(), plain)
+    assert set(calls.values()) == {2}  # in the forward pass, and again in the backward pass
 
 
-def test_accumulation_is_the_big_batch(tmp_path):
+def test_accumulated_steps_are_those_of_the_large_batch(tmp_path):
     reference = trained(tmp_path)
     parts = trained(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4)
     assert_same_training(parts, reference, tolerance=2e-3)
-    # What a mean of the micro-batches' means would give is another loss, by far more.
+    # The control: the mean of the micro-batches' means is another loss.
     model, data = language_model(), blocks(8)
 
     def loss(rows):
@@ -161,38 +150,38 @@ def test_accumulation_is_the_big_batch(tmp_path):
 def test_bf16_leaves_gates_and_rates_in_float32(tmp_path):
     reference, model = trained(tmp_path), language_model()
     seen = set()
-    for module in model.modules():
-        if isinstance(module, RSAHeads):
-            module.register_forward_hook(
-                lambda heads, args, output: seen.update((args[1].dtype, *(r.dtype for r in heads.rates().values())))
-            )
+    for _, heads in active_heads(model):
+        heads.register_forward_hook(
+            lambda heads, args, output: seen.update((args[1].dtype, *(r.dtype for r in heads.rates().values())))
+        )
     trainer = trained(tmp_path, model, bf16=True)
-    assert seen == {torch.bfloat16, torch.float32}  # the values that come in, and the rates
+    assert seen == {torch.bfloat16, torch.float32}  # the values V, and the rates
     assert all(p.dtype == torch.float32 for name, p in model.named_parameters() if ".rsa." in name)
     assert losses(trainer) != losses(reference)
     assert losses(trainer) == pytest.approx(losses(reference), rel=1e-2)
 
 
-@pytest.mark.slow  # compiling
-def test_compiled(tmp_path):
+@pytest.mark.slow  # compiles the model
+def test_a_compiled_model_trains_and_saves_the_same(tmp_path):
     reference = trained(tmp_path)
     trainer = trained(tmp_path, torch_compile=True, torch_compile_backend="aot_eager")
     assert_same_training(trainer, reference, tolerance=2e-3)
     trainer.save_model(tmp_path / "saved")
-    assert_same(weights(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), weights(trainer.model))
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert_same_weights(saved.state_dict(), trainer.model.state_dict())
 
 
-def test_streamed_blocks_are_a_train_dataset(tmp_path):
+def test_streamed_blocks_train_like_blocks_in_memory(tmp_path):
     text = bytes(3 + i * i % (VOCAB - 3) for i in range(8 * 3 * 10 + 5))
     in_memory = TrainingBlocks(torch.tensor(list(text)), 10)
     streamed = StreamedBlocks(lambda: [torch.tensor(list(part)) for part in (text[:50], text[50:])], 10)
     left, right = (trained(tmp_path, data=data) for data in (in_memory, streamed))
     assert losses(left) == losses(right)
-    assert_same(weights(left.model), weights(right.model))
+    assert_same_weights(left.model.state_dict(), right.model.state_dict())
 
 
 def test_killed_in_the_middle_and_resumed_is_bitwise_the_whole_run(tmp_path):
-    """Dropout is on. Weights, optimiser, schedule and every loss, from a checkpoint that lies inside an epoch."""
+    """Weights, optimiser, schedule and losses with dropout, from a checkpoint inside an epoch."""
 
     def start(name, data):
         trainer = make_trainer(tmp_path / name, weight_decay=0.1, save_steps=3)
@@ -209,7 +198,7 @@ def test_killed_in_the_middle_and_resumed_is_bitwise_the_whole_run(tmp_path):
     assert sorted(path.name for path in (tmp_path / "parts").glob("checkpoint-*")) == ["checkpoint-3"]
     resumed = start("parts", Tokens(40, 0))
     resumed.train(resume_from_checkpoint=True)
-    assert_same(weights(resumed.model), weights(whole.model))
+    assert_same_weights(resumed.model.state_dict(), whole.model.state_dict())
     left, right = (trainer.optimizer.state_dict() for trainer in (resumed, whole))
     assert left["param_groups"] == right["param_groups"]
     for index, state in right["state"].items():
@@ -231,11 +220,11 @@ def test_killed_in_the_middle_and_resumed_is_bitwise_the_whole_run(tmp_path):
         ({"dilation": 7}, "another plan than the model's .dilation: "),
         ({"layers": [1]}, "another plan than the model's .layers: "),
         (None, "the checkpoint has RSA heads, and the model has none"),
-        ({"gate_init": -1.0}, None),  # where parameters start is in the past
+        ({"gate_init": -1.0}, None),  # initial values do not matter any more
     ],
 )
-def test_a_run_goes_on_with_the_plan_that_it_was_begun_with(change, words, tmp_path):
-    """The Trainer reads the tensors alone, and those that were stored at another scale are other gates."""
+def test_a_run_is_resumed_only_with_its_own_plan(change, words, tmp_path):
+    """The Trainer loads tensors without their plan, and at another scale the same tensors are other gates."""
     begun = make_trainer(tmp_path, max_steps=2)
     begun.train()
     trainer = make_trainer(tmp_path, max_steps=2)
@@ -245,15 +234,15 @@ def test_a_run_goes_on_with_the_plan_that_it_was_begun_with(change, words, tmp_p
     before = copy.deepcopy(trainer.model.state_dict())
     if words is None:
         trainer.train(resume_from_checkpoint=True)
-        assert_same(trainer.model.state_dict(), begun.model.state_dict())
+        assert_same_weights(trainer.model.state_dict(), begun.model.state_dict())
         return
     with pytest.raises(ValueError, match=f"checkpoint-2 cannot be resumed from: .*{words}"):
         trainer.train(resume_from_checkpoint=True)
-    assert_same(trainer.model.state_dict(), before)
+    assert_same_weights(trainer.model.state_dict(), before)
 
 
 @pytest.mark.parametrize("patched", [False, True])
-def test_a_plain_run_goes_on_with_a_plain_model(patched, tmp_path):
+def test_a_plain_run_is_resumed_only_with_a_plain_model(patched, tmp_path):
     begun, trainer = (make_trainer(tmp_path, max_steps=2) for _ in range(2))
     unpatch_model(begun.model)
     begun.train()
@@ -263,4 +252,4 @@ def test_a_plain_run_goes_on_with_a_plain_model(patched, tmp_path):
     else:
         unpatch_model(trainer.model)
         trainer.train(resume_from_checkpoint=True)
-        assert_same(trainer.model.state_dict(), begun.model.state_dict())
+        assert_same_weights(trainer.model.state_dict(), begun.model.state_dict())
