@@ -1,4 +1,4 @@
-"""Tiny random models of the architectures in `rsa_hf/integration/architectures/`, and what each of them makes V from."""
+"""Tiny random models of the architectures in `rsa_hf/integration/architectures/`, and how each computes V."""
 
 import inspect
 
@@ -57,7 +57,7 @@ CONFIGS = {
     "falcon": lambda: FalconConfig(**_HIDDEN, **_SPECIAL),  # multi-query, rotary
     "falcon_alibi": lambda: FalconConfig(**_HIDDEN, alibi=True, multi_query=False, **_SPECIAL),
     "falcon_grouped": lambda: FalconConfig(**_HIDDEN, new_decoder_architecture=True, num_kv_heads=2, **_SPECIAL),
-    # GPT-2 goes round the attention interface with this setting, under eager attention alone.
+    # With this setting and eager attention, GPT-2 bypasses the attention interface.
     "gpt2_upcast": lambda: GPT2Config(**_GPT, reorder_and_upcast_attn=True, attn_implementation="eager", **_SPECIAL),
     "gpt_neo": lambda: GPTNeoConfig(**_GPT_NEO, **_SPECIAL),
     "gpt_neox_japanese": lambda: GPTNeoXJapaneseConfig(**_HIDDEN, intermediate_multiple_size=2, **_SPECIAL),
@@ -79,14 +79,13 @@ CONFIGS = {
 
 
 def build_adapted(name, *, language_model=False, **changes):
-    """A model whose attention is far from uniform."""
+    """Build a model with large weights, so that attention is far from uniform."""
     config = CONFIGS[name]()
-    for key, value in changes.items():
-        setattr(config, key, value)
+    config.update(changes)
     model = (AutoModelForCausalLM if language_model else AutoModel).from_config(config)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            # (RoFormer's angles are no weights.)
+            # RoFormer's positions are a fixed table.
             if (parameter.dim() >= 2 or key.endswith("bias")) and "embed_positions" not in key:
                 parameter.copy_(torch.randn(parameter.shape) * 0.2)
     return model.eval()
@@ -100,7 +99,7 @@ def _sees_the_future(name):
         return not torch.equal(model(ids)[0][0, 0], model(other)[0][0, 0])
 
 
-# transformers 5.17 gives the decoders of Megatron-BERT, RemBERT and RoFormer a bidirectional mask: no decoders to generate with.
+# transformers 5.17 gives these three decoders a bidirectional mask, so they cannot generate.
 for _name in ("megatron_bert_causal", "rembert_causal", "roformer_causal"):
     if _sees_the_future(_name):
         del CONFIGS[_name]
@@ -109,14 +108,14 @@ ADAPTED = sorted(CONFIGS)
 _BIDIRECTIONAL = ("deberta", "deberta_v2", "megatron_bert", "mpnet", "roformer", "xlnet")
 CAUSAL = [name for name in ADAPTED if name not in (*_BIDIRECTIONAL, "xlnet_causal")]
 CACHED = [name for name in CAUSAL if name != "openai"]  # OpenAI-GPT has no cache
-# Those that have no alibi and no windows, and Bloom, run on static caches in transformers.
+# transformers supports a static cache for Bloom, and for models without ALiBi or windows.
 STATIC = ["bloom", "codegen", "falcon", "falcon_grouped", "gpt2_upcast", "gptj"]
-# A causal XLNet cannot be run with padding, in transformers itself.
+# A plain causal XLNet fails on padding in transformers.
 PADDED = [name for name in ADAPTED if name != "xlnet_causal"]
 
 
 def accepted(model, inputs):
-    """Those inputs that the model takes."""
+    """Keep the inputs that the model's forward takes."""
     names = inspect.signature(model.forward).parameters
     return {key: value for key, value in inputs.items() if key in names}
 
@@ -127,7 +126,7 @@ def attention_modules(model):
 
 
 def values_from(name, module, states):
-    """V, [B, S, H, D], from the input of an attention module: each architecture's own layout, written out."""
+    """Compute V, [B, S, H, D], from the input of an attention module, by the layout of its architecture."""
     B, S = states.shape[:2]
     heads = (B, S, HEADS, HEAD_SIZE)
     if name in ("gpt_neo", "gptj", "xglm"):
@@ -157,7 +156,7 @@ def values_from(name, module, states):
 
 
 def output_from(name, module, states, residual, mixed):
-    """What an attention module returns for the mixed output of its heads, [B, T, H, D], in evaluation mode."""
+    """Compute what an attention module returns in evaluation mode for its heads' mixed output, [B, T, H, D]."""
     if name.startswith(("deberta", "megatron_bert", "rembert", "roformer")):
         return mixed.flatten(2)
     if name.startswith("xlnet"):

@@ -1,4 +1,4 @@
-"""Deliberately broken RSA, which every check must catch."""
+"""Deliberately broken RSA, which each check must catch."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from rsa_hf.heads import RSAHeads
 
 
 def break_mask(monkeypatch, change):
-    """Let every RSA layer see another mask than the one it was called with."""
+    """Change the mask that every RSA layer is called with."""
     forward = RSAHeads.forward
     monkeypatch.setattr(
         RSAHeads, "forward", lambda self, attention, value, mask: forward(self, attention, value, change(mask))
@@ -16,12 +16,12 @@ def break_mask(monkeypatch, change):
 
 
 def forgets_the_offset(mask):
-    """Distances counted from the start of the piece, not of the text: the trap of public re-implementations."""
+    """Count distances from the start of the chunk, not of the text: a known error of public re-implementations."""
     position = None if mask.query_position is None else torch.zeros_like(mask.query_position)
     return replace(mask, query_offset=0, query_position=position)
 
 
 def farthest(visible, T, S):
-    """In place of `query_position`: what a query sees farthest is taken for its own place."""
+    """Replace `query_position`: take the farthest key that a query sees for its own position."""
     own = torch.where(visible, torch.arange(S), -1).amax(-1) - torch.arange(visible.shape[-2])
     return own.amax().clamp(0, S - T)

@@ -5,7 +5,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# On some processors MKL's last bit depends on where a tensor lies in memory, and many tests compare bit for bit.
+# Many tests compare bit for bit. On some processors MKL's last bit depends on a tensor's address.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 from pathlib import Path
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # Without a GPU, kernels are interpreted. Triton asks once, when it is imported, which transformers does.
+    # Without a GPU, kernels are interpreted. Triton reads this when it is imported, and transformers imports it.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import transformers
@@ -22,7 +22,7 @@ from hypothesis import settings
 
 import rsa_hf  # noqa: F401  (installs the hooks)
 
-# Seeded: the same examples on every run. No deadline: shared machines stall.
+# Every run gets the same examples. There is no deadline, because shared machines stall.
 settings.register_profile("rsa_hf", derandomize=True, deadline=None, max_examples=30)
 settings.load_profile("rsa_hf")
 
@@ -35,9 +35,17 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def fresh_compiler():
+    """Nothing that torch.compile has compiled for an earlier test."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def data_folder() -> Path:
-    """Real data and checkpoints beside the repository."""
+    """The folder with real data and checkpoints, beside the repository."""
     folder = Path(os.environ.get("RSA_HF_DATA", Path(__file__).parents[2] / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip(f"needs the data folder {folder}; set RSA_HF_DATA to where it is")

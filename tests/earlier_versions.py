@@ -1,16 +1,16 @@
-"""Load what earlier versions saved, and compare: what test_fixtures.py starts in a process of its own.
+"""Load what earlier versions saved and compare its outputs. test_fixtures.py runs this in a process of its own.
 
     python earlier_versions.py fixtures/0.1
 
-prints one line of JSON. scripts/make_fixtures.py writes these folders and uses the functions below.
+It prints one line of JSON. scripts/make_fixtures.py writes the folders and uses the functions below.
 
 A model's folder holds `checkpoint`, or `base` and `adapter`; `inputs.safetensors`, the arguments of one or more calls,
-of which each goes on from the memory of the one before; `expected.safetensors`, what the calls returned; and
-`fixture.json`, the Auto class, and what bitwise results depend on.
+each of which continues from the memory of the call before; `expected.safetensors`, the outputs of the calls; and
+`fixture.json`, the Auto class and what bitwise results depend on.
 
 Outputs must be equal bit for bit. This module therefore sets environment variables before it imports torch, so that
 the choice of kernels does not depend on the processor and its number of cores. Other versions of torch or transformers
-may compute in another order: there outputs must agree to a tolerance.
+may compute in another order. With them, outputs must agree to a tolerance.
 """
 
 import os
@@ -46,7 +46,7 @@ DATA = {"lm": LanguageModelingDataConfig, "defect": DefectDataConfig}
 
 
 def arithmetic():
-    """What bitwise results depend on: versions, and a digest of operations that models and RSA heads are made of."""
+    """What bitwise results depend on: versions, and a digest of the operations of models and RSA heads."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(32, 32, generator=generator)
     results = [
@@ -71,22 +71,22 @@ def arithmetic():
 
 
 def load_model(folder, auto_class):
-    """The model of a folder, through an Auto class; with an adapter, rsa_hf.peft.load patches the plain base."""
+    """Load a folder's model through an Auto class; with an adapter, rsa_hf.peft.load patches the plain base."""
     auto = getattr(transformers, auto_class)
     if not (folder / "adapter").is_dir():
         return auto.from_pretrained(folder / "checkpoint").eval()
     base = auto.from_pretrained(folder / "base")
-    # The folder that the base was in when the adapter was trained is gone.
+    # The adapter was trained on this base in a folder that no longer exists.
     return rsa_hf.peft.load(base, folder / "adapter").eval()
 
 
 @torch.no_grad()
 def outputs(model, inputs):
-    """What the calls return, by the number of the call and the name of the output: "1.logits", "1.mems.0".
+    """Return the outputs of the calls, named by call and output: "1.logits", "1.mems.0".
 
     Args:
         model: any model.
-        inputs: arguments by number of the call and name: "0.input_ids", "1.input_ids".
+        inputs: the arguments, named by call and argument: "0.input_ids", "1.input_ids".
     """
     calls = {}
     for key, tensor in inputs.items():
@@ -103,8 +103,8 @@ def outputs(model, inputs):
 
 
 def differences(found, expected, *, bitwise):
-    """The outputs that are not as expected, each with what is wrong with it."""
-    wrong = dict.fromkeys(found.keys() ^ expected.keys(), "in one of the two only")
+    """Return the outputs that are not as expected, each with what is wrong."""
+    wrong = dict.fromkeys(found.keys() ^ expected.keys(), "in only one of the two")
     for key in found.keys() & expected.keys():
         one, other = found[key], expected[key]
         if (one.dtype, one.shape) != (other.dtype, other.shape):
@@ -119,7 +119,7 @@ def differences(found, expected, *, bitwise):
 
 @torch.no_grad()
 def unnoticed(model, inputs, expected, *, bitwise, elements=slice(None)):
-    """The control: RSA parameters that can be moved without a difference, and how many were moved.
+    """The control: move RSA parameters; return those whose change goes unnoticed, and how many were moved.
 
     Args:
         model: a model with the expected outputs.
@@ -130,7 +130,7 @@ def unnoticed(model, inputs, expected, *, bitwise, elements=slice(None)):
     """
     missed, checked = [], 0
     for name, parameter in model.named_parameters():
-        # An adapter brings its own values; those it was patched with are not in use.
+        # An adapter brings its own values. The base's values are not used.
         if ".rsa." not in name or ".original_module." in name:
             continue
         for i in range(parameter.numel())[elements]:
@@ -144,10 +144,10 @@ def unnoticed(model, inputs, expected, *, bitwise, elements=slice(None)):
 
 
 def read_settings(arguments, folder):
-    """The settings of a run, as plain JSON values.
+    """Return the settings of a run as plain JSON values.
 
     Args:
-        arguments: the name of a YAML file, which begins with its task, and settings that override it.
+        arguments: the name of a YAML file, whose first word is its task, and settings that override it.
         folder: where the file is.
     """
     name, *overrides = arguments
@@ -157,7 +157,7 @@ def read_settings(arguments, folder):
 
 
 def changed_settings(found, expected, prefix=""):
-    """The settings that are missing or have another value or type than before; new ones are allowed."""
+    """Return the settings that are missing, or have another value or type. New settings are allowed."""
     if not (isinstance(expected, dict) and isinstance(found, dict)):
         same = json.dumps(found, sort_keys=True) == json.dumps(expected, sort_keys=True)
         return {} if same else {prefix: [found, expected]}
@@ -168,7 +168,7 @@ def changed_settings(found, expected, prefix=""):
 
 
 def check_model(folder):
-    """Load one model, compare its outputs, and try the control."""
+    """Load one model, compare its outputs, and run the control."""
     written = json.loads((folder / "fixture.json").read_text())
     inputs, expected = load_file(folder / "inputs.safetensors"), load_file(folder / "expected.safetensors")
     bitwise = written["arithmetic"] == arithmetic()
@@ -179,12 +179,12 @@ def check_model(folder):
 
 
 def check_settings(arguments, expected, folder):
-    """Read the settings of one run, and compare them."""
+    """Read and compare the settings of one run."""
     return {"wrong": changed_settings(read_settings(arguments, folder), expected)}
 
 
 def or_error(check, *arguments):
-    """The result of a check, or how it failed, so that the others are still tried."""
+    """Return the result of a check, or its traceback, so that the other checks still run."""
     try:
         return check(*arguments)
     except Exception:

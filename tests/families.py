@@ -1,4 +1,4 @@
-"""Tiny random models of every family that the fast tests run on: a new family is one line."""
+"""Tiny random models of the families that the fast tests run on. A new family is one line."""
 
 import torch
 from transformers import (
@@ -33,7 +33,6 @@ _BART = {f"{half}_{name}": size for half in ("encoder", "decoder") for name, siz
 _WINDOWS = {"num_key_value_heads": 2, "head_dim": 4, "sliding_window": WINDOW}
 _ALTERNATING = ["sliding_attention", "full_attention"]
 
-# For the cache tests RSA heads are shared over two families of positions (learned, rotary) and grouped values.
 CONFIGS = {
     "bert": lambda: BertConfig(**_SMALL),
     "roberta": lambda: RobertaConfig(**_SMALL),
@@ -42,10 +41,10 @@ CONFIGS = {
     "t5": lambda: T5Config(**_T5, decoder_start_token_id=PAD, pad_token_id=PAD),
 }
 FAMILIES = sorted(CONFIGS)
-DECODERS = ["gpt2", "llama"]
+DECODERS = ["gpt2", "llama"]  # learned positions; rotary positions and grouped values
 
-# Families for the tests of generation and flash attention alone: every layer with a window, every other layer with
-# one (so that a cache is a hybrid), windows to both sides, and cross-attention that flash attention serves.
+# Only for the tests of generation and flash attention: a window in every layer, or in every other one (so that the
+# cache is a hybrid), windows to both sides, and cross-attention under flash attention.
 MORE_CONFIGS = {
     "mistral": lambda: MistralConfig(**_SMALL, **_WINDOWS),
     "gemma3": lambda: Gemma3TextConfig(**_SMALL, **_WINDOWS, layer_types=_ALTERNATING),
@@ -60,7 +59,7 @@ ENCODER_DECODERS = ["t5", "bart"]
 ENCODERS = ["bert", "roberta"]
 ATTENTIONS = ["sdpa", "eager"]
 
-# Every kind of head, dilated and not, per-head dilation, and two plain heads.
+# Every kind of head, with and without dilation, a dilation per head, and two plain heads.
 FULL_PLAN = {
     "num_regular": 1,
     "num_cyclical_pairs": 1,
@@ -72,7 +71,7 @@ FULL_PLAN = {
 
 
 def build(family: str, attention: str = "sdpa"):
-    """A base model; weights larger than usual, so that attention is far from uniform."""
+    """Build a base model with large weights, so that attention is far from uniform."""
     model = AutoModel.from_config({**CONFIGS, **MORE_CONFIGS}[family](), attn_implementation=attention)
     return widen(model)
 
@@ -83,7 +82,7 @@ def build_language_model(family: str, attention: str = "sdpa"):
 
 
 def widen(model):
-    """Larger weights than usual."""
+    """Draw larger weights than usual for all matrices."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
@@ -91,8 +90,17 @@ def widen(model):
     return model.eval()
 
 
+def move_rates(model):
+    """Move gates and rates away from their initial values, as training does."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".rsa." in name:
+                parameter.add_(torch.randn(parameter.shape) * 0.02)
+    return model.eval()
+
+
 def inputs(family: str, batch: int = 2, length: int = 11) -> dict[str, torch.Tensor]:
-    """Random tokens, none of them special; another length for the decoder of an encoder-decoder."""
+    """Draw tokens, none of them special. The decoder of an encoder-decoder gets another length."""
     ids = {"input_ids": torch.randint(3, VOCAB, (batch, length))}
     if family == "t5":
         ids["decoder_input_ids"] = torch.randint(3, VOCAB, (batch, length - 4))

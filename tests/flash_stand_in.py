@@ -1,8 +1,8 @@
-"""A stand-in on the CPU for the flash_attn kernels, for transformers' own flash path to run over.
+"""The kernels of flash_attn on the CPU, to run transformers' own flash attention code.
 
-Written from the documentation of flash_attn 2: queries are the last of the keys (bottom-right alignment), a window is
-counted from the diagonal, inclusive on both sides, causal attention sees nothing ahead, and a query without keys gives
-zeros. Everything round the kernels (unpadding, packed documents, windows) is transformers' code.
+They follow the documentation of flash_attn 2: queries are the last of the keys (bottom-right alignment), a window
+counts from the diagonal and includes both ends, causal attention sees nothing ahead, and a query without keys gives
+zeros. Unpadding, packed documents and windows are transformers' code.
 """
 
 import sys
@@ -15,7 +15,7 @@ from transformers import modeling_flash_attention_utils as flash_utils
 def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, deterministic=False
 ):
-    """Attention of q [B, T, H, D] to k, v [B, S, Hkv, D]: [B, T, H, D]."""
+    """Attention of q [B, T, H, D] to k, v [B, S, Hkv, D]; returns [B, T, H, D]."""
     T, S, groups = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -38,7 +38,7 @@ def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, deterministic=False,
 ):  # fmt: skip
-    """The same for sequences laid end to end: q [ΣT, H, D], k, v [ΣS, Hkv, D], and where each begins and ends."""
+    """The same for packed sequences: q [ΣT, H, D], k, v [ΣS, Hkv, D], and their cumulative lengths."""
     lengths_q, lengths_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
     assert (sum(lengths_q), sum(lengths_k)) == (len(q), len(k))
     assert (max(lengths_q), max(lengths_k)) == (int(max_seqlen_q), int(max_seqlen_k))
@@ -52,7 +52,7 @@ def flash_attn_varlen_func(
 
 
 def install(monkeypatch) -> None:
-    """Let transformers find these functions where it looks for the package flash_attn, on the CPU."""
+    """Make transformers use these functions for the package flash_attn, on the CPU."""
     package, padding = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.bert_padding")
     package.flash_attn_func, package.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
     package.flash_attn_with_kvcache = None

@@ -1,4 +1,4 @@
-"""A Hugging Face Hub on 127.0.0.1, as far as huggingface_hub needs one to push and to load models."""
+"""A Hugging Face Hub on 127.0.0.1 with what huggingface_hub needs to push and load models."""
 
 import base64
 import hashlib
@@ -18,15 +18,15 @@ MODEL_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class StandIn:
-    """Repositories as a list of commits, each a whole {path: bytes}.
+    """A server that keeps each repository as a list of commits. A commit maps all its paths to bytes.
 
     Attributes:
-        endpoint: what HF_ENDPOINT is to be.
-        requests: "METHOD path" of all that was asked.
-        unknown: those that a stand-in does not know, which no test should ask for.
-        authorised: tokens that came along.
-        fails_with: a status that it answers every request with; None: as it should.
-        delay: seconds before it answers.
+        endpoint: the value for HF_ENDPOINT.
+        requests: "METHOD path" of every request.
+        unknown: the requests that the server does not know. No test should send one.
+        authorised: the tokens of all requests.
+        fails_with: the status to answer every request with, or None to answer properly.
+        delay: seconds before each answer.
     """
 
     def __init__(self):
@@ -54,14 +54,14 @@ class StandIn:
         self.server.server_close()
 
     def files(self, repo: str) -> dict[str, bytes]:
-        """What is in the newest commit."""
+        """The files of the newest commit."""
         return self.commits[repo][-1]
 
     def card(self, repo: str) -> str:
         return self.files(repo)["README.md"].decode()
 
     def put(self, repo: str, files: dict[str, bytes]) -> None:
-        """A commit that someone else has made."""
+        """Add a commit, as another user does."""
         self.commits.setdefault(repo, []).append(dict(files))
 
     def commit_id(self, repo: str) -> str:
@@ -70,8 +70,8 @@ class StandIn:
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request, client_address):
-        # A client that waits no longer hangs up, and an answer that is delayed meets that in the middle of the next
-        # test: no error of the stand-in's, and no traceback of what that test runs.
+        # A client that stops waiting closes its connection. The delayed answer then fails during the next test, whose
+        # output must not show a traceback of it.
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -103,9 +103,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if self.token:
             hub.authorised.add(self.token)
-        threading.Event().wait(hub.delay)  # time.sleep may be replaced, so that nobody waits before asking again
+        threading.Event().wait(hub.delay)  # tests replace time.sleep, so that retries come at once
         if hub.fails_with is not None:
-            # Said with the token in it, as no Hub should.
+            # No Hub should repeat the token. This one does, so that tests see where it goes.
             self._json({"error": f"no: {self.token}"}, hub.fails_with)
             return
         for pattern, method in _ROUTES:
@@ -232,7 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
 _REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
 _ROUTES = [
     (r"POST /api/repos/create", _Handler.create),
-    (r"GET /api/agent-harnesses", _Handler.nothing),  # for huggingface_hub's own statistics
+    (r"GET /api/agent-harnesses", _Handler.nothing),  # statistics of huggingface_hub
     (r"POST /api/validate-yaml", _Handler.validate_card),
     (rf"POST /api/models/{_REPO}/preupload/(?P<revision>[^/]+)", _Handler.preupload),
     (rf"POST /api/models/{_REPO}/commit/(?P<revision>[^/]+)", _Handler.commit),

@@ -1,4 +1,4 @@
-"""Adapters on tiny models, shared by the tests of PEFT."""
+"""Adapters on tiny models, for the tests of PEFT."""
 
 import inspect
 
@@ -20,7 +20,7 @@ METHODS = {
     "prompt": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
 }
 
-# Older ones leave out what stands in modules_to_save; rsa_hf then raises (test_peft_guard.py).
+# An older version does not load modules_to_save, and rsa_hf raises (test_peft_guard.py).
 needs_own_adapters = pytest.mark.skipif(
     "AuxiliaryTrainingWrapper" not in inspect.getsource(inspect.unwrap(PreTrainedModel.load_adapter)),
     reason="this transformers cannot load modules_to_save itself; a newer one can",
@@ -28,13 +28,13 @@ needs_own_adapters = pytest.mark.skipif(
 
 
 def base_model(family):
-    """The same weights on every call."""
+    """Build a model, with the same weights on every call."""
     torch.manual_seed(7)
     return build_language_model(family)
 
 
 def disturb(model, seed=1):
-    """Stands for training: move everything that would be trained, gates and rates by a good deal."""
+    """Move all trainable parameters, as training does, gates and rates by a lot."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -45,7 +45,7 @@ def disturb(model, seed=1):
 
 
 def trained_adapter(family, method="lora", seed=1, plan=PLAN):
-    """A model with an adapter whose values are not those it began with."""
+    """Build a model whose adapter is not at its initial values."""
     torch.manual_seed(0)
     return disturb(rsa_hf.peft.get_peft_model(base_model(family), METHODS[method](), plan), seed)
 
@@ -56,6 +56,6 @@ def logits(model, batch):
 
 
 def adapter_values(model, adapter="default"):
-    """The gates and rates that an adapter holds, by name."""
+    """The gates and rates of an adapter, by name."""
     marker = f".rsa.modules_to_save.{adapter}."
     return {name: value.detach().clone() for name, value in model.named_parameters() if marker in name}

@@ -1,4 +1,4 @@
-"""References that share no code with the package: loops written from the paper's formulas."""
+"""References that share no code with the package, written from the paper's formulas."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 
 
 def double_loop(value, kinds, decay, theta, dilation, T, offset, causal, visible=None, weight=None):
-    """P V as two nested loops over queries and keys; `weight(kind, rate, angle, lag)` can be replaced to break it."""
+    """Compute P V in two nested loops over queries and keys. Another `weight(kind, rate, angle, lag)` breaks it."""
     weight = weight or lag_weight
     B, _, S, D = value.shape
     rows = []
@@ -34,7 +34,7 @@ def lag_weight(kind, rate, angle, lag):
 
 
 def rsa_attention(query, key, value, gate, P, causal, scaling=None):
-    """Eq. 4 of the paper, written out with both T×S matrices."""
+    """Equation 4 of the paper, with both T×S matrices."""
     T, S, D = query.shape[2], key.shape[2], query.shape[3]
     scores = query @ key.transpose(-1, -2) * (D**-0.5 if scaling is None else scaling)
     if causal:

@@ -1,4 +1,4 @@
-"""Models, data and runs that take a second: of the loop, and of the Trainer."""
+"""Models, data and training runs of about a second, for the loop and the Trainer."""
 
 import json
 
@@ -33,7 +33,7 @@ def classifier() -> BertForSequenceClassification:
 
 
 def texts(n):
-    """Blocks with from 1 to 15 labels each: a mean of means is not the mean."""
+    """Blocks with 1 to 15 labels each, so that the mean of their means is not the mean over labels."""
     ids = torch.randint(1, 64, (n, 16), generator=torch.Generator().manual_seed(1))
     labels = torch.stack([row.clone().index_fill_(0, torch.arange(1 + i % 15), -100) for i, row in enumerate(ids)])
     return [{"input_ids": a, "labels": b} for a, b in zip(ids, labels, strict=True)]
@@ -55,11 +55,11 @@ def evaluate(model):
 
 
 class Killed(BaseException):
-    """Nothing in the package catches it, as nothing catches a signal."""
+    """Stands for SIGKILL: nothing in the package catches it."""
 
 
 class Mortal:
-    """Examples, after so many of which the process is killed."""
+    """Examples that raise an error once `left` of them were read."""
 
     def __init__(self, examples, left, error=Killed):
         self.examples, self.left, self.error = examples, left, error
@@ -86,7 +86,7 @@ def run(folder, model=None, data=None, evaluate=evaluate, best_metric="loss", gr
 
 
 def arguments(folder, **values):
-    """The Trainer's, on the CPU and quiet, with a log of each step."""
+    """Arguments for the Trainer: on the CPU, quiet, with a log of each step."""
     defaults = {"max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "save_strategy": "no"}
     defaults |= {"logging_steps": 1, "use_cpu": True, "disable_tqdm": True, "report_to": "none"}
     return TrainingArguments(str(folder), **{**defaults, **values})
@@ -110,7 +110,7 @@ def assert_same_weights(left, right):
 
 
 def assert_same_runs(parts, whole):
-    """Bit for bit: the log, the best and the last model."""
+    """Compare the log, the best and the last model, bit for bit."""
     assert lines(parts) == lines(whole)
     for name in ("best", "final"):
         assert_same_weights(weights(parts / name), weights(whole / name))

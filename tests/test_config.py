@@ -1,4 +1,4 @@
-"""Plans: what is accepted, what is refused and how it is said, and what a plan comes to per layer."""
+"""RSAConfig: accepted and refused values, error messages, and the plan of each layer."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from rsa_hf import RSAConfig
 XL = {"num_dilated_cyclical_pairs": 2, "dilation": [3, 6, 9, 12]}
 
 
-def test_head_order_and_per_head_dilation():
+def test_heads_have_the_order_and_the_dilations_of_the_plan():
     (plan,) = RSAConfig(
         num_regular=2,
         num_cyclical_pairs=1,
@@ -33,7 +33,7 @@ def test_default_plan_fits_any_head_count(heads):
     assert resolved == plan
 
 
-def test_plan_per_layer():
+def test_a_plan_may_differ_per_layer():
     config = RSAConfig(num_regular=[1, 2], num_dilated_regular=[1, 0], dilation=[[4], []], gate_init=(-3, 3))
     first, second = config.layer_plans([4, 4])
     assert (first.num_regular, first.dilation, first.gate_init) == (1, (4,), -3)
@@ -41,14 +41,14 @@ def test_plan_per_layer():
 
 
 @pytest.mark.parametrize("dilation", [None, [], [[], []]])
-def test_no_dilation_for_plans_without_dilated_heads(dilation):
+def test_a_plan_without_dilated_heads_needs_no_dilation(dilation):
     config = RSAConfig(num_regular=1, dilation=dilation)
     assert [plan.dilations for plan in config.layer_plans([2, 2])] == [(1,), (1,)]
     stored = RSAConfig.from_dict(json.loads(json.dumps(config.resolved([2, 2]).to_dict())))
     assert stored.layer_plans([None, None]) == config.layer_plans([2, 2])
 
 
-def test_one_dilation_where_some_layers_have_dilated_heads():
+def test_one_dilation_applies_to_the_layers_with_dilated_heads():
     first, second = RSAConfig(num_regular=1, num_dilated_regular=[0, 2], dilation=24).layer_plans([4, 4])
     assert (first.dilations, second.dilations) == ((1,), (1, 24, 24))
 
@@ -58,6 +58,9 @@ def test_from_scratch_takes_all_heads(heads, regular, pairs):
     (plan,) = RSAConfig.from_scratch(heads).layer_plans([heads])
     assert (plan.num_regular, plan.num_cyclical_pairs, plan.num_rsa_heads) == (regular, pairs, heads)
     assert (plan.gate_init, plan.nu_init, plan.theta_init) == (1, (0, 0), (0, math.pi))
+
+
+def test_from_scratch_needs_a_whole_number_of_heads():
     with pytest.raises(ValueError, match="num_heads=0: a whole number ≥ 1"):
         RSAConfig.from_scratch(0)
     with pytest.raises(TypeError, match=r"num_heads=8\.0"):
@@ -81,7 +84,7 @@ def test_from_scratch_takes_all_heads(heads, regular, pairs):
         parameter_scale=st.floats(0.1, 100),
     )
 )
-def test_json_round_trip(values):
+def test_a_plan_survives_json(values):
     config = RSAConfig(**values)
     assert RSAConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
@@ -109,7 +112,7 @@ def test_json_round_trip(values):
         ({"num_regular": 10**9}, [None], "at most 4096"),
     ],
 )
-def test_plans_that_do_not_fit(values, heads, message):
+def test_a_plan_that_does_not_fit_is_an_error(values, heads, message):
     with pytest.raises(ValueError, match=message):
         RSAConfig(**values).layer_plans(heads)
 
@@ -148,19 +151,22 @@ def test_plans_that_do_not_fit(values, heads, message):
         ({"layers": [3, 1], "dilation": [[2], [3]]}, ValueError, "with dilation given per layer"),
         ({"parameter_scale": 0}, ValueError, "parameter_scale=0"),
         ({"parameter_scale": math.inf}, ValueError, "positive finite"),
+        ({"parameter_scale": 1e-300}, ValueError, "from 1e-06 to 1e\\+06"),
+        ({"gate_init": 10**400}, ValueError, "gate_init=1000.*too large"),
+        ({"num_regular": -(10**5000)}, ValueError, "more digits than can be shown"),
     ],
 )
-def test_bad_values(values, error, message):
+def test_a_bad_value_is_an_error_that_names_it(values, error, message):
     with pytest.raises(error, match=message):
         RSAConfig(**values)
 
 
-def test_unknown_key_names_the_nearest():
+def test_an_unknown_key_is_an_error_that_names_the_nearest():
     with pytest.raises(ValueError, match="num_regulars.*Did you mean 'num_regular'.*Allowed: num_regular"):
         RSAConfig.from_dict({"num_regulars": 2})
     with pytest.raises(TypeError, match="mapping"):
         RSAConfig.from_dict([("num_regular", 2)])
 
 
-def test_shut_gate_can_be_written_in_files():
+def test_a_shut_gate_can_be_written_as_a_string():
     assert RSAConfig.from_dict({"gate_init": "-inf"}).gate_init == -math.inf

@@ -1,10 +1,11 @@
-"""What it costs to have rsa_hf: the time of its import over transformers', and of patching a model."""
+"""The cost of rsa_hf: the time of its import beside transformers', and of patching a model."""
 
 import json
 import os
 import subprocess
 import sys
 from statistics import median
+from time import process_time
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from rsa_hf import is_patched, patch_model, unpatch_model
 IMPORTS = """
 import json, time
 begin = time.process_time()
-from transformers import GPT2Model  # as everyone has who has a model
+from transformers import GPT2Model  # as any program with a model does
 middle = time.process_time()
 import rsa_hf
 print(json.dumps([middle - begin, time.process_time() - middle]))
@@ -25,9 +26,9 @@ print(json.dumps([middle - begin, time.process_time() - middle]))
 
 
 @pytest.mark.slow  # starts an interpreter six times, each of which imports torch and transformers
-def test_importing_takes_a_small_part_of_what_transformers_takes(tmp_path):
-    # Processor time, so that others on the machine do not count; and in proportion, so that the machine does not.
-    # With bytecode on the disk, as an installed package has it; the first run writes it.
+def test_importing_rsa_hf_takes_a_fraction_of_importing_transformers(tmp_path):
+    # Processor time excludes other programs, and a ratio excludes the machine's speed. The first run writes the
+    # bytecode, which an installed package has on the disk.
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment = {**kept, "PYTHONPYCACHEPREFIX": str(tmp_path)}
     times = []
@@ -38,14 +39,12 @@ def test_importing_takes_a_small_part_of_what_transformers_takes(tmp_path):
         times.append(json.loads(done.stdout.splitlines()[-1]))
     transformers, ours = (median(column) for column in zip(*times[1:], strict=True))
     print(f"transformers with GPT-2: {transformers:.3f} s, rsa_hf with the Trainer and PEFT on top: {ours:.3f} s")
-    # The Trainer and PEFT, which have hooks, take most of it; nothing else that is heavy is imported.
+    # Most of it is the Trainer and PEFT, which have hooks.
     assert ours < 0.35 * transformers
 
 
-@pytest.mark.slow  # GPT-2 small has 124 million weights to be drawn
-def test_patching_gpt2_small_takes_less_than_a_few_tokens_through_it():
-    from time import process_time
-
+@pytest.mark.slow  # draws the 124 million weights of GPT-2 small
+def test_patching_gpt2_small_is_faster_than_its_forward_of_64_tokens():
     model, ids = GPT2Model(GPT2Config()).eval(), torch.ones(1, 64, dtype=torch.long)
     times = {"patch": [], "forward": []}
     with torch.no_grad():
@@ -62,8 +61,8 @@ def test_patching_gpt2_small_takes_less_than_a_few_tokens_through_it():
     assert patch < forward
 
 
-def test_no_weight_of_a_linear_layer_is_read():
-    """So it takes no longer to patch a large model, or one whose weights are still on the disk."""
+def test_patching_reads_no_weight_of_a_linear_layer():
+    """Patching a large model, or one whose weights are still on the disk, therefore takes no longer."""
     model = build("llama")
     with torch.no_grad():
         for module in model.modules():
@@ -78,7 +77,7 @@ def test_no_weight_of_a_linear_layer_is_read():
     assert all(bool(output.isfinite().all()) for output in hidden)
 
 
-def test_a_model_to_which_values_matter_is_run_as_it_is():
+def test_a_model_that_fails_on_zeros_is_tried_with_its_own_weights():
     model = build("gpt2")
     seen = []
 

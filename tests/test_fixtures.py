@@ -1,4 +1,4 @@
-"""Checkpoints, adapters and run files of earlier versions: models give the same outputs, files the same settings."""
+"""Models and adapters of earlier versions give the same outputs, and their run files the same settings."""
 
 import functools
 import json
@@ -39,7 +39,7 @@ def result(version, name):
     return found
 
 
-def test_version_0_1_is_among_them():
+def test_version_0_1_has_fixtures():
     assert FIXTURES / "0.1" in VERSIONS
     assert {path.name for path in (FIXTURES / "0.1").iterdir()} >= {
         *("gpt2", "roberta", "bert", "llama", "t5", "transformer_xl", "gpt2_lora", "roberta_rsa_only", "configs"),
@@ -55,9 +55,9 @@ def test_a_model_gives_the_same_outputs(version, name):
     assert result(version, name)["wrong"] == {}
 
 
-# One element of each parameter. The script that makes the fixtures has tried all of them.
+# Tries one element of each parameter; scripts/make_fixtures.py tries them all.
 @pytest.mark.parametrize(("version", "name"), MODELS, ids=label)
-def test_another_value_of_any_gate_or_rate_would_show(version, name):
+def test_a_changed_gate_or_rate_changes_the_outputs(version, name):
     found = result(version, name)
     assert found["unnoticed"] == []
     assert found["checked"] or name.startswith("recurrent")  # recurrent networks have no attention
@@ -69,7 +69,7 @@ def test_a_run_file_gives_the_same_settings(version, arguments):
 
 
 def test_outputs_are_compared_bit_for_bit():
-    """Where the versions are those that wrote the fixtures; elsewhere there is a tolerance."""
+    """Only with the versions of torch and transformers that wrote the fixtures."""
     loose = [name for version, name in MODELS if not result(version, name)["bitwise"]]
     if loose:
-        pytest.skip("torch or transformers is not as the fixtures were made with: compared with a tolerance instead")
+        pytest.skip("other versions of torch or transformers wrote the fixtures: compared with a tolerance instead")

@@ -1,4 +1,4 @@
-"""One RSA layer against the paper's equation written out, and the parameters that stand behind it."""
+"""One RSA layer against the paper's equation written out, and its stored parameters."""
 
 import copy
 import math
@@ -24,6 +24,11 @@ def make(**values) -> RSAHeads:
     return RSAHeads(RSAConfig(**{**PLAN, **values}).layer_plans([10])[0])
 
 
+def draw(dtype=torch.float32):
+    """Arguments of a layer with 10 heads: attention, V and a causal mask."""
+    return torch.randn(2, 9, 10, 4).to(dtype), torch.randn(2, 10, 9, 4).to(dtype), AttentionMask(9, 9, 0, True)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("gate_per_head", [True, False])
 @pytest.mark.parametrize("tie_pairs", [True, False])
@@ -37,7 +42,7 @@ def test_equation_4_with_plain_heads_and_grouped_values(causal, gate_per_head, t
     query, key, value = (torch.randn(2, n, T, D, dtype=torch.float64) for n in (H, value_heads, value_heads))
     wide_key, wide_value = (x.repeat_interleave(H // value_heads, 1) for x in (key, value))
 
-    # The heads' rates in head order, spelled out: regular, cos, sin, dilated regular, dilated cos, dilated sin.
+    # The rates in the order of the heads: regular, cos, sin, dilated regular, dilated cos, dilated sin.
     rates = {name: rate.detach().double() for name, rate in heads.rates().items()}
     lam, gamma, theta = rates["lam"], rates["gamma"], rates["theta"]
     pairs = [0, 0, 1, 1] if tie_pairs else [0, 1, 2, 3]
@@ -58,23 +63,21 @@ def test_equation_4_with_plain_heads_and_grouped_values(causal, gate_per_head, t
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_shut_gate_changes_no_bit(dtype):
-    heads = make(gate_init=-math.inf)
-    attention, value = torch.randn(2, 9, 10, 4).to(dtype), torch.randn(2, 10, 9, 4).to(dtype)
-    out = heads(attention, value, AttentionMask(9, 9, 0, True))
+def test_a_shut_gate_changes_no_bit(dtype):
+    attention, *others = draw(dtype)
+    out = make(gate_init=-math.inf)(attention, *others)
     assert out.dtype == dtype
     assert torch.equal(out, attention)
 
 
 def test_every_parameter_gets_a_gradient():
     heads = make(gate_init=0.0)
-    out = heads(torch.randn(2, 9, 10, 4), torch.randn(2, 10, 9, 4), AttentionMask(9, 9, 0, True))
-    out.square().sum().backward()
+    heads(*draw()).square().sum().backward()
     for name, parameter in heads.named_parameters():
         assert bool((parameter.grad != 0).all()), name
 
 
-def test_gradients_of_stored_parameters():
+def test_gradients_of_stored_parameters_are_those_of_finite_differences():
     heads = make(gate_init=0.2, gate_per_head=True)
     attention, value = torch.randn(1, 8, 10, 2).double(), torch.randn(1, 10, 8, 2).double()
     names = [name for name, _ in heads.named_parameters()]
@@ -88,7 +91,7 @@ def test_gradients_of_stored_parameters():
     assert torch.autograd.gradcheck(run, stored)
 
 
-def test_where_parameters_start():
+def test_parameters_start_where_the_plan_says():
     heads = make(gate_init=-3.0)
     rates = heads.rates()
     scale = heads.plan.parameter_scale
@@ -102,30 +105,29 @@ def test_where_parameters_start():
     assert all(p.dim() == 1 for p in heads.parameters())
 
 
-def test_another_start_of_nu_and_theta():
+def test_nu_and_theta_start_where_the_plan_says():
     rates = make(nu_init=0.0, theta_init=(0.0, math.pi)).rates()
     torch.testing.assert_close(rates["gamma"], torch.full((2,), 0.5))
     torch.testing.assert_close(rates["theta"], torch.tensor([math.pi / 4, 3 * math.pi / 4]))
 
 
 @pytest.mark.parametrize("scale", [1.0, 20.0])
-def test_scale_changes_what_is_stored_not_what_is_in_force(scale):
+def test_parameter_scale_changes_stored_values_but_not_rates(scale):
     plain, scaled = make(parameter_scale=1.0), make(parameter_scale=scale)
     for name, rate in plain.rates().items():
         torch.testing.assert_close(scaled.rates()[name], rate)
     torch.testing.assert_close(scaled.mu * scale, plain.mu)
 
 
-def test_untied_pairs_start_as_tied_ones():
-    attention, value = torch.randn(2, 9, 10, 4), torch.randn(2, 10, 9, 4)
-    mask = AttentionMask(9, 9, 0, True)
+def test_untied_pairs_start_like_tied_ones():
     tied, untied = make(gate_init=0.0), make(gate_init=0.0, tie_pairs=False)
     assert untied.nu.numel() == 2 * tied.nu.numel()
-    torch.testing.assert_close(untied(attention, value, mask), tied(attention, value, mask))
+    arguments = draw()
+    torch.testing.assert_close(untied(*arguments), tied(*arguments))
 
 
 @pytest.mark.parametrize("cast", [lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.to(torch.bfloat16)])
-def test_rates_stay_float32(cast):
+def test_parameters_stay_float32_when_the_model_is_cast(cast):
     heads = make()
     before = copy.deepcopy(heads.state_dict())
     model = cast(torch.nn.Sequential(torch.nn.Linear(2, 2), heads))
@@ -135,11 +137,11 @@ def test_rates_stay_float32(cast):
         assert value.dtype == torch.float32
 
 
-def test_moves_to_other_devices():
+def test_heads_move_to_other_devices():
     assert {p.device.type for p in make().to("meta").parameters()} == {"meta"}
 
 
-def test_copies_and_pickles():
+def test_copies_and_pickles_are_equal():
     heads = make()
     for twin in (copy.deepcopy(heads), pickle.loads(pickle.dumps(heads))):
         for name, value in twin.state_dict().items():
@@ -147,24 +149,24 @@ def test_copies_and_pickles():
         assert twin.plan == heads.plan
 
 
-def test_more_rsa_heads_than_heads():
+def test_more_rsa_heads_than_heads_is_an_error():
     with pytest.raises(ValueError, match="7 RSA heads.*has 4 heads"):
         make()(torch.randn(1, 5, 4, 2), torch.randn(1, 4, 5, 2), AttentionMask(5, 5, 0, True))
 
 
-def test_lengths_that_do_not_fit_the_mask():
+def test_lengths_that_do_not_fit_the_mask_are_an_error():
     with pytest.raises(ValueError, match="5 queries and 5 values.*6 and 6"):
         make()(torch.randn(1, 5, 10, 2), torch.randn(1, 10, 5, 2), AttentionMask(6, 6, 0, True))
 
 
 @pytest.mark.parametrize("queries", [1, 5, 23])
-def test_a_mask_with_a_part_for_each_head(queries):
+def test_each_head_follows_its_own_mask(queries):
     T, S, H, R = queries, 23, 10, 7
     heads, value = make(gate_init=0.3), torch.randn(2, H, S, 4)
     visible = torch.rand(2, H, T, S) < 0.7
     attention = torch.randn(2, T, H, 4)
     found = heads(attention, value, AttentionMask(T, S, S - T, True, visible=visible))
-    for h in range(R):  # each head as if all had its mask
+    for h in range(R):  # as if all heads had the mask of this one
         alone = heads(attention, value, AttentionMask(T, S, S - T, True, visible=visible[:, h : h + 1]))
         torch.testing.assert_close(found[:, :, h], alone[:, :, h])
     other = heads(attention, value, AttentionMask(T, S, S - T, True, visible=visible[:, :1]))

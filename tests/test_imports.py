@@ -1,4 +1,4 @@
-"""The map of imports: every part of the package imports from parts further down alone."""
+"""Each part of the package imports only from parts below it."""
 
 import ast
 import graphlib
@@ -12,19 +12,19 @@ import rsa_hf
 
 PACKAGE = Path(rsa_hf.__file__).parent
 
-# From the mathematics up to what a user types. A part imports only from parts before it.
+# From the maths up to the command line. A part imports only from parts before it.
 LAYERS = (
     "utils",
-    *("rem", "ops", "config", "heads", "saved_plan"),  # the computation, and the plan
-    *("report", "plots", "hub", "models", "integration"),  # what meets transformers
-    *("patching", "peft"),  # putting heads on a model
-    *("training", "tasks", "experiments", "run", "cli"),  # what uses all of it
+    *("rem", "ops", "config", "heads", "saved_plan"),  # the computation and the plan
+    *("report", "plots", "hub", "models", "integration"),  # the contact with transformers
+    *("patching", "peft"),  # adding heads to a model
+    *("training", "tasks", "experiments", "run", "cli"),  # the uses
     *("__init__", "startup"),
 )
 
 
 def imports(file: Path, *, at_import: bool) -> set[str]:
-    """The modules of the package that a file imports, as "product.scan"; with those inside of functions or without."""
+    """The modules of the package that a file imports, e.g. "ops.chunked"; with `at_import`, not those in functions."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     inside = {
         node
@@ -45,7 +45,7 @@ def imports(file: Path, *, at_import: bool) -> set[str]:
 
 
 def name(dotted: str) -> str | None:
-    """A dotted name without the package, where it is a module; "__init__" for the package itself."""
+    """The dotted name of a module without the package, "__init__" for the package itself, or None."""
     path = PACKAGE.joinpath(*dotted.split(".")[1:])
     if path == PACKAGE:
         return "__init__"
@@ -60,12 +60,12 @@ def module_of(file: Path) -> str:
 FILES = {module_of(file): file for file in sorted(PACKAGE.rglob("*.py"))}
 
 
-def test_the_map_knows_every_part():
+def test_every_part_has_a_layer():
     assert {module.split(".")[0] for module in FILES} == set(LAYERS)
 
 
 @pytest.mark.parametrize("part", LAYERS)
-def test_a_part_imports_from_parts_below_it(part):
+def test_a_part_imports_only_from_parts_below_it(part):
     below = set(LAYERS[: LAYERS.index(part)])
     for module, file in FILES.items():
         if module.split(".")[0] == part:
@@ -73,15 +73,15 @@ def test_a_part_imports_from_parts_below_it(part):
             assert used <= below, f"{module} imports {sorted(used - below)}"
 
 
-def test_modules_do_not_import_each_other_in_a_circle():
+def test_imports_have_no_cycle():
     graph = {module: imports(file, at_import=True) - {module} for module, file in FILES.items()}
-    # A package imports its own modules, and they may name each other through it.
+    # A package imports its own modules, which may import each other through it.
     graph = {module: {m for m in used if not m.startswith(f"{module}.")} for module, used in graph.items()}
     order = list(graphlib.TopologicalSorter(graph).static_order())
     assert set(FILES) <= set(order)
 
 
-def test_functions_and_classes_that_another_part_uses_are_public():
+def test_a_part_imports_only_public_names_of_another():
     trees = {module: ast.parse(file.read_text(encoding="utf-8")) for module, file in FILES.items()}
     public = {
         module: set(ast.literal_eval(node.value))
@@ -105,8 +105,8 @@ def test_functions_and_classes_that_another_part_uses_are_public():
     assert not hidden
 
 
-def test_what_is_imported_is_required():
-    """Also what another requirement brings along: it may do without it one day."""
+def test_every_imported_package_is_a_requirement():
+    """Also a package that another requirement installs: it may stop doing so."""
     text = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
     lists = text[text.index("\ndependencies = [") : text.index("\ndev = [")]
     required = {found.lower().replace("_", "-") for found in re.findall(r'"([A-Za-z][\w-]*)', lists)}
@@ -123,7 +123,7 @@ def test_what_is_imported_is_required():
     assert {distributions.get(each, each.lower().replace("_", "-")) for each in packages} <= required
 
 
-def test_a_circle_would_be_seen(tmp_path):
+def test_imports_inside_functions_are_told_apart(tmp_path):
     file = tmp_path / "rem.py"
     file.write_text("def f():\n    from rsa_hf.heads import RSAHeads\nimport rsa_hf.config\n", encoding="utf-8")
     assert imports(file, at_import=False) == {"heads", "config"}

@@ -1,4 +1,4 @@
-"""The journeys that CONTRIBUTING.md lists are those that a trace shows."""
+"""CONTRIBUTING.md lists the journeys as a trace finds them."""
 
 import importlib.util
 import os
@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+needs_qualnames = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="the trace needs Python 3.11, which has code.co_qualname"
+)
 
 
 def journeys_of_the_page():
@@ -17,9 +20,9 @@ def journeys_of_the_page():
     return text[text.index(begin) + len(begin) : text.index(end)].strip()
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="the trace needs Python 3.11, which has code.co_qualname")
+@needs_qualnames
 def test_the_page_lists_what_the_trace_prints():
-    """In a process of its own: other tests have been where a journey goes for the first time."""
+    """The trace runs in a process of its own, where every function is called for the first time."""
     command = [sys.executable, str(ROOT / "scripts" / "journeys.py")]
     done = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
@@ -44,8 +47,8 @@ def imported(path):
     return module
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="the trace needs Python 3.11, which has code.co_qualname")
-def test_what_only_runs_while_a_module_is_imported_is_no_visit(tmp_path, monkeypatch):
+@needs_qualnames
+def test_code_that_runs_during_an_import_does_not_count(tmp_path, monkeypatch):
     journeys = imported(ROOT / "scripts" / "journeys.py")
     monkeypatch.setattr(journeys, "PACKAGE", tmp_path)
     (tmp_path / "one.py").write_text("def f():\n    return 1\n\n\nf()\n", encoding="utf-8")

@@ -26,42 +26,27 @@ from transformers import (
     T5EncoderModel,
 )
 
-from families import CONFIGS, FAMILIES, FULL_PLAN, VOCAB, build, build_language_model, inputs
+from families import (
+    ATTENTIONS,
+    CONFIGS,
+    ENCODERS,
+    FAMILIES,
+    FULL_PLAN,
+    VOCAB,
+    build,
+    build_language_model,
+    inputs,
+    move_rates,
+)
+from model_state import assert_refused, assert_same_state, state_of
 from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, rsa_report, unpatch_model
 from rsa_hf.saved_plan import saved_plans
-
-ATTENTIONS = ["sdpa", "eager"]
-
-
-def state_of(model):
-    return (
-        copy.deepcopy(model.state_dict()),
-        copy.deepcopy(model.config.to_dict()),
-        [n for n, _ in model.named_modules()],
-    )
-
-
-def assert_same_state(model, before):
-    weights, config, modules = before
-    assert list(model.state_dict()) == list(weights)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, weights[name]), name
-    assert model.config.to_dict() == config
-    assert [n for n, _ in model.named_modules()] == modules
-
-
-def assert_refused(model, error, message, *arguments):
-    """Patching is refused, and the model is as it was."""
-    before = state_of(model)
-    with pytest.raises(error, match=message):
-        patch_model(model, *arguments)
-    assert_same_state(model, before)
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_shut_gate_is_bitwise_the_unpatched_model(family, attention):
+def test_a_shut_gate_is_bitwise_the_plain_model(family, attention):
     model, batch = build(family, attention), inputs(family)
     padded = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
     padded["attention_mask"][0, :3] = 0
@@ -74,7 +59,7 @@ def test_shut_gate_is_bitwise_the_unpatched_model(family, attention):
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_open_gate_acts_and_unpatch_is_exact(family, attention):
+def test_an_open_gate_acts_and_unpatching_is_exact(family, attention):
     model, batch = build(family, attention), inputs(family)
     before, expected = state_of(model), model(**batch)[0]
     assert patch_model(model, RSAConfig(**FULL_PLAN)) is model
@@ -87,24 +72,22 @@ def test_open_gate_acts_and_unpatch_is_exact(family, attention):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_reach_every_rsa_parameter_and_weight(family):
-    model, batch = build_language_model(family), inputs(family)
-    if family in ("bert", "roberta"):
-        model = build(family)
+def test_gradients_reach_every_gate_and_rate(family):
+    model = build(family) if family in ENCODERS else build_language_model(family)
     patch_model(model, RSAConfig(**FULL_PLAN)).train()
-    model(**batch)[0].square().mean().backward()
+    model(**inputs(family))[0].square().mean().backward()
     for name, parameter in model.named_parameters():
         if ".rsa." in name:
             assert parameter.grad is not None, name
             assert bool((parameter.grad != 0).all()), name
 
 
-def test_attention_modules_are_where_they_should_be():
+def test_self_attention_is_patched_and_cross_attention_is_not():
     expected = {
         "bert": ["encoder.layer.0.attention.self", "encoder.layer.1.attention.self"],
         "gpt2": ["h.0.attn", "h.1.attn"],
         "llama": ["layers.0.self_attn", "layers.1.self_attn"],
-        # Both stacks' self-attention, no cross-attention.
+        # The self-attention of both stacks.
         "t5": [f"{part}.block.{i}.layer.0.SelfAttention" for part in ("encoder", "decoder") for i in (0, 1)],
     }
     for family, names in expected.items():
@@ -113,7 +96,7 @@ def test_attention_modules_are_where_they_should_be():
         assert [n for n, m in model.named_modules() if isinstance(m, RSAHeads)] == [f"{n}.rsa" for n in names]
 
 
-def test_parameters_added_are_exactly_gate_and_rates():
+def test_patching_adds_only_gates_and_rates():
     # 14 layers with two dilated cyclical pairs each add 14 · (1 μ + 2 ν + 2 θ) = 70.
     config = GPT2Config(vocab_size=50, n_embd=16, n_layer=14, n_head=8, n_positions=32)
     model = GPT2Model(config)
@@ -154,7 +137,7 @@ def test_patching_again_with_another_plan_is_refused():
         ("everything", TypeError, "RSAConfig or a mapping"),
     ],
 )
-def test_a_plan_that_does_not_fit_leaves_the_model_as_it_was(config, error, message):
+def test_a_plan_that_does_not_fit_leaves_the_model_unchanged(config, error, message):
     assert_refused(build("gpt2"), error, message, config)
 
 
@@ -170,7 +153,7 @@ def test_a_model_without_softmax_attention_is_refused(model):
     assert_refused(model, ValueError, rf"{type(model).__name__} has no attention .*into softmax attention")
 
 
-def test_cross_attention_only_is_refused():
+def test_a_model_with_only_cross_attention_is_refused():
     config = BertConfig(
         vocab_size=50,
         hidden_size=16,
@@ -183,7 +166,7 @@ def test_cross_attention_only_is_refused():
     cross = BertLMHeadModel(config).bert.encoder.layer[0].crossattention
 
     class CrossAttentionOnly(T5EncoderModel):
-        """A base whose only attention looks at another sequence."""
+        """A base model whose only attention reads another sequence."""
 
         def __init__(self):
             super().__init__(CONFIGS["t5"]())
@@ -197,7 +180,7 @@ def test_cross_attention_only_is_refused():
         patch_model(CrossAttentionOnly())
 
 
-def test_what_is_no_transformers_model_is_refused():
+def test_a_module_that_is_no_transformers_model_is_refused():
     with pytest.raises(TypeError, match="PreTrainedModel, got Linear"):
         patch_model(torch.nn.Linear(2, 2))
 
@@ -207,19 +190,19 @@ def test_a_failing_trial_run_says_what_to_do():
         patch_model(build("gpt2"), probe_inputs={"tokens": torch.ones(1, 4)})
 
 
-def test_an_occupied_name_is_refused():
+def test_attention_that_has_an_attribute_rsa_is_refused():
     model = build("gpt2")
     model.h[1].attn.rsa = torch.nn.Linear(1, 1)
     assert_refused(model, ValueError, "already has an attribute 'rsa'")
 
 
-def test_rsa_layers_that_take_no_part_are_noticed(monkeypatch):
-    # Without the hook on the attention interface the children would be there, trained on nothing.
+def test_rsa_heads_that_are_not_called_are_an_error(monkeypatch):
+    # As without the hook on the attention interface: the heads would exist and learn nothing.
     monkeypatch.setattr("rsa_hf.integration.attention.mix_recurrence", lambda module, output, *args, **kw: output)
     assert_refused(build("gpt2"), RuntimeError, "h.0.attn, h.1.attn took no part")
 
 
-def test_patching_disturbs_neither_training_mode_nor_random_numbers():
+def test_patching_changes_neither_the_training_mode_nor_random_numbers():
     model = build("gpt2").train()
     model.h[0].eval()
     torch.manual_seed(3)
@@ -258,7 +241,7 @@ BIG_BIRDS = {
 @pytest.mark.filterwarnings("ignore:the encoder of this BigBirdPegasusModel")
 @torch.no_grad()
 def test_a_trial_run_changes_no_module(family):
-    """Block-sparse models turn dense, for good, at the first input as short as that of a trial run."""
+    """A block-sparse model switches to dense attention for good at its first short input."""
     model, ids = BIG_BIRDS[family]().eval(), torch.randint(3, VOCAB, (1, 40))
 
     def found():
@@ -282,20 +265,20 @@ def test_a_trial_run_changes_no_module(family):
     assert_unchanged()
 
     def fail(*_):
-        raise RuntimeError("far down")
+        raise RuntimeError("in the last module")
 
     handle = list(model.encoder.modules())[-1].register_forward_hook(fail)
-    with pytest.raises(ValueError, match="trial run of .* failed .*far down"):
+    with pytest.raises(ValueError, match="trial run of .* failed .*in the last module"):
         patch_model(model)
     handle.remove()
     assert_unchanged()
-    # The control: a run of that length outside of `patch_model` does turn it dense.
+    # The control: a short input outside of `patch_model` does make it dense.
     model(ids[:, :8])
     assert found()[0] != before[0]
 
 
 @torch.no_grad()
-def test_unpatching_the_whole_takes_off_the_plan_of_a_part(tmp_path):
+def test_unpatching_a_model_removes_the_plan_of_its_part(tmp_path):
     def build_whole():
         parts = [CONFIGS["bert"](), CONFIGS["bert"]()]
         return EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(*parts)).eval()
@@ -318,8 +301,8 @@ def test_unpatching_the_whole_takes_off_the_plan_of_a_part(tmp_path):
 
 
 @torch.no_grad()
-def test_unpatching_a_loaded_model_takes_the_plan_off_its_parts(tmp_path):
-    # T5 gives each half a copy of its config, which has the plan where the model was loaded.
+def test_unpatching_a_loaded_model_removes_the_plan_of_its_halves(tmp_path):
+    # T5 gives each half a copy of its config, and a loaded config has the plan.
     patch_model(build("t5"), RSAConfig(**FULL_PLAN)).save_pretrained(tmp_path / "patched")
     model = unpatch_model(AutoModel.from_pretrained(tmp_path / "patched"))
     for part in (model, model.encoder, model.decoder):
@@ -327,7 +310,7 @@ def test_unpatching_a_loaded_model_takes_the_plan_off_its_parts(tmp_path):
         part.save_pretrained(tmp_path / "plain")
 
 
-def test_patch_the_head_class_or_its_base():
+def test_patching_a_head_class_or_its_base_gives_the_same_model():
     model = AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]()).eval()
     twin = copy.deepcopy(model)
     batch = inputs("roberta")
@@ -338,8 +321,8 @@ def test_patch_the_head_class_or_its_base():
     assert model.config.rsa == twin.config.rsa
 
 
-def test_a_model_of_the_same_config_says_that_it_has_heads(tmp_path, caplog):
-    """Or a control that is meant to be plain would not be, in silence."""
+def test_building_a_model_from_a_patched_config_warns(tmp_path, caplog):
+    """Without the warning, a control that is meant to be plain has RSA heads unnoticed."""
     config = CONFIGS["gpt2"]()
     before = copy.deepcopy(config)
     model = patch_model(AutoModelForCausalLM.from_config(config), RSAConfig(**FULL_PLAN))
@@ -349,7 +332,7 @@ def test_a_model_of_the_same_config_says_that_it_has_heads(tmp_path, caplog):
     assert not is_patched(AutoModelForCausalLM.from_config(before))
     assert not caplog.records
     assert is_patched(AutoModelForCausalLM.from_config(config))
-    [record] = caplog.records  # once for a model, not for each of its parts
+    [record] = caplog.records  # one for the model, none for its parts
     assert record.levelname == "WARNING" and "GPT2Model is built with RSA heads" in record.getMessage()
     unpatch_model(model)
     assert not is_patched(AutoModelForCausalLM.from_config(config))
@@ -357,16 +340,12 @@ def test_a_model_of_the_same_config_says_that_it_has_heads(tmp_path, caplog):
 
 @torch.no_grad()
 @pytest.mark.parametrize("loaded", [False, True])
-def test_a_model_built_around_a_trained_one_leaves_its_gates_and_rates(loaded, tmp_path):
-    encoder = patch_model(AutoModel.from_config(CONFIGS["bert"]()), RSAConfig(**FULL_PLAN)).eval()
-    for module in encoder.modules():
-        if isinstance(module, RSAHeads):
-            for parameter in module.parameters():
-                parameter.add_(0.02)
+def test_a_model_built_around_a_trained_one_keeps_its_gates_and_rates(loaded, tmp_path):
+    encoder = move_rates(patch_model(AutoModel.from_config(CONFIGS["bert"]()), RSAConfig(**FULL_PLAN)))
     if loaded:
         encoder.save_pretrained(tmp_path)
         encoder = AutoModel.from_pretrained(tmp_path)
-        encoder.encoder.layer[0].attention.self.rsa.mu = torch.nn.Parameter(torch.ones(1))  # no mark of its own
+        encoder.encoder.layer[0].attention.self.rsa.mu = torch.nn.Parameter(torch.ones(1))  # not marked as initialised
     weights, batch = copy.deepcopy(encoder.state_dict()), inputs("bert")
     expected = encoder(**batch)[0]
     decoder = BertLMHeadModel(CONFIGS["bert"]())
@@ -377,11 +356,11 @@ def test_a_model_built_around_a_trained_one_leaves_its_gates_and_rates(loaded, t
 
 
 @torch.no_grad()
-def test_the_attentions_of_a_model_are_the_softmax_half():
+def test_output_attentions_are_the_softmax_weights():
     model, ids = build("gpt2", "eager"), inputs("gpt2")["input_ids"]
     expected = model(ids, output_attentions=True)
     patch_model(model, RSAConfig(**FULL_PLAN))
     found = model(ids, output_attentions=True)
-    # The first layer gets what it got before; from there on the gate has a say.
+    # The input of the first layer is the same. Its output is not.
     assert torch.equal(found.attentions[0], expected.attentions[0])
     assert not torch.allclose(found.last_hidden_state, expected.last_hidden_state)

@@ -1,10 +1,8 @@
-"""Adapters that train, save, load, merge and switch gates and rates with everything else."""
+"""Adapters with gates and rates: training, saving, loading, merging and switching."""
 
 import copy
 import json
 import pickle
-import shutil
-from unittest.mock import MagicMock
 
 import peft
 import pytest
@@ -17,9 +15,10 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
 )
-from transformers.utils import hub
 
 from families import CONFIGS, inputs
+from hub.test_hub import hub  # noqa: F401  (a fixture)
+from hub_stand_in import USER
 from peft_adapters import (
     METHODS,
     PLAN,
@@ -39,7 +38,7 @@ MERGED = METHODS | {"ln tuning": lambda: LNTuningConfig(target_modules=NORMS)}
 
 
 def by_hand(family, model, with_heads=True):
-    """The model that LoRA and RSA stand for, put together without PEFT: W + scaling · B A, and the trained rates."""
+    """Build the model that an adapter stands for without PEFT: W + scaling · B A, and the trained rates."""
     state, plain = model.state_dict(), base_model(family)
     if with_heads:
         patch_model(plain, PLAN)
@@ -56,7 +55,7 @@ def by_hand(family, model, with_heads=True):
     return plain
 
 
-def test_an_adapter_that_leaves_gates_and_rates_frozen_says_so(tmp_path, recwarn):
+def test_an_adapter_that_leaves_gates_and_rates_frozen_warns(tmp_path, recwarn):
     words = "'default' trains no gates and rates.*'rsa' into its modules_to_save"
     with pytest.warns(UserWarning, match=words):
         model = peft.get_peft_model(patch_model(base_model("gpt2"), PLAN), LoraConfig())
@@ -70,7 +69,7 @@ def test_an_adapter_that_leaves_gates_and_rates_frozen_says_so(tmp_path, recwarn
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_lora_and_rates_are_both_in_force(family):
+def test_lora_and_rates_both_act(family):
     model, batch = trained_adapter(family), inputs(family)
     expected = logits(by_hand(family, model), batch)
     lost = logits(by_hand(family, model, with_heads=False), batch)
@@ -106,7 +105,7 @@ def test_only_the_adapter_and_its_rates_are_trained(family, method):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_what_is_saved_comes_back(family, method, tmp_path):
+def test_a_saved_adapter_loads_bit_for_bit(family, method, tmp_path):
     model, batch = trained_adapter(family, method), inputs(family)
     expected = logits(model, batch)
     model.save_pretrained(tmp_path)
@@ -119,7 +118,7 @@ def test_what_is_saved_comes_back(family, method, tmp_path):
     onto_patched = PeftModel.from_pretrained(patch_model(base_model(family), PLAN), tmp_path)
     for loaded in (onto_plain, onto_patched):
         assert torch.equal(logits(loaded, batch), expected)
-        # PEFT leaves the embedding of its prompts as it is.
+        # PEFT leaves its prompt embeddings trainable.
         assert not any(p.requires_grad for n, p in loaded.named_parameters() if "prompt_encoder" not in n)
         for name, value in adapter_values(model).items():
             assert torch.equal(adapter_values(loaded)[name], value), name
@@ -129,7 +128,7 @@ def test_what_is_saved_comes_back(family, method, tmp_path):
 
 @needs_own_adapters
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_transformers_own_adapters_too(family, tmp_path):
+def test_transformers_loads_and_switches_adapters(family, tmp_path):
     batch, patched, expected = inputs(family), patch_model(base_model(family), PLAN), {}
     as_patched = logits(patched, batch)
     for seed, name in enumerate(("first", "second"), 1):
@@ -173,7 +172,7 @@ def test_an_adapter_of_rates_alone_is_a_few_kilobytes(tmp_path):
 @pytest.mark.parametrize("method", ["lora", "rsa only", "ia3", "ln tuning"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_merged_is_an_ordinary_patched_model(family, method, tmp_path):
-    # In double precision, where merging in another order costs no digits that count.
+    # In float64, where the order of merging does not matter.
     model = disturb(get_peft_model(base_model(family).double(), MERGED[method](), PLAN))
     batch, rates = inputs(family), list(adapter_values(model).values())
     expected = logits(model, batch)
@@ -193,7 +192,7 @@ def test_merged_is_an_ordinary_patched_model(family, method, tmp_path):
 
 
 @pytest.mark.parametrize("other", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_and_pickles_merge_alike(other):
+def test_copies_and_pickles_merge_like_the_model(other):
     model, batch = trained_adapter("gpt2"), inputs("gpt2")
     found = other(model)
     assert isinstance(found.base_model, LoraModel)
@@ -204,7 +203,7 @@ def test_copies_and_pickles_merge_alike(other):
 
 @pytest.fixture
 def several():
-    """A model with the adapters `default`, active, and `second`, and `plain`, which has no rates; and their logits."""
+    """A model with the adapters `default` (active), `second` and `plain` (no rates), a batch, and their logits."""
     batch, model = inputs("llama"), trained_adapter("llama", seed=1)
     expected = {"default": logits(model, batch)}
     for name, config in (("second", with_rsa(LoraConfig())), ("plain", LoraConfig())):
@@ -235,7 +234,7 @@ def test_adapters_keep_their_own_rates(several, tmp_path):
     assert torch.equal(logits(loaded, batch), expected["second"])
 
 
-def test_adapters_that_are_named_are_merged_with_their_own_rates(several):
+def test_a_named_adapter_is_merged_with_its_own_rates(several):
     model, batch, expected = several
     with pytest.raises(ValueError, match="default, second each have gates and rates of their own: only one"):
         model.merge_and_unload(adapter_names=["default", "second"])
@@ -281,19 +280,19 @@ def test_gates_and_rates_have_no_weighted_sum(method):
         with pytest.raises(ValueError, match="no weighted sum"):
             model.add_weighted_adapter(names, [0.5, 0.5], "sum")
     assert torch.equal(logits(model, batch), expected)
-    model.add_weighted_adapter(["one", "two"], [0.5, 0.5], "sum")  # untrained: they change nothing
+    model.add_weighted_adapter(["one", "two"], [0.5, 0.5], "sum")  # untrained, so they change nothing
     model.set_adapter("sum")
     torch.testing.assert_close(logits(model, batch), logits(patch_model(base_model("gpt2"), PLAN), batch))
 
 
 @pytest.mark.parametrize("method", ["lora", "rsa only"])
-def test_hot_swapping_takes_the_rates_along(method, tmp_path):
+def test_hot_swapping_replaces_the_rates(method, tmp_path):
     batch = inputs("llama")
     for seed in (1, 2):
         trained_adapter("llama", method, seed).save_pretrained(tmp_path / str(seed))
     model = load(base_model("llama"), tmp_path / "1")
     first = logits(model, batch)
-    # Decoding keeps tables of what is in force, which must not outlive it.
+    # Decoding keeps tables of the rates. The swap must discard them.
     decode = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     model.generate(**batch, **decode)
     hotswap_adapter(model, str(tmp_path / "2"), adapter_name="default")
@@ -306,7 +305,7 @@ def test_hot_swapping_takes_the_rates_along(method, tmp_path):
 
 @pytest.mark.parametrize("method", ["lora", "prompt"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_decoding_with_a_cache_gives_the_whole_text_s_logits(family, method):
+def test_decoding_with_a_cache_gives_the_logits_of_the_whole_text(family, method):
     model, batch = trained_adapter(family, method), inputs(family, batch=1)
     out = model.generate(
         **batch, max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True, eos_token_id=None
@@ -315,7 +314,7 @@ def test_decoding_with_a_cache_gives_the_whole_text_s_logits(family, method):
     torch.testing.assert_close(torch.stack(out.logits, 1), whole[:, -6:], atol=1e-4, rtol=1e-4)
 
 
-def test_reports_and_groups_see_through_the_wrapper():
+def test_reports_and_parameter_groups_see_through_the_wrapper():
     model = trained_adapter("gpt2")
     model.add_adapter("second", with_rsa(LoraConfig()))
     assert is_patched(model)
@@ -350,7 +349,7 @@ def test_patching_and_unpatching_a_peft_model_says_what_to_do():
     plain.add_adapter(LoraConfig())
     with pytest.raises(ValueError, match=r"has PEFT adapters already.*merge_and_unload\(\) returns"):
         patch_model(plain)
-    kept = patch_model(base_model("gpt2"), PLAN)  # by transformers, which has no merge_and_unload
+    kept = patch_model(base_model("gpt2"), PLAN)  # transformers' own adapters have no merge_and_unload
     kept.add_adapter(with_rsa(LoraConfig()), "a")
     kept.delete_adapter("a")
     for call in (lambda: unpatch_model(kept), lambda: kept.save_pretrained("nowhere")):
@@ -358,7 +357,7 @@ def test_patching_and_unpatching_a_peft_model_says_what_to_do():
             call()
 
 
-def test_where_peft_fails_the_model_is_as_it_was():
+def test_a_failure_in_peft_leaves_the_model_unchanged():
     model = base_model("gpt2")
     keys = list(model.state_dict())
     with pytest.raises(ValueError, match="No modules were targeted for adaptation"):
@@ -372,7 +371,7 @@ def test_where_peft_fails_the_model_is_as_it_was():
     assert not hasattr(model.config, "rsa")
 
 
-def test_a_new_head_is_trained_along_with_the_rates():
+def test_a_new_head_is_trained_with_the_rates():
     base = AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]())
     model = get_peft_model(base, rsa_only_config("SEQ_CLS"))
     names = [name.split(".modules_to_save.")[0] for name, p in model.named_parameters() if p.requires_grad]
@@ -380,15 +379,10 @@ def test_a_new_head_is_trained_along_with_the_rates():
     assert trained == {"rsa", "classifier"}
 
 
-def test_what_is_pushed_loads(tmp_path, monkeypatch):
+def test_a_pushed_adapter_loads(hub, tmp_path):  # noqa: F811
     model, batch = trained_adapter("gpt2"), inputs("gpt2")
-
-    def upload(self, folder, *_, **__):
-        shutil.copytree(folder, tmp_path / "pushed")
-
-    monkeypatch.setattr(hub.PushToHubMixin, "_upload_modified_files", upload)
-    for name in ("create_repo", "hf_api", "create_and_tag_model_card"):  # of which each version has some
-        monkeypatch.setattr(hub, name, MagicMock(), raising=False)
-    model.push_to_hub("someone/rsa-lora")
-    assert torch.equal(logits(load(base_model("gpt2"), tmp_path / "pushed"), batch), logits(model, batch))
-    assert json.loads((tmp_path / "pushed" / "adapter_config.json").read_text())["task_type"].startswith("rsa_hf (")
+    model.push_to_hub(f"{USER}/adapter")
+    for name, content in hub.files(f"{USER}/adapter").items():
+        (tmp_path / name).write_bytes(content)
+    assert torch.equal(logits(load(base_model("gpt2"), tmp_path), batch), logits(model, batch))
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["task_type"].startswith("rsa_hf (")

@@ -1,4 +1,4 @@
-"""The pictures: written, in the right size, with every layer; and clear words where there is nothing to draw."""
+"""The pictures have the right size and every layer, and a model without RSA heads is an error."""
 
 import builtins
 import math
@@ -23,7 +23,7 @@ def gpt2(layers: int, **plan) -> GPT2LMHeadModel:
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures that were saved, to look into."""
+    """The figures that were saved."""
     from matplotlib.figure import Figure
 
     saved = []
@@ -38,13 +38,14 @@ def figures(monkeypatch):
 
 
 def size(path):
+    """Width and height of a PNG file."""
     header = path.read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
     return int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
 
 
 @pytest.mark.parametrize("layers", [1, 6, 12, pytest.param(48, marks=pytest.mark.slow)])
-def test_one_panel_per_layer_and_the_gates(tmp_path, figures, layers):
+def test_every_layer_has_a_panel_and_a_gate(tmp_path, figures, layers):
     path = tmp_path / "new" / "rsa.png"
     plot_rem(gpt2(layers), path)
     width, height = size(path)
@@ -56,7 +57,7 @@ def test_one_panel_per_layer_and_the_gates(tmp_path, figures, layers):
     assert len(lower.axes[0].patches) == layers
 
 
-def test_every_head_is_drawn_with_its_curve(tmp_path, figures):
+def test_every_head_has_its_curve_and_its_kind_a_label(tmp_path, figures):
     model = gpt2(1, num_regular=2, num_cyclical_pairs=1, num_dilated_cyclical_pairs=1, dilation=[2, 4])
     report = rsa_report(model)
     plot_rem(report, tmp_path / "rsa.png")
@@ -73,7 +74,7 @@ def test_every_head_is_drawn_with_its_curve(tmp_path, figures):
     assert labels[-1] == "dilated by 2, 4"
 
 
-def test_gates_per_head_are_dots(tmp_path, figures):
+def test_gates_per_head_are_drawn_as_dots(tmp_path, figures):
     model = gpt2(2, gate_per_head=True)
     with torch.no_grad():
         for heads in (module for module in model.modules() if isinstance(module, RSAHeads)):
@@ -84,7 +85,7 @@ def test_gates_per_head_are_dots(tmp_path, figures):
 
 
 @pytest.mark.parametrize("value", [-math.inf, math.inf, 0.0])
-def test_extreme_gates_and_rates(tmp_path, value):
+def test_extreme_gates_and_rates_are_drawn(tmp_path, value):
     model = gpt2(1, gate_init=value, num_regular=2)
     with torch.no_grad():
         model.transformer.h[0].attn.rsa.eta.copy_(torch.tensor([0.0, 100.0]))  # λ = 0 and λ = 1
@@ -92,20 +93,20 @@ def test_extreme_gates_and_rates(tmp_path, value):
     size(tmp_path / "rsa.png")
 
 
-def test_encoder_and_decoder_are_told_apart(tmp_path, figures):
+def test_titles_name_encoder_and_decoder(tmp_path, figures):
     config = T5Config(d_model=32, num_layers=2, num_heads=4, d_kv=8, d_ff=32, vocab_size=32)
     plot_rem(patch_model(T5ForConditionalGeneration(config), RSAConfig()), tmp_path / "rsa.png")
     titles = [axes.get_title(loc="left") for axes in figures[0].subfigs[0].axes]
     assert titles == ["encoder 0", "encoder 1", "decoder 0", "decoder 1"]
 
 
-def test_layer_names():
+def test_layers_are_numbered_within_their_stack():
     assert _layer_names(["a.h.0.attn", "a.h.2.attn"]) == ["layer 0", "layer 1"]
     assert _layer_names(["attn"]) == ["layer 0"]
     assert _layer_names(["m.enc.0", "m.enc.1", "m.dec.0"]) == ["enc 0", "enc 1", "dec 0"]
 
 
-def test_one_endless_head_does_not_squeeze_the_rest():
+def test_a_head_that_never_decays_does_not_stretch_the_axis():
     model = gpt2(4, num_regular=2)
     before = _last_lag(rsa_report(model))
     with torch.no_grad():
@@ -113,7 +114,7 @@ def test_one_endless_head_does_not_squeeze_the_rest():
     assert _last_lag(rsa_report(model)) <= max(before, 256)
 
 
-def test_training_curves(tmp_path, figures):
+def test_training_curves_have_labels_and_distinct_styles(tmp_path, figures):
     path = tmp_path / "new" / "curves.png"
     curves = {str(i): [(0, i), (1, i + 1)] for i in range(9)} | {"a point": [(1, 2)], "a gap": [(0, 3), (1, math.nan)]}
     plot_training_curves(curves, path, "step", "bits per byte", "a title")
@@ -125,14 +126,14 @@ def test_training_curves(tmp_path, figures):
     assert axes.lines[9].get_marker() == "o"
 
 
-def test_nothing_to_draw(tmp_path):
+def test_a_model_without_rsa_heads_is_an_error(tmp_path):
     plain = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=4, n_positions=16, vocab_size=32))
     with pytest.raises(ValueError, match="no RSA heads.*patch_model"):
         plot_rem(plain, tmp_path / "rsa.png")
     assert not list(tmp_path.iterdir())
 
 
-def test_without_matplotlib(tmp_path, monkeypatch):
+def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
     original = builtins.__import__
 
     def absent(name, *arguments, **keywords):
@@ -145,8 +146,8 @@ def test_without_matplotlib(tmp_path, monkeypatch):
         plot_rem(gpt2(1), tmp_path / "rsa.png")
 
 
-def test_no_window_and_no_backend_is_touched(tmp_path):
-    """pyplot, which may look for a display, is never loaded by a picture."""
+def test_plotting_does_not_import_pyplot(tmp_path):
+    """pyplot may look for a display."""
     loaded = "matplotlib.pyplot" in sys.modules
     plot_rem(gpt2(1), tmp_path / "rsa.png")
     assert ("matplotlib.pyplot" in sys.modules) == loaded

@@ -1,4 +1,4 @@
-"""The configs of published models build models of exactly the published size, on the meta device."""
+"""The configs of published models build models of the published sizes, on the meta device."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rsa_hf import rsa_report
-from rsa_hf.tasks.language_modeling import LanguageModelingDataConfig, load_language_modeling_tokenizer
+from rsa_hf.tasks.language_modeling import LanguageModelingDataConfig, load_language_modeling_tokenizer, main
 from rsa_hf.training.arguments import read_run_config
 from rsa_hf.training.run import load_model
 
@@ -23,7 +23,7 @@ def size(name, *arguments):
 @pytest.mark.parametrize(
     ("layers", "plain", "rsa"), [(10, 34_139_675, 50), (14, 47_789_595, 70), (16, 54_614_555, 80)]
 )
-def test_transformer_xl_on_text8(layers, plain, rsa):
+def test_transformer_xl_has_the_published_number_of_parameters(layers, plain, rsa):
     arguments = [] if layers == 14 else ["--config_overrides.n_layer", str(layers)]
     assert size("lm_text8_transformer_xl", *arguments) == plain + rsa
     assert size("lm_text8_transformer_xl", *arguments, "--rsa", "null") == plain
@@ -33,12 +33,12 @@ def test_transformer_xl_on_text8(layers, plain, rsa):
 def test_block_recurrent_has_rsa_heads_in_all_layers_but_the_recurrent_one(corpus):
     name = f"lm_{corpus}_block_recurrent"
     assert size(name) == size(name, "--rsa", "null") + 13 * 5
-    # The same trunk as Transformer-XL's: a layer is as large but for relative positions, biases and norms.
+    # A layer is as large as Transformer-XL's, except for relative positions, biases and norms.
     assert size("lm_text8_block_recurrent", "--rsa", "null") == pytest.approx(47_789_595, rel=0.1)
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
-def test_what_the_paper_says_of_all_of_them(path):
+def test_a_config_has_the_settings_of_the_paper(path):
     config = read_run_config([str(path)], LanguageModelingDataConfig)
     training, rsa = config.training, config.rsa
     assert (training.learning_rate, training.batch_size, training.max_steps) == (2.5e-4, 22, 400_000)
@@ -51,10 +51,8 @@ def test_what_the_paper_says_of_all_of_them(path):
     assert config.model.config_overrides["vocab_size"] == (256 if tokenizer is None else len(tokenizer))
 
 
-def test_a_tiny_one_of_each_runs(tmp_path):
-    """The settings fit together: two steps, every size cut down but the plan and the tokenizer."""
-    from rsa_hf.tasks.language_modeling import main
-
+def test_a_tiny_version_of_each_config_trains(tmp_path):
+    """Two steps with reduced sizes, but the plan and the tokenizer of the config."""
     (tmp_path / "text.txt").write_text(" the quick brown fox jumps over the lazy dog" * 100)
     small = {"d_model": 32, "d_head": 4, "d_inner": 32, "n_layer": 3}
     for path in sorted(FOLDER.glob("*.yaml")):

@@ -1,4 +1,4 @@
-"""The explicit matrices, entry by entry."""
+"""The explicit matrices P, entry by entry."""
 
 import math
 
@@ -9,7 +9,7 @@ from rsa_hf import rem_matrix
 from rsa_hf.rem import decay_rates
 
 
-def test_entries_of_the_six_rems():
+def test_the_six_rems_have_the_entries_of_the_paper():
     lam, gamma, theta = -0.7, 0.8, 0.6
     kinds = ["regular", "cos", "sin"] * 2
     P = rem_matrix(
@@ -31,7 +31,7 @@ def test_entries_of_the_six_rems():
 
 @pytest.mark.parametrize("d", [1, 2, 3, 8])
 def test_dilation_is_a_kronecker_product(d):
-    # The leading T×T block of P ⊗ I_d.
+    # Compare with the leading T×T block of P ⊗ I_d.
     T = 8
     base = rem_matrix(["regular", "cos", "sin"], 0.9, 0.5, 1, query_length=T)
     dilated = rem_matrix(["regular", "cos", "sin"], 0.9, 0.5, d, query_length=T)
@@ -46,7 +46,7 @@ def test_unmasked_is_masked_plus_its_transpose():
     assert torch.count_nonzero(unmasked.diagonal(dim1=-2, dim2=-1)) == 0
 
 
-def test_queries_are_the_last_positions():
+def test_queries_are_the_last_positions_unless_an_offset_is_given():
     whole = rem_matrix("cos", 0.9, 0.5, query_length=12)
     torch.testing.assert_close(rem_matrix("cos", 0.9, 0.5, query_length=5, key_length=12), whole[:, 7:])
     torch.testing.assert_close(
@@ -54,19 +54,13 @@ def test_queries_are_the_last_positions():
     )
 
 
-def test_gradients_reach_the_rates():
-    torch.set_default_dtype(torch.float64)
-    try:
-        eta = torch.tensor([0.0, -1.3], requires_grad=True)
-        nu = torch.tensor([1.2, 0.1], requires_grad=True)
-        theta = torch.tensor([0.3, 0.9], requires_grad=True)
+def test_gradients_are_those_of_finite_differences():
+    parameters = torch.tensor([[0.0, -1.3], [1.2, 0.1], [0.3, 0.9]], dtype=torch.float64)
 
-        def matrices(eta, nu, theta):
-            lam, gamma = decay_rates(eta, nu)
-            decay, angles = torch.cat([lam, gamma, gamma]), torch.cat([torch.zeros(2), theta, theta])
-            kinds = ["regular"] * 2 + ["cos"] * 2 + ["sin"] * 2
-            return rem_matrix(kinds, decay, angles, [1, 2, 1, 3, 1, 2], query_length=6)
+    def matrices(eta, nu, theta):
+        lam, gamma = decay_rates(eta, nu)
+        decay, angles = torch.cat([lam, gamma, gamma]), torch.cat([torch.zeros_like(theta), theta, theta])
+        kinds = ["regular"] * 2 + ["cos"] * 2 + ["sin"] * 2
+        return rem_matrix(kinds, decay, angles, [1, 2, 1, 3, 1, 2], query_length=6)
 
-        assert torch.autograd.gradcheck(matrices, (eta, nu, theta))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    assert torch.autograd.gradcheck(matrices, [parameter.requires_grad_() for parameter in parameters.unbind()])

@@ -1,15 +1,15 @@
-"""The report says what is in force."""
+"""The report shows the effective gates and rates."""
 
 import math
 
 import pytest
 
 from families import FULL_PLAN, build
-from rsa_hf import RSAConfig, patch_model, rsa_report
+from rsa_hf import patch_model, rsa_report
 
 
-def test_figures_are_the_rates_in_force():
-    model = patch_model(build("gpt2"), RSAConfig(**FULL_PLAN))
+def test_the_report_shows_the_effective_rates():
+    model = patch_model(build("gpt2"), FULL_PLAN)
     report = rsa_report(model)
     assert [layer.module for layer in report.layers] == ["h.0.attn", "h.1.attn"]
     heads = report.layers[0].heads
@@ -26,7 +26,7 @@ def test_figures_are_the_rates_in_force():
     assert report.num_parameters == 2 * (1 + 2 + 2 + 2)
 
 
-def test_a_plain_model_says_so():
+def test_the_report_of_a_plain_model_says_that_it_is_not_patched():
     report = rsa_report(build("gpt2"))
     assert report.layers == ()
     assert "not patched" in str(report)

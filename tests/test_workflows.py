@@ -1,4 +1,4 @@
-"""What is tested each night: the oldest, the pinned and the newest versions that are said to fit."""
+"""The nightly tests cover the oldest, the pinned and the newest supported versions."""
 
 import re
 from pathlib import Path
@@ -26,11 +26,11 @@ def recipes():
 
 
 def nightly():
-    """The targets that the schedule makes, and the Pythons that it makes them with."""
-    assert WORKFLOW[True]["schedule"][0]["cron"]  # YAML takes `on` for true
+    """The targets that the schedule runs, each with its Python version."""
+    assert WORKFLOW[True]["schedule"][0]["cron"]  # YAML reads the key `on` as True
     found = []
     for job in WORKFLOW["jobs"].values():
-        assert "schedule" not in job.get("if", "")  # no job is kept from it
+        assert "schedule" not in job.get("if", "")  # every job runs on schedule
         entries = job.get("strategy", {}).get("matrix", {}).get("include") or [{}]
         for entry in entries:
             python = entry.get("python") or job["steps"][1]["with"]["python-version"]
@@ -39,7 +39,7 @@ def nightly():
     return found
 
 
-def test_oldest_pinned_newest_and_every_python():
+def test_the_schedule_runs_the_oldest_the_newest_and_every_python():
     targets, pythons = zip(*nightly(), strict=True)
     assert {"test", "docs", "dist", "test-oldest", "test-newest", "test-reliability"} <= set(targets)
     assert set(targets) <= set(recipes())
@@ -47,7 +47,7 @@ def test_oldest_pinned_newest_and_every_python():
     assert set(pythons) == named
 
 
-def test_the_oldest_are_the_lower_ends_of_what_is_said_to_fit():
+def test_the_oldest_versions_are_the_lower_ends_of_the_ranges():
     pinned = dict(re.findall(r"(torch|transformers|peft)==([\d.]+)", recipes()["test-oldest"]))
     assert sorted(pinned) == ["peft", "torch", "transformers"]
     for name, version in pinned.items():
@@ -56,7 +56,7 @@ def test_the_oldest_are_the_lower_ends_of_what_is_said_to_fit():
     assert NEEDED["transformers"] == SpecifierSet(f">={TRANSFORMERS_RANGE[0]},<{TRANSFORMERS_RANGE[1]}")
 
 
-def test_the_pinned_fit():
+def test_the_pinned_versions_are_in_the_ranges():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = dict(line.split("==") for line in lines if "==" in line)
     for name in ("transformers", "peft", "accelerate", "safetensors"):

@@ -1,4 +1,4 @@
-"""rsa-hf: what each command does, how it ends, and what a user sees of a mistake and of a fault."""
+"""rsa-hf: the effect and the exit code of each command, the messages for mistakes, and tracebacks for faults."""
 
 import json
 import os
@@ -16,7 +16,7 @@ import rsa_hf.integration
 from families import CONFIGS, FULL_PLAN, build
 from hub.test_hub import hub, tokenizer  # noqa: F401  (fixtures)
 from hub_stand_in import TOKEN, USER
-from rsa_hf import RSAConfig, RSAHeads, cli, is_patched, patch_model, rsa_report
+from rsa_hf import RSAHeads, cli, is_patched, patch_model, rsa_report
 from rsa_hf.hub.card import read_facts
 
 ROOT = Path(__file__).parents[2]
@@ -25,22 +25,8 @@ COMMANDS = ["patch", "inspect", "card", "push", "doctor", "reproduce"]
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Runs a command in this process; returns its exit code and what it printed."""
-
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["rsa-hf", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        return end.value.code or 0, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
 def patched(tmp_path):
-    model = patch_model(build("gpt2"), RSAConfig(**FULL_PLAN))
+    model = patch_model(build("gpt2"), FULL_PLAN)
     model.save_pretrained(tmp_path / "patched")
     return model, tmp_path / "patched"
 
@@ -84,7 +70,7 @@ def test_patch_keeps_the_class_the_weights_and_the_tokenizer(run, tmp_path, toke
         (["{base}", "out", "--plan", "[1]"], "an RSA plan is a mapping"),
     ],
 )
-def test_mistakes_in_a_patch(run, tmp_path, monkeypatch, arguments, words):
+def test_a_mistake_in_a_patch_exits_with_2_and_writes_nothing(run, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
     build("gpt2").save_pretrained(tmp_path / "base")
     code, out, err = run("patch", *(argument.format(base=tmp_path / "base") for argument in arguments))
@@ -94,7 +80,7 @@ def test_mistakes_in_a_patch(run, tmp_path, monkeypatch, arguments, words):
     assert not (tmp_path / "out").exists()
 
 
-def test_inspect_shows_the_report(run, patched, tmp_path):
+def test_inspect_prints_the_report_as_text_json_and_picture(run, patched, tmp_path):
     model, folder = patched
     code, out, _ = run("inspect", folder, "--plot", tmp_path / "rsa.png")
     assert code == 0
@@ -104,13 +90,13 @@ def test_inspect_shows_the_report(run, patched, tmp_path):
     assert json.loads(out) == json.loads(json.dumps(rsa_report(model).to_dict()))
     with torch.no_grad():
         next(module for module in model.modules() if isinstance(module, RSAHeads)).eta.fill_(1e3)
-    model.save_pretrained(tmp_path / "lasting")  # λ is 1, which never falls: JSON has no infinity, nor NaN
+    model.save_pretrained(tmp_path / "lasting")  # λ is 1, so the half-life is infinite, which JSON cannot say
     code, out, err = run("inspect", tmp_path / "lasting", "--json", "--plot", tmp_path / "rsa.png")
     assert json.loads(out, parse_constant=pytest.fail)["layers"][0]["heads"][0]["half_life"] is None
     assert code == 0 and "written: " in err
 
 
-def test_mistakes_end_without_a_traceback(run, patched, tmp_path):
+def test_a_mistake_is_one_line_without_a_traceback(run, patched, tmp_path):
     build("gpt2").save_pretrained(tmp_path / "plain")
     for arguments, words in (
         (["inspect", tmp_path / "nothing"], "there is no such folder"),
@@ -126,7 +112,7 @@ def test_a_fault_keeps_its_traceback(patched, monkeypatch):
     monkeypatch.setattr("rsa_hf.report.rsa_report", lambda model: [][1])
     with pytest.raises(IndexError):
         cli.main()
-    # Even of a type that a mistake has, where it does not come from what the user gave.
+    # So does an error of a mistake's type that does not come from the user's input.
     monkeypatch.setattr("rsa_hf.report.rsa_report", lambda model: int("x"))
     with pytest.raises(ValueError, match="invalid literal"):
         cli.main()
@@ -137,13 +123,13 @@ def test_a_fault_keeps_its_traceback(patched, monkeypatch):
 
 @pytest.fixture
 def text(tmp_path):
-    """Settings that make a run of a second out of the config, and its output folder."""
+    """Settings for a run of about a second on a small text."""
     path = tmp_path / "text.txt"
     path.write_text("".join(f"line {i} of a text, not a long one\n" for i in range(400)))
     return ["--source=files", f"--files.train={path}", "--block_size=32", "--eval_batch_size=16"]
 
 
-def test_training_a_language_model_and_what_comes_after(run, text, tmp_path):
+def test_a_trained_language_model_is_evaluated_and_gets_a_card(run, text, tmp_path):
     config, folder = ROOT / "configs" / "lm_bytes_embedded.yaml", tmp_path / "run"
     sizes = ("hidden_size=32", "intermediate_size=32", "num_hidden_layers=1", "max_position_embeddings=32")
     small = [f"--config_overrides.{size}" for size in sizes]
@@ -153,17 +139,17 @@ def test_training_a_language_model_and_what_comes_after(run, text, tmp_path):
     assert code == 0, err
     results = json.loads((folder / "results.json").read_text())
     assert results["steps"] == 2
-    # The same figure from the saved model, by itself.
+    # The saved model alone gives the same score.
     code, out, err = run("evaluate", "lm", folder / "best", config, *text, "--split", "test")
     assert code == 0, err
     assert json.loads(out)["bits_per_byte"] == pytest.approx(results["test"]["bits_per_byte"], rel=1e-6)
-    # JSON has no infinity: what a word of 12,000 letters is worth.
+    # The perplexity of a word of 12,000 letters is infinite, which JSON cannot say.
     (tmp_path / "word.txt").write_text("line" * 3000)
     word = [f"--files.{split}={tmp_path / 'word.txt'}" for split in ("train", "validation", "test")]
     code, out, err = run("evaluate", "lm", folder / "best", config, *text, *word)
     assert code == 0, err
     assert json.loads(out, parse_constant=lambda name: pytest.fail(name))["word_perplexity"] is None
-    # The run has left a card with what it knows, and `card` adds to it.
+    # The run writes a card, and `card` adds to it.
     facts = read_facts(folder / "best")
     assert facts.seeds == (0,)
     assert facts.scores["test"]["bits_per_byte"] == results["test"]["bits_per_byte"]
@@ -173,7 +159,7 @@ def test_training_a_language_model_and_what_comes_after(run, text, tmp_path):
     assert (facts.seeds, facts.datasets, facts.metrics) == ((3,), ("someone/texts",), ("perplexity",))
     assert facts.scores["test"]["bits_per_byte"] == results["test"]["bits_per_byte"]
     assert (folder / "best" / "rsa.png").exists()
-    # The scores are those of the best model, and of no other that lies beside it.
+    # The scores are the best model's, so the final model's card has none.
     assert run("card", folder / "final")[0] == 0
     facts = read_facts(folder / "final")
     assert (facts.seeds, facts.scores) == ((0,), None)
@@ -192,11 +178,11 @@ def test_training_a_language_model_and_what_comes_after(run, text, tmp_path):
     assert (code, "is not a model card" in err) == (2, True)
 
 
-def test_evaluating_a_defect_detector(run, tokenizer, tmp_path):  # noqa: F811
+def test_evaluating_a_defect_detector_gives_its_accuracy(run, tokenizer, tmp_path):  # noqa: F811
     lines = [json.dumps({"func": f"w{i} w{i + 1} w{i + 2}", "target": int(i % 3 == 0)}) for i in range(4, 24)]
     for name, chosen in (("train", lines[:10]), ("test", lines[10:])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(chosen))
-    model = patch_model(AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]()), RSAConfig(**FULL_PLAN))
+    model = patch_model(AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]()), FULL_PLAN)
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
     files = [f"--{name}_file={tmp_path / name}.jsonl" for name in ("train", "test")]
@@ -218,7 +204,7 @@ def test_evaluating_a_defect_detector(run, tokenizer, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("command", ["train defect", "train lm", "evaluate defect", "evaluate lm", "search-heads"])
-def test_help_lists_the_keys(run, command):
+def test_help_lists_the_keys_of_the_config(run, command):
     code, out, err = run(*command.split(), "--help")
     assert (code, err) == (0, "")
     assert f"Example: rsa-hf {command}" in out
@@ -231,7 +217,7 @@ def test_help_lists_the_keys(run, command):
 # --- push ---------------------------------------------------------------------------------------------------------
 
 
-def test_push(run, hub, patched, monkeypatch, tmp_path):  # noqa: F811
+def test_push_uploads_a_model_and_mistakes_exit_with_2(run, hub, patched, monkeypatch, tmp_path):  # noqa: F811
     _, folder = patched
     code, out, err = run("push", folder, f"{USER}/rsa", "--private")
     assert code == 0, err
@@ -254,7 +240,7 @@ def test_push(run, hub, patched, monkeypatch, tmp_path):  # noqa: F811
 # --- doctor, help -------------------------------------------------------------------------------------------------
 
 
-def test_doctor_is_content_here(run):
+def test_doctor_finds_no_fault_here(run):
     code, out, _ = run("doctor")
     assert code == 0, out
     assert "FAIL" not in out
@@ -262,7 +248,7 @@ def test_doctor_is_content_here(run):
         assert words in out
 
 
-def test_doctor_finds_what_is_broken(run, monkeypatch):
+def test_doctor_reports_broken_hooks_and_a_broken_product(run, monkeypatch):
     monkeypatch.setattr(
         rsa_hf.integration.attention.AttentionInterface, "get_interface", lambda self, name, default: default
     )
@@ -274,14 +260,14 @@ def test_doctor_finds_what_is_broken(run, monkeypatch):
     assert "FAIL  self" in out
 
 
-def test_doctor_knows_a_requirement_however_it_is_spelled(run, monkeypatch):
+def test_doctor_normalises_the_names_of_requirements(run, monkeypatch):
     monkeypatch.setattr("importlib.metadata.requires", lambda name: ["huggingface-hub>=99", "torch>=2"])
     code, out, _ = run("doctor")
     assert code == 1
     assert "does not fit: pip install 'huggingface-hub>=99'" in out
 
 
-def test_doctor_knows_a_module_that_comes_in_a_package_of_another_name(run, monkeypatch):
+def test_doctor_finds_a_module_in_a_package_of_another_name(run, monkeypatch):
     version, brings = metadata.version, metadata.packages_distributions
     monkeypatch.setattr(metadata, "packages_distributions", lambda: {**brings(), "onnxruntime": ["onnxruntime-gpu"]})
     monkeypatch.setattr(metadata, "version", lambda name: "1.2" if name == "onnxruntime-gpu" else version(name))
@@ -292,7 +278,7 @@ def test_doctor_knows_a_module_that_comes_in_a_package_of_another_name(run, monk
 USE = "from rsa_hf import patch_model"
 
 
-def test_doctor_where_transformers_does_not_fit(tmp_path):
+def test_an_unsupported_transformers_is_named_by_every_command(tmp_path):
     stub = tmp_path / "transformers"
     stub.mkdir()
     (stub / "__init__.py").write_text("__version__ = '4.57.0'\n")
@@ -341,7 +327,7 @@ def test_help_needs_neither_torch_nor_transformers():
         assert command in done.stdout
 
 
-def test_a_script_that_is_called_like_the_command_has_all_of_the_package(tmp_path):
+def test_a_script_named_like_the_command_imports_the_whole_package(tmp_path):
     script = tmp_path / "rsa-hf.py"
     script.write_text(
         "from rsa_hf import patch_model\nfrom rsa_hf.integration import installed\nassert all(installed().values())\n"
@@ -350,7 +336,7 @@ def test_a_script_that_is_called_like_the_command_has_all_of_the_package(tmp_pat
     assert done.returncode == 0, done.stderr
 
 
-def test_a_wrong_word_is_told(run):
+def test_a_wrong_command_line_exits_with_2(run):
     for arguments in (["inspekt"], ["inspect"], ["patch", "x"], ["doctor", "--quick"], ["train", "defekt"]):
         code, _, err = run(*arguments)
         assert code == 2

@@ -1,4 +1,4 @@
-"""`rsa-hf doctor --model`: content with sound models of every kind, and each check finds what it is there for."""
+"""`rsa-hf doctor --model` finds no fault in sound models, and each check finds the broken RSA that it is for."""
 
 import hashlib
 import tempfile
@@ -18,9 +18,9 @@ from transformers import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from families import CONFIGS, DECODERS, ENCODER_DECODERS, ENCODERS, FULL_PLAN, build, build_language_model
+from families import CONFIGS, DECODERS, ENCODER_DECODERS, ENCODERS, FULL_PLAN, build, build_language_model, move_rates
 from reliability.record import Part, note
-from rsa_hf import RSAConfig, cli, is_patched, patch_model, unpatch_model
+from rsa_hf import is_patched, patch_model, unpatch_model
 from rsa_hf.cli import doctor_model
 from rsa_hf.cli.doctor_model import Subject, examine
 from survey.broken import BROKEN
@@ -29,33 +29,27 @@ SUBJECTS = ["identity", "unpatching", "reload", "effect", "causality", "cache", 
 
 
 def make(family, patched):
-    """Gates and rates of a patched one are off their starts."""
+    """A plain model, or a patched one whose gates and rates are not at their initial values."""
     model = build(family) if family in ENCODERS else build_language_model(family)
-    if patched:
-        patch_model(model, RSAConfig(**FULL_PLAN))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if ".rsa." in name:
-                    parameter.add_(torch.randn(parameter.shape) * 0.02)
-    return model
+    return move_rates(patch_model(model, FULL_PLAN)) if patched else model
 
 
 @pytest.fixture(scope="module")
 def seen():
-    """Counts what the checks find, and broken variants by the check that catches them; written down at the end."""
+    """Counts of findings, and of broken variants by the check that catches them, recorded at the end."""
     seen = {"sound models": Counter(), "broken variants": Counter()}
     yield seen
-    for kind, came_out in seen.items():
-        note(Part.DOCTOR, kind, came_out)
+    for kind, outcomes in seen.items():
+        note(Part.DOCTOR, kind, outcomes)
 
 
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("family", [*DECODERS, *ENCODER_DECODERS, "bert", "gemma3"])
-def test_a_sound_model(family, patched, seen):
+def test_a_sound_model_passes(family, patched, seen):
     findings = list(examine(make(family, patched)))
     is_decoder = family not in ENCODERS
     assert [finding.subject for finding in findings] == (SUBJECTS if is_decoder else [*SUBJECTS[:5], *SUBJECTS[6:]])
-    # Of an encoder, two checks have nothing to look at, and say so.
+    # Two checks do not apply to an encoder, and say so.
     notes = [finding.subject for finding in findings if finding.verdict == "note"]
     assert notes == ([] if is_decoder else ["causality", "cache"])
     assert {finding.verdict for finding in findings} <= {"ok", "note"}
@@ -63,24 +57,12 @@ def test_a_sound_model(family, patched, seen):
     seen["sound models"].update(f"{finding.subject} {finding.verdict}" for finding in findings)
 
 
-def test_a_classifier_and_bfloat16(tmp_path):
+def test_a_classifier_and_a_bfloat16_model_pass(tmp_path):
     classifier = AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]())
     assert {f.verdict for f in examine(classifier)} == {"ok", "note"}
     build_language_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     loaded = type(build_language_model("llama")).from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert [(f.verdict, f.subject) for f in examine(loaded)] == [("ok", subject) for subject in SUBJECTS]
-
-
-def broken_saving():
-    """A `save_pretrained` that saves the plain model alone."""
-    original = PreTrainedModel.save_pretrained
-
-    def save_pretrained(self, folder, **keywords):
-        original(unpatch_model(deepcopy(self)) if is_patched(self) else self, folder, **keywords)
-
-    patch = pytest.MonkeyPatch()
-    patch.setattr(PreTrainedModel, "save_pretrained", save_pretrained)
-    return patch
 
 
 CAUGHT_BY = {
@@ -96,18 +78,18 @@ CAUGHT_BY = {
 
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("how", CAUGHT_BY)
-def test_what_is_broken_is_found(how, patched, seen):
+def test_broken_rsa_is_found(how, patched, seen):
     model = make("llama", patched)
     with BROKEN[how]():
         failed = {finding.subject for finding in examine(model) if finding.verdict == "FAIL"}
     assert CAUGHT_BY[how] in failed
-    if how not in ("does nothing", "other direction"):  # those two show in more than one way
+    if how not in ("does nothing", "other direction"):  # several checks find these two
         assert failed == {CAUGHT_BY[how]}
     seen["broken variants"][f"{how} (caught by {CAUGHT_BY[how]})"] += 1
 
 
 @pytest.mark.parametrize("family", ["bart", "bert"])
-def test_padding_behind_a_text_that_sees_it_is_read_too(family, monkeypatch):
+def test_right_padding_is_tried_where_a_text_sees_it(family, monkeypatch):
     model = make(family, True)
     if family == "bert":
         monkeypatch.setattr(Subject, "accepts", lambda self, name: name != "position_ids")
@@ -117,38 +99,36 @@ def test_padding_behind_a_text_that_sees_it_is_read_too(family, monkeypatch):
 
 
 @pytest.mark.parametrize("patched", [False, True])
-def test_saving_that_drops_rsa_is_found(patched, seen):
-    model, patch = make("gpt2", patched), broken_saving()
-    try:
-        failed = [finding for finding in examine(model) if finding.verdict == "FAIL"]
-    finally:
-        patch.undo()
+def test_saving_that_drops_rsa_is_found(patched, seen, monkeypatch):
+    original = PreTrainedModel.save_pretrained
+
+    def save_pretrained(self, folder, **keywords):
+        original(unpatch_model(deepcopy(self)) if is_patched(self) else self, folder, **keywords)
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", save_pretrained)
+    failed = [finding for finding in examine(make("gpt2", patched)) if finding.verdict == "FAIL"]
     assert [(f.subject, f.text) for f in failed] == [("reload", "what was saved has lost its RSA heads")]
     seen["broken variants"]["saving drops RSA (caught by reload)"] += 1
 
 
 @pytest.mark.parametrize("patched", [False, True])
-def test_attention_that_ignores_causality_is_found(patched, seen):
-    """A user's own attention function, registered without its mask."""
+def test_attention_that_ignores_causality_is_found(patched, seen, monkeypatch):
+    """A user's attention function that ignores its mask."""
 
     def careless(module, query, key, value, attention_mask, **keywords):
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, **{**keywords, "is_causal": False})
 
-    AttentionInterface.register("careless", careless)
-    AttentionMaskInterface.register("careless", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    try:
-        model = make("llama", patched)
-        model.set_attn_implementation("careless")
-        findings = {finding.subject: finding for finding in examine(model)}
-    finally:
-        for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-            registry._global_mapping.pop("careless", None)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "careless", careless)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "careless", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model = make("llama", patched)
+    model.set_attn_implementation("careless")
+    findings = {finding.subject: finding for finding in examine(model)}
     assert findings["causality"].verdict == "FAIL"
     assert "without RSA too, though its attention says that it is causal" in findings["causality"].text
     seen["broken variants"]["attention ignores causality (caught by causality)"] += 1
 
 
-def test_a_check_that_breaks_off_is_a_failure(monkeypatch):
+def test_a_check_that_raises_is_a_failure(monkeypatch):
     monkeypatch.setattr(doctor_model, "_backward_influence", lambda *_: [][1])
     findings = {finding.subject: finding for finding in examine(make("gpt2", True))}
     assert findings["causality"].verdict == "FAIL"
@@ -159,17 +139,6 @@ def test_a_check_that_breaks_off_is_a_failure(monkeypatch):
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def doctor(monkeypatch, capsys):
-    def doctor(*arguments):
-        monkeypatch.setattr("sys.argv", ["rsa-hf", "doctor", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        return end.value.code or 0, *capsys.readouterr()
-
-    return doctor
-
-
 def contents(folder):
     return {
         path.name: (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
@@ -178,14 +147,14 @@ def contents(folder):
 
 
 @pytest.mark.parametrize("how", ["plain", "patched", "broken"])
-def test_the_command_reads_only(how, doctor, tmp_path, monkeypatch):
+def test_the_command_writes_nothing(how, run, tmp_path, monkeypatch):
     folder, scratch = tmp_path / "model", tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     make("gpt2", how != "plain").save_pretrained(folder)
     before = contents(folder)
     with BROKEN["offset forgotten"]() if how == "broken" else nullcontext():
-        code, out, _ = doctor("--model", folder)
+        code, out, _ = run("doctor", "--model", folder)
     assert contents(folder) == before
     assert list(scratch.iterdir()) == []
     assert f"{folder}: GPT2LMHeadModel {'is plain' if how == 'plain' else 'has RSA heads'}" in out
@@ -198,12 +167,12 @@ def test_the_command_reads_only(how, doctor, tmp_path, monkeypatch):
         assert "all is well" in out
 
 
-def test_what_cannot_be_tried(doctor, tmp_path):
-    code, _, err = doctor("--model", tmp_path / "absent")
+def test_a_model_that_cannot_be_tried_is_named(run, tmp_path):
+    code, _, err = run("doctor", "--model", tmp_path / "absent")
     assert code == 2
     assert "there is no such folder" in err
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
     ViTModel(ViTConfig(**sizes, image_size=8, patch_size=4)).save_pretrained(tmp_path / "vit")
-    code, out, _ = doctor("--model", tmp_path / "vit")
+    code, out, _ = run("doctor", "--model", tmp_path / "vit")
     assert code == 1
     assert "takes pixel_values: doctor tries models that take input_ids" in out

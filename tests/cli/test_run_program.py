@@ -1,4 +1,4 @@
-"""`rsa-hf run`: programs that know nothing of rsa_hf load patched checkpoints, and end as they would without it."""
+"""`rsa-hf run`: programs that do not import rsa_hf load patched checkpoints, and end as they do without it."""
 
 import os
 import runpy
@@ -11,7 +11,7 @@ import pytest
 
 import rsa_hf.run
 from families import FULL_PLAN, build
-from rsa_hf import RSAConfig, patch_model
+from rsa_hf import patch_model
 
 ROOT = Path(__file__).parents[2]
 RUN = [sys.executable, "-m", "rsa_hf.run"]
@@ -35,14 +35,14 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def environment(tmp_path):
-    """The environment, in which the module `sitecustomize` of another package says that it runs."""
+    """An environment in which another package has a `sitecustomize`, which prints that it runs."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text("import sys\nprint('the other one', file=sys.stderr)\n")
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path / "site")])}
 
 
 def test_a_program_and_its_workers_load_a_patched_checkpoint(tmp_path, environment):
-    patch_model(build("gpt2"), RSAConfig(**FULL_PLAN)).save_pretrained(tmp_path / "patched")
+    patch_model(build("gpt2"), FULL_PLAN).save_pretrained(tmp_path / "patched")
     (tmp_path / "loads.py").write_text(LOADS)
     program = [str(tmp_path / "loads.py"), str(tmp_path / "patched")]
     ended = subprocess.run([*RUN, *program], env=environment, capture_output=True, text=True, check=False)
@@ -62,7 +62,7 @@ def test_traceback_and_exit_code_are_those_of_the_program(tmp_path, environment)
         for command in ([sys.executable], RUN)
     )
     assert (ended.returncode, ended.stdout) == (plain.returncode, plain.stdout) == (1, "['--help', '-x']\n")
-    # Each of the two Pythons, that of rsa_hf.run and that of the program, runs the other package's module.
+    # Both processes, that of rsa_hf.run and that of the program, run the other package's sitecustomize.
     assert ended.stderr == "the other one\n" + plain.stderr
 
 
@@ -77,7 +77,7 @@ def test_signals_reach_the_program(environment):
     process.stdout.close()
 
 
-def test_what_is_run(tmp_path, monkeypatch):
+def test_words_are_read_as_a_script_a_file_or_a_module(tmp_path, monkeypatch):
     script = tmp_path / "tool"
     script.write_text("#!/bin/sh\n")
     script.chmod(0o755)
@@ -98,7 +98,7 @@ def test_what_is_run(tmp_path, monkeypatch):
         (["absent.py"], FileNotFoundError, "absent.py: there is no such file"),
     ],
 )
-def test_no_such_program(words, error, message):
+def test_a_program_that_does_not_exist_is_an_error(words, error, message):
     with pytest.raises(error, match=message):
         rsa_hf.run.run(words)
 

@@ -1,13 +1,14 @@
-"""A transformers, or peft, of which something has moved: what test_hooks.py starts in a process of its own.
+"""Import rsa_hf beside a changed transformers or peft. test_hooks.py runs this in a process of its own.
 
     python moved.py '{"renamed": "post_init", "other": null, "peft": false}'
     python moved.py '{"renamed": null, "other": ["transformers.modeling_utils", "PreTrainedModel", "post_init"], …}'
 
-Renamed: throughout the libraries' source, as their own authors would do it, so that they themselves work. Other: the
-function of a module and a class (or "") takes other parameters, and does what it did. Neither: rsa_hf is not imported.
+`renamed` is a name to replace in the whole source of the libraries, so that they still work themselves. `other` is a
+function, as module, class (or "") and name, that gets other parameters and does the same. Without either, rsa_hf is
+not imported.
 
-It imports rsa_hf and uses its public names, runs plain models, and prints a line of JSON: what was said, what of the libraries was
-touched, and a digest of what the plain models gave.
+It imports rsa_hf, uses its public names, and runs plain models. It prints a line of JSON: the messages, the attributes
+of the libraries that were replaced, and a digest of the plain models' outputs.
 """
 
 import hashlib
@@ -28,18 +29,18 @@ MOVABLE = ("transformers", "peft")
 
 
 class RenamingLoader(importlib.machinery.SourceFileLoader):
-    """Loads a module with a name in its source replaced."""
+    """Loads a module with a name replaced in its source."""
 
-    name_there: str
+    renamed_name: str
 
     def get_code(self, fullname):
         source = self.get_source(fullname)
-        changed = re.sub(rf"\b{self.name_there}\b", f"{self.name_there}{SUFFIX}", source)
+        changed = re.sub(rf"\b{self.renamed_name}\b", f"{self.renamed_name}{SUFFIX}", source)
         return super().get_code(fullname) if changed == source else compile(changed, self.path, "exec")
 
 
 class RenamingFinder(importlib.machinery.PathFinder):
-    name_there: str
+    renamed_name: str
 
     @classmethod
     def find_spec(cls, fullname, path=None, target=None):
@@ -48,12 +49,12 @@ class RenamingFinder(importlib.machinery.PathFinder):
         spec = super().find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader = RenamingLoader(spec.loader.name, spec.loader.path)
-            spec.loader.name_there = cls.name_there
+            spec.loader.renamed_name = cls.renamed_name
         return spec
 
 
 def rename(name):
-    RenamingFinder.name_there = name
+    RenamingFinder.renamed_name = name
     sys.meta_path.insert(0, RenamingFinder)
 
 
@@ -73,8 +74,8 @@ def give_other_parameters(owner, name):
     setattr(owner, name, kind(moved) if kind else moved)
 
 
-def contents():
-    """What every class of the libraries holds, and every function and class that a module of theirs knows, by place."""
+def library_contents():
+    """The attributes of all classes, and the callables of all modules of the libraries, by owner and name."""
     modules = [module for key, module in list(sys.modules.items()) if key.split(".")[0] in MOVABLE]
     known = [(module, name, value) for module in modules for name, value in list(vars(module).items())]
     classes = {value for _, _, value in known if inspect.isclass(value) and value.__module__.split(".")[0] in MOVABLE}
@@ -83,8 +84,8 @@ def contents():
     return found | {(place, name): value for cls, place in places for name, value in list(vars(cls).items())}
 
 
-def plain(renamed, with_peft):
-    """A digest of what a plain model gives, trained, in text, and saved and loaded; and one with LoRA."""
+def plain_digest(renamed, with_peft):
+    """Digest the outputs of a plain model: trained, generating, saved and loaded, and with LoRA."""
     import torch
     from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -128,18 +129,18 @@ def plain(renamed, with_peft):
     return found.hexdigest()
 
 
-def what_is_said(names):
-    """Use public names of ours and return what is said by an error, or else by a warning."""
+def messages(names):
+    """Import rsa_hf, look up its public names, and return the warnings and the error."""
     said = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("rsa_hf").addHandler(handler)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        importlib.import_module("rsa_hf")  # warns, and never raises
+        importlib.import_module("rsa_hf")  # may warn, but must not raise
     said += [str(warning.message) for warning in warned if "rsa_hf" in str(warning.message)]
     if not said:
-        raise SystemExit("rsa_hf was imported all the same, and said nothing")
+        raise SystemExit("rsa_hf was imported without a warning")
     try:
         for module, name in names:
             getattr(importlib.import_module(module), name)
@@ -156,20 +157,20 @@ def main(renamed, other, with_peft):
     from transformers.generation.continuous_batching import continuous_api  # noqa: F401
 
     assert transformers.__version__ == version("transformers")
-    with suppress(ImportError):  # without PreTrainedModel transformers imports neither; nor does rsa_hf get that far
+    with suppress(ImportError):  # without PreTrainedModel neither can be imported, and rsa_hf stops before
         import peft.utils.hotswap  # noqa: F401
         from transformers import Trainer  # noqa: F401
 
     if other:
         give_other_parameters(find(*other[:2]), other[2])
     if not (renamed or other):
-        print(json.dumps({"said": [], "plain": plain(None, with_peft)}))
+        print(json.dumps({"said": [], "plain": plain_digest(None, with_peft)}))
         return
-    before = contents()
-    said = what_is_said([("rsa_hf", "patch_model"), *([("rsa_hf.peft", "load")] if with_peft else [])])
-    after = contents()
+    before = library_contents()
+    said = messages([("rsa_hf", "patch_model"), *([("rsa_hf.peft", "load")] if with_peft else [])])
+    after = library_contents()
     touched = [f"{owner}.{name}" for (owner, name), value in before.items() if after[owner, name] is not value]
-    print(json.dumps({"said": said, "touched": sorted(touched), "plain": plain(renamed, with_peft)}))
+    print(json.dumps({"said": said, "touched": sorted(touched), "plain": plain_digest(renamed, with_peft)}))
 
 
 if __name__ == "__main__":

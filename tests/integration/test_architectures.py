@@ -1,30 +1,30 @@
-"""Models that do not use transformers' attention interface: each against a dense reference, and as a whole model."""
+"""Models beside transformers' attention interface: each layer against dense P, and each model as a whole."""
 
 import copy
 import inspect
 import math
 import pickle
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from peft import LoraConfig, get_peft_model
-from test_generation import PIECES, batch, break_mask, difference, uncached
 from transformers import (
     AutoModel,
     DecisionTransformerConfig,
     DynamicCache,
     JambaConfig,
     JambaModel,
-    PreTrainedModel,
 )
+from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.models.bloom import modeling_bloom
 from transformers.models.decision_transformer.modeling_decision_transformer import DecisionTransformerGPT2Model
 from transformers.models.falcon import modeling_falcon
 from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.gptj import modeling_gptj
 
+import flash_stand_in
 from architectures import (
     ADAPTED,
     CACHED,
@@ -39,10 +39,12 @@ from architectures import (
     output_from,
     values_from,
 )
-from families import FULL_PLAN, VOCAB, widen
+from broken import break_mask, forgets_the_offset
+from families import FULL_PLAN, VOCAB, move_rates, widen
+from model_state import assert_refused, assert_same_state, state_of
 from references import relative_error
 from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, rem_matrix, unpatch_model
-from test_patching import assert_refused, assert_same_state, state_of
+from texts import PIECES, difference, padded_batch, uncached
 
 PLAN = RSAConfig(**FULL_PLAN)
 SHUT = RSAConfig(**{**FULL_PLAN, "gate_init": -math.inf})
@@ -65,7 +67,7 @@ def padded_tokens(name, rows=2, length=11, padding=3):
 
 
 def record_calls(modules):
-    """The input, the residual (Bloom's second argument) and the output of each module, batch first for all."""
+    """Record the input, the residual (Bloom's second argument) and the output of each call of the modules."""
     calls = []
 
     def hook(module, args, keywords, output):
@@ -78,7 +80,7 @@ def record_calls(modules):
 
 
 def dense_mix(module, weights, value, visible, causal):
-    """{(1 − g) A + g P} V for the RSA heads, A V for the plain ones (paper, eq. 4), with both T×S matrices."""
+    """{(1 − g) A + g P} V for the RSA heads (paper, eq. 4), A V for the plain ones, with both T×S matrices."""
     rsa = module.rsa
     rates, (decay, theta) = rsa.rates(), rsa.per_head(rsa.rates())
     T, S = weights.shape[2:]
@@ -90,7 +92,7 @@ def dense_mix(module, weights, value, visible, causal):
 
 
 def visible_keys(mask, causal, window=None):
-    """[B, 1, T, S] for as many queries as keys."""
+    """Which keys each query sees, [B, 1, S, S]."""
     S = mask.shape[1]
     lags = torch.arange(S)[:, None] - torch.arange(S)
     seen = torch.ones(S, S, dtype=torch.bool) if not causal else lags >= 0
@@ -99,9 +101,16 @@ def visible_keys(mask, causal, window=None):
     return seen & mask.bool()[:, None, None, :]
 
 
+def layer_error(name, module, call, weights, value, real, visible, causal):
+    """The error of an attention module's output at real tokens, against the explicit P."""
+    states, residual, output = call
+    mixed = dense_mix(module, weights, value, visible, causal)
+    return relative_error(output[real], output_from(name, module, states, residual, mixed)[real])
+
+
 @pytest.mark.parametrize("name", ADAPTED)
 @torch.no_grad()
-def test_each_layer_is_the_dense_formula(name):
+def test_each_layer_is_equation_4(name):
     model = patch_model(build_adapted(name), PLAN)
     inputs = padded_tokens(name)
     mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
@@ -116,36 +125,21 @@ def test_each_layer_is_the_dense_formula(name):
             states, output = states.transpose(0, 1), output.transpose(0, 1)
         value = values_from(name, module, states)
         window = WINDOW if name == "gpt_neo" and layer == 0 else None
-
-        def error(
-            visible,
-            causal=causal,
-            module=module,
-            layer=layer,
-            value=value,
-            states=states,
-            residual=residual,
-            output=output,
-        ):
-            mixed = dense_mix(module, weights[layer], value, visible, causal)
-            return relative_error(output[real], output_from(name, module, states, residual, mixed)[real])
-
-        assert error(visible_keys(mask, causal, window)) <= 1e-5
-        # The other direction, and recurrence over padding or outside the window, are caught.
-        assert error(visible_keys(mask, causal, window) & False) > 1e-2
-        if causal:
-            assert error(visible_keys(mask, False), causal=False) > 1e-2
-        else:
-            assert error(visible_keys(mask, True), causal=True) > 1e-2
+        error = partial(layer_error, name, module, (states, residual, output), weights[layer], value, real)
+        visible = visible_keys(mask, causal, window)
+        assert error(visible, causal) <= 1e-5
+        # No recurrence, another direction, and recurrence over padding or outside the window are caught.
+        assert error(visible & False, causal) > 1e-2
+        assert error(visible_keys(mask, not causal), not causal) > 1e-2
         if "attention_mask" in inputs:
-            assert error(visible_keys(torch.ones_like(mask), causal, window)) > 1e-4
+            assert error(visible_keys(torch.ones_like(mask), causal, window), causal) > 1e-4
         if window is not None:
-            assert error(visible_keys(mask, causal)) > 1e-4
+            assert error(visible_keys(mask, causal), causal) > 1e-4
 
 
 @pytest.mark.parametrize("name", PADDED)
 @torch.no_grad()
-def test_padding_stays_linear(name, recwarn):
+def test_padding_takes_the_linear_path(name, recwarn):
     model = patch_model(build_adapted(name), PLAN)
     model(**padded_tokens(name))
     assert not [w for w in recwarn if "explicit P" in str(w.message)]
@@ -157,7 +151,7 @@ def test_padding_stays_linear(name, recwarn):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ADAPTED)
 @torch.no_grad()
-def test_shut_gate_is_bitwise_the_plain_model_and_unpatching_is_exact(name, dtype):
+def test_a_shut_gate_is_bitwise_the_plain_model_and_unpatching_is_exact(name, dtype):
     model, inputs = build_adapted(name).to(dtype), padded_tokens(name)
     before, expected = state_of(model), model(**inputs)[0]
     patch_model(model, SHUT)
@@ -177,25 +171,12 @@ def test_shut_gate_is_bitwise_the_plain_model_and_unpatching_is_exact(name, dtyp
 @torch.no_grad()
 def test_cached_chunked_and_uncached_agree(name, pieces, monkeypatch):
     model = patch_model(build_adapted(name, language_model=True), PLAN)
-    inputs = accepted(model, batch())
+    inputs = accepted(model, padded_batch())
 
     def gap():
-        cache, logits, start = DynamicCache(config=model.config), [], 0
-        for length in pieces:
-            stop = start + length
-            piece = {key: value[:, start:stop] for key, value in inputs.items() if key != "attention_mask"}
-            seen = inputs["attention_mask"][:, :stop]
-            logits.append(model(**piece, attention_mask=seen, past_key_values=cache).logits)
-            start = stop
-        real = inputs["attention_mask"].bool()
-        return float((torch.cat(logits, 1)[real] - uncached(model, inputs)[real]).abs().max())
+        return difference(model, inputs, pieces, DynamicCache(config=model.config))
 
     assert gap() <= 1e-5
-
-    def forgets_the_offset(mask):
-        position = None if mask.query_position is None else torch.zeros_like(mask.query_position)
-        return replace(mask, query_offset=0, query_position=position)
-
     break_mask(monkeypatch, forgets_the_offset)
     assert gap() > 1e-3
 
@@ -208,7 +189,7 @@ def test_cached_chunked_and_uncached_agree(name, pieces, monkeypatch):
     ],
 )
 @torch.no_grad()
-def test_generate_with_and_without_cache(name, arguments):
+def test_generate_writes_the_same_with_and_without_a_cache(name, arguments):
     model = patch_model(build_adapted(name, language_model=True), PLAN)
     inputs = padded_tokens(name)
     common = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
@@ -218,7 +199,7 @@ def test_generate_with_and_without_cache(name, arguments):
 
 
 @pytest.mark.parametrize("name", ADAPTED)
-def test_gradients_reach_every_rsa_parameter_with_and_without_checkpointing(name):
+def test_gradients_reach_every_gate_and_rate_with_and_without_checkpointing(name):
     model, ids = patch_model(build_adapted(name), PLAN), tokens()
     model.config.use_cache = False
 
@@ -234,7 +215,7 @@ def test_gradients_reach_every_rsa_parameter_with_and_without_checkpointing(name
     if not model.supports_gradient_checkpointing:
         return
     for module in model.modules():
-        # Training mode, which checkpointing asks for, but no dropout.
+        # Checkpointing needs training mode. Dropout would change the gradients.
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     for reentrant in (False, True):
@@ -248,12 +229,8 @@ def test_gradients_reach_every_rsa_parameter_with_and_without_checkpointing(name
 
 @pytest.mark.parametrize("name", ADAPTED)
 @torch.no_grad()
-def test_saved_and_loaded_gives_the_same_bits(name, tmp_path):
-    model, inputs = patch_model(build_adapted(name), PLAN), padded_tokens(name)
-    for module in model.modules():
-        if isinstance(module, RSAHeads):
-            for parameter in module.parameters():
-                parameter.add_(torch.randn(parameter.shape) * 0.02)
+def test_a_saved_model_loads_bit_for_bit(name, tmp_path):
+    model, inputs = move_rates(patch_model(build_adapted(name), PLAN)), padded_tokens(name)
     expected = model(**inputs)[0]
     model.save_pretrained(tmp_path)
     loaded = AutoModel.from_pretrained(tmp_path, attn_implementation=model.config._attn_implementation)
@@ -268,13 +245,13 @@ def test_saved_and_loaded_gives_the_same_bits(name, tmp_path):
 
 @pytest.mark.parametrize("whole", [True, False])
 @torch.no_grad()
-def test_a_pickle_connects_its_class_where_it_is_not_yet(whole, monkeypatch):
+def test_unpickling_wraps_the_class(whole, monkeypatch):
     model, ids = patch_model(build_adapted("bloom"), PLAN), tokens()
     expected = model(ids)[0]
     block = model.h[0]
     dumped = pickle.dumps(model if whole else block)
     connected = modeling_bloom.BloomAttention.forward
-    # As in a process where no such model was built or patched.
+    # As in a process in which no such model was built or patched.
     monkeypatch.setattr(modeling_bloom.BloomAttention, "forward", connected.__wrapped__)
     assert not torch.equal(model(ids)[0], expected)
     loaded = pickle.loads(dumped)
@@ -292,21 +269,21 @@ def test_a_dispatched_model_can_be_patched(monkeypatch):
     twin = copy.deepcopy(model)
     for module in model.modules():
         add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
-    assert modeling_falcon.FalconAttention.forward is forward  # a plain model's class is left alone
+    assert modeling_falcon.FalconAttention.forward is forward  # no model is patched yet
     patch_model(model, PLAN)
     assert torch.equal(model(ids)[0], patch_model(twin, PLAN)(ids)[0])
 
 
 @pytest.mark.parametrize("name", ["bloom", "codegen", "deberta_v2", "falcon", "gptj", "mpt"])
 @torch.no_grad()
-def test_lora_beside_rsa(name):
+def test_lora_and_rsa_merge_to_the_same_outputs(name):
     model, inputs = patch_model(build_adapted(name), PLAN), padded_tokens(name)
     config = LoraConfig(target_modules="all-linear", modules_to_save=["rsa"], init_lora_weights=False)
     adapted = get_peft_model(model, config).eval()
     found = adapted(**inputs)[0]
     merged = copy.deepcopy(adapted).merge_and_unload()
     assert isinstance(attention_modules(merged)[0].rsa, RSAHeads)
-    # Were LoRA's half of the projection given what attention gave, unmixed, the two would differ.
+    # If LoRA's half of the projection got the output of attention without the recurrence, the two would differ.
     assert relative_error(merged(**inputs)[0], found) <= 1e-5
     assert relative_error(unpatch_model(merged)(**inputs)[0], found) > 1e-2
 
@@ -347,7 +324,7 @@ def test_upcast_attention_keeps_its_recurrence_under_eager_attention(family, way
 
 
 @torch.no_grad()
-def test_cross_attention_of_gpt2_with_upcast_attention_is_left_alone():
+def test_cross_attention_of_gpt2_with_upcast_attention_is_unchanged():
     model = build_adapted("gpt2_upcast", add_cross_attention=True)
     inputs, states = padded_tokens("gpt2_upcast"), torch.randn(2, 11, 32)
     expected = model(**inputs, encoder_hidden_states=states)[0]
@@ -371,12 +348,12 @@ def test_memories_of_a_causal_xlnet_are_the_past():
 
 
 @torch.no_grad()
-def test_memories_and_both_streams_are_the_dense_formula(monkeypatch):
+def test_memories_and_both_streams_are_equation_4(monkeypatch):
     model = patch_model(build_adapted("xlnet"), PLAN)
     T, M = 6, 5
     mems = model(tokens(length=M), use_mems=True).mems
     ids = tokens(length=T)
-    # A random order of prediction, two targets, and padding.
+    # A random prediction order, two targets, and padding.
     order = torch.stack([torch.randperm(T) for _ in range(2)])
     perm_mask = (order[:, :, None] <= order[:, None, :]).float()
     mask = torch.ones(2, T)
@@ -407,20 +384,6 @@ def test_memories_and_both_streams_are_the_dense_formula(monkeypatch):
 # --- flash attention, with a stand-in for its kernel ----------------------------------------------------------------
 
 
-def flash_stand_in(query, key, value, attention_mask, query_length, is_causal, softmax_scale=None, **_):
-    """What the kernel gives for [B, T or S, H or Hkv, D] and a 2-D mask or none."""
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    T, S = query.shape[2], key.shape[2]
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    hidden = torch.arange(S) > (S - T + torch.arange(T))[:, None] if is_causal else torch.zeros(T, S, dtype=torch.bool)
-    if attention_mask is not None:
-        hidden = hidden | ~attention_mask[:, None, None, :].bool()
-    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    scores = (query @ key.transpose(-1, -2) * scale).masked_fill(hidden, torch.finfo(query.dtype).min)
-    return (scores.softmax(-1) @ value).transpose(1, 2)
-
-
 @pytest.mark.parametrize(
     ("name", "modeling", "kind"),
     [
@@ -430,32 +393,30 @@ def flash_stand_in(query, key, value, attention_mask, query_length, is_causal, s
     ],
 )
 @torch.no_grad()
-def test_flash_attention_s_own_classes(name, modeling, kind, monkeypatch):
-    # GPT-Neo's flash attention knows no windows, so all its layers are global here.
+def test_classes_for_flash_attention_give_the_results_of_sdpa(name, modeling, kind, monkeypatch):
+    # GPT-Neo's flash attention has no windows, so all its layers are global here.
     changes = {"attention_types": [[["global"], 2]], "attention_layers": ["global"] * 2} if name == "gpt_neo" else {}
     plain = build_adapted(name, language_model=True, **changes)
-    weights = plain.state_dict()
-    monkeypatch.setattr(modeling, "_flash_attention_forward", flash_stand_in, raising=False)
-    monkeypatch.setattr(PreTrainedModel, "_check_and_adjust_attn_implementation", lambda self, name, *_, **__: name)
-    config = copy.deepcopy(plain.config)
-    config._attn_implementation = "flash_attention_2"
-    flash = type(plain)(config).eval()
-    flash.load_state_dict(weights)
+    flash_stand_in.install(monkeypatch)
+    # The modules import it only where flash_attn is installed.
+    monkeypatch.setattr(modeling, "_flash_attention_forward", _flash_attention_forward, raising=False)
+    flash = type(plain)._from_config(copy.deepcopy(plain.config), attn_implementation="flash_attention_2").eval()
+    flash.load_state_dict(plain.state_dict())
     patch_model(plain, PLAN)
     patch_model(flash, PLAN)
     assert {type(module).__name__ for module in attention_modules(flash)} == {kind}
-    inputs = accepted(plain, batch())
+    inputs = accepted(plain, padded_batch())
     real = inputs["attention_mask"].bool()
     torch.testing.assert_close(uncached(flash, inputs)[real], uncached(plain, inputs)[real], rtol=1e-4, atol=1e-5)
     for pieces in PIECES.values():
-        assert difference(flash, inputs, pieces, DynamicCache(config=config)) <= 1e-5
+        assert difference(flash, inputs, pieces, DynamicCache(config=flash.config)) <= 1e-5
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("broken", ["renamed", "other parameters"])
-def test_a_moved_method_is_named_and_nothing_is_installed(broken, monkeypatch):
+def test_a_changed_method_is_named_and_nothing_is_installed(broken, monkeypatch):
     model, cls = build_adapted("gptj"), modeling_gptj.GPTJAttention
     original = inspect.unwrap(cls._attn)
     if broken == "renamed":
@@ -465,7 +426,7 @@ def test_a_moved_method_is_named_and_nothing_is_installed(broken, monkeypatch):
     message = r"transformers ≥ 5.17, < 6; installed is .*GPTJAttention was expected to define _attn\(query"
     assert_refused(model, RuntimeError, message)
     assert not hasattr(vars(cls).get("_attn"), "_rsa_hf_architecture")
-    # A plain model is built all the same.
+    # A plain model can still be built.
     build_adapted("gptj")
 
 
@@ -477,13 +438,13 @@ def test_a_missing_attribute_is_named():
     )
 
 
-def test_a_projection_that_is_not_called_is_noticed():
+def test_a_projection_that_is_not_called_is_an_error():
     model = build_adapted("bloom", pretraining_tp=2, slow_but_exact=True)
     assert_refused(model, ValueError, "BloomAttention did not call dense.*slow_but_exact=False")
 
 
 @torch.no_grad()
-def test_hybrids_are_patched_in_their_layers_of_softmax_attention():
+def test_a_hybrid_is_patched_in_its_softmax_attention():
     config = JambaConfig(
         vocab_size=VOCAB,
         hidden_size=32,

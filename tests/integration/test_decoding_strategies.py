@@ -1,4 +1,4 @@
-"""`generate()` in each of its ways, against a loop that reads the whole text anew for every token."""
+"""Every strategy of `generate()`, against a loop that reads the whole text again for every token."""
 
 import pytest
 import torch
@@ -8,9 +8,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from broken import break_mask, forgets_the_offset
 from families import DECODERS, ENCODER_DECODERS, FULL_PLAN, VOCAB, WINDOWED, build_language_model
-from rsa_hf import RSAConfig, patch_model, rem_matrix, unpatch_model
+from rsa_hf import patch_model, rem_matrix, unpatch_model
 from rsa_hf.heads import RSAHeads
-from texts import padded
+from texts import padded, positions
 
 LENGTH, STEPS = 11, 9
 GREEDY = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
@@ -19,11 +19,11 @@ SPECULATIVE = {"prompt lookup", "assisted"}
 
 def patched(family, seed=0):
     torch.manual_seed(seed)
-    return patch_model(build_language_model(family), RSAConfig(**FULL_PLAN))
+    return patch_model(build_language_model(family), FULL_PLAN)
 
 
 def prompt(rows=3):
-    """Rows padded on the left, whose text repeats itself, so that looking up the prompt finds something."""
+    """Rows with left padding, whose text repeats itself, so that prompt lookup finds something."""
     ids = torch.randint(3, VOCAB, (rows, 4)).repeat(1, 3)[:, :LENGTH]
     batch = padded(ids, (3,))
     del batch["position_ids"]
@@ -31,7 +31,7 @@ def prompt(rows=3):
 
 
 def greedy_loop(model, inputs, steps=STEPS):
-    """Tokens [B, steps] and logits [B, steps, V] of greedy decoding, one uncached forward a token."""
+    """Tokens [B, steps] and logits [B, steps, V] of greedy decoding, with an uncached forward per token."""
     ids, mask, logits = inputs["input_ids"], inputs["attention_mask"], []
     encoder = model.config.is_encoder_decoder
     written = torch.full((len(ids), 1), model.config.decoder_start_token_id) if encoder else ids
@@ -40,8 +40,7 @@ def greedy_loop(model, inputs, steps=STEPS):
             text = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": written}
         else:
             seen = torch.nn.functional.pad(mask, (0, written.shape[1] - mask.shape[1]), value=1)
-            positions = (seen.cumsum(-1) - 1).clamp(min=0)
-            text = {"input_ids": written, "attention_mask": seen, "position_ids": positions}
+            text = {"input_ids": written, "attention_mask": seen, "position_ids": positions(seen)}
         last = model(**text, use_cache=False).logits[:, -1].clone()
         last[:, model.config.eos_token_id] = -torch.inf
         logits.append(last)
@@ -50,7 +49,7 @@ def greedy_loop(model, inputs, steps=STEPS):
 
 
 def off_by(model, inputs, expected, arguments):
-    """How far generate() is from the loop: in logits, or infinitely where another token was written."""
+    """The largest difference in logits between generate() and the loop; infinite for another token."""
     out = model.generate(**inputs, **GREEDY, **arguments, output_scores=True, return_dict_in_generate=True)
     tokens, logits = expected
     if not torch.equal(out.sequences[:, -STEPS:], tokens):
@@ -73,7 +72,7 @@ def cases():
 
 def arguments_of(strategy, family):
     if strategy == "assisted":
-        # Another model of the family: most of what it drafts is refused, so the cache is cropped again and again.
+        # Most drafts of another model are refused, so the cache is cropped again and again.
         return {"assistant_model": patched(family, seed=5)}
     return {
         "dynamic": {},
@@ -87,7 +86,7 @@ def arguments_of(strategy, family):
 
 @pytest.mark.parametrize(("strategy", "family"), cases())
 @torch.no_grad()
-def test_each_way_writes_what_a_loop_without_cache_writes(strategy, family, monkeypatch):
+def test_each_strategy_writes_what_a_loop_without_cache_writes(strategy, family, monkeypatch):
     model, arguments = patched(family), arguments_of(strategy, family)
     if strategy == "offloaded" and not torch.accelerator.is_available():
         pytest.skip("an offloaded cache moves between the CPU and a GPU")
@@ -100,8 +99,8 @@ def test_each_way_writes_what_a_loop_without_cache_writes(strategy, family, monk
 
 @pytest.mark.parametrize("strategy", sorted(SPECULATIVE))
 @torch.no_grad()
-def test_drafts_are_refused_and_nothing_of_them_survives(strategy):
-    # The same model object goes on afterwards, with the tables it kept, as a fresh copy does.
+def test_refused_drafts_leave_no_trace(strategy):
+    # Afterwards the model, with the tables that it keeps, gives what a fresh copy gives.
     model, arguments = patched("llama"), arguments_of(strategy, "llama")
     inputs = prompt(1)
     cropped = []
@@ -119,8 +118,7 @@ def test_drafts_are_refused_and_nothing_of_them_survives(strategy):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("family", [*DECODERS, *WINDOWED, *ENCODER_DECODERS])
 @torch.no_grad()
-def test_beam_search(family, cache, monkeypatch):
-    """What beam search says a text is worth is what one uncached forward over that text says."""
+def test_beam_search_scores_a_text_as_an_uncached_forward_does(family, cache, monkeypatch):
     model, inputs = patched(family), prompt()
     arguments = {**GREEDY, "num_beams": 3, "length_penalty": 0.0}
     if cache == "static":
@@ -133,11 +131,10 @@ def test_beam_search(family, cache, monkeypatch):
             text = {**inputs, "decoder_input_ids": written}
         else:
             mask = torch.nn.functional.pad(inputs["attention_mask"], (0, STEPS), value=1)
-            text = {"input_ids": written, "attention_mask": mask}
-            text["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+            text = {"input_ids": written, "attention_mask": mask, "position_ids": positions(mask)}
         likely = model(**text, use_cache=False).logits.log_softmax(-1)
-        worth = likely[:, -STEPS - 1 : -1].gather(2, written[:, -STEPS:, None]).sum((1, 2))
-        return float((worth - out.sequences_scores).abs().max())
+        scores = likely[:, -STEPS - 1 : -1].gather(2, written[:, -STEPS:, None]).sum((1, 2))
+        return float((scores - out.sequences_scores).abs().max())
 
     assert gap() <= 2e-4
     plain = model.generate(**inputs, **{**arguments, "cache_implementation": None}, use_cache=False)
@@ -148,8 +145,7 @@ def test_beam_search(family, cache, monkeypatch):
 
 @pytest.mark.parametrize("family", DECODERS)
 @torch.no_grad()
-def test_a_quantized_cache(family, monkeypatch):
-    """The values that attention reads, rounded, are those that the recurrence reads."""
+def test_attention_and_recurrence_read_the_same_quantized_values(family, monkeypatch):
     model, inputs = patched(family), prompt(1)
     inputs = {name: tensor[:, 3:] for name, tensor in inputs.items()}
     try:
@@ -172,7 +168,7 @@ def test_a_quantized_cache(family, monkeypatch):
 
     found = logits()
     exact = model(torch.cat([inputs["input_ids"], torch.arange(3, 3 + STEPS)[None]], 1)).logits[:, -STEPS - 1 : -1]
-    assert 1e-4 < float((found - exact).abs().max()) < 1, "rounded, or the check is one of nothing"
+    assert 1e-4 < float((found - exact).abs().max()) < 1, "the cache does round"
     with monkeypatch.context() as patch:
         patch.setattr(RSAHeads, "forward", explicit)
         torch.testing.assert_close(logits(), found, rtol=1e-4, atol=1e-4)
@@ -181,7 +177,7 @@ def test_a_quantized_cache(family, monkeypatch):
 
 
 def explicit(self, attention, value, mask):
-    """RSA through the explicit P of queries that are the last of the keys."""
+    """RSA by the explicit P, for queries that are the last of the keys."""
     rates = self.rates()
     decay, theta = self.per_head(rates)
     R, groups = self.plan.num_rsa_heads, attention.shape[2] // value.shape[1]
@@ -194,15 +190,16 @@ def explicit(self, attention, value, mask):
 
 @pytest.mark.slow  # compiles
 @pytest.mark.parametrize("family", [*DECODERS, *WINDOWED, "t5"])
+@pytest.mark.usefixtures("fresh_compiler")
 @torch.no_grad()
-def test_a_compiled_static_cache(family, monkeypatch):
+def test_compiled_decoding_agrees_and_takes_as_many_graphs_as_the_plain_model(family, monkeypatch):
     inputs = prompt()
 
     def compiled(model, expected):
-        """How far it is from the loop, and the number of graphs that this took."""
+        """The difference from the loop, and the number of compiled graphs."""
         graphs = []
         options = CompileConfig(backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True, mode=None)
-        options._compile_all_devices = True  # by itself, generate() compiles on a GPU alone
+        options._compile_all_devices = True  # by default, generate() compiles only on a GPU
         torch._dynamo.reset()
         gap = off_by(model, inputs, expected, {"cache_implementation": "static", "compile_config": options})
         torch._dynamo.reset()
@@ -234,7 +231,7 @@ def test_continuous_batching_is_refused(way):
         REFUSED[way](model)
 
 
-def test_continuous_batching_of_a_plain_model_is_left_alone():
+def test_continuous_batching_of_a_plain_model_works():
     model = patched("llama")
     unpatch_model(model)
     assert type(model.init_continuous_batching()).__name__ == "ContinuousBatchingManager"

@@ -1,12 +1,14 @@
-"""Caches: cached, chunked and uncached runs agree, with padding, and a wrong REM does not."""
+"""Cached, chunked and uncached runs agree, with padding, and broken RSA does not."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    AutoModelForCausalLM,
     DynamicCache,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -15,25 +17,7 @@ from transformers import (
 from broken import break_mask, farthest, forgets_the_offset
 from families import ATTENTIONS, DECODERS, FULL_PLAN, MORE_CONFIGS, VOCAB, WINDOWED, build_language_model, widen
 from rsa_hf import RSAConfig, patch_model
-from texts import CACHES, in_pieces, padded
-
-LENGTH = 14
-
-
-def batch():
-    return padded(torch.randint(3, VOCAB, (3, LENGTH)), (4, 1))
-
-
-def uncached(model, inputs):
-    return model(**inputs, use_cache=False).logits
-
-
-PIECES = {"cached": [8, 1, 1, 1, 1, 1, 1], "chunked prefill": [3, 5, 4, 2], "token by token": [1] * LENGTH}
-
-
-def difference(model, inputs, pieces, cache):
-    real = inputs["attention_mask"].bool()
-    return float((in_pieces(model, inputs, pieces, cache)[real] - uncached(model, inputs)[real]).abs().max())
+from texts import CACHES, PIECES, difference, in_pieces, padded_batch, uncached
 
 
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
@@ -42,8 +26,8 @@ def difference(model, inputs, pieces, cache):
 @pytest.mark.parametrize("family", [*DECODERS, *WINDOWED])
 @torch.no_grad()
 def test_cached_chunked_and_uncached_agree(family, attention, cache, pieces, monkeypatch):
-    model = patch_model(build_language_model(family, attention), RSAConfig(**FULL_PLAN))
-    inputs = batch()
+    model = patch_model(build_language_model(family, attention), FULL_PLAN)
+    inputs = padded_batch()
     assert difference(model, inputs, pieces, CACHES[cache](model)) <= 1e-5
     break_mask(monkeypatch, forgets_the_offset)
     assert difference(model, inputs, pieces, CACHES[cache](model)) > 1e-3
@@ -51,13 +35,13 @@ def test_cached_chunked_and_uncached_agree(family, attention, cache, pieces, mon
 
 @pytest.mark.parametrize("cache", CACHES)
 @torch.no_grad()
-def test_sdpa_under_a_name_of_its_own(cache, monkeypatch):
-    # As transformers' documentation registers attention functions. With no padding, the first tokens of a static
-    # cache come without a mask, which means what it means under sdpa.
+def test_sdpa_registered_under_another_name_keeps_its_alignment(cache, monkeypatch):
+    # As transformers' documentation registers attention functions. Without padding, the first tokens of a static cache
+    # come without a mask, which then has the alignment of sdpa.
     for interface in (AttentionInterface, AttentionMaskInterface):
-        monkeypatch.setitem(interface._global_mapping, "its_own", interface()["sdpa"])
-    model = patch_model(build_language_model("llama", "its_own"), RSAConfig(**FULL_PLAN))
-    inputs = {name: rows[2:] for name, rows in batch().items()}
+        monkeypatch.setitem(interface._global_mapping, "own_sdpa", interface()["sdpa"])
+    model = patch_model(build_language_model("llama", "own_sdpa"), FULL_PLAN)
+    inputs = {name: rows[2:] for name, rows in padded_batch().items()}
     assert difference(model, inputs, PIECES["cached"], CACHES[cache](model)) <= 1e-5
 
 
@@ -65,8 +49,8 @@ def test_sdpa_under_a_name_of_its_own(cache, monkeypatch):
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @torch.no_grad()
-def test_tokens_of_an_image_see_ahead(attention, cache, monkeypatch):
-    """A Gemma 3 whose prompt has images, each of which sees all of itself; the text behind it is causal."""
+def test_tokens_of_an_image_that_see_ahead_agree_with_and_without_a_cache(attention, cache, monkeypatch):
+    """A prompt of Gemma 3 with images, whose tokens see all of their image. Text is causal."""
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Gemma3Config(
         text_config=MORE_CONFIGS["gemma3"]().to_dict(),
@@ -75,8 +59,8 @@ def test_tokens_of_an_image_see_ahead(attention, cache, monkeypatch):
         image_token_index=VOCAB - 1,
     )
     model = widen(Gemma3ForConditionalGeneration._from_config(config, attn_implementation=attention))
-    patch_model(model, RSAConfig(**FULL_PLAN))
-    inputs = batch()
+    patch_model(model, FULL_PLAN)
+    inputs = padded_batch()
     del inputs["position_ids"]
     real, images = inputs["attention_mask"].bool(), torch.zeros_like(inputs["input_ids"])
     images[:, 5:9], images[0, 11:13] = 1, 1
@@ -88,7 +72,7 @@ def test_tokens_of_an_image_see_ahead(attention, cache, monkeypatch):
         return float((found - expected)[real].abs().max())
 
     assert gap() <= 1e-5
-    assert float((uncached(model, inputs) - expected)[real].abs().max()) > 1e-2  # they do see ahead
+    assert float((uncached(model, inputs) - expected)[real].abs().max()) > 1e-2  # images do see ahead
     if cache == "static":
         monkeypatch.setattr("rsa_hf.ops.mask.query_position", farthest)
         assert gap() > 1e-2
@@ -96,10 +80,10 @@ def test_tokens_of_an_image_see_ahead(attention, cache, monkeypatch):
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", [*DECODERS, *WINDOWED])
-def test_a_cache_that_is_cropped_reordered_and_repeated(family, monkeypatch):
-    """What speculative decoding, beam search and contrastive search do to a cache between two steps."""
-    model = patch_model(build_language_model(family), RSAConfig(**FULL_PLAN))
-    inputs = batch()
+def test_a_cropped_reordered_and_repeated_cache_agrees_with_the_whole_text(family, monkeypatch):
+    """Speculative decoding, beam search and contrastive search do this to a cache between two steps."""
+    model = patch_model(build_language_model(family), FULL_PLAN)
+    inputs = padded_batch()
     other = {**inputs, "input_ids": inputs["input_ids"].clone()}
     other["input_ids"][:, 9:] = (inputs["input_ids"][:, 9:] + 11) % (VOCAB - 3) + 3
     rows = torch.tensor([2, 0, 0])
@@ -134,27 +118,21 @@ def test_a_cache_that_is_cropped_reordered_and_repeated(family, monkeypatch):
 @pytest.mark.parametrize("family", DECODERS)
 @torch.no_grad()
 def test_left_padding_changes_nothing(family, attention, monkeypatch):
-    model = patch_model(build_language_model(family, attention), RSAConfig(**FULL_PLAN))
-    inputs = batch()
+    model = patch_model(build_language_model(family, attention), FULL_PLAN)
+    inputs = padded_batch()
 
     def gap():
-        padded = uncached(model, inputs)
         alone = model(input_ids=inputs["input_ids"][:1, 4:], use_cache=False).logits
-        return float((padded[:1, 4:] - alone).abs().max())
+        return float((uncached(model, inputs)[:1, 4:] - alone).abs().max())
 
     assert gap() <= 1e-5
-
     break_mask(monkeypatch, lambda mask: replace(mask, key_mask=None))
     assert gap() > 1e-3
 
 
 @torch.no_grad()
 def test_sorting_gpt2_still_sorts(data_folder, tmp_path):
-    """The trained checkpoint stays right on all 729 inputs after patching with a shut gate, saving and loading."""
-    from itertools import product
-
-    from transformers import AutoModelForCausalLM
-
+    """The checkpoint sorts all 729 inputs after patching with a shut gate, saving and loading."""
     model = AutoModelForCausalLM.from_pretrained(data_folder / "checkpoints" / "gpt2-nano-sort").eval()
     ids = torch.tensor(list(product(range(3), repeat=6)))
 
@@ -175,6 +153,6 @@ def test_sorting_gpt2_still_sorts(data_folder, tmp_path):
     assert right(model) == 729
     model.save_pretrained(tmp_path)
     assert right(AutoModelForCausalLM.from_pretrained(tmp_path)) == 729
-    # A gate that is open, untrained, must not: else the check could not fail.
+    # The control: with an open, untrained gate it does not.
     opened = AutoModelForCausalLM.from_pretrained(data_folder / "checkpoints" / "gpt2-nano-sort").eval()
     assert right(patch_model(opened, RSAConfig(gate_init=2.0))) < 729

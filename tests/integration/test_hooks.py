@@ -1,4 +1,4 @@
-"""The hooks fit the installed transformers, say so where they do not, and leave it whole."""
+"""The hooks fit the installed transformers; where they do not, they name the reason and change nothing."""
 
 import json
 import os
@@ -29,21 +29,23 @@ def test_installing_again_does_nothing():
 
 
 @pytest.mark.parametrize("version", ["5.16.1", "4.57.0", "6.0.0"])
-def test_a_version_outside_the_range_is_named(version, monkeypatch):
+def test_a_version_outside_the_range_is_an_error(version, monkeypatch):
     monkeypatch.setattr(integration.transformers, "__version__", version)
     with pytest.raises(ImportError, match=rf"≥ 5.17, < 6; installed is {version}.*pip install"):
         install.__wrapped__()
 
 
-# --- a transformers, or peft, of which something has moved -----------------------------------------------------------
+# --- another version of transformers or peft -------------------------------------------------------------------------
 
 ROOT = Path(__file__).parents[2]
 RANGES = {False: "rsa_hf works with transformers ≥ 5.17, < 6; installed is", True: "rsa_hf works with peft ≥ 0.19.1;"}
 PEFT_HOOKS = peft_hooks.HOOKS
+# Whether a hook is into peft, and the hook.
+HOOKS = [(False, hook) for hook in hook_table.TRANSFORMERS_HOOKS] + [(True, hook) for hook in PEFT_HOOKS]
 
 
 def outcome(renamed=None, other=None, peft=False):
-    """What moved.py prints."""
+    """Run moved.py and return what it prints."""
     case = json.dumps({"renamed": renamed, "other": other, "peft": peft})
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("moved.py")), case],
@@ -58,16 +60,16 @@ def outcome(renamed=None, other=None, peft=False):
 
 @pytest.fixture(scope="module")
 def require_named():
-    """Checks an outcome against that of libraries of which nothing has moved, and writes down how many it has seen."""
+    """Compare an outcome with that of unchanged libraries, and record the number of cases."""
     unmoved: dict[bool, str] = {}
     seen: Counter[str] = Counter()
 
     def require_named(found, name, peft, how, moved):
-        for said in found["said"]:  # also the second time
+        for said in found["said"]:  # by the import, and by the use of a public name
             assert RANGES[peft] in said
             assert re.search(rf"\b{name}\b", said.partition(RANGES[peft])[2])
             assert "Install a version that rsa_hf was tested with" in said
-        # Without an essential hook of PEFT those into transformers are in place, without another one all that fit.
+        # If an essential hook of PEFT does not fit, only those of transformers are installed; otherwise all that fit.
         optional = how.endswith("not essential")
         installed = [*(hook_table.TRANSFORMERS_HOOKS if peft or optional else ()), *(PEFT_HOOKS if optional else ())]
         ours = [hook for hook in installed if not moved(hook)]
@@ -82,23 +84,18 @@ def require_named():
         note(Part.MOVING_TRANSFORMERS, kind, {"named, nothing installed, plain models give the same bits": count})
 
 
-def cases(names):
-    """Once each, of transformers and of peft."""
-    return list(
-        dict.fromkeys(
-            [(False, name) for name in names(hook_table.TRANSFORMERS_HOOKS)] + [(True, n) for n in names(PEFT_HOOKS)]
-        )
-    )
-
-
-def functions(of):
-    # A special method's name is the language's. And what transformers' own hooks need is never left to those of peft.
-    known = {hook.name for hook in hook_table.TRANSFORMERS_HOOKS} if of is PEFT_HOOKS else set()
-    return [hook.name for hook in of if not hook.name.startswith("__") and hook.name not in known]
+def renamed():
+    """Each function and class that hooks rely on, and whether it is peft's."""
+    # Special methods cannot be renamed. A name that transformers' hooks rely on is not tried for peft's again.
+    known = {hook.name for hook in hook_table.TRANSFORMERS_HOOKS}
+    functions = [(peft, hook.name) for peft, hook in HOOKS if not (peft and hook.name in known)]
+    functions = [(peft, name) for peft, name in functions if not name.startswith("__")]
+    classes = [(peft, class_of(hook)) for peft, hook in HOOKS if class_of(hook)]
+    return dict.fromkeys(functions + classes)
 
 
 def place(hook):
-    owner = resolve_name(hook.owner)  # peft.tuners.ia3:IA3Model is peft.tuners.ia3.model.IA3Model
+    owner = resolve_name(hook.owner)  # e.g. peft.tuners.ia3:IA3Model is defined in peft.tuners.ia3.model
     return f"{owner.__module__}.{owner.__qualname__}.{hook.name}" if class_of(hook) else f"{hook.owner}.{hook.name}"
 
 
@@ -106,30 +103,21 @@ def class_of(hook):
     return hook.owner.partition(":")[2]
 
 
-def owners(of):
-    return [class_of(hook) for hook in of if class_of(hook)]
-
-
 def essential(peft, name):
-    hooks = PEFT_HOOKS if peft else hook_table.TRANSFORMERS_HOOKS
-    return any(hook.essential for hook in hooks if name in (hook.name, class_of(hook)))
+    return any(hook.essential for of, hook in HOOKS if of is peft and name in (hook.name, class_of(hook)))
 
 
 @pytest.mark.slow  # each starts an interpreter and imports torch and transformers
-@pytest.mark.parametrize(("peft", "name"), cases(functions) + cases(owners))
-def test_what_is_renamed_is_named_and_nothing_is_half_installed(peft, name, require_named):
+@pytest.mark.parametrize(("peft", "name"), renamed())
+def test_a_renamed_function_or_class_is_named_and_nothing_is_half_installed(peft, name, require_named):
     how = f"a {'class' if name.lstrip('_')[0].isupper() else 'function'} is renamed"
     how += "" if essential(peft, name) else ", not essential"
     require_named(outcome(renamed=name, peft=peft), name, peft, how, lambda hook: name in (hook.name, class_of(hook)))
 
 
-@pytest.mark.slow  # the same
-@pytest.mark.parametrize(
-    ("peft", "hook"),
-    [(False, hook) for hook in hook_table.TRANSFORMERS_HOOKS] + [(True, hook) for hook in PEFT_HOOKS],
-    ids=lambda value: value if isinstance(value, bool) else str(value),
-)
-def test_other_parameters_are_named_and_nothing_is_half_installed(peft, hook, require_named):
+@pytest.mark.slow  # each starts an interpreter and imports torch and transformers
+@pytest.mark.parametrize(("peft", "hook"), HOOKS, ids=str)
+def test_changed_parameters_are_named_and_nothing_is_half_installed(peft, hook, require_named):
     module, _, cls = hook.owner.partition(":")
     found = outcome(other=[module, cls, hook.name], peft=peft)
     assert "was expected to take" in found["said"][0]
@@ -165,7 +153,7 @@ def test_a_hook_that_is_not_essential_is_left_out_with_a_warning(moved, caplog):
         install_hooks([hook_of(*moved)], "Fits 1.")
 
 
-def test_the_direction_must_be_known():
+def test_a_module_that_does_not_say_its_direction_needs_a_trial_run_or_a_setting():
     model = build("gpt2")
     patch_model(model)
     for block in model.h:
@@ -175,13 +163,13 @@ def test_the_direction_must_be_known():
     other = build("gpt2")
     for block in other.h:
         del block.attn.is_causal
-    assert patch_model(other).config.rsa["plan"]["causal"] is True  # as a trial run shows
+    assert patch_model(other).config.rsa["plan"]["causal"] is True  # found by the trial run
     patch_model(other, RSAConfig(causal=True))
     with torch.no_grad():
         other(**inputs("gpt2"))
 
 
-def test_another_child_of_that_name_is_left_alone():
+def test_another_module_named_rsa_is_left_alone():
     model, batch = build("gpt2"), inputs("gpt2")
     with torch.no_grad():
         expected = model(**batch)[0]

@@ -1,4 +1,4 @@
-"""The Informer of transformers, patched: both of its attentions against equation 4 written out."""
+"""The patched Informer of transformers: both of its attentions against equation 4 written out."""
 
 import math
 from dataclasses import replace
@@ -50,7 +50,7 @@ def series():
 
 
 def states(model):
-    torch.manual_seed(2)  # ProbSparse attention draws the keys by which it chooses queries
+    torch.manual_seed(2)  # ProbSparse attention samples keys to choose queries
     with torch.no_grad():
         return model.model(**series(), use_cache=False).last_hidden_state
 
@@ -60,7 +60,7 @@ def patched(kind, plan=PLAN, **changes):
 
 
 def largest_difference(kind):
-    """Of each self-attention layer's output before its projection: mixed by rsa_hf, and by dense P."""
+    """The largest error of a self-attention layer before its projection, against dense P; and the number of layers."""
     model, plain = patched(kind), build(kind)
     names = [name for name, module in model.named_modules() if hasattr(module, "rsa")]
     worst = 0.0
@@ -90,7 +90,7 @@ def largest_difference(kind):
         product = torch.einsum("hts,bshd->bthd", P.float(), value).flatten(2)
         expected = torch.lerp(outputs[1]["mixed"], product, rates["gate"])
         worst = max(worst, float(relative_error(outputs[0]["mixed"], expected)))
-        # The recurrence is a part that would be missed.
+        # The recurrence matters.
         assert relative_error(outputs[1]["mixed"], expected) > 0.05
     return worst, len(names)
 
@@ -103,13 +103,13 @@ def test_every_layer_is_equation_4(kind):
 
 
 @pytest.mark.parametrize("kind", ["prob", "full"])
-def test_recurrence_of_the_other_direction_is_noticed(kind, monkeypatch):
+def test_recurrence_in_the_other_direction_is_caught(kind, monkeypatch):
     break_mask(monkeypatch, lambda mask: replace(mask, causal=not mask.causal))
     assert largest_difference(kind)[0] > 0.05
 
 
 @pytest.mark.parametrize("kind", ["prob", "full"])
-def test_all_of_its_self_attention_is_patched_and_comes_off_again(kind):
+def test_all_self_attention_is_patched_and_unpatching_is_exact(kind):
     model, plain = build(kind), build(kind)
     before = states(plain)
     patch_model(model, PLAN, probe_inputs=series())
@@ -123,13 +123,13 @@ def test_all_of_its_self_attention_is_patched_and_comes_off_again(kind):
 
 
 @pytest.mark.parametrize("kind", ["prob", "full"])
-def test_saved_and_loaded_it_is_the_same(kind, tmp_path):
+def test_a_saved_model_loads_bit_for_bit(kind, tmp_path):
     model = patched(kind)
     model.save_pretrained(tmp_path)
-    torch.testing.assert_close(states(InformerForPrediction.from_pretrained(tmp_path)), states(model), rtol=0, atol=0)
+    assert torch.equal(states(InformerForPrediction.from_pretrained(tmp_path)), states(model))
 
 
-def test_a_decoder_with_a_cache_is_the_same_as_without():
+def test_the_decoder_gives_the_same_with_and_without_a_cache():
     model = patched("prob")
     torch.manual_seed(2)
     with torch.no_grad():

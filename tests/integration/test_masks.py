@@ -1,4 +1,4 @@
-"""Masks of every convention, read into an AttentionMask, and checked against who really sees whom."""
+"""Masks of every convention, read into an AttentionMask and compared with the keys that each query sees."""
 
 import warnings
 
@@ -8,11 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broken import farthest
+from ops.agreement import record_calls
 from references import double_loop, relative_error
+from rsa_hf.integration import attention
 from rsa_hf.integration.attention import flash_segment_ids, read_attention_mask
+from rsa_hf.ops import mask as mask_module
 from rsa_hf.ops.autograd import apply_rems, traced_forward
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.rem import Rems
+from texts import visible_with_blocks
 
 MIN = torch.finfo(torch.float32).min
 
@@ -32,8 +36,8 @@ def product(attention_mask: AttentionMask, value):
 
 
 def expected_product(value, T, offset, causal, visible):
-    rates = torch.tensor([0.9, 0.8, 0.95], dtype=value.dtype), torch.full((3,), 0.7, dtype=value.dtype)
-    return double_loop(value, ["regular", "cos", "sin"], *rates, [1, 2, 3], T, offset, causal, visible)
+    rems = heads(value)
+    return double_loop(value, rems.kinds, rems.decay, rems.theta, rems.dilation, T, offset, causal, visible)
 
 
 def causal_visible(T, S, offset, key_mask):
@@ -48,8 +52,8 @@ def causal_visible(T, S, offset, key_mask):
     left=st.tuples(st.integers(0, 4), st.integers(0, 4)),
     additive=st.booleans(),
 )
-def test_causal_masks_with_padding_caches_and_empty_slots(T, before, behind, left, additive):
-    # Queries at before … before + T − 1 of a cache with empty slots behind; rows padded on the left.
+def test_causal_masks_with_padding_caches_and_empty_slots_are_exact(T, before, behind, left, additive):
+    # The queries stand at before … before + T − 1 of a cache with empty slots behind; rows have left padding.
     S = before + T + behind
     key_mask = torch.arange(S)[None, :] >= torch.tensor([min(n, before + T - 1) for n in left])[:, None]
     visible = causal_visible(T, S, before, key_mask)
@@ -63,19 +67,19 @@ def test_causal_masks_with_padding_caches_and_empty_slots(T, before, behind, lef
         assert attention_mask.query_offset == before
     value = torch.randn(2, 3, S, 2, dtype=torch.float64)
     wanted = expected_product(value, T, before, True, visible)
-    real = visible.any(-1)[:, 0]  # rows that are padding see nothing; what they give is not used
+    real = visible.any(-1)[:, 0]  # a query that is padding sees nothing, and its output is not used
     found = product(attention_mask, value)
     assert relative_error(found.transpose(1, 2)[real], wanted.transpose(1, 2)[real]) < 1e-6
 
 
-def test_a_mask_row_for_all_queries():
+def test_one_mask_row_for_all_queries_is_a_key_mask():
     key_mask = torch.tensor([[True, True, False, True]])
     attention_mask = call(4, 4, key_mask[:, None, None, :], causal=False)
     assert torch.equal(attention_mask.key_mask, key_mask)
 
 
 @pytest.mark.parametrize("kind", ["prefix", "hole", "per head"])
-def test_other_visibility_is_exact_and_says_that_it_is_dense(kind):
+def test_other_masks_are_exact_and_warn_of_the_quadratic_path(kind):
     T = 8
     t, s = torch.arange(T)[:, None], torch.arange(T)[None, :]
     visible = {
@@ -97,26 +101,8 @@ def test_other_visibility_is_exact_and_says_that_it_is_dense(kind):
     assert relative_error(product(attention_mask, value), expected) < 1e-6
 
 
-def visible_with_blocks(text, before, behind, left, right):
-    """Who sees whom: what lies behind, and the tokens of the same block, but no padding.
-
-    A causal model's image tokens see all of their image, a prefix all of itself. By character: one of ".", or a block.
-    Before the text are cached tokens, behind it empty slots of a static cache; each row has padding on the left and
-    on the right, in tokens of the text.
-    """
-    T, S = len(text), before + len(text) + behind
-    visible = torch.zeros(len(left), 1, T, S, dtype=torch.bool)
-    for b in range(len(left)):
-        real = range(left[b], before + T - right[b])
-        for t in range(T):
-            for s in real:
-                together = text[t] != "." and s >= before and text[t] == text[s - before : s - before + 1]
-                visible[b, 0, t, s] = s <= before + t or (together and before + t in real)
-    return visible
-
-
 def read_and_traced(value, mask, T):
-    """P V of both ways to read a mask: with a look at its values, and in operators that a graph can hold."""
+    """P V by both ways to read a mask: from its values, and in the operators of a graph."""
     S = value.shape[2]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="RSA met")
@@ -125,7 +111,7 @@ def read_and_traced(value, mask, T):
 
 
 def errors(value, mask, T, before, visible):
-    """Of both, where queries are real."""
+    """The errors of both, for real queries."""
     wanted = expected_product(value, T, before, True, visible).transpose(1, 2)
     own = torch.arange(T)
     real = visible[:, 0, own, before + own]
@@ -141,7 +127,7 @@ def errors(value, mask, T, before, visible):
     additive=st.booleans(),
 )
 @settings(max_examples=200)
-def test_queries_that_see_ahead_stand_where_they_are(parts, before, behind, left, right, additive):
+def test_positions_of_queries_that_see_ahead_are_found(parts, before, behind, left, right, additive):
     text = "".join((name if is_block else ".") * n for name, (is_block, n) in zip("abcd", parts, strict=False))
     T, S = len(text), before + len(text) + behind
     right = tuple(min(n, T - 1) for n in right)
@@ -150,7 +136,7 @@ def test_queries_that_see_ahead_stand_where_they_are(parts, before, behind, left
     mask = torch.where(visible, 0.0, MIN) if additive else visible
     value = torch.randn(2, 3, S, 2, dtype=torch.float64)
     reads = errors(value, mask, T, before, visible)
-    # Where every query sees the last key that any sees, the mask is the same whatever of the tail is padding.
+    # Where every query sees the last visible key, the mask does not tell how much of the tail is padding.
     last = int(visible.any(2)[:, 0].nonzero()[:, 1].max())
     told = bool((visible[:, 0].any(1)[:, last] & ~visible[:, 0, 0, last]).any())
     if told or min(right) == 0 or before == 0:
@@ -159,8 +145,8 @@ def test_queries_that_see_ahead_stand_where_they_are(parts, before, behind, left
         assert relative_error(*read_and_traced(value, mask, T)) < 1e-6
 
 
-def test_all_queries_of_a_chunk_in_one_block_are_taken_for_real():
-    """Two tokens behind six, then padding, or four tokens: the masks are the same, and the answer has to be one."""
+def test_a_chunk_that_is_one_block_is_read_as_having_no_padding():
+    """Two tokens behind six and then padding have the same mask as four tokens behind four."""
     padded = visible_with_blocks("aaaa", 6, 5, (0, 0), (2, 2))
     full = visible_with_blocks("aaaa", 4, 7, (0, 0), (0, 0))
     assert torch.equal(padded, full)
@@ -169,7 +155,7 @@ def test_all_queries_of_a_chunk_in_one_block_are_taken_for_real():
 
 
 @pytest.mark.parametrize("text", ["...aaaa...", "aaaaaa....", ".aaabbb..."])
-def test_the_farthest_that_any_query_sees_is_not_its_place(text, monkeypatch):
+def test_the_farthest_visible_key_is_not_the_position(text, monkeypatch):
     visible = visible_with_blocks(text, 3, 7, (2, 0), (0, 2))
     value = torch.randn(2, 3, 20, 2, dtype=torch.float64)
     assert max(errors(value, visible, 10, 3, visible)) < 1e-6
@@ -184,8 +170,8 @@ def test_the_farthest_that_any_query_sees_is_not_its_place(text, monkeypatch):
     causal=st.booleans(),
     additive=st.booleans(),
 )
-def test_packed_documents_and_windows(lengths, before, window, causal, additive):
-    # Two rows of documents with padding behind them; the queries may be the last ones only.
+def test_packed_documents_and_windows_are_exact_and_linear(lengths, before, window, causal, additive):
+    # Two rows of documents with right padding. The queries are all tokens, or the last ones.
     S = max(sum(row) for row in lengths)
     numbers, key_mask = torch.full((2, S), -1), torch.zeros(2, S, dtype=torch.bool)
     for b, row in enumerate(lengths):
@@ -200,12 +186,12 @@ def test_packed_documents_and_windows(lengths, before, window, causal, additive)
     visible = seen[:, None]
     mask = torch.where(visible, 0.0, MIN) if additive else visible
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="RSA met")  # all of this has a linear path
+        warnings.filterwarnings("error", message="RSA met")  # all these masks take a linear path
         attention_mask = call(T, S, mask, causal=causal)
     value = torch.randn(2, 3, S, 2, dtype=torch.float64)
     poisoned = torch.where(seen.any(1)[:, None, :, None], value, torch.nan)
     found, wanted = product(attention_mask, poisoned), expected_product(value, T, offset, causal, visible)
-    rows = seen.any(-1)  # queries that see nothing are padding; what they give is not used
+    rows = seen.any(-1)  # a query that is padding sees nothing, and its output is not used
     assert relative_error(found.transpose(1, 2)[rows], wanted.transpose(1, 2)[rows]) < 1e-6
 
 
@@ -222,8 +208,8 @@ def test_one_mask_of_packed_documents_serves_all_rows(window, causal):
     assert relative_error(product(attention_mask, value), wanted) < 1e-6
 
 
-def test_missing_mask():
-    # (T, S, causal, aligned_top_left) → offset: a single query sees every key; sdpa aligns several at the top left.
+def test_without_a_mask_the_offset_follows_the_alignment():
+    # A single query sees every key; sdpa aligns several at the top left.
     assert call(6, 6, None).query_offset == 0
     assert call(1, 6, None).query_offset == 5
     assert call(4, 6, None).query_offset == 0
@@ -231,7 +217,7 @@ def test_missing_mask():
     assert call(4, 6, None, causal=False).query_offset == 2
 
 
-def test_two_dimensional_masks_and_windows_of_flash_attention():
+def test_two_dimensional_masks_and_windows_of_flash_attention_are_exact():
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
     attention_mask = call(4, 4, mask, aligned_top_left=False)
     assert torch.equal(attention_mask.key_mask, mask.bool())
@@ -242,8 +228,8 @@ def test_two_dimensional_masks_and_windows_of_flash_attention():
     assert relative_error(product(attention_mask, value), expected_product(value, 4, 2, True, visible)) < 1e-6
 
 
-def test_a_mask_that_ends_before_the_static_cache_does():
-    # Three queries at the end of five tokens, the first of which is padding in one row; two slots are empty.
+def test_a_mask_may_end_before_the_static_cache():
+    # Three queries at the end of five tokens, one of which is padding in one row; two slots are empty.
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
     attention_mask = call(3, 7, mask, aligned_top_left=False)
     visible = causal_visible(3, 7, 2, torch.nn.functional.pad(mask, (0, 2)).bool())
@@ -251,7 +237,7 @@ def test_a_mask_that_ends_before_the_static_cache_does():
     assert relative_error(product(attention_mask, value), expected_product(value, 3, 2, True, visible)) < 1e-6
 
 
-def test_position_bias_in_the_mask_is_not_taken_for_hiding():
+def test_a_position_bias_hides_no_key():
     bias = torch.randn(1, 3, 5, 5) * 50
     mask = torch.where(torch.ones(5, 5).tril().bool(), bias, MIN)
     attention_mask = call(5, 5, mask)
@@ -259,36 +245,30 @@ def test_position_bias_in_the_mask_is_not_taken_for_hiding():
     assert call(5, 5, torch.where(torch.ones(5, 5).tril().bool(), 0.0, -10_000.0)[None, None]).visible is None
 
 
-def test_one_mask_is_read_once(monkeypatch):
-    import rsa_hf.ops.mask as module
-
-    read, calls = module._read_mask, []
-    monkeypatch.setattr(module, "_read_mask", lambda *args: calls.append(1) or read(*args))
+def test_a_mask_is_read_once_unless_it_changes(monkeypatch):
+    reads = record_calls(monkeypatch, mask_module, "_read_mask")
     mask = torch.ones(2, 1, 5, 5).tril().bool()
     first = call(5, 5, mask)
     assert call(5, 5, mask) is first
-    assert len(calls) == 1
-    mask[0, 0, :, 0] = False  # written to in place: what was read before no longer holds
+    assert len(reads) == 1
+    mask[0, 0, :, 0] = False
     assert call(5, 5, mask).key_mask is not None
-    assert len(calls) == 2
+    assert len(reads) == 2
     call(5, 5, mask.clone())
-    assert len(calls) == 3
+    assert len(reads) == 3
     del mask
-    assert not module._memory.known  # nothing is kept of a mask that is gone
+    assert not mask_module._memory.known
 
 
-def test_one_mask_is_read_once_under_inference_mode(monkeypatch):
-    import rsa_hf.ops.mask as module
-
-    read, calls = module._read_mask, []
-    monkeypatch.setattr(module, "_read_mask", lambda *args: calls.append(1) or read(*args))
+def test_a_mask_is_read_once_in_inference_mode_unless_it_changes(monkeypatch):
+    reads = record_calls(monkeypatch, mask_module, "_read_mask")
     with torch.inference_mode():
         mask = torch.ones(2, 1, 5, 5).tril().bool()
         first = call(5, 5, mask)
         assert call(5, 5, mask) is first
-        mask[0, 0, :, 0] = False  # no version counter tells of it
+        mask[0, 0, :, 0] = False  # in inference mode there is no version counter
         assert call(5, 5, mask).key_mask is not None
-        assert len(calls) == 2
+        assert len(reads) == 2
 
 
 @pytest.mark.parametrize(
@@ -301,13 +281,13 @@ def test_one_mask_is_read_once_under_inference_mode(monkeypatch):
         (torch.ones(2, 1, 5, 3), ValueError, "5 keys"),
     ],
 )
-def test_masks_that_cannot_be_read(mask, error, message):
+def test_a_mask_that_cannot_be_read_is_an_error(mask, error, message):
     with pytest.raises(error, match=message):
         call(5, 5, mask)
 
 
-def test_a_compiled_graph_does_not_guess_where_the_queries_stand():
-    # Two queries at positions 3 and 4 of a cache with empty slots behind: not the last two of its eight.
+def test_a_compiled_graph_reads_the_position_of_the_queries_from_the_mask():
+    # The two queries stand at positions 3 and 4 of a cache of eight slots.
     visible = torch.arange(8)[None, :] <= torch.tensor([[3], [4]])
     value = torch.randn(2, 3, 8, 2, dtype=torch.float64)
     mask = visible[None, None].expand(2, -1, -1, -1).contiguous()
@@ -321,7 +301,7 @@ def test_a_compiled_graph_does_not_guess_where_the_queries_stand():
 
 @pytest.mark.parametrize("told_by", ["cu_seq_lens_q", "position_ids"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_documents_of_flash_attention(told_by, causal):
+def test_packed_documents_of_flash_attention_are_exact(told_by, causal):
     lengths = torch.tensor([3, 1, 5])
     number = torch.arange(3).repeat_interleave(lengths)
     keywords = {
@@ -338,28 +318,25 @@ def test_documents_of_flash_attention(told_by, causal):
     assert relative_error(product(attention_mask, value), expected_product(value, 9, 0, causal, visible)) < 1e-6
 
 
-def test_one_document_under_flash_attention():
+def test_segment_ids_are_found_only_where_documents_are_packed():
     query = torch.empty(1, 3, 9, 4)
     assert flash_segment_ids(query, query, {"position_ids": torch.arange(9)[None]}) is None
     assert flash_segment_ids(query, query, {"position_ids": torch.arange(9)[None] + 5}) is None
-    begins_anew = torch.cat([torch.arange(2, 6), torch.arange(2, 7)])[None]  # RoBERTa's positions begin at 2
-    assert flash_segment_ids(query, query, {"position_ids": begins_anew}).tolist() == [[1] * 4 + [2] * 5]
+    restarted = torch.cat([torch.arange(2, 6), torch.arange(2, 7)])[None]  # RoBERTa's positions start at 2
+    assert flash_segment_ids(query, query, {"position_ids": restarted}).tolist() == [[1] * 4 + [2] * 5]
     assert flash_segment_ids(query[:, :, :1], query, {"position_ids": torch.tensor([[0]])}) is None
     assert flash_segment_ids(query, query, {}) is None
     with pytest.raises(NotImplementedError, match="2 queries and 9 keys.*sdpa"):
         flash_segment_ids(query[:, :, :2], query, {"cu_seq_lens_q": torch.tensor([0, 2])})
 
 
-def test_positions_of_packed_documents_are_read_once(monkeypatch):
-    import rsa_hf.integration.attention as module
-
-    read, calls = module._segment_ids_of_positions, []
-    monkeypatch.setattr(module, "_segment_ids_of_positions", lambda positions: calls.append(1) or read(positions))
+def test_position_ids_are_read_once_unless_they_change(monkeypatch):
+    reads = record_calls(monkeypatch, attention, "_segment_ids_of_positions")
     query, positions = torch.empty(1, 2, 5, 3), torch.tensor([[0, 1, 0, 1, 2]])
     first = flash_segment_ids(query, query, {"position_ids": positions})
     assert first.tolist() == [[1, 1, 2, 2, 2]]
     assert flash_segment_ids(query, query, {"position_ids": positions}) is first
-    assert len(calls) == 1
-    positions[0, 2:] += 2  # written to in place: one document now
+    assert len(reads) == 1
+    positions[0, 2:] += 2  # one document now
     assert flash_segment_ids(query, query, {"position_ids": positions}) is None
-    assert len(calls) == 2
+    assert len(reads) == 2

@@ -1,4 +1,4 @@
-"""Models in parts: shards on disk, weights that wait on disk, device maps. The outputs do not change by a bit."""
+"""Sharded and offloaded models, and device maps: the outputs do not change by a bit."""
 
 import copy
 import json
@@ -9,7 +9,7 @@ from accelerate import cpu_offload, disk_offload
 from transformers import AutoModelForCausalLM
 
 from families import FULL_PLAN, build_language_model, inputs
-from rsa_hf import RSAConfig, is_patched, patch_model, rsa_report, unpatch_model
+from rsa_hf import is_patched, patch_model, rsa_report, unpatch_model
 from rsa_hf.heads import RSAHeads
 
 FAMILIES = ["gpt2", "llama", "t5"]
@@ -17,12 +17,12 @@ FAMILIES = ["gpt2", "llama", "t5"]
 
 @pytest.fixture(params=FAMILIES)
 def case(request):
-    model = patch_model(build_language_model(request.param), RSAConfig(**FULL_PLAN))
+    model = patch_model(build_language_model(request.param), FULL_PLAN)
     batch = inputs(request.param)
     with torch.no_grad():
         expected = model(**batch).logits
         plain = unpatch_model(copy.deepcopy(model))(**batch).logits
-    assert (expected - plain).abs().max() > 1e-2  # RSA that is lost would show
+    assert (expected - plain).abs().max() > 1e-2  # lost RSA heads would show
     return model, batch, expected
 
 
@@ -31,13 +31,13 @@ def assert_same(model, batch, expected):
     assert torch.equal(model(**batch).logits, expected)
 
 
-def test_shards(case, tmp_path):
+def test_a_sharded_checkpoint_loads_bit_for_bit(case, tmp_path):
     model, batch, expected = case
     model.save_pretrained(tmp_path, max_shard_size="8KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    homes = {file for name, file in index.items() if ".rsa." in name}
-    assert len(homes) > 1
-    assert len(set(index.values())) > len(homes)
+    rsa_files = {file for name, file in index.items() if ".rsa." in name}
+    assert len(rsa_files) > 1
+    assert len(set(index.values())) > len(rsa_files)
     loaded = type(model).from_pretrained(tmp_path)
     saved = model.state_dict()
     assert all(torch.equal(value, saved[name]) for name, value in loaded.state_dict().items())
@@ -45,14 +45,14 @@ def test_shards(case, tmp_path):
 
 
 @pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])
-def test_device_maps(case, tmp_path, device_map):
+def test_a_device_map_changes_no_output(case, tmp_path, device_map):
     model, batch, expected = case
     model.save_pretrained(tmp_path)
     assert_same(type(model).from_pretrained(tmp_path, device_map=device_map), batch, expected)
 
 
 @pytest.mark.parametrize("where", ["disk", "memory"])
-def test_weights_that_wait_elsewhere(case, tmp_path, where):
+def test_offloaded_weights_change_no_output(case, tmp_path, where):
     model, batch, expected = case
     if where == "disk":
         offloaded = disk_offload(copy.deepcopy(model), tmp_path, execution_device=torch.device("cpu"))
@@ -61,15 +61,15 @@ def test_weights_that_wait_elsewhere(case, tmp_path, where):
         offloaded = cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"))
     assert_same(offloaded, batch, expected)
     assert rsa_report(offloaded) == rsa_report(model)
-    # Between calls the heads hold nothing.
+    # Between calls the parameters of the heads are on the meta device.
     heads = [module for module in offloaded.modules() if isinstance(module, RSAHeads)]
     assert heads
     assert all(parameter.device.type == "meta" for module in heads for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_layers_loaded_onto_disk(family, tmp_path):
-    model = patch_model(build_language_model(family), RSAConfig(**FULL_PLAN))
+def test_layers_offloaded_to_disk_on_loading_change_no_output(family, tmp_path):
+    model = patch_model(build_language_model(family), FULL_PLAN)
     model.save_pretrained(tmp_path / "model")
     base, layers = model.base_model_prefix, {"gpt2": "h", "llama": "layers"}[family]
     names = [f"{base}.{name}" for name, _ in getattr(model, base).named_children() if name != layers]
@@ -86,13 +86,13 @@ def test_layers_loaded_onto_disk(family, tmp_path):
     ids = torch.randint(3, 90, (2, 9))
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, model(ids).logits)
-        # One token after the other, from the tables that decoding keeps.
+        # Token by token, with the tables that decoding keeps.
         ours, expected = (one.generate(ids, max_new_tokens=6, do_sample=False) for one in (loaded, model))
     assert torch.equal(ours, expected)
 
 
-def test_patching_what_is_offloaded_says_what_to_do():
+def test_patching_an_offloaded_model_is_an_error():
     model = cpu_offload(build_language_model("llama"), execution_device=torch.device("cpu"))
     with pytest.raises(ValueError, match="weights are offloaded: load it without device_map"):
-        patch_model(model, RSAConfig(**FULL_PLAN))
+        patch_model(model, FULL_PLAN)
     assert not is_patched(model)

@@ -1,19 +1,20 @@
-"""ONNX: an exported model gives what PyTorch gives, for other batches, lengths and paddings than it was exported with."""
+"""ONNX: an exported model gives PyTorch's outputs, also for other batches, lengths and paddings."""
 
+import copy
 from functools import partial
 
 import numpy
 import pytest
 import torch
-from test_masks import visible_with_blocks
 
 from families import FULL_PLAN, VOCAB, build
 from references import double_loop, relative_error
-from rsa_hf import RSAConfig, patch_model, rem_product
+from rsa_hf import patch_model, rem_product, unpatch_model
 from rsa_hf.integration.attention import read_attention_mask
 from rsa_hf.ops.autograd import traced_forward
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.rem import Rems
+from texts import visible_with_blocks
 
 KINDS = ("regular", "cos", "sin", "regular", "cos", "sin")
 DECAY = torch.tensor([-0.9, 0.95, 0.8, 0.7, 0.99, 0.6])
@@ -49,7 +50,7 @@ MASKS = {
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_the_plain_operators_agree_with_the_scan(mask, groups):
+def test_the_operators_of_a_graph_agree_with_the_scan(mask, groups):
     mask, length, S, is_causal = mask
     value, query = torch.randn(2, 6 // groups, S, 4), torch.empty(2, 6, length, 4)
     read = read_attention_mask(query, value, mask, causal=is_causal, aligned_top_left=False)
@@ -74,12 +75,17 @@ def test_the_plain_operators_agree_with_the_scan(mask, groups):
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    """A patched RoBERTa with open gates, exported with a batch of 2 and a length of 11."""
+def onnxruntime():
     for package in ("onnx", "onnxscript", "onnxruntime"):
-        pytest.importorskip(package, reason=f"ONNX export needs {package}: pip install 'rsa_hf[onnx]'")
+        found = pytest.importorskip(package, reason=f"ONNX export needs {package}: pip install 'rsa_hf[onnx]'")
+    return found
+
+
+@pytest.fixture(scope="module")
+def exported(onnxruntime, tmp_path_factory):
+    """A patched RoBERTa and its export, which was made with a batch of 2 and a length of 11."""
     torch.manual_seed(0)
-    model = patch_model(build("roberta"), RSAConfig(**FULL_PLAN))
+    model = patch_model(build("roberta"), FULL_PLAN)
     path = tmp_path_factory.mktemp("onnx") / "model.onnx"
     ids = torch.randint(3, VOCAB, (2, 11))
     dynamic = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=100)}
@@ -92,16 +98,13 @@ def exported(tmp_path_factory):
         input_names=["input_ids", "attention_mask"],
         dynamo=True,
     )
-    return model, path
+    return model, onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
 
-@pytest.mark.slow  # the exporter takes its time
+@pytest.mark.slow  # exports a model
 @pytest.mark.parametrize(("batch", "length", "padding"), [(2, 11, 0), (1, 7, 0), (3, 40, 5), (5, 93, 12)])
-def test_an_exported_roberta_gives_the_same(exported, batch, length, padding):
-    import onnxruntime
-
-    model, path = exported
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+def test_an_exported_roberta_gives_the_same_outputs(exported, batch, length, padding):
+    model, session = exported
     ids = torch.randint(3, VOCAB, (batch, length))
     mask = torch.ones_like(ids)
     mask[0, length - padding :] = 0
@@ -110,24 +113,15 @@ def test_an_exported_roberta_gives_the_same(exported, batch, length, padding):
     real = mask.bool().numpy()
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask).last_hidden_state.numpy()
-        gates = [layer.attention.self.rsa.mu for layer in model.encoder.layer]
-        was = [gate.clone() for gate in gates]
-        for gate in gates:
-            gate.fill_(-torch.inf)
-        without = model(input_ids=ids, attention_mask=mask).last_hidden_state.numpy()
-        for gate, value in zip(gates, was, strict=True):
-            gate.copy_(value)
+        plain = unpatch_model(copy.deepcopy(model))
+        without = plain(input_ids=ids, attention_mask=mask).last_hidden_state.numpy()
     numpy.testing.assert_allclose(found[real], expected[real], atol=1e-5, rtol=1e-5)
-    # Without recurrence it would be off by far more than that.
+    # The control: the recurrence matters.
     assert numpy.abs(found - without)[real].mean() > 1e-2
 
 
-@pytest.mark.slow  # the exporter takes its time
-def test_exported_masks_of_images_prefixes_and_static_caches(tmp_path):
-    for package in ("onnx", "onnxscript", "onnxruntime"):
-        pytest.importorskip(package, reason=f"ONNX export needs {package}: pip install 'rsa_hf[onnx]'")
-    import onnxruntime
-
+@pytest.mark.slow  # exports a graph
+def test_an_exported_product_reads_masks_of_images_prefixes_and_static_caches(onnxruntime, tmp_path):
     class Product(torch.nn.Module):
         def forward(self, value, mask):
             return traced_forward(
@@ -151,7 +145,7 @@ def test_exported_masks_of_images_prefixes_and_static_caches(tmp_path):
         theta = torch.full((6,), 0.7)
         expected = double_loop(value, KINDS, DECAY, theta, DILATION, len(text), before, True, mask)
         own = torch.arange(len(text))
-        real = mask[:, 0, own, before + own]  # what padding gives is not used
+        real = mask[:, 0, own, before + own]  # the output of padding is not used
         error = relative_error(torch.from_numpy(found).transpose(1, 2)[real], expected.transpose(1, 2)[real])
         assert error < 1e-5
 
@@ -167,7 +161,7 @@ class LastHiddenState(torch.nn.Module):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("record", [torch.jit.trace, partial(torch.onnx.export, dynamo=False)])
-def test_what_records_an_example_says_what_to_use(record, tmp_path):
+def test_tracing_is_an_error_that_names_the_alternative(record, tmp_path):
     model = build("roberta")
     file = () if record is torch.jit.trace else (tmp_path / "model.onnx",)
     arguments = (LastHiddenState(model), (torch.randint(3, VOCAB, (2, 11)),), *file)

@@ -1,11 +1,10 @@
-"""An adapter never loses its RSA heads in silence: another base, plan or file is an error, whichever way it is loaded."""
+"""An adapter never loses its RSA heads silently: another base, plan or file is an error, however it is loaded."""
 
 import json
 import pickle
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -15,17 +14,18 @@ from peft import LoraConfig, LoraModel, PeftModel, load_peft_weights, set_peft_m
 from peft import get_peft_model as plain_get_peft_model
 from peft.config import PeftConfigMixin
 from peft.utils.hotswap import hotswap_adapter
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BertModel, GPT2LMHeadModel, PreTrainedModel, modeling_utils
+from transformers import AutoModelForCausalLM, BertModel, GPT2LMHeadModel
 
 from families import CONFIGS, FULL_PLAN, inputs
+from file_edits import edit_json, edit_tensors
+from hub.test_hub import hub  # noqa: F401  (a fixture)
+from hub_stand_in import USER
 from peft_adapters import METHODS, PLAN, base_model, disturb, logits, needs_own_adapters, trained_adapter
 from rsa_hf import RSAConfig, is_patched, patch_model
 from rsa_hf.integration.loading import _require_matching_keys
 from rsa_hf.integration.peft import adapter_plan
 from rsa_hf.integration.peft import hooks as peft_hooks
 from rsa_hf.integration.peft.adapter_plan import describe_base, differing_weights
-from rsa_hf.integration.saving import wrap_upload_modified_files
 from rsa_hf.peft import get_peft_model, load, with_rsa
 
 OTHER_PLAN = RSAConfig(**{**FULL_PLAN, "dilation": [2, 3, 7]})
@@ -49,38 +49,34 @@ def adapter(tmp_path):
 
 
 def edit_config(folder, change):
-    file = folder / "adapter_config.json"
-    content = json.loads(file.read_text())
-    change(content)
-    file.write_text(json.dumps(content))
+    edit_json(folder / "adapter_config.json", change)
 
 
-def edit_tensors(folder, change):
-    file = folder / "adapter_model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
-
-
-def without_a_plan(folder):
-    """As a PEFT without rsa_hf writes it."""
+def remove_plan(folder):
+    """Make the config as PEFT without rsa_hf writes it."""
     edit_config(folder, lambda content: content.update(task_type=content.pop("rsa")["task_type"]))
+
+
+def changed_gpt2(**changes):
+    config = CONFIGS["gpt2"]()
+    config.update(changes)
+    return GPT2LMHeadModel(config)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("written_by", ["rsa_hf", "plain peft"])
-def test_an_unpatched_base(adapter, way, written_by):
+def test_a_plain_base_is_an_error(adapter, way, written_by):
     if written_by == "plain peft":
-        without_a_plan(adapter)
+        remove_plan(adapter)
     model = base_model("gpt2")
     with pytest.raises(ValueError, match=r"no RSA heads|has none: they would be lost silently.*rsa_hf.peft.load"):
         WAYS[way](model, adapter)
-    if way != "PeftModel.load_adapter":  # that one adds an adapter of its own first
+    if way != "PeftModel.load_adapter":  # that one adds another adapter first
         assert list(model.state_dict()) == list(base_model("gpt2").state_dict())
 
 
-def test_without_the_guard_peft_says_nothing_and_the_heads_are_gone(adapter):
-    without_a_plan(adapter)
+def test_without_the_guard_peft_loses_the_heads_silently(adapter):
+    remove_plan(adapter)
     batch = inputs("gpt2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peft_hooks, "require_fit", lambda *_: None)
@@ -90,7 +86,7 @@ def test_without_the_guard_peft_says_nothing_and_the_heads_are_gone(adapter):
 
 
 @pytest.mark.parametrize("way", ALL_WAYS)
-def test_another_plan(adapter, way):
+def test_another_plan_is_an_error(adapter, way):
     model = patch_model(base_model("gpt2"), OTHER_PLAN)
     with pytest.raises(ValueError, match=r"another plan.*dilation: \[2, 3, 5\] → \[2, 3, 7\].*fresh copy"):
         ALL_WAYS[way](model, adapter)
@@ -98,25 +94,18 @@ def test_another_plan(adapter, way):
     assert model.config.rsa["plan"]["dilation"] == [2, 3, 7]
 
 
-def other_gpt2(**changes):
-    config = CONFIGS["gpt2"]()
-    for name, value in changes.items():
-        setattr(config, name, value)
-    return GPT2LMHeadModel(config)
-
-
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (lambda: other_gpt2(n_embd=64), "hidden_size is 64, not 32"),
-        (lambda: other_gpt2(n_layer=3), "num_hidden_layers is 3, not 2"),
-        (lambda: other_gpt2(n_head=16), "num_attention_heads is 16, not 8"),
+        (lambda: changed_gpt2(n_embd=64), "hidden_size is 64, not 32"),
+        (lambda: changed_gpt2(n_layer=3), "num_hidden_layers is 3, not 2"),
+        (lambda: changed_gpt2(n_head=16), "num_attention_heads is 16, not 8"),
         (lambda: base_model("llama"), "model_type is 'llama', not 'gpt2'"),
         (lambda: torch.nn.Linear(2, 2), "for a gpt2, but this is a Linear|got Linear"),
     ],
 )
 @pytest.mark.parametrize("call", [load, PeftModel.from_pretrained])
-def test_another_base(adapter, other, words, call):
+def test_another_base_is_an_error(adapter, other, words, call):
     model = other()
     with pytest.raises((ValueError, TypeError), match=words):
         call(model, adapter)
@@ -128,7 +117,7 @@ def test_another_base(adapter, other, words, call):
 
 @pytest.fixture
 def bases(tmp_path):
-    """An adapter, the folder of its base model, and what both give for a batch."""
+    """The folders of an adapter and its base model, a batch, and the logits for it."""
     base_model("gpt2").save_pretrained(tmp_path / "base")
     model = disturb(get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(), PLAN))
     model.save_pretrained(tmp_path / "adapter")
@@ -142,9 +131,9 @@ def changed(folder, change):
     return model
 
 
-def other_seed(folder):
+def other_seed(folder=None):
     torch.manual_seed(8)
-    return other_gpt2()
+    return changed_gpt2()
 
 
 SAME = {
@@ -162,7 +151,7 @@ OTHER = {
 
 @pytest.mark.parametrize("written_by", ["this version", "0.1"])
 @pytest.mark.parametrize("kind", SAME)
-def test_the_base_is_recognised(bases, kind, written_by, caplog):
+def test_the_base_is_recognised_by_its_weights(bases, kind, written_by, caplog):
     adapter, folder, batch, expected = bases
     if written_by == "0.1":
         edit_config(adapter, lambda content: content["rsa"]["base"].pop("weights"))
@@ -174,7 +163,7 @@ def test_the_base_is_recognised(bases, kind, written_by, caplog):
 
 
 @pytest.mark.parametrize("kind", OTHER)
-def test_other_weights(bases, kind):
+def test_other_weights_are_an_error(bases, kind):
     adapter, folder, *_ = bases
     words = r"trained on another base model: on .*base, and this one .*other weights"
     for call in (load, PeftModel.from_pretrained):
@@ -185,16 +174,16 @@ def test_other_weights(bases, kind):
     other = OTHER[kind](folder)
     load(other, adapter, check_base_name=False).load_adapter(str(adapter), "default")
     edit_config(adapter, lambda content: content["rsa"]["base"].pop("weights"))
-    load(OTHER[kind](folder), adapter)  # of 0.1, which knows type and sizes alone
+    load(OTHER[kind](folder), adapter)  # version 0.1 wrote only the type and the sizes
 
 
-def test_other_weights_under_prompt_learning(tmp_path):
+def test_other_weights_are_an_error_under_prompt_learning(tmp_path):
     trained_adapter("gpt2", "prompt").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="another base model"):
-        PeftModel.from_pretrained(patch_model(other_seed(None), PLAN), tmp_path)
+        PeftModel.from_pretrained(patch_model(other_seed(), PLAN), tmp_path)
 
 
-def test_a_part_that_is_random_in_each_model_does_not_tell_them_apart():
+def test_one_new_part_does_not_make_another_base():
     one, other = (BertModel(CONFIGS["bert"]()) for _ in range(2))
     base = describe_base(one.requires_grad_(False))
     new = next(iter(base["weights"]))
@@ -203,8 +192,8 @@ def test_a_part_that_is_random_in_each_model_does_not_tell_them_apart():
     assert len(differing_weights(base, BertModel(CONFIGS["bert"]()))) > len(base["weights"]) / 2
 
 
-def test_what_adapters_change_is_not_sampled():
-    """LoRA merges into what it wraps; biases may be trained beside it."""
+def test_weights_that_adapters_change_are_not_compared():
+    """LoRA is merged into the layers that it wraps, and biases may be trained with it."""
     model = disturb(get_peft_model(base_model("gpt2"), LoraConfig(target_modules="all-linear", bias="all"), PLAN))
     base = model.get_base_model()
     before = describe_base(base)
@@ -232,8 +221,8 @@ def test_what_adapters_change_is_not_sampled():
         (lambda t: t.update({FIRST[:-2] + "nu": torch.tensor([0.0, torch.inf])}), r"rsa.nu is \[0.0, inf\]"),
     ],
 )
-def test_a_damaged_file(adapter, change, words):
-    edit_tensors(adapter, change)
+def test_a_damaged_weights_file_is_an_error(adapter, change, words):
+    edit_tensors(adapter / "adapter_model.safetensors", change)
     for way in ALL_WAYS.values():
         with pytest.raises(ValueError, match=words):
             way(patch_model(base_model("gpt2"), PLAN), adapter)
@@ -245,7 +234,7 @@ def test_a_damaged_file(adapter, change, words):
     ("change", "error"),
     [(lambda t: t.pop(FIRST), KeyError), (lambda t: t.update({FIRST: torch.ones(2)}), RuntimeError)],
 )
-def test_peft_itself_refuses_tensors_that_are_missing_or_have_another_shape(adapter, change, error):
+def test_peft_itself_refuses_missing_tensors_and_other_shapes(adapter, change, error):
     tensors = load_peft_weights(str(adapter), device="cpu")
     change(tensors)
     with pytest.raises(error, match="attn.rsa"):
@@ -268,17 +257,17 @@ def with_native_adapter():
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[needs_own_adapters] * way.startswith("model")) for way in OVER]
 )
-def test_what_goes_over_an_adapter_has_to_fit_it(way, adapter, tmp_path):
+def test_an_adapter_is_only_replaced_by_one_that_fits(way, adapter, tmp_path):
     trained_adapter("gpt2", plan=OTHER_PLAN).save_pretrained(tmp_path / "other plan")
     with pytest.raises(ValueError, match="another plan"):
         OVER[way](tmp_path / "other plan")
     OVER[way](adapter)
-    edit_tensors(adapter, lambda tensors: tensors.pop(FIRST))
+    edit_tensors(adapter / "adapter_model.safetensors", lambda tensors: tensors.pop(FIRST))
     with pytest.raises(ValueError, match=f"missing from the adapter: {NAMES[0]}"):
         OVER[way](adapter)
 
 
-def test_a_hot_swap_that_is_refused_changes_nothing(tmp_path):
+def test_a_refused_hot_swap_changes_nothing(tmp_path):
     model, batch = trained_adapter("gpt2", seed=2), inputs("gpt2")
     before = logits(model, batch)
     plain_get_peft_model(base_model("gpt2"), LoraConfig(target_modules="all-linear")).save_pretrained(tmp_path)
@@ -301,7 +290,7 @@ def test_a_hot_swap_that_is_refused_changes_nothing(tmp_path):
         (lambda rsa: rsa["base"].update(weights={"wte.weight": [10**400]}), "lists of finite numbers"),
     ],
 )
-def test_a_damaged_config(adapter, change, words):
+def test_a_damaged_config_is_an_error(adapter, change, words):
     edit_config(adapter, lambda content: change(content["rsa"]))
     for call in (load, PeftModel.from_pretrained):
         with pytest.raises((ValueError, TypeError), match=words):
@@ -331,14 +320,14 @@ def test_a_new_adapter_with_rates_needs_a_patched_model(tmp_path):
         prompt.save_pretrained(tmp_path)
 
 
-def test_rates_that_no_adapter_holds_are_not_saved_as_if_they_were(tmp_path):
+def test_trained_rates_that_no_adapter_holds_cannot_be_saved(tmp_path):
     model = plain_get_peft_model(patch_model(base_model("gpt2"), PLAN), LoraConfig())
     model.save_pretrained(tmp_path / "frozen")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".rsa." in name or "lora_" in name)
     with pytest.raises(ValueError, match=r"h.0.attn.rsa, …\) are trained, but no adapter holds them"):
         model.save_pretrained(tmp_path / "trained")
-    # The frozen one says that it needs a patched base, and does not make one up.
+    # The frozen adapter needs a patched base, and load does not patch one for it.
     assert "rsa" in json.loads((tmp_path / "frozen" / "adapter_config.json").read_text())
     with pytest.raises(ValueError, match="has none"):
         PeftModel.from_pretrained(base_model("gpt2"), tmp_path / "frozen")
@@ -347,7 +336,7 @@ def test_rates_that_no_adapter_holds_are_not_saved_as_if_they_were(tmp_path):
     load(patch_model(base_model("gpt2"), PLAN), tmp_path / "frozen")
 
 
-def test_plain_adapters_are_left_alone(tmp_path):
+def test_plain_adapters_load_as_without_rsa_hf(tmp_path):
     model, batch = plain_get_peft_model(base_model("gpt2"), LoraConfig(task_type="CAUSAL_LM")), inputs("gpt2")
     disturb(model).save_pretrained(tmp_path)
     content = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -357,7 +346,7 @@ def test_plain_adapters_are_left_alone(tmp_path):
     assert torch.equal(logits(PeftModel.from_pretrained(base_model("gpt2"), tmp_path), batch), logits(model, batch))
     with pytest.raises(ValueError, match="does not say which RSA heads it is for"):
         load(base_model("gpt2"), tmp_path)
-    # On a patched base too: nothing of it is lost there.
+    # They also load onto a patched base, where nothing is lost.
     for way in WAYS.values():
         way(patch_model(base_model("gpt2"), PLAN), tmp_path)
 
@@ -371,7 +360,7 @@ def test_one_config_can_be_used_for_several_models():
         plain_get_peft_model(patch_model(base_model("gpt2"), plan), shared)
 
 
-def test_a_failed_save_leaves_no_config_without_its_lock(tmp_path, monkeypatch):
+def test_a_failed_save_leaves_no_unlocked_config(tmp_path, monkeypatch):
     model = trained_adapter("gpt2")
     monkeypatch.setattr(adapter_plan, "write_text", MagicMock(side_effect=OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
@@ -379,21 +368,13 @@ def test_a_failed_save_leaves_no_config_without_its_lock(tmp_path, monkeypatch):
     assert {file.name for file in tmp_path.iterdir()} == {"README.md", "adapter_model.safetensors"}
 
 
-def test_an_adapter_from_transformers_is_uploaded_with_its_plan(tmp_path, monkeypatch):
+def test_an_adapter_from_transformers_is_uploaded_with_its_plan(hub, tmp_path):  # noqa: F811
     """save_pretrained(push_to_hub=True) uploads before it returns."""
-    model, seen = with_native_adapter(), []
-
-    def upload(self, folder, *_, **__):
-        seen.append(json.loads((Path(folder) / "adapter_config.json").read_text()))
-
-    monkeypatch.setattr(PreTrainedModel, "_upload_modified_files", wrap_upload_modified_files(upload))
-    monkeypatch.setattr(PreTrainedModel, "_get_files_timestamps", lambda *_: {})
-    for name in ("create_repo", "hf_api", "create_and_tag_model_card"):
-        monkeypatch.setattr(modeling_utils, name, MagicMock(), raising=False)
-    model.save_pretrained(tmp_path, push_to_hub=True, repo_id="someone/adapter")
-    [content] = seen
+    folder, repo = tmp_path / "adapter", f"{USER}/adapter"
+    with_native_adapter().save_pretrained(folder, push_to_hub=True, repo_id=repo)
+    content = json.loads(hub.files(repo)["adapter_config.json"])
     assert content["rsa"]["base"]["model_type"] == "gpt2"
-    assert content == json.loads((tmp_path / "adapter_config.json").read_text())
+    assert content == json.loads((folder / "adapter_config.json").read_text())
 
 
 def test_the_lock_stops_a_peft_without_rsa_hf(adapter, monkeypatch):
@@ -403,7 +384,7 @@ def test_the_lock_stops_a_peft_without_rsa_hf(adapter, monkeypatch):
         PeftModel.from_pretrained(patch_model(base_model("gpt2"), PLAN), adapter)
 
 
-def test_a_transformers_that_would_drop_the_rates_is_named():
+def test_a_transformers_that_does_not_load_the_rates_is_an_error():
     model = base_model("gpt2")
     model.add_adapter(LoraConfig())
     info = SimpleNamespace(missing_keys=set(), unexpected_keys={FIRST}, mismatched_keys=set())
@@ -413,7 +394,7 @@ def test_a_transformers_that_would_drop_the_rates_is_named():
         _require_matching_keys(model, info)
 
 
-ARMED = """
+IMPORT_ORDER = """
     import sys
     {first}
     {second}
@@ -426,7 +407,7 @@ ARMED = """
     except ValueError as error:
         print(error)
     else:
-        raise SystemExit("loaded all the same")
+        raise SystemExit("loaded without an error")
 """
 
 
@@ -440,8 +421,8 @@ ARMED = """
         ("import peft", "", "pip install rsa_hf, then import rsa_hf before loading it"),
     ],
 )
-def test_the_guard_is_armed_whatever_is_imported_first(adapter, first, second, words):
-    code = textwrap.dedent(ARMED).format(
+def test_the_guard_works_in_any_order_of_imports(adapter, first, second, words):
+    code = textwrap.dedent(IMPORT_ORDER).format(
         first=first, second=second, guarded="rsa_hf" in first + second, folder=str(adapter)
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""On a base of 4 or 8 bits, on the CPU: gates and rates stay float32, train, save and merge with their values."""
+"""On a base of 4 or 8 bits, gates and rates stay float32, and train, save and merge without loss."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_rates_stay_float32_and_learn(bits, patched, tmp_path):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_values_may_have_any_dtype(bits, tmp_path):
+def test_v_may_have_the_dtype_of_the_quantised_layers(bits, tmp_path):
     base_model("llama").save_pretrained(tmp_path / "base")
     base, batch = quantised(tmp_path / "base", bits), inputs("llama")
     plain = logits(base, batch)

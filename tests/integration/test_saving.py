@@ -1,4 +1,4 @@
-"""Checkpoints: what goes in comes out bit for bit, and what does not fit is refused by name."""
+"""Checkpoints load bit for bit, and one that does not fit is an error that names the reason."""
 
 import copy
 import json
@@ -10,7 +10,6 @@ import textwrap
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import (
     AutoConfig,
@@ -26,19 +25,14 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from families import CONFIGS, FAMILIES, FULL_PLAN, build, build_language_model, inputs
-from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, rsa_report, unpatch_model
+from families import CONFIGS, FAMILIES, FULL_PLAN, build, build_language_model, inputs, move_rates
+from file_edits import edit_json, edit_tensors
+from rsa_hf import RSAConfig, is_patched, patch_model, rsa_report, unpatch_model
 
 
-def trained(model, plan=None):
-    """A patched model whose gates and rates are not where they started."""
-    patch_model(model, RSAConfig(**(FULL_PLAN if plan is None else plan)))
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, RSAHeads):
-                for parameter in module.parameters():
-                    parameter.add_(torch.randn(parameter.shape) * 0.02)
-    return model.eval()
+def trained(model, plan=FULL_PLAN):
+    """A patched model whose gates and rates are not at their initial values."""
+    return move_rates(patch_model(model, RSAConfig(**plan)))
 
 
 @pytest.fixture
@@ -50,21 +44,21 @@ def saved(tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_auto_model_gives_the_same_bits(family, tmp_path):
+def test_auto_model_loads_a_checkpoint_bit_for_bit(family, tmp_path):
     model, batch = trained(build(family)), inputs(family)
     model.save_pretrained(tmp_path)
     loaded = AutoModel.from_pretrained(tmp_path)
     assert torch.equal(loaded(**batch)[0], model(**batch)[0])
     assert loaded.config.rsa == model.config.rsa
     assert str(rsa_report(loaded)) == str(rsa_report(model))
-    # Saved again it is the same again.
+    # So does the loaded model, saved again.
     loaded.save_pretrained(tmp_path / "again")
     assert torch.equal(AutoModel.from_pretrained(tmp_path / "again")(**batch)[0], model(**batch)[0])
 
 
 @pytest.mark.parametrize("how", ["concrete class", "deepcopy", "pickle"])
 @torch.no_grad()
-def test_classes_and_copies(how, saved):
+def test_concrete_classes_copies_and_pickles_give_the_same_bits(how, saved):
     model, folder = saved
     batch = inputs("roberta")
     if how == "concrete class":
@@ -77,7 +71,7 @@ def test_classes_and_copies(how, saved):
 
 
 @torch.no_grad()
-def test_other_heads_on_the_same_base(tmp_path):
+def test_other_head_classes_load_the_same_base(tmp_path):
     model = trained(AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]()))
     model.save_pretrained(tmp_path)
     batch = inputs("roberta")
@@ -91,7 +85,7 @@ def test_other_heads_on_the_same_base(tmp_path):
 
 
 @torch.no_grad()
-def test_one_half_of_an_encoder_decoder(tmp_path):
+def test_the_encoder_of_an_encoder_decoder_loads_alone(tmp_path):
     model = trained(build_language_model("t5"))
     model.save_pretrained(tmp_path)
     ids = inputs("t5")["input_ids"]
@@ -101,7 +95,7 @@ def test_one_half_of_an_encoder_decoder(tmp_path):
 
 
 @torch.no_grad()
-def test_lower_precision_keeps_rates_in_float32(saved):
+def test_rates_load_as_float32_beside_lower_precision(saved):
     model, folder = saved
     loaded = AutoModel.from_pretrained(folder, dtype=torch.bfloat16)
     weights = dict(model.named_parameters())
@@ -113,7 +107,7 @@ def test_lower_precision_keeps_rates_in_float32(saved):
             assert parameter.dtype == torch.bfloat16
 
 
-def test_a_new_model_from_the_config_starts_as_the_plan_says(saved):
+def test_a_new_model_from_the_config_starts_where_the_plan_says(saved):
     _, folder = saved
     fresh = AutoModel.from_config(AutoConfig.from_pretrained(folder))
     assert is_patched(fresh)
@@ -122,7 +116,7 @@ def test_a_new_model_from_the_config_starts_as_the_plan_says(saved):
 
 
 @pytest.mark.parametrize("initialise", [False, True])
-def test_a_model_built_on_the_meta_device_starts_as_the_plan_says(initialise, saved):
+def test_a_model_built_on_the_meta_device_starts_where_the_plan_says(initialise, saved):
     _, folder = saved
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
@@ -146,7 +140,7 @@ WAYS_TO_LOAD = [
 
 def test_without_rsa_hf_the_checkpoint_does_not_load(saved):
     _, folder = saved
-    # One process for all of them: importing transformers takes most of its time.
+    # One process for all of them, since importing transformers takes most of the time.
     code = f"""
         import json, sys
         from transformers import AutoConfig, AutoModel, RobertaModel, pipeline
@@ -166,7 +160,7 @@ def test_without_rsa_hf_the_checkpoint_does_not_load(saved):
         assert "pip install rsa_hf, then import rsa_hf" in message, way
 
 
-def test_locks_are_in_the_file_and_not_in_memory(saved):
+def test_locks_are_in_the_file_but_not_in_memory(saved):
     model, folder = saved
     content = json.loads((folder / "config.json").read_text())
     assert content["attn_implementation"].startswith("rsa_hf")
@@ -176,18 +170,6 @@ def test_locks_are_in_the_file_and_not_in_memory(saved):
         assert config._attn_implementation in ("sdpa", None)
         assert not hasattr(config, "fusion_config")
     assert [path.name for path in folder.glob("*.tmp")] == []
-
-
-def edit_weights(folder, change):
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def edit_config(folder, change):
-    content = json.loads((folder / "config.json").read_text())
-    change(content)
-    (folder / "config.json").write_text(json.dumps(content))
 
 
 LAYER = "encoder.layer.1.attention.self.rsa"
@@ -209,9 +191,9 @@ LAYER = "encoder.layer.1.attention.self.rsa"
         (lambda w: w[f"{LAYER}.eta"].fill_(math.inf), f"{LAYER}.eta is .inf.*finite number"),
     ],
 )
-def test_weights_that_do_not_fit_the_plan(saved, change, message):
+def test_weights_that_do_not_fit_the_plan_are_an_error(saved, change, message):
     _, folder = saved
-    edit_weights(folder, change)
+    edit_tensors(folder / "model.safetensors", change)
     with pytest.raises(ValueError, match=message):
         AutoModel.from_pretrained(folder)
     with pytest.raises(ValueError, match=message):
@@ -253,9 +235,9 @@ def test_weights_that_do_not_fit_the_plan(saved, change, message):
         ),
     ],
 )
-def test_plans_that_do_not_fit(saved, change, error, message):
+def test_a_plan_that_does_not_fit_is_an_error(saved, change, error, message):
     _, folder = saved
-    edit_config(folder, change)
+    edit_json(folder / "config.json", change)
     with pytest.raises(error, match=message):
         AutoModel.from_pretrained(folder)
 
@@ -267,7 +249,7 @@ def test_a_plain_checkpoint_with_a_plan_is_refused(tmp_path, saved):
         AutoModel.from_pretrained(tmp_path / "plain", config=model.config)
 
 
-def test_recurrence_is_not_saved_without_its_plan(tmp_path):
+def test_heads_are_not_saved_without_their_plan_nor_a_plan_without_its_heads(tmp_path):
     model = trained(build_language_model("t5"))
     with pytest.raises(ValueError, match="config has no plan"):
         model.encoder.save_pretrained(tmp_path)
@@ -278,19 +260,19 @@ def test_recurrence_is_not_saved_without_its_plan(tmp_path):
         plain.save_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("change", ["dropped", "doubled", "turned round", "without heads"])
+@pytest.mark.parametrize("change", ["dropped", "duplicated", "swapped", "without heads"])
 @torch.no_grad()
-def test_layers_that_are_no_longer_those_of_the_plan(change, tmp_path):
-    # Turned round, a copy would load with the dilations of other layers.
+def test_changed_layers_are_saved_only_with_a_new_plan(change, tmp_path):
+    # Swapped layers would load with each other's dilations.
     plan = {"num_regular": 1, "num_dilated_regular": 1, "dilation": [[2], [5]], "gate_init": 0.5}
     model = trained(build_language_model("llama"), plan)
     layers = model.model.layers
     if change == "dropped":
         model.model.layers = layers[:1]
-    elif change == "doubled":
+    elif change == "duplicated":
         layers.append(copy.deepcopy(layers[1]))
         layers[2].self_attn.layer_idx = 2
-    elif change == "turned round":
+    elif change == "swapped":
         model.model.layers = torch.nn.ModuleList([layers[1], layers[0]])
     else:
         del layers[1].self_attn.rsa
@@ -300,10 +282,10 @@ def test_layers_that_are_no_longer_those_of_the_plan(change, tmp_path):
         model.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
 
-    # As the message says: what was trained is kept.
+    # Doing what the message says keeps the trained values.
     ids = inputs("llama")["input_ids"]
     expected, state = model(ids, use_cache=False).logits, model.state_dict()
-    dilation = {"dropped": [[2]], "doubled": [[2], [5], [5]], "turned round": [[5], [2]], "without heads": [[2]]}
+    dilation = {"dropped": [[2]], "duplicated": [[2], [5], [5]], "swapped": [[5], [2]], "without heads": [[2]]}
     layers = [0] if change == "without heads" else None
     patch_model(unpatch_model(model), RSAConfig(**{**plan, "dilation": dilation[change], "layers": layers}))
     model.load_state_dict(state)
@@ -311,7 +293,7 @@ def test_layers_that_are_no_longer_those_of_the_plan(change, tmp_path):
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids, use_cache=False).logits, expected)
 
 
-def test_wrapped_layers_are_those_of_the_plan(tmp_path):
+def test_wrapped_layers_are_saved_under_their_own_names(tmp_path):
     model = trained(build_language_model("llama"))
     expected = model.state_dict()
     layers = model.model.layers
@@ -323,7 +305,7 @@ def test_wrapped_layers_are_those_of_the_plan(tmp_path):
 
 
 @torch.no_grad()
-def test_shut_gate_survives(tmp_path):
+def test_a_shut_gate_is_saved_as_valid_json(tmp_path):
     model = patch_model(build("gpt2"), RSAConfig(gate_init=-math.inf))
     model.save_pretrained(tmp_path)
     json.loads((tmp_path / "config.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -333,25 +315,25 @@ def test_shut_gate_survives(tmp_path):
 
 
 @torch.no_grad()
-def test_plans_without_heads_of_a_kind(tmp_path):
+def test_a_plan_without_cyclical_heads_has_no_parameters_for_them(tmp_path):
     model, batch = trained(build("roberta"), {"num_regular": 2, "gate_init": 0.5}), inputs("roberta")
     assert not [name for name in model.state_dict() if name.endswith(("rsa.nu", "rsa.theta"))]
     model.save_pretrained(tmp_path)
     assert torch.equal(AutoModel.from_pretrained(tmp_path)(**batch)[0], model(**batch)[0])
-    edit_weights(tmp_path, lambda w: w.update({f"{LAYER}.nu": torch.zeros(1)}))
+    edit_tensors(tmp_path / "model.safetensors", lambda w: w.update({f"{LAYER}.nu": torch.zeros(1)}))
     with pytest.raises(ValueError, match=f"not in the plan: {LAYER}.nu"):
         AutoModel.from_pretrained(tmp_path)
 
 
-def test_a_plain_model_is_saved_as_ever(tmp_path):
+def test_a_plain_model_is_saved_without_plan_or_locks(tmp_path):
     build("roberta").save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     assert not {"rsa", "attn_implementation", "fusion_config"} & set(content)
 
 
 @torch.no_grad()
-def test_a_decoder_that_builds_its_own_base_from_the_config_comes_back(tmp_path):
-    # Mllama's text decoder alone: its base is another PreTrainedModel, built from the same config.
+def test_a_decoder_that_builds_its_base_from_the_config_loads_bit_for_bit(tmp_path):
+    # The base of Mllama's text decoder is another PreTrainedModel, built from the same config.
     config = MllamaTextConfig(
         vocab_size=50,
         hidden_size=32,
@@ -371,8 +353,8 @@ def test_a_decoder_that_builds_its_own_base_from_the_config_comes_back(tmp_path)
     assert not torch.allclose(model(ids).logits, expected)
 
 
-class InAFolder(PreTrainedModel):
-    """A model of a user's own, with another one some levels down and no name for it."""
+class WithInnerModel(PreTrainedModel):
+    """A user's model with another model some levels down, and without a `base_model_prefix`."""
 
     config_class = GPT2Config
     _supports_sdpa = True
@@ -387,19 +369,19 @@ class InAFolder(PreTrainedModel):
 
 
 @torch.no_grad()
-def test_a_model_with_another_one_deeper_in_it_comes_back(tmp_path):
-    model, ids = trained(InAFolder(CONFIGS["gpt2"]())), inputs("gpt2")["input_ids"]
+def test_a_model_around_another_one_loads_bit_for_bit(tmp_path):
+    model, ids = trained(WithInnerModel(CONFIGS["gpt2"]())), inputs("gpt2")["input_ids"]
     model.save_pretrained(tmp_path)
-    assert torch.equal(InAFolder.from_pretrained(tmp_path)(ids), model(ids))
+    assert torch.equal(WithInnerModel.from_pretrained(tmp_path)(ids), model(ids))
 
 
-def test_heads_that_are_spread_over_processes_are_refused(tmp_path, monkeypatch):
-    """Each process would take the first of its own heads for RSA heads."""
-    patch_model(build("llama"), RSAConfig(**FULL_PLAN)).save_pretrained(tmp_path)
+def test_tensor_parallelism_is_refused(tmp_path, monkeypatch):
+    """Each process would take the first of its heads for RSA heads."""
+    patch_model(build("llama"), FULL_PLAN).save_pretrained(tmp_path)
     plain = build("llama")
-    monkeypatch.setattr(PreTrainedModel, "_tp_size", 2)  # as from_pretrained(tp_plan="auto") sets it in two processes
+    monkeypatch.setattr(PreTrainedModel, "_tp_size", 2)  # as from_pretrained(tp_plan="auto") in two processes
     with pytest.raises(NotImplementedError, match="tensor parallelism.*tp_plan"):
         AutoModel.from_pretrained(tmp_path)
     with pytest.raises(NotImplementedError, match="tensor parallelism.*tp_plan"):
-        patch_model(plain, RSAConfig(**FULL_PLAN))
+        patch_model(plain, FULL_PLAN)
     assert not is_patched(plain)

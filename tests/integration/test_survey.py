@@ -1,4 +1,4 @@
-"""A sample of architectures through the checks of the survey, and the checks themselves."""
+"""The checks of the survey, on a sample of architectures and on broken RSA, and its records and table."""
 
 import json
 import time
@@ -20,9 +20,9 @@ from survey.tiny_models import build, model_types, tasks_of
 
 ROOT = Path(__file__).parents[2]
 
-# Learned, rotary and relative positions, grouped values, latent attention, sliding windows, a hybrid, a classifier, modules
-# that do not say their direction (LayoutLM, Doge) or say a wrong one (BigBirdPegasus, NLLB-MoE), parameters off the meta device
-# (DiffLlama); and the checks that do not apply to them.
+# Learned, rotary and relative positions, grouped values, latent attention, sliding windows, a hybrid, a classifier,
+# modules that state no direction (LayoutLM, Doge) or a wrong one (BigBirdPegasus, NLLB-MoE), and parameters outside
+# the meta device (DiffLlama); each with the checks that do not apply to it.
 SAMPLE = {
     ("gpt2", "causal-lm"): set(),
     ("llama", "sequence-classification"): {"cache"},
@@ -40,11 +40,11 @@ SAMPLE = {
 }
 
 
-# Attention under a name of its own, attention with a small module beside it that is named so too, and a plain case.
+# Attention with an unusual name, attention beside a small module with a similar name, and an ordinary case.
 @pytest.mark.parametrize(
     ("model_type", "task"), [("longcat_flash", "causal-lm"), ("neomme", "masked-lm"), ("bert", "masked-lm")]
 )
-def test_a_plan_may_name_what_is_patched(model_type, task):
+def test_a_plan_may_name_the_patched_modules_and_no_others(model_type, task):
     if model_type not in model_types():
         pytest.skip(f"this transformers has no {model_type}")
     model = patch_model(build(model_type, task).model)
@@ -56,7 +56,7 @@ def test_a_plan_may_name_what_is_patched(model_type, task):
 
 @pytest.mark.parametrize("model_type", ["canine", "longformer"])
 def test_a_plan_may_not_name_attention_beside_the_interface(model_type):
-    """Its heads would be loaded and never run."""
+    """Heads on it would load and never run."""
     model = build(model_type, tasks_of(model_type)[0]).model
     names = [name for name, module in model.base_model.named_modules() if "SelfAttention" in type(module).__name__]
     assert names
@@ -65,7 +65,7 @@ def test_a_plan_may_not_name_attention_beside_the_interface(model_type):
 
 @torch.no_grad()
 def sees_later(model):
-    """Whether the last token changes what a plain model gives before it."""
+    """Whether the last token changes the output of a plain model before it."""
     model.eval()
     ids = torch.arange(3, 12)[None]
     changed = torch.cat([ids[:, :-1], ids[:, -1:] + 20], 1)
@@ -73,7 +73,7 @@ def sees_later(model):
 
 
 @pytest.mark.parametrize(("model_type", "task"), SAMPLE)
-def test_sample(model_type, task):
+def test_the_checks_hold_for_a_sample_of_architectures(model_type, task):
     if model_type == "doge" and sees_later(build(model_type, task).model):
         pytest.skip("the plain Doge of this transformers sees later tokens, so it has no cache to agree with")
     with patched(build(model_type, task)) as model:
@@ -93,14 +93,14 @@ def gpt2():
 @pytest.mark.parametrize(
     ("check", "broken"), [(name, how) for name, (_, controls) in CHECKS.items() for how in controls]
 )
-def test_a_check_tells_broken_rsa(check, broken, gpt2):
+def test_a_check_catches_broken_rsa(check, broken, gpt2):
     with BROKEN[broken]():
         assert run_check(check, gpt2).startswith("wrong: ")
     assert run_check(check, gpt2) == "holds"
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_a_check_that_cannot_fail_is_no_proof(check, gpt2, monkeypatch):
+def test_a_check_that_cannot_fail_is_unproven(check, gpt2, monkeypatch):
     for how in BROKEN:
         monkeypatch.setitem(BROKEN, how, nullcontext)
     assert run_check(check, gpt2).startswith("unproven: it holds with broken RSA too")
@@ -109,19 +109,21 @@ def test_a_check_that_cannot_fail_is_no_proof(check, gpt2, monkeypatch):
 @pytest.mark.parametrize(
     ("model_type", "task"), [("layoutlm", "masked-lm"), ("doge", "causal-lm"), ("bigbird_pegasus", "causal-lm")]
 )
-def test_a_direction_that_modules_do_not_say_is_taken_from_their_masks(model_type, task):
+def test_a_direction_that_modules_do_not_state_is_found(model_type, task):
     model = build(model_type, task).model
-    causal = not sees_later(model)  # Doge's is another one in older versions of transformers
+    causal = not sees_later(model)  # Doge has another direction in older versions of transformers
     assert model_type == "doge" or causal is (model_type == "bigbird_pegasus")
     assert patch_model(model, RSAConfig()).config.rsa["plan"]["causal"] is causal
-    assert patch_model(build("gpt2", "causal-lm").model).config.rsa["plan"]["causal"] is None  # they say it
+    assert (
+        patch_model(build("gpt2", "causal-lm").model).config.rsa["plan"]["causal"] is None
+    )  # GPT-2's modules state it
 
 
-def test_two_directions_that_modules_do_not_say_are_taken_from_their_masks(tmp_path):
+def test_both_directions_of_an_encoder_decoder_are_found(tmp_path):
     said = patch_model(build("t5", "seq2seq").model)
     assert said.config.rsa["plan"]["causal"] is None
     model = build("t5", "seq2seq").model
-    model.set_attn_implementation("eager")  # sdpa takes a module that says nothing for a causal one
+    model.set_attn_implementation("eager")  # sdpa treats a module that states no direction as causal
     for module in model.modules():
         if hasattr(module, "is_causal"):
             del module.is_causal
@@ -142,25 +144,25 @@ def test_two_directions_that_modules_do_not_say_are_taken_from_their_masks(tmp_p
     with torch.no_grad():
         assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
 
-    turned = build("t5", "seq2seq").model
-    patch_model(turned, RSAConfig(causal=[True] * layers + [False] * layers))
-    turned.set_attn_implementation("eager")
-    turned.load_state_dict(model.state_dict())
+    reversed_plan = build("t5", "seq2seq").model
+    patch_model(reversed_plan, RSAConfig(causal=[True] * layers + [False] * layers))
+    reversed_plan.set_attn_implementation("eager")
+    reversed_plan.load_state_dict(model.state_dict())
     with torch.no_grad():
-        assert not torch.allclose(turned.eval()(**inputs).logits, said(**inputs).logits, atol=1e-5)
+        assert not torch.allclose(reversed_plan.eval()(**inputs).logits, said(**inputs).logits, atol=1e-5)
 
 
-def test_half_an_encoder_decoder_is_patched_with_a_warning():
+def test_patching_half_of_an_encoder_decoder_warns():
     sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_heads": 4, "num_layers": 1}
     with pytest.warns(UserWarning, match="the encoder of this LongT5Model gets no RSA heads.*LongT5LocalAttention"):
         patch_model(LongT5Model(LongT5Config(**sizes)))
 
 
-def test_a_decoder_alone_of_a_model_for_sounds_needs_no_inputs():
+def test_a_speech_decoder_alone_is_patched_without_probe_inputs():
     assert patch_model(build("whisper", "causal-lm").model).config.rsa["modules"][0].startswith("decoder.")
 
 
-def test_a_type_that_hangs_or_crashes_is_one_line(monkeypatch):
+def test_a_model_type_that_hangs_or_crashes_is_recorded(monkeypatch):
     monkeypatch.setattr(runner, "survey_type", lambda name: time.sleep(60))
     (name, record) = next(survey(["gpt2"], seconds_per_type=0.2))
     assert name == "gpt2" and record["causal-lm"]["why"] == "it took longer than 0 seconds"
@@ -170,7 +172,7 @@ def test_a_type_that_hangs_or_crashes_is_one_line(monkeypatch):
     assert list(survey(["gpt2"], seconds=-1)) == []
 
 
-def test_records_outlive_a_run_but_not_a_version(tmp_path, monkeypatch):
+def test_records_are_kept_between_runs_of_the_same_versions(tmp_path, monkeypatch):
     path = tmp_path / "found.json"
     Records(path)["gpt2"] = {"causal-lm": {"outcome": "works"}}
     assert dict(Records(path)) == {"gpt2": {"causal-lm": {"outcome": "works"}}}
@@ -179,7 +181,7 @@ def test_records_outlive_a_run_but_not_a_version(tmp_path, monkeypatch):
     assert dict(Records(path)) == {}
 
 
-def test_table(tmp_path):
+def test_the_table_lists_every_outcome(tmp_path):
     works = {"outcome": "works", "layers": 2, "checks": dict.fromkeys(CHECKS, "holds"), "why": "", "without": []}
     records = Records(tmp_path / "found.json")
     records["gpt2"] = {"causal-lm": works, "sequence-classification": {"outcome": "not built", "why": "no | weights"}}
@@ -199,7 +201,7 @@ def test_the_committed_table_is_that_of_the_committed_records(tmp_path):
     records = Records(tmp_path / "none.json")
     content = json.loads(path.read_text())
     records.versions = content["versions"]
-    dict.update(records, content["types"])  # not one by one, each of which would write the file
+    dict.update(records, content["types"])  # assigning them one by one would write the file each time
     write_table(records, tmp_path / "SUPPORTED.md")
     assert (tmp_path / "SUPPORTED.md").read_text() == (ROOT / "SUPPORTED.md").read_text()
     found = {name: outcome(record) for name, record in records.items()}
@@ -207,8 +209,8 @@ def test_the_committed_table_is_that_of_the_committed_records(tmp_path):
     assert not [name for name in found if found[name] in ("wrong", "unproven")]
 
 
-@pytest.mark.slow
-def test_every_tenth_type_is_as_the_table_says():
+@pytest.mark.slow  # checks every tenth model type
+def test_every_tenth_model_type_has_the_outcome_in_the_table():
     records = Records(ROOT / "results" / "architectures.json")
     sample = [name for name in model_types()[::10] if name in records]
     if not sample:

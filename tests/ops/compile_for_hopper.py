@@ -1,9 +1,9 @@
-"""Compile every kind of kernel for an H200 (sm_90), which takes no GPU, and print what each takes of the chip.
+"""Compile every variant of the kernels for an H200 (sm_90), without a GPU, and print the resources of each.
 
     python tests/ops/compile_for_hopper.py [name …]
 
-Triton's interpreter takes Python that its compiler refuses, so a test runs this in a process of its own. Prints a line
-of JSON for each variant: registers and spilled bytes a thread, shared memory, whether matrix products are on tensor
+Triton's interpreter accepts Python that its compiler refuses, so a test runs this in a process of its own. It prints a
+line of JSON per variant: registers and spilled bytes per thread, shared memory, whether matrix products use tensor
 cores, and whether values are read 16 bytes at a time.
 """
 
@@ -33,7 +33,7 @@ BARE = {"causal": True, "mixed": True, "masked": False, "packed": False, "splits
 
 
 def variants():
-    """Name, kernel, dtype, tuning, head size and flags."""
+    """Yield name, kernel, dtype, tuning, head size and flags."""
     for dtype in TYPES:
         for kernel in ("forward", "backward"):
             for number, tuning in enumerate(candidates(kernel, 64, 8 * dtype.itemsize)):

@@ -1,4 +1,4 @@
-"""Memory that nobody wrote to is NaN in these tests: what is read before it was written cannot pass."""
+"""Uninitialised memory is NaN in these tests, so that a result that reads it is wrong."""
 
 import pytest
 import torch
@@ -11,10 +11,3 @@ def poisoned_memory():
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""What the tests of the Triton kernels share: problems, the float64 reference with its gradients, small block shapes."""
+"""For the tests of the Triton kernels: inputs, the float64 reference with its gradients, and small chunks."""
 
 import math
 
@@ -27,19 +27,19 @@ RATES = (-0.9, 0.97, 0.8)
 ANGLES = (0.0, math.pi / 4, 2.0)
 NAMES = ("output", "dvalue", "ddecay", "dtheta", "dattention", "dgate")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-# Rates and the gate are summed in float32 whatever the dtype of the values.
+# Gradients that are summed in float32, whatever the dtype of the values.
 SUMS = ("ddecay", "dtheta", "dgate")
 
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Kernels by hand, in chunks of 16, so that short texts have several."""
+    """Use the kernels, in chunks of 16, so that short texts have several."""
     monkeypatch.setenv("RSA_HF_BACKEND", "triton")
     monkeypatch.setattr(launch, "candidates", lambda kernel, D, bits: [Tuning(16, block_of(D, 32), 4, 2)])
 
 
 def draw(T, S=None, B=1, D=16, heads=3, plain=1, groups=1, dtype=torch.float32):
-    """V, decay, θ, attention and gate, as models lay them out: views of one projection, [B, S, heads, D] in memory."""
+    """V, decay, θ, attention and gate in the layout of models: views of one projection, [B, S, heads, D] in memory."""
     S = T if S is None else S
     repeat = -(-heads // 3)
     shared = -(-heads // groups)
@@ -54,7 +54,7 @@ def draw(T, S=None, B=1, D=16, heads=3, plain=1, groups=1, dtype=torch.float32):
 def agreement(
     tensors, kinds=KINDS, dilation=DILATION, groups=1, offset=None, causal=True, key_mask=None, documents=None
 ):
-    """Relative errors of the output and of every gradient, by name, against dense P in float64 through autograd."""
+    """Relative errors of the output and of all gradients, by name, against dense P in float64 with autograd."""
     value, attention = tensors[0], tensors[3]
     T, S = attention.shape[1], value.shape[2]
     offset = S - T if offset is None else offset

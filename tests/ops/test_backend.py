@@ -1,14 +1,16 @@
-"""Which code computes P V: the choice by hand, the automatic one, and what is said where Triton cannot serve."""
+"""The backend of P V: chosen by the user or automatically, and the messages where Triton cannot be used."""
 
 import importlib
 import os
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ops.agreement import record_calls
 from rsa_hf import rem_product
 from rsa_hf.ops import autograd, triton
 from rsa_hf.ops.types import SoftmaxBranch
@@ -18,8 +20,8 @@ HEADS = ("regular", "cos")
 
 
 @pytest.fixture(autouse=True)
-def forgotten(monkeypatch):
-    """No choice by hand, and nothing remembered or said yet."""
+def fresh_choice(monkeypatch):
+    """Start without a chosen backend, and with empty caches."""
     monkeypatch.delenv("RSA_HF_BACKEND", raising=False)
     remembered = (triton._obstacle_of_device, autograd._warn_once)
     for function in remembered:
@@ -37,52 +39,47 @@ def importorskip_triton():
     return pytest.importorskip("triton", reason="needs Triton, which exists for Linux: pip install 'rsa_hf[gpu]'")
 
 
-def without_gpu(*arguments):
+def not_installed(*arguments):
     raise ImportError("no module of this name")
 
 
 @pytest.fixture
 def old_gpu(monkeypatch):
-    """A GPU as torch would describe it; no tensor is ever put there."""
+    """A GPU as torch describes it. No tensor is put there."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
 
 
-def test_on_a_cpu_nothing_is_said():
+def test_a_cpu_uses_chunked_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert autograd.choose_backend(*problem(), None) == "chunked"
 
 
 @pytest.mark.parametrize("name", ["dense", "chunked"])
-def test_by_hand(monkeypatch, name):
+def test_the_environment_variable_chooses_the_backend(monkeypatch, name):
     monkeypatch.setenv("RSA_HF_BACKEND", name)
     assert autograd.choose_backend(*problem(), None) == name
-    used = []
-    for path in ("dense_forward", "scan_forward"):
-        original = getattr(autograd, path)
-        monkeypatch.setattr(
-            autograd, path, lambda *given, path=path, original=original: used.append(path) or original(*given)
-        )
+    used = record_calls(monkeypatch, autograd, "dense_forward", "scan_forward")
     value, heads = problem()
     rem_product(value, HEADS, heads.decay, heads.theta)
     assert used == [{"dense": "dense_forward", "chunked": "scan_forward"}[name]]
 
 
-def test_an_unknown_name(monkeypatch):
+def test_an_unknown_backend_is_an_error(monkeypatch):
     monkeypatch.setenv("RSA_HF_BACKEND", "cuda")
     with pytest.raises(ValueError, match="='cuda': choose from dense, chunked, triton"):
         rem_product(problem()[0], HEADS, 0.5)
 
 
-def test_triton_by_hand_without_triton(monkeypatch):
+def test_choosing_triton_without_the_package_is_an_error(monkeypatch):
     monkeypatch.setenv("RSA_HF_BACKEND", "triton")
-    monkeypatch.setattr(importlib, "import_module", without_gpu)
+    monkeypatch.setattr(importlib, "import_module", not_installed)
     with pytest.raises(RuntimeError, match=r"triton ≥ 3.6 cannot be imported .*rsa_hf\[gpu\].*dense, chunked"):
         rem_product(problem()[0], HEADS, 0.5)
 
 
-def test_triton_by_hand_without_a_gpu(monkeypatch):
+def test_choosing_triton_without_a_gpu_is_an_error(monkeypatch):
     library = importorskip_triton()
     monkeypatch.setenv("RSA_HF_BACKEND", "triton")
     monkeypatch.setattr(library.knobs.runtime, "interpret", False)
@@ -99,7 +96,7 @@ def test_triton_by_hand_without_a_gpu(monkeypatch):
         (lambda v, m: (v, SoftmaxBranch(m.attention, m.gate.to("meta"))), "value is on cpu and gate on meta"),
     ],
 )
-def test_triton_by_hand_with_tensors_it_does_not_take(monkeypatch, change, message):
+def test_choosing_triton_for_unsupported_tensors_is_an_error(monkeypatch, change, message):
     importorskip_triton()
     monkeypatch.setenv("RSA_HF_BACKEND", "triton")
     value, rems = problem()
@@ -108,24 +105,19 @@ def test_triton_by_hand_with_tensors_it_does_not_take(monkeypatch, change, messa
         autograd.choose_backend(value, rems, softmax)
 
 
-class OnGpu:
-    """Stands for V on a GPU that this machine does not have."""
-
-    device, dtype = torch.device("cuda", 0), torch.float32
-
-
-def test_the_automatic_fall_back_says_why_once(old_gpu):
+def test_the_automatic_fallback_warns_once(old_gpu):
     importorskip_triton()
+    value = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32)  # all that is read of V
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert [autograd.choose_backend(OnGpu(), problem()[1], None) for _ in range(3)] == ["chunked"] * 3
+        assert [autograd.choose_backend(value, problem()[1], None) for _ in range(3)] == ["chunked"] * 3
     assert len(said) == 1
     reason = "Tesla T4 has compute capability 7.5, and 8.0 is needed"
     assert f"plain PyTorch, not in Triton: {reason}" in str(said[0].message)
 
 
-@pytest.mark.slow  # imports everything once more
-def test_importing_the_package_does_not_import_triton():
+@pytest.mark.slow  # starts an interpreter
+def test_importing_the_package_does_not_import_the_kernels():
     code = "import sys, rsa_hf, rsa_hf.ops; sys.exit('rsa_hf.ops.triton.launch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

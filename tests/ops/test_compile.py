@@ -1,4 +1,4 @@
-"""torch.compile and torch.export: one graph, forward and backward, and what they give is what eager gives."""
+"""P V under torch.compile and torch.export is one graph, forward and backward, and gives the eager results."""
 
 import pytest
 import torch
@@ -8,9 +8,8 @@ from ops.agreement import DILATION, KINDS, assert_close, draw, values_and_gradie
 from rsa_hf import rem_product
 from rsa_hf.rem import KINDS as ALL_KINDS
 
-# Traces forward and backward through AOT autograd as the default backend does, without a compiler for the machine.
+# Traces forward and backward through AOT autograd as the default backend does, without compiling machine code.
 compiled = torch.compile(fullgraph=True, backend="aot_eager", dynamic=False)
-
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 MASKS = {
@@ -24,8 +23,13 @@ MASKS = {
 }
 
 
+class Product(torch.nn.Module):
+    def forward(self, value, decay, theta):
+        return rem_product(value, KINDS, decay, theta, DILATION)
+
+
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_one_graph_forward_and_backward(mask):
+def test_forward_and_backward_are_one_graph(mask):
     def product(v, r, a):
         return rem_product(v, KINDS, r, a, DILATION, **mask)
 
@@ -34,7 +38,7 @@ def test_one_graph_forward_and_backward(mask):
     assert_close(values_and_gradients(compiled(product), tensors), expected, 1e-14)
 
 
-def test_inductor():
+def test_inductor_gives_the_eager_results():
     tensors = draw(70, dtype=torch.float32)
 
     def product(v, r, a):
@@ -44,30 +48,22 @@ def test_inductor():
     assert_close(values_and_gradients(torch.compile(product, fullgraph=True), tensors), expected, 1e-5)
 
 
-def test_changing_lengths_do_not_recompile():
-    lengths = []
+def test_a_new_length_does_not_recompile():
+    graphs = []
 
     def count(graph, inputs):
-        lengths.append(inputs)
+        graphs.append(graph)
         return graph
 
-    def product(v, r, a):
-        return rem_product(v, KINDS, r, a, DILATION)
-
-    dynamic = torch.compile(product, fullgraph=True, backend=count)
+    dynamic = torch.compile(Product(), fullgraph=True, backend=count)
     for T in (40, 47, 90, 300):
         tensors = [tensor.detach() for tensor in draw(T)]
         torch._dynamo.mark_dynamic(tensors[0], 2)
-        assert torch.equal(dynamic(*tensors), product(*tensors))
-    assert len(lengths) == 1
+        assert torch.equal(dynamic(*tensors), Product()(*tensors))
+    assert len(graphs) == 1
 
 
-class Product(torch.nn.Module):
-    def forward(self, value, decay, theta):
-        return rem_product(value, KINDS, decay, theta, DILATION)
-
-
-def test_export():
+def test_an_exported_product_takes_other_lengths():
     tensors = tuple(tensor.detach() for tensor in draw(50))
     length = torch.export.Dim("length", min=33, max=4096)
     program = torch.export.export(Product(), tensors, dynamic_shapes=({2: length}, None, None))
@@ -76,8 +72,8 @@ def test_export():
 
 
 @pytest.mark.parametrize("mixed", [True, False])
-def test_the_operator_keeps_its_promises(mixed):
-    # Schema, fake tensors, autograd registration and AOT dispatch, as torch.library checks them.
+def test_the_operator_passes_the_checks_of_torch_library(mixed):
+    # They cover the schema, fake tensors, the autograd registration and AOT dispatch.
     value, decay, theta = draw(40, dtype=torch.float32)
     decay, theta = (tensor.detach().float().requires_grad_() for tensor in (decay, theta))
     attention = torch.randn(2, 40, 8, 3, requires_grad=True) if mixed else None

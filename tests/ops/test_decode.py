@@ -1,4 +1,4 @@
-"""One query behind a cache: against the whole product, with what is kept from step to step, and without waiting."""
+"""Decoding, one query behind a cache: against the whole product, with tables kept from step to step."""
 
 import copy
 import pickle
@@ -41,7 +41,7 @@ def mask_of(mask, **keywords):
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_agrees_with_the_whole_product(groups):
+def test_a_step_agrees_with_the_whole_product(groups):
     value, rems = inputs(groups)
     slots = torch.arange(S)
     masks = {
@@ -59,11 +59,11 @@ def test_agrees_with_the_whole_product(groups):
         for table in tables(rems):
             found = decode(value, rems, mask_of(mask, sliding_window=window), table)
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    # The control: the position is not just the last slot.
+    # The control: the last slot is another position.
     assert not torch.allclose(whole(value, rems, 30), whole(value, rems, S - 1))
 
 
-def test_what_lies_beyond_the_reach_is_negligible():
+def test_a_table_leaves_out_only_negligible_lags():
     rems = Rems(("regular", "cos"), torch.tensor([-0.9, 0.5]), torch.zeros(2), (1, 7), 1)
     table = LagTable(rems, torch.float32, 10_000)
     assert 200 < table.weights.shape[1] < 300
@@ -85,7 +85,7 @@ def row(value):
 
 
 @torch.no_grad()
-def test_changed_parameters_are_noticed():
+def test_a_changed_parameter_changes_the_next_step():
     heads, attention, value = layer()
     before = heads(attention, value, row(value))
     assert torch.equal(heads(attention, value, row(value)), before)
@@ -97,7 +97,7 @@ def test_changed_parameters_are_noticed():
         fresh.load_state_dict(heads.state_dict())
         assert torch.equal(fresh(attention, value, row(value)), changed)
         before = changed
-    # A parameter whose storage is another, or that is another, is noticed at once.
+    # So does new storage, and a new parameter.
     heads.nu.data = heads.nu.data + 0.02
     changed = heads(attention, value, row(value))
     assert not torch.allclose(changed, before)
@@ -107,7 +107,7 @@ def test_changed_parameters_are_noticed():
 
 
 @torch.no_grad()
-def test_writes_through_data_are_noticed_by_the_next_prompt_and_after_a_reset():
+def test_a_write_through_data_shows_after_a_reset_or_a_new_prompt():
     heads, attention, value = layer()
     before = heads(attention, value, row(value))
     heads.nu.data.copy_(heads.nu + 0.02)
@@ -121,7 +121,7 @@ def test_writes_through_data_are_noticed_by_the_next_prompt_and_after_a_reset():
 
 
 @torch.no_grad()
-def test_changed_parameters_behind_a_parametrization_are_noticed():
+def test_a_changed_parameter_behind_a_parametrization_changes_the_next_step():
     heads, attention, value = layer()
     parametrize.register_parametrization(heads, "mu", torch.nn.Hardtanh(-0.1, 0.1))
     before = heads(attention, value, row(value))
@@ -129,7 +129,7 @@ def test_changed_parameters_behind_a_parametrization_are_noticed():
     assert not torch.allclose(heads(attention, value, row(value)), before)
 
 
-def test_what_inference_mode_has_kept_goes_into_no_graph():
+def test_a_table_made_in_inference_mode_is_not_used_in_a_graph():
     heads, attention, value = layer()
     heads.requires_grad_(False)
     with torch.inference_mode():
@@ -151,7 +151,7 @@ def test_copies_and_pickles_keep_no_tables():
 
 
 @torch.no_grad()
-def test_a_growing_cache_and_a_head_that_forgets_nothing():
+def test_a_head_that_never_decays_reads_the_whole_growing_cache():
     heads, attention, _ = layer()
     heads.eta.fill_(10.0)  # tanh(200) is 1 in float32: every lag matters
     long = torch.randn(2, 8, 4 * S, 4)
@@ -159,12 +159,12 @@ def test_a_growing_cache_and_a_head_that_forgets_nothing():
         keys = long[:, :, :length]
         found = heads(attention, keys, row(keys))
         with torch.enable_grad():
-            trained = heads(attention, keys, row(keys))  # the way that gradients go
+            trained = heads(attention, keys, row(keys))  # the path with gradients
         torch.testing.assert_close(found, trained, rtol=1e-4, atol=1e-4)
 
 
-class Recorded(TorchDispatchMode):
-    """Fails where the host would have to wait for the device to learn a value."""
+class NoWaiting(TorchDispatchMode):
+    """Fail at an operator for which the host waits for a value from the device."""
 
     WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
 
@@ -182,16 +182,16 @@ def test_no_step_waits_for_the_device():
         heads(attention, value, row(value))
         heads(attention, value, mask_of(mask.clone()))
 
-    with pytest.raises(AssertionError, match="waits for the device"), Recorded():
+    with pytest.raises(AssertionError, match="waits for the device"), NoWaiting():
         mask.any().item()  # the control
-    step()  # learns how far back to look, once
-    with Recorded():
+    step()  # the first step reads once how far back to look
+    with NoWaiting():
         step()
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_autocast_stays_out(kept):
-    """As of the whole product: sums of half precision would neither fit the rest of the step nor be exact."""
+def test_a_step_ignores_autocast(kept):
+    """So does the whole product. Sums in half precision would be inexact."""
     value, rems = inputs()
     value = value.to(torch.bfloat16)
     rems = Rems(KINDS, rems.decay.float(), rems.theta.float(), DILATION, 1)

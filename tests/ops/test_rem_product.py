@@ -1,4 +1,4 @@
-"""P V by every path in plain PyTorch: against dense P, the recurrent network and a double loop."""
+"""P V by every path in plain PyTorch, against dense P, the recurrent network and a double loop."""
 
 import math
 
@@ -26,20 +26,20 @@ def looped(value, kinds, decay, theta, dilation, *, query_length=None, causal=Tr
 
 @both_directions
 @pytest.mark.parametrize("T", [1, 2, 5, 17, 29])
-def test_agrees_with_all_references(T, causal):
+def test_short_texts_agree_with_all_references(T, causal):
     for reference in (looped, dense_rem_product, recurrent_rem_product):
         assert_agrees(draw(T), reference, causal=causal)
 
 
 @both_directions
 @pytest.mark.parametrize("T", [63, 64, 65, 127, 200, 300])
-def test_agrees_with_the_recurrent_network(T, causal):
+def test_texts_of_some_chunks_agree_with_the_recurrent_network(T, causal):
     assert_agrees(draw(T), recurrent_rem_product, causal=causal)
 
 
-def test_agrees_with_the_recurrent_network_over_many_chunks():
-    # Long enough for the states of chunks to be chunked again (64 · 64 steps), and with enough numbers in a head for
-    # the derivatives of its rates to be summed head by head.
+def test_texts_of_many_chunks_agree_with_the_recurrent_network():
+    # Above 64 · 64 steps the states of chunks are chunked again. A head has enough values for the derivatives of its
+    # rates to be summed head by head.
     assert chunked.SHORT < 4500 * 4
     assert_agrees(draw(4500, B=1, D=4), recurrent_rem_product)
 
@@ -52,13 +52,13 @@ def test_the_minimal_form_agrees(T):
 
 
 @pytest.mark.parametrize(("T", "S"), [(1, 2), (1, 77), (1, 300), (5, 6), (13, 90), (64, 130), (100, 171), (7, 9)])
-def test_keys_before_the_queries(T, S):
+def test_keys_before_the_queries_count(T, S):
     assert_agrees(draw(T, S), query_length=T)
 
 
 @pytest.mark.parametrize("offset", [0, 3, 20])
-def test_empty_slots_behind_the_queries(offset):
-    # A static cache: slots behind the last query are not yet written. NaN there must not reach the output.
+def test_empty_slots_behind_the_queries_are_not_read(offset):
+    # In a static cache, slots behind the last query are not yet written. NaN there must not reach the output.
     tensors = draw(40)
     tensors[0].data[:, :, offset + 19 :] = math.nan
     assert_agrees(tensors, query_length=19, query_offset=offset)
@@ -66,7 +66,7 @@ def test_empty_slots_behind_the_queries(offset):
 
 @both_directions
 @pytest.mark.parametrize("T", [6, 70])
-def test_dilation_longer_than_the_text(T, causal):
+def test_a_dilation_longer_than_the_text_gives_zero(T, causal):
     tensors = draw(T)
     for d in (T - 1, T, T + 3, 10 * T):
         assert_agrees(tensors, dilation=(d,) * 6, causal=causal)
@@ -76,7 +76,7 @@ def test_dilation_longer_than_the_text(T, causal):
 
 @pytest.mark.parametrize("rate", [1 - 1e-6, -(1 - 1e-6), 0.0, 1e-3, -0.5])
 @both_directions
-def test_extreme_rates(rate, causal):
+def test_extreme_rates_agree_with_the_recurrent_network(rate, causal):
     value = torch.randn(2, 1, 150, 3, dtype=torch.float64)
     tensors = [value, torch.tensor([rate], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]
     tensors = [tensor.requires_grad_() for tensor in tensors]
@@ -97,7 +97,7 @@ def test_padding_contributes_nothing(T, S, window, causal):
 
 
 @both_directions
-def test_any_visibility(causal):
+def test_any_visible_mask_is_followed(causal):
     assert_agrees(draw(21), causal=causal, visible=torch.rand(2, 1, 21, 21) < 0.6)
 
 
@@ -106,14 +106,14 @@ def test_any_visibility(causal):
     [{}, {"window": 9}, {"documents": torch.arange(75)[None] // 13}, {"visible": torch.rand(1, 1, 75, 75) < 0.6}],
     ids=["scan", "window", "documents", "dense"],
 )
-def test_grouped_values(masks):
+def test_grouped_values_agree_with_dense_p(masks):
     value, decay, theta = draw(75)
     assert_agrees([value[:, :2].detach().requires_grad_(), decay, theta], groups=4, **masks)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @both_directions
-def test_half_precision(dtype, causal):
+def test_half_precision_is_computed_in_float32(dtype, causal):
     value, decay, theta = draw(200)
     expected = rem_product(value, KINDS, decay, theta, DILATION, causal=causal)
     half = value.detach().to(dtype)
@@ -126,7 +126,7 @@ def test_half_precision(dtype, causal):
 
 
 @pytest.mark.parametrize("window", [None, 30])
-def test_a_backward_pass_inside_autocast(window):
+def test_a_backward_pass_ignores_autocast(window):
     tensors = [tensor.detach().float().requires_grad_() for tensor in draw(200)]
 
     def product(v, r, a):
@@ -145,7 +145,7 @@ def test_a_backward_pass_inside_autocast(window):
     heads=st.lists(st.tuples(st.sampled_from(("regular", "cos", "sin")), st.integers(1, 7)), min_size=1, max_size=4),
     seed=st.integers(0, 10_000),
 )
-def test_random_lengths_and_heads(T, before, causal, heads, seed):
+def test_random_lengths_and_heads_agree_with_dense_p(T, before, causal, heads, seed):
     generator = torch.Generator().manual_seed(seed)
     kinds, dilation = zip(*heads, strict=True)
     tensors = [
@@ -162,12 +162,12 @@ def test_random_lengths_and_heads(T, before, causal, heads, seed):
 
 @both_directions
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 16, 59, 60, 61, 200])
-def test_windows(window, causal):
+def test_windows_agree_with_dense_p(window, causal):
     assert_agrees(draw(60), causal=causal, window=window)
 
 
-def test_nothing_cancels_however_slow_the_decay():
-    # Taking the full scan of float32 minus what has left the window would be off by 10 % here.
+def test_a_window_loses_no_digits_at_a_slow_decay():
+    # Subtracting what has left the window from the full scan in float32 is off by 10 % here.
     value = torch.randn(1, 1, 3000, 2, dtype=torch.float64)
     decay = torch.tensor([1 - 1e-6], dtype=torch.float64)
     expected = rem_product(value, "regular", decay, window=5)
@@ -181,14 +181,14 @@ LENGTHS = ([1, 1, 1, 40, 2, 30, 5], [80], [3, 77], [20, 20, 20, 20])
 
 
 def numbers_of(rows):
-    # Numbers need not be in order, only differ from neighbour to neighbour.
+    # Document numbers need no order; neighbours differ.
     return torch.stack([(torch.arange(len(row)) * 7 % 5).repeat_interleave(torch.tensor(row)) for row in rows])
 
 
 @both_directions
 @pytest.mark.parametrize("dilation", [(1,) * 6, (1, 1, 2, 3, 5, 5), (7, 19, 30, 79, 80, 200)])
 @pytest.mark.parametrize("reference", [dense_rem_product, recurrent_rem_product])
-def test_documents(dilation, causal, reference):
+def test_documents_agree_with_both_references(dilation, causal, reference):
     tensors = draw(80, B=len(LENGTHS))
     assert_agrees(tensors, reference, dilation=dilation, causal=causal, documents=numbers_of(LENGTHS))
 
@@ -215,7 +215,9 @@ def test_nothing_passes_from_one_document_to_another():
     dilation=st.tuples(*[st.integers(1, 9)] * 6),
     seed=st.integers(0, 10_000),
 )
-def test_random_documents_windows_and_padding(rows, queries, window, hidden, causal, dilation, seed):
+def test_random_documents_windows_and_padding_agree_with_dense_p(
+    rows, queries, window, hidden, causal, dilation, seed
+):
     torch.manual_seed(seed)
     S = max(sum(row) for row in rows)
     numbers = numbers_of([[*row, S - sum(row)] for row in rows])
@@ -227,8 +229,8 @@ def test_random_documents_windows_and_padding(rows, queries, window, hidden, cau
 
 
 @pytest.mark.parametrize("dilation", [1, 5, 300])
-def test_memory_stays_linear(dilation):
-    # Many short documents beside a long one: columns at most a constant times the positions.
+def test_memory_of_packed_documents_is_linear(dilation):
+    # With many short documents beside a long one, there are at most four columns per position.
     numbers = numbers_of([[*[3] * 500, 1000], [*[1] * 2000, 500]])
     layout = chunked._PackedLayout(PackedSegments(numbers), 4, dilation)
     assert layout.hidden.numel() <= 4 * numbers.numel()
@@ -247,13 +249,13 @@ def test_memory_stays_linear(dilation):
         ({}, {"causal": False}),
     ],
 )
-def test_a_mask_that_is_ignored_is_caught(masks, broken):
+def test_an_ignored_mask_is_caught(masks, broken):
     value, decay, theta = draw(80, B=len(LENGTHS))
     found = rem_product(value, KINDS, decay, theta, **masks)
     assert relative_error(found, dense_rem_product(value, KINDS, decay, theta, (1,) * 6, **broken)) > 1e-2
 
 
-def slip_in_the_cosine(kind, rate, angle, lag):
+def cosine_without_lag(kind, rate, angle, lag):
     return rate**lag * torch.cos(angle) if kind == "cos" else lag_weight(kind, rate, angle, lag)
 
 
@@ -261,13 +263,13 @@ def lag_matrix(kind, rate, angle, lag):
     return torch.tensor(float(lag), dtype=rate.dtype)
 
 
-def long_lags_switched_on(kind, rate, angle, lag):
+def long_lags_are_one(kind, rate, angle, lag):
     return lag_weight(kind, rate, angle, lag if lag < 10 else 0)
 
 
-@pytest.mark.parametrize("broken", [slip_in_the_cosine, lag_matrix, long_lags_switched_on])
+@pytest.mark.parametrize("broken", [cosine_without_lag, lag_matrix, long_lags_are_one])
 def test_a_wrong_rem_is_caught(broken):
-    # The errors that public re-implementations are known to make.
+    # Known errors of public re-implementations.
     value, decay, theta = draw(17)
     found = rem_product(value, KINDS, decay, theta, DILATION)
     wrong = double_loop(value, KINDS, decay, theta, DILATION, 17, 0, True, weight=broken)
@@ -287,7 +289,7 @@ def test_a_wrong_rem_is_caught(broken):
         ({"value": torch.randn(6, 7, 2)}, r"\[B, H, S, D\]"),
     ],
 )
-def test_bad_arguments(arguments, message):
+def test_a_bad_argument_is_an_error(arguments, message):
     keywords = {"kinds": ["regular"] * 6, "decay": 0.5, "theta": 0.0, "dilation": 1, **arguments}
     value = keywords.pop("value", torch.randn(1, 6, 7, 2))
     with pytest.raises(ValueError, match=message):

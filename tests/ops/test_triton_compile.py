@@ -1,9 +1,10 @@
-"""The Triton kernels inside of torch.compile and torch.export: one graph, and what it gives is what eager gives."""
+"""The Triton kernels under torch.compile and torch.export are one graph and give the eager results."""
 
 import pytest
 import torch
 
 from ops import kernels_under_test
+from ops.agreement import record_calls
 from ops.kernels_under_test import DILATION, KINDS, draw
 from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask
@@ -21,13 +22,8 @@ def mixed(value, decay, theta, attention, gate):
     return apply_rems(value * 2, rems, AttentionMask(T, T, 0, True), SoftmaxBranch(attention, gate)) + 1
 
 
-def test_one_graph_forward_and_backward(monkeypatch):
-    launches = []
-    for name in ("triton_forward", "triton_backward"):
-        original = getattr(launch, name)
-        monkeypatch.setattr(
-            launch, name, lambda *given, name=name, original=original: launches.append(name) or original(*given)
-        )
+def test_forward_and_backward_are_one_graph(monkeypatch):
+    launches = record_calls(monkeypatch, launch, "triton_forward", "triton_backward")
     tensors = draw(T)
     weights = torch.randn(tensors[3].shape, device=tensors[3].device)
     expected = kernels_under_test.differentiate(mixed, tensors, weights)
@@ -42,7 +38,7 @@ class Mixed(torch.nn.Module):
         return mixed(*tensors)
 
 
-def test_export():
+def test_an_exported_product_gives_the_eager_result():
     tensors = tuple(tensor.detach() for tensor in draw(T))
     program = torch.export.export(Mixed(), tensors)
     assert torch.equal(program.module()(*tensors), mixed(*tensors))

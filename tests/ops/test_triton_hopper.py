@@ -1,4 +1,4 @@
-"""The kernels compile for an H200: no GPU is needed to find out, but a process in which kernels are not interpreted."""
+"""The kernels compile for an H200. This needs no GPU, but a process in which kernels are not interpreted."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton", reason="needs Triton, which exists for Linux: pip install 'rsa_hf[gpu]'")
 
 ROOT = Path(__file__).parents[2]
-SHARED_MEMORY = 227 * 1024  # of a multiprocessor
+SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor
 
 
 def compile_for_hopper(*names):
@@ -23,7 +23,7 @@ def compile_for_hopper(*names):
     return {found["name"]: found for found in map(json.loads, run.stdout.splitlines())}
 
 
-def check(found):
+def assert_fits_the_chip(found):
     for name, kernel in found.items():
         assert kernel["shared"] <= SHARED_MEMORY, kernel
         if name.startswith(("forward", "backward")):
@@ -32,16 +32,16 @@ def check(found):
             assert kernel["wide_loads"], kernel
 
 
-def test_the_main_kernels():
+def test_the_main_kernels_fit_the_chip():
     found = compile_for_hopper("everything", "powers", "rates")
     assert len(found) == 5
-    check(found)
+    assert_fits_the_chip(found)
 
 
-@pytest.mark.slow
-def test_every_variant():
+@pytest.mark.slow  # compiles more than forty kernels
+def test_every_variant_fits_the_chip():
     found = compile_for_hopper()
     assert len(found) > 40
-    check(found)
-    # The forward kernel of a plain causal model keeps all it needs in registers.
+    assert_fits_the_chip(found)
+    # The forward kernel of a plain causal model spills no register.
     assert found["forward_bf16_0"]["stack"] == 0

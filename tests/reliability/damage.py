@@ -1,4 +1,4 @@
-"""Checkpoints that something has happened to, and what their files say, read by their format alone.
+"""Damage to checkpoints, and their content read by the file format alone.
 
 A checkpoint is a dictionary of its files: name → bytes. Each of `KINDS` changes such a dictionary.
 """
@@ -25,7 +25,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 
 
-# --- the format of safetensors: a length, a header of JSON, a body --------------------------------------------------
+# --- the format of safetensors: a length, a JSON header, a body -----------------------------------------------------
 
 
 def split(content: bytes) -> tuple[dict[str, Any], bytes]:
@@ -39,14 +39,14 @@ def joined(header: dict[str, Any] | str, body: bytes) -> bytes:
 
 
 def parts_of(content: bytes) -> dict[str, tuple[dict[str, Any], bytes]]:
-    """What the header says of each tensor, and its bytes."""
+    """The entry of each tensor in the header, and its bytes."""
     header, body = split(content)
     header.pop("__metadata__", None)
     return {key: (entry, body[slice(*entry["data_offsets"])]) for key, entry in header.items()}
 
 
 def packed(parts: dict[str, tuple[dict[str, Any], bytes]]) -> bytes:
-    """A file with these tensors, one behind the other."""
+    """The content of a file with these tensors."""
     header, body = {"__metadata__": {"format": "pt"}}, b""
     for key, (entry, content) in parts.items():
         header[key] = {**entry, "data_offsets": [len(body), len(body) + len(content)]}
@@ -55,7 +55,7 @@ def packed(parts: dict[str, tuple[dict[str, Any], bytes]]) -> bytes:
 
 
 def tensors(files: Files) -> dict[str, Tensor]:
-    """All tensors of a checkpoint; of shards in the order of their names, as transformers reads them."""
+    """All tensors of a checkpoint. Shards are read in the order of their names, as by transformers."""
     names = [WEIGHTS] if WEIGHTS in files else sorted(set(json.loads(files[INDEX])["weight_map"].values()))
     return {key: tensor for name in names for key, tensor in tensors_of(files[name]).items()}
 
@@ -69,11 +69,11 @@ def tensors_of(content: bytes) -> dict[str, Tensor]:
     }
 
 
-# --- what may happen to any file ------------------------------------------------------------------------------------
+# --- damage to any file ---------------------------------------------------------------------------------------------
 
 
 def flipped(random: Random, content: bytes, start: int, end: int) -> bytes:
-    """One to three bits changed."""
+    """Change one to three bits."""
     changed = bytearray(content)
     for _ in range(random.randrange(1, 4)):
         changed[random.randrange(start, end)] ^= 1 << random.randrange(8)
@@ -91,7 +91,7 @@ def header_bit(random: Random, files: Files) -> None:
 
 
 def body_bit(random: Random, files: Files) -> None:
-    """In an RSA tensor as often as in any other."""
+    """Change bits of an RSA tensor in half the cases, otherwise of any tensor."""
     name = _weights(random, files)
     header, body = split(files[name])
     start = len(files[name]) - len(body)
@@ -122,9 +122,9 @@ def gone(random: Random, files: Files) -> None:
     del files[random.choice(list(files))]
 
 
-# --- what may happen to tensors -------------------------------------------------------------------------------------
+# --- damage to tensors ----------------------------------------------------------------------------------------------
 
-# Of the header, or of the tensors: what each key has, an RSA tensor's key, any tensor's key.
+# Takes the header or the tensors by key, the key of an RSA tensor, and the key of any tensor.
 Edit = Callable[[Random, dict[str, Any], str, str], None]
 
 
@@ -140,7 +140,7 @@ def in_header(edit: Edit) -> Change:
 
 
 def in_parts(edit: Edit) -> Change:
-    """The file is sound afterwards."""
+    """Edit the tensors and write a valid file."""
 
     def change(random: Random, files: Files) -> None:
         name = _weights(random, files, b".rsa.")
@@ -186,7 +186,7 @@ def _rename(random: Random, parts: dict[str, Any], one: str, other: str) -> None
 
 
 def _renumber(random: Random, parts: dict[str, Any], one: str, other: str) -> None:
-    """One entry of an RSA tensor, or all, is no number or far too large."""
+    """Set one entry of an RSA tensor, or all, to NaN, infinity, or a number that may be far too large."""
     entry, content = parts[one]
     size = random.choice([1, len(content) // 4])
     value = random.choice([math.nan, math.inf, -math.inf, 1e38, -1e38, 1e13, 3.0, -0.0])
@@ -194,7 +194,7 @@ def _renumber(random: Random, parts: dict[str, Any], one: str, other: str) -> No
 
 
 def _retype_whole(random: Random, parts: dict[str, Any], one: str, other: str) -> None:
-    """An RSA tensor has its values in another type: the values are those of the file."""
+    """Store the values of an RSA tensor in another type."""
     entry, content = parts[one]
     dtype = random.choice(["F64", "F16", "BF16", "I64", "U8"])
     values = torch.frombuffer(bytearray(content), dtype=torch.float32).to(DTYPES[dtype])
@@ -202,7 +202,7 @@ def _retype_whole(random: Random, parts: dict[str, Any], one: str, other: str) -
 
 
 def tensor_twice(random: Random, files: Files) -> None:
-    """In one header."""
+    """Name a tensor twice in one header."""
     name = _weights(random, files)
     header, body = split(files[name])
     key = random.choice([key for key in header if key != "__metadata__"])
@@ -210,7 +210,7 @@ def tensor_twice(random: Random, files: Files) -> None:
     files[name] = joined(f"{text[:-1]}, {json.dumps(key)}: {json.dumps(entry)}}}", body)
 
 
-# --- what may happen to the plan ------------------------------------------------------------------------------------
+# --- damage to the plan ---------------------------------------------------------------------------------------------
 
 
 def edit_json(files: Files, name: str, edit: Callable[[dict[str, Any]], Any]) -> None:
@@ -233,7 +233,7 @@ def plan_bit(random: Random, files: Files) -> None:
 
 
 def _letter_bit(random: Random, files: Files, start: int, end: int) -> None:
-    """One bit, mostly of a letter or a digit: in most other places it is no JSON any longer."""
+    """Change one bit, mostly of a letter or a digit: elsewhere the file is mostly no JSON any more."""
     content = bytearray(files[CONFIG])
     places = [place for place in range(start, end) if chr(content[place]).isalnum()]
     if random.random() < 0.8:
@@ -250,7 +250,7 @@ def _plan(random: Random, content: dict[str, Any]) -> None:
 
 
 def _plan_that_fits(random: Random, content: dict[str, Any]) -> None:
-    """Another plan, with the same shapes of tensors."""
+    """Change the plan, but keep the shapes of its tensors."""
     plan = content["rsa"]["plan"]
     values = {
         "dilation": [1, 2, 5, 65_536, 65_537, [1, 2, 3], [4, 4]],
@@ -287,7 +287,7 @@ def _modules(random: Random, content: dict[str, Any]) -> None:
 
 
 def move_heads(files: Files, old: str, new: str) -> None:
-    """Give the RSA heads of one module to another, in plan, index and tensors."""
+    """Move the RSA heads of one module to another, in plan, index and tensors."""
 
     def named(keys: dict[str, Any]) -> dict[str, Any]:
         return {key.replace(f"{old}.rsa.", f"{new}.rsa."): value for key, value in keys.items()}
@@ -301,11 +301,11 @@ def move_heads(files: Files, old: str, new: str) -> None:
     edit_json(files, CONFIG, lambda content: content["rsa"].update(modules=modules))
 
 
-# --- what may happen to shards --------------------------------------------------------------------------------------
+# --- damage to shards -----------------------------------------------------------------------------------------------
 
 
 def shards(random: Random, files: Files) -> None:
-    """The index names a file that is not there, one outside of the folder, or is none."""
+    """Make the index name a missing file or one outside the folder, or make it invalid."""
     index = json.loads(files[INDEX])
     weights = index["weight_map"]
     key = random.choice(list(weights))

@@ -1,7 +1,7 @@
-"""Problems at the edges of the numbers, and what each result may be off by: a double loop in float64, twice.
+"""P V with extreme numbers, its exact result, and the error allowed: a double loop in float64, run twice.
 
-The second time with the magnitudes of all that is summed (|λ|, |v|, cosines as 1): what a sum of so many terms may be
-off by is a few roundings of that, whatever cancels in the result.
+The second run sums magnitudes (|λ|, |v|, and 1 for cosines). The error allowed is a few roundings of that sum,
+whatever cancels in the result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from references import double_loop
 from rsa_hf import RSAConfig, rem_product
 
-# A layer with every kind of head, the last of them dilated; and of each head which ν and θ it has where pairs are tied.
+# A layer with every kind of head; the last ones are dilated. LAYER_PAIRS has the ν and θ of each head with tied pairs.
 LAYER = RSAConfig(
     num_regular=2,
     num_cyclical_pairs=1,
@@ -42,7 +42,7 @@ SIZES = ("subnormal", "one", "largest")
 
 @dataclass(repr=False)
 class Problem:
-    """P V to compute: V [B, Hv, S, D], and who sees whom as keywords of `rem_product` and as `visible` [B, 1, T, S]."""
+    """Arguments of P V. The mask is given as keywords of `rem_product` and as `visible`, [B, 1, T, S]."""
 
     value: Tensor
     kinds: tuple[str, ...]
@@ -69,7 +69,7 @@ class Problem:
 
 @st.composite
 def problems(draw, dtypes=DTYPES, lengths=LENGTHS, masks=MASKS, batches=(0, 1, 2), causal=None, queries=None):
-    """Any combination of the extremes above."""
+    """Draw any combination of the extremes above."""
     T = draw(st.sampled_from(lengths)) if queries is None else queries
     S = T + draw(st.sampled_from((0, 0, 1, 19)))
     B, D, groups = draw(st.sampled_from(batches)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
@@ -77,7 +77,7 @@ def problems(draw, dtypes=DTYPES, lengths=LENGTHS, masks=MASKS, batches=(0, 1, 2
     kinds = tuple(draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=3)))
     signs = [draw(st.sampled_from((-1, 1))) if kind == "regular" else 1 for kind in kinds]
     decay = torch.tensor([sign * draw(st.sampled_from(RATES)) for sign in signs])
-    decay = decay.double() if dtype == torch.float64 else decay  # and so its gradient has the range of the values
+    decay = decay.double() if dtype == torch.float64 else decay  # so that its gradient has the range of the values
     theta = torch.tensor([draw(st.sampled_from(ANGLES)) for _ in kinds]).to(decay)
     dilation = tuple(draw(st.sampled_from((1, 1, 2, 5, 40, 1000))) for _ in kinds)
     causal = draw(st.booleans()) if causal is None else causal
@@ -90,7 +90,7 @@ def problems(draw, dtypes=DTYPES, lengths=LENGTHS, masks=MASKS, batches=(0, 1, 2
         value = torch.where(keywords["key_mask"][:, None, :, None], value, math.nan)
     weights = torch.randn(B, len(kinds), T, D, dtype=torch.float64, generator=generator)
     if size == "largest" and dtype != torch.float16:
-        weights = weights / max(B * D * T * S, 1) / 16  # or gradients of the rates would be beyond the dtype
+        weights = weights / max(B * D * T * S, 1) / 16  # so that gradients of the rates stay in range
     return Problem(value, kinds, decay, theta, dilation, groups, T, causal, keywords, visible, weights)
 
 
@@ -99,8 +99,8 @@ def _values(shape: tuple[int, ...], dtype: torch.dtype, size: str, generator: to
     if size == "subnormal":
         values = values * limits.tiny / 2
     elif size == "largest":
-        # float16 is summed in float32; the others in what has their own range, which a sum must not leave.
-        # (And float64's must not leave the reference's.)
+        # A sum must stay in the range of the dtype that it is computed in: float32 for float16, for the other dtypes
+        # one with their own range. The reference sums float64 in float64.
         most = limits.max**0.5 if dtype == torch.float64 else limits.max
         values = values * most / (1 if dtype == torch.float16 else 2 * max(shape[2], 1))
     return values.to(dtype)
@@ -131,7 +131,7 @@ NAMES = ("P V", "dV", "d decay", "d theta")
 
 
 def reference(problem: Problem) -> tuple[list[Tensor], list[Tensor]]:
-    """P V and its gradients with respect to V, the rates and the angles, and the sums of the magnitudes: in float64."""
+    """P V and its gradients of V, rates and angles, and the same of the magnitudes, in float64."""
     angles = torch.tensor([first_turn(angle) for angle in problem.theta.tolist()], dtype=torch.float64)
     value = torch.nan_to_num(problem.value.double(), nan=0.0)
     decay, weights, regular = problem.decay.double(), problem.weights, ("regular",) * len(problem.kinds)
@@ -151,7 +151,7 @@ def _looped(problem, value, kinds, decay, theta, weights):
 
 
 def first_turn(angle: float) -> float:
-    """The angle in the first turn, with as many digits of π as it takes."""
+    """The angle modulo 2π, with as many digits of π as it takes."""
     with mpmath.workdps(80):
         return float(mpmath.fmod(mpmath.mpf(angle), 2 * mpmath.pi))
 
@@ -167,13 +167,13 @@ def differentiated(problem: Problem) -> list[Tensor]:
 
 
 def assert_right(problem: Problem, found: list[Tensor], roundings: float = 64, floor: float = 0.0) -> None:
-    """Finite, and off by no more than a few roundings of the magnitudes.
+    """Check that results are finite, and off by no more than some roundings of the magnitudes.
 
     Args:
-        problem: what was computed.
-        found: P V and, where there are any, the gradients.
-        roundings: how many, of the dtype that is computed in.
-        floor: what a weight may be off by.
+        problem: the arguments.
+        found: P V, and the gradients if there are any.
+        roundings: the number of roundings of the dtype that is computed in.
+        floor: the error allowed in a weight of P.
     """
     limits = torch.finfo(problem.working)
     exact, magnitudes = reference(problem)
@@ -189,4 +189,6 @@ def assert_right(problem: Problem, found: list[Tensor], roundings: float = 64, f
         stored = torch.finfo(mine.dtype)
         allowed = roundings * limits.eps * size + least + stored.eps * right.abs() + stored.tiny * stored.eps
         off = (mine.double() - right).abs() / allowed
-        assert off.numel() == 0 or float(off.max()) <= 1, f"{name} is off by {float(off.max()):.3g} times what it may"
+        assert off.numel() == 0 or float(off.max()) <= 1, (
+            f"{name} is off by {float(off.max()):.3g} times what is allowed"
+        )

@@ -1,4 +1,4 @@
-"""Hostile input, generated from a seed: values, plans, run configs, data lines."""
+"""Hostile input from a random generator: values, plans, run configs and lines of data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS += ["x" * 10**4]
 
 
 def value(random: Random, depth: int = 0) -> Any:
-    """Any value that JSON can hold: of the wrong type, size, sign or depth."""
+    """Any JSON value, of the wrong type, size, sign or depth."""
     kind = random.randrange(8 if depth < 4 else 5)
     if kind < 2:
         return random.choice(NUMBERS)
@@ -36,7 +36,7 @@ def value(random: Random, depth: int = 0) -> Any:
 
 
 def plan(random: Random) -> Any:
-    """A plan: now and then a sound one, mostly with a few fields of any value."""
+    """A plan: sometimes a valid one, mostly with a few fields of any value."""
     if random.random() < 0.02:
         return value(random)
     fields: dict[str, Any] = {}
@@ -63,7 +63,7 @@ def nearly_right(random: Random, name: str) -> Any:
 
 
 def spelled(random: Random, content: Any) -> str:
-    """A value as a text of JSON, sometimes with characters changed: YAML is a superset of it."""
+    """A value as JSON, sometimes with changed characters. It is read as YAML."""
     text = json.dumps(content)
     if random.random() < 0.3:
         characters = list(text)
@@ -83,7 +83,7 @@ ODD_YAML += ["? [a]\n: 1", "<<: 1", "{" + ", ".join(f"k{i}: 1" for i in range(30
 
 
 def run_config(random: Random) -> str:
-    """The text of a run's YAML file."""
+    """The YAML file of a run."""
     if random.random() < 0.05:
         return random.choice(ODD_YAML)
     if random.random() < 0.05:
@@ -103,7 +103,7 @@ def run_config(random: Random) -> str:
 
 
 def data_line(random: Random) -> bytes:
-    """A line of the defect data's JSON lines."""
+    """A line of the defect data, which is JSON lines."""
     kind = random.random()
     if kind < 0.02:
         return random.choice([b"[" * 50_000, b'{"func":' * 20_000, b"\xff\xfe", b"9" * 5000, b"nan", b"{}", b"\x00"])

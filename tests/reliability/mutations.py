@@ -1,4 +1,4 @@
-"""Protections, each with a replacement that takes it out and the test that must fail then."""
+"""Protections, each with a replacement that disables it and the test that must then fail."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from rsa_hf.integration import attention
 
 @dataclass(frozen=True)
 class Mutation:
-    """A protection that is taken out.
+    """A replacement that disables a protection.
 
     Attributes:
-        part: the promise that it keeps.
-        protection: what it is, in a few words.
-        target: what is replaced, as "module:name" or "module:Class.name". A function or class that is named in the
-            module that defines it is replaced in every module that imports it; otherwise in the named module alone.
-        replace: takes what stands there and returns what takes its place.
-        red: the test below tests/ that must fail, as pytest names it. It has to run in one process, or apply the
-            mutation in its others.
+        part: the promise that the protection keeps.
+        protection: the protection in a few words.
+        target: the attribute to replace, as "module:name" or "module:Class.name". A function or class of the module
+            that defines it is replaced in every module that imports it, others only in the named module.
+        replace: takes the original and returns its replacement.
+        red: the test in tests/ that must fail, as pytest names it. It must run in one process, or apply the mutation
+            in its other processes.
     """
 
     part: Part
@@ -41,7 +41,7 @@ class Mutation:
     red: str
 
     def apply(self) -> None:
-        """Take the protection out of this process, for good."""
+        """Disable the protection in this process for good."""
         path, _, name = self.target.rpartition(":")
         outer, _, name = name.rpartition(".")
         owner = resolve_name(f"{path}:{outer}" if outer else path)
@@ -59,7 +59,7 @@ def by(replacement: Any) -> Callable[[Any], Any]:
 
 
 def first(before: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Call `before` with the same arguments first."""
+    """Call `before` with the same arguments, then the original."""
     return lambda original: lambda *args, **keywords: (before(*args, **keywords), original(*args, **keywords))[1]
 
 
@@ -78,7 +78,7 @@ def _ignored_by_pattern(model, key):
     return any(re.search(pattern, key) for pattern in model._keys_to_ignore_on_load_unexpected or ())
 
 
-def _with_rates_behind_shut_gates(original):
+def _keep_rates_behind_shut_gates(original):
     def rems_and_gate(self, heads_per_value):
         rems, gate = original(self, heads_per_value)
         return dataclasses.replace(rems, decay=self.per_head(self.rates(torch.float64))[0]), gate
@@ -86,7 +86,15 @@ def _with_rates_behind_shut_gates(original):
     return rems_and_gate
 
 
-def _left_in_place(original):
+def _multiply_hidden_by_zero(original):
+    def seen_keys(value, mask):
+        keys = original(value, dataclasses.replace(mask, key_mask=None))
+        return keys if mask.key_mask is None else keys * mask.key_mask[:, None, : keys.shape[2], None]
+
+    return seen_keys
+
+
+def _keep_recording(original):
     @contextmanager
     def record_attention_calls():
         with original() as calls:
@@ -96,7 +104,7 @@ def _left_in_place(original):
     return record_attention_calls
 
 
-def _named_before_it_is_whole(original):
+def _name_before_it_is_complete(original):
     def put_in_place(folder):
         progress = folder.with_name(f".{folder.name}.tmp") / "progress.json"
         text = progress.read_text()
@@ -107,7 +115,7 @@ def _named_before_it_is_whole(original):
     return put_in_place
 
 
-def _without_random_state(original):
+def _skip_random_state(original):
     def load(*args):
         before = torch.get_rng_state()
         progress = original(*args)
@@ -117,7 +125,7 @@ def _without_random_state(original):
     return load
 
 
-def _without_optimizer_state(original):
+def _skip_optimizer_state(original):
     def load(self, *args):
         progress = original(self, *args)
         self.accelerator._optimizers[0].state.clear()
@@ -134,7 +142,7 @@ def _save_without_cleaning(original):
     return save
 
 
-def _with_losses_kept(original):
+def _keep_losses(original):
     def log(self, progress, *args):
         before = progress.losses
         original(self, progress, *args)
@@ -145,106 +153,113 @@ def _with_losses_kept(original):
 
 CHECKPOINTS = "rsa_hf.training.checkpoints"
 LOADING = "rsa_hf.integration.loading"
-WHAT_IS_REFUSED = "reliability/test_hostile_checkpoints.py::test_what_is_refused"
-DAMAGED = "reliability/test_crash.py::test_a_damaged_checkpoint_is_passed_over"
-OWN_THREAD = "reliability/test_many_models.py::test_a_probe_looks_at_its_own_thread_alone"
+REFUSED = "reliability/test_hostile_checkpoints.py::test_a_hostile_checkpoint_is_refused"
+DAMAGED = "reliability/test_crash.py::test_a_damaged_checkpoint_is_skipped"
+NAMED = "reliability/test_crash.py::test_a_checkpoint_has_its_name_only_while_it_is_complete"
+LEFTOVERS = "reliability/test_crash.py::test_leftovers_of_a_killed_run_are_deleted"
+OWN_THREAD = "reliability/test_many_models.py::test_a_probe_records_only_its_own_thread"
 
 ROWS = {
     Part.CRASH: [
         (
-            "a checkpoint gets its name after everything in it is written",
+            "a checkpoint gets its name after all its files are written",
             f"{CHECKPOINTS}:put_in_place",
-            _named_before_it_is_whole,
-            "reliability/test_crash.py::test_a_checkpoint_has_its_name_only_while_it_is_whole",
+            _name_before_it_is_complete,
+            NAMED,
         ),
         (
             "a checkpoint loses its name before it is deleted",
             f"{CHECKPOINTS}:discard",
             by(lambda folder: shutil.rmtree(folder)),
-            "reliability/test_crash.py::test_a_checkpoint_has_its_name_only_while_it_is_whole",
+            NAMED,
         ),
         (
-            "an old checkpoint that a killed run did not come to delete is deleted",
+            "an old checkpoint that a killed run did not delete is deleted",
             f"{CHECKPOINTS}:CheckpointFolder.clear",
             by(nothing),
-            "reliability/test_crash.py::test_what_a_killed_run_left_is_cleared[an old checkpoint]",
+            f"{LEFTOVERS}[an old checkpoint]",
         ),
         (
-            "checkpoints of an abandoned course are dropped",
+            "checkpoints newer than the step resumed from are deleted",
             f"{CHECKPOINTS}:CheckpointFolder.clear",
             by(nothing),
-            "reliability/test_crash.py::test_an_older_checkpoint_is_gone_on_from",
+            "reliability/test_crash.py::test_a_run_resumes_from_an_older_checkpoint",
         ),
-        ("only a whole checkpoint is gone on from", f"{CHECKPOINTS}:_fault", by(nothing), f"{DAMAGED}[torn]"),
         (
-            "the random generators go on where they were",
+            "a run resumes only from a complete checkpoint",
+            f"{CHECKPOINTS}:_fault",
+            by(nothing),
+            f"{DAMAGED}[truncated]",
+        ),
+        (
+            "the states of the random generators are restored",
             f"{CHECKPOINTS}:CheckpointFolder.load",
-            _without_random_state,
+            _skip_random_state,
             DAMAGED,
         ),
         (
-            "the optimiser goes on where it was",
+            "the state of the optimiser is restored",
             f"{CHECKPOINTS}:CheckpointFolder.load",
-            _without_optimizer_state,
+            _skip_optimizer_state,
             DAMAGED,
         ),
         (
-            "lines after the checkpoint are dropped from the log",
+            "lines of the log after the checkpoint are deleted",
             "rsa_hf.training.run:MetricsLog.keep_until",
             by(nothing),
             DAMAGED,
         ),
         (
-            "what a killed run left is cleared",
+            "partial folders of a killed run are deleted",
             f"{CHECKPOINTS}:CheckpointFolder.recover",
             by(nothing),
-            "reliability/test_crash.py::test_what_a_killed_run_left_is_cleared[half written]",
+            f"{LEFTOVERS}[partial folders]",
         ),
         (
-            "what was moved aside is put back",
+            "a folder that was moved aside is moved back",
             "rsa_hf.utils.files:recover",
             first(lambda folder: shutil.rmtree(folder.with_name(f".{folder.name}.old"), ignore_errors=True)),
-            "reliability/test_storage.py::test_what_was_moved_aside_comes_back",
+            "reliability/test_storage.py::test_a_folder_that_was_moved_aside_is_moved_back",
         ),
         (
-            "files are on the disk before they get their name",
+            "files are flushed to the disk before they get their name",
             "rsa_hf.utils.files:_flush",
             by(nothing),
-            "reliability/test_storage.py::test_files_are_on_the_disk_before_they_get_their_name",
+            "reliability/test_storage.py::test_files_are_flushed_before_they_get_their_name",
         ),
         (
-            "the Trainer goes on from a whole checkpoint",
+            "the Trainer resumes only from a complete checkpoint",
             "rsa_hf.training.trainer:_fault",
             by(nothing),
-            "reliability/test_crash.py::test_a_torn_checkpoint_of_the_trainer_is_passed_over",
+            "reliability/test_crash.py::test_a_truncated_checkpoint_of_the_trainer_is_skipped",
         ),
     ],
     Part.STORAGE: [
         (
-            "what could not be completed is deleted",
+            "a checkpoint that cannot be completed is deleted",
             f"{CHECKPOINTS}:CheckpointFolder.save",
             _save_without_cleaning,
-            "reliability/test_storage.py::test_file_size_limit",
+            "reliability/test_storage.py::test_a_run_stopped_by_a_file_size_limit_resumes_bit_for_bit",
         ),
         (
-            "a saved model stays until the next one is whole",
+            "a saved model stays until the next one is complete",
             "rsa_hf.utils.files:put_in_place",
             first(lambda folder: shutil.rmtree(folder)),
-            "reliability/test_storage.py::test_a_folder_is_never_gone_while_it_is_replaced",
+            "reliability/test_storage.py::test_a_folder_exists_at_all_times_while_it_is_replaced",
         ),
     ],
     Part.HOSTILE_FILES: [
         (
-            "what PEFT has put in before it fails is taken out",
+            "layers that PEFT has added before it fails are removed",
             "rsa_hf.peft:_restored_on_error",
             by(no_context),
-            "reliability/test_hostile_checkpoints.py::test_what_peft_refuses_late_leaves_the_base_as_it_was",
+            "reliability/test_hostile_checkpoints.py::test_a_late_refusal_by_peft_leaves_the_base_unchanged",
         ),
         (
-            "heads that no plan names are not ignored as buffers of transformers'",
+            "heads outside the plan are not ignored as buffers of transformers",
             f"{LOADING}:_is_ignored",
             by(_ignored_by_pattern),
-            f"{WHAT_IS_REFUSED}[a gate with the name of a buffer]",
+            f"{REFUSED}[a gate with the name of a buffer]",
         ),
         (
             "YAML is read by a safe loader",
@@ -253,16 +268,16 @@ ROWS = {
             "reliability/test_no_code_runs.py::test_yaml_runs_nothing",
         ),
         (
-            "no token on a card",
+            "a model card has no token",
             "rsa_hf.hub.card:without_credentials",
             by(str),
-            "reliability/test_no_token_leaks.py::test_it_is_on_no_card",
+            "reliability/test_no_token_leaks.py::test_a_token_is_not_written_on_a_card",
         ),
         (
-            "no token in a message of the command line",
+            "a message of the command line has no token",
             "rsa_hf.utils.text:without_credentials",
             by(str),
-            "reliability/test_no_token_leaks.py::test_the_command_line",
+            "reliability/test_no_token_leaks.py::test_the_command_line_prints_no_token",
         ),
     ],
     Part.NUMBERS: [
@@ -270,28 +285,28 @@ ROWS = {
             "powers of the rates are computed in float64",
             "rsa_hf.rem:widest_dtype",
             by(lambda device: torch.bfloat16),
-            "reliability/test_numbers_long.py::test_long_texts",
+            "reliability/test_numbers_long.py::test_long_texts_agree_with_a_digital_filter",
         ),
         (
-            "rates come from the parameters in float64",
+            "rates are computed from the parameters in float64",
             "rsa_hf.heads:widest_dtype",
             by(lambda device: torch.float32),
             "reliability/test_numbers_heads.py::test_a_rate_that_float32_cannot_tell_from_one_still_learns",
         ),
         (
-            "P is nothing behind a shut gate",
+            "P is zero behind a shut gate",
             "rsa_hf.heads:RSAHeads._rems_and_gate",
-            _with_rates_behind_shut_gates,
-            "reliability/test_numbers_heads.py::test_behind_a_shut_gate_nothing_overflows",
+            _keep_rates_behind_shut_gates,
+            "reliability/test_numbers_heads.py::test_nothing_overflows_behind_a_shut_gate",
         ),
         (
-            "hidden values are cleared, not multiplied by zero",
-            "torch:Tensor.masked_fill_",
-            by(lambda self, mask, value: self.mul_(~mask)),
-            "reliability/test_numbers_product.py::test_eager",
+            "hidden values are set to zero, not multiplied by it",
+            "rsa_hf.ops.chunked:seen_keys",
+            _multiply_hidden_by_zero,
+            "ops/test_rem_product.py::test_padding_contributes_nothing",
         ),
         (
-            "16-bit values are computed with in float32",
+            "P V of 16-bit values is computed in float32",
             "rsa_hf.ops.chunked:working_dtype",
             by(lambda value: value.dtype),
             "reliability/test_numbers_product.py::test_gradients_of_shared_values_are_rounded_once",
@@ -299,25 +314,25 @@ ROWS = {
     ],
     Part.MANY_MODELS: [
         (
-            "unpatching takes the plan out of the config",
+            "unpatching removes the plan from the config",
             "rsa_hf.patching:configs_with_plans",
             by(lambda model: []),
-            "test_patching.py::test_open_gate_acts_and_unpatch_is_exact",
+            "test_patching.py::test_an_open_gate_acts_and_unpatching_is_exact",
         ),
         (
-            "calls are recorded in a trial run alone",
+            "calls are recorded only in a trial run",
             "rsa_hf.integration.attention:record_attention_calls",
-            _left_in_place,
+            _keep_recording,
             OWN_THREAD,
         ),
         (
-            "a probe looks at its own thread alone",
+            "a probe records only its own thread",
             "rsa_hf.integration.attention:_recording",
             by(SimpleNamespace(calls=None)),
             OWN_THREAD,
         ),
         (
-            "no number has the default dtype of the process",
+            "results do not depend on the default dtype of the process",
             "rsa_hf.models.attention:sinusoids",
             lambda original: lambda *args: original(*args).to(torch.get_default_dtype()).float(),
             "reliability/test_many_models.py::test_the_default_dtype_of_the_process_changes_nothing",
@@ -325,16 +340,16 @@ ROWS = {
     ],
     Part.SOAK: [
         (
-            "losses are forgotten once they are logged",
+            "losses are deleted once they are logged",
             "rsa_hf.training.run:_Run._log",
-            _with_losses_kept,
-            "reliability/test_soak.py::test_a_long_run_stays_flat",
+            _keep_losses,
+            "reliability/test_soak.py::test_a_long_run_leaks_nothing_and_keeps_its_pace",
         ),
         (
             "the log is closed after each line",
             "rsa_hf.training.run:MetricsLog.append",
             first(lambda self, *_: vars(self).setdefault("left open", []).append(self.path.open("a"))),
-            "reliability/test_soak.py::test_a_long_run_stays_flat",
+            "reliability/test_soak.py::test_a_long_run_leaks_nothing_and_keeps_its_pace",
         ),
     ],
 }

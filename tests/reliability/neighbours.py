@@ -1,6 +1,6 @@
-"""Models that live in one process, and what each gives when it is alone.
+"""Kinds of models, and the outputs that each gives alone.
 
-Run as a script it writes what plain models give where rsa_hf was never imported, then what patched ones give.
+As a script it writes the outputs of plain models before rsa_hf is imported, then those of patched models.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Kind:
-    """What a model gives depends on this alone; plan: an index of PLANS, or None."""
+    """All that a model's outputs depend on; `plan` is an index of PLANS, or None."""
 
     family: str
     seed: int
@@ -42,14 +42,14 @@ KINDS.sort(key=lambda kind: kind.plan is not None)  # plain ones first, before r
 
 
 def build(family: str, seed: int) -> PreTrainedModel:
-    """The same weights for the same seed."""
+    """Build a plain model, with the same weights for the same seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build_adapted(family, language_model=True) if family == "bloom" else build_language_model(family)
 
 
 def batch_of(family: str, seed: int) -> dict[str, torch.Tensor]:
-    """Tokens with padding of its own for each kind."""
+    """Tokens and padding for each family and seed."""
     generator = torch.Generator().manual_seed(10 * seed + FAMILIES.index(family))
     ids = torch.randint(3, VOCAB, (2, 11), generator=generator)
     mask = torch.ones_like(ids)
@@ -59,7 +59,7 @@ def batch_of(family: str, seed: int) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def outputs(model: PreTrainedModel, kind: Kind) -> list[torch.Tensor]:
-    """Logits of a batch, and of a step behind a cache."""
+    """Logits of a batch, and of the next step with a cache."""
     batch = batch_of(kind.family, kind.seed)
     first = model(**batch, use_cache=True)
     step = torch.full((2, 1), 5)
@@ -69,7 +69,7 @@ def outputs(model: PreTrainedModel, kind: Kind) -> list[torch.Tensor]:
 
 
 def looks(model: nn.Module) -> list[tuple[str, str, list[str], list[str]]]:
-    """Each module's class, attributes, parameters and hooks: what a plain model must keep."""
+    """The class, attributes, parameters and hooks of each module, which a plain model must keep."""
     found = []
     for name, module in model.named_modules():
         of_class = f"{type(module).__module__}.{type(module).__qualname__}"
@@ -79,7 +79,7 @@ def looks(model: nn.Module) -> list[tuple[str, str, list[str], list[str]]]:
 
 
 def main(path: str) -> None:
-    """Write down what each kind gives alone."""
+    """Save what each kind gives alone."""
     torch.set_num_threads(1)
     written: dict[str, Any] = {"outputs": {}, "looks": {}, "configs": {}}
     for kind in KINDS:
@@ -99,7 +99,7 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    # The classes are those of the module that the tests import.
+    # The classes are to be those of the module that the tests import.
     from reliability import neighbours
 
     neighbours.main(sys.argv[1])

@@ -1,8 +1,8 @@
-"""How often a thing is tried, and what `make test-reliability` writes down of it.
+"""The number of trials of the reliability tests, and the record of their outcomes.
 
-A run is full where the environment variable RSA_HF_RELIABILITY is "full", as under `make test-reliability`.
-The lines go to the file that RSA_HF_RELIABILITY_RECORD names, if it is set, and from there into RELIABILITY.md by
-`scripts/write_reliability.py`.
+A run is full if the environment variable RSA_HF_RELIABILITY is "full", as under `make test-reliability`. Outcomes are
+appended to the file that RSA_HF_RELIABILITY_RECORD names, if it is set; `scripts/write_reliability.py` makes
+RELIABILITY.md of them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
 from random import Random
 
 SEED = 0
-SECONDS = 10  # of processor time, for one case
+SECONDS = 10  # of processor time for one case
 LONGEST_MESSAGE = 20_000
-# How often a kind is tried, in a fast run and in a full one.
+# The number of cases of a kind in a fast run and in a full one.
 TIMES = {"plans": (600, 100_000), "run configs": (200, 5_000), "data lines": (500, 100_000), "patches": (100, 5_000)}
 TIMES |= {"checkpoints": (125, 9_000), "adapters": (20, 1_000)}
 
@@ -27,13 +28,13 @@ TIMES |= {"checkpoints": (125, 9_000), "adapters": (20, 1_000)}
 class Part(Enum):
     """The promises, in the order of the page."""
 
-    CRASH = "A run that is killed goes on as if it had not been"
+    CRASH = "A killed run resumes as if it had not been interrupted"
     STORAGE = "A full disk or a second writer loses nothing"
-    HOSTILE_FILES = "A hostile file is refused or answered rightly"
-    NUMBERS = "Extreme numbers stay finite and right"
-    MANY_MODELS = "Models of one process do not touch each other"
-    MOVING_TRANSFORMERS = "A moved internal of transformers is named"
-    SOAK = "A long run stays flat"
+    HOSTILE_FILES = "A hostile file is refused, or gives the right answer"
+    NUMBERS = "Extreme numbers give finite and right results"
+    MANY_MODELS = "Models in one process do not affect each other"
+    MOVING_TRANSFORMERS = "A changed internal of transformers is named"
+    SOAK = "A long run leaks nothing and keeps its pace"
     DOCTOR = "A user's own model is checked"
 
 
@@ -43,25 +44,31 @@ def is_full() -> bool:
 
 
 def number_of(kind: str) -> int:
-    """How often a kind is tried."""
+    """The number of cases of a kind."""
     return TIMES[kind][is_full()]
 
 
-def note(part: Part, kind: str, came_out: Mapping[str, int | float], seed: int | None = None) -> None:
-    """Write a trial down.
+def note(part: Part, kind: str, outcomes: Mapping[str, int | float], seed: int | None = None) -> None:
+    """Record a trial.
 
     Args:
         part: the promise that it belongs to.
         kind: what was tried, e.g. "killed while a checkpoint is written".
-        came_out: outcome → how often, or measured quantity → its value.
-        seed: of the first case, where there is one.
+        outcomes: the count of each outcome, or the value of each measured quantity.
+        seed: the seed of the first case, if there is one.
     """
-    _write({"part": part.name, "kind": kind, "seed": seed, "came out": dict(came_out)})
+    _write({"part": part.name, "kind": kind, "seed": seed, "came out": dict(outcomes)})
 
 
 def note_mutation(part: Part, protection: str, red: str) -> None:
-    """Write down that the test `red` fails without a protection."""
+    """Record that the test `red` fails without a protection."""
     _write({"part": part.name, "protection": protection, "red": red})
+
+
+def resident_bytes() -> int:
+    """The resident memory of this process, from /proc."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _write(line: Mapping[str, object]) -> None:
@@ -75,12 +82,12 @@ def _write(line: Mapping[str, object]) -> None:
 
 
 class Hang(BaseException):
-    """A case took too long; no `except Exception` may swallow it."""
+    """A case took too long. It is no Exception, so that `except Exception` does not catch it."""
 
 
 @contextmanager
 def time_limit():
-    """Raise `Hang` after `SECONDS` of processor time: how busy the machine is does not count."""
+    """Raise `Hang` after `SECONDS` of processor time, which other programs do not use up."""
 
     def ring(*_):
         raise Hang(f"no answer after {SECONDS} seconds")
@@ -100,30 +107,30 @@ def try_many(
     documented: tuple[type[BaseException], ...],
     count: int | None = None,
 ) -> Counter[str]:
-    """Run a case with one generator after the other.
+    """Run a case with many random generators, and count the outcomes.
 
     Args:
         kind: what is tried.
-        case: what to do; it raises one of the documented errors, or has checked that the answer is right. It may
-            return a word to count the answer under.
-        documented: the errors that a refusal may be.
-        count: how many; default `number_of(kind)`.
+        case: raises one of the documented errors, or checks that the answer is right. It may return another name for
+            this outcome.
+        documented: the errors that count as a refusal.
+        count: the number of cases; default `number_of(kind)`.
 
     Raises:
-        AssertionError: naming the seed of the first case that came out otherwise.
+        AssertionError: for any other outcome, with the seed of its case.
     """
-    came_out: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
     for seed in range(SEED, SEED + (number_of(kind) if count is None else count)):
         message = None
         try:
             with time_limit():
-                came_out[case(Random(seed)) or "right answer"] += 1
+                outcomes[case(Random(seed)) or "right answer"] += 1
         except documented as error:
             message = str(error)
-            came_out[f"refused: {type(error).__name__}"] += 1
+            outcomes[f"refused: {type(error).__name__}"] += 1
         except BaseException as error:
             raise AssertionError(f"{kind}, seed {seed}: {type(error).__name__}: {str(error)[:2000]}") from error
         assert message is None or message.strip(), f"{kind}, seed {seed}: an error that says nothing"
         assert len(message or "") <= LONGEST_MESSAGE, f"{kind}, seed {seed}: a message of {len(message)} characters"
-    note(Part.HOSTILE_FILES, kind, came_out, seed=SEED)
-    return came_out
+    note(Part.HOSTILE_FILES, kind, outcomes, seed=SEED)
+    return outcomes

@@ -1,8 +1,8 @@
-"""Training runs in processes of their own, which may be killed: both scripts, the Trainer, and the loop alone, all tiny.
+"""Tiny training runs in processes of their own, which may be killed: both scripts, the Trainer, and the loop alone.
 
-A process is forked from a server that has torch, transformers and rsa_hf loaded, which makes a start cheap. It counts
-its own file events (a file is opened for writing, made, renamed, removed), so that "before the seventh event below
-checkpoints/" is an exact moment, and a few milliseconds after an event is one in the middle of a write.
+A process is forked from a server that has imported torch, transformers and rsa_hf, so that it starts fast. It counts
+its own file events (a file is opened for writing, created, renamed, removed). "Before the seventh event in
+checkpoints/" is therefore an exact moment, and a few milliseconds after an event is in the middle of a write.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from rsa_hf.training.arguments import TrainingSettings
 from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
 from rsa_hf.training.run import train
 from rsa_hf.training.trainer import RSACallback, newest_whole_checkpoint
+from small_runs import stack
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 120  # for one process
@@ -65,8 +66,8 @@ class Moment:
 
     Attributes:
         pattern: regular expression for the path of a file event.
-        event: which of those events it is, counted from 1.
-        delay: seconds after it; None: just before it.
+        event: the number of the event among those, from 1.
+        delay: seconds after the event; None: just before it.
     """
 
     pattern: str
@@ -81,10 +82,10 @@ def run_in_process(
     moment: Moment | None = None,
     seconds: float = SECONDS,
 ) -> int:
-    """Call a function in a process of its own, and kill it if it reaches the moment.
+    """Call a function in a process of its own, and kill the process at the moment.
 
     Returns:
-        The exit code; −9 of a process that was killed.
+        The exit code; −9 if the process was killed.
     """
     listener, told = SERVER.Pipe(duplex=False)
     process = SERVER.Process(target=_child, args=(target, arguments, log, moment, told, rsa_hf.__file__))
@@ -109,9 +110,9 @@ def _child(target, arguments, log, moment, told, package):
     with open(log, "a", encoding="utf-8") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
-    assert os.path.samefile(rsa_hf.__file__, package)  # the server looks for modules on its own
+    assert os.path.samefile(rsa_hf.__file__, package)  # the server has its own import path
     torch.set_num_threads(1)
-    torch.manual_seed(os.getpid())  # what a process begins with must not matter
+    torch.manual_seed(os.getpid())  # the initial random state must not matter
     if moment is not None:
         _listen(moment, told)
     code = 0
@@ -150,16 +151,13 @@ def _listen(moment, told):
 
 
 def train_loop(folder: Path, **settings) -> None:
-    """A few steps of a model with dropout, with a checkpoint after each."""
+    """Train a model with dropout for a few steps, with a checkpoint after each."""
     torch.manual_seed(0)
     sizes = {"n_layer": 1, "n_embd": 16, "n_head": 4, "n_positions": 16, "vocab_size": 32}
     plan = RSAConfig(num_regular=1, num_cyclical_pairs=1)
     model = patch_model(GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)), plan)
     ids = torch.randint(1, 32, (12, 8), generator=torch.Generator().manual_seed(1))
     examples = [{"input_ids": row, "labels": row} for row in ids]
-
-    def stack(chosen):
-        return {name: torch.stack([example[name] for example in chosen]) for name in chosen[0]}
 
     @torch.no_grad()
     def evaluate(model):
@@ -178,12 +176,12 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def tensors(path: Path) -> Any:
-    """What `torch.save` has written."""
+    """Read a file of `torch.save`."""
     return torch.load(path, map_location="cpu", weights_only=False)
 
 
 def bitwise(content: Any) -> Any:
-    """Nested mappings and sequences with digests in place of tensors and arrays, for a comparison bit by bit."""
+    """Replace tensors and arrays in nested containers by digests, to compare them bit for bit."""
 
     def digest(leaf):
         array = numpy.asarray(leaf)
@@ -193,7 +191,7 @@ def bitwise(content: Any) -> Any:
 
 
 def content(checkpoint: Path) -> dict:
-    """Everything in one of Accelerate's checkpoints; raises where a file is missing or torn."""
+    """The content of a checkpoint of Accelerate. A missing or truncated file is an error."""
     found = {
         "model": load_file(checkpoint / "model.safetensors"),
         "optimizer": tensors(checkpoint / "optimizer.bin"),
@@ -205,17 +203,17 @@ def content(checkpoint: Path) -> dict:
 
 
 def require_whole(folder: Path) -> None:
-    """Every checkpoint is whole, and there are no more than two that are kept and one that is about to be deleted."""
+    """Check that all checkpoints are complete, and that there are at most two to keep and one to be deleted."""
     assert len([content(checkpoint) for checkpoint in checkpoints(folder)]) <= 3
 
 
 def is_torn(folder: Path) -> bool:
-    """Whether a checkpoint was left half written."""
+    """Whether there is a partial checkpoint."""
     return any((folder / "checkpoints").glob(".step-*"))
 
 
 def result(folder: Path) -> dict:
-    """Weights, optimiser state and losses of a finished run."""
+    """Weights, optimiser states and losses of a finished run."""
     return {
         "left over": sorted(path.name for path in folder.rglob(".*") if path.name != ".lock"),
         "log": [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()],
@@ -227,15 +225,15 @@ def result(folder: Path) -> dict:
 
 @dataclass(frozen=True)
 class Run:
-    """A training run that can be started again; the defaults are those of the loop.
+    """A training run that can be resumed. The defaults are for the loop.
 
     Attributes:
-        target: what trains, in a module that a new process can import.
-        arguments: its arguments, from the folder that it writes into.
+        target: the training function, in a module that a new process can import.
+        arguments: takes the output folder and returns the arguments of `target`.
         checkpoint: regular expression for the paths of file events while a checkpoint is written or deleted.
-        is_torn: whether a checkpoint in the folder is torn.
-        require_whole: raises where a checkpoint to go on from is damaged or missing.
-        result: all of a finished run that has to be equal.
+        is_torn: whether the folder has a partial checkpoint.
+        require_whole: raises if a checkpoint to resume from is damaged or missing.
+        result: everything of a finished run that has to be equal.
     """
 
     target: Callable[..., None] = train_loop
@@ -250,7 +248,7 @@ class Run:
 
 
 def run_script(name: str, arguments: list[str]) -> None:
-    """Run a script of the project as a user does."""
+    """Run a script of the repository as a user does."""
     sys.argv = [str(ROOT / "scripts" / name), *arguments]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
@@ -265,7 +263,7 @@ def language_model(folder: Path) -> Run:
     text = folder / "text.txt"
     text.write_text("".join(f"line {i} of a text, not a long one\n" for i in range(400)))
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 32}
-    sizes |= {"attention_dropout": 0.1}  # which reads the random generator
+    sizes |= {"attention_dropout": 0.1}  # uses the random generator
     values = {f"config_overrides.{name}": value for name, value in sizes.items()}
     values |= {"source": "files", "files.train": text, "block_size": 32, "batch_size": 4, "max_steps": 48}
     values |= {"eval_every_steps": 16, "save_every_steps": 3, "log_every_steps": 1}
@@ -299,10 +297,10 @@ def defect_detection(folder: Path) -> Run:
 
 
 def train_with_trainer(folder: Path, **values) -> None:
-    """Train a classifier with dropout, going on from the newest whole checkpoint."""
+    """Train a classifier with dropout, resuming from the newest complete checkpoint."""
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]())
-    patch_model(model, RSAConfig(**FULL_PLAN))
+    patch_model(model, FULL_PLAN)
     ids = torch.randint(3, VOCAB, (40, 10), generator=torch.Generator().manual_seed(0))
     examples = [{"input_ids": row, "labels": torch.tensor(i % 2)} for i, row in enumerate(ids)]
     defaults = {"max_steps": 24, "save_steps": 3, "save_total_limit": 2, "logging_steps": 1, "seed": 1}
@@ -315,12 +313,12 @@ def train_with_trainer(folder: Path, **values) -> None:
     )
     trainer.add_callback(RSACallback(trainer))
     newest = newest_whole_checkpoint(folder)
-    if newest != str(folder / f"checkpoint-{args.max_steps}"):  # resumed at its end, a Trainer takes another step
+    if newest != str(folder / f"checkpoint-{args.max_steps}"):  # a Trainer resumed at its end takes another step
         trainer.train(resume_from_checkpoint=newest)
 
 
 def trainer_content(checkpoint: Path) -> dict:
-    """Everything in one of the Trainer's checkpoints; raises where a file is missing or torn."""
+    """The content of a checkpoint of the Trainer. A missing or truncated file is an error."""
     timed = ("runtime", "per_second", "train_loss", "total_flos")
     history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
     found = {
@@ -343,7 +341,7 @@ def _trainer_is_torn(folder: Path) -> bool:
 
 
 def _require_whole_of_trainer(folder: Path) -> None:
-    """The newest whole checkpoint is the newest or the one before it; without one there is at most a torn first."""
+    """Check that the newest complete checkpoint is the last or the one before. Without one, at most one is partial."""
     newest, found = newest_whole_checkpoint(folder), _trainer_checkpoints(folder)
     if newest is None:
         assert len(found) <= 1
@@ -357,6 +355,6 @@ def _trainer_result(folder: Path) -> dict:
 
 
 def trainer(folder: Path) -> Run:
-    """`train_with_trainer`, which writes nothing into the folder."""
+    """`train_with_trainer`. It needs no files in the folder."""
     functions = {"is_torn": _trainer_is_torn, "require_whole": _require_whole_of_trainer, "result": _trainer_result}
     return Run(train_with_trainer, checkpoint=r"checkpoint-\d+", **functions)

@@ -1,12 +1,11 @@
-"""A long run of streamed language-model training under watch: what `test_soak.py` starts in a process of its own.
+"""A long run of streamed language-model training that is measured. test_soak.py runs this in a process of its own.
 
     python soak_run.py FOLDER SECONDS STEPS_BETWEEN_CHECKPOINTS BLOCK_SIZE
 
-A short run first, which leaves in place what every first run leaves (caches, a thread of tqdm); then the run itself,
-with an evaluation and a checkpoint every so many steps. After half of SECONDS of processor time it is interrupted as
-by Ctrl-C and, in the same process, called again, which goes on from its newest checkpoint; after the other half it is
-ended likewise.
-After every checkpoint a line goes to FOLDER/watched.jsonl, see `Watch.look`.
+A short run comes first, since every first run leaves caches and a thread of tqdm behind. The long run evaluates and
+writes a checkpoint at fixed intervals. After half of SECONDS of processor time it is interrupted as by Ctrl-C, and
+called again in the same process, where it resumes from its newest checkpoint. After the other half it is interrupted
+again. Every checkpoint appends a line to FOLDER/watched.jsonl, see `Watch.look`.
 """
 
 import gc
@@ -24,6 +23,7 @@ from pathlib import Path
 import torch
 
 from reliability.mutations import MUTATIONS
+from reliability.record import resident_bytes
 from rsa_hf.tasks import language_modeling
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig, read_texts
 from rsa_hf.training.checkpoints import CheckpointFolder
@@ -36,7 +36,7 @@ ENDLESS = 10**7  # steps; the clock ends the run
 
 
 class Yardstick:
-    """Work that nothing of ours is in: a step's time is told in it, so that the machine's own pace does not count."""
+    """A fixed piece of work in plain PyTorch. It is the unit of a step's time, which excludes the machine's speed."""
 
     def __init__(self, block_size):
         self.layer = torch.nn.TransformerEncoderLayer(64, 8, 128, dropout=0.0, batch_first=True)
@@ -49,7 +49,7 @@ class Yardstick:
 
 
 class Watch:
-    """Takes the time of every step, interrupts one of them, and looks at the process after every checkpoint."""
+    """Measure every step, interrupt one of them, and measure the process after every checkpoint."""
 
     def __init__(self, output, every, block_size):
         self.output = output
@@ -60,7 +60,7 @@ class Watch:
         step, save = Stepper.step, CheckpointFolder.save
 
         def timed_step(stepper, number):
-            # Between two checkpoints, so that steps are lost and done again.
+            # Between two checkpoints, so that some steps are lost and repeated.
             is_time = self.interrupts_after is not None and time.process_time() > self.interrupts_after
             if is_time and number % self.every == self.every // 2:
                 self.interrupts_after = None
@@ -70,7 +70,7 @@ class Watch:
             middle = time.process_time()
             self.times["step seconds"].append(middle - begin)
             if number % YARDSTICK_EVERY == 0:
-                self.yardstick()  # at once: a neighbour slows both
+                self.yardstick()  # at once, so that another program slows both
                 self.times["step in yardsticks"].append((middle - begin) / (time.process_time() - middle))
             return taken
 
@@ -82,21 +82,20 @@ class Watch:
         Stepper.step, CheckpointFolder.save = timed_step, watched_save
 
     def look(self, step=None, sizes=None):
-        """Write down what the process holds, and how long the steps since the last look took (processor time).
+        """Record what the process holds, and the processor time of the steps since the last record.
 
         Args:
-            step: of the checkpoint that was written; None: there is none.
-            sizes: of its files, in bytes.
+            step: the step of the checkpoint that was written, or None without one.
+            sizes: the sizes of its files in bytes.
         """
         gc.collect()
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         found = {
             "step": step,
             "sizes": sizes,
             "seconds": time.monotonic(),
             "cpu": time.process_time(),
-            "rss": resident,
-            "blocks": sys.getallocatedblocks(),  # objects of Python's, however small
+            "rss": resident_bytes(),
+            "blocks": sys.getallocatedblocks(),  # Python objects, however small
             "tensors": sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()),
             "files": sorted(os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()),
             "threads": len(os.listdir("/proc/self/task")),
@@ -111,7 +110,7 @@ class Watch:
 
 
 def main(folder, seconds, every, block_size):
-    # More than two passes over the text, so that its file is opened again.
+    # The run makes more than two passes over the text, so that it opens the file again.
     texts = read_texts(LanguageModelingDataConfig(max_train_bytes=4 * every * 8 * block_size, max_eval_bytes=20_000))
     for split in ("train", "validation"):
         (folder / f"{split}.txt").write_bytes(texts[split])
@@ -120,7 +119,7 @@ def main(folder, seconds, every, block_size):
     settings |= {"source": "files", "streaming": "true", "max_train_bytes": "null", "block_size": block_size}
     settings |= {"batch_size": 8, "eval_every_steps": every, "log_every_steps": every // 10}
     watch = Watch(folder / "watched.jsonl", every, block_size)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in its background deaf to it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process of a shell ignores SIGINT
 
     def train(name, max_steps):
         last = {"output_dir": folder / name, "max_steps": max_steps}
@@ -132,7 +131,7 @@ def main(folder, seconds, every, block_size):
         watch.interrupts_after = time.process_time() + seconds / 2
         with suppress(KeyboardInterrupt):
             train("long", ENDLESS)
-        assert watch.interrupts_after is None, f"half {half} has ended by itself"
+        assert watch.interrupts_after is None, f"half {half} ended by itself"
         watch.look()
 
 

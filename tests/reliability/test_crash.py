@@ -1,4 +1,4 @@
-"""A run that is killed with SIGKILL goes on as if it had not been: the Trainer, both scripts, and their loop."""
+"""A run killed with SIGKILL resumes as if it had not been interrupted: the Trainer, both scripts, and their loop."""
 
 import re
 import shutil
@@ -26,9 +26,9 @@ TORN = "of these while a checkpoint was written or deleted"
 
 
 def moments(run, kills, duration):
-    """Half of them at any time of the run; half exactly before a file event of a checkpoint, or milliseconds after."""
+    """Half of the moments are at any time; half just before a file event of a checkpoint, or milliseconds after it."""
     random = Random(SEED)
-    for i in range(20 * kills):  # a moment may lie behind the end of a run
+    for i in range(20 * kills):  # a moment may come after the end of a run
         if i % 2:
             delay = random.choice([None, random.uniform(0, 0.01)])
             yield Moment(run.checkpoint, random.randint(1, 30), delay)
@@ -37,10 +37,10 @@ def moments(run, kills, duration):
     raise AssertionError(f"{kills} kills were not reached")
 
 
-@pytest.mark.slow  # processes
+@pytest.mark.slow  # starts processes
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_at_random_moments(kind, tmp_path):
+def test_a_run_killed_at_random_moments_ends_bitwise_the_same(kind, tmp_path):
     kills = 20 if is_full() else 4
     run, log = KINDS[kind](tmp_path), tmp_path / "log.txt"
 
@@ -49,33 +49,33 @@ def test_killed_at_random_moments(kind, tmp_path):
         assert code in (0, -signal.SIGKILL), log.read_text()
         return code != 0
 
-    run_in_process(time.sleep, (0,), log)  # the server starts; what is measured next is a run alone
+    run_in_process(time.sleep, (0,), log)  # starts the server, so that the next run is measured alone
     began = time.monotonic()
     assert not start("whole")
     moment = moments(run, kills, time.monotonic() - began)
     expected = run.result(tmp_path / "whole")
-    came_out = Counter()
-    while came_out["killed"] < kills:
-        folder = f"parts-{came_out['killed']}"
-        while start(folder, next(moment) if came_out["killed"] < kills else None):
-            came_out["killed"] += 1
-            came_out[TORN] += run.is_torn(tmp_path / folder)
+    outcomes = Counter()
+    while outcomes["killed"] < kills:
+        folder = f"parts-{outcomes['killed']}"
+        while start(folder, next(moment) if outcomes["killed"] < kills else None):
+            outcomes["killed"] += 1
+            outcomes[TORN] += run.is_torn(tmp_path / folder)
             run.require_whole(tmp_path / folder)
         assert run.result(tmp_path / folder) == expected
-        came_out["runs finished, bitwise as the uninterrupted one"] += 1
+        outcomes["runs finished, bitwise as the uninterrupted one"] += 1
         shutil.rmtree(tmp_path / folder)
-    assert came_out[TORN] >= kills // 5
-    note(Part.CRASH, f"{kind}: SIGKILL, then the same command again", came_out, SEED)
+    assert outcomes[TORN] >= kills // 5
+    note(Part.CRASH, f"{kind}: SIGKILL, then the same command again", outcomes, SEED)
 
 
-@pytest.mark.slow  # processes
+@pytest.mark.slow  # starts processes
 @pytest.mark.timeout(900)
-def test_the_loop_is_killed_before_its_file_events(tmp_path):
-    """Exactly before a file below checkpoints/ is opened, renamed or removed, one event after the other."""
+def test_a_loop_killed_before_a_file_event_ends_bitwise_the_same(tmp_path):
+    """Kill it just before a file in checkpoints/ is opened, renamed or removed, at one event after the other."""
     log, every = tmp_path / "log.txt", 1 if is_full() else 5
     assert run_in_process(runs.train_loop, (tmp_path / "whole",), log) == 0, log.read_text()
     expected = runs.result(tmp_path / "whole")
-    came_out = Counter()
+    outcomes = Counter()
     for event in range(1, 10_000, every):
         parts = tmp_path / f"parts-{event}"
         code = run_in_process(runs.train_loop, (parts,), log, Moment("checkpoints/", event))
@@ -83,17 +83,21 @@ def test_the_loop_is_killed_before_its_file_events(tmp_path):
             break
         assert code == -signal.SIGKILL, log.read_text()
         runs.require_whole(parts)
-        came_out["killed"] += 1
-        came_out[TORN] += runs.is_torn(parts)
+        outcomes["killed"] += 1
+        outcomes[TORN] += runs.is_torn(parts)
         runs.train_loop(parts)
         assert runs.result(parts) == expected
-        came_out["gone on bitwise"] += 1
-    assert came_out[TORN] >= 3
-    note(Part.CRASH, f"the loop of both scripts: SIGKILL before every {every}. file event", came_out)
+        outcomes["resumed bitwise"] += 1
+    assert outcomes[TORN] >= 3
+    note(
+        Part.CRASH,
+        f"the loop of both scripts: SIGKILL before {'every' if is_full() else 'every fifth'} file event",
+        outcomes,
+    )
 
 
-def test_a_checkpoint_has_its_name_only_while_it_is_whole(tmp_path, monkeypatch):
-    """It gets the name last, and loses it before anything in it is deleted."""
+def test_a_checkpoint_has_its_name_only_while_it_is_complete(tmp_path, monkeypatch):
+    """It gets its name last, and loses it before its files are deleted."""
     rename, remove, happened = Path.rename, shutil.rmtree, Counter()
 
     def renamed(self, target):
@@ -114,7 +118,7 @@ def test_a_checkpoint_has_its_name_only_while_it_is_whole(tmp_path, monkeypatch)
     assert happened["deleted"] >= 2
 
 
-# --- the newest whole one ------------------------------------------------------------------------------------------
+# --- the newest complete checkpoint --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -137,19 +141,19 @@ def halve(path):
 FILES = ("model.safetensors", "optimizer.bin", "scheduler.bin", "random_states_0.pkl", "progress.json")
 
 
-@pytest.mark.parametrize("damage", [halve, Path.unlink], ids=["torn", "missing"])
-def test_a_damaged_checkpoint_is_passed_over(damage, run, finished, caplog):
+@pytest.mark.parametrize("damage", [halve, Path.unlink], ids=["truncated", "missing"])
+def test_a_damaged_checkpoint_is_skipped(damage, run, finished, caplog):
     for file in FILES:
         damage(run / "checkpoints" / "step-4" / file)
         caplog.clear()
         runs.train_loop(run)
         assert runs.result(run) == runs.result(finished)
-        # Without its progress.json a folder is not one of ours.
+        # A folder without progress.json is no checkpoint.
         if (file, damage) != ("progress.json", Path.unlink):
             assert "step-4 is damaged" in caplog.text and "step-3, the newest intact one" in caplog.text
 
 
-def test_none_is_whole(run, finished):
+def test_without_a_complete_checkpoint_resuming_is_an_error(run, finished):
     for step in (3, 4):
         halve(run / "checkpoints" / f"step-{step}" / "optimizer.bin")
     words = r"step-4 is damaged: optimizer.bin has .* bytes, of .*step-3 is damaged.*'never'"
@@ -161,22 +165,24 @@ def test_none_is_whole(run, finished):
     assert runs.result(run) == runs.result(finished)
 
 
-LEFT = {"half written": ("best", "checkpoints/.step-7.tmp", ".best.tmp", ".final.old")}
-LEFT["an old checkpoint"] = ("checkpoints/step-3", "checkpoints/step-2")
+LEFTOVERS = {
+    "partial folders": ("best", "checkpoints/.step-7.tmp", ".best.tmp", ".final.old"),
+    "an old checkpoint": ("checkpoints/step-3", "checkpoints/step-2"),
+}
 
 
-@pytest.mark.parametrize("what", LEFT)
-def test_what_a_killed_run_left_is_cleared(what, run, finished):
-    """Also where the run was at its end, or goes on with other intervals, and never writes under that name again."""
-    copied, *left = LEFT[what]
-    for name in left:
+@pytest.mark.parametrize("what", LEFTOVERS)
+def test_leftovers_of_a_killed_run_are_deleted(what, run, finished):
+    """Also if the run was at its end, or resumes with other intervals and never writes that name again."""
+    copied, *names = LEFTOVERS[what]
+    for name in names:
         shutil.copytree(run / copied, run / name)
     runs.train_loop(run)
     assert runs.result(run) == runs.result(finished)
 
 
-def test_an_older_checkpoint_is_gone_on_from(run, finished, monkeypatch):
-    """What is after it is dropped at once: interrupted then, the run does not jump to the end of the course before."""
+def test_a_run_resumes_from_an_older_checkpoint(run, finished, monkeypatch):
+    """Newer checkpoints are deleted at once, so that a run interrupted then does not continue from them."""
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -201,18 +207,18 @@ TRAINER_FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state
 
 
 @pytest.mark.parametrize("file", TRAINER_FILES)
-def test_a_torn_checkpoint_of_the_trainer_is_passed_over(file, trained, tmp_path, caplog):
-    """As a killed process leaves it: one file torn, and those not there that are written after it."""
+def test_a_truncated_checkpoint_of_the_trainer_is_skipped(file, trained, tmp_path, caplog):
+    """A killed process leaves one file truncated, and without the files that are written after it."""
     folder = shutil.copytree(trained, tmp_path / "run")
     newest, later = folder / "checkpoint-4", TRAINER_FILES[TRAINER_FILES.index(file) + 1 :]
     assert newest_whole_checkpoint(folder) == str(newest)
     for name in later:
         (newest / name).unlink()
     halve(newest / file)
-    assert get_last_checkpoint(folder) == str(newest)  # what the Trainer itself would take
+    assert get_last_checkpoint(folder) == str(newest)  # the Trainer's own choice
     assert newest_whole_checkpoint(folder) == str(folder / "checkpoint-2")
     assert "checkpoint-4 is incomplete and is not used" in caplog.text
-    # And with all files after it, as a loss of power leaves it.
+    # A power failure leaves all files after it.
     for name in later:
         shutil.copy(trained / "checkpoint-4" / name, newest / name)
     assert newest_whole_checkpoint(folder) == str(folder / "checkpoint-2")
@@ -220,7 +226,7 @@ def test_a_torn_checkpoint_of_the_trainer_is_passed_over(file, trained, tmp_path
     assert newest_whole_checkpoint(folder) is None
 
 
-def test_the_trainer_itself_fails_on_a_torn_checkpoint(trained, tmp_path, monkeypatch):
+def test_the_trainer_itself_fails_on_a_partial_checkpoint(trained, tmp_path, monkeypatch):
     folder = shutil.copytree(trained, tmp_path / "run")
     (folder / "checkpoint-4" / "trainer_state.json").unlink()
     monkeypatch.setattr(runs, "newest_whole_checkpoint", lambda folder: True)
@@ -228,12 +234,12 @@ def test_the_trainer_itself_fails_on_a_torn_checkpoint(trained, tmp_path, monkey
         runs.train_with_trainer(folder, max_steps=4, save_steps=2, eval_strategy="no")
 
 
-def test_no_checkpoint_of_the_trainer(trained, tmp_path):
+def test_the_newest_checkpoint_of_the_trainer_is_found_by_number(trained, tmp_path):
     assert newest_whole_checkpoint(tmp_path) is None
     assert newest_whole_checkpoint(tmp_path / "absent") is None
     (tmp_path / "checkpoint-last").mkdir()
     (tmp_path / "checkpoint-3").write_text("a file")
     assert newest_whole_checkpoint(tmp_path) is None
-    for step in (10, 9):  # by number, not by name
+    for step in (10, 9):
         shutil.copytree(trained / "checkpoint-4", tmp_path / f"checkpoint-{step}")
     assert newest_whole_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-10")

@@ -1,6 +1,6 @@
-"""Damaged checkpoints by the hundred: refused in a documented way, or what is loaded is what the files say.
+"""Hundreds of damaged checkpoints: each raises a documented error, or loads exactly what its files contain.
 
-What they say is read by the format of safetensors alone (`damage.tensors`), and put on a freshly patched model.
+The content is read by the format of safetensors alone (`damage.tensors`) and loaded into a freshly patched model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import AutoModel
 
 import rsa_hf
 import rsa_hf.peft
-from families import CONFIGS, FULL_PLAN, MORE_CONFIGS
+from families import CONFIGS, FULL_PLAN, MORE_CONFIGS, move_rates, widen
 from models import tiny
 from peft_adapters import METHODS, disturb
 from reliability import damage
@@ -35,7 +35,7 @@ DOCUMENTED = (ValueError, TypeError, OSError)
 GIGABYTE = 2**30
 IDS = torch.arange(3, 14)[None]
 
-# One layer, but where plans per layer and shards are tried.
+# One layer, and two for plans per layer and shards.
 MODELS = {
     "gpt2": (CONFIGS["gpt2"], {"n_layer": 1}),
     "shards": (CONFIGS["gpt2"], {}),
@@ -55,28 +55,18 @@ KINDS = [*damage.KINDS, "other module"]
 
 @functools.cache
 def plain(name):
-    """A model with weights larger than usual, so that attention is far from uniform; not to be changed."""
+    """A plain model, which tests must not change."""
     torch.manual_seed(1)
     make, changes = MODELS[name]
     config = make()
-    for key, value in changes.items():
-        setattr(config, key, value)
-    model = AutoModel.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.copy_(torch.randn(parameter.shape) * 0.2)
-    return model
+    config.update(changes)
+    return widen(AutoModel.from_config(config))
 
 
 @functools.cache
 def sound(name):
-    """The files of a patched model whose gates and rates are not where they started."""
-    model = patch_model(copy.deepcopy(plain(name)), RSAConfig(**FULL_PLAN))
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if RSA_KEY.search(key):
-                parameter.add_(torch.randn(parameter.shape) * 0.02)
+    """The files of a patched model whose gates and rates are not at their initial values."""
+    model = move_rates(patch_model(copy.deepcopy(plain(name)), FULL_PLAN))
     return saved(model, max_shard_size="40KB" if name == "shards" else "5GB")
 
 
@@ -98,7 +88,7 @@ def write(folder, files):
 
 @contextmanager
 def little_memory():
-    """Fail what asks for much more memory than a tiny model needs."""
+    """Limit the memory to little more than a tiny model needs."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 2 * GIGABYTE, before[1]))
@@ -110,7 +100,7 @@ def little_memory():
 
 @contextmanager
 def no_refusal():
-    """An error of what looks at the answer is none of loading."""
+    """Turn an error in a check of the answer into a failure, since loading did not refuse the files."""
     try:
         yield
     except DOCUMENTED as error:
@@ -122,7 +112,7 @@ def same_bits(one, other):
     return one.shape == other.shape and torch.equal(*bits)
 
 
-# --- what is right --------------------------------------------------------------------------------------------------
+# --- the right answer -----------------------------------------------------------------------------------------------
 
 
 def outputs(model):
@@ -137,7 +127,7 @@ def freshly_patched(name, plan):
 
 
 def require_right(model, name, files, info):
-    """Each tensor is that of the files, and RSA heads do what those of a freshly patched model do."""
+    """Check that all tensors are those of the files, and that RSA heads act as in a freshly patched model."""
     found, state = damage.tensors(files), model.state_dict()
     content = json.loads(files[damage.CONFIG])
     for key, tensor in found.items():
@@ -150,7 +140,7 @@ def require_right(model, name, files, info):
     assert set(heads) == set(content["rsa"]["modules"])
     assert model.config.rsa == content["rsa"]
     if absent or {**content, "rsa": None} != {**json.loads(sound(name)[damage.CONFIG]), "rsa": None}:
-        return "right answer; transformers names what is new" if absent else "right answer: another model"
+        return "right answer; transformers names new tensors" if absent else "right answer: another model"
     return require_effect(model, name, heads, state, content["rsa"]["plan"])
 
 
@@ -167,7 +157,7 @@ def require_effect(model, name, heads, state, plan):
     open_gates = any(bool((h.rates()["gate"] > 1e-6).any()) for h in heads.values())
     for key in heads:
         del model.get_submodule(key)._modules["rsa"]
-    # Behind a weight of 1e30 nothing else has an effect.
+    # Beside a weight of 1e30 nothing else has an effect.
     tame = all(bool((value.abs() < 1e3).all()) for value in state.values() if value.is_floating_point())
     if open_gates and tame:
         assert not torch.equal(outputs(model), answer)
@@ -175,13 +165,13 @@ def require_effect(model, name, heads, state, plan):
 
 
 def is_of_transformers(error):
-    """Whether an error came out of other code than ours, which only called it."""
+    """Whether an error was raised outside rsa_hf and these tests."""
     frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     return not frames[-1].startswith((PACKAGE, str(Path(__file__).parent)))
 
 
 def require_sound_process(folder):
-    """After a refusal, everything else works as before."""
+    """Check that after a refusal everything else works as before."""
     assert torch.get_default_dtype() == torch.float32
     assert torch.empty(0).device.type == "cpu"
     write(folder, sound("gpt2"))
@@ -228,17 +218,17 @@ def try_kind(kind, folder, count):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_checkpoints(kind, tmp_path):
+def test_a_damaged_checkpoint_is_refused_or_loaded_as_it_is(kind, tmp_path):
     threads = threading.active_count()
     with little_memory():
-        came_out = try_kind(kind, tmp_path, -(-number_of("checkpoints") // len(KINDS)))
+        outcomes = try_kind(kind, tmp_path, -(-number_of("checkpoints") // len(KINDS)))
     if kind != "plan that fits":
-        assert any(word.startswith("refused") for word in came_out), came_out
+        assert any(word.startswith("refused") for word in outcomes), outcomes
     require_sound_process(tmp_path)
     assert threading.active_count() <= threads + 8
 
 
-# --- each protection by itself --------------------------------------------------------------------------------------
+# --- single protections ---------------------------------------------------------------------------------------------
 
 
 def in_config(edit):
@@ -302,7 +292,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("how", REFUSED)
-def test_what_is_refused(how, tmp_path):
+def test_a_hostile_checkpoint_is_refused(how, tmp_path):
     name, change, words = REFUSED[how]
     files = dict(sound(name))
     change(files)
@@ -345,12 +335,12 @@ def require_right_adapter(adapted, files):
     assert base.config.rsa == {key: content["rsa"][key] for key in ("format_version", "modules", "plan")}
 
 
-def test_adapters(tmp_path):
+def test_a_damaged_adapter_is_refused_or_loaded_as_it_is(tmp_path):
     keys = list(plain("gpt2").state_dict())
 
     def case(random):
         files = dict(sound_adapter())
-        files[damage.CONFIG] = files.pop(ADAPTER)  # under the name that the changes know
+        files[damage.CONFIG] = files.pop(ADAPTER)  # the name that the changes look for
         damage.KINDS[random.choice(ADAPTER_KINDS)](random, files)
         if damage.CONFIG in files:
             files[ADAPTER] = files.pop(damage.CONFIG)
@@ -370,20 +360,20 @@ def test_adapters(tmp_path):
         return None
 
     with little_memory():
-        came_out = try_many("adapters", case, DOCUMENTED)
-    assert came_out["right answer"] > 0
-    assert came_out["refused: ValueError"] > 5
+        outcomes = try_many("adapters", case, DOCUMENTED)
+    assert outcomes["right answer"] > 0
+    assert outcomes["refused: ValueError"] > 5
 
 
 @pytest.mark.parametrize("was_patched", [False, True])
-def test_what_peft_refuses_late_leaves_the_base_as_it_was(was_patched, tmp_path):
-    """It has put its layers in when it finds that there is no such bias."""
+def test_a_late_refusal_by_peft_leaves_the_base_unchanged(was_patched, tmp_path):
+    """PEFT has added its layers when it finds that there is no such bias."""
     files = dict(sound_adapter())
     files[ADAPTER] = json.dumps(json.loads(files[ADAPTER]) | {"bias": "some"}).encode()
     write(tmp_path, files)
     model = copy.deepcopy(plain("gpt2"))
     if was_patched:
-        patch_model(model, RSAConfig(**FULL_PLAN))
+        patch_model(model, FULL_PLAN)
     keys, names = list(model.state_dict()), [name for name, _ in model.named_modules()]
     with pytest.raises(NotImplementedError, match="some"):
         rsa_hf.peft.load(model, tmp_path)

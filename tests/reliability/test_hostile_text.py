@@ -1,4 +1,4 @@
-"""Plans, run configs and lines of data by the hundred: a documented error that is short, or the right meaning."""
+"""Hundreds of hostile plans, run configs and lines of data: each is a short documented error or read correctly."""
 
 import json
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from families import build
+from model_state import assert_same_state, state_of
 from reliability import hostile
 from reliability.record import time_limit, try_many
 from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, unpatch_model
@@ -16,7 +17,7 @@ HEADS = 8
 
 
 def require_right(config):
-    """What a plan builds has the heads that it asks for, and numbers."""
+    """Check that heads built from a plan are those that it asks for, and have finite rates."""
     assert RSAConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     for i, plan in enumerate(config.layer_plans([HEADS, HEADS])):
         assert 1 <= plan.num_rsa_heads <= HEADS
@@ -33,17 +34,17 @@ def require_right(config):
         torch.testing.assert_close(rates["gate"], start.expand_as(rates["gate"]), rtol=1e-3, atol=1e-6)
 
 
-def test_plans():
+def test_a_hostile_plan_is_refused_or_read_correctly():
     def case(random):
         plan = hostile.plan(random)
         config = RSAConfig.from_dict(plan if random.random() < 0.5 else read_yaml(hostile.spelled(random, plan)))
         require_right(config)
 
-    came_out = try_many("plans", case, (ValueError, TypeError))
-    assert min(came_out["right answer"], came_out["refused: ValueError"], came_out["refused: TypeError"]) > 20
+    outcomes = try_many("plans", case, (ValueError, TypeError))
+    assert min(outcomes["right answer"], outcomes["refused: ValueError"], outcomes["refused: TypeError"]) > 20
 
 
-def test_run_configs(tmp_path):
+def test_a_hostile_run_config_is_refused_or_read_correctly(tmp_path):
     path = tmp_path / "run.yaml"
 
     def case(random):
@@ -52,58 +53,38 @@ def test_run_configs(tmp_path):
         assert config.rsa is None or RSAConfig.from_dict(config.rsa.to_dict()) == config.rsa
         config.to_dict()
 
-    came_out = try_many("run configs", case, (ConfigError,))
-    assert min(came_out.values()) > 5
-    assert len(came_out) == 2
+    outcomes = try_many("run configs", case, (ConfigError,))
+    assert min(outcomes.values()) > 5
+    assert len(outcomes) == 2
 
 
 @pytest.mark.parametrize("text", hostile.ODD_YAML, ids=lambda text: text[:12].encode("unicode_escape").decode())
-def test_odd_yaml(text, tmp_path):
+def test_odd_yaml_is_a_short_error(text, tmp_path):
     (tmp_path / "run.yaml").write_text(text)
     with time_limit(), pytest.raises(ConfigError) as error:
         read_run_config([str(tmp_path / "run.yaml")], DefectDataConfig)
     assert len(str(error.value)) < 5000
 
 
-def test_no_model_is_half_patched():
+def test_a_hostile_plan_leaves_no_model_half_patched():
     model = build("gpt2")
-    state, config = {name: value.clone() for name, value in model.state_dict().items()}, model.config.to_dict()
-
-    def require_untouched():
-        assert not is_patched(model)
-        assert list(model.state_dict()) == list(state)
-        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-        assert model.config.to_dict() == config
+    before = state_of(model)
 
     def case(random):
-        plan = hostile.plan(random)
         try:
-            patch_model(model, plan)
+            patch_model(model, hostile.plan(random))
         except Exception:
-            require_untouched()
+            assert_same_state(model, before)
             raise
         assert is_patched(model)
         unpatch_model(model)
-        require_untouched()
+        assert_same_state(model, before)
 
-    came_out = try_many("patches", case, (ValueError, TypeError))
-    assert came_out["right answer"] > 5
-
-
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        ({"gate_init": 10**400}, "gate_init=1000.*too large"),
-        ({"parameter_scale": 1e-300}, "from 1e-06 to 1e\\+06"),
-        ({"num_regular": -(10**5000)}, "more digits than can be shown"),
-    ],
-)
-def test_numbers_out_of_range(plan, words):
-    with pytest.raises(ValueError, match=words):
-        RSAConfig(**plan)
+    outcomes = try_many("patches", case, (ValueError, TypeError))
+    assert outcomes["right answer"] > 5
 
 
-def test_data_lines(tmp_path):
+def test_a_hostile_line_of_data_is_refused_or_read_correctly(tmp_path):
     path = tmp_path / "lines.jsonl"
 
     def case(random):
@@ -124,8 +105,8 @@ def test_data_lines(tmp_path):
         assert example.func.strip() and example.func.encode()
         assert type(example.target) is int
 
-    came_out = try_many("data lines", case, (ValueError,))
-    assert min(came_out["right answer"], came_out["refused: ValueError"]) > 50
+    outcomes = try_many("data lines", case, (ValueError,))
+    assert min(outcomes["right answer"], outcomes["refused: ValueError"]) > 50
 
 
 @pytest.mark.parametrize(
@@ -137,7 +118,7 @@ def test_data_lines(tmp_path):
         (json.dumps({f"k{i}": 0 for i in range(10**5)}).encode(), "is no labelled function"),
     ],
 )
-def test_messages_are_short(line, words, tmp_path):
+def test_messages_about_data_lines_are_short(line, words, tmp_path):
     (tmp_path / "x.jsonl").write_bytes(line)
     with pytest.raises(ValueError, match=words) as error:
         read_json_lines(tmp_path / "x.jsonl")

@@ -1,4 +1,4 @@
-"""Plain, patched and differently patched models of one process, in any order and in threads: none notices another."""
+"""Plain and differently patched models in one process, in any order and in threads, do not affect each other."""
 
 import copy
 import gc
@@ -37,7 +37,7 @@ MOST = 5  # models at a time
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """What models give alone: `neighbours.py` computes it in a process of its own."""
+    """The outputs of models that are alone, which `neighbours.py` computes in a process of its own."""
     path = tmp_path_factory.mktemp("alone") / "outputs.pt"
     paths = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(TESTS / "reliability" / "neighbours.py"), str(path)]
@@ -47,7 +47,7 @@ def alone(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """Sums in the same order as in that process."""
+    """Use one thread, so that sums have the same order as in that process."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -59,7 +59,7 @@ def _one_thread():
 
 @dataclass(eq=False)
 class Held:
-    """A model; fresh: it was built here, and neither saved nor loaded."""
+    """A model and its kind; `fresh` if it was built in this process, not loaded."""
 
     model: PreTrainedModel
     kind: Kind
@@ -67,20 +67,20 @@ class Held:
 
 
 def on_a_model(**arguments):
-    """A rule for one of the models, counted under the word that the function returns."""
+    """Make a rule for one of the models. The function returns the name to count it under."""
 
     def rule_of(function):
-        def doing(self, index, **drawn):
+        def operation(self, index, **drawn):
             self.done[function(self, self.held[index % len(self.held)], **drawn)] += 1
 
-        doing.__name__ = function.__name__
-        return precondition(lambda self: self.held)(rule(index=st.integers(0, MOST - 1), **arguments)(doing))
+        operation.__name__ = function.__name__
+        return precondition(lambda self: self.held)(rule(index=st.integers(0, MOST - 1), **arguments)(operation))
 
     return rule_of
 
 
 class ManyModels(RuleBasedStateMachine):
-    """Models and their kinds; after each doing, every model gives what its kind gives alone."""
+    """Models and their kinds. After each operation, every model gives what its kind gives alone."""
 
     alone: dict
     done: Counter
@@ -134,7 +134,7 @@ class ManyModels(RuleBasedStateMachine):
             file.seek(0)
             other = torch.load(file, weights_only=False)
         elif held.kind.dtype == torch.bfloat16:
-            return "not saved in bfloat16"  # transformers makes Llama's angles anew, which the cast had rounded
+            return "not saved in bfloat16"  # transformers recomputes Llama's angles, which the cast has rounded
         else:
             with TemporaryDirectory() as folder:
                 model.save_pretrained(folder)
@@ -145,7 +145,7 @@ class ManyModels(RuleBasedStateMachine):
     @on_a_model(dtype=st.sampled_from((torch.float32, torch.float64, torch.bfloat16)))
     def cast(self, held, dtype):
         if held.kind.dtype == torch.bfloat16:
-            return "not cast back"  # what was rounded away does not come back
+            return "not cast back"  # the rounded digits are lost
         held.model.to(dtype)
         held.kind = replace(held.kind, dtype=dtype)
         return "cast"
@@ -155,7 +155,7 @@ class ManyModels(RuleBasedStateMachine):
         model = held.model
         kept = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
         model.to("meta").to_empty(device="cpu")
-        model.tie_weights()  # moving through the meta device takes tied parameters apart
+        model.tie_weights()  # moving through the meta device unties parameters
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 tensor.copy_(kept[name])
@@ -169,7 +169,7 @@ class ManyModels(RuleBasedStateMachine):
 
     @on_a_model()
     def train(self, held):
-        """With a step of length nought: gradients come and go."""
+        """Take a step with learning rate 0, so that only gradients come and go."""
         held.model(input_ids=torch.tensor([[5, 6, 7, 8]])).logits.sum().backward()
         torch.optim.SGD(held.model.parameters(), lr=0.0).step()
         held.model.zero_grad()
@@ -185,11 +185,11 @@ class ManyModels(RuleBasedStateMachine):
 
     def require(self, kind, found):
         for mine, expected in zip(found, self.alone["outputs"][kind], strict=True):
-            # (Plain Bloom's padding is NaN in float64.)
+            # Padding of a plain Bloom is NaN in float64.
             torch.testing.assert_close(mine, expected, rtol=0, atol=0, equal_nan=True, msg=str(kind))
 
     @invariant()
-    def none_notices_another(self):
+    def models_do_not_affect_each_other(self):
         for held in self.held:
             model, kind = held.model, held.kind
             self.require(kind, outputs(model, kind))
@@ -197,7 +197,7 @@ class ManyModels(RuleBasedStateMachine):
             assert hasattr(model.config, "rsa") is (kind.plan is not None)
             if kind.plan is None and held.fresh:
                 assert looks(model) == self.alone["looks"][kind]
-                # (Saving a model writes its class into its config, and casting its dtype: plain ones too.)
+                # Saving a plain model writes its class into its config, and casting its dtype.
                 configs = [model.config.to_dict(), dict(self.alone["configs"][kind])]
                 for config in configs:
                     del config["dtype"], config["architectures"]
@@ -209,7 +209,7 @@ class ManyModels(RuleBasedStateMachine):
         assert all(installed().values())
 
 
-def test_any_order_of_doings(alone):
+def test_operations_in_any_order_do_not_affect_other_models(alone):
     ManyModels.alone, ManyModels.done = alone, Counter()
     phases = (Phase.explicit, Phase.generate)
     numbers = {"max_examples": RUNS, "stateful_step_count": STEPS, "report_multiple_bugs": False}
@@ -230,7 +230,7 @@ def in_another_thread(function, *arguments):
         return pool.submit(function, *arguments).result()
 
 
-def test_models_run_while_others_come_and_go(alone, tmp_path):
+def test_models_run_in_threads_while_others_are_patched_and_loaded(alone, tmp_path):
     kinds = [Kind(family, 0, plan) for family in FAMILIES for plan in (None, 0, 1)]
     models = [(kind, model_of(kind)) for kind in kinds]
     model_of(Kind("llama", 1, 1)).save_pretrained(tmp_path)
@@ -264,7 +264,7 @@ def test_models_run_while_others_come_and_go(alone, tmp_path):
     note(Part.MANY_MODELS, "models run in 7 threads, each in two at once", compared)
 
 
-def test_one_model_generates_in_many_threads():
+def test_a_model_generates_in_many_threads():
     model = model_of(Kind("gpt2", 0, 0))
     prompts = [torch.arange(3, 3 + n)[None] for n in range(2, 14)]
 
@@ -280,8 +280,8 @@ def test_one_model_generates_in_many_threads():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_probe_looks_at_its_own_thread_alone(family):
-    """A model under dropout would draw other numbers if its attention were called once more."""
+def test_a_probe_records_only_its_own_thread(family):
+    """With dropout, a model would draw other random numbers if its attention were called once more."""
     model = build(family, 0).train()
     connect(model)
     model.config.attention_dropout = model.config.attn_pdrop = 0.5
@@ -312,7 +312,7 @@ def test_a_probe_looks_at_its_own_thread_alone(family):
 
 @pytest.mark.parametrize("family", [*FAMILIES, "transformer_xl"])
 def test_the_default_dtype_of_the_process_changes_nothing(family):
-    """While a model is loaded in another thread, it is that model's."""
+    """While another thread loads a model, the default dtype is that model's."""
     if family == "transformer_xl":
         model, batch = tiny.build("transfo-xl", rsa={}), {"input_ids": tiny.text()}
     else:

@@ -1,4 +1,4 @@
-"""RSA layers whose stored parameters are saturated, infinite or huge: eq. 4 in float64, with every gradient."""
+"""RSA layers with saturated, infinite or huge stored parameters, against eq. 4 in float64, with all gradients."""
 
 import math
 from dataclasses import replace
@@ -54,7 +54,7 @@ def pairs_of(plan):
 
 
 def mixed(heads, attention, value, weights, causal, magnitudes=False):
-    """Eq. 4 and its gradients; or with the magnitudes of all that is summed, and 1 for cosines."""
+    """Eq. 4 and its gradients, or the same for the magnitudes of all terms, with 1 for cosines."""
     plan, size = heads.plan, abs if magnitudes else (lambda x: x)
     leaves = {name: size(getattr(heads, name).detach().double()).requires_grad_() for name in ("mu", "eta", "nu")}
     leaves["theta"] = torch.tensor([first_turn(SCALE * x) for x in heads.theta.tolist()], dtype=torch.float64)
@@ -80,12 +80,12 @@ def mixed(heads, attention, value, weights, causal, magnitudes=False):
     one = (1 + gate) if magnitudes else (1 - gate)
     output = torch.cat([one * softmax + gate * product, leaves["attention"][:, :, R:]], 2)
     finite = [torch.where(leaf.isfinite(), leaf, 0).sum() for leaf in (*leaves.values(), decay)]
-    loss = (output * size(weights.double())).sum() + 0 * sum(finite)  # each has a gradient, if of nothing
+    loss = (output * size(weights.double())).sum() + 0 * sum(finite)  # so that each has a gradient
     loss.backward()
     gradients = {name: leaf.grad for name, leaf in leaves.items()}
     gradients["theta"] = SCALE * gradients["theta"]
     if magnitudes:
-        # |∂/∂θ| ≤ Σ τ ρ^τ |v|, and ∂γ/∂ν = γ (1 − γ), of each head.
+        # For each head, |∂/∂θ| ≤ Σ τ ρ^τ |v|, and ∂γ/∂ν = γ (1 − γ).
         of_pairs = [
             sum((decay.grad[h] for h, own in enumerate(pairs_of(plan)) if own == i), torch.zeros(()).double())
             for i in range(len(heads.nu))
@@ -95,7 +95,7 @@ def mixed(heads, attention, value, weights, causal, magnitudes=False):
     return {"output": output.detach(), **gradients}
 
 
-def test_layers():
+def test_layers_with_extreme_parameters_are_right():
     tried = {"right": 0}
 
     @settings(max_examples=EXAMPLES, phases=(Phase.explicit, Phase.generate))
@@ -115,14 +115,14 @@ def test_layers():
             mine, stored = found[name], torch.finfo(found[name].dtype)
             fits = exact.abs() < stored.max * 0.99
             assert bool(mine.isfinite()[fits].all()), name
-            # A gate or rate of float64 has as many digits as 1 − g needs, but for the last: 1 − tanh² is cut there.
+            # A gate or rate in float64 has the digits that 1 − g needs, except for the last ones of 1 − tanh².
             allowed = 128 * torch.finfo(working).eps * sizes[name] + stored.eps * exact.abs() + 1e-30
             if name in ("value", "attention", "output"):
                 allowed += stored.tiny * stored.eps
             else:
                 allowed += 1e-15 * SCALE * float(sizes["theta"].sum() + sizes["mu"].sum()) + 1e-30
             off = ((mine.double() - exact).abs() / allowed)[fits]
-            assert off.numel() == 0 or float(off.max()) <= 1, f"{name}: {float(off.max()):.3g} times what it may"
+            assert off.numel() == 0 or float(off.max()) <= 1, f"{name}: {float(off.max()):.3g} times the error allowed"
         tried["right"] += 1
 
     test()
@@ -145,7 +145,7 @@ def test_a_rate_that_float32_cannot_tell_from_one_still_learns(eta):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mu", [-math.inf, -1e4])
-def test_behind_a_shut_gate_nothing_overflows(dtype, mu):
+def test_nothing_overflows_behind_a_shut_gate(dtype, mu):
     heads = RSAHeads(RSAConfig(num_regular=2, num_cyclical_pairs=1).layer_plans([4])[0])
     with torch.no_grad():
         heads.mu.fill_(mu)

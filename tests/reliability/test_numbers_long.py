@@ -1,4 +1,4 @@
-"""P V of 20,000 positions and rates up to 1: against the recurrence as a digital filter in float64."""
+"""P V of 20,000 positions and rates up to 1, against the recurrence as a digital filter in float64."""
 
 import cmath
 
@@ -19,7 +19,7 @@ HEADS = [
 
 
 def filtered(v, kind, rate, angle, d, weights):
-    """y = P v for z = rate·e^{iθ}: y_t = z (y_{t−d} + v_{t−d}); and its gradients, [T], (), ()."""
+    """y = P v for z = rate·e^{iθ}, i.e. y_t = z (y_{t−d} + v_{t−d}), and its gradients, [T], (), ()."""
     turn = 1.0 if kind == "regular" else cmath.exp(1j * angle)
     read = (lambda x: x.imag) if kind == "sin" else (lambda x: x.real)
     z = complex(rate) * turn
@@ -38,7 +38,7 @@ def filtered(v, kind, rate, angle, d, weights):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_long_texts(dtype):
+def test_long_texts_agree_with_a_digital_filter(dtype):
     kinds, rates, angles, dilation = zip(*HEADS, strict=True)
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(1, len(HEADS), T, 1, generator=generator).to(dtype)
@@ -48,7 +48,7 @@ def test_long_texts(dtype):
     gradients = torch.autograd.grad(output, leaves, weights)
     worst = 0.0
     for h, (kind, rate, angle, d) in enumerate(HEADS):
-        # What the float32 numbers are, not what was written.
+        # The float32 numbers, which are not exactly those above.
         rate, angle = float(leaves[1][h]), float(leaves[2][h])
         v, w = value[0, h, :, 0].detach().double(), weights[0, h, :, 0].double()
         right = filtered(v, kind, rate, angle, d, w)

@@ -1,4 +1,4 @@
-"""Whole patched models at the edges: finite, and the same model in float64 with P V written out, gates and rates too."""
+"""Whole patched models with extreme numbers are finite and agree with a float64 model with P V written out."""
 
 import copy
 import warnings
@@ -36,12 +36,12 @@ def patched(model):
 
 
 def case(family, name):
-    """A batch, and which keys each query sees by its documents and padding, [B, 1, T, T]."""
+    """Inputs, the keys that each query sees, [B, 1, T, T], the direction, and which tokens are real."""
     causal = family != "bert"
     batch, length = 2, 1 if name == "one token" else T
     documents = torch.zeros(batch, length, dtype=torch.long)
     real = torch.ones(batch, length, dtype=torch.bool)
-    # (With a cache transformers takes no row for packed.)
+    # With a cache, transformers reads no row as packed.
     inputs = {} if family == "transformer_xl" or not causal else {"use_cache": False}
     if name == "a row of padding":
         real[0] = False
@@ -63,7 +63,7 @@ def case(family, name):
 
 
 def written_out(visible, causal):
-    """Stands for `RSAHeads.forward`: eq. 4 in float64 with P V as a double loop, from the stored parameters alone."""
+    """A replacement for `RSAHeads.forward`: eq. 4 in float64, with P V as a double loop over the stored parameters."""
 
     def forward(self, attention, value, mask):
         eta, nu, theta, mu = (getattr(self, name).double() * 20 for name in ("eta", "nu", "theta", "mu"))
@@ -73,7 +73,7 @@ def written_out(visible, causal):
         keys = value.repeat_interleave(attention.shape[2] // value.shape[1], 1)[:, :R]
         seen = visible.expand(len(value), -1, -1, -1)
         product = double_loop(keys, LAYER_KINDS, decay, angle, LAYER_DILATION, value.shape[2], 0, causal, seen)
-        product = product + 0 * (decay.sum() + angle.sum())  # each has a gradient, if of nothing
+        product = product + 0 * (decay.sum() + angle.sum())  # so that each has a gradient
         mixed = (1 - gate) * attention[:, :, :R] + gate * product.transpose(1, 2)
         return torch.cat([mixed, attention[:, :, R:]], 2)
 
@@ -106,29 +106,29 @@ PAIRS = [
 
 @pytest.mark.parametrize(("family", "name"), PAIRS)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_models(family, name, attention, monkeypatch):
+def test_models_are_finite_and_as_exact_as_the_plain_model(family, name, attention, monkeypatch):
     inputs, visible, causal, real = case(family, name)
     plain = model_of(family, attention)
     model = patched(copy.deepcopy(plain))
     exact_plain, exact_model = copy.deepcopy(plain).double(), copy.deepcopy(model).double()
     for exact in (exact_plain, exact_model):
-        exact.set_attn_implementation("sdpa")  # eager attention of rows of padding is NaN in float64
+        exact.set_attn_implementation("sdpa")  # in float64, eager attention gives NaN for rows of padding
     right_plain = run(exact_plain, inputs)
-    # What padding gives is nobody's, and differs from dtype to dtype in plain models.
+    # The output of padding is not used, and differs between dtypes in plain models too.
     weights = torch.randn(right_plain.shape, dtype=torch.float64) * real[..., None]
     with monkeypatch.context() as patch:
         patch.setattr(RSAHeads, "forward", written_out(visible, causal))
         right = run(exact_model, inputs, weights)
         expected = gates_and_rates(exact_model)
     effect = relative_error(right[real], right_plain[real])
-    came_out = {"effect": effect}
+    outcomes = {"effect": effect}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         low, low_plain = copy.deepcopy(model).to(dtype), copy.deepcopy(plain).to(dtype)
         found = run(low, inputs, weights)
         assert bool(found.isfinite().all())
         error = relative_error(found[real], right[real])
         own = relative_error(run(low_plain, inputs)[real], right_plain[real])
-        # As near to float64 as the plain model is, but for what sums over the whole text amplify.
+        # As close to float64 as the plain model, times what sums over the whole text amplify.
         allowed = 5 * own + 4 * torch.finfo(dtype).eps
         assert error <= allowed, f"{dtype}: {error:.2g}, the plain model {own:.2g}"
         if bool(real.any()) and name != "one token" and dtype == torch.float32:
@@ -139,13 +139,13 @@ def test_models(family, name, attention, monkeypatch):
                 off = (gradient - expected[key]).abs().max()
                 scale = max(float(g.abs().max()) for n, g in expected.items() if n.endswith(key[-5:]))
                 assert float(off) <= 1e-4 * max(scale, 1e-6), f"{key}: {gradient} for {expected[key]}"
-        came_out[f"{str(dtype).removeprefix('torch.')}: error / the plain model's"] = error / max(own, 1e-12)
-    note(Part.NUMBERS, f"{family}, {attention}: {name}", came_out)
+        outcomes[f"{str(dtype).removeprefix('torch.')}: error / the plain model's"] = error / max(own, 1e-12)
+    note(Part.NUMBERS, f"{family}, {attention}: {name}", outcomes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)])
-def test_empty_batches_are_as_in_the_plain_model(family, shape):
+def test_empty_batches_give_what_the_plain_model_gives(family, shape):
     plain = model_of(family)
     model = patched(copy.deepcopy(plain))
     ids = torch.zeros(shape, dtype=torch.long)
@@ -162,7 +162,7 @@ def test_empty_batches_are_as_in_the_plain_model(family, shape):
 
 @pytest.mark.parametrize("positions", [torch.zeros(1, T), torch.zeros(2, T)], ids=["a row", "two rows"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_position_ids_that_take_every_token_apart_are_named(family, positions):
+def test_position_ids_that_make_every_token_a_document_warn(family, positions):
     model = patched(model_of(family))
     ids = torch.randint(3, VOCAB, positions.shape)
     with pytest.warns(UserWarning, match="check position_ids"):
@@ -175,7 +175,7 @@ def test_position_ids_that_take_every_token_apart_are_named(family, positions):
         model(input_ids=ids[:, :1], position_ids=torch.zeros(len(ids), 1, dtype=torch.long), use_cache=False)
 
 
-def test_flash_attention_is_told_the_same():
+def test_flash_attention_gives_the_same_warning():
     query = key = torch.empty(1, 8, T, 4)
     with pytest.warns(UserWarning, match="check position_ids"):
         assert len(flash_segment_ids(query, key, {"position_ids": torch.zeros(1, T)}).unique()) == T

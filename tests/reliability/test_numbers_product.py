@@ -1,4 +1,4 @@
-"""P V at the edges of its numbers, by every path that computes it: finite, and a double loop's in float64."""
+"""P V with extreme numbers, by every path: finite, and equal to a double loop in float64."""
 
 import contextlib
 from collections import Counter
@@ -23,7 +23,7 @@ tried: Counter[str] = Counter()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _written_down():
+def _recorded():
     yield
     note(Part.NUMBERS, "P V of extreme values, rates, angles, dilations and masks, by path", tried)
 
@@ -38,7 +38,7 @@ def backend(name):
 @pytest.mark.parametrize("name", ["chunked", "dense"])
 @some
 @given(problem=problems())
-def test_eager(name, problem):
+def test_the_backends_are_right(name, problem):
     with backend(name):
         assert_right(problem, differentiated(problem))
     tried[name] += 1
@@ -46,7 +46,7 @@ def test_eager(name, problem):
 
 @some
 @given(problem=problems())
-def test_the_operator_of_compiled_graphs(problem):
+def test_the_operator_of_compiled_graphs_is_right(problem):
     with backend("chunked") as patch:
         patch.setattr(autograd.torch.compiler, "is_compiling", lambda: True)
         found = differentiated(problem)
@@ -64,7 +64,7 @@ def rems_and_mask(problem):
 
 @some
 @given(problem=problems())
-def test_graphs_that_leave_pytorch(problem):
+def test_the_operators_of_exported_graphs_are_right(problem):
     assert_right(problem, [traced_forward(problem.value, *rems_and_mask(problem), None)])
     tried["traced"] += 1
 
@@ -73,7 +73,7 @@ def test_graphs_that_leave_pytorch(problem):
 @given(
     problem=problems(queries=1, causal=True, batches=(1, 2), masks=("none", "padding", "window 1", "window", "any"))
 )
-def test_a_step_of_generation(problem):
+def test_a_step_of_decoding_is_right(problem):
     rems, mask = rems_and_mask(problem)
     S = problem.value.shape[2]
     for table in (None, LagTable(rems, problem.working, S), LagTable(rems, problem.working, 10 * S)):
@@ -95,7 +95,7 @@ MASKS = {
 @pytest.mark.parametrize("name", ["chunked", "dense"])
 @pytest.mark.parametrize(("B", "S"), [(0, 5), (0, 40), (2, 0), (0, 0)])
 @pytest.mark.parametrize("mask", MASKS)
-def test_nothing_at_all(name, B, S, mask):
+def test_empty_values_give_empty_outputs_and_zero_gradients(name, B, S, mask):
     value = torch.ones(B, 2, S, 3, requires_grad=True)
     decay = torch.tensor([0.9, 0.8], requires_grad=True)
     with backend(name):
@@ -109,7 +109,7 @@ def test_nothing_at_all(name, B, S, mask):
 @pytest.mark.parametrize("name", ["chunked", "dense"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_of_shared_values_are_rounded_once(name, dtype):
-    # Each of the heads would take the gradient of their values out of the range of float16; together they do not.
+    # The gradient from each head is out of the range of float16. Their sum is not.
     T, large = 40, 60_000.0
     value = torch.zeros(1, 1, T, 2, dtype=dtype, requires_grad=True)
     weights = torch.tensor([large, -large])[None, :, None, None].expand(1, 2, T, 2)

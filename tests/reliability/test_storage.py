@@ -1,4 +1,4 @@
-"""A full disk, a limit on file sizes, a read-only folder, a second writer: what was saved stays, errors say what to do."""
+"""A full disk, a file-size limit, a read-only folder or a second writer loses nothing, and errors say what to do."""
 
 import os
 import resource
@@ -22,25 +22,25 @@ from rsa_hf.training.checkpoints import CheckpointFolder
 from rsa_hf.training.trainer import newest_whole_checkpoint
 from rsa_hf.utils.files import StorageError, put_in_place, recover, sole_writer, written_whole
 
-CONTINUED = {"refused, named, and continued bitwise": 1}
+RESUMED = {"error with a remedy, then resumed bitwise": 1}
 
 
 @pytest.fixture
 def disk(tmp_path):
-    """A folder on a disk of a megabyte."""
+    """A folder on a disk of one megabyte."""
     folder = tmp_path / "disk"
     folder.mkdir()
     try:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", folder], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip("a small disk has to be mounted, which this user may not")
+        pytest.skip("mounts a small disk, which this user may not do")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)  # a traceback may still hold a file
 
 
 @contextmanager
 def file_size_limit(size=None):
-    """No file may become larger, as under `ulimit -f`; without a size the block sets it with `limit_file_sizes`."""
+    """Restore the file-size limit (`ulimit -f`) afterwards; with a size, set it first."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         if size is not None:
@@ -56,7 +56,7 @@ def limit_file_sizes(size):
 
 @pytest.fixture
 def before_third_save(monkeypatch):
-    """Lets a function be called before the third checkpoint of a run is written; `monkeypatch.undo` ends it."""
+    """Call a function before a run writes its third checkpoint, until `monkeypatch.undo`."""
 
     def install(function):
         original, count = CheckpointFolder._write, 0
@@ -86,14 +86,14 @@ def expected(tmp_path_factory):
 
 def require_two_checkpoints(folder, error):
     assert f"can continue from {folder / 'checkpoints' / 'step-2'}" in str(error.value)
-    assert [path.name for path in folder.rglob(".*") if path.name != ".lock"] == []  # nothing half written takes space
+    assert [path.name for path in folder.rglob(".*") if path.name != ".lock"] == []  # no partial folder takes space
     assert [path.name for path in runs.checkpoints(folder)] == ["step-1", "step-2"]
     runs.require_whole(folder)
 
 
 @pytest.mark.parametrize("left", [0, 8_000, 20_000, 40_000])
-def test_full_disk(disk, left, before_third_save, monkeypatch, expected):
-    """The disk is filled while the run goes on; how far the third checkpoint gets depends on what is left."""
+def test_a_run_stopped_by_a_full_disk_resumes_bit_for_bit(disk, left, before_third_save, monkeypatch, expected):
+    """The disk is filled during the run. What is left determines how far the third checkpoint gets."""
     folder, filler = disk / "run", disk / "filler"
     before_third_save(lambda: filler.write_bytes(bytes(max(shutil.disk_usage(disk).free - left, 0))))
     with pytest.raises(StorageError, match="Free some disk space") as error:
@@ -104,11 +104,13 @@ def test_full_disk(disk, left, before_third_save, monkeypatch, expected):
     monkeypatch.undo()
     runs.train_loop(folder)
     assert runs.result(folder) == expected
-    note(Part.STORAGE, f"full disk, {left:,} bytes left", CONTINUED)
+    note(Part.STORAGE, f"full disk, {left:,} bytes left", RESUMED)
 
 
 @pytest.mark.parametrize("size", [1_000, 6_000, 12_000])
-def test_file_size_limit(tmp_path, size, before_third_save, monkeypatch, expected):
+def test_a_run_stopped_by_a_file_size_limit_resumes_bit_for_bit(
+    tmp_path, size, before_third_save, monkeypatch, expected
+):
     before_third_save(lambda: limit_file_sizes(size))
     with file_size_limit(), pytest.raises(StorageError, match="raise the limit on file sizes .ulimit -f.") as error:
         runs.train_loop(tmp_path)
@@ -116,26 +118,26 @@ def test_file_size_limit(tmp_path, size, before_third_save, monkeypatch, expecte
     monkeypatch.undo()
     runs.train_loop(tmp_path)
     assert runs.result(tmp_path) == expected
-    note(Part.STORAGE, f"files of at most {size:,} bytes", CONTINUED)
+    note(Part.STORAGE, f"files of at most {size:,} bytes", RESUMED)
 
 
-def test_no_checkpoint_yet(tmp_path):
+def test_an_error_before_the_first_checkpoint_says_so(tmp_path):
     with file_size_limit(500), pytest.raises(StorageError, match=r"No checkpoint was saved yet\.$"):
         runs.train_loop(tmp_path / "run")
 
 
-def test_a_file_in_place_of_the_folder(tmp_path):
+def test_a_file_in_place_of_the_folder_is_an_error(tmp_path):
     (tmp_path / "run").write_text("something else")
     with pytest.raises(StorageError, match=r"cannot write to .*/run: .*; or choose another folder"):
         runs.train_loop(tmp_path / "run")
     with pytest.raises(StorageError, match="run is a file"), written_whole(tmp_path / "run"):
         pass
     assert snapshot(tmp_path) == {"run": b"something else"}
-    note(Part.STORAGE, "a file where the folder should be", {"refused and named": 1})
+    note(Part.STORAGE, "a file where the folder should be", {"error with a remedy": 1})
 
 
-def test_read_only(disk, before_third_save, monkeypatch, expected):
-    """A run broke off, and its disk has become read-only; when it can be written again, the run goes on."""
+def test_a_run_stopped_by_a_read_only_disk_resumes_bit_for_bit(disk, before_third_save, monkeypatch, expected):
+    """The disk of an interrupted run becomes read-only, and then writable again."""
     folder = disk / "run"
 
     def stop():
@@ -153,7 +155,7 @@ def test_read_only(disk, before_third_save, monkeypatch, expected):
         subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
     runs.train_loop(folder)
     assert runs.result(folder) == expected
-    note(Part.STORAGE, "read-only folder", CONTINUED)
+    note(Part.STORAGE, "read-only folder", RESUMED)
 
 
 # --- two processes -------------------------------------------------------------------------------------------------
@@ -163,9 +165,9 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.slow  # a process
-def test_two_processes_and_one_folder(tmp_path, expected):
-    """The first waits in the middle of its run; the second is refused and changes nothing; the first goes on."""
+@pytest.mark.slow  # trains in another process
+def test_a_second_process_is_kept_out_of_the_folder_of_a_run(tmp_path, expected):
+    """The first process waits during its run. The second fails and changes nothing. Then the first continues."""
     folder, waits, go = (tmp_path / name for name in ("run", "waits", "go"))
     first = SERVER.Process(target=_train_and_wait, args=(folder, waits, go), daemon=True)
     first.start()
@@ -180,7 +182,7 @@ def test_two_processes_and_one_folder(tmp_path, expected):
     first.join(60)
     assert first.exitcode == 0
     assert runs.result(folder) == expected
-    note(Part.STORAGE, "a second process in the folder of a run", {"refused and named, nothing mixed": 2})
+    note(Part.STORAGE, "a second process in the folder of a run", {"error with a remedy, nothing mixed": 2})
 
 
 def wait_for(path: Path, process) -> None:
@@ -204,7 +206,7 @@ def _train_and_wait(folder, waits, go):
     runs.train_loop(folder)
 
 
-def test_one_writer_at_a_time(tmp_path):
+def test_a_run_needs_the_lock_of_its_folder(tmp_path):
     with sole_writer(tmp_path), pytest.raises(StorageError, match="another process is writing into"):
         runs.train_loop(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] in ([], [".lock"])
@@ -224,9 +226,9 @@ def run_command(arguments):
     cli.main()
 
 
-@pytest.mark.slow  # processes
+@pytest.mark.slow  # starts processes
 @pytest.mark.parametrize("command", ["train_language_model.py", "train_defect_detection.py", "rsa-hf train lm"])
-def test_no_traceback_reaches_the_user(tmp_path, command):
+def test_a_storage_error_is_one_line_without_a_traceback(tmp_path, command):
     run, log = (runs.defect_detection if "defect" in command else runs.language_model)(tmp_path), tmp_path / "log.txt"
     name, options = run.arguments(tmp_path / "out")
     called = (run_command, ["train", "lm", *options]) if " " in command else (run.target, name, options)
@@ -241,8 +243,8 @@ def test_no_traceback_reaches_the_user(tmp_path, command):
 # --- the Trainer, save_pretrained ------------------------------------------------------------------------------------
 
 
-def test_the_trainer_on_a_full_disk(tmp_path, monkeypatch):
-    """transformers writes in place and raises in its own words; the checkpoint before is found and gone on from."""
+def test_a_trainer_stopped_by_a_file_size_limit_resumes_bit_for_bit(tmp_path, monkeypatch):
+    """transformers writes in place and raises its own error. The checkpoint before is found and resumed from."""
     steps = {"max_steps": 12, "save_steps": 4, "save_total_limit": None, "eval_strategy": "no"}
     runs.train_with_trainer(tmp_path / "whole", **steps)
     original = Trainer._save_checkpoint
@@ -256,12 +258,12 @@ def test_the_trainer_on_a_full_disk(tmp_path, monkeypatch):
     with file_size_limit(), pytest.raises((RuntimeError, OSError, SafetensorError)):
         runs.train_with_trainer(tmp_path / "parts", **steps)
     monkeypatch.undo()
-    assert (tmp_path / "parts" / "checkpoint-8").exists()  # torn
+    assert (tmp_path / "parts" / "checkpoint-8").exists()  # partial
     assert newest_whole_checkpoint(tmp_path / "parts") == str(tmp_path / "parts" / "checkpoint-4")
     runs.train_with_trainer(tmp_path / "parts", **steps)
     found, whole = (runs.trainer_content(tmp_path / name / "checkpoint-12") for name in ("parts", "whole"))
     assert found == whole
-    note(Part.STORAGE, "the Trainer at a file-size limit", {"refused in transformers' words, continued bitwise": 1})
+    note(Part.STORAGE, "the Trainer at a file-size limit", {"error of transformers, then resumed bitwise": 1})
 
 
 def small_model(dilation):
@@ -270,8 +272,8 @@ def small_model(dilation):
     return patch_model(GPT2LMHeadModel(config), RSAConfig(num_dilated_regular=2, dilation=dilation))
 
 
-def test_save_pretrained_over_a_saved_model(tmp_path):
-    """In place it leaves another model's config beside the old weights, and says so; in `written_whole`, the old one."""
+def test_saving_over_a_model_keeps_the_old_one_until_the_new_one_is_complete(tmp_path):
+    """In place, save_pretrained fails and mixes two models. In `written_whole` it keeps the old one."""
     old, new = small_model(2), small_model(3)
     for name in ("in place", "whole"):
         old.save_pretrained(tmp_path / name)
@@ -290,14 +292,14 @@ def test_save_pretrained_over_a_saved_model(tmp_path):
     replaced = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     assert bitwise(replaced.state_dict()) == bitwise(new.state_dict())
     what = "save_pretrained in written_whole, at a file-size limit"
-    note(Part.STORAGE, what, {"refused, the old model is whole": 1})
+    note(Part.STORAGE, what, {"error, the old model is complete": 1})
 
 
 # --- folders that are replaced ---------------------------------------------------------------------------------------
 
 
-def test_files_are_on_the_disk_before_they_get_their_name(tmp_path, monkeypatch):
-    """After a loss of power a folder may not have its name without its content."""
+def test_files_are_flushed_before_they_get_their_name(tmp_path, monkeypatch):
+    """After a power failure, a folder must not have its name without its content."""
     happened = []
     flush, rename = os.fsync, Path.rename
 
@@ -310,7 +312,7 @@ def test_files_are_on_the_disk_before_they_get_their_name(tmp_path, monkeypatch)
         return rename(self, target)
 
     if not Path("/proc/self/fd").is_dir():
-        pytest.skip("which file is flushed is read from /proc, which this system does not have")
+        pytest.skip("reads the names of flushed files from /proc, which this system does not have")
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "rename", renamed)
     with written_whole(tmp_path / "x") as folder:
@@ -322,14 +324,14 @@ def test_files_are_on_the_disk_before_they_get_their_name(tmp_path, monkeypatch)
     assert happened[named + 1 :] == [tmp_path.name]
 
 
-def test_what_was_moved_aside_comes_back(tmp_path):
-    """Killed between the two renames that replace a folder."""
+def test_a_folder_that_was_moved_aside_is_moved_back(tmp_path):
+    """As after a kill between the two renames that replace a folder."""
     (tmp_path / ".x.old").mkdir()
     (tmp_path / ".x.old" / "a").write_text("old")
     (tmp_path / ".x.tmp").mkdir()
     recover(tmp_path / "x")
     assert snapshot(tmp_path) == {"x/a": b"old"}
-    # Killed before the old one was deleted.
+    # As after a kill before the old one was deleted.
     shutil.copytree(tmp_path / "x", tmp_path / ".x.old")
     (tmp_path / "x" / "a").write_text("new")
     recover(tmp_path / "x")
@@ -337,12 +339,12 @@ def test_what_was_moved_aside_comes_back(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-def test_a_link_to_a_folder_stays_one(tmp_path):
-    """Models on a larger disk, under a name in the folder of the project."""
+def test_a_link_to_a_folder_stays_a_link(tmp_path):
+    """A link may lead to a model on a larger disk."""
     large, link = tmp_path / "large", tmp_path / "x"
     large.mkdir()
     link.symlink_to(large / "model")
-    for text in ("new", "newer"):  # where nothing is yet, and over a model
+    for text in ("new", "newer"):  # to an empty place, and over a model
         with written_whole(link) as folder:
             (folder / "a").write_text(text)
         assert link.is_symlink() and snapshot(large) == {"model/a": text.encode()}
@@ -352,7 +354,7 @@ def test_a_link_to_a_folder_stays_one(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["large", "x"]
 
 
-def test_a_folder_is_never_gone_while_it_is_replaced(tmp_path, monkeypatch):
+def test_a_folder_exists_at_all_times_while_it_is_replaced(tmp_path, monkeypatch):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "a").write_text("old")
     (tmp_path / ".x.tmp").mkdir()

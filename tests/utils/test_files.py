@@ -1,4 +1,4 @@
-"""Atomic writes of single files; folders, locks and full disks are in tests/reliability/test_storage.py."""
+"""Atomic writes of files. tests/reliability/test_storage.py has folders, locks and full disks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A model that an installed package brings along; what is wrong with a name is tried in tests/training/test_run.py."""
+"""Models in installed packages. tests/training/test_run.py has names that are wrong."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ import rsa_hf
 from rsa_hf.utils.locate import locate
 
 
-def test_a_folder_of_an_installed_package():
+def test_a_package_name_is_replaced_by_its_folder():
     assert locate("package:rsa_hf/training") == str(Path(rsa_hf.__file__).parent / "training")
 
 
-def test_any_other_name_stays():
+def test_any_other_name_is_unchanged():
     for name in ("gpt2", "./package", "someone/package:x"):
         assert locate(name) == name
