@@ -23,7 +23,7 @@ __all__ = ["main", "plan_as_yaml", "search"]
 
 COUNTS = ("num_regular", "num_cyclical_pairs", "num_dilated_regular", "num_dilated_cyclical_pairs")
 # Training settings that do not change a score.
-WITHOUT_EFFECT = ("output_dir", "log_every_steps", "save_every_steps", "resume")
+WITHOUT_EFFECT = ("output_dir", "log_every_steps", "report_to", "save_every_steps", "resume")
 
 
 def main(arguments: Sequence[str], trials: int, dilations: Sequence[int], storage: Path | None = None) -> None:

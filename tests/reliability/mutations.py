@@ -190,7 +190,7 @@ ROWS = {
         ),
         (
             "lines after the checkpoint are dropped from the log",
-            "rsa_hf.training.run:MetricsLog.keep_until",
+            "rsa_hf.training.trackers:MetricsLog.keep_until",
             by(nothing),
             DAMAGED,
         ),
@@ -332,7 +332,7 @@ ROWS = {
         ),
         (
             "the log is closed after each line",
-            "rsa_hf.training.run:MetricsLog.append",
+            "rsa_hf.training.trackers:MetricsLog.append",
             first(lambda self, *_: vars(self).setdefault("left open", []).append(self.path.open("a"))),
             "reliability/test_soak.py::test_a_long_run_stays_flat",
         ),
