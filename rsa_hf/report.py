@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -68,6 +69,21 @@ class RSAReport:
     def to_dict(self) -> dict[str, Any]:
         """As plain lists and numbers, for JSON."""
         return asdict(self)
+
+    def scalars(self) -> dict[str, float]:
+        """Gates and rates to log in training, in few numbers; empty without RSA heads.
+
+        `rsa/gate` is the mean over all layers. For each RSA layer in module order, `rsa/gate/layer_NN` and
+        `rsa/decay/layer_NN` are the means over its heads of g and of |λ| or γ.
+        """
+        if not self.layers:
+            return {}
+        gates = [fmean(head.gate for head in layer.heads) for layer in self.layers]
+        decays = [fmean(abs(head.decay) for head in layer.heads) for layer in self.layers]
+        values = {"rsa/gate": fmean(gates)}
+        values |= {f"rsa/gate/layer_{i:02d}": gate for i, gate in enumerate(gates)}
+        values |= {f"rsa/decay/layer_{i:02d}": decay for i, decay in enumerate(decays)}
+        return values
 
     def __str__(self) -> str:
         if not self.layers:

@@ -27,7 +27,7 @@ from rsa_hf.cli.common import exit_on_error
 from rsa_hf.experiments.runner import summary
 from rsa_hf.tasks.defect_data import DefectDataConfig
 from rsa_hf.training.arguments import read_run_config
-from rsa_hf.training.run import finite_or_null
+from rsa_hf.utils.text import finite_or_null
 
 SCRIPTS = Path(__file__).parent
 CONFIG = SCRIPTS.parent / "configs" / "defect_minilm_devign.yaml"

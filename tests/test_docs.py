@@ -147,7 +147,7 @@ def test_the_commands_that_train_run_in_order(tmp_path, monkeypatch):
     lines = [line for line in dict.fromkeys(lines) if "--config_file" not in line]
     lines = [line for line in lines if line.startswith(("accelerate", *(f"rsa-hf {name}" for name in TRAINING)))]
     lines = [line for line in lines if "rsa_hf.run" not in line]  # other programs: tests/cli/test_run_program.py
-    assert len(lines) == 9
+    assert len(lines) == 10
     for line in lines:
         command = shlex.split(line.replace("configs/", f"{ROOT}/configs/"))
         if command[0] == "accelerate":

@@ -19,7 +19,7 @@ Split = Annotated[str, typer.Option(help="validation or test.")]
 
 def _run(task: str, model: str, split: str, arguments: list[str]) -> None:
     install_hooks()
-    from rsa_hf.training.run import finite_or_null
+    from rsa_hf.utils.text import finite_or_null
 
     with user_input():
         if task == "lm":

@@ -25,7 +25,7 @@ def inspect(
     """
     install_hooks()
     from rsa_hf.report import rsa_report
-    from rsa_hf.training.run import finite_or_null
+    from rsa_hf.utils.text import finite_or_null
 
     report = rsa_report(load_patched(path))
     print(json.dumps(finite_or_null(report.to_dict()), indent=2) if as_json else report)

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> None:
     """
     config = read_run_config(arguments, DefectDataConfig)
     training, output = config.training, Path(config.training.output_dir)
-    accelerator = make_accelerator(training.mixed_precision)
+    accelerator = make_accelerator(training)
     set_seed(training.seed)
     source = config.model.tokenizer or config.model.name_or_path
     if source is None:

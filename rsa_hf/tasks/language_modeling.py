@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> None:
     """
     config = read_run_config(arguments, LanguageModelingDataConfig)
     training = config.training
-    accelerator = make_accelerator(training.mixed_precision)
+    accelerator = make_accelerator(training)
     set_seed(training.seed)
     tokenizer = load_language_modeling_tokenizer(config.model.tokenizer or config.model.name_or_path)
     rows = training.batch_size * training.gradient_accumulation_steps * accelerator.num_processes

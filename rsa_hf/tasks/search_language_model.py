@@ -22,7 +22,7 @@ from rsa_hf.utils.text import format_table
 __all__ = ["main", "plan_as_yaml", "search"]
 
 # Training settings that do not change a score.
-WITHOUT_EFFECT = ("output_dir", "log_every_steps", "save_every_steps", "resume")
+WITHOUT_EFFECT = ("output_dir", "log_every_steps", "report_to", "save_every_steps", "resume")
 
 
 def main(arguments: Sequence[str], trials: int, dilations: Sequence[int], storage: Path | None = None) -> None:

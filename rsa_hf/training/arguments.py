@@ -14,6 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
+from accelerate.utils import LoggerType
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_loader, set_parsing_settings
 
 from rsa_hf.config import RSAConfig
@@ -82,7 +83,8 @@ class TrainingSettings:
         mixed_precision: "no", "bf16" or "fp16".
         gradient_checkpointing: recompute activations in the backward pass to save memory.
         seed: seed of new weights, data order and dropout.
-        log_every_steps: write a line into `metrics.jsonl` every N steps.
+        log_every_steps: log losses, gates and rates every N steps.
+        report_to: trackers that get the log too, by Accelerate's names, such as [tensorboard, wandb]; None: none.
         eval_every_steps: evaluate every N steps, and at the end; None: after each epoch. Streamed data has no epochs.
         save_every_steps: save a checkpoint every N steps, and at the end; None: after each evaluation.
         resume: "auto" continues from the newest checkpoint in `output_dir` if there is one; "never" starts over and
@@ -109,6 +111,7 @@ class TrainingSettings:
     gradient_checkpointing: bool = False
     seed: int = 0
     log_every_steps: int = 10
+    report_to: list[str] | None = None
     eval_every_steps: int | None = None
     save_every_steps: int | None = None
     resume: str = "auto"
@@ -124,6 +127,8 @@ class TrainingSettings:
         # numpy takes seeds of 32 bits, and Accelerate adds the index of the process.
         self._check("seed", lambda value: 0 <= value < 2**31, "a whole number from 0 to 2147483647")
         self._check("output_dir", bool, "the name of a folder")
+        trackers = [name for name in LoggerType.list() if name != "all"]
+        self._check("report_to", lambda names: set(names) <= set(trackers), f"null or a list of {', '.join(trackers)}")
 
     def _check(self, name: str, is_allowed: Callable[[Any], bool], words: str) -> None:
         value = getattr(self, name)
@@ -313,7 +318,7 @@ def _read_file(path: Path, sections: Mapping[str, Any]) -> dict[str, Any]:
         for key in values:
             if key not in _keys(sections[name]):
                 raise ConfigError(f"{path}: {name}: {_unknown('key', key, _keys(sections[name]))}")
-        checked[name] = {key: _integer_if_whole(value, hints[key]) for key, value in values.items()}
+        checked[name] = {key: _fitted(value, hints[key]) for key, value in values.items()}
     return checked
 
 
@@ -361,7 +366,7 @@ def _override(content: dict[str, Any], name: str, text: str, sections: Mapping[s
 def _value(text: str, hint: Any) -> Any:
     """The value of a field or entry of this type that is written so on a command line."""
     is_text = str in _members(hint) and not (text == "null" and NoneType in _members(hint))
-    return text if is_text else _integer_if_whole(read_yaml(text), hint)
+    return text if is_text else _fitted(read_yaml(text), hint)
 
 
 def _full_name(spelled: str, sections: Mapping[str, Any]) -> str:
@@ -401,7 +406,10 @@ def _members(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
-def _integer_if_whole(value: Any, hint: Any) -> Any:
-    """Make an integer of 1e4, a float to YAML, for a field that takes integers alone."""
+def _fitted(value: Any, hint: Any) -> Any:
+    """Make an integer of 1e4, a float to YAML, for a field that takes integers alone, and a list of a single name."""
+    members = _members(hint)
+    if isinstance(value, str) and list[str] in members:
+        return [value]
     is_whole = isinstance(value, float) and value.is_integer()
-    return int(value) if is_whole and int in _members(hint) and float not in _members(hint) else value
+    return int(value) if is_whole and int in members and float not in members else value

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from rsa_hf.training.carried import CarriedState
 from rsa_hf.utils.files import discard, emptied, put_in_place, recover, storage_errors
 
-__all__ = ["CheckpointFolder", "Progress"]
+__all__ = ["CheckpointFolder", "Progress", "flatten"]
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ KEPT = 2  # the newest, and one more in case it is damaged
 _PROGRESS_FILE = "progress.json"
 # Settings that may change when a run is continued: they do not affect what is learned.
 _FREE_SETTINGS = {
-    *("training.output_dir", "training.eval_batch_size", "training.resume"),
+    *("training.output_dir", "training.eval_batch_size", "training.resume", "training.report_to"),
     *("training.log_every_steps", "training.eval_every_steps", "training.save_every_steps"),
 }
 
@@ -64,7 +64,7 @@ class CheckpointFolder:
     def __init__(self, path: Path, settings: Mapping[str, Any], accelerator: Accelerator) -> None:
         self.path = path
         self.accelerator = accelerator
-        flat = {name: value for name, value in _flatten(settings).items() if name not in _FREE_SETTINGS}
+        flat = {name: value for name, value in flatten(settings).items() if name not in _FREE_SETTINGS}
         # Through JSON, for a comparison with settings that were read from a checkpoint.
         self.settings: dict[str, Any] = json.loads(json.dumps(flat))
 
@@ -204,12 +204,12 @@ def _fault(folder: Path) -> str | None:
     return None
 
 
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings with dotted names."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
-            flat |= _flatten(value, f"{prefix}{name}.")
+            flat |= flatten(value, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{name}"] = value
     return flat

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import ProjectConfiguration, broadcast_object_list
 from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -31,14 +30,14 @@ from rsa_hf.training.arguments import ModelSettings, RunConfig, TrainingSettings
 from rsa_hf.training.carried import ParallelStreams
 from rsa_hf.training.checkpoints import CheckpointFolder, Progress
 from rsa_hf.training.steps import Batch, Examples, Stepper
+from rsa_hf.training.trackers import RunLog, require_installed
 from rsa_hf.utils.files import StorageError, recover, sole_writer, storage_errors, write_text, written_whole
 from rsa_hf.utils.locate import locate
-from rsa_hf.utils.text import format_table
+from rsa_hf.utils.text import finite_or_null, format_table
 
 __all__ = [
     "TrainResult",
     "card_facts",
-    "finite_or_null",
     "load_model",
     "make_accelerator",
     "predict_logits",
@@ -166,14 +165,17 @@ class TrainResult:
     final_dir: Path
 
 
-def make_accelerator(mixed_precision: str) -> Accelerator:
-    """The Accelerator of a run.
+def make_accelerator(training: TrainingSettings) -> Accelerator:
+    """The Accelerator of a run, with the precision and the trackers that its settings ask for.
 
-    Args:
-        mixed_precision: "no", "bf16" or "fp16".
+    Raises:
+        ImportError: the package of a tracker is not installed.
     """
+    require_installed(training.report_to or [])
     return Accelerator(
-        mixed_precision=mixed_precision,
+        mixed_precision=training.mixed_precision,
+        log_with=training.report_to or None,
+        project_config=ProjectConfiguration(logging_dir=str(Path(training.output_dir) / "runs")),
         # Without this, each of several processes on a machine without a GPU trains alone and overwrites the others.
         cpu=not torch.accelerator.is_available(),
         # The loop accumulates gradients itself, and steps the schedule once per optimiser step.
@@ -217,12 +219,13 @@ def train(
         tokenizer: saved with the model.
         settings: all settings of the run, as `RunConfig.to_dict` returns them. A checkpoint is only resumed under the
             same settings. Default: those of `training`.
-        accelerator: as `make_accelerator` makes it; default: a new one.
+        accelerator: as `make_accelerator` makes it, which has the trackers; default: a new one.
 
     Returns:
         The metrics and the folders of the models.
 
     Raises:
+        ImportError: the package of a tracker is not installed.
         StorageError: a full disk, a folder that cannot be written, or another process that writes into it. Earlier
             checkpoints are intact, and the run can continue from them.
         TrainingDivergedError: the loss or its gradient became NaN or infinite.
@@ -233,7 +236,7 @@ def train(
         raise ValueError("the training set has 0 examples; at least one is needed.")
     if training.class_weights and class_weights is None:
         raise ValueError("training.class_weights=True, but this task has no classes to weigh; set it to false.")
-    accelerator = make_accelerator(training.mixed_precision) if accelerator is None else accelerator
+    accelerator = make_accelerator(training) if accelerator is None else accelerator
     settings = {
         **(settings or {"training": asdict(training)}),
         "num_processes": accelerator.num_processes,
@@ -241,13 +244,14 @@ def train(
     }
     output = Path(training.output_dir)
     checkpoints = CheckpointFolder(output / "checkpoints", settings, accelerator)
+    log = RunLog(output, accelerator, settings)
     added = {"forward", "_original_forward"} - vars(model).keys()
     if training.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     try:
         stepper = Stepper(accelerator, model, train_dataset, collate_fn, training, class_weights)
         with sole_writer(output) if accelerator.is_main_process else nullcontext():
-            run = _Run(model, stepper, checkpoints, training, evaluate, best_metric, greater_is_better, tokenizer)
+            run = _Run(model, stepper, checkpoints, log, training, evaluate, best_metric, greater_is_better, tokenizer)
             return run.complete()
     finally:
         if training.gradient_checkpointing:
@@ -265,6 +269,7 @@ class _Run:
     model: PreTrainedModel
     stepper: Stepper
     checkpoints: CheckpointFolder
+    log: RunLog
     training: TrainingSettings
     evaluate: Callable[[PreTrainedModel], dict[str, float]]
     best_metric: str
@@ -274,16 +279,17 @@ class _Run:
     def __post_init__(self) -> None:
         self.accelerator = self.stepper.accelerator
         self.output = Path(self.training.output_dir)
-        self.log = MetricsLog(self.output / "metrics.jsonl")
 
     def complete(self) -> TrainResult:
         """Take all remaining steps."""
         try:
             progress = self._restore()
+            self.log.start(progress.step)
             self._take_steps(progress)
             if progress.best_step is None:  # a finished run whose best model was deleted
                 self._evaluate(progress)
             self._save_model(self.output / "final")
+            self.log.finish()
         except StorageError as error:
             newest = self.checkpoints.newest()
             kept = "No checkpoint was saved yet." if newest is None else f"The run can continue from {newest}."
@@ -348,8 +354,6 @@ class _Run:
             )
             progress.best_step, progress.best_metrics = None, {}
         self.checkpoints.clear(after=progress.step)
-        if self.accelerator.is_main_process:
-            self.log.keep_until(progress.step)
         return progress
 
     def _has_best(self, step: int) -> bool:
@@ -361,27 +365,16 @@ class _Run:
         return shared[0]
 
     def _log(self, progress: Progress, learning_rate: float, evaluated: bool) -> None:
-        """Add a line to the log; for a patched model with gates and rates of each head under `rsa`."""
+        """Log the steps since the last call: mean loss, evaluation, gates and rates."""
         report = rsa_report(self.model)  # in all processes: under FSDP each holds a part of the parameters
         steps_per_epoch = self.stepper.steps_per_epoch
-        record: dict[str, Any] = {
-            "step": progress.step,
+        train = {
             "epoch": None if steps_per_epoch is None else progress.step / steps_per_epoch,
             "loss": sum(progress.losses) / len(progress.losses),
             "learning_rate": learning_rate,
             "tokens": progress.tokens,
         }
-        if evaluated:
-            record["eval"] = progress.metrics
-        if report.layers:
-            record["rsa"] = {
-                layer.module: {
-                    name: [getattr(head, name) for head in layer.heads] for name in ("gate", "decay", "theta")
-                }
-                for layer in report.layers
-            }
-        if self.accelerator.is_main_process:
-            self.log.append(record)
+        self.log.write(progress.step, train, progress.metrics if evaluated else None, report)
         progress.losses = []
 
     def _evaluate(self, progress: Progress) -> None:
@@ -411,44 +404,6 @@ class _Run:
                 if self.tokenizer is not None:
                     self.tokenizer.save_pretrained(temporary)
         self.accelerator.wait_for_everyone()
-
-
-class MetricsLog:
-    """The log of a run: a file of JSON lines with a `step` each, with null for NaN and infinity."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def append(self, record: dict[str, Any]) -> None:
-        """Add a line, and wait until it is on the disk: a checkpoint may follow it."""
-        line = json.dumps(finite_or_null(record), allow_nan=False)
-        with storage_errors(self.path.parent), self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def keep_until(self, step: int) -> None:
-        """Delete lines after the step that a run continues from, and an incomplete last line."""
-        if not self.path.exists():
-            return
-        kept = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                break  # the run was killed while it wrote this line
-            if record["step"] <= step:
-                kept.append(line + "\n")
-        write_text(self.path, "".join(kept))
-
-
-def finite_or_null(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by None in a value or in nested mappings and lists."""
-    if isinstance(value, dict):
-        return {key: finite_or_null(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite_or_null(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # --- results ------------------------------------------------------------------------------------------------

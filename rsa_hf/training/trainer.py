@@ -8,11 +8,9 @@ import os
 import re
 import zipfile
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -29,7 +27,7 @@ class RSACallback(TrainerCallback):
     They are logged with `trainer.log` as a separate record at the same step, so that every tracker and
     `state.log_history` get them: `rsa/gate`, the mean over all layers, and for each RSA layer in module order
     `rsa/gate/layer_NN` and `rsa/decay/layer_NN`, the means over its heads of g and of |λ| or γ.
-    `rsa_hf.rsa_report` has the values of each head.
+    `rsa_hf.rsa_report` has the values of each head. `report_to` of `rsa-hf train` logs under the same names.
 
     Args:
         trainer: the Trainer that logs and whose model is reported on.
@@ -49,21 +47,9 @@ class RSACallback(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log gates and rates after a record with the training loss."""
         if "loss" in (kwargs.get("logs") or {}):
-            values = _gates_and_rates(kwargs["model"])
+            values = rsa_report(kwargs["model"]).scalars()
             if values:
                 self.trainer.log(values)
-
-
-def _gates_and_rates(model: nn.Module) -> dict[str, float]:
-    layers = rsa_report(model).layers
-    if not layers:
-        return {}
-    gates = [fmean(head.gate for head in layer.heads) for layer in layers]
-    decays = [fmean(abs(head.decay) for head in layer.heads) for layer in layers]
-    values = {"rsa/gate": fmean(gates)}
-    values |= {f"rsa/gate/layer_{i:02d}": gate for i, gate in enumerate(gates)}
-    values |= {f"rsa/decay/layer_{i:02d}": decay for i, decay in enumerate(decays)}
-    return values
 
 
 def newest_whole_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:

@@ -1,12 +1,14 @@
-"""Text for messages, tables and pages: short forms of values, columns, and no credentials."""
+"""Text for messages, tables, pages and JSON: short forms of values, columns, no NaN, and no credentials."""
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
 from collections.abc import Sequence
+from typing import Any
 
-__all__ = ["brief", "format_table", "holds_credentials", "shorten", "without_credentials"]
+__all__ = ["brief", "finite_or_null", "format_table", "holds_credentials", "shorten", "without_credentials"]
 
 _repr = reprlib.Repr()
 _repr.maxlevel, _repr.maxlist, _repr.maxtuple, _repr.maxdict = 4, 40, 40, 20
@@ -33,6 +35,15 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(line.rstrip() for line in lines)
+
+
+def finite_or_null(value: Any) -> Any:
+    """Replace NaN and infinity, which JSON lacks, by None in a value or in nested mappings and lists."""
+    if isinstance(value, dict):
+        return {key: finite_or_null(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_or_null(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # Tokens of the Hub, "hf_" followed by letters and digits, and passwords: the part of an address before the @.

@@ -205,7 +205,7 @@ ROWS = {
         ),
         (
             "lines of the log after the checkpoint are deleted",
-            "rsa_hf.training.run:MetricsLog.keep_until",
+            "rsa_hf.training.trackers:MetricsLog.keep_until",
             by(nothing),
             DAMAGED,
         ),
@@ -347,7 +347,7 @@ ROWS = {
         ),
         (
             "the log is closed after each line",
-            "rsa_hf.training.run:MetricsLog.append",
+            "rsa_hf.training.trackers:MetricsLog.append",
             first(lambda self, *_: vars(self).setdefault("left open", []).append(self.path.open("a"))),
             "reliability/test_soak.py::test_a_long_run_leaks_nothing_and_keeps_its_pace",
         ),

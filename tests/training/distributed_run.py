@@ -13,7 +13,7 @@ from rsa_hf.cli.common import exit_on_error
 from rsa_hf.models.recurrent import RecurrentConfig, RecurrentForCausalLM
 from rsa_hf.tasks.defect_detection import trainer_metrics
 from rsa_hf.tasks.text_data import TrainingTracks
-from rsa_hf.training import RSACallback, optimizer_cls_and_kwargs
+from rsa_hf.training import RSACallback, TrainingSettings, optimizer_cls_and_kwargs
 from rsa_hf.training.run import make_accelerator
 from small_runs import Killed, Mortal, arguments, classifier, functions, gpt2, run, texts
 
@@ -63,7 +63,7 @@ def run_trainer(folder, batch_size):
 
 def main(part, folder):
     folder = Path(folder)
-    make_accelerator("no")
+    make_accelerator(TrainingSettings())
     state = PartialState()
     if part == "fail":
         run_loop(folder, Mortal(texts(11), 3, ValueError) if state.process_index == 1 else texts(11))

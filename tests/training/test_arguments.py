@@ -85,6 +85,9 @@ def test_the_command_line_overrides_the_file(read, spelling):
         (["--gate_init", "-1.5"], "rsa", "gate_init", -1.5),
         (["--gate_init", "-inf"], "rsa", "gate_init", -math.inf),
         (["--rsa.gate_init", "[-3, 0]"], "rsa", "gate_init", (-3.0, 0.0)),
+        (["--report_to", "tensorboard"], "training", "report_to", ["tensorboard"]),
+        (["--report_to", "[tensorboard, wandb]"], "training", "report_to", ["tensorboard", "wandb"]),
+        (["--report_to", "null"], "training", "report_to", None),
         (["--config_overrides.size", "1e4"], "model", "config_overrides", {"size": 1e4}),
         (["--rsa", "{num_regular: 3}", "--rsa.dilation", "2"], "rsa", "num_regular", 3),
     ],
@@ -142,6 +145,11 @@ def test_rsa_null_gives_a_plain_model(read):
         (MODEL + "training: {warmup_ratio: 2}\n", [], ["warmup_ratio=2.0", "from 0 to 1"]),
         (MODEL + "training: {seed: -1}\n", [], ["seed=-1", "from 0"]),
         (MODEL + "training: {output_dir: ''}\n", [], ["output_dir=''"]),
+        (
+            MODEL + "training: {report_to: tensorbord}\n",
+            [],
+            ["training: report_to=['tensorbord']", "tensorboard, wandb"],
+        ),
         (MODEL + "rsa: {parameter_scale: 0}\n", [], ["rsa: parameter_scale=0"]),
         # not valid YAML, or not plain YAML
         ("model: [\n", [], ["run.yaml: not valid YAML", "line"]),
