@@ -79,13 +79,14 @@ _OPERATORS = _both_ways(
 
 @dataclass(frozen=True)
 class Example:
-    """One function of a defect-detection data set. The last three attributes are those of embedded data."""
+    """One function of a defect-detection data set. `path`, `name` and `kind` are those of embedded data."""
 
     func: str  # source text
     target: int  # 1 for a defective function, 0 for a clean one
     path: str = ""  # file, relative to the standard library
     name: str = ""  # qualified name within the file
     kind: str = ""  # injected defect, one of `DEFECT_KINDS`; empty for a clean function
+    idx: int | None = None  # number within the data set, if that has one
 
 
 def load_python_defects(
