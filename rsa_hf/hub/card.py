@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -22,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import CardData, try_to_load_from_cache
+from huggingface_hub import CardData, EvalResult, try_to_load_from_cache
 from huggingface_hub.repocard import RepoCard
+from huggingface_hub.repocard_data import eval_results_to_model_index
 from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_utils import PreTrainedModel
 
@@ -38,7 +40,27 @@ __all__ = ["CardFacts", "clear_card", "is_hub_id", "read_facts", "write_card"]
 CARD = "README.md"
 PLOT = "rsa.png"
 TAGS = ("rsa_hf", "rsa", "recurrence")
-HUB_METRICS = ("accuracy", "f1", "matthews_correlation", "perplexity")  # the Hub's names
+TASKS = {  # by the end of the class's name
+    "ForSequenceClassification": "text-classification",
+    "ForCausalLM": "text-generation",
+    "LMHeadModel": "text-generation",
+}
+# The scores in the metadata: the name of the metric, on the Hub where it has it, and one that is shown.
+METRICS = {
+    "accuracy": ("accuracy", "Accuracy"),
+    "f1": ("f1", "F1"),
+    "matthews_correlation": ("matthews_correlation", "MCC"),
+    "mcc": ("matthews_correlation", "MCC"),
+    "roc_auc": ("roc_auc", "ROC AUC"),
+    "average_precision": ("average_precision", "Average precision"),
+    "accuracy_at_threshold": ("accuracy", "Accuracy at the threshold chosen on validation"),
+    "f1_at_threshold": ("f1", "F1 at the threshold chosen on validation"),
+    "mcc_at_threshold": ("matthews_correlation", "MCC at the threshold chosen on validation"),
+    "perplexity": ("perplexity", "Perplexity"),
+    "token_perplexity": ("perplexity", "Perplexity per token"),
+    "word_perplexity": ("perplexity", "Perplexity per word"),
+    "bits_per_byte": ("bits_per_byte", "Bits per byte"),
+}
 
 _BEGIN = "<!-- rsa_hf: generated on every save, down to the next rsa_hf comment"
 _BEGIN_0_1 = "<!-- rsa_hf: from here to rsa_hf's next comment the card is made anew on every save"  # of version 0.1
@@ -67,12 +89,14 @@ class CardFacts:
 
     Attributes:
         base_model: the model that was patched. Only a Hub id goes into the metadata: the Hub refuses a path.
-        datasets: the training data. Only Hub ids go into the metadata.
-        metrics: names of the metrics for the metadata; None: those of `scores` that the Hub knows.
+        datasets: the training data. Only Hub ids go into the metadata's `datasets`.
+        metrics: names of the metrics for the metadata; None: those of `scores`, as far as they are known.
         seeds: seeds of the training runs.
-        scores: metrics by run or split, shown as a table.
+        scores: metrics by run or split, shown as a table. If there is one data set, those of its splits ("validation"
+            and "test") also go into the metadata's `model-index`, which the Hub shows.
         command: the command that trained the model.
         name: the model's name on the Hub.
+        dataset_config: the configuration of the data set, if it has several.
     """
 
     base_model: str | None = None
@@ -82,6 +106,7 @@ class CardFacts:
     scores: Mapping[str, Mapping[str, float]] | None = None
     command: str | None = None
     name: str | None = None
+    dataset_config: str | None = None
 
     def updated(self, other: CardFacts) -> CardFacts:
         """These facts, overridden by those that `other` has."""
@@ -99,7 +124,7 @@ def write_card(
     """Write the card of a patched model into a folder, or update the existing one.
 
     Missing facts are taken from the existing card. Outside of rsa_hf's part only its metadata changes: missing tags
-    are added, and a base model that is no Hub id is removed.
+    are added, results that rsa_hf wrote are replaced, and a base model that is no Hub id is removed.
 
     Args:
         model: a patched model.
@@ -123,7 +148,8 @@ def write_card(
         text = path.read_text(encoding="utf-8")
         if not _FRONT_MATTER.match(text):
             return None
-    facts = _facts_in(text).updated(facts or CardFacts())
+    earlier = _facts_in(text)
+    facts = earlier.updated(facts or CardFacts())
     if facts.base_model is None:
         facts = replace(facts, base_model=_loaded_from(model))
     picture = None
@@ -137,6 +163,7 @@ def write_card(
             logger.info("no picture on the card: %s", error)
     card = _read_card(text)
     _add_metadata(card.data, facts)
+    _replace_results(card.data, _class_of(model).__name__, earlier, facts)
     section = without_credentials(_section(model, facts, picture))  # the command may hold a token
     # A function as replacement: backslashes of the section are not escapes.
     body, found = _SECTION.subn(lambda _: section, card.text, count=1)
@@ -154,10 +181,12 @@ def clear_card(folder: str | os.PathLike[str]) -> None:
     """
     path = Path(folder) / CARD
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    facts = _facts_in(text)
     text, found = _SECTION.subn("", text, count=1)
     if found:
         card = _read_card(_TITLE.sub(r"\1", text, count=1))
         card.data["tags"] = [tag for tag in _listed(card.data.get("tags")) if tag not in TAGS] or None
+        _replace_results(card.data, "", facts, CardFacts())
         write_text(path, f"{str(card).rstrip()}\n")
 
 
@@ -187,12 +216,52 @@ def _add_metadata(data: CardData, facts: CardFacts) -> None:
     if not base and is_hub_id(facts.base_model):
         base = [facts.base_model]
     scored = [name for score in (facts.scores or {}).values() for name in score]
-    metrics = facts.metrics if facts.metrics is not None else [name for name in scored if name in HUB_METRICS]
+    metrics = facts.metrics if facts.metrics is not None else [METRICS[name][0] for name in scored if name in METRICS]
     lists = {"tags": TAGS, "datasets": filter(is_hub_id, facts.datasets), "metrics": metrics}
     data["library_name"] = data.get("library_name") or "transformers"
     data["base_model"] = base[0] if len(base) == 1 else base or None
     for key, more in lists.items():
         data[key] = list(dict.fromkeys([*_listed(data.get(key)), *more])) or None
+
+
+def _replace_results(data: CardData, class_name: str, earlier: CardFacts, facts: CardFacts) -> None:
+    """Replace the results of earlier facts in a card's `model-index`; other entries stay, well-formed or not."""
+    before = _results(earlier, sorted(set(TASKS.values())))
+    now = _results(facts, [task for ending, task in TASKS.items() if class_name.endswith(ending)])
+    models = _listed(data.get("model-index"))
+    lists = [each["results"] for each in models if isinstance(each, dict) and isinstance(each.get("results"), list)]
+    for results in lists:
+        results[:] = [result for result in results if result not in before]
+    if now and lists:
+        lists[0] += now  # the Hub expects one model
+    elif now:
+        models.append({"name": class_name, "results": now})
+    data["model-index"] = models or None
+
+
+def _results(facts: CardFacts, tasks: list[str]) -> list[Any]:
+    """The scores on the splits of the data set, as the Hub lists them in `model-index`; no NaN or infinity."""
+    if len(facts.datasets) != 1:
+        return []
+    [dataset] = facts.datasets
+    found = [
+        EvalResult(
+            task_type=task,
+            dataset_type=dataset if is_hub_id(dataset) else "custom",
+            dataset_name=dataset,
+            dataset_config=facts.dataset_config,
+            dataset_split=split,
+            metric_type=METRICS[name][0],
+            metric_name=METRICS[name][1],
+            metric_value=value,
+        )
+        for task in tasks
+        for split in ("validation", "test")
+        for name, value in (facts.scores or {}).get(split, {}).items()
+        if name in METRICS and math.isfinite(value)
+    ]
+    [model] = eval_results_to_model_index("", found)
+    return list(model["results"])
 
 
 def _listed(value: Any) -> list[Any]:

@@ -25,6 +25,7 @@ __all__ = [
     "LanguageModelTrainer",
     "LanguageModelingDataConfig",
     "audit",
+    "choose_threshold",
     "clean_text8",
     "compute_metrics",
     "evaluate_language_model",
@@ -41,7 +42,7 @@ __all__ = [
 
 _MODULES = {
     "defect_data": ("DefectDataConfig", "audit", "format_audit", "load_defect_data"),
-    "defect_detection": ("compute_metrics", "tokenize", "trainer_metrics"),
+    "defect_detection": ("choose_threshold", "compute_metrics", "tokenize", "trainer_metrics"),
     "language_model_trainer": ("LanguageModelTrainer",),
     "language_modeling": (
         "evaluate_language_model",

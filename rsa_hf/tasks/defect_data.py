@@ -156,7 +156,8 @@ def read_json_lines(path: str | Path) -> list[Example]:
 
     Args:
         path: a `.jsonl`, `.jsonl.gz` or `.jsonl.xz` file. Each line is an object with the fields `func`, the source
-            text, and `target`, the label 0 or 1 (or false or true). Other fields are ignored.
+            text, and `target`, the label 0 or 1 (or false or true). A whole number `idx` is kept, other fields are
+            ignored.
 
     Returns:
         The functions, in the order of the file.
@@ -182,7 +183,8 @@ def _example(row: Any, where: str) -> Example:
         func.encode()  # JSON can spell half a surrogate pair, which tokenizers refuse
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: {error}") from error
-    return Example(func, int(target))
+    idx = row.get("idx")
+    return Example(func, int(target), idx=idx if isinstance(idx, int) else None)
 
 
 def _identity(example: Example) -> str:

@@ -10,8 +10,10 @@ given the example ids.
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import datasets
 import numpy as np
 import torch
 from accelerate.utils import set_seed
-from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from sklearn.metrics import accuracy_score, average_precision_score, f1_score, matthews_corrcoef, roc_auc_score
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -29,10 +31,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from rsa_hf.hub.card import read_facts
 from rsa_hf.patching import is_patched
 from rsa_hf.tasks.defect_data import DefectDataConfig, Example, audit, format_audit, in_batches, load_defect_data
 from rsa_hf.training.arguments import read_run_config
 from rsa_hf.training.run import (
+    card_facts,
     load_model,
     make_accelerator,
     predict_logits,
@@ -44,6 +48,7 @@ from rsa_hf.utils.files import sole_writer, write_text
 from rsa_hf.utils.locate import locate
 
 __all__ = [
+    "choose_threshold",
     "class_weights",
     "classification_scores",
     "compute_metrics",
@@ -79,8 +84,8 @@ def main(arguments: Sequence[str]) -> None:
         print(format_audit(report))
         with sole_writer(output):
             write_text(output / "audit.json", json.dumps(report, indent=2) + "\n")
-    evaluators = {
-        split: _evaluator(examples, tokenizer, config.data, training.eval_batch_size)
+    predictors = {
+        split: _predictor(examples, tokenizer, config.data, training.eval_batch_size)
         for split, examples in splits.items()
         if split != "train"
     }
@@ -89,7 +94,7 @@ def main(arguments: Sequence[str]) -> None:
         model,
         list(tokenize(splits["train"], tokenizer, config.data).remove_columns("example_id")),
         DataCollatorWithPadding(tokenizer),
-        evaluators["validation"],
+        lambda model: compute_metrics(*predictors["validation"](model)),
         training,
         best_metric="accuracy",
         greater_is_better=True,
@@ -101,25 +106,48 @@ def main(arguments: Sequence[str]) -> None:
     if not accelerator.is_main_process:
         return
     best = AutoModelForSequenceClassification.from_pretrained(result.best_dir).to(accelerator.device)
-    scores = {"validation": result.best_metrics}
-    if "test" in evaluators:
-        scores["test"] = evaluators["test"](best)
-    name = "with RSA" if is_patched(best) else "plain"
-    table = [["model", "split", "accuracy", "majority class", "F1", "MCC", "functions"]]
+    predictions = {split: predict(best) for split, predict in predictors.items()}
+    threshold = choose_threshold(*predictions["validation"])
+    scores = {split: compute_metrics(*each, threshold) for split, each in predictions.items()}
+    if "test" in predictions:
+        text = _codexglue_predictions(splits["test"], *predictions["test"])
+        with sole_writer(output):
+            write_text(output / "predictions.txt", text)
+    report_results(config, result, scores, _table("with RSA" if is_patched(best) else "plain", scores), best)
+
+
+def _table(name: str, scores: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
+    """The scores of each split, at the threshold 0.5 and at the chosen one."""
+    table = [
+        ["model", "split", "threshold", "accuracy", "majority class", "F1", "MCC", "ROC AUC", "AP", "functions"],
+    ]
     for split, figures in scores.items():
-        shares = (f"{figures[key]:.2%}" for key in ("accuracy", "majority_accuracy"))
-        numbers = (f"{figures[key]:.4f}" for key in ("f1", "mcc"))
-        table.append([name, split, *shares, *numbers, f"{figures['num_examples']:,}"])
-    report_results(config, result, scores, table, best)
+        for threshold, at in ((0.5, ""), (figures["threshold"], "_at_threshold")):
+            shares = (f"{figures[key]:.2%}" for key in (f"accuracy{at}", "majority_accuracy"))
+            numbers = (f"{figures[key]:.4f}" for key in (f"f1{at}", f"mcc{at}", "roc_auc", "average_precision"))
+            table.append([name, split, f"{threshold:.4g}", *shares, *numbers, f"{figures['num_examples']:,}"])
+    return table
 
 
-def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float]:
+def _codexglue_predictions(examples: Sequence[Example], logits: Any, labels: Any, example_ids: Any) -> str:
+    """The predicted classes as CodeXGLUE's evaluator reads them: lines of a function's `idx`, a tab and 0 or 1.
+
+    A function without `idx` has its position, from 0.
+    """
+    functions, _ = _by_function(logits, labels, example_ids)
+    classes = zip(examples, functions.argmax(axis=1), strict=True)
+    return "".join(f"{i if each.idx is None else each.idx}\t{label}\n" for i, (each, label) in enumerate(classes))
+
+
+def evaluate(name: str, split: str, arguments: Sequence[str], threshold: float | None = None) -> dict[str, float]:
     """Evaluate a saved defect detector.
 
     Args:
         name: folder of a checkpoint with its tokenizer, or its name on the Hub.
         split: "validation" or "test".
         arguments: as for `main`; the data and the batch size are used.
+        threshold: as for `compute_metrics`. None: the one that the run of this checkpoint chose, if the folder has a
+            model card, or is `best` of a run.
     """
     config = read_run_config(arguments, DefectDataConfig)
     tokenizer = AutoTokenizer.from_pretrained(locate(name))
@@ -128,7 +156,17 @@ def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float
     if split not in splits:
         raise ValueError(f"the data has no split {split!r}, only {', '.join(splits)}.")
     _fit_to_each_other(model, tokenizer, config.data)
-    return _evaluator(splits[split], tokenizer, config.data, config.training.eval_batch_size)(model)
+    predict = _predictor(splits[split], tokenizer, config.data, config.training.eval_batch_size)
+    return compute_metrics(*predict(model), _threshold_of(Path(name)) if threshold is None else threshold)
+
+
+def _threshold_of(folder: Path) -> float | None:
+    """The threshold that a run chose: on the card of its best model, or in `results.json`, which plain models have."""
+    scores, results = read_facts(folder).scores, folder.resolve().parent / "results.json"
+    if scores is None and folder.resolve().name == "best" and results.is_file():
+        with suppress(ValueError):  # of something else
+            scores = card_facts(results).scores
+    return (scores or {}).get("validation", {}).get("threshold")
 
 
 def _fit_to_each_other(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: DefectDataConfig) -> None:
@@ -142,18 +180,18 @@ def _fit_to_each_other(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
         raise ValueError(f"data.max_length={data.max_length}: this model takes at most {longest} tokens.")
 
 
-def _evaluator(
+def _predictor(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DefectDataConfig, batch_size: int
-) -> Callable[[PreTrainedModel], dict[str, float]]:
-    """A function that evaluates a model on the examples."""
+) -> Callable[[PreTrainedModel], tuple[torch.Tensor, Any, Any]]:
+    """A function that returns a model's logits on the examples, their labels and example ids."""
     rows = tokenize(examples, tokenizer, config)
 
-    def score(model: PreTrainedModel) -> dict[str, float]:
+    def predict(model: PreTrainedModel) -> tuple[torch.Tensor, Any, Any]:
         inputs = list(rows.remove_columns("example_id"))
         logits = predict_logits(model, inputs, DataCollatorWithPadding(tokenizer), batch_size)
-        return compute_metrics(logits, rows["labels"], rows["example_id"])
+        return logits, rows["labels"], rows["example_id"]
 
-    return score
+    return predict
 
 
 # --- inputs ---------------------------------------------------------------------------------------------------------
@@ -209,28 +247,39 @@ def class_weights(labels: Sequence[int]) -> torch.Tensor:
 # --- scores ---------------------------------------------------------------------------------------------------------
 
 
-def classification_scores(predictions: Any, references: Any) -> dict[str, float]:
+def classification_scores(predictions: Any, references: Any, prediction_scores: Any = None) -> dict[str, float]:
     """Scores of predicted classes; 1 is the positive (defective) class.
 
     Args:
         predictions: the predicted classes [N], 0 or 1.
         references: the true classes [N], 0 or 1.
+        prediction_scores: scores of class 1 [N], such as probabilities or differences of logits; None: not known.
 
     Returns:
         `accuracy`; `f1` of class 1, 0 if neither predictions nor references hold a 1; `mcc`, Matthews correlation,
         from -1 to 1, 0 if predictions or references hold one class only; and `majority_accuracy`, the accuracy of
-        always predicting the most frequent class, without which an accuracy says little.
+        always predicting the most frequent class, without which an accuracy says little. With `prediction_scores`,
+        `roc_auc` and `average_precision` too, which depend on no threshold: the area under the ROC curve (0.5 for
+        random scores) and that under the precision-recall curve (for random scores, the share of class 1). Both are
+        NaN if references hold one class only.
     """
     positives = int(np.sum(references))
-    return {
+    result = {
         "accuracy": float(accuracy_score(references, predictions)),
         "f1": float(f1_score(references, predictions, zero_division=0)),
         "mcc": float(matthews_corrcoef(references, predictions)),
         "majority_accuracy": max(positives, len(references) - positives) / len(references),
     }
+    if prediction_scores is not None:
+        for name, score in (("roc_auc", roc_auc_score), ("average_precision", average_precision_score)):
+            both = 0 < positives < len(references)
+            result[name] = float(score(references, prediction_scores)) if both else math.nan
+    return result
 
 
-def compute_metrics(logits: Any, labels: Any, example_ids: Any = None) -> dict[str, float]:
+def compute_metrics(
+    logits: Any, labels: Any, example_ids: Any = None, threshold: float | None = None
+) -> dict[str, float]:
     """Score a classifier.
 
     Args:
@@ -238,13 +287,63 @@ def compute_metrics(logits: Any, labels: Any, example_ids: Any = None) -> dict[s
         labels: integers [N], 0 or 1.
         example_ids: integers [N], the function that each row belongs to; its logits are averaged over its rows; None:
             each row is a function.
+        threshold: the probability of class 1 above which a function counts as defective, from `choose_threshold` on
+            other functions. None: 0.5 alone.
 
     Returns:
-        The `classification_scores`, the `positive_share`, and the number of functions, `num_examples`.
+        The `classification_scores` at 0.5, the `positive_share`, and the number of functions, `num_examples`. With a
+        `threshold`, that and `accuracy_at_threshold`, `f1_at_threshold` and `mcc_at_threshold`.
 
     Raises:
         ValueError: shapes do not match, logits are not finite, or rows of one function have different labels.
     """
+    functions, targets = _by_function(logits, labels, example_ids)
+    result = classification_scores(functions.argmax(axis=1), targets, functions[:, 1] - functions[:, 0])
+    result |= {"positive_share": float(targets.mean()), "num_examples": len(targets)}
+    if threshold is not None:
+        at = classification_scores((_probabilities(functions) > threshold).astype(int), targets)
+        result |= {"threshold": threshold, **{f"{name}_at_threshold": at[name] for name in ("accuracy", "f1", "mcc")}}
+    return result
+
+
+def choose_threshold(logits: Any, labels: Any, example_ids: Any = None) -> float:
+    """Choose the threshold with the highest Matthews correlation (MCC); do it on validation data.
+
+    MCC rather than F1: where scores tell the classes apart but little, F1 is highest if every function counts as
+    defective (Lipton et al., Optimal Thresholding of Classifiers to Maximize F1 Measure, 2014), and MCC is then 0.
+
+    Args:
+        logits: as for `compute_metrics`.
+        labels: as for `compute_metrics`.
+        example_ids: as for `compute_metrics`.
+
+    Returns:
+        A probability of class 1. Functions above it count as defective. 0.5 if no threshold has a positive MCC.
+
+    Raises:
+        ValueError: as for `compute_metrics`.
+    """
+    functions, targets = _by_function(logits, labels, example_ids)
+    probabilities = _probabilities(functions)
+    order = probabilities.argsort()
+    probabilities, targets = probabilities[order], targets[order]
+    cuts = (probabilities[:-1] + probabilities[1:]) / 2
+    num, positives = len(targets), int(targets.sum())
+    called = num - np.arange(1, num)  # functions above each cut
+    right = positives - targets.cumsum()[:-1]  # defective ones among them
+    between = (probabilities[:-1] <= cuts) & (cuts < probabilities[1:])
+    # MCC times √(positives · (num − positives)), which is the same for all cuts.
+    mcc = between * (right * num - called * positives) / np.sqrt(called * (num - called))
+    return float(cuts[mcc.argmax()]) if (mcc > 0).any() else 0.5
+
+
+def _probabilities(logits: Any) -> Any:
+    """The probabilities [N] of class 1."""
+    return torch.from_numpy(logits[:, 1] - logits[:, 0]).sigmoid().numpy()
+
+
+def _by_function(logits: Any, labels: Any, example_ids: Any) -> tuple[Any, Any]:
+    """The logits [N, 2] and labels [N] of functions: as for `compute_metrics`, averaged over the rows of each."""
     scores = torch.as_tensor(logits).detach().to("cpu", torch.float64).numpy()
     targets = torch.as_tensor(labels).detach().cpu().numpy()
     if scores.shape != (*targets.shape, 2):
@@ -254,14 +353,13 @@ def compute_metrics(logits: Any, labels: Any, example_ids: Any = None) -> dict[s
         )
     if not np.isfinite(scores).all():
         raise ValueError("logits hold NaN or infinite values, so training has diverged. Lower the learning rate.")
-    if example_ids is not None:
-        _, first, owners = np.unique(torch.as_tensor(example_ids).cpu(), return_index=True, return_inverse=True)
-        if (targets != targets[first][owners]).any():
-            raise ValueError("example_ids do not match the labels: each function has one label, in one split.")
-        scores = np.stack([np.bincount(owners, column) for column in scores.T], axis=1)  # sums do as well as means
-        targets = targets[first]
-    result = classification_scores(scores.argmax(axis=1), targets)
-    return {**result, "positive_share": float(targets.mean()), "num_examples": len(targets)}
+    if example_ids is None:
+        return scores, targets
+    _, first, owners = np.unique(torch.as_tensor(example_ids).cpu(), return_index=True, return_inverse=True)
+    if (targets != targets[first][owners]).any():
+        raise ValueError("example_ids do not match the labels: each function has one label, in one split.")
+    sums = np.stack([np.bincount(owners, column) for column in scores.T], axis=1)
+    return sums / np.bincount(owners)[:, None], targets[first]
 
 
 def trainer_metrics(eval_prediction: EvalPrediction) -> dict[str, float]:

@@ -19,7 +19,8 @@ def load_metric(name: str) -> evaluate.EvaluationModule:
     """Load the scores of a task. Predictions are kept in memory, not in files.
 
     Args:
-        name: "defect_detection": `classification_scores` of predicted and true classes, 0 or 1. "language_modeling":
+        name: "defect_detection": `classification_scores` of predicted and true classes, 0 or 1; `compute` also takes
+            `prediction_scores`, for `roc_auc` and `average_precision`. "language_modeling":
             `perplexities` of texts or parts of one; predictions are sums of negative log-likelihoods in nats,
             references dicts of `num_tokens`, `num_words` and `num_bytes`. They are summed before dividing.
     """
@@ -32,8 +33,8 @@ class _DefectDetection(evaluate.Metric):  # type: ignore[misc]  # evaluate has n
         features = Features({"predictions": Value("float64"), "references": Value("float64")})
         return evaluate.MetricInfo(classification_scores.__doc__, "", features, format="numpy")
 
-    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        return classification_scores(predictions, references)
+    def _compute(self, predictions: Any, references: Any, prediction_scores: Any = None) -> dict[str, float]:
+        return classification_scores(predictions, references, prediction_scores)
 
 
 class _LanguageModeling(evaluate.Metric):  # type: ignore[misc]

@@ -89,6 +89,7 @@ class Example:
         path: file, relative to the standard library; only embedded functions have it and what follows.
         name: qualified name within the file.
         kind: the injected defect, one of `DEFECT_KINDS`; empty for a clean function.
+        idx: number within the data set; None if that has none.
     """
 
     func: str
@@ -96,6 +97,7 @@ class Example:
     path: str = ""
     name: str = ""
     kind: str = ""
+    idx: int | None = None
 
 
 def load_python_defects(

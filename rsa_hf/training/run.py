@@ -496,6 +496,7 @@ def card_facts(results: Path) -> CardFacts:
             base_model=config["model"].get("name_or_path"),
             datasets=tuple(filter(None, [datasets.get(str(data.get("source")))])),
             seeds=(config["training"]["seed"],),
+            dataset_config=data.get("hub_subset"),
             scores={
                 split: {name: float(value) for name, value in content[split].items() if value is not None}
                 for split in ("validation", "test")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
@@ -158,6 +159,12 @@ def test_a_trained_language_model_is_evaluated_and_gets_a_card(run, text, tmp_pa
     facts = read_facts(folder / "best")
     assert (facts.seeds, facts.datasets, facts.metrics) == ((3,), ("someone/texts",), ("perplexity",))
     assert facts.scores["test"]["bits_per_byte"] == results["test"]["bits_per_byte"]
+    listed = ModelCard.load(folder / "best" / "README.md").data.eval_results
+    assert {(result.dataset_type, result.dataset_split) for result in listed} == {
+        ("someone/texts", "validation"),
+        ("someone/texts", "test"),
+    }
+    assert results["test"]["bits_per_byte"] in [result.metric_value for result in listed]
     assert (folder / "best" / "rsa.png").exists()
     # The scores are the best model's, so the final model's card has none.
     assert run("card", folder / "final")[0] == 0
@@ -199,6 +206,12 @@ def test_evaluating_a_defect_detector_gives_its_accuracy(run, tokenizer, tmp_pat
         ]
     assert score["accuracy"] == sum(right) / len(right)
     assert score["num_examples"] == 10
+    assert "threshold" not in score
+    code, out, err = run("evaluate", "defect", tmp_path / "model", config, *data, "--threshold", 1)
+    assert code == 0, err
+    assert (
+        json.loads(out)["accuracy_at_threshold"] == sum(row["target"] == 0 for row in map(json.loads, lines[10:])) / 10
+    )
     code, _, err = run("evaluate", "defect", tmp_path / "model", config, *data, "--split", "validation")
     assert (code, "no split 'validation', only train, test" in err) == (2, True)
 

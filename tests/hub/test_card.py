@@ -1,6 +1,7 @@
 """The model card: its content, and its place beside what others wrote."""
 
 import logging
+import math
 import re
 import resource
 import subprocess
@@ -8,10 +9,12 @@ import sys
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
+import yaml
+from huggingface_hub import ModelCard, RepoCard
 from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from families import FULL_PLAN, build
+from families import CONFIGS, FULL_PLAN, build
 from rsa_hf import RSAConfig, patch_model, rsa_report, unpatch_model
 from rsa_hf.hub import card
 from rsa_hf.hub.card import CardFacts, read_facts, write_card
@@ -142,6 +145,113 @@ def test_saving_keeps_what_others_wrote(model, tmp_path):
     (tmp_path / "README.md").write_text(again)
     model.save_pretrained(tmp_path)
     assert (tmp_path / "README.md").read_text() == again
+
+
+# --- the results that the Hub shows --------------------------------------------------------------------------------
+
+
+SCORES = {
+    "validation": {"accuracy": 0.625, "threshold": 0.4, "f1_at_threshold": 0.5, "num_examples": 8},
+    "test": {"accuracy": 0.5, "f1": 0.25, "roc_auc": math.nan},
+    "seed 3": {"accuracy": 0.75},
+}
+
+
+@pytest.fixture
+def classifier():
+    return patch_model(AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]()), RSAConfig(num_regular=1))
+
+
+def results_of(card):
+    """(data set, split, name of the metric, value) of each result of a card."""
+    listed = ModelCard.load(card).data.eval_results or []
+    return [(each.dataset_name, each.dataset_split, each.metric_name, each.metric_value) for each in listed]
+
+
+def test_the_metadata_lists_what_was_measured_on_a_split(classifier, tmp_path):
+    facts = CardFacts(datasets=("someone/functions",), dataset_config="c", scores=SCORES)
+    card = ModelCard.load(write_card(classifier, tmp_path, facts))
+    assert {
+        (each.task_type, each.dataset_type, each.dataset_name, each.dataset_config) for each in card.data.eval_results
+    } == {("text-classification", "someone/functions", "someone/functions", "c")}
+    assert [
+        (each.dataset_split, each.metric_type, each.metric_name, each.metric_value) for each in card.data.eval_results
+    ] == [
+        ("validation", "accuracy", "Accuracy", 0.625),
+        ("validation", "f1", "F1 at the threshold chosen on validation", 0.5),
+        ("test", "accuracy", "Accuracy", 0.5),
+        ("test", "f1", "F1", 0.25),
+    ]
+    assert card.data.metrics == ["accuracy", "f1", "roc_auc"]
+
+
+@pytest.mark.parametrize(
+    ("datasets", "scores"),
+    [
+        ((), SCORES),
+        (("someone/functions", "someone/others"), SCORES),
+        (("someone/functions",), {"test": {"loss": 1.0}, "seed 3": {"accuracy": 0.5}}),
+    ],
+    ids=["no data set", "two data sets", "no metric of a split"],
+)
+def test_other_scores_are_in_the_table_alone(classifier, tmp_path, datasets, scores):
+    card = ModelCard.load(write_card(classifier, tmp_path, CardFacts(datasets=datasets, scores=scores)))
+    assert "model-index" not in card.data and card.data.eval_results is None
+    assert "### Results" in card.content
+
+
+def test_a_perplexity_that_is_infinite_is_left_out(tmp_path):
+    model = patch_model(AutoModelForCausalLM.from_config(CONFIGS["gpt2"]()), RSAConfig(num_regular=1))
+    scores = {"test": {"token_perplexity": 21.5, "word_perplexity": math.inf, "bits_per_byte": 1.25}}
+    facts = CardFacts(datasets=("Python's standard library",), scores=scores)
+    card = ModelCard.load(write_card(model, tmp_path, facts))
+    assert [
+        (each.task_type, each.dataset_type, each.metric_type, each.metric_value) for each in card.data.eval_results
+    ] == [
+        ("text-generation", "custom", "perplexity", 21.5),
+        ("text-generation", "custom", "bits_per_byte", 1.25),
+    ]
+    model.save_pretrained(tmp_path)
+    assert ModelCard.load(tmp_path / "README.md").data.to_dict() == card.data.to_dict()
+
+
+THEIRS = """---
+model-index:
+- name: mine
+  results:
+  - task: {type: text-classification}
+    dataset: {name: someone/functions, type: someone/functions, split: test}
+    metrics:
+    - {type: accuracy, value: 0.9, name: Accuracy, verified: true}
+- name: another
+  results: []
+---
+"""
+
+
+def test_results_of_others_stay(classifier, tmp_path):
+    (tmp_path / "README.md").write_text(THEIRS)
+    theirs = ("someone/functions", "test", "Accuracy", 0.9)
+    facts = CardFacts(datasets=("someone/functions",), scores={"test": {"accuracy": 0.5, "f1": 0.25}})
+    ours = [("someone/functions", "test", "Accuracy", 0.5), ("someone/functions", "test", "F1", 0.25)]
+    path = write_card(classifier, tmp_path, facts)
+    assert results_of(path) == [theirs, *ours]
+    for _ in range(2):  # saved again, they are there once
+        classifier.save_pretrained(tmp_path)
+        assert results_of(path) == [theirs, *ours]
+    # New scores replace those before them; so does another data set.
+    write_card(classifier, tmp_path, CardFacts(scores={"test": {"accuracy": 0.75}}))
+    assert results_of(path) == [theirs, ("someone/functions", "test", "Accuracy", 0.75)]
+    write_card(classifier, tmp_path, CardFacts(datasets=("someone/others",)))
+    assert results_of(path) == [theirs, ("someone/others", "test", "Accuracy", 0.75)]
+    # A plain model has none of ours.
+    unpatch_model(classifier).save_pretrained(tmp_path)
+    assert results_of(path) == [theirs]
+    index = yaml.safe_load(THEIRS.strip().strip("-"))["model-index"]
+    assert RepoCard.load(path).data["model-index"] == index
+
+
+# --- in the place of others ----------------------------------------------------------------------------------------
 
 
 def test_a_plain_model_saved_in_its_place_removes_the_rsa_section_only(tmp_path):

@@ -104,13 +104,13 @@ def test_functions_that_cannot_train_are_refused(tmp_path, splits, message):
 
 
 def test_the_hub_gives_functions_and_errors_name_their_row(monkeypatch):
-    rows = {"func": ["f", "g"], "target": [True, False], "project": ["a", "b"]}
+    rows = {"func": ["f", "g"], "target": [True, False], "project": ["a", "b"], "idx": [7, 3]}
     hub = {split: datasets.Dataset.from_dict(rows) for split in ("train", "test")}
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda name: asked.append(name) or hub)
     splits = load_defect_data(DefectDataConfig(source="hub", deduplicate=False))
     assert asked == ["google/code_x_glue_cc_defect_detection"]
-    functions = [Example("f", 1), Example("g", 0)]
+    functions = [Example("f", 1, idx=7), Example("g", 0, idx=3)]
     assert splits == {"train": functions, "test": functions}
     hub["test"] = datasets.Dataset.from_dict({"func": ["f"], "target": [3]})
     with pytest.raises(ValueError, match="defect_detection, test row 1: .* is no labelled function"):

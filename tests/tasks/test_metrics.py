@@ -26,6 +26,26 @@ def test_classification_agrees_with_the_definitions(pairs):
     }
 
 
+@pytest.mark.filterwarnings("ignore:A single label was found")
+@given(pairs=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1)), min_size=1, max_size=40))
+def test_areas_under_curves_agree_with_the_definitions(pairs):
+    """Of scores with many ties: the share of pairs in the right order, and precision over the steps of recall."""
+    scores, labels = zip(*pairs, strict=True)
+    found = classification_scores([int(score > 2) for score in scores], labels, scores)
+    positive, negative = ([score for score, label in pairs if label == each] for each in (1, 0))
+    if not positive or not negative:
+        assert math.isnan(found["roc_auc"]) and math.isnan(found["average_precision"])
+        return
+    ordered = [(p > n) + (p == n) / 2 for p in positive for n in negative]
+    assert found["roc_auc"] == pytest.approx(sum(ordered) / len(ordered))
+    area, recall = 0.0, 0.0
+    for cut in sorted(set(scores), reverse=True):
+        right = sum(score >= cut for score in positive)
+        area += (right / len(positive) - recall) * right / sum(score >= cut for score in scores)
+        recall = right / len(positive)
+    assert found["average_precision"] == pytest.approx(area)
+
+
 def test_classification_scores_as_a_module():
     metric = load_metric("defect_detection")
     references, predictions = [0, 1, 1, 0] * 50_000, [0, 1, 0, 0] * 50_000  # products of counts exceed 2^63
@@ -33,6 +53,9 @@ def test_classification_scores_as_a_module():
     assert result == classification_scores(predictions, references)
     assert result["mcc"] == pytest.approx(1 / math.sqrt(3))
     assert metric.compute(predictions=[True, False], references=[True, True])["accuracy"] == 0.5
+    result = metric.compute(predictions=[1, 0, 1], references=[1, 0, 0], prediction_scores=[0.9, 0.1, 0.6])
+    assert result == classification_scores([1, 0, 1], [1, 0, 0], [0.9, 0.1, 0.6])
+    assert result["roc_auc"] == result["average_precision"] == 1
     with pytest.raises(ValueError, match="mix of binary and continuous"):  # scores in place of classes
         metric.compute(predictions=[0.7, 0.1], references=[0, 1])
 

