@@ -65,7 +65,7 @@ class RunLog:
         """Start the log; after step 0, continue it and drop what was logged later.
 
         TensorBoard, W&B and trackio continue their run; other trackers start another one. W&B and trackio cannot drop
-        points. W&B ignores their repetition, which has the same values.
+        points; the continued run logs the same values again.
         """
         if not self.accelerator.is_main_process:
             return
