@@ -128,7 +128,7 @@ def read_segments(
         eval_bytes: maximum size of the validation text and of the test text.
 
     Returns:
-        Parallel streams of text to train on, one for each row of a batch; validation and test text; and the number of
+        Parallel tracks of text to train on, one for each row of a batch; validation and test text; and the number of
         symbols.
 
     Raises:
@@ -184,8 +184,8 @@ def build(architecture: str, shape: Shape, corpus: str, vocab_size: int, variant
     return model
 
 
-def train_on_segments(model: PreTrainedModel, streams: TrainingTracks, learning_rate: float, steps: int) -> None:
-    """Train along parallel streams of text, carrying the memory; at their end, start again with an empty memory.
+def train_on_segments(model: PreTrainedModel, tracks: TrainingTracks, learning_rate: float, steps: int) -> None:
+    """Train along parallel tracks of text, carrying the memory; at their end, start again with an empty memory.
 
     AdamW; the learning rate warms up over a twentieth of the steps and then follows a cosine down to 0.
     """
@@ -194,11 +194,11 @@ def train_on_segments(model: PreTrainedModel, streams: TrainingTracks, learning_
     carried = CarriedState(model)
 
     def loss(step: int) -> Tensor:
-        segment = (step - 1) % streams.num_segments
+        segment = (step - 1) % tracks.num_segments
         if segment == 0:
             carried.reset()
-        first = segment * streams.num_tracks
-        batch = default_collate([streams[first + stream] for stream in range(streams.num_tracks)])
+        first = segment * tracks.num_tracks
+        batch = default_collate([tracks[first + track] for track in range(tracks.num_tracks)])
         return carried.mean_loss(model, {name: value.to(model.device) for name, value in batch.items()}, 0)
 
     fit(loss, optimizer, steps, model=model, schedule=schedule)

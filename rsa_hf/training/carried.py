@@ -11,12 +11,12 @@ from accelerate.utils import recursively_apply, send_to_device
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-__all__ = ["CarriedState", "ParallelStreams", "carried_from", "segment_state_of"]
+__all__ = ["CarriedState", "ParallelTracks", "carried_from", "segment_state_of"]
 
 
 @runtime_checkable
-class ParallelStreams(Protocol):
-    """A data set of segments of parallel text streams: example i continues example i − `num_tracks`."""
+class ParallelTracks(Protocol):
+    """A data set of segments of parallel tracks of text: example i continues example i − `num_tracks`."""
 
     num_tracks: int
 
@@ -57,7 +57,7 @@ def carried_from(outputs: Any, name: str) -> Any:
 
 
 class CarriedState:
-    """The state of the parallel streams of a run, for each micro-batch of a step.
+    """The state of the parallel tracks of a run, for each micro-batch of a step.
 
     Args:
         model: the model before Accelerate wraps it.
@@ -72,11 +72,11 @@ class CarriedState:
         self._states: dict[int, Any] = {}
 
     def reset(self) -> None:
-        """Forget the state of all streams."""
+        """Forget the state of all tracks."""
         self._states = {}
 
     def mean_loss(self, model: nn.Module, batch: Mapping[str, Tensor], micro_batch: int) -> Tensor:
-        """The mean next-token loss of a segment. Updates the state of its streams.
+        """The mean next-token loss of a segment. Updates the state of its tracks.
 
         Args:
             model: the model, wrapped by Accelerate or not.
@@ -94,7 +94,7 @@ class CarriedState:
         return cross_entropy(outputs.logits.flatten(0, 1).float(), targets.flatten())
 
     def save(self, folder: Path, process: int) -> None:
-        """Write the state of this process's streams into a checkpoint."""
+        """Write the state of this process's tracks into a checkpoint."""
         # Clones: torch.save writes the whole storage behind a view.
         torch.save(recursively_apply(torch.clone, self._states), folder / f"segment_state_{process}.pt")
 

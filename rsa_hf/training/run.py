@@ -27,7 +27,7 @@ from rsa_hf.patching import is_patched, patch_model
 from rsa_hf.plots import plot_rem
 from rsa_hf.report import rsa_report
 from rsa_hf.training.arguments import ModelSettings, RunConfig, TrainingSettings, did_you_mean
-from rsa_hf.training.carried import ParallelStreams
+from rsa_hf.training.carried import ParallelTracks
 from rsa_hf.training.checkpoints import CheckpointFolder, Progress
 from rsa_hf.training.steps import Batch, Examples, Stepper
 from rsa_hf.training.trackers import RunLog, require_installed
@@ -185,7 +185,7 @@ def make_accelerator(training: TrainingSettings) -> Accelerator:
 
 def train(
     model: PreTrainedModel,
-    train_dataset: Examples | ParallelStreams | IterableDataset[Any],
+    train_dataset: Examples | ParallelTracks | IterableDataset[Any],
     collate_fn: Callable[[list[Any]], Batch],
     evaluate: Callable[[PreTrainedModel], dict[str, float]],
     training: TrainingSettings,
@@ -206,9 +206,9 @@ def train(
         model: its forward takes what `collate_fn` returns, and returns the mean loss over the labels.
         train_dataset: the examples. A data set with a length is read once per epoch, in an order that depends on seed
             and epoch. An `IterableDataset` is read in its order and needs `training.max_steps`; a resumed run skips
-            what it has seen. `ParallelStreams` are read in their order too, and the model carries its memory along
+            what it has seen. `ParallelTracks` are read in their order too, and the model carries its memory along
             each of them, across steps and checkpoints, until the epoch ends.
-        collate_fn: makes a batch of a list of examples, with `labels` (`shift_labels` for parallel streams).
+        collate_fn: makes a batch of a list of examples, with `labels` (`shift_labels` for parallel tracks).
         evaluate: returns metrics of the model. Every process calls it, as sharded models require, and the main
             process's result is used. It may switch the model to evaluation mode.
         training: how to train.

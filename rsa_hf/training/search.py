@@ -10,11 +10,9 @@ from typing import Any, Protocol
 
 from transformers import Trainer
 
-from rsa_hf.config import RSAConfig
+from rsa_hf.config import COUNTS, RSAConfig
 
 __all__ = ["FoundPlan", "TrialLike", "head_plan_space", "search_head_plans"]
-
-COUNTS = ("num_cyclical_pairs", "num_dilated_cyclical_pairs", "num_regular", "num_dilated_regular")
 
 
 class TrialLike(Protocol):

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, get_scheduler
 
 from rsa_hf.training.arguments import TrainingSettings
-from rsa_hf.training.carried import CarriedState, ParallelStreams
+from rsa_hf.training.carried import CarriedState, ParallelTracks
 from rsa_hf.training.fsdp import shard_rsa_heads
 from rsa_hf.training.optimizer import param_groups
 
@@ -132,12 +132,12 @@ class Stepper:
         class_weights: the weight of each class in the loss.
 
     Attributes:
-        carried: the state of parallel streams between steps; None for other data.
+        carried: the state of parallel tracks between steps; None for other data.
         steps_per_epoch: None for a stream.
         total_steps: of the whole run.
 
     Raises:
-        ValueError: a stream without `max_steps`; parallel streams for a model without a state, or more or fewer of
+        ValueError: a stream without `max_steps`; parallel tracks for a model without a state, or more or fewer of
             them than a step has rows.
     """
 
@@ -145,7 +145,7 @@ class Stepper:
         self,
         accelerator: Accelerator,
         model: PreTrainedModel,
-        dataset: Examples | ParallelStreams | IterableDataset[Any],
+        dataset: Examples | ParallelTracks | IterableDataset[Any],
         collate_fn: Callable[[list[Any]], Batch],
         training: TrainingSettings,
         class_weights: Sequence[float] | None,
@@ -154,7 +154,7 @@ class Stepper:
         self.collate_fn = collate_fn
         self.training = training
         self.class_weights = None if class_weights is None else torch.tensor(class_weights)
-        self.carried = CarriedState(model) if isinstance(dataset, ParallelStreams) else None
+        self.carried = CarriedState(model) if isinstance(dataset, ParallelTracks) else None
         self._examples = StepExamples(
             dataset,
             training.batch_size,
@@ -163,7 +163,7 @@ class Stepper:
             accelerator.process_index,
             None if self.carried else training.seed,
         )
-        if isinstance(dataset, ParallelStreams) and dataset.num_tracks != self._examples.per_step:
+        if isinstance(dataset, ParallelTracks) and dataset.num_tracks != self._examples.per_step:
             raise ValueError(
                 f"the data has {dataset.num_tracks} tracks, but a step takes {self._examples.per_step} rows "
                 f"({training.batch_size} in each of {training.gradient_accumulation_steps} micro-batches on each "
