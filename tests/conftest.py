@@ -17,10 +17,15 @@ if not torch.cuda.is_available():
     # Without a GPU, kernels are interpreted. Triton reads this when it is imported, and transformers imports it.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import transformers
+import huggingface_hub
+import transformers.utils.hub
 from hypothesis import settings
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import rsa_hf  # noqa: F401  (installs the hooks)
+from families import VOCAB
+from hub_stand_in import TOKEN, StandIn
 
 # Every run gets the same examples. There is no deadline, because shared machines stall.
 settings.register_profile("rsa_hf", derandomize=True, deadline=None, max_examples=30)
@@ -65,3 +70,31 @@ def run_rsa_hf(monkeypatch, capsys):
         return end.value.code or 0, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A new stand-in for the Hub and an empty cache, with a user who is logged in by HF_TOKEN."""
+    with StandIn() as hub:
+        constants = huggingface_hub.constants
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        # Otherwise a thread of transformers may ask for a safetensors copy of pickled weights at any time.
+        monkeypatch.setenv("DISABLE_SAFETENSORS_CONVERSION", "1")
+        yield hub
+        assert hub.unknown == []
+
+
+@pytest.fixture
+def tokenizer():
+    """A tokenizer with a token for each word w4, w5, …, as many as the models of families.py have."""
+    words = ["[PAD]", "<s>", "</s>", "[UNK]", *(f"w{i}" for i in range(4, VOCAB))]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]")

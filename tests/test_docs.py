@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from families import CONFIGS
-from hub.test_hub import hub  # noqa: F401  (a fixture)
 from rsa_hf import cli, is_patched
 
 ROOT = Path(__file__).parents[1]
@@ -69,7 +68,7 @@ def run_command(words, monkeypatch):
 
 @pytest.mark.slow  # builds the embedded data, trains and exports
 @pytest.mark.parametrize("page", RUN)
-def test_the_code_of_a_page_runs_in_order(page, codebert, tmp_path, monkeypatch, hub):  # noqa: F811
+def test_the_code_of_a_page_runs_in_order(page, codebert, tmp_path, monkeypatch, hub):
     code = "\n".join(blocks(page, "python"))
     if "torch.onnx" in code:
         pytest.importorskip("onnxscript", reason="ONNX export needs onnxscript: pip install 'rsa_hf[onnx]'")

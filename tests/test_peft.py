@@ -17,7 +17,6 @@ from transformers import (
 )
 
 from families import CONFIGS, inputs
-from hub.test_hub import hub  # noqa: F401  (a fixture)
 from hub_stand_in import USER
 from peft_adapters import (
     METHODS,
@@ -379,7 +378,7 @@ def test_a_new_head_is_trained_with_the_rates():
     assert trained == {"rsa", "classifier"}
 
 
-def test_a_pushed_adapter_loads(hub, tmp_path):  # noqa: F811
+def test_a_pushed_adapter_loads(hub, tmp_path):
     model, batch = trained_adapter("gpt2"), inputs("gpt2")
     model.push_to_hub(f"{USER}/adapter")
     for name, content in hub.files(f"{USER}/adapter").items():

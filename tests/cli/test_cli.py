@@ -15,7 +15,6 @@ from transformers import AutoModelForSequenceClassification
 
 import rsa_hf.integration
 from families import CONFIGS, FULL_PLAN, build
-from hub.test_hub import hub, tokenizer  # noqa: F401  (fixtures)
 from hub_stand_in import TOKEN, USER
 from rsa_hf import RSAHeads, cli, is_patched, patch_model, rsa_report
 from rsa_hf.hub.card import read_facts
@@ -35,7 +34,7 @@ def patched(tmp_path):
 # --- patch, inspect -----------------------------------------------------------------------------------------------
 
 
-def test_patch_keeps_the_class_the_weights_and_the_tokenizer(run, tmp_path, tokenizer):  # noqa: F811
+def test_patch_keeps_the_class_the_weights_and_the_tokenizer(run, tmp_path, tokenizer):
     base = AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]())
     for part in (base, tokenizer):
         part.save_pretrained(tmp_path / "base")
@@ -185,7 +184,7 @@ def test_a_trained_language_model_is_evaluated_and_gets_a_card(run, text, tmp_pa
     assert (code, "is not a model card" in err) == (2, True)
 
 
-def test_evaluating_a_defect_detector_gives_its_accuracy(run, tokenizer, tmp_path):  # noqa: F811
+def test_evaluating_a_defect_detector_gives_its_accuracy(run, tokenizer, tmp_path):
     lines = [json.dumps({"func": f"w{i} w{i + 1} w{i + 2}", "target": int(i % 3 == 0)}) for i in range(4, 24)]
     for name, chosen in (("train", lines[:10]), ("test", lines[10:])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(chosen))
@@ -230,7 +229,7 @@ def test_help_lists_the_keys_of_the_config(run, command):
 # --- push ---------------------------------------------------------------------------------------------------------
 
 
-def test_push_uploads_a_model_and_mistakes_exit_with_2(run, hub, patched, monkeypatch, tmp_path):  # noqa: F811
+def test_push_uploads_a_model_and_mistakes_exit_with_2(run, hub, patched, monkeypatch, tmp_path):
     _, folder = patched
     code, out, err = run("push", folder, f"{USER}/rsa", "--private")
     assert code == 0, err

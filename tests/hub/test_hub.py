@@ -3,26 +3,22 @@
 import json
 import logging
 
-import huggingface_hub
 import pytest
 import torch
-import transformers.utils.hub
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
     pipeline,
 )
 
-from families import CONFIGS, FULL_PLAN, VOCAB, build, inputs
-from hub_stand_in import TOKEN, USER, StandIn
+from families import CONFIGS, FULL_PLAN, build, inputs, move_rates
+from hub_stand_in import TOKEN, USER
 from rsa_hf import RSAConfig, is_patched, patch_model
-from rsa_hf.heads import active_heads
 from rsa_hf.hub.card import CardFacts, write_card
 from rsa_hf.hub.push import push_folder
 
@@ -31,42 +27,10 @@ SECTION = "<!-- rsa_hf: end -->"
 
 
 @pytest.fixture
-def hub(monkeypatch, tmp_path):
-    """A new Hub and an empty cache, with a user who is logged in by HF_TOKEN."""
-    with StandIn() as hub:
-        constants = huggingface_hub.constants
-        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
-        template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        # Otherwise a thread of transformers may ask for a safetensors copy of pickled weights at any time.
-        monkeypatch.setenv("DISABLE_SAFETENSORS_CONVERSION", "1")
-        yield hub
-        assert hub.unknown == []
-
-
-@pytest.fixture
-def tokenizer():
-    words = {f"w{i}": i for i in range(VOCAB)} | {"[PAD]": 0, "[UNK]": 3}
-    words = {word: i for i, word in enumerate(dict.fromkeys(["[PAD]", "<s>", "</s>", "[UNK]", *words]))}
-    made = Tokenizer(models.WordLevel(dict(list(words.items())[:VOCAB]), unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]")
-
-
-@pytest.fixture
 def model():
     """A classifier with gates and rates away from their initial values."""
-    model = patch_model(AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]()), RSAConfig(**FULL_PLAN))
-    with torch.no_grad():
-        for _, heads in active_heads(model):
-            for parameter in heads.parameters():
-                parameter.add_(torch.randn(parameter.shape) * 0.02)
-    return model.eval()
+    model = AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]())
+    return move_rates(patch_model(model, RSAConfig(**FULL_PLAN)))
 
 
 @torch.no_grad()
@@ -161,7 +125,7 @@ def test_the_trainers_card_keeps_the_rsa_section(hub, model, tmp_path):
     trainer.push_to_hub()
     assert_pushed(trainer.model.eval())
     card = hub.card(REPO)
-    metadata = huggingface_hub.ModelCard(card).data
+    metadata = ModelCard(card).data
     assert {"rsa_hf", "rsa"} <= set(metadata.tags)
     assert metadata.library_name == "transformers"
     assert metadata.base_model == "FacebookAI/roberta-base"

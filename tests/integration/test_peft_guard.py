@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, BertModel, GPT2LMHeadModel
 
 from families import CONFIGS, FULL_PLAN, inputs
 from file_edits import edit_json, edit_tensors
-from hub.test_hub import hub  # noqa: F401  (a fixture)
 from hub_stand_in import USER
 from peft_adapters import METHODS, PLAN, base_model, disturb, logits, needs_own_adapters, trained_adapter
 from rsa_hf import RSAConfig, is_patched, patch_model
@@ -368,7 +367,7 @@ def test_a_failed_save_leaves_no_unlocked_config(tmp_path, monkeypatch):
     assert {file.name for file in tmp_path.iterdir()} == {"README.md", "adapter_model.safetensors"}
 
 
-def test_an_adapter_from_transformers_is_uploaded_with_its_plan(hub, tmp_path):  # noqa: F811
+def test_an_adapter_from_transformers_is_uploaded_with_its_plan(hub, tmp_path):
     """save_pretrained(push_to_hub=True) uploads before it returns."""
     folder, repo = tmp_path / "adapter", f"{USER}/adapter"
     with_native_adapter().save_pretrained(folder, push_to_hub=True, repo_id=repo)

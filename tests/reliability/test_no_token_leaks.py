@@ -8,7 +8,6 @@ import pytest
 from huggingface_hub.errors import HTTPError
 
 from families import build
-from hub.test_hub import hub, model  # noqa: F401
 from hub_stand_in import TOKEN, USER
 from rsa_hf import RSAConfig, cli, patch_model
 from rsa_hf.hub.card import CardFacts, write_card
@@ -26,7 +25,7 @@ def saved(tmp_path):
 
 
 @pytest.fixture
-def fail(hub, monkeypatch):  # noqa: F811
+def fail(hub, monkeypatch):
     """A function that makes the Hub fail, in one of five ways."""
 
     def fail(how):
@@ -51,11 +50,12 @@ def everything_said(error, caplog, capfd):
 
 @pytest.mark.parametrize("how", FAILURES)
 @pytest.mark.parametrize("where", ["argument", "environment"])
-def test_a_failed_push_shows_no_token(how, where, hub, fail, model, monkeypatch, caplog, capfd):  # noqa: F811
+def test_a_failed_push_shows_no_token(how, where, hub, fail, monkeypatch, caplog, capfd):
     options = {"token": TOKEN} if where == "argument" else {}
     if where == "argument":
         monkeypatch.delenv("HF_TOKEN")
     fail(how)
+    model = patch_model(build("gpt2"))
     with caplog.at_level(logging.DEBUG), pytest.raises(HTTPError) as error:
         model.push_to_hub(REPO, **options)
     # huggingface_hub shows the Hub's own message, in which this Hub repeats the token.
@@ -66,7 +66,7 @@ def test_a_failed_push_shows_no_token(how, where, hub, fail, model, monkeypatch,
 
 
 @pytest.mark.parametrize("how", FAILURES)
-def test_the_command_line_prints_no_token(how, hub, fail, saved, monkeypatch, caplog, capfd):  # noqa: F811
+def test_the_command_line_prints_no_token(how, hub, fail, saved, monkeypatch, caplog, capfd):
     fail(how)
     monkeypatch.setattr("sys.argv", ["rsa-hf", "push", str(saved), REPO])
     with caplog.at_level(logging.DEBUG), pytest.raises(SystemExit) as end:
@@ -89,7 +89,7 @@ def test_the_command_line_prints_no_token(how, hub, fail, saved, monkeypatch, ca
         {"endpoint": "http://someone:secret@127.0.0.1:9"},
     ],
 )
-def test_a_token_in_another_place_is_refused(given, hub, saved, monkeypatch, caplog, capfd):  # noqa: F811
+def test_a_token_in_another_place_is_refused(given, hub, saved, monkeypatch, caplog, capfd):
     if "endpoint" in given:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", given["endpoint"])
         given = {"repo_id": REPO}
@@ -102,7 +102,7 @@ def test_a_token_in_another_place_is_refused(given, hub, saved, monkeypatch, cap
 
 
 def test_a_token_is_not_written_on_a_card(tmp_path, saved):
-    model = build("gpt2")  # noqa: F811
+    model = build("gpt2")
     patch_model(model)
     write_card(model, tmp_path, CardFacts(command=f"python train.py --hub-token {TOKEN} --url http://a:b@c/d"))
     card = (tmp_path / "README.md").read_text()
@@ -111,7 +111,7 @@ def test_a_token_is_not_written_on_a_card(tmp_path, saved):
 
 
 @pytest.mark.parametrize("name", ["README.md", "config.json", "notes.txt"])
-def test_a_file_with_a_token_is_not_uploaded(name, hub, saved):  # noqa: F811
+def test_a_file_with_a_token_is_not_uploaded(name, hub, saved):
     text = (saved / name).read_text() if (saved / name).exists() else ""
     (saved / name).write_text(text.replace("{", f'{{"note": "{TOKEN}",', 1) if name == "config.json" else text + TOKEN)
     with pytest.raises(ValueError, match=f"{name}, which would be uploaded") as error:

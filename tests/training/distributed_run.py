@@ -68,7 +68,7 @@ def main(part, folder):
     if part == "fail":
         run_loop(folder, Mortal(texts(11), 3, ValueError) if state.process_index == 1 else texts(11))
         return
-    run_loop(folder / "whole", texts(11))
+    run_loop(folder / "whole", texts(11), report_to=["tensorboard"])
     try:
         # Both processes read their ninth example in the fifth step.
         run_loop(folder / "parts", Mortal(texts(11), 8))

@@ -75,7 +75,7 @@ def two(tmp_path_factory):
 def one(tmp_path_factory):
     """The folder and the Trainer of the same runs in this process, with the same global batch."""
     folder = tmp_path_factory.mktemp("one")
-    single.run_loop(folder / "whole", texts(11), batch_size=4)
+    single.run_loop(folder / "whole", texts(11), batch_size=4, report_to=["tensorboard"])
     return folder, single.run_trainer(folder / "trainer", batch_size=4)
 
 
@@ -110,6 +110,14 @@ def test_two_processes_learn_like_one(two, one):
     halves = [gpt2(0.0)(**stack(half)).loss.item() for half in (batch[:2], batch[2:])]
     whole = gpt2(0.0)(**stack(batch)).loss.item()
     assert abs(sum(halves) / 2 - whole) > 1e-4 * whole
+
+
+@pytest.mark.slow
+def test_only_the_main_process_writes_to_trackers(two, one):
+    files = [sorted(file.name.split(".")[-2] for file in (f / "whole").rglob("events.*")) for f in (two, one[0])]
+    assert len(files[0]) == len(files[1]) > 0
+    process = set(files[0])
+    assert len(process) == 1  # the number of the process that wrote a file
 
 
 @pytest.mark.slow
