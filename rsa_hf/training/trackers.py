@@ -24,6 +24,7 @@ __all__ = ["MetricsLog", "RunLog", "require_installed"]
 
 PROJECT = "rsa_hf"
 IDENTITY = "trackers.json"  # the run's name for trackers, and those that have its settings
+KEEP_SETTINGS = {"tensorboard", "wandb"}  # over a continued run; trackio shows those of its last process
 # Trackers of Accelerate that take a batch of images, with their keywords for channels that come last.
 IMAGE_KEYWORDS: dict[str, dict[str, str]] = {"tensorboard": {"dataformats": "NHWC"}, "wandb": {}, "swanlab": {}}
 
@@ -86,7 +87,7 @@ class RunLog:
         for tracker in self.accelerator.trackers:
             if tracker.name not in configured:
                 tracker.store_init_configuration(_hyperparameters(self.settings))
-            configured |= {tracker.name} & continued.keys()
+            configured |= {tracker.name} & KEEP_SETTINGS
         write_text(path, json.dumps({"id": run_id, "configured": sorted(configured)}) + "\n")
 
     def write(
