@@ -134,10 +134,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="also put the journeys into CONTRIBUTING.md")
     write = parser.parse_args().write
-    # The same everywhere: on the CPU, without the kernels that tests interpret, and from no network.
+    # The same everywhere: on the CPU, in plain PyTorch, without the kernels that tests interpret, and from no network.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    for variable in ("TRITON_INTERPRET", "RSA_HF_BACKEND"):
-        os.environ.pop(variable, None)
+    os.environ["RSA_HF_BACKEND"] = "chunked"
+    os.environ.pop("TRITON_INTERPRET", None)
     text = "\n".join(lines()).strip()
     print(text)
     if write:

@@ -115,6 +115,8 @@ def _versions() -> Iterator[Finding]:
 def _backends() -> Iterator[Finding]:
     import torch
 
+    from rsa_hf.ops.cpp.build import library
+
     # Looked up by module: onnxruntime may come from the package onnxruntime-gpu.
     packages = metadata.packages_distributions()
     for name, use in OPTIONAL.items():
@@ -123,7 +125,10 @@ def _backends() -> Iterator[Finding]:
         else:
             found = dict.fromkeys(packages.get(name, ()))
             yield Finding("ok", name, ", ".join(map(metadata.version, found)) or "no installed package")
-    yield Finding("ok", "cpu", f"{torch.get_num_threads()} threads")
+    compiled = library()
+    has_cpp = not isinstance(compiled, str)
+    text = "P V in C++" if has_cpp else f"P V in plain PyTorch, which is slower than C++: {compiled}"
+    yield Finding("ok" if has_cpp else "note", "cpu", f"{torch.get_num_threads()} threads; {text}")
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(i)

@@ -5,9 +5,9 @@ operators `rsa_hf::recurrence` and `rsa_hf::recurrence_backward`, one node each 
 depends on the values of a mask, which a graph does not know. Both compute the same. ONNX has no such operator, and its
 lengths are symbols; there P is built from plain operators.
 
-`RSA_HF_BACKEND=dense|chunked|triton` chooses the code. By default it is Triton on a GPU that can run it, else plain
-PyTorch, in chunks. The kernels do not support sliding windows and arbitrary masks; plain PyTorch computes those under
-every setting.
+`RSA_HF_BACKEND=dense|chunked|cpp|triton` chooses the code. By default it is Triton on a GPU that can run it, C++ on a
+CPU if there is a compiler, else plain PyTorch, in chunks. Triton and C++ do not support sliding windows and arbitrary
+masks; plain PyTorch computes those under every setting.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rsa_hf.ops import cpp
 from rsa_hf.ops.chunked import empty_output, scan_backward, scan_forward
+from rsa_hf.ops.cpp.launch import cpp_backward, cpp_forward
 from rsa_hf.ops.dense import dense_backward, dense_forward
 from rsa_hf.ops.mask import AttentionMask, PackedSegments, read_mask, read_traced
 from rsa_hf.ops.types import Gradients, SoftmaxBranch
@@ -29,7 +31,7 @@ from rsa_hf.rem import KINDS, Rems, mix, working_dtype
 
 __all__ = ["BACKENDS", "apply_rems", "choose_backend", "traced_forward"]
 
-BACKENDS = ("dense", "chunked", "triton")
+BACKENDS = ("dense", "chunked", "cpp", "triton")
 VARIABLE = "RSA_HF_BACKEND"
 FEW_QUERIES = 16  # with so few queries after cached keys, T·S weights cost less than a scan over all S keys
 
@@ -74,7 +76,7 @@ def _mixed(product: Tensor, softmax: SoftmaxBranch | None) -> Tensor:
 
 
 def _path(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> str:
-    """`"dense"`, `"windowed"`, `"chunked"` or `"triton"`. The last two take no sliding window and no `visible`."""
+    """`"dense"`, `"windowed"`, or a backend that takes no sliding window and no `visible`."""
     backend = choose_backend(value, rems, softmax)
     few = mask.query_length <= FEW_QUERIES and mask.query_length < mask.key_length
     if backend == "dense" or mask.visible is not None or few:
@@ -83,29 +85,37 @@ def _path(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch
 
 
 def choose_backend(value: Tensor, rems: Rems, softmax: SoftmaxBranch | None) -> str:
-    """One of BACKENDS: what RSA_HF_BACKEND says; by default Triton on a GPU that can run it, else plain PyTorch.
+    """One of BACKENDS: what RSA_HF_BACKEND says, else by device as above.
 
     Raises:
         ValueError: RSA_HF_BACKEND is none of BACKENDS.
-        RuntimeError: RSA_HF_BACKEND is triton, which cannot run here.
+        RuntimeError: RSA_HF_BACKEND is cpp or triton, which cannot run here.
     """
     chosen = os.environ.get(VARIABLE, "")
     if chosen not in ("", *BACKENDS):
         raise ValueError(f"{VARIABLE}={chosen!r}: choose from {', '.join(BACKENDS)}, or unset it for the default.")
     if chosen in ("dense", "chunked"):
         return chosen
-    if not chosen and value.device.type != "cuda":
-        return "chunked"
-    from rsa_hf.ops.triton import obstacle
+    if chosen == "cpp" or (not chosen and value.device.type == "cpu"):
+        return _unless("cpp", cpp.obstacle(value, softmax), chosen)
+    if chosen == "triton" or value.device.type == "cuda":
+        from rsa_hf.ops.triton import obstacle
 
-    reason = obstacle(value, rems, softmax)
+        reason = obstacle(value, rems, softmax)
+        if reason is not None and not chosen:
+            _warn_once(f"RSA computes P V in plain PyTorch, not in Triton: {reason}.")
+        return _unless("triton", reason, chosen)
+    return "chunked"
+
+
+def _unless(backend: str, reason: str | None, chosen: str) -> str:
+    """The backend if there is no reason against it, else plain PyTorch; an error if it was chosen."""
     if reason is None:
-        return "triton"
+        return backend
     if chosen:
         raise RuntimeError(
-            f"{VARIABLE}=triton cannot run: {reason}. Unset it, or choose one of {', '.join(BACKENDS[:2])}."
+            f"{VARIABLE}={backend} cannot run: {reason}. Unset it, or choose one of {', '.join(BACKENDS[:2])}."
         )
-    _warn_once(f"RSA computes P V in plain PyTorch, not in Triton: {reason}.")
     return "chunked"
 
 
@@ -120,6 +130,8 @@ def _forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBra
     path = _path(value, rems, mask, softmax)
     if path == "chunked":
         return scan_forward(value, rems, mask, softmax)
+    if path == "cpp":
+        return cpp_forward(value, rems, mask, softmax)
     if path == "triton":
         from rsa_hf.ops.triton.launch import triton_forward
 
@@ -139,6 +151,8 @@ def _backward(
     with torch.autocast(value.device.type, enabled=False):
         if path == "chunked":
             return scan_backward(grad, value, rems, mask, softmax)
+        if path == "cpp":
+            return cpp_backward(grad, value, rems, mask, softmax)
         if path == "triton":
             from rsa_hf.ops.triton.launch import triton_backward
 

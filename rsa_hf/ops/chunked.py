@@ -124,7 +124,7 @@ def scan_backward(
 
 
 def empty_output(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> Tensor:
-    """An uninitialised tensor of the shape, dtype and layout of `scan_forward`'s result."""
+    """An uninitialised tensor of the shape, dtype and layout of P V, or of eq. 4."""
     if softmax is not None:
         return torch.empty_like(softmax.attention, memory_format=torch.contiguous_format)
     shape = (len(value), len(rems.kinds), mask.query_length, value.shape[3])

@@ -69,6 +69,11 @@ class AttentionMask:
     query_position: Tensor | None = None
     unread_mask: Tensor | None = None
 
+    @property
+    def seen_length(self) -> int:
+        """Number of keys that some query may see: not the slots of a static cache after the last causal query."""
+        return self.query_offset + self.query_length if self.causal else self.key_length
+
 
 class PackedSegments:
     """The segments of packed rows: documents, for example, one after the other in a row.

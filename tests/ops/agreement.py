@@ -41,7 +41,9 @@ def record_calls(monkeypatch, owner, *names):
     for name in names:
         original = getattr(owner, name)
         monkeypatch.setattr(
-            owner, name, lambda *given, name=name, original=original: calls.append(name) or original(*given)
+            owner,
+            name,
+            lambda *given, name=name, original=original, **more: calls.append(name) or original(*given, **more),
         )
     return calls
 

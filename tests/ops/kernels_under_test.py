@@ -1,16 +1,6 @@
-"""For the tests of the Triton kernels: inputs, the float64 reference with its gradients, and small chunks."""
-
-import math
+"""For the tests of the Triton kernels: the interpreter where there is no GPU, and small chunks."""
 
 import pytest
-import torch
-
-from references import relative_error
-from rsa_hf.ops.autograd import apply_rems
-from rsa_hf.ops.mask import AttentionMask, PackedSegments
-from rsa_hf.ops.reference import dense_rem_product
-from rsa_hf.ops.types import SoftmaxBranch
-from rsa_hf.rem import Rems
 
 pytest.importorskip("triton", reason="needs Triton, which exists for Linux: pip install 'rsa_hf[gpu]'")
 
@@ -20,75 +10,14 @@ from rsa_hf.ops.triton import launch
 from rsa_hf.ops.triton.tuning import Tuning, block_of
 
 repair_interpreter()
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KINDS = ("regular", "cos", "sin")
-DILATION = (1, 2, 1)
-RATES = (-0.9, 0.97, 0.8)
-ANGLES = (0.0, math.pi / 4, 2.0)
-NAMES = ("output", "dvalue", "ddecay", "dtheta", "dattention", "dgate")
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-# Gradients that are summed in float32, whatever the dtype of the values.
-SUMS = ("ddecay", "dtheta", "dgate")
 
 
-@pytest.fixture
-def small_chunks(monkeypatch):
+def use_small_chunks(monkeypatch):
     """Use the kernels, in chunks of 16, so that short texts have several."""
     monkeypatch.setenv("RSA_HF_BACKEND", "triton")
     monkeypatch.setattr(launch, "candidates", lambda kernel, D, bits: [Tuning(16, block_of(D, 32), 4, 2)])
 
 
-def draw(T, S=None, B=1, D=16, heads=3, plain=1, groups=1, dtype=torch.float32):
-    """V, decay, θ, attention and gate in the layout of models: views of one projection, [B, S, heads, D] in memory."""
-    S = T if S is None else S
-    repeat = -(-heads // 3)
-    shared = -(-heads // groups)
-    value = torch.randn(B, S, 3 * shared, D)[:, :, shared : 2 * shared].transpose(1, 2)
-    attention = torch.randn(B, heads + plain, T, D).transpose(1, 2)
-    rates = [torch.tensor((numbers * repeat)[:heads]) for numbers in (RATES, ANGLES)]
-    gate = torch.linspace(0.2, 0.9, heads)
-    tensors = (value.to(dtype), *rates, attention.to(dtype), gate)
-    return [tensor.to(DEVICE).detach().requires_grad_() for tensor in tensors]
-
-
-def agreement(
-    tensors, kinds=KINDS, dilation=DILATION, groups=1, offset=None, causal=True, key_mask=None, documents=None
-):
-    """Relative errors of the output and of all gradients, by name, against dense P in float64 with autograd."""
-    value, attention = tensors[0], tensors[3]
-    T, S = attention.shape[1], value.shape[2]
-    offset = S - T if offset is None else offset
-    masks = {"key_mask": key_mask, "documents": documents}
-    on_device = {name: None if mask is None else mask.to(DEVICE) for name, mask in masks.items()}
-    segments = None if documents is None else PackedSegments(on_device["documents"])
-    attention_mask = AttentionMask(T, S, offset, causal, on_device["key_mask"], segments)
-    weights = torch.randn(attention.shape).to(attention.dtype).to(DEVICE)
-    found = differentiate(lambda *t: mixed_product(t, kinds, dilation, groups, attention_mask), tensors, weights)
-
-    def equation_4(value, decay, theta, attention, gate):
-        where = {"query_length": T, "query_offset": offset, "causal": causal, "groups": groups}
-        product = dense_rem_product(value, kinds, decay, theta, dilation, **where, **masks).transpose(1, 2)
-        H, weight = len(kinds), gate[:, None]
-        mixed = (1 - weight) * attention[:, :, :H] + weight * product
-        return torch.cat([mixed, attention[:, :, H:]], 2)
-
-    exact = [tensor.detach().double().cpu().requires_grad_() for tensor in tensors]
-    expected = differentiate(equation_4, exact, weights.double().cpu())
-    return {name: relative_error(a.cpu(), b) for name, a, b in zip(NAMES, found, expected, strict=True)}
-
-
-def mixed_product(tensors, kinds, dilation, groups, attention_mask):
-    value, decay, theta, attention, gate = tensors
-    return apply_rems(
-        value, Rems(kinds, decay, theta, dilation, groups), attention_mask, SoftmaxBranch(attention, gate)
-    )
-
-
-def differentiate(function, tensors, weights):
-    output = function(*tensors)
-    return [output, *torch.autograd.grad(output, tensors, weights, allow_unused=True, materialize_grads=True)]
-
-
-def assert_agrees(errors, dtype=torch.float32):
-    for name, error in errors.items():
-        assert error <= (1e-5 if name in SUMS else TOLERANCE[dtype]), errors
+@pytest.fixture
+def small_chunks(monkeypatch):
+    use_small_chunks(monkeypatch)

@@ -13,6 +13,7 @@ import torch
 from ops.agreement import record_calls
 from rsa_hf import rem_product
 from rsa_hf.ops import autograd, triton
+from rsa_hf.ops.cpp.build import library
 from rsa_hf.ops.types import SoftmaxBranch
 from rsa_hf.rem import Rems
 
@@ -50,10 +51,10 @@ def old_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
 
 
-def test_a_cpu_uses_chunked_without_a_warning():
+def test_a_cpu_uses_cpp_if_it_can_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert autograd.choose_backend(*problem(), None) == "chunked"
+        assert autograd.choose_backend(*problem(), None) == ("chunked" if isinstance(library(), str) else "cpp")
 
 
 @pytest.mark.parametrize("name", ["dense", "chunked"])
@@ -68,7 +69,7 @@ def test_the_environment_variable_chooses_the_backend(monkeypatch, name):
 
 def test_an_unknown_backend_is_an_error(monkeypatch):
     monkeypatch.setenv("RSA_HF_BACKEND", "cuda")
-    with pytest.raises(ValueError, match="='cuda': choose from dense, chunked, triton"):
+    with pytest.raises(ValueError, match="='cuda': choose from dense, chunked, cpp, triton"):
         rem_product(problem()[0], HEADS, 0.5)
 
 

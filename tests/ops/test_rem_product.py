@@ -11,8 +11,17 @@ from ops.agreement import DILATION, KINDS, assert_agrees, assert_close, draw, va
 from references import double_loop, lag_weight, relative_error
 from rsa_hf import rem_product
 from rsa_hf.ops import chunked
+from rsa_hf.ops.cpp.build import library
 from rsa_hf.ops.mask import PackedSegments
 from rsa_hf.ops.reference import chunked_minimal, dense_rem_product, recurrent_rem_product
+
+
+@pytest.fixture(autouse=True, params=["chunked", "cpp"])
+def backend(request, monkeypatch):
+    if request.param == "cpp" and isinstance(library(), str):
+        pytest.skip(library())
+    monkeypatch.setenv("RSA_HF_BACKEND", request.param)
+
 
 both_directions = pytest.mark.parametrize("causal", [True, False])
 

@@ -5,7 +5,7 @@ import torch
 
 from ops import kernels_under_test
 from ops.agreement import record_calls
-from ops.kernels_under_test import DILATION, KINDS, draw
+from ops.mixed_product import DILATION, KINDS, differentiate, draw
 from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.triton import launch
@@ -26,9 +26,9 @@ def test_forward_and_backward_are_one_graph(monkeypatch):
     launches = record_calls(monkeypatch, launch, "triton_forward", "triton_backward")
     tensors = draw(T)
     weights = torch.randn(tensors[3].shape, device=tensors[3].device)
-    expected = kernels_under_test.differentiate(mixed, tensors, weights)
+    expected = differentiate(mixed, tensors, weights)
     compiled = torch.compile(mixed, fullgraph=True, backend="aot_eager")
-    found = kernels_under_test.differentiate(compiled, tensors, weights)
+    found = differentiate(compiled, tensors, weights)
     assert launches == ["triton_forward", "triton_backward"] * 2
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 

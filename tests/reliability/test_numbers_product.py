@@ -35,7 +35,7 @@ def backend(name):
         yield patch
 
 
-@pytest.mark.parametrize("name", ["chunked", "dense"])
+@pytest.mark.parametrize("name", ["chunked", "cpp", "dense"])
 @some
 @given(problem=problems())
 def test_the_backends_are_right(name, problem):

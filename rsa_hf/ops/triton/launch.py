@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rsa_hf.ops.chunked import empty_output
 from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.memory import empty_rows, with_rows
 from rsa_hf.ops.triton.backward import backward_kernel, rates_kernel
 from rsa_hf.ops.triton.forward import forward_kernel
 from rsa_hf.ops.triton.states import splits_kernel
@@ -43,7 +44,7 @@ def triton_forward(
     if softmax is not None:
         H = len(rems.kinds)
         output[:, :, H:] = softmax.attention[:, :, H:]
-    value = _with_rows(value)
+    value = with_rows(value)
 
     def run(tuning: Tuning) -> None:
         _Launch(value, rems, mask, softmax, tuning).forward(output)
@@ -63,13 +64,13 @@ def triton_backward(
 ) -> Gradients:
     """The gradients of `triton_forward`, from the gradient of its output."""
     H, heads_per_value = len(rems.kinds), rems.heads_per_value
-    dvalue = _empty_rows(value)
+    dvalue = empty_rows(value)
     ddecay, dtheta = torch.empty_like(rems.decay), torch.empty_like(rems.theta)
     dattention = dgate = None
     if softmax is not None:
-        dattention, dgate = _empty_rows(softmax.attention), torch.empty_like(softmax.gate)
+        dattention, dgate = empty_rows(softmax.attention), torch.empty_like(softmax.gate)
         dattention[:, :, H:] = grad[:, :, H:]
-    length, shared = _length(mask), triton.cdiv(H, heads_per_value)
+    length, shared = mask.seen_length, triton.cdiv(H, heads_per_value)
     dvalue[:, :, length:] = 0
     dvalue[:, shared:] = 0
     # Heads that share a value head each write a gradient in float32; the last group may be incomplete.
@@ -77,7 +78,7 @@ def triton_backward(
     if heads_per_value > 1:
         heads = value.new_empty(len(value), shared * heads_per_value, length, value.shape[3], dtype=torch.float32)
         heads[:, H:] = 0
-    value, grad = _with_rows(value), _with_rows(grad)
+    value, grad = with_rows(value), with_rows(grad)
 
     def run(tuning: Tuning) -> None:
         launch = _Launch(value, rems, mask, softmax, tuning)
@@ -94,27 +95,11 @@ def _tuning(
     kernel: str, run: Any, value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None
 ) -> Tuning:
     options = candidates(kernel, value.shape[3], 8 * value.element_size())
-    steps = _length(mask) // min(rems.dilation)
+    steps = mask.seen_length // min(rems.dilation)
     size = (value.numel().bit_length(), steps.bit_length())
     flags = (mask.causal, softmax is None, mask.segments is None, mask.key_mask is None)
     question = (kernel, value.device, value.dtype, value.shape[3], size, flags)
     return fastest(question, options, run, value.device)
-
-
-def _length(mask: AttentionMask) -> int:
-    """Number of keys that a query can see: not the slots of a static cache after the last causal query."""
-    return mask.query_offset + mask.query_length if mask.causal else mask.key_length
-
-
-def _with_rows(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy, with contiguous channels."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _empty_rows(like: Tensor) -> Tensor:
-    """An empty tensor with contiguous channels, in the memory order of `like` if that has contiguous channels."""
-    kept = like.stride(-1) == 1
-    return torch.empty_like(like, memory_format=torch.preserve_format if kept else torch.contiguous_format)
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
@@ -148,7 +133,7 @@ class _Launch:
         self, value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None, tuning: Tuning
     ) -> None:
         self.value, self.rems, self.mask, self.softmax = value, rems, mask, softmax
-        self.length, self.warps = _length(mask), tuning.warps
+        self.length, self.warps = mask.seen_length, tuning.warps
         B, _, _, D = value.shape
         H, device = len(rems.kinds), value.device
         steps = triton.cdiv(self.length, min(rems.dilation))
@@ -178,7 +163,7 @@ class _Launch:
         )
         self.table = value.new_empty(H, int(TABLE_ROWS), self.shape.powers, dtype=torch.float32)
         # Where there is none, V is a placeholder that is not read.
-        key_mask = value if mask.key_mask is None else _with_rows(mask.key_mask).view(torch.uint8)
+        key_mask = value if mask.key_mask is None else with_rows(mask.key_mask).view(torch.uint8)
         segment_ids = value if mask.segments is None else mask.segments.index
         masks = tuple((tensor, tensor.stride(0) if len(tensor) > 1 else 0) for tensor in (key_mask, segment_ids))
         # What all kernels that walk along the sequence take.
@@ -199,7 +184,7 @@ class _Launch:
         value, softmax, heads_per_value = self.value, self.softmax, self.rems.heads_per_value
         forward_kernel[(self.programs,)](
             _strided(value),
-            _strided(value if softmax is None else _with_rows(softmax.attention).transpose(1, 2)),
+            _strided(value if softmax is None else with_rows(softmax.attention).transpose(1, 2)),
             _per_head(value if softmax is None else softmax.gate),
             _strided(output if softmax is None else output.transpose(1, 2)),
             *self.tables,
@@ -224,7 +209,7 @@ class _Launch:
         gate = attention = dsoftmax = value
         if softmax is not None and dattention is not None:
             grad, gate = grad.transpose(1, 2), softmax.gate
-            attention, dsoftmax = _with_rows(softmax.attention).transpose(1, 2), dattention.transpose(1, 2)
+            attention, dsoftmax = with_rows(softmax.attention).transpose(1, 2), dattention.transpose(1, 2)
         parts = len(value) * self.shape.blocks * self.shape.splits
         partial = value.new_empty(len(self.columns), parts, 3, dtype=torch.float32)
         backward_kernel[(self.programs,)](

@@ -1,0 +1,45 @@
+r"""P V, mixed into attention, and its gradients on a CPU: C++ that walks along the sequence.
+
+The C++ is compiled when it is first needed, in about three seconds, and kept in the user's cache (`build.py`). That
+takes a compiler and nothing else; without one, `ops/chunked.py` computes the same in plain PyTorch, more slowly.
+
+On a CPU the recurrence itself is the cheapest way to P V: a few multiplications for each number, so reading V is what
+takes time. With s_t = Σ_{j<t} z^{t−j} v_j and its derivative q_t = ∂s_t/∂z,
+
+    y_t = Re s_t, of sin heads Im s_t        s_{t+1} = z (s_t + v_t)        q_{t+1} = (s_t + v_t) + z q_t
+
+so the forward pass is one walk over V. The backward pass needs nothing that the forward pass computed:
+
+    dV         Pᵀ dY: a walk over dY, in the other direction
+    ∂/∂rates   c = Σ_t ⟨dy_t, q_t⟩, summed up on a walk over V; then ∂/∂decay = Re (e^{iθ} c) and ∂/∂θ = Re (i z c), of
+               sin heads the imaginary parts
+    ∂/∂gate    Σ_t ⟨dy_t, y_t − attention_t⟩, on the same walk
+
+An unmasked REM is a walk in each direction. A head dilated by d has d states, which take turns. A state ends where its
+segment does, and hidden keys are not read. Rows and heads are divided among threads, and each sum has one order, so
+the number of threads changes no bit.
+
+Precision: states and sums of 32 steps have the dtype of the values, the rest is float64. Rounded to float32, z would
+make an error of k roundings at a lag of k; so the states are corrected after every 32 keys by what rounding took.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rsa_hf.ops.cpp.build import library
+from rsa_hf.ops.types import SoftmaxBranch
+
+__all__ = ["obstacle"]
+
+
+def obstacle(value: Tensor, softmax: SoftmaxBranch | None) -> str | None:
+    """Why the C++ cannot compute P V here, or None. Compiles it, if that was not done before."""
+    for tensor in (value,) if softmax is None else (value, softmax.attention, softmax.gate):
+        if tensor.device.type != "cpu":
+            return f"a tensor is on {tensor.device}, and it is for CPUs"
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            return f"a tensor is a {type(tensor).__name__}, whose memory cannot be read"
+    found = library()
+    return found if isinstance(found, str) else None

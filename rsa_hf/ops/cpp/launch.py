@@ -1,0 +1,169 @@
+"""Calls of the C++: P V and its gradients from tensors and an `AttentionMask`."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rsa_hf.ops.chunked import empty_output
+from rsa_hf.ops.cpp.build import library
+from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.memory import empty_rows, with_rows
+from rsa_hf.ops.types import Gradients, SoftmaxBranch
+from rsa_hf.rem import KINDS, Rems, working_dtype
+
+__all__ = ["cpp_backward", "cpp_forward"]
+
+WORTH_A_THREAD = 2**15  # numbers
+
+
+class _Positions(ctypes.Structure):
+    """`Tensor` of scan.cpp."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("row", "head", "position")),
+    )
+
+
+class _Problem(ctypes.Structure):
+    """`Problem` of scan.cpp."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                *("rows", "heads", "keys", "queries", "channels", "query_offset"),
+                *("heads_per_value", "is_causal", "threads"),
+            )
+        ),
+        *((name, ctypes.c_void_p) for name in ("kinds", "dilation", "decay", "theta", "gate")),
+        ("key_mask", ctypes.c_void_p),
+        ("key_mask_row", ctypes.c_int64),
+        ("segments", ctypes.c_void_p),
+        ("segments_row", ctypes.c_int64),
+        *((name, _Positions) for name in ("value", "attention", "output", "grad", "dvalue", "dattention")),
+        ("sums", ctypes.c_void_p),
+    )
+
+
+def cpp_forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> Tensor:
+    """P V, [B, H, T, D]; or, with `softmax`, (1 − g) · attention + g · P V, [B, T, H', D].
+
+    Args:
+        value: shape [B, Hv, S, D].
+        rems: the heads.
+        mask: which keys each query sees; without a sliding window and `visible`.
+        softmax: attention's output and the gate, or None.
+    """
+    H, dtype = len(rems.kinds), working_dtype(value)
+    output = empty_output(value, rems, mask, softmax)
+    if softmax is None:
+        _call("forward", dtype, rems, mask, None, value=value.to(dtype), output=output)
+        return output
+    attention = softmax.attention.to(dtype)
+    mixed = output if output.dtype == dtype else output.new_empty(output.shape, dtype=dtype)
+    mixed[:, :, H:] = attention[:, :, H:]
+    heads = {"attention": attention.transpose(1, 2), "output": mixed.transpose(1, 2)}
+    _call("forward", dtype, rems, mask, softmax.gate, value=value.to(dtype), **heads)
+    return mixed.to(output.dtype)
+
+
+def cpp_backward(
+    grad: Tensor, value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None
+) -> Gradients:
+    """The gradients of `cpp_forward`, from the gradient of its output."""
+    H, dtype, S = len(rems.kinds), working_dtype(value), mask.seen_length
+    dvalue = empty_rows(value, dtype)
+    dvalue[:, :, S:] = 0
+    dvalue[:, -(-H // rems.heads_per_value) :] = 0  # value heads without readers
+    sums = torch.empty(len(value), H, 3, dtype=torch.float64)
+    tensors, gate, dattention = {"value": value.to(dtype), "dvalue": dvalue}, None, None
+    if softmax is not None:
+        gate = softmax.gate
+        dattention = empty_rows(softmax.attention, dtype)
+        dattention[:, :, H:] = grad[:, :, H:]
+        tensors["attention"] = softmax.attention.to(dtype).transpose(1, 2)
+        tensors["dattention"] = dattention.transpose(1, 2)
+        grad = grad.transpose(1, 2)
+    _call("backward", dtype, rems, mask, gate, sums, grad=grad.to(dtype), **tensors)
+    ddecay, dtheta, dgate = (x.to(rems.decay.dtype) for x in sums.sum(0).unbind(1))
+    if softmax is None or dattention is None:
+        return Gradients(dvalue.to(value.dtype), ddecay, dtheta)
+    return Gradients(
+        dvalue.to(value.dtype), ddecay, dtheta, dattention.to(softmax.attention.dtype), dgate.to(softmax.gate.dtype)
+    )
+
+
+def _call(
+    function: str,
+    dtype: torch.dtype,
+    rems: Rems,
+    mask: AttentionMask,
+    gate: Tensor | None,
+    sums: Tensor | None = None,
+    **tensors: Tensor,
+) -> None:
+    B, _, _, D = tensors["value"].shape
+    kinds, dilation = _description(rems.kinds, rems.dilation)
+    keep: list[Tensor] = []  # alive until the call returns
+
+    def address(tensor: Tensor | None, dtype: torch.dtype) -> int | None:
+        if tensor is None:
+            return None
+        keep.append(tensor.detach().to(dtype).contiguous())
+        return keep[-1].data_ptr()
+
+    def rows(tensor: Tensor | None, dtype: torch.dtype) -> tuple[int | None, int]:
+        """Address and stride of the rows of [B or 1, S]."""
+        return address(tensor, dtype), 0 if tensor is None or len(tensor) == 1 else tensor.shape[1]
+
+    def positions(tensor: Tensor) -> _Positions:
+        keep.append(with_rows(tensor))
+        return _Positions(keep[-1].data_ptr(), *keep[-1].stride()[:3])
+
+    key_mask, key_mask_row = rows(mask.key_mask, torch.bool)
+    segments, segments_row = rows(None if mask.segments is None else mask.segments.index, torch.int64)
+    keys = mask.seen_length
+    problem = _Problem(
+        rows=B,
+        heads=len(rems.kinds),
+        keys=keys,
+        queries=mask.query_length,
+        channels=D,
+        query_offset=mask.query_offset,
+        heads_per_value=rems.heads_per_value,
+        is_causal=mask.causal,
+        threads=max(1, min(torch.get_num_threads(), B * len(rems.kinds) * keys * D // WORTH_A_THREAD)),
+        kinds=kinds.data_ptr(),
+        dilation=dilation.data_ptr(),
+        decay=address(rems.decay, torch.float64),
+        theta=address(rems.theta, torch.float64),
+        gate=address(gate, torch.float64),
+        key_mask=key_mask,
+        key_mask_row=key_mask_row,
+        segments=segments,
+        segments_row=segments_row,
+        sums=address(sums, torch.float64),
+        **{name: positions(tensor) for name, tensor in tensors.items()},
+    )
+    _function(function, dtype)(ctypes.byref(problem))
+
+
+@functools.lru_cache(maxsize=64)
+def _description(kinds: tuple[str, ...], dilation: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    return torch.tensor([KINDS.index(kind) for kind in kinds]), torch.tensor(dilation)
+
+
+@functools.cache
+def _function(name: str, dtype: torch.dtype) -> Callable[[Any], None]:
+    compiled = library()
+    assert isinstance(compiled, ctypes.CDLL)
+    function = getattr(compiled, f"{name}_{str(dtype).removeprefix('torch.')}")
+    function.restype = None
+    return function  # type: ignore[no-any-return]

@@ -1,0 +1,403 @@
+// P V, mixed into attention, and its gradients, step by step: the recurrence of __init__.py as it stands there.
+// launch.py calls `forward_*` and `backward_*` through a C interface, so no header of Python or PyTorch is needed.
+
+#include <algorithm>
+#include <cmath>
+#include <complex>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using Index = std::int64_t;
+
+// Positions (keys or queries) of a tensor, [rows, heads, positions, channels]: strides in numbers, 1 for channels.
+struct Tensor {
+  void* data;
+  Index row, head, position;
+
+  template <typename Number>
+  Number* at(Index b, Index h, Index channel) const {
+    return static_cast<Number*>(data) + b * row + h * head + channel;
+  }
+};
+
+// Mirrored by `_Problem` in launch.py.
+struct Problem {
+  Index rows, heads, keys, queries, channels, query_offset, heads_per_value, is_causal, threads;
+  const Index *kinds, *dilation;       // [heads]; 0 regular, 1 cos, 2 sin
+  const double *decay, *theta, *gate;  // [heads]; gate: or null, for P V alone
+  const std::uint8_t* key_mask;        // [rows, keys], 0 where a key is hidden; or null
+  Index key_mask_row;
+  const Index* segments;  // [rows, keys]; or null
+  Index segments_row;
+  Tensor value, attention, output;
+  Tensor grad, dvalue, dattention;
+  double* sums;  // [rows, heads, 3]: gradients with respect to decay, theta and gate
+
+  bool is_query(Index key) const { return key >= query_offset && key < query_offset + queries; }
+};
+
+constexpr Index REGULAR = 0, COS = 1, SIN = 2;
+constexpr Index KEYS = 32;  // that a head walks before the next head does: their channels share pages of memory
+
+// Neighbouring channels, computed side by side: two registers, because a step waits for the one before.
+template <typename Number>
+struct Lanes {
+  typedef Number Register __attribute__((vector_size(32)));
+  static constexpr Index HALF = sizeof(Register) / sizeof(Number), COUNT = 2 * HALF;
+  Register low{}, high{};
+
+  static Lanes load(const Number* from, Index count) {
+    Number padded[COUNT] = {};
+    if (count < COUNT) from = static_cast<const Number*>(std::memcpy(padded, from, count * sizeof(Number)));
+    Lanes lanes;
+    std::memcpy(&lanes.low, from, sizeof(Register));
+    std::memcpy(&lanes.high, from + HALF, sizeof(Register));
+    return lanes;
+  }
+
+  void store(Number* to, Index count) const {
+    if (count < COUNT) {
+      std::memcpy(to, &low, std::min(count, HALF) * sizeof(Number));
+      if (count > HALF) std::memcpy(to + HALF, &high, (count - HALF) * sizeof(Number));
+      return;
+    }
+    std::memcpy(to, &low, sizeof(Register));
+    std::memcpy(to + HALF, &high, sizeof(Register));
+  }
+
+  friend Lanes operator+(const Lanes& a, const Lanes& b) { return {a.low + b.low, a.high + b.high}; }
+  friend Lanes operator-(const Lanes& a, const Lanes& b) { return {a.low - b.low, a.high - b.high}; }
+  friend Lanes operator*(const Lanes& a, const Lanes& b) { return {a.low * b.low, a.high * b.high}; }
+  friend Lanes operator*(Number a, const Lanes& b) { return {a * b.low, a * b.high}; }
+
+  double sum() const {
+    double total = 0;
+    for (Index k = 0; k < HALF; k++) total += double(low[k]) + double(high[k]);
+    return total;
+  }
+
+  // Processors compute far more slowly with subnormal numbers, in which long decays end.
+  Lanes without_negligible() const {
+    constexpr Number limit = std::numeric_limits<Number>::min() / std::numeric_limits<Number>::epsilon();
+    const Register zero{};
+    return {((low < limit) & (low > -limit)) ? zero : low, ((high < limit) & (high > -limit)) ? zero : high};
+  }
+};
+
+// One head of one row.
+struct Head {
+  Index row, index, kind, dilation;
+  std::complex<double> direction;  // e^{iθ}
+  std::complex<double> z;          // decay · e^{iθ}
+  double gate;
+  const std::uint8_t* key_mask;
+  const Index* segments;
+
+  Head(const Problem& p, Index b, Index h)
+      : row(b),
+        index(h),
+        kind(p.kinds[h]),
+        dilation(std::min(p.dilation[h], p.keys)),
+        direction(1),
+        gate(p.gate ? p.gate[h] : 1),
+        key_mask(p.key_mask ? p.key_mask + b * p.key_mask_row : nullptr),
+        segments(p.segments ? p.segments + b * p.segments_row : nullptr) {
+    if (kind != REGULAR) direction = {std::cos(p.theta[h]), std::sin(p.theta[h])};
+    z = p.decay[h] * direction;
+  }
+
+  bool is_seen(Index key) const { return !key_mask || key_mask[key]; }
+};
+
+// The state s of some channels, and its derivative q with respect to z.
+template <typename Number>
+struct State {
+  Lanes<Number> real, imaginary, dreal, dimaginary;
+
+  // y: what a head reads of s.
+  template <Index kind>
+  const Lanes<Number>& product() const {
+    return kind == SIN ? imaginary : real;
+  }
+
+  // s ← z (s + x) and q ← (s + x) + z q.
+  template <Index kind, bool has_derivative>
+  void step(std::complex<Number> z, const Lanes<Number>& x) {
+    const Number re = z.real(), im = z.imag();
+    if constexpr (has_derivative) {
+      const Lanes<Number> a = dreal, b = dimaginary;
+      dreal = real + x + re * a;
+      if constexpr (kind != REGULAR) {
+        dreal = dreal - im * b;
+        dimaginary = imaginary + im * a + re * b;
+      }
+    }
+    // z x first: the chain from step to step is short then.
+    const Lanes<Number> a = real, b = imaginary;
+    real = re * x + re * a;
+    if constexpr (kind != REGULAR) {
+      real = real - im * b;
+      imaginary = im * x + im * a + re * b;
+    }
+  }
+
+  // s += c s and q += c q.
+  void correct(std::complex<Number> c) {
+    for (auto [re, im] : {std::pair(&real, &imaginary), std::pair(&dreal, &dimaginary)}) {
+      const Lanes<Number> a = *re, b = *im;
+      *re = (a + (c.real() * a - c.imag() * b)).without_negligible();
+      *im = (b + (c.imag() * a + c.real() * b)).without_negligible();
+    }
+  }
+};
+
+// A sweep says what to do at each key, for some channels of a head: `visit(key, state)`, then the state takes up the
+// channels at `read(key)`, or nothing where that is null. `finish()` ends a run of keys.
+
+template <Index kind, typename Number>
+struct ForwardSweep {
+  static constexpr bool HAS_DERIVATIVE = false;
+  const Problem& p;
+  const Head& head;
+  bool is_second;
+  Index channels;
+  const Number *value, *attention;
+  Number* output;
+  Number gate = Number(head.gate), rest = 1 - gate;
+
+  ForwardSweep(const Problem& p, const Head& head, bool is_backwards, Index channel, Index channels)
+      : p(p),
+        head(head),
+        is_second(is_backwards),
+        channels(channels),
+        value(p.value.at<const Number>(head.row, head.index / p.heads_per_value, channel)),
+        attention(p.attention.data ? p.attention.at<const Number>(head.row, head.index, channel) : nullptr),
+        output(p.output.at<Number>(head.row, head.index, channel)) {}
+
+  const Number* read(Index key) const { return head.is_seen(key) ? value + key * p.value.position : nullptr; }
+
+  void visit(Index key, const State<Number>& state) const {
+    if (!p.is_query(key)) return;
+    const Index query = key - p.query_offset;
+    Number* to = output + query * p.output.position;
+    Lanes<Number> y = gate * state.template product<kind>();
+    if (is_second) y = y + Lanes<Number>::load(to, channels);
+    else if (attention) y = y + rest * Lanes<Number>::load(attention + query * p.attention.position, channels);
+    y.store(to, channels);
+  }
+
+  void finish() {}
+};
+
+// Pᵀ dY is the walk over dY in the other direction.
+template <Index kind, typename Number>
+struct ValueSweep {
+  static constexpr bool HAS_DERIVATIVE = false;
+  const Problem& p;
+  const Head& head;
+  bool adds;
+  Index channels;
+  const Number* grad;
+  Number* dvalue;
+  Number gate = Number(head.gate);
+
+  ValueSweep(const Problem& p, const Head& head, bool is_backwards, Index channel, Index channels)
+      : p(p),
+        head(head),
+        adds(head.index % p.heads_per_value || !is_backwards),
+        channels(channels),
+        grad(p.grad.at<const Number>(head.row, head.index, channel)),
+        dvalue(p.dvalue.at<Number>(head.row, head.index / p.heads_per_value, channel)) {}
+
+  const Number* read(Index key) const {
+    return p.is_query(key) ? grad + (key - p.query_offset) * p.grad.position : nullptr;
+  }
+
+  void visit(Index key, const State<Number>& state) const {
+    Number* to = dvalue + key * p.dvalue.position;
+    Lanes<Number> dv = adds ? Lanes<Number>::load(to, channels) : Lanes<Number>{};
+    if (head.is_seen(key)) dv = dv + gate * state.template product<kind>();
+    dv.store(to, channels);
+  }
+
+  void finish() {}
+};
+
+// What the walks of a head add up to.
+struct Sums {
+  std::complex<double> rates;  // Σ dy · q
+  double gate = 0;             // Σ dy · (y − attention)
+};
+
+template <Index kind, typename Number>
+struct OtherSweep {
+  static constexpr bool HAS_DERIVATIVE = true;
+  const Problem& p;
+  const Head& head;
+  bool is_second;
+  Index channels;
+  const Number *value, *grad, *attention;
+  Number* dattention;
+  Sums& sums;
+  Number rest = 1 - Number(head.gate);
+  Lanes<Number> real, imaginary, mixed;
+
+  OtherSweep(const Problem& p, const Head& head, bool is_backwards, Index channel, Index channels, Sums& sums)
+      : p(p),
+        head(head),
+        is_second(is_backwards),
+        channels(channels),
+        value(p.value.at<const Number>(head.row, head.index / p.heads_per_value, channel)),
+        grad(p.grad.at<const Number>(head.row, head.index, channel)),
+        attention(p.attention.data ? p.attention.at<const Number>(head.row, head.index, channel) : nullptr),
+        dattention(p.attention.data ? p.dattention.at<Number>(head.row, head.index, channel) : nullptr),
+        sums(sums) {}
+
+  const Number* read(Index key) const { return head.is_seen(key) ? value + key * p.value.position : nullptr; }
+
+  void visit(Index key, const State<Number>& state) {
+    if (!p.is_query(key)) return;
+    const Index query = key - p.query_offset;
+    const auto dy = Lanes<Number>::load(grad + query * p.grad.position, channels);
+    real = real + dy * state.dreal;
+    if constexpr (kind != REGULAR) imaginary = imaginary + dy * state.dimaginary;
+    if (!attention) return;
+    mixed = mixed + dy * state.template product<kind>();
+    if (is_second) return;
+    mixed = mixed - dy * Lanes<Number>::load(attention + query * p.attention.position, channels);
+    (rest * dy).store(dattention + query * p.dattention.position, channels);
+  }
+
+  void finish() {
+    sums.rates += std::complex<double>(real.sum(), imaginary.sum());
+    sums.gate += mixed.sum();
+  }
+};
+
+// A walk of one head along the keys, in runs of KEYS.
+template <typename Number>
+class Walk {
+ public:
+  Walk(const Problem& p, Index b, Index h, bool is_backwards)
+      : head(p, b, h), p(p), is_backwards(is_backwards), z(head.z) {
+    // z is rounded. What that takes from z^k, about k (exact / rounded − 1), is given back after each run.
+    const std::complex<double> rounded(z);
+    lost = rounded == 0.0 ? 0.0 : head.z / rounded - 1.0;
+    groups = (p.channels + Lanes<Number>::COUNT - 1) / Lanes<Number>::COUNT;
+    states.resize(head.dilation * groups);
+  }
+
+  template <template <Index, typename> class Sweep, typename... More>
+  void run(Index first, More&... more) {
+    if (head.kind == REGULAR) run_channels<Sweep<REGULAR, Number>, REGULAR>(first, more...);
+    else if (head.kind == COS) run_channels<Sweep<COS, Number>, COS>(first, more...);
+    else run_channels<Sweep<SIN, Number>, SIN>(first, more...);
+  }
+
+  const Head head;
+
+ private:
+  template <typename Sweep, Index kind, typename... More>
+  void run_channels(Index first, More&... more) {
+    const Index end = std::min(first + KEYS, p.keys);
+    for (Index start = first; start < std::min(first + head.dilation, end); start++) {
+      for (Index group = 0; group < groups; group++) {
+        const Index channel = group * Lanes<Number>::COUNT;
+        const Index channels = std::min(p.channels - channel, Lanes<Number>::COUNT);
+        State<Number>& state = states[start % head.dilation * groups + group];
+        run_keys<kind>(start, end, state, Sweep(p, head, is_backwards, channel, channels, more...));
+      }
+    }
+  }
+
+  // Keys that are `dilation` apart share a state.
+  template <Index kind, typename Sweep>
+  void run_keys(Index start, Index end, State<Number>& kept, Sweep sweep) const {
+    State<Number> state = kept;
+    Index steps = 0;
+    for (Index i = start; i < end; i += head.dilation, steps++) {
+      const Index key = is_backwards ? p.keys - 1 - i : i;
+      if (head.segments && i >= head.dilation) {
+        const Index before = is_backwards ? key + head.dilation : key - head.dilation;
+        if (head.segments[key] != head.segments[before]) state = {};
+      }
+      sweep.visit(key, state);
+      const Number* x = sweep.read(key);
+      state.template step<kind, Sweep::HAS_DERIVATIVE>(z, x ? Lanes<Number>::load(x, sweep.channels) : Lanes<Number>{});
+    }
+    sweep.finish();
+    state.correct(std::complex<Number>(double(steps) * lost));
+    kept = state;
+  }
+
+  const Problem& p;
+  bool is_backwards;
+  std::complex<Number> z;
+  std::complex<double> lost;
+  Index groups;
+  std::vector<State<Number>> states;
+};
+
+// Heads [begin, end) of row b side by side, along all keys.
+template <template <Index, typename> class Sweep, typename Number, typename... More>
+void walk(const Problem& p, Index b, Index begin, Index end, bool is_backwards, std::vector<More>&... more) {
+  std::vector<Walk<Number>> walks;
+  for (Index h = begin; h < end; h++) walks.emplace_back(p, b, h, is_backwards);
+  for (Index first = 0; first < p.keys; first += KEYS)
+    for (Index i = 0; i < end - begin; i++) walks[i].template run<Sweep>(first, more[i]...);
+}
+
+template <typename Number>
+void forward_heads(const Problem& p, Index b, Index begin, Index end) {
+  walk<ForwardSweep, Number>(p, b, begin, end, false);
+  if (!p.is_causal) walk<ForwardSweep, Number>(p, b, begin, end, true);
+}
+
+template <typename Number>
+void backward_heads(const Problem& p, Index b, Index begin, Index end) {
+  walk<ValueSweep, Number>(p, b, begin, end, true);
+  if (!p.is_causal) walk<ValueSweep, Number>(p, b, begin, end, false);
+  std::vector<Sums> sums(end - begin);
+  walk<OtherSweep, Number>(p, b, begin, end, false, sums);
+  if (!p.is_causal) walk<OtherSweep, Number>(p, b, begin, end, true, sums);
+  for (Index h = begin; h < end; h++) {
+    const Head head(p, b, h);
+    const Sums& of_head = sums[h - begin];
+    // y is the real part of s, for sin heads the imaginary part.
+    const std::complex<double> by_decay = of_head.rates * head.direction;
+    const std::complex<double> by_theta = of_head.rates * head.z * std::complex<double>(0, 1);
+    double* result = p.sums + 3 * (b * p.heads + h);
+    result[0] = head.gate * (head.kind == SIN ? by_decay.imag() : by_decay.real());
+    result[1] = head.kind == REGULAR ? 0 : head.gate * (head.kind == SIN ? by_theta.imag() : by_theta.real());
+    result[2] = of_head.gate;
+  }
+}
+
+// `task(row, begin, end)` for heads [begin, end) of each row, in threads. Heads that share a value head stay together.
+template <typename Task>
+void in_parallel(const Problem& p, Task task) {
+  const Index groups = (p.heads + p.heads_per_value - 1) / p.heads_per_value;
+  const Index parts = std::min(groups, (p.threads + p.rows - 1) / p.rows);
+#pragma omp parallel for collapse(2) num_threads(p.threads)
+  for (Index b = 0; b < p.rows; b++) {
+    for (Index part = 0; part < parts; part++) {
+      const Index begin = groups * part / parts * p.heads_per_value;
+      const Index end = groups * (part + 1) / parts * p.heads_per_value;
+      task(b, begin, std::min(end, p.heads));
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+void forward_float32(const Problem* p) { in_parallel(*p, [=](auto... part) { forward_heads<float>(*p, part...); }); }
+void forward_float64(const Problem* p) { in_parallel(*p, [=](auto... part) { forward_heads<double>(*p, part...); }); }
+void backward_float32(const Problem* p) { in_parallel(*p, [=](auto... part) { backward_heads<float>(*p, part...); }); }
+void backward_float64(const Problem* p) { in_parallel(*p, [=](auto... part) { backward_heads<double>(*p, part...); }); }
+}

@@ -1,0 +1,137 @@
+"""P V mixed into attention by every backend, against dense P in float64: values and gradients."""
+
+import math
+
+import pytest
+import torch
+
+from ops.mixed_product import KINDS, agreement, assert_agrees, device, differentiate, draw
+from references import relative_error
+from rsa_hf import rem_product
+from rsa_hf.ops.cpp.build import library
+from rsa_hf.ops.reference import dense_rem_product
+
+
+@pytest.fixture(autouse=True, params=["chunked", "cpp", "triton"])
+def backend(request, monkeypatch):
+    if request.param == "triton":
+        from ops import kernels_under_test
+
+        kernels_under_test.use_small_chunks(monkeypatch)
+    if request.param == "cpp" and isinstance(library(), str):
+        pytest.skip(library())
+    monkeypatch.setenv("RSA_HF_BACKEND", request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_an_odd_length_agrees_with_dense_p(causal):
+    assert_agrees(agreement(draw(37, B=2), causal=causal))
+
+
+@pytest.mark.parametrize(("offset", "causal"), [(None, True), (7, True), (9, False)])
+def test_keys_before_and_behind_the_queries_agree_with_dense_p(offset, causal):
+    T, S = 20, 41
+    tensors = draw(T, S)
+    if causal and offset is not None:
+        # In a static cache, slots behind the queries are not yet written.
+        tensors[0].data[:, :, offset + T :] = math.nan
+    assert_agrees(agreement(tensors, offset=offset, causal=causal))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_hidden_keys_are_not_read(causal):
+    tensors = draw(35, B=2)
+    key_mask = torch.ones(2, 35, dtype=torch.bool)
+    key_mask[0, :18] = False
+    key_mask[1, -3:] = False
+    tensors[0].data[~key_mask[:, None].expand(-1, 3, -1).to(device())] = math.nan
+    assert_agrees(agreement(tensors, causal=causal, key_mask=key_mask))
+
+
+def packed_rows(S):
+    # Numbers of neighbours differ. Documents end inside chunks and at their borders.
+    ends = torch.zeros(2, S, dtype=torch.long)
+    for row, cuts in enumerate(((3, 4, 16, 20), (18,))):
+        ends[row, list(cuts)] = 1
+    return ends.cumsum(1) * 7 % 5
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_documents_agree_with_dense_p(causal):
+    key_mask = torch.ones(2, 35, dtype=torch.bool)
+    key_mask[0, 5:8] = False
+    assert_agrees(agreement(draw(35, B=2), causal=causal, documents=packed_rows(35), key_mask=key_mask))
+
+
+@pytest.mark.parametrize("heads", [4, 3])
+def test_grouped_values_agree_with_dense_p(heads):
+    # With three heads, the second value head serves one of them.
+    assert_agrees(agreement(draw(20, heads=heads, groups=2), (*KINDS, "cos")[:heads], (1, 2, 1, 3)[:heads], groups=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_agrees_with_dense_p(dtype):
+    assert_agrees(agreement(draw(33, dtype=dtype), causal=False), dtype)
+
+
+@pytest.mark.parametrize("D", [5, 80])
+def test_odd_head_sizes_agree_with_dense_p(D):
+    assert_agrees(agreement(draw(18, D=D, heads=1), KINDS[1:2], (1,)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("D", [1, 16, 24, 32, 64, 96, 128, 160, 256])
+@pytest.mark.parametrize("causal", [True, False])
+def test_all_head_sizes_agree_with_dense_p(D, causal):
+    assert_agrees(agreement(draw(18, D=D, heads=2), KINDS[:2], (1, 2), causal=causal))
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-3, 1 - 1e-6, -(1 - 1e-6)])
+def test_extreme_rates_agree_with_dense_p(rate):
+    tensors = draw(35, heads=2, plain=0)
+    tensors[1].data[:] = rate
+    assert_agrees(agreement(tensors, KINDS[:2], (1, 1)))
+
+
+def test_a_dilation_longer_than_the_text_agrees_with_dense_p():
+    assert_agrees(agreement(draw(9, heads=2), KINDS[:2], (8, 90)))
+
+
+def test_strided_and_expanded_tensors_agree_with_dense_p():
+    value, _, theta, attention, _ = draw(20)
+    # The channels are apart in memory, and all heads share one gate and one rate.
+    apart = value.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
+    attention_apart = attention.detach().transpose(1, 3).contiguous().transpose(1, 3).requires_grad_()
+    one, shared_gate = (torch.tensor([x], device=device()).expand(3).detach().requires_grad_() for x in (0.9, 0.3))
+    assert one.stride() == (0,)
+    assert_agrees(agreement([apart, one, theta, attention_apart, shared_gate]))
+
+
+def test_a_shut_gate_and_plain_heads_change_no_bit():
+    tensors = draw(20, dtype=torch.bfloat16, plain=2)
+    tensors[4].data.zero_()
+    errors = agreement(tensors)
+    assert errors["output"] == 0
+    assert errors["dattention"] == 0
+
+
+def test_the_product_alone_agrees_with_dense_p():
+    tensors = draw(20)[:3]
+    exact = [tensor.detach().double().cpu().requires_grad_() for tensor in tensors]
+    weights = torch.randn(1, 3, 20, 16, device=device())
+    found = differentiate(lambda v, r, a: rem_product(v, KINDS, r, a), tensors, weights)
+    expected = differentiate(
+        lambda v, r, a: dense_rem_product(v, KINDS, r, a, (1, 1, 1)), exact, weights.double().cpu()
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert relative_error(a.cpu(), b) < 1e-5
+
+
+def test_results_are_deterministic():
+    tensors = draw(35)
+    runs = []
+    for _ in range(2):
+        output = rem_product(*tensors[:1], KINDS, *tensors[1:3], (1, 2, 1))
+        runs.append([output, *torch.autograd.grad(output.square().sum(), tensors[:3])])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
