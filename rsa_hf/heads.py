@@ -15,14 +15,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.config import LayerConfig
-from rsa_hf.ops.autograd import apply_rems
+from rsa_hf.ops.autograd import apply_rems, choose_backend
+from rsa_hf.ops.cpp.step import CppStep
 from rsa_hf.ops.decode import LagTable, decode
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.types import SoftmaxBranch
@@ -41,6 +42,17 @@ __all__ = [
 
 # transformers searches parameter names for this pattern while it loads; its own tests want it to end with them.
 _KEEP_IN_FLOAT32 = r"(?<![^.])rsa\.(?:mu|eta|nu|theta)$"
+
+
+class _Kept(NamedTuple):
+    """What one step of generation leaves for the next: the REMs, the gates (R,), and the weights of all lags."""
+
+    call: tuple[Any, ...]
+    parameters: list[tuple[nn.Parameter | None, int, int]]  # with their versions and addresses
+    rems: Rems
+    gate: Tensor
+    table: LagTable
+    step: CppStep | None  # where it can run
 
 
 class RSAHeads(nn.Module):
@@ -82,7 +94,7 @@ class RSAHeads(nn.Module):
             # None in place of an empty parameter: savers take all empty tensors for one shared tensor and drop them.
             parameter = nn.Parameter(torch.empty(size, dtype=torch.float32)) if size else None
             self.register_parameter(name, parameter)
-        self._cache: tuple[Any, list[nn.Parameter], Rems, Tensor, LagTable] | None = None
+        self._cache: _Kept | None = None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -148,6 +160,12 @@ class RSAHeads(nn.Module):
                 "RSA does not work with torch.jit.trace, which torch.onnx.export(dynamo=False) uses too: it would "
                 "record the masks of the example. Use torch.export, or torch.onnx.export(..., dynamo=True)."
             )
+        kept = self._cache
+        if kept is not None and kept.step is not None and not torch.compiler.is_compiling():
+            # First, and with few checks: between two tokens all of this leaves the processor's caches.
+            fits = not torch.is_grad_enabled() and kept.step.fits(attention, value, mask)
+            if fits and self._is_valid(kept, attention, value):
+                return kept.step(attention, value, mask)
         R, H = self.plan.num_rsa_heads, attention.shape[2]
         if R > H or H % value.shape[1]:
             raise ValueError(
@@ -185,32 +203,39 @@ class RSAHeads(nn.Module):
 
     def _decode(self, attention: Tensor, value: Tensor, mask: AttentionMask, heads_per_value: int) -> Tensor:
         """`forward` for one step of generation."""
-        table = None
         if torch.compiler.is_compiling():
             rems, gate = self._rems_and_gate(heads_per_value)
-        else:
-            rems, gate, table = self._cached(value, heads_per_value)
-        return mix(attention, decode(value, rems, mask, table), gate)
-
-    def _cached(self, value: Tensor, heads_per_value: int) -> tuple[Rems, Tensor, LagTable]:
-        """The REMs, the gates (R,) and the weights of all lags, recomputed if a parameter has changed."""
-        S, dtype = value.shape[2], working_dtype(value)
-        # Under torch's parametrize the parameters are in a child module.
-        own = self.parameters() if self._modules else self._parameters.values()
-        parameters = [parameter for parameter in own if parameter is not None]
-        # Tensors made under inference_mode cannot be part of a graph later.
-        state: list[Any] = [heads_per_value, dtype, value.device, torch.is_inference_mode_enabled()]
-        for parameter in parameters:
-            version = -1 if parameter.is_inference() else parameter._version
-            state += [id(parameter), parameter.data_ptr(), version]
-        cache = self._cache
-        if cache is None or cache[0] != state or cache[4].longest < S:
+            return mix(attention, decode(value, rems, mask, None), gate)
+        kept = self._cache
+        if kept is None or not self._is_valid(kept, attention, value):
             rems, gate = self._rems_and_gate(heads_per_value)
+            gate = gate.to(working_dtype(value))
             # Twice the length, so that a growing cache does not need a new table at each step.
-            table = LagTable(rems, dtype, 2 * S)
-            # The cache holds the parameters, so that no new one can get the id of one that was replaced.
-            self._cache = cache = (state, parameters, rems, gate.to(dtype), table)
-        return cache[2:]
+            table, step = LagTable(rems, gate.dtype, 2 * value.shape[2]), None
+            if choose_backend(value, rems, None) == "cpp":
+                step = CppStep(table.weights, table.reach, rems.dilation, gate, heads_per_value)
+            kept = _Kept(_kind_of_call(attention, value), self._versions(), rems, gate, table, step)
+            self._cache = kept if kept.parameters else None
+        if kept.step is not None and not torch.is_grad_enabled() and kept.step.fits(attention, value, mask):
+            return kept.step(attention, value, mask)
+        return mix(attention, decode(value, kept.rems, mask, kept.table), kept.gate)
+
+    def _is_valid(self, kept: _Kept, attention: Tensor, value: Tensor) -> bool:
+        """Whether no parameter has changed since, and the table is long enough."""
+        if self._modules or kept.call != _kind_of_call(attention, value) or kept.table.longest < value.shape[2]:
+            return False  # a child is torch's parametrize, which has taken a parameter
+        for own, (parameter, version, address) in zip(self._parameters.values(), kept.parameters, strict=True):
+            if own is not parameter or (own is not None and (own._version, own.data_ptr()) != (version, address)):
+                return False
+        return True
+
+    def _versions(self) -> list[tuple[nn.Parameter | None, int, int]]:
+        """Of each parameter the version and the address; empty if they cannot tell whether it changes."""
+        parameters = list(self._parameters.values())
+        # Under parametrize the parameters are in a child module, and inference tensors have no version.
+        if self._modules or any(p is not None and p.is_inference() for p in parameters):
+            return []
+        return [(None, 0, 0) if p is None else (p, p._version, p.data_ptr()) for p in parameters]
 
     def _rems_and_gate(self, heads_per_value: int) -> tuple[Rems, Tensor]:
         """The REMs, and the gate of each head, (R,)."""
@@ -265,6 +290,11 @@ class RSAHeads(nn.Module):
             f"dilated_regular={plan.num_dilated_regular}, dilated_cyclical_pairs={plan.num_dilated_cyclical_pairs}, "
             f"dilation={list(plan.dilation)}"
         )
+
+
+def _kind_of_call(attention: Tensor, value: Tensor) -> tuple[Any, ...]:
+    # Tensors made under inference_mode cannot be part of a graph later.
+    return attention.shape[2], value.shape[1], value.dtype, value.device, torch.is_inference_mode_enabled()
 
 
 def _spread_over_both_signs(fraction: float) -> float:

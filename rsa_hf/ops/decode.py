@@ -23,7 +23,7 @@ NEGLIGIBLE = 2.0**-30  # of the largest value, in P V: below what float32 resolv
 class LagTable:
     """f(τ) of every head at the lags 0 … L beyond which nothing matters: [H, L + 1], and its mirror image.
 
-    `weights` has a 0 for lag L + 1, which stands for all longer ones.
+    `weights` has a 0 for lag L + 1, which stands for all longer ones; `reach` says the last lag of each head.
 
     Args:
         rems: the heads; the table is valid for these rates only.
@@ -32,9 +32,9 @@ class LagTable:
     """
 
     def __init__(self, rems: Rems, dtype: torch.dtype, longest: int) -> None:
-        reach = _reach(rems)
-        self.longest = math.inf if reach <= longest else longest
-        weights = weights_of_lags(rems, torch.arange(min(reach, longest) + 1, device=rems.decay.device), dtype)[0]
+        self.reach = [min(reach, longest) for reach in _reach(rems)]
+        self.longest = math.inf if max(_reach(rems)) <= longest else longest
+        weights = weights_of_lags(rems, torch.arange(max(self.reach) + 1, device=rems.decay.device), dtype)[0]
         self.weights, self.newest_last = F.pad(weights, (0, 1)), weights.flip(-1).contiguous()
 
 
@@ -93,12 +93,13 @@ def _weighted_sum(weights: Tensor, value: Tensor, heads_per_value: int) -> Tenso
     return sums.view(B, num_values * heads_per_value, 1, D)[:, :H]
 
 
-def _reach(rems: Rems) -> int:
-    """The lag beyond which everything that a head reads is negligible."""
-    reach = 1
-    for rate, d in zip(rems.decay.abs().tolist(), rems.dilation, strict=True):
-        if rate >= 1:
-            return 2**62
-        if rate > 0:
-            reach = max(reach, d * math.ceil(math.log(NEGLIGIBLE * (1 - rate)) / math.log(rate)))
-    return reach
+def _reach(rems: Rems) -> list[int]:
+    """For each head the lag beyond which everything that it reads is negligible."""
+    rates = zip(rems.decay.abs().tolist(), rems.dilation, strict=True)
+    return [d * _steps_that_matter(rate) for rate, d in rates]
+
+
+def _steps_that_matter(rate: float) -> int:
+    if rate >= 1:
+        return 2**62
+    return 1 if rate == 0 else max(1, math.ceil(math.log(NEGLIGIBLE * (1 - rate)) / math.log(rate)))

@@ -111,7 +111,7 @@ def test_a_scan_that_keeps_the_rounding_of_z_is_caught(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     broken = build.library.__wrapped__()
     assert isinstance(broken, ctypes.CDLL), broken
-    monkeypatch.setattr(launch, "_function", lambda name, dtype: broken.forward_float32)
+    monkeypatch.setattr(launch, "compiled_function", lambda name, dtype: broken.forward_float32)
     value, decay, theta, expected = long_lags()
     found = rem_product(value, "cos", decay, theta)[0, 0, -1]
     assert relative_error(found, expected.expand(2)) > 1e-4

@@ -17,7 +17,7 @@ from rsa_hf.ops.memory import empty_rows, with_rows
 from rsa_hf.ops.types import Gradients, SoftmaxBranch
 from rsa_hf.rem import KINDS, Rems, working_dtype
 
-__all__ = ["cpp_backward", "cpp_forward"]
+__all__ = ["compiled_function", "cpp_backward", "cpp_forward"]
 
 WORTH_A_THREAD = 2**15  # numbers
 
@@ -152,7 +152,7 @@ def _call(
         sums=address(sums, torch.float64),
         **{name: positions(tensor) for name, tensor in tensors.items()},
     )
-    _function(function, dtype)(ctypes.byref(problem))
+    compiled_function(function, dtype)(ctypes.byref(problem))
 
 
 @functools.lru_cache(maxsize=64)
@@ -161,7 +161,8 @@ def _description(kinds: tuple[str, ...], dilation: tuple[int, ...]) -> tuple[Ten
 
 
 @functools.cache
-def _function(name: str, dtype: torch.dtype) -> Callable[[Any], None]:
+def compiled_function(name: str, dtype: torch.dtype) -> Callable[[Any], None]:
+    """A function of scan.cpp for numbers of a dtype; it takes a structure, by reference or as bytes."""
     compiled = library()
     assert isinstance(compiled, ctypes.CDLL)
     function = getattr(compiled, f"{name}_{str(dtype).removeprefix('torch.')}")

@@ -378,6 +378,62 @@ void backward_heads(const Problem& p, Index b, Index begin, Index end) {
   }
 }
 
+// Mirrored by `_Step` in launch.py: one query after cached keys.
+struct Step {
+  Index rows, heads, all_heads, heads_per_value, channels;
+  Index position;  // of the query, on the axis of the keys
+  Index farthest;  // lag that it sees
+  const Index *dilation, *reach;  // [heads]; reach: the lag beyond which nothing matters
+  const void* weights;            // [heads, weights_head]: f(τ) at the lags 0, 1, …
+  Index weights_head;
+  const double* gate;  // [heads]
+  Tensor value, attention, output;
+};
+
+// `count` ≤ 4 groups of channels side by side, so that a key is read as a whole, in the order of memory.
+template <typename Number>
+void step_channels(const Step& p, Index b, Index h, Index first, Index channels, Index count) {
+  constexpr Index WIDTH = Lanes<Number>::COUNT;
+  const auto* weights = static_cast<const Number*>(p.weights) + h * p.weights_head;
+  const auto* query = p.value.at<const Number>(b, h / p.heads_per_value, first) + p.position * p.value.position;
+  const Index dilation = p.dilation[h], farthest = std::min(p.reach[h], p.farthest);
+  Lanes<Number> y[4];
+  for (Index lag = farthest / dilation * dilation; lag > 0; lag -= dilation) {
+    const auto* key = query - lag * p.value.position;
+    for (Index i = 0; i < count; i++)
+      y[i] = y[i] + weights[lag] * Lanes<Number>::load(key + i * WIDTH, std::min(channels - i * WIDTH, WIDTH));
+  }
+  const Number gate = Number(p.gate[h]), rest = 1 - gate;
+  const auto* attention = p.attention.at<const Number>(b, h, first);
+  auto* output = p.output.at<Number>(b, h, first);
+  for (Index i = 0; i < count; i++) {
+    const Index width = std::min(channels - i * WIDTH, WIDTH);
+    const auto mixed = rest * Lanes<Number>::load(attention + i * WIDTH, width) + gate * y[i];
+    mixed.store(output + i * WIDTH, width);
+  }
+}
+
+template <typename Number>
+void step_head(const Step& p, Index b, Index h) {
+  if (h >= p.heads) {
+    const auto* attention = p.attention.at<const Number>(b, h, 0);
+    std::copy(attention, attention + p.channels, p.output.at<Number>(b, h, 0));
+    return;
+  }
+  constexpr Index WIDTH = Lanes<Number>::COUNT;
+  Index first = 0;
+  // With the number known to the compiler, y stays in registers.
+  for (; first + 4 * WIDTH <= p.channels; first += 4 * WIDTH) step_channels<Number>(p, b, h, first, 4 * WIDTH, 4);
+  for (; first < p.channels; first += WIDTH)
+    step_channels<Number>(p, b, h, first, std::min(p.channels - first, WIDTH), 1);
+}
+
+template <typename Number>
+void step(const Step& p) {
+  for (Index b = 0; b < p.rows; b++)
+    for (Index h = 0; h < p.all_heads; h++) step_head<Number>(p, b, h);
+}
+
 // `task(row, begin, end)` for heads [begin, end) of each row, in threads. Heads that share a value head stay together.
 template <typename Task>
 void in_parallel(const Problem& p, Task task) {
@@ -400,4 +456,6 @@ void forward_float32(const Problem* p) { in_parallel(*p, [=](auto... part) { for
 void forward_float64(const Problem* p) { in_parallel(*p, [=](auto... part) { forward_heads<double>(*p, part...); }); }
 void backward_float32(const Problem* p) { in_parallel(*p, [=](auto... part) { backward_heads<float>(*p, part...); }); }
 void backward_float64(const Problem* p) { in_parallel(*p, [=](auto... part) { backward_heads<double>(*p, part...); }); }
+void step_float32(const Step* p) { step<float>(*p); }
+void step_float64(const Step* p) { step<double>(*p); }
 }
