@@ -6,8 +6,8 @@ depends on the values of a mask, which a graph does not know. Both compute the s
 lengths are symbols; there P is built from plain operators.
 
 `RSA_HF_BACKEND=dense|chunked|cpp|triton` chooses the code. By default it is Triton on a GPU that can run it, C++ on a
-CPU if there is a compiler, else plain PyTorch, in chunks. Triton and C++ do not support sliding windows and arbitrary
-masks; plain PyTorch computes those under every setting.
+CPU if there is a compiler, else plain PyTorch, in chunks. Triton does not support sliding windows, and neither it nor
+C++ arbitrary masks; plain PyTorch computes those under every setting.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ def _mixed(product: Tensor, softmax: SoftmaxBranch | None) -> Tensor:
 
 
 def _path(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> str:
-    """`"dense"`, `"windowed"`, or a backend that takes no sliding window and no `visible`."""
+    """`"dense"`, `"windowed"`, or a backend that takes the mask."""
     backend = choose_backend(value, rems, softmax)
     few = mask.query_length <= FEW_QUERIES and mask.query_length < mask.key_length
     if backend == "dense" or mask.visible is not None or few:
         return "dense"
-    return backend if mask.sliding_window is None else "windowed"
+    return backend if mask.sliding_window is None or backend == "cpp" else "windowed"
 
 
 def choose_backend(value: Tensor, rems: Rems, softmax: SoftmaxBranch | None) -> str:

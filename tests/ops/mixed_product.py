@@ -42,7 +42,15 @@ def draw(T, S=None, B=1, D=16, heads=3, plain=1, groups=1, dtype=torch.float32):
 
 
 def agreement(
-    tensors, kinds=KINDS, dilation=DILATION, groups=1, offset=None, causal=True, key_mask=None, documents=None
+    tensors,
+    kinds=KINDS,
+    dilation=DILATION,
+    groups=1,
+    offset=None,
+    causal=True,
+    key_mask=None,
+    documents=None,
+    window=None,
 ):
     """Relative errors of the output and of all gradients, by name, against dense P in float64 with autograd."""
     value, attention = tensors[0], tensors[3]
@@ -51,12 +59,12 @@ def agreement(
     masks = {"key_mask": key_mask, "documents": documents}
     on_device = {name: None if mask is None else mask.to(device()) for name, mask in masks.items()}
     segments = None if documents is None else PackedSegments(on_device["documents"])
-    attention_mask = AttentionMask(T, S, offset, causal, on_device["key_mask"], segments)
+    attention_mask = AttentionMask(T, S, offset, causal, on_device["key_mask"], segments, window)
     weights = torch.randn(attention.shape).to(attention.dtype).to(device())
     found = differentiate(lambda *t: mixed_product(t, kinds, dilation, groups, attention_mask), tensors, weights)
 
     def equation_4(value, decay, theta, attention, gate):
-        where = {"query_length": T, "query_offset": offset, "causal": causal, "groups": groups}
+        where = {"query_length": T, "query_offset": offset, "causal": causal, "groups": groups, "window": window}
         product = dense_rem_product(value, kinds, decay, theta, dilation, **where, **masks).transpose(1, 2)
         H, weight = len(kinds), gate[:, None]
         mixed = (1 - weight) * attention[:, :, :H] + weight * product

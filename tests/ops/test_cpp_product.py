@@ -61,10 +61,13 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch, causal):
     groups=st.integers(1, 3),
     cuts=st.sets(st.integers(1, 160), max_size=4),
     hidden=st.sets(st.integers(0, 160), max_size=4),
+    window=st.none() | st.integers(1, 50),
     D=st.integers(1, 40),
     seed=st.integers(0, 10_000),
 )
-def test_random_shapes_and_masks_agree_with_dense_p(T, before, behind, causal, heads, groups, cuts, hidden, D, seed):
+def test_random_shapes_and_masks_agree_with_dense_p(
+    T, before, behind, causal, heads, groups, cuts, hidden, window, D, seed
+):
     torch.manual_seed(seed)
     S = T + before + behind
     if T <= 16 < S or T == S == 0:
@@ -78,9 +81,8 @@ def test_random_shapes_and_masks_agree_with_dense_p(T, before, behind, causal, h
         documents[:, cut:] += 1
     key_mask = torch.ones(1, S, dtype=torch.bool)
     key_mask[0, [place for place in hidden if place < S]] = False
-    errors = agreement(
-        tensors, kinds, dilation, groups, before, causal, key_mask if hidden else None, documents if cuts else None
-    )
+    masks = (key_mask if hidden else None, documents if cuts else None, window)
+    errors = agreement(tensors, kinds, dilation, groups, before, causal, *masks)
     # The relative error of a sum that is nearly zero is large.
     assert_agrees({name: error for name, error in errors.items() if name not in SUMS})
     assert all(error < 1e-3 for error in errors.values()), errors
@@ -239,9 +241,8 @@ def test_processes_that_compile_at_the_same_time_do_not_meet(freshly_compiled):
     assert len(list(freshly_compiled.iterdir())) == 1
 
 
-def test_windows_and_visible_masks_use_plain_pytorch(monkeypatch):
+def test_visible_masks_use_plain_pytorch(monkeypatch):
     used = record_calls(monkeypatch, autograd, "cpp_forward")
     value, decay, theta, *_ = draw(20)
-    rem_product(value, KINDS, decay, theta, window=7)
     rem_product(value, KINDS, decay, theta, visible=torch.ones(1, 1, 20, 20).bool().tril())
     assert used == []

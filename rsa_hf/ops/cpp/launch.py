@@ -39,7 +39,7 @@ class _Problem(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 *("rows", "heads", "keys", "queries", "channels", "query_offset"),
-                *("heads_per_value", "is_causal", "threads"),
+                *("heads_per_value", "is_causal", "threads", "window"),
             )
         ),
         *((name, ctypes.c_void_p) for name in ("kinds", "dilation", "decay", "theta", "gate")),
@@ -58,7 +58,7 @@ def cpp_forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: Softmax
     Args:
         value: shape [B, Hv, S, D].
         rems: the heads.
-        mask: which keys each query sees; without a sliding window and `visible`.
+        mask: which keys each query sees; without `visible`.
         softmax: attention's output and the gate, or None.
     """
     H, dtype = len(rems.kinds), working_dtype(value)
@@ -140,6 +140,7 @@ def _call(
         heads_per_value=rems.heads_per_value,
         is_causal=mask.causal,
         threads=max(1, min(torch.get_num_threads(), B * len(rems.kinds) * keys * D // WORTH_A_THREAD)),
+        window=mask.sliding_window or 0,
         kinds=kinds.data_ptr(),
         dilation=dilation.data_ptr(),
         decay=address(rems.decay, torch.float64),

@@ -28,6 +28,7 @@ struct Tensor {
 // Mirrored by `_Problem` in launch.py.
 struct Problem {
   Index rows, heads, keys, queries, channels, query_offset, heads_per_value, is_causal, threads;
+  Index window;                        // positions that a query sees back, itself included; 0: all
   const Index *kinds, *dilation;       // [heads]; 0 regular, 1 cos, 2 sin
   const double *decay, *theta, *gate;  // [heads]; gate: or null, for P V alone
   const std::uint8_t* key_mask;        // [rows, keys], 0 where a key is hidden; or null
@@ -51,23 +52,29 @@ struct Lanes {
   static constexpr Index HALF = sizeof(Register) / sizeof(Number), COUNT = 2 * HALF;
   Register low{}, high{};
 
+  // Copies of a size that the compiler knows are one instruction; others are calls. Heads of 8 channels fill one half.
   static Lanes load(const Number* from, Index count) {
+    if (count == COUNT) return {load_register(from), load_register(from + HALF)};
+    if (count == HALF) return {load_register(from), Register{}};
     Number padded[COUNT] = {};
-    if (count < COUNT) from = static_cast<const Number*>(std::memcpy(padded, from, count * sizeof(Number)));
-    Lanes lanes;
-    std::memcpy(&lanes.low, from, sizeof(Register));
-    std::memcpy(&lanes.high, from + HALF, sizeof(Register));
-    return lanes;
+    std::memcpy(padded, from, count * sizeof(Number));
+    return {load_register(padded), load_register(padded + HALF)};
+  }
+
+  static Register load_register(const Number* from) {
+    Register loaded;
+    std::memcpy(&loaded, from, sizeof(Register));
+    return loaded;
   }
 
   void store(Number* to, Index count) const {
-    if (count < COUNT) {
-      std::memcpy(to, &low, std::min(count, HALF) * sizeof(Number));
-      if (count > HALF) std::memcpy(to + HALF, &high, (count - HALF) * sizeof(Number));
+    if (count < HALF) {
+      std::memcpy(to, &low, count * sizeof(Number));
       return;
     }
     std::memcpy(to, &low, sizeof(Register));
-    std::memcpy(to + HALF, &high, sizeof(Register));
+    if (count == COUNT) std::memcpy(to + HALF, &high, sizeof(Register));
+    else if (count > HALF) std::memcpy(to + HALF, &high, (count - HALF) * sizeof(Number));
   }
 
   friend Lanes operator+(const Lanes& a, const Lanes& b) { return {a.low + b.low, a.high + b.high}; }
@@ -92,6 +99,7 @@ struct Lanes {
 // One head of one row.
 struct Head {
   Index row, index, kind, dilation;
+  Index window;                    // in its own steps
   std::complex<double> direction;  // e^{iθ}
   std::complex<double> z;          // decay · e^{iθ}
   double gate;
@@ -103,6 +111,7 @@ struct Head {
         index(h),
         kind(p.kinds[h]),
         dilation(std::min(p.dilation[h], p.keys)),
+        window(p.window ? (p.window - 1) / dilation + 1 : 0),
         direction(1),
         gate(p.gate ? p.gate[h] : 1),
         key_mask(p.key_mask ? p.key_mask + b * p.key_mask_row : nullptr),
@@ -143,6 +152,35 @@ struct State {
     if constexpr (kind != REGULAR) {
       real = real - im * b;
       imaginary = im * x + im * a + re * b;
+    }
+  }
+
+  friend State operator+(const State& a, const State& b) {
+    return {a.real + b.real, a.imaginary + b.imaginary, a.dreal + b.dreal, a.dimaginary + b.dimaginary};
+  }
+
+  // s += z^k x and q += k z^{k−1} x.
+  template <Index kind, bool has_derivative>
+  void add(std::complex<Number> power, std::complex<Number> slope, const Lanes<Number>& x) {
+    real = real + power.real() * x;
+    if constexpr (kind != REGULAR) imaginary = imaginary + power.imag() * x;
+    if constexpr (has_derivative) dreal = dreal + slope.real() * x;
+    if constexpr (has_derivative && kind != REGULAR) dimaginary = dimaginary + slope.imag() * x;
+  }
+
+  // s = z^k t and q = z^k ∂t/∂z + k z^{k−1} t, for another state t.
+  template <Index kind, bool has_derivative>
+  void assign_product(std::complex<Number> power, std::complex<Number> slope, const State& t) {
+    const Number a = power.real(), b = power.imag(), c = slope.real(), d = slope.imag();
+    real = a * t.real;
+    if constexpr (has_derivative) dreal = a * t.dreal + c * t.real;
+    if constexpr (kind != REGULAR) {
+      real = real - b * t.imaginary;
+      imaginary = b * t.real + a * t.imaginary;
+      if constexpr (has_derivative) {
+        dreal = dreal - (b * t.dimaginary + d * t.imaginary);
+        dimaginary = b * t.dreal + a * t.dimaginary + (d * t.real + c * t.imaginary);
+      }
     }
   }
 
@@ -290,6 +328,15 @@ class Walk {
     lost = rounded == 0.0 ? 0.0 : head.z / rounded - 1.0;
     groups = (p.channels + Lanes<Number>::COUNT - 1) / Lanes<Number>::COUNT;
     states.resize(head.dilation * groups);
+    std::complex<double> power = 1, slope = 0;
+    for (Index k = 0; k <= head.window; k++) {
+      powers.emplace_back(power);
+      slopes.emplace_back(slope);
+      slope = power + head.z * slope;
+      power *= head.z;
+      if (std::norm(power) < std::numeric_limits<double>::min()) power = 0;
+    }
+    suffixes.resize(states.size() * head.window);
   }
 
   template <template <Index, typename> class Sweep, typename... More>
@@ -309,24 +356,30 @@ class Walk {
       for (Index group = 0; group < groups; group++) {
         const Index channel = group * Lanes<Number>::COUNT;
         const Index channels = std::min(p.channels - channel, Lanes<Number>::COUNT);
-        State<Number>& state = states[start % head.dilation * groups + group];
-        run_keys<kind>(start, end, state, Sweep(p, head, is_backwards, channel, channels, more...));
+        const Index which = start % head.dilation * groups + group;
+        State<Number>* suffix = suffixes.data() + which * head.window;
+        run_keys<kind>(start, end, states[which], suffix, Sweep(p, head, is_backwards, channel, channels, more...));
       }
     }
   }
 
   // Keys that are `dilation` apart share a state.
   template <Index kind, typename Sweep>
-  void run_keys(Index start, Index end, State<Number>& kept, Sweep sweep) const {
+  void run_keys(Index start, Index end, State<Number>& kept, State<Number>* suffix, Sweep sweep) const {
     State<Number> state = kept;
     Index steps = 0;
     for (Index i = start; i < end; i += head.dilation, steps++) {
-      const Index key = is_backwards ? p.keys - 1 - i : i;
-      if (head.segments && i >= head.dilation) {
-        const Index before = is_backwards ? key + head.dilation : key - head.dilation;
-        if (head.segments[key] != head.segments[before]) state = {};
-      }
-      sweep.visit(key, state);
+      const Index key = key_of(i);
+      if (i >= head.dilation && !is_one_segment(i, i - head.dilation)) state = {};
+      if (head.window) {
+        const Index k = i / head.dilation % head.window;
+        if (k == 0) {
+          state = {};
+          read_suffix<kind>(i, suffix, sweep);
+        }
+        const Index last = i - (k + 1) * head.dilation;
+        sweep.visit(key, last >= 0 && is_one_segment(i, last) ? state + suffix[k] : state);
+      } else sweep.visit(key, state);
       const Number* x = sweep.read(key);
       state.template step<kind, Sweep::HAS_DERIVATIVE>(z, x ? Lanes<Number>::load(x, sweep.channels) : Lanes<Number>{});
     }
@@ -335,21 +388,49 @@ class Walk {
     kept = state;
   }
 
+  // What the queries of a block, which begins at i, see of the block before: of its w keys, query k those after k.
+  template <Index kind, typename Sweep>
+  void read_suffix(Index i, State<Number>* suffix, const Sweep& sweep) const {
+    const Index w = head.window, last = i - head.dilation;
+    if (last < 0) return;
+    State<Number> sum{};
+    for (Index k = w - 1; k >= 0; k--) {
+      suffix[k].template assign_product<kind, Sweep::HAS_DERIVATIVE>(powers[k + 1], slopes[k + 1], sum);
+      const Index before = i - (w - k) * head.dilation;
+      const Number* x = sweep.read(key_of(before));
+      if (x && is_one_segment(before, last))
+        sum.template add<kind, Sweep::HAS_DERIVATIVE>(
+            powers[w - 1 - k], slopes[w - 1 - k], Lanes<Number>::load(x, sweep.channels));
+    }
+  }
+
+  Index key_of(Index i) const { return is_backwards ? p.keys - 1 - i : i; }
+
+  bool is_one_segment(Index i, Index j) const {
+    return !head.segments || head.segments[key_of(i)] == head.segments[key_of(j)];
+  }
+
   const Problem& p;
   bool is_backwards;
   std::complex<Number> z;
   std::complex<double> lost;
   Index groups;
   std::vector<State<Number>> states;
+  // For windows: z^k and k z^{k−1}; and for each state what the queries of a block see of the block before.
+  std::vector<std::complex<Number>> powers, slopes;
+  std::vector<State<Number>> suffixes;
 };
 
-// Heads [begin, end) of row b side by side, along all keys.
+// Heads [begin, end) of row b along all keys, side by side; with windows, which need memory, one after the other.
 template <template <Index, typename> class Sweep, typename Number, typename... More>
 void walk(const Problem& p, Index b, Index begin, Index end, bool is_backwards, std::vector<More>&... more) {
-  std::vector<Walk<Number>> walks;
-  for (Index h = begin; h < end; h++) walks.emplace_back(p, b, h, is_backwards);
-  for (Index first = 0; first < p.keys; first += KEYS)
-    for (Index i = 0; i < end - begin; i++) walks[i].template run<Sweep>(first, more[i]...);
+  const Index beside = p.window ? 1 : end - begin;
+  for (Index h = begin; h < end; h += beside) {
+    std::vector<Walk<Number>> walks;
+    for (Index i = 0; i < beside; i++) walks.emplace_back(p, b, h + i, is_backwards);
+    for (Index first = 0; first < p.keys; first += KEYS)
+      for (Index i = 0; i < beside; i++) walks[i].template run<Sweep>(first, more[h - begin + i]...);
+  }
 }
 
 template <typename Number>
