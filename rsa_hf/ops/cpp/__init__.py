@@ -21,8 +21,8 @@ the number of threads changes no bit.
 
 A sliding window of w positions: the keys are cut into blocks of w. What a query sees of its own block is a walk that
 begins anew in each block. Query k of a block sees the keys after k of the block before, z^{k+1} Σ_{j>k} z^{w−1−j} v_j,
-a sum that is built up from the end of the block and kept for each k. Nothing is subtracted, so nothing cancels, however
-slow the decay.
+a sum that is built up from the end of the block and kept for each k. Nothing is subtracted, so nothing cancels,
+however slow the decay.
 
 Precision: states and sums of 32 steps have the dtype of the values, the rest is float64. Rounded to float32, z would
 make an error of k roundings at a lag of k; so the states are corrected after every 32 keys by what rounding took.
