@@ -72,9 +72,10 @@ test-python:    ## The fast tests under another Python, e.g. PYTHON=python3.13, 
 transformers-tests: $(READY) ## transformers' own model tests, plain and patched: writes results/ (10 minutes)
 	$(BIN)/python scripts/run_transformers_tests.py --output results
 
-bench: $(READY) ## P V and GPT-2 small against their rivals, time and memory: writes results/ (about half an hour)
+bench: $(READY) ## P V against its rivals, and steps of models with and without RSA: writes results/ (about half an hour)
 	$(BIN)/python scripts/bench_product.py --output results
 	$(BIN)/python scripts/bench_model.py --output results
+	$(BIN)/python scripts/profile_step.py --output results
 
 survey: $(READY) ## Every model type of transformers, tiny: writes SUPPORTED.md, goes on where it stopped (ARGS=--fresh: anew)
 	$(BIN)/python scripts/survey_architectures.py --jobs $(THREADS) $(ARGS)

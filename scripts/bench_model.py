@@ -1,11 +1,11 @@
-"""GPT-2 small with and without RSA heads: a training step and a step of decoding, time and peak memory.
+"""Models with and without RSA heads: training steps and steps of generation, time and peak memory.
 
     python scripts/bench_model.py --output results
 
-Random weights of the published shape (124 M parameters). Training: forward, backward and AdamW on a text of --length
-tokens. Decoding: one token at a time behind a context of --context tokens. All arms run in the same process and take
-turns; peak memory is measured in a process for each. Before anything is reported, a shut gate has to give the plain
-model bit for bit, and a cached run with open gates the uncached one. Writes bench_model.json and .md.
+Random weights; all heads of the patched model are RSA heads. Training: forward, backward and AdamW. Decoding: one
+token at a time behind a context. Both models run in the same process and take turns; peak memory is measured in a
+process for each. Before anything is reported, a shut gate has to give the plain model bit for bit, and a cached run
+with open gates the uncached one. Writes bench_model.json and .md.
 """
 
 from __future__ import annotations
@@ -15,59 +15,117 @@ import copy
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import interleaved, machine, peak_memory, ratio
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from measuring import interleaved, machine, peak_memory, ratio, throughput
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from rsa_hf import RSAConfig, patch_model
+from rsa_hf.experiments import language_model
 
-PLANS = {
-    "unpatched": None,
-    "RSA, the default plan": RSAConfig(),
-    "RSA on all heads": RSAConfig(num_cyclical_pairs=6),
-}
-STEPS = 8  # of decoding, timed together
+ARMS = PLAIN, RSA = "unpatched", "RSA on all heads"
+TOKENS = 8  # of decoding, timed together
 TOLERANCE = 1e-4
+SMALL = language_model.SHAPES["small"]
 
 
-def build(arm: str, length: int, device: str) -> PreTrainedModel:
-    """GPT-2 small with the same random weights for every arm."""
+def bert() -> PreTrainedModel:
+    sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12}
+    return BertForSequenceClassification._from_config(BertConfig(**sizes), attn_implementation="sdpa")
+
+
+def llama() -> PreTrainedModel:
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return LlamaForCausalLM._from_config(LlamaConfig(vocab_size=256, **sizes), attn_implementation="sdpa")
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2LMHeadModel._from_config(GPT2Config(), attn_implementation="sdpa")
+
+
+def transformer_xl() -> PreTrainedModel:
+    return language_model.build("transformer-xl", SMALL, "enwik8", 256, "plain")
+
+
+def block_recurrent() -> PreTrainedModel:
+    return language_model.build("block-recurrent", SMALL, "enwik8", 256, "plain")
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training step: the model, its number of heads, the batch, and the rounds of timing."""
+
+    model: Callable[[], PreTrainedModel]
+    heads: int
+    batch: int
+    length: int
+    rounds: int
+
+
+TRAINING = {
+    "BERT, 6 layers of 384, T = 128, 16 rows": Training(bert, 12, 16, 128, 25),
+    "GPT-2 small, T = 128, 4 rows": Training(gpt2, 12, 4, 128, 15),
+    "GPT-2 small, T = 512": Training(gpt2, 12, 1, 512, 15),
+    "GPT-2 small, T = 1,024": Training(gpt2, 12, 1, 1024, 9),
+    "Llama, 4 layers of 128, T = 256, 16 rows": Training(llama, 4, 16, 256, 25),
+    "Transformer-XL, 2 layers of 64, T = 64, 8 rows": Training(transformer_xl, 8, 8, 64, 80),
+    "Block-Recurrent, 3 layers of 64, T = 64, 8 rows": Training(block_recurrent, 8, 8, 64, 80),
+}
+CONTEXTS = (500, 1000)
+
+
+def patched(arm: str, model: PreTrainedModel, heads: int) -> PreTrainedModel:
+    return patch_model(model, RSAConfig(num_cyclical_pairs=heads // 2)) if arm == RSA else model
+
+
+def training_step(arm: str, name: str, device: str) -> Callable[[], Any]:
+    """Forward, backward and AdamW, as a call. Models with a memory carry it from step to step."""
     torch.manual_seed(0)
-    model = GPT2LMHeadModel._from_config(GPT2Config(n_positions=max(length, 1024)), attn_implementation="sdpa")
-    plan = PLANS[arm]
-    return (model if plan is None else patch_model(model, plan)).to(device)
-
-
-def training_step(arm: str, length: int, device: str) -> Callable[[], Any]:
-    """Forward, backward and AdamW, as a call."""
-    model = build(arm, length, device).train()
+    case = TRAINING[name]
+    model = patched(arm, case.model(), case.heads).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    ids = torch.randint(0, 50_000, (1, length), generator=torch.Generator().manual_seed(1)).to(device)
+    ids = torch.randint(0, 256, (case.batch, case.length), generator=torch.Generator().manual_seed(1)).to(device)
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids[:, 0] % 2 if case.model is bert else ids}
+    if case.model in (gpt2, llama):
+        inputs["use_cache"] = False
 
     def step() -> None:
         optimizer.zero_grad()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        out = model(**inputs)
+        out.loss.backward()
         optimizer.step()
+        if "mems" in out:
+            inputs["mems"] = out.mems
 
     return step
 
 
 def decoding(arm: str, context: int, device: str) -> Callable[[], Any]:
-    """Some steps of decoding behind a context; each call begins behind the same context."""
-    model = build(arm, context + STEPS, device).eval()
-    ids = torch.randint(0, 50_000, (1, context + STEPS), generator=torch.Generator().manual_seed(1)).to(device)
+    """Some steps of GPT-2 small behind a context; each call begins behind the same context."""
+    torch.manual_seed(0)
+    model = patched(arm, gpt2(), 12).to(device).eval()
+    ids = torch.randint(0, 50_000, (1, context + TOKENS), generator=torch.Generator().manual_seed(1)).to(device)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(input_ids=ids[:, :context], past_key_values=cache)
 
     @torch.no_grad()
     def steps() -> None:
-        for t in range(context, context + STEPS):
+        for t in range(context, context + TOKENS):
             model(input_ids=ids[:, t : t + 1], past_key_values=cache)
-        cache.crop(-STEPS)
+        cache.crop(-TOKENS)
 
     return steps
 
@@ -79,7 +137,8 @@ def check(device: str) -> dict[str, float]:
     Raises:
         SystemExit: it does not.
     """
-    plain = build("unpatched", 200, device).eval()
+    torch.manual_seed(0)
+    plain = gpt2().to(device).eval()
     ids = torch.randint(0, 50_000, (1, 200)).to(device)
     expected = plain(ids).logits
     shut = patch_model(copy.deepcopy(plain), RSAConfig(gate_init=-math.inf))
@@ -97,51 +156,61 @@ def check(device: str) -> dict[str, float]:
 
 
 def table(record: dict[str, Any]) -> str:
-    head = record["machine"]
+    head, speed = record["machine"], record["throughput"]
     lines = [
-        "# GPT-2 small with RSA heads",
+        "# Models with RSA heads",
         "",
         f"Made by `{record['command']}` on {head.get('gpu', head['processor'])}, {head['threads']} threads, torch "
-        f"{head['torch']}, transformers {head['transformers']}, commit {head['commit']}. float32, batch 1. Medians, "
-        "in brackets the quartiles; the ratio is that of the medians of one run whose arms took turns.",
+        f"{head['torch']}, transformers {head['transformers']}, commit {head['commit']}. In the same run the machine "
+        f"copied {speed['copy_gb_per_s']:.1f} GB/s (read and written) and multiplied matrices at "
+        f"{speed['matrix_gflop_per_s']:.0f} GFLOP/s, both in float32.",
+        "",
+        "Times are medians, in brackets the quartiles; the ratio is that of the medians of one run in which the two "
+        "models took turns. Memory is what the step takes at its peak beyond what was there before.",
+        "",
+        "| | unpatched, ms | RSA on all heads, ms | ratio | memory, MB | ratio |",
+        "|---|---|---|---|---|---|",
     ]
     for name, part in record["parts"].items():
-        lines += [
-            "",
-            f"## {name}",
-            "",
-            "| | ms | × unpatched | peak memory, MB | × unpatched |",
-            "|---|---|---|---|---|",
+        times, memory = part["times_ms"], part["memory_mb"]
+        spread = [f"{t['median']:.1f} [{t['low']:.1f}–{t['high']:.1f}]" for t in (times[PLAIN], times[RSA])]
+        cells = [
+            *spread,
+            f"{ratio(times, RSA, PLAIN):.3f}",
+            f"{memory[RSA]:,.0f}",
+            f"{memory[RSA] / memory[PLAIN]:.3f}",
         ]
-        for arm, times in part["times_ms"].items():
-            memory, plain = part["memory_mb"][arm], part["memory_mb"]["unpatched"]
-            spread = f"{times['median']:.1f} [{times['low']:.1f}–{times['high']:.1f}]"
-            by_time = ratio(part["times_ms"], arm, "unpatched")
-            lines.append(f"| {arm} | {spread} | {by_time:.3f} | {memory:,.0f} | {memory / plain:.3f} |")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("results"))
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--context", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--only", default="", help="measure only what has this in its name")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     device = torch.device(options.device)
     equality = check(options.device)
+    cases: list[tuple[str, Callable[..., Callable[[], Any]], Any, int]] = [
+        (f"training step: {name}", training_step, name, case.rounds) for name, case in TRAINING.items()
+    ]
+    cases += [(f"{TOKENS} tokens: GPT-2 small behind {context:,}", decoding, context, 40) for context in CONTEXTS]
     parts = {}
-    for name, prepare, length in (
-        (f"A training step, T = {options.length:,}", training_step, options.length),
-        (f"{STEPS} steps of decoding, context {options.context:,}", decoding, options.context),
-    ):
-        times = interleaved({arm: prepare(arm, length, options.device) for arm in PLANS}, options.rounds, device)
-        memory = {arm: peak_memory(prepare, arm, length, options.device) for arm in PLANS}
+    for name, prepare, what, rounds in cases:
+        if options.only not in name:
+            continue
+        times = interleaved({arm: prepare(arm, what, options.device) for arm in ARMS}, rounds, device)
+        memory = {arm: peak_memory(prepare, arm, what, options.device) for arm in ARMS}
         parts[name] = {"times_ms": times, "memory_mb": memory}
-    command = f"python scripts/bench_model.py --length {options.length} --context {options.context}"
-    command += f" --rounds {options.rounds}"
-    record = {"command": command, "machine": machine(device), "equality": equality, "parts": parts}
+        print(f"{name}: {ratio(times, RSA, PLAIN):.3f}", flush=True)
+    record = {
+        "command": "python scripts/bench_model.py" + (f" --only {options.only!r}" if options.only else ""),
+        "machine": machine(device),
+        "throughput": throughput(device),
+        "equality": equality,
+        "parts": parts,
+    }
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "bench_model.json").write_text(json.dumps(record, indent=1) + "\n")
     text = table(record)

@@ -81,6 +81,18 @@ def interleaved(
     return {name: {**_spread(values), "rounds": len(values)} for name, values in times.items()}
 
 
+def throughput(device: torch.device) -> dict[str, float]:
+    """What the machine can do: copying 256 MB, in GB/s read and written, and a product of matrices, in GFLOP/s."""
+    n = 2048
+    source = torch.ones(2**26, device=device)
+    target, a, b = torch.empty_like(source), torch.ones(n, n, device=device), torch.ones(n, n, device=device)
+    times = interleaved({"copy": lambda: target.copy_(source), "product": lambda: a @ b}, 11, device)
+    return {
+        "copy_gb_per_s": 2 * source.numel() * source.element_size() / times["copy"]["median"] / 1e6,
+        "matrix_gflop_per_s": 2 * n**3 / times["product"]["median"] / 1e6,
+    }
+
+
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
