@@ -32,8 +32,9 @@ class LagTable:
     """
 
     def __init__(self, rems: Rems, dtype: torch.dtype, longest: int) -> None:
-        self.reach = [min(reach, longest) for reach in _reach(rems)]
-        self.longest = math.inf if max(_reach(rems)) <= longest else longest
+        reach = _reach(rems)
+        self.longest = math.inf if max(reach) <= longest else longest
+        self.reach = [min(lag, longest) for lag in reach]
         weights = weights_of_lags(rems, torch.arange(max(self.reach) + 1, device=rems.decay.device), dtype)[0]
         self.weights, self.newest_last = F.pad(weights, (0, 1)), weights.flip(-1).contiguous()
 

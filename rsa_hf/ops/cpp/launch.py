@@ -140,7 +140,7 @@ def _call(
         heads_per_value=rems.heads_per_value,
         is_causal=mask.causal,
         threads=max(1, min(torch.get_num_threads(), B * len(rems.kinds) * keys * D // WORTH_A_THREAD)),
-        window=mask.sliding_window or 0,
+        window=0 if mask.sliding_window is None or mask.sliding_window >= keys else mask.sliding_window,
         kinds=kinds.data_ptr(),
         dilation=dilation.data_ptr(),
         decay=address(rems.decay, torch.float64),

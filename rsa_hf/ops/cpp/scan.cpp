@@ -459,7 +459,7 @@ void backward_heads(const Problem& p, Index b, Index begin, Index end) {
   }
 }
 
-// Mirrored by `_Step` in launch.py: one query after cached keys.
+// Mirrored by `STEP` in step.py: one query after cached keys.
 struct Step {
   Index rows, heads, all_heads, heads_per_value, channels;
   Index position;  // of the query, on the axis of the keys
