@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import interleaved, machine, peak_memory, ratio, throughput
+from measuring import interleaved, machine, peak_memory, ratio, ratio_spread, throughput
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -165,8 +165,9 @@ def table(record: dict[str, Any]) -> str:
         f"copied {speed['copy_gb_per_s']:.1f} GB/s (read and written) and multiplied matrices at "
         f"{speed['matrix_gflop_per_s']:.0f} GFLOP/s, both in float32.",
         "",
-        "Times are medians, in brackets the quartiles; the ratio is that of the medians of one run in which the two "
-        "models took turns. Memory is what the step takes at its peak beyond what was there before.",
+        "The two models took turns in one run. Times and ratios are medians, in brackets the quartiles; a ratio is "
+        "that of two neighbouring steps. Memory is what tensors take at the peak of a step beyond those from before "
+        "it.",
         "",
         "| | unpatched, ms | RSA on all heads, ms | ratio | memory, MB | ratio |",
         "|---|---|---|---|---|---|",
@@ -174,9 +175,10 @@ def table(record: dict[str, Any]) -> str:
     for name, part in record["parts"].items():
         times, memory = part["times_ms"], part["memory_mb"]
         spread = [f"{t['median']:.1f} [{t['low']:.1f}–{t['high']:.1f}]" for t in (times[PLAIN], times[RSA])]
+        ratios = ratio_spread(times, RSA, PLAIN) or {}
         cells = [
             *spread,
-            f"{ratio(times, RSA, PLAIN):.3f}",
+            f"{ratios['median']:.3f} [{ratios['low']:.3f}–{ratios['high']:.3f}]",
             f"{memory[RSA]:,.0f}",
             f"{memory[RSA] / memory[PLAIN]:.3f}",
         ]
@@ -200,8 +202,9 @@ def main() -> None:
     for name, prepare, what, rounds in cases:
         if options.only not in name:
             continue
-        times = interleaved({arm: prepare(arm, what, options.device) for arm in ARMS}, rounds, device)
-        memory = {arm: peak_memory(prepare, arm, what, options.device) for arm in ARMS}
+        calls = {arm: prepare(arm, what, options.device) for arm in ARMS}
+        times = interleaved(calls, rounds, device)
+        memory = {arm: peak_memory(call) for arm, call in calls.items()}
         parts[name] = {"times_ms": times, "memory_mb": memory}
         print(f"{name}: {ratio(times, RSA, PLAIN):.3f}", flush=True)
     record = {

@@ -8,6 +8,7 @@ Rivals, in the same run and interleaved:
 * sdpa: fused causal softmax attention, forward and backward, of the same shape;
 * dense: P as a matrix, multiplied with V, built from the rates as public re-implementations do;
 * fft: the same convolution by fast Fourier transforms;
+* layer: eq. 4 with sdpa and P V, whose time beyond that of sdpa is what RSA costs;
 * explicit: eq. 4 of the paper with both T×S matrices, as public re-implementations compute it (for memory and scale).
 
 A length is reported only if values and every gradient agree with float64 Fourier transforms. What would take more than
@@ -19,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,16 @@ from measuring import interleaved, machine, peak_memory, ratio
 from torch import Tensor
 
 from rsa_hf import rem_matrix, rem_product
+from rsa_hf.ops.autograd import apply_rems
+from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.types import SoftmaxBranch
+from rsa_hf.rem import Rems
 
 HEADS, DIM = 12, 64
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 TOLERANCE = 1e-5
-ARMS = ("rsa", "copy", "sdpa", "dense", "fft", "explicit")
-QUADRATIC = ("sdpa", "dense", "explicit")
+ARMS = ("rsa", "copy", "sdpa", "layer", "dense", "fft", "explicit")
+QUADRATIC = ("sdpa", "layer", "dense", "explicit")
 PATIENCE = 20.0  # seconds of timing a length, after which five rounds of an arm are enough
 
 
@@ -79,6 +83,15 @@ class Problem:
         output = F.scaled_dot_product_attention(self.query, self.key, self.value, is_causal=True)
         return output, torch.autograd.grad(output, (self.query, self.key, self.value), self.grad)
 
+    def layer(self) -> Any:
+        """Fused softmax attention, mixed with P V."""
+        output = F.scaled_dot_product_attention(self.query, self.key, self.value, is_causal=True)
+        rems = Rems(self.kinds, self.decay, self.theta, (1,) * HEADS, 1)
+        softmax = SoftmaxBranch(output.transpose(1, 2), self.gate.expand(HEADS))
+        mixed = apply_rems(self.value, rems, AttentionMask(self.length, self.length, 0, True), softmax)
+        inputs = (self.query, self.key, self.value, self.decay, self.theta, self.gate)
+        return mixed, torch.autograd.grad(mixed, inputs, self.grad.transpose(1, 2))
+
     def dense(self) -> Any:
         """P V through P."""
         return self._differentiated(self._matrix() @ self.value)
@@ -113,12 +126,6 @@ class Problem:
         return max(float((a.double().cpu() - b).detach().norm() / b.detach().norm()) for a, b in pairs)
 
 
-def prepare(arm: str, length: int, device: str) -> Callable[[], Any]:
-    """For `peak_memory`: one arm, after a short run that loads what has to be loaded."""
-    getattr(Problem(64, device), arm)()
-    return getattr(Problem(length, device), arm)  # type: ignore[no-any-return]
-
-
 def fits(arm: str, length: int, memory: float) -> bool:
     """Whether the arm's matrices, five of [B, H, T, T] at the most, stay within `memory` gigabytes."""
     if arm not in ("dense", "explicit"):
@@ -133,7 +140,7 @@ def measure(length: int, arms: tuple[str, ...], options: argparse.Namespace) -> 
         raise SystemExit(f"T = {length}: P V is off by {error:.1e}, more than {TOLERANCE:.0e}; nothing is reported.")
     calls = {arm: getattr(problem, arm) for arm in arms}
     times = interleaved(calls, options.rounds, torch.device(options.device), PATIENCE)
-    memory = {arm: peak_memory(prepare, arm, length, options.device) for arm in arms if arm != "copy"}
+    memory = {arm: peak_memory(call) for arm, call in calls.items() if arm != "copy"}
     print(f"T = {length}: " + ", ".join(f"{arm} {times[arm]['median']:.2f} ms" for arm in arms), flush=True)
     return {"length": length, "batch": batch_of(length), "error": error, "times_ms": times, "memory_mb": memory}
 
@@ -145,13 +152,14 @@ def table(record: dict[str, Any]) -> str:
         "",
         f"Made by `{record['command']}` on {head.get('gpu', head['processor'])}, {head['threads']} threads, torch "
         f"{head['torch']}, commit {head['commit']}. {HEADS} heads of {DIM}, float32, causal, a third of the heads "
-        "regular; times are medians over "
-        f"{record['rounds']} interleaved rounds (five at least, where a rival takes long), in brackets the "
-        "quartiles. Memory is what the call adds at its peak. An empty cell was not run, for its time or memory.",
+        "regular; times and ratios (of neighbouring calls) are medians over "
+        f"{record['rounds']} interleaved rounds (five at least, where a rival takes long), in brackets the quartiles. "
+        "A layer is sdpa mixed with P V by eq. 4. Memory is what tensors take at the peak of a call. An empty cell "
+        "was not run, for its time or memory.",
         "",
-        "| T × batch | RSA, ms | × copy | × sdpa | dense / RSA | explicit / RSA | fft / RSA | RSA, MB | sdpa, MB "
-        "| dense, MB | explicit, MB | error |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| T × batch | RSA, ms | × copy | × sdpa | a layer adds, × sdpa | dense / RSA | explicit / RSA | fft / RSA "
+        "| RSA, MB | sdpa, MB | dense, MB | explicit, MB | error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in record["rows"]:
         times, memory = row["times_ms"], row["memory_mb"]
@@ -161,12 +169,19 @@ def table(record: dict[str, Any]) -> str:
             f"{mine['median']:.2f} [{mine['low']:.2f}–{mine['high']:.2f}]",
             _cell(ratio(times, "rsa", "copy"), ".1f"),
             _cell(ratio(times, "rsa", "sdpa"), ".3f"),
+            _cell(_added(times), ".3f"),
             *(_cell(ratio(times, rival, "rsa"), ".1f") for rival in ("dense", "explicit", "fft")),
             *(_cell(memory.get(arm), ",.0f") for arm in ("rsa", "sdpa", "dense", "explicit")),
             f"{row['error']:.0e}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _added(times: dict[str, Any]) -> float | None:
+    """What eq. 4 adds to sdpa, as a share of it."""
+    whole = ratio(times, "layer", "sdpa")
+    return None if whole is None else whole - 1
 
 
 def _cell(value: float | None, form: str) -> str:

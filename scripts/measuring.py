@@ -1,8 +1,9 @@
-"""How the benchmarks measure: interleaved timing, peak memory in a process of its own, and what machine it was."""
+"""How the benchmarks measure: interleaved timing, peak memory, and what machine it was."""
 
 from __future__ import annotations
 
-import multiprocessing
+import itertools
+import json
 import platform
 import shutil
 import statistics
@@ -11,9 +12,11 @@ import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 CPU_INFO = Path("/proc/cpuinfo")
 
@@ -55,7 +58,7 @@ def _lines(path: Path) -> list[str]:
 
 def interleaved(
     arms: dict[str, Callable[[], Any]], rounds: int, device: torch.device, patience: float = float("inf")
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, Any]]:
     """Time every arm once in every round, after a round that does not count.
 
     Args:
@@ -65,7 +68,7 @@ def interleaved(
         patience: seconds after which an arm takes no part in further rounds, if it had five.
 
     Returns:
-        For each arm the median, the first and the third quartile, in milliseconds, and the number of rounds.
+        For each arm the median, the first and the third quartile, in milliseconds, and the time of every round.
     """
     times: dict[str, list[float]] = {name: [] for name in arms}
     for counted in range(-1, rounds):
@@ -78,7 +81,7 @@ def interleaved(
             _wait(device)
             if counted >= 0:
                 times[name].append(1000 * (time.perf_counter() - start))
-    return {name: {**_spread(values), "rounds": len(values)} for name, values in times.items()}
+    return {name: {**_spread(values), "rounds": values} for name, values in times.items()}
 
 
 def throughput(device: torch.device) -> dict[str, float]:
@@ -103,43 +106,40 @@ def _spread(values: list[float]) -> dict[str, float]:
     return {"median": median, "low": low, "high": high}
 
 
-def ratio(times: dict[str, dict[str, float]], arm: str, rival: str) -> float | None:
-    """Median over median, of one run."""
+def ratio(times: dict[str, dict[str, Any]], arm: str, rival: str) -> float | None:
+    """How much longer an arm takes than its rival: the median over rounds of the ratio within a round."""
+    spread = ratio_spread(times, arm, rival)
+    return None if spread is None else spread["median"]
+
+
+def ratio_spread(times: dict[str, dict[str, Any]], arm: str, rival: str) -> dict[str, float] | None:
+    """Median and quartiles over rounds of the ratio within a round; None if one of the two was not timed.
+
+    The speed of a shared machine drifts by more than most differences between arms. Within a round it drifts least.
+    """
     if arm not in times or rival not in times:
         return None
-    return times[arm]["median"] / times[rival]["median"]
+    # An arm that took too long has fewer rounds; they are the first ones.
+    return _spread([a / b for a, b in zip(times[arm]["rounds"], times[rival]["rounds"], strict=False)])
 
 
-def peak_memory(prepare: Callable[..., Callable[[], Any]], *arguments: Any) -> float:
-    """Megabytes that one call takes beyond what was there before it, at its peak.
+def peak_memory(run: Callable[[], Any]) -> float:
+    """Megabytes of tensors that a call holds at its peak, beyond those from before it.
 
-    Args:
-        prepare: a function of a module; makes the inputs and returns the call to measure.
-        arguments: its arguments.
+    On a CPU these are the allocations and releases that the profiler records. The resident memory of the process says
+    less: it depends on what the allocator has kept from earlier calls.
     """
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(_measure_peak, (prepare, arguments, torch.get_num_threads()))
-
-
-def _measure_peak(prepare: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...], threads: int) -> float:
-    torch.set_num_threads(threads)
-    run = prepare(*arguments)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         kept = run()  # held, as what a training step holds
         del kept
         return (torch.cuda.max_memory_allocated() - before) / 1e6
-    # The high-water mark of a process never falls, so each measurement has a process of its own. (Not getrusage: what
-    # it says of a new process is the mark of the one that started it.)
-    before = _status("VmRSS")
-    kept = run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        kept = run()
     del kept
-    return (_status("VmHWM") - before) / 1e6
-
-
-def _status(key: str) -> int:
-    """Resident memory of this process now (VmRSS) or at its peak (VmHWM), in bytes."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(lines[key].split()[0])
+    with TemporaryDirectory() as folder:
+        recorded.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
+    return max(itertools.accumulate(size for _, size in changes)) / 1e6
