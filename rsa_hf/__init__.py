@@ -16,7 +16,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rsa_hf.config import RSAConfig
+    from rsa_hf.config import HeadConfig, RSAConfig
     from rsa_hf.heads import RSAHeads
     from rsa_hf.ops import rem_product
     from rsa_hf.patching import is_patched, patch_model, unpatch_model
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0.dev0"
 
 __all__ = [
+    "HeadConfig",
     "RSAConfig",
     "RSAHeads",
     "is_patched",
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "HeadConfig": "rsa_hf.config",
     "RSAConfig": "rsa_hf.config",
     "RSAHeads": "rsa_hf.heads",
     "is_patched": "rsa_hf.patching",

@@ -1,18 +1,18 @@
 """`RSAHeads`, the trainable part of one RSA layer, and functions that find, attach and remove it (the child `rsa`).
 
-Notation: batch B, heads H, RSA heads R ≤ H (the first ones), value heads Hv, queries T, keys S, head size D.
+Notation: batch B, heads H, RSA heads R ≤ H, value heads Hv, queries T, keys S, head size D.
 
 An RSA head mixes softmax attention with the recurrence P V (paper, eq. 4):
 
     out = (1 − g) · softmax(QKᵀ/√D) V + g · P V        g = sigmoid μ
 
 P is the head's recurrence encoding matrix, P[t, s] = f(τ) with τ = position(t) − position(s) (`rem.py`; eqs. 2 and 3).
-The heads of a layer are in the order regular, cos, sin, dilated regular, dilated cos, dilated sin, plain.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
@@ -27,7 +27,7 @@ from rsa_hf.ops.cpp.step import CppStep
 from rsa_hf.ops.decode import LagTable, decode
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.types import SoftmaxBranch
-from rsa_hf.rem import Rems, decay_rates, mix, widest_dtype, working_dtype
+from rsa_hf.rem import Rems, constant, decay_rates, mix, widest_dtype, working_dtype
 
 __all__ = [
     "RSAHeads",
@@ -39,6 +39,8 @@ __all__ = [
     "keep_in_float32",
     "require_whole_heads",
 ]
+
+PARAMETERS = ("mu", "eta", "nu", "theta")
 
 # transformers searches parameter names for this pattern while it loads; its own tests want it to end with them.
 _KEEP_IN_FLOAT32 = r"(?<![^.])rsa\.(?:mu|eta|nu|theta)$"
@@ -61,8 +63,8 @@ class RSAHeads(nn.Module):
     All parameters are one-dimensional, float32 whatever the model's dtype, and stored as value / parameter_scale:
 
     * `mu`: (1,), or (R,) with one gate per head; g = sigmoid μ.
-    * `eta`: (k1 + k4,); λ = tanh η.
-    * `nu`, `theta`: (k2 + k5,), or twice as many where pairs are not tied; γ = sigmoid ν, θ in radians.
+    * `eta`: one per regular head; λ = tanh η.
+    * `nu`, `theta`: one per cyclical head, or per pair where pairs are tied; γ = sigmoid ν, θ in radians.
 
     A parameter is None if the plan has no heads for it.
 
@@ -84,13 +86,8 @@ class RSAHeads(nn.Module):
     def __init__(self, plan: LayerConfig) -> None:
         super().__init__()
         self.plan = plan
-        sizes = {
-            "mu": plan.num_rsa_heads if plan.gate_per_head else 1,
-            "eta": plan.num_eta,
-            "nu": plan.num_nu,
-            "theta": plan.num_nu,
-        }
-        for name, size in sizes.items():
+        for name in PARAMETERS:
+            size = len(getattr(plan, name))
             # None in place of an empty parameter: savers take all empty tensors for one shared tensor and drop them.
             parameter = nn.Parameter(torch.empty(size, dtype=torch.float32)) if size else None
             self.register_parameter(name, parameter)
@@ -99,35 +96,15 @@ class RSAHeads(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the parameters, except those on the meta device.
-
-        η is spread over [−2, −1] ∪ [1, 2] (paper, section 3). The plan gives μ, and the ranges over which ν and θ are
-        spread across the pairs.
-        """
-        plan = self.plan
-        eta = [_spread_over_both_signs((i + 0.5) / plan.num_eta) for i in range(plan.num_eta)]
-        pairs = plan.num_cyclical_pairs + plan.num_dilated_cyclical_pairs
-
-        def spread(ends: tuple[float, float]) -> list[float]:
-            low, high = ends
-            values = [low + (high - low) * (i + 0.5) / pairs for i in range(pairs)]
-            # Untied: the cos heads of a kind, then its sin heads, each starting as the tied pair would.
-            k2 = plan.num_cyclical_pairs
-            return values if plan.tie_pairs else 2 * values[:k2] + 2 * values[k2:]
-
-        starts = {
-            "mu": [plan.gate_init] * self.mu.numel(),
-            "eta": eta,
-            "nu": spread(plan.nu_init),
-            "theta": spread(plan.theta_init),
-        }
-        for name, start in starts.items():
+        """Initialise the parameters as the plan says, except those on the meta device."""
+        for name in PARAMETERS:
             parameter = getattr(self, name)
             if parameter is not None and parameter.device.type != "meta":
-                parameter.copy_(torch.tensor(start, dtype=torch.float32) / plan.parameter_scale)
+                start = torch.tensor(getattr(self.plan, name), dtype=torch.float32)
+                parameter.copy_(start / self.plan.parameter_scale)
 
     def rates(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """Effective values: `gate` (1,) or (R,), `lam` (k1 + k4,), `gamma` and `theta` of the shape of `nu`.
+        """Effective values: `gate` (1,) or (R,), `lam` of the shape of `eta`, `gamma` and `theta` of that of `nu`.
 
         Args:
             dtype: dtype of the computation.
@@ -152,7 +129,7 @@ class RSAHeads(nn.Module):
             [B, T, H, D] in the dtype of `attention`: RSA heads mixed, plain heads unchanged.
 
         Raises:
-            ValueError: the layer has fewer heads than the plan has RSA heads, or other lengths than `mask`.
+            ValueError: the layer does not have the heads of the plan, or other lengths than `mask`.
             NotImplementedError: called under `torch.jit.trace`.
         """
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
@@ -166,11 +143,12 @@ class RSAHeads(nn.Module):
             fits = not torch.is_grad_enabled() and kept.step.fits(attention, value, mask)
             if fits and self._is_valid(kept, attention, value):
                 return kept.step(attention, value, mask)
-        R, H = self.plan.num_rsa_heads, attention.shape[2]
-        if R > H or H % value.shape[1]:
+        last, H = self.plan.heads[-1], attention.shape[2]
+        if last >= H or H % value.shape[1]:
             raise ValueError(
-                f"the plan has {R} RSA heads, but this attention layer has {H} heads and {value.shape[1]} value "
-                f"heads: at most {H} RSA heads, and a whole number of heads per value head, are possible."
+                f"the plan has RSA heads up to index {last}, but this attention layer has {H} heads and "
+                f"{value.shape[1]} value heads: indices below {H}, and a whole number of heads per value head, are "
+                "possible."
             )
         if value.shape[2] != mask.key_length or attention.shape[1] != mask.query_length:
             raise ValueError(
@@ -205,7 +183,7 @@ class RSAHeads(nn.Module):
         """`forward` for one step of generation."""
         if torch.compiler.is_compiling():
             rems, gate = self._rems_and_gate(heads_per_value)
-            return mix(attention, decode(value, rems, mask, None), gate)
+            return mix(attention, decode(value, rems, mask, None), gate, rems.heads)
         kept = self._cache
         if kept is None or not self._is_valid(kept, attention, value):
             rems, gate = self._rems_and_gate(heads_per_value)
@@ -213,12 +191,12 @@ class RSAHeads(nn.Module):
             # Twice the length, so that a growing cache does not need a new table at each step.
             table, step = LagTable(rems, gate.dtype, 2 * value.shape[2]), None
             if choose_backend(value, rems, None) == "cpp":
-                step = CppStep(table.weights, table.reach, rems.dilation, gate, heads_per_value)
+                step = CppStep(table.weights, table.reach, rems, gate)
             kept = _Kept(_kind_of_call(attention, value), self._versions(), rems, gate, table, step)
             self._cache = kept if kept.parameters else None
         if kept.step is not None and not torch.is_grad_enabled() and kept.step.fits(attention, value, mask):
             return kept.step(attention, value, mask)
-        return mix(attention, decode(value, kept.rems, mask, kept.table), kept.gate)
+        return mix(attention, decode(value, kept.rems, mask, kept.table), kept.gate, kept.rems.heads)
 
     def _is_valid(self, kept: _Kept, attention: Tensor, value: Tensor) -> bool:
         """Whether no parameter has changed since, and the table is long enough."""
@@ -245,22 +223,14 @@ class RSAHeads(nn.Module):
         gate = rates["gate"].expand(self.plan.num_rsa_heads)
         # Behind a closed gate P V must not overflow either: 0 · inf would be NaN.
         decay = torch.where(gate.float() == 0, 0, decay)
-        return Rems(self.plan.kinds, decay, theta, self.plan.dilations, heads_per_value), gate
+        return Rems(self.plan.kinds, decay, theta, self.plan.dilations, heads_per_value, self.plan.heads), gate
 
     def per_head(self, rates: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """λ or γ, and θ, of each RSA head in head order: (R,) each."""
-        plan = self.plan
-        k1, copies = plan.num_regular, 2 if plan.tie_pairs else 1
-        undilated = plan.num_cyclical_pairs * 2 // copies
-
-        def in_head_order(regular: Tensor, cyclical: Tensor) -> Tensor:
-            plain, dilated = [cyclical[:undilated]] * copies, [cyclical[undilated:]] * copies
-            return torch.cat([regular[:k1], *plain, regular[k1:], *dilated])
-
-        return (
-            in_head_order(rates["lam"], rates["gamma"]),
-            in_head_order(torch.zeros_like(rates["lam"]), rates["theta"]),
-        )
+        """λ or γ, and θ, of each RSA head: (R,) each; θ = 0 for regular heads."""
+        order = constant(self.plan.rates, self.mu.device)
+        decay = torch.cat([rates["lam"], rates["gamma"]])
+        theta = torch.cat([torch.zeros_like(rates["lam"]), rates["theta"]])
+        return decay.index_select(0, order), theta.index_select(0, order)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RSAHeads:
         # model.half() and model.to(bfloat16) must not round the rates: one step of bfloat16 near γ = 0.9 changes the
@@ -285,21 +255,14 @@ class RSAHeads(nn.Module):
     def extra_repr(self) -> str:
         """The plan, in `print(model)`."""
         plan = self.plan
-        return (
-            f"regular={plan.num_regular}, cyclical_pairs={plan.num_cyclical_pairs}, "
-            f"dilated_regular={plan.num_dilated_regular}, dilated_cyclical_pairs={plan.num_dilated_cyclical_pairs}, "
-            f"dilation={list(plan.dilation)}"
-        )
+        counts = Counter(zip(plan.kinds, plan.dilations, strict=True))
+        described = [f"{n} {kind}{f' dilated by {d}' if d > 1 else ''}" for (kind, d), n in counts.items()]
+        return f"{', '.join(described)}; heads {list(plan.heads)}"
 
 
 def _kind_of_call(attention: Tensor, value: Tensor) -> tuple[Any, ...]:
     # Tensors made under inference_mode cannot be part of a graph later.
     return attention.shape[2], value.shape[1], value.dtype, value.device, torch.is_inference_mode_enabled()
-
-
-def _spread_over_both_signs(fraction: float) -> float:
-    """Map fractions from 0 to 1 to [−2, −1] and then [1, 2]."""
-    return -2 + 2 * fraction if fraction < 0.5 else 2 * fraction
 
 
 # --- in a model -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import logging
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,8 @@ from rsa_hf.saved_plan import SavedPlan, configs_with_plans, differences, read_p
 from rsa_hf.utils.text import shorten
 
 __all__ = ["is_patched", "patch_model", "unpatch_model"]
+
+logger = logging.getLogger(__name__)
 
 PROBE_LENGTH = 8
 PROBE_DECODER_LENGTH = 5  # not the encoder's length, or cross-attention would look like self-attention
@@ -52,7 +55,7 @@ def patch_model(
             tokens.
 
     Returns:
-        The model. Patching again with the same plan does nothing.
+        The model. Patching again with the same plan does nothing; a plan without heads does nothing, with a warning.
 
     Raises:
         TypeError: `model` is no `PreTrainedModel`, or a setting has the wrong type.
@@ -74,6 +77,11 @@ def patch_model(
         config = RSAConfig.from_dict(config)
     elif not isinstance(config, RSAConfig):
         raise TypeError(f"config is an RSAConfig or a mapping, got {type(config).__name__}: {config!r:.200}")
+    if config.heads == ():
+        if is_patched(model):
+            raise ValueError("the plan names no heads, but the model is patched already. Call unpatch_model instead.")
+        logger.warning("the plan names no heads, so this %s stays as it is, without recurrence.", type(model).__name__)
+        return model
     require_whole_heads(model)
     if not is_patched(model) and any("base_layer" in module._modules for module in model.modules()):
         raise ValueError(

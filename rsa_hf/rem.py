@@ -25,6 +25,7 @@ f(τ) is the real part of z^{τ/d}, for a sin head the imaginary part, with the 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,12 +36,16 @@ __all__ = [
     "KINDS",
     "Rems",
     "complex_powers",
+    "constant",
     "decay_rates",
     "head_tensors",
     "is_kind",
     "lag_weights",
     "mix",
+    "other_heads",
+    "put_heads",
     "rem_matrix",
+    "take_heads",
     "weights_of_lags",
     "widest_dtype",
     "working_dtype",
@@ -60,6 +65,7 @@ class Rems:
         dilation: d, of length H.
         heads_per_value: number of heads per value head (transformers' `num_key_value_groups`); head h reads value head
             h // heads_per_value.
+        heads: index of each head among all heads of the layer, ascending, of length H. Others are plain heads.
     """
 
     kinds: tuple[str, ...]
@@ -67,6 +73,7 @@ class Rems:
     theta: Tensor
     dilation: tuple[int, ...]
     heads_per_value: int
+    heads: tuple[int, ...]
 
 
 def decay_rates(eta: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,23 +146,22 @@ def rem_matrix(
     return torch.stack([lag_weights(kind, rho, angle, lags, d) for kind, rho, angle, d in heads])
 
 
-def mix(attention: Tensor, product: Tensor, gate: Tensor) -> Tensor:
-    """Equation 4: (1 − g) · attention + g · P V for the RSA heads, which come first; plain heads stay as they are.
+def mix(attention: Tensor, product: Tensor, gate: Tensor, heads: tuple[int, ...]) -> Tensor:
+    """Equation 4: (1 − g) · attention + g · P V for the RSA heads; plain heads stay as they are.
 
     Args:
         attention: output of softmax attention, [B, T, H', D] with H' ≥ H.
         product: P V of the H RSA heads, [B, H, T, D]; the sum is computed in its dtype.
         gate: g, shape (H,).
+        heads: index of each RSA head in `attention`, ascending.
 
     Returns:
         [B, T, H', D] in the dtype of `attention`.
     """
-    H = product.shape[1]
+    softmax = take_heads(attention, heads, dim=2).to(product.dtype)
     # lerp(a, b, g) = a + g (b − a) while g < 1/2, so a closed gate changes no bit.
-    mixed = torch.lerp(
-        attention[:, :, :H].to(product.dtype), product.transpose(1, 2), gate[:, None].to(product.dtype)
-    ).to(attention.dtype)
-    return mixed if attention.shape[2] == H else torch.cat([mixed, attention[:, :, H:]], dim=2)
+    mixed = torch.lerp(softmax, product.transpose(1, 2), gate[:, None].to(product.dtype))
+    return put_heads(attention, mixed.to(attention.dtype), heads)
 
 
 def head_tensors(
@@ -192,6 +198,33 @@ def head_tensors(
         angles.expand(H),
         dilation * H if len(dilation) == 1 else dilation,
     )
+
+
+# --- RSA heads among the heads of a layer ---------------------------------------------------------------------------
+
+
+def take_heads(layer: Tensor, heads: tuple[int, ...], dim: int) -> Tensor:
+    """Some heads of a tensor that has one entry per head along `dim`: a view if they are neighbours, else a copy."""
+    if heads == tuple(range(heads[0], heads[0] + len(heads))):
+        return layer.narrow(dim, heads[0], len(heads))
+    return layer.index_select(dim, constant(heads, layer.device))
+
+
+def put_heads(layer: Tensor, some: Tensor, heads: tuple[int, ...]) -> Tensor:
+    """A layer [B, T, H', D] with the given heads, ascending, taken from `some`, [B, T, H, D]."""
+    parts, end, taken = [], 0, 0
+    for others in [*other_heads(heads, layer.shape[2]), slice(layer.shape[2], None)]:
+        count = others.start - end
+        parts += [some.narrow(2, taken, count), layer[:, :, others]]
+        end, taken = others.stop, taken + count
+    parts = [part for part in parts if part.shape[2]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def other_heads(heads: Sequence[int], num_heads: int) -> list[slice]:
+    """The heads of a layer of `num_heads` that are none of the given, ascending ones, as runs of neighbours."""
+    edges = [-1, *heads, num_heads]
+    return [slice(a + 1, b) for a, b in itertools.pairwise(edges) if b > a + 1]
 
 
 # --- powers of the rates, for the paths that compute P V ------------------------------------------------------------
@@ -263,13 +296,18 @@ def weights_of_lags(rems: Rems, lags: Tensor, dtype: torch.dtype, derivatives: b
 
 def is_kind(rems: Rems, kinds: tuple[str, ...]) -> Tensor:
     """Which heads are of one of these kinds: [H, 1]."""
+    return constant(tuple(kind in kinds for kind in rems.kinds), rems.decay.device, torch.bool)[:, None]
+
+
+def constant(numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
+    """Known numbers on a device, [N]."""
     # Cached, because a copy to a GPU waits for it; a graph has constants of its own.
-    table = _kinds_table if torch.compiler.is_compiling() else _cached_kinds_table
-    return table(rems.kinds, kinds, rems.decay.device)
+    return (_tensor if torch.compiler.is_compiling() else _cached_tensor)(numbers, device, dtype)
 
 
-def _kinds_table(of_heads: tuple[str, ...], kinds: tuple[str, ...], device: torch.device) -> Tensor:
-    return torch.tensor([kind in kinds for kind in of_heads], device=device)[:, None]
+def _tensor(numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):  # the next caller may need it for a backward pass
+        return torch.tensor(numbers, dtype=dtype, device=device)
 
 
-_cached_kinds_table = functools.lru_cache(maxsize=128)(_kinds_table)
+_cached_tensor = functools.lru_cache(maxsize=256)(_tensor)

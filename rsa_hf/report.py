@@ -130,11 +130,12 @@ def _head_reports(heads: RSAHeads) -> list[HeadReport]:
     decay, theta = heads.per_head(rates)
     gate = rates["gate"].expand(heads.plan.num_rsa_heads)
     reports = []
-    for i, (kind, d) in enumerate(zip(heads.plan.kinds, heads.plan.dilations, strict=True)):
+    described = zip(heads.plan.heads, heads.plan.kinds, heads.plan.dilations, strict=True)
+    for i, (head, kind, d) in enumerate(described):
         rate = float(decay[i])
         half_life = _half_life(abs(rate), d)
         angle = None if kind == "regular" else float(theta[i])
-        reports.append(HeadReport(i, kind, d, float(gate[i]), rate, angle, half_life))
+        reports.append(HeadReport(head, kind, d, float(gate[i]), rate, angle, half_life))
     return reports
 
 

@@ -1,7 +1,8 @@
 """`SavedPlan`: an `RSAConfig` with the modules it is for, as `config.rsa` holds it in a checkpoint.
 
 `config.rsa` is `{"format_version": 1, "modules": [names], "plan": {RSAConfig fields}}`. The names are relative to the
-base model, so that any head class loads the checkpoint. Counts are written out, so that no default matters.
+base model, so that any head class loads the checkpoint. Counts are written out, so that no default matters. A plan
+that names single heads has format version 2, which rsa_hf 0.1 refuses; 0.1 reads all others.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = [
     "write_plan",
 ]
 
-FORMAT_VERSION = 1
+COUNTED, NAMED = 1, 2  # format versions
 MAX_STORED = 1e12  # for a stored rate; times any parameter_scale and any lag it is still finite in float32
 RSA_KEY = re.compile(r"(^|\.)rsa\.(mu|eta|nu|theta)$")  # a tensor of a checkpoint that belongs to RSA heads
 _MODULE_NAME = re.compile(r"[A-Za-z]\w*(\.\w+)*", re.ASCII)
@@ -51,7 +52,11 @@ class SavedPlan:
 
 def write_plan(plan: SavedPlan) -> dict[str, Any]:
     """The content of `config.rsa`."""
-    return {"format_version": FORMAT_VERSION, "modules": list(plan.modules), "plan": plan.config.to_dict()}
+    return {
+        "format_version": _format_version(plan.config),
+        "modules": list(plan.modules),
+        "plan": plan.config.to_dict(),
+    }
 
 
 def read_plan(content: Any) -> SavedPlan:
@@ -63,10 +68,11 @@ def read_plan(content: Any) -> SavedPlan:
     """
     if not isinstance(content, Mapping):
         raise TypeError(f"config.rsa is a mapping, got {type(content).__name__}: {content!r:.200}")
-    if content.get("format_version") != FORMAT_VERSION:
+    version = content.get("format_version")
+    if version not in (COUNTED, NAMED):
         raise ValueError(
-            f"config.rsa has format_version {brief(content.get('format_version'))}; this rsa_hf reads "
-            f"{FORMAT_VERSION}. A newer checkpoint needs a newer rsa_hf."
+            f"config.rsa has format_version {brief(version)}; this rsa_hf reads {COUNTED} and {NAMED}. A newer "
+            "checkpoint needs a newer rsa_hf."
         )
     if set(content) != {"format_version", "modules", "plan"}:
         raise ValueError(f"config.rsa has the keys {brief(sorted(content))}; needed: format_version, modules, plan.")
@@ -79,6 +85,12 @@ def read_plan(content: Any) -> SavedPlan:
     if len(set(modules)) != len(modules):
         raise ValueError("config.rsa['modules'] names a module more than once.")
     plan = SavedPlan(tuple(modules), RSAConfig.from_dict(content["plan"]))
+    if version != _format_version(plan.config):
+        names = "names" if version == COUNTED else "does not name"
+        raise ValueError(
+            f"config.rsa has format_version {version}, but its plan {names} single heads. The file is damaged: get it "
+            "again."
+        )
     plan.config.layer_plans([None] * len(modules))
     layers = plan.config.layers
     if layers is not None and len(layers) != len(modules):
@@ -87,6 +99,10 @@ def read_plan(content: Any) -> SavedPlan:
             "one index for each is needed."
         )
     return plan
+
+
+def _format_version(config: RSAConfig) -> int:
+    return COUNTED if config.heads is None else NAMED
 
 
 def planned_layers(config: PreTrainedConfig) -> dict[str, LayerConfig]:

@@ -118,7 +118,7 @@ class Bench:
         value = torch.randn(shape, device=self.device, dtype=dtype).transpose(1, 2)
         attention = torch.randn(shape, device=self.device, dtype=dtype)
         kinds, decay, theta = self.rates(H)
-        rems = Rems(kinds, decay, theta, (1,) * H, 1)
+        rems = Rems(kinds, decay, theta, (1,) * H, 1, tuple(range(H)))
         gate = torch.linspace(0.1, 0.9, H, device=self.device)
         return value, rems, AttentionMask(length, length, 0, causal, **masks), SoftmaxBranch(attention, gate)
 
@@ -162,7 +162,7 @@ class Bench:
 
         def run(tensors: list[Tensor], weights: Tensor) -> list[Tensor]:
             v, decay, theta, attention, gate = (t.requires_grad_() for t in tensors)
-            rems = Rems(heads.kinds, decay, theta, heads.dilation, 1)
+            rems = Rems(heads.kinds, decay, theta, heads.dilation, 1, tuple(range(len(heads.kinds))))
             output = apply_rems(v, rems, mask, SoftmaxBranch(attention, gate))
             return [output, *torch.autograd.grad(output, tensors, weights)]
 

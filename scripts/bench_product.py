@@ -86,7 +86,7 @@ class Problem:
     def layer(self) -> Any:
         """Fused softmax attention, mixed with P V."""
         output = F.scaled_dot_product_attention(self.query, self.key, self.value, is_causal=True)
-        rems = Rems(self.kinds, self.decay, self.theta, (1,) * HEADS, 1)
+        rems = Rems(self.kinds, self.decay, self.theta, (1,) * HEADS, 1, tuple(range(HEADS)))
         softmax = SoftmaxBranch(output.transpose(1, 2), self.gate.expand(HEADS))
         mixed = apply_rems(self.value, rems, AttentionMask(self.length, self.length, 0, True), softmax)
         inputs = (self.query, self.key, self.value, self.decay, self.theta, self.gate)

@@ -4,10 +4,11 @@ import json
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsa_hf import RSAConfig
+from rsa_hf import HeadConfig, RSAConfig, RSAHeads
 
 XL = {"num_dilated_cyclical_pairs": 2, "dilation": [3, 6, 9, 12]}
 
@@ -22,7 +23,7 @@ def test_heads_have_the_order_and_the_dilations_of_the_plan():
     ).layer_plans([12])
     assert plan.kinds == ("regular", "regular", "cos", "sin", "regular", "cos", "cos", "sin", "sin")
     assert plan.dilations == (1, 1, 1, 1, 7, 3, 6, 9, 12)
-    assert (plan.num_rsa_heads, plan.num_eta, plan.num_nu) == (9, 3, 3)
+    assert (plan.num_rsa_heads, len(plan.eta), len(plan.nu)) == (9, 3, 3)
 
 
 @pytest.mark.parametrize("heads", range(1, 33))
@@ -36,8 +37,8 @@ def test_default_plan_fits_any_head_count(heads):
 def test_a_plan_may_differ_per_layer():
     config = RSAConfig(num_regular=[1, 2], num_dilated_regular=[1, 0], dilation=[[4], []], gate_init=(-3, 3))
     first, second = config.layer_plans([4, 4])
-    assert (first.num_regular, first.dilation, first.gate_init) == (1, (4,), -3)
-    assert (second.num_regular, second.dilation, second.gate_init) == (2, (), 3)
+    assert (first.kinds, first.dilations, first.mu) == (("regular",) * 2, (1, 4), (-3,))
+    assert (second.kinds, second.dilations, second.mu) == (("regular",) * 2, (1, 1), (3,))
 
 
 @pytest.mark.parametrize("dilation", [None, [], [[], []]])
@@ -56,8 +57,9 @@ def test_one_dilation_applies_to_the_layers_with_dilated_heads():
 @pytest.mark.parametrize(("heads", "regular", "pairs"), [(1, 1, 0), (2, 0, 1), (7, 1, 3), (8, 0, 4)])
 def test_from_scratch_takes_all_heads(heads, regular, pairs):
     (plan,) = RSAConfig.from_scratch(heads).layer_plans([heads])
-    assert (plan.num_regular, plan.num_cyclical_pairs, plan.num_rsa_heads) == (regular, pairs, heads)
-    assert (plan.gate_init, plan.nu_init, plan.theta_init) == (1, (0, 0), (0, math.pi))
+    assert plan.kinds == ("regular",) * regular + ("cos",) * pairs + ("sin",) * pairs
+    assert (plan.mu, plan.nu) == ((1,), (0,) * pairs)
+    assert plan.theta == tuple(math.pi * (i + 0.5) / pairs for i in range(pairs))
 
 
 def test_from_scratch_needs_a_whole_number_of_heads():
@@ -87,6 +89,70 @@ def test_from_scratch_needs_a_whole_number_of_heads():
 def test_a_plan_survives_json(values):
     config = RSAConfig(**values)
     assert RSAConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+HEAD = {"layer": 3, "head": 2, "kind": "cos", "decay": 0.9, "gate": 0.1, "theta": 0.5, "dilation": 2}
+
+
+def named_heads(size):
+    places = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7)), max_size=size, unique=True)
+    cyclical = st.tuples(st.sampled_from(["cos", "sin"]), st.floats(0.001, 0.999))
+    rem = st.one_of(st.tuples(st.just("regular"), st.floats(-0.999, 0.999)), cyclical)
+    others = st.tuples(st.floats(0, 1), st.floats(-4, 4), st.integers(1, 30))
+    described = places.flatmap(
+        lambda p: st.lists(st.tuples(rem, others), min_size=len(p), max_size=len(p)).map(lambda x: (p, x))
+    )
+    return described.map(lambda pair: [HeadConfig(*p, *r, *o) for p, (r, o) in zip(*pair, strict=True)])
+
+
+@given(named_heads(6))
+def test_a_plan_of_named_heads_survives_json(heads):
+    config = RSAConfig(heads=heads)
+    assert RSAConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert config.layers == tuple(sorted({head.layer for head in heads}))
+    plans = config.layer_plans([8] * len(config.layers))
+    assert sum(plan.num_rsa_heads for plan in plans) == len(heads)
+    for layer, plan in zip(config.layers, plans, strict=True):
+        rates = RSAHeads(plan).rates(torch.float64)
+        decay, theta = RSAHeads(plan).per_head(rates)
+        of_layer = sorted((head for head in heads if head.layer == layer), key=lambda head: head.head)
+        assert plan.heads == tuple(head.head for head in of_layer)
+        assert decay.tolist() == pytest.approx([head.decay for head in of_layer], abs=1e-5)
+        angles = [0 if head.kind == "regular" else head.theta for head in of_layer]
+        assert theta.tolist() == pytest.approx(angles, abs=1e-5)
+
+
+def test_counted_plans_are_written_as_before():
+    assert "heads" not in RSAConfig(num_regular=1).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"heads": [{**HEAD, "head": 8}]}, ValueError, "layer 3 has 8 attention heads, so there is no head 8"),
+        ({"heads": [HEAD, HEAD]}, ValueError, "head 2 of layer 3 is named more than once"),
+        ({"heads": [HEAD], "num_regular": 1}, ValueError, "names single heads, so num_regular cannot be given"),
+        ({"heads": [HEAD], "gate_init": 0.0}, ValueError, "gate_init cannot be given"),
+        ({"heads": [HEAD], "layers": [1]}, ValueError, r"the heads are in layers \[3\]"),
+        ({"heads": HEAD}, TypeError, "a list of heads is needed"),
+        ({"heads": [3]}, TypeError, "a head of an RSA plan is a mapping"),
+        ({"heads": [{**HEAD, "rate": 1}]}, ValueError, "unknown setting of a head 'rate'"),
+        ({"heads": [{"layer": 1, "head": 0, "kind": "cos"}]}, TypeError, "needs decay, gate too"),
+        ({"heads": [{**HEAD, "kind": "tan"}]}, ValueError, "kind='tan': choose from regular, cos, sin"),
+        ({"heads": [{**HEAD, "decay": 1.0}]}, ValueError, "decay=1.0: a cos head needs a number between 0 and 1"),
+        ({"heads": [{**HEAD, "decay": -0.5}]}, ValueError, "decay=-0.5"),
+        ({"heads": [{**HEAD, "decay": math.nan}]}, ValueError, "decay=nan"),
+        ({"heads": [{**HEAD, "gate": 1.5}]}, ValueError, "gate=1.5: a number from 0"),
+        ({"heads": [{**HEAD, "theta": math.inf}]}, ValueError, "theta=inf"),
+        ({"heads": [{**HEAD, "dilation": 0}]}, ValueError, "dilation=0"),
+        ({"heads": [{**HEAD, "head": -1}]}, ValueError, "head=-1: an index"),
+        ({"heads": [{**HEAD, "layer": "0"}]}, TypeError, "layer='0'"),
+        ({"layers": []}, ValueError, "name at least one layer"),
+    ],
+)
+def test_named_heads_that_are_not_allowed_are_an_error(values, error, message):
+    with pytest.raises(error, match=message):
+        RSAConfig.from_dict(values).layer_plans([8])
 
 
 @pytest.mark.parametrize(

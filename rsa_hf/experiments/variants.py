@@ -25,7 +25,7 @@ from rsa_hf.config import LayerConfig, RSAConfig
 from rsa_hf.heads import RSAHeads, heads_of
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.patching import patch_model
-from rsa_hf.rem import lag_weights, mix
+from rsa_hf.rem import lag_weights, mix, put_heads, take_heads
 
 __all__ = ["NO_RECURRENCE", "PUBLISHED_START", "VARIANTS", "add_rsa", "make_variant"]
 
@@ -127,8 +127,8 @@ class LearnedLags(RSAHeads):
     def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         """Mix P V into attention [B, T, H, D]."""
         R, longest = self.f.shape
-        product = (_convolved if longest == KERNEL else _multiplied)(self.f, value[:, :R])
-        return mix(attention, product, torch.sigmoid(self.mu * self.plan.parameter_scale).expand(R))
+        product = (_convolved if longest == KERNEL else _multiplied)(self.f, take_heads(value, self.plan.heads, dim=1))
+        return mix(attention, product, torch.sigmoid(self.mu * self.plan.parameter_scale).expand(R), self.plan.heads)
 
 
 class WithoutRecurrence(RSAHeads):
@@ -140,9 +140,9 @@ class WithoutRecurrence(RSAHeads):
 
     def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         """Attention [B, T, H, D], its RSA heads scaled by 1 − σ(μ)."""
-        R = self.plan.num_rsa_heads
         kept = 1 - torch.sigmoid(self.mu * self.plan.parameter_scale)
-        return torch.cat([kept * attention[:, :, :R], attention[:, :, R:]], dim=2)
+        scaled = kept[:, None] * take_heads(attention, self.plan.heads, dim=2)
+        return put_heads(attention, scaled.to(attention.dtype), self.plan.heads)
 
 
 def _multiplied(f: Tensor, value: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 import torch.distributed
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.config import LayerConfig
 from rsa_hf.heads import RSAHeads, heads_of, is_peft_wrapper
 from rsa_hf.hub.card import CardFacts, clear_card, write_card
 from rsa_hf.integration.peft.hooks import add_plan, saved_with_plan
@@ -104,15 +102,7 @@ def _mismatched_modules(model: PreTrainedModel) -> list[str]:
         if (heads := heads_of(module)) is not None
     }
 
-    def same(a: LayerConfig | None, b: LayerConfig | None) -> bool:
-        # Where parameters start does not matter: a saved copy has their values.
-        return (
-            a is not None
-            and b is not None
-            and a == replace(b, gate_init=a.gate_init, nu_init=a.nu_init, theta_init=a.theta_init)
-        )
-
-    return [name for name in {**planned, **found} if not same(planned.get(name), found.get(name))]
+    return [name for name in {**planned, **found} if planned.get(name) != found.get(name)]
 
 
 def _without_wrappers(name: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +60,8 @@ def _require_same_plan(folder: Path, model: PreTrainedModel) -> None:
 
 def _same(plan: SavedPlan, other: SavedPlan) -> bool:
     """Whether two plans are the same, apart from where parameters start: the checkpoint has trained values."""
-    starts = {name: getattr(plan.config, name) for name in ("gate_init", "nu_init", "theta_init")}
-    return plan == SavedPlan(other.modules, replace(other.config, **starts))
+    unknown = [None] * len(plan.modules)
+    return plan.modules == other.modules and plan.config.layer_plans(unknown) == other.config.layer_plans(unknown)
 
 
 def wrap_create_model_card(original: Callable[..., Any]) -> Callable[..., Any]:

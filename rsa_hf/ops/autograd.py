@@ -27,7 +27,7 @@ from rsa_hf.ops.dense import dense_backward, dense_forward
 from rsa_hf.ops.mask import AttentionMask, PackedSegments, read_mask, read_traced
 from rsa_hf.ops.types import Gradients, SoftmaxBranch
 from rsa_hf.ops.windowed import window_backward, window_forward
-from rsa_hf.rem import KINDS, Rems, mix, working_dtype
+from rsa_hf.rem import KINDS, Rems, mix, put_heads, take_heads, working_dtype
 
 __all__ = ["BACKENDS", "apply_rems", "choose_backend", "traced_forward"]
 
@@ -57,19 +57,19 @@ def apply_rems(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxB
         segment_ids = None if mask.segments is None else mask.segments.ids
         masks = (mask.unread_mask, mask.key_mask, segment_ids, mask.visible)
         kinds = [KINDS.index(kind) for kind in rems.kinds]
+        heads = (kinds, list(rems.dilation), list(rems.heads), rems.heads_per_value)
         sizes = (mask.query_length, mask.query_offset, mask.causal, mask.sliding_window)
-        heads = (kinds, list(rems.dilation), rems.heads_per_value)
         output: Tensor = torch.ops.rsa_hf.recurrence(*tensors, *masks, *heads, *sizes)
         return output
 
 
 def traced_forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> Tensor:
     """`apply_rems` in plain operators that do not depend on values, for graphs that leave PyTorch."""
-    return _mixed(dense_forward(value, rems, read_traced(mask)), softmax)
+    return _mixed(dense_forward(value, rems, read_traced(mask)), rems, softmax)
 
 
-def _mixed(product: Tensor, softmax: SoftmaxBranch | None) -> Tensor:
-    return product if softmax is None else mix(softmax.attention, product, softmax.gate)
+def _mixed(product: Tensor, rems: Rems, softmax: SoftmaxBranch | None) -> Tensor:
+    return product if softmax is None else mix(softmax.attention, product, softmax.gate, rems.heads)
 
 
 # --- which code -----------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def _forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBra
 
         return triton_forward(value, rems, mask, softmax)
     forward = dense_forward if path == "dense" else window_forward
-    return _mixed(forward(value, rems, mask), softmax)
+    return _mixed(forward(value, rems, mask), rems, softmax)
 
 
 def _backward(
@@ -161,12 +161,12 @@ def _backward(
         forward, backward = (dense_forward, dense_backward) if is_dense else (window_forward, window_backward)
         if softmax is None:
             return backward(grad, value, rems, mask)
-        H, dtype = len(rems.kinds), working_dtype(value)
+        dtype = working_dtype(value)
         product = forward(value, rems, mask).transpose(1, 2)
-        dmixed, attention = grad[:, :, :H].to(dtype), softmax.attention[:, :, :H].to(dtype)
+        dmixed, attention = (take_heads(x, rems.heads, dim=2).to(dtype) for x in (grad, softmax.attention))
         gate = softmax.gate[:, None].to(dtype)
         dgate = (dmixed * (product - attention)).sum((0, 1, 3)).to(softmax.gate.dtype)
-        dattention = torch.cat([(dmixed * (1 - gate)).to(grad.dtype), grad[:, :, H:]], dim=2)
+        dattention = put_heads(grad, (dmixed * (1 - gate)).to(grad.dtype), rems.heads)
         gradients = backward((dmixed * gate).transpose(1, 2), value, rems, mask)
         return gradients._replace(attention=dattention, gate=dgate)
 
@@ -187,15 +187,15 @@ class _ApplyRems(torch.autograd.Function):
         mask: AttentionMask,
     ) -> Tensor:
         ctx.save_for_backward(value, decay, theta, attention, gate)
-        ctx.heads, ctx.mask = (rems.kinds, rems.dilation, rems.heads_per_value), mask
+        ctx.heads, ctx.mask = (rems.kinds, rems.dilation, rems.heads_per_value, rems.heads), mask
         return _forward(value, rems, mask, _softmax_branch(attention, gate))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         value, decay, theta, attention, gate = ctx.saved_tensors
-        kinds, dilation, heads_per_value = ctx.heads
-        rems = Rems(kinds, decay, theta, dilation, heads_per_value)
+        kinds, dilation, heads_per_value, heads = ctx.heads
+        rems = Rems(kinds, decay, theta, dilation, heads_per_value, heads)
         return (*_backward(grad, value, rems, ctx.mask, _softmax_branch(attention, gate)), None, None)
 
 
@@ -207,7 +207,7 @@ def _softmax_branch(attention: Tensor | None, gate: Tensor | None) -> SoftmaxBra
 
 _ARGUMENTS = (
     "Tensor value, Tensor decay, Tensor theta, Tensor? attention, Tensor? gate, Tensor? mask, Tensor? key_mask, "
-    "Tensor? documents, Tensor? visible, int[] kinds, int[] dilation, int groups, SymInt query_length, "
+    "Tensor? documents, Tensor? visible, int[] kinds, int[] dilation, int[] heads, int groups, SymInt query_length, "
     "SymInt query_offset, bool causal, SymInt? window"
 )
 
@@ -215,7 +215,7 @@ _ARGUMENTS = (
 def _unflatten(*arguments: Any) -> tuple[Tensor, Rems, AttentionMask, SoftmaxBranch | None]:
     """The arguments of `_forward` from those of the operator."""
     value, decay, theta, attention, gate, mask, key_mask, segment_ids, visible, *others = arguments
-    kinds, dilation, heads_per_value, query_length, query_offset, causal, window = others
+    kinds, dilation, heads, heads_per_value, query_length, query_offset, causal, window = others
     S = value.shape[2]
     if mask is None:
         packed = None if segment_ids is None else PackedSegments(segment_ids)
@@ -223,7 +223,7 @@ def _unflatten(*arguments: Any) -> tuple[Tensor, Rems, AttentionMask, SoftmaxBra
     else:
         mask = read_mask(mask, len(value), query_length, S, causal)
     names = tuple(KINDS[kind] for kind in kinds)
-    rems = Rems(names, decay, theta, tuple(dilation), heads_per_value)
+    rems = Rems(names, decay, theta, tuple(dilation), heads_per_value, tuple(heads))
     return value, rems, mask, _softmax_branch(attention, gate)
 
 
@@ -279,7 +279,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     present = (
         gradient if tensor is not None else None for gradient, tensor in zip(gradients, tensors[:5], strict=True)
     )
-    return (*present, *[None] * 11)
+    return (*present, *[None] * 12)
 
 
 torch.library.register_autograd("rsa_hf::recurrence", _differentiate, setup_context=_save, lib=_LIBRARY)

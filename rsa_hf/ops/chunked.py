@@ -43,9 +43,9 @@ from torch import Tensor
 
 from rsa_hf.ops.mask import AttentionMask, PackedSegments
 from rsa_hf.ops.types import Gradients, SoftmaxBranch
-from rsa_hf.rem import Rems, complex_powers, is_kind, mix, working_dtype
+from rsa_hf.rem import Rems, complex_powers, is_kind, mix, other_heads, working_dtype
 
-__all__ = ["empty_output", "scan_backward", "scan_forward", "seen_keys"]
+__all__ = ["copy_other_heads", "empty_output", "scan_backward", "scan_forward", "seen_keys"]
 
 CHUNK = 16  # steps per chunk
 SINGLE_CHUNK = 32  # a sequence of up to this many steps is one chunk, without states
@@ -65,8 +65,7 @@ def scan_forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: Softma
     """
     keys, output = seen_keys(value, mask), empty_output(value, rems, mask, softmax)
     if softmax is not None:
-        H = len(rems.kinds)
-        output[:, :, H:] = softmax.attention[:, :, H:]
+        copy_other_heads(softmax.attention, output, rems)
     for tile in _tiles(keys, rems, mask):
         columns = tile.multiply(tile.matrix[:, : tile.chunk], tile.pack("keys", tile.keys_of(keys)))
         if softmax is None:
@@ -74,7 +73,8 @@ def scan_forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: Softma
             continue
         product = tile.scratch("mixed", len(value), tile.num_heads, mask.query_length, value.shape[3])
         tile.unpack(columns, product, mask.query_offset)
-        output[:, :, tile.heads] = mix(softmax.attention[:, :, tile.heads], product, softmax.gate[tile.heads])
+        attention, gate = softmax.attention[:, :, tile.places], softmax.gate[tile.heads]
+        output[:, :, tile.places] = mix(attention, product, gate, tuple(range(tile.num_heads)))
     return output
 
 
@@ -83,38 +83,41 @@ def scan_backward(
 ) -> Gradients:
     """The gradients of `scan_forward`, from the gradient of its output."""
     keys = seen_keys(value, mask)
-    H, S, is_shared = len(rems.kinds), keys.shape[2], rems.heads_per_value > 1
+    S, is_shared = keys.shape[2], rems.heads_per_value > 1
     # Shared value heads sum over several heads before they are rounded; value heads without readers get 0.
     dvalue = torch.empty_like(value, dtype=working_dtype(value) if is_shared else None)
-    (dvalue if is_shared else dvalue[:, H:]).zero_()
+    if is_shared:
+        dvalue.zero_()
+    for unread in other_heads(rems.heads, dvalue.shape[1]):
+        dvalue[:, unread] = 0
     dvalue[:, :, S:] = 0
     ddecay, dtheta = torch.zeros_like(rems.decay), torch.zeros_like(rems.theta)
     dattention = dgate = None
     if softmax is not None:
         dattention, dgate = torch.empty_like(softmax.attention), torch.zeros_like(softmax.gate)
-        dattention[:, :, H:] = grad[:, :, H:]
+        copy_other_heads(grad, dattention, rems)
         grad = grad.transpose(1, 2)
     before, behind = mask.query_offset, S - mask.query_offset - mask.query_length
     for tile in _tiles(keys, rems, mask, derivatives=True):
-        heads = tile.heads
-        dmixed = grad[:, heads]
+        heads, places = tile.heads, tile.places
+        dmixed = grad[:, places]
         dy = tile.pack("queries", F.pad(dmixed, (0, 0, before, behind)) if before or behind else dmixed, adjoint=True)
         v = tile.pack("keys", tile.keys_of(keys))
         dv = tile.multiply(tile.matrix.mT[:, : tile.chunk], dy)
         gate: Tensor | None = None
         if softmax is not None and dattention is not None and dgate is not None:
-            gate, attention = (x.to(dy.dtype) for x in (softmax.gate[heads], softmax.attention[:, :, heads]))
+            gate, attention = (x.to(dy.dtype) for x in (softmax.gate[heads], softmax.attention[:, :, places]))
             dmixed = dmixed.transpose(1, 2)
             # ⟨dY, P V⟩ = ⟨Pᵀ dY, V⟩, so P V itself is not needed.
             dgate[heads] = _dot(dv, v[:, : tile.chunk]) - (attention * dmixed).sum((0, 1, 3))
-            dattention[:, :, heads] = dmixed * (1 - gate)[:, None]
+            dattention[:, :, places] = dmixed * (1 - gate)[:, None]
             dv.mul_(gate[:, None, None])
         if is_shared:
             total = dvalue.new_empty(len(value), 1, S, value.shape[3])
             tile.unpack(dv.sum(0, keepdim=True), total)
             dvalue[:, tile.value_heads, :S] += total
         else:
-            tile.unpack(dv, dvalue[:, heads, :S])
+            tile.unpack(dv, dvalue[:, places, :S])
         for drate, derivative in zip((ddecay, dtheta), tile.derivatives, strict=False):
             change = _dot(tile.multiply(derivative, v), dy)
             drate[heads] = change if gate is None else change * gate
@@ -129,6 +132,12 @@ def empty_output(value: Tensor, rems: Rems, mask: AttentionMask, softmax: Softma
         return torch.empty_like(softmax.attention, memory_format=torch.contiguous_format)
     shape = (len(value), len(rems.kinds), mask.query_length, value.shape[3])
     return value.new_empty(shape, dtype=working_dtype(value))
+
+
+def copy_other_heads(layer: Tensor, into: Tensor, rems: Rems) -> None:
+    """Copy the plain heads of [B, T, H', D]."""
+    for plain in other_heads(rems.heads, layer.shape[2]):
+        into[:, :, plain] = layer[:, :, plain]
 
 
 def seen_keys(value: Tensor, mask: AttentionMask) -> Tensor:
@@ -146,23 +155,28 @@ def seen_keys(value: Tensor, mask: AttentionMask) -> Tensor:
 
 
 def _tiles(keys: Tensor, rems: Rems, mask: AttentionMask, derivatives: bool = False) -> Iterator[_Tile]:
-    """Neighbouring heads of one dilation whose columns fit the processor's cache; on a GPU, all neighbours."""
+    """Neighbouring heads, of one dilation, whose columns fit the processor's cache; on a GPU, all neighbours."""
     B, _, S, D = keys.shape
-    H, shared, dilation = len(rems.kinds), rems.heads_per_value, rems.dilation
-    most = H if keys.device.type != "cpu" else max(TILE // max(B * S * D, 1), 1)
+    shared = rems.heads_per_value
+    most = len(rems.heads) if keys.device.type != "cpu" else max(TILE // max(B * S * D, 1), 1)
+    described = list(zip(rems.heads, rems.dilation, strict=True))
+
+    def continues(h: int, size: int) -> bool:
+        """Whether head h belongs to the tile of `size` heads before it."""
+        (before, d), (head, own) = described[h - 1 : h + 1]
+        return own == d and head == before + 1 and size < most and (shared == 1 or head % shared > 0)
+
     tiles, start = [], 0
-    for stop in range(1, H + 1):
-        is_end = stop == H or dilation[stop] != dilation[start] or stop - start == most
-        if is_end or (shared > 1 and stop % shared == 0):
-            tiles.append((dilation[start], slice(start, stop)))
+    for stop in range(1, len(described) + 1):
+        if stop == len(described) or not continues(stop, stop - start):
+            tiles.append((rems.dilation[start], slice(start, stop)))
             start = stop
     scratch = _Scratch(keys.device, working_dtype(keys))
     for d, of_dilation in itertools.groupby(sorted(tiles, key=itemgetter(0)), key=itemgetter(0)):
         layout = _layout(S, d, mask)
         matrices = _matrices(rems, layout, mask.causal, scratch.dtype, derivatives)
         for _, heads in of_dilation:
-            value_heads = heads if shared == 1 else slice(heads.start // shared, heads.start // shared + 1)
-            yield _Tile(heads, value_heads, layout, matrices, scratch)
+            yield _Tile(heads, rems, layout, matrices, scratch)
 
 
 class _Scratch:
@@ -180,13 +194,20 @@ class _Scratch:
 
 
 class _Tile:
-    """Neighbouring heads of one dilation, their matrices, and the columns that they are computed in."""
+    """Neighbouring heads of one dilation, their matrices, and the columns that they are computed in.
 
-    def __init__(
-        self, heads: slice, value_heads: slice, layout: _Layout, matrices: _Matrices, scratch: _Scratch
-    ) -> None:
-        self.heads, self.value_heads, self.layout, self.scratch = heads, value_heads, layout, scratch
+    Attributes:
+        heads: which of the RSA heads.
+        places: where they are among all heads of the layer.
+        value_heads: the value heads that they read.
+    """
+
+    def __init__(self, heads: slice, rems: Rems, layout: _Layout, matrices: _Matrices, scratch: _Scratch) -> None:
+        self.heads, self.layout, self.scratch = heads, layout, scratch
         self.num_heads, self.chunk = heads.stop - heads.start, layout.chunk
+        first, shared = rems.heads[heads.start], rems.heads_per_value
+        self.places = slice(first, first + self.num_heads)
+        self.value_heads = self.places if shared == 1 else slice(first // shared, first // shared + 1)
         n = self.chunk if layout.num_chunks == 1 else matrices.chunk.shape[-1]
         self.matrix = matrices.chunk[heads, :n, :n]
         self.derivatives = matrices.derivatives[:, heads, :n, :n]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rsa_hf.ops.mask import AttentionMask, boolean_mask
-from rsa_hf.rem import Rems, weights_of_lags, working_dtype
+from rsa_hf.rem import Rems, constant, take_heads, weights_of_lags, working_dtype
 
 __all__ = ["LagTable", "decode"]
 
@@ -59,7 +59,7 @@ def decode(value: Tensor, rems: Rems, mask: AttentionMask, table: LagTable | Non
         seen = min(weights.shape[1], end, mask.sliding_window or end)
         if seen < weights.shape[1]:
             weights = weights[:, -seen:]
-        return _weighted_sum(weights[None], value.narrow(2, end - seen, seen), rems.heads_per_value)
+        return _weighted_sum(weights[None], value.narrow(2, end - seen, seen), rems)
     position = mask.query_offset if mask.query_position is None else mask.query_position
     tau = position - torch.arange(value.shape[2], device=device)
     if table is None:
@@ -69,29 +69,32 @@ def decode(value: Tensor, rems: Rems, mask: AttentionMask, table: LagTable | Non
     # f is 0 for keys after the query, so a mask that contains the position needs nothing but its row.
     visible = boolean_mask(mask, tau[None]) if mask.query_position is None else mask.visible
     assert visible is not None
-    weights = weights * visible[:, : len(rems.kinds), 0]
-    return _weighted_sum(weights.expand(len(value), -1, -1), value, rems.heads_per_value)
+    of_heads = take_heads(visible, rems.heads, dim=1) if visible.shape[1] > 1 else visible
+    return _weighted_sum((weights * of_heads[:, :, 0]).expand(len(value), -1, -1), value, rems)
 
 
-def _weighted_sum(weights: Tensor, value: Tensor, heads_per_value: int) -> Tensor:
+def _weighted_sum(weights: Tensor, value: Tensor, rems: Rems) -> Tensor:
     """Σ_s w_s v_s for weights [B or 1, H, S] and values [B, Hv, S, D]: [B, H, 1, D]."""
-    H = weights.shape[1]
-    num_values = -(-H // heads_per_value)
-    if num_values * heads_per_value > H:
-        weights = F.pad(weights, (0, 0, 0, num_values * heads_per_value - H))
+    # Heads that share a value head are the rows of one matrix product, plain heads among them zeros: V is read in
+    # place. (`matmul` takes longer to bring its arguments to this form than `bmm` takes to multiply.)
+    shared = rems.heads_per_value
+    first, last = rems.heads[0] // shared, rems.heads[-1] // shared
+    rows = tuple(head - first * shared for head in rems.heads)
+    num_values = last + 1 - first
+    if len(rows) < num_values * shared:
+        padded = weights.new_zeros(len(weights), num_values * shared, weights.shape[2])
+        weights = padded.index_copy(1, constant(rows, weights.device), weights)
     if num_values < value.shape[1]:
-        value = value[:, :num_values]
+        value = value.narrow(1, first, num_values)
     B, _, S, D = value.shape
-    # Heads that share a value head are the rows of one matrix product. (`matmul` takes longer to bring its arguments
-    # to this form than `bmm` takes to multiply.)
-    rows = weights.expand(B, -1, -1).reshape(B * num_values, heads_per_value, S)
+    matrices = weights.expand(B, -1, -1).reshape(B * num_values, shared, S)
     columns = value.to(weights.dtype).reshape(B * num_values, S, D)
     if torch.is_autocast_enabled(value.device.type):
         with torch.autocast(value.device.type, enabled=False):  # it would multiply in half precision
-            sums = torch.bmm(rows, columns)
+            sums = torch.bmm(matrices, columns)
     else:
-        sums = torch.bmm(rows, columns)
-    return sums.view(B, num_values * heads_per_value, 1, D)[:, :H]
+        sums = torch.bmm(matrices, columns)
+    return take_heads(sums.view(B, num_values * shared, 1, D), rows, dim=1)
 
 
 def _reach(rems: Rems) -> list[int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rsa_hf.ops.mask import AttentionMask, boolean_mask, lags
 from rsa_hf.ops.types import Gradients
-from rsa_hf.rem import Rems, weights_of_lags, working_dtype
+from rsa_hf.rem import Rems, constant, take_heads, weights_of_lags, working_dtype
 
 __all__ = ["dense_backward", "dense_forward", "keys_of_heads", "to_value_heads"]
 
@@ -42,8 +42,9 @@ def _operands(
     """
     device, dtype = rems.decay.device, working_dtype(value)
     tau = lags(mask, device)
-    # A mask with a part for each head has one for plain heads too.
-    visible = boolean_mask(mask, tau)[:, : len(rems.kinds)]
+    visible = boolean_mask(mask, tau)
+    if visible.shape[1] > 1:  # a part for each head, plain ones too
+        visible = take_heads(visible, rems.heads, dim=1)
     tau = tau.clamp(min=0) if mask.causal else tau.abs()
     # All of P is picked from one table of weights by lag; f(0) = 0.
     table = weights_of_lags(rems, torch.arange(mask.query_length + mask.key_length, device=device), dtype, derivatives)
@@ -55,16 +56,16 @@ def _operands(
 
 def keys_of_heads(value: Tensor, rems: Rems) -> Tensor:
     """V of every head in the working dtype: [B, H, S, D]."""
-    H, shared = len(rems.kinds), rems.heads_per_value
-    keys = value[:, : -(-H // shared)]
-    if shared > 1:
-        keys = keys.repeat_interleave(shared, dim=1)[:, :H]
-    return keys.to(working_dtype(value))
+    return take_heads(value, _value_heads(rems), dim=1).to(working_dtype(value))
 
 
 def to_value_heads(dkeys: Tensor, value: Tensor, rems: Rems) -> Tensor:
     """The gradient of V, [B, Hv, S, D], from the gradient of every head's V."""
     # Summed before rounding: a term may overflow half precision although the sum does not.
     dvalue = torch.zeros_like(value, dtype=dkeys.dtype)
-    value_heads = torch.arange(dkeys.shape[1], device=value.device) // rems.heads_per_value
-    return dvalue.index_add_(1, value_heads, dkeys).to(value.dtype)
+    return dvalue.index_add_(1, constant(_value_heads(rems), value.device), dkeys).to(value.dtype)
+
+
+def _value_heads(rems: Rems) -> tuple[int, ...]:
+    """The value head that each head reads."""
+    return tuple(head // rems.heads_per_value for head in rems.heads)

@@ -76,7 +76,7 @@ def rem_product(
     for name, mask in {"key_mask": key_mask, "documents": documents}.items():
         if mask is not None and (mask.dim() != 2 or mask.shape[0] not in (1, B) or mask.shape[1] != S):
             raise ValueError(f"{name} has shape {tuple(mask.shape)}: [{B} or 1, {S}] is needed.")
-    rems = Rems(kinds, decay.to(value.device), theta.to(value.device), dilation, groups)
+    rems = Rems(kinds, decay.to(value.device), theta.to(value.device), dilation, groups, tuple(range(H)))
     packed = None if documents is None else PackedSegments(documents.expand(B, -1))
     key_mask = None if key_mask is None else key_mask.bool()
     return apply_rems(value, rems, AttentionMask(T, S, offset, causal, key_mask, packed, window, visible))

@@ -15,7 +15,8 @@ class SoftmaxBranch:
     """The softmax half of eq. 4 and the gate, to mix P V into.
 
     Attributes:
-        attention: output of softmax attention, [B, T, H', D] with H' ≥ H; the heads from H on are plain.
+        attention: output of softmax attention, [B, T, H', D]: all heads of the layer, of which `Rems.heads` are RSA
+            heads.
         gate: g of each head, shape (H,).
     """
 

@@ -63,7 +63,9 @@ def _windows(rems: Rems, mask: AttentionMask) -> Iterator[tuple[list[int] | slic
         places = [h for h, of_head in enumerate(rems.dilation) if of_head == d]
         kinds = tuple(rems.kinds[h] for h in places)
         heads = slice(None) if len(places) == len(rems.kinds) else places  # a slice copies nothing
-        of_dilation = Rems(kinds, rems.decay[heads], rems.theta[heads], (d,) * len(places), 1)
+        of_dilation = Rems(
+            kinds, rems.decay[heads], rems.theta[heads], (d,) * len(places), 1, tuple(range(len(places)))
+        )
         steps = (mask.sliding_window - 1) // d + 1  # the lags 0, d, 2d, … below w
         for backwards in (False,) if mask.causal else (False, True):
             yield heads, _CausalWindow(of_dilation, d, steps, mask, backwards)

@@ -28,7 +28,7 @@ def call(T, S, mask, causal=True, aligned_top_left=True, **keywords):
 
 def heads(value):
     rates = torch.tensor([0.9, 0.8, 0.95], dtype=value.dtype), torch.full((3,), 0.7, dtype=value.dtype)
-    return Rems(("regular", "cos", "sin"), *rates, (1, 2, 3), 1)
+    return Rems(("regular", "cos", "sin"), *rates, (1, 2, 3), 1, (0, 1, 2))
 
 
 def product(attention_mask: AttentionMask, value):

@@ -22,7 +22,7 @@ DILATION = (1, 1, 1, 2, 3, 5)
 
 
 def heads(groups=1):
-    return Rems(KINDS, DECAY, torch.full((6,), 0.7), DILATION, groups)
+    return Rems(KINDS, DECAY, torch.full((6,), 0.7), DILATION, groups, tuple(range(6)))
 
 
 def causal(T, S, offset):

@@ -215,7 +215,7 @@ def test_weights_that_do_not_fit_the_plan_are_an_error(saved, change, message):
         (lambda c: c["rsa"]["plan"].update(depth=1), ValueError, "unknown RSA setting 'depth'"),
         (lambda c: c["rsa"]["plan"].update(num_regular=10**12), ValueError, "at most 4096 attention heads"),
         (lambda c: c["rsa"]["plan"].update(gate_init="__import__('os')"), TypeError, "a number is needed"),
-        (lambda c: c["rsa"].update(format_version=2), ValueError, "format_version 2.*newer"),
+        (lambda c: c["rsa"].update(format_version=3), ValueError, "format_version 3.*newer"),
         (lambda c: c["rsa"].pop("modules"), ValueError, "needed: format_version, modules, plan"),
         (
             lambda c: c["rsa"].update(modules=["encoder.layer.7.attention.self"]),

@@ -28,11 +28,11 @@ def device():
     return torch.device("cuda" if on_gpu else "cpu")
 
 
-def draw(T, S=None, B=1, D=16, heads=3, plain=1, groups=1, dtype=torch.float32):
+def draw(T, S=None, B=1, D=16, heads=3, plain=1, groups=1, value_heads=None, dtype=torch.float32):
     """V, decay, θ, attention and gate in the layout of models: views of one projection, [B, S, heads, D] in memory."""
     S = T if S is None else S
     repeat = -(-heads // 3)
-    shared = -(-heads // groups)
+    shared = value_heads or -(-heads // groups)
     value = torch.randn(B, S, 3 * shared, D)[:, :, shared : 2 * shared].transpose(1, 2)
     attention = torch.randn(B, heads + plain, T, D).transpose(1, 2)
     rates = [torch.tensor((numbers * repeat)[:heads]) for numbers in (RATES, ANGLES)]
@@ -51,8 +51,15 @@ def agreement(
     key_mask=None,
     documents=None,
     window=None,
+    heads=None,
+    expected_heads=None,
 ):
-    """Relative errors of the output and of all gradients, by name, against dense P in float64 with autograd."""
+    """Relative errors of the output and of all gradients, by name, against dense P in float64 with autograd.
+
+    `heads` are the indices of the RSA heads in the layer; by default they are its first ones. Dense P has them at
+    `expected_heads`, by default the same.
+    """
+    heads = tuple(range(len(kinds))) if heads is None else heads
     value, attention = tensors[0], tensors[3]
     T, S = attention.shape[1], value.shape[2]
     offset = S - T if offset is None else offset
@@ -61,25 +68,29 @@ def agreement(
     segments = None if documents is None else PackedSegments(on_device["documents"])
     attention_mask = AttentionMask(T, S, offset, causal, on_device["key_mask"], segments, window)
     weights = torch.randn(attention.shape).to(attention.dtype).to(device())
-    found = differentiate(lambda *t: mixed_product(t, kinds, dilation, groups, attention_mask), tensors, weights)
+    found = differentiate(
+        lambda *t: mixed_product(t, kinds, dilation, groups, attention_mask, heads), tensors, weights
+    )
 
     def equation_4(value, decay, theta, attention, gate):
-        where = {"query_length": T, "query_offset": offset, "causal": causal, "groups": groups, "window": window}
-        product = dense_rem_product(value, kinds, decay, theta, dilation, **where, **masks).transpose(1, 2)
-        H, weight = len(kinds), gate[:, None]
-        mixed = (1 - weight) * attention[:, :, :H] + weight * product
-        return torch.cat([mixed, attention[:, :, H:]], 2)
+        where = {"query_length": T, "query_offset": offset, "causal": causal, "window": window}
+        places = expected_heads or heads
+        read = value[:, [head // groups for head in places]]
+        product = dense_rem_product(read, kinds, decay, theta, dilation, **where, **masks)
+        layer = list(attention.unbind(2))
+        for i, head in enumerate(places):
+            layer[head] = (1 - gate[i]) * layer[head] + gate[i] * product[:, i]
+        return torch.stack(layer, 2)
 
     exact = [tensor.detach().double().cpu().requires_grad_() for tensor in tensors]
     expected = differentiate(equation_4, exact, weights.double().cpu())
     return {name: relative_error(a.cpu(), b) for name, a, b in zip(NAMES, found, expected, strict=True)}
 
 
-def mixed_product(tensors, kinds, dilation, groups, attention_mask):
+def mixed_product(tensors, kinds, dilation, groups, attention_mask, heads):
     value, decay, theta, attention, gate = tensors
-    return apply_rems(
-        value, Rems(kinds, decay, theta, dilation, groups), attention_mask, SoftmaxBranch(attention, gate)
-    )
+    rems = Rems(kinds, decay, theta, dilation, groups, heads)
+    return apply_rems(value, rems, attention_mask, SoftmaxBranch(attention, gate))
 
 
 def differentiate(function, tensors, weights):

@@ -33,7 +33,9 @@ def fresh_choice(monkeypatch):
 
 
 def problem(dtype=torch.float32):
-    return torch.randn(1, 2, 20, 16, dtype=dtype), Rems(HEADS, torch.tensor([0.9, 0.8]), torch.ones(2), (1, 1), 1)
+    return torch.randn(1, 2, 20, 16, dtype=dtype), Rems(
+        HEADS, torch.tensor([0.9, 0.8]), torch.ones(2), (1, 1), 1, (0, 1)
+    )
 
 
 def importorskip_triton():

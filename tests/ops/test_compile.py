@@ -80,5 +80,20 @@ def test_the_operator_passes_the_checks_of_torch_library(mixed):
     gate = torch.rand(6).requires_grad_() if mixed else None
     kinds = [ALL_KINDS.index(kind) for kind in KINDS]
     masks = (None, torch.arange(40)[None] >= torch.tensor([[5], [0]]), None, None)
-    arguments = (value, decay, theta, attention, gate, *masks, kinds, list(DILATION), 1, 40, 0, True, None)
+    arguments = (
+        value,
+        decay,
+        theta,
+        attention,
+        gate,
+        *masks,
+        kinds,
+        list(DILATION),
+        list(range(6)),
+        1,
+        40,
+        0,
+        True,
+        None,
+    )
     opcheck(torch.ops.rsa_hf.recurrence.default, arguments)

@@ -35,7 +35,9 @@ def values_with_threads(threads, tensors, mask):
     torch.set_num_threads(threads)
     try:
         weights = torch.ones_like(tensors[3])
-        return differentiate(lambda *t: mixed_product(t, SIX_KINDS, DILATION, 2, mask), tensors, weights)
+        return differentiate(
+            lambda *t: mixed_product(t, SIX_KINDS, DILATION, 2, mask, tuple(range(6))), tensors, weights
+        )
     finally:
         torch.set_num_threads(before)
 
@@ -121,7 +123,7 @@ def test_a_scan_that_keeps_the_rounding_of_z_is_caught(monkeypatch, tmp_path):
 
 @needs_compiler
 def test_decays_that_end_in_subnormal_numbers_take_no_longer():
-    heads = Rems(("regular",) * 8, torch.linspace(0.3, 0.9, 8), torch.zeros(8), (1,) * 8, 1)
+    heads = Rems(("regular",) * 8, torch.linspace(0.3, 0.9, 8), torch.zeros(8), (1,) * 8, 1, tuple(range(8)))
     mask = AttentionMask(4096, 4096, 0, True)
     noise, pulse = torch.randn(1, 8, 4096, 64), torch.zeros(1, 8, 4096, 64)
     pulse[:, :, ::500] = 1

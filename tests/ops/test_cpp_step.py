@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rsa_hf.config import RSAConfig
+from rsa_hf.config import HeadConfig, RSAConfig
 from rsa_hf.heads import RSAHeads
 from rsa_hf.ops.cpp import build
 from rsa_hf.ops.cpp.step import CppStep
@@ -27,6 +27,12 @@ def counted(monkeypatch):
     calls, original = [], CppStep.__call__
     monkeypatch.setattr(CppStep, "__call__", lambda self, *given: calls.append(self) or original(self, *given))
     return calls
+
+
+def named_layer(H):
+    heads = [(1, "regular", 0.9, 1), (2, "sin", 0.8, 1), (4, "regular", -0.5, 3), (H - 1, "cos", 0.97, 2)]
+    named = [HeadConfig(0, head, kind, decay, 0.3, theta=0.7, dilation=d) for head, kind, decay, d in heads]
+    return RSAHeads(RSAConfig(heads=named).layer_plans([H])[0])
 
 
 def layer(H, gate=0.3):
@@ -52,23 +58,25 @@ def step(heads, attention, value, mask):
 @torch.no_grad()
 def expected_step(heads, attention, value, window=None):
     """Equation 4 with the last row of P."""
-    R, H = heads.plan.num_rsa_heads, attention.shape[2]
+    H, places = attention.shape[2], list(heads.plan.heads)
     rates = heads.rates(torch.float64)
     decay, theta = heads.per_head(rates)
     visible = (S - 1 - torch.arange(S) < (window or S))[None, None, None]
-    masks = {"query_length": 1, "query_offset": S - 1, "groups": H // value.shape[1], "visible": visible}
+    masks = {"query_length": 1, "query_offset": S - 1, "visible": visible}
     keys = torch.where(visible[0, 0, 0][:, None], value, 0).double()
+    keys = keys[:, [place // (H // value.shape[1]) for place in places]]
     product = dense_rem_product(keys, heads.plan.kinds, decay, theta, heads.plan.dilations, **masks)
     g, mixed = rates["gate"][:, None], attention.double().clone()
-    mixed[:, :, :R] = (1 - g) * mixed[:, :, :R] + g * product.transpose(1, 2)
+    mixed[:, :, places] = (1 - g) * mixed[:, :, places] + g * product.transpose(1, 2)
     return mixed
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)])
 @pytest.mark.parametrize(("H", "Hv", "D"), [(6, 6, 1), (6, 6, 16), (6, 2, 33), (8, 2, 64), (12, 4, 100)])
 @pytest.mark.parametrize("window", [None, 1, 2, 9])
-def test_a_step_agrees_with_dense_p(counted, dtype, tolerance, H, Hv, D, window):
-    heads, (attention, value) = layer(H), tensors(H, Hv, D, dtype)
+@pytest.mark.parametrize("make", [layer, named_layer])
+def test_a_step_agrees_with_dense_p(counted, dtype, tolerance, H, Hv, D, window, make):
+    heads, (attention, value) = make(H), tensors(H, Hv, D, dtype)
     expected = expected_step(heads, attention, value, window)
     if window is not None:
         value[:, :, : S - window] = math.nan  # not to be read

@@ -17,18 +17,19 @@ from rsa_hf.ops.reference import dense_rem_product
 from rsa_hf.rem import Rems
 
 S = 50
+HEADS = tuple(range(len(KINDS)))
 
 
-def inputs(groups=1):
+def inputs(groups=1, heads=HEADS):
     value, decay, theta = (tensor.detach() for tensor in draw(S))
-    value = value[:, : -(-6 // groups)]
-    return value, Rems(KINDS, decay, theta, DILATION, groups)
+    value = value[:, : heads[-1] // groups + 1] if heads[-1] // groups < 6 else value.repeat(1, 2, 1, 1)
+    return value, Rems(KINDS, decay, theta, DILATION, groups, heads)
 
 
 def whole(value, rems, position, visible=None):
-    groups = rems.heads_per_value
-    masks = {"query_length": 1, "query_offset": position, "groups": groups, "visible": visible}
-    return dense_rem_product(value, KINDS, rems.decay, rems.theta, DILATION, **masks)
+    read = value[:, [head // rems.heads_per_value for head in rems.heads]]
+    masks = {"query_length": 1, "query_offset": position, "visible": visible}
+    return dense_rem_product(read, KINDS, rems.decay, rems.theta, DILATION, **masks)
 
 
 def tables(rems):
@@ -40,9 +41,10 @@ def mask_of(mask, **keywords):
     return read_attention_mask(query, key, mask, causal=True, aligned_top_left=True, **keywords)
 
 
+@pytest.mark.parametrize("heads", [HEADS, (1, 2, 4, 6, 7, 9)])
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_a_step_agrees_with_the_whole_product(groups):
-    value, rems = inputs(groups)
+def test_a_step_agrees_with_the_whole_product(groups, heads):
+    value, rems = inputs(groups, heads)
     slots = torch.arange(S)
     masks = {
         "none": (None, S - 1, None),
@@ -64,7 +66,7 @@ def test_a_step_agrees_with_the_whole_product(groups):
 
 
 def test_a_table_leaves_out_only_negligible_lags():
-    rems = Rems(("regular", "cos"), torch.tensor([-0.9, 0.5]), torch.zeros(2), (1, 7), 1)
+    rems = Rems(("regular", "cos"), torch.tensor([-0.9, 0.5]), torch.zeros(2), (1, 7), 1, (0, 1))
     table = LagTable(rems, torch.float32, 10_000)
     assert 200 < table.weights.shape[1] < 300
     value = torch.ones(1, 2, 5000, 1)
@@ -194,7 +196,7 @@ def test_a_step_ignores_autocast(kept):
     """So does the whole product. Sums in half precision would be inexact."""
     value, rems = inputs()
     value = value.to(torch.bfloat16)
-    rems = Rems(KINDS, rems.decay.float(), rems.theta.float(), DILATION, 1)
+    rems = Rems(KINDS, rems.decay.float(), rems.theta.float(), DILATION, 1, HEADS)
     table = LagTable(rems, torch.float32, S) if kept else None
     expected = decode(value, rems, mask_of(None), table)
     with torch.autocast("cpu", torch.bfloat16):

@@ -70,6 +70,20 @@ def test_grouped_values_agree_with_dense_p(heads):
     assert_agrees(agreement(draw(20, heads=heads, groups=2), (*KINDS, "cos")[:heads], (1, 2, 1, 3)[:heads], groups=2))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("heads", "groups"), [((1, 2, 4), 1), ((0, 3, 5), 1), ((1, 2, 4), 2), ((2, 4, 5), 3)])
+def test_rsa_heads_in_any_position_agree_with_dense_p(heads, groups, causal):
+    tensors = draw(37, B=2, plain=3, value_heads=6 // groups)
+    unread = [h for h in range(6 // groups) if h not in {head // groups for head in heads}]
+    tensors[0].data[:, unread] = math.nan
+    assert_agrees(agreement(tensors, groups=groups, heads=heads, causal=causal))
+
+
+def test_rsa_heads_in_another_position_are_caught():
+    errors = agreement(draw(20, plain=3, value_heads=6), heads=(0, 3, 5), expected_heads=(0, 2, 5))
+    assert min(errors["output"], errors["dvalue"], errors["dattention"]) > 0.1
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_agrees_with_dense_p(dtype):
     assert_agrees(agreement(draw(33, dtype=dtype), causal=False), dtype)

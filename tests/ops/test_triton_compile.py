@@ -18,7 +18,7 @@ T = 20
 
 
 def mixed(value, decay, theta, attention, gate):
-    rems = Rems(KINDS, decay, theta, DILATION, 1)
+    rems = Rems(KINDS, decay, theta, DILATION, 1, tuple(range(len(KINDS))))
     return apply_rems(value * 2, rems, AttentionMask(T, T, 0, True), SoftmaxBranch(attention, gate)) + 1
 
 

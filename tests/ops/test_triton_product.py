@@ -54,12 +54,12 @@ def test_half_precision_loses_no_digits_of_the_weights():
     assert relative_error(found.cpu(), exact) < 2e-5
 
 
-def cosines_for_sines(kinds, dilation, residues, device):
-    return plan(tuple("cos" if kind == "sin" else kind for kind in kinds), dilation, residues, device)
+def cosines_for_sines(kinds, *others):
+    return plan(tuple("cos" if kind == "sin" else kind for kind in kinds), *others)
 
 
-def no_angles(kinds, dilation, residues, device):
-    return plan(("regular",) * len(kinds), dilation, residues, device)
+def no_angles(kinds, *others):
+    return plan(("regular",) * len(kinds), *others)
 
 
 plan = launch._plan

@@ -22,16 +22,16 @@ def require_right(config):
     for i, plan in enumerate(config.layer_plans([HEADS, HEADS])):
         assert 1 <= plan.num_rsa_heads <= HEADS
         assert len(plan.dilations) == plan.num_rsa_heads
-        for name in ("num_regular", "num_cyclical_pairs"):
-            asked = getattr(config, name)
-            if asked is not None:
-                assert getattr(plan, name) == (asked[i] if isinstance(asked, tuple) else asked)
+        for name, kind in (("regular", "regular"), ("cyclical_pairs", "cos"), ("cyclical_pairs", "sin")):
+            asked = [getattr(config, count) for count in (f"num_{name}", f"num_dilated_{name}")]
+            if any(count is not None for count in asked):
+                counts = [count[i] if isinstance(count, tuple) else count or 0 for count in asked]
+                assert plan.kinds.count(kind) == sum(counts)
         assert plan.causal == (config.causal[i] if isinstance(config.causal, tuple) else config.causal)
         rates = RSAHeads(plan).rates()
         assert not rates["gate"].isnan().any()
         assert all(bool(rates[name].isfinite().all()) for name in ("lam", "gamma", "theta"))
-        start = torch.sigmoid(torch.tensor(plan.gate_init))
-        torch.testing.assert_close(rates["gate"], start.expand_as(rates["gate"]), rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(rates["gate"], torch.tensor(plan.mu).sigmoid(), rtol=1e-3, atol=1e-6)
 
 
 def test_a_hostile_plan_is_refused_or_read_correctly():

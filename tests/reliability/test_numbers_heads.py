@@ -50,7 +50,7 @@ def layers(draw):
 
 
 def pairs_of(plan):
-    return LAYER_PAIRS if plan.tie_pairs else (None, None, 0, 1, None, 2, 3)
+    return LAYER_PAIRS if len(plan.nu) == 2 else (None, None, 0, 1, None, 2, 3)
 
 
 def mixed(heads, attention, value, weights, causal, magnitudes=False):

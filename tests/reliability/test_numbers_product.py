@@ -58,7 +58,9 @@ def rems_and_mask(problem):
     S, masks = problem.value.shape[2], problem.masks
     segments = PackedSegments(masks["documents"]) if "documents" in masks else None
     others = masks.get("key_mask"), segments, masks.get("window"), masks.get("visible")
-    rems = Rems(problem.kinds, problem.decay, problem.theta, problem.dilation, problem.groups)
+    rems = Rems(
+        problem.kinds, problem.decay, problem.theta, problem.dilation, problem.groups, tuple(range(len(problem.kinds)))
+    )
     return rems, AttentionMask(problem.T, S, S - problem.T, problem.causal, *others)
 
 

@@ -146,11 +146,11 @@ def _parameters(rsa: nn.Module) -> tuple[Tensor, list[tuple[str, Tensor, Tensor 
     plan, scale = rsa.plan, rsa.plan.parameter_scale
     eta = [] if rsa.eta is None else list(torch.tanh(rsa.eta * scale))
     pairs = [] if rsa.nu is None else list(zip(torch.sigmoid(rsa.nu * scale), rsa.theta * scale, strict=True))
-    k1, k2 = plan.num_regular, plan.num_cyclical_pairs
+    undilated = plan.kinds[: plan.dilations.count(1)]
+    k1, k2 = undilated.count("regular"), undilated.count("cos")
     heads: list[Any] = [("regular", rate, None) for rate in eta[:k1]]
     heads += [("cos", *pair) for pair in pairs[:k2]] + [("sin", *pair) for pair in pairs[:k2]]
     heads += [("regular", rate, None) for rate in eta[k1:]]
     heads += [("cos", *pair) for pair in pairs[k2:]] + [("sin", *pair) for pair in pairs[k2:]]
-    dilations = [1] * (len(heads) - len(plan.dilation)) + list(plan.dilation)
     gate = torch.sigmoid(rsa.mu * scale)
-    return gate, [(*head, d) for head, d in zip(heads, dilations, strict=True)]
+    return gate, [(*head, d) for head, d in zip(heads, plan.dilations, strict=True)]

@@ -173,23 +173,23 @@ def init_from_linear_rnn(heads: RSAHeads, W_h: Tensor, *, dilated: bool = False)
     """
     plan, scale = heads.plan, heads.plan.parameter_scale
     found = linear_rnn_to_heads(W_h, torch.eye(len(W_h), device=W_h.device))
-    undilated = (plan.num_regular, plan.num_cyclical_pairs)
-    regular, pairs = (plan.num_dilated_regular, plan.num_dilated_cyclical_pairs) if dilated else undilated
-    if not regular + pairs:
+
+    def rates_of(kind: str) -> list[int]:
+        described = zip(plan.kinds, plan.dilations, plan.rates, strict=True)
+        return [rate for of_head, d, rate in described if of_head == kind and (d > 1) == dilated]
+
+    regular, cos, sin = rates_of("regular"), rates_of("cos"), rates_of("sin")
+    if not regular + cos + sin:
         raise ValueError(f"this layer has no {'dilated' if dilated else 'undilated'} RSA heads: {heads.extra_repr()}.")
-    first, first_pair = undilated if dilated else (0, 0)
-    real, complex_pairs = found.kinds.count("regular"), found.kinds.count("cos")
-    lam, cos = found.decay[: min(real, regular)], slice(real, real + min(complex_pairs, pairs))
-    gamma, theta = found.decay[cos], found.theta[cos]
+    num_real, num_pairs = found.kinds.count("regular"), found.kinds.count("cos")
+    lam, pairs = found.decay[: min(num_real, len(regular))], slice(num_real, num_real + min(num_pairs, len(cos)))
+    gamma, theta = found.decay[pairs], found.theta[pairs]
     # The largest tanh or sigmoid below 1 in float32.
     below_one = 1 - torch.finfo(torch.float32).eps
     if heads.eta is not None:
-        heads.eta[first : first + len(lam)] = (torch.atanh(lam.clamp(-below_one, below_one)) / scale).to(heads.eta)
+        heads.eta[regular[: len(lam)]] = (torch.atanh(lam.clamp(-below_one, below_one)) / scale).to(heads.eta)
     if heads.nu is not None and heads.theta is not None:
-        # Untied pairs: all cos heads come before the sin heads.
-        copies = (0,) if plan.tie_pairs else (0, pairs)
-        start = first_pair if plan.tie_pairs else 2 * first_pair
-        for copy in copies:
-            where = slice(start + copy, start + copy + len(gamma))
-            heads.nu[where] = (torch.logit(gamma.clamp(max=below_one)) / scale).to(heads.nu)
-            heads.theta[where] = (theta / scale).to(heads.theta)
+        for of_kind in (cos, sin):
+            places = [rate - len(plan.eta) for rate in of_kind[: len(gamma)]]
+            heads.nu[places] = (torch.logit(gamma.clamp(max=below_one)) / scale).to(heads.nu)
+            heads.theta[places] = (theta / scale).to(heads.theta)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rsa_hf.ops.chunked import empty_output
+from rsa_hf.ops.chunked import copy_other_heads, empty_output
 from rsa_hf.ops.cpp.build import library
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.memory import empty_rows, with_rows
 from rsa_hf.ops.types import Gradients, SoftmaxBranch
-from rsa_hf.rem import KINDS, Rems, working_dtype
+from rsa_hf.rem import KINDS, Rems, other_heads, working_dtype
 
 __all__ = ["compiled_function", "cpp_backward", "cpp_forward"]
 
@@ -42,7 +42,7 @@ class _Problem(ctypes.Structure):
                 *("heads_per_value", "is_causal", "threads", "window"),
             )
         ),
-        *((name, ctypes.c_void_p) for name in ("kinds", "dilation", "decay", "theta", "gate")),
+        *((name, ctypes.c_void_p) for name in ("kinds", "dilation", "indices", "decay", "theta", "gate")),
         ("key_mask", ctypes.c_void_p),
         ("key_mask_row", ctypes.c_int64),
         ("segments", ctypes.c_void_p),
@@ -61,14 +61,14 @@ def cpp_forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: Softmax
         mask: which keys each query sees; without `visible`.
         softmax: attention's output and the gate, or None.
     """
-    H, dtype = len(rems.kinds), working_dtype(value)
+    dtype = working_dtype(value)
     output = empty_output(value, rems, mask, softmax)
     if softmax is None:
         _call("forward", dtype, rems, mask, None, value=value.to(dtype), output=output)
         return output
     attention = softmax.attention.to(dtype)
     mixed = output if output.dtype == dtype else output.new_empty(output.shape, dtype=dtype)
-    mixed[:, :, H:] = attention[:, :, H:]
+    copy_other_heads(attention, mixed, rems)
     heads = {"attention": attention.transpose(1, 2), "output": mixed.transpose(1, 2)}
     _call("forward", dtype, rems, mask, softmax.gate, value=value.to(dtype), **heads)
     return mixed.to(output.dtype)
@@ -81,13 +81,14 @@ def cpp_backward(
     H, dtype, S = len(rems.kinds), working_dtype(value), mask.seen_length
     dvalue = empty_rows(value, dtype)
     dvalue[:, :, S:] = 0
-    dvalue[:, -(-H // rems.heads_per_value) :] = 0  # value heads without readers
+    for unread in other_heads(sorted({head // rems.heads_per_value for head in rems.heads}), dvalue.shape[1]):
+        dvalue[:, unread] = 0
     sums = torch.empty(len(value), H, 3, dtype=torch.float64)
     tensors, gate, dattention = {"value": value.to(dtype), "dvalue": dvalue}, None, None
     if softmax is not None:
         gate = softmax.gate
         dattention = empty_rows(softmax.attention, dtype)
-        dattention[:, :, H:] = grad[:, :, H:]
+        copy_other_heads(grad, dattention, rems)
         tensors["attention"] = softmax.attention.to(dtype).transpose(1, 2)
         tensors["dattention"] = dattention.transpose(1, 2)
         grad = grad.transpose(1, 2)
@@ -110,7 +111,7 @@ def _call(
     **tensors: Tensor,
 ) -> None:
     B, _, _, D = tensors["value"].shape
-    kinds, dilation = _description(rems.kinds, rems.dilation)
+    kinds, dilation, indices = _description(rems.kinds, rems.dilation, rems.heads)
     keep: list[Tensor] = []  # alive until the call returns
 
     def address(tensor: Tensor | None, dtype: torch.dtype) -> int | None:
@@ -143,6 +144,7 @@ def _call(
         window=0 if mask.sliding_window is None or mask.sliding_window >= keys else mask.sliding_window,
         kinds=kinds.data_ptr(),
         dilation=dilation.data_ptr(),
+        indices=indices.data_ptr(),
         decay=address(rems.decay, torch.float64),
         theta=address(rems.theta, torch.float64),
         gate=address(gate, torch.float64),
@@ -157,8 +159,8 @@ def _call(
 
 
 @functools.lru_cache(maxsize=64)
-def _description(kinds: tuple[str, ...], dilation: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    return torch.tensor([KINDS.index(kind) for kind in kinds]), torch.tensor(dilation)
+def _description(kinds: tuple[str, ...], *numbers: tuple[int, ...]) -> tuple[Tensor, ...]:
+    return torch.tensor([KINDS.index(kind) for kind in kinds]), *map(torch.tensor, numbers)
 
 
 @functools.cache

@@ -30,6 +30,7 @@ struct Problem {
   Index rows, heads, keys, queries, channels, query_offset, heads_per_value, is_causal, threads;
   Index window;                        // positions that a query sees back, itself included; 0: all
   const Index *kinds, *dilation;       // [heads]; 0 regular, 1 cos, 2 sin
+  const Index* indices;                // [heads]: of each among the heads of attention, ascending
   const double *decay, *theta, *gate;  // [heads]; gate: or null, for P V alone
   const std::uint8_t* key_mask;        // [rows, keys], 0 where a key is hidden; or null
   Index key_mask_row;
@@ -40,6 +41,11 @@ struct Problem {
   double* sums;  // [rows, heads, 3]: gradients with respect to decay, theta and gate
 
   bool is_query(Index key) const { return key >= query_offset && key < query_offset + queries; }
+
+  // Whether head h reads the same value head as the one before it.
+  bool shares_value(Index h) const {
+    return h > 0 && indices[h] / heads_per_value == indices[h - 1] / heads_per_value;
+  }
 };
 
 constexpr Index REGULAR = 0, COS = 1, SIN = 2;
@@ -99,6 +105,7 @@ struct Lanes {
 // One head of one row.
 struct Head {
   Index row, index, kind, dilation;
+  bool shares_value;
   Index window;                    // in its own steps
   std::complex<double> direction;  // e^{iθ}
   std::complex<double> z;          // decay · e^{iθ}
@@ -108,9 +115,10 @@ struct Head {
 
   Head(const Problem& p, Index b, Index h)
       : row(b),
-        index(h),
+        index(p.indices[h]),
         kind(p.kinds[h]),
         dilation(std::min(p.dilation[h], p.keys)),
+        shares_value(p.shares_value(h)),
         window(p.window ? (p.window - 1) / dilation + 1 : 0),
         direction(1),
         gate(p.gate ? p.gate[h] : 1),
@@ -247,7 +255,7 @@ struct ValueSweep {
   ValueSweep(const Problem& p, const Head& head, bool is_backwards, Index channel, Index channels)
       : p(p),
         head(head),
-        adds(head.index % p.heads_per_value || !is_backwards),
+        adds(head.shares_value || !is_backwards),
         channels(channels),
         grad(p.grad.at<const Number>(head.row, head.index, channel)),
         dvalue(p.dvalue.at<Number>(head.row, head.index / p.heads_per_value, channel)) {}
@@ -465,6 +473,7 @@ struct Step {
   Index position;  // of the query, on the axis of the keys
   Index farthest;  // lag that it sees
   const Index *dilation, *reach;  // [heads]; reach: the lag beyond which nothing matters
+  const Index* indices;           // [heads]: of each among all heads, ascending
   const void* weights;            // [heads, weights_head]: f(τ) at the lags 0, 1, …
   Index weights_head;
   const double* gate;  // [heads]
@@ -476,7 +485,8 @@ template <typename Number>
 void step_channels(const Step& p, Index b, Index h, Index first, Index channels, Index count) {
   constexpr Index WIDTH = Lanes<Number>::COUNT;
   const auto* weights = static_cast<const Number*>(p.weights) + h * p.weights_head;
-  const auto* query = p.value.at<const Number>(b, h / p.heads_per_value, first) + p.position * p.value.position;
+  const Index index = p.indices[h];
+  const auto* query = p.value.at<const Number>(b, index / p.heads_per_value, first) + p.position * p.value.position;
   const Index dilation = p.dilation[h], farthest = std::min(p.reach[h], p.farthest);
   Lanes<Number> y[4];
   for (Index lag = farthest / dilation * dilation; lag > 0; lag -= dilation) {
@@ -485,8 +495,8 @@ void step_channels(const Step& p, Index b, Index h, Index first, Index channels,
       y[i] = y[i] + weights[lag] * Lanes<Number>::load(key + i * WIDTH, std::min(channels - i * WIDTH, WIDTH));
   }
   const Number gate = Number(p.gate[h]), rest = 1 - gate;
-  const auto* attention = p.attention.at<const Number>(b, h, first);
-  auto* output = p.output.at<Number>(b, h, first);
+  const auto* attention = p.attention.at<const Number>(b, index, first);
+  auto* output = p.output.at<Number>(b, index, first);
   for (Index i = 0; i < count; i++) {
     const Index width = std::min(channels - i * WIDTH, WIDTH);
     const auto mixed = rest * Lanes<Number>::load(attention + i * WIDTH, width) + gate * y[i];
@@ -496,11 +506,6 @@ void step_channels(const Step& p, Index b, Index h, Index first, Index channels,
 
 template <typename Number>
 void step_head(const Step& p, Index b, Index h) {
-  if (h >= p.heads) {
-    const auto* attention = p.attention.at<const Number>(b, h, 0);
-    std::copy(attention, attention + p.channels, p.output.at<Number>(b, h, 0));
-    return;
-  }
   constexpr Index WIDTH = Lanes<Number>::COUNT;
   Index first = 0;
   // With the number known to the compiler, y stays in registers.
@@ -511,23 +516,30 @@ void step_head(const Step& p, Index b, Index h) {
 
 template <typename Number>
 void step(const Step& p) {
-  for (Index b = 0; b < p.rows; b++)
-    for (Index h = 0; h < p.all_heads; h++) step_head<Number>(p, b, h);
+  for (Index b = 0; b < p.rows; b++) {
+    for (Index index = 0, h = 0; index < p.all_heads; index++) {
+      if (h < p.heads && p.indices[h] == index) {
+        step_head<Number>(p, b, h++);
+      } else {
+        const auto* attention = p.attention.at<const Number>(b, index, 0);
+        std::copy(attention, attention + p.channels, p.output.at<Number>(b, index, 0));
+      }
+    }
+  }
 }
 
 // `task(row, begin, end)` for heads [begin, end) of each row, in threads. Heads that share a value head stay together.
 template <typename Task>
 void in_parallel(const Problem& p, Task task) {
-  const Index groups = (p.heads + p.heads_per_value - 1) / p.heads_per_value;
-  const Index parts = std::min(groups, (p.threads + p.rows - 1) / p.rows);
+  const Index parts = std::min(p.heads, (p.threads + p.rows - 1) / p.rows);
+  const auto start = [&p, parts](Index part) {
+    Index h = p.heads * part / parts;
+    while (h < p.heads && p.shares_value(h)) h++;
+    return h;
+  };
 #pragma omp parallel for collapse(2) num_threads(p.threads)
-  for (Index b = 0; b < p.rows; b++) {
-    for (Index part = 0; part < parts; part++) {
-      const Index begin = groups * part / parts * p.heads_per_value;
-      const Index end = groups * (part + 1) / parts * p.heads_per_value;
-      task(b, begin, std::min(end, p.heads));
-    }
-  }
+  for (Index b = 0; b < p.rows; b++)
+    for (Index part = 0; part < parts; part++) task(b, start(part), start(part + 1));
 }
 
 }  // namespace

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from rsa_hf.ops.cpp.launch import compiled_function
 from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.rem import Rems
 
 __all__ = ["CppStep"]
 
-STEP = struct.Struct("24q")  # `Step` of scan.cpp
+STEP = struct.Struct("25q")  # `Step` of scan.cpp
 
 
 class CppStep:
@@ -28,18 +29,15 @@ class CppStep:
     Args:
         weights: f(τ) of every head at the lags 0, 1, …, [H, L].
         reach: for each head the lag beyond which nothing matters, below L.
-        dilation: d of each head.
+        rems: the heads; their rates are not read.
         gate: g of each head, (H,).
-        heads_per_value: as in `Rems`.
     """
 
-    def __init__(
-        self, weights: Tensor, reach: Sequence[int], dilation: Sequence[int], gate: Tensor, heads_per_value: int
-    ) -> None:
-        integers = torch.tensor([dilation, reach])
+    def __init__(self, weights: Tensor, reach: Sequence[int], rems: Rems, gate: Tensor) -> None:
+        integers = torch.tensor([rems.dilation, reach, rems.heads])
         gate = gate.detach().double().contiguous()
         self.tensors = (integers, weights, gate)  # alive as long as their addresses are used
-        self.dtype, self.heads, self.heads_per_value = weights.dtype, len(weights), heads_per_value
+        self.dtype, self.heads, self.heads_per_value = weights.dtype, len(weights), rems.heads_per_value
         addresses = [tensor.data_ptr() for tensor in (*integers, weights)]
         self.described = (*addresses, weights.stride(0), gate.data_ptr())
         self.run: Any = compiled_function("step", self.dtype)

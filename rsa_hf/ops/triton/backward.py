@@ -79,20 +79,20 @@ def backward_kernel(
     BLOCK: tl.constexpr = SHAPE.block
     CHUNK: tl.constexpr = SHAPE.chunk
     rows, num_columns, num_heads, length, offset, queries, heads_per_value, slots = sizes
-    head, row, block, column, channels, table, axis, part = _program(
+    head, index, row, block, column, channels, table, axis, part = _program(
         columns, heads, table, segment_ids, rows, num_columns, length, SHAPE
     )
     split, _per_split, first, last = part
-    dout = _of_head(grad, row, head)
-    v_rows = _of_head(value, row, head // heads_per_value)
-    dv_rows = _of_head(dvalue, row, head)
+    dout = _of_head(grad, row, index)
+    v_rows = _of_head(value, row, index // heads_per_value)
+    dv_rows = _of_head(dvalue, row, index)
     mask, mask_stride = key_mask
     mask += row * mask_stride
     high, low = _halves(_toeplitz(table, WRITE, SHAPE), dout[0].dtype.element_ty, SHAPE)
     weight = 1.0
     if SHAPE.mixed:
-        softmax = _of_head(attention, row, head)
-        dsoftmax = _of_head(dattention, row, head)
+        softmax = _of_head(attention, row, index)
+        dsoftmax = _of_head(dattention, row, index)
         weight = _load_of_head(gate, head).to(tl.float32)
 
     if not SHAPE.causal:
@@ -197,4 +197,4 @@ def rates_kernel(
     # ∂z^k/∂θ = i · decay · ∂z^k/∂decay; a regular head has no θ.
     rho = _load_of_head(decay, head).to(tl.float64)
     turned = -weight * rho * tl.sum(imaginary_slope)
-    tl.store(dtheta + head, tl.where(tl.load(heads + 2 * head + 1) > 0, turned, 0.0))
+    tl.store(dtheta + head, tl.where(tl.load(heads + 3 * head + 1) > 0, turned, 0.0))

@@ -74,7 +74,7 @@ def forward_kernel(
         key_mask: [B or 1, S] bytes, 0 where a key is hidden, as (pointer, stride of rows); if masked.
         segment_ids: [B, S], which segment each position belongs to, as (pointer, stride of rows); if packed.
         columns: head and residue of each column, [columns, 2].
-        heads: dilation and kind of each head, [H, 2].
+        heads: dilation, kind and index of each head, [H, 3].
         table: of `powers_kernel`.
         splits: from `splits_kernel`, unless there is one split.
         entering: for unmasked REMs, room for [B, blocks, H, slots, 2, BLOCK].
@@ -83,18 +83,18 @@ def forward_kernel(
     BLOCK: tl.constexpr = SHAPE.block
     CHUNK: tl.constexpr = SHAPE.chunk
     rows, num_columns, num_heads, length, offset, queries, heads_per_value, slots = sizes
-    head, row, block, _column, channels, table, axis, part = _program(
+    head, index, row, block, _column, channels, table, axis, part = _program(
         columns, heads, table, segment_ids, rows, num_columns, length, SHAPE
     )
     _segment_ids, _steps, residue, d = axis
     _split, _per_split, first, last = part
-    v = _of_head(value, row, head // heads_per_value)
-    out = _of_head(output, row, head)
+    v = _of_head(value, row, index // heads_per_value)
+    out = _of_head(output, row, index)
     mask, mask_stride = key_mask
     mask += row * mask_stride
     high, low = _halves(_toeplitz(table, WRITE, SHAPE), v[0].dtype.element_ty, SHAPE)
     if SHAPE.mixed:
-        softmax = _of_head(attention, row, head)
+        softmax = _of_head(attention, row, index)
         weight = _load_of_head(gate, head).to(tl.float32)
 
     if not SHAPE.causal:

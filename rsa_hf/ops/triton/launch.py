@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rsa_hf.ops.chunked import empty_output
+from rsa_hf.ops.chunked import copy_other_heads, empty_output
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.memory import empty_rows, with_rows
 from rsa_hf.ops.triton.backward import backward_kernel, rates_kernel
@@ -20,7 +20,7 @@ from rsa_hf.ops.triton.states import splits_kernel
 from rsa_hf.ops.triton.tables import TABLE_ROWS, Shape, powers_kernel
 from rsa_hf.ops.triton.tuning import Tuning, candidates, fastest
 from rsa_hf.ops.types import Gradients, SoftmaxBranch
-from rsa_hf.rem import KINDS, Rems
+from rsa_hf.rem import KINDS, Rems, other_heads
 
 __all__ = ["triton_backward", "triton_forward"]
 
@@ -42,8 +42,7 @@ def triton_forward(
     """
     output = empty_output(value, rems, mask, softmax)
     if softmax is not None:
-        H = len(rems.kinds)
-        output[:, :, H:] = softmax.attention[:, :, H:]
+        copy_other_heads(softmax.attention, output, rems)
     value = with_rows(value)
 
     def run(tuning: Tuning) -> None:
@@ -63,21 +62,22 @@ def triton_backward(
     tuning: Tuning | None = None,
 ) -> Gradients:
     """The gradients of `triton_forward`, from the gradient of its output."""
-    H, heads_per_value = len(rems.kinds), rems.heads_per_value
+    heads_per_value = rems.heads_per_value
     dvalue = empty_rows(value)
     ddecay, dtheta = torch.empty_like(rems.decay), torch.empty_like(rems.theta)
     dattention = dgate = None
     if softmax is not None:
         dattention, dgate = empty_rows(softmax.attention), torch.empty_like(softmax.gate)
-        dattention[:, :, H:] = grad[:, :, H:]
-    length, shared = mask.seen_length, triton.cdiv(H, heads_per_value)
+        copy_other_heads(grad, dattention, rems)
+    length = mask.seen_length
     dvalue[:, :, length:] = 0
-    dvalue[:, shared:] = 0
-    # Heads that share a value head each write a gradient in float32; the last group may be incomplete.
+    # Heads that share a value head each write a gradient in float32.
     heads = dvalue
     if heads_per_value > 1:
-        heads = value.new_empty(len(value), shared * heads_per_value, length, value.shape[3], dtype=torch.float32)
-        heads[:, H:] = 0
+        num_heads = value.shape[1] * heads_per_value
+        heads = value.new_empty(len(value), num_heads, length, value.shape[3], dtype=torch.float32)
+    for plain in other_heads(rems.heads, heads.shape[1]):
+        heads[:, plain] = 0
     value, grad = with_rows(value), with_rows(grad)
 
     def run(tuning: Tuning) -> None:
@@ -87,7 +87,7 @@ def triton_backward(
     with _on(value.device):
         run(tuning or _tuning("backward", run, value, rems, mask, softmax))
     if heads_per_value > 1:
-        dvalue[:, :shared, :length] = heads.unflatten(1, (shared, heads_per_value)).sum(2)
+        dvalue[:, :, :length] = heads.unflatten(1, (-1, heads_per_value)).sum(2)
     return Gradients(dvalue, ddecay, dtheta, dattention, dgate)
 
 
@@ -114,10 +114,14 @@ def _processors(device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=32)
 def _plan(
-    kinds: tuple[str, ...], dilation: tuple[int, ...], residues: tuple[int, ...], device: torch.device
+    kinds: tuple[str, ...],
+    dilation: tuple[int, ...],
+    indices: tuple[int, ...],
+    residues: tuple[int, ...],
+    device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The heads, the columns and the first column of each head, on the device; cached, as the copy waits for it."""
-    heads = [[d, KINDS.index(kind)] for d, kind in zip(dilation, kinds, strict=True)]
+    heads = [[d, KINDS.index(kind), index] for d, kind, index in zip(dilation, kinds, indices, strict=True)]
     columns = [[head, residue] for head, count in enumerate(residues) for residue in range(count)]
     starts = [sum(residues[:head]) for head in range(len(residues) + 1)]
     heads_on, columns_on, starts_on = (
@@ -139,7 +143,7 @@ class _Launch:
         steps = triton.cdiv(self.length, min(rems.dilation))
         chunk, blocks = min(tuning.chunk, max(triton.next_power_of_2(steps), 16)), triton.cdiv(D, tuning.block)
         residues = tuple(min(d, self.length) for d in rems.dilation)
-        self.heads, self.columns, self.starts = _plan(rems.kinds, rems.dilation, residues, device)
+        self.heads, self.columns, self.starts = _plan(rems.kinds, rems.dilation, rems.heads, residues, device)
         programs = B * sum(residues) * blocks
         splits = _splits(programs, triton.cdiv(steps, chunk), _processors(device))
         self.programs = programs * splits

@@ -22,7 +22,8 @@ def _program(columns, heads, table, segment_ids, rows, num_columns, length, SHAP
     """What this program owns.
 
     Returns:
-        Head, row of the batch, channel block, column, the channels, the head's table, its axis, its part.
+        Head, its index in the layer, row of the batch, channel block, column, the channels, the head's table, its
+        axis, its part.
     """
     program = tl.program_id(0)
     block = program % SHAPE.blocks
@@ -31,7 +32,7 @@ def _program(columns, heads, table, segment_ids, rows, num_columns, length, SHAP
     row = row.to(tl.int64)
     split = program // (SHAPE.blocks * num_columns * rows)
     head, residue = tl.load(columns + 2 * column), tl.load(columns + 2 * column + 1)
-    d = tl.load(heads + 2 * head)
+    d, index = tl.load(heads + 3 * head), tl.load(heads + 3 * head + 2)
     steps = tl.cdiv(length - residue, d)
     per_split = _steps_of_split(length, d, SHAPE)
     first = split * (per_split // SHAPE.chunk)
@@ -40,7 +41,7 @@ def _program(columns, heads, table, segment_ids, rows, num_columns, length, SHAP
     ids, ids_stride = segment_ids
     axis = (ids + row * ids_stride, steps, residue, d)
     table += head * TABLE_ROWS * SHAPE.powers
-    return head, row, block, column, channels, table, axis, (split, per_split, first, last)
+    return head, index, row, block, column, channels, table, axis, (split, per_split, first, last)
 
 
 @triton.jit
@@ -373,11 +374,11 @@ def splits_kernel(
     """
     BLOCK: tl.constexpr = SHAPE.block
     rows, num_columns, length, shift, count, heads_per_value = sizes
-    head, row, _block, _column, channels, table, axis, part = _program(
+    _head, index, row, _block, _column, channels, table, axis, part = _program(
         columns, heads, table, segment_ids, rows, num_columns, length, SHAPE
     )
     _split, _per_split, first, last = part
-    x_rows = _of_head(x, row, head // heads_per_value)
+    x_rows = _of_head(x, row, index // heads_per_value)
     mask, mask_stride = key_mask
     into = splits + tl.program_id(0).to(tl.int64) * (8 * BLOCK) + tl.arange(0, BLOCK)
     zero = tl.zeros([BLOCK], tl.float32)

@@ -51,11 +51,11 @@ def powers_kernel(decay, theta, heads, table, length, SHAPE: tl.constexpr):
 
     Where:
         decay, theta: (pointer, stride).
-        heads: dilation and kind of each head, [H, 2].
+        heads: dilation, kind and index of each head, [H, 3].
     """
     head = tl.program_id(0)
-    d = tl.load(heads + 2 * head)
-    kind = tl.load(heads + 2 * head + 1)
+    d = tl.load(heads + 3 * head)
+    kind = tl.load(heads + 3 * head + 1)
     rho = _load_of_head(decay, head).to(tl.float64)
     angle = tl.where(kind > 0, _load_of_head(theta, head).to(tl.float64), 0.0)
     per_split = _steps_of_split(length, d, SHAPE)

@@ -1,0 +1,170 @@
+"""Plans that name single heads: whole models against dense P, and patching, saving and adapters with such plans."""
+
+import copy
+import json
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
+
+import rsa_hf.peft
+from families import DECODERS, FAMILIES, PAD, VOCAB, build, build_language_model
+from model_state import assert_same_state, state_of
+from references import relative_error
+from rsa_hf import HeadConfig, RSAConfig, RSAHeads, is_patched, patch_model, rem_matrix, rsa_report, unpatch_model
+from rsa_hf.ops.cpp.build import library
+from rsa_hf.ops.mask import boolean_mask, lags
+from texts import PIECES, difference, padded_batch
+
+# The last layer of each model has none of the first heads, and a single one; groups of grouped values are incomplete.
+HEADS = (
+    HeadConfig(0, 1, "regular", decay=0.9, gate=0.4),
+    HeadConfig(0, 2, "sin", decay=0.8, gate=0.5, theta=0.7, dilation=2),
+    HeadConfig(0, 6, "regular", decay=-0.6, gate=0.7, dilation=3),
+    HeadConfig(0, 7, "cos", decay=0.95, gate=0.3, theta=-2.0),
+    HeadConfig(1, 5, "cos", decay=0.7, gate=0.6, theta=0.4),
+)
+NAMED = RSAConfig(heads=HEADS)
+
+
+def padded_inputs(family):
+    ids = torch.randint(3, VOCAB, (2, 13))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    ids[mask == 0] = PAD
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    return inputs | ({"decoder_input_ids": torch.randint(3, VOCAB, (2, 9))} if family == "t5" else {})
+
+
+def dense(shift=0):
+    """Eq. 4 by the explicit P, head by head; `shift` puts the recurrence on other heads."""
+
+    def forward(self, attention, value, mask):
+        rates = self.rates()
+        lengths = {"query_length": mask.query_length, "key_length": mask.key_length, "query_offset": mask.query_offset}
+        P = rem_matrix(self.plan.kinds, *self.per_head(rates), self.plan.dilations, **lengths, causal=mask.causal)
+        visible, mixed = boolean_mask(mask, lags(mask, value.device)), attention.clone()
+        for i, head in enumerate(self.plan.heads):
+            place, g = (head + shift) % attention.shape[2], rates["gate"][i]
+            product = torch.where(visible[:, 0], P[i], 0) @ value[:, place * value.shape[1] // attention.shape[2]]
+            mixed[:, :, place] = (1 - g) * attention[:, :, place] + g * product
+        return mixed
+
+    return forward
+
+
+@pytest.mark.parametrize("backend", ["chunked", "cpp", "dense"])
+@pytest.mark.parametrize("family", [*FAMILIES, "mistral", "modernbert"])
+@torch.no_grad()
+def test_a_model_agrees_with_dense_p(family, backend, monkeypatch):
+    if backend == "cpp" and isinstance(library(), str):
+        pytest.skip(library())
+    monkeypatch.setenv("RSA_HF_BACKEND", backend)
+    model, batch = patch_model(build(family), NAMED), padded_inputs(family)
+    real = slice(None) if family == "t5" else batch["attention_mask"].bool()
+    found = model(**batch).last_hidden_state[real]
+    monkeypatch.setattr(RSAHeads, "forward", dense())
+    assert relative_error(found, model(**batch).last_hidden_state[real]) < 1e-5
+    monkeypatch.setattr(RSAHeads, "forward", dense(shift=1))
+    assert relative_error(found, model(**batch).last_hidden_state[real]) > 1e-2
+
+
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
+@pytest.mark.parametrize("family", DECODERS)
+@torch.no_grad()
+def test_pieces_behind_a_cache_give_the_same_logits(family, pieces):
+    model = patch_model(build_language_model(family), NAMED)
+    assert difference(model, padded_batch(), pieces, DynamicCache(config=model.config)) < 1e-5
+
+
+def test_a_model_is_as_it_was_after_unpatching():
+    model = build("llama")
+    before = state_of(model)
+    assert_same_state(unpatch_model(patch_model(model, NAMED)), before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_shut_gates_change_no_bit(family):
+    model, batch = build(family), padded_inputs(family)
+    plain = model(**batch).last_hidden_state
+    shut = [HeadConfig(**{**vars(head), "gate": 0.0}) for head in HEADS]
+    assert torch.equal(patch_model(model, RSAConfig(heads=shut))(**batch).last_hidden_state, plain)
+
+
+def test_parameters_start_where_the_plan_says():
+    model = patch_model(build("gpt2"), NAMED)
+    found = [(i, head) for i, layer in enumerate(rsa_report(model).layers) for head in layer.heads]
+    for asked, (layer, head) in zip(HEADS, found, strict=True):
+        assert (layer, head.head, head.kind, head.dilation) == (asked.layer, asked.head, asked.kind, asked.dilation)
+        assert (head.decay, head.gate) == pytest.approx((asked.decay, asked.gate), rel=1e-5)
+        assert head.theta is None if asked.kind == "regular" else head.theta == pytest.approx(asked.theta, rel=1e-5)
+
+
+@torch.no_grad()
+def test_a_saved_model_has_the_same_heads(tmp_path):
+    model, batch = patch_model(build_language_model("llama"), NAMED), padded_inputs("llama")
+    model.model.layers[0].self_attn.rsa.mu += 0.05
+    model.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())["rsa"]
+    assert content["format_version"] == 2  # which rsa_hf 0.1 refuses
+    assert set(content["plan"]) == {"layers", "causal", "parameter_scale", "heads"}
+    for auto in (AutoModelForCausalLM, AutoModel):
+        loaded = auto.from_pretrained(tmp_path)
+        expected = model(**batch)[0] if auto is AutoModelForCausalLM else model.model(**batch)[0]
+        assert torch.equal(loaded(**batch)[0], expected)
+        assert patch_model(loaded, NAMED) is loaded
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rsa: rsa.update(format_version=1), "format_version 1, but its plan names single heads"),
+        (lambda rsa: rsa.update(plan={"num_regular": 1}), "format_version 2, but its plan does not name"),
+        (lambda rsa: rsa["plan"]["heads"].pop(), "the heads are in layers"),
+        (lambda rsa: rsa["plan"]["heads"][0].update(head=8), "layer 0 has 8 attention heads|8 heads"),
+        (lambda rsa: rsa["plan"]["heads"][0].update(kind="cos"), "eta has shape"),
+    ],
+)
+def test_a_damaged_plan_is_refused(tmp_path, change, message):
+    patch_model(build("llama"), NAMED).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    content = json.loads(file.read_text())
+    change(content["rsa"])
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        AutoModel.from_pretrained(tmp_path)(**padded_inputs("llama"))
+
+
+@pytest.mark.parametrize("method", [None, LoraConfig(r=2, target_modules=["q_proj"])])
+def test_an_adapter_of_named_heads_loads_on_the_plain_model(tmp_path, method):
+    base, batch = build_language_model("llama"), padded_inputs("llama")
+    model = rsa_hf.peft.get_peft_model(copy.deepcopy(base), method, rsa_config=NAMED).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.02
+    model.save_pretrained(tmp_path)
+    loaded = rsa_hf.peft.load(base, tmp_path)
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+
+
+@pytest.mark.parametrize("config", [RSAConfig(heads=()), {"heads": []}])
+def test_a_plan_without_heads_leaves_a_model_plain(config, caplog):
+    model = build("gpt2")
+    before = state_of(model)
+    assert patch_model(model, config) is model
+    assert not is_patched(model)
+    assert_same_state(model, before)
+    assert "stays as it is, without recurrence" in caplog.text
+    patch_model(model, NAMED)
+    with pytest.raises(ValueError, match="patched already"):
+        patch_model(model, config)
+
+
+def test_a_gate_that_starts_open_or_shut_is_finite_in_the_model():
+    heads = [HeadConfig(0, 0, "regular", 0.5, gate=1.0), HeadConfig(0, 1, "regular", 0.5, gate=0.0)]
+    model = patch_model(build("gpt2"), RSAConfig(heads=heads))
+    assert [head.gate for head in rsa_report(model).layers[0].heads] == [1.0, 0.0]
+    assert bool(model(**padded_inputs("gpt2")).last_hidden_state.isfinite().all())
