@@ -16,6 +16,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rsa_hf.calibration import calibrate
     from rsa_hf.config import HeadConfig, RSAConfig
     from rsa_hf.heads import RSAHeads
     from rsa_hf.ops import rem_product
@@ -30,6 +31,7 @@ __all__ = [
     "HeadConfig",
     "RSAConfig",
     "RSAHeads",
+    "calibrate",
     "is_patched",
     "param_groups",
     "patch_model",
@@ -43,6 +45,7 @@ _MODULES = {
     "HeadConfig": "rsa_hf.config",
     "RSAConfig": "rsa_hf.config",
     "RSAHeads": "rsa_hf.heads",
+    "calibrate": "rsa_hf.calibration",
     "is_patched": "rsa_hf.patching",
     "param_groups": "rsa_hf.training.optimizer",
     "patch_model": "rsa_hf.patching",

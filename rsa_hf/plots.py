@@ -16,7 +16,7 @@ from torch import nn
 from rsa_hf.rem import lag_weights
 from rsa_hf.report import HeadReport, LayerReport, RSAReport, rsa_report
 
-__all__ = ["panels", "plot_rem", "plot_training_curves"]
+__all__ = ["heatmap", "panels", "plot_rem", "plot_training_curves"]
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -115,6 +115,33 @@ def plot_training_curves(
         axes.set_ylabel(ylabel)
         axes.set_title(title, loc="left", fontsize=10.5)
         axes.legend()
+
+
+def heatmap(
+    rows: Sequence[Sequence[float]], marks: Mapping[tuple[int, int], str], path: str | Path, title: str
+) -> None:
+    """Draw numbers of heads, a row per layer, in colours that are white at 0.
+
+    Args:
+        rows: one list per layer, all of one length; NaN where a layer has no such head.
+        marks: texts for (layer, head).
+        path: the file, usually a `.png`; its folder is created.
+        title: the title.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    largest = max((abs(number) for row in rows for number in row if not math.isnan(number)), default=1.0)
+    with _figure(path, 1.6 + 0.42 * len(rows[0]), 1.2 + 0.24 * len(rows)) as figure:
+        axes = figure.subplots()
+        drawn = axes.imshow(rows, cmap="RdBu", vmin=-largest, vmax=largest, aspect="auto")
+        for (layer, head), text in marks.items():
+            axes.text(head, layer, text, ha="center", va="center", fontsize=6)
+        axes.grid(visible=False)
+        axes.set_xlabel("head")
+        axes.set_ylabel("layer")
+        axes.set_title(title, loc="left", fontsize=8)
+        figure.colorbar(drawn)
 
 
 @contextmanager

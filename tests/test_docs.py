@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config
 
 from families import CONFIGS
 from rsa_hf import cli, is_patched
@@ -20,6 +20,7 @@ TEXTS = {file.name: file.read_text(encoding="utf-8") for file in (README, *sorte
 # Replacements for downloads and long training runs.
 STAND_INS = {
     '"microsoft/codebert-base"': "{codebert!r}",
+    '"openai-community/gpt2"': "{gpt2!r}",
     'DefectDataConfig(source="hub", ': "DefectDataConfig(max_train_examples=8, max_eval_examples=4, ",
     'TrainingArguments("outputs/trainer")': 'TrainingArguments("outputs/trainer", max_steps=2, report_to="none")',
 }
@@ -59,6 +60,17 @@ def codebert(data_folder, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def gpt2(data_folder, tmp_path_factory):
+    """A tiny GPT-2 with the real vocabulary."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    tokenizer = AutoTokenizer.from_pretrained(data_folder / "tokenizers" / "gpt2")
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=256)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def run_command(words, monkeypatch):
     monkeypatch.setattr("sys.argv", words)
     with pytest.raises(SystemExit) as end:
@@ -68,19 +80,21 @@ def run_command(words, monkeypatch):
 
 @pytest.mark.slow  # builds the embedded data, trains and exports
 @pytest.mark.parametrize("page", RUN)
-def test_the_code_of_a_page_runs_in_order(page, codebert, tmp_path, monkeypatch, hub):
+def test_the_code_of_a_page_runs_in_order(page, codebert, gpt2, tmp_path, monkeypatch, hub):
     code = "\n".join(blocks(page, "python"))
     if "torch.onnx" in code:
         pytest.importorskip("onnxscript", reason="ONNX export needs onnxscript: pip install 'rsa_hf[onnx]'")
     monkeypatch.chdir(tmp_path)
     for old, new in STAND_INS.items():
-        code = code.replace(old, new.format(codebert=str(codebert)))
+        code = code.replace(old, new.format(codebert=str(codebert), gpt2=str(gpt2)))
+    (tmp_path / "corpus.txt").write_text((ROOT / "README.md").read_text(encoding="utf-8") * 4)
     names: dict = {}
     exec(compile(code, page, "exec"), names)
     # Then the page's commands. The next test has those that train.
     for words in commands(page):
         if words[0] == "rsa-hf" and words[1] not in (*TRAINING, "run"):
-            run_command([word.replace("microsoft/codebert-base", str(codebert)) for word in words], monkeypatch)
+            models = {"microsoft/codebert-base": codebert, "openai-community/gpt2": gpt2}
+            run_command([str(models.get(word, word)) for word in words], monkeypatch)
     CHECKS.get(page, lambda names, folder: None)(names, tmp_path)
 
 
@@ -94,6 +108,11 @@ def check_readme(names, folder):
 def check_concepts(names, folder):
     assert names["config"].num_dilated_cyclical_pairs == 2
     assert names["suggested_dilation"](names["series"]) == 24
+
+
+def check_calibrate(names, folder):
+    assert names["calibration"].num_rows == 16
+    assert (folder / "outputs" / "calibration.png").stat().st_size > 1000
 
 
 def check_training(names, folder):
@@ -124,6 +143,7 @@ def check_models(names, folder):
 CHECKS = {
     "README.md": check_readme,
     "concepts.md": check_concepts,
+    "calibrate.md": check_calibrate,
     "training.md": check_training,
     "peft.md": check_peft,
     "hub.md": check_hub,
@@ -181,6 +201,7 @@ def test_the_pages_show_every_command():
     shown = {words[1] for page in TEXTS for words in commands(page) if words[0] == "rsa-hf"}
     assert shown == {
         "patch",
+        "calibrate",
         "inspect",
         "train",
         "evaluate",

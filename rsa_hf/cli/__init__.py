@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import typer
 
+from rsa_hf.cli.calibrate import calibrate
 from rsa_hf.cli.card import card
 from rsa_hf.cli.common import WITH_SETTINGS, exit_on_error
 from rsa_hf.cli.convert import convert_transformer_xl
@@ -26,7 +27,7 @@ from rsa_hf.cli.train import train
 __all__ = ["main"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (patch, inspect, card, push, convert_transformer_xl, doctor, reproduce):
+for command in (patch, calibrate, inspect, card, push, convert_transformer_xl, doctor, reproduce):
     app.command()(command)
 app.command(**WITH_SETTINGS)(search_heads)
 app.command(**PASS_THROUGH)(run)

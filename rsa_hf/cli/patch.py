@@ -9,7 +9,7 @@ import typer
 
 from rsa_hf.cli.common import UserError, install_hooks, load_checkpoint, user_input
 
-__all__ = ["patch"]
+__all__ = ["patch", "require_new", "save_tokenizer"]
 
 
 def patch(
@@ -27,8 +27,7 @@ def patch(
 
     Example: rsa-hf patch openai-community/gpt2 outputs/gpt2-rsa --plan "{num_cyclical_pairs: 2, gate_init: -3}"
     """
-    if out.exists() and not (out.is_dir() and (overwrite or not any(out.iterdir()))):
-        raise UserError(f"{out} exists and is not an empty folder. Choose another one, or give --overwrite.")
+    require_new(out, overwrite)
     install_hooks()
     from rsa_hf.config import RSAConfig
     from rsa_hf.patching import is_patched, patch_model
@@ -44,11 +43,21 @@ def patch(
         patch_model(model, config)
     with user_input(), storage_errors(out):
         model.save_pretrained(out)
-        tokenizer = _save_tokenizer(base, out)
+        tokenizer = save_tokenizer(base, out)
     report = rsa_report(model)
     print(f"{len(report.layers)} layers patched, {report.num_parameters} RSA parameters; written: {out}")
     if not tokenizer:
         print(f"{base} has no tokenizer to save.")
+
+
+def require_new(out: Path, overwrite: bool) -> None:
+    """Check that a checkpoint can be written into a folder.
+
+    Raises:
+        UserError: it exists and is not an empty folder.
+    """
+    if out.exists() and not (out.is_dir() and (overwrite or not any(out.iterdir()))):
+        raise UserError(f"{out} exists and is not an empty folder. Choose another one, or give --overwrite.")
 
 
 def _read(plan: str) -> Any:
@@ -67,7 +76,8 @@ def _read(plan: str) -> Any:
     return content["rsa"] if isinstance(content, dict) and "rsa" in content else content
 
 
-def _save_tokenizer(base: str, out: Path) -> bool:
+def save_tokenizer(base: str, out: Path) -> bool:
+    """Save the tokenizer of a model into a folder; False if it has none."""
     from transformers import AutoTokenizer
 
     from rsa_hf.utils.locate import locate

@@ -1,6 +1,7 @@
 """rsa-hf: the effect and the exit code of each command, the messages for mistakes, and tracebacks for faults."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,17 +12,18 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config
 
 import rsa_hf.integration
-from families import CONFIGS, FULL_PLAN, build
+from families import CONFIGS, FULL_PLAN, build, build_language_model
 from hub_stand_in import TOKEN, USER
 from rsa_hf import RSAHeads, cli, is_patched, patch_model, rsa_report
+from rsa_hf.calibration import procedure
 from rsa_hf.hub.card import read_facts
 
 ROOT = Path(__file__).parents[2]
 RSA_HF = [sys.executable, "-c", "import sys; sys.argv[0] = 'rsa-hf'; from rsa_hf.cli import main; main()"]
-COMMANDS = ["patch", "inspect", "card", "push", "doctor", "reproduce"]
+COMMANDS = ["patch", "calibrate", "inspect", "card", "push", "doctor", "reproduce"]
 
 
 @pytest.fixture
@@ -78,6 +80,57 @@ def test_a_mistake_in_a_patch_exits_with_2_and_writes_nothing(run, tmp_path, mon
     assert err.startswith("error: ")
     assert words in err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def language_model(tmp_path, data_folder):
+    """The folder of a tiny GPT-2 with its tokenizer, and a text."""
+    AutoTokenizer.from_pretrained(data_folder / "tokenizers" / "gpt2").save_pretrained(tmp_path / "base")
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    (tmp_path / "text.txt").write_text((ROOT / "README.md").read_text(encoding="utf-8"))
+    return tmp_path / "base", "--text", tmp_path / "text.txt", "--length", 32
+
+
+def test_calibrate_saves_what_it_has_found(run, tmp_path, language_model, monkeypatch):
+    base, *options = language_model
+    monkeypatch.setattr(procedure, "choose", lambda *_: [(0, 3, 2), (1, 1, 40)])
+    monkeypatch.setattr(procedure, "CERTAIN", -math.inf)
+    code, out, _ = run("calibrate", base, tmp_path / "out", *options, "--rows", 12)
+    assert code == 0
+    assert " heads; the loss of 12 rows" in out
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    content = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    assert loaded.config.rsa["plan"]["heads"] == content["config"]["heads"]
+    assert {(head["layer"], head["head"]) for head in content["config"]["heads"]} <= {(0, 3), (1, 1)}
+    assert read_facts(tmp_path / "out").scores["calibration"]["loss, plain"] == pytest.approx(content["loss"])
+    assert {"tokenizer.json", "calibration.png"} <= {file.name for file in (tmp_path / "out").iterdir()}
+
+
+def test_calibrate_writes_nothing_where_it_finds_nothing(run, tmp_path, language_model, monkeypatch):
+    base, *options = language_model
+    monkeypatch.setattr(procedure, "choose", lambda *_: [])
+    code, out, _ = run("calibrate", base, tmp_path / "out", *options)
+    assert code == 0
+    assert out.startswith("no heads: the loss of 16 rows")
+    assert out.endswith(f"nothing is written to {tmp_path / 'out'}\n")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_mistake_in_a_calibration_exits_with_2(run, tmp_path, language_model):
+    base, *options = language_model
+    for more, words in (
+        (["--rows", 4], "4 rows, but at least 12"),
+        (["--rows", 10_000], "too few for --rows 10000 of --length 32"),
+        (["--text", tmp_path / "absent"], "absent"),
+    ):
+        code, out, err = run("calibrate", base, tmp_path / "out", *options, *more)
+        assert (code, out) == (2, "")
+        assert words in err
+    patched = patch_model(build_language_model("gpt2"), FULL_PLAN)
+    patched.save_pretrained(base)
+    code, _, err = run("calibrate", base, tmp_path / "out", *options)
+    assert code == 2 and "patched already" in err
 
 
 def test_inspect_prints_the_report_as_text_json_and_picture(run, patched, tmp_path):

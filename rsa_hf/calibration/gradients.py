@@ -1,0 +1,225 @@
+"""First-order effects of recurrence: how the loss changes with the weight of each lag, of every head, in every row.
+
+An RSA head adds P V to attention's output A with a gate g (paper, eq. 4), out = (1 − g) A + g P V, where
+P[t, s] = f(t − s). With G = ∂loss/∂out, as one backward pass gives it for all heads,
+
+    ∂loss/∂g = Σ_τ f(τ) c(τ) − d,    c(τ) = Σ_t ⟨G_t, V_{t−τ}⟩,    d = Σ_t ⟨G_t, A_t⟩.
+
+c and d do not depend on f. So one pass tells the derivatives for every REM and, by the chain rule, for its rates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
+
+from rsa_hf.config import LayerConfig, RSAConfig
+from rsa_hf.heads import RSAHeads, heads_of
+from rsa_hf.ops.mask import AttentionMask, boolean_mask, lags
+from rsa_hf.patching import patch_model, unpatch_model
+from rsa_hf.rem import working_dtype
+
+__all__ = ["Gradients", "ProbedModel", "lag_products"]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What one pass over N rows says of each layer. Sums over rows are derivatives of the mean loss, times N.
+
+    Attributes:
+        lags: c(τ) of each layer, [N, H, S]; S is the length of its longest row.
+        attention: d of each layer, [N, H].
+        loss: the mean loss.
+    """
+
+    lags: list[Tensor]
+    attention: list[Tensor]
+    loss: float
+
+
+class ProbedModel:
+    """A model whose self-attention layers can be given RSA heads and asked for gradients; as it was on exit.
+
+    Args:
+        model: an unpatched model that returns a loss.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def __enter__(self) -> ProbedModel:
+        model = self.model
+        self._training = {module: module.training for module in model.modules()}
+        self._trainable = {parameter: parameter.requires_grad for parameter in model.parameters()}
+        patch_model(model, RSAConfig(num_regular=1, gate_init=-math.inf))
+        attention = [model.base_model.get_submodule(name) for name in model.config.rsa["modules"]]
+        self.probes = []
+        for module in attention:
+            heads = heads_of(module)
+            assert heads is not None
+            module.rsa = _Probe(heads.plan)
+            self.probes.append(module.rsa)
+        model.eval().requires_grad_(False)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        unpatch_model(self.model)
+        for module, was_training in self._training.items():
+            module.training = was_training
+        for parameter, was_trainable in self._trainable.items():
+            parameter.requires_grad_(was_trainable)
+
+    @property
+    def directions(self) -> list[bool]:
+        """Whether the REMs of each layer are masked; known after a pass."""
+        return [probe.causal for probe in self.probes]
+
+    def set_heads(self, config: RSAConfig) -> None:
+        """Give the layers the heads of a plan that names them, and no others."""
+        for probe in self.probes:
+            probe.current = None
+        assert config.layers is not None
+        for layer, plan in zip(config.layers, config.layer_plans([None] * len(config.layers)), strict=True):
+            self.probes[layer].current = RSAHeads(plan).to(self.model.device)
+
+    def gradients(self, batches: Iterable[Mapping[str, Any]]) -> Gradients:
+        """Run each batch forward and backward."""
+        by_batch, losses, rows = [], [], []
+        for batch in batches:
+            for probe in self.probes:
+                probe.found = []
+            loss = self._loss(batch)
+            loss.backward()
+            losses.append(float(loss.detach()))
+            rows.append(num_rows(batch))
+            by_batch.append([_added(probe.found, rows[-1]) for probe in self.probes])
+        layers = list(zip(*by_batch, strict=True))
+        return Gradients(
+            [_padded([count * lags for count, (lags, _) in zip(rows, layer, strict=True)]) for layer in layers],
+            [torch.cat([count * d for count, (_, d) in zip(rows, layer, strict=True)]) for layer in layers],
+            sum(count * loss for count, loss in zip(rows, losses, strict=True)) / sum(rows),
+        )
+
+    @torch.no_grad()
+    def losses(self, batches: Iterable[Mapping[str, Any]]) -> Tensor:
+        """The loss of each row, [N]."""
+        return torch.tensor([float(self._loss(row)) for batch in batches for row in rows_of(batch)])
+
+    def _loss(self, batch: Mapping[str, Any]) -> Tensor:
+        on_device = {key: x.to(self.model.device) if isinstance(x, Tensor) else x for key, x in batch.items()}
+        loss: Tensor | None = getattr(self.model(**on_device), "loss", None)
+        if loss is None:
+            raise ValueError(
+                f"{type(self.model).__name__} gives no loss for batches with {', '.join(batch)}: they need labels, "
+                "and the model a head that computes a loss."
+            )
+        if not bool(torch.isfinite(loss)):
+            raise ValueError(f"the model's loss on a batch is {float(loss)}: there is nothing to calibrate on.")
+        return loss
+
+
+def num_rows(batch: Mapping[str, Any]) -> int:
+    """The number of rows of a batch: the first dimension of its first tensor."""
+    return next(len(value) for value in batch.values() if isinstance(value, Tensor))
+
+
+def rows_of(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Batches of one row each."""
+    count = num_rows(batch)
+    for row in range(count):
+        yield {
+            key: value[row : row + 1] if isinstance(value, Tensor) and len(value) == count else value
+            for key, value in batch.items()
+        }
+
+
+def _added(found: list[tuple[Tensor, Tensor]], rows: int) -> tuple[Tensor, Tensor]:
+    """The sums over all calls of a layer in one batch."""
+    lags, attention = _padded([lags for lags, _ in found]), torch.cat([d for _, d in found])
+    return lags.unflatten(0, (-1, rows)).sum(0), attention.unflatten(0, (-1, rows)).sum(0)
+
+
+def _padded(lags: list[Tensor]) -> Tensor:
+    longest = max(x.shape[-1] for x in lags)
+    return torch.cat([F.pad(x, (0, longest - x.shape[-1])) for x in lags])
+
+
+class _Probe(RSAHeads):
+    """An `rsa` child that records c and d in the backward pass, with RSA heads of its own or without.
+
+    Args:
+        plan: any plan for the layer.
+    """
+
+    def __init__(self, plan: LayerConfig) -> None:
+        super().__init__(plan)
+        self.current: RSAHeads | None = None
+        self.anchor = torch.zeros((), requires_grad=True)  # so that there is a gradient if all weights are frozen
+        self.found: list[tuple[Tensor, Tensor]] = []
+        self.causal = True  # as the mask of the last call
+
+    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+        """Equation 4 for the current heads."""
+        self.causal = mask.causal
+        output = attention if self.current is None else self.current(attention, value, mask)
+        if not torch.is_grad_enabled():
+            return output
+        recorded: Tensor = _Record.apply(output, self.anchor, attention, value, mask, self.found)  # type: ignore[no-untyped-call]
+        return recorded
+
+
+class _Record(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        anchor: Tensor,
+        attention: Tensor,
+        value: Tensor,
+        mask: AttentionMask,
+        found: list[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        ctx.save_for_backward(attention, value)
+        ctx.mask, ctx.found = mask, found
+        return output.view_as(output)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        attention, value = ctx.saved_tensors
+        dtype = working_dtype(value)
+        by_attention = (grad.to(dtype) * attention.to(dtype)).sum((1, 3))
+        ctx.found.append((lag_products(grad.to(dtype), value.to(dtype), ctx.mask), by_attention))
+        return grad, None, None, None, None, None
+
+
+def lag_products(grad: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+    """c(τ) = Σ_t ⟨G_t, V_s⟩ over the keys s at lag τ that query t sees, in either direction if REMs are unmasked.
+
+    Args:
+        grad: G, [B, T, H, D].
+        value: V, [B, Hv, S, D].
+        mask: which keys each query sees.
+
+    Returns:
+        [B, H, S], 0 at lag 0.
+    """
+    B, _, H, _ = grad.shape
+    S, shared = value.shape[2], grad.shape[2] // value.shape[1]
+    tau = lags(mask, value.device)
+    tau = tau.clamp(min=0) if mask.causal else tau.abs()
+    visible = boolean_mask(mask, lags(mask, value.device)).expand(B, -1, -1, -1) & (tau > 0)
+    products = grad.new_zeros(B, H, S)
+    # Row by row: all products at once would take as much memory as attention written out.
+    for row in range(B):
+        keys = torch.where(visible[row].any(-2)[..., None], value[row].repeat_interleave(shared, 0), 0)
+        both = torch.where(visible[row], grad[row].transpose(0, 1) @ keys.mT, 0)
+        products[row].index_add_(1, tau.flatten(), both.flatten(1))
+    return products

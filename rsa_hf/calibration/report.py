@@ -1,0 +1,98 @@
+"""What a calibration has found: the plan, a table, and a heatmap of all heads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rsa_hf.config import HeadConfig, RSAConfig
+from rsa_hf.plots import heatmap
+from rsa_hf.utils.text import format_table
+
+__all__ = ["CalibratedHead", "Calibration"]
+
+
+@dataclass(frozen=True)
+class CalibratedHead:
+    """A head that was chosen.
+
+    Attributes:
+        config: the head in the plan.
+        derivative: of the loss with respect to the share g · Σ |f(τ)| of its REM, in the plain model.
+        certainty: by how many standard errors the derivative is below zero.
+        expected_gain: by how much the loss would fall, were it quadratic in the share and other heads as they are.
+    """
+
+    config: HeadConfig
+    derivative: float
+    certainty: float
+    expected_gain: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The outcome of a calibration; `print` shows a table.
+
+    Attributes:
+        config: the plan; it names no heads if no gain was shown.
+        heads: the heads of the plan.
+        derivatives: of every layer, and of every head in it, the derivative of the loss with respect to the share of
+            its best REM.
+        num_rows: number of rows.
+        loss: the plain model's mean loss.
+        gain: by how much the mean loss of rows falls with heads that were chosen without them.
+        gain_error: standard error of the gain, over rows.
+    """
+
+    config: RSAConfig
+    heads: tuple[CalibratedHead, ...]
+    derivatives: tuple[tuple[float, ...], ...]
+    num_rows: int
+    loss: float
+    gain: float
+    gain_error: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain lists and numbers, for JSON."""
+        return {**asdict(self), "config": self.config.to_dict()}
+
+    def plot(self, path: str | Path) -> None:
+        """Draw a heatmap, layers × heads, of the derivatives; chosen heads are marked with their gates.
+
+        Args:
+            path: the file, usually a `.png`; its folder is created.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        widest = max(map(len, self.derivatives))
+        rows = [[*of_layer, *[math.nan] * (widest - len(of_layer))] for of_layer in self.derivatives]
+        marks = {(head.config.layer, head.config.head): f"{head.config.gate:.2f}" for head in self.heads}
+        heatmap(rows, marks, path, "derivative of the loss by the share of the best REM; gates of chosen heads")
+
+    def __str__(self) -> str:
+        if not self.heads:
+            return self.verdict
+        rows = [
+            ("layer", "head", "REM", "d", "decay", "theta", "gate", "derivative", "standard errors", "expected gain")
+        ]
+        for head in self.heads:
+            config = head.config
+            angle = "" if config.kind == "regular" else f"{config.theta:+.3f}"
+            rem = (config.kind, str(config.dilation), f"{config.decay:+.2f}", angle, f"{config.gate:.4f}")
+            found = (f"{head.derivative:+.4f}", f"{-head.certainty:.1f}", f"{head.expected_gain:.4f}")
+            rows.append((str(config.layer), str(config.head), *rem, *found))
+        return f"{format_table(rows)}\n{self.verdict}"
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in a sentence."""
+        checked = (
+            f"the loss of {self.num_rows} rows, {self.loss:.4f}, falls by {self.gain:.4f} ± {self.gain_error:.4f} "
+            "(standard error) with heads that were chosen without them"
+        )
+        if self.heads:
+            return f"{len(self.heads)} heads; {checked}"
+        return f"no heads: {checked}, which is not enough to be shown"

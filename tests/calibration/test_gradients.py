@@ -1,0 +1,173 @@
+"""First-order effects of recurrence, against finite differences of the loss in float64."""
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from families import widen
+from rsa_hf import HeadConfig, RSAConfig, is_patched, patch_model
+from rsa_hf.calibration import choice, gradients
+from rsa_hf.calibration.choice import score
+from rsa_hf.calibration.dictionary import DICTIONARY, Rem, unit_weights
+from rsa_hf.calibration.gradients import ProbedModel
+from rsa_hf.rem import rem_matrix
+
+VOCAB, T, H = 31, 12, 4
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": H,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+REMS = {
+    "regular": Rem("regular", 0.8, 0.0, 1),
+    "negative": Rem("regular", -0.6, 0.0, 1),
+    "cos": Rem("cos", 0.85, torch.pi / 4, 1),
+    "sin": Rem("sin", 0.7, torch.pi / 8, 1),
+    "dilated": Rem("regular", 0.6, 0.0, 3),
+}
+STEP = 2e-3  # transformers norms in float32, so smaller steps end in rounding
+
+
+def next_token_loss(logits, labels, **_):
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def build(family, attention="sdpa"):
+    if family == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2))
+        model.loss_function = next_token_loss  # transformers' own is in float32
+    elif family == "bert":
+        model = BertForSequenceClassification(BertConfig(**SMALL, num_labels=3))
+    else:
+        config = T5Config(
+            vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=H, decoder_start_token_id=0
+        )
+        model = T5ForConditionalGeneration(config)
+    model.set_attn_implementation(attention)
+    return widen(model).double()
+
+
+def batch_of(family, rows=3):
+    ids = torch.randint(3, VOCAB, (rows, T))
+    if family == "bert":
+        mask = torch.ones_like(ids)
+        mask[0, -4:] = 0
+        return {"input_ids": ids, "attention_mask": mask, "labels": torch.randint(3, (rows,))}
+    if family == "t5":
+        return {"input_ids": ids, "labels": torch.randint(3, VOCAB, (rows, T - 3))}
+    mask = torch.ones_like(ids)
+    mask[0, -5:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask == 1, ids, -100)}
+
+
+def patched_loss(family, attention, state, heads, batch):
+    model = build(family, attention)
+    model.load_state_dict(state)
+    with torch.no_grad():
+        return float(patch_model(model, RSAConfig(heads=heads))(**batch).loss)
+
+
+def mass_of(rem, length, causal):
+    weights = rem_matrix(rem.kind, rem.decay, rem.theta, rem.dilation, query_length=length)[0, -1]
+    return float(weights.abs().sum()) * (1 if causal else 2)
+
+
+@pytest.mark.parametrize("rem", REMS.values(), ids=REMS)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+def test_scores_agree_with_finite_differences(family, attention, rem, monkeypatch):
+    monkeypatch.setattr("rsa_hf.calibration.dictionary.DICTIONARY", (rem,))
+    model, batch = build(family, attention), batch_of(family)
+    with ProbedModel(model) as probed:
+        scores = score(probed.gradients([batch]), probed.directions)
+        causal = probed.directions
+        length = [x.shape[-1] for x in probed.gradients([batch]).lags]
+    for layer, head in ((0, 1), (1, 3), (len(causal) - 1, 2)):
+        mass, losses = mass_of(rem, length[layer], causal[layer]), []
+        for share in (0.0, STEP, 2 * STEP):
+            heads = [HeadConfig(layer, head, rem.kind, rem.decay, share / mass, rem.theta, rem.dilation)]
+            losses.append(patched_loss(family, attention, model.state_dict(), heads, batch))
+        expected = (4 * losses[1] - losses[2] - 3 * losses[0]) / (2 * STEP)
+        within = {"rel": 5e-3, "abs": 1e-4}
+        assert float(scores.means[layer][head, 0]) == pytest.approx(expected, **within)
+        # Another head, and the other sign, are caught.
+        assert float(scores.means[layer][(head + 1) % H, 0]) != pytest.approx(expected, **within)
+        assert -float(scores.means[layer][head, 0]) != pytest.approx(expected, **within)
+
+
+def test_scores_of_a_model_with_heads_agree_with_finite_differences(monkeypatch):
+    rem, other = REMS["regular"], HeadConfig(0, 2, "cos", 0.9, 0.4, theta=0.5)
+    monkeypatch.setattr("rsa_hf.calibration.dictionary.DICTIONARY", (rem,))
+    model, batch = build("llama"), batch_of("llama")
+
+    def head(gate):
+        return HeadConfig(1, 1, rem.kind, rem.decay, gate)
+
+    with ProbedModel(model) as probed:
+        probed.set_heads(RSAConfig(heads=[other, head(0.3)]))
+        scores = score(probed.gradients([batch]), probed.directions)
+    mass = mass_of(rem, T, True)
+    above, below = (
+        patched_loss("llama", "sdpa", model.state_dict(), [other, head(0.3 + sign * STEP)], batch) for sign in (1, -1)
+    )
+    assert float(scores.means[1][1, 0]) == pytest.approx((above - below) / (2 * STEP * mass), rel=1e-3)
+
+
+def test_rows_add_up_to_their_batches():
+    model, batch = build("llama"), batch_of("llama", rows=6)
+    batch["attention_mask"][:] = 1  # so that each row counts alike
+    batch["labels"] = batch["input_ids"]
+    halves = [{key: value[rows] for key, value in batch.items()} for rows in (slice(0, 2), slice(2, 6))]
+    with ProbedModel(model) as probed:
+        whole, parts = probed.gradients([batch]), probed.gradients(halves)
+    assert whole.loss == pytest.approx(parts.loss, rel=1e-12)
+    for a, b in zip(whole.lags + whole.attention, parts.lags + parts.attention, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_model_is_as_it_was():
+    model, batch = build("bert").train(), batch_of("bert")
+    model.bert.embeddings.requires_grad_(False)
+    model.bert.encoder.layer[1].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    flags = [p.requires_grad for p in model.parameters()], [m.training for m in model.modules()]
+    model(**batch)  # which writes `problem_type` into the config
+    config = model.config.to_dict()
+    with pytest.raises(ValueError, match="gives no loss"), ProbedModel(model) as probed:
+        probed.gradients([batch, {"input_ids": batch["input_ids"]}])
+    assert not is_patched(model)
+    assert model.config.to_dict() == config
+    assert ([p.requires_grad for p in model.parameters()], [m.training for m in model.modules()]) == flags
+    assert all(p.grad is None for p in model.parameters())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_unit_weights_are_a_row_of_dense_p_scaled_to_unit_mass():
+    weights, mass = unit_weights(40)
+    assert len(weights) == len(DICTIONARY)
+    for found, scale, rem in zip(weights, mass, DICTIONARY, strict=True):
+        row = rem_matrix(
+            rem.kind, torch.tensor([rem.decay], dtype=torch.float64), rem.theta, rem.dilation, query_length=40
+        )[0, -1]
+        torch.testing.assert_close(found * scale, row.flip(0), rtol=1e-6, atol=1e-12)
+        assert float(found.abs().sum()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_rems_that_reach_nothing_score_nothing(length):
+    found = gradients.Gradients([torch.ones(4, 2, length)], [torch.ones(4, 2)], 1.0)
+    scores = choice.score(found, [True])
+    assert bool(scores.of_rows[0].isfinite().all())
+    assert bool((scores.of_rows[0][..., scores.masses[0] == 0] == 0).all())

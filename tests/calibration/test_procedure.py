@@ -1,0 +1,173 @@
+"""Calibration as a whole: a planted head is found, noise is not, and bad input leaves the model as it was."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+from model_state import assert_same_state, state_of
+from rsa_hf import HeadConfig, RSAConfig, calibrate, is_patched, patch_model, unpatch_model
+from rsa_hf.calibration import choice, procedure, run_calibration
+
+VOCAB, T, H = 23, 24, 4
+PLANTED = HeadConfig(1, 2, "regular", decay=0.5, gate=0.35)
+
+
+def language_model():
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=H, n_positions=T, resid_pdrop=0, bos_token_id=0)
+    return GPT2LMHeadModel(config).eval()
+
+
+@pytest.fixture(scope="module")
+def shifted():
+    """A model of uniform attention that was trained with a token shift on one head, which is then taken away."""
+    model = patch_model(language_model(), RSAConfig(heads=[PLANTED]))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("rsa" not in name)
+        if "c_attn.weight" in name:
+            is_value = torch.arange(3 * 32) >= 2 * 32
+            parameter.data *= is_value  # no queries and keys
+            parameter.register_hook(lambda grad, kept=is_value: grad * kept)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    for _ in range(250):
+        ids = text(32)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return unpatch_model(model.eval())
+
+
+def text(rows):
+    """Each token follows from one of those before the last, the one at lag τ with a probability ∝ λ^τ."""
+    ids = torch.randint(VOCAB, (rows, T))
+    lags = torch.distributions.Geometric(1 - PLANTED.decay).sample((rows, T)).long() + 1
+    for t in range(2, T):
+        source = (t - 1 - lags[:, t]).clamp(min=0)
+        ids[:, t] = (ids.gather(1, source[:, None])[:, 0] + 1) % VOCAB
+    return ids
+
+
+def batches(rows=48, size=16):
+    return [{"input_ids": ids, "labels": ids} for ids in text(rows).split(size)]
+
+
+def test_a_planted_token_shift_is_found_at_its_head_with_its_rate(shifted):
+    torch.manual_seed(1)
+    found = run_calibration(shifted, batches(256), max_rows=256, progress=False)
+    assert found.heads
+    surest = max(found.heads, key=lambda head: head.certainty)
+    assert (surest.config.layer, surest.config.head, surest.config.kind) == (1, 2, "regular")
+    assert surest.config.decay == pytest.approx(PLANTED.decay, abs=0.11)
+    assert not is_patched(shifted)
+    fresh = batches()
+    plain, model = loss(shifted, fresh), patch_model(copy.deepcopy(shifted), found.config)
+    assert plain - loss(model, fresh) > found.gain / 2 > 0
+
+
+@pytest.mark.parametrize("broken", ["another head", "the other sign"])
+def test_a_broken_score_loses(shifted, broken, monkeypatch):
+    torch.manual_seed(1)
+    original = choice.score
+
+    def score(*arguments):
+        found = original(*arguments)
+        change = (lambda x: x.roll(1, 1)) if broken == "another head" else (lambda x: -x)
+        return choice.Scores([change(rows) for rows in found.of_rows], found.masses)
+
+    given = batches()
+    right = run_calibration(shifted, given, progress=False)
+    monkeypatch.setattr(procedure, "score", score)
+    wrong = run_calibration(shifted, given, progress=False)
+    assert wrong.gain < right.gain / 2
+
+
+def loss(model, given):
+    with torch.no_grad():
+        return sum(float(model(**batch).loss) for batch in given) / len(given)
+
+
+def test_labels_that_are_noise_choose_nothing_in_95_of_100_seeds():
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=H, intermediate_size=16,
+        max_position_embeddings=16, num_labels=2,
+    )  # fmt: skip
+    model, chosen = BertForSequenceClassification(config), 0
+    for seed in range(100):
+        torch.manual_seed(seed)
+        batch = {"input_ids": torch.randint(VOCAB, (24, 8)), "labels": torch.randint(2, (24,))}
+        chosen += bool(calibrate(model, [batch], progress=False, seed=seed).heads)
+    assert chosen <= 5
+
+
+def test_the_same_seed_gives_the_same_plan(shifted):
+    given = batches()
+    first, second = (run_calibration(shifted, given, progress=False, seed=3) for _ in range(2))
+    assert first == second
+    assert len(run_calibration(shifted, given, progress=False, max_heads=1).heads) == 1
+
+
+def test_the_report_says_what_was_found(shifted, tmp_path):
+    found = run_calibration(shifted, batches(), progress=False)
+    lines = str(found).splitlines()
+    assert len(lines) == len(found.heads) + 3
+    assert lines[-1].startswith(f"{len(found.heads)} heads; the loss of 48 rows, {found.loss:.4f}, falls by")
+    assert RSAConfig.from_dict(found.to_dict()["config"]) == found.config
+    found.plot(tmp_path / "heat.png")
+    assert (tmp_path / "heat.png").stat().st_size > 1000
+    nothing = run_calibration(shifted, batches(), progress=False, false_discoveries=0.0, max_heads=0)
+    assert str(nothing).startswith("no heads: the loss of 48 rows")
+    assert nothing.config == RSAConfig(heads=())
+
+
+def endless():
+    yield from itertools.repeat(batches(4, 4)[0], 2)
+    raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (lambda: [{"input_ids": text(16)}], ValueError, "gives no loss for batches with input_ids: they need labels"),
+        (lambda: [{"input_ids": text(1), "labels": text(1)}], ValueError, "1 rows, but at least 12"),
+        (list, ValueError, "0 rows, but at least 12"),
+        (lambda: [text(16)], TypeError, "one is of type Tensor"),
+        (endless, OSError, "the disk is gone"),
+    ],
+)
+def test_batches_that_cannot_be_used_are_an_error(given, error, message):
+    model = language_model().train()
+    before, flags = state_of(model), [module.training for module in model.modules()]
+    with pytest.raises(error, match=message):
+        calibrate(model, given(), progress=False)
+    assert_same_state(model, before)
+    assert [module.training for module in model.modules()] == flags
+
+
+def test_a_model_that_cannot_be_calibrated_is_an_error():
+    model = language_model()
+    with torch.no_grad():
+        model.transformer.wte.weight[3] = torch.nan
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match="loss on a batch is nan"):
+        calibrate(model, batches(), progress=False)
+    assert not is_patched(model)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, model.parameters(), strict=True))
+    with pytest.raises(ValueError, match="patched already"):
+        calibrate(patch_model(language_model()), batches(), progress=False)
+    with pytest.raises(TypeError, match="got Linear"):
+        calibrate(torch.nn.Linear(2, 2), batches(), progress=False)
+    with pytest.raises(ValueError, match="gives no loss"):
+        calibrate(language_model().transformer, [{"input_ids": text(16)}], progress=False)
+
+
+def test_rows_are_read_up_to_the_largest_number():
+    def more():
+        yield from batches(64, 16)
+        raise AssertionError("read too far")
+
+    found = run_calibration(language_model(), more(), progress=False)
+    assert found.num_rows == 64
