@@ -10,8 +10,9 @@ c and d do not depend on f. So one pass tells the derivatives for every REM and,
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,10 @@ from rsa_hf.patching import patch_model, unpatch_model
 from rsa_hf.rem import working_dtype
 
 __all__ = ["Gradients", "ProbedModel", "lag_products"]
+
+
+HEAD_RATE = 1e-3
+KNOWS_LITTLE = 0.95  # share of the loss of a constant guess
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,12 @@ class ProbedModel:
             module.rsa = _Probe(heads.plan)
             self.probes.append(module.rsa)
         model.eval().requires_grad_(False)
+        self._trained_head: dict[Tensor, Tensor] = {}
         return self
 
     def __exit__(self, *error: Any) -> None:
+        for parameter, value in self._trained_head.items():
+            parameter.data.copy_(value)
         unpatch_model(self.model)
         for module, was_training in self._training.items():
             module.training = was_training
@@ -80,6 +88,45 @@ class ProbedModel:
     def directions(self) -> list[bool]:
         """Whether the REMs of each layer are masked; known after a pass."""
         return [probe.causal for probe in self.probes]
+
+    def train_head(self, batches: Sequence[Mapping[str, Any]], steps: int) -> int:
+        """Train what the model has beside its base, if it is a classifier that knows no more than the label counts.
+
+        The loss of a new head says little of the layers below it. The head is put back on exit.
+
+        Args:
+            batches: the batches to train on, in turn.
+            steps: number of steps of AdamW.
+
+        Returns:
+            The number of steps that were taken, 0 for a model that needs none.
+        """
+        if not self._guesses(batches):
+            return 0
+        base = set(self.model.base_model.parameters())
+        head = [parameter for parameter in self.model.parameters() if parameter not in base]
+        self._trained_head = {parameter: parameter.detach().clone() for parameter in head}
+        optimizer = torch.optim.AdamW([parameter.requires_grad_() for parameter in head], lr=HEAD_RATE)
+        for batch in itertools.islice(itertools.cycle(batches), steps):
+            self._loss(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        self.model.requires_grad_(False)
+        return steps
+
+    @torch.no_grad()
+    def _guesses(self, batches: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the model is a classifier whose loss is about that of a constant guess."""
+        labels = [batch.get("labels") for batch in batches]
+        is_classifier = all(isinstance(x, Tensor) and x.dim() == 1 and not x.is_floating_point() for x in labels)
+        if not is_classifier or self.model.base_model is self.model:
+            return False
+        counts = torch.cat(labels).unique(return_counts=True)[1].double()  # type: ignore[arg-type]
+        shares = counts / counts.sum()
+        guess = -float(torch.xlogy(shares, shares).sum())
+        rows = [num_rows(batch) for batch in batches]
+        loss = sum(float(self._loss(batch)) * count for batch, count in zip(batches, rows, strict=True)) / sum(rows)
+        return loss > KNOWS_LITTLE * guess
 
     def set_heads(self, config: RSAConfig) -> None:
         """Give the layers the heads of a plan that names them, and no others."""

@@ -59,6 +59,7 @@ def run_calibration(
     false_discoveries: float = 0.3,
     max_heads: int | None = None,
     max_rows: int = MOST_ROWS,
+    head_steps: int = 50,
     seed: int = 0,
     progress: bool = True,
 ) -> Calibration:
@@ -81,6 +82,8 @@ def run_calibration(
         false_discoveries: the share of the chosen heads that may be there by chance.
         max_heads: the largest number of heads; None: as many as are found.
         max_rows: the largest number of rows that are read.
+        head_steps: steps of training for the new head of a classifier: one whose loss is about that of a constant
+            guess. Its encoder is frozen meanwhile, and the head is put back afterwards.
         seed: of the random signs that say what chance does.
         progress: whether to show a progress bar.
 
@@ -100,6 +103,7 @@ def run_calibration(
     fold_of_row = torch.arange(rows) % FOLDS
     with ProbedModel(model) as probed, tqdm(total=2 + FOLDS * (STEPS + 1) + STEPS, disable=not progress) as bar:
         bar.set_description("calibrate")
+        steps = probed.train_head(read, head_steps)
         losses = probed.losses(read)
         bar.update()
         scores = score(probed.gradients(read), probed.directions)
@@ -137,6 +141,7 @@ def run_calibration(
         loss=float(losses.mean()),
         gain=gain,
         gain_error=error,
+        head_steps=steps,
     )
 
 

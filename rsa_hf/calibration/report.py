@@ -44,6 +44,7 @@ class Calibration:
         loss: the plain model's mean loss.
         gain: by how much the mean loss of rows falls with heads that were chosen without them.
         gain_error: standard error of the gain, over rows.
+        head_steps: number of steps that the new head of a classifier was trained for, before all this.
     """
 
     config: RSAConfig
@@ -53,6 +54,7 @@ class Calibration:
     loss: float
     gain: float
     gain_error: float
+    head_steps: int
 
     def to_dict(self) -> dict[str, Any]:
         """As plain lists and numbers, for JSON."""
@@ -93,6 +95,8 @@ class Calibration:
             f"the loss of {self.num_rows} rows, {self.loss:.4f}, falls by {self.gain:.4f} ± {self.gain_error:.4f} "
             "(standard error) with heads that were chosen without them"
         )
+        if self.head_steps:
+            checked += f", after the classifier's head was trained for {self.head_steps} steps"
         if self.heads:
             return f"{len(self.heads)} heads; {checked}"
         return f"no heads: {checked}, which is not enough to be shown"

@@ -171,3 +171,41 @@ def test_rows_are_read_up_to_the_largest_number():
 
     found = run_calibration(language_model(), more(), progress=False)
     assert found.num_rows == 64
+
+
+def test_the_new_head_of_a_classifier_is_trained_and_put_back():
+    """The label is the token before the last; the encoder's first layer sees it, a new head does not read it yet."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=H, intermediate_size=16,
+        max_position_embeddings=16, num_labels=2,
+    )  # fmt: skip
+    model = BertForSequenceClassification(config)
+    ids = torch.randint(VOCAB, (64, 6))
+    ids[:, 1:] = ids[:, :1]
+    given = [{"input_ids": rows, "labels": (rows[:, 0] > 11).long()} for rows in ids.split(16)]
+    model(**given[0])  # which writes `problem_type` into the config
+    before = state_of(model)
+    found = run_calibration(model, given, progress=False, head_steps=7)
+    assert found.head_steps == 7
+    assert "after the classifier's head was trained for 7 steps" in found.verdict
+    assert_same_state(model, before)
+    untrained = run_calibration(model, given, progress=False, head_steps=0)
+    assert untrained.loss > found.loss
+
+
+def test_a_head_that_knows_the_labels_is_not_trained(shifted):
+    assert run_calibration(shifted, batches(), progress=False).head_steps == 0
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=H, intermediate_size=16,
+        max_position_embeddings=16, num_labels=2,
+    )  # fmt: skip
+    model = BertForSequenceClassification(config).eval()
+    ids = torch.randint(VOCAB, (16, 6))
+    with torch.no_grad():
+        model.classifier.weight *= 1000
+        labels = model(ids).logits.sub(model(ids).logits.mean(0)).argmax(-1)
+        model.classifier.bias -= model(ids).logits.mean(0)
+    assert 0 < int(labels.sum()) < 16
+    assert run_calibration(model, [{"input_ids": ids, "labels": labels}], progress=False).head_steps == 0
