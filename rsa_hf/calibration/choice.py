@@ -16,6 +16,7 @@ which the flips find, on average, no more than the allowed share of what is foun
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -40,10 +41,15 @@ class Scores:
     of_rows: list[Tensor]
     masses: list[Tensor]
 
-    @property
+    @cached_property
     def means(self) -> list[Tensor]:
         """The derivatives, for each layer [H, P]."""
         return [rows.mean(0) for rows in self.of_rows]
+
+    @cached_property
+    def in_errors(self) -> list[Tensor]:
+        """The derivatives in standard errors, for each layer [H, P]."""
+        return self.standardised()
 
     def standardised(self, signs: Tensor | None = None) -> list[Tensor]:
         """The derivatives in standard errors, for each layer [H, P]; with the signs of rows flipped, [N].
@@ -93,7 +99,7 @@ def choose(
     Returns:
         (layer, head, place of the REM in the dictionary) of each chosen head.
     """
-    best = [z.min(-1) for z in scores.standardised()]
+    best = [z.min(-1) for z in scores.in_errors]
     found = torch.cat([lowest.values for lowest in best])
     rows = len(scores.of_rows[0])
     flips = torch.randint(0, 2, (FLIPS, rows), generator=generator) * 2.0 - 1.0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from rsa_hf.ops.mask import AttentionMask, boolean_mask, lags
 from rsa_hf.patching import patch_model, unpatch_model
 from rsa_hf.rem import working_dtype
 
-__all__ = ["Gradients", "ProbedModel", "lag_products"]
+__all__ = ["Gradients", "ProbedModel", "lag_products", "num_rows", "take_rows"]
 
 
 HEAD_RATE = 1e-3
@@ -41,12 +41,10 @@ class Gradients:
     Attributes:
         lags: c(τ) of each layer, [N, H, S]; S is the length of its longest row.
         attention: d of each layer, [N, H].
-        loss: the mean loss.
     """
 
     lags: list[Tensor]
     attention: list[Tensor]
-    loss: float
 
 
 class ProbedModel:
@@ -138,26 +136,24 @@ class ProbedModel:
 
     def gradients(self, batches: Iterable[Mapping[str, Any]]) -> Gradients:
         """Run each batch forward and backward."""
-        by_batch, losses, rows = [], [], []
+        by_batch, rows = [], []
         for batch in batches:
             for probe in self.probes:
                 probe.found = []
-            loss = self._loss(batch)
-            loss.backward()
-            losses.append(float(loss.detach()))
+            self._loss(batch).backward()
             rows.append(num_rows(batch))
             by_batch.append([_added(probe.found, rows[-1]) for probe in self.probes])
         layers = list(zip(*by_batch, strict=True))
         return Gradients(
             [_padded([count * lags for count, (lags, _) in zip(rows, layer, strict=True)]) for layer in layers],
             [torch.cat([count * d for count, (_, d) in zip(rows, layer, strict=True)]) for layer in layers],
-            sum(count * loss for count, loss in zip(rows, losses, strict=True)) / sum(rows),
         )
 
     @torch.no_grad()
     def losses(self, batches: Iterable[Mapping[str, Any]]) -> Tensor:
         """The loss of each row, [N]."""
-        return torch.tensor([float(self._loss(row)) for batch in batches for row in rows_of(batch)])
+        single = (take_rows(batch, row) for batch in batches for row in torch.arange(num_rows(batch)).split(1))
+        return torch.tensor([float(self._loss(row)) for row in single])
 
     def _loss(self, batch: Mapping[str, Any]) -> Tensor:
         on_device = {key: x.to(self.model.device) if isinstance(x, Tensor) else x for key, x in batch.items()}
@@ -173,18 +169,25 @@ class ProbedModel:
 
 
 def num_rows(batch: Mapping[str, Any]) -> int:
-    """The number of rows of a batch: the first dimension of its first tensor."""
-    return next(len(value) for value in batch.values() if isinstance(value, Tensor))
+    """The number of rows of a batch: the first dimension of its first tensor that has one.
+
+    Raises:
+        ValueError: it has no such tensor.
+    """
+    for value in batch.values():
+        if isinstance(value, Tensor) and value.dim():
+            return len(value)
+    raise ValueError(f"a batch with {', '.join(batch) or 'nothing'} in it has no tensor whose rows could be counted.")
 
 
-def rows_of(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Batches of one row each."""
+def take_rows(batch: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
+    """Some rows of a batch, by their indices; what has no row for each stays as it is."""
     count = num_rows(batch)
-    for row in range(count):
-        yield {
-            key: value[row : row + 1] if isinstance(value, Tensor) and len(value) == count else value
-            for key, value in batch.items()
-        }
+
+    def has_rows(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dim() > 0 and len(value) == count
+
+    return {key: value[rows.to(value.device)] if has_rows(value) else value for key, value in batch.items()}
 
 
 def _added(found: list[tuple[Tensor, Tensor]], rows: int) -> tuple[Tensor, Tensor]:

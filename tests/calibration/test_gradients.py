@@ -131,7 +131,6 @@ def test_rows_add_up_to_their_batches():
     halves = [{key: value[rows] for key, value in batch.items()} for rows in (slice(0, 2), slice(2, 6))]
     with ProbedModel(model) as probed:
         whole, parts = probed.gradients([batch]), probed.gradients(halves)
-    assert whole.loss == pytest.approx(parts.loss, rel=1e-12)
     for a, b in zip(whole.lags + whole.attention, parts.lags + parts.attention, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -167,7 +166,7 @@ def test_unit_weights_are_a_row_of_dense_p_scaled_to_unit_mass():
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_rems_that_reach_nothing_score_nothing(length):
-    found = gradients.Gradients([torch.ones(4, 2, length)], [torch.ones(4, 2)], 1.0)
+    found = gradients.Gradients([torch.ones(4, 2, length)], [torch.ones(4, 2)])
     scores = choice.score(found, [True])
     assert bool(scores.of_rows[0].isfinite().all())
     assert bool((scores.of_rows[0][..., scores.masses[0] == 0] == 0).all())

@@ -21,6 +21,15 @@ def language_model():
     return GPT2LMHeadModel(config).eval()
 
 
+def classifier():
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=H, intermediate_size=16,
+        max_position_embeddings=16, num_labels=2,
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
 @pytest.fixture(scope="module")
 def shifted():
     """A model of uniform attention that was trained with a token shift on one head, which is then taken away."""
@@ -90,12 +99,7 @@ def loss(model, given):
 
 
 def test_labels_that_are_noise_choose_nothing_in_95_of_100_seeds():
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=H, intermediate_size=16,
-        max_position_embeddings=16, num_labels=2,
-    )  # fmt: skip
-    model, chosen = BertForSequenceClassification(config), 0
+    model, chosen = classifier(), 0
     for seed in range(100):
         torch.manual_seed(seed)
         batch = {"input_ids": torch.randint(VOCAB, (24, 8)), "labels": torch.randint(2, (24,))}
@@ -135,6 +139,7 @@ def endless():
         (lambda: [{"input_ids": text(1), "labels": text(1)}], ValueError, "1 rows, but at least 12"),
         (list, ValueError, "0 rows, but at least 12"),
         (lambda: [text(16)], TypeError, "one is of type Tensor"),
+        (lambda: [{"labels": [1, 2]}], ValueError, "a batch with labels in it has no tensor"),
         (endless, OSError, "the disk is gone"),
     ],
 )
@@ -175,12 +180,7 @@ def test_rows_are_read_up_to_the_largest_number():
 
 def test_the_new_head_of_a_classifier_is_trained_and_put_back():
     """The label is the token before the last; the encoder's first layer sees it, a new head does not read it yet."""
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=H, intermediate_size=16,
-        max_position_embeddings=16, num_labels=2,
-    )  # fmt: skip
-    model = BertForSequenceClassification(config)
+    model = classifier()
     ids = torch.randint(VOCAB, (64, 6))
     ids[:, 1:] = ids[:, :1]
     given = [{"input_ids": rows, "labels": (rows[:, 0] > 11).long()} for rows in ids.split(16)]
@@ -196,12 +196,7 @@ def test_the_new_head_of_a_classifier_is_trained_and_put_back():
 
 def test_a_head_that_knows_the_labels_is_not_trained(shifted):
     assert run_calibration(shifted, batches(), progress=False).head_steps == 0
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=H, intermediate_size=16,
-        max_position_embeddings=16, num_labels=2,
-    )  # fmt: skip
-    model = BertForSequenceClassification(config).eval()
+    model = classifier().eval()
     ids = torch.randint(VOCAB, (16, 6))
     with torch.no_grad():
         model.classifier.weight *= 1000
