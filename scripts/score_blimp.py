@@ -30,7 +30,7 @@ from lm_eval.tasks import TaskManager
 from measuring import machine
 
 from rsa_hf import RSAConfig, patch_model, unpatch_model
-from rsa_hf.experiments.fine_tune.training import load_pretrained
+from rsa_hf.experiments.pretrained import load_pretrained
 
 PLAIN, SHUT, PATCHED = "plain", "patched, gates shut", "patched, `RSAConfig()`"
 ARMS = {PLAIN: None, SHUT: RSAConfig(gate_init=-math.inf), PATCHED: RSAConfig()}
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     arguments = parser.parse_args()
     pairs = read_pairs(arguments.data / "blimp.jsonl.xz", arguments.limit)
-    model, tokenizer = load_pretrained("smollm2", layers=0, pretraining_steps=0)  # which are for others
+    model, tokenizer = load_pretrained("smollm2")
     found = {}
     for arm, config in ARMS.items():
         if config is not None:

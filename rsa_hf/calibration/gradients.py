@@ -31,6 +31,7 @@ __all__ = ["Gradients", "ProbedModel", "lag_products", "num_rows", "take_rows"]
 
 
 HEAD_RATE = 1e-3
+IGNORED_LABEL = -100  # by transformers' losses
 KNOWS_LITTLE = 0.95  # share of the loss of a constant guess
 
 
@@ -41,10 +42,12 @@ class Gradients:
     Attributes:
         lags: c(τ) of each layer, [N, H, S]; S is the length of its longest row.
         attention: d of each layer, [N, H].
+        terms: number of terms in the loss of a row, on average: its labels other than −100.
     """
 
     lags: list[Tensor]
     attention: list[Tensor]
+    terms: float
 
 
 class ProbedModel:
@@ -136,17 +139,20 @@ class ProbedModel:
 
     def gradients(self, batches: Iterable[Mapping[str, Any]]) -> Gradients:
         """Run each batch forward and backward."""
-        by_batch, rows = [], []
+        by_batch, rows, terms = [], [], 0
         for batch in batches:
             for probe in self.probes:
                 probe.found = []
             self._loss(batch).backward()
             rows.append(num_rows(batch))
+            labels = batch.get("labels")
+            terms += int((labels != IGNORED_LABEL).sum()) if isinstance(labels, Tensor) else rows[-1]
             by_batch.append([_added(probe.found, rows[-1]) for probe in self.probes])
         layers = list(zip(*by_batch, strict=True))
         return Gradients(
             [_padded([count * lags for count, (lags, _) in zip(rows, layer, strict=True)]) for layer in layers],
             [torch.cat([count * d for count, (_, d) in zip(rows, layer, strict=True)]) for layer in layers],
+            terms / sum(rows),
         )
 
     @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,22 +12,50 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.calibration.choice import Scores, choose, score
+from rsa_hf.calibration.choice import Choice, Scores, choose, in_errors, score
 from rsa_hf.calibration.dictionary import DICTIONARY
 from rsa_hf.calibration.gradients import ProbedModel, num_rows, take_rows
 from rsa_hf.calibration.report import CalibratedHead, Calibration
 from rsa_hf.config import HeadConfig, RSAConfig
 from rsa_hf.patching import is_patched
 
-__all__ = ["calibrate", "run_calibration"]
+__all__ = ["CalibrationSettings", "calibrate", "run_calibration"]
 
 FEWEST_ROWS, MOST_ROWS = 12, 64
 FOLDS = 3  # of the check
-FIRST_SHARE = 0.06  # of a REM when its head is chosen
+FIRST_STEP = 0.25  # of a Newton step of one head, when it is chosen
 STEPS = 2  # of the shares, after the choice
-LARGEST_STEP = 0.07
 WIDEST_GATE = 0.9
 CERTAIN = 2.5  # standard errors by which the loss of held-out rows has to fall
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """How `calibrate` chooses heads.
+
+    Args:
+        false_discoveries: the share of the chosen heads that may be there by chance.
+        max_heads: the largest number of heads; None: as many as are found.
+        max_rows: the largest number of rows that are read.
+        head_steps: steps of training for the new head of a classifier: one whose loss is about that of a constant
+            guess. Its encoder is frozen meanwhile, and the head is put back afterwards.
+
+    Raises:
+        ValueError: a value is outside its range.
+    """
+
+    false_discoveries: float = 0.3
+    max_heads: int | None = None
+    max_rows: int = 64
+    head_steps: int = 50
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.false_discoveries <= 1:
+            raise ValueError(f"false_discoveries={self.false_discoveries!r}: a share from 0 to 1 is needed.")
+        for name, least in (("max_heads", 0), ("max_rows", FEWEST_ROWS), ("head_steps", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value!r}: a whole number ≥ {least} is needed.")
 
 
 def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]], **options: Any) -> RSAConfig:
@@ -113,7 +142,7 @@ def run_calibration(
             """Choose heads on some rows, given as truth values, and size their gates on these."""
             found = scores.of(chosen)
             generator = torch.Generator().manual_seed(seed)
-            shares = [_Share(found, *place) for place in choose(found, false_discoveries, max_heads, generator)]
+            shares = [_Share(each, found) for each in choose(found, false_discoveries, max_heads, generator)]
             for _ in range(STEPS if shares else 0):
                 probed.set_heads(_plan(shares))
                 now = score(probed.gradients(_some(read, chosen)), probed.directions)
@@ -130,9 +159,9 @@ def run_calibration(
             bar.update()
         gain, error = float(gains.mean()), float(gains.std()) / math.sqrt(rows)
         shares = fit(torch.ones(rows, dtype=torch.bool)) if gain > CERTAIN * error else []
-    of_best = (z.argmin(-1, keepdim=True) for z in scores.in_errors)
+    of_best = (z.argmin(-1, keepdim=True) for z in in_errors(scores.recurrence))
     best = [means.gather(1, rem)[:, 0] for means, rem in zip(scores.means, of_best, strict=True)]
-    shares.sort(key=lambda share: (share.layer, share.head))
+    shares.sort(key=lambda share: (share.chosen.layer, share.chosen.head))
     return Calibration(
         config=_plan(shares),
         heads=tuple(share.described() for share in shares),
@@ -146,39 +175,39 @@ def run_calibration(
 
 
 class _Share:
-    """The share a = g · mass of a REM on a chosen head, and where it has been."""
+    """The share a = g · mass of a REM on a chosen head, as it is moved towards where its derivative vanishes."""
 
-    def __init__(self, scores: Scores, layer: int, head: int, rem: int) -> None:
-        self.layer, self.head, self.rem = layer, head, rem
-        self.mass = float(scores.masses[layer][rem])
-        self.derivative = float(scores.means[layer][head, rem])
-        self.certainty = -float(scores.in_errors[layer][head, rem])
-        self.before, self.share = (0.0, self.derivative), self._possible(FIRST_SHARE)
+    def __init__(self, chosen: Choice, scores: Scores) -> None:
+        self.chosen = chosen
+        self.mass = float(scores.masses[chosen.layer][chosen.rem])
+        self.derivative = self._derivative(scores)
+        # All heads move at once, and change each other's derivatives: a whole step would be too far.
+        self.share = self._possible(-FIRST_STEP * self.derivative / chosen.curvature)
 
     @property
     def gate(self) -> float:
-        """G."""
+        """The gate g of eq. 4."""
         return self.share / self.mass
 
     def move(self, scores: Scores) -> None:
-        """Step towards where the derivative vanishes, by what it was at the last two shares."""
-        derivative = float(scores.means[self.layer][self.head, self.rem])
-        share_before, derivative_before = self.before
-        self.before = (self.share, derivative)
-        moved = self.share - share_before
-        rise = derivative - derivative_before
-        # A derivative that does not rise with the share would have no zero: go on as far as a step may.
-        step = -derivative * moved / rise if rise * moved > 0 else math.copysign(LARGEST_STEP, -derivative)
-        self.share = self._possible(self.share + min(max(step, -LARGEST_STEP), LARGEST_STEP))
+        """Take a secant step from the derivative without any heads and the one with all of them."""
+        derivative = self._derivative(scores)
+        rise = (derivative - self.derivative) / self.share if self.share else 0.0
+        step = -derivative / max(rise, self.chosen.curvature)
+        self.share = self._possible(self.share + min(max(step, -self.share), self.share))
 
     def described(self) -> CalibratedHead:
         """For the report. A loss that is quadratic in the share falls by half of derivative times share."""
-        return CalibratedHead(self.config(), self.derivative, self.certainty, -self.derivative * self.share / 2)
+        return CalibratedHead(self.config(), self.derivative, self.chosen.certainty, -self.derivative * self.share / 2)
 
     def config(self) -> HeadConfig:
         """The head in a plan."""
-        rem = DICTIONARY[self.rem]
-        return HeadConfig(self.layer, self.head, rem.kind, rem.decay, self.gate, rem.theta, rem.dilation)
+        rem = DICTIONARY[self.chosen.rem]
+        place = (self.chosen.layer, self.chosen.head)
+        return HeadConfig(*place, rem.kind, rem.decay, self.gate, rem.theta, rem.dilation)
+
+    def _derivative(self, scores: Scores) -> float:
+        return float(scores.means[self.chosen.layer][self.chosen.head, self.chosen.rem])
 
     def _possible(self, share: float) -> float:
         return min(max(share, 0.0), WIDEST_GATE * self.mass)

@@ -56,6 +56,11 @@ class Calibration:
     gain_error: float
     head_steps: int
 
+    @property
+    def scores(self) -> dict[str, float]:
+        """The loss without the heads and with them, for a model card."""
+        return {"loss, plain": self.loss, "loss": self.loss - self.gain}
+
     def to_dict(self) -> dict[str, Any]:
         """As plain lists and numbers, for JSON."""
         return {**asdict(self), "config": self.config.to_dict()}

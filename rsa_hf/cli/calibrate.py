@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rsa_hf.cli.common import UserError, install_hooks, load_checkpoint, user_input
 from rsa_hf.cli.patch import require_new, save_tokenizer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 __all__ = ["calibrate"]
 
 ROWS_PER_BATCH = 4
+
+
+class Task(str, Enum):
+    """The tasks of `rsa-hf train`."""
+
+    lm = "lm"
+    defect = "defect"
 
 
 def calibrate(
@@ -21,13 +32,19 @@ def calibrate(
         str, typer.Argument(help="A language model's name on the Hub, its folder, or package:NAME/FOLDER.")
     ],
     out: Annotated[Path, typer.Argument(help="Folder for the patched checkpoint; new or empty.")],
-    text: Annotated[Path, typer.Option(help="A text file of the kind that the model is for.")],
-    rows: Annotated[int, typer.Option(help="Number of rows of the text that are read.")] = 16,
-    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 256,
+    text: Annotated[
+        Path | None, typer.Option(help="A text file of the kind that the model, a language model, is for.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="In place of a text: the YAML file of a run, for its training data.")
+    ] = None,
+    task: Annotated[Task, typer.Option(help="The task of the run.")] = Task.lm,
+    rows: Annotated[int, typer.Option(help="Number of rows that are read.")] = 64,
+    length: Annotated[int, typer.Option(help="Tokens of a row of the text.")] = 256,
     seed: Annotated[int, typer.Option(help="Of the rows that are drawn, and of the choice.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into OUT even if it holds files.")] = False,
 ) -> None:
-    """Put RSA heads where they help a pretrained language model on a text, and save it if they do.
+    """Put RSA heads where they help a pretrained model on a text or on the data of a run, and save it if they do.
 
     Nothing is trained but the gates. OUT gets the patched model, its tokenizer, a model card, and what was found:
     calibration.json and, with matplotlib, calibration.png. Nothing is written if no gain can be shown on rows that the
@@ -35,6 +52,8 @@ def calibrate(
 
     Example: rsa-hf calibrate openai-community/gpt2 outputs/gpt2-calibrated --text corpus.txt
     """
+    if (text is None) == (config is None):
+        raise UserError("calibrate needs data: either --text FILE, or --config FILE of a run.")
     require_new(out, overwrite)
     install_hooks()
     from rsa_hf.calibration import run_calibration
@@ -42,9 +61,11 @@ def calibrate(
     from rsa_hf.patching import patch_model
     from rsa_hf.utils.files import storage_errors
 
-    model = load_checkpoint(base)
     with user_input(TypeError):
-        batches = _batches(base, text, rows, length, seed)
+        if text is not None:
+            model, batches = load_checkpoint(base), _rows_of_text(base, text, rows, length, seed)
+        else:
+            model, batches = _rows_of_run(base, str(config), task, rows, seed)
         found = run_calibration(model, batches, max_rows=rows, seed=seed)
     print(found)
     if not found.heads:
@@ -55,8 +76,7 @@ def calibrate(
         model.save_pretrained(out)
         save_tokenizer(base, out)
         (out / "calibration.json").write_text(json.dumps(found.to_dict(), indent=2), encoding="utf-8")
-        scores = {"calibration": {"loss, plain": found.loss, "loss": found.loss - found.gain}}
-        write_card(model, out, CardFacts(base_model=base, scores=scores, seeds=(seed,)))
+        write_card(model, out, CardFacts(base_model=base, scores={"calibration": found.scores}, seeds=(seed,)))
     try:
         found.plot(out / "calibration.png")
     except ImportError as error:
@@ -64,7 +84,21 @@ def calibrate(
     print(f"written: {out}")
 
 
-def _batches(base: str, text: Path, rows: int, length: int, seed: int) -> list[dict[str, object]]:
+def _rows_of_run(
+    base: str, config: str, task: Task, rows: int, seed: int
+) -> tuple[PreTrainedModel, list[dict[str, Any]]]:
+    """The model for the task of a run, and random rows of its training data."""
+    from rsa_hf.training.calibrated import calibration_batches
+
+    if task == Task.lm:
+        from rsa_hf.tasks.language_modeling import plain_model_and_rows
+    else:
+        from rsa_hf.tasks.defect_detection import plain_model_and_rows
+    model, train_rows, collate = plain_model_and_rows([config, "--model.name_or_path", base, "--rsa", "null"])
+    return model, calibration_batches(train_rows, collate, rows, ROWS_PER_BATCH, seed)
+
+
+def _rows_of_text(base: str, text: Path, rows: int, length: int, seed: int) -> list[dict[str, Any]]:
     """Random rows of a text, as a causal language model takes them."""
     import torch
     from transformers import AutoTokenizer

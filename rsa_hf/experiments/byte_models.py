@@ -71,6 +71,7 @@ SHAPES = {
     "0.03M": Shape(2, 32, 4, 64, 8),
     "0.1M": Shape(2, 64, 8, 128, 8),
     "1M": Shape(4, 128, 8, 256, 16),
+    "1.5M": Shape(5, 144, 8, 256, 16),
     "10M": Shape(8, 320, 8, 512, 16),
     "30M": Shape(9, 512, 8, 512, 32),
 }
@@ -158,16 +159,19 @@ def train_on_bytes(
     steps: int,
     evaluations: int,
     seed: int,
+    schedule: str = "constant_with_warmup",
 ) -> Curve:
     """Train, and score the model `evaluations` times, evenly spread.
 
     AdamW, weight decay 0.01 on matrices. The learning rate is constant after a warm-up over a twentieth of the steps,
-    so that the curve does not depend on the number of steps. `seed` shuffles the blocks.
+    so that the curve does not depend on the number of steps; with the schedule "warmup_stable_decay" it falls to 0
+    over the last fifth of the steps, linearly. `seed` shuffles the blocks.
     """
     blocks = text.train
     assert isinstance(blocks, TrainingBlocks)
     optimizer = torch.optim.AdamW(param_groups(model, learning_rate, weight_decay=0.01))
-    schedule = get_scheduler("constant_with_warmup", optimizer, num_warmup_steps=max(1, steps // 20))
+    decay = {"num_decay_steps": steps // 5, "decay_type": "linear"} if schedule == "warmup_stable_decay" else None
+    rates = get_scheduler(schedule, optimizer, max(1, steps // 20), steps, scheduler_specific_kwargs=decay)
     curve, marks = Curve([], []), evaluation_steps(steps, evaluations)
 
     def evaluate(step: int, _: Tensor) -> None:
@@ -176,5 +180,5 @@ def train_on_bytes(
             curve.bits_per_byte.append(evaluate_language_model(model, text.validation, 32)["bits_per_byte"])
 
     loss = batch_loss(model, blocks, shape.batch, seed)
-    fit(loss, optimizer, steps, model=model, schedule=schedule, after_step=evaluate)
+    fit(loss, optimizer, steps, model=model, schedule=rates, after_step=evaluate)
     return curve

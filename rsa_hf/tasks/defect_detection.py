@@ -35,6 +35,7 @@ from rsa_hf.hub.card import read_facts
 from rsa_hf.patching import is_patched
 from rsa_hf.tasks.defect_data import DefectDataConfig, Example, audit, format_audit, in_batches, load_defect_data
 from rsa_hf.training.arguments import read_run_config
+from rsa_hf.training.calibrated import patch_calibrated
 from rsa_hf.training.run import (
     card_facts,
     load_model,
@@ -54,6 +55,7 @@ __all__ = [
     "compute_metrics",
     "evaluate",
     "main",
+    "plain_model_and_rows",
     "tokenize",
     "trainer_metrics",
 ]
@@ -90,10 +92,13 @@ def main(arguments: Sequence[str]) -> None:
         if split != "train"
     }
     labels = [example.target for example in splits["train"]]
+    rows = list(tokenize(splits["train"], tokenizer, config.data).remove_columns("example_id"))
+    collate = DataCollatorWithPadding(tokenizer)
+    model = patch_calibrated(model, rows, collate, config, accelerator)
     result = train(
         model,
-        list(tokenize(splits["train"], tokenizer, config.data).remove_columns("example_id")),
-        DataCollatorWithPadding(tokenizer),
+        rows,
+        collate,
         lambda model: compute_metrics(*predictors["validation"](model)),
         training,
         best_metric="accuracy",
@@ -114,6 +119,22 @@ def main(arguments: Sequence[str]) -> None:
         with sole_writer(output):
             write_text(output / "predictions.txt", text)
     report_results(config, result, scores, _table("with RSA" if is_patched(best) else "plain", scores), best)
+
+
+def plain_model_and_rows(arguments: Sequence[str]) -> tuple[PreTrainedModel, Any, Any]:
+    """The model of a run without RSA heads, its training data, and what makes a batch of rows.
+
+    Args:
+        arguments: a YAML file and `--key value` settings, as for `read_run_config`.
+    """
+    config = read_run_config(arguments, DefectDataConfig)
+    set_seed(config.training.seed)
+    tokenizer = AutoTokenizer.from_pretrained(locate(str(config.model.tokenizer or config.model.name_or_path)))
+    model = load_model(AutoModelForSequenceClassification, config.model, None, num_labels=2)
+    _fit_to_each_other(model, tokenizer, config.data)
+    examples = load_defect_data(config.data)["train"]
+    rows = list(tokenize(examples, tokenizer, config.data).remove_columns("example_id"))
+    return model, rows, DataCollatorWithPadding(tokenizer)
 
 
 def _table(name: str, scores: Mapping[str, Mapping[str, float]]) -> list[list[str]]:

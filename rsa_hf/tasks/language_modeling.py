@@ -39,6 +39,7 @@ from rsa_hf.tasks.text_data import (
     stream_training_text,
 )
 from rsa_hf.training.arguments import read_run_config
+from rsa_hf.training.calibrated import patch_calibrated
 from rsa_hf.training.carried import carried_from, segment_state_of
 from rsa_hf.training.run import (
     load_model,
@@ -57,6 +58,7 @@ __all__ = [
     "load_language_modeling_tokenizer",
     "main",
     "perplexities",
+    "plain_model_and_rows",
     "prepare_language_modeling",
     "require_fit",
     "set_memory",
@@ -82,6 +84,7 @@ def main(arguments: Sequence[str]) -> None:
         text = prepare_language_modeling(config.data, tokenizer, num_tracks=rows)
         model = load_model(AutoModelForCausalLM, config.model, config.rsa)
     require_fit(model, text.vocab_size, config.data)
+    model = patch_calibrated(model, text.train, default_collate, config, accelerator)
 
     def score(model: PreTrainedModel, blocks: EvaluationBlocks | EvaluationSegments) -> dict[str, float]:
         return evaluate_language_model(model, blocks, training.eval_batch_size, memory=config.data.eval_memory)
@@ -111,6 +114,20 @@ def main(arguments: Sequence[str]) -> None:
         counts = (figure[key] for key in ("num_tokens", "num_words", "num_bytes"))
         table.append([name, split, *(f"{value:.5g}" for value in figures), *(f"{value:,}" for value in counts)])
     report_results(config, result, scores, table, best)
+
+
+def plain_model_and_rows(arguments: Sequence[str]) -> tuple[PreTrainedModel, Any, Any]:
+    """The model of a run without RSA heads, its training data, and what makes a batch of rows.
+
+    Args:
+        arguments: a YAML file and `--key value` settings, as for `read_run_config`.
+    """
+    config = read_run_config(arguments, LanguageModelingDataConfig)
+    tokenizer = load_language_modeling_tokenizer(config.model.tokenizer or config.model.name_or_path)
+    text = prepare_language_modeling(config.data, tokenizer)
+    model = load_model(AutoModelForCausalLM, config.model, None)
+    require_fit(model, text.vocab_size, config.data)
+    return model, text.train, default_collate
 
 
 def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float]:

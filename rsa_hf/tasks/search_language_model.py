@@ -74,6 +74,10 @@ def search(
         OSError, ValueError: a file, a name or a setting is invalid.
     """
     training = config.training
+    if config.calibrate is not None:
+        raise ValueError(
+            "rsa.calibrate: a search draws plans that count heads. Take calibrate out of the section rsa."
+        )
     tokenizer = load_language_modeling_tokenizer(config.model.tokenizer or config.model.name_or_path)
     rows = training.batch_size * training.gradient_accumulation_steps
     text = prepare_language_modeling(config.data, tokenizer, num_tracks=rows)

@@ -17,6 +17,7 @@ import yaml
 from accelerate.utils import LoggerType
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_loader, set_parsing_settings
 
+from rsa_hf.calibration import CalibrationSettings
 from rsa_hf.config import RSAConfig
 
 __all__ = [
@@ -136,6 +137,32 @@ class TrainingSettings:
             raise ValueError(f"{name}={value!r}: {words} is needed.")
 
 
+@dataclass(frozen=True)
+class RSASection(RSAConfig):
+    """The section `rsa`: the fields of `RSAConfig`, or `calibrate` in their place.
+
+    Args:
+        calibrate: choose the heads by `rsa_hf.calibrate` on the training data, before training.
+
+    Raises:
+        TypeError: a field has a type that does not fit.
+        ValueError: a field has a value that is not allowed, or is given beside `calibrate`.
+    """
+
+    calibrate: CalibrationSettings | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [each.name for each in fields(RSAConfig) if getattr(self, each.name) != getattr(RSAConfig, each.name)]
+        if self.calibrate is not None and given:
+            raise ValueError(f"calibrate: it chooses the heads itself, so {', '.join(given)} cannot be given too.")
+
+    def without_calibrate(self) -> RSAConfig | None:
+        """The fields of `RSAConfig`, if they are in force."""
+        values = {each.name: getattr(self, each.name) for each in fields(RSAConfig)}
+        return RSAConfig(**values) if self.calibrate is None else None
+
+
 @dataclass
 class RunConfig(Generic[DataSettings]):
     """All settings of a run.
@@ -145,19 +172,22 @@ class RunConfig(Generic[DataSettings]):
         rsa: the RSA heads; None: the plain model.
         data: the task's data, a dataclass of the task.
         training: how the model is trained.
+        calibrate: how RSA heads are chosen before training, in place of `rsa`.
     """
 
     model: ModelSettings
     rsa: RSAConfig | None
     data: DataSettings
     training: TrainingSettings
+    calibrate: CalibrationSettings | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All settings as plain mappings, lists, numbers and strings."""
         data: Any = self.data
+        rsa = None if self.rsa is None else self.rsa.to_dict()
         return {
             "model": asdict(self.model),
-            "rsa": None if self.rsa is None else self.rsa.to_dict(),
+            "rsa": rsa if self.calibrate is None else {"calibrate": asdict(self.calibrate)},
             "data": asdict(data),
             "training": asdict(self.training),
         }
@@ -173,10 +203,10 @@ class ConfigError(ValueError):
 def read_run_config(arguments: Sequence[str], data_type: type[DataSettings]) -> RunConfig[DataSettings]:
     """Read a YAML file and the command-line settings that override it.
 
-    The file has the sections `model`, `rsa` (null, or the fields of `RSAConfig`), `data` and `training`. Keys that it
-    leaves out have their defaults. On the command line a setting is `--section.key value`, or `--key value` where only
-    one section has that key; `--key=value` works too. `--rsa null` trains the plain model. A further dot sets one
-    entry of a mapping, as in `--config_overrides.hidden_size 64`. Values are read as YAML 1.2.
+    The file has the sections `model`, `rsa` (null, the fields of `RSAConfig`, or `calibrate`), `data` and `training`.
+    Keys that it leaves out have their defaults. On the command line a setting is `--section.key value`, or `--key
+    value` where only one section has that key; `--key=value` works too. `--rsa null` trains the plain model. A further
+    dot sets one entry of a mapping, as in `--config_overrides.hidden_size 64`. Values are read as YAML 1.2.
 
     Args:
         arguments: the words after the script's name. `--help` prints all keys and exits.
@@ -190,7 +220,7 @@ def read_run_config(arguments: Sequence[str], data_type: type[DataSettings]) -> 
     """
     sections: dict[str, Any] = {
         "model": ModelSettings,
-        "rsa": RSAConfig,
+        "rsa": RSASection,
         "data": data_type,
         "training": TrainingSettings,
     }
@@ -214,7 +244,9 @@ def read_run_config(arguments: Sequence[str], data_type: type[DataSettings]) -> 
     if "rsa" not in content:
         del sections["rsa"]
     built = {name: _build(name, section, values[name]) for name, section in sections.items()}
-    return RunConfig(built["model"], built.get("rsa"), built["data"], built["training"])
+    rsa: RSASection | None = built.get("rsa")
+    heads, calibration = (None, None) if rsa is None else (rsa.without_calibrate(), rsa.calibrate)
+    return RunConfig(built["model"], heads, built["data"], built["training"], calibration)
 
 
 def _parser(sections: Mapping[str, Any]) -> ArgumentParser:
@@ -241,7 +273,10 @@ def _build(name: str, section: Any, values: Namespace) -> Any:
         if values[key] is None and NoneType not in _members(hint):  # which jsonargparse takes for a key left out
             raise ConfigError(f"{name}.{key}=None: a value of type {getattr(hint, '__name__', hint)} is needed.")
     try:
-        return section(**{key: values[key] for key in _keys(section)})
+        given = {key: values[key] for key in _keys(section)}
+        if isinstance(given.get("calibrate"), Namespace):
+            given["calibrate"] = CalibrationSettings(**vars(given["calibrate"]))
+        return section(**given)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name}: {error}") from error
 

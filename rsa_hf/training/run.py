@@ -27,6 +27,7 @@ from rsa_hf.patching import is_patched, patch_model
 from rsa_hf.plots import plot_rem
 from rsa_hf.report import rsa_report
 from rsa_hf.training.arguments import ModelSettings, RunConfig, TrainingSettings, did_you_mean
+from rsa_hf.training.calibrated import FILE as CALIBRATION
 from rsa_hf.training.carried import ParallelTracks
 from rsa_hf.training.checkpoints import CheckpointFolder, Progress
 from rsa_hf.training.steps import Batch, Examples, Stepper
@@ -462,6 +463,7 @@ def report_results(
         "steps": result.steps,
         "best_step": result.best_step,
         "train_tokens": result.tokens,
+        **_calibration_scores(config),
         **scores,
         "config": config.to_dict(),
     }
@@ -478,6 +480,14 @@ def report_results(
             card = write_card(model, result.best_dir, card_facts(output / "results.json"), plot=True)
             written += [] if card is None else [card]
     print(f"\nwritten: {', '.join(map(str, written))}")
+
+
+def _calibration_scores(config: RunConfig[Any]) -> dict[str, dict[str, float]]:
+    """The loss of a calibrated run before training, without RSA heads and with them."""
+    if config.calibrate is None:
+        return {}
+    found = json.loads((Path(config.training.output_dir) / CALIBRATION).read_text(encoding="utf-8"))
+    return {"calibration": found["scores"]}
 
 
 def card_facts(results: Path) -> CardFacts:
@@ -499,7 +509,7 @@ def card_facts(results: Path) -> CardFacts:
             dataset_config=data.get("hub_subset"),
             scores={
                 split: {name: float(value) for name, value in content[split].items() if value is not None}
-                for split in ("validation", "test")
+                for split in ("calibration", "validation", "test")
                 if split in content
             },
         )

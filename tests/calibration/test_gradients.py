@@ -166,7 +166,8 @@ def test_unit_weights_are_a_row_of_dense_p_scaled_to_unit_mass():
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_rems_that_reach_nothing_score_nothing(length):
-    found = gradients.Gradients([torch.ones(4, 2, length)], [torch.ones(4, 2)])
+    found = gradients.Gradients([torch.ones(4, 2, length)], [torch.ones(4, 2)], 1.0)
     scores = choice.score(found, [True])
-    assert bool(scores.of_rows[0].isfinite().all())
-    assert bool((scores.of_rows[0][..., scores.masses[0] == 0] == 0).all())
+    for rows in (scores.recurrence[0], scores.whole[0]):
+        assert bool(rows.isfinite().all())
+        assert bool((rows[..., scores.masses[0] == 0] == 0).all())

@@ -84,7 +84,8 @@ def test_a_broken_score_loses(shifted, broken, monkeypatch):
     def score(*arguments):
         found = original(*arguments)
         change = (lambda x: x.roll(1, 1)) if broken == "another head" else (lambda x: -x)
-        return choice.Scores([change(rows) for rows in found.of_rows], found.masses)
+        parts = ([change(rows) for rows in each] for each in (found.recurrence, found.whole))
+        return choice.Scores(*parts, found.masses, found.terms)
 
     given = batches()
     right = run_calibration(shifted, given, progress=False)

@@ -19,6 +19,7 @@ from families import CONFIGS, FULL_PLAN, build, build_language_model
 from hub_stand_in import TOKEN, USER
 from rsa_hf import RSAHeads, cli, is_patched, patch_model, rsa_report
 from rsa_hf.calibration import procedure
+from rsa_hf.calibration.choice import Choice
 from rsa_hf.hub.card import read_facts
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +95,11 @@ def language_model(tmp_path, data_folder):
 
 def test_calibrate_saves_what_it_has_found(run, tmp_path, language_model, monkeypatch):
     base, *options = language_model
-    monkeypatch.setattr(procedure, "choose", lambda *_: [(0, 3, 2), (1, 1, 40)])
+
+    def choose(scores, *_):
+        return [Choice(i, h, int(scores.means[i][h].argmin()), 3.0, 1.0) for i, h in ((0, 3), (1, 1))]
+
+    monkeypatch.setattr(procedure, "choose", choose)
     monkeypatch.setattr(procedure, "CERTAIN", -math.inf)
     code, out, _ = run("calibrate", base, tmp_path / "out", *options, "--rows", 12)
     assert code == 0
@@ -112,7 +117,7 @@ def test_calibrate_writes_nothing_where_it_finds_nothing(run, tmp_path, language
     monkeypatch.setattr(procedure, "choose", lambda *_: [])
     code, out, _ = run("calibrate", base, tmp_path / "out", *options)
     assert code == 0
-    assert out.startswith("no heads: the loss of 16 rows")
+    assert out.startswith("no heads: the loss of 64 rows")
     assert out.endswith(f"nothing is written to {tmp_path / 'out'}\n")
     assert not (tmp_path / "out").exists()
 

@@ -13,7 +13,16 @@ import pytest
 from rsa_hf.experiments import byte_models
 from rsa_hf.experiments.fine_tune import training
 from rsa_hf.experiments.runner.experiment import find_experiment
+from rsa_hf.experiments.runner.kept import VARIABLE
 from rsa_hf.experiments.runner.runner import FOLDER, read_runs, run_experiment
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """Pretrained weights and calibrations of tests are not those of the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +45,7 @@ def write(path, text):
 
 
 def clear_caches():
-    for function in (training.read_devign, training.read_splits, byte_models.read_corpus, training._pretrain):
+    for function in (training.read_devign, training.read_splits, byte_models.read_corpus):
         function.cache_clear()
 
 
@@ -56,7 +65,7 @@ def toy(tmp_path_factory, small_data):
     @cache
     def run(name, seeds=None):
         with pytest.MonkeyPatch.context() as patch:
-            if name == "fine-tune":
+            if name in ("fine-tune", "calibrate"):
                 patch.setenv("RSA_HF_DATA", str(small_data))
             conclusion = run_experiment(find_experiment(name), "toy", root, seeds, progress=False)
         clear_caches()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from rsa_hf import RSAConfig, patch_model
 from rsa_hf.experiments.runner.experiment import find_experiment
 from rsa_hf.experiments.runner.summary import Run
+from rsa_hf.experiments.variants import NO_RECURRENCE
 from rsa_hf.heads import RSAHeads, active_heads
 
 COST = {"parameters": 1.0, "time of a step / plain": 1.5}
@@ -19,6 +20,10 @@ CASES = {
     "fine-tune": (
         {"model": "m", "task": "c", "share": 0.1, "steps": 10, "batch": 4, "length": 25},
         lambda v, t: {"bits per byte": t, "validation": v, "before training": 3.0, "validation scores": [1.0]},
+    ),
+    "calibrate": (
+        {"model": "m", "task": "c", "share": 0.1, "trained": "everything"},
+        lambda v, t: {"score": t, "validation": v, "numbers": 1.0, "chosen heads": 1.0, "checked gain": 0.0},
     ),
     "forecasting": (
         {"series": "ETTh1", "horizon": 24, "family": "informer"},
@@ -34,7 +39,11 @@ CASES = {
     ),
 }
 # The names of the variants "plain" and "rsa" in experiments that call them otherwise.
-ARMS = {"fine-tune": {"rsa": "mu -3 x20"}, "regular-languages": {"plain": "transformer"}}
+ARMS = {
+    "fine-tune": {"rsa": "mu -3 x20"},
+    "calibrate": {"rsa": "calibrated", NO_RECURRENCE: "scaled heads"},
+    "regular-languages": {"plain": "transformer"},
+}
 
 
 def finished(settings, values):

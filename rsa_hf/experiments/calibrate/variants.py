@@ -1,0 +1,128 @@
+"""The variants of a calibrated model: what `calibrate` has chosen, and controls that take it apart.
+
+* `plain`: the model as it is.
+* `first heads`: `RSAConfig()`, half of the heads of each layer whatever they do.
+* `random heads`: as many heads as calibrated, and REMs of the dictionary, at random, with the same shares.
+* `no recurrence`: the calibrated heads and gates with P = 0.
+* `scaled heads`: the calibrated heads, each multiplied by a learned factor in place of a REM.
+* `all heads scaled`: every head of the model multiplied by a learned factor.
+* `calibrated`: the plan that `calibrate` returns.
+* `calibrated, scaled`: the same, and a learned factor on the attention of each of its heads.
+* `smallest lora`, `ia3`: PEFT's methods with their fewest parameters, on the modules that PEFT chooses.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import peft
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rsa_hf.calibration.dictionary import DICTIONARY
+from rsa_hf.config import HeadConfig, RSAConfig
+from rsa_hf.experiments.variants import NO_RECURRENCE, WithoutRecurrence
+from rsa_hf.heads import RSAHeads, heads_of
+from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.patching import patch_model
+from rsa_hf.rem import lag_weights, put_heads, take_heads
+
+__all__ = [
+    "ALL_SCALED",
+    "CALIBRATED",
+    "FIRST",
+    "IA3",
+    "LORA",
+    "PLAIN",
+    "RANDOM",
+    "SCALED",
+    "WITH_FACTORS",
+    "make_variant",
+]
+
+PLAIN, FIRST, RANDOM = "plain", "first heads", "random heads"
+SCALED, ALL_SCALED = "scaled heads", "all heads scaled"
+CALIBRATED, WITH_FACTORS = "calibrated", "calibrated and scaled"
+LORA, IA3 = "smallest lora", "ia3"
+WIDEST_GATE = 0.9
+
+
+def make_variant(variant: str, model: PreTrainedModel, plan: RSAConfig, length: int, seed: int) -> Any:
+    """Turn a plain model into a variant, in place.
+
+    Args:
+        variant: its name.
+        model: the plain model.
+        plan: what `calibrate` has chosen.
+        length: tokens of a row, for the shares of random heads.
+        seed: chooses random heads.
+    """
+    if variant in (LORA, IA3):
+        config = peft.LoraConfig(r=1, lora_alpha=1) if variant == LORA else peft.IA3Config()
+        return peft.get_peft_model(model, config)
+    plans = {FIRST: RSAConfig(), RANDOM: _random_plan(model, plan, length, seed), ALL_SCALED: _all_heads(model)}
+    plan = plans.get(variant, plan)
+    if variant == PLAIN or plan.heads == ():
+        return model
+    patch_model(model, plan)
+    for module in list(model.modules()):
+        heads = heads_of(module)
+        if heads is None:
+            continue
+        if variant == NO_RECURRENCE:
+            module.rsa = WithoutRecurrence(heads)
+        elif variant in (SCALED, ALL_SCALED, WITH_FACTORS):
+            module.rsa = ScaledHeads(heads, with_rems=variant == WITH_FACTORS)
+    return model
+
+
+class ScaledHeads(RSAHeads):
+    """Heads whose attention is multiplied by a learned factor, which starts at 1.
+
+    Args:
+        heads: the RSA heads to replace.
+        with_rems: whether to mix P V into what is scaled.
+    """
+
+    def __init__(self, heads: RSAHeads, with_rems: bool) -> None:
+        super().__init__(heads.plan)
+        self.with_rems = with_rems
+        self.factor = nn.Parameter(torch.zeros(heads.plan.num_rsa_heads))
+        if not with_rems:
+            self.eta = self.nu = self.theta = None
+            self.mu.requires_grad_(False)
+
+    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+        """Attention [B, T, H, D] with its RSA heads scaled, and mixed with P V where there are REMs."""
+        factor = 1 + self.factor * self.plan.parameter_scale
+        scaled = factor[:, None] * take_heads(attention, self.plan.heads, dim=2)
+        attention = put_heads(attention, scaled.to(attention.dtype), self.plan.heads)
+        return super().forward(attention, value, mask) if self.with_rems else attention
+
+
+def _all_heads(model: Any) -> RSAConfig:
+    """A plan of shut gates on every head."""
+    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    every = tuple(HeadConfig(i, h, "regular", 0.5, 0.0) for i in range(layers) for h in range(heads))
+    return RSAConfig(heads=every)
+
+
+def _random_plan(model: Any, plan: RSAConfig, length: int, seed: int) -> RSAConfig:
+    """As many heads as in a plan, at random places with random REMs, with the same shares g · Σ |f(τ)|."""
+    choice = random.Random(seed)
+    places = [(head.layer, head.head) for head in _all_heads(model).heads or ()]
+    heads = []
+    for head, (layer, place) in zip(plan.heads or (), choice.sample(places, len(plan.heads or ())), strict=True):
+        rem = choice.choice(DICTIONARY)
+        other = HeadConfig(layer, place, rem.kind, rem.decay, 0.0, rem.theta, rem.dilation)
+        gate = head.gate * _mass(head, length) / _mass(other, length)
+        heads.append(replace(other, gate=min(gate, WIDEST_GATE)))
+    return RSAConfig(heads=tuple(heads))
+
+
+def _mass(head: HeadConfig, length: int) -> float:
+    decay, theta = torch.tensor([head.decay, head.theta], dtype=torch.float64)
+    return float(lag_weights(head.kind, decay, theta, torch.arange(length), head.dilation).abs().sum())
