@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,10 +21,11 @@ from rsa_hf.patching import is_patched
 
 __all__ = ["CalibrationSettings", "calibrate", "run_calibration"]
 
-FEWEST_ROWS, MOST_ROWS = 12, 64
+FEWEST_ROWS = 12
 FOLDS = 3  # of the check
-FIRST_STEP = 0.25  # of a Newton step of one head, when it is chosen
-STEPS = 2  # of the shares, after the choice
+FIRST_STEP = 0.35  # of a Newton step of one head, when it is chosen
+STEPS, STEPS_OF_CHECK = 2, 1  # of the shares, after the choice
+LARGEST_GROWTH = 2.0  # of a share in one step, relative to it
 WIDEST_GATE = 0.9
 CERTAIN = 2.5  # standard errors by which the loss of held-out rows has to fall
 
@@ -58,18 +59,27 @@ class CalibrationSettings:
                 raise ValueError(f"{name}={value!r}: a whole number ≥ {least} is needed.")
 
 
-def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]], **options: Any) -> RSAConfig:
+def calibrate(
+    model: PreTrainedModel,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    seed: int = 0,
+    progress: bool = True,
+    **settings: Any,
+) -> RSAConfig:
     """The plan of the heads on which recurrence helps this model on this data, for `patch_model`.
 
         config = calibrate(model, batches)
         patch_model(model, config)  # better on such data than before, with nothing trained yet
 
-    `run_calibration` gives the same plan with a report.
+    `run_calibration` takes the same arguments, and gives the plan with a report.
 
     Args:
         model: see `run_calibration`.
         batches: see `run_calibration`.
-        **options: of `run_calibration`.
+        seed: see `run_calibration`.
+        progress: see `run_calibration`.
+        **settings: the fields of `CalibrationSettings`.
 
     Returns:
         The plan. It names no heads where no gain could be shown; `patch_model` then leaves the model as it is.
@@ -78,72 +88,72 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]], **op
         TypeError: see `run_calibration`.
         ValueError: see `run_calibration`.
     """
-    return run_calibration(model, batches, **options).config
+    return run_calibration(model, batches, seed=seed, progress=progress, **settings).config
 
 
 def run_calibration(
     model: PreTrainedModel,
     batches: Iterable[Mapping[str, Any]],
     *,
-    false_discoveries: float = 0.3,
-    max_heads: int | None = None,
-    max_rows: int = MOST_ROWS,
-    head_steps: int = 50,
     seed: int = 0,
     progress: bool = True,
+    **settings: Any,
 ) -> Calibration:
     """Find the heads on which recurrence helps a pretrained model, and how wide to open their gates.
 
     1. One backward pass gives the derivative of the loss with respect to the share of each of a dictionary of REMs on
        each head, with its standard error over rows. Heads are chosen as `choice.py` says.
-    2. The gates of the chosen heads open, all by the same share. Two more passes move each share to where its
+    2. The gates of the chosen heads open by a part of a Newton step. Two more passes move each share towards where its
        derivative would vanish (the secant method, in damped steps).
-    3. This is done without every third of the rows in turn. On the rows left out, the mean loss has to fall by 2.5
-       standard errors. Then it is done with all rows, for the plan; otherwise the plan names no heads.
+    3. This is done without every third of the rows in turn, with one pass less. On the rows left out, the mean loss
+       has to fall by 2.5 standard errors. Then it is done with all rows, for the plan; otherwise the plan names no
+       heads.
 
-    The rows pass seven times forward and backward, and twice forward alone; weights get no gradients. The model is in
-    evaluation mode meanwhile, and as it was afterwards, also after an error.
+    The rows pass five times forward and backward, and three times forward alone; weights get no gradients. The model
+    is in evaluation mode meanwhile, and as it was afterwards, also after an error.
 
     Args:
         model: an unpatched model whose output has a loss.
         batches: keyword arguments of the model's forward, labels included: a DataLoader, a list, a generator. Rows are
             read until there are `max_rows`; twelve are needed.
-        false_discoveries: the share of the chosen heads that may be there by chance.
-        max_heads: the largest number of heads; None: as many as are found.
-        max_rows: the largest number of rows that are read.
-        head_steps: steps of training for the new head of a classifier: one whose loss is about that of a constant
-            guess. Its encoder is frozen meanwhile, and the head is put back afterwards.
         seed: of the random signs that say what chance does.
         progress: whether to show a progress bar.
+        **settings: the fields of `CalibrationSettings`.
 
     Returns:
         The plan, and what was found: `print(calibration)` for a table, `calibration.plot(path)` for a heatmap.
 
     Raises:
-        TypeError: `model` is no `PreTrainedModel`, or a batch is no mapping.
-        ValueError: too few rows, no loss, a loss that is not finite, or a model that is patched already.
+        TypeError: `model` is no `PreTrainedModel`, a batch is no mapping, or a setting is unknown.
+        ValueError: too few rows, no loss, a loss that is not finite, or a model that is patched already; or a setting
+            is outside its range.
     """
+    how = CalibrationSettings(**settings)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"calibrate takes a transformers PreTrainedModel, got {type(model).__name__}.")
     if is_patched(model):
         raise ValueError("the model is patched already. Calibrate a plain one: unpatch_model(model) gives it back.")
-    read = _read(batches, max_rows)
+    read = _read(batches, how.max_rows)
     rows = sum(map(num_rows, read))
     fold_of_row = torch.arange(rows) % FOLDS
-    with ProbedModel(model) as probed, tqdm(total=2 + FOLDS * (STEPS + 1) + STEPS, disable=not progress) as bar:
+    with (
+        ProbedModel(model) as probed,
+        tqdm(total=2 + FOLDS * (STEPS_OF_CHECK + 1) + STEPS, disable=not progress) as bar,
+    ):
         bar.set_description("calibrate")
-        steps = probed.train_head(read, head_steps)
+        steps = probed.train_head(read, how.head_steps)
         losses = probed.losses(read)
         bar.update()
         scores = score(probed.gradients(read), probed.directions)
         bar.update()
 
-        def fit(chosen: Tensor) -> list[_Share]:
+        def fit(chosen: Tensor, moves: int) -> list[_Share]:
             """Choose heads on some rows, given as truth values, and size their gates on these."""
             found = scores.of(chosen)
             generator = torch.Generator().manual_seed(seed)
-            shares = [_Share(each, found) for each in choose(found, false_discoveries, max_heads, generator)]
-            for _ in range(STEPS if shares else 0):
+            choices = choose(found, how.false_discoveries, how.max_heads, generator)
+            shares = [_Share(each, found) for each in choices]
+            for _ in range(moves if shares else 0):
                 probed.set_heads(_plan(shares))
                 now = score(probed.gradients(_some(read, chosen)), probed.directions)
                 for share in shares:
@@ -151,14 +161,17 @@ def run_calibration(
                 bar.update()
             return [share for share in shares if share.gate > 0]
 
-        gains = torch.zeros(rows)
+        # By which the loss of each row falls with heads that were chosen without it, and with P = 0 on these heads.
+        gains, damped = torch.zeros(rows), torch.zeros(rows)
         for fold in range(FOLDS):
             held_out = fold_of_row == fold
-            probed.set_heads(_plan(fit(~held_out)))
-            gains[held_out] = losses[held_out] - probed.losses(_some(read, held_out))
+            plan = _plan(fit(~held_out, STEPS_OF_CHECK))
+            for found, tried in ((gains, plan), (damped, _without_recurrence(plan))):
+                probed.set_heads(tried)
+                found[held_out] = losses[held_out] - probed.losses(_some(read, held_out))
             bar.update()
         gain, error = float(gains.mean()), float(gains.std()) / math.sqrt(rows)
-        shares = fit(torch.ones(rows, dtype=torch.bool)) if gain > CERTAIN * error else []
+        shares = fit(torch.ones(rows, dtype=torch.bool), STEPS) if gain > CERTAIN * error else []
     of_best = (z.argmin(-1, keepdim=True) for z in in_errors(scores.recurrence))
     best = [means.gather(1, rem)[:, 0] for means, rem in zip(scores.means, of_best, strict=True)]
     shares.sort(key=lambda share: (share.chosen.layer, share.chosen.head))
@@ -170,6 +183,7 @@ def run_calibration(
         loss=float(losses.mean()),
         gain=gain,
         gain_error=error,
+        gain_without_recurrence=float(damped.mean()),
         head_steps=steps,
     )
 
@@ -194,7 +208,7 @@ class _Share:
         derivative = self._derivative(scores)
         rise = (derivative - self.derivative) / self.share if self.share else 0.0
         step = -derivative / max(rise, self.chosen.curvature)
-        self.share = self._possible(self.share + min(max(step, -self.share), self.share))
+        self.share = self._possible(self.share + min(max(step, -self.share), LARGEST_GROWTH * self.share))
 
     def described(self) -> CalibratedHead:
         """For the report. A loss that is quadratic in the share falls by half of derivative times share."""
@@ -215,6 +229,11 @@ class _Share:
 
 def _plan(shares: list[_Share]) -> RSAConfig:
     return RSAConfig(heads=tuple(share.config() for share in shares))
+
+
+def _without_recurrence(plan: RSAConfig) -> RSAConfig:
+    """The same gates with P = 0, so that they only damp attention."""
+    return RSAConfig(heads=tuple(replace(head, kind="regular", decay=0.0) for head in plan.heads or ()))
 
 
 def _read(batches: Iterable[Mapping[str, Any]], most: int) -> list[dict[str, Any]]:

@@ -153,6 +153,8 @@ class RSASection(RSAConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.calibrate, Mapping):
+            object.__setattr__(self, "calibrate", CalibrationSettings(**self.calibrate))
         given = [each.name for each in fields(RSAConfig) if getattr(self, each.name) != getattr(RSAConfig, each.name)]
         if self.calibrate is not None and given:
             raise ValueError(f"calibrate: it chooses the heads itself, so {', '.join(given)} cannot be given too.")
@@ -253,7 +255,11 @@ def _parser(sections: Mapping[str, Any]) -> ArgumentParser:
     """The parser of the sections; its help lists every key with type, default and docstring."""
     set_loader("yaml1.2", read_yaml, exceptions=(ValueError,))
     # Without these, `class_path: MODULE.NAME` below a key of any type imports that module.
-    set_parsing_settings(import_path_denylist=["*"], instantiate_subclass_spec_in_any=False)
+    set_parsing_settings(
+        import_path_denylist=["*"],
+        import_path_allowlist=["rsa_hf.config", "rsa_hf.HeadConfig", "rsa_hf.calibration"],  # of dataclasses in fields
+        instantiate_subclass_spec_in_any=False,
+    )
     parser = ArgumentParser(
         parser_mode="yaml1.2",
         exit_on_error=False,
@@ -273,12 +279,16 @@ def _build(name: str, section: Any, values: Namespace) -> Any:
         if values[key] is None and NoneType not in _members(hint):  # which jsonargparse takes for a key left out
             raise ConfigError(f"{name}.{key}=None: a value of type {getattr(hint, '__name__', hint)} is needed.")
     try:
-        given = {key: values[key] for key in _keys(section)}
-        if isinstance(given.get("calibrate"), Namespace):
-            given["calibrate"] = CalibrationSettings(**vars(given["calibrate"]))
-        return section(**given)
+        return section(**{key: _as_mapping(values[key]) for key in _keys(section)})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name}: {error}") from error
+
+
+def _as_mapping(value: Any) -> Any:
+    """A value in which dataclasses are mappings, as `RSASection` takes them."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_as_mapping(entry) for entry in value)
+    return value.as_dict() if isinstance(value, Namespace) else value
 
 
 # --- YAML ---------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_calibrate_writes_nothing_where_it_finds_nothing(run, tmp_path, language
 def test_a_mistake_in_a_calibration_exits_with_2(run, tmp_path, language_model):
     base, *options = language_model
     for more, words in (
-        (["--rows", 4], "4 rows, but at least 12"),
+        (["--rows", 4], "max_rows=4: a whole number ≥ 12"),
         (["--rows", 10_000], "too few for --rows 10000 of --length 32"),
         (["--text", tmp_path / "absent"], "absent"),
     ):

@@ -182,7 +182,7 @@ def test_runs_that_diverge_with_every_variant_are_not_measurable(name):
 @pytest.mark.parametrize("name", CASES)
 def test_one_lost_case_is_enough_for_not_confirmed(name):
     case = {"regular-languages": {"language": "(aa)*"}, "forecasting": {"horizon": 48}}
-    case |= dict.fromkeys(("fine-tune", "calibrate"), {"share": 1.0})
+    case |= {experiment: {"share": 1.0} for experiment in ("fine-tune", "calibrate")}
     other = case.get(name, {"steps": 7})
     lost = [fake_runs(name, arm, [s + (arm == "rsa") for s in PLAIN], **other) for arm in ("plain", "rsa")]
     without = [fake_runs(name, NO_RECURRENCE, PLAIN, **more) for more in ({}, other)]

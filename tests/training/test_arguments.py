@@ -1,14 +1,16 @@
 """The settings of a run from a YAML file and the command line, and the errors."""
 
+import json
 import math
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from rsa_hf import RSAConfig
+from rsa_hf import HeadConfig, RSAConfig
+from rsa_hf.calibration import CalibrationSettings
 from rsa_hf.tasks.defect_data import DefectDataConfig
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig
 from rsa_hf.training.arguments import ConfigError, ModelSettings, TrainingSettings, read_run_config
@@ -98,6 +100,18 @@ def test_values_get_the_type_of_their_field(read, arguments, section, key, value
     assert type(got) is type(value)
 
 
+def test_named_heads_and_calibration_are_read(read):
+    head = {"layer": 1, "head": 3, "kind": "cos", "decay": 0.5, "gate": 0.25, "theta": 1.5, "dilation": 2}
+    config = read(MODEL + f"rsa: {{heads: [{json.dumps(head)}]}}\n")
+    assert config.rsa == RSAConfig(heads=[HeadConfig(**head)]) and config.calibrate is None
+    assert config.to_dict()["rsa"]["heads"] == [head]
+    config = read(MODEL + "rsa: {calibrate: {max_rows: 20}}\n", "--rsa.calibrate.max_heads", "7")
+    assert config.rsa is None
+    assert config.calibrate == CalibrationSettings(max_rows=20, max_heads=7)
+    assert config.to_dict()["rsa"] == {"calibrate": asdict(config.calibrate)}
+    assert read(MODEL, "--rsa.calibrate", "{}").calibrate == CalibrationSettings()
+
+
 def test_rsa_null_gives_a_plain_model(read):
     assert read(MODEL + "rsa: {num_regular: 2}\n", "--rsa", "null").rsa is None
 
@@ -151,6 +165,10 @@ def test_rsa_null_gives_a_plain_model(read):
             ["training: report_to=['tensorbord']", "tensorboard, wandb"],
         ),
         (MODEL + "rsa: {parameter_scale: 0}\n", [], ["rsa: parameter_scale=0"]),
+        (MODEL + "rsa: {calibrate: {max_rows: 2}}\n", [], ["rsa: max_rows=2: a whole number ≥ 12"]),
+        (MODEL + "rsa: {calibrate: {max_rws: 20}}\n", [], ["rsa.calibrate", "max_rws"]),
+        (MODEL + "rsa: {calibrate: {}, gate_init: 0}\n", [], ["calibrate: it chooses the heads", "so gate_init"]),
+        (MODEL + "rsa: {calibrate: {class_path: os.system}}\n", [], ["rsa.calibrate", "not allowed"]),
         # not valid YAML, or not plain YAML
         ("model: [\n", [], ["run.yaml: not valid YAML", "line"]),
         ("- 1\n", [], ["run.yaml: sections with settings are needed, got list"]),

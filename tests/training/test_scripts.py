@@ -22,6 +22,8 @@ from transformers import (
 )
 
 from rsa_hf import is_patched
+from rsa_hf.calibration import procedure
+from rsa_hf.calibration.choice import Choice
 from rsa_hf.tasks.defect_detection import evaluate
 
 ROOT = Path(__file__).parents[2]
@@ -300,3 +302,62 @@ def test_the_comparison_on_devign_refuses_runs_with_other_settings(tmp_path):
     with pytest.raises(ValueError, match="of a run with other settings"):
         script["run"]("plain", 0, tmp_path, tmp_path, ["--max_length", "64"])
     assert script["interval"]([0.5] * 12) == "50.00% ± 0.00%"
+
+
+# --- calibration ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["lm", "defect"])
+def test_a_run_is_calibrated_on_its_training_data(task, tmp_path, run, request, monkeypatch):
+    options = request.getfixturevalue({"lm": "language_model", "defect": "defect_detection"}[task])
+    calibrations = []
+
+    def choose(scores, *_):
+        calibrations.append(len(scores.recurrence[0]))
+        return [Choice(0, 1, int(scores.means[0][1].argmin()), 3.0, 1e-9)]
+
+    monkeypatch.setattr(procedure, "choose", choose)
+    monkeypatch.setattr(procedure, "CERTAIN", -1e9)
+    monkeypatch.setattr(procedure, "STEPS", 0)
+    monkeypatch.setattr(procedure, "STEPS_OF_CHECK", 0)
+    options = [*options, "--output_dir", tmp_path / "run", "--rsa", "{calibrate: {max_rows: 16, head_steps: 2}}"]
+    out, err, code = run(task, *options)
+    assert code == 0, err
+    assert "1 heads; the loss of 16 rows" in out
+    found = json.loads((tmp_path / "run" / "calibration.json").read_text())
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["config"]["rsa"] == {"calibrate": found["made for"]["rsa"]["calibrate"]}
+    assert results["calibration"] == {"loss, plain": found["loss"], "loss": found["loss"] - found["gain"]}
+    best = (AutoModelForCausalLM if task == "lm" else AutoModelForSequenceClassification).from_pretrained(
+        tmp_path / "run" / "best"
+    )
+    [head] = best.config.rsa["plan"]["heads"]
+    assert [head] == found["config"]["heads"] and (head["layer"], head["head"]) == (0, 1)
+    card = (tmp_path / "run" / "best" / "README.md").read_text()
+    assert "calibration" in card and f"{found['loss']:.4g}"[:4] in card
+    # A run that continues reads what was found; one that starts over, or has another seed, calibrates again.
+    times = len(calibrations)
+    for more, is_new in (
+        ([], False),
+        (["--resume", "never"], True),
+        (["--training.seed", 1, "--resume", "never"], True),
+    ):
+        _, err, code = run(task, *options, *more)
+        assert code == 0, err
+        assert (len(calibrations) > times) == is_new
+        times = len(calibrations)
+
+
+def test_a_run_without_a_gain_stays_plain(tmp_path, run, language_model, monkeypatch):
+    monkeypatch.setattr(procedure, "choose", lambda *_: [])
+    options = [*language_model, "--output_dir", tmp_path / "run", "--rsa", "{calibrate: {}}"]
+    out, err, code = run("lm", *options)
+    assert code == 0, err
+    assert "no heads: the loss of 64 rows" in out
+    assert not is_patched(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "best"))
+
+
+def test_memory_over_rows_cannot_be_calibrated(tmp_path, run, language_model):
+    options = [*language_model, "--output_dir", tmp_path / "run", "--rsa", "{calibrate: {}}", "--carry_memory", "true"]
+    _, err, code = run("lm", *options)
+    assert code == 2 and "rsa.calibrate reads single rows" in err

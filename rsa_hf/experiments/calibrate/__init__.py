@@ -97,13 +97,16 @@ PLANS: dict[Size, list[Plan]] = {
 
 
 def make_grid(size: Size, seeds: int) -> list[Settings]:
-    """Models and tasks × what is trained × seeds × variants × learning rates; MiniLM has twice the seeds."""
+    """Models and tasks × what is trained × variants × learning rates × seeds; MiniLM has twice the seeds.
+
+    Seeds change fastest: the first processes then calibrate for different seeds, and do not wait for each other.
+    """
     return [
         {**dict(zip(NAMES, shared, strict=True)), "share": share, "trained": trained, "steps": steps, **each}
         for shared, parts in PLANS[size]
         for share, trained, steps, variants, rates in parts
         for each in combinations(
-            seed=range(2 * seeds if shared[0] == "minilm" else seeds), arm=variants, learning_rate=rates
+            arm=variants, learning_rate=rates, seed=range(2 * seeds if shared[0] == "minilm" else seeds)
         )
     ]
 

@@ -59,7 +59,11 @@ def measure(settings: Settings) -> Values:
             values["validation"] = task.score(variant, "validation")
         if task.predict is not None:
             values["right"] = [float(right) for right in task.predict(variant)]
-    return values | {"chosen heads": float(len(plan.heads or ())), "checked gain": found["gain"]}
+    return values | {
+        "chosen heads": float(len(plan.heads or ())),
+        "checked gain": found["gain"],
+        "checked gain without recurrence": found["gain_without_recurrence"],
+    }
 
 
 def _load(settings: Settings) -> tuple[PreTrainedModel, Any]:
@@ -90,7 +94,8 @@ def _calibration(settings: Settings, model: PreTrainedModel, task: Task) -> Mapp
             seed=settings["seed"],
             progress=False,
         )
-        path.write_text(json.dumps(found.to_dict()), encoding="utf-8")
+        names = ("config", "gain", "gain_error", "gain_without_recurrence")
+        path.write_text(json.dumps({name: found.to_dict()[name] for name in names}) + "\n", encoding="utf-8")
 
     path = kept(f"calibration-{settings['model']}", {name: settings[name] for name in names}, ".json", calibrate)
     found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
