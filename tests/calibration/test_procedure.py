@@ -5,8 +5,11 @@ import itertools
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
+import rsa_hf.peft
 from model_state import assert_same_state, state_of
 from rsa_hf import HeadConfig, RSAConfig, calibrate, is_patched, patch_model, unpatch_model
 from rsa_hf.calibration import choice, procedure, run_calibration
@@ -168,6 +171,32 @@ def test_a_model_that_cannot_be_calibrated_is_an_error():
         calibrate(torch.nn.Linear(2, 2), batches(), progress=False)
     with pytest.raises(ValueError, match="gives no loss"):
         calibrate(language_model().transformer, [{"input_ids": text(16)}], progress=False)
+
+
+def test_a_data_loader_with_rows_of_unlike_lengths_is_read():
+    tokens = [{"input_ids": torch.randint(VOCAB, (length,))} for length in torch.randint(4, T, (20,)).tolist()]
+
+    def collate(rows):
+        ids = pad_sequence([row["input_ids"] for row in rows], batch_first=True)
+        mask = pad_sequence([torch.ones_like(row["input_ids"]) for row in rows], batch_first=True)
+        return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask == 1, ids, -100)}
+
+    found = run_calibration(language_model(), DataLoader(tokens, batch_size=6, collate_fn=collate), progress=False)
+    assert found.num_rows == 20
+    singly = run_calibration(language_model(), [collate([row]) for row in tokens], progress=False)
+    assert found.loss == pytest.approx(singly.loss, rel=1e-5)
+
+
+def test_a_calibrated_adapter_is_small_and_loads_on_the_plain_model(shifted, tmp_path):
+    [batch] = given = batches(48, 48)
+    config = calibrate(shifted, given, progress=False)
+    adapted = rsa_hf.peft.get_peft_model(copy.deepcopy(shifted), None, config).eval()
+    with torch.no_grad():
+        expected = patch_model(copy.deepcopy(shifted), config)(**batch).logits
+        assert torch.equal(adapted(**batch).logits, expected)
+        adapted.save_pretrained(tmp_path)
+        assert (tmp_path / "adapter_model.safetensors").stat().st_size < 10_000
+        assert torch.equal(rsa_hf.peft.load(copy.deepcopy(shifted), tmp_path)(**batch).logits, expected)
 
 
 def test_rows_are_read_up_to_the_largest_number():

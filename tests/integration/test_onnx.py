@@ -9,7 +9,7 @@ import torch
 
 from families import FULL_PLAN, VOCAB, build
 from references import double_loop, relative_error
-from rsa_hf import patch_model, rem_product, unpatch_model
+from rsa_hf import HeadConfig, RSAConfig, patch_model, rem_product, unpatch_model
 from rsa_hf.integration.attention import read_attention_mask
 from rsa_hf.ops.autograd import traced_forward
 from rsa_hf.ops.mask import AttentionMask
@@ -81,11 +81,20 @@ def onnxruntime():
     return found
 
 
-@pytest.fixture(scope="module")
-def exported(onnxruntime, tmp_path_factory):
+NAMED = RSAConfig(
+    heads=[
+        HeadConfig(0, 1, "regular", decay=0.9, gate=0.4),
+        HeadConfig(0, 6, "sin", decay=0.8, gate=0.5, theta=0.7, dilation=2),
+        HeadConfig(1, 5, "cos", decay=0.7, gate=0.6, theta=0.4),
+    ]
+)
+
+
+@pytest.fixture(scope="module", params=[FULL_PLAN, NAMED], ids=["counts", "named heads"])
+def exported(request, onnxruntime, tmp_path_factory):
     """A patched RoBERTa and its export, which was made with a batch of 2 and a length of 11."""
     torch.manual_seed(0)
-    model = patch_model(build("roberta"), FULL_PLAN)
+    model = patch_model(build("roberta"), request.param)
     path = tmp_path_factory.mktemp("onnx") / "model.onnx"
     ids = torch.randint(3, VOCAB, (2, 11))
     dynamic = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=100)}

@@ -1,0 +1,126 @@
+"""The experiment `calibrate`: its variants against plain arithmetic, McNemar's test, and its verdict."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from scipy.stats import chi2
+
+from experiments.runs import conclude, fake_runs, finished
+from rsa_hf import HeadConfig, RSAConfig, patch_model
+from rsa_hf.experiments.byte_models import SHAPES, build
+from rsa_hf.experiments.calibrate import EXPERIMENT, MCNEMAR
+from rsa_hf.experiments.calibrate import variants as v
+from rsa_hf.experiments.variants import NO_RECURRENCE
+from rsa_hf.heads import active_heads
+from rsa_hf.rem import rem_matrix
+
+PLAN = RSAConfig(
+    heads=[
+        HeadConfig(0, 1, "regular", 0.5, 0.2),
+        HeadConfig(0, 3, "sin", 0.7, 0.1, 0.6),
+        HeadConfig(1, 0, "cos", 0.6, 0.3),
+    ]
+)
+LENGTH = 48
+
+
+def llama():
+    torch.manual_seed(0)
+    return build("llama", SHAPES["0.03M"]).eval()
+
+
+def logits(model):
+    return model(input_ids=torch.arange(LENGTH)[None]).logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", [v.SCALED, v.ALL_SCALED, v.LORA, v.IA3, v.PLAIN])
+def test_variants_without_recurrence_start_as_the_plain_model(variant):
+    model = v.make_variant(variant, llama(), PLAN, LENGTH, 0)
+    torch.testing.assert_close(logits(model), logits(llama()), rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_factors_start_as_the_calibrated_model_and_then_scale_attention():
+    calibrated = v.make_variant(v.CALIBRATED, llama(), PLAN, LENGTH, 0)
+    with_factors = v.make_variant(v.WITH_FACTORS, llama(), PLAN, LENGTH, 0)
+    assert torch.equal(logits(with_factors), logits(calibrated))
+    assert not torch.equal(logits(calibrated), logits(llama()))
+    # A factor that cancels 1 − g in front of attention is the same as adding g P V.
+    scaled = v.make_variant(v.SCALED, llama(), PLAN, LENGTH, 0)
+    damped = v.make_variant(NO_RECURRENCE, llama(), PLAN, LENGTH, 0)
+    for model, factor in ((scaled, lambda g: -g), (with_factors, lambda g: 1 / (1 - g) - 1)):
+        for (_, heads), (_, of) in zip(active_heads(model), active_heads(calibrated), strict=True):
+            heads.factor.copy_(factor(of.rates()["gate"]) / heads.plan.parameter_scale)
+    torch.testing.assert_close(logits(scaled), logits(damped))
+    assert (logits(with_factors) - logits(calibrated)).abs().max() > 1e-3
+
+
+def test_each_variant_has_its_numbers_of_parameters():
+    def numbers(variant):
+        model = v.make_variant(variant, llama(), PLAN, LENGTH, 0)
+        return sum(p.numel() for _, heads in active_heads(model) for p in heads.parameters() if p.requires_grad)
+
+    # A gate a head, and λ, or γ and θ.
+    assert numbers(v.CALIBRATED) == 3 + 1 + 2 * 2
+    assert numbers(v.WITH_FACTORS) == numbers(v.CALIBRATED) + 3
+    assert numbers(v.SCALED) == 3
+    assert numbers(v.ALL_SCALED) == 2 * 4
+
+
+def test_random_heads_have_the_shares_of_the_calibrated_ones():
+    def shares(plan):
+        P = [rem_matrix(h.kind, h.decay, h.theta, h.dilation, query_length=LENGTH)[0, -1] for h in plan.heads]
+        return sorted(head.gate * float(row.abs().sum()) for head, row in zip(plan.heads, P, strict=True))
+
+    model = llama()
+    small = RSAConfig(heads=[replace(head, gate=head.gate / 20) for head in PLAN.heads])
+    plans = [v._random_plan(model, small, LENGTH, seed) for seed in range(4)]
+    for plan in plans:
+        assert shares(plan) == pytest.approx(shares(small), rel=1e-4)
+        patch_model(copy.deepcopy(model), plan)
+    assert len({tuple((head.layer, head.head) for head in plan.heads) for plan in plans}) > 1
+    assert all(head.gate <= v.WIDEST_GATE for head in v._random_plan(model, PLAN, LENGTH, 1).heads)
+
+
+def test_a_plan_without_heads_is_the_plain_model():
+    for variant in (v.RANDOM, v.SCALED, v.CALIBRATED, v.WITH_FACTORS, NO_RECURRENCE):
+        model = v.make_variant(variant, llama(), RSAConfig(heads=()), LENGTH, 0)
+        assert torch.equal(logits(model), logits(llama()))
+
+
+def test_mcnemar_pools_the_answers_of_all_seeds():
+    def runs(arm, right):
+        settings = [run.settings for run in fake_runs("calibrate", arm, [0.0, 0.0], task="devign")]
+        values = {"score": 0.5, "validation": 0.5, "numbers": 1.0, "chosen heads": 1.0, "checked gain": 0.0}
+        return [finished(s, {**values, "right": r}) for s, r in zip(settings, right, strict=True)]
+
+    plain, better = [[0.0] * 60 + [1.0] * 40] * 2, [[1.0] * 30 + [0.0] * 30 + [1.0] * 30 + [0.0] * 10] * 2
+    rows = EXPERIMENT.summarise([*runs("plain", plain), *runs("calibrated", better)])
+    # 60 answers better and 20 worse; the exact p is close to the test's approximation with a continuity correction.
+    approximate = chi2.sf((abs(60 - 20) - 1) ** 2 / (60 + 20), 1)
+    assert rows.mean(MCNEMAR, arm="calibrated") == pytest.approx(approximate, rel=0.5)
+    assert "McNemar's test on all answers: p = " in EXPERIMENT.conclude(rows).findings[0]
+    same = EXPERIMENT.summarise([*runs("plain", plain), *runs("calibrated", plain)])
+    assert same.mean(MCNEMAR, arm="calibrated") == 1
+
+
+def test_the_verdict_needs_all_claims():
+    def both(trained, gain, rival=None):
+        found = [fake_runs("calibrate", "plain", (1.0, 1.1, 1.2), trained=trained)]
+        arm = "calibrated and scaled" if trained == "a few numbers" else "calibrated"
+        found.append(fake_runs("calibrate", "calibrated", [1.0 - gain, 1.1 - gain, 1.21 - gain], trained=trained))
+        if rival is not None:
+            found.append(fake_runs("calibrate", rival, (0.9, 1.0, 1.1), trained=trained))
+        if arm not in ("calibrated",):
+            found.append(fake_runs("calibrate", arm, [1.0 - gain, 1.1 - gain, 1.21 - gain], trained=trained))
+        return found
+
+    nothing, numbers = both("nothing", 0.2), both("a few numbers", 0.2, "all heads scaled")
+    everything, lora = both("everything", 0.2, "scaled heads"), both("lora", 0.2)
+    assert conclude("calibrate", *nothing, *numbers, *everything, *lora).verdict == "confirmed"
+    for worse in (both("nothing", -0.2), both("a few numbers", 0.05, "all heads scaled"), both("lora", -0.1)):
+        kept = [each for each in (nothing, numbers, everything, lora) if each[0][0].settings != worse[0][0].settings]
+        assert conclude("calibrate", *worse, *(run for each in kept for run in each)).verdict == "not confirmed"
