@@ -54,7 +54,8 @@ def get_peft_model(
         model: any transformers model that `patch_model` takes, quantised or not.
         peft_config: the method to combine with RSA, e.g. a `LoraConfig`. It is not changed. None: an adapter of gates
             and rates alone, of a few kilobytes.
-        rsa_config: the plan. None: the plan that the model is patched with, or `RSAConfig()` for a plain model.
+        rsa_config: the plan. None: the plan that the model is patched with, or `RSAConfig()` for a plain model. With a
+            plan that names no heads, as `calibrate` may return it, the adapter is that of `peft_config` alone.
         probe_inputs: see `patch_model`.
         **options: for `peft.get_peft_model`, e.g. `adapter_name`.
 
@@ -63,7 +64,8 @@ def get_peft_model(
 
     Raises:
         TypeError: `model` is not a `PreTrainedModel`; it may be a PEFT model.
-        ValueError: see `patch_model`; or the method has no `modules_to_save`. After any error the model is unchanged.
+        ValueError: see `patch_model`; or the method has no `modules_to_save`; or there is neither a method nor a head.
+            After any error the model is unchanged.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -74,6 +76,13 @@ def get_peft_model(
     was_patched = is_patched(model)
     if rsa_config is not None or not was_patched:
         patch_model(model, rsa_config, probe_inputs=probe_inputs)
+    if not is_patched(model):  # the plan names no heads
+        if peft_config is None:
+            raise ValueError(
+                "rsa_config names no heads, so an adapter of gates and rates alone would hold nothing. Give a plan "
+                "with heads, or a method of PEFT."
+            )
+        config = peft_config
     with _restored_on_error(model, was_patched):
         return peft.get_peft_model(model, config, **options)
 

@@ -39,7 +39,7 @@ def calibrate(
         Path | None, typer.Option(help="In place of a text: the YAML file of a run, for its training data.")
     ] = None,
     task: Annotated[Task, typer.Option(help="The task of the run.")] = Task.lm,
-    rows: Annotated[int, typer.Option(help="Number of rows that are read.")] = 64,
+    rows: Annotated[int, typer.Option(help="Number of rows that are read, at most.")] = 64,
     length: Annotated[int, typer.Option(help="Tokens of a row of the text.")] = 256,
     seed: Annotated[int, typer.Option(help="Of the rows that are drawn, and of the choice.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into OUT even if it holds files.")] = False,
@@ -108,8 +108,6 @@ def _rows_of_text(base: str, text: Path, rows: int, length: int, seed: int) -> l
     tokenizer = AutoTokenizer.from_pretrained(locate(base))
     ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt", verbose=False).input_ids[0]
     whole = len(ids) // length
-    if whole < rows:
-        raise UserError(f"{text} has {len(ids):,} tokens: too few for --rows {rows} of --length {length}.")
     drawn = torch.randperm(whole, generator=torch.Generator().manual_seed(seed))[:rows]
     blocks = ids[: whole * length].view(whole, length)[drawn]
     return [{"input_ids": block, "labels": block} for block in blocks.split(ROWS_PER_BATCH)]

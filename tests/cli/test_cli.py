@@ -93,8 +93,15 @@ def language_model(tmp_path, data_folder):
     return tmp_path / "base", "--text", tmp_path / "text.txt", "--length", 32
 
 
-def test_calibrate_saves_what_it_has_found(run, tmp_path, language_model, monkeypatch):
+@pytest.mark.parametrize("source", ["text", "config"])
+def test_calibrate_saves_what_it_has_found(source, run, tmp_path, language_model, monkeypatch):
     base, *options = language_model
+    if source == "config":
+        lines = (
+            f"model: {{name_or_path: absent}}\ndata: {{source: files, files: {{train: {options[1]}}}, block_size: 32}}"
+        )
+        (tmp_path / "run.yaml").write_text(lines)
+        options = ["--config", tmp_path / "run.yaml"]
 
     def choose(scores, *_):
         return [Choice(i, h, int(scores.means[i][h].argmin()), 3.0, 1.0) for i, h in ((0, 3), (1, 1))]
@@ -126,7 +133,8 @@ def test_a_mistake_in_a_calibration_exits_with_2(run, tmp_path, language_model):
     base, *options = language_model
     for more, words in (
         (["--rows", 4], "max_rows=4: a whole number ≥ 12"),
-        (["--rows", 10_000], "too few for --rows 10000 of --length 32"),
+        (["--length", 2000], "rows, but at least 12 are needed"),
+        (["--config", tmp_path / "run.yaml"], "either --text FILE, or --config FILE of a run"),
         (["--text", tmp_path / "absent"], "absent"),
     ):
         code, out, err = run("calibrate", base, tmp_path / "out", *options, *more)

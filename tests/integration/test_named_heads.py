@@ -163,6 +163,17 @@ def test_a_plan_without_heads_leaves_a_model_plain(config, caplog):
         patch_model(model, config)
 
 
+def test_an_adapter_of_a_plan_without_heads_is_that_of_the_method_alone():
+    base, empty, batch = build_language_model("llama"), RSAConfig(heads=()), padded_inputs("llama")
+    method = LoraConfig(r=2, target_modules=["q_proj"])
+    with pytest.raises(ValueError, match="would hold nothing"):
+        rsa_hf.peft.get_peft_model(base, None, empty)
+    expected = base(**batch).logits
+    adapted = rsa_hf.peft.get_peft_model(base, method, empty)
+    assert torch.equal(adapted(**batch).logits, expected) and method.modules_to_save is None
+    assert {name.split(".")[-3] for name, p in adapted.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
+
+
 def test_a_gate_that_starts_open_or_shut_is_finite_in_the_model():
     heads = [HeadConfig(0, 0, "regular", 0.5, gate=1.0), HeadConfig(0, 1, "regular", 0.5, gate=0.0)]
     model = patch_model(build("gpt2"), RSAConfig(heads=heads))

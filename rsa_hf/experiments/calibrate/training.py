@@ -104,7 +104,7 @@ def _calibration(settings: Settings, model: PreTrainedModel, task: Task) -> Mapp
 
 def _with_lora(variant: str, model: PreTrainedModel, plan: RSAConfig) -> Any:
     config = peft.LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK)
-    if variant == PLAIN or plan.heads == ():
+    if variant == PLAIN:
         return peft.get_peft_model(model, config)
     return rsa_hf.peft.get_peft_model(model, config, plan)
 
