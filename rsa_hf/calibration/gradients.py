@@ -30,6 +30,7 @@ from rsa_hf.rem import working_dtype
 __all__ = ["Gradients", "ProbedModel", "lag_products", "num_rows", "take_rows"]
 
 
+MOST_PRODUCTS = 2**24  # of queries and keys at a time
 HEAD_RATE = 1e-3
 IGNORED_LABEL = -100  # by transformers' losses
 KNOWS_LITTLE = 0.95  # share of the loss of a constant guess
@@ -273,9 +274,13 @@ def lag_products(grad: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
     tau = tau.clamp(min=0) if mask.causal else tau.abs()
     visible = boolean_mask(mask, lags(mask, value.device)).expand(B, -1, -1, -1) & (tau > 0)
     products = grad.new_zeros(B, H, S)
-    # Row by row: all products at once would take as much memory as attention written out.
+    # A few heads of a row at a time: all products at once would take as much memory as attention written out.
+    heads_at_once = max(1, MOST_PRODUCTS // tau.numel())
     for row in range(B):
         keys = torch.where(visible[row].any(-2)[..., None], value[row].repeat_interleave(shared, 0), 0)
-        both = torch.where(visible[row], grad[row].transpose(0, 1) @ keys.mT, 0)
-        products[row].index_add_(1, tau.flatten(), both.flatten(1))
+        queries = grad[row].transpose(0, 1)
+        for first in range(0, H, heads_at_once):
+            some = slice(first, first + heads_at_once)
+            both = torch.where(visible[row], queries[some] @ keys[some].mT, 0)
+            products[row, some].index_add_(1, tau.flatten(), both.flatten(1))
     return products

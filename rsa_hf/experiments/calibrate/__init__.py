@@ -48,16 +48,14 @@ _CLAIM_OF_EVERYTHING = (PLAIN, SCALED, CALIBRATED)
 _OF_LORA = (PLAIN, CALIBRATED)
 
 
-def _byte_model(model: str, length: int, batch: int, rows: int, pretraining_steps: int, steps: int) -> Plan:
-    settings = (model, "c", length, batch, rows, 40_000, ALL, 0, pretraining_steps)
+def _byte_model(model: str, size: tuple[int, int, int], steps: int, shares: Sequence[float], rates: Rates) -> Plan:
+    length, rows, pretraining_steps = size
+    settings = (model, "c", length, 8, rows, 40_000, ALL, 0, pretraining_steps)
     parts = []
-    for share in (0.01, 0.1):
-        parts += [
-            (share, NUMBERS, steps, _OF_NUMBERS, (1e-3, 3e-3)),
-            (share, EVERYTHING, steps, _OF_EVERYTHING, (1e-3, 3e-3)),
-        ]
-    nothing = (0.01, NOTHING, 0, _UNTRAINED, (0.0,))
-    return settings, [nothing, *parts, (0.01, LORA_TRAINED, steps, _OF_LORA, (1e-3, 3e-3))]
+    for share in shares:
+        parts += [(share, NUMBERS, steps, _OF_NUMBERS, rates), (share, EVERYTHING, steps, _OF_EVERYTHING, rates)]
+    nothing, lora = (shares[0], NOTHING, 0, _UNTRAINED, (0.0,)), (shares[0], LORA_TRAINED, steps, _OF_LORA, rates)
+    return settings, [nothing, *parts, lora]
 
 
 def _smollm2(task: str, shares: Sequence[float], numbers: Sequence[str], everything: Sequence[str]) -> Plan:
@@ -83,9 +81,12 @@ PLANS: dict[Size, list[Plan]] = {
             ],
         )
     ],
-    "quick": [_byte_model(f"{family}-0.1M", 128, 8, 48, 600, 60) for family in ("gpt2", "llama")],
+    "quick": [_byte_model(f"{family}-0.1M", (128, 48, 600), 60, (0.1,), (3e-3,)) for family in ("gpt2", "llama")],
     "full": [
-        *(_byte_model(f"{family}-1.5M", 256, 8, 64, 3000, 100) for family in ("gpt2", "llama")),
+        *(
+            _byte_model(f"{family}-1.5M", (256, 64, 3000), 100, (0.01, 0.1), (1e-3, 3e-3))
+            for family in ("gpt2", "llama")
+        ),
         _smollm2("wikitext-2", (0.01, 0.1), _OF_NUMBERS, _OF_EVERYTHING),
         *(_smollm2(task, (0.01,), _CLAIM_OF_NUMBERS, _CLAIM_OF_EVERYTHING) for task in ("c", "python")),
         (
