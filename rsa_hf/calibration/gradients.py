@@ -272,7 +272,7 @@ def lag_products(grad: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
     S, shared = value.shape[2], grad.shape[2] // value.shape[1]
     tau = lags(mask, value.device)
     tau = tau.clamp(min=0) if mask.causal else tau.abs()
-    visible = boolean_mask(mask, lags(mask, value.device)).expand(B, -1, -1, -1) & (tau > 0)
+    visible = (boolean_mask(mask, lags(mask, value.device)) & (tau > 0)).expand(B, H, -1, -1)
     products = grad.new_zeros(B, H, S)
     # A few heads of a row at a time: all products at once would take as much memory as attention written out.
     heads_at_once = max(1, MOST_PRODUCTS // tau.numel())
@@ -281,6 +281,6 @@ def lag_products(grad: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         queries = grad[row].transpose(0, 1)
         for first in range(0, H, heads_at_once):
             some = slice(first, first + heads_at_once)
-            both = torch.where(visible[row], queries[some] @ keys[some].mT, 0)
+            both = torch.where(visible[row, some], queries[some] @ keys[some].mT, 0)
             products[row, some].index_add_(1, tau.flatten(), both.flatten(1))
     return products
