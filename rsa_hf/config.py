@@ -131,8 +131,10 @@ class RSAConfig:
     layer's first ones, in the order regular, cos, sin, dilated regular, dilated cos, dilated sin (the paper's k1 … k6,
     section 3); the i-th cos head and the i-th sin head are a pair. `heads` names single heads instead.
 
-    The defaults are meant for pretrained models, and were chosen with `rsa-hf reproduce fine-tune` (RESULTS.md). A
-    model trained from scratch learns faster with `RSAConfig.from_scratch`.
+    For a pretrained model, `rsa_hf.calibrate` returns a config that names the heads on which recurrence helps, with
+    their REMs and gates, which gains more than the defaults (`rsa-hf reproduce calibrate`, RESULTS.md). The defaults
+    keep a pretrained model nearly as it was, without looking at data; they were chosen with `rsa-hf reproduce
+    fine-tune`. A model trained from scratch learns faster with `RSAConfig.from_scratch`.
 
     Args:
         num_regular: number of regular REM heads, k1 (λ = tanh η).

@@ -79,6 +79,14 @@ def test_a_planted_token_shift_is_found_at_its_head_with_its_rate(shifted):
     assert plain - loss(model, fresh) > found.gain / 2 > 0
 
 
+def test_half_precision_finds_the_same_head(shifted):
+    torch.manual_seed(1)
+    found = run_calibration(copy.deepcopy(shifted).bfloat16(), batches(256), max_rows=256, progress=False)
+    surest = max(found.heads, key=lambda head: head.certainty)
+    assert (surest.config.layer, surest.config.head, surest.config.kind) == (1, 2, "regular")
+    assert surest.config.decay == pytest.approx(PLANTED.decay, abs=0.11)
+
+
 @pytest.mark.parametrize("broken", ["another head", "the other sign"])
 def test_a_broken_score_loses(shifted, broken, monkeypatch):
     torch.manual_seed(1)
