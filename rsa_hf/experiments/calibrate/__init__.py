@@ -90,7 +90,7 @@ PLANS: dict[Size, list[Plan]] = {
         _smollm2("wikitext-2", (0.01, 0.1), _OF_NUMBERS, _OF_EVERYTHING),
         *(_smollm2(task, (0.01,), _CLAIM_OF_NUMBERS, _CLAIM_OF_EVERYTHING) for task in ("c", "python")),
         (
-            ("minilm", DEVIGN, 64, 32, 64, ALL, ALL, 6, 0),
+            ("minilm", DEVIGN, 64, 32, 512, ALL, ALL, 6, 0),
             [(1.0, EVERYTHING, 680, _OF_EVERYTHING, (1e-4, 3e-4))],
         ),
     ],
