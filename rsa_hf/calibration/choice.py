@@ -143,8 +143,8 @@ def choose(scores: Scores, false_discoveries: float, most: int | None, generator
     for layer, head in (places[i] for i in order[:count].tolist()):
         rem = int(torch.where(found[layer][head] <= threshold, whole[layer][head], torch.inf).argmin())
         derivative = scores.whole[layer][:, head, rem]
+        curvature = scores.terms * float(derivative.var())
         # A head may be harmed by what its gate damps more than it gains.
-        if float(derivative.mean()) < 0:
-            curvature = scores.terms * float(derivative.var())
+        if float(derivative.mean()) < 0 < curvature:
             chosen.append(Choice(layer, head, rem, -float(found[layer][head, rem]), curvature))
     return chosen[:most]

@@ -94,7 +94,8 @@ def main(arguments: Sequence[str]) -> None:
     labels = [example.target for example in splits["train"]]
     rows = list(tokenize(splits["train"], tokenizer, config.data).remove_columns("example_id"))
     collate = DataCollatorWithPadding(tokenizer)
-    model = patch_calibrated(model, rows, collate, config, accelerator)
+    if config.calibrate is not None:
+        model = patch_calibrated(model, rows, collate, config, accelerator)
     result = train(
         model,
         rows,

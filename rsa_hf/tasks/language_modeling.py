@@ -84,7 +84,8 @@ def main(arguments: Sequence[str]) -> None:
         text = prepare_language_modeling(config.data, tokenizer, num_tracks=rows)
         model = load_model(AutoModelForCausalLM, config.model, config.rsa)
     require_fit(model, text.vocab_size, config.data)
-    model = patch_calibrated(model, text.train, default_collate, config, accelerator)
+    if config.calibrate is not None:
+        model = patch_calibrated(model, text.train, default_collate, config, accelerator)
 
     def score(model: PreTrainedModel, blocks: EvaluationBlocks | EvaluationSegments) -> dict[str, float]:
         return evaluate_language_model(model, blocks, training.eval_batch_size, memory=config.data.eval_memory)

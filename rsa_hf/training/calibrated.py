@@ -35,7 +35,7 @@ def patch_calibrated(
     config: RunConfig[Any],
     accelerator: Accelerator,
 ) -> PreTrainedModel:
-    """Patch the model of a run whose section `rsa` has `calibrate`; any other model is returned as it is.
+    """Patch the model of a run whose section `rsa` has `calibrate`.
 
     What was found is printed and written to `calibration.json` and, with matplotlib, `calibration.png` in the output
     folder. A run that continues reads it there. The model stays plain if no gain was shown.
@@ -51,8 +51,7 @@ def patch_calibrated(
         ValueError: the data has memory to carry from row to row, or cannot be used for a calibration.
     """
     settings, training = config.calibrate, config.training
-    if settings is None:
-        return model
+    assert settings is not None
     output = Path(training.output_dir)
     made_for = json.loads(json.dumps({**config.to_dict(), "training": {"seed": training.seed}}))
     with accelerator.main_process_first():
