@@ -55,7 +55,7 @@ def measure(settings: Settings) -> Values:
             torch.manual_seed(seed)  # the same dropout for all variants
             _train(variant, task, settings)
         values: Values = {"score": task.score(variant, "test"), "numbers": float(numbers)}
-        if numbers:
+        if trained != NOTHING:
             values["validation"] = task.score(variant, "validation")
         if task.predict is not None:
             values["right"] = [float(right) for right in task.predict(variant)]
