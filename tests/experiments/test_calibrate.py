@@ -65,9 +65,18 @@ def test_each_variant_has_its_numbers_of_parameters():
 
     # A gate a head, and λ, or γ and θ.
     assert numbers(v.CALIBRATED) == 3 + 1 + 2 * 2
-    assert numbers(v.WITH_FACTORS) == numbers(v.CALIBRATED) + 3
+    assert numbers(v.WITH_FACTORS) == 3 + 3  # gates and factors
     assert numbers(v.SCALED) == 3
     assert numbers(v.ALL_SCALED) == 2 * 4
+
+
+def test_factors_are_on_the_heads_with_the_largest_shares_of_recurrence():
+    # At λ = 0.9 a gate of 0.1 has ten times the share of one at λ = 0.
+    weak, strong = HeadConfig(0, 0, "regular", 0.01, 0.3), HeadConfig(1, 2, "regular", 0.9, 0.1)
+    model = v.make_variant(v.WITH_FACTORS, llama(), RSAConfig(heads=[*PLAN.heads, weak, strong]), LENGTH, 0)
+    chosen = {(layer, head) for layer, (_, heads) in enumerate(active_heads(model)) for head in heads.plan.heads}
+    assert len(chosen) == 2 * 4 // 2  # with a gate and a factor each no more than the factors of all heads
+    assert (0, 0) not in chosen and (1, 2) in chosen
 
 
 def test_random_heads_have_the_shares_of_the_calibrated_ones():

@@ -8,7 +8,7 @@ seed every variant is trained at every learning rate, and with the others at the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rsa_hf.experiments.calibrate.training import DEVIGN, EVERYTHING, LORA_TRAINED, NOTHING, NUMBERS, measure
@@ -31,67 +31,93 @@ from rsa_hf.experiments.variants import NO_RECURRENCE
 __all__ = ["EXPERIMENT"]
 
 ALL = 10**9  # more than any data set has
-Rates = tuple[float, ...]
 # model, task, tokens in a row, rows in a step, rows to calibrate on, size of the test split (bytes or functions), what
 # counts as all training data, layers of MiniLM, steps of pretraining of a byte-level model.
 NAMES = ("model", "task", "length", "batch", "rows", "scored", "most", "layers", "pretraining_steps")
-# For each model and task: the settings above, and for each share of the data and each thing to train: steps, variants,
-# learning rates.
-Plan = tuple[tuple[Any, ...], list[tuple[float, str, int, Sequence[str], Rates]]]
+# For each model and task: the settings above, the learning rates for each thing to train, and for each share of the
+# data and each thing to train the steps and the variants.
+Rates = Mapping[str, tuple[float, ...]]
+Part = tuple[float, str, int, Sequence[str]]
+Plan = tuple[tuple[Any, ...], Rates, list[Part]]
+
+# On models of 0.1M parameters the best rate of every variant but IA3 (3e-1) is within these.
+_BYTE_RATES: Rates = {NUMBERS: (1e-2, 1e-1), EVERYTHING: (3e-3, 1e-2), LORA_TRAINED: (1e-2, 3e-2)}
+_WIDER_BYTE_RATES: Rates = {
+    NUMBERS: (1e-2, 3e-2, 1e-1),
+    EVERYTHING: (1e-3, 3e-3, 1e-2),
+    LORA_TRAINED: (3e-3, 1e-2, 3e-2),
+}
+_PACKAGED_RATES: Rates = {NUMBERS: (3e-3, 1e-2, 3e-2), EVERYTHING: (1e-4, 3e-4), LORA_TRAINED: (1e-3, 3e-3)}
 
 _UNTRAINED = (PLAIN, FIRST, RANDOM, NO_RECURRENCE, CALIBRATED)
-_OF_RSA = (FIRST, RANDOM, NO_RECURRENCE, SCALED, ALL_SCALED, CALIBRATED, WITH_FACTORS)
-_OF_NUMBERS = (PLAIN, *_OF_RSA, LORA, IA3)
+_OF_NUMBERS = (PLAIN, NO_RECURRENCE, ALL_SCALED, CALIBRATED, WITH_FACTORS, LORA, IA3)
 _CLAIM_OF_NUMBERS = (PLAIN, ALL_SCALED, CALIBRATED, WITH_FACTORS)
 _OF_EVERYTHING = (PLAIN, FIRST, SCALED, CALIBRATED)
 _CLAIM_OF_EVERYTHING = (PLAIN, SCALED, CALIBRATED)
 _OF_LORA = (PLAIN, CALIBRATED)
 
 
-def _byte_model(model: str, size: tuple[int, int, int], steps: int, shares: Sequence[float], rates: Rates) -> Plan:
-    length, rows, pretraining_steps = size
-    settings = (model, "c", length, 8, rows, 40_000, ALL, 0, pretraining_steps)
-    parts = []
-    for share in shares:
-        parts += [(share, NUMBERS, steps, _OF_NUMBERS, rates), (share, EVERYTHING, steps, _OF_EVERYTHING, rates)]
-    nothing, lora = (shares[0], NOTHING, 0, _UNTRAINED, (0.0,)), (shares[0], LORA_TRAINED, steps, _OF_LORA, rates)
-    return settings, [nothing, *parts, lora]
-
-
-def _smollm2(task: str, shares: Sequence[float], numbers: Sequence[str], everything: Sequence[str]) -> Plan:
-    settings = ("smollm2", task, 256, 2, 64, 20_000, ALL, 0, 0)
+def _byte_model(
+    name: str, sizes: tuple[int, int, int, int], rates: Rates, share: float, steps: int, *more: Part
+) -> Plan:
+    length, rows, scored, pretraining_steps = sizes
     parts = [
-        (0.01, NOTHING, 0, _UNTRAINED, (0.0,)),
-        (0.01, NUMBERS, 100, numbers, (3e-4, 1e-3)),
-        *((share, EVERYTHING, steps, everything, (1e-4, 3e-4)) for share, steps in ((0.01, 50), (0.1, 200))),
-        (0.01, LORA_TRAINED, 50, _OF_LORA, (3e-4, 1e-3)),
+        (share, NOTHING, 0, _UNTRAINED),
+        (share, NUMBERS, steps, _OF_NUMBERS),
+        (share, EVERYTHING, steps, _OF_EVERYTHING),
+        (share, LORA_TRAINED, steps, _OF_LORA),
+        *more,
     ]
-    return settings, [part for part in parts if part[0] in shares]
+    return (name, "c", length, 8, rows, scored, ALL, 0, pretraining_steps), rates, parts
+
+
+def _smollm2(task: str, share: float, *parts: Part) -> Plan:
+    settings = ("smollm2", task, 256, 2, 64, 20_000, ALL, 0, 0)
+    return settings, _PACKAGED_RATES, [(share, NOTHING, 0, _UNTRAINED), *parts]
 
 
 PLANS: dict[Size, list[Plan]] = {
     "toy": [
         (
             ("llama-0.03M", "c", 64, 4, 24, 2_000, 20_000, 0, 30),
+            dict.fromkeys((NUMBERS, EVERYTHING, LORA_TRAINED), (1e-3,)),
             [
-                (1.0, NOTHING, 0, _UNTRAINED, (0.0,)),
-                (1.0, NUMBERS, 4, _OF_NUMBERS, (1e-3,)),
-                (1.0, EVERYTHING, 4, _CLAIM_OF_EVERYTHING, (1e-3,)),
-                (1.0, LORA_TRAINED, 4, _OF_LORA, (1e-3,)),
+                (1.0, NOTHING, 0, _UNTRAINED),
+                (1.0, NUMBERS, 4, _OF_NUMBERS),
+                (1.0, EVERYTHING, 4, _CLAIM_OF_EVERYTHING),
+                (1.0, LORA_TRAINED, 4, _OF_LORA),
             ],
         )
     ],
-    "quick": [_byte_model(f"{family}-0.1M", (128, 48, 600), 60, (0.1,), (3e-3,)) for family in ("gpt2", "llama")],
+    "quick": [
+        _byte_model(f"{family}-0.1M", (128, 48, 20_000, 600), _BYTE_RATES, 0.1, 60) for family in ("gpt2", "llama")
+    ],
     "full": [
         *(
-            _byte_model(f"{family}-1.5M", (256, 64, 3000), 100, (0.01, 0.1), (1e-3, 3e-3))
+            _byte_model(
+                f"{family}-1.5M",
+                (256, 64, 40_000, 3000),
+                _WIDER_BYTE_RATES,
+                0.01,
+                100,
+                (0.1, EVERYTHING, 400, _CLAIM_OF_EVERYTHING),
+            )
             for family in ("gpt2", "llama")
         ),
-        _smollm2("wikitext-2", (0.01, 0.1), _OF_NUMBERS, _OF_EVERYTHING),
-        *(_smollm2(task, (0.01,), _CLAIM_OF_NUMBERS, _CLAIM_OF_EVERYTHING) for task in ("c", "python")),
+        _smollm2(
+            "wikitext-2",
+            0.01,
+            (0.01, NUMBERS, 100, _OF_NUMBERS),
+            (0.01, EVERYTHING, 50, _OF_EVERYTHING),
+            (0.01, LORA_TRAINED, 50, _OF_LORA),
+            (0.1, EVERYTHING, 100, _CLAIM_OF_EVERYTHING),
+        ),
+        _smollm2("c", 0.01, (0.01, NUMBERS, 100, _CLAIM_OF_NUMBERS)),
+        _smollm2("python", 0.1),
         (
             ("minilm", DEVIGN, 64, 32, 512, ALL, ALL, 6, 0),
-            [(1.0, EVERYTHING, 680, _OF_EVERYTHING, (1e-4, 3e-4))],
+            _PACKAGED_RATES,
+            [(1.0, EVERYTHING, 680, _CLAIM_OF_EVERYTHING)],
         ),
     ],
 }
@@ -104,10 +130,12 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
     """
     return [
         {**dict(zip(NAMES, shared, strict=True)), "share": share, "trained": trained, "steps": steps, **each}
-        for shared, parts in PLANS[size]
-        for share, trained, steps, variants, rates in parts
+        for shared, rates, parts in PLANS[size]
+        for share, trained, steps, variants in parts
         for each in combinations(
-            arm=variants, learning_rate=rates, seed=range(2 * seeds if shared[0] == "minilm" else seeds)
+            arm=variants,
+            learning_rate=rates.get(trained, (0.0,)),
+            seed=range(2 * seeds if shared[0] == "minilm" else seeds),
         )
     ]
 
@@ -214,7 +242,9 @@ EXPERIMENT = Experiment(
     published="None: the paper trains its models from scratch.",
     remark="Every control has the heads and gates of the calibrated model, or as many: random heads have random REMs "
     "of the same shares; no recurrence has P = 0, so that gates only damp attention; scaled heads have a learned "
-    "factor in place of a REM. The smallest LoRA and IA3 are PEFT's with their fewest parameters.",
+    "factor in place of a REM. The smallest LoRA and IA3 are PEFT's with their fewest parameters. Beside LoRA of rank 8 "
+    "(trained: lora), whose learning rates are higher, gates and rates have a parameter_scale of 5: it did better than 20 "
+    "with the first two seeds of the quick size.",
     seeds={"toy": 2, "quick": 4, "full": 5},
     grid=make_grid,
     measure=measure,

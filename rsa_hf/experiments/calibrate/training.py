@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +26,21 @@ from rsa_hf.experiments.runner.summary import Settings, Values
 from rsa_hf.heads import RSAHeads
 from rsa_hf.training.optimizer import param_groups
 
-__all__ = ["DEVIGN", "EVERYTHING", "LORA_TRAINED", "NOTHING", "NUMBERS", "measure"]
+__all__ = ["DEVIGN", "EVERYTHING", "LORA_TRAINED", "NOTHING", "NUMBERS", "find_calibration", "measure"]
 
 # What is trained.
 NOTHING, NUMBERS, EVERYTHING, LORA_TRAINED = "nothing", "a few numbers", "everything", "lora"
 DEVIGN = "devign"
 SCHEDULE = "warmup_stable_decay"  # of the byte-level models
 LORA_RANK = 8
+LORA_PARAMETER_SCALE = 5  # LoRA has its best rate at a few times that of all weights; gates would move too fast
 
 
 def measure(settings: Settings) -> Values:
     """Train one variant and score it. With a seed all variants see the same data in the same order."""
     seed, trained = settings["seed"], settings["trained"]
     with torch.random.fork_rng():
-        model, tokenizer = _load(settings)
-        task = _task(settings, tokenizer)
-        found = _calibration(settings, model, task)
+        model, task, found = find_calibration(settings)
         plan = RSAConfig.from_dict(found["config"])
         torch.manual_seed(seed)
         if trained == LORA_TRAINED:
@@ -66,27 +66,25 @@ def measure(settings: Settings) -> Values:
     }
 
 
-def _load(settings: Settings) -> tuple[PreTrainedModel, Any]:
+def find_calibration(settings: Settings) -> tuple[PreTrainedModel, Task, Mapping[str, Any]]:
+    """A pretrained model, what it is trained on, and what `run_calibration` finds on rows of that, computed once.
+
+    Returns:
+        The model, unpatched; its task; and `config`, `gain`, `gain_error` and `gain_without_recurrence`.
+    """
     torch.manual_seed(settings["seed"])  # of a classifier's new head
-    return load_pretrained(settings["model"], settings["layers"], settings["pretraining_steps"], SCHEDULE)
-
-
-def _task(settings: Settings, tokenizer: Any) -> Task:
+    model, tokenizer = load_pretrained(settings["model"], settings["layers"], settings["pretraining_steps"], SCHEDULE)
     data = {name: settings[name] for name in ("share", "most", "scored", "length", "seed")}
     if settings["task"] == DEVIGN:
-        return defect_task(tokenizer, **data)
-    return text_task(settings["task"], tokenizer, **data, measure="nats per token", test_seed=settings["seed"])
-
-
-def _calibration(settings: Settings, model: PreTrainedModel, task: Task) -> Mapping[str, Any]:
-    """What `run_calibration` has found on rows of the training data; the same for all variants."""
-    names = ("model", "task", "share", "length", "rows", "seed", "layers", "pretraining_steps", "most")
+        task = defect_task(tokenizer, **data)
+    else:
+        extra = {"measure": "nats per token", "test_seed": settings["seed"]}
+        task = text_task(settings["task"], tokenizer, **data, **extra)
 
     def calibrate(path: Path) -> None:
         chosen = torch.randperm(len(task.rows), generator=torch.Generator().manual_seed(settings["seed"]))
         rows = [task.rows[i] for i in chosen[: settings["rows"]].tolist()]
-        batches = [task.collate(rows[i : i + 4]) for i in range(0, len(rows), 4)]
-        batches = [{**batch} for batch in batches]
+        batches = [{**task.collate(rows[i : i + 4])} for i in range(0, len(rows), 4)]
         found = run_calibration(
             model.to(default_device()),  # type: ignore[arg-type]
             batches,
@@ -97,16 +95,16 @@ def _calibration(settings: Settings, model: PreTrainedModel, task: Task) -> Mapp
         names = ("config", "gain", "gain_error", "gain_without_recurrence")
         path.write_text(json.dumps({name: found.to_dict()[name] for name in names}) + "\n", encoding="utf-8")
 
+    names = ("model", "task", "share", "length", "rows", "seed", "layers", "pretraining_steps", "most")
     path = kept(f"calibration-{settings['model']}", {name: settings[name] for name in names}, ".json", calibrate)
-    found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    return model, task, json.loads(path.read_text(encoding="utf-8"))
 
 
 def _with_lora(variant: str, model: PreTrainedModel, plan: RSAConfig) -> Any:
     config = peft.LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK)
     if variant == PLAIN:
         return peft.get_peft_model(model, config)
-    return rsa_hf.peft.get_peft_model(model, config, plan)
+    return rsa_hf.peft.get_peft_model(model, config, replace(plan, parameter_scale=LORA_PARAMETER_SCALE))
 
 
 def _freeze_weights(model: nn.Module, variant: str, trained: str) -> None:
@@ -119,11 +117,19 @@ def _freeze_weights(model: nn.Module, variant: str, trained: str) -> None:
 
 
 def _train(model: nn.Module, task: Task, settings: Settings) -> None:
-    """AdamW, weight decay 0.01 on matrices; the learning rate warms up over a tenth of the steps and falls to 0."""
+    """AdamW, weight decay 0.01 on matrices; the learning rate warms up over a tenth of the steps and falls to 0.
+
+    Models from packages are trained in mixed precision, in bfloat16.
+    """
     steps = settings["steps"]
     optimizer = torch.optim.AdamW(param_groups(model, settings["learning_rate"], weight_decay=0.01))
     schedule = get_scheduler("linear", optimizer, num_warmup_steps=max(1, steps // 10), num_training_steps=steps)
-    loss = batch_loss(model, task.rows, settings["batch"], settings["seed"], task.collate)
+    loss_of_batch = batch_loss(model, task.rows, settings["batch"], settings["seed"], task.collate)
+    precision = torch.autocast(default_device().type, torch.bfloat16, enabled=not settings["pretraining_steps"])
+
+    def loss(step: int) -> Tensor:
+        with precision:
+            return loss_of_batch(step)
 
     def stop_if_diverged(step: int, value: Tensor) -> bool:
         return not math.isfinite(float(value))

@@ -7,7 +7,8 @@
 * `scaled heads`: the calibrated heads, each multiplied by a learned factor in place of a REM.
 * `all heads scaled`: every head of the model multiplied by a learned factor.
 * `calibrated`: the plan that `calibrate` returns.
-* `calibrated, scaled`: the same, and a learned factor on the attention of each of its heads.
+* `calibrated and scaled`: of its heads those with the largest shares, at most half as many as the model has, each with
+  a gate and a factor to be learned and its rate as chosen: no more numbers than `all heads scaled` has.
 * `smallest lora`, `ia3`: PEFT's methods with their fewest parameters, on the modules that PEFT chooses.
 """
 
@@ -64,6 +65,8 @@ def make_variant(variant: str, model: PreTrainedModel, plan: RSAConfig, length: 
         config = peft.LoraConfig(r=1, lora_alpha=1) if variant == LORA else peft.IA3Config()
         return peft.get_peft_model(model, config)
     plans = {FIRST: RSAConfig(), RANDOM: _random_plan(model, plan, length, seed), ALL_SCALED: _all_heads(model)}
+    if variant == WITH_FACTORS:
+        plan = _strongest(plan, len(_places(model)) // 2, length)
     plan = plans.get(variant, plan)
     if variant == PLAIN or plan.heads == ():
         return model
@@ -91,7 +94,11 @@ class ScaledHeads(RSAHeads):
         super().__init__(heads.plan)
         self.with_rems = with_rems
         self.factor = nn.Parameter(torch.zeros(heads.plan.num_rsa_heads))
-        if not with_rems:
+        if with_rems:
+            for rate in (self.eta, self.nu, self.theta):
+                if rate is not None:
+                    rate.requires_grad_(False)
+        else:
             self.eta = self.nu = self.theta = None
             self.mu.requires_grad_(False)
 
@@ -103,19 +110,29 @@ class ScaledHeads(RSAHeads):
         return super().forward(attention, value, mask) if self.with_rems else attention
 
 
+def _places(model: Any) -> list[tuple[int, int]]:
+    """Layer and index of every head of a model."""
+    return [(i, j) for i in range(model.config.num_hidden_layers) for j in range(model.config.num_attention_heads)]
+
+
 def _all_heads(model: Any) -> RSAConfig:
     """A plan of shut gates on every head."""
-    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
-    every = tuple(HeadConfig(i, h, "regular", 0.5, 0.0) for i in range(layers) for h in range(heads))
-    return RSAConfig(heads=every)
+    return RSAConfig(heads=tuple(HeadConfig(*place, "regular", 0.5, 0.0) for place in _places(model)))
+
+
+def _strongest(plan: RSAConfig, most: int, length: int) -> RSAConfig:
+    """The heads with the largest shares g · Σ |f(τ)|."""
+    heads = sorted(plan.heads or (), key=lambda head: -head.gate * _mass(head, length))
+    return RSAConfig(heads=tuple(heads[:most]))
 
 
 def _random_plan(model: Any, plan: RSAConfig, length: int, seed: int) -> RSAConfig:
     """As many heads as in a plan, at random places with random REMs, with the same shares g · Σ |f(τ)|."""
     choice = random.Random(seed)
-    places = [(head.layer, head.head) for head in _all_heads(model).heads or ()]
     heads = []
-    for head, (layer, place) in zip(plan.heads or (), choice.sample(places, len(plan.heads or ())), strict=True):
+    for head, (layer, place) in zip(
+        plan.heads or (), choice.sample(_places(model), len(plan.heads or ())), strict=True
+    ):
         rem = choice.choice(DICTIONARY)
         other = HeadConfig(layer, place, rem.kind, rem.decay, 0.0, rem.theta, rem.dilation)
         gate = head.gate * _mass(head, length) / _mass(other, length)

@@ -22,6 +22,7 @@ from rsa_hf.experiments.runner.fit import batch_loss, evaluation_steps, fit
 from rsa_hf.tasks.defect_data import DefectDataConfig, Example, load_defect_data
 from rsa_hf.tasks.defect_detection import compute_metrics, tokenize
 from rsa_hf.tasks.language_modeling import evaluate_language_model, prepare_language_modeling
+from rsa_hf.tasks.python_defects import load_python_defects
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig, line_boundary, read_texts
 from rsa_hf.training.optimizer import param_groups
 from rsa_hf.training.run import predict_logits
@@ -30,6 +31,7 @@ __all__ = ["Task", "defect_task", "fine_tune", "portion", "text_task"]
 
 DEVIGN_FILES = {"train": "train", "validation": "valid", "test": "test"}
 TEXT_SCORES = {"bits per byte": "bits_per_byte", "nats per token": "loss_nats_per_token"}
+LONGEST_FUNCTION = 10_000  # characters
 EVALUATION_ROWS, EVALUATION_TOKENS = 64, 4096  # per batch; logits over a large vocabulary need much memory
 
 
@@ -107,15 +109,16 @@ def _sample(examples: Sequence[Example], count: int, seed: int) -> Sequence[Exam
 
 @lru_cache(maxsize=1)
 def read_splits(name: str) -> dict[str, bytes]:
-    """The text of each split: `wikitext-2`, `python` (the standard library), or `c`, the functions of Devign.
+    """The text of each split: `wikitext-2`, or functions in random order: `c` (Devign), `python` (its library).
 
     Raises:
         FileNotFoundError: the data is missing.
     """
-    if name == "c":
-        return {split: "\n\n".join(each.func for each in found).encode() for split, found in read_devign().items()}
-    files = corpus_files(name)
-    return read_texts(LanguageModelingDataConfig(source="files" if files else "embedded", files=files))
+    if name in ("c", "python"):
+        functions = read_devign() if name == "c" else load_python_defects(max_characters=LONGEST_FUNCTION)
+        found = {split: [each.func for each in some if not each.kind] for split, some in functions.items()}
+        return {split: "\n\n".join(some).encode() for split, some in found.items()}
+    return read_texts(LanguageModelingDataConfig(source="files", files=corpus_files(name)))
 
 
 def portion(text: bytes, share: float, seed: int) -> bytes:
