@@ -119,6 +119,15 @@ def test_labels_that_are_noise_choose_nothing_in_95_of_100_seeds():
     assert chosen <= 5
 
 
+def test_rows_of_one_document_are_no_evidence_for_each_other():
+    torch.manual_seed(0)
+    documents = [{"input_ids": ids, "labels": ids} for ids in torch.randint(VOCAB, (3, 1, T)).repeat(1, 16, 1)]
+    mixed = {name: torch.stack([each[name] for each in documents], 1).flatten(0, 1) for name in documents[0]}
+    in_order, shuffled = (run_calibration(language_model(), given, progress=False) for given in (documents, [mixed]))
+    # Random tokens cannot be learned, but shuffled, the copies of a row in other thirds pretend that they were.
+    assert in_order.gain < shuffled.gain / 2
+
+
 def test_the_same_seed_gives_the_same_plan(shifted):
     given = batches()
     first, second = (run_calibration(shifted, given, progress=False, seed=3) for _ in range(2))

@@ -242,9 +242,9 @@ EXPERIMENT = Experiment(
     published="None: the paper trains its models from scratch.",
     remark="Every control has the heads and gates of the calibrated model, or as many: random heads have random REMs "
     "of the same shares; no recurrence has P = 0, so that gates only damp attention; scaled heads have a learned "
-    "factor in place of a REM. The smallest LoRA and IA3 are PEFT's with their fewest parameters. Beside LoRA of rank 8 "
-    "(trained: lora), whose learning rates are higher, gates and rates have a parameter_scale of 5: it did better than 20 "
-    "with the first two seeds of the quick size.",
+    "factor in place of a REM. The smallest LoRA and IA3 are PEFT's with their fewest parameters. Beside LoRA of rank "
+    "8 (trained: lora), whose learning rates are higher, gates and rates have a parameter_scale of 5: it did better "
+    "than 20 with the first two seeds of the quick size.",
     seeds={"toy": 2, "quick": 4, "full": 5},
     grid=make_grid,
     measure=measure,
