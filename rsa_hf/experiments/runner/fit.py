@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -64,10 +65,18 @@ def fit(
 
 
 def batch_loss(
-    model: nn.Module, rows: Any, batch: int, seed: int, collate: Callable[[list[Any]], Any] = default_collate
+    model: nn.Module,
+    rows: Any,
+    batch: int,
+    seed: int,
+    collate: Callable[[list[Any]], Any] = default_collate,
+    skip: int = 0,
 ) -> Callable[[int], Tensor]:
-    """The loss for `fit` of a model that returns one, on batches of rows; `seed` shuffles them in each pass."""
-    order, device = shuffled_rows(len(rows), batch, seed), next(model.parameters()).device
+    """The loss for `fit` of a model that returns one, on batches of rows.
+
+    `seed` shuffles the rows in each pass; the first `skip` batches are left out.
+    """
+    order, device = islice(shuffled_rows(len(rows), batch, seed), skip, None), next(model.parameters()).device
 
     def loss(step: int) -> Tensor:
         inputs = collate([rows[i] for i in next(order)])

@@ -1,0 +1,259 @@
+"""Training length: whether RSA still saves tokens when a model is trained for longer, with a decayed learning rate.
+
+The schedule is what practitioners train with: warm-up, constant, linear decay to 0 over the last fifth. One run gives
+the final score of every length: it trains at the constant rate, and after four fifths of each length a copy of the
+model goes on alone with the decay (Hägele et al., 2024, section 4). Lengths double; in between, the score is
+interpolated linearly over the logarithm of the tokens.
+
+Every variant is trained at every learning rate with the first seed, and at its best rate with the other seeds.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_constant_schedule_with_warmup
+
+from rsa_hf.experiments.byte_models import SHAPES, Curve, Shape, build, read_corpus
+from rsa_hf.experiments.runner.comparison import Case, Comparison
+from rsa_hf.experiments.runner.experiment import Experiment, Size, combinations
+from rsa_hf.experiments.runner.fit import batch_loss, default_device, fit
+from rsa_hf.experiments.runner.summary import (
+    Conclusion,
+    Rows,
+    Run,
+    Settings,
+    Values,
+    make_rows,
+    worst_if_nan,
+)
+from rsa_hf.experiments.variants import make_variant
+from rsa_hf.plots import COLOURS, panels
+from rsa_hf.tasks.language_modeling import PreparedText, evaluate_language_model
+from rsa_hf.tasks.text_data import TrainingBlocks
+from rsa_hf.training.optimizer import param_groups
+
+__all__ = ["EXPERIMENT", "train_lengths"]
+
+CONSTANT = 0.8  # share of a length before the decay
+ALL = 10**9  # bytes: more than any text has
+FAMILIES = ("gpt2", "llama")
+ARMS = ("plain", "rsa")
+GROUP = ("corpus", "model", "family", "longest")
+# corpus, model, longest training in tokens a parameter, number of lengths, learning rates, bytes to score.
+Plan = tuple[str, str, float, int, tuple[float, ...], int]
+PLANS: dict[Size, list[Plan]] = {
+    "toy": [("python", "0.03M", 0.25, 3, (1e-2,), 4_000)],
+    "quick": [("wikitext-2", "0.03M", 12.8, 6, (1e-2,), 20_000)],
+    "full": [
+        ("wikitext-2", "0.1M", 102.4, 9, (2e-3, 4e-3, 8e-3), 40_000),
+        ("wikitext-2", "1M", 6.4, 6, (1e-3, 3e-3), 40_000),
+        ("wikitext-2", "1M", 25.6, 8, (1e-3, 3e-3), 40_000),
+    ],
+}
+
+
+def make_grid(size: Size, seeds: int) -> list[Settings]:
+    """Models and their longest training × families × variants × learning rates × seeds."""
+    names = ("corpus", "model", "longest", "lengths", "eval_bytes")
+    return [
+        {**dict(zip(names, (corpus, model, longest, lengths, scored), strict=True)), **each}
+        for corpus, model, longest, lengths, rates, scored in PLANS[size]
+        for each in combinations(family=FAMILIES, arm=ARMS, learning_rate=rates, seed=range(seeds))
+    ]
+
+
+def measure(settings: Settings) -> Values:
+    """The final score of each length."""
+    shape, family, seed = SHAPES[settings["model"]], settings["family"], settings["seed"]
+    text = read_corpus(settings["corpus"], ALL, settings["eval_bytes"], shape.block)
+    torch.manual_seed(seed)
+    plain = build(family, shape)
+    parameters = sum(parameter.numel() for parameter in plain.parameters())
+    longest = settings["longest"] * parameters / (shape.batch * shape.block)
+    steps = [max(2, round(longest / 2**k)) for k in reversed(range(settings["lengths"]))]
+    model: Any = make_variant(settings["arm"], plain, shape.block).to(default_device())
+    scores = train_lengths(model, text, shape, steps, learning_rate=settings["learning_rate"], seed=seed)
+    return {
+        "final": scores[-1],
+        "tokens": [float(n * shape.batch * shape.block) for n in steps],
+        "tokens per parameter": [n * shape.batch * shape.block / parameters for n in steps],
+        "bits per byte": scores,
+    }
+
+
+def train_lengths(
+    model: Any, text: PreparedText, shape: Shape, lengths: Sequence[int], *, learning_rate: float, seed: int
+) -> list[float]:
+    """Train for several lengths at once.
+
+    AdamW, weight decay 0.01 on matrices. The warm-up takes a twentieth of the shortest length.
+
+    Args:
+        model: trained in place, without a decay.
+        text: blocks to train on, and text to score.
+        shape: number of blocks in a step.
+        lengths: steps, in rising order.
+        learning_rate: after the warm-up, before the decay.
+        seed: shuffles the blocks.
+
+    Returns:
+        Bits per byte at the end of each length.
+    """
+    blocks = text.train
+    assert isinstance(blocks, TrainingBlocks)
+    optimizer = _adamw(model, learning_rate)
+    schedule = get_constant_schedule_with_warmup(optimizer, max(1, lengths[0] // 20))
+    ends = {round(CONSTANT * length): length for length in lengths}
+    scores: list[float] = []
+
+    def decay(step: int, _: Tensor) -> None:
+        if step not in ends:
+            return
+        branch, steps = copy.deepcopy(model), ends[step] - step
+        of_branch = _adamw(branch, learning_rate)
+        of_branch.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        falling = LambdaLR(of_branch, lambda taken: 1 - taken / steps)
+        fit(batch_loss(branch, blocks, shape.batch, seed, skip=step), of_branch, steps, model=branch, schedule=falling)
+        scores.append(evaluate_language_model(branch, text.validation, 32)["bits_per_byte"])
+
+    fit(
+        batch_loss(model, blocks, shape.batch, seed),
+        optimizer,
+        max(ends),
+        model=model,
+        schedule=schedule,
+        after_step=decay,
+    )
+    return scores
+
+
+def _adamw(model: Any, learning_rate: float) -> torch.optim.AdamW:
+    return torch.optim.AdamW(param_groups(model, learning_rate, weight_decay=0.01))
+
+
+# --- results ------------------------------------------------------------------------------------------------------
+
+LENGTH = "tokens per parameter"
+RATIO, SAVED, NOISE = "tokens / plain", "bits per byte below plain", "bits per byte between two seeds"
+
+
+def _token_ratio(run: Run, plain: Run, length: int) -> float:
+    """Tokens to the plain model's score at the end of a length, over that length.
+
+    It is too high where the shortest training reaches that score already.
+    """
+    logarithms = [math.log(tokens) for tokens in run.values["tokens"]]
+    reached = Curve(logarithms, run.values["bits per byte"]).tokens_until(plain.values["bits per byte"][length])
+    return math.exp(reached - math.log(plain.values["tokens"][length]))
+
+
+def make_columns(case: Case, arm: str, length: int) -> dict[str, list[float]]:
+    """Scores of a variant at the end of a length, by its place, and what it saves; for plain, the noise floor."""
+
+    def score(run: Run) -> float:
+        return float(run.values["bits per byte"][length])
+
+    runs = case.runs[arm]
+    columns = {"bits per byte": [*map(score, runs)], "learning rate": case.values(arm, "learning_rate")}
+    if arm == "rsa":
+        columns[RATIO] = case.compare(arm, "plain", lambda run, plain: _token_ratio(run, plain, length))
+        columns[SAVED] = case.compare(arm, "plain", lambda run, plain: score(plain) - worst_if_nan(score(run)))
+    elif len(runs) > 1:
+        columns[NOISE] = [abs(score(first) - score(second)) for first, second in pairwise([*runs, runs[0]])]
+    return columns
+
+
+COMPARISON = Comparison(GROUP, ARMS, lambda run: float(run.values["final"]), lambda case, arm: {})
+
+
+def summarise(runs: Sequence[Run]) -> Rows:
+    """Rows for each variant and length."""
+    return Rows(
+        row
+        for case in COMPARISON.cases(runs)
+        for arm in ARMS
+        for i, tokens in enumerate(case.runs["plain"][0].values[LENGTH])
+        for row in make_rows({**case.settings, "arm": arm, LENGTH: tokens}, make_columns(case, arm, i))
+    )
+
+
+def conclude(rows: Rows) -> Conclusion:
+    """Confirmed if RSA needs fewer tokens than the plain model for the score of its longest training."""
+    by_case = [rows.find(RATIO, **dict(case)) for case in _cases(rows)]
+    longest = Rows(found[-1] for found in by_case)
+    ends = "; ".join(
+        f"{found[-1].settings['family']} of {found[-1].settings['model']} at {found[-1].settings[LENGTH]:.3g} tokens "
+        f"per parameter {found[-1].text('.2f')}"
+        for found in by_case
+    )
+    sentence = (
+        f"Tokens that RSA needs for the plain model's final score, as a share of the plain model's: {ends}. They are "
+        f"significantly fewer in {longest.below(1)} of {len(longest)} cases."
+    )
+    return Conclusion(longest.judge(1), sentence + longest.undecided(1), tuple(map(_finding, _tables(rows))))
+
+
+def _cases(rows: Rows) -> list[tuple[tuple[str, Any], ...]]:
+    return list(dict.fromkeys(tuple((name, row.settings[name]) for name in GROUP) for row in rows))
+
+
+def _tables(rows: Rows) -> list[dict[str, Rows]]:
+    """For each case the ratios, savings and noise by length."""
+    return [{name: rows.find(name, **dict(case)) for name in (RATIO, SAVED, NOISE)} for case in _cases(rows)]
+
+
+def _finding(table: dict[str, Rows]) -> str:
+    """The ratios of a case by length."""
+    settings = table[RATIO][0].settings
+    parts = []
+    for i, (ratio, saved) in enumerate(zip(table[RATIO], table[SAVED], strict=True)):
+        noise = f", noise {table[NOISE][i].mean:.3f}" if table[NOISE] else ""
+        gain = f"{saved.mean:+.3f} bits per byte saved{noise}"
+        parts.append(f"{ratio.settings[LENGTH]:.3g}: {ratio.text('.2f')} of the tokens, {gain}")
+    return f"{settings['family']} of {settings['model']}, by tokens per parameter: {'; '.join(parts)}"
+
+
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """For each case the share of the tokens, and the bits per byte saved beside the difference between two seeds."""
+    tables = _tables(summarise(runs))
+    with panels(path, 2 * len(tables), columns=2) as grid:
+        for table, left, right in zip(tables, grid[::2], grid[1::2], strict=True):
+            title = "{family} of {model}".format(**table[RATIO][0].settings)
+            for axes, name in ((left, RATIO), (right, SAVED)):
+                found = table[name]
+                lengths = [row.settings[LENGTH] for row in found]
+                means = [row.mean for row in found]
+                axes.errorbar(lengths, means, yerr=found.error_bars(), fmt="o-", capsize=3, color=COLOURS[0])
+                axes.set(title=title, xscale="log", xlabel="training length, tokens per parameter", ylabel=name)
+            left.axhline(1, color="#666666", linewidth=0.8)
+            if table[NOISE]:
+                band = [row.mean for row in table[NOISE]]
+                right.plot(lengths, band, "--", color=COLOURS[1], label="between two seeds of plain")
+                right.legend()
+
+
+EXPERIMENT = Experiment(
+    name="training-length",
+    claim="The tokens that RSA saves do not go away when a model is trained for longer, with a learning rate that "
+    "decays at the end.",
+    published="None: the paper trains each model for one length.",
+    remark="The variant rsa is RSAConfig.from_scratch. The best learning rate is that of the longest training.",
+    seeds={"toy": 2, "quick": 3, "full": 4},
+    grid=make_grid,
+    measure=measure,
+    conclude=conclude,
+    draw=draw,
+    summarise=summarise,
+    parts=("model", "longest", "family", "arm"),
+    search_by=COMPARISON.score,
+    needs_gpu=lambda settings: settings["model"] == "1M" and settings["longest"] > 10,
+)

@@ -1,0 +1,79 @@
+"""The experiment `training-length`: one run gives the score of every length, and what RSA saves at each."""
+
+import math
+
+import pytest
+import torch
+from transformers import get_wsd_schedule
+
+from experiments.runs import finished
+from rsa_hf.experiments.byte_models import SHAPES, build, read_corpus
+from rsa_hf.experiments.runner.fit import batch_loss, fit
+from rsa_hf.experiments.training_length import EXPERIMENT, NOISE, RATIO, SAVED, train_lengths
+from rsa_hf.experiments.variants import make_variant
+from rsa_hf.tasks.language_modeling import evaluate_language_model
+from rsa_hf.training.optimizer import param_groups
+
+SHAPE, RATE = SHAPES["0.03M"], 1e-2
+
+
+def model():
+    torch.manual_seed(0)
+    return make_variant("rsa", build("llama", SHAPE), SHAPE.block)
+
+
+def test_every_length_scores_as_a_run_of_its_own_with_the_same_schedule():
+    text = read_corpus("python", 100_000, 2_000, SHAPE.block)
+    lengths = [40, 60, 75]
+    scores = train_lengths(model(), text, SHAPE, lengths, learning_rate=RATE, seed=3)
+    for length, found in zip(lengths, scores, strict=True):
+        alone = model()
+        optimizer = torch.optim.AdamW(param_groups(alone, RATE, weight_decay=0.01))
+        schedule = get_wsd_schedule(optimizer, 2, length // 5, length, warmup_type="linear", decay_type="linear")
+        fit(batch_loss(alone, text.train, SHAPE.batch, 3), optimizer, length, model=alone, schedule=schedule)
+        assert found == pytest.approx(evaluate_language_model(alone, text.validation, 32)["bits_per_byte"], abs=1e-6)
+    assert scores == sorted(scores, reverse=True)
+
+
+def runs(arm, saved, doublings=0.0):
+    """Scores 3 − log₂ tokens / 10, from 1 to 8 tokens, as if trained with `doublings` more; three seeds differ."""
+    shared = {"corpus": "python", "model": "0.03M", "family": "llama", "longest": 8.0, "learning_rate": RATE}
+    tokens = [1.0, 2.0, 4.0, 8.0]
+    return [
+        finished(
+            {**shared, "arm": arm, "seed": seed},
+            {
+                "final": 1.0,
+                "tokens": tokens,
+                "tokens per parameter": tokens,
+                "bits per byte": [3 - (math.log2(n) + doublings) / 10 - saved + seed / 1000 for n in tokens],
+            },
+        )
+        for seed in range(3)
+    ]
+
+
+def test_savings_are_the_tokens_to_the_same_score():
+    rows = EXPERIMENT.summarise([*runs("plain", 0.0), *runs("rsa", 0.0, doublings=1.5)])
+    ratios, saved = rows.find(RATIO), rows.find(SAVED)
+    # 1.5 doublings; the least length is an upper bound, because the shortest training is better already.
+    assert [row.mean for row in ratios] == pytest.approx([1.0, 0.5, 2**-1.5, 2**-1.5])
+    assert [row.mean for row in saved] == pytest.approx([0.15] * 4)
+    assert [row.mean for row in rows.find(NOISE)] == pytest.approx([(0.001 + 0.001 + 0.002) / 3] * 4)
+
+
+@pytest.mark.parametrize(("doublings", "verdict"), [(1.5, "confirmed"), (-1.0, "not confirmed")])
+def test_the_verdict_is_on_the_longest_training(doublings, verdict):
+    rows = EXPERIMENT.summarise([*runs("plain", 0.0), *runs("rsa", 0.0, doublings)])
+    conclusion = EXPERIMENT.conclude(rows)
+    assert conclusion.verdict == verdict
+    assert "llama of 0.03M at 8 tokens per parameter" in conclusion.sentence
+
+
+def test_a_small_run_has_a_score_for_each_length(toy):
+    found, _ = toy("training-length")
+    for run in found:
+        tokens = run.values["tokens per parameter"]
+        assert len(tokens) == len(run.values["bits per byte"]) == 3
+        assert tokens[-1] == pytest.approx(run.settings["longest"], rel=0.05)
+        assert tokens[-1] / tokens[0] == pytest.approx(4, rel=0.1)
