@@ -23,7 +23,7 @@ from rsa_hf.experiments.runner.comparison import Case, Comparison
 from rsa_hf.experiments.runner.experiment import Experiment, Size, combinations
 from rsa_hf.experiments.runner.fit import default_device, step_time_ratio
 from rsa_hf.experiments.runner.summary import Conclusion, Row, Rows, Run, Settings, Values, weakest
-from rsa_hf.experiments.variants import NO_RECURRENCE, PUBLISHED_START, VARIANTS, make_variant
+from rsa_hf.experiments.variants import NO_RECURRENCE, ON_KEYS, PUBLISHED_START, VARIANTS, make_variant
 from rsa_hf.plots import panels
 
 __all__ = ["EXPERIMENT"]
@@ -38,7 +38,7 @@ OVER_NO_RECURRENCE = f"bits per byte, rsa − {NO_RECURRENCE}"
 AT_THE_EDGE = "best rate is the least or largest of three or more"
 READ = "times the text is read"
 OTHERS = tuple(variant for variant in VARIANTS if variant not in ("plain", "rsa"))
-FULL_ONLY = ("published", "learned toeplitz")
+FULL_ONLY = ("published", "learned toeplitz", ON_KEYS)
 GROUP = ("corpus", "train_bytes", "model", "family", "steps")
 
 
@@ -222,7 +222,7 @@ EXPERIMENT = Experiment(
     "from the start, which leaves less to gain. The other variants take RSA apart: alibi is a preference for near "
     "tokens alone; no softmax is P V alone; no recurrence has P = 0, so its gates only damp attention; learned "
     "toeplitz and short convolution start as RSA and learn a free weight for each lag. Where those do as well as "
-    "RSA, any short memory beside attention helps.",
+    "RSA, any short memory beside attention helps. The variant rsa on keys goes further: keys have REMs of their own.",
     seeds={"toy": 2, "quick": 5, "full": 5},
     grid=make_grid,
     measure=measure,

@@ -8,6 +8,7 @@
 * `short convolution`: as `rsa`, with learned weights for the last four tokens alone.
 * `no softmax`: as `rsa` with the gate fixed at 1, so that only P V is left.
 * `no recurrence`: as `rsa` with P = 0, so that gates only damp attention.
+* `rsa on keys`: as `rsa`, and keys are mixed with P K of REMs of their own, before the rotation.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.patching import patch_model
 from rsa_hf.rem import lag_weights, mix, put_heads, take_heads
 
-__all__ = ["NO_RECURRENCE", "PUBLISHED_START", "VARIANTS", "add_rsa", "make_variant"]
+__all__ = ["NO_RECURRENCE", "ON_KEYS", "PUBLISHED_START", "VARIANTS", "add_rsa", "make_variant"]
 
 PUBLISHED_START = RSAConfig(gate_init=0.0)
 KERNEL = 4  # tokens of the short convolution
 LAGS = {"learned toeplitz": None, "short convolution": KERNEL}  # number of learned lags; None: all
 NO_RECURRENCE = "no recurrence"
-VARIANTS = ("plain", "rsa", "published", "alibi", *LAGS, "no softmax", NO_RECURRENCE)
+ON_KEYS = "rsa on keys"
+VARIANTS = ("plain", "rsa", "published", "alibi", *LAGS, "no softmax", NO_RECURRENCE, ON_KEYS)
 
 
 def add_rsa(model: PreTrainedModel, variant: str, config: RSAConfig | None) -> None:
@@ -49,7 +51,7 @@ def make_variant(variant: str, model: PreTrainedModel, longest: int) -> nn.Modul
     """Turn a plain model into one of `VARIANTS`.
 
     Args:
-        variant: its name; `alibi` is for Llama.
+        variant: its name; `alibi` and `rsa on keys` are for Llama.
         model: the plain model, changed in place.
         longest: longest input in tokens.
 
@@ -66,6 +68,10 @@ def make_variant(variant: str, model: PreTrainedModel, longest: int) -> nn.Modul
             module.rsa = LearnedLags(heads, LAGS[variant] or longest - 1)
         elif variant == "no softmax":
             heads.mu.requires_grad_(False)
+        elif variant == ON_KEYS:
+            # Attention has to find its keys again: wider gates cost more than they gain.
+            plan = replace(config, gate_init=-1.0).layer_plans([model.config.num_key_value_heads])[0]
+            module.k_proj = RecurrentProjection(module.get_submodule("k_proj"), plan)
     return model
 
 
@@ -100,6 +106,27 @@ class ALiBi(nn.Module):
         """The output of the model."""
         T = input_ids.shape[1]
         return self.model(input_ids, attention_mask=self.bias[:, :, :T, :T], **keywords)
+
+
+class RecurrentProjection(nn.Module):
+    """A projection to heads whose output Y becomes (1 − g) Y + g P Y: eq. 4 with Y in place of attention and values.
+
+    Args:
+        projection: linear, to all heads; rows are not padded.
+        plan: of RSA heads for every one of them.
+    """
+
+    def __init__(self, projection: nn.Module, plan: LayerConfig) -> None:
+        super().__init__()
+        self.projection = projection
+        self.heads = RSAHeads(plan)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The hidden states [B, T, C] → [B, T, H · D]."""
+        Y = self.projection(hidden).unflatten(-1, (self.heads.plan.num_rsa_heads, -1))
+        T = Y.shape[1]
+        mixed: Tensor = self.heads(Y, Y.transpose(1, 2), AttentionMask(T, T, 0, causal=True))
+        return mixed.flatten(2)
 
 
 class LearnedLags(RSAHeads):

@@ -12,7 +12,7 @@ from rsa_hf.experiments import sample_efficiency
 from rsa_hf.experiments.byte_models import SHAPES, Curve, build
 from rsa_hf.experiments.runner.fit import step_time_ratio
 from rsa_hf.experiments.sample_efficiency import EXPERIMENT, RATIO, TIME
-from rsa_hf.experiments.variants import KERNEL, VARIANTS, LearnedLags, make_variant
+from rsa_hf.experiments.variants import KERNEL, ON_KEYS, VARIANTS, LearnedLags, make_variant
 from rsa_hf.heads import RSAHeads, active_heads
 
 SHAPE = SHAPES["0.03M"]
@@ -65,6 +65,24 @@ def test_learned_lags_agree_with_a_loop(longest):
         torch.testing.assert_close(found, expected)
         wanted = (value, lags.f, lags.mu) if T > 1 else (lags.mu,)
         torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), wanted) for x in (found, expected)))
+
+
+def test_keys_are_mixed_with_the_keys_before_them():
+    model = make_variant(ON_KEYS, plain(), SHAPE.block)
+    projection = model.model.layers[1].self_attn.k_proj
+    hidden = torch.randn(2, 9, SHAPE.width)
+    rates, plan = projection.heads.rates(), projection.heads.plan
+    decay, theta = projection.heads.per_head(rates)
+    gate = rates["gate"].expand(SHAPE.heads)
+    keys = projection.projection(hidden).view(2, 9, SHAPE.heads, -1)
+    expected = torch.zeros_like(keys)
+    for h, kind in enumerate(plan.kinds):
+        for t in range(9):
+            expected[:, t, h] = (1 - gate[h]) * keys[:, t, h]
+            for s in range(t):
+                wave = {"cos": torch.cos, "sin": torch.sin}[kind]((t - s) * theta[h])
+                expected[:, t, h] += gate[h] * decay[h] ** (t - s) * wave * keys[:, s, h]
+    torch.testing.assert_close(projection(hidden), expected.flatten(2))
 
 
 def test_without_softmax_the_gate_stays_open():
