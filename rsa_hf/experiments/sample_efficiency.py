@@ -29,8 +29,6 @@ from rsa_hf.plots import panels
 __all__ = ["EXPERIMENT"]
 
 GOALS = {"gpt2": 0.2, "llama": 0.4}  # this project's aim, as a share of the plain model's tokens
-GPU_MODELS = ("10M", "30M")
-LARGEST = {"enwik8": 3_700_000, "wikitext-2": 10_000_000, "python": 10_000_000}  # bytes of training text
 TIME = "time of a step / plain"
 RATIO, RATIO_HALF_WAY, RATIO_OF_TIME = "tokens / plain", "tokens / plain, half way", "wall-clock / plain"
 MISSING = "bits per byte above the target, with the goal's tokens"
@@ -38,37 +36,49 @@ OVER_NO_RECURRENCE = f"bits per byte, rsa − {NO_RECURRENCE}"
 AT_THE_EDGE = "best rate is the least or largest of three or more"
 READ = "times the text is read"
 OTHERS = tuple(variant for variant in VARIANTS if variant not in ("plain", "rsa"))
-FULL_ONLY = ("published", "learned toeplitz", ON_KEYS)
+OF_FAMILY = {"gpt2": ("plain", "rsa", "published", NO_RECURRENCE), "llama": VARIANTS}
+_CLAIM = ("plain", "rsa")
+# Text, bytes of training text, model, steps, variants.
+TEXTS: dict[Size, list[tuple[str, int, str, int, Sequence[str]]]] = {
+    "toy": [("python", 100_000, "0.03M", 60, VARIANTS)],
+    "quick": [
+        (
+            "enwik8",
+            1_000_000,
+            "0.1M",
+            200,
+            [name for name in VARIANTS if name not in ("published", "learned toeplitz", ON_KEYS)],
+        )
+    ],
+    "full": [
+        ("enwik8", 1_000_000, "1M", 400, VARIANTS),
+        ("wikitext-2", 10_000_000, "1M", 400, _CLAIM),
+        ("python", 10_000_000, "1M", 400, _CLAIM),
+        ("enwik8", 3_700_000, "10M", 1000, _CLAIM),
+    ],
+}
+# Those of the full size are around the best rates of the plain model and RSA at 1M on enwik8.
+RATES: dict[Size, dict[str, tuple[float, ...]]] = {
+    "toy": dict.fromkeys(GOALS, (3e-3, 1e-2)),
+    "quick": dict.fromkeys(GOALS, (2e-3, 4e-3)),
+    "full": {"gpt2": (1e-3, 3e-3, 1e-2), "llama": (3e-4, 1e-3, 3e-3)},
+}
 GROUP = ("corpus", "train_bytes", "model", "family", "steps")
 
 
 def make_grid(size: Size, seeds: int) -> list[Settings]:
     """Texts and models × seeds × families × variants × learning rates."""
     evaluations, eval_bytes = {"toy": (6, 4_000), "quick": (10, 10_000), "full": (20, 20_000)}[size]
-    variants: dict[str, Sequence[str]] = {"gpt2": ("plain", "rsa", "published", NO_RECURRENCE), "llama": VARIANTS}
-    rates: dict[str, Sequence[float]]
-    if size == "toy":
-        texts = [("python", 100_000, "0.03M", 60)]
-        rates = dict.fromkeys(GOALS, (3e-3, 1e-2))
-    elif size == "quick":
-        texts = [("enwik8", 1_000_000, "0.1M", 200)]
-        rates = dict.fromkeys(GOALS, (2e-3, 4e-3))
-        variants = {family: [name for name in names if name not in FULL_ONLY] for family, names in variants.items()}
-    else:
-        texts = [(c, n, "1M", 400) for c, most in LARGEST.items() for n in (1_000_000, 100_000, most)]
-        texts += [(c, most, model, 1000) for c, most in LARGEST.items() for model in GPU_MODELS]
-        # Around the best rates of the plain model and RSA at 1M on enwik8.
-        rates = {"gpt2": (1e-3, 3e-3, 1e-2), "llama": (3e-4, 1e-3, 3e-3)}
     return [
         {"corpus": corpus, "train_bytes": train_bytes, "model": model, "steps": steps, "family": family, **each}
-        for corpus, train_bytes, model, steps in texts
+        for corpus, train_bytes, model, steps, variants in TEXTS[size]
         for seed in range(seeds)
         for family in GOALS
         for each in combinations(
             evaluations=[evaluations],
             eval_bytes=[eval_bytes],
-            arm=variants[family],
-            learning_rate=rates[family],
+            arm=[name for name in variants if name in OF_FAMILY[family]],
+            learning_rate=RATES[size][family],
             seed=[seed],
         )
     ]
@@ -232,6 +242,6 @@ EXPERIMENT = Experiment(
     glossary=glossary,
     parts=("corpus", "train_bytes", "model", "family", "arm"),
     search_by=COMPARISON.score,
-    needs_gpu=lambda settings: settings["model"] in GPU_MODELS,
+    needs_gpu=lambda settings: settings["model"] == "10M",
     revision=3,
 )

@@ -199,7 +199,7 @@ def test_gates_that_stay_shut_gain_nothing(toy, monkeypatch):
 TINY = {"layers": 1, "share": 1.0, "most": 8, "scored": 8, "length": 16, "steps": 2, "evaluations": 1}
 
 
-def one_run(model, task, **changes):
+def one_run(model, task, /, **changes):
     chosen = {"model": model, "task": task, "arm": DEFAULT}
     settings = next(settings for settings in EXPERIMENT.grid("full", 1) if chosen.items() <= settings.items())
     return EXPERIMENT.measure({**settings, **changes})
@@ -238,7 +238,8 @@ def test_a_classifier_that_diverges_keeps_the_score_before_training(monkeypatch)
 )
 @pytest.mark.usefixtures("use_small_data")
 def test_smollm2_is_loaded_correctly_and_learns():
-    values = one_run("smollm2", "c", share=1.0, scored=1000, length=128, batch=1, steps=2, evaluations=1)
+    short = {"task": "c", "share": 1.0, "scored": 1000, "length": 128, "batch": 1, "steps": 2, "evaluations": 1}
+    values = one_run("smollm2", "wikitext-2", **short)
     # Permuted weights or another tokenizer give more than 3 bits per byte.
     assert values["before training"] < 1.5
     assert values["validation scores"][1] < values["validation scores"][0]

@@ -1,8 +1,8 @@
-"""Fine-tuning: pretrained models with RSA heads against the same models without, on little and on much data.
+"""Fine-tuning: pretrained models with RSA heads against the same models without.
 
 With the first seed every variant is trained at every learning rate, and with the other seeds at the one with the best
 validation score, with early stopping; test scores are compared. The quick size has a small byte-level Llama that is
-first trained on enwik8; MiniLM and SmolLM2 belong to the full size.
+first trained on enwik8; the full size has MiniLM and SmolLM2, on 1 % of the data.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ ALL = 10**9  # more than any data set has
 DEVIGN = "devign"
 FULL_MODELS = ("minilm", "smollm2")
 _CLAIM = (PLAIN, DEFAULT, NO_RECURRENCE)
-# Where steps are few and the learning rate is low, RSA parameters hardly move: at the smallest share, the full size
-# adds a variant in which they move faster.
+# Where steps are few and the learning rate is low, RSA parameters hardly move: the full size adds a variant in which
+# they move faster.
 _FAST = (*_CLAIM, FASTEST)
 # length: tokens in a row; most: functions or bytes that count as all training data; scored: size of the validation and
 # of the test split; layers: of MiniLM; pretraining_steps: of the small Llama.
@@ -83,19 +83,8 @@ PLANS: dict[Size, list[Plan]] = {
         )
     ],
     "full": [
-        (
-            ("minilm", DEVIGN, 16, 256, ALL, ALL, 4, 6, 0),
-            (3e-5, 1e-4, 3e-4),
-            {0.01: (70, _FAST), 0.1: (400, tuple(VARIANTS)), 1.0: (2700, _CLAIM)},
-        ),
-        *(
-            (
-                ("smollm2", text, 2, 256, ALL, 20_000, 2, 0, 0),
-                (1e-4, 3e-4, 1e-3),
-                {0.01: (50, _FAST), 0.1: (500, tuple(VARIANTS)), 1.0: (5000, _CLAIM)},
-            )
-            for text in ("wikitext-2", "c")
-        ),
+        (("minilm", DEVIGN, 16, 256, ALL, 1000, 4, 6, 0), (3e-5, 1e-4, 3e-4), {0.01: (70, _FAST)}),
+        (("smollm2", "wikitext-2", 2, 256, ALL, 20_000, 2, 0, 0), (1e-4, 3e-4, 1e-3), {0.01: (50, _FAST)}),
     ],
 }
 

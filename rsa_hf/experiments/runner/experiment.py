@@ -19,7 +19,7 @@ __all__ = ["EXPERIMENTS", "SIZES", "Experiment", "Size", "combinations", "find_e
 EXPERIMENTS = {
     "sample-efficiency": "tokens needed to reach the unpatched model's final bits per byte",
     "training-length": "tokens saved after longer training, with a learning rate that decays",
-    "fine-tune": "pretrained models fine-tuned with and without RSA on 1 %, 10 % and 100 % of the data",
+    "fine-tune": "pretrained models fine-tuned with and without RSA on little data",
     "calibrate": "pretrained models with the heads that calibrate chooses, against scaled heads, LoRA and others",
     "synthetic": "prediction errors of RSA and linear RNNs relative to nonlinear RNNs (appendix B, figure 6)",
     "regular-languages": "formal languages at lengths beyond the training lengths",
