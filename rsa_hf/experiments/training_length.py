@@ -188,7 +188,8 @@ def summarise(runs: Sequence[Run]) -> Rows:
 
 def conclude(rows: Rows) -> Conclusion:
     """Confirmed if RSA needs fewer tokens than the plain model for the score of its longest training."""
-    by_case = [rows.find(RATIO, **dict(case)) for case in _cases(rows)]
+    tables = _tables(rows)
+    by_case = [table[RATIO] for table in tables]
     longest = Rows(found[-1] for found in by_case)
     ends = "; ".join(
         f"{found[-1].settings['family']} of {found[-1].settings['model']} at {found[-1].settings[LENGTH]:.3g} tokens "
@@ -199,16 +200,13 @@ def conclude(rows: Rows) -> Conclusion:
         f"Tokens that RSA needs for the plain model's final score, as a share of the plain model's: {ends}. They are "
         f"significantly fewer in {longest.below(1)} of {len(longest)} cases."
     )
-    return Conclusion(longest.judge(1), sentence + longest.undecided(1), tuple(map(_finding, _tables(rows))))
-
-
-def _cases(rows: Rows) -> list[tuple[tuple[str, Any], ...]]:
-    return list(dict.fromkeys(tuple((name, row.settings[name]) for name in GROUP) for row in rows))
+    return Conclusion(longest.judge(1), sentence + longest.undecided(1), tuple(map(_finding, tables)))
 
 
 def _tables(rows: Rows) -> list[dict[str, Rows]]:
     """For each case the ratios, savings and noise by length."""
-    return [{name: rows.find(name, **dict(case)) for name in (RATIO, SAVED, NOISE)} for case in _cases(rows)]
+    cases = dict.fromkeys(tuple((name, row.settings[name]) for name in GROUP) for row in rows)
+    return [{name: rows.find(name, **dict(case)) for name in (RATIO, SAVED, NOISE)} for case in cases]
 
 
 def _finding(table: dict[str, Rows]) -> str:

@@ -69,7 +69,7 @@ def make_variant(variant: str, model: PreTrainedModel, longest: int) -> nn.Modul
         elif variant == "no softmax":
             heads.mu.requires_grad_(False)
         elif variant == ON_KEYS:
-            # Attention has to find its keys again: wider gates cost more than they gain.
+            # Nearly shut, so that content still finds its keys at first.
             plan = replace(config, gate_init=-1.0).layer_plans([model.config.num_key_value_heads])[0]
             module.k_proj = RecurrentProjection(module.get_submodule("k_proj"), plan)
     return model
