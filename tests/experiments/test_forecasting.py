@@ -9,7 +9,7 @@ from torch import nn
 
 from experiments.runs import conclude, fake_runs, measure_again, zero_rems
 from rsa_hf.experiments import forecasting
-from rsa_hf.experiments.forecasting import EXPERIMENT, LENGTHS, PUBLISHED, models, naive_errors, score, train
+from rsa_hf.experiments.forecasting import EXPERIMENT, models, naive_errors, score, train
 from rsa_hf.experiments.forecasting.models import FAMILIES, LogSparseModel, Task, make_forecaster
 from rsa_hf.experiments.forecasting.series import PARTS, load_series, windows
 from rsa_hf.experiments.variants import NO_RECURRENCE
@@ -103,7 +103,7 @@ def test_variants_differ_in_rsa_alone(family):
     assert all(torch.equal(p, mine[name]) for name, p in plain.state_dict().items())
     patched = [heads for _, heads in active_heads(rsa)]
     assert len(patched) == 3  # the self-attention of every layer
-    informer = family.startswith("informer")
+    informer = family == "informer"
     assert {heads.plan.num_rsa_heads for heads in patched} == {8 if informer else 4}
     assert all(set(heads.plan.dilations) <= {1, 24} and 24 in heads.plan.dilations for heads in patched)
     found = predict(rsa, *example())
@@ -120,9 +120,9 @@ def test_every_parameter_that_is_used_learns(family):
     assert not [name for name in dead if "wte" not in name and "emb_layers" not in name]
 
 
-@pytest.mark.parametrize("family", ["informer-full", "log-sparse", "transformer-xl"])
+@pytest.mark.parametrize("family", ["log-sparse", "transformer-xl"])
 def test_the_decoder_is_causal_and_reads_the_whole_context(family):
-    """Not with ProbSparse attention, which chooses its queries among all of them, in the decoder too."""
+    """Not the Informer: ProbSparse attention chooses its queries among all of them, in the decoder too."""
     model = forecaster(family, "rsa")
     values, times = example()
     first = predict(model, values, times)
@@ -220,11 +220,6 @@ def test_the_conclusion_quotes_the_figures():
         "recurrence 0.50 (0.49 … 0.52); published 0.414 and 0.762, ratio 0.54"
     )
     assert found.findings == (finding, "ETTh1, 24 steps: MSE 0.500 by repeating the last period")
-
-
-def test_published_settings_are_in_the_full_size():
-    full = {(series, lengths[0]) for series, each in LENGTHS["full"].items() for lengths in each}
-    assert {(series, horizon) for series, horizon, _ in PUBLISHED} <= full
 
 
 def test_cases_without_a_comparison_are_not_drawn(tmp_path):

@@ -23,8 +23,7 @@ from rsa_hf.ops.mask import HIDDEN_AT_OR_BELOW
 __all__ = ["FAMILIES", "VARIANTS", "LogSparseModel", "Task", "make_forecaster", "rsa_plan"]
 
 VARIANTS = ("plain", "rsa", NO_RECURRENCE)
-# `informer` has ProbSparse attention, `informer-full` full attention.
-FAMILIES = ("informer", "informer-full", "log-sparse", "transformer-xl")
+FAMILIES = ("informer", "log-sparse", "transformer-xl")
 HEADS = 8
 DROPOUT = 0.05
 KERNEL = 6  # of LogSparse's convolutions
@@ -53,7 +52,7 @@ class Task:
 
 def rsa_plan(family: str, dilation: int) -> RSAConfig:
     """The paper's plans: k = (0, 2, 2, 0, 2, 2) for Informers and (0, 0, 0, 0, 2, 2) for the others."""
-    undilated = 2 if family.startswith("informer") else 0
+    undilated = 2 if family == "informer" else 0
     return RSAConfig(num_cyclical_pairs=undilated, num_dilated_cyclical_pairs=2, dilation=dilation, gate_init=0.0)
 
 
@@ -67,8 +66,8 @@ def make_forecaster(
     """
     layers = encoder_layers + decoder_layers
     forecaster: InformerForecaster | CausalForecaster
-    if family.startswith("informer"):
-        forecaster = InformerForecaster(_informer(family, task, width, encoder_layers, decoder_layers), task)
+    if family == "informer":
+        forecaster = InformerForecaster(_informer(task, width, encoder_layers, decoder_layers), task)
     elif family == "log-sparse":
         gpt2 = small_gpt2(1, task.context + task.horizon, width, layers, HEADS, DROPOUT)
         forecaster = CausalForecaster(LogSparseModel(gpt2), width, task)
@@ -78,13 +77,13 @@ def make_forecaster(
     return forecaster
 
 
-def _informer(family: str, task: Task, width: int, encoder_layers: int, decoder_layers: int) -> OneShotInformer:
+def _informer(task: Task, width: int, encoder_layers: int, decoder_layers: int) -> OneShotInformer:
     both = {"attention_heads": HEADS, "ffn_dim": 4 * width, "layerdrop": 0.0}
     stacks: dict[str, Any] = {f"{stack}_{name}": n for name, n in both.items() for stack in ("encoder", "decoder")}
     config = InformerConfig(
         context_length=task.context,
         prediction_length=task.label + task.horizon,  # the length of the decoder's input
-        attention_type="full" if family == "informer-full" else "prob",
+        attention_type="prob",
         sampling_factor=5,
         distil=True,
         d_model=width,

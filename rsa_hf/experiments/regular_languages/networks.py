@@ -2,13 +2,11 @@
 
 GPT-2's position embeddings are zeros (Kazemnejad et al., 2023, The impact of positional encoding on length
 generalization in Transformers): learned ones end with the longest training string. The causal mask and a first token
-let it count. Position ids of 0 would not do the same: they mean that every token starts a packed text of its own. The
-sinusoidal variants have the embeddings of Vaswani et al. (2017), which have no end.
+let it count. Position ids of 0 would not do the same: they mean that every token starts a packed text of its own.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -31,9 +29,8 @@ __all__ = ["CELLS", "VARIANTS", "Batch", "accuracy", "correct_strings", "encode"
 
 HEADS = 8
 LONGEST = 151
-TRANSFORMERS = ("rsa", "transformer", "rsa-sinusoidal", "transformer-sinusoidal")
 CELLS = {"lstm": "lstm", "gru": "gru", "linear-rnn": "linear"}
-VARIANTS = (*TRANSFORMERS, *CELLS)
+VARIANTS = ("rsa", "transformer", *CELLS)
 PATIENCE, LEARNT = 50, 1e-4
 
 
@@ -70,21 +67,13 @@ def make_network(variant: str, num_characters: int, width: int, layers: int) -> 
         sizes: dict[str, Any] = {"vocab_size": size, "hidden_size": width, "num_hidden_layers": layers}
         return StepPredictor(RecurrentModel(RecurrentConfig(cell=CELLS[variant], dropout=0.0, **sizes)), width, size)
     body = GPT2Model(small_gpt2(size, LONGEST, width, layers, HEADS, 0.0))
-    positions = _sinusoids(width) if variant.endswith("-sinusoidal") else torch.zeros(LONGEST, width)
     with torch.no_grad():
-        body.wpe.weight.copy_(positions)
+        body.wpe.weight.zero_()
     body.wpe.weight.requires_grad_(False)
     predictor = StepPredictor(body, width, size)
-    if variant.startswith("rsa"):
+    if variant == "rsa":
         patch_model(body, rsa_plan())
     return predictor
-
-
-def _sinusoids(width: int) -> Tensor:
-    """The embeddings of Vaswani et al. (2017), section 3.5: [LONGEST, width]."""
-    pace = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
-    angle = torch.arange(LONGEST)[:, None] * pace
-    return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)
 
 
 @dataclass(frozen=True)
