@@ -130,7 +130,7 @@ def conclude(rows: Rows) -> Conclusion:
     else:
         sentence += ", and in pieces."
         verdict = "confirmed" if right == count else "not confirmed"
-    return Conclusion(verdict, sentence, tuple(findings))
+    return Conclusion(verdict, f"{series[0]} suggests a day in {right} of {count} cases", sentence, tuple(findings))
 
 
 def _d(mean: float) -> str:

@@ -239,7 +239,12 @@ def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
 
 
 COMPARISON = Comparison(
-    GROUP, VARIANTS, lambda run: float(run.values["validation"]), make_columns, "bits per character"
+    GROUP,
+    VARIANTS,
+    lambda run: float(run.values["validation"]),
+    make_columns,
+    "bits per character",
+    "bits per character, test text",
 )
 
 
@@ -254,7 +259,12 @@ def conclude(rows: Rows) -> Conclusion:
     )
     if not rows.find(OVER_PLAIN, model=PUBLISHED_SIZE):
         sentence += f" The published size, {PUBLISHED_SIZE}, is not measured: it needs a GPU."
-    return Conclusion(compared.judge(0), sentence, tuple(_finding(rows, row) for row in over_plain))
+    answer = "bits per character, and time of a step: " + ", ".join(
+        f"{row.settings['architecture']} on {row.settings['corpus']} {row.mean:+.3f} and "
+        f"{rows.mean(TIME, **row.settings):.2f} times"
+        for row in over_plain
+    )
+    return Conclusion(compared.judge(0), answer, sentence, tuple(_finding(rows, row) for row in over_plain))
 
 
 def _finding(rows: Rows, over_plain: Row) -> str:

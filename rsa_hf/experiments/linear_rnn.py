@@ -11,7 +11,7 @@ from torch import Tensor
 from rsa_hf.config import RSAConfig
 from rsa_hf.experiments.runner.experiment import Experiment, Size
 from rsa_hf.experiments.runner.fit import fit
-from rsa_hf.experiments.runner.summary import Conclusion, Rows, Run, Settings, Values
+from rsa_hf.experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, Verdict
 from rsa_hf.experiments.theory.linear_rnn import LinearRNNHeads, init_from_linear_rnn, linear_rnn, linear_rnn_to_heads
 from rsa_hf.heads import RSAHeads
 from rsa_hf.plots import COLOURS, panels
@@ -124,7 +124,8 @@ def conclude(rows: Rows) -> Conclusion:
     )
     # With a small difference of the control the comparison would show nothing.
     valid = control > 1000 * EXACT
-    return Conclusion("confirmed" if (right, refusals) == (count, asked) and valid else "not confirmed", sentence)
+    verdict: Verdict = "confirmed" if (right, refusals) == (count, asked) and valid else "not confirmed"
+    return Conclusion(verdict, f"{right} of {count} have the same hidden states, to {largest:.0e}", sentence)
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:

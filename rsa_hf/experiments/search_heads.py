@@ -90,7 +90,8 @@ def conclude(rows: Rows) -> Conclusion:
         f"{found:.3f} bits per byte on the test text, the default plan {default:.3f} and the plain model {plain:.3f}; "
         f"{DIFFERENCE} is {difference.text('+.3f')}."
     )
-    return Conclusion(differences.judge(0), sentence + differences.undecided(0))
+    answer = f"{difference.mean:+.3f} bits per byte relative to the default plan"
+    return Conclusion(differences.judge(0), answer, sentence + differences.undecided(0))
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:

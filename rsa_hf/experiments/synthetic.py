@@ -68,20 +68,19 @@ def _by_alpha(run: Run) -> Iterator[Run]:
 
 def conclude(rows: Rows) -> Conclusion:
     """Confirmed if RSA beats the linear RNN at every α above 0.6 and activation, under the paper's stopping rule."""
-    findings, counts, verdicts = [], [], []
+    findings, answers, counts, verdicts = [], [], [], []
     for rule, name in (("loss", "the paper's stopping rule"), ("early", "early stopping")):
         tested = Rows(r for r in rows.find("rsa / linear", rule=rule) if r.settings["alpha"] > NONLINEAR)
         worse, ratios = sum(row.low > 1 for row in tested), [row.mean for row in tested]
         counts.append(f"in {tested.below(1)} of {len(tested)} cases and worse in {worse} with {name}")
-        findings.append(
-            f"{name} (at most {tested[0].settings['most_steps']} steps): RSA's MSPE is {min(ratios):.2f} to "
-            f"{max(ratios):.2f} times the linear RNN's"
-        )
+        spread = f"RSA's MSPE is {min(ratios):.2f} to {max(ratios):.2f} times the linear RNN's"
+        findings.append(f"{name} (at most {tested[0].settings['most_steps']} steps): {spread}")
+        answers.append(f"{spread} with {name}")
         verdicts.append(tested.judge(1))
     sentence = f"For α > {NONLINEAR}, RSA predicts significantly better than the linear RNN {', and '.join(counts)}."
     if rows[0].seeds == 1:
         sentence += " There is one seed, which gives no interval; its ratios are below."
-    return Conclusion(verdicts[0], sentence, tuple(findings))
+    return Conclusion(verdicts[0], "; ".join(answers), sentence, tuple(findings))
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:

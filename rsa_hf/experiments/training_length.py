@@ -5,7 +5,8 @@ the final score of every length: it trains at the constant rate, and after four 
 model goes on alone with the decay (Hägele et al., 2024, section 4). Lengths double; in between, the score is
 interpolated linearly over the logarithm of the tokens.
 
-Every variant is trained at every learning rate with the first seed, and at its best rate with the other seeds.
+Every variant is trained at every learning rate with the first seed, and at its best rate with the other seeds. After
+the longest training it is also scored by what it writes and recalls (`downstream.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_constant_schedule_with_warmup
 
 from rsa_hf.experiments.byte_models import SHAPES, Curve, Shape, build, read_corpus
+from rsa_hf.experiments.downstream import (
+    JUDGED,
+    PAIRS_RECALLED,
+    TEXT_JUDGED,
+    TEXT_WORD_PAIRS,
+    WORD_PAIRS,
+    WORD_RECALLED,
+    score_downstream,
+)
 from rsa_hf.experiments.runner.comparison import Case, Comparison
 from rsa_hf.experiments.runner.experiment import Experiment, Size, combinations
 from rsa_hf.experiments.runner.fit import batch_loss, default_device, fit
@@ -48,31 +58,32 @@ ALL = 10**9  # bytes: more than any text has
 FAMILIES = ("gpt2", "llama")
 ARMS = ("plain", "rsa")
 GROUP = ("corpus", "model", "family", "longest")
-# corpus, model, longest training in tokens a parameter, number of lengths, learning rates, bytes to score.
-Plan = tuple[str, str, float, int, tuple[float, ...], int]
+# corpus, model, longest training in tokens a parameter, number of lengths, learning rates, bytes to score, steps of
+# training on key-value pairs, judge of samples.
+Plan = tuple[str, str, float, int, tuple[float, ...], int, int, str]
 PLANS: dict[Size, list[Plan]] = {
-    "toy": [("python", "0.03M", 0.25, 3, (1e-2,), 4_000)],
-    "quick": [("wikitext-2", "0.03M", 12.8, 6, (1e-2,), 20_000)],
+    "toy": [("python", "0.03M", 0.25, 3, (1e-2,), 4_000, 3, "")],
+    "quick": [("wikitext-2", "0.03M", 12.8, 6, (1e-2,), 20_000, 300, "smollm2")],
     "full": [
-        ("wikitext-2", "0.1M", 102.4, 9, (2e-3, 4e-3, 8e-3), 40_000),
-        ("wikitext-2", "1M", 6.4, 6, (1e-3, 3e-3), 40_000),
-        ("wikitext-2", "1M", 25.6, 8, (1e-3, 3e-3), 40_000),
+        ("wikitext-2", "0.1M", 102.4, 9, (2e-3, 4e-3, 8e-3), 40_000, 1000, "smollm2"),
+        ("wikitext-2", "1M", 6.4, 6, (1e-3, 3e-3), 40_000, 1000, "smollm2"),
+        ("wikitext-2", "1M", 25.6, 8, (1e-3, 3e-3), 40_000, 1000, "smollm2"),
     ],
 }
 
 
 def make_grid(size: Size, seeds: int) -> list[Settings]:
     """Models and their longest training × families × variants × learning rates × seeds."""
-    names = ("corpus", "model", "longest", "lengths", "eval_bytes")
+    names = ("corpus", "model", "longest", "lengths", "eval_bytes", "recall_steps", "judge")
     return [
-        {**dict(zip(names, (corpus, model, longest, lengths, scored), strict=True)), **each}
-        for corpus, model, longest, lengths, rates, scored in PLANS[size]
+        {**dict(zip(names, (corpus, model, longest, lengths, *scores), strict=True)), **each}
+        for corpus, model, longest, lengths, rates, *scores in PLANS[size]
         for each in combinations(family=FAMILIES, arm=ARMS, learning_rate=rates, seed=range(seeds))
     ]
 
 
 def measure(settings: Settings) -> Values:
-    """The final score of each length."""
+    """The final score of each length, and the downstream scores after the last."""
     shape, family, seed = SHAPES[settings["model"]], settings["family"], settings["seed"]
     text = read_corpus(settings["corpus"], ALL, settings["eval_bytes"], shape.block)
     torch.manual_seed(seed)
@@ -81,8 +92,11 @@ def measure(settings: Settings) -> Values:
     longest = settings["longest"] * parameters / (shape.batch * shape.block)
     steps = [max(2, round(longest / 2**k)) for k in reversed(range(settings["lengths"]))]
     model: Any = make_variant(settings["arm"], plain, shape.block).to(default_device())
-    scores = train_lengths(model, text, shape, steps, learning_rate=settings["learning_rate"], seed=seed)
+    rate = settings["learning_rate"]
+    scores, trained = train_lengths(model, text, shape, steps, learning_rate=rate, seed=seed)
+    recall = {"steps": settings["recall_steps"], "judge": settings["judge"]}
     return {
+        **score_downstream(trained, text, shape, learning_rate=rate, seed=seed, **recall),
         "final": scores[-1],
         "tokens": [float(n * shape.batch * shape.block) for n in steps],
         "tokens per parameter": [n * shape.batch * shape.block / parameters for n in steps],
@@ -92,7 +106,7 @@ def measure(settings: Settings) -> Values:
 
 def train_lengths(
     model: Any, text: PreparedText, shape: Shape, lengths: Sequence[int], *, learning_rate: float, seed: int
-) -> list[float]:
+) -> tuple[list[float], Any]:
     """Train for several lengths at once.
 
     AdamW, weight decay 0.01 on matrices. The warm-up takes a twentieth of the shortest length.
@@ -106,7 +120,7 @@ def train_lengths(
         seed: shuffles the blocks.
 
     Returns:
-        Bits per byte at the end of each length.
+        Bits per byte at the end of each length, and the model at the end of the last.
     """
     blocks = text.train
     assert isinstance(blocks, TrainingBlocks)
@@ -114,8 +128,10 @@ def train_lengths(
     schedule = get_constant_schedule_with_warmup(optimizer, max(1, lengths[0] // 20))
     ends = {round(CONSTANT * length): length for length in lengths}
     scores: list[float] = []
+    branch = model
 
     def decay(step: int, _: Tensor) -> None:
+        nonlocal branch
         if step not in ends:
             return
         branch, steps = copy.deepcopy(model), ends[step] - step
@@ -133,7 +149,7 @@ def train_lengths(
         schedule=schedule,
         after_step=decay,
     )
-    return scores
+    return scores, branch
 
 
 def _adamw(model: Any, learning_rate: float) -> torch.optim.AdamW:
@@ -144,6 +160,9 @@ def _adamw(model: Any, learning_rate: float) -> torch.optim.AdamW:
 
 LENGTH = "tokens per parameter"
 RATIO, SAVED, NOISE = "tokens / plain", "bits per byte below plain", "bits per byte between two seeds"
+DOWNSTREAM = (JUDGED, WORD_PAIRS, WORD_RECALLED, PAIRS_RECALLED)  # after the longest training
+OF_TEXT = {JUDGED: TEXT_JUDGED, WORD_PAIRS: TEXT_WORD_PAIRS}  # what samples are compared with
+OVER_PLAIN = "{}, rsa − plain"
 
 
 def _token_ratio(run: Run, plain: Run, length: int) -> float:
@@ -157,7 +176,10 @@ def _token_ratio(run: Run, plain: Run, length: int) -> float:
 
 
 def make_columns(case: Case, arm: str, length: int) -> dict[str, list[float]]:
-    """Scores of a variant at the end of a length, by its place, and what it saves; for plain, the noise floor."""
+    """Scores of a variant at the end of a length, by its place, and what it saves; for plain, the noise floor.
+
+    After the longest, also the downstream scores.
+    """
 
     def score(run: Run) -> float:
         return float(run.values["bits per byte"][length])
@@ -169,6 +191,11 @@ def make_columns(case: Case, arm: str, length: int) -> dict[str, list[float]]:
         columns[SAVED] = case.compare(arm, "plain", lambda run, plain: score(plain) - worst_if_nan(score(run)))
     elif len(runs) > 1:
         columns[NOISE] = [abs(score(first) - score(second)) for first, second in pairwise([*runs, runs[0]])]
+    if length == len(runs[0].values["tokens"]) - 1:
+        for name in filter(runs[0].values.__contains__, (*DOWNSTREAM, *OF_TEXT.values())):
+            columns[name] = case.values(arm, name)
+            if arm == "rsa":
+                columns[OVER_PLAIN.format(name)] = case.differences(arm, "plain", name)
     return columns
 
 
@@ -189,18 +216,15 @@ def summarise(runs: Sequence[Run]) -> Rows:
 def conclude(rows: Rows) -> Conclusion:
     """Confirmed if RSA needs fewer tokens than the plain model for the score of its longest training."""
     tables = _tables(rows)
-    by_case = [table[RATIO] for table in tables]
-    longest = Rows(found[-1] for found in by_case)
-    ends = "; ".join(
-        f"{found[-1].settings['family']} of {found[-1].settings['model']} at {found[-1].settings[LENGTH]:.3g} tokens "
-        f"per parameter {found[-1].text('.2f')}"
-        for found in by_case
-    )
+    longest = Rows(table[RATIO][-1] for table in tables)
+    ends = "; ".join(f"{_model(row.settings)} {row.text('.2f')}" for row in longest)
     sentence = (
         f"Tokens that RSA needs for the plain model's final score, as a share of the plain model's: {ends}. They are "
         f"significantly fewer in {longest.below(1)} of {len(longest)} cases."
     )
-    return Conclusion(longest.judge(1), sentence + longest.undecided(1), tuple(map(_finding, tables)))
+    findings = [*map(_finding, tables), *(_downstream_finding(rows, row.settings) for row in longest)]
+    answer = "of the plain model's tokens: " + ", ".join(f"{_model(row.settings)} {row.mean:.2f}" for row in longest)
+    return Conclusion(longest.judge(1), answer, sentence + longest.undecided(1), tuple(findings))
 
 
 def _tables(rows: Rows) -> list[dict[str, Rows]]:
@@ -220,22 +244,42 @@ def _finding(table: dict[str, Rows]) -> str:
     return f"{settings['family']} of {settings['model']}, by tokens per parameter: {'; '.join(parts)}"
 
 
+def _downstream_finding(rows: Rows, settings: Settings) -> str:
+    """The downstream scores of a case, after its longest training."""
+    parts = []
+    for name in DOWNSTREAM:
+        for difference in rows.find(OVER_PLAIN.format(name), **settings):
+            plain = rows.mean(name, **{**settings, "arm": "plain"})
+            text = f"{name}: plain {plain:.3f}, rsa {rows.mean(name, **settings):.3f}, {difference.text('+.3f')}"
+            of_text = f", the text itself {rows.mean(OF_TEXT[name], **settings):.3f}" if name in OF_TEXT else ""
+            parts.append(text + of_text)
+    return f"{_model(settings)}, {'; '.join(parts)}"
+
+
+def _model(settings: Settings) -> str:
+    return f"{settings['family']} of {settings['model']} at {settings[LENGTH]:.3g} tokens per parameter"
+
+
 def draw(runs: Sequence[Run], path: Path) -> None:
     """For each case the share of the tokens, and the bits per byte saved beside the difference between two seeds."""
     tables = _tables(summarise(runs))
     with panels(path, 2 * len(tables), columns=2) as grid:
         for table, left, right in zip(tables, grid[::2], grid[1::2], strict=True):
-            title = "{family} of {model}".format(**table[RATIO][0].settings)
-            for axes, name in ((left, RATIO), (right, SAVED)):
+            title = "{family} of {model}, {corpus}".format(**table[RATIO][0].settings)
+            title += f"\nmean and 95 % interval, {table[RATIO][0].seeds} seeds"
+            for axes, name, label in (
+                (left, RATIO, "RSA's tokens to plain's score / plain's tokens"),
+                (right, SAVED, "bits per byte, plain − RSA"),
+            ):
                 found = table[name]
                 lengths = [row.settings[LENGTH] for row in found]
                 means = [row.mean for row in found]
                 axes.errorbar(lengths, means, yerr=found.error_bars(), fmt="o-", capsize=3, color=COLOURS[0])
-                axes.set(title=title, xscale="log", xlabel="training length, tokens per parameter", ylabel=name)
+                axes.set(title=title, xscale="log", xlabel="training length, tokens per parameter", ylabel=label)
             left.axhline(1, color="#666666", linewidth=0.8)
             if table[NOISE]:
                 band = [row.mean for row in table[NOISE]]
-                right.plot(lengths, band, "--", color=COLOURS[1], label="between two seeds of plain")
+                right.plot(lengths, band, "--", color=COLOURS[1], label="difference of two seeds of plain")
                 right.legend()
 
 
@@ -244,7 +288,10 @@ EXPERIMENT = Experiment(
     claim="The tokens that RSA saves do not go away when a model is trained for longer, with a learning rate that "
     "decays at the end.",
     published="None: the paper trains each model for one length.",
-    remark="The variant rsa is RSAConfig.from_scratch. The best learning rate is that of the longest training.",
+    remark="The variant rsa is RSAConfig.from_scratch. The best learning rate is that of the longest training. After "
+    "it, samples are judged by SmolLM2, and compared with the text that they replace by the share of word pairs that "
+    "differ. A made-up word occurs twice in a text: the bits saved are those of its last letters, the second time. "
+    "Key-value pairs are recalled after a short training on them. These scores are not part of the verdict.",
     seeds={"toy": 2, "quick": 3, "full": 4},
     grid=make_grid,
     measure=measure,

@@ -8,6 +8,9 @@
 * `short convolution`: as `rsa`, with learned weights for the last four tokens alone.
 * `no softmax`: as `rsa` with the gate fixed at 1, so that only P V is left.
 * `no recurrence`: as `rsa` with P = 0, so that gates only damp attention.
+* `half of the heads`: as `rsa` on the first half of the heads, with plain attention in the others.
+* `dilated heads`: as `rsa`, with the second half of the heads dilated by 6, about an English word with its space.
+* `token gates`: as `rsa`, with gates that depend on the token.
 * `rsa on keys`: as `rsa`, and keys are mixed with P K of REMs of their own, before the rotation.
 """
 
@@ -24,6 +27,7 @@ from transformers import PreTrainedModel
 
 from rsa_hf.config import LayerConfig, RSAConfig
 from rsa_hf.heads import RSAHeads, heads_of
+from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.patching import patch_model
 from rsa_hf.rem import lag_weights, mix, put_heads, take_heads
@@ -34,8 +38,13 @@ PUBLISHED_START = RSAConfig(gate_init=0.0)
 KERNEL = 4  # tokens of the short convolution
 LAGS = {"learned toeplitz": None, "short convolution": KERNEL}  # number of learned lags; None: all
 NO_RECURRENCE = "no recurrence"
-ON_KEYS = "rsa on keys"
-VARIANTS = ("plain", "rsa", "published", "alibi", *LAGS, "no softmax", NO_RECURRENCE, ON_KEYS)
+WORD = 6  # bytes
+# Those that go beyond `rsa`.
+HALF, DILATED, TOKEN_GATES, ON_KEYS = "half of the heads", "dilated heads", "token gates", "rsa on keys"
+VARIANTS = (
+    *("plain", "rsa", "published", "alibi", *LAGS, "no softmax", NO_RECURRENCE),
+    *(HALF, DILATED, TOKEN_GATES, ON_KEYS),
+)
 
 
 def add_rsa(model: PreTrainedModel, variant: str, config: RSAConfig | None) -> None:
@@ -51,7 +60,7 @@ def make_variant(variant: str, model: PreTrainedModel, longest: int) -> nn.Modul
     """Turn a plain model into one of `VARIANTS`.
 
     Args:
-        variant: its name; `alibi` and `rsa on keys` are for Llama.
+        variant: its name; `alibi`, `token gates` and `rsa on keys` are for Llama.
         model: the plain model, changed in place.
         longest: longest input in tokens.
 
@@ -60,14 +69,24 @@ def make_variant(variant: str, model: PreTrainedModel, longest: int) -> nn.Modul
     """
     if variant == "alibi":
         return ALiBi(model, longest)
-    config = RSAConfig.from_scratch(model.config.num_attention_heads)
-    configs = {"plain": None, "published": PUBLISHED_START, "no softmax": replace(config, gate_init=math.inf)}
+    H = model.config.num_attention_heads
+    config = RSAConfig.from_scratch(H)
+    half = replace(config, num_cyclical_pairs=H // 4)
+    configs = {
+        "plain": None,
+        "published": PUBLISHED_START,
+        "no softmax": replace(config, gate_init=math.inf),
+        HALF: half,
+        DILATED: replace(half, num_dilated_cyclical_pairs=H // 4, dilation=WORD),
+    }
     add_rsa(model, variant, configs.get(variant, config))
     for module, heads in _heads(model):
         if variant in LAGS:
             module.rsa = LearnedLags(heads, LAGS[variant] or longest - 1)
         elif variant == "no softmax":
             heads.mu.requires_grad_(False)
+        elif variant == TOKEN_GATES:
+            module.rsa = TokenGates(heads, model.config.head_dim)
         elif variant == ON_KEYS:
             # Nearly shut, so that content still finds its keys at first.
             plan = replace(config, gate_init=-1.0).layer_plans([model.config.num_key_value_heads])[0]
@@ -127,6 +146,29 @@ class RecurrentProjection(nn.Module):
         T = Y.shape[1]
         mixed: Tensor = self.heads(Y, Y.transpose(1, 2), AttentionMask(T, T, 0, causal=True))
         return mixed.flatten(2)
+
+
+class TokenGates(RSAHeads):
+    """RSA heads whose gate depends on the token: g_t = σ(μ + ⟨w, v_t⟩), where w starts at 0.
+
+    Args:
+        heads: the RSA heads to replace; each reads a value head of its own.
+        head_size: D.
+    """
+
+    def __init__(self, heads: RSAHeads, head_size: int) -> None:
+        super().__init__(heads.plan)
+        self.w = nn.Parameter(torch.zeros(heads.plan.num_rsa_heads, head_size))
+
+    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+        """Mix P V into attention [B, T, H, D]; there is no cache, so queries and keys are the same tokens."""
+        rems, _ = self._rems_and_gate(heads_per_value=1)
+        logits = self.mu * self.plan.parameter_scale + torch.einsum(
+            "bhtd,hd->bth", take_heads(value, self.plan.heads, dim=1), self.w
+        )
+        product = apply_rems(value, rems, mask).transpose(1, 2)
+        softmax = take_heads(attention, self.plan.heads, dim=2)
+        return put_heads(attention, softmax.lerp(product, torch.sigmoid(logits)[..., None]), self.plan.heads)
 
 
 class LearnedLags(RSAHeads):

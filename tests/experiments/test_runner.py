@@ -38,7 +38,9 @@ def grid_of_models(size, seeds):
 def conclude(rows):
     rsa, plain = (rows.find("loss", arm=variant)[0] for variant in ("rsa", "plain"))
     verdict = "confirmed" if rsa.high < plain.low else "not confirmed"
-    return Conclusion(verdict, f"{rsa.mean:.2f} | {plain.mean:.2f}", (f"{rsa.seeds} seeds", "one more"))
+    return Conclusion(
+        verdict, f"{rsa.mean:.2f} in short", f"{rsa.mean:.2f} | {plain.mean:.2f}", (f"{rsa.seeds} seeds", "one more")
+    )
 
 
 def draw(results, path):
@@ -226,17 +228,20 @@ def test_the_report_shows_every_experiment_at_every_size(counted, tmp_path):
         remark = f"* Remark: {shown.remark}\n" if shown.remark else ""
         assert f"* Claim: {shown.claim}\n* Published: {shown.published}\n{remark}\n" in report
     assert len(re.findall(r"\*\*Not measured", report)) == 2 * len(EXPERIMENTS)  # neither quick nor full
+    assert f"**Not measured**; run `rsa-hf reproduce {NAME} --full`." in report
     run_experiment(experiment, "quick", tmp_path, progress=False)
     report = write_report(tmp_path).read_text()
     assert "**Confirmed**: 1.10 | 2.10" in report and "**Not confirmed**: 2.00 | 1.00" in report
-    assert f"| [{NAME}](#{NAME}) | confirmed | not measured |" in report
-    assert f"**Not measured**; run `rsa-hf reproduce {NAME} --full`." in report
+    assert f"| [{NAME}](#{NAME}): {EXPERIMENTS[NAME]} | 1.10 in short | confirmed | not measured |" in report
+    run_experiment(against, "full", tmp_path, progress=False)
+    report = write_report(tmp_path).read_text()
+    assert f"| [{NAME}](#{NAME}): {EXPERIMENTS[NAME]} | 2.00 in short | confirmed | not confirmed |" in report
 
 
 def test_parts_that_run_at_the_same_time_keep_all_runs(counted, tmp_path, monkeypatch):
     experiment, _ = counted
     parts = replace(
-        experiment, parts=("arm",), conclude=lambda rows: Conclusion("confirmed", "."), draw=lambda *_: None
+        experiment, parts=("arm",), conclude=lambda rows: Conclusion("confirmed", "", "."), draw=lambda *_: None
     )
     write = runner.write_text
 

@@ -12,8 +12,18 @@ from rsa_hf.experiments import sample_efficiency
 from rsa_hf.experiments.byte_models import SHAPES, Curve, build
 from rsa_hf.experiments.runner.fit import step_time_ratio
 from rsa_hf.experiments.sample_efficiency import EXPERIMENT, RATIO, TIME
-from rsa_hf.experiments.variants import KERNEL, ON_KEYS, VARIANTS, LearnedLags, make_variant
+from rsa_hf.experiments.variants import (
+    DILATED,
+    HALF,
+    KERNEL,
+    ON_KEYS,
+    TOKEN_GATES,
+    VARIANTS,
+    LearnedLags,
+    make_variant,
+)
 from rsa_hf.heads import RSAHeads, active_heads
+from rsa_hf.ops.mask import AttentionMask
 
 SHAPE = SHAPES["0.03M"]
 IDS = torch.arange(40).remainder(7)[None]
@@ -65,6 +75,31 @@ def test_learned_lags_agree_with_a_loop(longest):
         torch.testing.assert_close(found, expected)
         wanted = (value, lags.f, lags.mu) if T > 1 else (lags.mu,)
         torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), wanted) for x in (found, expected)))
+
+
+@pytest.mark.parametrize(("variant", "dilations"), [("rsa", [1] * 4), (HALF, [1] * 2), (DILATED, [1, 1, 6, 6])])
+def test_heads_of_a_variant(variant, dilations):
+    plans = [heads.plan for _, heads in active_heads(make_variant(variant, plain(), SHAPE.block))]
+    assert [list(plan.dilations) for plan in plans] == [dilations] * SHAPE.layers
+    assert all(len(set(plan.theta)) == len(dilations) // 2 for plan in plans)
+
+
+def test_a_token_gate_is_the_gate_of_that_token():
+    model, rsa = (make_variant(name, plain(), SHAPE.block) for name in (TOKEN_GATES, "rsa"))
+    torch.testing.assert_close(logits(model), logits(rsa))
+    # Against gates that are the same for all tokens, one token after another.
+    heads, fixed = (each.model.layers[0].self_attn.rsa for each in (model, rsa))
+    with torch.no_grad():
+        heads.w.normal_()
+    attention, value = torch.randn(1, 7, SHAPE.heads, 8), torch.randn(1, SHAPE.heads, 7, 8)
+    found = heads(attention, value, AttentionMask(7, 7, 0, causal=True))
+    for h in range(SHAPE.heads):
+        for t in range(7):
+            logit = heads.mu[0] * heads.plan.parameter_scale + heads.w[h] @ value[0, h, t]
+            with torch.no_grad():
+                fixed.mu.fill_(logit / heads.plan.parameter_scale)
+            expected = fixed(attention, value, AttentionMask(7, 7, 0, causal=True))[0, t, h]
+            torch.testing.assert_close(found[0, t, h], expected)
 
 
 def test_keys_are_mixed_with_the_keys_before_them():

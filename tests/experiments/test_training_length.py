@@ -8,8 +8,9 @@ from transformers import get_wsd_schedule
 
 from experiments.runs import finished
 from rsa_hf.experiments.byte_models import SHAPES, build, read_corpus
+from rsa_hf.experiments.downstream import JUDGED, PAIRS_RECALLED, TEXT_JUDGED, WORD_RECALLED
 from rsa_hf.experiments.runner.fit import batch_loss, fit
-from rsa_hf.experiments.training_length import EXPERIMENT, NOISE, RATIO, SAVED, train_lengths
+from rsa_hf.experiments.training_length import EXPERIMENT, NOISE, OVER_PLAIN, RATIO, SAVED, train_lengths
 from rsa_hf.experiments.variants import make_variant
 from rsa_hf.tasks.language_modeling import evaluate_language_model
 from rsa_hf.training.optimizer import param_groups
@@ -25,7 +26,7 @@ def model():
 def test_every_length_scores_as_a_run_of_its_own_with_the_same_schedule():
     text = read_corpus("python", 100_000, 2_000, SHAPE.block)
     lengths = [40, 60, 75]
-    scores = train_lengths(model(), text, SHAPE, lengths, learning_rate=RATE, seed=3)
+    scores, trained = train_lengths(model(), text, SHAPE, lengths, learning_rate=RATE, seed=3)
     for length, found in zip(lengths, scores, strict=True):
         alone = model()
         optimizer = torch.optim.AdamW(param_groups(alone, RATE, weight_decay=0.01))
@@ -33,6 +34,7 @@ def test_every_length_scores_as_a_run_of_its_own_with_the_same_schedule():
         fit(batch_loss(alone, text.train, SHAPE.batch, 3), optimizer, length, model=alone, schedule=schedule)
         assert found == pytest.approx(evaluate_language_model(alone, text.validation, 32)["bits_per_byte"], abs=1e-6)
     assert scores == sorted(scores, reverse=True)
+    assert evaluate_language_model(trained, text.validation, 32)["bits_per_byte"] == scores[-1]
 
 
 def runs(arm, doublings=0.0):
@@ -47,6 +49,9 @@ def runs(arm, doublings=0.0):
                 "tokens": tokens,
                 "tokens per parameter": tokens,
                 "bits per byte": [3 - (math.log2(n) + doublings) / 10 + seed / 1000 for n in tokens],
+                JUDGED: 5 - doublings + seed / 10,
+                TEXT_JUDGED: 2.0,
+                PAIRS_RECALLED: 0.5 + doublings / 10,
             },
         )
         for seed in range(3)
@@ -60,6 +65,15 @@ def test_savings_are_the_tokens_to_the_same_score():
     assert [row.mean for row in ratios] == pytest.approx([1.0, 0.5, 2**-1.5, 2**-1.5])
     assert [row.mean for row in saved] == pytest.approx([0.15] * 4)
     assert [row.mean for row in rows.find(NOISE)] == pytest.approx([(0.001 + 0.001 + 0.002) / 3] * 4)
+
+
+def test_downstream_scores_are_those_after_the_longest_training():
+    rows = EXPERIMENT.summarise([*runs("plain"), *runs("rsa", doublings=1.5)])
+    [difference] = rows.find(OVER_PLAIN.format(JUDGED))
+    assert difference.mean == pytest.approx(-1.5) and difference.settings["tokens per parameter"] == 8
+    [_, finding] = EXPERIMENT.conclude(rows).findings
+    assert f"{JUDGED}: plain 5.100, rsa 3.600, -1.500 (-1.500 … -1.500), the text itself 2.000;" in finding
+    assert f"{PAIRS_RECALLED}: plain 0.500, rsa 0.650, +0.150 (+0.150 … +0.150)" in finding
 
 
 @pytest.mark.parametrize(("doublings", "verdict"), [(1.5, "confirmed"), (-1.0, "not confirmed")])
@@ -77,3 +91,4 @@ def test_a_small_run_has_a_score_for_each_length(toy):
         assert len(tokens) == len(run.values["bits per byte"]) == 3
         assert tokens[-1] == pytest.approx(run.settings["longest"], rel=0.05)
         assert tokens[-1] / tokens[0] == pytest.approx(4, rel=0.1)
+        assert {WORD_RECALLED, PAIRS_RECALLED} < run.values.keys() and JUDGED not in run.values

@@ -188,7 +188,15 @@ def _by_validation(run: Run) -> float:
     return _loss(run, "validation") if "validation" in run.values else 0.0
 
 
-COMPARISON = Comparison(GROUP, (PLAIN, CALIBRATED), _by_validation, make_columns, GAIN, 0)
+COMPARISON = Comparison(
+    GROUP,
+    (PLAIN, CALIBRATED),
+    _by_validation,
+    make_columns,
+    GAIN,
+    "gain over plain, nats per token\n(of Devign: accuracy)",
+    0,
+)
 
 
 def conclude(rows: Rows) -> Conclusion:
@@ -208,7 +216,21 @@ def conclude(rows: Rows) -> Conclusion:
     compared = Rows(row.scaled(-1) for gains in claims.values() for row in gains)
     sentence = f"Calibrated heads gain significantly: {'; '.join(parts)}."
     findings = [_finding(rows, row) for row in rows.find(GAIN, arm=CALIBRATED)]
-    return Conclusion(compared.judge(0), sentence + compared.undecided(0), tuple(findings))
+    answer = "; ".join(
+        f"gain with {trained} trained: "
+        + ", ".join(
+            f"{row.settings['model']} on {100 * row.settings['share']:g} % of {row.settings['task']} {_mean(row)}"
+            for row in gains
+        )
+        for trained in (NOTHING, EVERYTHING)
+        if (gains := rows.find(GAIN, arm=CALIBRATED, trained=trained))
+    )
+    return Conclusion(compared.judge(0), answer, sentence + compared.undecided(0), tuple(findings))
+
+
+def _mean(gain: Row) -> str:
+    devign = gain.settings["task"] == DEVIGN
+    return f"{100 * gain.mean:+.2f} percentage points" if devign else f"{gain.mean:+.3f} nats"
 
 
 def _finding(rows: Rows, calibrated: Row) -> str:

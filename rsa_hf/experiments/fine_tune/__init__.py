@@ -152,7 +152,15 @@ def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
 
 
 # Learning rates are never chosen by the test score.
-COMPARISON = Comparison(GROUP, (PLAIN, DEFAULT), lambda run: _loss(run, "validation"), make_columns, GAIN, 0)
+COMPARISON = Comparison(
+    GROUP,
+    (PLAIN, DEFAULT),
+    lambda run: _loss(run, "validation"),
+    make_columns,
+    GAIN,
+    "gain over plain, bits per byte\n(of Devign: accuracy)",
+    0,
+)
 
 
 def conclude(rows: Rows) -> Conclusion:
@@ -179,7 +187,12 @@ def conclude(rows: Rows) -> Conclusion:
     for names in (("gate_init",), ("parameter_scale",), ("nu_init", "theta_init")):
         findings += _best_of(rows, names)
     losses += without
-    return Conclusion(losses.judge(0), sentence + losses.undecided(0), tuple(findings))
+    answer = "gain of RSAConfig(): " + ", ".join(
+        f"{row.settings['model']} on {100 * row.settings['share']:g} % of {row.settings['task']} "
+        f"{_mean_text(rows, row)}"
+        for row in gains
+    )
+    return Conclusion(losses.judge(0), answer, sentence + losses.undecided(0), tuple(findings))
 
 
 def _best_of(rows: Rows, names: Sequence[str]) -> list[str]:
@@ -222,6 +235,11 @@ def _best_of(rows: Rows, names: Sequence[str]) -> list[str]:
 def _unit(rows: Rows, case: Settings) -> tuple[str, int]:
     """Unit and factor of the score of a case."""
     return next(unit for name, unit in UNITS.items() if rows.find(name, **case))
+
+
+def _mean_text(rows: Rows, row: Row) -> str:
+    unit, factor = _unit(rows, row.settings)
+    return f"{factor * row.mean:+.3f} {unit}"
 
 
 def _gain_text(rows: Rows, row: Row) -> str:

@@ -188,7 +188,14 @@ def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
 
 
 # Learning rates are never chosen by the test error.
-COMPARISON = Comparison(GROUP, VARIANTS, lambda run: float(run.values["validation mse"]), make_columns, "mse")
+COMPARISON = Comparison(
+    GROUP,
+    VARIANTS,
+    lambda run: float(run.values["validation mse"]),
+    make_columns,
+    "mse",
+    "mean squared error",
+)
 
 
 def conclude(rows: Rows) -> Conclusion:
@@ -205,7 +212,11 @@ def conclude(rows: Rows) -> Conclusion:
         for (series, horizon), mse in naive.items()
     ]
     compared = Rows([*over_plain, *over_no_recurrence])
-    return Conclusion(compared.judge(1), sentence + compared.undecided(1), tuple(findings))
+    answer = "error relative to the plain model's: " + ", ".join(
+        f"{row.settings['family']} on {row.settings['series']}, {row.settings['horizon']} steps, {row.mean:.2f}"
+        for row in over_plain
+    )
+    return Conclusion(compared.judge(1), answer, sentence + compared.undecided(1), tuple(findings))
 
 
 def _finding(rows: Rows, over_plain: Row) -> str:

@@ -133,7 +133,7 @@ def conclude(rows: Rows) -> Conclusion:
     each, [overall] = rows.find(DIFFERENCE), rows.find(DIFFERENCE, language=ALL)
     each.remove(overall)
     if math.isnan(overall.low):
-        return Conclusion("not measurable at this size", "There is one seed, which gives no interval.")
+        return Conclusion("not measurable at this size", "one seed", "There is one seed, which gives no interval.")
     parity = rows.find(DIFFERENCE, language="parity")
     significant, better_on_parity = not overall.low <= 0 <= overall.high, bool(parity) and parity[0].low > 0
     sentence = (
@@ -147,7 +147,9 @@ def conclude(rows: Rows) -> Conclusion:
     if not parity:
         verdict = weakest(verdict, "not measurable at this size")
     findings = tuple(_finding(rows, row.settings["language"]) for row in each)
-    return Conclusion(verdict, sentence + losses.undecided(0), findings)
+    answer = f"{100 * overall.mean:+.0f} percentage points of longer strings right, over {len(each)} languages"
+    answer += f"; {100 * parity[0].mean:+.0f} on Parity" if parity else ""
+    return Conclusion(verdict, answer, sentence + losses.undecided(0), findings)
 
 
 def _finding(rows: Rows, language: str) -> str:

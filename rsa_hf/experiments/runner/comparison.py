@@ -60,6 +60,7 @@ class Comparison:
             run at every rate.
         columns: (case, variant) → values by measure, one value per seed.
         shown: the measure that is drawn.
+        label: what it is, with its unit.
         even: where the figure has a line, for instance at a difference of 0; None: it has none.
     """
 
@@ -68,6 +69,7 @@ class Comparison:
     score: Score
     columns: Callable[[Case, str], dict[str, list[float]]]
     shown: str = ""
+    label: str = ""
     even: float | None = None
 
     def cases(self, runs: Sequence[Run]) -> list[Case]:
@@ -107,15 +109,16 @@ class Comparison:
         """A panel for each case: the measure `shown` of each variant, with its 95 % interval."""
         rows = self.summarise(runs).find(self.shown)
         cases = list(dict.fromkeys(tuple(row.settings[name] for name in self.group) for row in rows))
-        arms = list(dict.fromkeys(row.settings["arm"] for row in rows))
         with panels(path, len(cases)) as grid:
             for axes, case in zip(grid, cases, strict=True):
                 found = rows.find(self.shown, **dict(zip(self.group, case, strict=True)))
-                places = [arms.index(row.settings["arm"]) for row in found]
-                means = [row.mean for row in found]
+                arms = [row.settings["arm"] for row in found]
+                places, means = range(len(arms)), [row.mean for row in found]
                 axes.errorbar(means, places, xerr=found.error_bars(), fmt="o", capsize=3, color=COLOURS[0])
                 if self.even is not None:
                     axes.axvline(self.even, color="#666666", linewidth=0.8)
-                axes.set_yticks(range(len(arms)), arms)
+                axes.set_yticks(places, arms)
                 axes.set_ylim(len(arms) - 0.5, -0.5)
-                axes.set(title=", ".join(map(str, case)), xlabel=self.shown)
+                names = [f"{name} {value}" for name, value in zip(self.group, case, strict=True)]
+                title = "\n".join(", ".join(names[i : i + 2]) for i in range(0, len(names), 2))
+                axes.set(title=title, xlabel=f"{self.label}\nmean and 95 % interval, {found[0].seeds} seeds")

@@ -21,6 +21,9 @@ intervals over the seeds (Student's t), and a difference is called significant i
 difference". A claim is confirmed if every comparison is significantly in its favour, not confirmed if the interval of
 at least one comparison lies entirely on the other side, and not measurable at this size otherwise. Results against RSA
 are reported too.
+
+The table has mean results, those of the full size where it has run. What RSA costs in training and generation is in
+[results/bench_model.md](results/bench_model.md).
 """
 NOT_MEASURED = "not measured"
 REPORTED: tuple[Size, ...] = ("quick", "full")  # toy runs are for tests
@@ -28,12 +31,13 @@ REPORTED: tuple[Size, ...] = ("quick", "full")  # toy runs are for tests
 
 def write_report(root: Path) -> Path:
     """Write `RESULTS.md` into a folder from its `results/reproduce`, and return its path."""
-    overview = [f"| experiment | {' | '.join(REPORTED)} |", "|---" * (len(REPORTED) + 1) + "|"]
+    overview = [f"| experiment | result of RSA | {' | '.join(REPORTED)} |", "|---" * (len(REPORTED) + 2) + "|"]
     sections = []
-    for name in EXPERIMENTS:
+    for name, subject in EXPERIMENTS.items():
         found = {size: result for size in SIZES if (result := _read(root / FOLDER / name / size))}
         verdicts = [_verdict(found[size]) if size in found else NOT_MEASURED for size in REPORTED]
-        overview.append(f"| [{name}](#{name}) | {' | '.join(verdicts)} |")
+        answer = next((found[size]["answer"] for size in reversed(REPORTED) if size in found), "")
+        overview.append(f"| [{name}](#{name}): {subject} | {answer} | {' | '.join(verdicts)} |")
         sections.append(_section(name, found, root))
     times = [f"{text}\n" for size in REPORTED if (text := _total_time(root, size))]
     path = root / "RESULTS.md"

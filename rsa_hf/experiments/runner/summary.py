@@ -176,11 +176,13 @@ class Conclusion:
 
     Attributes:
         verdict: the verdict.
+        answer: the result in a few words, for the table at the top of RESULTS.md.
         sentence: the result in a sentence or a few.
         findings: the comparisons that it follows from.
     """
 
     verdict: Verdict
+    answer: str
     sentence: str
     findings: tuple[str, ...] = ()
 
