@@ -18,15 +18,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import get_scheduler
 
 from rsa_hf.experiments.byte_models import Shape
 from rsa_hf.experiments.pretrained import load_pretrained
-from rsa_hf.experiments.runner.fit import fit
+from rsa_hf.experiments.runner.fit import adamw_with_linear_decay, fit
 from rsa_hf.experiments.runner.summary import Values
 from rsa_hf.tasks.language_modeling import PreparedText
 from rsa_hf.tasks.text_data import IGNORED_LABEL
-from rsa_hf.training.optimizer import param_groups
 
 __all__ = [
     "JUDGED",
@@ -187,12 +185,11 @@ def key_value_rows(count: int, length: int, generator: torch.Generator) -> tuple
 def recalled_pairs(model: Any, shape: Shape, *, learning_rate: float, steps: int, seed: int) -> float:
     """Train on key-value pairs, and return the share of values recalled on new rows.
 
-    A row has an eighth of the bytes of a block, and a step four times as many rows. AdamW; the learning rate warms up
-    over a tenth of the steps and falls linearly to 0. To name any value of a row of P pairs is right once in P times.
+    A row has an eighth of the bytes of a block, and a step four times as many rows. To name any value of a row of P
+    pairs is right once in P times.
     """
     generator, device = torch.Generator().manual_seed(seed), next(model.parameters()).device
-    optimizer = torch.optim.AdamW(param_groups(model, learning_rate, weight_decay=0.01))
-    schedule = get_scheduler("linear", optimizer, num_warmup_steps=max(1, steps // 10), num_training_steps=steps)
+    optimizer, schedule = adamw_with_linear_decay(model, learning_rate, steps)
 
     def draw(count: int) -> tuple[Tensor, Tensor]:
         tokens, labels = key_value_rows(count, shape.block // 8, generator)

@@ -12,7 +12,7 @@ from typing import Any
 import peft
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, get_scheduler
+from transformers import PreTrainedModel
 
 import rsa_hf.peft
 from rsa_hf.calibration import run_calibration
@@ -20,11 +20,10 @@ from rsa_hf.config import RSAConfig
 from rsa_hf.experiments.calibrate.variants import IA3, LORA, PLAIN, make_variant
 from rsa_hf.experiments.fine_tune.training import Task, defect_task, text_task
 from rsa_hf.experiments.pretrained import load_pretrained
-from rsa_hf.experiments.runner.fit import batch_loss, default_device, fit
+from rsa_hf.experiments.runner.fit import adamw_with_linear_decay, batch_loss, default_device, fit
 from rsa_hf.experiments.runner.kept import kept
 from rsa_hf.experiments.runner.summary import Settings, Values
 from rsa_hf.heads import RSAHeads
-from rsa_hf.training.optimizer import param_groups
 
 __all__ = ["DEVIGN", "EVERYTHING", "LORA_TRAINED", "NOTHING", "NUMBERS", "find_calibration", "measure"]
 
@@ -117,13 +116,9 @@ def _freeze_weights(model: nn.Module, variant: str, trained: str) -> None:
 
 
 def _train(model: nn.Module, task: Task, settings: Settings) -> None:
-    """AdamW, weight decay 0.01 on matrices; the learning rate warms up over a tenth of the steps and falls to 0.
-
-    Models from packages are trained in mixed precision, in bfloat16.
-    """
+    """Train in place; models from packages in mixed precision, in bfloat16."""
     steps = settings["steps"]
-    optimizer = torch.optim.AdamW(param_groups(model, settings["learning_rate"], weight_decay=0.01))
-    schedule = get_scheduler("linear", optimizer, num_warmup_steps=max(1, steps // 10), num_training_steps=steps)
+    optimizer, schedule = adamw_with_linear_decay(model, settings["learning_rate"], steps)
     loss_of_batch = batch_loss(model, task.rows, settings["batch"], settings["seed"], task.collate)
     precision = torch.autocast(default_device().type, torch.bfloat16, enabled=not settings["pretraining_steps"])
 

@@ -11,20 +11,18 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
-from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, get_scheduler
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from rsa_hf.experiments.byte_models import corpus_files
 from rsa_hf.experiments.runner.data import data_file
-from rsa_hf.experiments.runner.fit import batch_loss, evaluation_steps, fit
+from rsa_hf.experiments.runner.fit import adamw_with_linear_decay, batch_loss, evaluation_steps, fit
 from rsa_hf.tasks.defect_data import DefectDataConfig, Example, load_defect_data
 from rsa_hf.tasks.defect_detection import compute_metrics, tokenize
 from rsa_hf.tasks.language_modeling import evaluate_language_model, prepare_language_modeling
 from rsa_hf.tasks.python_defects import load_python_defects
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig, line_boundary, read_texts
-from rsa_hf.training.optimizer import param_groups
 from rsa_hf.training.run import predict_logits
 
 __all__ = ["Task", "defect_task", "fine_tune", "portion", "text_task"]
@@ -187,8 +185,7 @@ def fine_tune(
         The test scores at the best step and before the first one, the best validation score and its step; then the
         validation scores, the first before training, and their steps.
     """
-    optimizer = torch.optim.AdamW(param_groups(model, learning_rate, weight_decay=0.01))
-    schedule = get_scheduler("linear", optimizer, num_warmup_steps=max(1, steps // 10), num_training_steps=steps)
+    optimizer, schedule = adamw_with_linear_decay(model, learning_rate, steps)
     marks, sign = evaluation_steps(steps, evaluations), 1 if task.measure == "accuracy" else -1
     start = best_test = task.score(model, "test")
     scores, best_step = {0: task.score(model, "validation")}, 0

@@ -13,8 +13,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
+from transformers import get_scheduler
 
-__all__ = ["batch_loss", "default_device", "evaluation_steps", "fit", "shuffled_rows", "step_time_ratio"]
+from rsa_hf.training.optimizer import param_groups
+
+__all__ = [
+    "adamw_with_linear_decay",
+    "batch_loss",
+    "default_device",
+    "evaluation_steps",
+    "fit",
+    "shuffled_rows",
+    "step_time_ratio",
+]
 
 ROUNDS = 7  # of timing; an odd number, so that the median is one of them
 
@@ -62,6 +73,12 @@ def fit(
         if after_step is not None and after_step(step, value.detach()):
             return step
     return steps
+
+
+def adamw_with_linear_decay(model: nn.Module, learning_rate: float, steps: int) -> tuple[Optimizer, LRScheduler]:
+    """AdamW, weight decay 0.01 on matrices; the learning rate warms up over a tenth of the steps and falls to 0."""
+    optimizer = torch.optim.AdamW(param_groups(model, learning_rate, weight_decay=0.01))
+    return optimizer, get_scheduler("linear", optimizer, max(1, steps // 10), steps)
 
 
 def batch_loss(
