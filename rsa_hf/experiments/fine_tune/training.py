@@ -186,7 +186,7 @@ def fine_tune(
         validation scores, the first before training, and their steps.
     """
     optimizer, schedule = adamw_with_linear_decay(model, learning_rate, steps)
-    marks, sign = evaluation_steps(steps, evaluations), 1 if task.measure == "accuracy" else -1
+    marks = evaluation_steps(steps, evaluations)
     start = best_test = task.score(model, "test")
     scores, best_step = {0: task.score(model, "validation")}, 0
 
@@ -194,7 +194,7 @@ def fine_tune(
         nonlocal best_step, best_test
         if step in marks:
             scores[step] = task.score(model, "validation")
-            if sign * scores[step] > sign * scores[best_step]:
+            if scores[step] < scores[best_step]:
                 best_step, best_test = step, task.score(model, "test")
 
     loss = batch_loss(model, task.rows, batch, seed, task.collate)
