@@ -259,10 +259,10 @@ def conclude(rows: Rows) -> Conclusion:
     )
     if not rows.find(OVER_PLAIN, model=PUBLISHED_SIZE):
         sentence += f" The published size, {PUBLISHED_SIZE}, is not measured: it needs a GPU."
-    answer = "bits per character, and time of a step: " + ", ".join(
-        f"{row.settings['architecture']} on {row.settings['corpus']} {row.mean:+.3f} and "
-        f"{rows.mean(TIME, **row.settings):.2f} times"
-        for row in over_plain
+    times = rows.find(TIME).by("architecture")
+    answer = "bits per character: " + ", ".join(
+        f"{architecture} {differences.span('+.3f')} (a step takes {times[architecture].span('.2f')} times as long)"
+        for architecture, differences in over_plain.by("architecture").items()
     )
     return Conclusion(compared.judge(0), answer, sentence, tuple(_finding(rows, row) for row in over_plain))
 

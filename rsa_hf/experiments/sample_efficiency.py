@@ -37,47 +37,44 @@ READ = "times the text is read"
 OTHERS = tuple(variant for variant in VARIANTS if variant not in ("plain", "rsa"))
 OF_FAMILY = {"gpt2": ("plain", "rsa", "published", NO_RECURRENCE), "llama": VARIANTS}
 _CLAIM = ("plain", "rsa")
+_SMALL = ("enwik8", 1_000_000, "0.1M", 200)
 # Text, bytes of training text, model, steps, variants.
 TEXTS: dict[Size, list[tuple[str, int, str, int, Sequence[str]]]] = {
     "toy": [("python", 100_000, "0.03M", 60, VARIANTS)],
-    "quick": [
-        (
-            "enwik8",
-            1_000_000,
-            "0.1M",
-            200,
-            [name for name in VARIANTS if name not in ("published", "learned toeplitz")],
-        )
-    ],
+    "quick": [(*_SMALL, (*_CLAIM, NO_RECURRENCE))],
     "full": [
         ("enwik8", 1_000_000, "1M", 400, VARIANTS),
         ("wikitext-2", 10_000_000, "1M", 400, _CLAIM),
         ("python", 10_000_000, "1M", 400, _CLAIM),
         ("enwik8", 3_700_000, "10M", 1000, _CLAIM),
+        (*_SMALL, [name for name in VARIANTS if name not in ("published", "learned toeplitz")]),
     ],
 }
-# Those of the full size are around the best rates of the plain model and RSA at 1M on enwik8.
-RATES: dict[Size, dict[str, tuple[float, ...]]] = {
-    "toy": dict.fromkeys(GOALS, (3e-3, 1e-2)),
-    "quick": dict.fromkeys(GOALS, (2e-3, 4e-3)),
-    "full": {"gpt2": (1e-3, 3e-3, 1e-2), "llama": (3e-4, 1e-3, 3e-3)},
+# Number of evaluations, and bytes to score.
+EVALUATIONS = {"0.03M": (6, 4_000), "0.1M": (10, 10_000), "1M": (20, 20_000), "10M": (20, 20_000)}
+# Those of 1M are around the best rates of the plain model and RSA on enwik8.
+_LARGE_RATES: dict[str, tuple[float, ...]] = {"gpt2": (1e-3, 3e-3, 1e-2), "llama": (3e-4, 1e-3, 3e-3)}
+RATES: dict[str, dict[str, tuple[float, ...]]] = {
+    "0.03M": dict.fromkeys(GOALS, (3e-3, 1e-2)),
+    "0.1M": dict.fromkeys(GOALS, (2e-3, 4e-3)),
+    "1M": _LARGE_RATES,
+    "10M": _LARGE_RATES,
 }
 GROUP = ("corpus", "train_bytes", "model", "family", "steps")
 
 
 def make_grid(size: Size, seeds: int) -> list[Settings]:
     """Texts and models × seeds × families × variants × learning rates."""
-    evaluations, eval_bytes = {"toy": (6, 4_000), "quick": (10, 10_000), "full": (20, 20_000)}[size]
     return [
         {"corpus": corpus, "train_bytes": train_bytes, "model": model, "steps": steps, "family": family, **each}
         for corpus, train_bytes, model, steps, variants in TEXTS[size]
         for seed in range(seeds)
         for family in GOALS
         for each in combinations(
-            evaluations=[evaluations],
-            eval_bytes=[eval_bytes],
+            evaluations=[EVALUATIONS[model][0]],
+            eval_bytes=[EVALUATIONS[model][1]],
             arm=[name for name in variants if name in OF_FAMILY[family]],
-            learning_rate=RATES[size][family],
+            learning_rate=RATES[model][family],
             seed=[seed],
         )
     ]
@@ -161,10 +158,10 @@ def conclude(rows: Rows) -> Conclusion:
     if missing := len(ratios) - len(by_recurrence):
         sentence += f" The variant without recurrence has not run in {missing}: there the verdict is on tokens alone."
     verdict = weakest(ratios.judge(1), by_recurrence.judge(0))  # without comparisons, the second is "confirmed"
-    answer = "of the plain model's tokens and time: " + ", ".join(
-        f"{row.settings['family']} of {row.settings['model']} on {row.settings['corpus']} {row.mean:.2f} and "
-        f"{rows.mean(RATIO_OF_TIME, **row.settings):.2f}"
-        for row in ratios
+    times = rows.find(RATIO_OF_TIME, arm="rsa").by("family")
+    answer = "share of the plain model's tokens: " + ", ".join(
+        f"{family} {of_tokens.span('.2f')} ({times[family].span('.2f')} of its time)"
+        for family, of_tokens in ratios.by("family").items()
     )
     findings = tuple(_finding(rows, row) for row in ratios)
     return Conclusion(verdict, answer, sentence + ratios.undecided(1), findings)
@@ -206,18 +203,18 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     cases = COMPARISON.cases(runs)
     with panels(path, len(cases), columns=2) as grid:
         for axes, case in zip(grid, cases, strict=True):
-            for number, (variant, found) in enumerate(case.runs.items()):
+            for variant, found in case.runs.items():
                 scores = zip(*(run.values["bits per byte"] for run in found), strict=True)
                 means, lows, highs = zip(*map(interval, scores), strict=True)
                 tokens = [n / 1e6 for n in found[0].values["tokens"]]
-                dashes, colour = divmod(number, len(COLOURS))
+                dashes, colour = divmod(list(VARIANTS).index(variant), len(COLOURS))  # the same in all panels
                 style = {"color": COLOURS[colour], "linestyle": ("-", "--")[dashes]}
                 axes.plot(tokens, means, label=variant, **style)
                 axes.fill_between(tokens, lows, highs, color=style["color"], alpha=0.15, linewidth=0)
             title = "{family} of {model}, {corpus}".format(**case.settings)
             axes.set(title=f"{title}\nmean and 95 % interval, {len(found)} seeds")
             axes.set(xlabel="bytes trained on, millions", ylabel="bits per byte, validation text")
-            axes.legend()
+            axes.legend(ncols=2, fontsize="x-small")
 
 
 def glossary(grid: Sequence[Settings]) -> dict[str, dict[str, Any]]:

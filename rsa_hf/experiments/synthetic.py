@@ -71,9 +71,9 @@ def conclude(rows: Rows) -> Conclusion:
     findings, answers, counts, verdicts = [], [], [], []
     for rule, name in (("loss", "the paper's stopping rule"), ("early", "early stopping")):
         tested = Rows(r for r in rows.find("rsa / linear", rule=rule) if r.settings["alpha"] > NONLINEAR)
-        worse, ratios = sum(row.low > 1 for row in tested), [row.mean for row in tested]
+        worse = sum(row.low > 1 for row in tested)
         counts.append(f"in {tested.below(1)} of {len(tested)} cases and worse in {worse} with {name}")
-        spread = f"RSA's MSPE is {min(ratios):.2f} to {max(ratios):.2f} times the linear RNN's"
+        spread = f"RSA's MSPE is {tested.span('.2f')} times the linear RNN's"
         findings.append(f"{name} (at most {tested[0].settings['most_steps']} steps): {spread}")
         answers.append(f"{spread} with {name}")
         verdicts.append(tested.judge(1))

@@ -59,7 +59,7 @@ FAMILIES = ("gpt2", "llama")
 ARMS = ("plain", "rsa")
 GROUP = ("corpus", "model", "family", "longest")
 # corpus, model, longest training in tokens a parameter, number of lengths, learning rates, bytes to score, steps of
-# training on key-value pairs, judge of samples.
+# training on key-value pairs, judge of samples (none if empty).
 Plan = tuple[str, str, float, int, tuple[float, ...], int, int, str]
 PLANS: dict[Size, list[Plan]] = {
     "toy": [("python", "0.03M", 0.25, 3, (1e-2,), 4_000, 3, "")],
@@ -223,7 +223,9 @@ def conclude(rows: Rows) -> Conclusion:
         f"significantly fewer in {longest.below(1)} of {len(longest)} cases."
     )
     findings = [*map(_finding, tables), *(_downstream_finding(rows, row.settings) for row in longest)]
-    answer = "of the plain model's tokens: " + ", ".join(f"{_model(row.settings)} {row.mean:.2f}" for row in longest)
+    answer = "share of the plain model's tokens after the longest training: " + ", ".join(
+        f"{family} {ratios.span('.2f')}" for family, ratios in longest.by("family").items()
+    )
     return Conclusion(longest.judge(1), answer, sentence + longest.undecided(1), tuple(findings))
 
 

@@ -43,7 +43,7 @@ def test_a_glossary_defines_settings_of_the_grid_only(name):
 @pytest.mark.parametrize(
     ("name", "models", "on_gpu"),
     [
-        ("sample-efficiency", {"1M", "10M"}, {"10M"}),
+        ("sample-efficiency", {"0.1M", "1M", "10M"}, {"10M"}),
         ("language-model", {"small", "14 layers"}, {"14 layers"}),
     ],
 )

@@ -211,6 +211,11 @@ def test_a_row_summarises_runs_that_differ_in_their_seed_alone():
         *(("rsa", 1, "loss"), ("rsa", 2, "loss"), ("plain", 1, "loss"), ("plain", 2, "loss"))
     ]
     assert [row.mean for row in rows.find("loss", length=2)] == [2.5, 2.5]
+    assert {arm: each.span(".1f") for arm, each in rows.by("arm").items()} == {
+        "rsa": "1.5 to 2.5",
+        "plain": "1.5 to 2.5",
+    }
+    assert rows.find("loss", length=1, arm="rsa").span("+.2f") == "+1.50"
 
 
 def test_the_report_shows_every_experiment_at_every_size(counted, tmp_path):

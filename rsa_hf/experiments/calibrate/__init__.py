@@ -215,22 +215,17 @@ def conclude(rows: Rows) -> Conclusion:
             parts.append(f"{words}, in {losses.below(0)} of {len(gains)} cases (a loss in {gains.below(0)})")
     compared = Rows(row.scaled(-1) for gains in claims.values() for row in gains)
     sentence = f"Calibrated heads gain significantly: {'; '.join(parts)}."
-    findings = [_finding(rows, row) for row in rows.find(GAIN, arm=CALIBRATED)]
-    answer = "; ".join(
-        f"gain with {trained} trained: "
-        + ", ".join(
-            f"{row.settings['model']} on {100 * row.settings['share']:g} % of {row.settings['task']} {_mean(row)}"
-            for row in gains
-        )
-        for trained in (NOTHING, EVERYTHING)
-        if (gains := rows.find(GAIN, arm=CALIBRATED, trained=trained))
+    over_plain = rows.find(GAIN, arm=CALIBRATED)
+    findings = [_finding(rows, row) for row in over_plain]
+    of_text = Rows(row for row in over_plain if row.settings["task"] != DEVIGN).by("trained")
+    answer = "gain over the plain model, nats per token: " + ", ".join(
+        f"{of_text[trained].span('+.3f')} with {trained} trained"
+        for trained in (NOTHING, EVERYTHING, LORA_TRAINED)
+        if trained in of_text
     )
+    for gain in over_plain.find(GAIN, task=DEVIGN):
+        answer += f", {100 * gain.mean:+.2f} percentage points of accuracy on Devign"
     return Conclusion(compared.judge(0), answer, sentence + compared.undecided(0), tuple(findings))
-
-
-def _mean(gain: Row) -> str:
-    devign = gain.settings["task"] == DEVIGN
-    return f"{100 * gain.mean:+.2f} percentage points" if devign else f"{gain.mean:+.3f} nats"
 
 
 def _finding(rows: Rows, calibrated: Row) -> str:

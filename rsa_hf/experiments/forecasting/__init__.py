@@ -213,8 +213,7 @@ def conclude(rows: Rows) -> Conclusion:
     ]
     compared = Rows([*over_plain, *over_no_recurrence])
     answer = "error relative to the plain model's: " + ", ".join(
-        f"{row.settings['family']} on {row.settings['series']}, {row.settings['horizon']} steps, {row.mean:.2f}"
-        for row in over_plain
+        f"{family} {ratios.span('.2f')}" for family, ratios in over_plain.by("family").items()
     )
     return Conclusion(compared.judge(1), answer, sentence + compared.undecided(1), tuple(findings))
 

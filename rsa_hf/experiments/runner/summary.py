@@ -89,6 +89,16 @@ class Rows(list[Row]):
         """The mean of the first of these rows."""
         return self.find(measure, **settings)[0].mean
 
+    def by(self, setting: str) -> dict[str, Rows]:
+        """The rows by the value of a setting."""
+        values = dict.fromkeys(row.settings[setting] for row in self)
+        return {value: Rows(row for row in self if row.settings[setting] == value) for value in values}
+
+    def span(self, number_format: str) -> str:
+        """The smallest and the largest mean, such as `0.18 to 0.46`."""
+        ends = min(row.mean for row in self), max(row.mean for row in self)
+        return " to ".join(dict.fromkeys(f"{end:{number_format}}" for end in ends))
+
     def below(self, even: float) -> int:
         """The number of rows that are significantly better."""
         return sum(row.high < even for row in self)
