@@ -114,7 +114,7 @@ PLANS: dict[Size, list[Plan]] = {
         _smollm2("c", 0.01),
         _smollm2("python", 0.1),
         (
-            ("minilm", DEVIGN, 64, 32, 512, ALL, ALL, 6, 0),
+            ("minilm", DEVIGN, 48, 32, 512, ALL, ALL, 6, 0),
             _PACKAGED_RATES,
             [(1.0, EVERYTHING, 680, _OF_EVERYTHING)],
         ),
