@@ -30,7 +30,7 @@ PLANS = ("plain", "default", "found")
 DIFFERENCE = "found − default"
 SIZES: dict[Size, dict[str, Any]] = {
     "toy": {"corpus": "python", "model": "0.03M", "trials": 3, "steps": 20},
-    "quick": {"corpus": "enwik8", "model": "0.1M", "trials": 8, "steps": 100},
+    "quick": {"corpus": "enwik8", "model": "0.1M", "trials": 6, "steps": 100},
     "full": {"corpus": "enwik8", "model": "0.1M", "trials": 60, "steps": 400},
 }
 

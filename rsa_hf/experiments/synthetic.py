@@ -22,7 +22,7 @@ ALPHAS: dict[Size, tuple[float, ...]] = {
     "quick": (0.0, 0.7, 1.0),
     "full": tuple(i / 10 for i in range(11)),
 }
-SEGMENTS: dict[Size, int] = {"toy": 3, "quick": 20, "full": 100}
+SEGMENTS: dict[Size, int] = {"toy": 3, "quick": 12, "full": 100}
 STEPS: dict[Size, int] = {"toy": 10, "quick": 150, "full": 2000}
 NONLINEAR = 0.6  # for larger α the paper reports RSA better than the linear RNN
 

@@ -63,7 +63,7 @@ GROUP = ("corpus", "model", "family", "longest")
 Plan = tuple[str, str, float, int, tuple[float, ...], int, int, str]
 PLANS: dict[Size, list[Plan]] = {
     "toy": [("python", "0.03M", 0.25, 3, (1e-2,), 4_000, 3, "")],
-    "quick": [("wikitext-2", "0.03M", 12.8, 6, (1e-2,), 20_000, 300, "smollm2")],
+    "quick": [("wikitext-2", "0.03M", 12.8, 6, (1e-2,), 20_000, 300, "")],
     "full": [
         ("wikitext-2", "0.1M", 102.4, 9, (2e-3, 4e-3, 8e-3), 40_000, 1000, "smollm2"),
         ("wikitext-2", "1M", 6.4, 6, (1e-3, 3e-3), 40_000, 1000, "smollm2"),
@@ -291,9 +291,10 @@ EXPERIMENT = Experiment(
     "decays at the end.",
     published="None: the paper trains each model for one length.",
     remark="The variant rsa is RSAConfig.from_scratch. The best learning rate is that of the longest training. After "
-    "it, samples are judged by SmolLM2, and compared with the text that they replace by the share of word pairs that "
-    "differ. A made-up word occurs twice in a text: the bits saved are those of its last letters, the second time. "
-    "Key-value pairs are recalled after a short training on them. These scores are not part of the verdict.",
+    "it, samples are compared with the text that they replace by the share of word pairs that differ, and in the full "
+    "size by their bits per byte under SmolLM2. A made-up word occurs twice in a text: the bits saved are those of "
+    "its last letters, the second time. Key-value pairs are recalled after a short training on them. These scores are "
+    "not part of the verdict.",
     seeds={"toy": 2, "quick": 3, "full": 4},
     grid=make_grid,
     measure=measure,

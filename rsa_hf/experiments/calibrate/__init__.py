@@ -13,6 +13,7 @@ from typing import Any
 
 from rsa_hf.experiments.calibrate.training import DEVIGN, EVERYTHING, LORA_TRAINED, NOTHING, NUMBERS, measure
 from rsa_hf.experiments.calibrate.variants import (
+    AFTER,
     ALL_SCALED,
     CALIBRATED,
     FIRST,
@@ -83,7 +84,7 @@ PLANS: dict[Size, list[Plan]] = {
             [
                 (1.0, NOTHING, 0, _UNTRAINED),
                 (1.0, NUMBERS, 4, _OF_NUMBERS),
-                (1.0, EVERYTHING, 4, _CLAIM_OF_EVERYTHING),
+                (1.0, EVERYTHING, 4, (*_CLAIM_OF_EVERYTHING, AFTER)),
                 (1.0, LORA_TRAINED, 4, _OF_LORA),
             ],
         )
@@ -107,7 +108,7 @@ PLANS: dict[Size, list[Plan]] = {
             "wikitext-2",
             0.01,
             (0.01, NUMBERS, 100, _OF_NUMBERS),
-            (0.01, EVERYTHING, 50, _OF_EVERYTHING),
+            (0.01, EVERYTHING, 50, (*_OF_EVERYTHING, AFTER)),
             (0.01, LORA_TRAINED, 50, _OF_LORA),
             (0.1, EVERYTHING, 100, _CLAIM_OF_EVERYTHING),
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,14 @@ from transformers import PreTrainedModel
 import rsa_hf.peft
 from rsa_hf.calibration import run_calibration
 from rsa_hf.config import RSAConfig
-from rsa_hf.experiments.calibrate.variants import IA3, LORA, PLAIN, make_variant
+from rsa_hf.experiments.calibrate.variants import AFTER, IA3, LORA, PLAIN, make_variant
 from rsa_hf.experiments.fine_tune.training import Task, defect_task, text_task
 from rsa_hf.experiments.pretrained import load_pretrained
 from rsa_hf.experiments.runner.fit import adamw_with_linear_decay, batch_loss, default_device, fit
 from rsa_hf.experiments.runner.kept import kept
 from rsa_hf.experiments.runner.summary import Settings, Values
 from rsa_hf.heads import RSAHeads
+from rsa_hf.patching import patch_model
 
 __all__ = ["DEVIGN", "EVERYTHING", "LORA_TRAINED", "NOTHING", "NUMBERS", "find_calibration", "measure"]
 
@@ -32,27 +33,32 @@ NOTHING, NUMBERS, EVERYTHING, LORA_TRAINED = "nothing", "a few numbers", "everyt
 DEVIGN = "devign"
 SCHEDULE = "warmup_stable_decay"  # of the byte-level models
 LORA_RANK = 8
+OTHER_PORTION = 1000  # added to a seed, for rows that are not trained on
 LORA_PARAMETER_SCALE = 5  # LoRA has its best rate at a few times that of all weights; gates would move too fast
 
 
 def measure(settings: Settings) -> Values:
     """Train one variant and score it. With a seed all variants see the same data in the same order."""
-    seed, trained = settings["seed"], settings["trained"]
+    seed, trained, arm = settings["seed"], settings["trained"], settings["arm"]
     with torch.random.fork_rng():
-        model, task, found = find_calibration(settings)
-        plan = RSAConfig.from_dict(found["config"])
+        model, make_task, found = find_calibration(settings)
+        task, plan = make_task(seed), RSAConfig.from_dict(found["config"])
         torch.manual_seed(seed)
         if trained == LORA_TRAINED:
-            variant = _with_lora(settings["arm"], model, plan)
+            variant = _with_lora(arm, model, plan)
         else:
-            variant = make_variant(settings["arm"], model, plan, settings["length"], seed)
+            variant = make_variant(PLAIN if arm == AFTER else arm, model, plan, settings["length"], seed)
             if trained != EVERYTHING:
-                _freeze_weights(variant, settings["arm"], trained)
+                _freeze_weights(variant, arm, trained)
         variant = variant.to(default_device())
         numbers = sum(p.numel() for p in variant.parameters() if p.requires_grad)
         if numbers:
             torch.manual_seed(seed)  # the same dropout for all variants
             _train(variant, task, settings)
+        if arm == AFTER:
+            found = _calibrate(variant, make_task(seed + OTHER_PORTION), settings)
+            plan = RSAConfig.from_dict(found["config"])
+            patch_model(variant, plan)
         values: Values = {"score": task.score(variant, "test"), "numbers": float(numbers)}
         if trained != NOTHING:
             values["validation"] = task.score(variant, "validation")
@@ -65,38 +71,47 @@ def measure(settings: Settings) -> Values:
     }
 
 
-def find_calibration(settings: Settings) -> tuple[PreTrainedModel, Task, Mapping[str, Any]]:
+def find_calibration(
+    settings: Settings,
+) -> tuple[PreTrainedModel, Callable[[int], Task], Mapping[str, Any]]:
     """A pretrained model, what it is trained on, and what `run_calibration` finds on rows of that, computed once.
 
     Returns:
-        The model, unpatched; its task; and `config`, `gain`, `gain_error` and `gain_without_recurrence`.
+        The model, unpatched; its task, by the seed that chooses the portion to train on; and `config`, `gain`,
+        `gain_error` and `gain_without_recurrence`.
     """
     torch.manual_seed(settings["seed"])  # of a classifier's new head
     model, tokenizer = load_pretrained(settings["model"], settings["layers"], settings["pretraining_steps"], SCHEDULE)
-    data = {name: settings[name] for name in ("share", "most", "scored", "length", "seed")}
-    if settings["task"] == DEVIGN:
-        task = defect_task(tokenizer, **data)
-    else:
+    data = {name: settings[name] for name in ("share", "most", "scored", "length")}
+
+    def make_task(seed: int) -> Task:
+        if settings["task"] == DEVIGN:
+            return defect_task(tokenizer, **data, seed=seed)
         extra = {"measure": "nats per token", "test_seed": settings["seed"]}
-        task = text_task(settings["task"], tokenizer, **data, **extra)
+        return text_task(settings["task"], tokenizer, **data, **extra, seed=seed)
 
     def calibrate(path: Path) -> None:
-        chosen = torch.randperm(len(task.rows), generator=torch.Generator().manual_seed(settings["seed"]))
-        rows = [task.rows[i] for i in chosen[: settings["rows"]].tolist()]
-        batches = [{**task.collate(rows[i : i + 4])} for i in range(0, len(rows), 4)]
-        found = run_calibration(
-            model.to(default_device()),  # type: ignore[arg-type]
-            batches,
-            max_rows=settings["rows"],
-            seed=settings["seed"],
-            progress=False,
-        )
-        names = ("config", "gain", "gain_error", "gain_without_recurrence")
-        path.write_text(json.dumps({name: found.to_dict()[name] for name in names}) + "\n", encoding="utf-8")
+        found = _calibrate(model, make_task(settings["seed"]), settings)
+        path.write_text(json.dumps(found) + "\n", encoding="utf-8")
 
     names = ("model", "task", "share", "length", "rows", "seed", "layers", "pretraining_steps", "most")
     path = kept(f"calibration-{settings['model']}", {name: settings[name] for name in names}, ".json", calibrate)
-    return model, task, json.loads(path.read_text(encoding="utf-8"))
+    return model, make_task, json.loads(path.read_text(encoding="utf-8"))
+
+
+def _calibrate(model: PreTrainedModel, task: Task, settings: Settings) -> dict[str, Any]:
+    """What `run_calibration` finds on random rows of a task."""
+    chosen = torch.randperm(len(task.rows), generator=torch.Generator().manual_seed(settings["seed"]))
+    rows = [task.rows[i] for i in chosen[: settings["rows"]].tolist()]
+    batches = [{**task.collate(rows[i : i + 4])} for i in range(0, len(rows), 4)]
+    found = run_calibration(
+        model.to(default_device()),  # type: ignore[arg-type]
+        batches,
+        max_rows=settings["rows"],
+        seed=settings["seed"],
+        progress=False,
+    ).to_dict()
+    return {name: found[name] for name in ("config", "gain", "gain_error", "gain_without_recurrence")}
 
 
 def _with_lora(variant: str, model: PreTrainedModel, plan: RSAConfig) -> Any:

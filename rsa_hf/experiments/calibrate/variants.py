@@ -7,6 +7,7 @@
 * `scaled heads`: the calibrated heads, each multiplied by a learned factor in place of a REM.
 * `all heads scaled`: every head of the model multiplied by a learned factor.
 * `calibrated`: the plan that `calibrate` returns.
+* `calibrated after training`: the plain model is trained, and then calibrated on rows that it has not seen.
 * `calibrated and scaled`: of its heads those with the largest shares, at most half as many as the model has, each with
   a gate and a factor to be learned and its rate as chosen: no more numbers than `all heads scaled` has.
 * `smallest lora`, `ia3`: PEFT's methods with their fewest parameters, on the modules that PEFT chooses.
@@ -32,6 +33,7 @@ from rsa_hf.patching import patch_model
 from rsa_hf.rem import lag_weights, put_heads, take_heads
 
 __all__ = [
+    "AFTER",
     "ALL_SCALED",
     "CALIBRATED",
     "FIRST",
@@ -46,7 +48,7 @@ __all__ = [
 
 PLAIN, FIRST, RANDOM = "plain", "first heads", "random heads"
 SCALED, ALL_SCALED = "scaled heads", "all heads scaled"
-CALIBRATED, WITH_FACTORS = "calibrated", "calibrated and scaled"
+CALIBRATED, WITH_FACTORS, AFTER = "calibrated", "calibrated and scaled", "calibrated after training"
 LORA, IA3 = "smallest lora", "ia3"
 WIDEST_GATE = 0.9
 
