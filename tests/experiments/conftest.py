@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rsa_hf.experiments import byte_models
-from rsa_hf.experiments.fine_tune import training
+from rsa_hf.experiments import byte_models, pretrained_tasks
 from rsa_hf.experiments.runner.experiment import find_experiment
 from rsa_hf.experiments.runner.kept import VARIABLE
 from rsa_hf.experiments.runner.runner import FOLDER, read_runs, run_experiment
@@ -45,7 +44,7 @@ def write(path, text):
 
 
 def clear_caches():
-    for function in (training.read_devign, training.read_splits, byte_models.read_corpus):
+    for function in (pretrained_tasks.read_devign, pretrained_tasks.read_splits, byte_models.read_corpus):
         function.cache_clear()
 
 

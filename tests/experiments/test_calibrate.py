@@ -12,11 +12,10 @@ from scipy.stats import chi2
 from experiments.runs import conclude, fake_runs, finished
 from rsa_hf import HeadConfig, RSAConfig, patch_model
 from rsa_hf.experiments.byte_models import SHAPES, build
-from rsa_hf.experiments.calibrate import EXPERIMENT, MCNEMAR
-from rsa_hf.experiments.calibrate import training as procedure
+from rsa_hf.experiments.calibrate import EXPERIMENT, MCNEMAR, training
 from rsa_hf.experiments.calibrate import variants as v
-from rsa_hf.experiments.fine_tune import training
 from rsa_hf.experiments.pretrained import load_pretrained
+from rsa_hf.experiments.pretrained_tasks import defect_task
 from rsa_hf.experiments.runner.kept import VARIABLE
 from rsa_hf.experiments.variants import NO_RECURRENCE
 from rsa_hf.heads import active_heads
@@ -162,7 +161,7 @@ def test_a_calibration_after_training_sees_a_trained_model_and_other_rows(monkey
         found = {"config": plan.to_dict(), "gain": 0.1, "gain_error": 0.01, "gain_without_recurrence": 0.0}
         return SimpleNamespace(to_dict=lambda: found)
 
-    monkeypatch.setattr(procedure, "run_calibration", calibration)
+    monkeypatch.setattr(training, "run_calibration", calibration)
     [settings] = (
         each for each in EXPERIMENT.grid("toy", 1) if (each["arm"], each["trained"]) == (v.AFTER, "everything")
     )
@@ -187,7 +186,7 @@ def test_minilm_learns_to_classify():
 @pytest.mark.usefixtures("use_small_data", "require_minilm")
 def test_a_classifier_that_diverged_has_no_accuracy():
     model, tokenizer = load_pretrained("minilm", 1)
-    task = training.defect_task(tokenizer, share=1.0, most=8, scored=8, length=16, seed=0)
+    task = defect_task(tokenizer, share=1.0, most=8, scored=8, length=16, seed=0)
     assert 0 <= task.score(model, "test") <= 1
     model.classifier.bias.data[0] = math.nan
     assert math.isnan(task.score(model, "test"))

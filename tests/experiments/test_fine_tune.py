@@ -14,8 +14,9 @@ from rsa_hf import RSAConfig, is_patched
 from rsa_hf.experiments import fine_tune as package
 from rsa_hf.experiments.byte_models import SHAPES, build
 from rsa_hf.experiments.fine_tune import DEFAULT, EXPERIMENT, GAIN, GATES, MULTIPLES, PLAIN, VARIANTS
-from rsa_hf.experiments.fine_tune.training import Task, fine_tune, portion
+from rsa_hf.experiments.fine_tune.training import fine_tune
 from rsa_hf.experiments.pretrained import load_pretrained
+from rsa_hf.experiments.pretrained_tasks import Task, portion
 from rsa_hf.experiments.variants import NO_RECURRENCE, add_rsa
 from rsa_hf.heads import active_heads
 
@@ -169,12 +170,6 @@ def test_a_variant_that_beats_the_default_by_chance_is_not_significant():
     findings = concluded(PLAIN_RUNS, runs_of(DEFAULT, 0.1, 0.1, 0.1), runs).findings
     words = "on m, c, mu +0 x20 gains most over 1 share of the data, significantly more than the default in 0"
     assert any(words in finding for finding in findings)
-
-
-@pytest.mark.parametrize(("model", "named"), [("m", True), ("smollm2", False)])
-def test_the_model_of_the_full_size_is_named_if_it_has_not_run(model, named):
-    runs = [runs_of(variant, 0.0, 0.1, 0.0, model=model) for variant in (PLAIN, DEFAULT)]
-    assert ("Only --full has smollm2." in concluded(*runs).sentence) is named
 
 
 # --- small runs ---------------------------------------------------------------------------------------------------

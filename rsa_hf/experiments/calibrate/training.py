@@ -17,14 +17,13 @@ from transformers import PreTrainedModel
 import rsa_hf.peft
 from rsa_hf.calibration import run_calibration
 from rsa_hf.config import RSAConfig
-from rsa_hf.experiments.calibrate.variants import AFTER, IA3, LORA, PLAIN, make_variant
-from rsa_hf.experiments.fine_tune.training import Task, defect_task, text_task
+from rsa_hf.experiments.calibrate.variants import AFTER, CALIBRATED, IA3, LORA, PLAIN, make_variant
 from rsa_hf.experiments.pretrained import load_pretrained
+from rsa_hf.experiments.pretrained_tasks import Task, defect_task, text_task
 from rsa_hf.experiments.runner.fit import adamw_with_linear_decay, batch_loss, default_device, fit
 from rsa_hf.experiments.runner.kept import kept
 from rsa_hf.experiments.runner.summary import Settings, Values
 from rsa_hf.heads import RSAHeads
-from rsa_hf.patching import patch_model
 
 __all__ = ["DEVIGN", "EVERYTHING", "LORA_TRAINED", "NOTHING", "NUMBERS", "find_calibration", "measure"]
 
@@ -47,7 +46,7 @@ def measure(settings: Settings) -> Values:
         if trained == LORA_TRAINED:
             variant = _with_lora(arm, model, plan)
         else:
-            variant = make_variant(PLAIN if arm == AFTER else arm, model, plan, settings["length"], seed)
+            variant = make_variant(arm, model, plan, settings["length"], seed)
             if trained != EVERYTHING:
                 _freeze_weights(variant, arm, trained)
         variant = variant.to(default_device())
@@ -58,7 +57,7 @@ def measure(settings: Settings) -> Values:
         if arm == AFTER:
             found = _calibrate(variant, make_task(seed + OTHER_PORTION), settings)
             plan = RSAConfig.from_dict(found["config"])
-            patch_model(variant, plan)
+            variant = make_variant(CALIBRATED, variant, plan, settings["length"], seed)
         values: Values = {"score": task.score(variant, "test"), "numbers": float(numbers)}
         if trained != NOTHING:
             values["validation"] = task.score(variant, "validation")

@@ -54,7 +54,7 @@ WIDEST_GATE = 0.9
 
 
 def make_variant(variant: str, model: PreTrainedModel, plan: RSAConfig, length: int, seed: int) -> Any:
-    """Turn a plain model into a variant, in place.
+    """Turn a plain model into what a variant is before training, in place.
 
     Args:
         variant: its name.
@@ -70,7 +70,7 @@ def make_variant(variant: str, model: PreTrainedModel, plan: RSAConfig, length: 
     if variant == WITH_FACTORS:
         plan = _strongest(plan, len(_places(model)) // 2, length)
     plan = plans.get(variant, plan)
-    if variant == PLAIN or plan.heads == ():
+    if variant in (PLAIN, AFTER) or plan.heads == ():
         return model
     patch_model(model, plan)
     for module in list(model.modules()):

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from rsa_hf.config import RSAConfig
-from rsa_hf.experiments.fine_tune.training import fine_tune, text_task
+from rsa_hf.experiments.fine_tune.training import fine_tune
 from rsa_hf.experiments.pretrained import load_pretrained
+from rsa_hf.experiments.pretrained_tasks import text_task
 from rsa_hf.experiments.runner.comparison import Case, Comparison
 from rsa_hf.experiments.runner.experiment import Experiment, Size, combinations
 from rsa_hf.experiments.runner.fit import default_device
@@ -61,7 +62,6 @@ VARIANTS: dict[str, RSAConfig | None] = {
 # --- models, tasks and amounts of data ----------------------------------------------------------------------------
 
 ALL = 10**9  # more than any data set has
-FULL_MODEL = "smollm2"
 _CLAIM = (PLAIN, DEFAULT, NO_RECURRENCE)
 # length: tokens in a row; most: bytes that count as all training data; scored: bytes of the validation and of the test
 # text; pretraining_steps: of the small Llama.
@@ -79,7 +79,7 @@ PLANS: dict[Size, list[Plan]] = {
         )
     ],
     "full": [
-        ((FULL_MODEL, "wikitext-2", 2, 256, ALL, 20_000, 2, 0), (1e-4, 3e-4, 1e-3), {0.01: (50, _CLAIM)}),
+        (("smollm2", "wikitext-2", 2, 256, ALL, 20_000, 2, 0), (1e-4, 3e-4, 1e-3), {0.01: (50, _CLAIM)}),
     ],
 }
 
@@ -166,8 +166,6 @@ def conclude(rows: Rows) -> Conclusion:
     if by_recurrence:
         count = f"{without.below(0)} of {len(without)}"
         sentence += f" It gains significantly over the variant without recurrence in {count}."
-    if not any(row.settings["model"] == FULL_MODEL for row in rows):
-        sentence += f" Only --full has {FULL_MODEL}."
     findings = []
     for row in gains:
         tokens, (model, task, share) = rows.mean(TRAINED_ON, **row.settings), (row.settings[name] for name in GROUP)
