@@ -16,6 +16,7 @@ from rsa_hf.experiments.calibrate import EXPERIMENT, MCNEMAR, training
 from rsa_hf.experiments.calibrate import variants as v
 from rsa_hf.experiments.pretrained import load_pretrained
 from rsa_hf.experiments.pretrained_tasks import defect_task
+from rsa_hf.experiments.runner.fit import fit
 from rsa_hf.experiments.runner.kept import VARIABLE
 from rsa_hf.experiments.variants import NO_RECURRENCE
 from rsa_hf.heads import active_heads
@@ -153,7 +154,8 @@ def require_minilm():
 @pytest.mark.usefixtures("use_small_data")
 def test_a_calibration_after_training_sees_a_trained_model_and_other_rows(monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    seen = []
+    seen, fits = [], []
+    monkeypatch.setattr(training, "fit", lambda *args, **more: fits.append(1) or fit(*args, **more))
 
     def calibration(model, batches, **_):
         seen.append((logits(model.eval()).detach(), torch.cat([batch["input_ids"] for batch in batches])))
@@ -173,6 +175,11 @@ def test_a_calibration_after_training_sees_a_trained_model_and_other_rows(monkey
     assert not (first[:, None] == second).all(-1).any()
     assert (plain["chosen heads"], after["chosen heads"]) == (0, len(PLAN.heads))
     assert plain["score"] != after["score"] == pytest.approx(plain["score"], rel=0.2)
+    # The calibration before training chose no heads: all variants are one model, trained once.
+    assert EXPERIMENT.measure({**settings, "arm": v.CALIBRATED}) == EXPERIMENT.measure({**settings, "arm": v.SCALED})
+    assert EXPERIMENT.measure({**settings, "arm": v.CALIBRATED}) == plain
+    assert len(fits) == 1 and len(seen) == 2
+    assert EXPERIMENT.measure({**settings, "arm": v.FIRST}) != plain and len(fits) == 2
 
 
 @pytest.mark.usefixtures("use_small_data", "require_minilm")

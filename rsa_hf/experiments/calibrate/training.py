@@ -11,6 +11,7 @@ from typing import Any
 
 import peft
 import torch
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -51,8 +52,9 @@ def measure(settings: Settings) -> Values:
                 _freeze_weights(variant, arm, trained)
         variant = variant.to(default_device())
         numbers = sum(p.numel() for p in variant.parameters() if p.requires_grad)
-        if numbers:
-            torch.manual_seed(seed)  # the same dropout for all variants
+        if trained == EVERYTHING and not any(isinstance(m, RSAHeads) for m in variant.modules()):
+            _train_once(variant, task, settings)
+        elif numbers:
             _train(variant, task, settings)
         if arm == AFTER:
             found = _calibrate(variant, make_task(seed + OTHER_PORTION), settings)
@@ -129,9 +131,21 @@ def _freeze_weights(model: nn.Module, variant: str, trained: str) -> None:
         parameter.requires_grad_(trained == NUMBERS and parameter in numbers)
 
 
+def _train_once(model: nn.Module, task: Task, settings: Settings) -> None:
+    """Train a model without RSA heads in place, and keep its weights: every variant without chosen heads has them."""
+
+    def train(path: Path) -> None:
+        _train(model, task, settings)
+        save_model(model, str(path))
+
+    path = kept("trained", {name: value for name, value in settings.items() if name != "arm"}, ".safetensors", train)
+    load_model(model, path)
+
+
 def _train(model: nn.Module, task: Task, settings: Settings) -> None:
     """Train in place; models from packages in mixed precision, in bfloat16."""
     steps = settings["steps"]
+    torch.manual_seed(settings["seed"])  # the same dropout for all variants
     optimizer, schedule = adamw_with_linear_decay(model, settings["learning_rate"], steps)
     loss_of_batch = batch_loss(model, task.rows, settings["batch"], settings["seed"], task.collate)
     precision = torch.autocast(default_device().type, torch.bfloat16, enabled=not settings["pretraining_steps"])

@@ -77,7 +77,7 @@ def fit(
 
 def adamw_with_linear_decay(model: nn.Module, learning_rate: float, steps: int) -> tuple[Optimizer, LRScheduler]:
     """AdamW, weight decay 0.01 on matrices; the learning rate warms up over a tenth of the steps and falls to 0."""
-    optimizer = torch.optim.AdamW(param_groups(model, learning_rate, weight_decay=0.01))
+    optimizer = torch.optim.AdamW(param_groups(model, learning_rate, weight_decay=0.01), fused=True)
     return optimizer, get_scheduler("linear", optimizer, max(1, steps // 10), steps)
 
 
