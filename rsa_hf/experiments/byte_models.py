@@ -103,7 +103,9 @@ def small_gpt2(vocab_size: int, positions: int, width: int, layers: int, heads: 
     """The config of a small GPT-2 without special tokens."""
     sizes = {"vocab_size": vocab_size, "n_positions": positions, "n_embd": width, "n_layer": layers, "n_head": heads}
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    return GPT2Config(**sizes, **rates, bos_token_id=None, eos_token_id=None)  # type: ignore[arg-type]
+    # GPT-2's own function, in one kernel.
+    options = {"activation_function": "gelu_pytorch_tanh", "bos_token_id": None, "eos_token_id": None}
+    return GPT2Config(**sizes, **rates, **options)  # type: ignore[arg-type]
 
 
 def build(family: str, shape: Shape) -> PreTrainedModel:
