@@ -179,7 +179,8 @@ def _figure(path: str | Path, width: float, height: float) -> Iterator[Any]:
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150, facecolor="white")
+        # Tight: a title may be wider than its axes.
+        figure.savefig(path, dpi=150, facecolor="white", bbox_inches="tight")
 
 
 def _layer_names(modules: Sequence[str]) -> list[str]:
