@@ -132,7 +132,7 @@ def _freeze_weights(model: nn.Module, variant: str, trained: str) -> None:
 
 
 def _train_once(model: nn.Module, task: Task, settings: Settings) -> None:
-    """Train a model without RSA heads in place, and keep its weights: every variant without chosen heads has them."""
+    """Train a model without RSA heads in place, once for all variants that are the plain model during training."""
 
     def train(path: Path) -> None:
         _train(model, task, settings)
