@@ -210,7 +210,10 @@ class RSAConfig:
             raise ValueError(f"heads: the plan names single heads, so {', '.join(given)} cannot be given too.")
         layers = tuple(sorted({head.layer for head in heads}))
         if self.layers is not None and tuple(sorted(self.layers)) != layers:
-            raise ValueError(f"layers={brief(self.layers)}: the heads are in layers {list(layers)}. Leave layers out.")
+            raise ValueError(
+                f"layers={brief(self.layers)}: the heads are in layers {list(layers)}. Give layers=None: they follow "
+                "from the heads."
+            )
         return layers
 
     @classmethod
