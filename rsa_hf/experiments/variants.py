@@ -11,7 +11,10 @@
 * `half of the heads`: as `rsa` on the first half of the heads, with plain attention in the others.
 * `dilated heads`: as `rsa`, with the second half of the heads dilated by 6, about an English word with its space.
 * `token gates`: as `rsa`, with gates that depend on the token.
+* `channel gates`: as `rsa`, with a gate for each channel of a head: as many numbers as token gates have.
+* `two rems`: as `rsa`, and the result is mixed with P V of a second, regular REM for each head.
 * `rsa on keys`: as `rsa`, and keys are mixed with P K of REMs of their own, before the rotation.
+* `rsa on values`: as `rsa`, and the values of attention and of P V are mixed with P V of REMs of their own.
 """
 
 from __future__ import annotations
@@ -39,11 +42,15 @@ KERNEL = 4  # tokens of the short convolution
 LAGS = {"learned toeplitz": None, "short convolution": KERNEL}  # number of learned lags; None: all
 NO_RECURRENCE = "no recurrence"
 WORD = 6  # bytes
+FURTHER_GATE = -1.0  # μ of REMs beyond those of `rsa`: nearly shut, so that content still finds its keys at first
 # Those that go beyond `rsa`.
-HALF, DILATED, TOKEN_GATES, ON_KEYS = "half of the heads", "dilated heads", "token gates", "rsa on keys"
+HALF, DILATED, TWO_REMS = "half of the heads", "dilated heads", "two rems"
+TOKEN_GATES, CHANNEL_GATES = "token gates", "channel gates"
+ON_KEYS, ON_VALUES = "rsa on keys", "rsa on values"
+BEYOND_RSA = (HALF, DILATED, TOKEN_GATES, CHANNEL_GATES, TWO_REMS, ON_KEYS, ON_VALUES)
 VARIANTS = (
     *("plain", "rsa", "published", "alibi", *LAGS, "no softmax", NO_RECURRENCE),
-    *(HALF, DILATED, TOKEN_GATES, ON_KEYS),
+    *BEYOND_RSA,
 )
 
 
@@ -60,7 +67,7 @@ def make_variant(variant: str, model: PreTrainedModel, longest: int) -> nn.Modul
     """Turn a plain model into one of `VARIANTS`.
 
     Args:
-        variant: its name; `alibi`, `token gates` and `rsa on keys` are for Llama.
+        variant: its name; `alibi`, and the last five of `BEYOND_RSA`, are for Llama.
         model: the plain model, changed in place.
         longest: longest input in tokens.
 
@@ -85,12 +92,14 @@ def make_variant(variant: str, model: PreTrainedModel, longest: int) -> nn.Modul
             module.rsa = LearnedLags(heads, LAGS[variant] or longest - 1)
         elif variant == "no softmax":
             heads.mu.requires_grad_(False)
-        elif variant == TOKEN_GATES:
-            module.rsa = TokenGates(heads, model.config.head_dim)
-        elif variant == ON_KEYS:
-            # Nearly shut, so that content still finds its keys at first.
-            plan = replace(config, gate_init=-1.0).layer_plans([model.config.num_key_value_heads])[0]
-            module.k_proj = RecurrentProjection(module.get_submodule("k_proj"), plan)
+        elif variant in (TOKEN_GATES, CHANNEL_GATES):
+            module.rsa = (TokenGates if variant == TOKEN_GATES else ChannelGates)(heads, model.config.head_dim)
+        elif variant == TWO_REMS:
+            module.rsa = TwoRems(heads, RSAConfig(num_regular=H, gate_init=FURTHER_GATE).layer_plans([H])[0])
+        elif variant in (ON_KEYS, ON_VALUES):
+            name = "k_proj" if variant == ON_KEYS else "v_proj"
+            plan = replace(config, gate_init=FURTHER_GATE).layer_plans([model.config.num_key_value_heads])[0]
+            setattr(module, name, RecurrentProjection(module.get_submodule(name), plan))
     return model
 
 
@@ -163,12 +172,39 @@ class TokenGates(RSAHeads):
     def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         """Mix P V into attention [B, T, H, D]; there is no cache, so queries and keys are the same tokens."""
         rems, _ = self._rems_and_gate(heads_per_value=1)
-        logits = self.mu * self.plan.parameter_scale + torch.einsum(
-            "bhtd,hd->bth", take_heads(value, self.plan.heads, dim=1), self.w
-        )
+        gates = torch.sigmoid(self.mu * self.plan.parameter_scale + self._gate_terms(value))
         product = apply_rems(value, rems, mask).transpose(1, 2)
         softmax = take_heads(attention, self.plan.heads, dim=2)
-        return put_heads(attention, softmax.lerp(product, torch.sigmoid(logits)[..., None]), self.plan.heads)
+        return put_heads(attention, softmax.lerp(product, gates), self.plan.heads)
+
+    def _gate_terms(self, value: Tensor) -> Tensor:
+        """What is added to μ, [B, T, R, 1]."""
+        return torch.einsum("bhtd,hd->bth", take_heads(value, self.plan.heads, dim=1), self.w)[..., None]
+
+
+class ChannelGates(TokenGates):
+    """The control of token gates, RSA heads with a gate for each channel instead: g_d = σ(μ + w_d)."""
+
+    def _gate_terms(self, value: Tensor) -> Tensor:
+        return self.w
+
+
+class TwoRems(RSAHeads):
+    """RSA heads with a second REM for each: (1 − g′) RSA(X) + g′ P′ V.
+
+    Args:
+        heads: the RSA heads to replace.
+        plan: of the second REMs and their gates.
+    """
+
+    def __init__(self, heads: RSAHeads, plan: LayerConfig) -> None:
+        super().__init__(heads.plan)
+        self.second = RSAHeads(plan)
+
+    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+        """Mix P V and P′ V into attention [B, T, H, D]."""
+        mixed: Tensor = self.second(super().forward(attention, value, mask), value, mask)
+        return mixed
 
 
 class LearnedLags(RSAHeads):

@@ -13,11 +13,14 @@ from rsa_hf.experiments.byte_models import SHAPES, Curve, build
 from rsa_hf.experiments.runner.fit import step_time_ratio
 from rsa_hf.experiments.sample_efficiency import EXPERIMENT, RATIO, TIME
 from rsa_hf.experiments.variants import (
+    CHANNEL_GATES,
     DILATED,
     HALF,
     KERNEL,
     ON_KEYS,
+    ON_VALUES,
     TOKEN_GATES,
+    TWO_REMS,
     VARIANTS,
     LearnedLags,
     make_variant,
@@ -102,9 +105,45 @@ def test_a_token_gate_is_the_gate_of_that_token():
             torch.testing.assert_close(found[0, t, h], expected)
 
 
-def test_keys_are_mixed_with_the_keys_before_them():
-    model = make_variant(ON_KEYS, plain(), SHAPE.block)
-    projection = model.model.layers[1].self_attn.k_proj
+def test_channel_gates_are_those_of_token_gates_that_see_no_token():
+    """As many numbers as token gates have, and values of one in a single channel read them."""
+    token, channel = (make_variant(name, plain(), SHAPE.block) for name in (TOKEN_GATES, CHANNEL_GATES))
+    assert token.num_parameters() == channel.num_parameters()
+    torch.testing.assert_close(logits(token), logits(channel))
+    of_tokens, of_channels = (each.model.layers[0].self_attn.rsa for each in (token, channel))
+    attention, value = torch.randn(1, 7, SHAPE.heads, 8), torch.zeros(1, SHAPE.heads, 7, 8)
+    value[..., 3] = 1
+    with torch.no_grad():
+        of_tokens.w.normal_()
+        of_channels.w.normal_()
+        of_channels.w[:, 3] = of_tokens.w[:, 3]
+    mask = AttentionMask(7, 7, 0, causal=True)
+    found, expected = (heads(attention, value, mask) for heads in (of_channels, of_tokens))
+    torch.testing.assert_close(found[..., 3], expected[..., 3])
+    assert not torch.allclose(found[..., 4], expected[..., 4])
+
+
+def test_two_rems_are_two_layers_of_rsa_heads_on_one_attention():
+    heads = make_variant(TWO_REMS, plain(), SHAPE.block).model.layers[1].self_attn.rsa
+    attention, value = torch.randn(1, 9, SHAPE.heads, 8), torch.randn(1, SHAPE.heads, 9, 8)
+    found = heads(attention, value, AttentionMask(9, 9, 0, causal=True))
+    for each in (heads, heads.second):
+        rates, plan = each.rates(), each.plan
+        decay, theta = each.per_head(rates)
+        product = torch.zeros_like(attention)
+        for h, kind in enumerate(plan.kinds):
+            for t in range(9):
+                for s in range(t):
+                    wave = {"regular": torch.ones_like, "cos": torch.cos, "sin": torch.sin}[kind]((t - s) * theta[h])
+                    product[:, t, h] += decay[h] ** (t - s) * wave * value[:, h, s]
+        attention = (1 - rates["gate"]) * attention + rates["gate"] * product
+    torch.testing.assert_close(found, attention)
+
+
+@pytest.mark.parametrize(("variant", "name"), [(ON_KEYS, "k_proj"), (ON_VALUES, "v_proj")])
+def test_keys_and_values_are_mixed_with_those_before_them(variant, name):
+    model = make_variant(variant, plain(), SHAPE.block)
+    projection = getattr(model.model.layers[1].self_attn, name)
     hidden = torch.randn(2, 9, SHAPE.width)
     rates, plan = projection.heads.rates(), projection.heads.plan
     decay, theta = projection.heads.per_head(rates)

@@ -100,6 +100,7 @@ PLANS: dict[Size, list[Plan]] = {
                 _WIDER_BYTE_RATES,
                 0.01,
                 100,
+                (0.01, EVERYTHING, 100, (AFTER,)),
                 (0.1, EVERYTHING, 400, _CLAIM_OF_EVERYTHING),
             )
             for family in ("gpt2", "llama")
