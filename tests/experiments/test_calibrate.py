@@ -48,6 +48,25 @@ def test_variants_without_recurrence_start_as_the_plain_model(variant):
     torch.testing.assert_close(logits(model), logits(llama()), rtol=0, atol=1e-6)
 
 
+def test_a_digest_tells_weights_apart():
+    other = llama()
+    assert training._digest(llama()) == training._digest(other)
+    with torch.no_grad():
+        other.lm_head.weight[3, 5] += 1e-6
+    assert training._digest(llama()) != training._digest(other)
+
+
+def test_runs_from_different_weights_are_not_compared():
+    def with_weights(runs, *weights):
+        return [replace(run, values={**run.values, "weights": [w]}) for run, w in zip(runs, weights, strict=True)]
+
+    plain, calibrated = (fake_runs("calibrate", arm, (1.0, 1.1)) for arm in ("plain", "calibrated"))
+    same = [*with_weights(plain, 1.0, 2.0), *with_weights(calibrated, 1.0, 2.0)]
+    assert EXPERIMENT.summarise(same) == EXPERIMENT.summarise([*plain, *calibrated])
+    with pytest.raises(ValueError, match="different weights"):
+        EXPERIMENT.summarise([*with_weights(plain, 1.0, 2.0), *with_weights(calibrated, 1.0, 3.0)])
+
+
 @torch.no_grad()
 def test_factors_start_as_the_calibrated_model_and_then_scale_attention():
     calibrated = v.make_variant(v.CALIBRATED, llama(), PLAN, LENGTH, 0)

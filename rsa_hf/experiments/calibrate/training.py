@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -42,6 +43,7 @@ def measure(settings: Settings) -> Values:
     seed, trained, arm = settings["seed"], settings["trained"], settings["arm"]
     with torch.random.fork_rng():
         model, make_task, found = find_calibration(settings)
+        weights = _digest(model)
         task, plan = make_task(seed), RSAConfig.from_dict(found["config"])
         torch.manual_seed(seed)
         if trained == LORA_TRAINED:
@@ -53,14 +55,18 @@ def measure(settings: Settings) -> Values:
         variant = variant.to(default_device())
         numbers = sum(p.numel() for p in variant.parameters() if p.requires_grad)
         if trained == EVERYTHING and not any(isinstance(m, RSAHeads) for m in variant.modules()):
-            _train_once(variant, task, settings)
+            _train_once(variant, task, {**settings, "weights": weights})
         elif numbers:
             _train(variant, task, settings)
         if arm == AFTER:
             found = _calibrate(variant, make_task(seed + OTHER_PORTION), settings)
             plan = RSAConfig.from_dict(found["config"])
             variant = make_variant(CALIBRATED, variant, plan, settings["length"], seed)
-        values: Values = {"score": task.score(variant, "test"), "numbers": float(numbers)}
+        values: Values = {
+            "score": task.score(variant, "test"),
+            "numbers": float(numbers),
+            "weights": [float(int(weights, 16))],
+        }
         if trained != NOTHING:
             values["validation"] = task.score(variant, "validation")
         if task.predict is not None:
@@ -96,8 +102,18 @@ def find_calibration(
         path.write_text(json.dumps(found) + "\n", encoding="utf-8")
 
     names = ("model", "task", "share", "length", "rows", "seed", "layers", "pretraining_steps", "most")
-    path = kept(f"calibration-{settings['model']}", {name: settings[name] for name in names}, ".json", calibrate)
+    depends_on = {name: settings[name] for name in names} | {"weights": _digest(model)}
+    path = kept(f"calibration-{settings['model']}", depends_on, ".json", calibrate)
     return model, make_task, json.loads(path.read_text(encoding="utf-8"))
+
+
+def _digest(model: nn.Module) -> str:
+    """48 bits that tell a model's weights from others: pretrained again by other code, they differ by rounding."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:12]
 
 
 def _calibrate(model: PreTrainedModel, task: Task, settings: Settings) -> dict[str, Any]:
