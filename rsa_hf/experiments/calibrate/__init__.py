@@ -157,7 +157,8 @@ def _loss(run: Run, name: str = "score") -> float:
 
 def _gain(run: Run, against: Run) -> float:
     """Of two runs from the same pretrained weights; the first runs were stored without a digest of them."""
-    if "weights" in run.values and run.values["weights"] != against.values.get("weights", run.values["weights"]):
+    digests = [each.values["weights"] for each in (run, against) if "weights" in each.values]
+    if len(digests) == 2 and digests[0] != digests[1]:
         raise ValueError(f"{run.settings} and {against.settings} started from different weights. Run both again.")
     return _loss(against) - worst_if_nan(_loss(run))
 

@@ -43,7 +43,7 @@ def measure(settings: Settings) -> Values:
     seed, trained, arm = settings["seed"], settings["trained"], settings["arm"]
     with torch.random.fork_rng():
         model, make_task, found = find_calibration(settings)
-        weights = _digest(model)
+        weights = found["weights"]
         task, plan = make_task(seed), RSAConfig.from_dict(found["config"])
         torch.manual_seed(seed)
         if trained == LORA_TRAINED:
@@ -85,7 +85,7 @@ def find_calibration(
 
     Returns:
         The model, unpatched; its task, by the seed that chooses the portion to train on; and `config`, `gain`,
-        `gain_error` and `gain_without_recurrence`.
+        `gain_error`, `gain_without_recurrence` and `weights`, a digest of the model's weights.
     """
     torch.manual_seed(settings["seed"])  # of a classifier's new head
     model, tokenizer = load_pretrained(settings["model"], settings["layers"], settings["pretraining_steps"], SCHEDULE)
@@ -102,9 +102,10 @@ def find_calibration(
         path.write_text(json.dumps(found) + "\n", encoding="utf-8")
 
     names = ("model", "task", "share", "length", "rows", "seed", "layers", "pretraining_steps", "most")
-    depends_on = {name: settings[name] for name in names} | {"weights": _digest(model)}
+    weights = _digest(model)
+    depends_on = {name: settings[name] for name in names} | {"weights": weights}
     path = kept(f"calibration-{settings['model']}", depends_on, ".json", calibrate)
-    return model, make_task, json.loads(path.read_text(encoding="utf-8"))
+    return model, make_task, json.loads(path.read_text(encoding="utf-8")) | {"weights": weights}
 
 
 def _digest(model: nn.Module) -> str:
