@@ -24,7 +24,6 @@ __all__ = ["CalibrationSettings", "calibrate", "run_calibration"]
 FEWEST_ROWS = 12
 FOLDS = 3  # of the check
 FIRST_STEP = 0.35  # of a Newton step of one head, when it is chosen
-STEPS, STEPS_OF_CHECK = 2, 1  # of the shares, after the choice
 LARGEST_GROWTH = 2.0  # of a share in one step, relative to it
 WIDEST_GATE = 0.9
 CERTAIN = 2.5  # standard errors by which the loss of held-out rows has to fall
@@ -38,6 +37,8 @@ class CalibrationSettings:
         false_discoveries: the share of the chosen heads that may be there by chance.
         max_heads: the largest number of heads; None: as many as are found.
         max_rows: the largest number of rows that are read.
+        gate_passes: passes over the rows, forward and backward, that move the gates after they were opened; the check
+            takes one less. More passes take longer, and open the gates wider where that lowers the loss.
         head_steps: steps of training for the new head of a classifier: one whose loss is about that of a constant
             guess. Its encoder is frozen meanwhile, and the head is put back afterwards.
 
@@ -48,12 +49,13 @@ class CalibrationSettings:
     false_discoveries: float = 0.3
     max_heads: int | None = None
     max_rows: int = 64
+    gate_passes: int = 2
     head_steps: int = 50
 
     def __post_init__(self) -> None:
         if not 0 <= self.false_discoveries <= 1:
             raise ValueError(f"false_discoveries={self.false_discoveries!r}: a share from 0 to 1 is needed.")
-        for name, least in (("max_heads", 0), ("max_rows", FEWEST_ROWS), ("head_steps", 0)):
+        for name, least in (("max_heads", 0), ("max_rows", FEWEST_ROWS), ("gate_passes", 1), ("head_steps", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name}={value!r}: a whole number ≥ {least} is needed.")
@@ -103,14 +105,14 @@ def run_calibration(
 
     1. One backward pass gives the derivative of the loss with respect to the share of each of a dictionary of REMs on
        each head, with its standard error over rows. Heads are chosen as `choice.py` says.
-    2. The gates of the chosen heads open by a part of a Newton step. Two more passes move each share towards where its
-       derivative would vanish (the secant method, in damped steps).
+    2. The gates of the chosen heads open by a part of a Newton step. `gate_passes` more passes move each share towards
+       where its derivative would vanish (the secant method, in damped steps).
     3. This is done without the first, the middle and the last third of the rows in turn, with one pass less: rows of a
        document, which follow each other, are no evidence for each other. On the rows left out, the mean loss has to
        fall by 2.5 standard errors. Then it is done with all rows, for the plan; otherwise the plan names no heads.
 
-    The rows pass five times forward and backward, and three times forward alone; weights get no gradients. The model
-    is in evaluation mode meanwhile, and as it was afterwards, also after an error.
+    By default the rows pass five times forward and backward, and three times forward alone; weights get no gradients.
+    The model is in evaluation mode meanwhile, and as it was afterwards, also after an error.
 
     Args:
         model: an unpatched model whose output has a loss.
@@ -138,7 +140,7 @@ def run_calibration(
     fold_of_row = torch.arange(rows) * FOLDS // rows
     with (
         ProbedModel(model) as probed,
-        tqdm(total=2 + FOLDS * (STEPS_OF_CHECK + 1) + STEPS, disable=not progress) as bar,
+        tqdm(total=2 + FOLDS * how.gate_passes + how.gate_passes, disable=not progress) as bar,
     ):
         bar.set_description("calibrate")
         steps = probed.train_head(read, how.head_steps)
@@ -165,13 +167,13 @@ def run_calibration(
         gains, damped = torch.zeros(rows), torch.zeros(rows)
         for fold in range(FOLDS):
             held_out = fold_of_row == fold
-            plan = _plan(fit(~held_out, STEPS_OF_CHECK))
+            plan = _plan(fit(~held_out, how.gate_passes - 1))
             for found, tried in ((gains, plan), (damped, _without_recurrence(plan))):
                 probed.set_heads(tried)
                 found[held_out] = losses[held_out] - probed.losses(_some(read, held_out))
             bar.update()
         gain, error = float(gains.mean()), float(gains.std()) / math.sqrt(rows)
-        shares = fit(torch.ones(rows, dtype=torch.bool), STEPS) if gain > CERTAIN * error else []
+        shares = fit(torch.ones(rows, dtype=torch.bool), how.gate_passes) if gain > CERTAIN * error else []
     of_best = (z.argmin(-1, keepdim=True) for z in in_errors(scores.recurrence))
     best = [means.gather(1, rem)[:, 0] for means, rem in zip(scores.means, of_best, strict=True)]
     shares.sort(key=lambda share: (share.chosen.layer, share.chosen.head))

@@ -128,6 +128,14 @@ def test_rows_of_one_document_are_no_evidence_for_each_other():
     assert in_order.gain < shuffled.gain / 2
 
 
+def test_more_passes_gain_more(shifted):
+    torch.manual_seed(1)
+    given, fresh = batches(), batches()
+    plans = [calibrate(shifted, given, progress=False, gate_passes=passes) for passes in (1, 2, 4)]
+    losses = [loss(patch_model(copy.deepcopy(shifted), plan), fresh) for plan in plans]
+    assert losses[0] > losses[1] > losses[2]
+
+
 def test_the_same_seed_gives_the_same_plan(shifted):
     given = batches()
     first, second = (run_calibration(shifted, given, progress=False, seed=3) for _ in range(2))

@@ -318,9 +318,9 @@ def test_a_run_is_calibrated_on_its_training_data(task, tmp_path, run, request, 
 
     monkeypatch.setattr(procedure, "choose", choose)
     monkeypatch.setattr(procedure, "CERTAIN", -1e9)
-    monkeypatch.setattr(procedure, "STEPS", 0)
-    monkeypatch.setattr(procedure, "STEPS_OF_CHECK", 0)
-    options = [*options, "--output_dir", tmp_path / "run", "--rsa", "{calibrate: {max_rows: 16, head_steps: 2}}"]
+    calibrate = "{max_rows: 16, gate_passes: 1, head_steps: 2}"
+    monkeypatch.setattr(procedure._Share, "move", lambda *_: None)
+    options = [*options, "--output_dir", tmp_path / "run", "--rsa", f"{{calibrate: {calibrate}}}"]
     out, err, code = run(task, *options)
     assert code == 0, err
     assert "1 heads; the loss of 16 rows" in out
