@@ -41,6 +41,9 @@ def calibrate(
     task: Annotated[Task, typer.Option(help="The task of the run.")] = Task.lm,
     rows: Annotated[int, typer.Option(help="Number of rows that are read, at most.")] = 64,
     length: Annotated[int, typer.Option(help="Tokens of a row of the text.")] = 256,
+    gate_passes: Annotated[
+        int, typer.Option(help="Passes that move the gates. More take longer, and open gates wider where that helps.")
+    ] = 2,
     seed: Annotated[int, typer.Option(help="Of the rows that are drawn, and of the choice.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into OUT even if it holds files.")] = False,
 ) -> None:
@@ -66,7 +69,7 @@ def calibrate(
             model, batches = load_checkpoint(base), _rows_of_text(base, text, rows, length, seed)
         else:
             model, batches = _rows_of_run(base, str(config), task, rows, seed)
-        found = run_calibration(model, batches, max_rows=rows, seed=seed)
+        found = run_calibration(model, batches, max_rows=rows, gate_passes=gate_passes, seed=seed)
     print(found)
     if not found.heads:
         print(f"nothing is written to {out}")

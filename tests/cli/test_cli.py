@@ -133,6 +133,7 @@ def test_a_mistake_in_a_calibration_exits_with_2(run, tmp_path, language_model):
     base, *options = language_model
     for more, words in (
         (["--rows", 4], "max_rows=4: a whole number ≥ 12"),
+        (["--gate-passes", 0], "gate_passes=0: a whole number ≥ 1"),
         (["--length", 2000], "rows, but at least 12 are needed"),
         (["--config", tmp_path / "run.yaml"], "either --text FILE, or --config FILE of a run"),
         (["--text", tmp_path / "absent"], "absent"),
