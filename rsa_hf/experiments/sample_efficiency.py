@@ -9,12 +9,13 @@ reached the target: on a text that is read many times it gets worse again, and a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rsa_hf.config import RSAConfig
 from rsa_hf.experiments.byte_models import SHAPES, Curve, build, read_corpus, train_on_bytes
@@ -26,6 +27,7 @@ from rsa_hf.experiments.variants import (
     CHANNEL_GATES,
     DILATED,
     HALF,
+    LEARNED_START,
     NO_RECURRENCE,
     PUBLISHED_START,
     TWO_REMS,
@@ -43,6 +45,7 @@ MISSING = "bits per byte above the target, with the goal's tokens"
 OVER_NO_RECURRENCE = f"bits per byte, rsa − {NO_RECURRENCE}"
 AT_THE_EDGE = "best rate is the least or largest of three or more"
 READ = "times the text is read"
+OTHER_SEED = 1000  # added to the seed of the model that has learned the start of another
 OTHERS = tuple(variant for variant in VARIANTS if variant not in ("plain", "rsa"))
 OF_FAMILY = {"gpt2": ("plain", "rsa", "published", NO_RECURRENCE), "llama": VARIANTS}
 _CLAIM = ("plain", "rsa")
@@ -93,19 +96,29 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
 
 def measure(settings: Settings) -> Values:
     """The learning curve, and the time of a step relative to the plain model."""
-    shape, family, seed = SHAPES[settings["model"]], settings["family"], settings["seed"]
+    shape, family, arm, seed = SHAPES[settings["model"]], settings["family"], settings["arm"], settings["seed"]
     text = read_corpus(settings["corpus"], settings["train_bytes"], settings["eval_bytes"], shape.block)
-    torch.manual_seed(seed)
-    model: Any = make_variant(settings["arm"], build(family, shape), shape.block).to(default_device())
-    plan = {name: settings[name] for name in ("learning_rate", "steps", "evaluations", "seed")}
-    curve = train_on_bytes(model, text, shape, **plan)
+    plan = {name: settings[name] for name in ("learning_rate", "steps", "evaluations")}
+
+    def train(seed: int, start: Mapping[str, Tensor]) -> tuple[Any, Curve]:
+        """Train a variant with some of its parameters given."""
+        torch.manual_seed(seed)
+        model: Any = make_variant(arm, build(family, shape), shape.block).to(default_device())
+        model.load_state_dict(start, strict=False)
+        return model, train_on_bytes(model, text, shape, **plan, seed=seed)
+
+    start: dict[str, Tensor] = {}
+    if arm == LEARNED_START:
+        other, _ = train(seed + OTHER_SEED, start)
+        start = {name: tensor for name, tensor in other.state_dict().items() if ".rsa." in name}
+    model, curve = train(seed, start)
     values: Values = {
         "final": curve.bits_per_byte[-1],
         "parameters": float(sum(parameter.numel() for parameter in model.parameters())),
         "tokens": curve.tokens,
         "bits per byte": curve.bits_per_byte,
     }
-    if settings["arm"] != "plain":
+    if arm != "plain":
         plain: Any = build(family, shape)
         block = torch.arange(shape.batch * shape.block, device=default_device()).view(shape.batch, -1).remainder(256)
         values[TIME] = step_time_ratio(model, plain.to(default_device()), block)
@@ -251,9 +264,10 @@ EXPERIMENT = Experiment(
     "from the start, which leaves less to gain. The other variants take RSA apart: alibi is a preference for near "
     "tokens alone; no softmax is P V alone; no recurrence has P = 0, so its gates only damp attention; learned "
     "toeplitz and short convolution start as RSA and learn a free weight for each lag. Where those do as well as "
-    "RSA, any short memory beside attention helps. The last seven go beyond: half of the heads with plain attention, "
-    "half of them dilated by 6, gates that depend on the token and, as many numbers, on the channel, a second REM for "
-    "each head, and keys or values with REMs of their own.",
+    "RSA, any short memory beside attention helps. The last eight go beyond: a start from the gates and rates that a "
+    "model with another seed has learned in the same training, whose tokens are not counted; half of the heads with "
+    "plain attention, half of them dilated by 6, gates that depend on the token and, as many numbers, on the channel, "
+    "a second REM for each head, and keys or values with REMs of their own.",
     seeds={"toy": 2, "quick": 5, "full": 5},
     grid=make_grid,
     measure=measure,

@@ -8,6 +8,7 @@
 * `short convolution`: as `rsa`, with learned weights for the last four tokens alone.
 * `no softmax`: as `rsa` with the gate fixed at 1, so that only P V is left.
 * `no recurrence`: as `rsa` with P = 0, so that gates only damp attention.
+* `learned start`: as `rsa`, starting from the gates and rates that a model with another seed has learned.
 * `half of the heads`: as `rsa` on the first half of the heads, with plain attention in the others.
 * `dilated heads`: as `rsa`, with the second half of the heads dilated by 6, about an English word with its space.
 * `token gates`: as `rsa`, with gates that depend on the token.
@@ -35,7 +36,7 @@ from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.patching import patch_model
 from rsa_hf.rem import lag_weights, mix, put_heads, take_heads
 
-__all__ = ["NO_RECURRENCE", "ON_KEYS", "PUBLISHED_START", "VARIANTS", "add_rsa", "make_variant"]
+__all__ = ["LEARNED_START", "NO_RECURRENCE", "ON_KEYS", "PUBLISHED_START", "VARIANTS", "add_rsa", "make_variant"]
 
 PUBLISHED_START = RSAConfig(gate_init=0.0)
 KERNEL = 4  # tokens of the short convolution
@@ -44,10 +45,11 @@ NO_RECURRENCE = "no recurrence"
 WORD = 6  # bytes
 FURTHER_GATE = -1.0  # μ of REMs beyond those of `rsa`: nearly shut, so that content still finds its keys at first
 # Those that go beyond `rsa`.
+LEARNED_START = "learned start"
 HALF, DILATED, TWO_REMS = "half of the heads", "dilated heads", "two rems"
 TOKEN_GATES, CHANNEL_GATES = "token gates", "channel gates"
 ON_KEYS, ON_VALUES = "rsa on keys", "rsa on values"
-BEYOND_RSA = (HALF, DILATED, TOKEN_GATES, CHANNEL_GATES, TWO_REMS, ON_KEYS, ON_VALUES)
+BEYOND_RSA = (LEARNED_START, HALF, DILATED, TOKEN_GATES, CHANNEL_GATES, TWO_REMS, ON_KEYS, ON_VALUES)
 VARIANTS = (
     *("plain", "rsa", "published", "alibi", *LAGS, "no softmax", NO_RECURRENCE),
     *BEYOND_RSA,
@@ -67,7 +69,8 @@ def make_variant(variant: str, model: PreTrainedModel, longest: int) -> nn.Modul
     """Turn a plain model into one of `VARIANTS`.
 
     Args:
-        variant: its name; `alibi`, and the last five of `BEYOND_RSA`, are for Llama.
+        variant: its name; `alibi`, and the last five of `BEYOND_RSA`, are for Llama. `learned start` is as `rsa` here:
+            the start is learned by training.
         model: the plain model, changed in place.
         longest: longest input in tokens.
 

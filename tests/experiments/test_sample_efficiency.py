@@ -17,6 +17,7 @@ from rsa_hf.experiments.variants import (
     DILATED,
     HALF,
     KERNEL,
+    LEARNED_START,
     ON_KEYS,
     ON_VALUES,
     TOKEN_GATES,
@@ -53,6 +54,28 @@ def test_a_variant_is_causal_and_trains_all_parameters(variant):
     without = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert not without
     assert (variant == "plain") == torch.equal(logits(model), logits(plain()))
+
+
+@pytest.mark.usefixtures("use_small_data")
+def test_a_learned_start_is_that_of_a_model_with_another_seed(monkeypatch):
+    seen = []
+
+    def train(model, *_, seed, **__):
+        seen.append((seed, {name: tensor.clone() for name, tensor in model.state_dict().items()}))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.125
+        return Curve([1.0], [2.0])
+
+    monkeypatch.setattr(sample_efficiency, "train_on_bytes", train)
+    [settings, *_] = (each for each in EXPERIMENT.grid("toy", 1) if each["arm"] == LEARNED_START)
+    EXPERIMENT.measure(settings)
+    EXPERIMENT.measure({**settings, "arm": "rsa"})
+    (other, before), (seed, start), (_, of_rsa) = seen
+    assert (other, seed) == (1000, 0)
+    assert any(".rsa." in name for name in start)
+    for name, tensor in start.items():
+        assert torch.equal(tensor, before[name] + 0.125 if ".rsa." in name else of_rsa[name])
 
 
 def test_learned_lags_start_equal_to_the_rem():
