@@ -140,7 +140,7 @@ def run_calibration(
     fold_of_row = torch.arange(rows) * FOLDS // rows
     with (
         ProbedModel(model) as probed,
-        tqdm(total=2 + FOLDS * how.gate_passes + how.gate_passes, disable=not progress) as bar,
+        tqdm(total=2 + (FOLDS + 1) * how.gate_passes, disable=not progress) as bar,
     ):
         bar.set_description("calibrate")
         steps = probed.train_head(read, how.head_steps)

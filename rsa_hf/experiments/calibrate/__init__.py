@@ -267,7 +267,7 @@ EXPERIMENT = Experiment(
     "accuracy on all of Devign (CodeXGLUE).",
     remark="Every control has the heads and gates of the calibrated model, or as many: random heads have random REMs "
     "of the same shares; no recurrence has P = 0, so that gates only damp attention; scaled heads have a learned "
-    "factor in place of a REM. Calibrated in 6 passes in place of 2, gates open wider. The smallest LoRA and IA3 are "
+    "factor in place of a REM. Calibrated in 6 passes has gate_passes=6, not 2. The smallest LoRA and IA3 are "
     "PEFT's with their fewest parameters. Beside LoRA of rank 8 (trained: lora), whose learning rates are higher, "
     "gates and rates have a parameter_scale of 5, which was chosen on the first two seeds of the quick size.",
     seeds={"toy": 2, "quick": 4, "full": 5},
