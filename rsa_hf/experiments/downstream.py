@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rsa_hf.experiments.byte_models import Shape
 from rsa_hf.experiments.pretrained import load_pretrained
-from rsa_hf.experiments.runner.fit import adamw_with_linear_decay, fit
+from rsa_hf.experiments.runner.fit import adamw_with_linear_decay, default_device, fit
 from rsa_hf.experiments.runner.summary import Values
 from rsa_hf.tasks.language_modeling import PreparedText
 from rsa_hf.tasks.text_data import IGNORED_LABEL
@@ -103,7 +103,7 @@ def write_samples(model: Any, beginnings: Tensor, length: int, seed: int) -> lis
 @lru_cache(maxsize=1)
 def _judge(name: str) -> tuple[Any, Any]:
     model, tokenizer = load_pretrained(name)
-    return model.eval(), tokenizer
+    return model.eval().to(default_device()), tokenizer
 
 
 @torch.no_grad()
