@@ -89,7 +89,11 @@ def _weighted_sum(weights: Tensor, value: Tensor, rems: Rems) -> Tensor:
     B, _, S, D = value.shape
     matrices = weights.expand(B, -1, -1).reshape(B * num_values, shared, S)
     columns = value.to(weights.dtype).reshape(B * num_values, S, D)
-    if torch.is_autocast_enabled(value.device.type):
+    compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    if compiled and value.dtype != weights.dtype:
+        # One kernel, which reads V as it is; for `bmm` the compiler would write a copy in the dtype of the weights.
+        sums = (matrices[..., None] * columns[:, None]).sum(2)
+    elif torch.is_autocast_enabled(value.device.type):
         with torch.autocast(value.device.type, enabled=False):  # it would multiply in half precision
             sums = torch.bmm(matrices, columns)
     else:

@@ -65,6 +65,15 @@ def test_a_step_agrees_with_the_whole_product(groups, heads):
     assert not torch.allclose(whole(value, rems, 30), whole(value, rems, S - 1))
 
 
+@pytest.mark.parametrize("heads", [HEADS, (1, 2, 4, 6, 7, 9)])
+def test_a_compiled_step_in_half_precision_agrees(heads):
+    value, rems = inputs(2, heads)
+    value = value.bfloat16()
+    mask = mask_of((torch.arange(S) <= 30).expand(2, -1)[:, None, None])
+    compiled = torch.compile(lambda value: decode(value, rems, mask, None), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(value), decode(value, rems, mask, None), rtol=1e-5, atol=1e-6)
+
+
 def test_a_table_leaves_out_only_negligible_lags():
     rems = Rems(("regular", "cos"), torch.tensor([-0.9, 0.5]), torch.zeros(2), (1, 7), 1, (0, 1))
     table = LagTable(rems, torch.float32, 10_000)

@@ -25,9 +25,9 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def machine() -> str:
-    """Name of the GPU, or of the processor with the number of threads."""
+    """Name of the GPU and whether it multiplies float32 in TF32, or of the processor with the number of threads."""
     if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+        return torch.cuda.get_device_name() + ", TF32" * (torch.get_float32_matmul_precision() != "highest")
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     threads = torch.get_num_threads()

@@ -130,6 +130,33 @@ def _plan(
     return heads_on, columns_on, starts_on
 
 
+@functools.lru_cache(maxsize=256)
+def _divide(
+    batch: int,
+    head_size: int,
+    length: int,
+    dilation: tuple[int, ...],
+    processors: int,
+    tuning: Tuning,
+    flags: tuple[bool, ...],
+) -> tuple[int, int, tuple[int, ...], Shape]:
+    """Programs, states that enter the chunks of a head from the right, residues of each head, and what to compile for.
+
+    `flags` are the last fields of `Shape`. Cached, because every layer asks the same, and a GPU waits for the answer.
+    """
+    steps = triton.cdiv(length, min(dilation))
+    chunk, blocks = min(tuning.chunk, max(triton.next_power_of_2(steps), 16)), triton.cdiv(head_size, tuning.block)
+    residues = tuple(min(d, length) for d in dilation)
+    programs = batch * sum(residues) * blocks
+    splits = _splits(programs, triton.cdiv(steps, chunk), processors)
+    powers = triton.next_power_of_2(chunk + 1 + splits)
+    shape = Shape(head_size, tuning.block, blocks, chunk, splits, powers, tuning.stages, *flags)
+    slots = max(
+        count * (triton.cdiv(triton.cdiv(length, d), chunk) - 1) for d, count in zip(dilation, residues, strict=True)
+    )
+    return programs * splits, slots, residues, shape
+
+
 class _Launch:
     """One problem, divided into programs by a tuning."""
 
@@ -138,33 +165,18 @@ class _Launch:
     ) -> None:
         self.value, self.rems, self.mask, self.softmax = value, rems, mask, softmax
         self.length, self.warps = mask.seen_length, tuning.warps
-        B, _, _, D = value.shape
-        H, device = len(rems.kinds), value.device
-        steps = triton.cdiv(self.length, min(rems.dilation))
-        chunk, blocks = min(tuning.chunk, max(triton.next_power_of_2(steps), 16)), triton.cdiv(D, tuning.block)
-        residues = tuple(min(d, self.length) for d in rems.dilation)
+        B, H, device = len(value), len(rems.kinds), value.device
+        flags = (
+            mask.causal,
+            softmax is not None,
+            mask.key_mask is not None,
+            mask.segments is not None,
+            value.element_size() == 2,
+        )
+        self.programs, self.slots, residues, self.shape = _divide(
+            B, value.shape[3], self.length, rems.dilation, _processors(device), tuning, flags
+        )
         self.heads, self.columns, self.starts = _plan(rems.kinds, rems.dilation, rems.heads, residues, device)
-        programs = B * sum(residues) * blocks
-        splits = _splits(programs, triton.cdiv(steps, chunk), _processors(device))
-        self.programs = programs * splits
-        self.shape = Shape(
-            head_size=D,
-            block=tuning.block,
-            blocks=blocks,
-            chunk=chunk,
-            splits=splits,
-            powers=triton.next_power_of_2(chunk + 1 + splits),
-            stages=tuning.stages,
-            causal=mask.causal,
-            mixed=softmax is not None,
-            masked=mask.key_mask is not None,
-            packed=mask.segments is not None,
-            halves=value.element_size() == 2,
-        )
-        self.slots = max(
-            count * (triton.cdiv(triton.cdiv(self.length, d), chunk) - 1)
-            for d, count in zip(rems.dilation, residues, strict=True)
-        )
         self.table = value.new_empty(H, int(TABLE_ROWS), self.shape.powers, dtype=torch.float32)
         # Where there is none, V is a placeholder that is not read.
         key_mask = value if mask.key_mask is None else with_rows(mask.key_mask).view(torch.uint8)
