@@ -259,8 +259,9 @@ EXPERIMENT = Experiment(
     "paper has no ratio of tokens.",
     remark="The variant rsa is RSAConfig.from_scratch, which was chosen on a Llama of 1M and enwik8 with one seed "
     "(results/start.md), so results on enwik8 are not independent of that choice; published is the paper's "
-    "initialisation. Learning rates are chosen on the text that is scored, on which no variant is trained. A "
-    "GPT-2 with learned positions must learn that near tokens matter; rotary positions give a Llama much of that "
+    "initialisation. Learning rates are chosen on the text that is scored, on which no variant is trained. "
+    "Times are of the machine that ran a variant, CPU or GPU, with other runs beside it; on a GPU models of this size "
+    "wait for the host. A GPT-2 with learned positions must learn that near tokens matter; rotary positions give a Llama much of that "
     "from the start, which leaves less to gain. The other variants take RSA apart: alibi is a preference for near "
     "tokens alone; no softmax is P V alone; no recurrence has P = 0, so its gates only damp attention; learned "
     "toeplitz and short convolution start as RSA and learn a free weight for each lag. Where those do as well as "
