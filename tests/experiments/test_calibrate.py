@@ -71,7 +71,9 @@ def test_runs_from_different_weights_are_not_compared():
 def test_factors_start_as_the_calibrated_model_and_then_scale_attention():
     calibrated = v.make_variant(v.CALIBRATED, llama(), PLAN, LENGTH, 0)
     with_factors = v.make_variant(v.WITH_FACTORS, llama(), PLAN, LENGTH, 0)
-    assert torch.equal(logits(with_factors), logits(calibrated))
+    with_all = v.make_variant(v.WITH_ALL_FACTORS, llama(), PLAN, LENGTH, 0)
+    for model in (with_factors, with_all):
+        assert torch.equal(logits(model), logits(calibrated))
     assert not torch.equal(logits(calibrated), logits(llama()))
     # A factor that cancels 1 − g in front of attention is the same as adding g P V.
     scaled = v.make_variant(v.SCALED, llama(), PLAN, LENGTH, 0)
@@ -92,7 +94,7 @@ def test_each_variant_has_its_numbers_of_parameters():
     assert numbers(v.CALIBRATED) == 3 + 1 + 2 * 2
     assert numbers(v.WITH_FACTORS) == 3 + 3  # gates and factors
     assert numbers(v.SCALED) == 3
-    assert numbers(v.ALL_SCALED) == 2 * 4
+    assert numbers(v.ALL_SCALED) == numbers(v.WITH_ALL_FACTORS) == 2 * 4
 
 
 def test_factors_are_on_the_heads_with_the_largest_shares_of_recurrence():

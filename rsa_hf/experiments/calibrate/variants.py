@@ -11,6 +11,8 @@
 * `calibrated after training`: the plain model is trained, and then calibrated on rows that it has not seen.
 * `calibrated and scaled`: of its heads those with the largest shares, at most half as many as the model has, each with
   a gate and a factor to be learned and its rate as chosen: no more numbers than `all heads scaled` has.
+* `calibrated and all heads scaled`: the plan as chosen, and every head of the model multiplied by a learned factor; no
+  more is learned than in `all heads scaled`.
 * `smallest lora`, `ia3`: PEFT's methods with their fewest parameters, on the modules that PEFT chooses.
 """
 
@@ -44,6 +46,7 @@ __all__ = [
     "PLAIN",
     "RANDOM",
     "SCALED",
+    "WITH_ALL_FACTORS",
     "WITH_FACTORS",
     "make_variant",
 ]
@@ -51,7 +54,7 @@ __all__ = [
 PLAIN, FIRST, RANDOM = "plain", "first heads", "random heads"
 SCALED, ALL_SCALED = "scaled heads", "all heads scaled"
 CALIBRATED, WITH_FACTORS, AFTER = "calibrated", "calibrated and scaled", "calibrated after training"
-MORE_PASSES = "calibrated in 6 passes"
+MORE_PASSES, WITH_ALL_FACTORS = "calibrated in 6 passes", "calibrated and all heads scaled"
 LORA, IA3 = "smallest lora", "ia3"
 WIDEST_GATE = 0.9
 
@@ -69,9 +72,13 @@ def make_variant(variant: str, model: PreTrainedModel, plan: RSAConfig, length: 
     if variant in (LORA, IA3):
         config = peft.LoraConfig(r=1, lora_alpha=1) if variant == LORA else peft.IA3Config()
         return peft.get_peft_model(model, config)
-    plans = {FIRST: RSAConfig(), RANDOM: _random_plan(model, plan, length, seed), ALL_SCALED: _all_heads(model)}
-    if variant == WITH_FACTORS:
-        plan = _strongest(plan, len(_places(model)) // 2, length)
+    plans = {
+        FIRST: RSAConfig(),
+        RANDOM: _random_plan(model, plan, length, seed),
+        ALL_SCALED: _all_heads(model, RSAConfig(heads=())),
+        WITH_FACTORS: _strongest(plan, len(_places(model)) // 2, length),
+        WITH_ALL_FACTORS: _all_heads(model, plan),
+    }
     plan = plans.get(variant, plan)
     if variant in (PLAIN, AFTER) or plan.heads == ():
         return model
@@ -82,8 +89,10 @@ def make_variant(variant: str, model: PreTrainedModel, plan: RSAConfig, length: 
             continue
         if variant == NO_RECURRENCE:
             module.rsa = WithoutRecurrence(heads)
-        elif variant in (SCALED, ALL_SCALED, WITH_FACTORS):
-            module.rsa = ScaledHeads(heads, with_rems=variant == WITH_FACTORS)
+        elif variant in (SCALED, ALL_SCALED):
+            module.rsa = ScaledHeads(heads, with_rems=False)
+        elif variant in (WITH_FACTORS, WITH_ALL_FACTORS):
+            module.rsa = ScaledHeads(heads, train_gates=variant == WITH_FACTORS)
     return model
 
 
@@ -91,21 +100,17 @@ class ScaledHeads(RSAHeads):
     """Heads whose attention is multiplied by a learned factor, which starts at 1.
 
     Args:
-        heads: the RSA heads to replace.
+        heads: the RSA heads to replace. Their rates are not trained.
         with_rems: whether to mix P V into what is scaled.
+        train_gates: whether gates are trained.
     """
 
-    def __init__(self, heads: RSAHeads, with_rems: bool) -> None:
+    def __init__(self, heads: RSAHeads, with_rems: bool = True, train_gates: bool = False) -> None:
         super().__init__(heads.plan)
         self.with_rems = with_rems
+        self.requires_grad_(False)
+        self.mu.requires_grad_(train_gates)
         self.factor = nn.Parameter(torch.zeros(heads.plan.num_rsa_heads))
-        if with_rems:
-            for rate in (self.eta, self.nu, self.theta):
-                if rate is not None:
-                    rate.requires_grad_(False)
-        else:
-            self.eta = self.nu = self.theta = None
-            self.mu.requires_grad_(False)
 
     def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         """Attention [B, T, H, D] with its RSA heads scaled, and mixed with P V where there are REMs."""
@@ -120,9 +125,11 @@ def _places(model: Any) -> list[tuple[int, int]]:
     return [(i, j) for i in range(model.config.num_hidden_layers) for j in range(model.config.num_attention_heads)]
 
 
-def _all_heads(model: Any) -> RSAConfig:
-    """A plan of shut gates on every head."""
-    return RSAConfig(heads=tuple(HeadConfig(*place, "regular", 0.5, 0.0) for place in _places(model)))
+def _all_heads(model: Any, plan: RSAConfig) -> RSAConfig:
+    """The heads of a plan, and shut gates on all others."""
+    chosen = {(head.layer, head.head): head for head in plan.heads or ()}
+    shut = (chosen.get(place, HeadConfig(*place, "regular", 0.5, 0.0)) for place in _places(model))
+    return RSAConfig(heads=tuple(shut))
 
 
 def _strongest(plan: RSAConfig, most: int, length: int) -> RSAConfig:
