@@ -260,15 +260,15 @@ EXPERIMENT = Experiment(
     remark="The variant rsa is RSAConfig.from_scratch, which was chosen on a Llama of 1M and enwik8 with one seed "
     "(results/start.md), so results on enwik8 are not independent of that choice; published is the paper's "
     "initialisation. Learning rates are chosen on the text that is scored, on which no variant is trained. Times are "
-    "of the machine that ran a variant, CPU or GPU, with other runs beside it; on a GPU models of this size wait for "
-    "the host. A GPT-2 with learned positions must learn that near tokens matter; rotary positions give a Llama much "
-    "of that from the start, which leaves less to gain. The other variants take RSA apart: alibi is a preference for "
-    "near tokens alone; no softmax is P V alone; no recurrence has P = 0, so its gates only damp attention; learned "
-    "toeplitz and short convolution start as RSA and learn a free weight for each lag. Where those do as well as RSA, "
-    "any short memory beside attention helps. The last eight go beyond: a start from the gates and rates that a model "
-    "with another seed has learned in the same training, whose tokens are not counted; half of the heads with plain "
-    "attention, half of them dilated by 6, gates that depend on the token and, as many numbers, on the channel, a "
-    "second REM for each head, and keys or values with REMs of their own.",
+    "of the machine that ran a variant, CPU or GPU, with other runs beside it. A GPT-2 with learned positions must "
+    "learn that near tokens matter; rotary positions give a Llama much of that from the start, which leaves less to "
+    "gain. The other variants take RSA apart: alibi is a preference for near tokens alone; no softmax is P V alone; "
+    "no recurrence has P = 0, so its gates only damp attention; learned toeplitz and short convolution start as RSA "
+    "and learn a free weight for each lag. Where those do as well as RSA, any short memory beside attention helps. "
+    "The last eight go beyond: a start from the gates and rates that a model with another seed has learned in the "
+    "same training, whose tokens are not counted; half of the heads with plain attention, half of them dilated by 6, "
+    "gates that depend on the token and, as many numbers, on the channel, a second REM for each head, and keys or "
+    "values with REMs of their own.",
     seeds={"toy": 2, "quick": 5, "full": 5},
     grid=make_grid,
     measure=measure,

@@ -128,8 +128,8 @@ def _places(model: Any) -> list[tuple[int, int]]:
 def _all_heads(model: Any, plan: RSAConfig) -> RSAConfig:
     """The heads of a plan, and shut gates on all others."""
     chosen = {(head.layer, head.head): head for head in plan.heads or ()}
-    shut = (chosen.get(place, HeadConfig(*place, "regular", 0.5, 0.0)) for place in _places(model))
-    return RSAConfig(heads=tuple(shut))
+    heads = (chosen.get(place, HeadConfig(*place, "regular", 0.5, 0.0)) for place in _places(model))
+    return RSAConfig(heads=tuple(heads))
 
 
 def _strongest(plan: RSAConfig, most: int, length: int) -> RSAConfig:

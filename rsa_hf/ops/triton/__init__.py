@@ -13,7 +13,7 @@ With C = 64 steps per chunk that is 4 C + 10 = 266 operations forward, and 6 C +
 byte. An H200 does about 180 in the time of one (a matrix product at 790 TFLOP/s in bf16, a copy at 4.3 TB/s), so the
 copy bandwidth is the limit. Predicted at that bandwidth, for 2·10⁹ bytes of V: 1.4 ms for P V alone, 1.4 ms forward
 and 2.3 ms backward when mixed. What `scripts/bench_gpu.py` measured on one is in results/bench_gpu.md: causal P V
-alone takes about twice the prediction. Unmasked REMs and the backward pass miss it by more; their programs spill
+alone takes about twice the prediction. Unmasked REMs and the backward pass miss it by more; backward programs spill
 registers (`tests/ops/compile_for_hopper.py` prints how many bytes).
 
 How the floor is approached:
