@@ -93,7 +93,7 @@ PLAN: dict[Size, dict[str, list[tuple[str, int, tuple[float, ...], tuple[str, ..
     "quick": {"text8": [("small", 150, (5e-3, 1e-2), VARIANTS)]},
     "full": {
         corpus: [
-            ("small", 2000, (1e-3, 3e-3, 1e-2), (*VARIANTS, HALF)),
+            ("small", 2000, (3e-3, 1e-2, 3e-2), (*VARIANTS, HALF)),
             (PUBLISHED_SIZE, 3000, (1e-4, 2.5e-4, 5e-4), VARIANTS),
         ]
         for corpus in ("enwik8", "text8")
