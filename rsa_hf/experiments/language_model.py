@@ -26,7 +26,7 @@ from rsa_hf.experiments.runner.comparison import Case, Comparison
 from rsa_hf.experiments.runner.experiment import Experiment, Size, combinations
 from rsa_hf.experiments.runner.fit import default_device, fit, step_time_ratio
 from rsa_hf.experiments.runner.summary import Conclusion, Row, Rows, Settings, Values
-from rsa_hf.experiments.variants import HALF, NO_RECURRENCE, add_rsa
+from rsa_hf.experiments.variants import HALF, NO_RECURRENCE, PACE, add_rsa
 from rsa_hf.tasks.language_modeling import evaluate_language_model
 from rsa_hf.tasks.text8 import TEXT8_SYMBOLS, clean_text8
 from rsa_hf.tasks.text_data import EvaluationSegments, LanguageModelingDataConfig, TrainingTracks, read_texts
@@ -40,7 +40,8 @@ ARCHITECTURES = ("transformer-xl", "block-recurrent")
 PUBLISHED_SIZE = "14 layers"
 GROUP = ("corpus", "architecture", "model", "steps")
 OVER_PLAIN, OVER_NO_RECURRENCE = "rsa − plain", f"rsa − {NO_RECURRENCE}"
-HALF_OVER_PLAIN = f"{HALF} − plain"
+FURTHER = (HALF, PACE)
+FURTHER_OVER_PLAIN = "{} − plain"
 TIME = "time of a step / plain"
 # Bits per character without and with RSA heads.
 PUBLISHED = {("enwik8", "block-recurrent"): (1.0746, 1.0683), ("text8", "block-recurrent"): (1.1652, 1.1625)}
@@ -89,11 +90,11 @@ SHAPES = {
 }
 # By size, for each text: model, steps, learning rates and variants. The published plan has REMs on half of the heads.
 PLAN: dict[Size, dict[str, list[tuple[str, int, tuple[float, ...], tuple[str, ...]]]]] = {
-    "toy": {"python": [("small", 60, (1e-2,), (*VARIANTS, HALF))]},
+    "toy": {"python": [("small", 60, (1e-2,), (*VARIANTS, *FURTHER))]},
     "quick": {"text8": [("small", 150, (5e-3, 1e-2), VARIANTS)]},
     "full": {
         corpus: [
-            ("small", 2000, (3e-3, 1e-2, 3e-2), (*VARIANTS, HALF)),
+            ("small", 2000, (3e-3, 1e-2, 3e-2), (*VARIANTS, *FURTHER)),
             (PUBLISHED_SIZE, 3000, (1e-4, 2.5e-4, 5e-4), VARIANTS),
         ]
         for corpus in ("enwik8", "text8")
@@ -154,11 +155,13 @@ def read_segments(
 
 
 def rsa_plan(shape: Shape, corpus: str, variant: str = "rsa") -> RSAConfig:
-    """The published plan at the published size, otherwise the plan for models trained from scratch, or half of it."""
+    """The published plan at the published size, otherwise the variant's, for models trained from scratch."""
     if shape is SHAPES[PUBLISHED_SIZE]:
         return RSAConfig(num_dilated_cyclical_pairs=2, dilation=PUBLISHED_DILATION[corpus], gate_init=1.0)
     config = RSAConfig.from_scratch(shape.heads)
-    return replace(config, num_cyclical_pairs=shape.heads // 4) if variant == HALF else config
+    if variant == HALF:
+        return replace(config, num_cyclical_pairs=shape.heads // 4)
+    return replace(config, parameter_scale=1.0) if variant == PACE else config
 
 
 def build(architecture: str, shape: Shape, corpus: str, vocab_size: int, variant: str) -> PreTrainedModel:
@@ -240,8 +243,8 @@ def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
         columns[OVER_PLAIN] = case.differences("rsa", "plain", "test")
         columns[OVER_NO_RECURRENCE] = case.differences("rsa", NO_RECURRENCE, "test")
         columns[TIME] = case.values(arm, TIME)
-    elif arm == HALF:
-        columns[HALF_OVER_PLAIN] = case.differences(HALF, "plain", "test")
+    elif arm in FURTHER:
+        columns[FURTHER_OVER_PLAIN.format(arm)] = case.differences(arm, "plain", "test")
     return columns
 
 
@@ -283,8 +286,9 @@ def _finding(rows: Rows, over_plain: Row) -> str:
         f"{rsa:.3f} bits per character, {over_plain.text('+.3f')}, and {over_no_recurrence.text('+.3f')} relative to "
         f"no recurrence; a step takes {rows.mean(TIME, **group):.2f} times as long"
     )
-    for half in rows.find(HALF_OVER_PLAIN, **group):
-        text += f"; with RSA on half of the heads {half.text('+.3f')} relative to the plain model"
+    for arm in FURTHER:
+        for difference in rows.find(FURTHER_OVER_PLAIN.format(arm), **group):
+            text += f"; {arm} {difference.text('+.3f')} relative to the plain model"
     if published := PUBLISHED.get((group["corpus"], group["architecture"])):
         text += f"; published {published[1] - published[0]:+.4f}"
     return text
@@ -293,7 +297,7 @@ def _finding(rows: Rows, over_plain: Row) -> str:
 def glossary(grid: Sequence[Settings]) -> dict[str, dict[str, Any]]:
     """Sizes, and the head plans at each size."""
     models = sorted({settings["model"] for settings in grid})
-    plans = sorted({(s["arm"], s["model"], s["corpus"]) for s in grid if s["arm"] in ("rsa", HALF)})
+    plans = sorted({(s["arm"], s["model"], s["corpus"]) for s in grid if s["arm"] in ("rsa", *FURTHER)})
     return {
         "model": {model: asdict(SHAPES[model]) for model in models},
         "arm": {f"{arm}, {m}, {corpus}": rsa_plan(SHAPES[m], corpus, arm).to_dict() for arm, m, corpus in plans},
@@ -308,7 +312,8 @@ EXPERIMENT = Experiment(
     "Transformer enwik8 1.0746 → 1.0683, text8 1.1652 → 1.1625 with RSA; Transformer-XL text8 1.164 with REMs, 1.183 "
     "with a learned Toeplitz P. The texts here are a prefix of enwik8 of 4.15 MB, and text8 made from it.",
     remark="Small models have the plan of RSAConfig.from_scratch, on all heads. The variant half of the heads leaves "
-    "the others with plain attention, as the published plan does. Quick runs have text8 alone, full runs enwik8 too.",
+    "the others with plain attention, as the published plan does; with the pace of the weights gates and rates learn "
+    "no faster than they. Quick runs have text8 alone, full runs enwik8 too.",
     seeds={"toy": 2, "quick": 4, "full": 5},
     grid=make_grid,
     measure=measure,

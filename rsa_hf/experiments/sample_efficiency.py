@@ -24,11 +24,13 @@ from rsa_hf.experiments.runner.experiment import Experiment, Size, combinations
 from rsa_hf.experiments.runner.fit import default_device, step_time_ratio
 from rsa_hf.experiments.runner.summary import Conclusion, Row, Rows, Run, Settings, Values, interval, weakest
 from rsa_hf.experiments.variants import (
+    BEYOND_RSA,
     CHANNEL_GATES,
     DILATED,
     HALF,
     LEARNED_START,
     NO_RECURRENCE,
+    PACE,
     PUBLISHED_START,
     TWO_REMS,
     VARIANTS,
@@ -42,12 +44,12 @@ GOALS = {"gpt2": 0.2, "llama": 0.4}  # this project's aim, as a share of the pla
 TIME = "time of a step / plain"
 RATIO, RATIO_HALF_WAY, RATIO_OF_TIME = "tokens / plain", "tokens / plain, half way", "wall-clock / plain"
 MISSING = "bits per byte above the target, with the goal's tokens"
-OVER_NO_RECURRENCE = f"bits per byte, rsa − {NO_RECURRENCE}"
+OVER_NO_RECURRENCE, OVER_RSA = f"bits per byte, rsa − {NO_RECURRENCE}", "bits per byte, variant − rsa"
 AT_THE_EDGE = "best rate is the least or largest of three or more"
 READ = "times the text is read"
 OTHER_SEED = 1000  # added to the seed of the model that has learned the start of another
 OTHERS = tuple(variant for variant in VARIANTS if variant not in ("plain", "rsa"))
-OF_FAMILY = {"gpt2": ("plain", "rsa", "published", NO_RECURRENCE), "llama": VARIANTS}
+OF_FAMILY = {"gpt2": ("plain", "rsa", "published", NO_RECURRENCE, PACE), "llama": VARIANTS}
 _CLAIM = ("plain", "rsa")
 _SMALL = ("enwik8", 1_000_000, "0.1M", 200)
 # Of the variants beyond RSA, those that need more tokens than RSA at 0.1M, and the control of one that needs as many.
@@ -162,6 +164,8 @@ def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
         columns[RATIO_OF_TIME] = [a * b for a, b in zip(columns[RATIO], columns[TIME], strict=True)]
     if arm == "rsa" and NO_RECURRENCE in case.runs:
         columns[OVER_NO_RECURRENCE] = case.differences(arm, NO_RECURRENCE, "final")
+    if arm in BEYOND_RSA:
+        columns[OVER_RSA] = case.differences(arm, "rsa", "final")
     return columns
 
 
@@ -212,6 +216,8 @@ def _finding(rows: Rows, ratio: Row) -> str:
     if others := [each for variant in OTHERS for each in rows.find(RATIO, arm=variant, **group)]:
         listed = ", ".join(f"{each.settings['arm']} {_ratio_text(each)}" for each in others)
         text += f"; tokens of other variants: {listed}"
+    if beyond := [f"{each.settings['arm']} {each.text('+.3f')}" for each in rows.find(OVER_RSA, **group)]:
+        text += f"; bits per byte relative to RSA: {', '.join(beyond)}"
     for each in rows.find(OVER_NO_RECURRENCE, **group):
         text += f"; RSA ends {each.mean:+.3f} bits per byte relative to no recurrence"
     edges = [each.settings["arm"] for each in rows.find(AT_THE_EDGE, **group) if each.mean]
@@ -265,10 +271,10 @@ EXPERIMENT = Experiment(
     "gain. The other variants take RSA apart: alibi is a preference for near tokens alone; no softmax is P V alone; "
     "no recurrence has P = 0, so its gates only damp attention; learned toeplitz and short convolution start as RSA "
     "and learn a free weight for each lag. Where those do as well as RSA, any short memory beside attention helps. "
-    "The last eight go beyond: a start from the gates and rates that a model with another seed has learned in the "
-    "same training, whose tokens are not counted; half of the heads with plain attention, half of them dilated by 6, "
-    "gates that depend on the token and, as many numbers, on the channel, a second REM for each head, and keys or "
-    "values with REMs of their own.",
+    "The last nine go beyond: a start from the gates and rates that a model with another seed has learned in the "
+    "same training, whose tokens are not counted; gates and rates that learn as fast as the weights, not faster; half "
+    "of the heads with plain attention, half of them dilated by 6, gates that depend on the token and, as many "
+    "numbers, on the channel, a second REM for each head, and keys or values with REMs of their own.",
     seeds={"toy": 2, "quick": 5, "full": 5},
     grid=make_grid,
     measure=measure,

@@ -9,6 +9,7 @@
 * `no softmax`: as `rsa` with the gate fixed at 1, so that only P V is left.
 * `no recurrence`: as `rsa` with P = 0, so that gates only damp attention.
 * `learned start`: as `rsa`, starting from the gates and rates that a model with another seed has learned.
+* `pace of the weights`: as `rsa`, with gates and rates that learn as fast as the weights (`parameter_scale` 1).
 * `half of the heads`: as `rsa` on the first half of the heads, with plain attention in the others.
 * `dilated heads`: as `rsa`, with the second half of the heads dilated by 6, about an English word with its space.
 * `token gates`: as `rsa`, with gates that depend on the token.
@@ -46,10 +47,11 @@ WORD = 6  # bytes
 FURTHER_GATE = -1.0  # μ of REMs beyond those of `rsa`: nearly shut, so that content still finds its keys at first
 # Those that go beyond `rsa`.
 LEARNED_START = "learned start"
+PACE = "pace of the weights"
 HALF, DILATED, TWO_REMS = "half of the heads", "dilated heads", "two rems"
 TOKEN_GATES, CHANNEL_GATES = "token gates", "channel gates"
 ON_KEYS, ON_VALUES = "rsa on keys", "rsa on values"
-BEYOND_RSA = (LEARNED_START, HALF, DILATED, TOKEN_GATES, CHANNEL_GATES, TWO_REMS, ON_KEYS, ON_VALUES)
+BEYOND_RSA = (LEARNED_START, PACE, HALF, DILATED, TOKEN_GATES, CHANNEL_GATES, TWO_REMS, ON_KEYS, ON_VALUES)
 VARIANTS = (
     *("plain", "rsa", "published", "alibi", *LAGS, "no softmax", NO_RECURRENCE),
     *BEYOND_RSA,
@@ -86,6 +88,7 @@ def make_variant(variant: str, model: PreTrainedModel, longest: int) -> nn.Modul
         "plain": None,
         "published": PUBLISHED_START,
         "no softmax": replace(config, gate_init=math.inf),
+        PACE: replace(config, parameter_scale=1.0),
         HALF: half,
         DILATED: replace(half, num_dilated_cyclical_pairs=H // 4, dilation=WORD),
     }

@@ -98,7 +98,7 @@ def test_the_conclusion_quotes_the_figures():
     assert "in 2 of 2 comparisons with the plain model, and in 0 with" in conclusion.sentence
     assert "14 layers, is not measured" in conclusion.sentence
     plain, rsa = PUBLISHED["text8", "block-recurrent"]
-    assert conclusion.findings[0].split("; ")[2].startswith("with RSA on half of the heads -0.040 (-0.1")
+    assert conclusion.findings[0].split("; ")[2].startswith("half of the heads -0.040 (-0.1")
     assert conclusion.findings[1].startswith("block-recurrent on text8 (small, 3 steps): 3.000 → 2.810 bits per")
     assert conclusion.findings[1].endswith(f"a step takes 1.50 times as long; published {rsa - plain:+.4f}")
 
