@@ -136,12 +136,15 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     with panels(path, 2, columns=2) as [left, right]:
         left.plot(shown["recurrent"], color=COLOURS[0], linewidth=2.5, alpha=0.5, label="step by step")
         left.plot(shown["from heads"], "--", color=COLOURS[1], linewidth=1, label="from heads")
-        left.set(title="trained RNN, hidden unit 0", xlabel="t")
+        left.set(title="a trained RNN", xlabel="step t", ylabel="state of hidden unit 0")
         left.legend()
-        for name, colour in (("largest difference", COLOURS[1]), ("control difference", COLOURS[2])):
-            right.semilogy(kinds, [run.values[name] for run in measured], ".", color=colour, label=name)
-        right.axhline(EXACT, color="#666666", linewidth=0.8)
-        right.set(title="difference of hidden states")
+        for name, label, colour in (
+            ("control difference", "decay 1 % faster", COLOURS[2]),
+            ("largest difference", "its heads", COLOURS[1]),
+        ):
+            right.semilogy(kinds, [run.values[name] for run in measured], ".", color=colour, label=label)
+        right.axhline(EXACT, color="#666666", linewidth=0.8, label="limit of agreement")
+        right.set(title="each RNN against", ylabel="largest difference of a hidden state")
         right.tick_params(axis="x", labelsize=7)
         right.legend()
 

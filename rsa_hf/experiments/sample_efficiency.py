@@ -229,22 +229,38 @@ def _ratio_text(ratio: Row) -> str:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """A panel for each model and text: mean learning curves."""
+    """For each model and text the mean learning curves of the claim, and the tokens of every variant."""
     cases = COMPARISON.cases(runs)
-    with panels(path, len(cases), columns=2) as grid:
-        for axes, case in zip(grid, cases, strict=True):
-            for variant, found in case.runs.items():
+    with panels(path, 2 * len(cases), columns=4) as grid:
+        for case, left, right in zip(cases, grid[::2], grid[1::2], strict=True):
+            shown = [variant for variant in (*_CLAIM, NO_RECURRENCE) if variant in case.runs]
+            for variant, colour in zip(shown, COLOURS, strict=False):
+                found = case.runs[variant]
                 scores = zip(*(run.values["bits per byte"] for run in found), strict=True)
                 means, lows, highs = zip(*map(interval, scores), strict=True)
                 tokens = [n / 1e6 for n in found[0].values["tokens"]]
-                dashes, colour = divmod(list(VARIANTS).index(variant), len(COLOURS))  # the same in all panels
-                style = {"color": COLOURS[colour], "linestyle": ("-", "--", ":")[dashes]}
-                axes.plot(tokens, means, label=variant, **style)
-                axes.fill_between(tokens, lows, highs, color=style["color"], alpha=0.15, linewidth=0)
+                left.plot(tokens, means, label=variant, color=colour)
+                left.fill_between(tokens, lows, highs, color=colour, alpha=0.15, linewidth=0)
+            seeds = f"mean and 95 % interval, {len(case.runs['plain'])} seeds"
             title = "{family} of {model}, {corpus}".format(**case.settings)
-            axes.set(title=f"{title}\nmean and 95 % interval, {len(found)} seeds")
-            axes.set(xlabel="bytes trained on, millions", ylabel="bits per byte, validation text")
-            axes.legend(ncols=2, fontsize="x-small")
+            left.set(title=title, xlabel=f"bytes trained on, millions\n{seeds}")
+            left.set_ylabel("bits per byte, validation text")
+            left.legend(fontsize="x-small")
+            _draw_ratios(right, COMPARISON.summarise([run for found in case.runs.values() for run in found]))
+            right.set(title=title, xlabel=f"tokens to plain's final score / plain's tokens\n{seeds}")
+
+
+def _draw_ratios(axes: Any, rows: Rows) -> None:
+    """The token ratios of all variants."""
+    found = rows.find(RATIO)
+    for place, row in enumerate(found):
+        if row.mean == math.inf:
+            axes.text(1, place, "not reached", ha="center", va="center", fontsize="x-small")
+        else:
+            axes.errorbar(row.mean, place, xerr=Rows([row]).error_bars(), fmt="o", capsize=3, color=COLOURS[0])
+    axes.axvline(1, color="#666666", linewidth=0.8)
+    axes.set_yticks(range(len(found)), [row.settings["arm"] for row in found], fontsize="x-small")
+    axes.set(xlim=(0, None), ylim=(len(found) - 0.5, -0.5))
 
 
 def glossary(grid: Sequence[Settings]) -> dict[str, dict[str, Any]]:

@@ -103,8 +103,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
             left.plot(trials, list(itertools.accumulate(scores, min)), color=COLOURS[1], alpha=0.7)
             left.plot(trials, scores, ".", color=COLOURS[0], markersize=3)
             right.plot(PLANS, [run.values[f"test, {name}"] for name in PLANS], "o-", alpha=0.7)
-        left.set(title="search: each trial, and the best so far", xlabel="trial", ylabel="bits per byte, validation")
-        right.set(title="trained again: test text, each seed")
+        left.set(title="search: trials, and the best of each seed", xlabel="trial", ylabel="bits per byte, validation")
+        right.set(title="trained again: each seed", xlabel="head plan", ylabel="bits per byte, test text")
 
 
 def glossary(grid: Sequence[Settings]) -> dict[str, dict[str, Any]]:

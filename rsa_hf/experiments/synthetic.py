@@ -88,6 +88,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     rows = summarise_ratios(runs)
     activations = dict.fromkeys(row.settings["activation"] for row in rows)
     groups = combinations(rule=RULES, activation=activations)
+    label = f"MSPE ratio\nmean and 95 % interval, {rows[0].seeds} seeds"
     with panels(path, len(groups), columns=len(activations)) as grid:
         for axes, group in zip(grid, groups, strict=True):
             for name, colour in (("linear / nonlinear", COLOURS[0]), ("rsa / nonlinear", COLOURS[1])):
@@ -98,7 +99,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
                 axes.fill_between(alpha, low, high, color=colour, alpha=0.15)
             axes.axhline(1, color="#666666", linewidth=0.8)
             rule = "stopping by loss" if group["rule"] == "loss" else "early stopping"
-            axes.set(title=f"{group['activation']}, {rule}", xlabel="α", ylabel="MSPE ratio")
+            axes.set(title=f"{group['activation']}, {rule}", xlabel="α", ylabel=label)
         grid[0].legend()
 
 

@@ -176,7 +176,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
                 axes.errorbar(places, means, yerr=found.error_bars(), fmt="o", capsize=3, label=variant)
             axes.set(title=language, xlabel="length", ylim=(-5, 105))
             axes.set_xticks(range(len(bins)), [name.removeprefix("right ") for name in bins])
-        grid[0].set_ylabel("strings entirely right, %")
+        grid[0].set_ylabel(f"strings entirely right, %\nmean and 95 % interval, {rows[0].seeds} seeds")
         grid[0].legend()
 
 
