@@ -254,9 +254,13 @@ def test_the_finding_of_a_case():
     assert "0.4 for llama, are met in 0." in conclusion.sentence
     assert "has not run in 1: there the verdict is on tokens alone" in conclusion.sentence
     more = [*runs, *runs_of(no_recurrence=(6, 5, 4, 2.5), two_rems=(6, 5, 4, 2.25))]
-    assert conclude("sample-efficiency", more).findings[0].endswith(
-        "; bits per byte relative to RSA: two rems +0.250 (one seed)"
-        "; RSA ends -0.500 bits per byte relative to no recurrence"
+    assert (
+        conclude("sample-efficiency", more)
+        .findings[0]
+        .endswith(
+            "; bits per byte relative to RSA: two rems +0.250 (one seed)"
+            "; RSA ends -0.500 bits per byte relative to no recurrence"
+        )
     )
 
 
