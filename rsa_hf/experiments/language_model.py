@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from rsa_hf.experiments.runner.comparison import Case, Comparison
 from rsa_hf.experiments.runner.experiment import Experiment, Size, combinations
 from rsa_hf.experiments.runner.fit import default_device, fit, step_time_ratio
 from rsa_hf.experiments.runner.summary import Conclusion, Row, Rows, Settings, Values
-from rsa_hf.experiments.variants import HALF, NO_RECURRENCE, PACE, add_rsa
+from rsa_hf.experiments.variants import HALF, NO_RECURRENCE, PACE, add_rsa, variant_config
 from rsa_hf.tasks.language_modeling import evaluate_language_model
 from rsa_hf.tasks.text8 import TEXT8_SYMBOLS, clean_text8
 from rsa_hf.tasks.text_data import EvaluationSegments, LanguageModelingDataConfig, TrainingTracks, read_texts
@@ -154,14 +154,13 @@ def read_segments(
     return train, evaluation("validation"), evaluation("test"), len(TEXT8_SYMBOLS) if corpus == "text8" else 256
 
 
-def rsa_plan(shape: Shape, corpus: str, variant: str = "rsa") -> RSAConfig:
-    """The published plan at the published size, otherwise the variant's, for models trained from scratch."""
+def rsa_plan(shape: Shape, corpus: str, variant: str) -> RSAConfig | None:
+    """The published plan at the published size, otherwise the variant's; None for `plain`."""
+    if variant == "plain":
+        return None
     if shape is SHAPES[PUBLISHED_SIZE]:
         return RSAConfig(num_dilated_cyclical_pairs=2, dilation=PUBLISHED_DILATION[corpus], gate_init=1.0)
-    config = RSAConfig.from_scratch(shape.heads)
-    if variant == HALF:
-        return replace(config, num_cyclical_pairs=shape.heads // 4)
-    return replace(config, parameter_scale=1.0) if variant == PACE else config
+    return variant_config(variant, shape.heads)
 
 
 def build(architecture: str, shape: Shape, corpus: str, vocab_size: int, variant: str) -> PreTrainedModel:
@@ -188,7 +187,7 @@ def build(architecture: str, shape: Shape, corpus: str, vocab_size: int, variant
             window_size=shape.window, recurrent_layers=[shape.recurrent_layer], num_state_vectors=shape.states,
         )  # fmt: skip
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    add_rsa(model, variant, None if variant == "plain" else rsa_plan(shape, corpus, variant))
+    add_rsa(model, variant, rsa_plan(shape, corpus, variant))
     return model
 
 
@@ -297,10 +296,11 @@ def _finding(rows: Rows, over_plain: Row) -> str:
 def glossary(grid: Sequence[Settings]) -> dict[str, dict[str, Any]]:
     """Sizes, and the head plans at each size."""
     models = sorted({settings["model"] for settings in grid})
-    plans = sorted({(s["arm"], s["model"], s["corpus"]) for s in grid if s["arm"] in ("rsa", *FURTHER)})
+    named = sorted({(s["arm"], s["model"], s["corpus"]) for s in grid if s["arm"] in ("rsa", *FURTHER)})
+    plans = {f"{arm}, {m}, {corpus}": rsa_plan(SHAPES[m], corpus, arm) for arm, m, corpus in named}
     return {
         "model": {model: asdict(SHAPES[model]) for model in models},
-        "arm": {f"{arm}, {m}, {corpus}": rsa_plan(SHAPES[m], corpus, arm).to_dict() for arm, m, corpus in plans},
+        "arm": {name: plan.to_dict() for name, plan in plans.items() if plan},
     }
 
 

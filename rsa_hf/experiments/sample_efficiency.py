@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rsa_hf.config import RSAConfig
 from rsa_hf.experiments.byte_models import SHAPES, Curve, build, read_corpus, train_on_bytes
-from rsa_hf.experiments.runner.comparison import Case, Comparison
+from rsa_hf.experiments.runner.comparison import Case, Comparison, draw_arms
 from rsa_hf.experiments.runner.experiment import Experiment, Size, combinations
 from rsa_hf.experiments.runner.fit import default_device, step_time_ratio
 from rsa_hf.experiments.runner.summary import Conclusion, Row, Rows, Run, Settings, Values, interval, weakest
@@ -246,21 +246,14 @@ def draw(runs: Sequence[Run], path: Path) -> None:
             left.set(title=title, xlabel=f"bytes trained on, millions\n{seeds}")
             left.set_ylabel("bits per byte, validation text")
             left.legend(fontsize="x-small")
-            _draw_ratios(right, COMPARISON.summarise([run for found in case.runs.values() for run in found]))
+            ratios = COMPARISON.summarise([run for found in case.runs.values() for run in found]).find(RATIO)
+            draw_arms(right, ratios)
+            for place, ratio in enumerate(ratios):
+                if ratio.mean == math.inf:
+                    right.text(1, place, "not reached", ha="center", va="center", fontsize="x-small")
+            right.axvline(1, color="#666666", linewidth=0.8)
+            right.set_xlim(left=0)
             right.set(title=title, xlabel=f"tokens to plain's final score / plain's tokens\n{seeds}")
-
-
-def _draw_ratios(axes: Any, rows: Rows) -> None:
-    """The token ratios of all variants."""
-    found = rows.find(RATIO)
-    for place, row in enumerate(found):
-        if row.mean == math.inf:
-            axes.text(1, place, "not reached", ha="center", va="center", fontsize="x-small")
-        else:
-            axes.errorbar(row.mean, place, xerr=Rows([row]).error_bars(), fmt="o", capsize=3, color=COLOURS[0])
-    axes.axvline(1, color="#666666", linewidth=0.8)
-    axes.set_yticks(range(len(found)), [row.settings["arm"] for row in found], fontsize="x-small")
-    axes.set(xlim=(0, None), ylim=(len(found) - 0.5, -0.5))
 
 
 def glossary(grid: Sequence[Settings]) -> dict[str, dict[str, Any]]:

@@ -67,6 +67,21 @@ def add_rsa(model: PreTrainedModel, variant: str, config: RSAConfig | None) -> N
             module.rsa = WithoutRecurrence(heads)
 
 
+def variant_config(variant: str, num_heads: int) -> RSAConfig | None:
+    """The config of one of `VARIANTS` of a model with H heads a layer; None for `plain`."""
+    config = RSAConfig.from_scratch(num_heads)
+    half = replace(config, num_cyclical_pairs=num_heads // 4)
+    configs = {
+        "plain": None,
+        "published": PUBLISHED_START,
+        "no softmax": replace(config, gate_init=math.inf),
+        PACE: replace(config, parameter_scale=1.0),
+        HALF: half,
+        DILATED: replace(half, num_dilated_cyclical_pairs=num_heads // 4, dilation=WORD),
+    }
+    return configs.get(variant, config)
+
+
 def make_variant(variant: str, model: PreTrainedModel, longest: int) -> nn.Module:
     """Turn a plain model into one of `VARIANTS`.
 
@@ -83,16 +98,7 @@ def make_variant(variant: str, model: PreTrainedModel, longest: int) -> nn.Modul
         return ALiBi(model, longest)
     H = model.config.num_attention_heads
     config = RSAConfig.from_scratch(H)
-    half = replace(config, num_cyclical_pairs=H // 4)
-    configs = {
-        "plain": None,
-        "published": PUBLISHED_START,
-        "no softmax": replace(config, gate_init=math.inf),
-        PACE: replace(config, parameter_scale=1.0),
-        HALF: half,
-        DILATED: replace(half, num_dilated_cyclical_pairs=H // 4, dilation=WORD),
-    }
-    add_rsa(model, variant, configs.get(variant, config))
+    add_rsa(model, variant, variant_config(variant, H))
     for module, heads in _heads(model):
         if variant in LAGS:
             module.rsa = LearnedLags(heads, LAGS[variant] or longest - 1)

@@ -11,7 +11,7 @@ from typing import Any
 from rsa_hf.experiments.runner.summary import Rows, Run, Settings, make_rows, worst_if_nan
 from rsa_hf.plots import COLOURS, panels
 
-__all__ = ["Case", "Comparison"]
+__all__ = ["Case", "Comparison", "draw_arms"]
 
 Score = Callable[[Run], float]
 
@@ -112,13 +112,17 @@ class Comparison:
         with panels(path, len(cases)) as grid:
             for axes, case in zip(grid, cases, strict=True):
                 found = rows.find(self.shown, **dict(zip(self.group, case, strict=True)))
-                arms = [row.settings["arm"] for row in found]
-                places, means = range(len(arms)), [row.mean for row in found]
-                axes.errorbar(means, places, xerr=found.error_bars(), fmt="o", capsize=3, color=COLOURS[0])
+                draw_arms(axes, found)
                 if self.even is not None:
                     axes.axvline(self.even, color="#666666", linewidth=0.8)
-                axes.set_yticks(places, arms)
-                axes.set_ylim(len(arms) - 0.5, -0.5)
                 names = [f"{name} {value}" for name, value in zip(self.group, case, strict=True)]
                 title = "\n".join(", ".join(names[i : i + 2]) for i in range(0, len(names), 2))
                 axes.set(title=title, xlabel=f"{self.label}\nmean and 95 % interval, {found[0].seeds} seeds")
+
+
+def draw_arms(axes: Any, rows: Rows) -> None:
+    """One measure of each variant, from the top down, with its 95 % interval; infinite means are left out."""
+    places, means = range(len(rows)), [row.mean for row in rows]
+    axes.errorbar(means, places, xerr=rows.error_bars(), fmt="o", capsize=3, color=COLOURS[0])
+    axes.set_yticks(places, [row.settings["arm"] for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
