@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, get_scheduler
 
 from rsa_hf.experiments.runner.data import data_file
-from rsa_hf.experiments.runner.fit import batch_loss, evaluation_steps, fit
+from rsa_hf.experiments.runner.fit import adamw, batch_loss, evaluation_steps, fit
 from rsa_hf.tasks.language_modeling import PreparedText, evaluate_language_model, prepare_language_modeling
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig, TrainingBlocks
-from rsa_hf.training.optimizer import param_groups
 
 __all__ = [
     "SHAPES",
@@ -170,7 +168,7 @@ def train_on_bytes(
     """
     blocks = text.train
     assert isinstance(blocks, TrainingBlocks)
-    optimizer = torch.optim.AdamW(param_groups(model, learning_rate, weight_decay=0.01))
+    optimizer = adamw(model, learning_rate)
     decay = {"num_decay_steps": steps // 5, "decay_type": "linear"} if schedule == "warmup_stable_decay" else None
     rates = get_scheduler(schedule, optimizer, max(1, steps // 20), steps, scheduler_specific_kwargs=decay)
     curve, marks = Curve([], []), evaluation_steps(steps, evaluations)

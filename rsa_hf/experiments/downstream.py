@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rsa_hf.experiments.byte_models import Shape
 from rsa_hf.experiments.pretrained import load_pretrained
-from rsa_hf.experiments.runner.fit import adamw_with_linear_decay, default_device, fit
+from rsa_hf.experiments.runner.fit import adamw_with_linear_decay, default_device, fit, replayed_loss
 from rsa_hf.experiments.runner.summary import Values
 from rsa_hf.tasks.language_modeling import PreparedText
 from rsa_hf.tasks.text_data import IGNORED_LABEL
@@ -195,10 +195,11 @@ def recalled_pairs(model: Any, shape: Shape, *, learning_rate: float, steps: int
         tokens, labels = key_value_rows(count, shape.block // 8, generator)
         return tokens.to(device), labels.to(device)
 
+    of_batch = replayed_loss(model)
+
     def loss(step: int) -> Tensor:
         tokens, labels = draw(4 * shape.batch)
-        value: Tensor = model(input_ids=tokens, labels=labels).loss
-        return value
+        return of_batch(input_ids=tokens, labels=labels)
 
     fit(loss, optimizer, steps, model=model, schedule=schedule)
     tokens, labels = draw(SCORED_PAIRS)

@@ -1,5 +1,6 @@
 """The runner: stored runs, intervals and verdicts, search of learning rates, report, command line."""
 
+import copy
 import csv
 import json
 import math
@@ -12,16 +13,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from experiments.runs import finished
+from rsa_hf.experiments.byte_models import SHAPES, build
 from rsa_hf.experiments.runner import processes, runner
 from rsa_hf.experiments.runner.comparison import Comparison
 from rsa_hf.experiments.runner.experiment import EXPERIMENTS, Experiment, find_experiment, run_key
-from rsa_hf.experiments.runner.fit import evaluation_steps, fit, shuffled_rows
+from rsa_hf.experiments.runner.fit import adamw, batch_loss, default_device, evaluation_steps, fit, shuffled_rows
 from rsa_hf.experiments.runner.processes import default_jobs, run_all, workers
 from rsa_hf.experiments.runner.report import keep_total_time, nothing_has_run, write_report
 from rsa_hf.experiments.runner.runner import FOLDER, RequestError, read_runs, rebuild_results, run_experiment
 from rsa_hf.experiments.runner.summary import Conclusion, Row, Rows, interval, summarise
+from rsa_hf.experiments.variants import make_variant
 from rsa_hf.plots import panels
 
 NAME = "linear-rnn"  # any experiment
@@ -375,6 +379,28 @@ def test_fit_is_the_training_loop_written_out():
     for p, q in zip(model.parameters(), found[0].parameters(), strict=True):
         torch.testing.assert_close(p, q)
     assert fit(loss, found[1], 9, model=found[0], after_step=lambda step, _: step == 4) == 4
+
+
+@pytest.mark.parametrize("variant", ["plain", "rsa", "no recurrence"])
+def test_rows_of_one_size_train_as_any_others(variant):
+    """On a GPU their passes are CUDA graphs."""
+    shape, device = SHAPES["0.03M"], default_device()
+    rows = [
+        {"input_ids": row, "labels": row}
+        for row in torch.randint(256, (24, shape.block), generator=torch.Generator().manual_seed(0))
+    ]
+    torch.manual_seed(1)
+    models = [make_variant(variant, build("llama", shape), shape.block).to(device)]
+    models.append(copy.deepcopy(models[0]))
+    losses = []
+    for model, collate in zip(models, (default_collate, None), strict=True):
+        seen = []
+        loss = batch_loss(model, rows, shape.batch, 2, collate, skip=1)
+        fit(loss, adamw(model, 1e-2), 6, model=model, after_step=lambda _, value, seen=seen: seen.append(float(value)))
+        losses.append(seen)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[0][-1] < losses[0][0]
+    for expected, found in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_rows_are_shuffled_anew_for_each_pass():

@@ -29,7 +29,7 @@ def test_every_length_scores_as_a_run_of_its_own_with_the_same_schedule():
     scores, trained = train_lengths(model(), text, SHAPE, lengths, learning_rate=RATE, seed=3)
     for length, found in zip(lengths, scores, strict=True):
         alone = model()
-        optimizer = torch.optim.AdamW(param_groups(alone, RATE, weight_decay=0.01))
+        optimizer = torch.optim.AdamW(param_groups(alone, RATE, weight_decay=0.01), fused=True)
         schedule = get_wsd_schedule(optimizer, 2, length // 5, length, warmup_type="linear", decay_type="linear")
         fit(batch_loss(alone, text.train, SHAPE.batch, 3), optimizer, length, model=alone, schedule=schedule)
         assert found == pytest.approx(evaluate_language_model(alone, text.validation, 32)["bits_per_byte"], abs=1e-6)

@@ -9,6 +9,8 @@ from itertools import islice
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -18,15 +20,19 @@ from transformers import get_scheduler
 from rsa_hf.training.optimizer import param_groups
 
 __all__ = [
+    "adamw",
     "adamw_with_linear_decay",
     "batch_loss",
     "default_device",
     "evaluation_steps",
     "fit",
+    "replayed_loss",
     "shuffled_rows",
     "step_time_ratio",
 ]
 
+# Before, transformers makes a causal mask while a stream is captured, which RSA heads would have to read.
+CAPTURES = Version(transformers.__version__) >= Version("5.20")
 ROUNDS = 7  # of timing; an odd number, so that the median is one of them
 
 
@@ -75,9 +81,14 @@ def fit(
     return steps
 
 
+def adamw(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
+    """AdamW, weight decay 0.01 on matrices."""
+    return torch.optim.AdamW(param_groups(model, learning_rate, weight_decay=0.01), fused=True)
+
+
 def adamw_with_linear_decay(model: nn.Module, learning_rate: float, steps: int) -> tuple[Optimizer, LRScheduler]:
     """AdamW, weight decay 0.01 on matrices; the learning rate warms up over a tenth of the steps and falls to 0."""
-    optimizer = torch.optim.AdamW(param_groups(model, learning_rate, weight_decay=0.01), fused=True)
+    optimizer = adamw(model, learning_rate)
     return optimizer, get_scheduler("linear", optimizer, max(1, steps // 10), steps)
 
 
@@ -86,21 +97,63 @@ def batch_loss(
     rows: Any,
     batch: int,
     seed: int,
-    collate: Callable[[list[Any]], Any] = default_collate,
+    collate: Callable[[list[Any]], Any] | None = None,
     skip: int = 0,
 ) -> Callable[[int], Tensor]:
     """The loss for `fit` of a model that returns one, on batches of rows.
 
-    `seed` shuffles the rows in each pass; the first `skip` batches are left out.
+    Args:
+        model: takes what `collate` returns.
+        rows: to draw from.
+        batch: rows in a step.
+        seed: shuffles the rows in each pass.
+        collate: rows → a batch, by keyword. None: the rows have one size.
+        skip: number of batches that are left out at the start.
     """
     order, device = islice(shuffled_rows(len(rows), batch, seed), skip, None), next(model.parameters()).device
+    of_batch = replayed_loss(model) if collate is None else lambda **inputs: model(**inputs).loss
+    make_batch = collate or default_collate
 
     def loss(step: int) -> Tensor:
-        inputs = collate([rows[i] for i in next(order)])
-        value: Tensor = model(**{name: tensor.to(device) for name, tensor in inputs.items()}).loss
+        inputs = make_batch([rows[i] for i in next(order)])
+        value: Tensor = of_batch(**{name: tensor.to(device) for name, tensor in inputs.items()})
         return value
 
     return loss
+
+
+def replayed_loss(model: nn.Module) -> Callable[..., Tensor]:
+    """The loss that a model returns for batches of one size, which it takes by keyword.
+
+    On a GPU the first call captures the forward and the backward pass as CUDA graphs, and each call replays them: a
+    small model's kernels take less time than Python takes to launch them. The next call overwrites the loss. The model
+    must stay in training mode.
+    """
+    captured: nn.Module | None = None
+
+    def loss(**inputs: Tensor) -> Tensor:
+        nonlocal captured
+        if captured is None:
+            captured = _LossModule(model, tuple(inputs))
+            if next(model.parameters()).is_cuda and CAPTURES:
+                # Parameters without a gradient: the rates of the variant with P = 0.
+                torch.cuda.make_graphed_callables(captured, tuple(inputs.values()), allow_unused_input=True)
+        value: Tensor = captured(*inputs.values())
+        return value
+
+    return loss
+
+
+class _LossModule(nn.Module):
+    """A model whose arguments and result are tensors, as `torch.cuda.make_graphed_callables` takes it."""
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        value: Tensor = self.model(**dict(zip(self.names, tensors, strict=True))).loss
+        return value
 
 
 def shuffled_rows(count: int, batch: int, seed: int) -> Iterator[list[int]]:
