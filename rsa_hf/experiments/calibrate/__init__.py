@@ -19,7 +19,6 @@ from rsa_hf.experiments.calibrate.variants import (
     FIRST,
     IA3,
     LORA,
-    MORE_PASSES,
     PLAIN,
     RANDOM,
     SCALED,
@@ -84,7 +83,7 @@ PLANS: dict[Size, list[Plan]] = {
             ("llama-0.03M", "c", 64, 4, 24, 2_000, 20_000, 0, 30),
             dict.fromkeys((NUMBERS, EVERYTHING, LORA_TRAINED), (1e-3,)),
             [
-                (1.0, NOTHING, 0, (*_UNTRAINED, MORE_PASSES)),
+                (1.0, NOTHING, 0, _UNTRAINED),
                 (1.0, NUMBERS, 4, _OF_NUMBERS),
                 (1.0, EVERYTHING, 4, (*_CLAIM_OF_EVERYTHING, AFTER)),
                 (1.0, LORA_TRAINED, 4, _OF_LORA),
@@ -102,8 +101,7 @@ PLANS: dict[Size, list[Plan]] = {
                 _WIDER_BYTE_RATES,
                 0.01,
                 100,
-                (0.01, NOTHING, 0, (MORE_PASSES,)),
-                (0.01, EVERYTHING, 100, (AFTER, MORE_PASSES)),
+                (0.01, EVERYTHING, 100, (AFTER,)),
                 (0.1, EVERYTHING, 400, _CLAIM_OF_EVERYTHING),
             )
             for family in ("gpt2", "llama")
@@ -116,7 +114,7 @@ PLANS: dict[Size, list[Plan]] = {
             (0.01, LORA_TRAINED, 50, _OF_LORA),
             (0.1, EVERYTHING, 100, _CLAIM_OF_EVERYTHING),
         ),
-        _smollm2("c", 0.01, (0.01, NOTHING, 0, (MORE_PASSES,))),
+        _smollm2("c", 0.01),
         _smollm2("python", 0.1),
         (
             ("minilm", DEVIGN, 48, 32, 512, ALL, ALL, 6, 0),
@@ -271,9 +269,9 @@ EXPERIMENT = Experiment(
     "accuracy on all of Devign (CodeXGLUE).",
     remark="Every control has the heads and gates of the calibrated model, or as many: random heads have random REMs "
     "of the same shares; no recurrence has P = 0, so that gates only damp attention; scaled heads have a learned "
-    "factor in place of a REM. Calibrated in 6 passes has gate_passes=6, not 2. The smallest LoRA and IA3 are "
-    "PEFT's with their fewest parameters. Beside LoRA of rank 8 (trained: lora), whose learning rates are higher, "
-    "gates and rates have a parameter_scale of 5, which was chosen on the first two seeds of the quick size.",
+    "factor in place of a REM. The smallest LoRA and IA3 are PEFT's with their fewest parameters. Beside LoRA of rank "
+    "8 (trained: lora), whose learning rates are higher, gates and rates have a parameter_scale of 5, which was "
+    "chosen on the first two seeds of the quick size.",
     seeds={"toy": 2, "quick": 4, "full": 5},
     grid=make_grid,
     measure=measure,

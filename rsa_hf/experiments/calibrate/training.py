@@ -24,7 +24,6 @@ from rsa_hf.experiments.calibrate.variants import (
     CALIBRATED,
     IA3,
     LORA,
-    MORE_PASSES,
     PLAIN,
     make_variant,
 )
@@ -43,7 +42,6 @@ DEVIGN = "devign"
 SCHEDULE = "warmup_stable_decay"  # of the byte-level models
 LORA_RANK = 8
 OTHER_PORTION = 1000  # added to a seed, for rows that are not trained on
-ASKED = {MORE_PASSES: {"gate_passes": 6}}  # of `run_calibration`, by variant
 LORA_PARAMETER_SCALE = 5  # LoRA has its best rate at a few times that of all weights; gates would move too fast
 
 
@@ -106,15 +104,13 @@ def find_calibration(
         extra = {"measure": "nats per token", "test_seed": settings["seed"]}
         return text_task(settings["task"], tokenizer, **data, **extra, seed=seed)
 
-    asked = ASKED.get(settings["arm"], {})
-
     def calibrate(path: Path) -> None:
-        found = _calibrate(model, make_task(settings["seed"]), settings, **asked)
+        found = _calibrate(model, make_task(settings["seed"]), settings)
         path.write_text(json.dumps(found) + "\n", encoding="utf-8")
 
     names = ("model", "task", "share", "length", "rows", "seed", "layers", "pretraining_steps", "most")
     weights = _digest(model)
-    depends_on = {name: settings[name] for name in names} | {"weights": weights} | asked
+    depends_on = {name: settings[name] for name in names} | {"weights": weights}
     path = kept(f"calibration-{settings['model']}", depends_on, ".json", calibrate)
     return model, make_task, json.loads(path.read_text(encoding="utf-8")) | {"weights": weights}
 
@@ -128,8 +124,8 @@ def _digest(model: nn.Module) -> str:
     return digest.hexdigest()[:12]
 
 
-def _calibrate(model: PreTrainedModel, task: Task, settings: Settings, **asked: Any) -> dict[str, Any]:
-    """What `run_calibration`, with these settings of its own, finds on random rows of a task."""
+def _calibrate(model: PreTrainedModel, task: Task, settings: Settings) -> dict[str, Any]:
+    """What `run_calibration` finds on random rows of a task."""
     chosen = torch.randperm(len(task.rows), generator=torch.Generator().manual_seed(settings["seed"]))
     rows = [task.rows[i] for i in chosen[: settings["rows"]].tolist()]
     batches = [{**task.collate(rows[i : i + 4])} for i in range(0, len(rows), 4)]
@@ -139,7 +135,6 @@ def _calibrate(model: PreTrainedModel, task: Task, settings: Settings, **asked: 
         max_rows=settings["rows"],
         seed=settings["seed"],
         progress=False,
-        **asked,
     ).to_dict()
     return {name: found[name] for name in ("config", "gain", "gain_error", "gain_without_recurrence")}
 

@@ -7,7 +7,6 @@
 * `scaled heads`: the calibrated heads, each multiplied by a learned factor in place of a REM.
 * `all heads scaled`: every head of the model multiplied by a learned factor.
 * `calibrated`: the plan that `calibrate` returns.
-* `calibrated in 6 passes`: the plan with four more passes that move the gates.
 * `calibrated after training`: the plain model is trained, and then calibrated on rows that it has not seen.
 * `calibrated and scaled`: of its heads those with the largest shares, at most half as many as the model has, each with
   a gate and a factor to be learned and its rate as chosen: no more numbers than `all heads scaled` has.
@@ -42,7 +41,6 @@ __all__ = [
     "FIRST",
     "IA3",
     "LORA",
-    "MORE_PASSES",
     "PLAIN",
     "RANDOM",
     "SCALED",
@@ -54,7 +52,7 @@ __all__ = [
 PLAIN, FIRST, RANDOM = "plain", "first heads", "random heads"
 SCALED, ALL_SCALED = "scaled heads", "all heads scaled"
 CALIBRATED, WITH_FACTORS, AFTER = "calibrated", "calibrated and scaled", "calibrated after training"
-MORE_PASSES, WITH_ALL_FACTORS = "calibrated in 6 passes", "calibrated and all heads scaled"
+WITH_ALL_FACTORS = "calibrated and all heads scaled"
 LORA, IA3 = "smallest lora", "ia3"
 WIDEST_GATE = 0.9
 
