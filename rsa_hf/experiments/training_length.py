@@ -162,11 +162,19 @@ OVER_PLAIN = "{}, rsa − plain"
 def _token_ratio(run: Run, plain: Run, length: int) -> float:
     """Tokens to the plain model's score at the end of a length, over that length.
 
-    It is too high where the shortest training reaches that score already.
+    It is too high where the shortest training reaches that score already. Where none does, it is the longest training
+    over the tokens that the plain model needs for the score at its end.
     """
-    logarithms = [math.log(tokens) for tokens in run.values["tokens"]]
-    reached = Curve(logarithms, run.values["bits per byte"]).tokens_until(plain.values["bits per byte"][length])
-    return math.exp(reached - math.log(plain.values["tokens"][length]))
+    curve, of_plain = (
+        Curve(
+            [math.log(tokens) for tokens in each.values["tokens"]], [*map(worst_if_nan, each.values["bits per byte"])]
+        )
+        for each in (run, plain)
+    )
+    reached = curve.tokens_until(of_plain.bits_per_byte[length])
+    if math.isfinite(reached):
+        return math.exp(reached - of_plain.tokens[length])
+    return math.exp(curve.tokens[-1] - of_plain.tokens_until(curve.bits_per_byte[-1]))
 
 
 def make_columns(case: Case, arm: str, length: int) -> dict[str, list[float]]:
@@ -285,11 +293,12 @@ EXPERIMENT = Experiment(
     "decays at the end.",
     published="None: the paper trains each model for one length.",
     remark="The variant rsa is RSAConfig.from_scratch. The best learning rate is that of the longest training. Where "
-    "RSA's shortest training is better than plain already, its share of the tokens is an upper limit. After "
-    "the longest training, samples are compared with the text that they replace by the share of word pairs "
-    "that differ, and in the full size by their bits per byte under SmolLM2. A made-up word occurs twice in a "
-    "text: the bits saved are those of its last letters, the second time. Key-value pairs are recalled after "
-    "a short training on them. These scores are not part of the verdict.",
+    "RSA's shortest training is better than plain already, its share of the tokens is an upper limit; where "
+    "its longest is worse than plain, its share is above 1: its tokens over those that plain needs for RSA's "
+    "final score. After the longest training, samples are compared with the text that they replace by the "
+    "share of word pairs that differ, and in the full size by their bits per byte under SmolLM2. A made-up "
+    "word occurs twice in a text: the bits saved are those of its last letters, the second time. Key-value "
+    "pairs are recalled after a short training on them. These scores are not part of the verdict.",
     seeds={"toy": 2, "quick": 3, "full": 4},
     grid=make_grid,
     measure=measure,

@@ -67,6 +67,12 @@ def test_savings_are_the_tokens_to_the_same_score():
     assert [row.mean for row in rows.find(NOISE)] == pytest.approx([(0.001 + 0.001 + 0.002) / 3] * 4)
 
 
+def test_a_model_that_never_gets_as_good_needs_more_tokens():
+    rows = EXPERIMENT.summarise([*runs("plain"), *runs("rsa", doublings=-1.5)])
+    # The plain model has RSA's final score after 1.5 doublings less; at shorter lengths RSA gets there later.
+    assert [row.mean for row in rows.find(RATIO)] == pytest.approx([2**1.5] * 4)
+
+
 def test_downstream_scores_are_those_after_the_longest_training():
     rows = EXPERIMENT.summarise([*runs("plain"), *runs("rsa", doublings=1.5)])
     [difference] = rows.find(OVER_PLAIN.format(JUDGED))
