@@ -19,14 +19,7 @@ from transformers import PreTrainedModel
 import rsa_hf.peft
 from rsa_hf.calibration import run_calibration
 from rsa_hf.config import RSAConfig
-from rsa_hf.experiments.calibrate.variants import (
-    AFTER,
-    CALIBRATED,
-    IA3,
-    LORA,
-    PLAIN,
-    make_variant,
-)
+from rsa_hf.experiments.calibrate.variants import AFTER, CALIBRATED, IA3, LORA, PLAIN, make_variant
 from rsa_hf.experiments.pretrained import load_pretrained
 from rsa_hf.experiments.pretrained_tasks import Task, defect_task, text_task
 from rsa_hf.experiments.runner.fit import adamw_with_linear_decay, batch_loss, default_device, fit

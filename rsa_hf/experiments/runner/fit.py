@@ -31,7 +31,7 @@ __all__ = [
     "step_time_ratio",
 ]
 
-# Before, transformers makes a causal mask while a stream is captured, which RSA heads would have to read.
+# Older versions make a causal mask while a stream is captured, and RSA heads would have to read it.
 CAPTURES = Version(transformers.__version__) >= Version("5.20")
 ROUNDS = 7  # of timing; an odd number, so that the median is one of them
 
