@@ -119,7 +119,7 @@ PLANS: dict[Size, list[Plan]] = {
         (
             ("minilm", DEVIGN, 48, 32, 512, ALL, ALL, 6, 0),
             _PACKAGED_RATES,
-            [(1.0, EVERYTHING, 680, (PLAIN, FIRST, CALIBRATED))],
+            [(1.0, EVERYTHING, 680, (PLAIN, CALIBRATED))],
         ),
     ],
 }
