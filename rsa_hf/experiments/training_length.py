@@ -283,8 +283,9 @@ def draw(runs: Sequence[Run], path: Path) -> None:
             left.axhline(1, color="#666666", linewidth=0.8)
             if table[NOISE]:
                 band = [row.mean for row in table[NOISE]]
-                right.plot(lengths, band, "--", color=COLOURS[1], label="difference of two seeds of plain")
-                right.legend()
+                right.plot(lengths, band, "--", color=COLOURS[1], label="plain − plain, two seeds")
+        if tables[0][NOISE]:
+            grid[1].legend()
 
 
 EXPERIMENT = Experiment(
