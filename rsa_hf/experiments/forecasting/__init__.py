@@ -250,7 +250,8 @@ EXPERIMENT = Experiment(
     + ".",
     remark="The published Transformer-XL reads patches; here it reads single steps, without memory. Quick runs are "
     "short, with a narrow model and one learning rate for all: they compare variants, and are not useful as forecasts "
-    "where repeating the last period has the lower error.",
+    "where repeating the last period has the lower error. Half of an Informer's heads are dilated by a day. On "
+    "ETTm1 that is 96 steps, as long as encoder and decoder are at a horizon of 48: P of those heads is 0 there.",
     seeds={"toy": 2, "quick": 4, "full": 5},
     grid=make_grid,
     measure=measure,
