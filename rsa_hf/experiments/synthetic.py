@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rsa_hf.experiments.runner.experiment import Experiment, Size, combinations
+from rsa_hf.experiments.runner.fit import default_device
 from rsa_hf.experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, summarise, worst_if_nan
 from rsa_hf.experiments.theory.synthetic import ACTIVATIONS, MODELS, generate, predict_last
 from rsa_hf.plots import COLOURS, panels
@@ -38,7 +39,8 @@ def measure(settings: Settings) -> Values:
     """The MSPE of each model, a list over α."""
     activation, segments, seed = settings["activation"], settings["segments"], settings["seed"]
     alphas = ALPHAS[settings["size"]]
-    x, y = (part.flatten(0, 1) for part in generate(activation, alphas, segments, LENGTH, seed))
+    data = generate(activation, alphas, segments, LENGTH, seed)
+    x, y = (part.flatten(0, 1).to(default_device()) for part in data)
     values: Values = {"alpha": list(alphas)}
     for name in MODELS:
         errors = predict_last(

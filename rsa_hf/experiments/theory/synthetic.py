@@ -182,13 +182,14 @@ def predict_last(
     N, T, _ = x.shape
     trained = T - 1 - held_out
     model = MODELS[name](activation)
-    p = {part: start.requires_grad_() for part, start in _start(name, N, torch.Generator().manual_seed(seed)).items()}
+    starts = _start(name, N, torch.Generator().manual_seed(seed))
+    p = {part: start.to(x.device).requires_grad_() for part, start in starts.items()}
     optimizer = torch.optim.Adam(p.values(), lr=LEARNING_RATE)
     errors = x.new_full((N,), math.nan)
     # Of the replications that still train: index, lowest loss, steps since then, prediction error before.
-    running = torch.arange(N)
-    best, since, before = x.new_full((N,), math.inf), torch.zeros(N), errors
-    ended = torch.zeros(N, dtype=torch.bool)
+    running = torch.arange(N, device=x.device)
+    best, since, before = x.new_full((N,), math.inf), x.new_zeros(N), errors
+    ended = torch.zeros_like(running, dtype=torch.bool)
 
     def loss(step: int) -> Tensor:
         nonlocal best, since, before, ended
