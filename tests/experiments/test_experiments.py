@@ -130,7 +130,11 @@ def test_equal_settings_give_equal_values(name):
     [
         # Gates that start nearly shut change little in so few steps.
         ("fine-tune", ("confirmed", "not measurable at this size"), "gains significantly"),
-        ("synthetic", ("confirmed", "not measurable at this size", "not confirmed"), "For α > 0.6, RSA predicts"),
+        (
+            "synthetic",
+            ("confirmed", "not measurable at this size", "not confirmed"),
+            "Relative to the linear RNN at α > 0.6, RSA predicts",
+        ),
         # A REM can count modulo 2, as (aa)* needs; no REM helps on Parity.
         ("regular-languages", ("not confirmed",), "which is significant; on Parity it is not better"),
         ("forecasting", ("confirmed", "not measurable at this size"), "lower error in"),

@@ -89,7 +89,7 @@ class Rows(list[Row]):
         """The mean of the first of these rows."""
         return self.find(measure, **settings)[0].mean
 
-    def by(self, setting: str) -> dict[str, Rows]:
+    def by(self, setting: str) -> dict[Any, Rows]:
         """The rows by the value of a setting."""
         values = dict.fromkeys(row.settings[setting] for row in self)
         return {value: Rows(row for row in self if row.settings[setting] == value) for value in values}

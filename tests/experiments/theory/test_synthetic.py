@@ -131,8 +131,8 @@ def test_a_broken_rem_loses(broken, monkeypatch):
     assert predict_last("rsa", "tanh", x, y, most_steps=60, held_out=10).mean() > 1.1 * right
 
 
-def row(rule, activation, mean, half):
-    settings = {"rule": rule, "activation": activation, "alpha": 0.7, "most_steps": 9}
+def row(rule, activation, mean, half, observations=100):
+    settings = {"observations": observations, "rule": rule, "activation": activation, "alpha": 0.7, "most_steps": 9}
     return Row(settings, "rsa / linear", mean, mean - half, mean + half, 5)
 
 
@@ -143,12 +143,18 @@ def row(rule, activation, mean, half):
 def test_the_verdict_follows_the_paper_s_rule(mean, half, verdict):
     rows = Rows([row("loss", "tanh", mean, half), row("loss", "relu", 0.8, 0.1), row("early", "tanh", 0.5, 0.01)])
     assert conclude(rows).verdict == verdict
+    longer = conclude(Rows([*rows, row("loss", "tanh", 1.3, 0.1, observations=300)]))
+    assert (longer.verdict, longer.sentence) == (verdict, conclude(rows).sentence)
+    assert (
+        "300 observations, the paper's stopping rule (at most 9 steps): RSA's MSPE is 1.30 times the linear RNN's; "
+        "significantly better in 0 and worse in 1 of 1 cases" in longer.findings
+    )
     one = conclude(Rows(replace(each, low=math.nan, high=math.nan, seeds=1) for each in rows))
     assert ("one seed" in one.sentence, "one seed" in conclude(rows).sentence) == (True, False)
 
 
 def test_rsa_that_diverged_is_against_the_claim():
-    settings = {"activation": "tanh", "most_steps": 9}
+    settings = {"observations": 100, "activation": "tanh", "most_steps": 9}
     results = [
         finished({**settings, "rule": rule, "seed": seed}, {"alpha": [0.7], **errors, "rsa": [rsa]})
         for errors in [{"linear": [1.2], "nonlinear": [1.1]}]
