@@ -37,8 +37,10 @@ def filtered(v, kind, rate, angle, d, weights):
     return [read(y), read(back), (read(drate) * weights).sum(), (read(dtheta) * weights).sum()]
 
 
+@pytest.mark.parametrize("backend", ["", "chunked"])  # the default is C++ where there is a compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_long_texts_agree_with_a_digital_filter(dtype):
+def test_long_texts_agree_with_a_digital_filter(dtype, backend, monkeypatch):
+    monkeypatch.setenv("RSA_HF_BACKEND", backend)
     kinds, rates, angles, dilation = zip(*HEADS, strict=True)
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(1, len(HEADS), T, 1, generator=generator).to(dtype)
@@ -49,15 +51,18 @@ def test_long_texts_agree_with_a_digital_filter(dtype):
     worst = 0.0
     for h, (kind, rate, angle, d) in enumerate(HEADS):
         # The float32 numbers, which are not exactly those above.
-        rate, angle = float(leaves[1][h]), float(leaves[2][h])
+        rate, angle = leaves[1][h].item(), leaves[2][h].item()
         v, w = value[0, h, :, 0].detach().double(), weights[0, h, :, 0].double()
         right = filtered(v, kind, rate, angle, d, w)
         sizes = filtered(v.abs(), "regular", abs(rate), 0.0, d, w.abs())
         sizes[3] = sizes[2]
-        found = [output[0, h, :, 0], gradients[0][0, h, :, 0], gradients[1][h], gradients[2][h]]
+        found = [output[0, h, :, 0].detach(), gradients[0][0, h, :, 0], gradients[1][h], gradients[2][h]]
         for mine, exact, size in zip(found, right, sizes, strict=True):
             assert bool(mine.isfinite().all())
             allowed = 64 * torch.finfo(torch.float32).eps * size + torch.finfo(mine.dtype).eps * exact.abs() + 1e-30
             worst = max(worst, float(((mine.double() - exact).abs() / allowed).max()))
     assert worst <= 1
-    note(Part.NUMBERS, f"P V of {T:,} positions in {dtype}, rates up to 1", {"largest error / allowed": worst})
+    where = "in plain PyTorch" if backend else "by default"
+    note(
+        Part.NUMBERS, f"P V of {T:,} positions in {dtype}, rates up to 1, {where}", {"largest error / allowed": worst}
+    )
