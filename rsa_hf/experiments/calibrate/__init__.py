@@ -160,9 +160,8 @@ def _loss(run: Run, name: str = "score") -> float:
 
 
 def _gain(run: Run, against: Run) -> float:
-    """Of two runs from the same pretrained weights; the first runs were stored without a digest of them."""
-    digests = [each.values["weights"] for each in (run, against) if "weights" in each.values]
-    if len(digests) == 2 and digests[0] != digests[1]:
+    """Of two runs from the same pretrained weights; the oldest groups of runs were stored without a digest of them."""
+    if run.values.get("weights") != against.values.get("weights"):
         raise ValueError(f"{run.settings} and {against.settings} started from different weights. Run both again.")
     return _loss(against) - worst_if_nan(_loss(run))
 
