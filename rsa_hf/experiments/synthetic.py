@@ -76,7 +76,7 @@ def conclude(rows: Rows) -> Conclusion:
     findings, answers, counts, verdicts = [], [], [], []
     nonlinear = Rows(row for row in rows.find("rsa / linear") if row.settings["alpha"] > NONLINEAR)
     for rule, name in (("loss", "the paper's stopping rule"), ("early", "early stopping")):
-        by_length = nonlinear.find("rsa / linear", rule=rule).by("observations")
+        by_length = nonlinear.by("rule")[rule].by("observations")
         for length, ratios in by_length.items():
             findings.append(
                 f"{length} observations, {name} (at most {ratios[0].settings['most_steps']} steps): RSA's MSPE is "
