@@ -81,6 +81,7 @@ class RSAHeads(nn.Module):
     nu: nn.Parameter | None
     theta: nn.Parameter | None
     architecture: Any = None  # row of integration/architectures; here, so that it is copied and pickled with the layer
+    layer_shape: tuple[int, int, int] | None = None  # heads, value heads, head size; None: loaded, and not yet called
     _is_hf_initialized: bool = True  # tells transformers' own initialisation to skip the module
 
     def __init__(self, plan: LayerConfig) -> None:

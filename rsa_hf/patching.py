@@ -20,7 +20,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.config import RSAConfig
 from rsa_hf.heads import RSAHeads, attach_heads, detach_heads, is_peft_wrapper, require_whole_heads
-from rsa_hf.integration.attention import AttentionCall, connect, record_attention_calls
+from rsa_hf.integration.attention import connect
+from rsa_hf.integration.loading import is_self_attention
+from rsa_hf.integration.trial import AttentionCall, record_attention_calls
 from rsa_hf.saved_plan import SavedPlan, configs_with_plans, differences, read_plan, write_plan
 from rsa_hf.utils.text import shorten
 
@@ -107,7 +109,10 @@ def patch_model(
         _require_same_plan(model, plan)
         return model
     modules = [base.get_submodule(name) for name in names]
-    attach_heads(list(zip(modules, plan.config.layer_plans(num_heads), strict=True)))
+    new = attach_heads(list(zip(modules, plan.config.layer_plans(num_heads), strict=True)))
+    for heads, name in zip(new, names, strict=True):
+        call = found[name]
+        heads.layer_shape = (call.num_heads, call.num_value_heads, call.head_size)
     model.config.rsa = write_plan(plan)
     try:
         _require_all_called(base, names, probe_inputs)
@@ -208,7 +213,12 @@ def _self_attention_calls(base: nn.Module, probe_inputs: Mapping[str, Any] | Non
     with record_attention_calls() as calls:
         _run(trial, probe_inputs)
     by_module = {call.module: call for call in calls if call.query_length == call.key_length}
-    found = {name: by_module[module] for module, name in names.items() if module in by_module}
+    found = {
+        name: by_module[module]
+        for module, name in names.items()
+        # Equal lengths in `probe_inputs` make cross-attention look like self-attention; no checkpoint may name it.
+        if module in by_module and is_self_attention(name, module)
+    }
     if found:
         return found
     if calls:

@@ -11,21 +11,28 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
-from rsa_hf.heads import heads_of
+from rsa_hf.heads import RSAHeads, heads_of
 from rsa_hf.integration import what_fits
 from rsa_hf.integration.architectures.table import ARCHITECTURES, Architecture
+from rsa_hf.integration.trial import (
+    AttentionCall,
+    attention_output,
+    looks_ahead,
+    marking,
+    marks_of,
+    recorded,
+    require_trusted,
+)
 from rsa_hf.ops.mask import (
     AttentionMask,
     PackedSegments,
@@ -35,15 +42,14 @@ from rsa_hf.ops.mask import (
     remembered,
     warn_single_token_segments,
 )
+from rsa_hf.utils.text import shorten
 
 __all__ = [
-    "AttentionCall",
     "architecture_of",
     "connect",
     "flash_segment_ids",
     "mix_recurrence",
     "read_attention_mask",
-    "record_attention_calls",
     "wrap_class",
     "wrap_get_interface",
     "wrap_init_continuous_batching",
@@ -60,50 +66,6 @@ _NO_CONTINUOUS_BATCHING = (
 _DIRECTION_ATTRIBUTES = {"InformerAttention": "is_decoder"}
 
 
-# --- the calls of a trial run ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """One call of attention, as `record_attention_calls` sees it.
-
-    Attributes:
-        module: the attention module.
-        num_heads: H.
-        query_length: T.
-        key_length: S.
-        stated: whether it is causal, according to the call or the module; None: neither says.
-        causal: whether it is causal, according to its mask or, on the meta device, as stated.
-    """
-
-    module: nn.Module
-    num_heads: int
-    query_length: int
-    key_length: int
-    stated: bool | None
-    causal: bool | None
-
-
-class _Recording(threading.local):
-    """The calls of a trial run in this thread; None while there is none. Other threads may run models of their own."""
-
-    calls: list[AttentionCall] | None = None
-
-
-_recording = _Recording()
-
-
-@contextmanager
-def record_attention_calls() -> Iterator[list[AttentionCall]]:
-    """Record the calls of attention in this thread while the context is open, with or without RSA heads."""
-    calls: list[AttentionCall] = []
-    _recording.calls = calls
-    try:
-        yield calls
-    finally:
-        _recording.calls = None
-
-
 # --- modules that use the attention interface -----------------------------------------------------------------------
 
 
@@ -114,7 +76,7 @@ def wrap_get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
         base = original(self, attn_implementation, default)
 
         def attention(module: nn.Module, *args: Any, **keywords: Any) -> Any:
-            if heads_of(module) is None and _recording.calls is None:
+            if heads_of(module) is None and recorded() is None:
                 return base(module, *args, **keywords)
             return _attention_with_rsa(base, attn_implementation or "", module, *args, **keywords)
 
@@ -146,17 +108,19 @@ def _attention_with_rsa(
     if causal is None:
         causal = getattr(module, _DIRECTION_ATTRIBUTES.get(type(module).__name__, "is_causal"), None)
     causal = None if causal is None else bool(causal)
-    if _recording.calls is not None:
-        # Zero queries weight all keys that they see equally, and only the last key has a value here.
-        last = torch.zeros_like(value)
-        last[:, :, -1] = 1
-        seen = base(module, torch.zeros_like(query), key, last, attention_mask, *args, **keywords)[0]
-        shown = causal if seen.is_meta else not (seen[:, :-1] != 0).any()
-        _recording.calls.append(AttentionCall(module, query.shape[1], query.shape[2], key.shape[2], causal, shown))
-    output, weights = base(module, query, key, value, attention_mask, *args, **keywords)
+    if (calls := recorded()) is not None:
+        # Zero queries weight all keys that they see equally.
+        seen = base(module, torch.zeros_like(query), key, marks_of(value), attention_mask, *args, **keywords)
+        seen = attention_output(seen, implementation, query, value)
+        shown = causal if seen.is_meta else not looks_ahead(seen)
+        calls.append(_call(module, seen, value, causal, shown))
+    if (rsa := heads_of(module)) is not None:
+        planned = causal if rsa.plan.causal is None else rsa.plan.causal
+        require_trusted(base, implementation, planned, module, query, key, value, attention_mask, args, keywords)
+    result = base(module, query, key, value, attention_mask, *args, **keywords)
     mixed = mix_recurrence(
         module,
-        output,
+        attention_output(result, implementation, query, value),
         value,
         attention_mask,
         causal,
@@ -165,7 +129,14 @@ def _attention_with_rsa(
         # Under sdpa and eager, windows and documents are in the mask; flash attention takes them as keywords.
         flash=keywords if "flash" in implementation else None,
     )
-    return mixed, weights
+    return mixed, result[1]
+
+
+def _call(module: nn.Module, output: Tensor, value: Tensor, stated: bool | None, shown: bool | None) -> AttentionCall:
+    """The record of a call, from attention's output, [B, T, H, D], and V, [B, Hv, S, D]."""
+    return AttentionCall(
+        module, output.shape[2], value.shape[1], value.shape[3], output.shape[1], value.shape[2], stated, shown
+    )
 
 
 def wrap_init_continuous_batching(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -223,16 +194,21 @@ def wrap_class(path: str, name: str) -> Architecture:
 
     @functools.wraps(original)
     def method(self: nn.Module, *args: Any, **keywords: Any) -> Any:
-        if heads_of(self) is None and _recording.calls is None:
+        calls = recorded()
+        if heads_of(self) is None and calls is None:
             return original(self, *args, **keywords)
+        call = dict(zip(names, args, strict=False)) | keywords
 
-        def mix(attention: Tensor, value: Tensor, mask: Tensor | None, causal: bool, **more: Any) -> Tensor:
-            if _recording.calls is not None:
-                T, H = attention.shape[1:3]
-                _recording.calls.append(AttentionCall(self, H, T, value.shape[2], causal, causal))
-            return mix_recurrence(self, attention, value, mask, causal, **more)
+        def record(attention: Tensor, value: Tensor, mask: Tensor | None, causal: bool, **more: Any) -> Tensor:
+            assert calls is not None
+            shown = causal if attention.is_meta else not looks_ahead(attention)
+            calls.append(_call(self, attention, value, causal, shown))
+            return attention
 
-        return row.run(self, original, dict(zip(names, args, strict=False)) | keywords, mix)
+        if calls is not None:
+            with marking():
+                row.run(self, original, call, record)
+        return row.run(self, original, call, functools.partial(mix_recurrence, self))
 
     method._rsa_hf_architecture = row  # type: ignore[attr-defined]
     setattr(cls, row.method, method)
@@ -276,11 +252,13 @@ def mix_recurrence(
         [B, T, H, D].
 
     Raises:
-        ValueError: neither the plan nor the call says whether attention is causal.
+        ValueError: neither the plan nor the call says whether attention is causal, or the layer has other heads than
+            when it was patched.
     """
     rsa = heads_of(module)
     if rsa is None:
         return attention
+    _require_whole_layer(module, rsa, (attention.shape[2], value.shape[1], value.shape[3]))
     if rsa.plan.causal is not None:
         causal = rsa.plan.causal
     if causal is None:
@@ -303,6 +281,32 @@ def mix_recurrence(
     )
     mixed: Tensor = rsa(attention, value, visible)
     return mixed
+
+
+def _require_whole_layer(module: nn.Module, rsa: RSAHeads, shape: tuple[int, int, int]) -> None:
+    """Check that no library has cut up a layer since it was patched; a loaded one, since it was loaded.
+
+    Args:
+        module: the attention module.
+        rsa: its RSA heads.
+        shape: heads, value heads and head size of this call.
+    """
+    if rsa.layer_shape == shape or torch.compiler.is_compiling():
+        return
+    has = "{} heads, {} value heads and a head size of {}"
+    if rsa.layer_shape is not None:
+        problem = f"had {has.format(*rsa.layer_shape)} when it was patched, and now has {has.format(*shape)}"
+    else:
+        layers = {type(part).__name__ for part in module.modules() if type(part).__module__.startswith("deepspeed.")}
+        split = {name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)}
+        if not layers | split:
+            rsa.layer_shape = shape
+            return
+        problem = f"was split by another library ({shorten(sorted(layers | split))})"
+    raise ValueError(
+        f"this {type(module).__name__} {problem}. RSA heads are given by their index in the whole layer, so P V would "
+        "go into other heads. Leave tensor parallelism to transformers: from_pretrained(..., tp_plan='auto')."
+    )
 
 
 # --- masks: None, 2-D, 4-D, and the keywords of flash attention -----------------------------------------------------

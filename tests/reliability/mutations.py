@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from reliability.record import Part
-from rsa_hf.integration import attention
+from rsa_hf.integration import trial
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _keep_recording(original):
     def record_attention_calls():
         with original() as calls:
             yield calls
-        attention._recording.calls = calls
+        trial._state.calls = calls
 
     return record_attention_calls
 
@@ -321,13 +321,13 @@ ROWS = {
         ),
         (
             "calls are recorded only in a trial run",
-            "rsa_hf.integration.attention:record_attention_calls",
+            "rsa_hf.integration.trial:record_attention_calls",
             _keep_recording,
             OWN_THREAD,
         ),
         (
             "a probe records only its own thread",
-            "rsa_hf.integration.attention:_recording",
+            "rsa_hf.integration.trial:_state",
             by(SimpleNamespace(calls=None)),
             OWN_THREAD,
         ),

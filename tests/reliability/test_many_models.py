@@ -27,7 +27,8 @@ from reliability.neighbours import FAMILIES, PLANS, SEEDS, Kind, build, looks, o
 from reliability.record import Part, is_full, note
 from rsa_hf import is_patched, patch_model, unpatch_model
 from rsa_hf.integration import installed
-from rsa_hf.integration.attention import connect, record_attention_calls
+from rsa_hf.integration.attention import connect
+from rsa_hf.integration.trial import record_attention_calls
 
 TESTS = Path(__file__).parents[1]
 RUNS, STEPS = (60, 30) if is_full() else (4, 14)

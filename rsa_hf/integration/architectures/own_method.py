@@ -8,13 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rsa_hf.integration.trial import is_marking, marks_of
 from rsa_hf.ops.mask import HIDDEN_AT_OR_BELOW, remembered
 
 __all__ = ["run_attn", "run_gpt2", "run_gpt_neo", "run_openai_gpt", "run_xlnet"]
 
 
+def _with_marks(call: dict[str, Any], name: str, dim: int = 2) -> dict[str, Any]:
+    """The call with marks for V, the argument `name`, in a trial run; `dim` is its axis of keys."""
+    return {**call, name: marks_of(call[name], dim)} if is_marking() else call
+
+
 def run_attn(module: nn.Module, attn: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
     """GPT-J and others: `_attn` takes Q, K, V as [B, H, T or S, D] and returns [B, H, T, D] and the weights."""
+    call = _with_marks(call, "value")
     output, weights = attn(module, **call)
     mixed = mix(output.transpose(1, 2), call["value"], call.get("attention_mask"), causal=True)
     return mixed.transpose(1, 2), weights
@@ -22,6 +29,7 @@ def run_attn(module: nn.Module, attn: Callable[..., Any], call: dict[str, Any], 
 
 def run_gpt2(module: Any, attn: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
     """GPT-2 with `reorder_and_upcast_attn` and eager attention: as GPT-J, but it returns [B, T, H, D]."""
+    call = _with_marks(call, "value")
     output, weights = attn(module, **call)
     causal = not module.is_cross_attention
     return mix(output, call["value"], call.get("attention_mask"), causal=causal), weights
@@ -29,6 +37,7 @@ def run_gpt2(module: Any, attn: Callable[..., Any], call: dict[str, Any], mix: C
 
 def run_gpt_neo(module: Any, attn: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
     """GPT-Neo: as GPT-J, but the mask does not include the window of a local layer."""
+    call = _with_marks(call, "value")
     output, weights = attn(module, **call)
     mask, window = call.get("attention_mask"), None
     if module.attention_type == "local":
@@ -49,6 +58,7 @@ def run_openai_gpt(
     module: nn.Module, attn: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]
 ) -> Any:
     """OpenAI-GPT: `_attn` takes V, [B, H, S, D], and a mask of padding only, [B, 1, 1, S]; it returns a list."""
+    call = _with_marks(call, "v")
     output, *weights = attn(module, **call)
     mask = call.get("attention_mask")
     if mask is not None:
@@ -66,6 +76,7 @@ def run_xlnet(module: nn.Module, core: Callable[..., Any], call: dict[str, Any],
 
     The query stream has a query at every position, so its P V is that of the content stream.
     """
+    call = _with_marks(call, "v_head_h", dim=0)
     found = core(module, **call)
     output = found[0] if isinstance(found, tuple) else found
     value, mask = call["v_head_h"].permute(1, 2, 0, 3), call.get("attn_mask")

@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.cache_utils import EncoderDecoderCache
 
+from rsa_hf.integration.trial import is_marking, marks_of
+
 __all__ = ["Run", "StandIn", "StandInForCache", "StandInForCall", "not_seen"]
 
 Run = Callable[[Any, Callable[..., Any], dict[str, Any], Callable[..., Tensor]], Any]
@@ -22,6 +24,8 @@ class StandInForCache:
     """A cache, or none, that keeps the values that attention sees."""
 
     def __init__(self, cache: Any) -> None:
+        if is_marking():
+            cache = None  # marks must not stay in it
         # An encoder-decoder has two caches, one of them for self-attention.
         self.cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         self.value: Tensor | None = None
@@ -30,7 +34,7 @@ class StandInForCache:
         """Update the cache, if there is one: K and V of all positions, [B, Hv, S, D]."""
         if self.cache is not None:
             key, value = self.cache.update(key, value, *args, **keywords)
-        self.value = value
+        self.value = value = marks_of(value) if is_marking() else value
         return key, value
 
     def get_seq_length(self, *args: Any) -> Any:

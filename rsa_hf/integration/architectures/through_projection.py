@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from rsa_hf.integration.architectures.stand_ins import Run, StandIn, StandInForCall, not_seen
+from rsa_hf.integration.trial import is_marking, marks_of
 from rsa_hf.ops.mask import remembered
 
 __all__ = ["deberta_values", "from_projection_to_return", "heads_of_states", "run_mpnet"]
@@ -18,7 +19,8 @@ def _keeping(module: Any, projection: str) -> tuple[StandInForCall, list[Tensor]
     project, outputs = getattr(module, projection), []
 
     def keep(states: Tensor) -> Any:
-        outputs.append(project(states))
+        projected = project(states)
+        outputs.append(marks_of(projected, dim=1) if is_marking() else projected)
         return outputs[-1]
 
     return StandInForCall(project, keep), outputs

@@ -1,0 +1,224 @@
+"""Trial runs on marked values: what a model's attention modules do, and what an attention function does with V.
+
+A mark is a value that can be found again in the output of attention. With a mark on the last key alone, a query whose
+output is not zero sees that key, so a trial run shows the direction of a layer, whatever its class or config say.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = [
+    "AttentionCall",
+    "attention_output",
+    "is_marking",
+    "looks_ahead",
+    "marking",
+    "marks_of",
+    "record_attention_calls",
+    "recorded",
+    "require_trusted",
+]
+
+_OWN = ("transformers", "rsa_hf")  # packages whose attention functions need no trial
+_SDPA = torch._C._nn.scaled_dot_product_attention
+_trusted: weakref.WeakSet[Any] = weakref.WeakSet()  # functions that passed a trial, for as long as they exist
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of attention, as `record_attention_calls` sees it.
+
+    Attributes:
+        module: the attention module.
+        num_heads: H.
+        num_value_heads: Hv.
+        head_size: D of V.
+        query_length: T.
+        key_length: S.
+        stated: whether it is causal, according to the call or the module; None: neither says.
+        causal: whether it is causal, according to marked values or, on the meta device, as stated.
+    """
+
+    module: nn.Module
+    num_heads: int
+    num_value_heads: int
+    head_size: int
+    query_length: int
+    key_length: int
+    stated: bool | None
+    causal: bool | None
+
+
+class _State(threading.local):
+    """This thread's trial run. Other threads may run models of their own."""
+
+    calls: list[AttentionCall] | None = None
+    marking: bool = False
+
+
+_state = _State()
+
+
+@contextmanager
+def record_attention_calls() -> Iterator[list[AttentionCall]]:
+    """Record the calls of attention in this thread while the context is open, with or without RSA heads."""
+    calls: list[AttentionCall] = []
+    _state.calls = calls
+    try:
+        yield calls
+    finally:
+        _state.calls = None
+
+
+def recorded() -> list[AttentionCall] | None:
+    """The calls that this thread has recorded so far; None outside of `record_attention_calls`."""
+    return _state.calls
+
+
+@contextmanager
+def marking() -> Iterator[None]:
+    """Replace V by `marks_of` in the modules beside the attention interface while the context is open."""
+    _state.marking = True
+    try:
+        yield
+    finally:
+        _state.marking = False
+
+
+def is_marking() -> bool:
+    """Whether `marking` is open in this thread."""
+    return _state.marking
+
+
+def marks_of(value: Tensor, dim: int = 2) -> Tensor:
+    """V with a 1 at the last key, along `dim`, and 0 elsewhere."""
+    marks = torch.zeros_like(value)
+    marks.select(dim, -1).fill_(1)
+    return marks
+
+
+def looks_ahead(output: Tensor) -> bool:
+    """Whether any query but the last sees the last key, from attention's output on `marks_of`, [B, T, H, D]."""
+    return bool((output[:, :-1] != 0).any())
+
+
+def require_trusted(
+    base: Callable[..., Any],
+    implementation: str,
+    causal: bool | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    args: Sequence[Any],
+    keywords: Mapping[str, Any],
+) -> None:
+    """Try an attention function that is not transformers' own on marked values, once, before its output is used.
+
+    A function of another library may cut up the sequence or the heads, or lay out its output in another way.
+
+    Args:
+        base: the attention function.
+        implementation: its name.
+        causal: direction of the call; None: unknown.
+        module: the attention module.
+        query: [B, H, T, D].
+        key: [B, Hkv, S, D].
+        value: [B, Hv, S, D].
+        mask: the call's mask.
+        args: further arguments of the call.
+        keywords: keywords of the call.
+
+    Raises:
+        NotImplementedError: torch's context parallelism cuts the sequence, or a graph is compiled before the function
+            was tried.
+        ValueError: the function's output is not that of attention over the V that it was given.
+    """
+    foreign = _foreign(base)
+    if foreign is None or foreign in _trusted:
+        return
+    name = f"attn_implementation={implementation!r} ({foreign.__module__}.{getattr(foreign, '__qualname__', '')})"
+    if str(foreign.__module__).startswith("torch.distributed"):
+        raise NotImplementedError(
+            f"RSA does not work with torch's context parallelism ({name}): each process has a part of the sequence, "
+            "and P V would miss the tokens of the others. Use FSDP2 or tensor parallelism (tp_plan)."
+        )
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"{name} is not transformers' own, so RSA tries it before its output is trusted, and a compiled graph "
+            "cannot: run the model once before it is compiled."
+        )
+    if keywords.get("cache") is not None:
+        raise NotImplementedError(
+            f"{name} fills a paged cache, and RSA knows that of transformers' own functions alone."
+        )
+    devices = [value.device] if value.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        # Zero queries weight all keys that they see equally, so the same V at all keys comes out as it is.
+        same = value[:, :, :1]
+        spread = torch.arange(same.numel(), device=value.device) * 0.618034 % 1  # no two neighbours are alike
+        same = (1 + spread).to(value.dtype).view(same.shape)
+        result = base(
+            module, torch.zeros_like(query), key, same.expand_as(value).contiguous(), mask, *args, **keywords
+        )
+        # A query that sees no key may be NaN.
+        output = attention_output(result, implementation, query, value).nan_to_num()
+        expected = same.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
+        share = (output * expected).sum(-1, keepdim=True) / expected.square().sum(-1, keepdim=True)
+        is_laid_out = torch.allclose(output, share * expected, rtol=0.02, atol=0.02)
+        crosses = False
+        if causal and (mask is None or mask.dim() == 2):
+            seen = base(module, torch.zeros_like(query), key, marks_of(value), mask, *args, **keywords)[0]
+            crosses = looks_ahead(seen)
+    if not is_laid_out or crosses:
+        what = "sees keys after a query" if is_laid_out else "mixes up batch, positions, heads or channels"
+        raise ValueError(
+            f"{name} is no attention over the V that it is given: its output {what}. RSA needs [batch, queries, "
+            "heads, head size], for all heads and all positions. Use 'sdpa', 'eager' or 'flash_attention_2'."
+        )
+    if query.shape[2] > 1:  # one query shows nothing of the direction
+        _trusted.add(foreign)
+
+
+def attention_output(result: Any, implementation: str, query: Tensor, value: Tensor) -> Tensor:
+    """The output of an attention function, [B, T, H, D], checked.
+
+    Raises:
+        ValueError: the function did not return output and weights, or the output has another shape.
+    """
+    B, H, T, _ = query.shape
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)
+    if is_pair and result[0].shape == (B, T, H, value.shape[3]):
+        output: Tensor = result[0]
+        return output
+    returned = f"{tuple(result[0].shape)}" if is_pair else f"{type(result).__name__}"
+    if isinstance(result, tuple) and not is_pair:
+        returned = f"a tuple of {', '.join(type(part).__name__ for part in result)}"
+    raise ValueError(
+        f"attn_implementation={implementation!r} returned {returned}: RSA needs (output, weights) with an output of "
+        f"shape [batch, queries, heads, head size], here {(B, T, H, value.shape[3])}. A library that splits the "
+        "sequence or the heads over processes (DeepSpeed's Ulysses) does not work with RSA."
+    )
+
+
+def _foreign(base: Any) -> Any:
+    """What has to be tried before the output of an attention function is trusted: itself, or a replaced sdpa."""
+    while isinstance(base, functools.partial):
+        base = base.func
+    # Not `__module__`, which functools.wraps copies.
+    home = getattr(base, "__globals__", {}).get("__name__", "")
+    if home.partition(".")[0] not in _OWN:
+        return base
+    return None if F.scaled_dot_product_attention is _SDPA else F.scaled_dot_product_attention

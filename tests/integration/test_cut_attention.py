@@ -1,0 +1,230 @@
+"""Libraries that cut up attention, or replace it: RSA is right there, or refused before the first wrong number."""
+
+import functools
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from families import VOCAB, build, inputs, move_rates
+from rsa_hf import RSAConfig, patch_model
+
+PLAN = RSAConfig(num_regular=1, num_cyclical_pairs=1, gate_init=1.0)
+
+
+def patched(family="llama"):
+    torch.manual_seed(0)
+    return move_rates(patch_model(build(family), PLAN))
+
+
+@pytest.fixture
+def register():
+    """Register an attention function for one test."""
+    names = []
+
+    def add(name, function):
+        names.append(name)
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+    yield add
+    for name in names:
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# --- attention functions that are not transformers' own -------------------------------------------------------------
+
+
+@functools.wraps(sdpa_attention_forward)  # which makes it look like transformers' own
+def flat(*args, **keywords):
+    output, weights = sdpa_attention_forward(*args, **keywords)
+    return output.flatten(2), weights
+
+
+def heads_first(*args, **keywords):
+    output, weights = sdpa_attention_forward(*args, **keywords)
+    return output.transpose(1, 2), weights
+
+
+def nothing(*args, **keywords):
+    sdpa_attention_forward(*args, **keywords)
+
+
+def three(*args, **keywords):
+    return (*sdpa_attention_forward(*args, **keywords), None)
+
+
+def channels_of_other_heads(*args, **keywords):
+    output, weights = sdpa_attention_forward(*args, **keywords)
+    return output.roll(1, dims=2), weights
+
+
+def half_of_the_rows(module, query, key, value, *args, **keywords):
+    return sdpa_attention_forward(module, query[:1], key[:1], value[:1], *args, **keywords)
+
+
+def sees_ahead(*args, **keywords):
+    return sdpa_attention_forward(*args, **{**keywords, "is_causal": False})
+
+
+WRONG = [flat, heads_first, nothing, three, channels_of_other_heads, half_of_the_rows, sees_ahead]
+
+
+@pytest.mark.parametrize("length", [8, 11])  # as many as heads, so that shapes alone tell nothing
+@pytest.mark.parametrize("function", WRONG)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_output_of_another_layout_is_refused(family, function, length, register):
+    register("mine", function)
+    model = patched(family)
+    batch = inputs(family, length=length)
+    model(**batch)
+    model.set_attn_implementation("mine")
+    with pytest.raises(ValueError, match=r"attn_implementation='mine'.*\[batch, queries, heads, head size\]"):
+        model(**batch)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_function_that_attends_as_transformers_does_is_trusted(family, padding, training, register):
+    calls = []
+
+    def mine(*args, **keywords):
+        calls.append(args[0])
+        return sdpa_attention_forward(*args, **keywords)
+
+    register("mine", mine)
+    model, batch = patched(family).train(training), inputs(family)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][0, :padding] = 0
+
+    def run():
+        torch.manual_seed(1)  # of dropout, which the trial must not change
+        return model(**batch).last_hidden_state
+
+    expected = run()
+    model.set_attn_implementation("mine")
+    assert torch.equal(run(), expected)
+    tried = len(calls)
+    run()
+    # Later calls cost nothing more.
+    assert tried > len(calls) - tried == len(set(calls))
+
+
+def test_a_plain_model_may_have_any_function(register):
+    register("mine", flat)
+    model, batch = build("llama"), inputs("llama")
+    expected = model(**batch).last_hidden_state
+    model.set_attn_implementation("mine")
+    assert torch.equal(model(**batch).last_hidden_state, expected)
+
+
+def test_a_replaced_sdpa_is_tried(monkeypatch):
+    original, model, batch = F.scaled_dot_product_attention, patched(), inputs("llama")
+    expected = model(**batch).last_hidden_state
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kw: original(*args, **kw))
+    assert torch.equal(model(**batch).last_hidden_state, expected)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kw: original(*args, **kw).roll(1, dims=1))
+    with pytest.raises(ValueError, match="mixes up"):
+        model(**batch)
+
+
+def test_context_parallelism_is_refused_by_name(one_process):
+    model, batch = patched(), inputs("llama")
+    expected = model(**batch).last_hidden_state
+    mesh, buffer = init_device_mesh("cpu", (1,)), torch.zeros(2, 8)
+    sharded = context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1])
+    with sharded, pytest.raises(NotImplementedError, match="context parallelism"):
+        model(**batch)
+    assert torch.equal(model(**batch).last_hidden_state, expected)
+
+
+def test_an_untried_function_is_not_compiled(register):
+    register("mine", lambda *args, **keywords: sdpa_attention_forward(*args, **keywords))
+    model, batch = patched(), inputs("llama")
+    del model.layers[1]
+    expected = model(**batch).last_hidden_state
+    model.set_attn_implementation("mine")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="run the model once before it is compiled"):
+        compiled(**batch)
+    model(**batch)
+    torch._dynamo.reset()
+    torch.testing.assert_close(compiled(**batch).last_hidden_state, expected)
+
+
+# --- layers with other heads than they had --------------------------------------------------------------------------
+
+
+def halve_heads(model):
+    """Leave each layer the second half of its heads, as a process of two has it under tensor parallelism."""
+    for layer in model.layers:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight = getattr(layer.self_attn, name).weight
+            weight.data = weight.data.chunk(2)[1].clone()
+        weight = layer.self_attn.o_proj.weight
+        weight.data = weight.data.chunk(2, dim=1)[1].clone()
+
+
+def test_a_layer_that_lost_heads_is_refused(tmp_path):
+    model, batch = patched(), inputs("llama")
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert torch.equal(loaded(**batch).last_hidden_state, model(**batch).last_hidden_state)
+    for cut in (model, loaded, pickle.loads(pickle.dumps(patched()))):
+        halve_heads(cut)
+        with pytest.raises(ValueError, match=r"had 8 heads.*and now has 4 heads, 1 value heads.*tp_plan='auto'"):
+            cut(**batch)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neo"])
+def test_other_heads_of_the_same_channels_are_refused(name):
+    """The same channels, read as twice as many heads of half the size."""
+    sizes = {"n_embd": 32, "n_head": 8, "n_layer": 2}
+    if name == "gpt_neo":
+        sizes = {"hidden_size": 32, "num_heads": 8, "num_layers": 2, "attention_types": [[["global", "local"], 1]]}
+    config = AutoConfig.for_model(name, vocab_size=VOCAB, **sizes)
+    model, batch = patch_model(AutoModel.from_config(config).eval(), PLAN), inputs("gpt2")
+    model(**batch)
+    for module in model.modules():
+        if "rsa" in module._modules:
+            module.num_heads, module.head_dim = 16, 2
+    with pytest.raises(ValueError, match=r"had 8 heads.*head size of 4.*now has 16 heads"):
+        model(**batch)
+
+
+def test_a_loaded_layer_that_torch_splits_is_refused(one_process, tmp_path):
+    """Nothing is known of a loaded layer before its first call, but its weights are seen to be split."""
+    model = patched()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    colwise = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+    for layer in loaded.layers:
+        parallelize_module(layer, init_device_mesh("cpu", (1,)), colwise | {"self_attn.o_proj": RowwiseParallel()})
+    with pytest.raises(ValueError, match=r"was split by another library.*q_proj"):
+        loaded(**inputs("llama"))
+
+
+def test_the_control_without_a_comparison_is_silently_wrong(monkeypatch):
+    model, batch = patched(), inputs("llama")
+    halve_heads(model)
+    plain = patch_model(build("llama"), PLAN)
+    monkeypatch.setattr("rsa_hf.integration.attention._require_whole_layer", lambda *args: None)
+    found = model(**batch).last_hidden_state
+    assert found.isfinite().all() and not torch.equal(found, plain(**batch).last_hidden_state)

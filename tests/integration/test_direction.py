@@ -1,0 +1,99 @@
+"""The direction of P is that of attention, wherever a model says it: P alone sees later tokens where attention does."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration
+
+from families import VOCAB, build, widen
+from rsa_hf import RSAConfig, patch_model, unpatch_model
+from rsa_hf.integration.trial import looks_ahead
+
+ALL_HEADS = RSAConfig(num_regular=4, num_cyclical_pairs=2, gate_init=30.0)  # P alone
+SIZES = {
+    "falcon": {"num_hidden_layers": 2, "num_attention_heads": 8},
+    "bloom": {"n_layer": 2, "n_head": 8},
+    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 8},
+    "codegen": {"n_layer": 2, "n_head": 8, "n_embd": 32, "rotary_dim": 4},
+    "gptj": {"n_layer": 2, "n_head": 8, "n_embd": 32, "rotary_dim": 4},
+    "llama": {"num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 48},
+    "gpt2": {"n_layer": 2, "n_head": 8, "n_embd": 32},
+}
+
+
+def build_with(name, **settings):
+    config = AutoConfig.for_model(name, vocab_size=VOCAB, hidden_size=32, **SIZES[name])
+    for key, value in settings.items():
+        setattr(config, key, value)
+    return widen(AutoModelForCausalLM.from_config(config))
+
+
+@torch.no_grad()
+def sees_later_tokens(model):
+    """How much the last tokens change the outputs at the first ones."""
+    ids = torch.randint(3, VOCAB, (2, 10))
+    other = ids.clone()
+    other[:, 8:] = 5
+    before, after = (model(x, use_cache=False).logits[:, :6] for x in (ids, other))
+    return float((before - after).abs().max())
+
+
+# A plain MPT cannot run with is_causal=False.
+@pytest.mark.parametrize(("name", "causal"), [*((n, True) for n in SIZES), *((n, False) for n in SIZES if n != "mpt")])
+def test_the_config_says_the_direction(name, causal, tmp_path):
+    model = build_with(name) if causal else build_with(name, is_causal=False)
+    attention = sees_later_tokens(model) > 0.01
+    assert attention is not causal
+    patch_model(model, ALL_HEADS)
+    assert (sees_later_tokens(model) > 0.01) is attention
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.randint(3, VOCAB, (2, 10))
+    assert torch.equal(loaded(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
+def test_the_control_that_believes_the_table_sees_no_later_token(monkeypatch):
+    monkeypatch.setattr("rsa_hf.integration.attention.looks_ahead", lambda output: False)
+    model = build_with("falcon", is_causal=False)
+    assert sees_later_tokens(model) > 0.01
+    with pytest.warns(UserWarning, match="explicit P"):
+        assert sees_later_tokens(patch_model(model, ALL_HEADS)) == 0
+    assert looks_ahead(torch.ones(1, 2, 1, 1))
+
+
+def test_a_trial_leaves_no_marks_in_a_cache():
+    model = build_with("bloom")
+    ids = torch.randint(3, VOCAB, (2, 10))
+    patch_model(model, RSAConfig(num_regular=1, gate_init=float("-inf")))
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, unpatch_model(copy.deepcopy(model))(ids).logits)
+
+
+# --- probes of equal lengths ----------------------------------------------------------------------------------------
+
+
+def test_equal_lengths_put_no_heads_on_cross_attention(tmp_path):
+    halves = {f"{half}_{key}": size for half in ("encoder", "decoder") for key, size in HALF.items()}
+    model = BartForConditionalGeneration(
+        BartConfig(vocab_size=VOCAB, d_model=32, max_position_embeddings=64, **halves)
+    )
+    ids = torch.randint(3, VOCAB, (2, 10))
+    plan = RSAConfig(num_regular=1, num_cyclical_pairs=1, gate_init=1.0)
+    patch_model(model.eval(), plan, probe_inputs={"input_ids": ids, "decoder_input_ids": ids})
+    names = [name for name, module in model.named_modules() if "rsa" in module._modules]
+    assert names == [f"model.{half}.layers.0.self_attn" for half in ("encoder", "decoder")]
+    model.save_pretrained(tmp_path)
+    loaded = BartForConditionalGeneration.from_pretrained(tmp_path)
+    inputs = {"input_ids": ids[:, :5], "decoder_input_ids": ids}  # more queries than keys in cross-attention
+    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+
+
+HALF = {"layers": 1, "attention_heads": 8, "ffn_dim": 48}
+
+
+def test_equal_lengths_put_no_heads_on_the_cross_attention_of_t5():
+    ids = torch.randint(3, VOCAB, (2, 10))
+    model = patch_model(build("t5"), None, probe_inputs={"input_ids": ids, "decoder_input_ids": ids})
+    names = [name for name, module in model.named_modules() if "rsa" in module._modules]
+    assert len(names) == 4 and not any("EncDec" in name for name in names)
