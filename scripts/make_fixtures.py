@@ -35,7 +35,7 @@ from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoConfig, PreTrainedModel  # noqa: E402
 
 import rsa_hf.peft  # noqa: E402
-from rsa_hf import RSAConfig, RSAHeads, patch_model  # noqa: E402
+from rsa_hf import HeadConfig, RSAConfig, RSAHeads, patch_model  # noqa: E402
 
 VOCAB, BATCH, LENGTH = 24, 2, 21
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -77,6 +77,14 @@ PER_LAYER = RSAConfig(
     gate_init=(-1.0, 1.0),
 )
 
+NAMED = RSAConfig(
+    heads=(
+        HeadConfig(layer=0, head=1, kind="regular", decay=-0.4, gate=0.2),
+        HeadConfig(layer=0, head=4, kind="sin", decay=0.7, gate=0.5, theta=1.1, dilation=2),
+        HeadConfig(layer=1, head=5, kind="cos", decay=0.9, gate=0.8, theta=0.3),
+    )
+)
+
 CAUSAL, MASKED, SEQUENCES, TRANSLATION = (
     "AutoModelForCausalLM",
     "AutoModelForMaskedLM",
@@ -91,6 +99,8 @@ MODELS: list[tuple[str, str, str, dict[str, Any], RSAConfig | None]] = [
     ("bert", "bert", MASKED, {**BERT, **SPECIAL, **POSITIONS}, UNTIED),
     ("llama", "llama", CAUSAL, LLAMA, RSAConfig.from_scratch(6)),
     ("llama_bfloat16", "llama", CAUSAL, {**LLAMA, "dtype": torch.bfloat16}, FULL),
+    ("llama_named", "llama", CAUSAL, LLAMA, NAMED),
+    ("bert_named", "bert", MASKED, {**BERT, **SPECIAL, **POSITIONS}, NAMED),
     ("t5", "t5", TRANSLATION, T5, PER_LAYER),
     ("transformer_xl", "transfo-xl", CAUSAL, XL, PAIRS),
     ("transformer_xl_classifier", "transfo-xl", SEQUENCES, XL, PAIRS),
