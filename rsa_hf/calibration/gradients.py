@@ -110,11 +110,10 @@ class ProbedModel:
         head = [parameter for parameter in self.model.parameters() if parameter not in base]
         self._trained_head = {parameter: (parameter.detach().clone(), parameter.grad) for parameter in head}
         optimizer = torch.optim.AdamW([parameter.requires_grad_() for parameter in head], lr=HEAD_RATE)
-        optimizer.zero_grad()
         for batch in itertools.islice(itertools.cycle(batches), steps):
+            optimizer.zero_grad()
             self._loss(batch).backward()
             optimizer.step()
-            optimizer.zero_grad()
         self.model.requires_grad_(False)
         return steps
 

@@ -90,10 +90,9 @@ def wrap_fsdp_init(original: Callable[..., Any]) -> Callable[..., Any]:
             if "uniform dtype" not in str(error) or not any(isinstance(child, RSAHeads) for child in module.modules()):
                 raise
             raise ValueError(
-                "FSDP1 flattens parameters of one dtype only, and those of RSA heads stay float32 whatever the "
-                "model's dtype. Use FSDP2 (fsdp_version: 2); or load the model in float32; or make RSAHeads units of "
-                "their own: add the class to the auto_wrap_policy, in Accelerate to "
-                "fsdp_transformer_layer_cls_to_wrap."
+                "FSDP1 flattens parameters of one dtype only, and those of RSA heads stay float32. Use FSDP2 "
+                "(fsdp_version: 2); or load the model in float32; or make RSAHeads units of their own: add the class "
+                "to the auto_wrap_policy, in Accelerate to fsdp_transformer_layer_cls_to_wrap."
             ) from error
 
     return init

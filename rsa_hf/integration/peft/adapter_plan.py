@@ -90,8 +90,8 @@ def describe_base(model: PreTrainedModel) -> dict[str, Any]:
     sizes = {name: value for name in _SIZES if isinstance(value := getattr(text, name, None), int)}
     # Trained parameters, such as biases with LoRA, are no longer those of the base model.
     frozen = [(name, matrix) for name, matrix in _matrices(model.base_model) if not matrix.requires_grad]
-    adapters = getattr(model, "peft_config", {}).values()
-    if any(getattr(adapter, "layer_replication", None) for adapter in adapters):  # layers have other numbers now
+    # With replicated layers, a layer has another number than in the base model.
+    if any(getattr(config, "layer_replication", None) for config in getattr(model, "peft_config", {}).values()):
         sizes.pop("num_hidden_layers", None)
         frozen = [(name, matrix) for name, matrix in frozen if not re.search(r"\.\d+\.", name)]
     step = max(1, ceil(len(frozen) / _MATRICES))

@@ -34,12 +34,11 @@ class _Tuner:
         return found and "rsa" not in key.split(".")
 
     def _check_merge_allowed(self) -> None:
-        """Refuse to merge into replicated layers, as PEFT means to: they share the weights of one layer."""
+        """Refuse replicated layers, as PEFT means to."""
         super()._check_merge_allowed()  # type: ignore[misc]
         if any(getattr(config, "layer_replication", None) for config in self.peft_config.values()):
             raise ValueError(
-                "layer_replication: replicated layers share their weights, so adapters cannot be merged into them. "
-                "Save the adapter, and load it with rsa_hf.peft.load."
+                "layer_replication: the layers share weights, so nothing can be merged. Save the adapter."
             )
 
     def merge_and_unload(
