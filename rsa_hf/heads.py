@@ -11,7 +11,6 @@ P is the head's recurrence encoding matrix, P[t, s] = f(τ) with τ = position(t
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging
 
 from rsa_hf.config import LayerConfig
 from rsa_hf.ops.autograd import apply_rems, choose_backend
@@ -39,6 +39,8 @@ __all__ = [
     "keep_in_float32",
     "require_whole_heads",
 ]
+
+logger = logging.get_logger(__name__)
 
 PARAMETERS = ("mu", "eta", "nu", "theta")
 
@@ -160,10 +162,9 @@ class RSAHeads(nn.Module):
             return torch.empty_like(attention)
         if self.mu.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling():
             # `_apply` cannot prevent it: FSDP and DeepSpeed give a module parameters of their own.
-            warnings.warn(
-                f"RSA parameters are {self.mu.dtype}: gates and rates are rounded, and learn coarsely. Under "
-                "FSDP2 call rsa_hf.training.fsdp.shard_rsa_heads before the model is prepared.",
-                stacklevel=2,
+            logger.warning_once(
+                f"RSA parameters are {self.mu.dtype}: gates and rates are rounded, and learn coarsely. Under FSDP use "
+                "FSDP2, and call rsa_hf.training.shard_rsa_heads(model, accelerator) before the model is prepared."
             )
         heads_per_value = H // value.shape[1]
         is_step = mask.query_length == 1 and mask.key_length > 1 and mask.causal

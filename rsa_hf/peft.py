@@ -184,6 +184,8 @@ def _restored_on_error(model: PreTrainedModel, was_patched: bool) -> Iterator[No
     """
     children = [(parent, *item) for parent in model.modules() for item in parent._modules.items()]
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    configs = [vars(part.config) for part in model.modules() if isinstance(part, PreTrainedModel)]
+    before = [dict(config) for config in configs]  # layer_replication changes the number of layers
     had_adapters = hasattr(model, "peft_config")
     try:
         yield
@@ -192,6 +194,8 @@ def _restored_on_error(model: PreTrainedModel, was_patched: bool) -> Iterator[No
             parent.add_module(name, child)
         for parameter, was_trained in trained:
             parameter.requires_grad_(was_trained)
+        for config, content in zip(configs, before, strict=True):
+            config.update(content)
         if hasattr(model, "peft_config") and not had_adapters:
             del model.peft_config
         if not was_patched:

@@ -74,12 +74,13 @@ class ProbedModel:
             module.rsa = _Probe(heads.plan)
             self.probes.append(module.rsa)
         model.eval().requires_grad_(False)
-        self._trained_head: dict[Tensor, Tensor] = {}
+        self._trained_head: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for parameter, value in self._trained_head.items():
+        for parameter, (value, grad) in self._trained_head.items():
             parameter.data.copy_(value)
+            parameter.grad = grad
         unpatch_model(self.model)
         for module, was_training in self._training.items():
             module.training = was_training
@@ -107,12 +108,12 @@ class ProbedModel:
             return 0
         base = set(self.model.base_model.parameters())
         head = [parameter for parameter in self.model.parameters() if parameter not in base]
-        self._trained_head = {parameter: parameter.detach().clone() for parameter in head}
+        self._trained_head = {parameter: (parameter.detach().clone(), parameter.grad) for parameter in head}
         optimizer = torch.optim.AdamW([parameter.requires_grad_() for parameter in head], lr=HEAD_RATE)
         for batch in itertools.islice(itertools.cycle(batches), steps):
+            optimizer.zero_grad()
             self._loss(batch).backward()
             optimizer.step()
-            optimizer.zero_grad()
         self.model.requires_grad_(False)
         return steps
 
@@ -163,8 +164,9 @@ class ProbedModel:
         return torch.tensor([float(self._loss(row)) for row in single])
 
     def _loss(self, batch: Mapping[str, Any]) -> Tensor:
-        on_device = {key: x.to(self.model.device) if isinstance(x, Tensor) else x for key, x in batch.items()}
-        loss: Tensor | None = getattr(self.model(**on_device), "loss", None)
+        # Copies, because tensors that were made in inference_mode cannot be saved for the backward pass.
+        inputs = {key: x.to(self.model.device, copy=True) if isinstance(x, Tensor) else x for key, x in batch.items()}
+        loss: Tensor | None = getattr(self.model(**inputs), "loss", None)
         if loss is None:
             raise ValueError(
                 f"{type(self.model).__name__} gives no loss for batches with {', '.join(batch)}: they need labels, "

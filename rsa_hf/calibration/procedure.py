@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,22 +128,28 @@ def run_calibration(
 
     Raises:
         TypeError: `model` is no `PreTrainedModel`, a batch is no mapping, or a setting is unknown.
-        ValueError: too few rows, no loss, a loss that is not finite, or a model that is patched already; or a setting
-            is outside its range.
+        ValueError: too few rows, no loss, a loss that is not finite, a model that is patched already, or one that was
+            made in `torch.inference_mode`; or a setting is outside its range.
     """
     how = CalibrationSettings(**settings)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"calibrate takes a transformers PreTrainedModel, got {type(model).__name__}.")
     if is_patched(model):
         raise ValueError("the model is patched already. Calibrate a plain one: unpatch_model(model) gives it back.")
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise ValueError(
+            f"the weights of this {type(model).__name__} were made in torch.inference_mode, so they cannot be part of "
+            "a backward pass. Load the model, or copy it with copy.deepcopy, outside of torch.inference_mode."
+        )
     read = _read(batches, how.max_rows)
     rows = sum(map(num_rows, read))
-    fold_of_row = torch.arange(rows) * FOLDS // rows
     with (
+        _usual_modes(model),
         ProbedModel(model) as probed,
         tqdm(total=2 + (FOLDS + 1) * how.gate_passes, disable=not progress) as bar,
     ):
         bar.set_description("calibrate")
+        fold_of_row = torch.arange(rows) * FOLDS // rows
         steps = probed.train_head(read, how.head_steps)
         losses = probed.losses(read)
         bar.update()
@@ -188,6 +195,22 @@ def run_calibration(
         gain_without_recurrence=float(damped.mean()),
         head_steps=steps,
     )
+
+
+@contextmanager
+def _usual_modes(model: PreTrainedModel) -> Iterator[None]:
+    """Compute as outside of what a caller may have set: no gradients, autocast, another default device or dtype."""
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    with (
+        torch.inference_mode(False),  # turns gradients on, after no_grad too
+        torch.autocast(model.device.type, enabled=False),
+        nullcontext() if device.type == "cpu" else torch.device("cpu"),
+    ):
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
 
 
 class _Share:
@@ -248,7 +271,7 @@ def _read(batches: Iterable[Mapping[str, Any]], most: int) -> list[dict[str, Any
                 f"batches have the keyword arguments of the model's forward, but one is of type "
                 f"{type(batch).__name__}: give mappings such as {{'input_ids': …, 'labels': …}}."
             )
-        read.append(take_rows(batch, torch.arange(min(num_rows(batch), most - rows))))
+        read.append(take_rows(batch, torch.arange(min(num_rows(batch), most - rows), device="cpu")))
         rows += num_rows(read[-1])
         if rows >= most:
             break

@@ -1,4 +1,4 @@
-"""The table of everything that rsa_hf hooks in transformers, huggingface_hub and PEFT (`peft/hooks.py`): `HOOKS`.
+"""The table of all that rsa_hf hooks in transformers, huggingface_hub, torch and PEFT (`peft/hooks.py`): `HOOKS`.
 
 Nothing else of these libraries is replaced, except for the attention classes listed in `architectures/table.py`, which
 are wrapped when a model with such a class is patched or loaded. PEFT's tuner of a model with RSA heads gets a subclass
@@ -18,7 +18,7 @@ from rsa_hf.integration.loading import wrap_load_pretrained_model, wrap_post_ini
 from rsa_hf.integration.locks import wrap_dict_from_json_file, wrap_to_json_file
 from rsa_hf.integration.peft import hooks as peft_hooks
 from rsa_hf.integration.saving import wrap_save_pretrained, wrap_upload_modified_files
-from rsa_hf.integration.trainer import wrap_create_model_card, wrap_load_from_checkpoint
+from rsa_hf.integration.trainer import wrap_create_model_card, wrap_fsdp_init, wrap_load_from_checkpoint
 from rsa_hf.models import register_all
 
 __all__ = ["HOOKS", "TRANSFORMERS_HOOKS", "install"]
@@ -116,7 +116,19 @@ TRANSFORMERS_HOOKS = (
     ),
 )
 
-HOOKS = (*TRANSFORMERS_HOOKS, *peft_hooks.HOOKS)
+TORCH_HOOKS = (
+    Hook(
+        "torch.distributed.fsdp:FullyShardedDataParallel",
+        "__init__",
+        ("self", "module"),
+        wrap_fsdp_init,
+        purpose="say what to do where FSDP1 refuses the float32 parameters of RSA heads",
+        without="FSDP1 refuses a patched model in half precision with an error that does not name RSA",
+        essential=False,
+    ),
+)
+
+HOOKS = (*TRANSFORMERS_HOOKS, *TORCH_HOOKS, *peft_hooks.HOOKS)
 
 
 def install() -> None:
@@ -128,7 +140,7 @@ def install() -> None:
     Raises:
         ImportError: an essential hook does not fit the installed transformers.
     """
-    install_hooks(TRANSFORMERS_HOOKS, what_fits())
+    install_hooks((*TRANSFORMERS_HOOKS, *TORCH_HOOKS), what_fits())
     register_all()
     try:
         peft_hooks.install()

@@ -1,4 +1,4 @@
-"""The Trainer: it refuses to resume with another plan, and keeps rsa_hf's part of the model card."""
+"""The Trainer and FSDP1: no resuming with another plan, our part of the model card, a refusal that names RSA."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
+from rsa_hf.heads import RSAHeads
 from rsa_hf.hub.card import CardFacts, read_facts
 from rsa_hf.integration.saving import update_card
 from rsa_hf.saved_plan import SavedPlan, differences, read_plan, saved_plans
 
-__all__ = ["wrap_create_model_card", "wrap_load_from_checkpoint"]
+__all__ = ["wrap_create_model_card", "wrap_fsdp_init", "wrap_load_from_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,3 +78,21 @@ def wrap_create_model_card(original: Callable[..., Any]) -> Callable[..., Any]:
             update_card(model, self.args.output_dir, facts, plot=True)
 
     return create_model_card
+
+
+def wrap_fsdp_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Name the RSA heads where FSDP1 cannot flatten them together with weights in half precision."""
+
+    def init(self: Any, module: nn.Module, *args: Any, **keywords: Any) -> None:
+        try:
+            original(self, module, *args, **keywords)
+        except ValueError as error:
+            if "uniform dtype" not in str(error) or not any(isinstance(child, RSAHeads) for child in module.modules()):
+                raise
+            raise ValueError(
+                "FSDP1 flattens parameters of one dtype only, and those of RSA heads stay float32. Use FSDP2 "
+                "(fsdp_version: 2); or load the model in float32; or make RSAHeads units of their own: add the class "
+                "to the auto_wrap_policy, in Accelerate to fsdp_transformer_layer_cls_to_wrap."
+            ) from error
+
+    return init

@@ -1,16 +1,23 @@
-"""FSDP2 through Accelerate in two processes: the gradients of one, and RSA parameters in float32."""
+"""FSDP2 through Accelerate, and FSDP1, in two processes: the gradients of one, and RSA parameters in float32."""
 
 import json
+import logging
 
+import fsdp1_run
 import fsdp_run as single
 import pytest
 import torch
+import torch.distributed
 from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
 from launching import run_python
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rsa_hf import param_groups, rsa_report
-from rsa_hf.training.fsdp import shard_rsa_heads
+from rsa_hf.training import shard_rsa_heads
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +97,118 @@ def test_without_fsdp_shard_rsa_heads_does_nothing():
     assert type(model.model.layers[0].self_attn.rsa) is before
 
 
-def test_rounded_parameters_give_a_warning(recwarn):
+@pytest.fixture
+def fresh_log(caplog):
+    """The log, as in a new process: messages that appear once may appear again."""
+    logging.Logger.warning_once.cache_clear()
+    yield caplog
+    logging.Logger.warning_once.cache_clear()
+
+
+def test_rounded_parameters_give_one_warning_that_names_the_public_function(fresh_log, recwarn):
     model = single.language_model()
     ids = single.batches()[0]
     model(ids)
-    assert not [warning for warning in recwarn if "rounded" in str(warning.message)]
-    heads = model.model.layers[1].self_attn.rsa
-    heads.mu = torch.nn.Parameter(heads.mu.detach().bfloat16())
-    with pytest.warns(UserWarning, match=r"RSA parameters are torch.bfloat16.*call rsa_hf.training.fsdp"):
+    assert not fresh_log.records
+    for layer in model.model.layers:
+        layer.self_attn.rsa.mu = torch.nn.Parameter(layer.self_attn.rsa.mu.detach().bfloat16())
+    for _ in range(2):
         model(ids)
+    [said] = [record.getMessage() for record in fresh_log.records]
+    assert "RSA parameters are torch.bfloat16" in said
+    assert f"rsa_hf.training.{shard_rsa_heads.__name__}(model, accelerator)" in said
+    assert not [warning for warning in recwarn if "RSA" in str(warning.message)]
+
+
+# --- FSDP1 ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_process():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def fsdp1(model, **settings):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **settings)
+
+
+@pytest.mark.parametrize("layers", [None, ModuleWrapPolicy({LlamaDecoderLayer})])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fsdp1_in_half_precision_names_rsa_and_what_to_do(one_process, dtype, use_orig_params, layers):
+    settings = {"use_orig_params": use_orig_params, "auto_wrap_policy": layers}
+    model = single.language_model().to(dtype)
+    words = r"those of RSA heads stay float32.*FSDP2 \(fsdp_version: 2\).*RSAHeads units of their own"
+    with pytest.raises(ValueError, match=words) as refused:
+        fsdp1(model, **settings)
+    assert "uniform dtype" in str(refused.value.__cause__)  # torch's own message, once
+    assert refused.value.__cause__.__cause__ is None
+
+
+def test_fsdp1_of_a_plain_model_says_what_torch_says(one_process):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).bfloat16())
+    with pytest.raises(ValueError, match="^Must flatten tensors with uniform dtype"):
+        fsdp1(model)
+    with pytest.raises(ValueError, match="uniform `requires_grad`"):
+        fsdp1(frozen(), use_orig_params=False)
+
+
+def frozen():
+    model = single.language_model()
+    model.lm_head.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_fsdp1_of_half_precision_trains_with_units_of_rsa_heads(one_process, use_orig_params):
+    """As Accelerate reads them from fsdp_transformer_layer_cls_to_wrap."""
+    model, ids = single.language_model().bfloat16(), single.batches()[0]
+    plain = fsdp1_run.trained(single.language_model().bfloat16(), 0)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=1,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer", "RSAHeads"],
+    )
+    plugin.set_auto_wrap_policy(model)
+    model = fsdp1(model, use_orig_params=use_orig_params, auto_wrap_policy=plugin.auto_wrap_policy)
+    model(input_ids=ids, labels=ids)
+    loss, state = fsdp1_run.trained(model, 0)
+    assert loss == plain[0]
+    assert_same(state, plain[1], exact=True)
+    assert {str(value.dtype) for name, value in state.items() if ".rsa." in name} == {"torch.float32"}
+
+
+def assert_same(state, expected, exact=False):
+    assert set(state) == set(expected)
+    for name, value in expected.items():
+        assert state[name].dtype == value.dtype, name
+        torch.testing.assert_close(state[name], value, **({"atol": 0, "rtol": 0} if exact else {}), msg=name)
+
+
+@pytest.mark.slow
+def test_fsdp1_in_two_processes_learns_like_one(tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = run_python(*launcher, fsdp1_run.__file__, tmp_path)
+    assert done.returncode == 0, done.stderr
+    model, ids = single.language_model(), single.batches()[0]
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    for name in fsdp1_run.SETTINGS:
+        first, second = read(tmp_path, name)
+        for key, value in model.state_dict().items():
+            assert torch.equal(first[1][key], second[1][key]), key
+            if name != "bfloat16":
+                torch.testing.assert_close(first[1][key], value)
+            elif ".rsa." in key:
+                step = value - start[key]
+                assert (first[1][key] - value).norm() < 0.2 * step.norm(), key
+    # FSDP1 does not average the gradients of modules that it ignores, so that is no way out.
+    first, second = read(tmp_path, "ignored")
+    rates = [key for key in first[1] if ".rsa." in key]
+    assert rates
+    assert not any(torch.equal(first[1][key], second[1][key]) for key in rates)

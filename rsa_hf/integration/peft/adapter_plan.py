@@ -7,7 +7,8 @@ the adapter, which it would otherwise load without its gates and rates.
 `base` has several entries, because the shapes of RSA parameters do not distinguish GPT-2 from GPT-2 medium:
 
 * `name`: its name on the Hub, or the folder it was loaded from; None where it has none.
-* `model_type`, and the hidden size and numbers of layers and heads that its config has.
+* `model_type`, and the hidden size and numbers of layers and heads that its config has. An adapter that replicates
+  layers does not say how many the base model had; its plan and its tensors do.
 * `weights`: a few values of some of its weight matrices, by name. Absent in adapters of version 0.1, and where no
   matrix can be read (sharded or offloaded models).
 """
@@ -15,6 +16,7 @@ the adapter, which it would otherwise load without its gates and rates.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, isclose, isfinite
@@ -88,6 +90,10 @@ def describe_base(model: PreTrainedModel) -> dict[str, Any]:
     sizes = {name: value for name in _SIZES if isinstance(value := getattr(text, name, None), int)}
     # Trained parameters, such as biases with LoRA, are no longer those of the base model.
     frozen = [(name, matrix) for name, matrix in _matrices(model.base_model) if not matrix.requires_grad]
+    # With replicated layers, a layer has another number than in the base model.
+    if any(getattr(config, "layer_replication", None) for config in getattr(model, "peft_config", {}).values()):
+        sizes.pop("num_hidden_layers", None)
+        frozen = [(name, matrix) for name, matrix in frozen if not re.search(r"\.\d+\.", name)]
     step = max(1, ceil(len(frozen) / _MATRICES))
     sampled = {name: _sample(matrix) for name, matrix in frozen[::step]}
     weights = {name: values for name, values in sampled.items() if len(set(values)) > 1 and all(map(isfinite, values))}

@@ -1,8 +1,8 @@
 """The hooks into PEFT: no adapter loses its gates and rates silently.
 
 RSA heads are in PEFT's `modules_to_save`: each adapter has a copy of every gate and rate and saves it with its other
-tensors. `HOOKS` adds what PEFT does not do for them when adapters are added, saved and loaded; merging.py does when
-they are merged.
+tensors. `HOOKS` adds what PEFT does not do for them when adapters are added, saved and loaded; merging.py does for
+PEFT's tuners.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rsa_hf.integration.peft.checks import (
     rsa_modules,
     wrappers,
 )
-from rsa_hf.integration.peft.merging import guard_merging
+from rsa_hf.integration.peft.merging import guard_tuner
 from rsa_hf.saved_plan import RSA_KEY
 
 __all__ = ["HOOKS", "HUB_OPTIONS", "add_plan", "install", "saved_with_plan"]
@@ -139,16 +139,17 @@ def _wrap_inject_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         config = self.peft_config[adapter_name]
         require_fit(config, model)
+        is_patched = any(rsa_modules(model))
+        if is_patched:
+            guard_tuner(self)
         original(self, model, adapter_name, *args, **kwargs)
-        if any(rsa_modules(model)):
-            guard_merging(self)
-            if not (has_rsa(config) or config.inference_mode):
-                warnings.warn(
-                    f"the adapter {adapter_name!r} trains no gates and rates: those of this model stay as they are. "
-                    "To train and save them with it, put 'rsa' into its modules_to_save, as "
-                    "rsa_hf.peft.with_rsa(config) does.",
-                    stacklevel=2,
-                )
+        if is_patched and not (has_rsa(config) or config.inference_mode):
+            warnings.warn(
+                f"the adapter {adapter_name!r} trains no gates and rates: those of this model stay as they are. "
+                "To train and save them with it, put 'rsa' into its modules_to_save, as "
+                "rsa_hf.peft.with_rsa(config) does.",
+                stacklevel=2,
+            )
         for _, wrapper, held in wrappers(model, [adapter_name]):
             wrapper.weight = None  # BaseTuner._replace_module reads it when it takes the wrapper off
             if held and adapter_name in self.active_adapters:

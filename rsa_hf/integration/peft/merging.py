@@ -1,4 +1,4 @@
-"""Merging adapters of a model with RSA heads: gates and rates have no sum, and none are mixed or lost silently.
+"""PEFT's tuners on a model with RSA heads: no layer is put on them, and merging mixes or loses none of them silently.
 
 PEFT's tuner of such a model (`LoraModel`, …) gets the class of `_with_rsa`: `_Tuner` in front of its own class. PEFT's
 classes stay as they are, so that it alone merges adapters of other models.
@@ -13,10 +13,10 @@ from torch import nn
 
 from rsa_hf.integration.peft.checks import wrappers
 
-__all__ = ["guard_merging"]
+__all__ = ["guard_tuner"]
 
 
-def guard_merging(tuner: Any) -> None:
+def guard_tuner(tuner: Any) -> None:
     """Give a tuner its class with `_Tuner` in front, as `torch.distributed.fsdp.fully_shard` does with modules."""
     if not isinstance(tuner, _Tuner):
         tuner.__class__ = _with_rsa(tuner.__class__)
@@ -26,6 +26,20 @@ class _Tuner:
     """What PEFT's tuners do differently on a model with RSA heads."""
 
     model: nn.Module
+    peft_config: dict[str, Any]
+
+    def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:
+        """Whether a module gets a layer: RSA heads and what is in them never, whatever pattern their name fits."""
+        found = super()._check_target_module_exists(peft_config, key)  # type: ignore[misc]
+        return found and "rsa" not in key.split(".")
+
+    def _check_merge_allowed(self) -> None:
+        """Refuse replicated layers, as PEFT means to."""
+        super()._check_merge_allowed()  # type: ignore[misc]
+        if any(getattr(config, "layer_replication", None) for config in self.peft_config.values()):
+            raise ValueError(
+                "layer_replication: the layers share weights, so nothing can be merged. Save the adapter."
+            )
 
     def merge_and_unload(
         self, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None

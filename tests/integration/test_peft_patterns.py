@@ -1,0 +1,306 @@
+"""PEFT chooses the layers of a patched model as it does those of the plain one, and may replicate them."""
+
+import peft
+import pytest
+import torch
+from peft import (
+    FourierFTConfig,
+    HRAConfig,
+    IA3Config,
+    LNTuningConfig,
+    LoHaConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    VeraConfig,
+)
+from transformers import AutoModelForCausalLM
+
+from families import inputs
+from peft_adapters import PLAN, adapter_values, base_model, disturb, logits, needs_own_adapters
+from rsa_hf import is_patched, patch_model, rsa_report, unpatch_model
+from rsa_hf.integration.peft import adapter_plan, hooks, merging
+from rsa_hf.peft import get_peft_model, load, with_rsa
+
+# --- which modules get a layer -------------------------------------------------------------------------------------
+
+# Of each family a pattern that fits all linear layers of attention by their place, not by their names.
+PATTERNS = {
+    "llama": r"model\.layers\.\d+\.self_attn\..*",
+    "gpt2": r".*\.attn\.(?!.*dropout).*",
+    "bert": r".*\.attention\.self\.(?!dropout).*",
+}
+SQUARE = r".*\.self_attn\.(?!k_proj|v_proj).*"  # VeRA shares its matrices between the layers
+SIZES = {"r": 0, "oft_block_size": 8}
+CHOICES = {
+    "lora": ("llama", lambda: LoraConfig(target_modules=PATTERNS["llama"])),
+    "lora, gpt2": ("gpt2", lambda: LoraConfig(target_modules=PATTERNS["gpt2"], fan_in_fan_out=True)),
+    "lora, bert": ("bert", lambda: LoraConfig(target_modules=PATTERNS["bert"])),
+    "ia3": ("llama", lambda: IA3Config(target_modules=PATTERNS["llama"], feedforward_modules=[])),
+    "vera": ("llama", lambda: VeraConfig(target_modules=SQUARE)),
+    "loha": ("llama", lambda: LoHaConfig(target_modules=PATTERNS["llama"])),
+    "oft": ("llama", lambda: OFTConfig(target_modules=PATTERNS["llama"], **SIZES)),
+    "fourier": ("bert", lambda: FourierFTConfig(target_modules=PATTERNS["bert"], n_frequency=5)),
+    "hra": ("llama", lambda: HRAConfig(target_modules=PATTERNS["llama"])),
+    "ln tuning": ("llama", lambda: LNTuningConfig(target_modules=r".*layernorm")),
+    "all-linear": ("llama", lambda: LoraConfig(target_modules="all-linear")),
+    "names": ("llama", lambda: LoraConfig(target_modules=["o_proj", "layers.1.mlp.down_proj"])),
+    "one layer": ("llama", lambda: LoraConfig(target_modules=["q_proj"], layers_to_transform=[1])),
+    "excluded pattern": ("llama", lambda: LoraConfig(target_modules=PATTERNS["llama"], exclude_modules=".*k_proj")),
+    "excluded names": ("llama", lambda: LoraConfig(target_modules=PATTERNS["llama"], exclude_modules=["k_proj"])),
+    "ranks": ("llama", lambda: LoraConfig(target_modules=PATTERNS["llama"], rank_pattern={"0.self_attn.*": 3})),
+    "parameters": ("llama", lambda: LoraConfig(target_modules=[], target_parameters=["k_proj.weight"])),
+}
+
+
+def directly(family, config):
+    with pytest.warns(UserWarning, match="trains no gates and rates"):
+        return peft.get_peft_model(patch_model(base_model(family), PLAN), config)
+
+
+WAYS = {
+    "rsa_hf.peft": lambda family, config: get_peft_model(base_model(family), config, PLAN),
+    "with_rsa": lambda family, config: peft.get_peft_model(patch_model(base_model(family), PLAN), with_rsa(config)),
+    "peft": directly,
+}
+
+
+def adapted(model):
+    """The shapes of the parameters that an adapter adds, except gates and rates, by name."""
+    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return {name: parameter.shape for name, parameter in trained if ".rsa." not in name}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("choice", CHOICES)
+def test_the_same_layers_are_adapted_as_on_the_plain_model(choice, way, recwarn):
+    family, config = CHOICES[choice]
+    expected = adapted(peft.get_peft_model(base_model(family), config()))
+    assert expected
+    model = WAYS[way](family, config())
+    assert adapted(model) == expected
+    rates = {name: parameter for name, parameter in model.named_parameters() if ".rsa." in name}
+    trained = {name for name, parameter in rates.items() if parameter.requires_grad}
+    assert trained == set(adapter_values(model))
+    assert bool(trained) is (way != "peft")
+    assert {name.split(".")[-1] for name in rates} == {"mu", "eta", "nu", "theta"}
+
+
+@pytest.mark.parametrize("with_heads", [True, False])
+def test_a_second_adapter_is_put_on_the_same_layers(with_heads, tmp_path):
+    """Its pattern also fits PEFT's wrapper round the heads, and the copies in it."""
+    config = LoraConfig(target_modules=PATTERNS["llama"])
+    expected = adapted(peft.get_peft_model(base_model("llama"), LoraConfig(target_modules=PATTERNS["llama"])))
+    model, batch = disturb(get_peft_model(base_model("llama"), None, PLAN)), inputs("llama")
+    first = logits(model, batch)
+    model.add_adapter("second", with_rsa(config) if with_heads else config)
+    model.set_adapter("second")
+    assert {name.replace(".second.", ".default."): shape for name, shape in adapted(model).items()} == expected
+    disturb(model, seed=3)
+    found = logits(model, batch)
+    assert (found - first).abs().max() > 0.05
+    model.save_pretrained(tmp_path)
+    loaded = load(base_model("llama"), tmp_path)
+    assert torch.equal(logits(loaded, batch), first)
+    loaded.load_adapter(str(tmp_path / "second"), "second")
+    loaded.set_adapter("second")
+    assert torch.equal(logits(loaded, batch), found)
+
+
+def test_an_adapter_by_a_pattern_is_saved_loaded_and_merged(tmp_path):
+    batch = inputs("llama")
+    model = disturb(get_peft_model(base_model("llama"), CHOICES["lora"][1](), PLAN))
+    expected = logits(model, batch)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(load(base_model("llama"), tmp_path), batch), expected)
+    patched = patch_model(base_model("llama"), PLAN)
+    assert torch.equal(logits(PeftModel.from_pretrained(patched, tmp_path), batch), expected)
+    torch.testing.assert_close(logits(model.merge_and_unload(), batch), expected)
+
+
+def test_without_the_rule_peft_stops_at_the_heads(monkeypatch):
+    monkeypatch.delattr(merging._Tuner, "_check_target_module_exists")
+    with pytest.raises(ValueError, match="Target module RSAHeads.*is not supported"):
+        peft.get_peft_model(patch_model(base_model("llama"), PLAN), CHOICES["lora"][1]())
+
+
+# --- replicated layers ---------------------------------------------------------------------------------------------
+
+TARGETS = {"llama": ["q_proj", "up_proj"], "mistral": ["k_proj", "v_proj"], "bert": ["query", "dense"]}
+MAPS = {"replicated": [[0, 2], [1, 2]], "in another order": [[1, 2], [0, 2]], "dropped": [[1, 2]]}
+CASES = [*((family, "replicated") for family in TARGETS), ("llama", "in another order"), ("llama", "dropped")]
+
+
+def replicating(family="llama", layers="replicated"):
+    return LoraConfig(target_modules=TARGETS[family], layer_replication=MAPS[layers])
+
+
+def trained(family="llama", layers="replicated"):
+    torch.manual_seed(0)
+    return disturb(get_peft_model(base_model(family), replicating(family, layers), PLAN))
+
+
+def by_hand(family, layers, model):
+    """Build the model without PEFT: with the layers in their order, W + B A, and the rates of each."""
+    order = [i for start, end in MAPS[layers] for i in range(start, end)]
+    plain = base_model(family)
+    weights, config = plain.state_dict(), plain.config
+    config.num_hidden_layers = len(order)
+    built = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    place = ".layer." if family == "bert" else ".layers."
+    with torch.no_grad():
+        for name, value in built.state_dict().items():
+            before, found, after = name.partition(place)
+            number, _, rest = after.partition(".")
+            value.copy_(weights[f"{before}{place}{order[int(number)]}.{rest}" if found else name])
+        patch_model(built, PLAN)
+        state = model.state_dict()
+        for name, module in built.named_modules():
+            prefix = f"base_model.model.{name}."
+            if f"{prefix}lora_A.default.weight" in state:  # r = α
+                module.weight += state[f"{prefix}lora_B.default.weight"] @ state[f"{prefix}lora_A.default.weight"]
+        for name, parameter in built.named_parameters():
+            if ".rsa." in name:
+                before, _, last = name.rpartition(".")
+                parameter.copy_(state[f"base_model.model.{before}.modules_to_save.default.{last}"])
+    return built
+
+
+@pytest.mark.parametrize(("family", "layers"), CASES)
+def test_replicated_layers_have_heads_of_their_own_and_load(family, layers, tmp_path):
+    model, batch = trained(family, layers), inputs(family)
+    expected, count = logits(model, batch), sum(end - start for start, end in MAPS[layers])
+    reference = by_hand(family, layers, model)
+    torch.testing.assert_close(logits(reference, batch), expected, atol=1e-5, rtol=1e-5)
+    gates = [layer.heads[0].gate for layer in rsa_report(model).layers]
+    assert len(set(gates)) == len(gates) == count
+    model.save_pretrained(tmp_path)
+    onto_plain = load(base_model(family), tmp_path)
+    onto_patched = PeftModel.from_pretrained(patch_model(base_model(family), PLAN), tmp_path)
+    for loaded in (onto_plain, onto_patched, load(base_model(family), tmp_path, is_trainable=True).eval()):
+        assert torch.equal(logits(loaded, batch), expected)
+    onto_plain.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load(base_model(family), tmp_path / "again"), batch), expected)
+    # The reference sees it if replicated layers had the gates and rates of one.
+    with torch.no_grad():
+        heads = [module for name, module in reference.named_modules() if name.endswith(".rsa")]
+        for module in heads:
+            for name, parameter in module.named_parameters():
+                parameter.copy_(getattr(heads[0], name))
+    assert count == 1 or (logits(reference, batch) - expected).abs().max() > 0.01
+
+
+def test_replicated_layers_train_and_decode(tmp_path):
+    model, batch = trained(), inputs("llama", batch=1)
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    gradients = [p.grad for name, p in model.named_parameters() if ".rsa." in name and p.requires_grad]
+    assert len(gradients) == 3 * 4
+    assert all(bool(grad.abs().sum() > 0) for grad in gradients)
+    model.save_pretrained(tmp_path)
+    loaded = load(base_model("llama"), tmp_path)
+    out = loaded.generate(
+        **batch, max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True, eos_token_id=None
+    )
+    whole = logits(model, {"input_ids": out.sequences[:, :-1]})
+    torch.testing.assert_close(torch.stack(out.logits, 1), whole[:, -6:], atol=1e-4, rtol=1e-4)
+
+
+def test_a_resumed_run_reads_replicated_layers_again(tmp_path):
+    model, batch = trained(), inputs("llama")
+    expected = logits(model, batch)
+    model.save_pretrained(tmp_path)
+    disturb(model, seed=5)
+    assert not torch.equal(logits(model, batch), expected)
+    model.load_adapter(str(tmp_path), "default")
+    assert torch.equal(logits(model, batch), expected)
+
+
+def test_an_adapter_beside_one_that_replicates_loads_in_the_same_order(tmp_path):
+    model, batch = trained(), inputs("llama")
+    model.add_adapter("second", with_rsa(LoraConfig(target_modules=["v_proj"])))
+    model.set_adapter("second")
+    expected = logits(disturb(model, seed=2), batch)
+    model.save_pretrained(tmp_path)
+    loaded = load(base_model("llama"), tmp_path)
+    loaded.load_adapter(str(tmp_path / "second"), "second")
+    loaded.set_adapter("second")
+    assert torch.equal(logits(loaded, batch), expected)
+    plain = base_model("llama")
+    with pytest.raises(ValueError, match=r"in the adapter, but not in the model: model.layers.2"):
+        load(plain, tmp_path / "second")
+    assert not is_patched(plain)
+
+
+@needs_own_adapters
+def test_transformers_saves_and_loads_replicated_layers(tmp_path):
+    patched, batch = patch_model(base_model("llama"), PLAN), inputs("llama")
+    patched.add_adapter(with_rsa(replicating()))
+    expected = logits(disturb(patched), batch)
+    patched.save_pretrained(tmp_path)
+    assert torch.equal(logits(load(base_model("llama"), tmp_path), batch), expected)
+    again = patch_model(base_model("llama"), PLAN)
+    again.load_adapter(str(tmp_path))
+    torch.testing.assert_close(logits(again, batch), expected)
+
+
+def test_replicated_layers_are_for_one_base(tmp_path):
+    trained().save_pretrained(tmp_path)
+    torch.manual_seed(8)
+    other = type(base_model("llama"))(base_model("llama").config)
+    deeper = base_model("llama").config
+    deeper.num_hidden_layers = 3
+    for model, words in ((other, "other weights"), (type(other)(deeper), "other weights|another plan")):
+        for call in (load, PeftModel.from_pretrained):
+            with pytest.raises(ValueError, match=words):
+                call(model, tmp_path)
+            assert not is_patched(model)
+    with pytest.raises(ValueError, match="another plan"):
+        load(type(other)(deeper), tmp_path, check_base_name=False)
+    load(other, tmp_path, check_base_name=False)
+
+
+def test_described_by_its_replicated_layers_no_base_would_be_found(tmp_path, monkeypatch):
+    def describe(base):
+        adapters = base.__dict__.pop("peft_config")
+        try:
+            return adapter_plan.describe_base(base)
+        finally:
+            base.peft_config = adapters
+
+    monkeypatch.setattr(hooks, "describe_base", describe)
+    trained().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="another base model.*num_hidden_layers is 2, not 3"):
+        load(base_model("llama"), tmp_path)
+
+
+def test_replicated_layers_are_not_merged(tmp_path):
+    """They share the weights that LoRA would be merged into. PEFT's own check does not see them."""
+    model, batch = trained(), inputs("llama")
+    expected = logits(model, batch)
+    for call in (model.merge_and_unload, model.merge_adapter):
+        with pytest.raises(ValueError, match="layer_replication.*nothing can be merged. Save the adapter"):
+            call()
+        assert torch.equal(logits(model, batch), expected)
+    unloaded = model.unload()
+    with pytest.raises(ValueError, match="not those of its plan.*Were layers dropped, added or moved"):
+        unloaded.save_pretrained(tmp_path)
+    alone = peft.get_peft_model(base_model("llama"), replicating()).eval()
+    assert torch.equal(logits(unpatch_model(unloaded), batch), logits(alone, batch))
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "words"),
+    [
+        ("llama", {"target_modules": ["no_such_layer"]}, "not found in the base model|No modules were targeted"),
+        ("gpt2", {}, "Could not locate the layers"),  # by PEFT, which replicates Llama's, BERT's and Falcon's
+    ],
+)
+def test_a_failure_after_layers_were_replicated_leaves_the_model_unchanged(family, config, words):
+    model, batch = base_model(family), inputs(family)
+    before, expected = list(model.state_dict()), logits(model, batch)
+    with pytest.raises(ValueError, match=words):
+        get_peft_model(model, LoraConfig(**config, layer_replication=MAPS["replicated"]), PLAN)
+    assert list(model.state_dict()) == before
+    assert model.config.num_hidden_layers == 2
+    assert not hasattr(model.config, "rsa")
+    assert torch.equal(logits(model, batch), expected)
