@@ -27,8 +27,8 @@ $(READY): pyproject.toml constraints.txt
 venv: $(READY)  ## Make the virtual environment
 
 lint: $(READY)  ## Formatting and lint, of the workflows too
-	$(BIN)/ruff format --check rsa_hf scripts tests
-	$(BIN)/ruff check rsa_hf scripts tests
+	$(BIN)/ruff format --check rsa_hf experiments scripts tests
+	$(BIN)/ruff check rsa_hf experiments scripts tests
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 types: $(READY) ## Type check
@@ -90,7 +90,7 @@ devign: $(READY) ## Patched against unpatched MiniLM on 2,000 Devign functions, 
 	$(BIN)/python scripts/compare_on_devign.py --data ../shared/data/devign
 
 reproduce: $(READY) ## The paper's claims at their quick size: writes RESULTS.md and results/reproduce/ (RSA_HF_DATA: data)
-	$(BIN)/rsa-hf reproduce all --quick
+	$(BIN)/python -m experiments all --quick
 
 programs:       ## TRL, lm-eval, sentence-transformers, … on patched models, in their own environment: writes PROGRAMS.md
 	$(PYTHON) -m venv .venv-programs

@@ -132,9 +132,8 @@ class RSAConfig:
     section 3); the i-th cos head and the i-th sin head are a pair. `heads` names single heads instead.
 
     For a pretrained model, `rsa_hf.calibrate` returns a config that names the heads on which recurrence helps, with
-    their REMs and gates, which gains more than the defaults (`rsa-hf reproduce calibrate`, RESULTS.md). The defaults
-    keep a pretrained model nearly as it was, without looking at data; they were chosen with `rsa-hf reproduce
-    fine-tune`. A model trained from scratch learns faster with `RSAConfig.from_scratch`.
+    their REMs and gates, which gains more than the defaults (RESULTS.md). The defaults keep a pretrained model nearly
+    as it was, without looking at data. A model trained from scratch learns faster with `RSAConfig.from_scratch`.
 
     Args:
         num_regular: number of regular REM heads, k1 (λ = tanh η).

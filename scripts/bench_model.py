@@ -32,8 +32,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from experiments import language_model
 from rsa_hf import RSAConfig, patch_model
-from rsa_hf.experiments import language_model
 
 ARMS = PLAIN, RSA = "unpatched", "RSA on all heads"
 TOKENS = 8  # of decoding, timed together

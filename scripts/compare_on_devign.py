@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 import transformers
 
+from experiments.runner import summary
 from rsa_hf.cli.common import exit_on_error
-from rsa_hf.experiments.runner import summary
 from rsa_hf.tasks.defect_data import DefectDataConfig
 from rsa_hf.training.arguments import read_run_config
 from rsa_hf.utils.text import finite_or_null

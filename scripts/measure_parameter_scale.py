@@ -23,8 +23,8 @@ import torch
 from tqdm.auto import tqdm
 from transformers import get_scheduler
 
+from experiments.byte_models import SHAPES, build
 from rsa_hf import RSAConfig, param_groups, patch_model, rsa_report
-from rsa_hf.experiments.byte_models import SHAPES, build
 from rsa_hf.tasks.language_modeling import evaluate_language_model, prepare_language_modeling
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
+from experiments.byte_models import SHAPES, build, read_corpus, train_on_bytes
 from rsa_hf import RSAConfig, patch_model
-from rsa_hf.experiments.byte_models import SHAPES, build, read_corpus, train_on_bytes
 
 SHAPE, LEARNING_RATE, EVALUATIONS = SHAPES["1M"], 1e-3, 4
 BASE = RSAConfig.from_scratch(SHAPE.heads)

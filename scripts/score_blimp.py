@@ -4,8 +4,8 @@
 
 It needs the packages that `make blimp` installs. DATA/blimp/blimp.jsonl.xz holds all pairs as JSON lines. The tasks
 are lm-eval's own, on the first pairs of each paradigm. Nothing is trained: the last models are where fine-tuning
-begins. Calibrations are the first ones of `rsa-hf reproduce calibrate --full`; with RSA_HF_CACHE as above they are
-read, not made.
+begins. Calibrations are the first ones of `python -m experiments calibrate --full`; with RSA_HF_CACHE as above they
+are read, not made.
 
 Shut gates must leave each log-likelihood as it was, bit for bit: the script ends with an error where one differs.
 Otherwise it writes blimp_smollm2.json and .md into the output folder.
@@ -31,11 +31,11 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from measuring import machine
 
+from experiments.calibrate import make_grid
+from experiments.calibrate.training import NOTHING, find_calibration
+from experiments.pretrained import load_pretrained
+from experiments.runner.data import data_file
 from rsa_hf import RSAConfig, patch_model, unpatch_model
-from rsa_hf.experiments.calibrate import make_grid
-from rsa_hf.experiments.calibrate.training import NOTHING, find_calibration
-from rsa_hf.experiments.pretrained import load_pretrained
-from rsa_hf.experiments.runner.data import data_file
 
 PLAIN, SHUT = "plain", "patched, gates shut"
 ARMS = {PLAIN: None, SHUT: RSAConfig(gate_init=-math.inf), "patched, `RSAConfig()`": RSAConfig()}

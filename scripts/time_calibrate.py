@@ -28,9 +28,9 @@ GOAL = 180  # seconds, on two cores
 
 def measure(what: str) -> dict[str, float]:
     """Calibrate, or take a training step with AdamW on a batch of the same rows, in this process."""
+    from experiments.pretrained import load_pretrained
+    from experiments.pretrained_tasks import read_splits
     from rsa_hf import calibrate
-    from rsa_hf.experiments.pretrained import load_pretrained
-    from rsa_hf.experiments.pretrained_tasks import read_splits
 
     model, tokenizer = load_pretrained("smollm2")
     text = read_splits("wikitext-2")["train"][: 40 * ROWS * LENGTH].decode(errors="ignore")

@@ -37,4 +37,3 @@ names_extra() {
   grep -qF "rsa_hf[$1]" <<< "$message" || { echo "$message" && exit 1; }
 }
 names_extra plot inspect saved --plot a.png
-names_extra plot reproduce linear-rnn --quick # its figure

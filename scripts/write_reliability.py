@@ -16,8 +16,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from experiments.runner.processes import machine, versions
 from reliability.record import Part
-from rsa_hf.experiments.runner.processes import machine, versions
 
 HEAD = """# What rsa_hf promises when things go wrong, and how that was tried
 

@@ -209,7 +209,6 @@ def test_the_pages_show_every_command():
         "card",
         "push",
         "doctor",
-        "reproduce",
         "search-heads",
         "run",
     }

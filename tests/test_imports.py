@@ -18,7 +18,7 @@ LAYERS = (
     *("rem", "ops", "config", "heads", "saved_plan"),  # the computation and the plan
     *("report", "plots", "hub", "models", "integration"),  # the contact with transformers
     *("patching", "peft", "calibration"),  # adding heads to a model
-    *("training", "tasks", "experiments", "run", "cli"),  # the uses
+    *("training", "tasks", "run", "cli"),  # the uses
     *("__init__", "startup"),
 )
 

@@ -19,7 +19,6 @@ from rsa_hf.cli.evaluate import evaluate
 from rsa_hf.cli.inspect import inspect
 from rsa_hf.cli.patch import patch
 from rsa_hf.cli.push import push
-from rsa_hf.cli.reproduce import reproduce
 from rsa_hf.cli.run import PASS_THROUGH, run
 from rsa_hf.cli.search_heads import search_heads
 from rsa_hf.cli.train import train
@@ -27,7 +26,7 @@ from rsa_hf.cli.train import train
 __all__ = ["main"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (patch, calibrate, inspect, card, push, convert_transformer_xl, doctor, reproduce):
+for command in (patch, calibrate, inspect, card, push, convert_transformer_xl, doctor):
     app.command()(command)
 app.command(**WITH_SETTINGS)(search_heads)
 app.command(**PASS_THROUGH)(run)

@@ -24,7 +24,7 @@ from rsa_hf.hub.card import read_facts
 
 ROOT = Path(__file__).parents[2]
 RSA_HF = [sys.executable, "-c", "import sys; sys.argv[0] = 'rsa-hf'; from rsa_hf.cli import main; main()"]
-COMMANDS = ["patch", "calibrate", "inspect", "card", "push", "doctor", "reproduce"]
+COMMANDS = ["patch", "calibrate", "inspect", "card", "push", "doctor"]
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from rsa_hf.experiments import byte_models, pretrained_tasks
-from rsa_hf.experiments.runner.experiment import find_experiment
-from rsa_hf.experiments.runner.kept import VARIABLE
-from rsa_hf.experiments.runner.runner import FOLDER, read_runs, run_experiment
+from experiments import byte_models, pretrained_tasks
+from experiments.runner.experiment import find_experiment
+from experiments.runner.kept import VARIABLE
+from experiments.runner.runner import FOLDER, read_runs, run_experiment
 
 
 @pytest.fixture(scope="session", autouse=True)

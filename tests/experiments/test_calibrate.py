@@ -9,16 +9,16 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from experiments.runs import conclude, fake_runs, finished
+from experiment_runs import conclude, fake_runs, finished
+from experiments.byte_models import SHAPES, build
+from experiments.calibrate import EXPERIMENT, MCNEMAR, training
+from experiments.calibrate import variants as v
+from experiments.pretrained import load_pretrained
+from experiments.pretrained_tasks import defect_task
+from experiments.runner.fit import fit
+from experiments.runner.kept import VARIABLE
+from experiments.variants import NO_RECURRENCE
 from rsa_hf import HeadConfig, RSAConfig, patch_model
-from rsa_hf.experiments.byte_models import SHAPES, build
-from rsa_hf.experiments.calibrate import EXPERIMENT, MCNEMAR, training
-from rsa_hf.experiments.calibrate import variants as v
-from rsa_hf.experiments.pretrained import load_pretrained
-from rsa_hf.experiments.pretrained_tasks import defect_task
-from rsa_hf.experiments.runner.fit import fit
-from rsa_hf.experiments.runner.kept import VARIABLE
-from rsa_hf.experiments.variants import NO_RECURRENCE
 from rsa_hf.heads import active_heads
 from rsa_hf.rem import rem_matrix
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from experiments.runs import conclude, finished
-from rsa_hf.experiments import dilation
-from rsa_hf.experiments.dilation import EXPERIMENT
-from rsa_hf.experiments.forecasting.series import Series
-from rsa_hf.experiments.runner.runner import run_experiment
-from rsa_hf.experiments.theory import dilation as theory
+from experiment_runs import conclude, finished
+from experiments import dilation
+from experiments.dilation import EXPERIMENT
+from experiments.forecasting.series import Series
+from experiments.runner.runner import run_experiment
+from experiments.theory import dilation as theory
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rsa_hf.experiments.byte_models import SHAPES, build, read_corpus
-from rsa_hf.experiments.downstream import (
+from experiments.byte_models import SHAPES, build, read_corpus
+from experiments.downstream import (
     LETTERS,
     PAIRS_RECALLED,
     WORD_RECALLED,
@@ -22,8 +22,8 @@ from rsa_hf.experiments.downstream import (
     score_downstream,
     write_samples,
 )
-from rsa_hf.experiments.pretrained import load_pretrained
-from rsa_hf.experiments.variants import make_variant
+from experiments.pretrained import load_pretrained
+from experiments.variants import make_variant
 
 SHAPE = SHAPES["0.03M"]
 

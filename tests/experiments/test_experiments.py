@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.runs import CASES, conclude, fake_runs, finished
-from rsa_hf.experiments.runner.experiment import EXPERIMENTS, find_experiment, run_key
-from rsa_hf.experiments.runner.runner import FOLDER, read_runs, rebuild_results
-from rsa_hf.experiments.variants import NO_RECURRENCE
+from experiment_runs import CASES, conclude, fake_runs, finished
+from experiments.runner.experiment import EXPERIMENTS, find_experiment, run_key
+from experiments.runner.runner import FOLDER, read_runs, rebuild_results
+from experiments.variants import NO_RECURRENCE
 
 RESULTS = Path(__file__).parents[2] / FOLDER
 # The first runs of an experiment, which make no comparison yet, are stored without one.

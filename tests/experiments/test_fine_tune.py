@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.runs import conclude, fake_runs, finished, measure_again, patch_with_shut_gates
+from experiment_runs import conclude, fake_runs, finished, measure_again, patch_with_shut_gates
+from experiments import fine_tune as package
+from experiments.byte_models import SHAPES, build
+from experiments.fine_tune import DEFAULT, EXPERIMENT, GAIN, GATES, MULTIPLES, PLAIN, VARIANTS
+from experiments.fine_tune.training import fine_tune
+from experiments.pretrained import load_pretrained
+from experiments.pretrained_tasks import Task, portion
+from experiments.variants import NO_RECURRENCE, add_rsa
 from rsa_hf import RSAConfig, is_patched
-from rsa_hf.experiments import fine_tune as package
-from rsa_hf.experiments.byte_models import SHAPES, build
-from rsa_hf.experiments.fine_tune import DEFAULT, EXPERIMENT, GAIN, GATES, MULTIPLES, PLAIN, VARIANTS
-from rsa_hf.experiments.fine_tune.training import fine_tune
-from rsa_hf.experiments.pretrained import load_pretrained
-from rsa_hf.experiments.pretrained_tasks import Task, portion
-from rsa_hf.experiments.variants import NO_RECURRENCE, add_rsa
 from rsa_hf.heads import active_heads
 
 

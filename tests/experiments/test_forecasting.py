@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.runs import conclude, fake_runs, measure_again, zero_rems
-from rsa_hf.experiments import forecasting
-from rsa_hf.experiments.forecasting import EXPERIMENT, models, naive_errors, score, train
-from rsa_hf.experiments.forecasting.models import FAMILIES, LogSparseModel, Task, make_forecaster
-from rsa_hf.experiments.forecasting.series import PARTS, load_series, windows
-from rsa_hf.experiments.variants import NO_RECURRENCE
+from experiment_runs import conclude, fake_runs, measure_again, zero_rems
+from experiments import forecasting
+from experiments.forecasting import EXPERIMENT, models, naive_errors, score, train
+from experiments.forecasting.models import FAMILIES, LogSparseModel, Task, make_forecaster
+from experiments.forecasting.series import PARTS, load_series, windows
+from experiments.variants import NO_RECURRENCE
 from rsa_hf.heads import active_heads
 
 TASK = Task(context=40, label=20, horizon=10, variables=2, time_features=4)

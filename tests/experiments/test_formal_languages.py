@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsa_hf.experiments.regular_languages.languages import (
+from experiments.regular_languages.languages import (
     BINS,
     LANGUAGES,
     Automaton,

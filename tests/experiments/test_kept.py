@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rsa_hf.experiments import pretrained
-from rsa_hf.experiments.runner.kept import VARIABLE, kept
+from experiments import pretrained
+from experiments.runner.kept import VARIABLE, kept
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from experiments.runs import conclude, fake_runs, finished, zero_rems
-from rsa_hf import param_groups
-from rsa_hf.experiments.language_model import (
+from experiment_runs import conclude, fake_runs, finished, zero_rems
+from experiments.language_model import (
     ARCHITECTURES,
     EXPERIMENT,
     PUBLISHED,
@@ -17,7 +16,8 @@ from rsa_hf.experiments.language_model import (
     read_segments,
     train_on_segments,
 )
-from rsa_hf.experiments.variants import HALF
+from experiments.variants import HALF
+from rsa_hf import param_groups
 from rsa_hf.heads import heads_of
 from rsa_hf.tasks.text8 import TEXT8_SYMBOLS, text8_tokenizer
 from rsa_hf.tasks.text_data import TrainingTracks

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rsa_hf.experiments.linear_rnn import EXPERIMENT
-from rsa_hf.experiments.runner.runner import run_experiment
-from rsa_hf.experiments.theory import linear_rnn as theory
+from experiments.linear_rnn import EXPERIMENT
+from experiments.runner.runner import run_experiment
+from experiments.theory import linear_rnn as theory
 from rsa_hf.ops import rem_product
 
 

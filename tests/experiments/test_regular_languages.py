@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from experiments.runs import conclude, finished, measure_again
+from experiment_runs import conclude, finished, measure_again
+from experiments.regular_languages import DIFFERENCE, EXPERIMENT, LONGER, networks, summarise
+from experiments.regular_languages.languages import LANGUAGES, make_splits
+from experiments.regular_languages.networks import VARIANTS, accuracy, correct_strings, encode, make_network
 from rsa_hf import is_patched
-from rsa_hf.experiments.regular_languages import DIFFERENCE, EXPERIMENT, LONGER, networks, summarise
-from rsa_hf.experiments.regular_languages.languages import LANGUAGES, make_splits
-from rsa_hf.experiments.regular_languages.networks import VARIANTS, accuracy, correct_strings, encode, make_network
 from rsa_hf.heads import RSAHeads
 
 BINS = ("right 2–10", "right 11–20", "right 21–30")

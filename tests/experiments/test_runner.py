@@ -15,17 +15,18 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from experiments.runs import finished
-from rsa_hf.experiments.byte_models import SHAPES, build
-from rsa_hf.experiments.runner import processes, runner
-from rsa_hf.experiments.runner.comparison import Comparison
-from rsa_hf.experiments.runner.experiment import EXPERIMENTS, Experiment, find_experiment, run_key
-from rsa_hf.experiments.runner.fit import adamw, batch_loss, default_device, evaluation_steps, fit, shuffled_rows
-from rsa_hf.experiments.runner.processes import default_jobs, run_all, workers
-from rsa_hf.experiments.runner.report import keep_total_time, nothing_has_run, write_report
-from rsa_hf.experiments.runner.runner import FOLDER, RequestError, read_runs, rebuild_results, run_experiment
-from rsa_hf.experiments.runner.summary import Conclusion, Row, Rows, interval, summarise
-from rsa_hf.experiments.variants import make_variant
+from experiment_runs import finished
+from experiments.__main__ import main
+from experiments.byte_models import SHAPES, build
+from experiments.runner import processes, runner
+from experiments.runner.comparison import Comparison
+from experiments.runner.experiment import EXPERIMENTS, Experiment, find_experiment, run_key
+from experiments.runner.fit import adamw, batch_loss, default_device, evaluation_steps, fit, shuffled_rows
+from experiments.runner.processes import default_jobs, run_all, workers
+from experiments.runner.report import keep_total_time, nothing_has_run, write_report
+from experiments.runner.runner import FOLDER, RequestError, read_runs, rebuild_results, run_experiment
+from experiments.runner.summary import Conclusion, Row, Rows, interval, summarise
+from experiments.variants import make_variant
 from rsa_hf.plots import panels
 
 NAME = "linear-rnn"  # any experiment
@@ -230,14 +231,14 @@ def test_the_report_shows_every_experiment_at_every_size(counted, tmp_path):
     section = report.split(f"## {NAME}\n")[1].split("\n## ")[0]
     assert "* **Not confirmed**: 2.00 | 1.00\n  * 3 seeds\n  * one more\n* Seeds: 3;" in section
     assert f"](results/reproduce/{NAME}/toy/figure.png)" in section
-    assert f"`rsa-hf reproduce {NAME} --toy`" in section
+    assert f"`python -m experiments {NAME} --toy`" in section
     for name in EXPERIMENTS:
         assert f"\n## {name}\n" in report
         shown = find_experiment(name)
         remark = f"* Remark: {shown.remark}\n" if shown.remark else ""
         assert f"* Claim: {shown.claim}\n* Published: {shown.published}\n{remark}\n" in report
     assert len(re.findall(r"\*\*Not measured", report)) == 2 * len(EXPERIMENTS)  # neither quick nor full
-    assert f"**Not measured**; run `rsa-hf reproduce {NAME} --full`." in report
+    assert f"**Not measured**; run `python -m experiments {NAME} --full`." in report
     run_experiment(experiment, "quick", tmp_path, progress=False)
     report = write_report(tmp_path).read_text()
     assert "**Confirmed**: 1.10 | 2.10" in report and "**Not confirmed**: 2.00 | 1.00" in report
@@ -286,7 +287,7 @@ def test_a_part_runs_alone_and_the_report_says_which(counted, tmp_path):
     assert len(ran) == 6 and {settings["model"] for settings in ran} == {"small"}
     report = write_report(tmp_path).read_text()
     assert "**Confirmed (6 of 12 runs)**" in report
-    assert f"`rsa-hf reproduce {NAME} --quick --only model=small`" in report
+    assert f"`python -m experiments {NAME} --quick --only model=small`" in report
     assert "* Not measured: model large\n" in report
     run_experiment(several, "quick", tmp_path, only={"model": ["large"], "arm": ["rsa"]}, progress=False)
     assert "**Confirmed (9 of 12 runs)**" in write_report(tmp_path).read_text()
@@ -296,7 +297,7 @@ def test_a_part_runs_alone_and_the_report_says_which(counted, tmp_path):
     run_experiment(several, "quick", tmp_path, progress=False)
     assert len(ran) == 3  # the plain runs of the large model
     report = write_report(tmp_path).read_text()
-    assert "**Confirmed**: 1.10 | 2.10" in report and f"`rsa-hf reproduce {NAME} --quick`" in report
+    assert "**Confirmed**: 1.10 | 2.10" in report and f"`python -m experiments {NAME} --quick`" in report
     assert "* Not measured: model" not in report
     for only, words in (
         ({"seed": ["1"]}, "cannot be split by 'seed'; allowed: model, arm"),
@@ -334,9 +335,9 @@ def test_the_report_has_the_total_time(tmp_path, counted):
     assert nothing_has_run(tmp_path, "quick", [NAME])
     run_experiment(experiment, "quick", tmp_path, progress=False)
     assert not nothing_has_run(tmp_path, "quick", [NAME]) and nothing_has_run(tmp_path, "full", [NAME])
-    assert "`rsa-hf reproduce all" not in write_report(tmp_path).read_text()
+    assert "`python -m experiments all" not in write_report(tmp_path).read_text()
     keep_total_time(tmp_path, "quick", 1623.4, 2)
-    assert "`rsa-hf reproduce all --quick` took 27 min 3 s from scratch, 2 runs at a time, on" in (
+    assert "`python -m experiments all --quick` took 27 min 3 s from scratch, 2 runs at a time, on" in (
         write_report(tmp_path).read_text()
     )
 
@@ -517,8 +518,16 @@ def test_an_unknown_experiment_is_refused():
 
 
 @pytest.fixture
-def reproduce(run_rsa_hf, tmp_path):
-    return lambda *arguments: run_rsa_hf("reproduce", *arguments, "--out", tmp_path)
+def reproduce(capsys, tmp_path):
+    """Run `python -m experiments` in this process; returns its exit code, standard output and standard error."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main([*map(str, arguments), "--out", str(tmp_path)])
+        return end.value.code or 0, *capsys.readouterr()
+
+    return run
 
 
 @pytest.mark.parametrize("name", ["list", "report", "page"])

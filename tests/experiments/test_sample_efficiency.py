@@ -6,13 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.runs import conclude, fake_runs, finished, patch_with_shut_gates, zero_rems
-from rsa_hf import RSAConfig
-from rsa_hf.experiments import sample_efficiency
-from rsa_hf.experiments.byte_models import SHAPES, Curve, build
-from rsa_hf.experiments.runner.fit import step_time_ratio
-from rsa_hf.experiments.sample_efficiency import EXPERIMENT, RATIO, TIME
-from rsa_hf.experiments.variants import (
+from experiment_runs import conclude, fake_runs, finished, patch_with_shut_gates, zero_rems
+from experiments import sample_efficiency
+from experiments.byte_models import SHAPES, Curve, build
+from experiments.runner.fit import step_time_ratio
+from experiments.sample_efficiency import EXPERIMENT, RATIO, TIME
+from experiments.variants import (
     CHANNEL_GATES,
     DILATED,
     HALF,
@@ -27,6 +26,7 @@ from rsa_hf.experiments.variants import (
     LearnedLags,
     make_variant,
 )
+from rsa_hf import RSAConfig
 from rsa_hf.heads import RSAHeads, active_heads
 from rsa_hf.ops.mask import AttentionMask
 

@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from experiments.runs import conclude, finished
-from rsa_hf.experiments import search_heads
-from rsa_hf.experiments.search_heads import DEFAULT, EXPERIMENT
+from experiment_runs import conclude, finished
+from experiments import search_heads
+from experiments.search_heads import DEFAULT, EXPERIMENT
 from rsa_hf.training.search import FoundPlan
 
 optuna = pytest.importorskip("optuna", reason="a search needs it: pip install 'rsa_hf[reproduce]'")

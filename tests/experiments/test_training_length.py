@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import get_wsd_schedule
 
-from experiments.runs import finished
-from rsa_hf.experiments.byte_models import SHAPES, build, read_corpus
-from rsa_hf.experiments.downstream import JUDGED, PAIRS_RECALLED, TEXT_JUDGED, WORD_RECALLED
-from rsa_hf.experiments.runner.fit import batch_loss, fit
-from rsa_hf.experiments.training_length import EXPERIMENT, NOISE, OVER_PLAIN, RATIO, SAVED, train_lengths
-from rsa_hf.experiments.variants import make_variant
+from experiment_runs import finished
+from experiments.byte_models import SHAPES, build, read_corpus
+from experiments.downstream import JUDGED, PAIRS_RECALLED, TEXT_JUDGED, WORD_RECALLED
+from experiments.runner.fit import batch_loss, fit
+from experiments.training_length import EXPERIMENT, NOISE, OVER_PLAIN, RATIO, SAVED, train_lengths
+from experiments.variants import make_variant
 from rsa_hf.tasks.language_modeling import evaluate_language_model
 from rsa_hf.training.optimizer import param_groups
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rsa_hf.experiments.theory.dilation import (
+from experiments.theory.dilation import (
     autocorrelation,
     recurrence_plot,
     recurrence_rate,

@@ -7,8 +7,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from experiments.theory.linear_rnn import init_from_linear_rnn, linear_rnn, linear_rnn_to_heads
 from rsa_hf.config import RSAConfig
-from rsa_hf.experiments.theory.linear_rnn import init_from_linear_rnn, linear_rnn, linear_rnn_to_heads
 from rsa_hf.heads import RSAHeads
 
 EXACT = 1e-9

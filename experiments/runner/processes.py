@@ -1,0 +1,119 @@
+"""Run settings in this process or in several: small models keep one core busy, not two."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import transformers
+
+from experiments.runner.summary import Run, Settings, Values
+from rsa_hf.integration import install
+
+__all__ = ["default_jobs", "machine", "run_all", "versions", "workers"]
+
+Measure = Callable[[Settings], Values]
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def machine() -> str:
+    """Name of the GPU and whether it multiplies float32 in TF32, or of the processor with the number of threads."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name() + ", TF32" * (torch.get_float32_matmul_precision() != "highest")
+    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    threads = torch.get_num_threads()
+    name = models[0] if models else platform.processor() or platform.machine()
+    return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that measured values depend on."""
+    found = {"python": platform.python_version()}
+    for package in ("rsa_hf", "torch", "transformers", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed: run from its sources"
+    return found
+
+
+def default_jobs() -> int:
+    """One job per usable core, or one if there is a GPU."""
+    if torch.cuda.is_available():
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def workers(jobs: int) -> Iterator[Executor | None]:
+    """Processes that share the cores equally and serve one experiment after another; None for one job.
+
+    A worker takes seconds to start and keeps the data and pretrained models that it has read. On exit, runs that have
+    not started are dropped and running ones are waited for.
+    """
+    if jobs == 1:
+        yield None
+        return
+    threads = max(1, default_jobs() // jobs)
+    executor = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _start, (threads,))
+    try:
+        yield executor
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def run_all(
+    measure: Measure, grid: Mapping[str, Settings], executor: Executor | None = None
+) -> Iterator[tuple[str, Run]]:
+    """Run settings and yield each finished run with its key.
+
+    Args:
+        measure: `Experiment.measure`; with workers it must be picklable.
+        grid: settings by key.
+        executor: of `workers`; a single run happens in this process.
+
+    Raises:
+        The first exception of `measure`, after the runs that had started have finished and been yielded.
+    """
+    if executor is None or len(grid) < 2:
+        for key, settings in grid.items():
+            yield key, _run(measure, settings)
+        return
+    futures = {executor.submit(_run, measure, settings): key for key, settings in grid.items()}
+    failed = None
+    try:
+        for future in as_completed(futures):
+            if future.cancelled():
+                continue
+            if future.exception() is None:
+                yield futures[future], future.result()
+            elif failed is None:
+                failed = future
+                for other in futures:
+                    other.cancel()
+        if failed is not None:
+            failed.result()
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def _start(threads: int) -> None:
+    install()  # a worker starts as the rsa-hf command, which does not install the hooks by itself
+    transformers.logging.disable_progress_bar()  # the experiment has a bar of its own
+    torch.set_num_threads(threads)
+
+
+def _run(measure: Measure, settings: Settings) -> Run:
+    start = time.perf_counter()
+    values = measure(settings)
+    return Run(settings, values, time.perf_counter() - start, machine(), versions())

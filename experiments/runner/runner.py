@@ -1,0 +1,242 @@
+"""Run an experiment. Each finished run is stored at once, so that an interrupted experiment continues where it was.
+
+The folder `results/reproduce/NAME/SIZE` holds cells.jsonl, one line per finished run; table.csv and table.md, means
+with intervals; figure.png; conclusion.json, the verdict; configuration.json, all settings and the machine.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import shlex
+from collections.abc import Collection, Mapping
+from concurrent.futures import Executor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from tqdm import tqdm
+
+from experiments.runner.experiment import EXPERIMENTS, SIZES, Experiment, Size, find_experiment, run_key
+from experiments.runner.processes import run_all
+from experiments.runner.rate_search import finished_runs, number_of_runs, required_runs
+from experiments.runner.summary import Conclusion, Rows, Run, Settings
+from rsa_hf.utils.files import write_text
+
+__all__ = ["FOLDER", "RequestError", "read_runs", "rebuild_results", "run_experiment", "to_json"]
+
+FOLDER = Path("results") / "reproduce"
+RUNS = "cells.jsonl"
+CONFIGURATION = "configuration.json"
+CONCLUSION = "conclusion.json"
+LOCK = ".lock"  # held while runs are read and written
+
+Grid = dict[str, Settings]
+
+
+class RequestError(ValueError):
+    """A request that cannot be run; the message says what is possible."""
+
+
+def run_experiment(
+    experiment: Experiment,
+    size: Size,
+    root: Path,
+    seeds: int | None = None,
+    only: Mapping[str, Collection[str]] | None = None,
+    progress: bool = True,
+    executor: Executor | None = None,
+) -> Conclusion:
+    """Run what has not run yet, then write tables, figure, conclusion and configuration.
+
+    These cover all runs of this size that are finished for every seed, from this call or an earlier one, on this
+    machine or another. Without a GPU, runs that need one are skipped.
+
+    Args:
+        experiment: the experiment.
+        size: its size.
+        root: the folder of `results/reproduce`.
+        seeds: number of seeds, at least 1; default: the experiment's own for this size.
+        only: allowed values, as strings, by setting; other runs are left out.
+        progress: show a progress bar.
+        executor: runs several at a time, see `workers`; None: this process.
+
+    Raises:
+        MissingDataError: data is missing.
+        ImportError: a package is missing.
+        RequestError: `only` matches no run, all matching runs need a GPU that is missing, there is nothing to compare
+            yet, or a stored file cannot be read.
+    """
+    seeds = seeds or experiment.seeds[size]
+    folder = root / FOLDER / experiment.name / size
+    folder.mkdir(parents=True, exist_ok=True)
+    grid = _select(experiment, _grid(experiment, size, seeds), only or {})
+    score, finished = experiment.search_by, read_runs(folder)
+    done = len(required_runs(grid, finished, score).keys() & finished.keys())
+    with tqdm(total=number_of_runs(grid, score), initial=done, desc=experiment.name, disable=not progress) as bar:
+        # The search of learning rates determines which runs remain, so ask again after each round.
+        while left := {k: each for k, each in required_runs(grid, finished, score).items() if k not in finished}:
+            for key, run in run_all(experiment.measure, left, executor):
+                # Another process may have added runs, for instance of another part.
+                with FileLock(folder / LOCK):
+                    finished = {**read_runs(folder), **finished, key: run}
+                    write_text(folder / RUNS, "".join(_to_line(key, run) for key, run in finished.items()))
+                bar.set_postfix_str(f"done: {_describe(run.settings)}", refresh=False)
+                bar.update()
+    conclusion, runs = _write_results(experiment, size, folder, seeds, finished)
+    experiment.draw(runs, folder / "figure.png")
+    return conclusion
+
+
+def rebuild_results(root: Path) -> None:
+    """Write tables, conclusions and configurations again from the stored runs, without running anything.
+
+    Folders without runs of the experiment's present revision stay as they are. Figures are not drawn again.
+
+    Raises:
+        ImportError: scipy is not installed.
+        RequestError: a stored file cannot be read.
+    """
+    for name in EXPERIMENTS:
+        for size in SIZES:
+            folder = root / FOLDER / name / size
+            if not (folder / CONFIGURATION).exists():
+                continue
+            experiment, finished = find_experiment(name), read_runs(folder)
+            seeds = json.loads((folder / CONFIGURATION).read_text(encoding="utf-8"))["seeds"]
+            if _grid(experiment, size, seeds).keys() & finished.keys():
+                _write_results(experiment, size, folder, seeds, finished)
+
+
+def _grid(experiment: Experiment, size: Size, seeds: int) -> Grid:
+    return {run_key(settings, experiment.revision): settings for settings in experiment.grid(size, seeds)}
+
+
+def _select(experiment: Experiment, grid: Grid, only: Mapping[str, Collection[str]]) -> Grid:
+    """The part of a grid that `only` asks for and this machine can run."""
+    for name, wanted in only.items():
+        if name not in experiment.parts:
+            allowed = ", ".join(experiment.parts) or "none, it runs as a whole"
+            raise RequestError(f"{experiment.name} cannot be split by {name!r}; allowed: {allowed}.")
+        existing = _values(name, grid.values())
+        for value in wanted:
+            if value not in existing:
+                raise RequestError(f"{name}={value} is in no run of this size; choose from {', '.join(existing)}.")
+    selected = {k: each for k, each in grid.items() if all(str(each[n]) in wanted for n, wanted in only.items())}
+    if not selected:
+        wanted = {name: " or ".join(values) for name, values in only.items()}
+        raise RequestError(f"no run of {experiment.name} has {_describe(wanted)}.")
+    possible = {k: each for k, each in selected.items() if torch.cuda.is_available() or not experiment.needs_gpu(each)}
+    if not possible:
+        raise RequestError(f"all selected runs of {experiment.name} need a GPU, and there is none here.")
+    return possible
+
+
+def _values(name: str, grid: Collection[Settings]) -> list[str]:
+    """The values of a setting, as `--only` takes them."""
+    return list(dict.fromkeys(str(settings[name]) for settings in grid))
+
+
+def _write_results(
+    experiment: Experiment, size: Size, folder: Path, seeds: int, finished: Mapping[str, Run]
+) -> tuple[Conclusion, list[Run]]:
+    """Write everything but the figure; returns the conclusion and the runs that it covers."""
+    grid, score = _grid(experiment, size, seeds), experiment.search_by
+    runs = finished_runs(grid, finished, score)
+    rows = experiment.summarise(runs)
+    if not rows:
+        raise RequestError(f"{folder}: the finished runs make no comparison yet; run the other variants too.")
+    conclusion, covered = experiment.conclude(rows), [run.settings for run in runs]
+    # For each setting that can be selected, the values of the grid that no covered run has.
+    left = {
+        name: [v for v in _values(name, grid.values()) if v not in _values(name, covered)] for name in experiment.parts
+    }
+    left = {name: values for name, values in left.items() if values}
+    command = [f"python -m experiments {experiment.name} --{size}"]
+    if seeds != experiment.seeds[size]:
+        command.append(f"--seeds {seeds}")
+    command += [shlex.join(["--only", f"{name}={','.join(_values(name, covered))}"]) for name in left]
+    configuration = {
+        "experiment": experiment.name,
+        "claim": experiment.claim,
+        "published": experiment.published,
+        "size": size,
+        "seeds": seeds,
+        "revision": experiment.revision,
+        "command": " ".join(command),
+        "seconds": round(sum(run.seconds for run in runs), 1),
+        "machines": sorted({run.machine for run in runs}),
+        # More than one where an experiment was continued after an upgrade.
+        "versions": [dict(each) for each in dict.fromkeys(tuple(run.versions.items()) for run in runs)],
+        "cells": covered,
+        "meanings": experiment.glossary(covered),
+        "planned": number_of_runs(grid, score),
+        "left": left,
+    }
+    write_text(folder / "table.csv", _csv(rows))
+    write_text(folder / "table.md", _markdown(rows))
+    write_text(folder / CONCLUSION, to_json(asdict(conclusion)))
+    write_text(folder / CONFIGURATION, to_json(configuration))
+    return conclusion, runs
+
+
+def read_runs(folder: Path) -> dict[str, Run]:
+    """The finished runs of a folder, by key.
+
+    Raises:
+        RequestError: the file is damaged.
+    """
+    path = folder / RUNS
+    if not path.exists():
+        return {}
+    found = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            record = json.loads(line)
+            key, settings = record.pop("key"), record.pop("cell")
+            found[key] = Run(settings, **record)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RequestError(
+                f"{path}, line {number}, is not a finished run ({error}). Delete the line to run it again."
+            ) from error
+    return found
+
+
+def _to_line(key: str, run: Run) -> str:
+    record = asdict(run)
+    return json.dumps({"key": key, "cell": record.pop("settings"), **record}, ensure_ascii=False) + "\n"
+
+
+def to_json(value: Any) -> str:
+    """A value as the text of a results file."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def _describe(settings: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
+
+
+def _csv(rows: Rows) -> str:
+    file = io.StringIO()
+    names = [*dict.fromkeys(name for row in rows for name in row.settings), *list(asdict(rows[0]))[1:]]
+    writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({**row.settings, **{name: getattr(row, name) for name in names[-5:]}} for row in rows)
+    return file.getvalue()
+
+
+def _markdown(rows: Rows) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row.settings))
+    lines = [
+        f"| {' | '.join([*names, 'measure', 'mean', '95 % interval', 'seeds'])} |",
+        "|---" * (len(names) + 4) + "|",
+    ]
+    for row in rows:
+        ends = "" if math.isnan(row.low) else f"{row.low:.4g} … {row.high:.4g}"
+        settings = [str(row.settings.get(name, "")) for name in names]
+        lines.append(f"| {' | '.join([*settings, row.measure, f'{row.mean:.4g}', ends, str(row.seeds)])} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,312 @@
+"""Training length: whether RSA still saves tokens when a model is trained for longer, with a decayed learning rate.
+
+The schedule is what practitioners train with: warm-up, constant, linear decay to 0 over the last fifth. One run gives
+the final score of every length: it trains at the constant rate, and after four fifths of each length a copy of the
+model goes on alone with the decay (Hägele et al., 2024, section 4). Lengths double; in between, the score is
+interpolated linearly over the logarithm of the tokens.
+
+Every variant is trained at every learning rate with the first seed, and at its best rate with the other seeds. After
+the longest training it is also scored by what it writes and recalls (`downstream.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_constant_schedule_with_warmup
+
+from experiments.byte_models import SHAPES, Curve, Shape, build, read_corpus
+from experiments.downstream import (
+    JUDGED,
+    PAIRS_RECALLED,
+    TEXT_JUDGED,
+    TEXT_WORD_PAIRS,
+    WORD_PAIRS,
+    WORD_RECALLED,
+    score_downstream,
+)
+from experiments.runner.comparison import Case, Comparison
+from experiments.runner.experiment import Experiment, Size, combinations
+from experiments.runner.fit import adamw, batch_loss, default_device, fit
+from experiments.runner.summary import (
+    Conclusion,
+    Rows,
+    Run,
+    Settings,
+    Values,
+    make_rows,
+    worst_if_nan,
+)
+from experiments.variants import make_variant
+from rsa_hf.plots import COLOURS, panels
+from rsa_hf.tasks.language_modeling import PreparedText, evaluate_language_model
+from rsa_hf.tasks.text_data import TrainingBlocks
+
+__all__ = ["EXPERIMENT", "train_lengths"]
+
+CONSTANT = 0.8  # share of a length before the decay
+ALL = 10**9  # bytes: more than any text has
+FAMILIES = ("gpt2", "llama")
+ARMS = ("plain", "rsa")
+GROUP = ("corpus", "model", "family", "longest")
+# corpus, model, longest training in tokens a parameter, number of lengths, learning rates, bytes to score, steps of
+# training on key-value pairs, judge of samples (none if empty).
+Plan = tuple[str, str, float, int, tuple[float, ...], int, int, str]
+PLANS: dict[Size, list[Plan]] = {
+    "toy": [("python", "0.03M", 0.25, 3, (1e-2,), 4_000, 3, "")],
+    "quick": [("wikitext-2", "0.03M", 12.8, 6, (1e-2,), 20_000, 300, "")],
+    "full": [
+        ("wikitext-2", "0.1M", 102.4, 9, (1e-3, 2e-3, 4e-3), 40_000, 1000, "smollm2"),
+        ("wikitext-2", "1M", 25.6, 8, (1e-3, 3e-3), 40_000, 1000, "smollm2"),
+    ],
+}
+
+
+def make_grid(size: Size, seeds: int) -> list[Settings]:
+    """Models and their longest training × families × variants × learning rates × seeds."""
+    names = ("corpus", "model", "longest", "lengths", "eval_bytes", "recall_steps", "judge")
+    return [
+        {**dict(zip(names, (corpus, model, longest, lengths, *scores), strict=True)), **each}
+        for corpus, model, longest, lengths, rates, *scores in PLANS[size]
+        for each in combinations(family=FAMILIES, arm=ARMS, learning_rate=rates, seed=range(seeds))
+    ]
+
+
+def measure(settings: Settings) -> Values:
+    """The final score of each length, and the downstream scores after the last."""
+    shape, family, seed = SHAPES[settings["model"]], settings["family"], settings["seed"]
+    text = read_corpus(settings["corpus"], ALL, settings["eval_bytes"], shape.block)
+    torch.manual_seed(seed)
+    plain = build(family, shape)
+    parameters = sum(parameter.numel() for parameter in plain.parameters())
+    longest = settings["longest"] * parameters / (shape.batch * shape.block)
+    steps = [max(2, round(longest / 2**k)) for k in reversed(range(settings["lengths"]))]
+    model: Any = make_variant(settings["arm"], plain, shape.block).to(default_device())
+    rate = settings["learning_rate"]
+    scores, trained = train_lengths(model, text, shape, steps, learning_rate=rate, seed=seed)
+    recall = {"steps": settings["recall_steps"], "judge": settings["judge"]}
+    return {
+        **score_downstream(trained, text, shape, learning_rate=rate, seed=seed, **recall),
+        "final": scores[-1],
+        "tokens": [float(n * shape.batch * shape.block) for n in steps],
+        "tokens per parameter": [n * shape.batch * shape.block / parameters for n in steps],
+        "bits per byte": scores,
+    }
+
+
+def train_lengths(
+    model: Any, text: PreparedText, shape: Shape, lengths: Sequence[int], *, learning_rate: float, seed: int
+) -> tuple[list[float], Any]:
+    """Train for several lengths at once.
+
+    AdamW, weight decay 0.01 on matrices. The warm-up takes a twentieth of the shortest length.
+
+    Args:
+        model: trained in place, without a decay.
+        text: blocks to train on, and text to score.
+        shape: number of blocks in a step.
+        lengths: steps, in rising order.
+        learning_rate: after the warm-up, before the decay.
+        seed: shuffles the blocks.
+
+    Returns:
+        Bits per byte at the end of each length, and the model at the end of the last.
+    """
+    blocks = text.train
+    assert isinstance(blocks, TrainingBlocks)
+    optimizer = adamw(model, learning_rate)
+    schedule = get_constant_schedule_with_warmup(optimizer, max(1, lengths[0] // 20))
+    ends = {round(CONSTANT * length): length for length in lengths}
+    scores: list[float] = []
+    branch = model
+
+    def decay(step: int, _: Tensor) -> None:
+        nonlocal branch
+        if step not in ends:
+            return
+        branch, steps = copy.deepcopy(model), ends[step] - step
+        of_branch = adamw(branch, learning_rate)
+        of_branch.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        falling = LambdaLR(of_branch, lambda taken: 1 - taken / steps)
+        fit(batch_loss(branch, blocks, shape.batch, seed, skip=step), of_branch, steps, model=branch, schedule=falling)
+        scores.append(evaluate_language_model(branch, text.validation, 32)["bits_per_byte"])
+
+    fit(
+        batch_loss(model, blocks, shape.batch, seed),
+        optimizer,
+        max(ends),
+        model=model,
+        schedule=schedule,
+        after_step=decay,
+    )
+    return scores, branch
+
+
+# --- results ------------------------------------------------------------------------------------------------------
+
+LENGTH = "tokens per parameter"
+RATIO, SAVED, NOISE = "tokens / plain", "bits per byte below plain", "bits per byte between two seeds"
+DOWNSTREAM = (JUDGED, WORD_PAIRS, WORD_RECALLED, PAIRS_RECALLED)  # after the longest training
+OF_TEXT = {JUDGED: TEXT_JUDGED, WORD_PAIRS: TEXT_WORD_PAIRS}  # what samples are compared with
+OVER_PLAIN = "{}, rsa − plain"
+
+
+def _token_ratio(run: Run, plain: Run, length: int) -> float:
+    """Tokens to the plain model's score at the end of a length, over that length.
+
+    It is too high where the shortest training reaches that score already. Where none does, it is the longest training
+    over the tokens that the plain model needs for the score at its end.
+    """
+    curve, of_plain = (
+        Curve(
+            [math.log(tokens) for tokens in each.values["tokens"]], [*map(worst_if_nan, each.values["bits per byte"])]
+        )
+        for each in (run, plain)
+    )
+    reached = curve.tokens_until(of_plain.bits_per_byte[length])
+    if math.isfinite(reached):
+        return math.exp(reached - of_plain.tokens[length])
+    return math.exp(curve.tokens[-1] - of_plain.tokens_until(curve.bits_per_byte[-1]))
+
+
+def make_columns(case: Case, arm: str, length: int) -> dict[str, list[float]]:
+    """Scores of a variant at the end of a length, by its place, and what it saves; for plain, the noise floor.
+
+    After the longest, also the downstream scores.
+    """
+
+    def score(run: Run) -> float:
+        return float(run.values["bits per byte"][length])
+
+    runs = case.runs[arm]
+    columns = {"bits per byte": [*map(score, runs)], "learning rate": case.values(arm, "learning_rate")}
+    if arm == "rsa":
+        columns[RATIO] = case.compare(arm, "plain", lambda run, plain: _token_ratio(run, plain, length))
+        columns[SAVED] = case.compare(arm, "plain", lambda run, plain: score(plain) - worst_if_nan(score(run)))
+    elif len(runs) > 1:
+        columns[NOISE] = [abs(score(first) - score(second)) for first, second in pairwise([*runs, runs[0]])]
+    if length == len(runs[0].values["tokens"]) - 1:
+        for name in filter(runs[0].values.__contains__, (*DOWNSTREAM, *OF_TEXT.values())):
+            columns[name] = case.values(arm, name)
+            if arm == "rsa":
+                columns[OVER_PLAIN.format(name)] = case.differences(arm, "plain", name)
+    return columns
+
+
+COMPARISON = Comparison(GROUP, ARMS, lambda run: float(run.values["final"]), lambda case, arm: {})
+
+
+def summarise(runs: Sequence[Run]) -> Rows:
+    """Rows for each variant and length."""
+    return Rows(
+        row
+        for case in COMPARISON.cases(runs)
+        for arm in ARMS
+        for i, tokens in enumerate(case.runs["plain"][0].values[LENGTH])
+        for row in make_rows({**case.settings, "arm": arm, LENGTH: tokens}, make_columns(case, arm, i))
+    )
+
+
+def conclude(rows: Rows) -> Conclusion:
+    """Confirmed if RSA needs fewer tokens than the plain model for the score of its longest training."""
+    tables = _tables(rows)
+    longest = Rows(table[RATIO][-1] for table in tables)
+    ends = "; ".join(f"{_model(row.settings)} {row.text('.2f')}" for row in longest)
+    sentence = (
+        f"Tokens that RSA needs for the plain model's final score, as a share of the plain model's: {ends}. They are "
+        f"significantly fewer in {longest.below(1)} of {len(longest)} cases."
+    )
+    findings = [*map(_finding, tables), *(_downstream_finding(rows, row.settings) for row in longest)]
+    answer = "share of the plain model's tokens after the longest training: " + ", ".join(
+        f"{family} {ratios.span('.2f')}" for family, ratios in longest.by("family").items()
+    )
+    return Conclusion(longest.judge(1), answer, sentence + longest.undecided(1), tuple(findings))
+
+
+def _tables(rows: Rows) -> list[dict[str, Rows]]:
+    """For each case the ratios, savings and noise by length."""
+    cases = dict.fromkeys(tuple((name, row.settings[name]) for name in GROUP) for row in rows)
+    return [{name: rows.find(name, **dict(case)) for name in (RATIO, SAVED, NOISE)} for case in cases]
+
+
+def _finding(table: dict[str, Rows]) -> str:
+    """The ratios of a case by length."""
+    settings = table[RATIO][0].settings
+    parts = []
+    for i, (ratio, saved) in enumerate(zip(table[RATIO], table[SAVED], strict=True)):
+        noise = f", noise {table[NOISE][i].mean:.3f}" if table[NOISE] else ""
+        gain = f"{saved.mean:+.3f} bits per byte saved{noise}"
+        parts.append(f"{ratio.settings[LENGTH]:.3g}: {ratio.text('.2f')} of the tokens, {gain}")
+    return f"{settings['family']} of {settings['model']}, by tokens per parameter: {'; '.join(parts)}"
+
+
+def _downstream_finding(rows: Rows, settings: Settings) -> str:
+    """The downstream scores of a case, after its longest training."""
+    parts = []
+    for name in DOWNSTREAM:
+        for difference in rows.find(OVER_PLAIN.format(name), **settings):
+            plain = rows.mean(name, **{**settings, "arm": "plain"})
+            text = f"{name}: plain {plain:.3f}, rsa {rows.mean(name, **settings):.3f}, {difference.text('+.3f')}"
+            of_text = f", the text itself {rows.mean(OF_TEXT[name], **settings):.3f}" if name in OF_TEXT else ""
+            parts.append(text + of_text)
+    return f"{_model(settings)}, {'; '.join(parts)}"
+
+
+def _model(settings: Settings) -> str:
+    return f"{settings['family']} of {settings['model']} at {settings[LENGTH]:.3g} tokens per parameter"
+
+
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """For each case the share of the tokens, and the bits per byte saved beside the difference between two seeds."""
+    tables = _tables(summarise(runs))
+    with panels(path, 2 * len(tables), columns=2) as grid:
+        for table, left, right in zip(tables, grid[::2], grid[1::2], strict=True):
+            title = "{family} of {model}, {corpus}".format(**table[RATIO][0].settings)
+            title += f"\nmean and 95 % interval, {table[RATIO][0].seeds} seeds"
+            for axes, name, label in (
+                (left, RATIO, "tokens to plain's score, RSA / plain"),
+                (right, SAVED, "bits per byte, plain − RSA"),
+            ):
+                found = table[name]
+                lengths = [row.settings[LENGTH] for row in found]
+                means = [row.mean for row in found]
+                axes.errorbar(lengths, means, yerr=found.error_bars(), fmt="o-", capsize=3, color=COLOURS[0])
+                axes.set(title=title, xscale="log", xlabel="training length, tokens per parameter", ylabel=label)
+            left.axhline(1, color="#666666", linewidth=0.8)
+            if table[NOISE]:
+                band = [row.mean for row in table[NOISE]]
+                right.plot(lengths, band, "--", color=COLOURS[1], label="plain − plain, two seeds")
+        if tables[0][NOISE]:
+            grid[1].legend()
+
+
+EXPERIMENT = Experiment(
+    name="training-length",
+    claim="The tokens that RSA saves do not go away when a model is trained for longer, with a learning rate that "
+    "decays at the end.",
+    published="None: the paper trains each model for one length.",
+    remark="The variant rsa is RSAConfig.from_scratch. The best learning rate is that of the longest training. Where "
+    "RSA's shortest training is better than plain already, its share of the tokens is an upper limit; where "
+    "its longest is worse than plain, its share is above 1: its tokens over those that plain needs for RSA's "
+    "final score. After the longest training, samples are compared with the text that they replace by the "
+    "share of word pairs that differ, and in the full size by their bits per byte under SmolLM2. A made-up "
+    "word occurs twice in a text: the bits saved are those of its last letters, the second time. Key-value "
+    "pairs are recalled after a short training on them. These scores are not part of the verdict.",
+    seeds={"toy": 2, "quick": 3, "full": 4},
+    grid=make_grid,
+    measure=measure,
+    conclude=conclude,
+    draw=draw,
+    summarise=summarise,
+    parts=("model", "longest", "family", "arm"),
+    search_by=COMPARISON.score,
+    needs_gpu=lambda settings: settings["model"] == "1M",
+)

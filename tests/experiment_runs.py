@@ -1,0 +1,85 @@
+"""Finished runs with given values for tests of summaries and verdicts, and broken RSA."""
+
+import math
+from dataclasses import replace
+
+from experiments.runner.experiment import find_experiment
+from experiments.runner.summary import Run
+from experiments.variants import NO_RECURRENCE
+from rsa_hf import RSAConfig, patch_model
+from rsa_hf.heads import RSAHeads, active_heads
+
+COST = {"parameters": 1.0, "time of a step / plain": 1.5}
+# For each experiment that compares variants: the settings of one case, and what a run measures as a function of its
+# validation score v and its test score t. Lower scores are better.
+CASES = {
+    "sample-efficiency": (
+        {"corpus": "python", "train_bytes": 10, "model": "0.03M", "family": "llama", "steps": 3},
+        lambda v, t: {"final": v, "tokens": [1.0, 2.0, 3.0], "bits per byte": [t + 2, t + 1, t], **COST},
+    ),
+    "fine-tune": (
+        {"model": "m", "task": "c", "share": 0.1, "steps": 10, "batch": 4, "length": 25},
+        lambda v, t: {"bits per byte": t, "validation": v, "before training": 3.0, "validation scores": [1.0]},
+    ),
+    "calibrate": (
+        {"model": "m", "task": "c", "share": 0.1, "trained": "everything"},
+        lambda v, t: {"score": t, "validation": v, "numbers": 1.0, "chosen heads": 1.0, "checked gain": 0.0},
+    ),
+    "forecasting": (
+        {"series": "ETTh1", "horizon": 24, "family": "informer"},
+        lambda v, t: {"mse": t, "mae": t / 2, "validation mse": v, "naive mse": 0.5, "naive mae": 0.4, **COST},
+    ),
+    "language-model": (
+        {"corpus": "text8", "architecture": "transformer-xl", "model": "small", "steps": 3},
+        lambda v, t: {"validation": v, "test": t, **COST},
+    ),
+    "regular-languages": (
+        {"language": "parity"},
+        lambda v, t: {"right 2–10": 1 - v / 4, "right 11–20": 1 - t / 4, "loss": 1.0, "steps": 1.0, **COST},
+    ),
+}
+# The names of the variants "plain" and "rsa" in experiments that call them otherwise.
+ARMS = {
+    "fine-tune": {"rsa": "mu -3 x20"},
+    "calibrate": {"rsa": "calibrated", NO_RECURRENCE: "scaled heads"},
+    "regular-languages": {"plain": "transformer"},
+}
+
+
+def finished(settings, values):
+    return Run(settings, values, 1.0, "a machine", {})
+
+
+def fake_runs(name, arm, tests, validations=None, rate=1e-3, **settings):
+    """Finished runs of a variant with these scores, one per seed."""
+    shared, values = CASES[name]
+    shared = {**shared, "arm": ARMS.get(name, {}).get(arm, arm), "learning_rate": rate, **settings}
+    pairs = zip(tests if validations is None else validations, tests, strict=True)
+    return [finished({**shared, "seed": seed}, values(*pair)) for seed, pair in enumerate(pairs)]
+
+
+def conclude(name, *runs):
+    """The conclusion of an experiment from lists of runs."""
+    experiment = find_experiment(name)
+    return experiment.conclude(experiment.summarise([run for each in runs for run in each]))
+
+
+def measure_again(experiment, runs, **settings):
+    """The same runs, with new values for those that have these settings."""
+    return [
+        replace(run, values=experiment.measure(run.settings)) if settings.items() <= run.settings.items() else run
+        for run in runs
+    ]
+
+
+def zero_rems(monkeypatch):
+    """Break RSA: P V of every head is 0."""
+    forward = RSAHeads.forward
+    monkeypatch.setattr(RSAHeads, "forward", lambda self, a, value, mask: forward(self, a, 0 * value, mask))
+
+
+def patch_with_shut_gates(model):
+    """Break RSA: every gate is 0 and stays 0."""
+    patch_model(model, RSAConfig(gate_init=-math.inf))
+    for _, heads in active_heads(model):
+        heads.requires_grad_(False)
