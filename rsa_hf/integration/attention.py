@@ -30,6 +30,7 @@ from rsa_hf.ops.mask import (
     AttentionMask,
     PackedSegments,
     as_boolean,
+    evaluate_block_mask,
     read_mask,
     read_row,
     remembered,
@@ -137,11 +138,6 @@ def _attention_with_rsa(
     """Call an attention function of transformers. Q, K and V are [B, H, T, D] and [B, Hkv, S, D]."""
     if keywords.get("cache") is not None or implementation.startswith("paged|"):
         raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
-    if implementation == "flex_attention":
-        raise NotImplementedError(
-            "RSA does not work with flex attention: its masks (BlockMask) are functions, which cannot be read. Use "
-            "attn_implementation='sdpa', 'eager' or 'flash_attention_2'."
-        )
     causal = keywords.get("is_causal")
     if causal is None:
         causal = getattr(module, _DIRECTION_ATTRIBUTES.get(type(module).__name__, "is_causal"), None)
@@ -305,7 +301,7 @@ def mix_recurrence(
     return mixed
 
 
-# --- masks: None, 2-D, 4-D, and the keywords of flash attention -----------------------------------------------------
+# --- masks: None, 2-D, 4-D, BlockMask, and the keywords of flash attention ------------------------------------------
 
 
 def read_attention_mask(
@@ -324,8 +320,8 @@ def read_attention_mask(
         query: [B, H, T, D].
         key: [B, Hkv, S, D].
         attention_mask: None; 2-D [B, S], nonzero or True for real keys (flash attention), or [B, M] with T ≤ M < S if
-            a static cache has slots after the queries; or 4-D [B or 1, H or 1, T or 1, S], boolean (sdpa) or additive
-            (eager).
+            a static cache has slots after the queries; 4-D [B or 1, H or 1, T or 1, S], boolean (sdpa) or additive
+            (eager); or a BlockMask (flex attention; a `score_mod` hides no keys).
         causal: direction of the layer.
         aligned_top_left: the meaning of a missing mask if T < S: queries at positions 0 … T−1 (sdpa, True), or the
             last T positions (eager, flash attention). A single query sees every key under both.
@@ -336,14 +332,16 @@ def read_attention_mask(
         Which keys each query sees.
 
     Raises:
-        TypeError: a mask of an unknown kind, e.g. flex attention's BlockMask.
+        TypeError: a mask of an unknown kind.
         ValueError: a mask whose shape does not fit.
     """
     T, S = query.shape[2], key.shape[2]
+    if hasattr(attention_mask, "mask_mod"):
+        attention_mask = evaluate_block_mask(attention_mask, query, S)
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
         raise TypeError(
-            f"RSA cannot read an attention mask of type {type(attention_mask).__name__}. Allowed: None, or a tensor "
-            "as sdpa, eager and flash attention take it. Load the model with attn_implementation='sdpa' or 'eager'."
+            f"RSA cannot read an attention mask of type {type(attention_mask).__name__}. Allowed: None, a tensor, or "
+            "flex attention's BlockMask. Load the model with attn_implementation='sdpa' or 'eager'."
         )
     if attention_mask is not None and attention_mask.dim() == 4:
         if causal and T == 1:
