@@ -40,11 +40,13 @@ from rsa_hf.ops.mask import (
 __all__ = [
     "AttentionCall",
     "architecture_of",
+    "cached_positions",
     "connect",
     "flash_segment_ids",
     "mix_recurrence",
     "read_attention_mask",
     "record_attention_calls",
+    "require_all_keys",
     "wrap_class",
     "wrap_get_interface",
     "wrap_init_continuous_batching",
@@ -160,6 +162,7 @@ def _attention_with_rsa(
         aligned_top_left=ALL_MASK_ATTENTION_FUNCTIONS.get(implementation) is ALL_MASK_ATTENTION_FUNCTIONS["sdpa"],
         # Under sdpa and eager, windows and documents are in the mask; flash attention takes them as keywords.
         flash=keywords if "flash" in implementation else None,
+        positions=cached_positions(module, keywords),
     )
     return mixed, weights
 
@@ -255,6 +258,7 @@ def mix_recurrence(
     aligned_top_left: bool = False,
     sliding_window: int | None = None,
     flash: Mapping[str, Any] | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """Mix P V into the output of attention, if the module has RSA heads.
 
@@ -267,12 +271,13 @@ def mix_recurrence(
         aligned_top_left: as in `read_attention_mask`.
         sliding_window: number of positions back that a query sees, itself included, if no mask says so.
         flash: the keywords of a call of flash attention, which has windows and packed documents there.
+        positions: positions of the queries in their texts, [B or 1, T], if the cache keeps all keys; else None.
 
     Returns:
         [B, T, H, D].
 
     Raises:
-        ValueError: neither the plan nor the call says whether attention is causal.
+        ValueError: neither the plan nor the call says whether attention is causal, or the cache has lost keys.
     """
     rsa = heads_of(module)
     if rsa is None:
@@ -297,8 +302,52 @@ def mix_recurrence(
         sliding_window=sliding_window,
         segment_ids=segment_ids,
     )
+    if positions is not None:
+        require_all_keys(visible, positions)
     mixed: Tensor = rsa(attention, value, visible)
     return mixed
+
+
+# Positions count from 0, from 1 (PaliGemma) or from 2 (RoBERTa, after its padding index).
+_LARGEST_FIRST_POSITION = 2
+
+
+def cached_positions(module: nn.Module, keywords: Mapping[str, Any]) -> Tensor | None:
+    """Positions of the queries, [B or 1, T], from which `require_all_keys` can judge a cache; None if it cannot.
+
+    It cannot if the cache keeps the keys of a window or of several texts, or if positions have several axes (M-RoPE).
+    """
+    positions, config = keywords.get("position_ids"), getattr(module, "config", None)
+    window = keywords.get("sliding_window", getattr(config, "sliding_window", None))
+    if window or "cache" in keywords or torch.compiler.is_compiling() or type(positions) is not Tensor:
+        return None
+    return positions if positions.dim() == 2 else None
+
+
+def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
+    """Check that a cache has lost no keys: no query is at a position beyond its slot.
+
+    A single query on a GPU is not checked: decoding would wait for the device at each token.
+
+    Raises:
+        ValueError: a position is beyond its slot.
+    """
+    T, device = mask.query_length, positions.device.type
+    if not mask.causal or mask.key_length == T or positions.shape[1] != T or (T == 1 and device != "cpu"):
+        return
+    slot = mask.query_offset if mask.query_position is None else int(mask.query_position)
+    position = remembered(_latest_start, positions)
+    if slot > 0 and position > slot + _LARGEST_FIRST_POSITION:
+        raise ValueError(
+            f"position_ids: a query is at position {position} of its text, but at slot {slot} of its cache, as if the "
+            "cache had dropped keys. RSA heads count distances in slots, so all keys must stay. Use a cache that "
+            "keeps them, or unpatch_model(model). If this one does, position_ids must start at 0."
+        )
+
+
+def _latest_start(positions: Tensor) -> int:
+    """Position of the first query, counted back from the query that is farthest ahead."""
+    return int((positions - torch.arange(positions.shape[1], device=positions.device)).max())
 
 
 # --- masks: None, 2-D, 4-D, BlockMask, and the keywords of flash attention ------------------------------------------
