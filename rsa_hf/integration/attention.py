@@ -37,6 +37,7 @@ from rsa_hf.ops.mask import (
     AttentionMask,
     PackedSegments,
     as_boolean,
+    evaluate_block_mask,
     read_mask,
     read_row,
     remembered,
@@ -46,10 +47,12 @@ from rsa_hf.utils.text import shorten
 
 __all__ = [
     "architecture_of",
+    "cached_positions",
     "connect",
     "flash_segment_ids",
     "mix_recurrence",
     "read_attention_mask",
+    "require_all_keys",
     "wrap_class",
     "wrap_get_interface",
     "wrap_init_continuous_batching",
@@ -99,11 +102,6 @@ def _attention_with_rsa(
     """Call an attention function of transformers. Q, K and V are [B, H, T, D] and [B, Hkv, S, D]."""
     if keywords.get("cache") is not None or implementation.startswith("paged|"):
         raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
-    if implementation == "flex_attention":
-        raise NotImplementedError(
-            "RSA does not work with flex attention: its masks (BlockMask) are functions, which cannot be read. Use "
-            "attn_implementation='sdpa', 'eager' or 'flash_attention_2'."
-        )
     causal = keywords.get("is_causal")
     if causal is None:
         causal = getattr(module, _DIRECTION_ATTRIBUTES.get(type(module).__name__, "is_causal"), None)
@@ -128,6 +126,7 @@ def _attention_with_rsa(
         aligned_top_left=ALL_MASK_ATTENTION_FUNCTIONS.get(implementation) is ALL_MASK_ATTENTION_FUNCTIONS["sdpa"],
         # Under sdpa and eager, windows and documents are in the mask; flash attention takes them as keywords.
         flash=keywords if "flash" in implementation else None,
+        positions=cached_positions(module, keywords),
     )
     return mixed, result[1]
 
@@ -235,6 +234,7 @@ def mix_recurrence(
     aligned_top_left: bool = False,
     sliding_window: int | None = None,
     flash: Mapping[str, Any] | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """Mix P V into the output of attention, if the module has RSA heads.
 
@@ -247,13 +247,14 @@ def mix_recurrence(
         aligned_top_left: as in `read_attention_mask`.
         sliding_window: number of positions back that a query sees, itself included, if no mask says so.
         flash: the keywords of a call of flash attention, which has windows and packed documents there.
+        positions: positions of the queries in their texts, [B or 1, T], if the cache keeps all keys; else None.
 
     Returns:
         [B, T, H, D].
 
     Raises:
-        ValueError: neither the plan nor the call says whether attention is causal, or the layer has other heads than
-            when it was patched.
+        ValueError: neither the plan nor the call says whether attention is causal, the layer has other heads than
+            when it was patched, or the cache has lost keys.
     """
     rsa = heads_of(module)
     if rsa is None:
@@ -279,6 +280,8 @@ def mix_recurrence(
         sliding_window=sliding_window,
         segment_ids=segment_ids,
     )
+    if positions is not None:
+        require_all_keys(visible, positions)
     mixed: Tensor = rsa(attention, value, visible)
     return mixed
 
@@ -309,7 +312,49 @@ def _require_whole_layer(module: nn.Module, rsa: RSAHeads, shape: tuple[int, int
     )
 
 
-# --- masks: None, 2-D, 4-D, and the keywords of flash attention -----------------------------------------------------
+# Positions count from 0, from 1 (PaliGemma) or from 2 (RoBERTa, after its padding index).
+_LARGEST_FIRST_POSITION = 2
+
+
+def cached_positions(module: nn.Module, keywords: Mapping[str, Any]) -> Tensor | None:
+    """Positions of the queries, [B or 1, T], from which `require_all_keys` can judge a cache; None if it cannot.
+
+    It cannot if the cache keeps the keys of a window or of several texts, or if positions have several axes (M-RoPE).
+    """
+    positions, config = keywords.get("position_ids"), getattr(module, "config", None)
+    window = keywords.get("sliding_window", getattr(config, "sliding_window", None))
+    if window or "cache" in keywords or torch.compiler.is_compiling() or type(positions) is not Tensor:
+        return None
+    return positions if positions.dim() == 2 else None
+
+
+def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
+    """Check that a cache has lost no keys: no query is at a position beyond its slot.
+
+    A single query on a GPU is not checked: decoding would wait for the device at each token.
+
+    Raises:
+        ValueError: a position is beyond its slot.
+    """
+    T, device = mask.query_length, positions.device.type
+    if not mask.causal or mask.key_length == T or positions.shape[1] != T or (T == 1 and device != "cpu"):
+        return
+    slot = mask.query_offset if mask.query_position is None else int(mask.query_position)
+    position = remembered(_latest_start, positions)
+    if slot > 0 and position > slot + _LARGEST_FIRST_POSITION:
+        raise ValueError(
+            f"position_ids: a query is at position {position} of its text, but at slot {slot} of its cache, as if the "
+            "cache had dropped keys. RSA heads count distances in slots, so all keys must stay. Use a cache that "
+            "keeps them, or unpatch_model(model). If this one does, position_ids must start at 0."
+        )
+
+
+def _latest_start(positions: Tensor) -> int:
+    """Position of the first query, counted back from the query that is farthest ahead."""
+    return int((positions - torch.arange(positions.shape[1], device=positions.device)).max())
+
+
+# --- masks: None, 2-D, 4-D, BlockMask, and the keywords of flash attention ------------------------------------------
 
 
 def read_attention_mask(
@@ -328,8 +373,8 @@ def read_attention_mask(
         query: [B, H, T, D].
         key: [B, Hkv, S, D].
         attention_mask: None; 2-D [B, S], nonzero or True for real keys (flash attention), or [B, M] with T ≤ M < S if
-            a static cache has slots after the queries; or 4-D [B or 1, H or 1, T or 1, S], boolean (sdpa) or additive
-            (eager).
+            a static cache has slots after the queries; 4-D [B or 1, H or 1, T or 1, S], boolean (sdpa) or additive
+            (eager); or a BlockMask (flex attention; a `score_mod` hides no keys).
         causal: direction of the layer.
         aligned_top_left: the meaning of a missing mask if T < S: queries at positions 0 … T−1 (sdpa, True), or the
             last T positions (eager, flash attention). A single query sees every key under both.
@@ -340,14 +385,16 @@ def read_attention_mask(
         Which keys each query sees.
 
     Raises:
-        TypeError: a mask of an unknown kind, e.g. flex attention's BlockMask.
+        TypeError: a mask of an unknown kind.
         ValueError: a mask whose shape does not fit.
     """
     T, S = query.shape[2], key.shape[2]
+    if hasattr(attention_mask, "mask_mod"):
+        attention_mask = evaluate_block_mask(attention_mask, query, S)
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
         raise TypeError(
-            f"RSA cannot read an attention mask of type {type(attention_mask).__name__}. Allowed: None, or a tensor "
-            "as sdpa, eager and flash attention take it. Load the model with attn_implementation='sdpa' or 'eager'."
+            f"RSA cannot read an attention mask of type {type(attention_mask).__name__}. Allowed: None, a tensor, or "
+            "flex attention's BlockMask. Load the model with attn_implementation='sdpa' or 'eager'."
         )
     if attention_mask is not None and attention_mask.dim() == 4:
         if causal and T == 1:

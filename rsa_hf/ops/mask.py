@@ -1,4 +1,4 @@
-"""Which keys each query sees: `AttentionMask`, its boolean form, and how a 4-D mask tensor is read into it.
+"""Which keys each query sees: `AttentionMask`, its boolean form, and how 4-D masks and block masks are read.
 
 Notation: batch B, heads H, queries T, keys S; queries are positions `query_offset … query_offset + T − 1` of the key
 axis. A query takes no part in a recurrence over keys that attention hides from it, so P is masked as attention is.
@@ -24,6 +24,7 @@ __all__ = [
     "PackedSegments",
     "as_boolean",
     "boolean_mask",
+    "evaluate_block_mask",
     "lags",
     "query_position",
     "read_mask",
@@ -151,6 +152,57 @@ def as_boolean(mask: Tensor, T: int, S: int) -> Tensor:
         )
     mask = mask.detach()[..., :S]
     return mask if mask.dtype == torch.bool else mask > HIDDEN_AT_OR_BELOW
+
+
+def evaluate_block_mask(block_mask: Any, query: Tensor, key_length: int) -> Tensor:
+    """Which keys each query sees under flex attention: [B or 1, H or 1, T, S], boolean.
+
+    It is evaluated in every call, because tensors that `mask_mod` reads may have changed. As long as nothing has, the
+    same tensor is returned, so `read_mask` reads it once for all layers of a forward.
+
+    Args:
+        block_mask: flex attention's `BlockMask`. Flex attention shows the keys of full blocks, asks `mask_mod` in
+            partial blocks, and skips all others.
+        query: [B, H, T, D].
+        key_length: S.
+    """
+    from torch.nn.attention.flex_attention import create_mask  # slow to import
+
+    B, H, T, S = *query.shape[:3], key_length
+    visible = create_mask(block_mask.mask_mod, B, H, T, S, query.device)
+    # vmap expands along an index that `mask_mod` does not look at. One row or head is enough there.
+    visible = visible[: B if visible.stride(0) else 1, : H if visible.stride(1) else 1]
+    visible = visible & _in_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.BLOCK_SIZE, T, S)
+    full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+    if full[0] is not None:
+        visible = visible | _in_blocks(*full, block_mask.BLOCK_SIZE, T, S)
+    if T == 1 or torch.compiler.is_compiling():  # comparing waits for the device, here at each token
+        return visible
+    known = _evaluated.get(block_mask)
+    if known is None or known.is_inference() != visible.is_inference() or not torch.equal(known, visible):
+        _evaluated[block_mask] = known = visible
+    return known
+
+
+# The last answer of `evaluate_block_mask` for each BlockMask, as long as that lives.
+_evaluated: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
+
+
+def _in_blocks(count: Tensor, index: Tensor, block_size: tuple[int, int], T: int, S: int) -> Tensor:
+    """Whether a query and a key are in a listed block, [B or 1, H or 1, T, S].
+
+    `count` is the number of blocks of each row of blocks, [B or 1, H or 1, rows], and `index` begins with their
+    columns, [B or 1, H or 1, rows, columns]; the rest of it is undefined.
+    """
+    height, width = min(block_size[0], T), min(block_size[1], S)
+    listed = torch.arange(index.shape[-1], device=index.device) < count[..., None]
+    blocks = torch.zeros(*index.shape[:-1], -(-S // width), device=index.device, dtype=torch.long)
+    blocks = blocks.scatter_add(-1, torch.where(listed, index, 0).long(), listed.long()) > 0
+    if T > 1 and not torch.compiler.is_compiling():
+        for axis in (0, 1):
+            first = blocks.narrow(axis, 0, 1)
+            blocks = first if torch.equal(blocks, first.expand_as(blocks)) else blocks
+    return blocks.repeat_interleave(height, 2).repeat_interleave(width, 3)[..., :T, :S]
 
 
 def read_mask(mask: Tensor, batch: int, query_length: int, key_length: int, causal: bool) -> AttentionMask:

@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import DynamicCache, QuantizedCache
 from transformers.generation.configuration_utils import CompileConfig
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from broken import break_mask, forgets_the_offset
 from families import DECODERS, ENCODER_DECODERS, FULL_PLAN, VOCAB, WINDOWED, build_language_model
@@ -235,12 +234,3 @@ def test_continuous_batching_of_a_plain_model_works():
     model = patched("llama")
     unpatch_model(model)
     assert type(model.init_continuous_batching()).__name__ == "ContinuousBatchingManager"
-
-
-@torch.no_grad()
-def test_flex_attention_is_refused():
-    model = patched("llama")
-    module, (query, value) = model.model.layers[0].self_attn, torch.randn(2, 1, 8, 3, 4)
-    attention = ALL_ATTENTION_FUNCTIONS.get_interface("flex_attention", None)
-    with pytest.raises(NotImplementedError, match="flex attention.*sdpa"):
-        attention(module, query, value[:, :2], value[:, :2], None)

@@ -1,0 +1,205 @@
+"""Caches that drop keys are refused: P V counts distances in slots. Caches that keep what attention sees are not."""
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    Qwen2VLTextConfig,
+    RobertaConfig,
+    RobertaForCausalLM,
+    StaticCache,
+)
+from transformers.cache_utils import DynamicLayer
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
+
+import flash_stand_in
+import rsa_hf.integration.attention as hooks
+from families import DECODERS, FULL_PLAN, VOCAB, WINDOWED, build_language_model, widen
+from rsa_hf import patch_model, unpatch_model
+from texts import CACHES, PIECES, difference, padded_batch
+
+LENGTH, KEPT = 8, [0, 1, 2, 6, 7]
+REFUSED = "position 8.*slot 5.*dropped keys.*unpatch_model"
+SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8}
+SMALL |= {"intermediate_size": 48, "max_position_embeddings": 128}
+
+
+def patched(family, attention="sdpa"):
+    torch.manual_seed(0)
+    return patch_model(build_language_model(family, attention), FULL_PLAN)
+
+
+def tokens(rows=2, length=LENGTH):
+    return torch.randint(3, VOCAB, (rows, length))
+
+
+def after(count, start=LENGTH):
+    return {"input_ids": tokens(2, count), "position_ids": torch.arange(start, start + count)[None]}
+
+
+def compressed(model):
+    """The cache of a text, of which a few keys are left in every layer without a window."""
+    cache = DynamicCache(config=model.config)
+    model(tokens(), past_key_values=cache)
+    for layer in cache.layers:
+        if not layer.is_sliding:
+            layer.keys, layer.values = layer.keys[:, :, KEPT], layer.values[:, :, KEPT]
+    return cache
+
+
+def by_lengths_alone(mask, positions):
+    """A check that compares positions with the number of keys, instead of with the slots of the queries."""
+    if positions.max() >= mask.key_length:
+        raise ValueError("position 8, slot 5: dropped keys; unpatch_model")
+
+
+def judge_every_cache(monkeypatch):
+    """Judge caches that keep a window, too."""
+    monkeypatch.setattr(hooks, "cached_positions", lambda module, keywords: keywords["position_ids"])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa")])
+@torch.no_grad()
+def test_a_compressed_cache_is_refused(family, attention, count):
+    model = patched(family, attention)
+    with pytest.raises(ValueError, match=REFUSED):
+        model(**after(count), past_key_values=compressed(model))
+    unpatch_model(model)
+    assert model(**after(count), past_key_values=compressed(model)).logits.isfinite().all()
+
+
+@torch.no_grad()
+def test_a_compressed_cache_is_refused_in_the_layers_without_a_window():
+    model = patched("gemma3")  # a window in every other layer
+    with pytest.raises(ValueError, match=REFUSED):
+        model(**after(1), past_key_values=compressed(model))
+
+
+@torch.no_grad()
+def test_a_compressed_cache_is_refused_under_flash_attention(monkeypatch):
+    flash_stand_in.install(monkeypatch)
+    model = patched("llama", "flash_attention_2").double()
+    with pytest.raises(ValueError, match=REFUSED):
+        model(**after(1), past_key_values=compressed(model))
+
+
+@torch.no_grad()
+def test_a_compressed_cache_of_rows_with_padding_is_refused():
+    model, mask = patched("llama"), torch.ones(2, 6, dtype=torch.long)
+    mask[0, :4] = 0
+    positions = torch.tensor([[4], [LENGTH]])
+    with pytest.raises(ValueError, match=REFUSED):
+        model(tokens(2, 1), attention_mask=mask, position_ids=positions, past_key_values=compressed(model))
+
+
+@torch.no_grad()
+def test_positions_beyond_the_slots_of_a_static_cache_are_refused(monkeypatch):
+    model = patched("llama")
+
+    def run():
+        cache = StaticCache(config=model.config, max_cache_len=20)
+        model(tokens(2, 5), past_key_values=cache)
+        model(**after(1), past_key_values=cache)
+
+    with pytest.raises(ValueError, match=REFUSED):
+        run()
+    monkeypatch.setattr(hooks, "require_all_keys", by_lengths_alone)
+    run()  # nothing is raised: there are more slots than positions
+
+
+class Sinks(DynamicLayer):
+    """Keeps the first two keys and the last four."""
+
+    def update(self, key, value, *args, **keywords):
+        found = super().update(key, value, *args, **keywords)
+        if found[0].shape[2] > 6:
+            self.keys, self.values = (torch.cat([x[:, :, :2], x[:, :, -4:]], 2) for x in found)
+        return found
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_generation_with_a_cache_of_sinks_ends_in_the_error(family):
+    model = patched(family)
+
+    def text():
+        cache = DynamicCache()
+        cache.layers = [Sinks() for _ in range(2)]
+        mask = torch.ones(1, 4, dtype=torch.long)
+        return model.generate(
+            tokens(1, 4), attention_mask=mask, past_key_values=cache, max_new_tokens=9, min_new_tokens=9
+        )
+
+    with pytest.raises(ValueError, match="dropped keys"):
+        text()
+    unpatch_model(model)
+    assert text().shape == (1, 13)
+
+
+@pytest.mark.parametrize("pieces", PIECES)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("family", [*DECODERS, *WINDOWED])
+@torch.no_grad()
+def test_caches_that_keep_what_attention_sees_are_right(family, cache, pieces, monkeypatch):
+    """Windows drop the keys before them; rows have left padding."""
+    model, batch = patched(family), padded_batch()
+    assert difference(model, batch, PIECES[pieces], CACHES[cache](model)) < 1e-4
+    if family in WINDOWED:
+        judge_every_cache(monkeypatch)
+        with pytest.raises(ValueError, match="dropped keys"):
+            difference(model, batch, PIECES[pieces], CACHES[cache](model))
+
+
+@pytest.mark.parametrize("first", [1, 2])
+@torch.no_grad()
+def test_positions_may_count_from_one_or_two(first, monkeypatch):
+    model, ids = patched("llama"), tokens(2, 12)
+    wanted = model(ids).logits
+
+    def logits():
+        cache, rows = DynamicCache(config=model.config), []
+        for start, stop in [(0, 8), (8, 11), (11, 12)]:
+            positions = torch.arange(first + start, first + stop)[None]
+            rows.append(model(ids[:, start:stop], position_ids=positions, past_key_values=cache).logits)
+        return torch.cat(rows, 1)
+
+    torch.testing.assert_close(logits(), wanted, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(hooks, "require_all_keys", by_lengths_alone)
+    with pytest.raises(ValueError, match="dropped keys"):
+        logits()
+
+
+@torch.no_grad()
+def test_robertas_own_positions_are_right():
+    config = RobertaConfig(**SMALL, pad_token_id=1, is_decoder=True)
+    model, ids = patch_model(widen(RobertaForCausalLM(config)), FULL_PLAN), tokens(2, 12)
+    wanted, cache = model(ids).logits, DynamicCache()
+    rows = [
+        model(ids[:, t : t + 1], position_ids=torch.full((1, 1), t + 2), past_key_values=cache).logits
+        for t in range(12)
+    ]
+    torch.testing.assert_close(torch.cat(rows, 1), wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_positions_of_documents_that_restart_are_right():
+    model, ids = patched("llama"), tokens(2, 12)
+    positions = torch.cat([torch.arange(9), torch.arange(3)])[None]
+    wanted, cache = model(ids, position_ids=positions).logits, DynamicCache()
+    rows = [
+        model(ids[:, a:b], position_ids=positions[:, a:b], past_key_values=cache).logits for a, b in ((0, 9), (9, 12))
+    ]
+    torch.testing.assert_close(torch.cat(rows, 1), wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_positions_of_several_axes_may_run_ahead():
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4}
+    config = Qwen2VLTextConfig(**SMALL, num_key_value_heads=2, rope_parameters=rope)
+    model, ids = patch_model(widen(Qwen2VLTextModel(config)), FULL_PLAN), tokens(2, 12)
+    positions = (torch.arange(12) * 3)[None, None].expand(3, 2, -1)  # as of a video
+    wanted, cache = model(ids, position_ids=positions)[0], DynamicCache()
+    rows = [
+        model(ids[:, a:b], position_ids=positions[..., a:b], past_key_values=cache)[0] for a, b in ((0, 9), (9, 12))
+    ]
+    torch.testing.assert_close(torch.cat(rows, 1), wanted, rtol=1e-4, atol=1e-4)
