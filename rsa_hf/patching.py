@@ -21,6 +21,7 @@ from transformers.modeling_utils import PreTrainedModel
 from rsa_hf.config import RSAConfig
 from rsa_hf.heads import RSAHeads, attach_heads, detach_heads, is_peft_wrapper, require_whole_heads
 from rsa_hf.integration.attention import AttentionCall, connect, record_attention_calls
+from rsa_hf.integration.paged import forget_paged_cache
 from rsa_hf.saved_plan import SavedPlan, configs_with_plans, differences, read_plan, write_plan
 from rsa_hf.utils.text import shorten
 
@@ -108,6 +109,7 @@ def patch_model(
         return model
     modules = [base.get_submodule(name) for name in names]
     attach_heads(list(zip(modules, plan.config.layer_plans(num_heads), strict=True)))
+    forget_paged_cache(model)
     model.config.rsa = write_plan(plan)
     try:
         _require_all_called(base, names, probe_inputs)
@@ -144,6 +146,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     if any(is_peft_wrapper(module) for module in model.modules()):
         raise ValueError(f"PEFT holds the RSA heads of this {type(model).__name__}. {take_off_first}")
     detach_heads(model)
+    forget_paged_cache(model)
     for config in configs_with_plans(model):
         del config.rsa
     return model
