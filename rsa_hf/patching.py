@@ -22,6 +22,7 @@ from rsa_hf.config import RSAConfig
 from rsa_hf.heads import RSAHeads, attach_heads, detach_heads, is_peft_wrapper, require_whole_heads
 from rsa_hf.integration.attention import connect
 from rsa_hf.integration.loading import is_self_attention
+from rsa_hf.integration.paged import forget_paged_cache
 from rsa_hf.integration.trial import AttentionCall, record_attention_calls
 from rsa_hf.saved_plan import SavedPlan, configs_with_plans, differences, read_plan, write_plan
 from rsa_hf.utils.text import shorten
@@ -113,6 +114,7 @@ def patch_model(
     for heads, name in zip(new, names, strict=True):
         call = found[name]
         heads.layer_shape = (call.num_heads, call.num_value_heads, call.head_size)
+    forget_paged_cache(model)
     model.config.rsa = write_plan(plan)
     try:
         _require_all_called(base, names, probe_inputs)
@@ -149,6 +151,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     if any(is_peft_wrapper(module) for module in model.modules()):
         raise ValueError(f"PEFT holds the RSA heads of this {type(model).__name__}. {take_off_first}")
     detach_heads(model)
+    forget_paged_cache(model)
     for config in configs_with_plans(model):
         del config.rsa
     return model

@@ -18,12 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
 from rsa_hf.heads import RSAHeads, heads_of
 from rsa_hf.integration import what_fits
 from rsa_hf.integration.architectures.table import ARCHITECTURES, Architecture
+from rsa_hf.integration.paged import paged_attention_with_rsa
 from rsa_hf.integration.trial import (
     AttentionCall,
     attention_output,
@@ -55,15 +57,9 @@ __all__ = [
     "require_all_keys",
     "wrap_class",
     "wrap_get_interface",
-    "wrap_init_continuous_batching",
 ]
 
 _BY_CLASS = {(architecture.path, architecture.name): architecture for architecture in ARCHITECTURES}
-
-_NO_CONTINUOUS_BATCHING = (
-    "RSA does not work with continuous batching: its paged cache is filled inside the attention function, so the "
-    "values of earlier tokens cannot be seen. Use model.generate(...) instead."
-)
 
 # Classes whose `is_causal` is False in encoder and decoder alike: the attribute that says whether a layer is causal.
 _DIRECTION_ATTRIBUTES = {"InformerAttention": "is_decoder"}
@@ -100,8 +96,8 @@ def _attention_with_rsa(
     **keywords: Any,
 ) -> Any:
     """Call an attention function of transformers. Q, K and V are [B, H, T, D] and [B, Hkv, S, D]."""
-    if keywords.get("cache") is not None or implementation.startswith("paged|"):
-        raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
+    if isinstance(keywords.get("cache"), PagedAttentionCache):
+        return paged_attention_with_rsa(base, module, query, key, value, attention_mask, *args, **keywords)
     causal = keywords.get("is_causal")
     if causal is None:
         causal = getattr(module, _DIRECTION_ATTRIBUTES.get(type(module).__name__, "is_causal"), None)
@@ -136,18 +132,6 @@ def _call(module: nn.Module, output: Tensor, value: Tensor, stated: bool | None,
     return AttentionCall(
         module, output.shape[2], value.shape[1], value.shape[3], output.shape[1], value.shape[2], stated, shown
     )
-
-
-def wrap_init_continuous_batching(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse continuous batching for a patched model."""
-
-    def init_continuous_batching(self: Any, *args: Any, **keywords: Any) -> Any:
-        # An error in the thread that generates would only be logged, and the caller would wait forever.
-        if any(heads_of(module) is not None for module in self.modules()):
-            raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
-        return original(self, *args, **keywords)
-
-    return init_continuous_batching
 
 
 # --- modules that do not use the attention interface ----------------------------------------------------------------

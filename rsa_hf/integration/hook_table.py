@@ -12,10 +12,11 @@ from __future__ import annotations
 import logging
 
 from rsa_hf.integration import what_fits
-from rsa_hf.integration.attention import wrap_get_interface, wrap_init_continuous_batching
+from rsa_hf.integration.attention import wrap_get_interface
 from rsa_hf.integration.hooks import Hook, install_hooks
 from rsa_hf.integration.loading import wrap_load_pretrained_model, wrap_post_init
 from rsa_hf.integration.locks import wrap_dict_from_json_file, wrap_to_json_file
+from rsa_hf.integration.paged import wrap_init_continuous_batching
 from rsa_hf.integration.peft import hooks as peft_hooks
 from rsa_hf.integration.saving import wrap_save_pretrained, wrap_upload_modified_files
 from rsa_hf.integration.trainer import wrap_create_model_card, wrap_fsdp_init, wrap_load_from_checkpoint
@@ -99,10 +100,10 @@ TRANSFORMERS_HOOKS = (
     Hook(
         "transformers.generation.continuous_batching.continuous_api:ContinuousMixin",
         "init_continuous_batching",
-        ("self",),
+        ("self", "generation_config", "continuous_batching_config"),
         wrap_init_continuous_batching,
-        purpose="refuse continuous batching, which hides the values of earlier tokens, before its thread starts",
-        without="continuous batching of a patched model logs an error and never ends",
+        purpose="keep continuous batching from flash attention and CUDA graphs, or refuse it before its thread starts",
+        without="continuous batching of some patched models is wrong or fails in its thread",
         essential=False,
     ),
     Hook(

@@ -153,11 +153,22 @@ def test_trl_grpo(trl, sentences, patched, tmp_path):
 
 @pytest.mark.program("transformers", "`transformers serve`: a chat completion is what `generate` gives")
 def test_transformers_serve(patched, tokenizer, tmp_path):
+    check_serve(patched, tokenizer, tmp_path)
+
+
+@pytest.mark.program("transformers", "`transformers serve --continuous-batching`: the same")
+def test_transformers_serve_with_continuous_batching(patched, tokenizer, tmp_path):
+    options = "--continuous-batching --cb-num-blocks 64 --cb-max-batch-tokens 64"
+    check_serve(patched, tokenizer, tmp_path, *options.split())
+
+
+def check_serve(patched, tokenizer, tmp_path, *options):
     pytest.importorskip("uvicorn", reason="needs transformers[serving]: make programs")
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    command = [BIN / "rsa-hf", "run", "transformers", "serve", str(patched), "--port", str(port), "--device", "cpu"]
+    serve = ["transformers", "serve", str(patched), "--port", str(port), "--device", "cpu", *options]
+    command = [BIN / "rsa-hf", "run", *serve]
     with open(tmp_path / "log", "w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)
     try:

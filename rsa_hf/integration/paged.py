@@ -1,0 +1,140 @@
+"""Continuous batching: many requests in one row, over a paged cache (`generate_batch`, `transformers serve`).
+
+The queries of all requests lie one after the other, as do their keys; the queries of a request are the last of its
+keys. So the keys are a row of packed segments, whose P V is read at the positions of the queries.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+from rsa_hf.heads import RSAHeads, heads_of
+from rsa_hf.integration import what_fits
+from rsa_hf.ops.mask import AttentionMask, PackedSegments, as_boolean, remembered
+
+__all__ = ["forget_paged_cache", "paged_attention_with_rsa", "wrap_init_continuous_batching"]
+
+_NO_FLASH = (
+    "RSA does not work with continuous batching under flash attention, which reads the cache itself: the values of "
+    "earlier tokens cannot be seen. Use model.set_attn_implementation('sdpa') or ('eager'), or model.generate(...)."
+)
+
+
+class _StandInForPagedCache(PagedAttentionCache):
+    """A cache that keeps what attention gets: V, [1, Hv, S, D], and where the keys of each request end, after a 0."""
+
+    value: Tensor
+    key_ends: Tensor
+
+    def __init__(self, cache: PagedAttentionCache) -> None:
+        self.cache = cache
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        key, self.value = self.cache.update(key_states, value_states, layer_idx, kwargs)
+        self.key_ends = kwargs["cu_seq_lens_k"]  # the cache has put those of the layer there
+        return key, self.value
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as the cache is: it reads lengths from tensors
+def paged_attention_with_rsa(
+    base: Callable[..., Any], module: nn.Module, *arguments: Any, cache: PagedAttentionCache, **keywords: Any
+) -> Any:
+    """Call an attention function of transformers for the requests of a paged cache, and mix in P V.
+
+    Args:
+        base: the attention function.
+        module: an attention module with RSA heads.
+        arguments: Q, [1, H, T, D]; K and V, [1, Hv, T, D]; the additive mask, [1, 1, T, S]; and more that it takes.
+        cache: the paged cache.
+        keywords: the other keywords of the call.
+
+    Raises:
+        NotImplementedError: flash attention; a plan that is not causal; or a mask with more than windows.
+    """
+    rsa, mask = cast(RSAHeads, heads_of(module)), arguments[3]
+    if keywords.get("block_table") is not None or mask is None:
+        raise NotImplementedError(_NO_FLASH)
+    if rsa.plan.causal is False:
+        raise NotImplementedError("Continuous batching is causal: RSAConfig(causal=False) works with generate() only.")
+    seen = _StandInForPagedCache(cache)
+    output, weights = base(module, *arguments, cache=seen, **keywords)
+    ends = (tuple(remembered(Tensor.tolist, x)) for x in (keywords["cu_seq_lens_q"], seen.key_ends))
+    visible, places = remembered(_read_requests, mask, *ends)
+    attention = output[0, : len(places)]
+    if places.dim() == 2:
+        mixed = rsa(attention[:, None], seen.value[0, :, places].transpose(0, 1), visible)[:, 0]
+    else:
+        of_keys = attention.new_zeros(visible.key_length, *attention.shape[1:])
+        of_keys[places] = attention
+        mixed = rsa(of_keys[None], seen.value[:, :, : visible.key_length], visible)[0, places]
+    attention.copy_(mixed)
+    return output, weights
+
+
+def _read_requests(mask: Tensor, *ends: tuple[int, ...]) -> tuple[AttentionMask, Tensor]:
+    """Read the mask of a call, [1, 1, T, S], and where the queries and the keys of each request end, after a 0.
+
+    Returns:
+        The mask of all packed keys, each as a query, and the positions of the queries among them, [T]. If each request
+        has one query, and all are of similar length: the mask of a batch, and the keys of each row, [T, keys].
+    """
+    count = ends[0].index(ends[0][-1])  # static sizes add requests without queries at the end
+    query_ends, key_ends = torch.tensor(ends, device=mask.device)[:, : count + 1]
+    lengths, T, S = key_ends.diff(), ends[0][-1], ends[1][-1]
+    # The last query of a request sees all its keys, or those in the layer's window.
+    counts = as_boolean(mask[:, :, query_ends[1:] - 1], count, S).sum(-1).flatten()
+    windows = counts[counts != lengths].unique().tolist()
+    if len(windows) > 1:
+        raise NotImplementedError(f"RSA cannot read a mask with windows of {windows} keys: one per layer is possible.")
+    window, longest = windows[0] if windows else None, int(lengths.max())
+    if count == T and T * longest <= 2 * S:
+        keys = key_ends[1:, None] - torch.arange(longest, 0, -1, device=mask.device)
+        padding = None if T * longest == S else keys >= key_ends[:-1, None]
+        return AttentionMask(1, longest, longest - 1, True, padding, sliding_window=window), keys.clamp(min=0)
+    positions = torch.arange(T, device=mask.device) + (key_ends - query_ends)[1:].repeat_interleave(query_ends.diff())
+    ids = torch.arange(count, device=mask.device).repeat_interleave(lengths)
+    return AttentionMask(S, S, 0, True, segments=PackedSegments(ids[None]), sliding_window=window), positions
+
+
+def wrap_init_continuous_batching(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep patched models from flash attention and CUDA graphs, or refuse before the thread that generates starts."""
+
+    def init_continuous_batching(
+        self: Any, generation_config: Any = None, continuous_batching_config: Any = None, *args: Any, **keywords: Any
+    ) -> Any:
+        patched = [heads for module in self.modules() if (heads := heads_of(module)) is not None]
+        if not patched:
+            return original(self, generation_config, continuous_batching_config, *args, **keywords)
+        if "flash" in str(self.config._attn_implementation):
+            raise NotImplementedError(_NO_FLASH)
+        if "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
+            raise NotImplementedError(f"Continuous batching with RSA needs transformers 5.20 or newer. {what_fits()}")
+        for row in (heads.architecture for heads in patched):
+            # GPT-2 has a row for plain eager attention only, which continuous batching replaces.
+            if row is not None and row.method != "_upcast_and_reordered_attn":
+                raise NotImplementedError(
+                    f"RSA does not work with continuous batching of {row.name}: it computes attention without the "
+                    "paged cache, so the plain model is wrong or fails too. Use model.generate(...) instead."
+                )
+        inherited = getattr(generation_config or self.generation_config, "continuous_batching_config", None)
+        options = copy.copy(continuous_batching_config or inherited or ContinuousBatchingConfig())
+        options.use_cuda_graph = options.auto_switch_to_flash = False  # lengths are read on the host
+        return original(self, generation_config, options, *args, **keywords)
+
+    return init_continuous_batching
+
+
+def forget_paged_cache(model: Any) -> None:
+    """Let go of a persistent manager of continuous batching, whose cache has prompts as the model read them before."""
+    if hasattr(model, "destroy_cached_continuous_batching_manager"):
+        model.destroy_cached_continuous_batching_manager()

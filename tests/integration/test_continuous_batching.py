@@ -1,0 +1,335 @@
+"""Continuous batching: each request gets the tokens that generate() gives for its prompt alone."""
+
+import gc
+import inspect
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.configuration_utils import CompileConfig
+from transformers.generation.continuous_batching import continuous_api, initialization
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+import flash_stand_in
+from architectures import build_adapted
+from families import ATTENTIONS, FULL_PLAN, VOCAB, WINDOWED, build_language_model, move_rates
+from rsa_hf import patch_model, unpatch_model
+from rsa_hf.heads import RSAHeads
+
+STEPS = 12
+PLAN = {**FULL_PLAN, "gate_init": 0.8}
+FAMILIES = ["gpt2", "llama", *WINDOWED]
+SMALL = {"page_size": 4, "num_blocks": 64, "max_batch_tokens": 64}
+
+pytestmark = pytest.mark.skipif(
+    "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters,
+    reason="refused before transformers 5.20, whose paged cache is another: test_decoding_strategies.py",
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_and_quiet():
+    # A manager collects garbage when it ends: 0.6 s for all that pytest and torch have loaded.
+    gc.collect()
+    gc.freeze()
+    # Errors are in the results, which the tests read.
+    logger = logging.getLogger("ContinuousBatchingLogger")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(level)
+    gc.unfreeze()
+
+
+def patched(family, attention="sdpa", seed=0):
+    torch.manual_seed(seed)
+    return move_rates(patch_model(build_language_model(family, attention), PLAN))
+
+
+def prompts(*lengths):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def settings(steps=STEPS, **more):
+    return GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=steps, **more)
+
+
+def alone(model, text, steps=STEPS):
+    """The new tokens of generate(), and their log-probabilities."""
+    with torch.no_grad():
+        out = model.generate(
+            torch.tensor([text]), attention_mask=torch.ones(1, len(text)), generation_config=settings(steps),
+            return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+    tokens = out.sequences[0, len(text) :]
+    logits = torch.cat(out.logits).log_softmax(-1)
+    return tokens.tolist(), logits.gather(1, tokens[:, None])[:, 0]
+
+
+def batched(model, texts, steps=STEPS, **options):
+    config = ContinuousBatchingConfig(**{**SMALL, "return_logprobs": True, **options})
+    return list(model.generate_batch(texts, settings(steps), config).values())
+
+
+def off_by(outputs, expected):
+    """The largest difference of log-probabilities; infinite if a token differs."""
+    assert [out.error for out in outputs] == [None] * len(expected)
+    if [out.generated_tokens for out in outputs] != [tokens for tokens, _ in expected]:
+        return float("inf")
+    return max(
+        float((torch.tensor(out.logprobs) - logs).abs().max())
+        for out, (_, logs) in zip(outputs, expected, strict=True)
+    )
+
+
+# --- right ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_generate(family, attention):
+    model, texts = patched(family, attention), prompts(7, 3, 21, 12, 1)
+    expected = [alone(model, text) for text in texts]
+    assert off_by(batched(model, texts), expected) <= 1e-4
+    # Prompts are read in parts, beside requests that have one query each.
+    assert off_by(batched(model, texts, max_batch_tokens=8), expected) <= 1e-4
+    assert model.config._attn_implementation == attention
+    unpatch_model(model)
+    assert off_by(batched(model, texts), expected) == float("inf")
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_tokens_on_the_pytorch_path(family, monkeypatch):
+    monkeypatch.setenv("RSA_HF_BACKEND", "chunked")
+    model, texts = patched(family, seed=1), prompts(9, 17, 4)
+    expected = [alone(model, text) for text in texts]
+    assert off_by(batched(model, texts, max_batch_tokens=8), expected) <= 1e-4
+
+
+def one_segment(attention, value, mask):
+    return attention, value, replace(mask, segments=None, key_mask=None)
+
+
+def one_position_late(attention, value, mask):
+    return attention, value.roll(1, 2), mask
+
+
+def anew_in_each_call(attention, value, mask):
+    """Forget the keys of earlier calls, which have no query in this one."""
+    has_query = (attention != 0).any(3).any(2)
+    if mask.query_length < mask.key_length:
+        has_query = torch.arange(mask.key_length)[None] >= mask.query_offset
+    return attention, value * has_query[:, None, :, None], mask
+
+
+def without_window(attention, value, mask):
+    return attention, value, replace(mask, sliding_window=None)
+
+
+BROKEN = [one_segment, one_position_late, anew_in_each_call, without_window]
+
+
+@pytest.mark.parametrize(
+    ("family", "broken"), [("mistral", broken) for broken in BROKEN] + [("llama", broken) for broken in BROKEN[:3]]
+)
+def test_broken_recurrences_change_tokens(family, broken, monkeypatch):
+    model, texts, forward = patched(family), prompts(7, 3, 21, 12, 1), RSAHeads.forward
+    expected = [alone(model, text) for text in texts]
+    monkeypatch.setattr(RSAHeads, "forward", lambda self, *arguments: forward(self, *broken(*arguments)))
+    assert off_by(batched(model, texts, max_batch_tokens=8), expected) == float("inf")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3"])
+def test_one_request_much_longer_than_the_others(family):
+    model, texts = patched(family), prompts(70, 1, 2, 1, 2)
+    expected = [alone(model, text) for text in texts]
+    assert off_by(batched(model, texts, max_batch_tokens=128), expected) <= 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_requests_join_and_leave(family):
+    model, texts = patched(family), prompts(7, 21, 12, 5)
+    steps = (30, 4, STEPS, 9)
+    expected = [alone(model, text, n)[0] for text, n in zip(texts, steps, strict=True)]
+    results = {}
+    config = ContinuousBatchingConfig(**{**SMALL, "max_batch_tokens": 8})
+    with model.continuous_batching_context_manager(settings(), continuous_batching_config=config) as manager:
+
+        def add(i, **options):
+            manager.add_request(texts[i], request_id=str(i), max_new_tokens=steps[i], eos_token_id=-1, **options)
+
+        def result():
+            return manager.get_result(timeout=60)
+
+        add(0, streaming=True)
+        add(1)
+        while result().request_id != "0":  # the first one is being written
+            pass
+        add(2)
+        add(3)
+        manager.add_request(prompts(50)[0], request_id="cancelled", max_new_tokens=60)
+        manager.cancel_request("cancelled")
+        while not {"0", "1", "2", "3"} <= results.keys():
+            out = result()
+            if out.is_finished():
+                results[out.request_id] = out.generated_tokens
+    assert [results[str(i)] for i in range(4)] == expected
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_prefixes_are_shared(family, share):
+    model, shared = patched(family), prompts(16)[0]
+    texts = [shared + text for text in prompts(6, 3, 9)]
+    expected = [alone(model, text)[0] for text in texts]
+    read, found = [], []
+    hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].numel()))
+    config = ContinuousBatchingConfig(**SMALL, allow_block_sharing=share)
+    with model.continuous_batching_context_manager(settings(), continuous_batching_config=config) as manager:
+        for text in texts:
+            manager.add_request(text, max_new_tokens=STEPS, eos_token_id=-1)
+            found.append(manager.get_result(timeout=60).generated_tokens)
+    hook.remove()
+    assert found == expected
+    assert sum(read) == sum(map(len, texts)) + len(texts) * (STEPS - 1) - (2 * len(shared) if share else 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_forked_request(family):
+    model, (text,) = patched(family), prompts(11)
+    sampled = GenerationConfig(
+        do_sample=True, top_k=1, num_return_sequences=3, eos_token_id=-1, pad_token_id=0, max_new_tokens=STEPS
+    )
+    outputs = model.generate_batch([text], sampled, ContinuousBatchingConfig(**SMALL)).values()
+    assert [out.generated_tokens for out in outputs] == [alone(model, text)[0]] * 3
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_requests_that_the_cache_has_no_room_for_wait(family):
+    model, texts = patched(family), prompts(20, 22, 18, 24)
+    expected = [alone(model, text, 24) for text in texts]
+    assert off_by(batched(model, texts, 24, num_blocks=24), expected) <= 1e-4
+
+
+def test_a_request_longer_than_the_cache_fails_as_in_the_plain_model():
+    model, texts = patched("llama"), prompts(40)
+    (found,) = batched(model, texts, num_blocks=6)
+    (plain,) = batched(unpatch_model(model), texts, num_blocks=6)
+    assert found.error == plain.error is not None
+    assert found.generated_tokens == plain.generated_tokens
+
+
+def check_static_sizes(family):
+    model, texts = patched(family), prompts(7, 21, 12)
+    expected, sizes = [alone(model, text) for text in texts], []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].numel()))
+    options = CompileConfig(backend="eager", mode=None, fullgraph=False, dynamic=True)
+    found = batched(model, texts, varlen_compile_config=options, q_padding_interval_size=16)
+    assert off_by(found, expected) <= 1e-4
+    assert {size % 16 for size in sizes} == {0}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_static_sizes(family, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    check_static_sizes(family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_compiled_forward(family, fresh_compiler):
+    check_static_sizes(family)
+
+
+def test_the_cache_keyword_of_generate():
+    model, (text,) = patched("llama"), prompts(9)
+    config = ContinuousBatchingConfig(**SMALL)
+    found = model.generate(
+        torch.tensor([text]), settings(), cache_implementation="paged", continuous_batching_config=config
+    )
+    assert found.flatten()[-STEPS:].tolist() == alone(model, text)[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_persistent_cache_ends_with_the_heads_that_filled_it(family):
+    model, texts, config = patched(family), prompts(24), ContinuousBatchingConfig(**SMALL)
+
+    def persistent():
+        (out,) = model.generate_batch(texts, settings(), config, persistent_manager=True).values()
+        return out.generated_tokens
+
+    with_heads = alone(model, texts[0])[0]
+    assert persistent() == persistent() == with_heads
+    unpatch_model(model)
+    assert persistent() == alone(model, texts[0])[0] != with_heads
+    patch_model(model, PLAN)
+    assert persistent() == alone(model, texts[0])[0]
+    model.destroy_cached_continuous_batching_manager()
+
+
+# --- refused --------------------------------------------------------------------------------------------------------
+
+
+def test_flash_attention_is_refused_before_the_thread_starts(monkeypatch):
+    flash_stand_in.install(monkeypatch)
+    model = patched("llama", "flash_attention_2")
+    with pytest.raises(NotImplementedError, match="flash attention.*sdpa.*generate"):
+        batched(model, prompts(5))
+    with pytest.raises(NotImplementedError, match="flash attention.*sdpa.*generate"):
+        model.init_continuous_batching()
+    assert model.config._attn_implementation == "flash_attention_2"
+
+
+def test_models_do_not_switch_to_flash_attention_or_graphs(monkeypatch):
+    flash_stand_in.install(monkeypatch)
+    monkeypatch.setattr(continuous_api, "is_flash_attn_2_available", lambda **_: True)
+    monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **_: False)
+    monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "cuda")
+    model = patched("llama")
+
+    def chosen(config):
+        manager = model.init_continuous_batching(settings(), config)
+        return model.config._attn_implementation, any(manager.continuous_batching_config.cuda_graph_booleans)
+
+    options = [
+        None,
+        ContinuousBatchingConfig(use_cuda_graph=True),
+        ContinuousBatchingConfig(q_padding_interval_size=8),
+    ]
+    assert [chosen(config) for config in options] == [("sdpa", False)] * 3
+    assert options[1].use_cuda_graph is True
+    unpatch_model(model)
+    assert chosen(None) == ("flash_attention_2", True)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_block_tables_are_refused(implementation):
+    model = patched("llama", implementation)
+    cache = object.__new__(PagedAttentionCache)
+    mask = torch.zeros(1, 1, 3, 3)
+    with pytest.raises(NotImplementedError, match="flash attention"):
+        model(torch.tensor([[3, 4, 5]]), attention_mask=mask, cache=cache, block_table=torch.zeros(1))
+
+
+@pytest.mark.parametrize("name", ["bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt", "xglm"])
+def test_classes_that_bypass_the_paged_cache_are_refused(name):
+    model = patch_model(build_adapted(name, language_model=True), PLAN)
+    with pytest.raises(NotImplementedError, match="without the paged cache.*generate"):
+        batched(model, prompts(5, 7))
+
+
+def test_gpt2_that_bypasses_the_interface_elsewhere():
+    torch.manual_seed(0)
+    model, texts = patch_model(build_adapted("gpt2_upcast", language_model=True), PLAN), prompts(5, 12)
+    assert off_by(batched(model, texts), [alone(model, text) for text in texts]) <= 1e-4
+
+
+def test_an_error_in_the_thread_reaches_the_caller():
+    torch.manual_seed(0)
+    model = patch_model(build_language_model("llama"), {**PLAN, "causal": False})
+    outputs = batched(model, prompts(5, 7))
+    assert len(outputs) == 2
+    assert all("causal=False" in out.error for out in outputs)
