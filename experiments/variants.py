@@ -181,7 +181,7 @@ class TokenGates(RSAHeads):
         super().__init__(heads.plan)
         self.w = nn.Parameter(torch.zeros(heads.plan.num_rsa_heads, head_size))
 
-    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:  # type: ignore[override]  # no shards
         """Mix P V into attention [B, T, H, D]; there is no cache, so queries and keys are the same tokens."""
         rems, _ = self._rems_and_gate(heads_per_value=1)
         gates = torch.sigmoid(self.mu * self.plan.parameter_scale + self._gate_terms(value))
@@ -213,7 +213,7 @@ class TwoRems(RSAHeads):
         super().__init__(heads.plan)
         self.second = RSAHeads(plan)
 
-    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:  # type: ignore[override]  # no shards
         """Mix P V and P′ V into attention [B, T, H, D]."""
         mixed: Tensor = self.second(super().forward(attention, value, mask), value, mask)
         return mixed
@@ -241,7 +241,7 @@ class LearnedLags(RSAHeads):
         self.eta = self.nu = self.theta = None
         self.f = nn.Parameter(torch.stack(f).detach())
 
-    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:  # type: ignore[override]  # no shards
         """Mix P V into attention [B, T, H, D]."""
         R, longest = self.f.shape
         product = (_convolved if longest == KERNEL else _multiplied)(self.f, take_heads(value, self.plan.heads, dim=1))
@@ -255,7 +255,7 @@ class WithoutRecurrence(RSAHeads):
         super().__init__(heads.plan)
         self.eta = self.nu = self.theta = None
 
-    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:  # type: ignore[override]  # no shards
         """Attention [B, T, H, D], its RSA heads scaled by 1 − σ(μ)."""
         kept = 1 - torch.sigmoid(self.mu * self.plan.parameter_scale)
         scaled = kept[:, None] * take_heads(attention, self.plan.heads, dim=2)

@@ -26,6 +26,7 @@ from rsa_hf.ops.autograd import apply_rems, choose_backend
 from rsa_hf.ops.cpp.step import CppStep
 from rsa_hf.ops.decode import LagTable, decode
 from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.shard import Shard, local_heads
 from rsa_hf.ops.types import SoftmaxBranch
 from rsa_hf.rem import Rems, constant, decay_rates, mix, widest_dtype, working_dtype
 
@@ -37,7 +38,6 @@ __all__ = [
     "heads_of",
     "is_peft_wrapper",
     "keep_in_float32",
-    "require_whole_heads",
 ]
 
 logger = logging.get_logger(__name__)
@@ -120,13 +120,14 @@ class RSAHeads(nn.Module):
         lam, gamma = decay_rates(value(self.eta), value(self.nu))
         return {"gate": torch.sigmoid(value(self.mu)), "lam": lam, "gamma": gamma, "theta": value(self.theta)}
 
-    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask, shard: Shard | None = None) -> Tensor:
         """Mix P V into the output of softmax attention (eq. 4).
 
         Args:
             attention: output of softmax attention, [B, T, H, D].
             value: V, [B, Hv, S, D]; head h reads value head h // (H / Hv).
             mask: which keys each query sees.
+            shard: under tensor parallelism, the run of the layer's heads that `attention` and `value` have.
 
         Returns:
             [B, T, H, D] in the dtype of `attention`: RSA heads mixed, plain heads unchanged.
@@ -147,11 +148,12 @@ class RSAHeads(nn.Module):
             if fits and self._is_valid(kept, attention, value):
                 return kept.step(attention, value, mask)
         last, H = self.plan.heads[-1], attention.shape[2]
-        if last >= H or H % value.shape[1]:
+        total = H if shard is None else H * shard.size
+        if last >= total or H % value.shape[1]:
             raise ValueError(
-                f"the plan has RSA heads up to index {last}, but this attention layer has {H} heads and "
-                f"{value.shape[1]} value heads: indices below {H}, and a whole number of heads per value head, are "
-                "possible."
+                f"the plan has RSA heads up to index {last}, but this attention layer has {total} heads and "
+                f"{value.shape[1] * total // H} value heads: indices below {total}, and a whole number of heads per "
+                "value head, are possible."
             )
         if value.shape[2] != mask.key_length or attention.shape[1] != mask.query_length:
             raise ValueError(
@@ -169,9 +171,11 @@ class RSAHeads(nn.Module):
         heads_per_value = H // value.shape[1]
         is_step = mask.query_length == 1 and mask.key_length > 1 and mask.causal
         if is_step and not self._is_trained(value):
-            return self._decode(attention, value, mask, heads_per_value)
+            return self._decode(attention, value, mask, heads_per_value, shard)
         self.reset_cache()
-        rems, gate = self._rems_and_gate(heads_per_value)
+        attention, rems, gate = local_heads(attention, *self._rems_and_gate(heads_per_value), shard)
+        if not rems.heads:
+            return attention
         return apply_rems(value, rems, mask, SoftmaxBranch(attention, gate))
 
     def reset_cache(self) -> None:
@@ -181,14 +185,18 @@ class RSAHeads(nn.Module):
     def _is_trained(self, value: Tensor) -> bool:
         return torch.is_grad_enabled() and (value.requires_grad or any(p.requires_grad for p in self.parameters()))
 
-    def _decode(self, attention: Tensor, value: Tensor, mask: AttentionMask, heads_per_value: int) -> Tensor:
+    def _decode(
+        self, attention: Tensor, value: Tensor, mask: AttentionMask, heads_per_value: int, shard: Shard | None
+    ) -> Tensor:
         """`forward` for one step of generation."""
+        if shard is not None and not any(head in shard.heads(attention.shape[2]) for head in self.plan.heads):
+            return attention
         if torch.compiler.is_compiling():
-            rems, gate = self._rems_and_gate(heads_per_value)
+            attention, rems, gate = local_heads(attention, *self._rems_and_gate(heads_per_value), shard)
             return mix(attention, decode(value, rems, mask, None), gate, rems.heads)
         kept = self._cache
         if kept is None or not self._is_valid(kept, attention, value):
-            rems, gate = self._rems_and_gate(heads_per_value)
+            attention, rems, gate = local_heads(attention, *self._rems_and_gate(heads_per_value), shard)
             gate = gate.to(working_dtype(value))
             # Twice the length, so that a growing cache does not need a new table at each step.
             table, step = LagTable(rems, gate.dtype, 2 * value.shape[2]), None
@@ -344,16 +352,3 @@ def detach_heads(model: nn.Module) -> None:
 def keep_in_float32(model: PreTrainedModel) -> None:
     """Let transformers load RSA parameters in float32, whatever the model's dtype."""
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), _KEEP_IN_FLOAT32}
-
-
-def require_whole_heads(model: PreTrainedModel) -> None:
-    """Check that each process has all heads of a layer.
-
-    Raises:
-        NotImplementedError: transformers has split the heads across processes (`tp_plan`).
-    """
-    if (model._tp_size or 1) > 1:
-        raise NotImplementedError(
-            "RSA does not work with tensor parallelism: each process has some of a layer's heads, and would treat the "
-            "first of them as RSA heads. Load the model without tp_plan; FSDP2 and device_map leave heads whole."
-        )

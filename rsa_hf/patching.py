@@ -19,10 +19,11 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.config import RSAConfig
-from rsa_hf.heads import RSAHeads, attach_heads, detach_heads, is_peft_wrapper, require_whole_heads
+from rsa_hf.heads import RSAHeads, attach_heads, detach_heads, is_peft_wrapper
 from rsa_hf.integration.attention import connect
 from rsa_hf.integration.loading import is_self_attention
 from rsa_hf.integration.paged import forget_paged_cache
+from rsa_hf.integration.split_layers import require_whole_sequence
 from rsa_hf.integration.trial import AttentionCall, record_attention_calls
 from rsa_hf.saved_plan import SavedPlan, configs_with_plans, differences, read_plan, write_plan
 from rsa_hf.utils.text import shorten
@@ -85,7 +86,7 @@ def patch_model(
             raise ValueError("the plan names no heads, but the model is patched already. Call unpatch_model instead.")
         logger.warning("the plan names no heads, so this %s stays as it is, without recurrence.", type(model).__name__)
         return model
-    require_whole_heads(model)
+    require_whole_sequence(model)
     if not is_patched(model) and any("base_layer" in module._modules for module in model.modules()):
         raise ValueError(
             f"this {type(model).__name__} has PEFT adapters already, which would not save RSA heads that come later. "
@@ -103,7 +104,7 @@ def patch_model(
                 f"from 0 to {len(names) - 1}: {shorten(names)}."
             )
         names = [names[i] for i in config.layers]
-    num_heads = [found[name].num_heads for name in names]
+    num_heads = [found[name].layer_shape[0] for name in names]
     config = _with_direction(config, {name: found[name] for name in names})
     plan = SavedPlan(tuple(names), config.resolved(num_heads))
     if is_patched(model):
@@ -112,8 +113,7 @@ def patch_model(
     modules = [base.get_submodule(name) for name in names]
     new = attach_heads(list(zip(modules, plan.config.layer_plans(num_heads), strict=True)))
     for heads, name in zip(new, names, strict=True):
-        call = found[name]
-        heads.layer_shape = (call.num_heads, call.num_value_heads, call.head_size)
+        heads.layer_shape = found[name].layer_shape
     forget_paged_cache(model)
     model.config.rsa = write_plan(plan)
     try:

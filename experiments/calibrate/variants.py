@@ -110,7 +110,7 @@ class ScaledHeads(RSAHeads):
         self.mu.requires_grad_(train_gates)
         self.factor = nn.Parameter(torch.zeros(heads.plan.num_rsa_heads))
 
-    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:  # type: ignore[override]  # no shards
         """Attention [B, T, H, D] with its RSA heads scaled, and mixed with P V where there are REMs."""
         factor = 1 + self.factor * self.plan.parameter_scale
         scaled = factor[:, None] * take_heads(attention, self.plan.heads, dim=2)

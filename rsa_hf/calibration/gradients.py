@@ -24,6 +24,7 @@ from transformers.modeling_utils import PreTrainedModel
 from rsa_hf.config import LayerConfig, RSAConfig
 from rsa_hf.heads import RSAHeads, heads_of
 from rsa_hf.ops.mask import AttentionMask, boolean_mask, lags
+from rsa_hf.ops.shard import Shard
 from rsa_hf.patching import patch_model, unpatch_model
 from rsa_hf.rem import working_dtype
 
@@ -224,8 +225,13 @@ class _Probe(RSAHeads):
         self.found: list[tuple[Tensor, Tensor]] = []
         self.causal = True  # as the mask of the last call
 
-    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask, shard: Shard | None = None) -> Tensor:
         """Equation 4 for the current heads."""
+        if shard is not None:
+            raise NotImplementedError(
+                "calibrate does not work with tensor parallelism. Calibrate the model loaded without tp_plan; the "
+                "config that it gives fits the split model."
+            )
         self.causal = mask.causal
         output = attention if self.current is None else self.current(attention, value, mask)
         if not torch.is_grad_enabled():

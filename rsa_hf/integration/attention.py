@@ -17,15 +17,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
-from rsa_hf.heads import RSAHeads, heads_of
+from rsa_hf.heads import heads_of
 from rsa_hf.integration import what_fits
 from rsa_hf.integration.architectures.table import ARCHITECTURES, Architecture
 from rsa_hf.integration.paged import paged_attention_with_rsa
+from rsa_hf.integration.split_layers import layer_shape, run_heads
 from rsa_hf.integration.trial import (
     AttentionCall,
     attention_output,
@@ -45,7 +45,6 @@ from rsa_hf.ops.mask import (
     remembered,
     warn_single_token_segments,
 )
-from rsa_hf.utils.text import shorten
 
 __all__ = [
     "architecture_of",
@@ -129,9 +128,8 @@ def _attention_with_rsa(
 
 def _call(module: nn.Module, output: Tensor, value: Tensor, stated: bool | None, shown: bool | None) -> AttentionCall:
     """The record of a call, from attention's output, [B, T, H, D], and V, [B, Hv, S, D]."""
-    return AttentionCall(
-        module, output.shape[2], value.shape[1], value.shape[3], output.shape[1], value.shape[2], stated, shown
-    )
+    shape = layer_shape(module, output, value)
+    return AttentionCall(module, shape, output.shape[1], value.shape[2], stated, shown)
 
 
 # --- modules that do not use the attention interface ----------------------------------------------------------------
@@ -243,7 +241,6 @@ def mix_recurrence(
     rsa = heads_of(module)
     if rsa is None:
         return attention
-    _require_whole_layer(module, rsa, (attention.shape[2], value.shape[1], value.shape[3]))
     if rsa.plan.causal is not None:
         causal = rsa.plan.causal
     if causal is None:
@@ -266,34 +263,7 @@ def mix_recurrence(
     )
     if positions is not None:
         require_all_keys(visible, positions)
-    mixed: Tensor = rsa(attention, value, visible)
-    return mixed
-
-
-def _require_whole_layer(module: nn.Module, rsa: RSAHeads, shape: tuple[int, int, int]) -> None:
-    """Check that no library has cut up a layer since it was patched; a loaded one, since it was loaded.
-
-    Args:
-        module: the attention module.
-        rsa: its RSA heads.
-        shape: heads, value heads and head size of this call.
-    """
-    if rsa.layer_shape == shape or torch.compiler.is_compiling():
-        return
-    has = "{} heads, {} value heads and a head size of {}"
-    if rsa.layer_shape is not None:
-        problem = f"had {has.format(*rsa.layer_shape)} when it was patched, and now has {has.format(*shape)}"
-    else:
-        layers = {type(part).__name__ for part in module.modules() if type(part).__module__.startswith("deepspeed.")}
-        split = {name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)}
-        if not layers | split:
-            rsa.layer_shape = shape
-            return
-        problem = f"was split by another library ({shorten(sorted(layers | split))})"
-    raise ValueError(
-        f"this {type(module).__name__} {problem}. RSA heads are given by their index in the whole layer, so P V would "
-        "go into other heads. Leave tensor parallelism to transformers: from_pretrained(..., tp_plan='auto')."
-    )
+    return run_heads(module, rsa, attention, value, visible)
 
 
 # Positions count from 0, from 1 (PaliGemma) or from 2 (RoBERTa, after its padding index).

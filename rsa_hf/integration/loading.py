@@ -14,9 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.heads import RSAHeads, attach_heads, heads_of, keep_in_float32, require_whole_heads
+from rsa_hf.heads import RSAHeads, attach_heads, heads_of, keep_in_float32
 from rsa_hf.integration.attention import architecture_of, connect
 from rsa_hf.integration.peft.checks import require_adapter_file
+from rsa_hf.integration.split_layers import require_whole_sequence
 from rsa_hf.saved_plan import RSA_KEY, planned_layers, require_number, saved_plans
 from rsa_hf.utils.text import shorten
 
@@ -136,7 +137,7 @@ def wrap_load_pretrained_model(original: Callable[..., Any]) -> Callable[..., An
         if model._hf_peft_config_loaded:
             require_adapter_file(model, checkpoint_files, state_dict)
         elif patched:
-            require_whole_heads(model)
+            require_whole_sequence(model)
             _check_files([str(file) for file in checkpoint_files or ()], load_config)
         loading_info, *rest = original(model, state_dict, checkpoint_files, load_config, *args, **keywords)
         _require_matching_keys(model, loading_info)

@@ -18,6 +18,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from rsa_hf.heads import RSAHeads, heads_of
 from rsa_hf.integration import what_fits
+from rsa_hf.integration.split_layers import run_heads
 from rsa_hf.ops.mask import AttentionMask, PackedSegments, as_boolean, remembered
 
 __all__ = ["forget_paged_cache", "paged_attention_with_rsa", "wrap_init_continuous_batching"]
@@ -72,11 +73,11 @@ def paged_attention_with_rsa(
     visible, places = remembered(_read_requests, mask, *ends)
     attention = output[0, : len(places)]
     if places.dim() == 2:
-        mixed = rsa(attention[:, None], seen.value[0, :, places].transpose(0, 1), visible)[:, 0]
+        mixed = run_heads(module, rsa, attention[:, None], seen.value[0, :, places].transpose(0, 1), visible)[:, 0]
     else:
         of_keys = attention.new_zeros(visible.key_length, *attention.shape[1:])
         of_keys[places] = attention
-        mixed = rsa(of_keys[None], seen.value[:, :, : visible.key_length], visible)[0, places]
+        mixed = run_heads(module, rsa, of_keys[None], seen.value[:, :, : visible.key_length], visible)[0, places]
     attention.copy_(mixed)
     return output, weights
 

@@ -41,9 +41,7 @@ class AttentionCall:
 
     Attributes:
         module: the attention module.
-        num_heads: H.
-        num_value_heads: Hv.
-        head_size: D of V.
+        layer_shape: heads, value heads and head size of the layer, on all processes together.
         query_length: T.
         key_length: S.
         stated: whether it is causal, according to the call or the module; None: neither says.
@@ -51,9 +49,7 @@ class AttentionCall:
     """
 
     module: nn.Module
-    num_heads: int
-    num_value_heads: int
-    head_size: int
+    layer_shape: tuple[int, int, int]
     query_length: int
     key_length: int
     stated: bool | None

@@ -373,15 +373,3 @@ def test_a_model_around_another_one_loads_bit_for_bit(tmp_path):
     model, ids = trained(WithInnerModel(CONFIGS["gpt2"]())), inputs("gpt2")["input_ids"]
     model.save_pretrained(tmp_path)
     assert torch.equal(WithInnerModel.from_pretrained(tmp_path)(ids), model(ids))
-
-
-def test_tensor_parallelism_is_refused(tmp_path, monkeypatch):
-    """Each process would take the first of its heads for RSA heads."""
-    patch_model(build("llama"), FULL_PLAN).save_pretrained(tmp_path)
-    plain = build("llama")
-    monkeypatch.setattr(PreTrainedModel, "_tp_size", 2)  # as from_pretrained(tp_plan="auto") in two processes
-    with pytest.raises(NotImplementedError, match="tensor parallelism.*tp_plan"):
-        AutoModel.from_pretrained(tmp_path)
-    with pytest.raises(NotImplementedError, match="tensor parallelism.*tp_plan"):
-        patch_model(plain, FULL_PLAN)
-    assert not is_patched(plain)

@@ -1,0 +1,477 @@
+"""Checks of tensor parallelism that each process runs: a model split over the processes against the whole model.
+
+`run` starts the processes. They are started anew, not forked, so this module imports no test framework.
+"""
+
+import datetime
+import json
+import os
+import socket
+import time
+import traceback
+from pathlib import Path
+from unittest import mock
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+import rsa_hf.peft
+from families import CONFIGS, FULL_PLAN, VOCAB, build, inputs, move_rates, widen
+from rsa_hf import HeadConfig, RSAConfig, calibrate, is_patched, patch_model, rsa_report, unpatch_model
+from rsa_hf.integration.split_layers import shard_of
+
+SECONDS = 240  # for all checks of one run
+TOLERANCE = 1e-4  # relative to the largest entry; models compute in float64, but routers of experts in float32
+EXPERTS = {"experts_implementation": "eager"}  # others do not compute in float64
+
+EVEN_VOCAB = VOCAB + 1  # transformers 5.17 splits no other
+
+ON_THE_LAST = [
+    HeadConfig(0, 5, "regular", decay=-0.8, gate=0.6),
+    HeadConfig(0, 7, "sin", decay=0.9, gate=0.2, theta=0.7, dilation=2),
+    HeadConfig(1, 4, "cos", decay=0.7, gate=0.5, theta=1.0),
+]
+PLANS = {  # for 8 heads on 2 processes
+    "all on the first": RSAConfig(num_regular=1, num_cyclical_pairs=1, gate_init=0.5),
+    "all on the last": RSAConfig(heads=ON_THE_LAST),
+    "uneven, a pair over both": RSAConfig(num_regular=3, num_cyclical_pairs=1, gate_init=0.5),
+    "every kind": RSAConfig.from_dict(FULL_PLAN),
+}
+
+
+# --- starting processes ---------------------------------------------------------------------------------------------
+
+
+def run(names, folder, size=2):
+    """Run checks, by their names, on `size` processes; returns for each name what each process found.
+
+    A check that passes gives "passed", one that fails its traceback. Those after it do not run, since the processes
+    may no longer wait for each other.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = torch.multiprocessing.spawn(_process, (size, port, list(names), str(folder)), size, join=False)
+    end = time.monotonic() + SECONDS
+    while not children.join(timeout=1):  # raises what a process raises, with its traceback
+        if time.monotonic() > end:
+            for process in children.processes:
+                process.kill()
+            raise TimeoutError(f"{size} processes took longer than {SECONDS} s")
+    found = [json.loads((Path(folder) / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(size)]
+    return {name: [outcomes.get(name, "did not run") for outcomes in found] for name in names}
+
+
+def _process(rank, size, port, names, folder):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    outcomes = {}
+    for name in names:
+        torch.manual_seed(0)
+        try:
+            CHECKS[name](Path(folder))
+            outcomes[name] = "passed"
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+            break
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(outcomes), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+# --- a split model and the whole one --------------------------------------------------------------------------------
+
+
+def save(model, folder):
+    """Save a model from the first process."""
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+
+
+def split(folder, dtype=torch.float64, **settings):
+    """A saved model, split over the processes."""
+    config = DistributedConfig(**{"tp_size": dist.get_world_size()} | settings)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=config, **EXPERTS)
+
+
+def in_one(folder, dtype=torch.float64):
+    """A saved model, whole on each process."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **EXPERTS)
+
+
+def pair(folder, model):
+    """The model split over the processes, and the whole model, both loaded."""
+    save(model, folder)
+    return split(folder), in_one(folder)
+
+
+def llama(plan):
+    config = CONFIGS["llama"]()
+    config.vocab_size = EVEN_VOCAB
+    model = widen(AutoModelForCausalLM.from_config(config))
+    return model if plan is None else move_rates(patch_model(model, plan))
+
+
+def tokens(length=11, batch=2):
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def copy_values(model, other):
+    for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
+        if isinstance(parameter, DTensor):
+            value = distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements)
+        parameter.copy_(value)
+
+
+def assert_close(found, expected, what, tolerance=TOLERANCE):
+    difference = (whole(found) - whole(expected)).abs().max() / expected.abs().max().clamp(min=1e-6)
+    assert difference < tolerance, f"{what} differs by {difference:.1e}"
+
+
+def assert_same_gradients(model, other, ids, tolerance=TOLERANCE):
+    for each in (model, other):
+        each.zero_grad()
+        each(input_ids=ids, labels=ids).loss.backward()
+    compared = 0
+    for (name, parameter), (_, expected) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        if expected.grad is not None:
+            assert_close(parameter.grad, expected.grad, f"the gradient of {name}", tolerance)
+            compared += ".rsa." in name
+    return compared
+
+
+def assert_same(model, other):
+    """Logits, gradients of all parameters, three steps of training, and generation."""
+    ids = tokens()
+    with torch.no_grad():
+        assert_close(model(ids).logits, other(ids).logits, "logits")
+    assert assert_same_gradients(model, other, ids) == sum(".rsa." in name for name, _ in other.named_parameters())
+    for each in (model, other):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.01, foreach=False)
+        for _ in range(3):
+            optimizer.zero_grad()
+            each(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+    for (name, parameter), expected in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert_close(parameter, expected, f"{name} after three steps")
+    assert_replicas_are_equal(model)
+    assert_same_generation(model, other)
+
+
+def assert_same_generation(model, other, **settings):
+    ids = tokens(5)
+    settings = {"max_new_tokens": 6, "do_sample": False, **settings}
+    assert torch.equal(model.generate(ids, **settings), other.generate(ids, **settings))
+
+
+def assert_replicas_are_equal(model):
+    for name, parameter in model.named_parameters():
+        if ".rsa." in name:
+            copies = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+            dist.all_gather(copies, parameter.detach())
+            assert all(torch.equal(each, copies[0]) for each in copies), f"{name} is not the same on each process"
+
+
+def raises(error, words, run):
+    message = None
+    try:
+        run()
+    except error as raised:
+        message = str(raised)
+    assert message is not None and words in message, message
+
+
+# --- checks ---------------------------------------------------------------------------------------------------------
+
+
+def as_one_process(plan):
+    def check(folder):
+        model, other = pair(folder / "before", llama(plan))
+        assert_same(model, other)
+        model.save_pretrained(folder / "after")
+        saved = in_one(folder / "after")
+        assert saved.config.rsa == other.config.rsa
+        for (name, parameter), expected in zip(saved.named_parameters(), model.named_parameters(), strict=True):
+            assert torch.equal(parameter, whole(expected[1])), name
+        with torch.no_grad():
+            assert_close(saved(tokens()).logits, model(tokens()).logits, "the logits of what was saved")
+
+    return check
+
+
+def patched_after_the_split(folder):
+    model, other = pair(folder / "plain", llama(None))
+    plan = PLANS["uneven, a pair over both"]
+    for each in (model, other):
+        patch_model(each, plan)
+    assert model.config.rsa == other.config.rsa
+    assert str(rsa_report(model)) == str(rsa_report(other))
+    assert patch_model(model, plan) is model
+    assert_same(model, other)
+    for each in (model, other):
+        unpatch_model(each)
+    assert_same(model, other)
+
+
+def without_sums(folder):
+    """The broken variant: each process trains gates and rates for its own heads."""
+    model, other = pair(folder / "sums", llama(PLANS["every kind"]))
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    with changed_shard(group=alone):
+        raises(AssertionError, ".rsa.", lambda: assert_same_gradients(model, other, tokens()))
+    assert_same_gradients(model, other, tokens())
+
+
+def first_heads_everywhere(folder):
+    """The broken variant: each process takes its heads for the first ones."""
+    model, other = pair(folder / "first", llama(PLANS["all on the first"]))
+    with torch.no_grad():
+        expected = other(tokens()).logits
+        with changed_shard(rank=0):
+            raises(AssertionError, "logits", lambda: assert_close(model(tokens()).logits, expected, "logits"))
+        assert_close(model(tokens()).logits, expected, "logits")
+
+
+def changed_shard(**change):
+    def changed(module, attention):
+        shard = shard_of(module, attention)
+        return shard and shard._replace(**change)  # none in the whole model
+
+    return mock.patch("rsa_hf.integration.split_layers.shard_of", changed)
+
+
+def frozen_parts(folder):
+    """Gates and rates alone, everything else alone, and gates alone."""
+    model, other = pair(folder / "frozen", llama(PLANS["uneven, a pair over both"]))
+    for part in (lambda name: ".rsa." in name, lambda name: ".rsa." not in name, lambda name: name.endswith(".mu")):
+        for each in (model, other):
+            for name, parameter in each.named_parameters():
+                parameter.requires_grad_(part(name))
+        assert_same_gradients(model, other, tokens())
+
+
+def gradient_checkpointing(folder):
+    model, other = pair(folder / "checkpointing", llama(PLANS["all on the last"]))
+    for each in (model, other):
+        each.train().gradient_checkpointing_enable({"use_reentrant": False})
+    assert assert_same_gradients(model, other, tokens())
+
+
+def other_caches(folder):
+    model, other = pair(folder / "caches", llama(PLANS["uneven, a pair over both"]))
+    assert_same_generation(model, other, cache_implementation="static", disable_compile=True)
+    assert_same_generation(model, other, num_beams=2)
+
+
+def split_by_torch(folder):
+    """`parallelize_module`, of which transformers knows nothing."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    save(llama(PLANS["uneven, a pair over both"]), folder / "torch")
+    model, other = (in_one(folder / "torch") for _ in range(2))
+    styles = {"q_proj": ColwiseParallel(), "k_proj": ColwiseParallel(), "v_proj": ColwiseParallel()}
+    for layer in model.model.layers:
+        parallelize_module(layer.self_attn, mesh, {**styles, "o_proj": RowwiseParallel()})
+    assert_same(model, other)
+
+
+def refused(folder):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plain = split(save_plain(folder))
+    raises(NotImplementedError, "tensor parallelism", lambda: calibrate(plain, batches(), progress=False))
+    assert not is_patched(plain)
+
+    save(llama(FULL_PLAN), folder / "sequence")
+    style = {"tp_plan": {"model.norm": "sequence_parallel"}}
+    raises(NotImplementedError, "'sequence_parallel'", lambda: split(folder / "sequence", **style))
+    plain = split(save_plain(folder), **style)
+    raises(NotImplementedError, "'sequence_parallel'", lambda: patch_model(plain))
+    assert not is_patched(plain)
+
+    bert = patch_model(build("bert"), FULL_PLAN)  # its output projection is in another module
+    for layer in bert.encoder.layer:
+        names = ("query", "key", "value")
+        parallelize_module(layer.attention.self, mesh, {name: ColwiseParallel() for name in names})
+        parallelize_module(layer.attention.output, mesh, {"dense": RowwiseParallel()})
+    raises(NotImplementedError, "BertSelfAttention", lambda: bert(**inputs("bert")))
+
+    model = in_one(folder / "sequence")  # DTensors up to attention
+    layer = model.model.layers[0].self_attn
+    attention = DTensor.from_local(torch.randn(1, 4, 4, 4), mesh)
+    raises(NotImplementedError, "DTensor", lambda: shard_of(layer, attention))
+
+
+def save_plain(folder):
+    save(llama(None), folder / "plain")
+    return folder / "plain"
+
+
+def batches():
+    return [{"input_ids": row, "labels": row} for row in tokens(12, batch=12).split(4)]
+
+
+def adapters(folder):
+    """PEFT: gates and rates alone, and beside LoRA on split layers."""
+    plan, ids = PLANS["uneven, a pair over both"], tokens()
+    lora = rsa_hf.peft.peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    for name, config in (("rsa", None), ("lora", lora)):
+        both = []
+        for base in (split(save_plain(folder)), in_one(folder / "plain")):
+            both.append(rsa_hf.peft.get_peft_model(base, config, plan))
+        copy_values(*both)
+        assert assert_same_gradients(*both, ids)
+        if config is None:
+            both[0].save_pretrained(folder / name, is_main_process=dist.get_rank() == 0)
+            dist.barrier()
+            loaded = rsa_hf.peft.load(in_one(folder / "plain"), folder / name)
+            with torch.no_grad():
+                assert_close(loaded(input_ids=ids).logits, both[0](input_ids=ids).logits, "the logits of an adapter")
+
+
+# --- slow checks ----------------------------------------------------------------------------------------------------
+
+_SIZES = {
+    "vocab_size": EVEN_VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GROUPED = {**_SIZES, "num_key_value_heads": 4}
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+_LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_key_value_heads": 8,
+    "first_k_dense_replace": 2,  # no experts
+}
+ARCHITECTURES = {
+    "gpt_neox": _SIZES,  # Q, K and V in one projection
+    "qwen3": _GROUPED | {"head_dim": 8},  # norms of each head, and heads that are wider than the model together
+    "gemma3_text": _GROUPED | _WINDOWS | {"head_dim": 8},
+    "mixtral": _GROUPED | _EXPERTS,
+    "gpt_oss": _GROUPED | _WINDOWS | _EXPERTS | {"head_dim": 8},  # a parameter of the attention module is split
+    "deepseek_v3": _SIZES | _LATENT,
+    "olmo2": _GROUPED,  # all heads on each process
+    "phi3": _GROUPED,
+}
+
+
+def architecture(name):
+    def check(folder):
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(name, **ARCHITECTURES[name])
+        model = widen(AutoModelForCausalLM.from_config(config))
+        patch_model(model, PLANS["uneven, a pair over both"])
+        assert_same(*pair(folder / name, model))
+
+    return check
+
+
+def four_processes(folder):
+    """Two value heads do not divide by four: Llama cannot be split in this way, with or without RSA heads."""
+    save(llama(FULL_PLAN), folder / "two")
+    raises(RuntimeError, "invalid for input", lambda: split(folder / "two")(tokens()))
+    config = transformers.AutoConfig.for_model("llama", **_GROUPED)
+    model = patch_model(widen(AutoModelForCausalLM.from_config(config)), FULL_PLAN)
+    assert_same(*pair(folder / "four", model))
+
+
+def with_fsdp(folder):
+    """Two pairs of processes, each with the whole model, whose weights FSDP2 stores in parts."""
+    save(llama(PLANS["uneven, a pair over both"]), folder / "fsdp")
+    model = split(folder / "fsdp", torch.float32, tp_size=2, fsdp_size=2)  # of one dtype, as FSDP2 needs it
+    other = in_one(folder / "fsdp", torch.float32)
+    assert assert_same_gradients(model, other, tokens(), tolerance=1e-3)
+    model.save_pretrained(folder / "fsdp saved")
+    dist.barrier()
+    saved = in_one(folder / "fsdp saved", torch.float32)
+    assert all(map(torch.equal, saved.parameters(), other.parameters()))
+
+
+def uneven_heads(folder):
+    """Seven heads on four processes: 2, 2, 2 and 1. Plain Llama runs, but indices of heads would be wrong."""
+    sizes = _SIZES | {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 2, "hidden_size": 28}
+    model = widen(AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("llama", **sizes)))
+    save(model, folder / "seven plain")
+    try:
+        plain = split(folder / "seven plain")
+    except ValueError as error:  # transformers 5.17
+        if "divisible" not in str(error):
+            raise
+        return
+    with torch.no_grad():
+        assert_close(plain(tokens()).logits, in_one(folder / "seven plain")(tokens()).logits, "logits")
+    save(patch_model(model), folder / "seven")
+    raises(NotImplementedError, "multiple of the number of processes", lambda: split(folder / "seven")(tokens()))
+
+
+def compiled(folder):
+    model, other = pair(folder / "compiled", llama(PLANS["uneven, a pair over both"]))
+    model.compile(backend="aot_eager")
+    with torch.no_grad():
+        assert_close(model(tokens()).logits, other(tokens()).logits, "logits")
+    assert assert_same_gradients(model, other, tokens())
+
+
+def distributed_checkpoint(folder):
+    model, other = pair(folder / "whole", llama(PLANS["every kind"]))
+    model.save_pretrained(folder / "parts", distributed_checkpoint=True)
+    dist.barrier()
+    assert_same(split(folder / "parts"), other)
+
+
+def half_precision(folder):
+    save(llama(PLANS["every kind"]), folder / "half")
+    model = split(folder / "half", torch.bfloat16)
+    other = in_one(folder / "half", torch.bfloat16)
+    assert {p.dtype for name, p in model.named_parameters() if ".rsa." in name} == {torch.float32}
+    with torch.no_grad():
+        difference = (model(tokens()).logits - other(tokens()).logits).abs().max()
+    assert difference < 0.1 * other(tokens()).logits.abs().max()
+
+
+FAST = {
+    **{name: as_one_process(plan) for name, plan in PLANS.items()},
+    "patched after the split": patched_after_the_split,
+    "gradients not summed": without_sums,
+    "first heads everywhere": first_heads_everywhere,
+    "frozen parts": frozen_parts,
+    "gradient checkpointing": gradient_checkpointing,
+    "other caches": other_caches,
+    "split by torch": split_by_torch,
+    "adapters": adapters,
+    "refused": refused,
+}
+SLOW = {
+    **{name: architecture(name) for name in ARCHITECTURES},
+    "compiled": compiled,
+    "distributed checkpoint": distributed_checkpoint,
+    "half precision": half_precision,
+}
+FOUR = {"four processes": four_processes, "uneven heads": uneven_heads, "with FSDP": with_fsdp}
+CHECKS = FAST | SLOW | FOUR
