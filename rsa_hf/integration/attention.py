@@ -26,6 +26,7 @@ from transformers.modeling_utils import AttentionInterface
 from rsa_hf.heads import heads_of
 from rsa_hf.integration import what_fits
 from rsa_hf.integration.architectures.table import ARCHITECTURES, Architecture
+from rsa_hf.ops.autograd import is_transformed
 from rsa_hf.ops.mask import (
     AttentionMask,
     PackedSegments,
@@ -346,12 +347,14 @@ def read_attention_mask(
             "as sdpa, eager and flash attention take it. Load the model with attn_implementation='sdpa' or 'eager'."
         )
     if attention_mask is not None and attention_mask.dim() == 4:
+        # A graph does not know values, and a transform of torch.func may have a batch of them.
+        not_read = torch.compiler.is_compiling() or is_transformed()
         if causal and T == 1:
             # Comparing an inference tensor with its copy would wait for the device; reading a row does not.
-            if torch.compiler.is_compiling() or attention_mask.is_inference():
+            if not_read or attention_mask.is_inference():
                 return read_row(attention_mask, T, S, causal)
             return remembered(read_row, attention_mask, T, S, causal)
-        if torch.compiler.is_compiling():
+        if not_read:
             as_boolean(attention_mask, T, S)
             return AttentionMask(T, S, 0, causal, unread_mask=attention_mask)
         return read_mask(attention_mask, len(query), T, S, causal)
