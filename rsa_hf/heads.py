@@ -22,7 +22,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
 from rsa_hf.config import LayerConfig
-from rsa_hf.ops.autograd import apply_rems, choose_backend
+from rsa_hf.ops.autograd import apply_rems, choose_backend, is_transformed
 from rsa_hf.ops.cpp.step import CppStep
 from rsa_hf.ops.decode import LagTable, decode
 from rsa_hf.ops.mask import AttentionMask
@@ -144,7 +144,8 @@ class RSAHeads(nn.Module):
         kept = self._cache
         if kept is not None and kept.step is not None and not torch.compiler.is_compiling():
             # First, and with few checks: between two tokens all of this leaves the processor's caches.
-            fits = not torch.is_grad_enabled() and kept.step.fits(attention, value, mask)
+            has_derivatives = torch.is_grad_enabled() or is_transformed()
+            fits = not has_derivatives and kept.step.fits(attention, value, mask)
             if fits and self._is_valid(kept, attention, value):
                 return kept.step(attention, value, mask)
         last, H = self.plan.heads[-1], attention.shape[2]
@@ -183,7 +184,9 @@ class RSAHeads(nn.Module):
         self._cache = None
 
     def _is_trained(self, value: Tensor) -> bool:
-        return torch.is_grad_enabled() and (value.requires_grad or any(p.requires_grad for p in self.parameters()))
+        return is_transformed() or (
+            torch.is_grad_enabled() and (value.requires_grad or any(p.requires_grad for p in self.parameters()))
+        )
 
     def _decode(
         self, attention: Tensor, value: Tensor, mask: AttentionMask, heads_per_value: int, shard: Shard | None

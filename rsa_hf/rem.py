@@ -301,8 +301,9 @@ def is_kind(rems: Rems, kinds: tuple[str, ...]) -> Tensor:
 
 def constant(numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
     """Known numbers on a device, [N]."""
-    # Cached, because a copy to a GPU waits for it; a graph has constants of its own.
-    return (_tensor if torch.compiler.is_compiling() else _cached_tensor)(numbers, device, dtype)
+    # Cached, because a copy to a GPU waits for it; a graph, or a transform of torch.func, has constants of its own.
+    is_own = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return (_tensor if is_own else _cached_tensor)(numbers, device, dtype)
 
 
 def _tensor(numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:

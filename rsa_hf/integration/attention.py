@@ -35,6 +35,7 @@ from rsa_hf.integration.trial import (
     recorded,
     require_trusted,
 )
+from rsa_hf.ops.autograd import is_transformed
 from rsa_hf.ops.mask import (
     AttentionMask,
     PackedSegments,
@@ -277,7 +278,8 @@ def cached_positions(module: nn.Module, keywords: Mapping[str, Any]) -> Tensor |
     """
     positions, config = keywords.get("position_ids"), getattr(module, "config", None)
     window = keywords.get("sliding_window", getattr(config, "sliding_window", None))
-    if window or "cache" in keywords or torch.compiler.is_compiling() or type(positions) is not Tensor:
+    unknown = torch.compiler.is_compiling() or is_transformed()  # values
+    if window or "cache" in keywords or unknown or type(positions) is not Tensor:
         return None
     return positions if positions.dim() == 2 else None
 
@@ -351,12 +353,14 @@ def read_attention_mask(
             "flex attention's BlockMask. Load the model with attn_implementation='sdpa' or 'eager'."
         )
     if attention_mask is not None and attention_mask.dim() == 4:
+        # A graph does not know values, and a transform of torch.func may have a batch of them.
+        not_read = torch.compiler.is_compiling() or is_transformed()
         if causal and T == 1:
             # Comparing an inference tensor with its copy would wait for the device; reading a row does not.
-            if torch.compiler.is_compiling() or attention_mask.is_inference():
+            if not_read or attention_mask.is_inference():
                 return read_row(attention_mask, T, S, causal)
             return remembered(read_row, attention_mask, T, S, causal)
-        if torch.compiler.is_compiling():
+        if not_read:
             as_boolean(attention_mask, T, S)
             return AttentionMask(T, S, 0, causal, unread_mask=attention_mask)
         return read_mask(attention_mask, len(query), T, S, causal)

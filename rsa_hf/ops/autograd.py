@@ -5,6 +5,10 @@ operators `rsa_hf::recurrence` and `rsa_hf::recurrence_backward`, one node each 
 depends on the values of a mask, which a graph does not know. Both compute the same. ONNX has no such operator, and its
 lengths are symbols; there P is built from plain operators.
 
+The first derivatives in backward mode are written by hand. All others go through `differentiable_product`, which
+PyTorch differentiates itself, at quadratic cost: a backward pass with `create_graph=True`, forward mode, and the
+transforms of `torch.func`, which see through PyTorch's own operations only.
+
 `RSA_HF_BACKEND=dense|chunked|cpp|triton` chooses the code. By default it is Triton on a GPU that can run it, C++ on a
 CPU if there is a compiler, else plain PyTorch, in chunks. Triton does not support sliding windows, and neither it nor
 C++ arbitrary masks; plain PyTorch computes those under every setting.
@@ -15,21 +19,23 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from rsa_hf.ops import cpp
 from rsa_hf.ops.chunked import empty_output, scan_backward, scan_forward
 from rsa_hf.ops.cpp.launch import cpp_backward, cpp_forward
-from rsa_hf.ops.dense import dense_backward, dense_forward
+from rsa_hf.ops.dense import dense_backward, dense_forward, differentiable_product
 from rsa_hf.ops.mask import AttentionMask, PackedSegments, read_mask, read_traced
 from rsa_hf.ops.types import Gradients, SoftmaxBranch
 from rsa_hf.ops.windowed import window_backward, window_forward
 from rsa_hf.rem import KINDS, Rems, mix, put_heads, take_heads, working_dtype
 
-__all__ = ["BACKENDS", "apply_rems", "choose_backend", "traced_forward"]
+__all__ = ["BACKENDS", "apply_rems", "choose_backend", "is_transformed", "traced_forward"]
 
 BACKENDS = ("dense", "chunked", "cpp", "triton")
 VARIABLE = "RSA_HF_BACKEND"
@@ -48,6 +54,8 @@ def apply_rems(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxB
     attention, gate = (None, None) if softmax is None else (softmax.attention, softmax.gate)
     # Without autocast: decay powers and sums lose too much in half precision.
     with torch.autocast(value.device.type, enabled=False):
+        if is_transformed():
+            return differentiable_product(value, rems, mask, softmax)
         tensors = (value, rems.decay, rems.theta, attention, gate)
         if not torch.compiler.is_compiling():
             result: Tensor = _ApplyRems.apply(*tensors, rems, mask)  # type: ignore[no-untyped-call]
@@ -61,6 +69,11 @@ def apply_rems(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxB
         sizes = (mask.query_length, mask.query_offset, mask.causal, mask.sliding_window)
         output: Tensor = torch.ops.rsa_hf.recurrence(*tensors, *masks, *heads, *sizes)
         return output
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func`, a batched backward pass or forward-mode differentiation is under way."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def traced_forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> Tensor:
@@ -191,12 +204,35 @@ class _ApplyRems(torch.autograd.Function):
         return _forward(value, rems, mask, _softmax_branch(attention, gate))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         value, decay, theta, attention, gate = ctx.saved_tensors
         kinds, dilation, heads_per_value, heads = ctx.heads
         rems = Rems(kinds, decay, theta, dilation, heads_per_value, heads)
-        return (*_backward(grad, value, rems, ctx.mask, _softmax_branch(attention, gate)), None, None)
+        backward = _differentiable_backward if _is_differentiated_again(grad) else _backward
+        return (*backward(grad, value, rems, ctx.mask, _softmax_branch(attention, gate)), None, None)
+
+
+def _is_differentiated_again(grad: Tensor) -> bool:
+    """Whether the result of this backward pass is part of a graph, or of a transform."""
+    # `is_grads_batched=True` has a batch of its own kind.
+    return torch.is_grad_enabled() or is_transformed() or torch._C._functorch.is_legacy_batchedtensor(grad)
+
+
+def _differentiable_backward(
+    grad: Tensor, value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None
+) -> list[Tensor | None]:
+    """`_backward` in ordinary PyTorch operations; None where no gradient is required."""
+    inputs = (value, rems.decay, rems.theta, *((softmax.attention, softmax.gate) if softmax else ()))
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad(), torch.autocast(value.device.type, enabled=False):
+        # Views, because attention's output is computed from V: the gradient of V itself would contain that path too.
+        views = [tensor.view_as(tensor) for tensor in inputs]
+        rems = replace(rems, decay=views[1], theta=views[2])
+        output = differentiable_product(views[0], rems, mask, SoftmaxBranch(*views[3:]) if softmax else None)
+        required = [view for view in views if view.requires_grad]
+        found = torch.autograd.grad(output, required, grad, create_graph=create_graph, materialize_grads=True)
+    gradients = iter(found)
+    return [next(gradients) if tensor.requires_grad else None for tensor in views] + [None] * (5 - len(views))
 
 
 def _softmax_branch(attention: Tensor | None, gate: Tensor | None) -> SoftmaxBranch | None:
@@ -238,6 +274,11 @@ _LIBRARY.define(
 
 @torch.library.impl(_LIBRARY, "recurrence", "CompositeExplicitAutograd")
 def _operator(*arguments: Any) -> Tensor:
+    if forward_ad._current_level >= 0:
+        raise NotImplementedError(
+            "rsa_hf::recurrence, P V in an exported program, has no forward-mode derivative. Differentiate the model "
+            "that was exported, or use backward mode."
+        )
     return _forward(*_unflatten(*arguments))
 
 
@@ -275,6 +316,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
+    if _is_differentiated_again(grad):
+        return (*_differentiable_backward(grad, *_unflatten(*tensors, *ctx.others)), *[None] * 12)
     gradients = torch.ops.rsa_hf.recurrence_backward(grad, *tensors, *ctx.others)
     present = (
         gradient if tensor is not None else None for gradient, tensor in zip(gradients, tensors[:5], strict=True)

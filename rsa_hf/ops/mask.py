@@ -55,8 +55,11 @@ class AttentionMask:
         visible: [B or 1, H or 1, T, S], for masks that the fields above cannot express; else None.
         query_position: position of a single query, shape (), if only the mask contains it. Then `visible` holds the
             mask's row, and `query_offset` has no meaning.
-        unread_mask: a 4-D mask inside a compiled graph, whose values are not known yet. The operator that receives
-            it reads it with `read_mask`.
+        unread_mask: a 4-D mask inside a compiled graph or a transform of `torch.func`, whose values are not known.
+            The operator that receives it reads it with `read_mask`.
+
+    Raises:
+        ValueError: queries are not at positions of keys.
     """
 
     query_length: int
@@ -69,6 +72,16 @@ class AttentionMask:
     visible: Tensor | None = None
     query_position: Tensor | None = None
     unread_mask: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        # Not in a graph, whose lengths are symbols: the operator makes the mask anew when it runs.
+        if torch.compiler.is_compiling() or 0 <= self.query_offset <= self.key_length - self.query_length:
+            return
+        raise ValueError(
+            f"query_length={self.query_length}, query_offset={self.query_offset}, key_length={self.key_length}: "
+            f"queries must be at positions of keys, query_offset from 0 to {self.key_length} − query_length. RSA heads"
+            " belong on self-attention, not on cross-attention."
+        )
 
     @property
     def seen_length(self) -> int:
@@ -300,7 +313,7 @@ def _segment_ids(visible: Tensor, key_mask: Tensor, offset: int) -> Tensor:
 
 
 def _offset(visible: Tensor, T: int, S: int, causal: bool) -> int:
-    if not causal or T == S or visible.numel() == 0:
+    if not causal or T >= S or visible.numel() == 0:
         return S - T
     return int(query_position(visible, T, S))
 

@@ -68,11 +68,6 @@ def rem_product(
         raise ValueError(f"groups={groups}: {H} heads and {value.shape[1]} value heads need {least} or more.")
     if window is not None and window < 1:
         raise ValueError(f"window={window}: a whole number ≥ 1 is needed, since a query sees itself.")
-    if not 0 <= offset <= S - T:
-        raise ValueError(
-            f"query_length={T}, query_offset={offset}: queries must be at positions of keys, query_offset from 0 to "
-            f"{S} − query_length."
-        )
     for name, mask in {"key_mask": key_mask, "documents": documents}.items():
         if mask is not None and (mask.dim() != 2 or mask.shape[0] not in (1, B) or mask.shape[1] != S):
             raise ValueError(f"{name} has shape {tuple(mask.shape)}: [{B} or 1, {S}] is needed.")

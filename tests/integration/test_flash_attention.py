@@ -146,7 +146,11 @@ def test_cached_runs_agree_with_the_whole_text(family, cache, padding, flash, mo
 
     assert gap() < flash.tolerance
     misread(monkeypatch, aligned_top_left=True)
-    assert gap() > FAR / 10
+    if cache == "static":  # the empty slots would be counted twice, and the queries come before the first key
+        with pytest.raises(ValueError, match="positions of keys"):
+            gap()
+    else:
+        assert gap() > FAR / 10
 
 
 @torch.no_grad()
