@@ -35,6 +35,7 @@ from rsa_hf.ops.mask import (
     remembered,
     warn_single_token_segments,
 )
+from rsa_hf.rem import is_recorded
 
 __all__ = [
     "AttentionCall",
@@ -348,10 +349,10 @@ def read_attention_mask(
     if attention_mask is not None and attention_mask.dim() == 4:
         if causal and T == 1:
             # Comparing an inference tensor with its copy would wait for the device; reading a row does not.
-            if torch.compiler.is_compiling() or attention_mask.is_inference():
+            if is_recorded() or attention_mask.is_inference():
                 return read_row(attention_mask, T, S, causal)
             return remembered(read_row, attention_mask, T, S, causal)
-        if torch.compiler.is_compiling():
+        if is_recorded():
             as_boolean(attention_mask, T, S)
             return AttentionMask(T, S, 0, causal, unread_mask=attention_mask)
         return read_mask(attention_mask, len(query), T, S, causal)
