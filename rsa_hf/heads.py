@@ -28,7 +28,7 @@ from rsa_hf.ops.decode import LagTable, decode
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.shard import Shard, local_heads
 from rsa_hf.ops.types import SoftmaxBranch
-from rsa_hf.rem import Rems, constant, decay_rates, mix, widest_dtype, working_dtype
+from rsa_hf.rem import Rems, constant, decay_rates, is_recorded, mix, widest_dtype, working_dtype
 
 __all__ = [
     "RSAHeads",
@@ -52,7 +52,7 @@ class _Kept(NamedTuple):
     """What one step of generation leaves for the next: the REMs, the gates (R,), and the weights of all lags."""
 
     call: tuple[Any, ...]
-    parameters: list[tuple[nn.Parameter | None, int, int]]  # with their versions and addresses
+    parameters: list[tuple[str, nn.Parameter, int, Any, Any]]  # as `_states` gives them
     rems: Rems
     gate: Tensor
     table: LagTable
@@ -70,9 +70,10 @@ class RSAHeads(nn.Module):
 
     A parameter is None if the plan has no heads for it.
 
-    While a model generates token by token, the weights f(τ) are kept from step to step. They are computed again when a
-    parameter is replaced or written to in place, and for each new prompt. Only writes through `parameter.data` are not
-    noticed between two tokens: call `reset_cache()` after them.
+    While a model generates token by token, the weights f(τ) are kept from step to step, and computed again when a
+    parameter changes. On a CPU its values are compared at each step. A GPU would have to be waited for, so weights are
+    kept there only while each step has one key more than the one before, and a parameter is neither replaced nor
+    written to in place. Writes through `.data` in between are not noticed there: call `reset_cache()` after them.
 
     Args:
         plan: the heads of this layer.
@@ -84,6 +85,7 @@ class RSAHeads(nn.Module):
     theta: nn.Parameter | None
     architecture: Any = None  # row of integration/architectures; here, so that it is copied and pickled with the layer
     layer_shape: tuple[int, int, int] | None = None  # heads, value heads, head size; None: loaded, and not yet called
+    _last_length: int = 0  # S of the step of generation before
     _is_hf_initialized: bool = True  # tells transformers' own initialisation to skip the module
 
     def __init__(self, plan: LayerConfig) -> None:
@@ -103,7 +105,7 @@ class RSAHeads(nn.Module):
         for name in PARAMETERS:
             parameter = getattr(self, name)
             if parameter is not None and parameter.device.type != "meta":
-                start = torch.tensor(getattr(self.plan, name), dtype=torch.float32)
+                start = torch.tensor(getattr(self.plan, name), dtype=torch.float32, device=parameter.device)
                 parameter.copy_(start / self.plan.parameter_scale)
 
     def rates(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -142,7 +144,7 @@ class RSAHeads(nn.Module):
                 "record the masks of the example. Use torch.export, or torch.onnx.export(..., dynamo=True)."
             )
         kept = self._cache
-        if kept is not None and kept.step is not None and not torch.compiler.is_compiling():
+        if kept is not None and kept.step is not None and not is_recorded():
             # First, and with few checks: between two tokens all of this leaves the processor's caches.
             has_derivatives = torch.is_grad_enabled() or is_transformed()
             fits = not has_derivatives and kept.step.fits(attention, value, mask)
@@ -180,8 +182,8 @@ class RSAHeads(nn.Module):
         return apply_rems(value, rems, mask, SoftmaxBranch(attention, gate))
 
     def reset_cache(self) -> None:
-        """Forget the weights kept for generation. Needed only after parameters were written through `.data`."""
-        self._cache = None
+        """Forget the weights kept for generation; needed on a GPU, after writes through `.data` between two tokens."""
+        self._cache, self._last_length = None, 0
 
     def _is_trained(self, value: Tensor) -> bool:
         return is_transformed() or (
@@ -194,7 +196,7 @@ class RSAHeads(nn.Module):
         """`forward` for one step of generation."""
         if shard is not None and not any(head in shard.heads(attention.shape[2]) for head in self.plan.heads):
             return attention
-        if torch.compiler.is_compiling():
+        if is_recorded() or not self._may_keep(value):
             attention, rems, gate = local_heads(attention, *self._rems_and_gate(heads_per_value), shard)
             return mix(attention, decode(value, rems, mask, None), gate, rems.heads)
         kept = self._cache
@@ -205,28 +207,47 @@ class RSAHeads(nn.Module):
             table, step = LagTable(rems, gate.dtype, 2 * value.shape[2]), None
             if choose_backend(value, rems, None) == "cpp":
                 step = CppStep(table.weights, table.reach, rems, gate)
-            kept = _Kept(_kind_of_call(attention, value), self._versions(), rems, gate, table, step)
+            kept = _Kept(_kind_of_call(attention, value), self._states(), rems, gate, table, step)
             self._cache = kept if kept.parameters else None
         if kept.step is not None and not torch.is_grad_enabled() and kept.step.fits(attention, value, mask):
             return kept.step(attention, value, mask)
         return mix(attention, decode(value, kept.rems, mask, kept.table), kept.gate, kept.rems.heads)
 
+    def _may_keep(self, value: Tensor) -> bool:
+        """Whether weights may be kept: on a CPU always, else if this step has one key more than the one before."""
+        is_next = value.shape[2] == self._last_length + 1
+        if not is_next and not value.is_cpu:
+            self.reset_cache()
+        self._last_length = value.shape[2]
+        return is_next or value.is_cpu
+
     def _is_valid(self, kept: _Kept, attention: Tensor, value: Tensor) -> bool:
         """Whether no parameter has changed since, and the table is long enough."""
         if self._modules or kept.call != _kind_of_call(attention, value) or kept.table.longest < value.shape[2]:
             return False  # a child is torch's parametrize, which has taken a parameter
-        for own, (parameter, version, address) in zip(self._parameters.values(), kept.parameters, strict=True):
-            if own is not parameter or (own is not None and (own._version, own.data_ptr()) != (version, address)):
+        for name, parameter, address, memory, before in kept.parameters:
+            if self._parameters[name] is not parameter or parameter.data_ptr() != address:
+                return False
+            if before != (parameter._version if memory is None else memory.tobytes()):
                 return False
         return True
 
-    def _versions(self) -> list[tuple[nn.Parameter | None, int, int]]:
-        """Of each parameter the version and the address; empty if they cannot tell whether it changes."""
-        parameters = list(self._parameters.values())
-        # Under parametrize the parameters are in a child module, and inference tensors have no version.
-        if self._modules or any(p is not None and p.is_inference() for p in parameters):
-            return []
-        return [(None, 0, 0) if p is None else (p, p._version, p.data_ptr()) for p in parameters]
+    def _states(self) -> list[tuple[str, nn.Parameter, int, Any, Any]]:
+        """Each name, parameter, address and, on a CPU, memory and the bytes there, elsewhere None and version.
+
+        Empty if they cannot tell whether one changes.
+        """
+        states = []
+        for name, p in self._parameters.items():
+            if p is None:
+                continue
+            is_read = p.is_cpu and p.is_contiguous() and type(p) is nn.Parameter
+            memory = p.detach().view(torch.uint8).numpy() if is_read else None
+            # Under parametrize the parameters are in a child module, and inference tensors have no version.
+            if self._modules or (memory is None and (p.is_cpu or p.is_inference())):
+                return []
+            states.append((name, p, p.data_ptr(), memory, p._version if memory is None else memory.tobytes()))
+        return states
 
     def _rems_and_gate(self, heads_per_value: int) -> tuple[Rems, Tensor]:
         """The REMs, and the gate of each head, (R,)."""

@@ -202,9 +202,9 @@ def _last_lag(report: RSAReport) -> int:
 def _draw_heads(axes: Any, layer: LayerReport, end: int) -> None:
     axes.axhline(0, color=GREY, linewidth=0.6)
     for head in layer.heads:
-        lags = torch.arange(head.dilation, max(end, head.dilation) + 1, head.dilation)
-        theta = torch.tensor(head.theta or 0.0, dtype=torch.float64)
-        decay = torch.tensor(head.decay, dtype=torch.float64)
+        lags = torch.arange(head.dilation, max(end, head.dilation) + 1, head.dilation, device="cpu")
+        theta = torch.tensor(head.theta or 0.0, dtype=torch.float64, device="cpu")
+        decay = torch.tensor(head.decay, dtype=torch.float64, device="cpu")
         colour = KIND_COLOURS[head.kind]
         if head.kind == "regular" and head.decay < 0:
             band = lag_weights("regular", decay.abs(), theta, lags, head.dilation)

@@ -26,8 +26,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ __all__ = [
     "decay_rates",
     "head_tensors",
     "is_kind",
+    "is_recorded",
+    "kept_constants",
     "lag_weights",
     "mix",
     "other_heads",
@@ -52,6 +55,8 @@ __all__ = [
 ]
 
 KINDS = ("regular", "cos", "sin")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +134,7 @@ def rem_matrix(
         causal: masked (True) or unmasked (False) REMs.
 
     Returns:
-        P, shape [H, T, S].
+        P, shape [H, T, S], where `decay` is and in its dtype; from numbers, as `torch.tensor` would make them.
 
     Raises:
         ValueError: an unknown kind, a dilation below 1, or head descriptions of different lengths.
@@ -169,17 +174,21 @@ def head_tensors(
     decay: float | Sequence[float] | Tensor,
     theta: float | Sequence[float] | Tensor,
     dilation: int | Sequence[int],
+    device: torch.device | None = None,
 ) -> tuple[tuple[str, ...], Tensor, Tensor, tuple[int, ...]]:
     """Bring a description of H heads to one form: kinds and dilations of length H, decay and theta of shape (H,).
 
-    Single values stand for all heads; H is the longest description.
+    Single values stand for all heads; H is the longest description. With a device, decay and theta are moved there,
+    and numbers have the widest dtype there.
 
     Raises:
         ValueError: an unknown kind, a dilation below 1, or descriptions of different lengths.
     """
     kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     dilation = (dilation,) if isinstance(dilation, int) else tuple(dilation)
-    rates = torch.as_tensor(decay).reshape(-1)
+    if not isinstance(decay, Tensor):
+        decay = torch.tensor(decay, dtype=None if device is None else widest_dtype(device), device=device)
+    rates = decay.to(device=device).reshape(-1)
     rates = rates if rates.is_floating_point() else rates.to(torch.get_default_dtype())
     angles = torch.as_tensor(theta, dtype=rates.dtype, device=rates.device).reshape(-1)
     given = {"kinds": len(kinds), "decay": len(rates), "theta": len(angles), "dilation": len(dilation)}
@@ -287,7 +296,7 @@ def weights_of_lags(rems: Rems, lags: Tensor, dtype: torch.dtype, derivatives: b
     if max(rems.dilation) == 1:
         steps, reached = lags, lags > 0
     else:
-        dilation = torch.tensor(rems.dilation, device=lags.device)[:, None]
+        dilation = constant(rems.dilation, lags.device)[:, None]
         steps, reached = lags // dilation, (lags > 0) & (lags % dilation == 0)
     # Elsewhere the power is taken at 0 and dropped: at a negative lag it could be infinite.
     real, imaginary = complex_powers(rems, torch.where(reached, steps, 0), dtype, derivatives)
@@ -299,16 +308,32 @@ def is_kind(rems: Rems, kinds: tuple[str, ...]) -> Tensor:
     return constant(tuple(kind in kinds for kind in rems.kinds), rems.decay.device, torch.bool)[:, None]
 
 
+def is_recorded() -> bool:
+    """Whether a compiler or a dispatch mode (FakeTensorMode, `make_fx`, …) sees operations in place of the values."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def kept_constants(count: int) -> Callable[[Function], Function]:
+    """Keep the tensors that a function makes of plain arguments, device and dtype included, for the last `count`.
+
+    Not where they belong to what runs: to a graph, a dispatch mode or a transform of `torch.func`.
+    """
+
+    def decorate(make: Function) -> Function:
+        made = torch.inference_mode(False)(make)  # the next caller may need them for a backward pass
+        kept = functools.lru_cache(maxsize=count)(made)
+
+        @functools.wraps(make)
+        def constants(*args: Any) -> Any:
+            is_own = is_recorded() or torch._C._functorch.peek_interpreter_stack() is not None
+            return (made if is_own else kept)(*args)
+
+        return cast(Function, constants)
+
+    return decorate
+
+
+@kept_constants(256)  # a copy to a GPU waits for it
 def constant(numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
     """Known numbers on a device, [N]."""
-    # Cached, because a copy to a GPU waits for it; a graph, or a transform of torch.func, has constants of its own.
-    is_own = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return (_tensor if is_own else _cached_tensor)(numbers, device, dtype)
-
-
-def _tensor(numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False):  # the next caller may need it for a backward pass
-        return torch.tensor(numbers, dtype=dtype, device=device)
-
-
-_cached_tensor = functools.lru_cache(maxsize=256)(_tensor)
+    return torch.tensor(numbers, dtype=dtype, device=device)

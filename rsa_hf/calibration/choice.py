@@ -125,7 +125,7 @@ def choose(scores: Scores, false_discoveries: float, most: int | None, generator
     found = in_errors(scores.recurrence)
     best = torch.cat([z.amin(-1) for z in found])
     rows = len(scores.recurrence[0])
-    flips = torch.randint(0, 2, (FLIPS, rows), generator=generator).double() * 2 - 1
+    flips = torch.randint(0, 2, (FLIPS, rows), generator=generator, device="cpu").double() * 2 - 1
     by_chance = []
     for signs in flips:
         flipped = in_errors([layer * signs[:, None, None] for layer in scores.recurrence])
@@ -133,7 +133,7 @@ def choose(scores: Scores, false_discoveries: float, most: int | None, generator
     order = best.argsort()
     # How many heads the flips have at or below the score of each head, on average.
     expected = torch.searchsorted(torch.cat(by_chance).sort().values, best[order], right=True) / FLIPS
-    allowed = expected <= false_discoveries * torch.arange(1, len(order) + 1)
+    allowed = expected <= false_discoveries * torch.arange(1, len(order) + 1, device="cpu")
     count = int(allowed.nonzero().max()) + 1 if bool(allowed.any()) else 0
     if count == 0:
         return []

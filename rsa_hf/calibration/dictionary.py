@@ -47,10 +47,10 @@ def unit_weights(length: int) -> tuple[Tensor, Tensor]:
     Returns:
         [P, length] and [P], both float64.
     """
-    lags = torch.arange(length)
+    lags = torch.arange(length, device="cpu")
 
     def weights_of(rem: Rem) -> Tensor:
-        decay, theta = torch.tensor([rem.decay, rem.theta], dtype=torch.float64)
+        decay, theta = torch.tensor([rem.decay, rem.theta], dtype=torch.float64, device="cpu")
         return lag_weights(rem.kind, decay, theta, lags, rem.dilation)
 
     weights = torch.stack([weights_of(rem) for rem in DICTIONARY])

@@ -161,8 +161,10 @@ class ProbedModel:
     @torch.no_grad()
     def losses(self, batches: Iterable[Mapping[str, Any]]) -> Tensor:
         """The loss of each row, [N]."""
-        single = (take_rows(batch, row) for batch in batches for row in torch.arange(num_rows(batch)).split(1))
-        return torch.tensor([float(self._loss(row)) for row in single])
+        single = (
+            take_rows(batch, row) for batch in batches for row in torch.arange(num_rows(batch), device="cpu").split(1)
+        )
+        return torch.tensor([float(self._loss(row)) for row in single], device="cpu")
 
     def _loss(self, batch: Mapping[str, Any]) -> Tensor:
         # Copies, because tensors that were made in inference_mode cannot be saved for the backward pass.
@@ -221,7 +223,7 @@ class _Probe(RSAHeads):
     def __init__(self, plan: LayerConfig) -> None:
         super().__init__(plan)
         self.current: RSAHeads | None = None
-        self.anchor = torch.zeros((), requires_grad=True)  # so that there is a gradient if all weights are frozen
+        self.anchor = torch.zeros((), requires_grad=True, device="cpu")  # a gradient if all weights are frozen
         self.found: list[tuple[Tensor, Tensor]] = []
         self.causal = True  # as the mask of the last call
 

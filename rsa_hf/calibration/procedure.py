@@ -171,7 +171,7 @@ def run_calibration(
             return [share for share in shares if share.gate > 0]
 
         # By which the loss of each row falls with heads that were chosen without it, and with P = 0 on these heads.
-        gains, damped = torch.zeros(rows), torch.zeros(rows)
+        gains, damped = torch.zeros(2, rows, device="cpu")
         for fold in range(FOLDS):
             held_out = fold_of_row == fold
             plan = _plan(fit(~held_out, how.gate_passes - 1))
@@ -180,7 +180,7 @@ def run_calibration(
                 found[held_out] = losses[held_out] - probed.losses(_some(read, held_out))
             bar.update()
         gain, error = float(gains.mean()), float(gains.std()) / math.sqrt(rows)
-        shares = fit(torch.ones(rows, dtype=torch.bool), how.gate_passes) if gain > CERTAIN * error else []
+        shares = fit(torch.ones_like(fold_of_row, dtype=torch.bool), how.gate_passes) if gain > CERTAIN * error else []
     of_best = (z.argmin(-1, keepdim=True) for z in in_errors(scores.recurrence))
     best = [means.gather(1, rem)[:, 0] for means, rem in zip(scores.means, of_best, strict=True)]
     shares.sort(key=lambda share: (share.chosen.layer, share.chosen.head))

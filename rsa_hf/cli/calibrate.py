@@ -111,6 +111,6 @@ def _rows_of_text(base: str, text: Path, rows: int, length: int, seed: int) -> l
     tokenizer = AutoTokenizer.from_pretrained(locate(base))
     ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt", verbose=False).input_ids[0]
     whole = len(ids) // length
-    drawn = torch.randperm(whole, generator=torch.Generator().manual_seed(seed))[:rows]
+    drawn = torch.randperm(whole, generator=torch.Generator().manual_seed(seed), device="cpu")[:rows]
     blocks = ids[: whole * length].view(whole, length)[drawn]
     return [{"input_ids": block, "labels": block} for block in blocks.split(ROWS_PER_BATCH)]

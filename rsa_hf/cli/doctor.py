@@ -163,7 +163,7 @@ def _self_check() -> Iterator[Finding]:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             model = GPT2Model(GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=64)).eval().to(device)
-            ids = torch.randint(0, 64, (2, 33)).to(device)
+            ids = torch.randint(0, 64, (2, 33), device="cpu").to(device)
             plain = model(ids)[0]
             patch_model(model, RSAConfig(num_regular=1, num_cyclical_pairs=1, gate_init=float("-inf")))
             shut = model(ids)[0]

@@ -128,11 +128,12 @@ def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
         )
     parts = [vars(config), vars(config.get_text_config())]
     special = {value for part in parts for key, value in part.items() if key.endswith(("_token_id", "_token_index"))}
-    tokens = torch.tensor([token for token in range(min(vocab_size, 5000)) if token not in special] or [0])
+    allowed = [token for token in range(min(vocab_size, 5000)) if token not in special] or [0]
+    tokens = torch.tensor(allowed, device="cpu")
     generator = torch.Generator().manual_seed(0)
 
     def text(length: int) -> Tensor:
-        return tokens[torch.randint(len(tokens), (2, length), generator=generator)].to(model.device)
+        return tokens[torch.randint(len(tokens), (2, length), generator=generator, device="cpu")].to(model.device)
 
     inputs = {"input_ids": text(LENGTH)}
     if config.is_encoder_decoder:

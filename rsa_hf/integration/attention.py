@@ -46,6 +46,7 @@ from rsa_hf.ops.mask import (
     remembered,
     warn_single_token_segments,
 )
+from rsa_hf.rem import is_recorded
 
 __all__ = [
     "architecture_of",
@@ -354,7 +355,7 @@ def read_attention_mask(
         )
     if attention_mask is not None and attention_mask.dim() == 4:
         # A graph does not know values, and a transform of torch.func may have a batch of them.
-        not_read = torch.compiler.is_compiling() or is_transformed()
+        not_read = is_recorded() or is_transformed()
         if causal and T == 1:
             # Comparing an inference tensor with its copy would wait for the device; reading a row does not.
             if not_read or attention_mask.is_inference():

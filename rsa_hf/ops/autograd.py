@@ -1,9 +1,9 @@
 """P V, alone or mixed into attention (eq. 4), as one differentiable operation; and the choice of the code for it.
 
-Eager code goes through an `autograd.Function`. Code under `torch.compile` and `torch.export` goes through the
-operators `rsa_hf::recurrence` and `rsa_hf::recurrence_backward`, one node each in a graph: the path taken inside
-depends on the values of a mask, which a graph does not know. Both compute the same. ONNX has no such operator, and its
-lengths are symbols; there P is built from plain operators.
+Eager code goes through an `autograd.Function`. Code under `torch.compile`, `torch.export` and dispatch modes, such as
+FakeTensorMode, goes through the operators `rsa_hf::recurrence` and `rsa_hf::recurrence_backward`, one node each in a
+graph: the path taken inside depends on the values of a mask, which a graph does not know. Both compute the same. ONNX
+has no such operator, and its lengths are symbols; there P is built from plain operators.
 
 The first derivatives in backward mode are written by hand. All others go through `differentiable_product`, which
 PyTorch differentiates itself, at quadratic cost: a backward pass with `create_graph=True`, forward mode, and the
@@ -33,7 +33,7 @@ from rsa_hf.ops.dense import dense_backward, dense_forward, differentiable_produ
 from rsa_hf.ops.mask import AttentionMask, PackedSegments, read_mask, read_traced
 from rsa_hf.ops.types import Gradients, SoftmaxBranch
 from rsa_hf.ops.windowed import window_backward, window_forward
-from rsa_hf.rem import KINDS, Rems, mix, put_heads, take_heads, working_dtype
+from rsa_hf.rem import KINDS, Rems, is_recorded, mix, put_heads, take_heads, working_dtype
 
 __all__ = ["BACKENDS", "apply_rems", "choose_backend", "is_transformed", "traced_forward"]
 
@@ -57,7 +57,7 @@ def apply_rems(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxB
         if is_transformed():
             return differentiable_product(value, rems, mask, softmax)
         tensors = (value, rems.decay, rems.theta, attention, gate)
-        if not torch.compiler.is_compiling():
+        if not is_recorded():
             result: Tensor = _ApplyRems.apply(*tensors, rems, mask)  # type: ignore[no-untyped-call]
             return result
         if torch.onnx.is_in_onnx_export():

@@ -30,7 +30,6 @@ carry states from chunk to chunk.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -43,7 +42,7 @@ from torch import Tensor
 
 from rsa_hf.ops.mask import AttentionMask, PackedSegments
 from rsa_hf.ops.types import Gradients, SoftmaxBranch
-from rsa_hf.rem import Rems, complex_powers, is_kind, mix, other_heads, working_dtype
+from rsa_hf.rem import Rems, complex_powers, is_kind, kept_constants, mix, other_heads, working_dtype
 
 __all__ = ["copy_other_heads", "empty_output", "scan_backward", "scan_forward", "seen_keys"]
 
@@ -478,7 +477,7 @@ def _matrices(rems: Rems, layout: _Layout, causal: bool, dtype: torch.dtype, der
     return _Matrices(matrices[0], matrices[1:], [[gathered(table[0], k) for k in of_side] for of_side in carries])
 
 
-@functools.lru_cache(maxsize=32)
+@kept_constants(32)
 def _places(
     C: int, digits: tuple[int, ...], doublings: int, causal: bool, device: torch.device
 ) -> tuple[Tensor, Tensor, list[list[Tensor]]]:
@@ -500,14 +499,14 @@ def _places(
         first, second = [place(real, k), place(negative, k)], [place(imaginary, k), place(real, k)]
         return torch.cat([torch.cat(first, 1), torch.cat(second, 1)])
 
-    i = torch.arange(C)
+    i = torch.arange(C, device="cpu")
     lags = i[:, None] - i
     lags = lags if causal else lags.abs()
     block = torch.where(lags > 0, read + lags, zero)
     # The state enters row i as z^{i+1} h. From the right it is C − i steps away: the same entries, reversed.
     readout = torch.stack([read + i + 1, read_imaginary + i + 1], 1)
     write = torch.stack([real + i.flip(0), imaginary + i.flip(0)])
-    step = multiply(torch.tensor([[C]]))
+    step = multiply(torch.tensor([[C]], device="cpu"))
     if causal:
         chunk = torch.cat([torch.cat([block, readout], 1), torch.cat([write, step], 1)])
     else:
@@ -515,15 +514,15 @@ def _places(
         top = torch.cat([block, readout, readout.flip(0)], 1)
         chunk = torch.cat([top, torch.cat([write, step, none], 1), torch.cat([write.flip(1), none, step], 1)])
 
-    doubled = [multiply(torch.tensor([[count - doublings + i]])) for i in range(doublings)]
+    doubled = [multiply(torch.tensor([[count - doublings + i]], device="cpu")) for i in range(doublings)]
     carries = []
     for from_right in (False,) if causal else (False, True):
         levels, first = [], C + 1
         for M in digits:
-            i = torch.arange(M)
+            i = torch.arange(M, device="cpu")
             i = i.flip(0) if from_right else i  # steps from a state back to where its level is entered
             inside = i[:, None] - i - 1
-            k = torch.full((M + 1, M + 1), -1)
+            k = torch.full((M + 1, M + 1), -1, device="cpu")
             k[:M, :M] = torch.where(inside < 0, -1, first + inside)
             k[:M, M], k[M, :M] = first + i, first + M - 1 - i
             states_first = [*range(M), *range(M + 1, 2 * M + 1), M, 2 * M + 1]

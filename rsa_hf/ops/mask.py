@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rsa_hf.rem import is_recorded
+
 __all__ = [
     "HIDDEN_AT_OR_BELOW",
     "AttentionMask",
@@ -240,11 +242,10 @@ def read_row(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
     The query sees itself and nothing after itself, so the last slot that any row sees is its position. That also holds
     in a static cache, which has slots after it.
     """
-    visible = as_boolean(mask, T, S)
+    visible = as_boolean(mask, T, S).clone()
     slots = torch.arange(S, device=mask.device)
     position = torch.where(visible, slots, 0).amax()
-    # Detached: a remembered result must not keep the mask alive.
-    return AttentionMask(T, S, S - 1, causal, visible=visible, query_position=position, unread_mask=mask.detach())
+    return AttentionMask(T, S, S - 1, causal, visible=visible, query_position=position, unread_mask=visible)
 
 
 def read_traced(mask: AttentionMask) -> AttentionMask:
@@ -292,7 +293,7 @@ def _read_mask(mask: Tensor, B: int, T: int, S: int, causal: bool) -> AttentionM
         "computes P V through the explicit P here: exact, but quadratic in the length.",
         stacklevel=2,
     )
-    return AttentionMask(T, S, offset, causal, visible=visible)
+    return AttentionMask(T, S, offset, causal, visible=visible.clone())
 
 
 def _segment_ids(visible: Tensor, key_mask: Tensor, offset: int) -> Tensor:
@@ -365,18 +366,21 @@ _memory = _Memory()
 def remembered(function: Callable[..., Answer], tensor: Tensor, *args: Any) -> Answer:
     """`function(tensor, *args)`, computed once for all layers of a forward.
 
+    On a CPU an answer holds while the tensor has the same values. On a GPU, where comparing them would wait, it holds
+    until an operation of PyTorch writes to the tensor; writes through `.data` or by other libraries are not noticed.
+
     Args:
-        function: function whose result does not hold the tensor, which would otherwise never be freed.
+        function: function whose result does not hold the tensor, nor its memory, which may change before a backward.
         tensor: a mask, or positions.
         args: further arguments, comparable by ==.
     """
-    if torch.compiler.is_compiling():
+    if is_recorded():
         return function(tensor, *args)
-    # Inference tensors have no version that counts writes, so a copy is kept to compare with.
-    key = (None if tensor.is_inference() else tensor._version, function, *args)
+    is_compared = tensor.device.type == "cpu" or tensor.is_inference()  # inference tensors have no version
+    key = (None if is_compared else tensor._version, function, *args)
     known = _memory.known
     for reference, copy, before, answer in known:
-        if reference() is tensor and before == key and (copy is None or torch.equal(copy, tensor)):
+        if reference() is tensor and before == key and (copy is None or _is_equal(copy, tensor)):
             found: Answer = answer
             return found
     new = function(tensor, *args)
@@ -384,9 +388,16 @@ def remembered(function: Callable[..., Answer], tensor: Tensor, *args: Any) -> A
     def forget(dead: weakref.ref[Tensor]) -> None:
         known[:] = [entry for entry in known if entry[0] is not dead]
 
-    copy = tensor.clone() if tensor.is_inference() else None
+    copy = tensor.clone() if is_compared else None
     known[:] = [(weakref.ref(tensor, forget), copy, key, new), *known[: _Memory.SIZE - 1]]
     return new
+
+
+def _is_equal(copy: Tensor, tensor: Tensor) -> bool:
+    if copy.is_contiguous() and tensor.is_contiguous() and tensor.nbytes % 8 == tensor.storage_offset() % 8 == 0:
+        # Eight bytes at a time: booleans are compared one by one.
+        copy, tensor = (x.flatten().view(torch.int64) for x in (copy, tensor))
+    return torch.equal(copy, tensor)
 
 
 def warn_single_token_segments() -> None:

@@ -43,7 +43,8 @@ def dense_rem_product(
     S = value.shape[2]
     T = S if query_length is None else query_length
     start = S - T if query_offset is None else query_offset
-    t, s = torch.arange(start, start + T)[:, None], torch.arange(S)[None]  # [T, 1], [1, S]
+    t = torch.arange(start, start + T, device=value.device)[:, None]  # [T, 1]
+    s = torch.arange(S, device=value.device)[None]  # [1, S]
     tau = t - s if causal else (t - s).abs()  # [T, S]; unmasked: P + Pᵀ
 
     heads = []
@@ -54,7 +55,7 @@ def dense_rem_product(
         heads.append(torch.where(nonzero, rate**k * turn, 0))
     P = torch.stack(heads).to(value.dtype)[None]  # [1, H, T, S]
 
-    sees = ((t >= s) | torch.tensor(not causal))[None, None]  # [1, 1, T, S]
+    sees = ((t >= s) | (not causal))[None, None]  # [1, 1, T, S]
     if key_mask is not None:
         sees = sees & key_mask[:, None, None, :]
     if documents is not None:
@@ -96,7 +97,7 @@ def recurrent_rem_product(
     V = value.repeat_interleave(groups, dim=1)[:, : len(kinds)]  # [B, H, S, D]
     if key_mask is not None:
         V = torch.where(key_mask[:, None, :, None], V, 0)
-    run = torch.zeros(B, S) if documents is None else F.pad(documents.diff() != 0, (1, 0)).cumsum(1).expand(B, -1)
+    run = value.new_zeros(B, S) if documents is None else F.pad(documents.diff() != 0, (1, 0)).cumsum(1).expand(B, -1)
 
     def in_time(V: Tensor, run: Tensor) -> Tensor:
         heads = []
@@ -130,10 +131,10 @@ def chunked_minimal(value: Tensor, kinds: Sequence[str], decay: Tensor, theta: T
     """
     B, H, T, D = value.shape
     C, N = chunk, -(-T // chunk)
-    is_sin = torch.tensor([kind == "sin" for kind in kinds])[:, None, None]  # [H, 1, 1]
-    angle = torch.where(torch.tensor([kind == "regular" for kind in kinds]), 0, theta)
+    is_sin = torch.tensor([kind == "sin" for kind in kinds], device=value.device)[:, None, None]  # [H, 1, 1]
+    angle = torch.where(torch.tensor([kind == "regular" for kind in kinds], device=value.device), 0, theta)
     z = torch.polar(decay.abs(), angle) * torch.sign(decay)  # [H]
-    powers = z[:, None] ** torch.arange(C + 1)  # [H, C + 1]: z^0 … z^C
+    powers = z[:, None] ** torch.arange(C + 1, device=value.device)  # [H, C + 1]: z^0 … z^C
 
     def read(x: Tensor) -> Tensor:
         return torch.where(is_sin, x.imag, x.real)
@@ -141,7 +142,8 @@ def chunked_minimal(value: Tensor, kinds: Sequence[str], decay: Tensor, theta: T
     V = F.pad(value, (0, 0, 0, N * C - T)).view(B, H, N, C, D)
 
     # Within chunks: block[i, j] = f(i − j) for i > j.
-    lag = torch.arange(C)[:, None] - torch.arange(C)  # [C, C]
+    steps = torch.arange(C, device=value.device)
+    lag = steps[:, None] - steps  # [C, C]
     block = torch.where(lag > 0, read(powers[:, lag.clamp(min=0)]), 0)  # [H, C, C]
     within = block[:, None] @ V  # [B, H, N, C, D]
 

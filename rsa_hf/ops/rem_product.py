@@ -58,7 +58,7 @@ def rem_product(
     """
     if value.dim() != 4:
         raise ValueError(f"value has shape {tuple(value.shape)}: [B, H, S, D] is needed.")
-    kinds, decay, theta, dilation = head_tensors(kinds, decay, theta, dilation)
+    kinds, decay, theta, dilation = head_tensors(kinds, decay, theta, dilation, value.device)
     B, _, S, _ = value.shape
     H = len(kinds)
     T = S if query_length is None else query_length
@@ -71,7 +71,9 @@ def rem_product(
     for name, mask in {"key_mask": key_mask, "documents": documents}.items():
         if mask is not None and (mask.dim() != 2 or mask.shape[0] not in (1, B) or mask.shape[1] != S):
             raise ValueError(f"{name} has shape {tuple(mask.shape)}: [{B} or 1, {S}] is needed.")
-    rems = Rems(kinds, decay.to(value.device), theta.to(value.device), dilation, groups, tuple(range(H)))
+    rems = Rems(kinds, decay, theta, dilation, groups, tuple(range(H)))
     packed = None if documents is None else PackedSegments(documents.expand(B, -1))
-    key_mask = None if key_mask is None else key_mask.bool()
+    # Copies, because the backward pass needs the masks as they are now.
+    key_mask = None if key_mask is None else key_mask != 0
+    visible = None if visible is None else visible.clone()
     return apply_rems(value, rems, AttentionMask(T, S, offset, causal, key_mask, packed, window, visible))

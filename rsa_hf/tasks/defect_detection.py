@@ -263,7 +263,7 @@ def tokenize(
 def class_weights(labels: Sequence[int]) -> torch.Tensor:
     """Weights [2] for the loss: inversely proportional to the frequencies of classes 0 and 1, with mean 1."""
     # (1/n0, 1/n1) divided by its mean; the common factor n0·n1 cancels.
-    return torch.tensor([sum(labels), len(labels) - sum(labels)]) * 2 / len(labels)
+    return torch.tensor([sum(labels), len(labels) - sum(labels)], device="cpu") * 2 / len(labels)
 
 
 # --- scores ---------------------------------------------------------------------------------------------------------
@@ -366,8 +366,8 @@ def _probabilities(logits: Any) -> Any:
 
 def _by_function(logits: Any, labels: Any, example_ids: Any) -> tuple[Any, Any]:
     """The logits [N, 2] and labels [N] of functions: as for `compute_metrics`, averaged over the rows of each."""
-    scores = torch.as_tensor(logits).detach().to("cpu", torch.float64).numpy()
-    targets = torch.as_tensor(labels).detach().cpu().numpy()
+    scores = torch.as_tensor(logits, dtype=torch.float64, device="cpu").detach().numpy()
+    targets = torch.as_tensor(labels, device="cpu").detach().numpy()
     if scores.shape != (*targets.shape, 2):
         raise ValueError(
             f"logits have shape {list(scores.shape)} and labels {list(targets.shape)}; needed are [N, 2] and [N], as "
@@ -377,7 +377,7 @@ def _by_function(logits: Any, labels: Any, example_ids: Any) -> tuple[Any, Any]:
         raise ValueError("logits hold NaN or infinite values, so training has diverged. Lower the learning rate.")
     if example_ids is None:
         return scores, targets
-    _, first, owners = np.unique(torch.as_tensor(example_ids).cpu(), return_index=True, return_inverse=True)
+    _, first, owners = np.unique(torch.as_tensor(example_ids, device="cpu"), return_index=True, return_inverse=True)
     if (targets != targets[first][owners]).any():
         raise ValueError("example_ids do not match the labels: each function has one label, in one split.")
     sums = np.stack([np.bincount(owners, column) for column in scores.T], axis=1)

@@ -263,7 +263,7 @@ def _encode(chunks: Iterable[bytes], tokenizer: PreTrainedTokenizerBase | None) 
         else:
             # Without special tokens, every scored token stands for a part of the text.
             ids = tokenizer(piece.decode(), add_special_tokens=False, verbose=False)["input_ids"]
-            yield torch.tensor(ids, dtype=torch.int32)
+            yield torch.tensor(ids, dtype=torch.int32, device="cpu")
 
 
 def _pieces(chunks: Iterable[bytes]) -> Iterator[bytes]:

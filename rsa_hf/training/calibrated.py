@@ -90,6 +90,6 @@ def calibration_batches(
     if isinstance(train_dataset, IterableDataset):
         rows = list(islice(train_dataset, count))
     else:
-        order = torch.randperm(len(train_dataset), generator=torch.Generator().manual_seed(seed))
+        order = torch.randperm(len(train_dataset), generator=torch.Generator().manual_seed(seed), device="cpu")
         rows = [train_dataset[i] for i in order[:count].tolist()]
     return [{**collate_fn(rows[i : i + batch_size])} for i in range(0, len(rows), batch_size)]

@@ -433,7 +433,7 @@ def predict_logits(
         batch = collate_fn([rows[i] for i in order[start : start + batch_size]])
         inputs = {name: value.to(model.device) for name, value in batch.items() if name != "labels"}
         logits.append(model(**inputs).logits.float().cpu())
-    return torch.cat(logits)[torch.tensor(order).argsort()]
+    return torch.cat(logits)[torch.tensor(order, device="cpu").argsort()]
 
 
 def report_results(

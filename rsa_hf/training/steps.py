@@ -153,7 +153,7 @@ class Stepper:
         self.accelerator = accelerator
         self.collate_fn = collate_fn
         self.training = training
-        self.class_weights = None if class_weights is None else torch.tensor(class_weights)
+        self.class_weights = None if class_weights is None else torch.tensor(class_weights, device="cpu")
         self.carried = CarriedState(model) if isinstance(dataset, ParallelTracks) else None
         self._examples = StepExamples(
             dataset,

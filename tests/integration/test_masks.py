@@ -247,6 +247,7 @@ def test_a_position_bias_hides_no_key():
 
 def test_a_mask_is_read_once_unless_it_changes(monkeypatch):
     reads = record_calls(monkeypatch, mask_module, "_read_mask")
+    monkeypatch.setattr(mask_module._memory, "known", [])
     mask = torch.ones(2, 1, 5, 5).tril().bool()
     first = call(5, 5, mask)
     assert call(5, 5, mask) is first

@@ -118,20 +118,6 @@ def test_a_changed_parameter_changes_the_next_step():
 
 
 @torch.no_grad()
-def test_a_write_through_data_shows_after_a_reset_or_a_new_prompt():
-    heads, attention, value = layer()
-    before = heads(attention, value, row(value))
-    heads.nu.data.copy_(heads.nu + 0.02)
-    assert torch.equal(heads(attention, value, row(value)), before)  # as documented
-    heads.reset_cache()
-    reset = heads(attention, value, row(value))
-    assert not torch.allclose(reset, before)
-    heads.nu.data.copy_(heads.nu + 0.02)
-    heads(attention, value[:, :, :1], row(value[:, :, :1]))  # a new prompt
-    assert not torch.allclose(heads(attention, value, row(value)), reset)
-
-
-@torch.no_grad()
 def test_a_changed_parameter_behind_a_parametrization_changes_the_next_step():
     heads, attention, value = layer()
     parametrize.register_parametrization(heads, "mu", torch.nn.Hardtanh(-0.1, 0.1))

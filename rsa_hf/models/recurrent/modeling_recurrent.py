@@ -106,8 +106,8 @@ class RecurrentLayer(nn.Module):
             state = x.new_zeros(B, (1 + self.bidirectional) * self.parts, d, self.hidden_size)
         # Row b, step i·d + r is step i of the sub-sequence b·d + r.
         sub_sequences = F.pad(x, (0, 0, 0, -T % d)).unflatten(1, (-1, d)).transpose(1, 2).flatten(0, 1)
-        residues = torch.arange(d)
-        ends = torch.full((B,), T) if lengths is None else lengths.cpu()
+        residues = torch.arange(d, device="cpu")
+        ends = torch.full((B,), T, device="cpu") if lengths is None else lengths.cpu()
         steps = ((ends[:, None] - residues + d - 1) // d).clamp(min=0)
         output, last = self._run(sub_sequences, steps.flatten(), state)
         output = output.unflatten(0, (B, d)).transpose(1, 2).flatten(1, 2)[:, :T]

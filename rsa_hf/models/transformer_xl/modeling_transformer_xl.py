@@ -437,7 +437,9 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, SegmentForCausalLM)
             counted = targets != -100
             total = self.crit.negative_log_likelihood(predicting[counted], targets[counted]).sum()
             count = kwargs.get("num_items_in_batch")
-            loss = total / (counted.sum().clamp(min=1) if count is None else torch.as_tensor(count).to(total.device))
+            loss = total / (
+                counted.sum().clamp(min=1) if count is None else torch.as_tensor(count, device=total.device)
+            )
             if self.training and self.config.cutoffs:
                 return None, loss
         return self.crit(hidden[:, kept]), loss

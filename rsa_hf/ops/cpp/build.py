@@ -37,7 +37,8 @@ def library() -> ctypes.CDLL | str:
     if compiler is None:
         return "there is no C++ compiler; install g++, or set CXX"
     command = [compiler, "-O3", "-std=c++17", "-shared", "-fPIC", *_flags()]
-    name = hashlib.sha256(SOURCE.read_bytes() + "\0".join(command).encode()).hexdigest()
+    # With the kind of processor: machines may share a home.
+    name = hashlib.sha256(SOURCE.read_bytes() + "\0".join([platform.machine(), *command]).encode()).hexdigest()
     kept = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rsa_hf" / f"scan-{name[:16]}.so"
     try:
         return ctypes.CDLL(str(kept)) if kept.exists() else _compiled(command, kept)

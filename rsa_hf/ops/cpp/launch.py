@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from rsa_hf.ops.memory import empty_rows, with_rows
 from rsa_hf.ops.types import Gradients, SoftmaxBranch
 from rsa_hf.rem import KINDS, Rems, other_heads, working_dtype
 
-__all__ = ["compiled_function", "cpp_backward", "cpp_forward"]
+__all__ = ["compiled_function", "cpp_backward", "cpp_forward", "integers"]
 
 WORTH_A_THREAD = 2**15  # numbers
 
@@ -83,7 +83,7 @@ def cpp_backward(
     dvalue[:, :, S:] = 0
     for unread in other_heads(sorted({head // rems.heads_per_value for head in rems.heads}), dvalue.shape[1]):
         dvalue[:, unread] = 0
-    sums = torch.empty(len(value), H, 3, dtype=torch.float64)
+    sums = value.new_empty(len(value), H, 3, dtype=torch.float64)
     tensors, gate, dattention = {"value": value.to(dtype), "dvalue": dvalue}, None, None
     if softmax is not None:
         gate = softmax.gate
@@ -111,7 +111,7 @@ def _call(
     **tensors: Tensor,
 ) -> None:
     B, _, _, D = tensors["value"].shape
-    kinds, dilation, indices = _description(rems.kinds, rems.dilation, rems.heads)
+    kinds, dilation, indices = map(integers, (map(KINDS.index, rems.kinds), rems.dilation, rems.heads))
     keep: list[Tensor] = []  # alive until the call returns
 
     def address(tensor: Tensor | None, dtype: torch.dtype) -> int | None:
@@ -142,9 +142,9 @@ def _call(
         is_causal=mask.causal,
         threads=max(1, min(torch.get_num_threads(), B * len(rems.kinds) * keys * D // WORTH_A_THREAD)),
         window=0 if mask.sliding_window is None or mask.sliding_window >= keys else mask.sliding_window,
-        kinds=kinds.data_ptr(),
-        dilation=dilation.data_ptr(),
-        indices=indices.data_ptr(),
+        kinds=ctypes.addressof(kinds),
+        dilation=ctypes.addressof(dilation),
+        indices=ctypes.addressof(indices),
         decay=address(rems.decay, torch.float64),
         theta=address(rems.theta, torch.float64),
         gate=address(gate, torch.float64),
@@ -158,9 +158,10 @@ def _call(
     compiled_function(function, dtype)(ctypes.byref(problem))
 
 
-@functools.lru_cache(maxsize=64)
-def _description(kinds: tuple[str, ...], *numbers: tuple[int, ...]) -> tuple[Tensor, ...]:
-    return torch.tensor([KINDS.index(kind) for kind in kinds]), *map(torch.tensor, numbers)
+def integers(numbers: Iterable[int]) -> ctypes.Array[ctypes.c_int64]:
+    """Whole numbers as the C++ reads them."""
+    numbers = tuple(numbers)
+    return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ compute little.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rsa_hf.ops.cpp.launch import compiled_function
+from rsa_hf.ops.cpp.launch import compiled_function, integers
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.rem import Rems
 
@@ -34,12 +35,12 @@ class CppStep:
     """
 
     def __init__(self, weights: Tensor, reach: Sequence[int], rems: Rems, gate: Tensor) -> None:
-        integers = torch.tensor([rems.dilation, reach, rems.heads])
+        described = [integers(numbers) for numbers in (rems.dilation, reach, rems.heads)]
         gate = gate.detach().double().contiguous()
-        self.tensors = (integers, weights, gate)  # alive as long as their addresses are used
+        self.memory = (*described, weights, gate)  # alive as long as their addresses are used
         self.dtype, self.heads, self.heads_per_value = weights.dtype, len(weights), rems.heads_per_value
-        addresses = [tensor.data_ptr() for tensor in (*integers, weights)]
-        self.described = (*addresses, weights.stride(0), gate.data_ptr())
+        addresses = map(ctypes.addressof, described)
+        self.described = (*addresses, weights.data_ptr(), weights.stride(0), gate.data_ptr())
         self.run: Any = compiled_function("step", self.dtype)
 
     def fits(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> bool:

@@ -20,7 +20,7 @@ from rsa_hf.ops.triton.states import splits_kernel
 from rsa_hf.ops.triton.tables import TABLE_ROWS, Shape, powers_kernel
 from rsa_hf.ops.triton.tuning import Tuning, candidates, fastest
 from rsa_hf.ops.types import Gradients, SoftmaxBranch
-from rsa_hf.rem import KINDS, Rems, other_heads
+from rsa_hf.rem import KINDS, Rems, kept_constants, other_heads
 
 __all__ = ["triton_backward", "triton_forward"]
 
@@ -112,7 +112,7 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-@functools.lru_cache(maxsize=32)
+@kept_constants(32)
 def _plan(
     kinds: tuple[str, ...],
     dilation: tuple[int, ...],
@@ -120,7 +120,7 @@ def _plan(
     residues: tuple[int, ...],
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The heads, the columns and the first column of each head, on the device; cached, as the copy waits for it."""
+    """The heads, the columns and the first column of each head, on the device."""
     heads = [[d, KINDS.index(kind), index] for d, kind, index in zip(dilation, kinds, indices, strict=True)]
     columns = [[head, residue] for head, count in enumerate(residues) for residue in range(count)]
     starts = [sum(residues[:head]) for head in range(len(residues) + 1)]

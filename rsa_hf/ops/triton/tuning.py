@@ -72,10 +72,10 @@ def fastest(
     captured) or if results must be deterministic (`torch.use_deterministic_algorithms`), because the size of the
     chunk decides how sums are rounded.
     """
-    if question in _known:
-        return _known[question]
     if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return options[0]
+    if question in _known:
+        return _known[question]
     if torch.cuda.is_current_stream_capturing():
         return options[0]
     times = {option: _time(run, option) for option in options}

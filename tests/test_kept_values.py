@@ -1,0 +1,489 @@
+"""What is kept from call to call, and what must make it be computed again; docs/how_it_works.md lists it."""
+
+import copy
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+import rsa_hf
+import rsa_hf.heads
+import rsa_hf.ops.autograd
+import rsa_hf.ops.mask
+from families import ENCODER_DECODERS, FULL_PLAN, build, build_language_model, inputs, move_rates
+from rsa_hf import RSAConfig, RSAHeads, calibrate, patch_model, rem_matrix, rem_product
+from rsa_hf.integration.attention import read_attention_mask
+from rsa_hf.integration.peft import merging
+from rsa_hf.ops.cpp import build as cpp_build
+from rsa_hf.ops.mask import AttentionMask, PackedSegments
+from rsa_hf.ops.reference import dense_rem_product
+from rsa_hf.rem import kept_constants
+from rsa_hf.tasks import python_defects
+
+S = 24
+RATES = (["regular", "cos", "sin", "regular"], [0.9, 0.8, -0.7, 0.6], [0.0, 0.3, 0.4, 0.0], [1, 1, 2, 3])
+
+
+def patched(family, attention="sdpa"):
+    return move_rates(patch_model(build_language_model(family, attention), RSAConfig(**FULL_PLAN)))
+
+
+# --- weights kept for generation ------------------------------------------------------------------------------------
+
+
+def generated(model, cache):
+    ids = inputs("gpt2")["input_ids"]
+    torch.manual_seed(0)
+    out = model.generate(
+        ids, max_new_tokens=6, min_new_tokens=6, cache_implementation=cache, output_logits=True,
+        return_dict_in_generate=True, do_sample=False,
+    )  # fmt: skip
+    return torch.stack(out.logits)
+
+
+def change_through_data(model):
+    for name, parameter in model.named_parameters():
+        if ".rsa." in name:
+            parameter.data.add_(torch.linspace(-0.1, 0.1, parameter.numel()))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", ["t5", "gpt2", "llama"])
+def test_weights_swapped_through_data_between_two_generations(family, cache):
+    model = patched(family)
+    torch.manual_seed(1)
+    generated(model, cache)
+    change_through_data(model)
+    torch.manual_seed(1)
+    found = generated(model, cache)
+    torch.manual_seed(1)
+    assert torch.equal(found, generated(copy.deepcopy(model), cache))
+
+
+def test_a_cache_that_ignores_values_is_caught(monkeypatch):
+    model = patched("t5")
+    torch.manual_seed(1)
+    generated(model, "static")
+    change_through_data(model)
+    monkeypatch.setattr(RSAHeads, "_is_valid", lambda *_: True)
+    torch.manual_seed(1)
+    stale = generated(model, "static")
+    torch.manual_seed(1)
+    assert not torch.allclose(stale, generated(copy.deepcopy(model), "static"), atol=1e-4)
+
+
+def through_data(heads):
+    heads.nu.data.add_(0.02)
+
+
+def through_numpy(heads):
+    heads.nu.detach().numpy()[:] += 0.02
+
+
+def through_dlpack(heads):
+    torch.from_dlpack(heads.nu.detach()).add_(0.02)
+
+
+def new_data(heads):
+    heads.nu.data = heads.nu.data + 0.02
+
+
+def new_data_with_gaps(heads):
+    heads.nu.data = torch.stack([heads.nu.data + 0.02] * 2, dim=1)[:, 0]
+    through_data(heads)
+
+
+def new_parameter(heads):
+    heads.nu = nn.Parameter(heads.nu.detach() + 0.02)
+
+
+def load(heads):
+    heads.load_state_dict({name: value + 0.02 for name, value in heads.state_dict().items()})
+
+
+def optimize(heads):
+    heads.nu.grad = torch.ones_like(heads.nu)
+    torch.optim.SGD([heads.nu], lr=0.02).step()
+
+
+def parametrize(heads):
+    if heads._modules:
+        heads.parametrizations.nu.original.data.add_(0.02)
+    else:
+        nn.utils.parametrize.register_parametrization(heads, "nu", nn.Tanh())
+
+
+CHANGES = [
+    through_data, through_numpy, through_dlpack, new_data, new_data_with_gaps, new_parameter, load, optimize, parametrize
+]  # fmt: skip
+
+
+def step_of(heads, padded):
+    torch.manual_seed(0)
+    attention, value = torch.randn(2, 1, 8, 4), torch.randn(2, 8, S, 4)
+    shown = torch.arange(S).expand(2, -1) > torch.tensor([[2], [0]]) if padded else None
+    mask = None if shown is None else shown[:, None, None]
+    read = read_attention_mask(value[:, :, :1], value, mask, causal=True, aligned_top_left=True)
+    return heads(attention, value, read)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("backend", ["cpp", "chunked"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_step_after_a_change_of_parameters(change, backend, padded, monkeypatch):
+    monkeypatch.setenv("RSA_HF_BACKEND", backend)
+    heads = RSAHeads(RSAConfig(**FULL_PLAN).layer_plans([8])[0])
+    before = step_of(heads, padded)
+    assert torch.equal(step_of(heads, padded), before)
+    for _ in range(2):
+        change(heads)
+        fresh = RSAHeads(heads.plan)
+        for name in ("mu", "eta", "nu", "theta"):
+            getattr(fresh, name).copy_(getattr(heads, name))
+        assert torch.equal(step_of(heads, padded), step_of(fresh, padded))
+        assert not torch.allclose(step_of(heads, padded), before)
+
+
+def test_a_change_of_inference_tensors():
+    with torch.inference_mode():
+        heads = RSAHeads(RSAConfig(**FULL_PLAN).layer_plans([8])[0])
+        before = step_of(heads, False)
+        heads.mu.add_(0.5)
+        assert not torch.allclose(step_of(heads, False), before)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@torch.no_grad()
+def test_on_a_gpu_a_generation_with_a_static_cache_keeps_nothing_from_the_one_before():
+    heads = RSAHeads(RSAConfig(**FULL_PLAN).layer_plans([8])[0]).cuda()
+    attention, value = torch.randn(2, 1, 8, 4, device="cuda"), torch.randn(2, 8, S, 4, device="cuda")
+
+    def steps(heads, lengths):
+        return torch.stack([heads(attention, value[:, :, :n], AttentionMask(1, n, n - 1, True)) for n in lengths])
+
+    for lengths in ([S, S, S], range(S - 4, S)):
+        steps(heads, lengths)
+        through_data(heads)
+        torch.testing.assert_close(steps(heads, lengths), steps(copy.deepcopy(heads), lengths), rtol=1e-5, atol=1e-6)
+
+
+# --- masks ----------------------------------------------------------------------------------------------------------
+
+
+def write(mask, new, how):
+    """Write to a mask without changing its version."""
+    view = {"data": lambda: mask.data, "numpy": lambda: torch.from_numpy(mask.numpy()), "dlpack": lambda: None}[how]()
+    (torch.from_dlpack(mask.detach()) if view is None else view).copy_(new)
+
+
+def padding_mask(hidden, T=11):
+    shown = torch.arange(T).expand(2, -1) >= torch.tensor([[hidden], [0]])
+    return (shown[:, None, None] & torch.ones(T, T, dtype=torch.bool).tril()).contiguous()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["data", "numpy", "dlpack"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_mask_in_a_buffer_that_is_used_again(family, how):
+    model, ids = patched(family), inputs(family)["input_ids"]
+    buffer = padding_mask(3)
+    first = model(ids, attention_mask=buffer).logits
+    write(buffer, padding_mask(6), how)
+    found = model(ids, attention_mask=buffer).logits
+    assert torch.equal(found, model(ids, attention_mask=padding_mask(6)).logits)
+    assert not torch.allclose(found, first)
+
+
+@torch.no_grad()
+def test_a_memory_that_ignores_values_is_caught(monkeypatch):
+    monkeypatch.setattr(rsa_hf.ops.mask, "_is_equal", lambda *_: True)
+    model, ids = patched("llama"), inputs("llama")["input_ids"]
+    buffer = padding_mask(3)
+    model(ids, attention_mask=buffer)
+    write(buffer, padding_mask(6), "data")
+    assert not torch.allclose(
+        model(ids, attention_mask=buffer).logits, model(ids, attention_mask=padding_mask(6)).logits, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 7, 7), (2, 1, 8, 8)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float16])
+def test_masks_are_compared_to_the_last_element(shape, dtype):
+    mask = torch.ones(shape).to(dtype)
+    for x in (mask, mask.transpose(2, 3), mask[..., 1:], mask[:1].expand(2, -1, -1, -1)):
+        copied = x.clone()
+        assert rsa_hf.ops.mask._is_equal(copied, x)
+        copied[-1, -1, -1, -1] = 0
+        assert not rsa_hf.ops.mask._is_equal(copied, x)
+
+
+@torch.no_grad()
+def test_positions_in_a_buffer_that_is_used_again():
+    value, positions = torch.randn(1, 8, 10, 4), torch.arange(10)[None]
+    ids = rsa_hf.integration.attention.flash_segment_ids
+    assert ids(value, value, {"position_ids": positions}) is None
+    write(positions, positions % 5, "data")
+    assert ids(value, value, {"position_ids": positions}).tolist() == [[1] * 5 + [2] * 5]
+
+
+def gradient(mask, overwrite, T, heads):
+    """∂/∂V of one layer whose mask is overwritten before the backward pass."""
+    torch.manual_seed(0)
+    value = torch.randn(2, 8, S, 4, requires_grad=True)
+    attention = torch.randn(2, T, 8, 4)
+    read = read_attention_mask(attention.transpose(1, 2), value, mask, causal=True, aligned_top_left=True)
+    out = heads(attention, value, read)
+    if overwrite:
+        mask.data.fill_(True)
+    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    return value.grad
+
+
+def masks():
+    torch.manual_seed(0)
+    odd = torch.rand(2, 1, S, S) > 0.4
+    padded = (torch.arange(S) > 3).expand(2, -1)
+    return {"arbitrary": odd.tril(), "row": (padded[:, None, None]).clone(), "keys": padded.clone()}
+
+
+@pytest.mark.filterwarnings("ignore:RSA met a mask")
+@pytest.mark.parametrize("name", ["arbitrary", "row", "keys"])
+def test_a_mask_that_is_overwritten_before_the_backward_pass(name, monkeypatch):
+    heads, T = RSAHeads(RSAConfig(**FULL_PLAN).layer_plans([8])[0]), 1 if name == "row" else S
+    expected = gradient(masks()[name], False, T, heads)
+    assert torch.equal(gradient(masks()[name], True, T, heads), expected)
+    if name != "keys":  # read into a tensor of its own in any case
+        monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)
+        assert not torch.allclose(gradient(masks()[name], True, T, heads), expected)
+
+
+@pytest.mark.parametrize("name", ["key_mask", "visible", "documents"])
+def test_masks_of_rem_product_may_be_overwritten_before_the_backward_pass(name):
+    def gradient(overwrite):
+        torch.manual_seed(0)
+        value = torch.randn(2, 4, S, 4, requires_grad=True)
+        of_keys = torch.rand(2, S) > 0.3
+        mask = {"key_mask": of_keys, "visible": torch.rand(2, 1, S, S) > 0.3, "documents": of_keys.long()}[name]
+        out = rem_product(value, *RATES, **{name: mask})
+        if overwrite:
+            mask.data.fill_(1)
+        out.square().sum().backward()
+        return value.grad
+
+    assert torch.equal(gradient(True), gradient(False))
+
+
+# --- constants ------------------------------------------------------------------------------------------------------
+
+
+def make(numbers, device):
+    return torch.tensor(numbers, device=device)
+
+
+@pytest.mark.parametrize(("keep", "is_right"), [(kept_constants(4), True), (lru_cache(4), False)])
+def test_a_constant_belongs_to_no_mode_transform_or_graph(keep, is_right):
+    numbers = keep(make)
+    with FakeTensorMode():
+        assert isinstance(numbers((1, 2), torch.device("cpu")), FakeTensor)
+    found = numbers((1, 2), torch.device("cpu"))
+    assert isinstance(found, FakeTensor) is not is_right
+    with torch.inference_mode():
+        assert numbers((3, 4), torch.device("cpu")).is_inference() is not is_right
+    torch.func.vmap(lambda x: x * numbers((5.0, 6.0), torch.device("cpu")).sum())(torch.ones(3))
+    torch.func.grad(lambda x: (x * numbers((5.0, 7.0), torch.device("cpu"))).sum())(torch.ones(2))
+    after = numbers((5.0, 7.0), torch.device("cpu"))
+    assert torch._C._functorch.is_functorch_wrapped_tensor(after) is not is_right
+    if is_right:
+        with FakeTensorMode():  # what is kept already is not for the mode either
+            assert isinstance(numbers((1, 2), torch.device("cpu")), FakeTensor)
+        assert numbers((1, 2), torch.device("cpu")) is found
+        assert numbers((1, 2), torch.device("meta")).is_meta
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "mistral"])
+def test_a_run_under_fake_tensor_mode_has_the_right_shapes_and_leaves_nothing(family, padded):
+    decoder = family != "bert"
+    model = move_rates(patch_model((build_language_model if decoder else build)(family), RSAConfig(**FULL_PLAN)))
+    ids = inputs(family)["input_ids"]
+    mask = (torch.arange(11) >= 3).long().expand(2, -1) if padded else None
+    expected = model(ids, attention_mask=mask)[0]
+    expected.sum().backward()
+    with FakeTensorMode():
+        fake = type(model)(model.config)
+        fake.train()
+        out = fake(torch.ones(2, 11, dtype=torch.long), attention_mask=mask if mask is None else torch.ones(2, 11))
+        assert out[0].shape == expected.shape
+        assert isinstance(out[0], FakeTensor)
+        out[0].sum().backward()
+        for name, parameter in fake.named_parameters():
+            if ".rsa." in name:
+                assert parameter.grad.shape == parameter.shape
+        if decoder:
+            with torch.no_grad():
+                step = fake(torch.ones(2, 1, dtype=torch.long), past_key_values=out.past_key_values)
+            assert step.logits.shape == (2, 1, expected.shape[-1])
+    assert torch.equal(model(ids, attention_mask=mask)[0], expected)
+
+
+def test_other_dispatch_modes_see_the_recurrence(monkeypatch):
+    value, other = torch.randn(2, 1, 4, S, 4)
+
+    def product(value):
+        return rem_product(value, *RATES)
+
+    rates = [torch.tensor(x, dtype=torch.float64) for x in RATES[1:3]]
+    expected = dense_rem_product(other, RATES[0], *rates, RATES[3])
+    torch.testing.assert_close(make_fx(product)(value)(other), expected, rtol=1e-4, atol=1e-5)
+    # The control: an operation that the mode does not see is a constant of its graph.
+    monkeypatch.setattr(rsa_hf.ops.autograd, "is_recorded", lambda: False)
+    assert not torch.allclose(make_fx(product)(value)(other), expected, atol=1e-2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_counting_and_exporting_after_a_fake_run(family):
+    model, ids = patched(family), inputs(family)["input_ids"]
+    expected = model(ids, use_cache=False).logits
+    with FakeTensorMode():
+        AutoModelForCausalLM.from_config(model.config)(torch.ones(2, 11, dtype=torch.long))
+    with FlopCounterMode(display=False):
+        cache = model(ids[:, :-1]).past_key_values
+        step = model(ids[:, -1:], past_key_values=cache).logits
+    torch.testing.assert_close(step, expected[:, -1:], rtol=1e-4, atol=1e-5)
+    exported = torch.export.export(model, (ids,), {"use_cache": False}, strict=False).module()
+    torch.testing.assert_close(exported(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+# --- the default device and dtype -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "bart", "t5"])
+@pytest.mark.parametrize("backend", ["cpp", "chunked"])
+def test_training_and_decoding_inside_another_default_device(family, backend, monkeypatch):
+    monkeypatch.setenv("RSA_HF_BACKEND", backend)
+    model, batch = build(family), inputs(family)
+    if family not in ENCODER_DECODERS:
+        batch["attention_mask"] = (torch.arange(11) >= 3).long().expand(2, -1)
+    twin = patch_model(copy.deepcopy(model), RSAConfig(**FULL_PLAN))
+    expected = twin(**batch)[0]
+    expected.sum().backward()
+    with torch.device("meta"):
+        patch_model(model, RSAConfig(**FULL_PLAN))
+        found = model(**batch)[0]
+        found.sum().backward()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for (name, own), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        if other.grad is not None:
+            assert torch.equal(own.grad, other.grad), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_step_inside_another_default_device(family):
+    model, ids = patched(family), inputs(family)["input_ids"]
+    expected = model(ids).logits[:, -1:]
+    with torch.device("meta"):
+        cache = model(ids[:, :-1]).past_key_values
+        torch.testing.assert_close(model(ids[:, -1:], past_key_values=cache).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_constant_that_follows_the_default_device_is_caught(monkeypatch):
+    heads = RSAHeads(RSAConfig(**FULL_PLAN).layer_plans([8])[0])
+    expected = heads.per_head(heads.rates())[0]
+    with torch.device("meta"):
+        assert torch.equal(heads.per_head(heads.rates())[0], expected)
+        monkeypatch.setattr(rsa_hf.heads, "constant", lambda numbers, _: torch.tensor(numbers))
+        assert not torch.equal(heads.per_head(heads.rates())[0], expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "more", [{}, {"window": 5}, {"documents": torch.arange(S)[None] // 7}, {"key_mask": torch.arange(S)[None] > 2}]
+)
+@pytest.mark.parametrize("backend", ["cpp", "chunked", "dense"])
+def test_rem_product_ignores_the_default_device_and_dtype(backend, more, causal, monkeypatch):
+    monkeypatch.setenv("RSA_HF_BACKEND", backend)
+    value = torch.randn(2, 4, S, 4)
+    rates = [torch.tensor(x, dtype=torch.float64) for x in RATES[1:3]]
+    expected = dense_rem_product(value, RATES[0], *rates, RATES[3], causal=causal, **more)
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("meta"):
+            found = rem_product(value, *RATES, causal=causal, **more)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_new_heads_and_rem_matrix_are_made_where_they_are_asked_for():
+    plan = RSAConfig(**FULL_PLAN).layer_plans([8])[0]
+    with torch.device("meta"):
+        assert RSAHeads(plan).mu.is_meta
+        P = rem_matrix("cos", torch.tensor([0.5], device="cpu"), 0.3, query_length=4)
+        assert rem_matrix("cos", 0.5, 0.3, query_length=4).is_meta
+        heads = RSAHeads(plan).to_empty(device="cpu")
+    torch.testing.assert_close(heads.mu, RSAHeads(plan).mu)
+    torch.testing.assert_close(P, rem_matrix("cos", 0.5, 0.3, query_length=4))
+
+
+def test_calibrate_ignores_the_default_device():
+    torch.manual_seed(0)
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 97, (4, 4, 12))]
+    model = build_language_model("gpt2")
+    expected = calibrate(model, rows, progress=False)
+    with torch.device("meta"):
+        assert calibrate(model, rows, progress=False) == expected
+
+
+# --- the others -----------------------------------------------------------------------------------------------------
+
+
+def test_a_measured_tuning_is_not_used_where_results_must_be_deterministic(monkeypatch):
+    tuning = pytest.importorskip("rsa_hf.ops.triton.tuning")
+    options = tuning.candidates("forward", 64, 16)
+    monkeypatch.setitem(tuning._known, ("question",), options[1])
+    asked = (("question",), options, None, torch.device("cuda"))
+    assert tuning.fastest(*asked) == options[1]
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert tuning.fastest(*asked) == options[0]
+
+
+def test_each_kind_of_processor_has_its_own_library(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "c++")
+    monkeypatch.setattr(cpp_build, "_flags", list)
+    monkeypatch.setattr(cpp_build, "_compiled", lambda command, kept: str(kept))
+    names = set()
+    for machine in ("x86_64", "aarch64", "x86_64"):
+        monkeypatch.setattr(cpp_build.platform, "machine", lambda machine=machine: machine)
+        names.add(cpp_build.library.__wrapped__())
+    assert len(names) == 2
+
+
+def test_segments_are_those_of_their_ids():
+    for ids in (torch.arange(8)[None] // 3, torch.arange(8)[None] // 5):
+        segments = PackedSegments(ids)
+        assert segments.index.tolist() == ids.tolist()
+        assert segments.lengths.sum() == 8
+
+
+def test_each_class_of_tuner_has_its_own():
+    first, second = type("First", (), {}), type("Second", (), {})
+    assert merging._with_rsa(first) is merging._with_rsa(first)
+    assert issubclass(merging._with_rsa(second), second)
+
+
+def test_each_folder_has_its_own_functions(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "module.py").write_text(f"def {name}(x):\n    return x\n", encoding="utf-8")
+    assert [
+        example.name for name in ("a", "b") for example in python_defects._corpus(str(tmp_path / name), 1, 1000)
+    ] == ["a", "b"]
