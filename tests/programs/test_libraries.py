@@ -1,6 +1,7 @@
 """Libraries that train, quantise or serve models, on a patched model."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -171,6 +172,67 @@ def test_deepspeed_zero(stage, patched, tmp_path):
     ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert have_moved(*(gates(AutoModelForCausalLM.from_pretrained(f)) for f in (patched, tmp_path / "saved")))
+
+
+SPLIT_ATTENTION = """
+import os, sys, torch, torch.multiprocessing
+import rsa_hf
+from transformers import AutoModelForCausalLM
+
+def work(rank, which, folder):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_SIZE="2", DS_ACCELERATOR="cpu")
+    import deepspeed
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.randint(3, 97, (1, 16), generator=torch.Generator().manual_seed(0))
+    if which == "called before":
+        model(ids)
+    deepspeed.init_distributed("gloo")
+    if which == "Ulysses":
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+        UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, 1, seq_length=16)
+        places = torch.arange(8)[None] + 8 * rank
+        call = lambda: model(ids[:, places[0]], position_ids=places, use_cache=False)
+    else:
+        split = {"tp_size": 2}
+        engine = deepspeed.init_inference(
+            model, tensor_parallel=split, dtype=torch.float32, replace_with_kernel_inject=False
+        )
+        call = lambda: engine(ids, use_cache=False)
+    try:
+        call()
+    except ValueError as error:
+        print("refused:", error, flush=True)
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, sys.argv[1:], nprocs=2)
+"""
+
+
+def split_row(which, library):
+    return pytest.param(which, marks=pytest.mark.program("deepspeed", f"{library} on two processes: refused"))
+
+
+@pytest.mark.parametrize(
+    ("which"),
+    [
+        split_row("loaded", "AutoTP"),
+        split_row("called before", "AutoTP, after a call"),
+        split_row("Ulysses", "Ulysses"),
+    ],
+)
+def test_deepspeed_does_not_split_attention_in_silence(which, patched, tmp_path):
+    pytest.importorskip("deepspeed", reason="needs deepspeed, which compiles its operators: pip install deepspeed")
+    (tmp_path / "split.py").write_text(SPLIT_ATTENTION)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    words = [sys.executable, "split.py", which, str(patched)]
+    environment = {**os.environ, **address}
+    ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    said = "returned" if which == "Ulysses" else "was cut up"
+    # Both processes print at once, so lines may be mixed up.
+    assert ended.stdout.count("refused:") == ended.stdout.count(said) == 2, ended.stdout
 
 
 @pytest.mark.program("transformers", "gradient checkpointing, reentrant and not: the gradients without it")
