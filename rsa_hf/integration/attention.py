@@ -278,7 +278,8 @@ def cached_positions(module: nn.Module, keywords: Mapping[str, Any]) -> Tensor |
     It cannot if the cache keeps the keys of a window or of several texts, or if positions have several axes (M-RoPE).
     """
     positions, config = keywords.get("position_ids"), getattr(module, "config", None)
-    window = keywords.get("sliding_window", getattr(config, "sliding_window", None))
+    # Not as an attribute, which a config whose layers differ refuses.
+    window = keywords.get("sliding_window", getattr(config, "__dict__", {}).get("sliding_window"))
     unknown = torch.compiler.is_compiling() or is_transformed()  # values
     if window or "cache" in keywords or unknown or type(positions) is not Tensor:
         return None
