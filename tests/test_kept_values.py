@@ -212,9 +212,11 @@ def test_a_memory_that_ignores_values_is_caught(monkeypatch):
     )
 
 
+@pytest.mark.parametrize("large", [0, 2**13])
 @pytest.mark.parametrize("shape", [(2, 1, 7, 7), (2, 1, 8, 8)])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float16])
-def test_masks_are_compared_to_the_last_element(shape, dtype):
+def test_masks_are_compared_to_the_last_element(shape, dtype, large, monkeypatch):
+    monkeypatch.setattr("rsa_hf.ops.mask.LARGE", large)
     mask = torch.ones(shape).to(dtype)
     for x in (mask, mask.transpose(2, 3), mask[..., 1:], mask[:1].expand(2, -1, -1, -1)):
         copied = x.clone()

@@ -29,6 +29,7 @@ from rsa_hf.integration.split_layers import layer_shape, run_heads
 from rsa_hf.integration.trial import (
     AttentionCall,
     attention_output,
+    is_own,
     looks_ahead,
     marking,
     marks_of,
@@ -109,13 +110,14 @@ def _attention_with_rsa(
         seen = attention_output(seen, implementation, query, value)
         shown = causal if seen.is_meta else not looks_ahead(seen)
         calls.append(_call(module, seen, value, causal, shown))
-    if (rsa := heads_of(module)) is not None:
+    own = is_own(base)
+    if not own and (rsa := heads_of(module)) is not None:
         planned = causal if rsa.plan.causal is None else rsa.plan.causal
         require_trusted(base, implementation, planned, module, query, key, value, attention_mask, args, keywords)
     result = base(module, query, key, value, attention_mask, *args, **keywords)
     mixed = mix_recurrence(
         module,
-        attention_output(result, implementation, query, value),
+        result[0] if own else attention_output(result, implementation, query, value),
         value,
         attention_mask,
         causal,
@@ -123,7 +125,7 @@ def _attention_with_rsa(
         aligned_top_left=ALL_MASK_ATTENTION_FUNCTIONS.get(implementation) is ALL_MASK_ATTENTION_FUNCTIONS["sdpa"],
         # Under sdpa and eager, windows and documents are in the mask; flash attention takes them as keywords.
         flash=keywords if "flash" in implementation else None,
-        positions=cached_positions(module, keywords),
+        positions=cached_positions(module, keywords) if query.shape[2] < key.shape[2] else None,
     )
     return mixed, result[1]
 
@@ -277,13 +279,14 @@ def cached_positions(module: nn.Module, keywords: Mapping[str, Any]) -> Tensor |
 
     It cannot if the cache keeps the keys of a window or of several texts, or if positions have several axes (M-RoPE).
     """
-    positions, config = keywords.get("position_ids"), getattr(module, "config", None)
-    # Not as an attribute, which a config whose layers differ refuses.
-    window = keywords.get("sliding_window", getattr(config, "__dict__", {}).get("sliding_window"))
-    unknown = torch.compiler.is_compiling() or is_transformed()  # values
-    if window or "cache" in keywords or unknown or type(positions) is not Tensor:
+    positions = keywords.get("position_ids")
+    if type(positions) is not Tensor or positions.dim() != 2 or "cache" in keywords:
         return None
-    return positions if positions.dim() == 2 else None
+    # Not as an attribute, which a config whose layers differ refuses.
+    of_config = getattr(getattr(module, "config", None), "__dict__", {}).get("sliding_window")
+    if keywords.get("sliding_window", of_config) or torch.compiler.is_compiling() or is_transformed():
+        return None  # without a value to look at
+    return positions
 
 
 def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
@@ -295,10 +298,11 @@ def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
         ValueError: a position is beyond its slot.
     """
     T, device = mask.query_length, positions.device.type
-    if not mask.causal or mask.key_length == T or positions.shape[1] != T or (T == 1 and device != "cpu"):
+    if not mask.causal or positions.shape[1] != T or (T == 1 and device != "cpu"):
         return
     slot = mask.query_offset if mask.query_position is None else int(mask.query_position)
-    position = remembered(_latest_start, positions)
+    # Looking at a few numbers takes less time than remembering them.
+    position = max(positions.tolist())[0] if T == 1 else remembered(_latest_start, positions)
     if slot > 0 and position > slot + _LARGEST_FIRST_POSITION:
         raise ValueError(
             f"position_ids: a query is at position {position} of its text, but at slot {slot} of its cache, as if the "

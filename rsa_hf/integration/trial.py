@@ -22,6 +22,7 @@ __all__ = [
     "AttentionCall",
     "attention_output",
     "is_marking",
+    "is_own",
     "looks_ahead",
     "marking",
     "marks_of",
@@ -30,7 +31,7 @@ __all__ = [
     "require_trusted",
 ]
 
-_OWN = ("transformers", "rsa_hf")  # packages whose attention functions need no trial
+_OWN = ("transformers.", "rsa_hf.")  # packages whose attention functions need no trial
 _SDPA = torch._C._nn.scaled_dot_product_attention
 _trusted: weakref.WeakSet[Any] = weakref.WeakSet()  # functions that passed a trial, for as long as they exist
 
@@ -109,6 +110,11 @@ def looks_ahead(output: Tensor) -> bool:
     return bool((output[:, :-1] != 0).any())
 
 
+def is_own(base: Callable[..., Any]) -> bool:
+    """Whether an attention function is transformers' own, whose output needs no check."""
+    return _foreign(base) is None
+
+
 def require_trusted(
     base: Callable[..., Any],
     implementation: str,
@@ -143,7 +149,7 @@ def require_trusted(
         ValueError: the function's output is not that of attention over the V that it was given.
     """
     foreign = _foreign(base)
-    if foreign is None or foreign in _trusted:
+    if foreign in _trusted:
         return
     name = f"attn_implementation={implementation!r} ({foreign.__module__}.{getattr(foreign, '__qualname__', '')})"
     if str(foreign.__module__).startswith("torch.distributed"):
@@ -214,7 +220,6 @@ def _foreign(base: Any) -> Any:
     while isinstance(base, functools.partial):
         base = base.func
     # Not `__module__`, which functools.wraps copies.
-    home = getattr(base, "__globals__", {}).get("__name__", "")
-    if home.partition(".")[0] not in _OWN:
+    if not getattr(base, "__globals__", {}).get("__name__", "").startswith(_OWN):
         return base
     return None if F.scaled_dot_product_attention is _SDPA else F.scaled_dot_product_attention

@@ -39,6 +39,7 @@ __all__ = [
 Answer = TypeVar("Answer")
 # Additive masks hide a key with −inf, the dtype's minimum, or −10,000 in older models; anything above is a bias.
 HIDDEN_AT_OR_BELOW = -1e4
+LARGE = 2**13  # bytes of a mask from which comparing eight at a time takes less time than one by one
 
 
 @dataclass(frozen=True, eq=False)
@@ -394,9 +395,9 @@ def remembered(function: Callable[..., Answer], tensor: Tensor, *args: Any) -> A
 
 
 def _is_equal(copy: Tensor, tensor: Tensor) -> bool:
-    if copy.is_contiguous() and tensor.is_contiguous() and tensor.nbytes % 8 == tensor.storage_offset() % 8 == 0:
+    if tensor.nbytes > LARGE and tensor.is_contiguous() and tensor.nbytes % 8 == tensor.storage_offset() % 8 == 0:
         # Eight bytes at a time: booleans are compared one by one.
-        copy, tensor = (x.flatten().view(torch.int64) for x in (copy, tensor))
+        copy, tensor = (x.contiguous().flatten().view(torch.int64) for x in (copy, tensor))
     return torch.equal(copy, tensor)
 
 

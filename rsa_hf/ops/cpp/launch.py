@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ def _call(
     **tensors: Tensor,
 ) -> None:
     B, _, _, D = tensors["value"].shape
-    kinds, dilation, indices = map(integers, (map(KINDS.index, rems.kinds), rems.dilation, rems.heads))
+    kinds, dilation, indices = map(integers, (_numbers(rems.kinds), rems.dilation, rems.heads))
     keep: list[Tensor] = []  # alive until the call returns
 
     def address(tensor: Tensor | None, dtype: torch.dtype) -> int | None:
@@ -158,10 +158,15 @@ def _call(
     compiled_function(function, dtype)(ctypes.byref(problem))
 
 
-def integers(numbers: Iterable[int]) -> ctypes.Array[ctypes.c_int64]:
-    """Whole numbers as the C++ reads them."""
-    numbers = tuple(numbers)
+@functools.lru_cache(maxsize=256)
+def integers(numbers: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
+    """Whole numbers as the C++ reads them; it does not write to them."""
     return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+@functools.lru_cache(maxsize=64)
+def _numbers(kinds: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(map(KINDS.index, kinds))
 
 
 @functools.cache

@@ -35,7 +35,7 @@ class CppStep:
     """
 
     def __init__(self, weights: Tensor, reach: Sequence[int], rems: Rems, gate: Tensor) -> None:
-        described = [integers(numbers) for numbers in (rems.dilation, reach, rems.heads)]
+        described = [integers(tuple(numbers)) for numbers in (rems.dilation, reach, rems.heads)]
         gate = gate.detach().double().contiguous()
         self.memory = (*described, weights, gate)  # alive as long as their addresses are used
         self.dtype, self.heads, self.heads_per_value = weights.dtype, len(weights), rems.heads_per_value
