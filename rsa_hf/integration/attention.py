@@ -98,8 +98,6 @@ def _attention_with_rsa(
     **keywords: Any,
 ) -> Any:
     """Call an attention function of transformers. Q, K and V are [B, H, T, D] and [B, Hkv, S, D]."""
-    if isinstance(keywords.get("cache"), PagedAttentionCache):
-        return paged_attention_with_rsa(base, module, query, key, value, attention_mask, *args, **keywords)
     causal = keywords.get("is_causal")
     if causal is None:
         causal = getattr(module, _DIRECTION_ATTRIBUTES.get(type(module).__name__, "is_causal"), None)
@@ -114,6 +112,8 @@ def _attention_with_rsa(
     if not own and (rsa := heads_of(module)) is not None:
         planned = causal if rsa.plan.causal is None else rsa.plan.causal
         require_trusted(base, implementation, planned, module, query, key, value, attention_mask, args, keywords)
+    if isinstance(keywords.get("cache"), PagedAttentionCache):
+        return paged_attention_with_rsa(base, module, query, key, value, attention_mask, *args, **keywords)
     result = base(module, query, key, value, attention_mask, *args, **keywords)
     mixed = mix_recurrence(
         module,

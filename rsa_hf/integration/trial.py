@@ -219,6 +219,7 @@ def _foreign(base: Any) -> Any:
     """What has to be tried before the output of an attention function is trusted: itself, or a replaced sdpa."""
     while isinstance(base, functools.partial):
         base = base.func
+    base = getattr(base, "_torchdynamo_orig_callable", base)  # what torch.compiler.disable wraps
     # Not `__module__`, which functools.wraps copies.
     if not getattr(base, "__globals__", {}).get("__name__", "").startswith(_OWN):
         return base
