@@ -32,6 +32,7 @@ from rsa_hf.integration.trial import (
     is_own,
     looks_ahead,
     marking,
+    marks_calls,
     marks_of,
     recorded,
     require_trusted,
@@ -104,10 +105,9 @@ def _attention_with_rsa(
     causal = None if causal is None else bool(causal)
     if (calls := recorded()) is not None:
         # Zero queries weight all keys that they see equally.
-        seen = base(module, torch.zeros_like(query), key, marks_of(value), attention_mask, *args, **keywords)
-        seen = attention_output(seen, implementation, query, value)
-        shown = causal if seen.is_meta else not looks_ahead(seen)
-        calls.append(_call(module, seen, value, causal, shown))
+        marks = marks_of(value) if marks_calls() else value
+        seen = base(module, torch.zeros_like(query), key, marks, attention_mask, *args, **keywords)
+        calls.append(_call(module, attention_output(seen, implementation, query, value), value, causal))
     own = is_own(base)
     if not own and (rsa := heads_of(module)) is not None:
         planned = causal if rsa.plan.causal is None else rsa.plan.causal
@@ -130,9 +130,10 @@ def _attention_with_rsa(
     return mixed, result[1]
 
 
-def _call(module: nn.Module, output: Tensor, value: Tensor, stated: bool | None, shown: bool | None) -> AttentionCall:
-    """The record of a call, from attention's output, [B, T, H, D], and V, [B, Hv, S, D]."""
+def _call(module: nn.Module, output: Tensor, value: Tensor, stated: bool | None) -> AttentionCall:
+    """The record of a call, from attention's output on marks, [B, T, H, D], and V, [B, Hv, S, D]."""
     shape = layer_shape(module, output, value)
+    shown = not looks_ahead(output) if marks_calls() and not output.is_meta else stated
     return AttentionCall(module, shape, output.shape[1], value.shape[2], stated, shown)
 
 
@@ -186,11 +187,10 @@ def wrap_class(path: str, name: str) -> Architecture:
 
         def record(attention: Tensor, value: Tensor, mask: Tensor | None, causal: bool, **more: Any) -> Tensor:
             assert calls is not None
-            shown = causal if attention.is_meta else not looks_ahead(attention)
-            calls.append(_call(self, attention, value, causal, shown))
+            calls.append(_call(self, attention, value, causal))
             return attention
 
-        if calls is not None:
+        if calls is not None and marks_calls():
             with marking():
                 row.run(self, original, call, record)
         return row.run(self, original, call, functools.partial(mix_recurrence, self))

@@ -25,6 +25,7 @@ __all__ = [
     "is_own",
     "looks_ahead",
     "marking",
+    "marks_calls",
     "marks_of",
     "record_attention_calls",
     "recorded",
@@ -46,7 +47,7 @@ class AttentionCall:
         query_length: T.
         key_length: S.
         stated: whether it is causal, according to the call or the module; None: neither says.
-        causal: whether it is causal, according to marked values or, on the meta device, as stated.
+        causal: whether it is causal, according to marked values; without marks, or on the meta device, as stated.
     """
 
     module: nn.Module
@@ -61,6 +62,7 @@ class _State(threading.local):
     """This thread's trial run. Other threads may run models of their own."""
 
     calls: list[AttentionCall] | None = None
+    mark: bool = True
     marking: bool = False
 
 
@@ -68,10 +70,14 @@ _state = _State()
 
 
 @contextmanager
-def record_attention_calls() -> Iterator[list[AttentionCall]]:
-    """Record the calls of attention in this thread while the context is open, with or without RSA heads."""
+def record_attention_calls(*, mark: bool = True) -> Iterator[list[AttentionCall]]:
+    """Record the calls of attention in this thread while the context is open, with or without RSA heads.
+
+    Args:
+        mark: whether each call is first made on marked values, which show its direction; without cached keys only.
+    """
     calls: list[AttentionCall] = []
-    _state.calls = calls
+    _state.calls, _state.mark = calls, mark
     try:
         yield calls
     finally:
@@ -81,6 +87,11 @@ def record_attention_calls() -> Iterator[list[AttentionCall]]:
 def recorded() -> list[AttentionCall] | None:
     """The calls that this thread has recorded so far; None outside of `record_attention_calls`."""
     return _state.calls
+
+
+def marks_calls() -> bool:
+    """Whether a recorded call is made on marked values first."""
+    return _state.mark
 
 
 @contextmanager

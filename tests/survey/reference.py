@@ -97,7 +97,7 @@ def _replaced(attention: Callable[..., Any], mix: Callable[..., Tensor]) -> Iter
 
     interface = mock.patch.object(AttentionInterface, "get_interface", get_interface)
     # Recording makes the hooks call `mix` for modules without an `rsa` child too.
-    with interface, mock.patch.object(hooks, "mix_recurrence", mix), record_attention_calls():
+    with interface, mock.patch.object(hooks, "mix_recurrence", mix), record_attention_calls(mark=False):
         yield
 
 

@@ -7,7 +7,6 @@ pickled with them.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +24,10 @@ class StandInForCache:
     """A cache, or none, that keeps the values that attention sees."""
 
     def __init__(self, cache: Any) -> None:
+        if is_marking():
+            cache = None  # marks must not stay in it
         # An encoder-decoder has two caches, one of them for self-attention.
-        cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-        self.cache = copy.deepcopy(cache) if is_marking() else cache  # marks must not stay in it
+        self.cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         self.value: Tensor | None = None
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
