@@ -84,6 +84,7 @@ class RSAHeads(nn.Module):
     nu: nn.Parameter | None
     theta: nn.Parameter | None
     architecture: Any = None  # row of integration/architectures; here, so that it is copied and pickled with the layer
+    model_config: Any = None  # of the model, if there is a row
     layer_shape: tuple[int, int, int] | None = None  # heads, value heads, head size; None: loaded, and not yet called
     _last_length: int = 0  # S of the step of generation before
     _is_hf_initialized: bool = True  # tells transformers' own initialisation to skip the module

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from rsa_hf.heads import heads_of
 from rsa_hf.integration import what_fits
@@ -152,6 +152,8 @@ def connect(model: nn.Module) -> None:
     Raises:
         RuntimeError: a class is not as expected; the message names the transformers versions that fit.
     """
+    owners = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    config_of = {module: owner.config for owner in owners for module in owner.modules()}  # of the innermost one
     for module in model.modules():
         row = architecture_of(module)
         if row is None:
@@ -161,7 +163,7 @@ def connect(model: nn.Module) -> None:
             raise _unexpected(row, f"to have {', '.join(row.attributes)}", missing)
         wrap_class(row.path, row.name)
         if (heads := heads_of(module)) is not None:
-            heads.architecture = row
+            heads.architecture, heads.model_config = row, config_of.get(module)
         if row.method == "forward" and "_old_forward" in vars(module):
             # Accelerate's hooks keep the forward from before the class was wrapped.
             module._old_forward = type(module).forward.__get__(module)
@@ -247,6 +249,8 @@ def mix_recurrence(
         return attention
     if rsa.plan.causal is not None:
         causal = rsa.plan.causal
+    elif getattr(rsa.model_config, "is_causal", None) is False:
+        causal = False  # modules beside the interface learn of it from their mask alone
     if causal is None:
         raise ValueError(
             f"{type(module).__name__} does not say whether it is causal. Patch with RSAConfig(causal=True) or "

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration
 
 from families import VOCAB, build, widen
-from rsa_hf import RSAConfig, patch_model, unpatch_model
+from rsa_hf import RSAConfig, RSAHeads, patch_model, unpatch_model
 from rsa_hf.integration.trial import looks_ahead
 
 ALL_HEADS = RSAConfig(num_regular=4, num_cyclical_pairs=2, gate_init=30.0)  # P alone
@@ -53,8 +53,32 @@ def test_the_config_says_the_direction(name, causal, tmp_path):
     assert torch.equal(loaded(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
 
 
+@pytest.mark.parametrize("name", [name for name in SIZES if name != "mpt"])
+def test_the_config_says_another_direction_later(name, tmp_path):
+    model = patch_model(build_with(name), ALL_HEADS)
+    model.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.is_causal = False
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+    copied = copy.deepcopy(model)
+    copied.config.is_causal = False
+    assert min(sees_later_tokens(loaded), sees_later_tokens(copied)) > 0.01
+    assert sees_later_tokens(model) == 0
+
+
+def test_a_keyword_says_the_direction_of_one_call():
+    sizes = {"num_layers": 2, "attention_heads": 8, "ffn_dim": 48, "d_model": 32}
+    model = widen(AutoModelForCausalLM.from_config(AutoConfig.for_model("xglm", vocab_size=VOCAB, **sizes)))
+    patch_model(model, ALL_HEADS)
+    assert sees_later_tokens(lambda *args, **keywords: model(*args, is_causal=False, **keywords)) > 0.01
+    assert sees_later_tokens(model) == 0
+
+
 def test_the_control_that_believes_the_table_sees_no_later_token(monkeypatch):
     monkeypatch.setattr("rsa_hf.integration.attention.looks_ahead", lambda output: False)
+    monkeypatch.setattr(
+        RSAHeads, "model_config", property(lambda self: None, lambda self, config: None), raising=False
+    )
     model = build_with("falcon", is_causal=False)
     assert sees_later_tokens(model) > 0.01
     with pytest.warns(UserWarning, match="explicit P"):
