@@ -12,7 +12,7 @@ import typer
 
 from rsa_hf.cli.calibrate import calibrate
 from rsa_hf.cli.card import card
-from rsa_hf.cli.common import WITH_SETTINGS, exit_on_error
+from rsa_hf.cli.common import exit_on_error
 from rsa_hf.cli.convert import convert_transformer_xl
 from rsa_hf.cli.doctor import doctor
 from rsa_hf.cli.evaluate import evaluate
@@ -20,7 +20,6 @@ from rsa_hf.cli.inspect import inspect
 from rsa_hf.cli.patch import patch
 from rsa_hf.cli.push import push
 from rsa_hf.cli.run import PASS_THROUGH, run
-from rsa_hf.cli.search_heads import search_heads
 from rsa_hf.cli.train import train
 
 __all__ = ["main"]
@@ -28,7 +27,6 @@ __all__ = ["main"]
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for command in (patch, calibrate, inspect, card, push, convert_transformer_xl, doctor):
     app.command()(command)
-app.command(**WITH_SETTINGS)(search_heads)
 app.command(**PASS_THROUGH)(run)
 app.add_typer(train, name="train")
 app.add_typer(evaluate, name="evaluate")

@@ -97,7 +97,7 @@ def _rows_of_run(
         from rsa_hf.tasks.language_modeling import plain_model_and_rows
     else:
         from rsa_hf.tasks.defect_detection import plain_model_and_rows
-    model, train_rows, collate = plain_model_and_rows([config, "--model.name_or_path", base, "--rsa", "null"])
+    model, train_rows, collate = plain_model_and_rows([config, "--model_name_or_path", base, "--rsa", "none"])
     return model, calibration_batches(train_rows, collate, rows, ROWS_PER_BATCH, seed)
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "WITH_SETTINGS",
-    "Config",
     "UserError",
     "exit_on_error",
     "help_with_keys",
@@ -143,19 +142,18 @@ def _class_of(name: str, config: Any) -> Any:
 
 # --- commands that take a run's settings --------------------------------------------------------------------
 
-# Keyword arguments of `app.command` for a command that passes `--key value` on to `read_run_config`.
+# Keyword arguments of `app.command` for a command that passes `--key value` on to `read_arguments`.
 WITH_SETTINGS: Any = {
     "add_help_option": False,
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
 }
-Config = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file of the run; configs/ has commented ones.")]
 
 
 def help_with_keys(print_keys: Callable[[], object]) -> Any:
-    """The option --help of a command whose CONFIG has keys.
+    """The option --help of a command with the keys of a run.
 
     Args:
-        print_keys: prints the keys and exits, as `read_run_config(["--help"], …)` does.
+        print_keys: prints the keys and exits, as `read_arguments(["--help"], …)` does.
     """
 
     def show(context: typer.Context, wanted: bool) -> None:
@@ -164,6 +162,4 @@ def help_with_keys(print_keys: Callable[[], object]) -> Any:
             install_hooks()
             print_keys()
 
-    return typer.Option(
-        "--help", "--list-keys", is_eager=True, callback=show, help="Show this and the keys of CONFIG."
-    )
+    return typer.Option("--help", "--list-keys", is_eager=True, callback=show, help="Show this and all keys.")

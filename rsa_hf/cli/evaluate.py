@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from rsa_hf.cli.common import WITH_SETTINGS, Config, help_with_keys, install_hooks, user_input
+from rsa_hf.cli.common import WITH_SETTINGS, help_with_keys, install_hooks, user_input
 
 __all__ = ["evaluate"]
 
-evaluate = typer.Typer(no_args_is_help=True, help="Score a saved model on the data of a YAML file.")
+evaluate = typer.Typer(no_args_is_help=True, help="Score a saved model.")
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a checkpoint, or its name on the Hub.")]
 Split = Annotated[str, typer.Option(help="validation or test.")]
@@ -39,34 +39,33 @@ def _run(task: str, model: str, split: str, arguments: list[str], **settings: An
 def defect(
     context: typer.Context,
     model: Model,
-    config: Config,
     split: Split = "test",
     threshold: Threshold = None,
     _: Annotated[bool, help_with_keys(lambda: _run("defect", "", "", ["--help"]))] = False,
 ) -> None:
-    """Score a defect detector; as JSON.
+    """Score a defect detector; as JSON: rsa-hf evaluate defect MODEL [CONFIG] [--key value …].
 
     Accuracy, F1 and MCC at the threshold 0.5 and at the one of the option, areas under the ROC and precision-recall
-    curves, and the majority class to compare with. Only the data and the batch size of CONFIG are used. --key value
-    after it overrides a key.
+    curves, and the majority class to compare with. Of the keys of a run, those of the data to score and
+    per_device_eval_batch_size are used.
 
-    Example: rsa-hf evaluate defect outputs/defect_minilm/best configs/defect_minilm_embedded.yaml
+    Example: rsa-hf evaluate defect outputs/defect_minilm configs/defect_minilm_embedded.yaml
     """
-    _run("defect", model, split, [config, *context.args], threshold=threshold)
+    _run("defect", model, split, context.args, threshold=threshold)
 
 
 @evaluate.command(**WITH_SETTINGS)
 def lm(
     context: typer.Context,
     model: Model,
-    config: Config,
     split: Split = "test",
     _: Annotated[bool, help_with_keys(lambda: _run("lm", "", "", ["--help"]))] = False,
 ) -> None:
-    """Score a language model: bits per byte, perplexity per word and per token; as JSON, null for infinity.
+    """Score a language model: rsa-hf evaluate lm MODEL [CONFIG] [--key value …].
 
-    Only the data and the batch size of CONFIG are used. --key value after it overrides a key.
+    Bits per byte, perplexity per word and per token; as JSON, null for infinity. Of the keys of a run, those of the
+    data to score, tokenizer_name and per_device_eval_batch_size are used.
 
-    Example: rsa-hf evaluate lm outputs/lm_bytes/best configs/lm_bytes_embedded.yaml --split validation
+    Example: rsa-hf evaluate lm outputs/lm_bytes configs/lm_bytes_embedded.yaml --split validation
     """
-    _run("lm", model, split, [config, *context.args])
+    _run("lm", model, split, context.args)

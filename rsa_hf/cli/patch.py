@@ -61,7 +61,7 @@ def require_new(out: Path, overwrite: bool) -> None:
 
 
 def _read(plan: str) -> Any:
-    from rsa_hf.training.arguments import read_yaml
+    from rsa_hf.utils.yaml import read_yaml
 
     try:
         is_file = Path(plan).is_file()

@@ -6,18 +6,18 @@ from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.common import WITH_SETTINGS, Config, help_with_keys, install_hooks, user_input
+from rsa_hf.cli.common import WITH_SETTINGS, help_with_keys, install_hooks, user_input
 
 __all__ = ["train"]
 
-train = typer.Typer(no_args_is_help=True, help="Train a model, patched or plain, as a YAML file says.")
+train = typer.Typer(no_args_is_help=True, help="Train a model, patched or plain, with transformers' Trainer.")
 
 
 def _run(task: str, arguments: list[str]) -> None:
     install_hooks()
-    from rsa_hf.training.steps import TrainingDivergedError
+    from rsa_hf.training.callbacks import DivergedError
 
-    with user_input(TrainingDivergedError):
+    with user_input(DivergedError):
         if task == "lm":
             from rsa_hf.tasks.language_modeling import main
         else:
@@ -28,28 +28,30 @@ def _run(task: str, arguments: list[str]) -> None:
 @train.command(**WITH_SETTINGS)
 def defect(
     context: typer.Context,
-    config: Config,
     _: Annotated[bool, help_with_keys(lambda: _run("defect", ["--help"]))] = False,
 ) -> None:
-    """Train a defect detector. --key value after CONFIG overrides a key.
+    """Train a defect detector: rsa-hf train defect [CONFIG] [--key value …].
 
-    On several processes: accelerate launch scripts/train_defect_detection.py CONFIG.
+    CONFIG is a YAML file of the keys below; configs/ has commented ones. --key value goes first. The same command
+    again continues the run from its newest checkpoint. On several processes: torchrun --nproc-per-node 2 --no-python
+    rsa-hf train defect CONFIG.
 
     Example: rsa-hf train defect configs/defect_minilm_embedded.yaml --max_steps 100 --output_dir outputs/defect
     """
-    _run("defect", [config, *context.args])
+    _run("defect", context.args)
 
 
 @train.command(**WITH_SETTINGS)
 def lm(
     context: typer.Context,
-    config: Config,
     _: Annotated[bool, help_with_keys(lambda: _run("lm", ["--help"]))] = False,
 ) -> None:
-    """Train a causal language model. --key value after CONFIG overrides a key.
+    """Train a causal language model: rsa-hf train lm [CONFIG] [--key value …].
 
-    On several processes: accelerate launch scripts/train_language_model.py CONFIG.
+    CONFIG is a YAML file of the keys below; configs/ has commented ones. --key value goes first. The same command
+    again continues the run from its newest checkpoint. On several processes: torchrun --nproc-per-node 2 --no-python
+    rsa-hf train lm CONFIG.
 
-    Example: rsa-hf train lm configs/lm_bytes_embedded.yaml --max_steps 100 --rsa null
+    Example: rsa-hf train lm configs/lm_bytes_embedded.yaml --max_steps 100 --rsa none
     """
-    _run("lm", [config, *context.args])
+    _run("lm", context.args)

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rsa_hf.tasks.defect_data import DefectDataConfig, audit, format_audit, load_defect_data
-    from rsa_hf.tasks.defect_detection import compute_metrics, tokenize, trainer_metrics
-    from rsa_hf.tasks.language_model_trainer import LanguageModelTrainer
+    from rsa_hf.tasks.defect_detection import tokenize
+    from rsa_hf.tasks.defect_scores import choose_threshold, compute_metrics, trainer_metrics
     from rsa_hf.tasks.language_modeling import (
-        evaluate_language_model,
+        LanguageModelTrainer,
         load_language_modeling_tokenizer,
-        perplexities,
         prepare_language_modeling,
     )
     from rsa_hf.tasks.metrics import load_metric
     from rsa_hf.tasks.text8 import clean_text8, text8_tokenizer
     from rsa_hf.tasks.text_data import LanguageModelingDataConfig
+    from rsa_hf.tasks.text_scores import evaluate_language_model, perplexities
 
 __all__ = [
     "DefectDataConfig",
@@ -42,17 +42,13 @@ __all__ = [
 
 _MODULES = {
     "defect_data": ("DefectDataConfig", "audit", "format_audit", "load_defect_data"),
-    "defect_detection": ("choose_threshold", "compute_metrics", "tokenize", "trainer_metrics"),
-    "language_model_trainer": ("LanguageModelTrainer",),
-    "language_modeling": (
-        "evaluate_language_model",
-        "load_language_modeling_tokenizer",
-        "perplexities",
-        "prepare_language_modeling",
-    ),
+    "defect_detection": ("tokenize",),
+    "defect_scores": ("choose_threshold", "compute_metrics", "trainer_metrics"),
+    "language_modeling": ("LanguageModelTrainer", "load_language_modeling_tokenizer", "prepare_language_modeling"),
     "metrics": ("load_metric",),
     "text8": ("clean_text8", "text8_tokenizer"),
     "text_data": ("LanguageModelingDataConfig",),
+    "text_scores": ("evaluate_language_model", "perplexities"),
 }
 
 

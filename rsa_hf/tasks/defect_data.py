@@ -5,186 +5,174 @@ Functions are the same if their texts agree up to whitespace.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from random import Random
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-import datasets
-import numpy as np
-from transformers import PreTrainedTokenizerBase
+from tqdm.auto import tqdm
+from transformers.hf_argparser import HfArg
 
-from rsa_hf.tasks.compressed import open_compressed
+from rsa_hf.tasks.data_files import SPLITS, checked, json_lines, kind_of_file, load_splits
 from rsa_hf.tasks.python_defects import Example, load_python_defects
 from rsa_hf.utils.text import brief, format_table
 
-__all__ = [
-    "SPLITS",
-    "DefectDataConfig",
-    "Example",
-    "audit",
-    "format_audit",
-    "in_batches",
-    "load_defect_data",
-    "read_json_lines",
-]
-
-SPLITS = ("train", "validation", "test")
-QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
-
-Source = Literal["embedded", "hub", "files"]
-LongFunctions = Literal["truncate", "chunk"]
+__all__ = ["DefectDataConfig", "Example", "audit", "format_audit", "in_batches", "load_defect_data", "read_json_lines"]
 
 
 @dataclass
 class DefectDataConfig:
     """The data of defect detection, and how functions are cut to the model's length.
 
-    Args:
-        source: "embedded" (functions of Python's standard library with injected defects, no download), "hub" or
-            "files".
-        train_file: for "files": training functions as JSON lines with the fields `func` and `target` (.jsonl,
-            .jsonl.gz or .jsonl.xz).
-        validation_file: for "files": validation functions (optional).
-        test_file: for "files": test functions (optional).
-        hub_dataset: for "hub": the data set, with the columns `func` and `target`.
-        max_train_examples: keep at most this many training functions, drawn at random with the classes in proportion;
-            None: all.
-        max_eval_examples: the same for validation and test, each.
-        deduplicate: drop training functions that repeat another one (up to whitespace), carry both labels, or also
-            occur in validation or test. Validation and test stay as they are, so that scores are comparable.
-        max_length: maximum length of an input in tokens, with special tokens.
-        long_functions: "truncate" keeps the beginning of a longer function, "chunk" cuts it into overlapping windows.
-        chunk_overlap: for "chunk": number of tokens shared by neighbouring windows.
-        min_characters: for "embedded": length of the shortest function.
-        max_characters: for "embedded": length of the longest function.
-        defect_kinds: for "embedded": the kinds of defect to inject, of `python_defects.DEFECT_KINDS`; None: all.
-        seed: seed of the embedded defects and of the subsampling. Use the same one for runs that are compared.
+    Without files and `dataset_name`, the data is embedded: functions of Python's standard library with injected
+    defects, which needs no download. Keys are called as in transformers' examples where those have them.
 
     Raises:
         ValueError: a value is not allowed.
     """
 
-    source: Source = "embedded"
-    train_file: str | None = None
-    validation_file: str | None = None
-    test_file: str | None = None
-    hub_dataset: str = "google/code_x_glue_cc_defect_detection"
-    max_train_examples: int | None = None
-    max_eval_examples: int | None = None
-    deduplicate: bool = True
-    max_length: int = 256
-    long_functions: LongFunctions = "truncate"
-    chunk_overlap: int = 64
-    min_characters: int = 60
-    max_characters: int = 400
-    defect_kinds: list[str] | None = None
-    seed: int = 0
+    dataset_name: str | None = HfArg(
+        default=None, help="Name on the Hub, such as google/code_x_glue_cc_defect_detection."
+    )
+    dataset_config_name: str | None = HfArg(default=None, help="Its configuration.")
+    train_split_name: str | None = HfArg(default=None, help="What it calls its training split; default train.")
+    validation_split_name: str | None = HfArg(
+        default=None, help="What it calls its validation split; default validation."
+    )
+    test_split_name: str | None = HfArg(default=None, help="What it calls its test split; default test.")
+    train_file: str | None = HfArg(
+        default=None, help="Training functions as JSON lines: .jsonl, .jsonl.gz or .jsonl.xz."
+    )
+    validation_file: str | None = HfArg(default=None, help="Validation functions.")
+    test_file: str | None = HfArg(default=None, help="Test functions.")
+    text_column_name: str = HfArg(default="func", help="Column or field with the text of a function.")
+    label_column_name: str = HfArg(
+        default="target", help="Column or field with its label, 0 (clean) or 1 (defective)."
+    )
+    max_train_samples: int | None = HfArg(
+        default=None,
+        help="At most so many training functions, drawn at random with the classes in proportion; default all.",
+    )
+    max_eval_samples: int | None = HfArg(default=None, help="The same for validation and test, each.")
+    deduplicate: bool = HfArg(
+        default=True,
+        help="Drop training functions that repeat another one (up to whitespace), carry both labels, or also occur in "
+        "validation or test, which stay as they are.",
+    )
+    max_seq_length: int = HfArg(default=256, help="Tokens of an input, with special tokens.")
+    long_functions: Literal["truncate", "chunk"] = HfArg(
+        default="truncate",
+        help="truncate keeps the beginning of a longer function, chunk cuts it into overlapping windows.",
+    )
+    chunk_overlap: int = HfArg(default=64, help="For chunk: tokens that neighbouring windows share.")
+    class_weights: bool = HfArg(default=False, help="Weight the loss so that each class has the same total weight.")
+    min_characters: int = HfArg(default=60, help="Embedded data: length of the shortest function.")
+    max_characters: int = HfArg(default=400, help="Embedded data: length of the longest function.")
+    defect_kinds: list[str] | None = HfArg(
+        default=None, help="Embedded data: the kinds of defect to inject; default all."
+    )
+    sample_seed: int = HfArg(
+        default=0, help="Seed of the embedded defects and of max_*_samples; the same for runs to compare."
+    )
 
     def __post_init__(self) -> None:
-        for name, allowed in (("source", get_args(Source)), ("long_functions", get_args(LongFunctions))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
-        files = {f"{split}_file": getattr(self, f"{split}_file") for split in SPLITS}
-        if self.source == "files" and self.train_file is None:
-            raise ValueError("train_file=None: source 'files' needs the path of the training functions.")
-        if self.source != "files" and any(files.values()):
-            raise ValueError(f"source={self.source!r}: reads none of {files}. Choose 'files', or remove them.")
-        for name in ("max_train_examples", "max_eval_examples"):
+        if self.dataset_name and any(self.files.values()):
+            raise ValueError(f"dataset_name={self.dataset_name!r} and {self.files}: give one of the two.")
+        for path in filter(None, self.files.values()):
+            if kind_of_file(path) not in (".jsonl", ".json"):
+                raise ValueError(f"{path}: JSON lines are needed, in .jsonl, .jsonl.gz or .jsonl.xz.")
+        for name in ("max_train_samples", "max_eval_samples"):
             if getattr(self, name) is not None and getattr(self, name) < 2:
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: choose 2 or more, one of each class, or null for all."
-                )
+                raise ValueError(f"{name}={getattr(self, name)}: 2 or more are needed, one of each class.")
+
+    @property
+    def files(self) -> dict[str, str | None]:
+        """The file of each split."""
+        return {split: getattr(self, f"{split}_file") for split in SPLITS}
 
 
-def load_defect_data(config: DefectDataConfig) -> dict[str, list[Example]]:
+def load_defect_data(config: DefectDataConfig, train: bool = True) -> dict[str, list[Example]]:
     """Read, check, de-duplicate and subsample the data.
 
     Args:
         config: selects the data.
+        train: whether training functions are needed; False: they are not read.
 
     Returns:
-        The functions of each split: "train" always, "validation" and "test" if the source has them.
+        The functions of each split: "train" if it is needed, "validation" and "test" if the data has them.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a file is damaged, a row is no function with a label 0 or 1, a split is empty, or all training
+        ValueError: a file is damaged, rows are no functions with a label 0 or 1, a split is empty, or all training
             functions have one class.
     """
-    if config.source == "embedded":
-        splits = load_python_defects(
-            seed=config.seed,
-            min_characters=config.min_characters,
-            max_characters=config.max_characters,
-            kinds=config.defect_kinds,
-        )
-    elif config.source == "hub":
-        loaded = datasets.load_dataset(config.hub_dataset)
-        if "train" not in loaded:
-            raise ValueError(f"hub_dataset={config.hub_dataset!r}: has the splits {list(loaded)}; 'train' is needed.")
+    files = {split: path for split, path in config.files.items() if path is not None}
+    if not train:
+        files.pop("train", None)
+    if config.dataset_name is not None:
+        names = {split: getattr(config, f"{split}_split_name") for split in SPLITS}
+        loaded = load_splits(config.dataset_name, config.dataset_config_name, names, ["train"] if train else [])
         splits = {
-            split: [_example(row, f"{config.hub_dataset}, {split} row {i}") for i, row in enumerate(loaded[split], 1)]
-            for split in SPLITS
-            if split in loaded
+            split: _read(((f"{config.dataset_name}, {split} row {i}", row) for i, row in enumerate(rows, 1)), config)
+            for split, rows in loaded.items()
+            if train or split != "train"
         }
+    elif any(config.files.values()):
+        if train and "train" not in files:
+            raise ValueError(f"train_file=None: a training run needs one beside {', '.join(files)}.")
+        splits = {split: _read(json_lines(path), config) for split, path in files.items()}
     else:
-        files = {split: getattr(config, f"{split}_file") for split in SPLITS}
-        splits = {split: read_json_lines(file) for split, file in files.items() if file is not None}
-    if config.deduplicate:
+        splits = load_python_defects(
+            config.sample_seed, config.min_characters, config.max_characters, config.defect_kinds
+        )
+        if not train:
+            del splits["train"]
+    if train and config.deduplicate:
         splits["train"] = _deduplicated(splits)
     for split, examples in splits.items():
         if not examples:
             raise ValueError(f"the {split} split is empty, or nothing of it is left. Give it more functions.")
-    if len({example.target for example in splits["train"]}) == 1:
+    if train and len({example.target for example in splits["train"]}) == 1:
         raise ValueError(
-            f"all {len(splits['train'])} training functions have target {splits['train'][0].target}. Give functions "
-            "of both classes, clean (0) and defective (1)."
+            f"all {len(splits['train'])} training functions have the label {splits['train'][0].target}. Give "
+            "functions of both classes, clean (0) and defective (1)."
         )
-    limits = {"train": config.max_train_examples}
+    limits = {"train": config.max_train_samples}
     return {
-        split: _subsample(examples, limits.get(split, config.max_eval_examples), config.seed)
+        split: _subsample(examples, limits.get(split, config.max_eval_samples), config.sample_seed)
         for split, examples in splits.items()
     }
 
 
-def read_json_lines(path: str | Path) -> list[Example]:
-    """Read functions from JSON lines. Blank lines are skipped.
+def read_json_lines(path: str, config: DefectDataConfig | None = None) -> list[Example]:
+    """Read functions from a file of JSON lines. Blank lines are skipped.
 
     Args:
-        path: a `.jsonl`, `.jsonl.gz` or `.jsonl.xz` file. Each line is an object with the fields `func`, the source
-            text, and `target`, the label 0 or 1 (or false or true). A whole number `idx` is kept, other fields are
-            ignored.
-
-    Returns:
-        The functions, in the order of the file.
+        path: a `.jsonl`, `.jsonl.gz` or `.jsonl.xz` file. Each line is an object with the text and the label, 0 or 1
+            (or false or true). A whole number `idx` is kept, other fields are ignored.
+        config: provides the names of the fields; None: `func` and `target`.
 
     Raises:
         OSError: the file cannot be opened.
-        ValueError: the file has another ending or is corrupt, or a line is no such object; the message names the line.
+        ValueError: the file is corrupt, or lines are no such objects: the first ten are named, with their number.
     """
-    with open_compressed(path, ".jsonl") as lines:
-        return [_example(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+    return _read(json_lines(path), config or DefectDataConfig())
 
 
-def _example(row: Any, where: str) -> Example:
-    """Check a row of `func` and `target`, given as a dict or as a line of JSON."""
-    try:
-        row = json.loads(row) if isinstance(row, bytes) else row
-        func, target = (row.get("func"), row.get("target")) if isinstance(row, dict) else (None, None)
+def _read(rows: Iterator[tuple[str, Any]], config: DefectDataConfig) -> list[Example]:
+    text, label = config.text_column_name, config.label_column_name
+
+    def example(row: Any) -> Example:
+        func, target = (row.get(text), row.get(label)) if isinstance(row, Mapping) else (None, None)
         if not isinstance(func, str) or not func.strip() or target not in (0, 1):  # false and true are 0 and 1, too
-            raise ValueError(
-                f"{brief(row)} is no labelled function; needed are `func`, the text of a function, and `target`, "
-                "0 (clean) or 1 (defective)"
-            )
+            raise ValueError(f"{brief(row)} has no text in {text!r}, or no label 0 or 1 in {label!r}")
         func.encode()  # JSON can spell half a surrogate pair, which tokenizers refuse
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: {error}") from error
-    idx = row.get("idx")
-    return Example(func, int(target), idx=idx if isinstance(idx, int) else None)
+        idx = row.get("idx")
+        return Example(func, int(target), idx=idx if isinstance(idx, int) else None)
+
+    return list(checked(rows, example))
 
 
 def _identity(example: Example) -> str:
@@ -229,39 +217,31 @@ def _subsample(examples: list[Example], limit: int | None, seed: int) -> list[Ex
 # --- audit ----------------------------------------------------------------------------------------------------------
 
 
-def audit(
-    splits: Mapping[str, Sequence[Example]], tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> dict[str, Any]:
+def audit(splits: Mapping[str, Sequence[Example]], filled: Mapping[str, float], max_length: int) -> dict[str, Any]:
     """Count what can make scores misleading: imbalance, copies, contradictory labels, truncation.
 
     Args:
         splits: the functions of each split, none empty.
-        tokenizer: measures the lengths, with special tokens.
+        filled: for each split, the share of functions of `max_length` or more tokens.
         max_length: number of tokens that the model sees.
 
     Returns:
         Numbers for `json.dump`. "splits" holds for each split `examples`, `positives`, `majority_share`, `duplicates`
-        (repetitions of an earlier example), `conflicting_labels` (distinct functions with both labels),
-        `longer_than_max_length` (share of examples) and `token_quantiles`. Next to it are `max_length`,
-        `conflicting_labels` over all splits, and `cross_split_copies`: the numbers of distinct functions that two
-        splits share.
+        (repetitions of an earlier example), `conflicting_labels` (distinct functions with both labels) and
+        `fill_max_length` (share of examples). Next to it are `max_length`, `conflicting_labels` over all
+        splits, and `cross_split_copies`: the numbers of distinct functions that two splits share.
     """
     functions = {split: {_identity(example) for example in examples} for split, examples in splits.items()}
     statistics = {}
     for split, examples in splits.items():
         size, positives = len(examples), sum(example.target for example in examples)
-        lengths = np.array(
-            [len(ids) for texts in in_batches(examples) for ids in tokenizer(texts, verbose=False)["input_ids"]]
-        )
-        quantiles = np.quantile(lengths, QUANTILES, method="inverted_cdf")
         statistics[split] = {
             "examples": size,
             "positives": positives,
             "majority_share": max(positives, size - positives) / size,
             "duplicates": size - len(functions[split]),
             "conflicting_labels": len(_conflicting(examples)),
-            "longer_than_max_length": float(np.mean(lengths > max_length)),
-            "token_quantiles": {f"{q:.0%}": int(n) for q, n in zip(QUANTILES, quantiles, strict=True)},
+            "fill_max_length": filled[split],
         }
     return {
         "max_length": max_length,
@@ -272,23 +252,22 @@ def audit(
 
 
 def in_batches(examples: Sequence[Example]) -> Iterator[list[str]]:
-    """Texts for calls of the tokenizer: enough of them for its threads, bounded in memory."""
-    for start in range(0, len(examples), 1000):
+    """Texts for calls of the tokenizer: enough of them for its threads, bounded in memory, with a bar."""
+    for start in tqdm(range(0, len(examples), 1000), desc="tokenising", unit="thousand", leave=False, delay=5):
         yield [example.func for example in examples[start : start + 1000]]
 
 
 def format_audit(report: Mapping[str, Any]) -> str:
     """Format the result of `audit` as a table for the terminal, with one row for each split."""
     header = ["split", "examples", "defective", "majority", "duplicates", "both labels"]
-    rows = [[*header, f"> {report['max_length']} tokens", *(f"{q:.0%}" for q in QUANTILES)]]
+    rows = [[*header, f"≥ {report['max_length']} tokens"]]
     for split, numbers in report["splits"].items():
         counts = (numbers["examples"], numbers["positives"], f"{numbers['majority_share']:.2%}")
-        problems = (numbers["duplicates"], numbers["conflicting_labels"], f"{numbers['longer_than_max_length']:.2%}")
-        rows.append([str(cell) for cell in (split, *counts, *problems, *numbers["token_quantiles"].values())])
+        problems = (numbers["duplicates"], numbers["conflicting_labels"], f"{numbers['fill_max_length']:.2%}")
+        rows.append([str(cell) for cell in (split, *counts, *problems)])
     copies = ", ".join(f"{pair} {count}" for pair, count in report["cross_split_copies"].items())
     return (
         f"{format_table(rows)}\n"
-        "(the percentages at the right are quantiles of the length in tokens)\n"
         f"functions in two splits: {copies or 'only one split'}\n"
         f"functions with both labels, over all splits: {report['conflicting_labels']}"
     )

@@ -1,134 +1,169 @@
 """Causal language modelling: tokenize a text, train a model on it, and score it.
 
 The commands are `rsa-hf train lm` and `rsa-hf evaluate lm`.
-
-Let a text have tokens t_0 … t_{N-1}. Every token but t_0 is scored exactly once, and all figures come from the summed
-negative log-likelihood of those N - 1 tokens: *token* perplexity divides it by the number of tokens, *word* perplexity
-by the words, and bits per byte by the bytes of the text after t_0. Only the last two are comparable between
-tokenizers.
-
-Words are separated by ASCII whitespace, as `wc -w` counts them. Published WikiText perplexities also count the <eos>
-at every line end; `count_line_ends_as_words` does the same (WikiText-2 test: 241,211 words without, 245,569 with).
 """
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import set_seed
 from torch.utils.data import default_collate
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.trainer_utils import speed_metrics
 
-from rsa_hf.patching import is_patched
+from rsa_hf.patching import is_patched, patch_model
 from rsa_hf.tasks.text8 import text8_tokenizer
-from rsa_hf.tasks.text_data import (
-    IGNORED_LABEL,
+from rsa_hf.tasks.text_blocks import (
     EvaluationBlocks,
     EvaluationSegments,
-    LanguageModelingDataConfig,
     StreamedBlocks,
     TrainingBlocks,
     TrainingTracks,
-    line_boundary,
-    read_texts,
-    stream_training_text,
 )
-from rsa_hf.training.arguments import read_run_config
+from rsa_hf.tasks.text_data import LanguageModelingDataConfig, line_boundary, read_texts, stream_training_text
+from rsa_hf.tasks.text_scores import evaluate_language_model, perplexities, set_memory, summed_losses
+from rsa_hf.training.arguments import ModelArguments, as_mapping, read_arguments
 from rsa_hf.training.calibrated import patch_calibrated
-from rsa_hf.training.carried import carried_from, segment_state_of
-from rsa_hf.training.run import (
-    load_model,
-    make_accelerator,
-    report_results,
-    require_positions_known,
-    require_tokens_known,
-    train,
-)
+from rsa_hf.training.checkpoints import RunFolder, digest
+from rsa_hf.training.model_setup import largest_token_id, load_model, require_head, require_inputs_fit
+from rsa_hf.training.rsa_trainer import RSATrainer
+from rsa_hf.training.run_training import finish_run, had_finished, train_to_end
 from rsa_hf.utils.locate import locate
 
 __all__ = [
+    "LanguageModelTrainer",
     "PreparedText",
     "evaluate",
-    "evaluate_language_model",
     "load_language_modeling_tokenizer",
     "main",
-    "perplexities",
     "plain_model_and_rows",
     "prepare_language_modeling",
-    "require_fit",
-    "set_memory",
 ]
 
 # Longer texts are tokenized in pieces: a tokenizer needs about a hundred bytes of memory per token.
 TOKENIZED_PIECE_BYTES = 4 * 2**20
+LARGEST_SHOWN = 1e6  # perplexity in a table: that of a word of a model that has just begun says nothing
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train a language model, evaluate the best checkpoint, and write all results to the output folder.
+    """Train a language model, evaluate it, and write all results to the output folder.
 
     Args:
-        arguments: a YAML file and `--key value` settings, as for `read_run_config`.
+        arguments: as for `read_arguments`.
     """
-    config = read_run_config(arguments, LanguageModelingDataConfig)
-    training = config.training
-    accelerator = make_accelerator(training)
-    set_seed(training.seed)
-    tokenizer = load_language_modeling_tokenizer(config.model.tokenizer or config.model.name_or_path)
-    rows = training.batch_size * training.gradient_accumulation_steps * accelerator.num_processes
-    with accelerator.main_process_first():  # the other processes then find its downloads in the cache
-        text = prepare_language_modeling(config.data, tokenizer, num_tracks=rows)
-        model = load_model(AutoModelForCausalLM, config.model, config.rsa)
-    require_fit(model, text.vocab_size, config.data)
-    if config.calibrate is not None:
-        model = patch_calibrated(model, text.train, default_collate, config, accelerator)
-
-    def score(model: PreTrainedModel, blocks: EvaluationBlocks | EvaluationSegments) -> dict[str, float]:
-        return evaluate_language_model(model, blocks, training.eval_batch_size, memory=config.data.eval_memory)
-
-    result = train(
-        model,
-        text.train,
-        default_collate,
-        lambda model: score(model, text.validation),
-        training,
-        best_metric="bits_per_byte",
-        greater_is_better=False,
-        tokenizer=tokenizer,
-        settings=config.to_dict(),
-        accelerator=accelerator,
+    run = read_arguments(arguments, LanguageModelingDataConfig)
+    args = run.training
+    set_seed(args.seed)
+    tokenizer = _tokenizer_of(run.model)
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    with args.main_process_first():  # the other processes then find its downloads in the cache
+        text = prepare_language_modeling(run.data, tokenizer, num_tracks=rows)
+        folder = RunFolder(run, text.digest)
+        if had_finished(folder, args):
+            return
+        model = _plain_model(run.model, tokenizer, run.data)
+    calibration: dict[str, float] = {}
+    if run.rsa.calibrate is not None:
+        model, calibration = patch_calibrated(model, text.train, default_collate, run.rsa.calibrate, args)
+    elif run.rsa.config is not None:
+        patch_model(model, run.rsa.config)
+    args.remove_unused_columns = False
+    trainer = LanguageModelTrainer(
+        model=model,
+        args=args,
+        train_dataset=text.train,
+        eval_dataset=text.validation,
+        data_collator=default_collate,
+        processing_class=tokenizer,
+        eval_memory=as_mapping("eval_memory", run.data.eval_memory),
     )
-    if not accelerator.is_main_process:
-        return
-    best = AutoModelForCausalLM.from_pretrained(result.best_dir).to(accelerator.device)
-    scores = {"validation": result.best_metrics}
+    train_to_end(trainer, folder)
+    scores = {"validation": trainer.score(text.validation)}
     if text.test is not None:
-        scores["test"] = score(best, text.test)
-    name = "with RSA" if is_patched(best) else "plain"
+        scores["test"] = trainer.score(text.test)
+    prefixes = {"validation": "eval", "test": "test"}
+    metrics = {f"{prefixes[split]}_{key}": value for split, each in scores.items() for key, value in each.items()}
+    name = "with RSA" if is_patched(model) else "plain"
     table = [["model", "text", "bits per byte", "word perplexity", "token perplexity", "tokens", "words", "bytes"]]
     for split, figure in scores.items():
         figures = (figure[key] for key in ("bits_per_byte", "word_perplexity", "token_perplexity"))
         counts = (figure[key] for key in ("num_tokens", "num_words", "num_bytes"))
-        table.append([name, split, *(f"{value:.5g}" for value in figures), *(f"{value:,}" for value in counts)])
-    report_results(config, result, scores, table, best)
+        shown = (f"{value:.5g}" if value <= LARGEST_SHOWN else "> 1e6" for value in figures)
+        table.append([name, split, *shown, *(f"{value:,}" for value in counts)])
+    dataset = run.data.dataset_name or (None if run.data.train_file else "Python's standard library")
+    finish_run(trainer, run, folder, {**calibration, **metrics}, table, dataset)
+
+
+class LanguageModelTrainer(RSATrainer):
+    """An `RSATrainer` that evaluates with `evaluate_language_model`: `eval_bits_per_byte` and the other metrics.
+
+    Args:
+        eval_memory: its `memory`.
+        keywords: as for `RSATrainer`; `eval_dataset` is the `EvaluationBlocks` or `EvaluationSegments` to score.
+    """
+
+    def __init__(self, *, eval_memory: Mapping[str, Any] | None = None, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.eval_memory = eval_memory
+
+    def score(self, blocks: EvaluationBlocks | EvaluationSegments) -> dict[str, float]:
+        """Score a text; several processes share its blocks. Segments depend on each other: each process scores all."""
+        processes = self.accelerator.num_processes
+        shared = isinstance(blocks, EvaluationBlocks) and not self.is_fsdp_enabled
+        nll_nats, num_tokens = summed_losses(
+            self.model_wrapped if self.is_fsdp_enabled else self.model,
+            blocks,
+            self.args.per_device_eval_batch_size,
+            self.eval_memory or {},
+            self.args.should_save and not self.args.disable_tqdm,
+            (self.accelerator.process_index, processes) if shared else (0, 1),
+        )
+        if shared and processes > 1:
+            sums = torch.tensor([nll_nats, num_tokens], dtype=torch.float64, device=self.args.device)
+            nll_nats, num_tokens = self.accelerator.reduce(sums, "sum").tolist()
+        return perplexities(nll_nats, int(num_tokens), blocks.num_words, blocks.num_bytes)
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+        """As `Trainer.evaluate`; names of the metrics get the prefix."""
+        started = time.time()
+        blocks: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        scores = self.score(blocks)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in scores.items()}
+        metrics[f"{metric_key_prefix}_loss"] = scores["loss_nats_per_token"]
+        metrics |= speed_metrics(metric_key_prefix, started)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+def _tokenizer_of(arguments: ModelArguments) -> PreTrainedTokenizerBase | None:
+    return load_language_modeling_tokenizer(arguments.tokenizer_name or arguments.model_name_or_path)
+
+
+def _plain_model(
+    arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase | None, data: LanguageModelingDataConfig
+) -> PreTrainedModel:
+    model = load_model(AutoModelForCausalLM, arguments)
+    require_inputs_fit(model, largest_token_id(tokenizer), data.block_size, "block_size")
+    _require_fit(model, tokenizer, data)
+    return model
 
 
 def plain_model_and_rows(arguments: Sequence[str]) -> tuple[PreTrainedModel, Any, Any]:
     """The model of a run without RSA heads, its training data, and what makes a batch of rows.
 
     Args:
-        arguments: a YAML file and `--key value` settings, as for `read_run_config`.
+        arguments: as for `read_arguments`.
     """
-    config = read_run_config(arguments, LanguageModelingDataConfig)
-    tokenizer = load_language_modeling_tokenizer(config.model.tokenizer or config.model.name_or_path)
-    text = prepare_language_modeling(config.data, tokenizer)
-    model = load_model(AutoModelForCausalLM, config.model, None)
-    require_fit(model, text.vocab_size, config.data)
-    return model, text.train, default_collate
+    run = read_arguments(arguments, LanguageModelingDataConfig)
+    tokenizer = _tokenizer_of(run.model)
+    text = prepare_language_modeling(run.data, tokenizer)
+    return _plain_model(run.model, tokenizer, run.data), text.train, default_collate
 
 
 def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float]:
@@ -137,36 +172,29 @@ def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float
     Args:
         name: folder of a checkpoint, or its name on the Hub.
         split: "validation" or "test".
-        arguments: as for `main`; the data, the batch size and the tokenizer (by default the checkpoint's) are used.
+        arguments: as for `main`; the text of this split, `per_device_eval_batch_size` and the tokenizer (by default
+            the checkpoint's) are used.
     """
-    config = read_run_config(arguments, LanguageModelingDataConfig)
-    tokenizer = load_language_modeling_tokenizer(config.model.tokenizer or name)
-    model = AutoModelForCausalLM.from_pretrained(locate(name))
-    text = prepare_language_modeling(config.data, tokenizer)
-    require_fit(model, text.vocab_size, config.data, training=False)
+    run = read_arguments(arguments, LanguageModelingDataConfig)
+    tokenizer = load_language_modeling_tokenizer(run.model.tokenizer_name or name)
+    model = require_head(AutoModelForCausalLM, name)
+    text = prepare_language_modeling(run.data, tokenizer, only=split)
+    _require_fit(model, tokenizer, run.data)
     blocks = {"validation": text.validation, "test": text.test}.get(split)
     if blocks is None:
         raise ValueError(f"the data has no split {split!r} to score. Choose validation, or test if the data has one.")
-    return evaluate_language_model(model, blocks, config.training.eval_batch_size, memory=config.data.eval_memory)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]  # transformers' decorator
+    memory = as_mapping("eval_memory", run.data.eval_memory)
+    return evaluate_language_model(model, blocks, run.training.per_device_eval_batch_size, memory, progress=True)
 
 
-def require_fit(
-    model: PreTrainedModel, vocab_size: int, data: LanguageModelingDataConfig, training: bool = True
+def _require_fit(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, data: LanguageModelingDataConfig
 ) -> None:
-    """Raise a ValueError unless a model has the tokens, positions and memory settings that the data needs.
-
-    Args:
-        model: the model.
-        vocab_size: the number of token ids of the data.
-        data: provides the block sizes and `eval_memory`.
-        training: whether the model is also trained.
-    """
-    require_tokens_known(model, vocab_size)
-    if training:
-        require_positions_known(model, "data.block_size", data.block_size)
-    setting = "data.block_size" if data.eval_block_size is None else "data.eval_block_size"
-    require_positions_known(model, setting, data.evaluation_block_size)
-    with set_memory(model, data.eval_memory):
+    """Raise a ValueError unless a model takes the inputs of an evaluation and its memory settings."""
+    setting = "block_size" if data.eval_block_size is None else "eval_block_size"
+    require_inputs_fit(model, largest_token_id(tokenizer), data.evaluation_block_size, setting)
+    with set_memory(model, as_mapping("eval_memory", data.eval_memory)):
         pass
 
 
@@ -181,17 +209,20 @@ class PreparedText:
         train: the training data: `StreamedBlocks` with `streaming`, `TrainingTracks` with `carry_memory`.
         validation: the evaluation data, with its counts of bytes and words: segments with `carry_memory`.
         test: the same for the test text, if there is one.
-        vocab_size: the number of token ids that a model must have.
+        digest: of the texts; a streamed one counts with the names of its files only.
     """
 
     train: TrainingBlocks | StreamedBlocks | TrainingTracks
     validation: EvaluationBlocks | EvaluationSegments
     test: EvaluationBlocks | EvaluationSegments | None
-    vocab_size: int
+    digest: str
 
 
 def prepare_language_modeling(
-    config: LanguageModelingDataConfig, tokenizer: PreTrainedTokenizerBase | None, num_tracks: int = 1
+    config: LanguageModelingDataConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    num_tracks: int = 1,
+    only: str | None = None,
 ) -> PreparedText:
     """Read, cut and tokenize the texts of a configuration, and count their bytes and words.
 
@@ -202,16 +233,21 @@ def prepare_language_modeling(
         config: selects the texts and their blocks.
         tokenizer: any tokenizer of transformers, or None for raw bytes.
         num_tracks: with `carry_memory`: the rows of a training step, over all processes and micro-batches.
+        only: the one split to prepare, "validation" or "test", to score it; the others are None. None: all.
 
     Raises:
         OSError: a file cannot be read.
         ValueError: a file or data set cannot be used, or a text is too short, or not UTF-8 as a tokenizer needs it.
     """
-    texts = read_texts(config)
+    texts = read_texts(config, only)
     token_ids = {split: torch.cat([*_encode([text], tokenizer)]) for split, text in texts.items()}
 
-    def evaluation(split: str) -> EvaluationBlocks | EvaluationSegments:
+    def evaluation(split: str) -> Any:
+        if split not in texts:
+            return None
         ids, text = token_ids[split], texts[split]
+        if len(ids) < 2:
+            raise ValueError(f"the {split} text has {len(ids)} token: 2 or more are needed to score it.")
         first = text[:1]
         if tokenizer is not None:
             first = str(tokenizer.decode(ids[:1].tolist(), clean_up_tokenization_spaces=False)).encode()
@@ -221,19 +257,14 @@ def prepare_language_modeling(
             return EvaluationSegments(ids, config.evaluation_block_size, len(scored), num_words)
         return EvaluationBlocks(ids, config.evaluation_block_size, len(scored), num_words, config.stride)
 
-    train: TrainingBlocks | StreamedBlocks | TrainingTracks
-    if config.carry_memory:
+    train: Any = None
+    if only is None and config.carry_memory:
         train = TrainingTracks(token_ids["train"], config.block_size, num_tracks)
-    elif config.streaming:
+    elif only is None and config.streaming:
         train = StreamedBlocks(lambda: _encode(stream_training_text(config), tokenizer), config.block_size)
-    else:
+    elif only is None:
         train = TrainingBlocks(token_ids["train"], config.block_size)
-    return PreparedText(
-        train=train,
-        validation=evaluation("validation"),
-        test=evaluation("test") if "test" in texts else None,
-        vocab_size=256 if tokenizer is None else len(tokenizer),
-    )
+    return PreparedText(train, evaluation("validation"), evaluation("test"), digest(texts.values()))
 
 
 def load_language_modeling_tokenizer(name: str | None) -> PreTrainedTokenizerBase | None:
@@ -249,7 +280,7 @@ def load_language_modeling_tokenizer(name: str | None) -> PreTrainedTokenizerBas
         ValueError: there is no name.
     """
     if name is None:
-        raise ValueError("model.tokenizer=None: a model from scratch needs one; 'bytes' is one that needs no files.")
+        raise ValueError("tokenizer_name=None: a model from scratch needs one; 'bytes' is one that needs no files.")
     if name == "text8":
         return text8_tokenizer()
     return None if name == "bytes" else AutoTokenizer.from_pretrained(locate(name))
@@ -257,7 +288,7 @@ def load_language_modeling_tokenizer(name: str | None) -> PreTrainedTokenizerBas
 
 def _encode(chunks: Iterable[bytes], tokenizer: PreTrainedTokenizerBase | None) -> Iterator[torch.Tensor]:
     """The token ids of a text, in pieces. They do not depend on how the text is cut into chunks."""
-    for piece in _pieces(chunks):
+    for piece in tqdm(_pieces(chunks), desc="tokenising", unit="piece", leave=False, delay=5):
         if tokenizer is None:
             yield torch.frombuffer(bytearray(piece), dtype=torch.uint8)
         else:
@@ -279,124 +310,3 @@ def _pieces(chunks: Iterable[bytes]) -> Iterator[bytes]:
         del held[:start]
     if held:
         yield bytes(held)
-
-
-# --- evaluation -----------------------------------------------------------------------------------------------------
-
-
-def perplexities(nll_nats: float, num_tokens: int, num_words: int, num_bytes: int) -> dict[str, float]:
-    """Perplexity per token and per word and bits per byte of a text.
-
-    Args:
-        nll_nats: the sum (not the mean) of the tokens' negative log-likelihoods, in nats.
-        num_tokens: number of scored tokens.
-        num_words: number of words of the scored text.
-        num_bytes: number of bytes of the scored text.
-
-    Returns:
-        `loss_nats_per_token`; `token_perplexity`, its exponential; `word_perplexity`, NaN for a text without words;
-        `bits_per_byte`; and the three counts. A perplexity that overflows a float is infinite; NaN stays NaN.
-    """
-
-    def exp(value: float) -> float:
-        try:
-            return math.exp(value)
-        except OverflowError:
-            return math.inf
-
-    return {
-        "loss_nats_per_token": nll_nats / num_tokens,
-        "token_perplexity": exp(nll_nats / num_tokens),
-        "word_perplexity": exp(nll_nats / num_words) if num_words else math.nan,
-        "bits_per_byte": nll_nats / math.log(2) / num_bytes,
-        "num_tokens": num_tokens,
-        "num_words": num_words,
-        "num_bytes": num_bytes,
-    }
-
-
-def evaluate_language_model(
-    model: torch.nn.Module,
-    blocks: EvaluationBlocks | EvaluationSegments,
-    batch_size: int,
-    memory: Mapping[str, Any] | None = None,
-) -> dict[str, float]:
-    """Score a causal language model on every token of a text but the first.
-
-    The model runs in eval mode and without gradients. Afterwards each module is back in its previous mode.
-
-    Args:
-        model: a causal language model of transformers: takes `input_ids` [B, T], returns `logits` [B, T, V].
-        blocks: the text. Over `EvaluationSegments`, the model carries its memory from each to the next.
-        batch_size: blocks per batch. The result does not depend on it: nothing is padded, and losses are summed.
-            Segments depend on each other and run one by one.
-        memory: entries of the model's config to set during the evaluation, as for `set_memory`.
-
-    Returns:
-        The result of `perplexities`.
-
-    Raises:
-        ValueError: the model carries no memory over segments, or a memory setting is not allowed.
-    """
-    device = next(model.parameters()).device
-    nll_nats, num_tokens = 0.0, 0
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad(), set_memory(model, memory or {}):
-            for logits, targets in _predictions(model, blocks, batch_size, device):
-                # Half precision would round the losses before they are summed.
-                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-                losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
-                nll_nats += losses.cpu().double().sum().item()
-                num_tokens += losses.numel()
-    finally:
-        for module, training in modes:
-            module.training = training
-    return perplexities(nll_nats, num_tokens, blocks.num_words, blocks.num_bytes)
-
-
-@contextmanager
-def set_memory(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Change entries of a model's config that are among its `memory_settings`, which every call reads.
-
-    Raises:
-        ValueError: the model does not allow an entry, or a value.
-    """
-    allowed = list(getattr(model, "memory_settings", ()))
-    if unknown := [name for name in settings if name not in allowed]:
-        raise ValueError(f"eval_memory={unknown}: a {type(model).__name__} allows {allowed or 'none'}.")
-    before = {name: getattr(model.config, name) for name in settings}
-    if settings:
-        try:
-            type(model.config).from_dict({**model.config.to_dict(), **settings})  # validates the values
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"eval_memory={dict(settings)}: does not fit the model ({error}).") from error
-    try:
-        for name, value in settings.items():
-            setattr(model.config, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(model.config, name, value)
-
-
-def _predictions(
-    model: Any, blocks: EvaluationBlocks | EvaluationSegments, batch_size: int, device: torch.device
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The logits [n, V] and targets [n] of all scored tokens of a text, batch by batch."""
-    if isinstance(blocks, EvaluationSegments):
-        name, state = segment_state_of(model), None
-        for i in range(len(blocks)):
-            outputs = model(input_ids=blocks[i]["input_ids"][None].to(device), **{name: state})
-            state = carried_from(outputs, name)
-            yield outputs.logits[0], blocks[i]["shift_labels"].to(device)
-        return
-    last = len(blocks) - 1  # only the last block may be shorter, so it is a batch of its own
-    batches = [range(begin, min(begin + batch_size, last)) for begin in range(0, last, batch_size)]
-    for indices in [*batches, [last]]:
-        batch = default_collate([blocks[index] for index in indices])
-        targets = batch["labels"][:, 1:].to(device)
-        logits = model(input_ids=batch["input_ids"].to(device)).logits[:, :-1]
-        scored = targets != IGNORED_LABEL
-        yield logits[scored], targets[scored]

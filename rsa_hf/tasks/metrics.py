@@ -7,8 +7,8 @@ from typing import Any
 import evaluate
 from datasets import Features, Value
 
-from rsa_hf.tasks.defect_detection import classification_scores
-from rsa_hf.tasks.language_modeling import perplexities
+from rsa_hf.tasks.defect_scores import classification_scores
+from rsa_hf.tasks.text_scores import perplexities
 
 __all__ = ["load_metric"]
 

@@ -1,118 +1,101 @@
-"""The texts of language modelling: read, split, and cut into blocks or segments of tokens.
-
-*Blocks* are independent of each other. Their `labels` are their input ids, because transformers' models shift them;
-the first token of a text or block cannot be predicted, so its label is -100.
-
-*Segments* are consecutive, for models that carry a memory from one to the next. They have `shift_labels`, the tokens
-that follow each input: with `labels`, which are shifted, one token per segment would not be predicted.
-
-Data sets of both cut their items from `token_ids`, integers [N], on access. `block_size` is the length of an item, at
-least 2; items hold int64 [block_size].
-"""
+"""The texts of language modelling: read from files, the Hub or the embedded ones, and split."""
 
 from __future__ import annotations
 
-import math
 import random
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import datasets
-import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from transformers.hf_argparser import HfArg
 
-from rsa_hf.tasks.compressed import open_compressed
+from rsa_hf.tasks.data_files import SPLITS, bytes_of, checked, json_lines, kind_of_file, load_splits
 
 __all__ = [
-    "IGNORED_LABEL",
-    "SPLITS",
-    "EvaluationBlocks",
-    "EvaluationSegments",
     "LanguageModelingDataConfig",
-    "StreamedBlocks",
-    "TrainingBlocks",
-    "TrainingTracks",
     "line_boundary",
     "read_texts",
     "stream_training_text",
 ]
-
-SPLITS = ("train", "validation", "test")
-IGNORED_LABEL = -100  # ignored by the losses of transformers
-
-Item = dict[str, torch.Tensor]
 
 
 @dataclass
 class LanguageModelingDataConfig:
     """The texts of language modelling, and how they are cut into blocks.
 
-    Args:
-        source: "embedded" (source files of Python's standard library, no download; comparable only under one Python
-            version), "hub" or "files".
-        files: for "files": paths of "train" (required), "validation" and "test"; .txt, .gz or .xz, read as bytes.
-        hub_dataset: for "hub": the data set, for instance "Salesforce/wikitext".
-        hub_subset: for "hub": its configuration, for instance "wikitext-103-raw-v1".
-        text_column: for "hub": the column of text. A line end is added to each row that has none.
-        block_size: number of tokens in a block, at least 2.
-        carry_memory: train and evaluate on consecutive segments and carry the model's memory from one to the next; for
-            models with a memory (Transformer-XL, recurrent networks); False: independent blocks in random order.
-        eval_block_size: block or segment size in evaluation; None: `block_size`.
-        eval_memory: entries of the model's config that differ in evaluation, such as `mem_len` of Transformer-XL; with
-            `carry_memory`.
-        stride: tokens from one evaluation block's start to the next, below the block size; repeated tokens are context
-            and scored once; None: block size - 1, the fewest blocks. Not with `carry_memory`.
-        max_train_bytes: keep at most this many bytes of the training text, cut after a line end if possible; None:
-            all.
-        max_eval_bytes: the same for the validation and test texts, each.
-        validation_fraction: share of the training text that is used for validation if the source has no such text.
-        test_fraction: share used for testing if the source has neither a validation nor a test text; 0 for none. Cut
-            from the end of the text in order; for "embedded", shares of the shuffled files.
-        streaming: read the training text piece by piece instead of keeping it in memory, and train on its blocks in
-            order; for "hub" and "files" with a validation text.
-        count_line_ends_as_words: count each line end as a word, as published WikiText perplexities do.
-        seed: seed of the shuffling of the files of "embedded".
+    Without files and `dataset_name`, the text is embedded: source files of Python's standard library, which need no
+    download and are comparable only under one Python version. Keys are called as in transformers' `run_clm.py` where
+    it has them.
 
     Raises:
-        ValueError: a value is not allowed, or belongs to another source.
+        ValueError: a value is not allowed, or keys contradict each other.
     """
 
-    source: Literal["embedded", "hub", "files"] = "embedded"
-    files: dict[str, str] = field(default_factory=dict)
-    hub_dataset: str | None = None
-    hub_subset: str | None = None
-    text_column: str = "text"
-    block_size: int = 256
-    carry_memory: bool = False
-    eval_block_size: int | None = None
-    eval_memory: dict[str, Any] = field(default_factory=dict)
-    stride: int | None = None
-    max_train_bytes: int | None = None
-    max_eval_bytes: int | None = None
-    validation_fraction: float = 0.05
-    test_fraction: float = 0.05
-    streaming: bool = False
-    count_line_ends_as_words: bool = False
-    seed: int = 0
+    dataset_name: str | None = HfArg(default=None, help="Name on the Hub, such as Salesforce/wikitext.")
+    dataset_config_name: str | None = HfArg(default=None, help="Its configuration, such as wikitext-103-raw-v1.")
+    train_split_name: str | None = HfArg(default=None, help="What it calls its training split; default train.")
+    validation_split_name: str | None = HfArg(
+        default=None, help="What it calls its validation split; default validation."
+    )
+    test_split_name: str | None = HfArg(default=None, help="What it calls its test split; default test.")
+    train_file: str | None = HfArg(
+        default=None,
+        help="Training text, read as bytes; .jsonl: a document a line, in text_column_name. May end in .gz or .xz.",
+    )
+    validation_file: str | None = HfArg(default=None, help="Validation text.")
+    test_file: str | None = HfArg(default=None, help="Test text.")
+    text_column_name: str = HfArg(
+        default="text", help="Column or field of the text. A line end is added to a row that has none."
+    )
+    block_size: int = HfArg(default=256, help="Tokens of a block, at least 2.")
+    carry_memory: bool = HfArg(
+        default=False,
+        help="Train and evaluate on consecutive segments and carry the model's memory from one to the next, for "
+        "models that have one (Transformer-XL, recurrent networks).",
+    )
+    eval_block_size: int | None = HfArg(
+        default=None, help="Tokens of a block or segment in evaluation; default block_size."
+    )
+    eval_memory: dict[str, Any] | str | None = HfArg(
+        default=None,
+        help="Entries of the model's config that differ in evaluation, such as mem_len; with carry_memory.",
+    )
+    stride: int | None = HfArg(
+        default=None,
+        help="Tokens from one evaluation block's start to the next; repeated tokens are context and scored once. "
+        "Default: block_size - 1, the fewest blocks.",
+    )
+    max_train_bytes: int | None = HfArg(
+        default=None, help="At most so much training text, cut after a line end if possible."
+    )
+    max_eval_bytes: int | None = HfArg(default=None, help="The same for validation and test, each.")
+    validation_split_percentage: float = HfArg(
+        default=5, help="Percent of the training text for validation, if there is no other."
+    )
+    test_split_percentage: float = HfArg(
+        default=5, help="Percent for testing, if there is neither validation nor test text."
+    )
+    streaming: bool = HfArg(
+        default=False,
+        help="Read the training text piece by piece, and train on its blocks in order; needs a validation text.",
+    )
+    count_line_ends_as_words: bool = HfArg(
+        default=False, help="Count each line end as a word, as published WikiText figures do."
+    )
+    sample_seed: int = HfArg(default=0, help="Seed of the order of the embedded files.")
 
     def __post_init__(self) -> None:
-        has_validation = self.source == "hub" or "validation" in self.files
+        has_validation = self.dataset_name is not None or "validation" in self.files
+        parts = (self.validation_split_percentage, self.test_split_percentage)
         rules = {
-            f"files={self.files}: needed with source='files', and read only there.": (
-                bool(self.files) == (self.source == "files")
-            ),
-            f"files={self.files}: 'train' is needed; 'validation' and 'test' are optional.": (
-                not self.files or {"train"} <= set(self.files) <= set(SPLITS)
-            ),
-            f"hub_dataset={self.hub_dataset!r}: needed with source='hub', and read only there.": (
-                bool(self.hub_dataset) == (self.source == "hub")
+            f"dataset_name={self.dataset_name!r} and {self.files}: give one of the two.": (
+                not (self.dataset_name and self.files)
             ),
             "streaming=True: a stream has no end to cut a validation text from, and no known length to cut into the "
-            "tracks of carry_memory. Use source 'hub', or 'files' with 'validation', without carry_memory.": (
+            "tracks of carry_memory. Use dataset_name, or validation_file, without carry_memory.": (
                 not self.streaming or (has_validation and not self.carry_memory)
             ),
             f"eval_memory={self.eval_memory}: has no effect without carry_memory. Set it to true.": (
@@ -126,14 +109,20 @@ class LanguageModelingDataConfig:
             f"stride={self.stride}: from 1 to {self.evaluation_block_size - 1}, for a token of context.": (
                 self.stride is None or 1 <= self.stride < self.evaluation_block_size
             ),
-            f"validation_fraction={self.validation_fraction} and test_fraction={self.test_fraction}: the first must "
-            "be above 0, the second at least 0, and their sum below 1.": (
-                0 < self.validation_fraction < 1 - self.test_fraction <= 1
-            ),
+            f"validation_split_percentage={parts[0]} and test_split_percentage={parts[1]}: the first must be above 0, "
+            "the second at least 0, and their sum below 100.": 0 < parts[0] < 100 - parts[1] <= 100,
         }
         for message, holds in rules.items():
             if not holds:
                 raise ValueError(message)
+        for path in self.files.values():
+            if kind_of_file(path) in (".csv", ".tsv", ".parquet", ".arrow", ".tar", ".zip", ".tgz"):
+                raise ValueError(f"{path}: a text or JSON lines (.jsonl) are needed. Convert it.")
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The files that are given, by split."""
+        return {split: path for split in SPLITS if (path := getattr(self, f"{split}_file")) is not None}
 
     @property
     def evaluation_block_size(self) -> int:
@@ -144,8 +133,12 @@ class LanguageModelingDataConfig:
 # --- texts ----------------------------------------------------------------------------------------------------------
 
 
-def read_texts(config: LanguageModelingDataConfig) -> dict[str, bytes]:
+def read_texts(config: LanguageModelingDataConfig, only: str | None = None) -> dict[str, bytes]:
     """Read the texts of a configuration and cut them to its limits.
+
+    Args:
+        config: selects the texts.
+        only: the one split that is needed; None: all.
 
     Returns:
         The bytes of each split: train (unless it is streamed), validation and, if there is one, test.
@@ -154,13 +147,16 @@ def read_texts(config: LanguageModelingDataConfig) -> dict[str, bytes]:
         OSError: a file cannot be read.
         ValueError: a file or data set cannot be used, or a split is empty.
     """
-    if config.source == "embedded":
+    if config.dataset_name is None and not config.files:
         texts = _read_embedded(config)
     else:
-        chunks = _chunks(config)
+        chunks = _chunks(config, only)
         if config.streaming:
-            del chunks["train"]
-        texts = _split_in_order({split: b"".join(parts) for split, parts in chunks.items()}, config)
+            chunks.pop("train", None)
+        texts = {split: b"".join(parts) for split, parts in chunks.items()}
+        if "train" in texts:
+            texts = _split_in_order(texts, config)
+    texts = texts if only is None else {split: text for split, text in texts.items() if split == only}
     for split, text in texts.items():
         option = "max_train_bytes" if split == "train" else "max_eval_bytes"
         limit = getattr(config, option)
@@ -168,37 +164,56 @@ def read_texts(config: LanguageModelingDataConfig) -> dict[str, bytes]:
         if not texts[split]:
             raise ValueError(
                 f"nothing is left of the {split} text ({len(text)} bytes, {option}={limit}). Raise {option}, or give "
-                "more text or a larger fraction."
+                "more text or a larger share."
             )
     return texts
 
 
 def stream_training_text(config: LanguageModelingDataConfig) -> Iterator[bytes]:
     """The training text of a configuration with `streaming`, in pieces."""
-    chunks = _chunks(config)["train"]
+    chunks = _chunks(config, "train")["train"]
     return chunks if config.max_train_bytes is None else _cut_at_line(chunks, config.max_train_bytes)
 
 
-def _chunks(config: LanguageModelingDataConfig) -> dict[str, Iterator[bytes]]:
-    """The texts of files or of a data set of the Hub, each in pieces."""
-    if config.source == "files":
-        return {split: _file_chunks(path) for split, path in config.files.items()}
-    loaded = datasets.load_dataset(config.hub_dataset, config.hub_subset, streaming=config.streaming)
-    needed = {"train", "validation"} if config.streaming else {"train"}
-    if not needed <= set(loaded):
-        raise ValueError(f"hub_dataset={config.hub_dataset!r}: has the splits {list(loaded)}; needed: {needed}.")
-    column = config.text_column
+def _chunks(config: LanguageModelingDataConfig, only: str | None) -> dict[str, Iterator[bytes]]:
+    """The texts of files or of a data set of the Hub, each in pieces; of one split only where it has its own."""
+    if config.dataset_name is None:
+        files = config.files
+        if only in files:
+            files = {only: files[only]}
+        elif "train" not in files:
+            why = "it is needed to train" if only is None else f"there is no {only}_file either"
+            raise ValueError(f"train_file=None: {why}.")
+        return {split: _file_chunks(path, config.text_column_name) for split, path in files.items()}
+    names = {split: getattr(config, f"{split}_split_name") for split in SPLITS}
+    needed = ["train", "validation"] if config.streaming and only is None else [] if only else ["train"]
+    loaded = load_splits(config.dataset_name, config.dataset_config_name, names, needed, streaming=config.streaming)
+    if only in loaded:
+        loaded = {only: loaded[only]}
+    column = config.text_column_name
+    for split, rows in loaded.items():
+        if rows.column_names is not None and column not in rows.column_names:
+            raise ValueError(
+                f"text_column_name={column!r}: the {split} split of {config.dataset_name} has the columns "
+                f"{', '.join(rows.column_names)}."
+            )
     return {
-        split: (_with_line_end(row[column]).encode() for row in loaded[split].select_columns(column))
-        for split in SPLITS
-        if split in loaded
+        split: (_with_line_end(row[column]).encode() for row in rows.select_columns(column))
+        for split, rows in loaded.items()
     }
 
 
-def _file_chunks(path: str) -> Iterator[bytes]:
-    with open_compressed(path, ".txt") as stream:
-        while chunk := stream.read(2**16):
-            yield chunk
+def _file_chunks(path: str, field: str) -> Iterator[bytes]:
+    if kind_of_file(path) not in (".jsonl", ".json"):
+        yield from bytes_of(path)
+        return
+
+    def document(row: Any) -> bytes:
+        if not isinstance(row, dict) or not isinstance(row.get(field), str):
+            raise ValueError(f"no text in the field {field!r}; text_column_name names another")
+        return _with_line_end(row[field]).encode()
+
+    yield from checked(json_lines(path), document)
 
 
 def _with_line_end(text: str) -> str:
@@ -214,9 +229,9 @@ def _read_embedded(config: LanguageModelingDataConfig) -> dict[str, bytes]:
             with tokenize.open(path) as stream:  # follows Python's rule for the encoding of a source file
                 unique[_with_line_end(stream.read())] = None
     sources = list(unique)
-    random.Random(config.seed).shuffle(sources)
-    num_validation = max(1, round(len(sources) * config.validation_fraction))
-    num_test = max(1, round(len(sources) * config.test_fraction)) if config.test_fraction else 0
+    random.Random(config.sample_seed).shuffle(sources)
+    num_validation = max(1, round(len(sources) * config.validation_split_percentage / 100))
+    num_test = max(1, round(len(sources) * config.test_split_percentage / 100)) if config.test_split_percentage else 0
     num_train = len(sources) - num_validation - num_test
     parts = {"train": sources[:num_train], "validation": sources[num_train : num_train + num_validation]}
     if num_test:
@@ -229,11 +244,11 @@ def _split_in_order(texts: dict[str, bytes], config: LanguageModelingDataConfig)
     if "validation" in texts:
         return texts
     text = texts["train"]
-    test_fraction = 0.0 if "test" in texts else config.test_fraction
-    ends = (1 - config.validation_fraction - test_fraction, 1 - test_fraction)
+    test_share = 0.0 if "test" in texts else config.test_split_percentage / 100
+    ends = (1 - config.validation_split_percentage / 100 - test_share, 1 - test_share)
     first, second = (_character_boundary(text, round(len(text) * end)) for end in ends)
     parts = {"train": text[:first], "validation": text[first:second]}
-    return {**texts, **parts, "test": text[second:]} if test_fraction else {**texts, **parts}
+    return {**texts, **parts, "test": text[second:]} if test_share else {**texts, **parts}
 
 
 def _character_boundary(text: bytes | bytearray, position: int) -> int:
@@ -265,171 +280,3 @@ def _cut_at_line(chunks: Iterable[bytes], limit: int) -> Iterator[bytes]:
         yield held[:end]
         passed, held = passed + end, held[end:]
     yield held
-
-
-# --- blocks and segments --------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class TrainingBlocks(Dataset[Item]):
-    """Consecutive blocks, with `input_ids` and `labels`. The incomplete block at the end is dropped.
-
-    Raises:
-        ValueError: there are fewer tokens than one block.
-    """
-
-    token_ids: torch.Tensor
-    block_size: int
-
-    def __post_init__(self) -> None:
-        _require_a_block(len(self.token_ids), self.block_size)
-
-    def __len__(self) -> int:
-        return len(self.token_ids) // self.block_size
-
-    def __getitem__(self, index: int) -> Item:
-        begin = range(len(self))[index] * self.block_size
-        return _block(self.token_ids[begin : begin + self.block_size], 1)
-
-
-@dataclass(eq=False)
-class StreamedBlocks(IterableDataset[Item]):
-    """The items of `TrainingBlocks`, in order, from a text that is read again in each epoch.
-
-    Args:
-        pieces: called for each epoch. Returns the token ids of the text in pieces of any size.
-        block_size: number of tokens in a block.
-
-    Raises:
-        ValueError: while iterating: there are fewer tokens than one block, or a `DataLoader` has several workers, each
-            of which would read the whole text.
-    """
-
-    pieces: Callable[[], Iterable[torch.Tensor]]
-    block_size: int
-
-    def __iter__(self) -> Iterator[Item]:
-        worker = get_worker_info()
-        if worker is not None and worker.num_workers > 1:
-            raise ValueError(f"num_workers={worker.num_workers}: a text is streamed by one process. Choose 0 or 1.")
-        size, num_tokens = self.block_size, 0
-        rest: list[torch.Tensor] = []
-        for piece in self.pieces():
-            num_tokens += len(piece)
-            token_ids = torch.cat([*rest, piece])
-            whole = len(token_ids) // size * size
-            for begin in range(0, whole, size):
-                yield _block(token_ids[begin : begin + size], 1)
-            rest = [token_ids[whole:]]
-        _require_a_block(num_tokens, size)
-
-
-@dataclass(eq=False)
-class TrainingTracks(Dataset[Item]):
-    """A text cut into R tracks of equal length, which are read in parallel, segment by segment.
-
-    Item s · R + r is segment s of track r, with `input_ids` and `shift_labels`. R consecutive items are therefore a
-    batch in which every row continues the same row of the previous batch. The tracks follow each other in the text;
-    its tail that does not fill a segment of every track is dropped.
-
-    Args:
-        token_ids: the text.
-        block_size: number of tokens in a segment.
-        num_tracks: R, the rows of a training step: over all processes and micro-batches.
-
-    Raises:
-        ValueError: there are too few tokens for a segment of each track.
-    """
-
-    token_ids: torch.Tensor
-    block_size: int
-    num_tracks: int
-
-    def __post_init__(self) -> None:
-        needed = self.num_tracks * self.block_size + 1  # the last token is only a target
-        self.num_segments = (len(self.token_ids) - 1) // (needed - 1)
-        if self.num_segments < 1:
-            raise ValueError(
-                f"the training text has {len(self.token_ids)} tokens; {self.num_tracks} tracks with a segment of "
-                f"{self.block_size} take {needed}. Choose a smaller block_size or batch_size, or more text."
-            )
-
-    def __len__(self) -> int:
-        return self.num_segments * self.num_tracks
-
-    def __getitem__(self, index: int) -> Item:
-        segment, track = divmod(range(len(self))[index], self.num_tracks)
-        return _segment(self.token_ids, (track * self.num_segments + segment) * self.block_size, self.block_size)
-
-
-@dataclass(eq=False)
-class EvaluationBlocks(Dataset[Item]):
-    """Blocks in which every token of a text but the first is scored exactly once.
-
-    Block i starts at token i · stride and holds `input_ids` and `labels`; the last one may be shorter. It repeats the
-    last block_size - stride tokens of block i - 1 as context, at least one; the labels of the context are -100.
-
-    Args:
-        token_ids: the text, N ≥ 2.
-        block_size: number of tokens in a block.
-        num_bytes: number of bytes of the scored text, which begins after the first token.
-        num_words: number of words of the scored text.
-        stride: from 1 to block_size - 1; None: block_size - 1.
-    """
-
-    token_ids: torch.Tensor
-    block_size: int
-    num_bytes: int
-    num_words: int
-    stride: int | None = None
-
-    def __post_init__(self) -> None:
-        self.step = self.block_size - 1 if self.stride is None else self.stride
-
-    def __len__(self) -> int:
-        return 1 + math.ceil(max(0, len(self.token_ids) - self.block_size) / self.step)
-
-    def __getitem__(self, index: int) -> Item:
-        begin = range(len(self))[index] * self.step
-        context = 1 if begin == 0 else self.block_size - self.step
-        return _block(self.token_ids[begin : begin + self.block_size], context)
-
-
-@dataclass(eq=False)
-class EvaluationSegments(Dataset[Item]):
-    """Consecutive segments in which every token of a text but the first is scored exactly once.
-
-    Segment i starts at token i · block_size and holds `input_ids` and `shift_labels`; the last one may be shorter. The
-    arguments are those of `EvaluationBlocks`.
-    """
-
-    token_ids: torch.Tensor
-    block_size: int
-    num_bytes: int
-    num_words: int
-
-    def __len__(self) -> int:
-        return math.ceil((len(self.token_ids) - 1) / self.block_size)
-
-    def __getitem__(self, index: int) -> Item:
-        return _segment(self.token_ids, range(len(self))[index] * self.block_size, self.block_size)
-
-
-def _require_a_block(num_tokens: int, block_size: int) -> None:
-    if num_tokens < block_size:
-        raise ValueError(
-            f"block_size={block_size}: more than the {num_tokens} tokens of the training text. Choose a smaller one, "
-            "or more text."
-        )
-
-
-def _block(token_ids: torch.Tensor, context: int) -> Item:
-    input_ids = token_ids.long()
-    labels = input_ids.clone()
-    labels[:context] = IGNORED_LABEL
-    return {"input_ids": input_ids, "labels": labels}
-
-
-def _segment(token_ids: torch.Tensor, begin: int, length: int) -> Item:
-    tokens = token_ids[begin : begin + length + 1].long()
-    return {"input_ids": tokens[:-1].clone(), "shift_labels": tokens[1:].clone()}  # two views would share memory

@@ -1,4 +1,4 @@
-"""Training: a plain `transformers.Trainer` with RSA heads, and the loop on Accelerate of `rsa-hf train`.
+"""Training: a thin layer over `transformers.Trainer`, and what a plain Trainer or an Accelerate loop can use of it.
 
 The names below are imported on first use (PEP 562), so that one of them does not import all of transformers.
 """
@@ -7,43 +7,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rsa_hf.training.arguments import ConfigError, ModelSettings, RunConfig, TrainingSettings, read_run_config
+    from rsa_hf.training.arguments import ModelArguments, RSAArguments, RSATrainingArguments
+    from rsa_hf.training.callbacks import RSACallback
+    from rsa_hf.training.checkpoints import newest_whole_checkpoint
     from rsa_hf.training.fsdp import shard_rsa_heads
     from rsa_hf.training.optimizer import optimizer_cls_and_kwargs, param_groups
-    from rsa_hf.training.run import TrainResult, load_model, predict_logits, train
-    from rsa_hf.training.search import FoundPlan, head_plan_space, search_head_plans
-    from rsa_hf.training.steps import TrainingDivergedError
-    from rsa_hf.training.trainer import RSACallback, newest_whole_checkpoint
+    from rsa_hf.training.rsa_trainer import RSATrainer
 
 __all__ = [
-    "ConfigError",
-    "FoundPlan",
-    "ModelSettings",
+    "ModelArguments",
+    "RSAArguments",
     "RSACallback",
-    "RunConfig",
-    "TrainResult",
-    "TrainingDivergedError",
-    "TrainingSettings",
-    "head_plan_space",
-    "load_model",
+    "RSATrainer",
+    "RSATrainingArguments",
     "newest_whole_checkpoint",
     "optimizer_cls_and_kwargs",
     "param_groups",
-    "predict_logits",
-    "read_run_config",
-    "search_head_plans",
     "shard_rsa_heads",
-    "train",
 ]
 
 _MODULES = {
-    "arguments": ("ConfigError", "ModelSettings", "RunConfig", "TrainingSettings", "read_run_config"),
+    "arguments": ("ModelArguments", "RSAArguments", "RSATrainingArguments"),
+    "callbacks": ("RSACallback",),
+    "checkpoints": ("newest_whole_checkpoint",),
     "fsdp": ("shard_rsa_heads",),
     "optimizer": ("optimizer_cls_and_kwargs", "param_groups"),
-    "run": ("TrainResult", "load_model", "predict_logits", "train"),
-    "search": ("FoundPlan", "head_plan_space", "search_head_plans"),
-    "steps": ("TrainingDivergedError",),
-    "trainer": ("RSACallback", "newest_whole_checkpoint"),
+    "rsa_trainer": ("RSATrainer",),
 }
 
 

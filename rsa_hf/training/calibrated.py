@@ -6,79 +6,70 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel
 
-from rsa_hf.calibration import run_calibration
+from rsa_hf.calibration import CalibrationSettings, run_calibration
 from rsa_hf.config import RSAConfig
 from rsa_hf.patching import patch_model
-from rsa_hf.training.arguments import RunConfig
+from rsa_hf.training.arguments import RSATrainingArguments
 from rsa_hf.training.carried import ParallelTracks
-from rsa_hf.training.steps import Batch
-from rsa_hf.utils.files import sole_writer, storage_errors, write_text
+from rsa_hf.utils.files import write_text
 
-__all__ = ["FILE", "calibration_batches", "patch_calibrated"]
-
-FILE = "calibration.json"
-HEATMAP = "calibration.png"
+__all__ = ["calibration_batches", "patch_calibrated"]
 
 
 def patch_calibrated(
     model: PreTrainedModel,
     train_dataset: Any,
-    collate_fn: Callable[[list[Any]], Batch],
-    config: RunConfig[Any],
-    accelerator: Accelerator,
-) -> PreTrainedModel:
-    """Patch the model of a run whose section `rsa` has `calibrate`.
+    collate_fn: Callable[[list[Any]], Any],
+    settings: CalibrationSettings,
+    args: RSATrainingArguments,
+) -> tuple[PreTrainedModel, dict[str, float]]:
+    """Calibrate a plain model and patch it; it stays plain if no gain was shown.
 
     What was found is printed and written to `calibration.json` and, with matplotlib, `calibration.png` in the output
-    folder. A run that continues reads it there. The model stays plain if no gain was shown.
+    folder. A run that continues, and the other processes, read it there.
 
     Args:
-        model: the plain model, as it is before training.
+        model: the model, as it is before training.
         train_dataset: the training data of the run.
         collate_fn: makes a batch of a list of examples.
-        config: the settings of the run. Its seed chooses the rows.
-        accelerator: of the run; the main process calibrates, the others read what it has found.
+        settings: how heads are chosen.
+        args: of the run. Its seed chooses the rows.
+
+    Returns:
+        The model, and the loss before training without and with RSA heads, as `calibration_…`.
 
     Raises:
         ValueError: the data has memory to carry from row to row, or cannot be used for a calibration.
     """
-    settings, training = config.calibrate, config.training
-    assert settings is not None
-    output = Path(training.output_dir)
-    made_for = json.loads(json.dumps({**config.to_dict(), "training": {"seed": training.seed}}))
-    with accelerator.main_process_first():
-        known = json.loads((output / FILE).read_text(encoding="utf-8")) if (output / FILE).exists() else {}
-        is_stale = known.get("made for") != made_for or training.resume == "never"
-        if is_stale and accelerator.is_main_process:
+    path = args.folder / "calibration.json"
+    with args.main_process_first():
+        is_new = not path.exists() or not (path.parent / "run.json").exists()
+        if is_new and args.should_save:
             batches = calibration_batches(
-                train_dataset, collate_fn, settings.max_rows, training.batch_size, training.seed
+                train_dataset, collate_fn, settings.max_rows, args.per_device_train_batch_size, args.seed
             )
-            found = run_calibration(model.to(accelerator.device), batches, seed=training.seed, **asdict(settings))
+            model.to(args.device)  # type: ignore[arg-type]  # transformers' decorator
+            found = run_calibration(model, batches, seed=args.seed, **asdict(settings))
             print(found)
-            known = {"made for": made_for, "scores": found.scores, **found.to_dict()}
-            with sole_writer(output), storage_errors(output):
-                write_text(output / FILE, json.dumps(known, indent=2) + "\n")
-                try:
-                    found.plot(output / HEATMAP)
-                except ImportError as error:
-                    print(f"no heatmap: {error}")
-    return patch_model(model, RSAConfig.from_dict(known["config"]))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps({"scores": found.scores, **found.to_dict()}, indent=2) + "\n")
+            try:
+                found.plot(path.with_suffix(".png"))
+            except ImportError as error:
+                print(f"no heatmap: {error}")
+        known = json.loads(path.read_text(encoding="utf-8"))
+    scores = {f"calibration_{name}": float(value) for name, value in known["scores"].items()}
+    return patch_model(model, RSAConfig.from_dict(known["config"])), scores
 
 
 def calibration_batches(
-    train_dataset: Any,
-    collate_fn: Callable[[list[Any]], Batch],
-    count: int,
-    batch_size: int,
-    seed: int,
+    train_dataset: Any, collate_fn: Callable[[list[Any]], Any], count: int, batch_size: int, seed: int
 ) -> list[dict[str, Any]]:
     """Some rows of a data set, drawn at random, or the first ones of a stream, in batches.
 
@@ -86,7 +77,7 @@ def calibration_batches(
         ValueError: the data has memory to carry from row to row.
     """
     if isinstance(train_dataset, ParallelTracks):
-        raise ValueError("rsa.calibrate reads single rows, so data.carry_memory=true cannot be used with it.")
+        raise ValueError("rsa: calibrate reads single rows, so carry_memory=true cannot be used with it.")
     if isinstance(train_dataset, IterableDataset):
         rows = list(islice(train_dataset, count))
     else:

@@ -35,8 +35,8 @@ def segment_state_of(model: nn.Module) -> str:
     if not isinstance(name, str):
         raise ValueError(
             f"a {type(model).__name__} carries nothing from segment to segment: it has no segment_state. Set "
-            "data.carry_memory to false to train and score separate blocks, or choose a model with memory "
-            "(model.model_type 'transfo-xl' or 'recurrent')."
+            "carry_memory to false to train and score separate blocks, or choose a model with memory (model_type "
+            "transfo-xl or recurrent)."
         )
     return name
 
@@ -51,7 +51,7 @@ def carried_from(outputs: Any, name: str) -> Any:
     if state is None:
         raise ValueError(
             f"the model has returned no {name} to carry to the next segment. Set use_cache=True and a memory of more "
-            "than 0 positions in its config, or data.carry_memory to false."
+            "than 0 positions in its config, or carry_memory to false."
         )
     return state
 

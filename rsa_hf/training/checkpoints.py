@@ -1,215 +1,142 @@
-"""Checkpoints of the training loop: written atomically, the newest kept, resumed only under the same settings."""
+"""Where a run stands: its newest whole checkpoint, and whether the folder belongs to the same settings and data."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import os
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
+from safetensors import SafetensorError, safe_open
+from transformers.trainer import TRAINER_STATE_NAME
 
-from rsa_hf.training.carried import CarriedState
-from rsa_hf.utils.files import discard, emptied, put_in_place, recover, storage_errors
+from rsa_hf.training.arguments import RunArguments
+from rsa_hf.utils.files import write_text
+from rsa_hf.utils.text import finite_or_null
 
-__all__ = ["CheckpointFolder", "Progress", "flatten"]
+__all__ = ["RunFolder", "digest", "newest_whole_checkpoint", "step_of"]
 
 logger = logging.getLogger(__name__)
 
-KEPT = 2  # the newest, and one more in case it is damaged
-_PROGRESS_FILE = "progress.json"
-# Settings that may change when a run is continued: they do not affect what is learned.
-_FREE_SETTINGS = {
-    *("training.output_dir", "training.eval_batch_size", "training.resume", "training.report_to"),
-    *("training.log_every_steps", "training.eval_every_steps", "training.save_every_steps"),
-}
+# Settings of TrainingArguments, by their beginnings, that do not change what is learned.
+FREE = (
+    "output_dir", "overwrite_output_dir", "resume_from", "do_", "log", "report_to", "run_name", "project", "trackio",
+    "disable_tqdm", "save_", "push_", "hub_", "eval_", "per_device_eval", "dataloader_", "debug", "skip_memory",
+    "ddp_", "prediction_loss", "include_", "batch_eval", "torch_empty", "local_rank", "jit_", "enable_jit",
+)  # fmt: skip
 
 
-@dataclass
-class Progress:
-    """The progress of a run. A checkpoint has it beside the states that Accelerate saves.
-
-    Attributes:
-        step: optimiser steps done.
-        tokens: input tokens seen, without padding.
-        losses: the loss of each step since the last line in the log.
-        metrics: results of the last evaluation.
-        best_step: step of the best evaluation; None before the first.
-        best_metrics: results of the best evaluation.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    losses: list[float] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
-    best_step: int | None = None
-    best_metrics: dict[str, float] = field(default_factory=dict)
-
-
-class CheckpointFolder:
-    """The checkpoints of a run, subfolders `step-N` of a folder.
-
-    Every process has to call `recover`, `save`, `load` and `clear`.
+class RunFolder:
+    """The output folder of a run: `run.json` has its settings and the digest of its data.
 
     Args:
-        path: the folder. It is created with the first checkpoint.
-        settings: the settings of the run, as nested mappings. They are saved with each checkpoint.
-        accelerator: its state is saved and loaded.
+        run: the settings.
+        data: digest of the examples that the run reads.
+
+    Raises:
+        ValueError: the folder has checkpoints of a run with other settings or data.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], accelerator: Accelerator) -> None:
-        self.path = path
-        self.accelerator = accelerator
-        flat = {name: value for name, value in flatten(settings).items() if name not in _FREE_SETTINGS}
-        # Through JSON, for a comparison with settings that were read from a checkpoint.
-        self.settings: dict[str, Any] = json.loads(json.dumps(flat))
+    def __init__(self, run: RunArguments[Any], data: str) -> None:
+        args = run.training
+        self.folder, self._file = args.folder, args.folder / "run.json"
+        training = {each.name: getattr(args, each.name) for each in fields(args) if not each.name.startswith(FREE)}
+        settings = {**asdict(run.model), "rsa": run.rsa.rsa, **asdict(run.data), **training}
+        settings["processes"] = args.world_size
+        # As they come back from the file.
+        self.content = json.loads(json.dumps(finite_or_null({"data": data, "settings": settings}), default=str))
+        if args.overwrite_output_dir and args.should_save:
+            for path in self.folder.glob("checkpoint-*"):
+                shutil.rmtree(path)
+            self._file.unlink(missing_ok=True)
+        known = json.loads(self._file.read_text(encoding="utf-8")) if self._file.exists() else None
+        self.result: str | None = None if known is None or args.overwrite_output_dir else known.get("result")
+        if known is not None and not args.overwrite_output_dir:
+            self._require_same(known)
 
-    def recover(self) -> None:
-        """Delete incomplete checkpoints of a killed run."""
-        if self.accelerator.is_main_process:
-            with storage_errors(self.path):
-                for left in self.path.glob(".step-*"):
-                    recover(self.path / left.stem.removeprefix("."))
-        self.accelerator.wait_for_everyone()
-
-    def save(self, progress: Progress, carried: CarriedState | None) -> None:
-        """Write `step-N`, and delete all but the newest checkpoints.
-
-        Raises:
-            StorageError: it cannot be written. Earlier checkpoints stay intact.
-        """
-        folder = self.path / f"step-{progress.step}"
-        try:
-            with storage_errors(self.path):
-                self._write(folder, progress, carried)
-        except Exception:
-            shutil.rmtree(_temporary(folder), ignore_errors=True)  # it may fill the disk
-            raise
-        self.accelerator.wait_for_everyone()
-
-    def _write(self, folder: Path, progress: Progress, carried: CarriedState | None) -> None:
-        temporary = _temporary(folder)
-        if self.accelerator.is_main_process:
-            emptied(folder)
-        self.accelerator.wait_for_everyone()
-        self.accelerator.save_state(str(temporary))
-        if carried is not None:
-            carried.save(temporary, self.accelerator.process_index)
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            content = {"progress": asdict(progress), "settings": self.settings, "files": _sizes(temporary)}
-            (temporary / _PROGRESS_FILE).write_text(json.dumps(content, indent=1), encoding="utf-8")
-            put_in_place(folder)
-            self._drop_old()
-
-    def _drop_old(self) -> None:
-        """Delete all but the newest intact checkpoints."""
-        for old in [folder for folder in self._saved() if _fault(folder) is None][:-KEPT]:
-            discard(old)
-
-    def newest(self) -> Path | None:
-        """The newest intact checkpoint, or None if none was saved.
-
-        Raises:
-            ValueError: all checkpoints are damaged.
-        """
-        faults: list[str] = []
-        for folder in reversed(self._saved()):
-            fault = _fault(folder)
-            if fault is None:
-                if faults:
-                    logger.warning("%s; continuing from %s, the newest intact one.", "; ".join(faults), folder)
-                return folder
-            faults.append(f"the checkpoint {folder} is damaged: {fault}")
-        if faults:
-            raise ValueError(f"{'; '.join(faults)}. To start over, set training.resume to 'never'.")
-        return None
-
-    def load(self, folder: Path, carried: CarriedState | None) -> Progress:
-        """Restore the state of a checkpoint, random number generators included.
-
-        Raises:
-            ValueError: the checkpoint is missing or damaged, or belongs to a run with other settings.
-        """
-        fault = _fault(folder)
-        if fault is not None:
-            raise ValueError(
-                f"{folder} is not an intact checkpoint ({fault}). Set training.resume to a step-N folder of this run, "
-                "to 'auto' for the newest, or to 'never' to start over."
-            )
-        content = json.loads((folder / _PROGRESS_FILE).read_text(encoding="utf-8"))
-        then, now = content["settings"], self.settings
+    def _require_same(self, known: Mapping[str, Any]) -> None:
+        before, now = known["settings"], self.content["settings"]
         changed = [
-            f"{name} was {then.get(name)!r}, now {now.get(name)!r}"
-            for name in sorted(then.keys() | now.keys())
-            if then.get(name) != now.get(name)
+            f"{key}: {before[key]!r} → {now[key]!r}" for key in before if key in now and before[key] != now[key]
         ]
+        if known["data"] != self.content["data"]:
+            changed.append("the data: other examples than before")
         if changed:
             raise ValueError(
-                f"the checkpoint {folder} belongs to a run with other settings ({'; '.join(changed)}). Restore them "
-                "to continue that run, start a new run with another training.output_dir, or set training.resume to "
-                "'never' to delete that run's checkpoints and start over."
+                f"{self.folder} is the folder of another run ({'; '.join(changed)}). Give another output_dir, or "
+                "overwrite_output_dir=true to start over."
             )
-        if carried is not None:
-            carried.load(folder, self.accelerator.process_index, self.accelerator.device)
-        self.accelerator.load_state(str(folder))
-        return Progress(**content["progress"])
 
-    def clear(self, after: int = -1) -> None:
-        """Delete checkpoints newer than a step, and surplus old ones that a killed run did not delete."""
-        if self.accelerator.is_main_process:
-            with storage_errors(self.path):
-                for folder in reversed(self._saved()):
-                    if _step(folder) > after:
-                        discard(folder)
-                self._drop_old()
-        self.accelerator.wait_for_everyone()
+    def start(self) -> None:
+        """Write the settings, before the first step."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text(self._file, json.dumps(self.content, indent=2) + "\n")
 
-    def _saved(self) -> list[Path]:
-        """The checkpoints, oldest first. A folder gets this name after all its files are written."""
-        folders = [folder for folder in self.path.glob("step-*") if re.fullmatch(r"step-\d+", folder.name)]
-        return sorted((folder for folder in folders if (folder / _PROGRESS_FILE).is_file()), key=_step)
+    def finish(self, result: str) -> None:
+        """Note that the run has ended, with its table of results."""
+        write_text(self._file, json.dumps({**self.content, "result": result}, indent=2) + "\n")
 
 
-def _temporary(folder: Path) -> Path:
-    """The folder that `emptied` creates: only the main process calls it."""
-    return folder.with_name(f".{folder.name}.tmp")
+def digest(texts: Iterable[bytes]) -> str:
+    """A digest of examples, in order."""
+    total = hashlib.sha256()
+    for text in texts:
+        total.update(hashlib.sha256(text).digest())
+    return total.hexdigest()
 
 
-def _step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
+def step_of(checkpoint: str) -> int:
+    """The step of a checkpoint of a Trainer."""
+    state = json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    return int(state["global_step"])
 
 
-def _sizes(folder: Path) -> dict[str, int]:
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != _PROGRESS_FILE)
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+def newest_whole_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
+    """The newest checkpoint of a Trainer that was written completely.
 
+    The Trainer writes `checkpoint-N` in place, file by file. After a killed process or a full disk,
+    `trainer.train(resume_from_checkpoint=True)` takes the incomplete checkpoint and fails. Instead:
 
-def _fault(folder: Path) -> str | None:
-    """A missing or truncated file of a checkpoint, as after an interrupted copy; None if it is intact."""
-    try:
-        written = json.loads((folder / _PROGRESS_FILE).read_text(encoding="utf-8"))["files"]
-        found = _sizes(folder)
-        for name, size in written.items():
-            if name not in found:
-                return f"{name} is missing"
-            if found[name] != size:
-                return f"{name} has {found[name]} bytes, of {size}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{_PROGRESS_FILE} cannot be read ({error!r})"
+        trainer.train(resume_from_checkpoint=newest_whole_checkpoint(args.output_dir))
+
+    A checkpoint counts as complete if its `trainer_state.json`, which is written last, and all its tensor files are.
+    This requires that the Trainer does not overwrite older checkpoints: give each new run its own folder. With
+    several processes the files of the main one are checked. Resumed from the checkpoint of its last step, the Trainer
+    of transformers 5.23 trains one step more: do not call it again for a run that has ended.
+
+    Args:
+        output_dir: the `output_dir` of the `TrainingArguments`.
+
+    Returns:
+        A value for `resume_from_checkpoint`; None, which starts from the beginning, without a complete checkpoint.
+    """
+    folders = [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    for folder in sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
+        fault = _fault(folder)
+        if fault is None:
+            return str(folder)
+        logger.warning("%s is incomplete and is not used: %s.", folder, fault)
     return None
 
 
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings with dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
+def _fault(folder: Path) -> str | None:
+    """What is incomplete in a checkpoint, or None."""
+    path = folder / TRAINER_STATE_NAME
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in folder.rglob("*.safetensors"):
+            with safe_open(path, framework="pt"):
+                pass  # compares the length of the file with its header
+        for path in (*folder.rglob("*.pt"), *folder.rglob("*.pth")):
+            if not zipfile.is_zipfile(path):  # torch.save writes the table of contents at the end
+                return f"{path.name} is truncated"
+    except (OSError, ValueError, SafetensorError) as error:
+        return f"{path.name} cannot be read ({error})"
+    return None

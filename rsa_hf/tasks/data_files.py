@@ -1,0 +1,127 @@
+"""What both tasks read: plain or compressed files, JSON lines, and the splits of a data set of the Hub."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import datasets
+
+__all__ = ["SPLITS", "bytes_of", "checked", "json_lines", "kind_of_file", "load_splits", "open_compressed"]
+
+SPLITS = ("train", "validation", "test")
+MOST_NAMED = 10  # bad rows in one message
+
+# How archives begin; the tar header has its mark at byte 257.
+_ARCHIVES = (b"PK\x03\x04", b"\x1f\x8b", b"\xfd7zXZ", b"7z\xbc\xaf", b"Rar!", b"BZh", b"\x28\xb5\x2f\xfd", b"PAR1")
+
+Row = TypeVar("Row")
+
+
+def kind_of_file(path: str | Path) -> str:
+    """The ending of a data file without that of its compression, such as `.jsonl`."""
+    name = Path(path)
+    return Path(name.stem).suffix if name.suffix in (".gz", ".xz") else name.suffix
+
+
+@contextmanager
+def open_compressed(path: str | Path) -> Iterator[IO[bytes]]:
+    """Open a data file for reading bytes, uncompressed where it ends in `.gz` or `.xz`.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: its compressed content is truncated or corrupt, or it is an archive.
+    """
+    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+    try:
+        with openers.get(Path(path).suffix, open)(path, "rb") as file:
+            start = file.read(265)
+            if start.startswith(_ARCHIVES) or start[257:262] == b"ustar":
+                raise ValueError(f"{path} is an archive or a binary table, not a text. Unpack or convert it.")
+            file.seek(0)
+            yield file
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        raise ValueError(f"{path} is truncated or corrupt ({error}). Copy or download it again.") from error
+
+
+def bytes_of(path: str | Path, size: int = 2**16) -> Iterator[bytes]:
+    """The bytes of a file, uncompressed, in pieces."""
+    with open_compressed(path) as file:
+        while piece := file.read(size):
+            yield piece
+
+
+def json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
+    """The lines of a file of JSON lines that are not blank, each with its place, as bytes that were not parsed."""
+    with open_compressed(path) as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield f"{path}, line {number}", line
+
+
+def checked(rows: Iterable[tuple[str, Any]], read: Callable[[Any], Row]) -> Iterator[Row]:
+    """Read rows, and report those that cannot be read together.
+
+    Args:
+        rows: each with its place: file and line, or data set, split and row. JSON that was not parsed is bytes.
+        read: makes an example of a row, or raises a ValueError.
+
+    Raises:
+        ValueError: after the last row, with the first ten bad ones and their number.
+    """
+    bad: list[str] = []
+    total = 0
+    for place, row in rows:
+        try:
+            yield read(json.loads(row) if isinstance(row, bytes) else row)
+        except (ValueError, RecursionError) as error:
+            total += 1
+            if len(bad) < MOST_NAMED:
+                bad.append(f"{place}: {error}")
+    if bad:
+        more = f" … {total} bad rows in all." if total > len(bad) else ""
+        raise ValueError("; ".join(bad) + more)
+
+
+def load_splits(
+    name: str, config_name: str | None, split_names: Mapping[str, str | None], needed: Iterable[str], **keywords: Any
+) -> dict[str, Any]:
+    """Load a data set of the Hub, or a local folder that `datasets` reads.
+
+    Args:
+        name: the data set.
+        config_name: its configuration.
+        split_names: what the data set calls train, validation and test; None: the same.
+        needed: splits that must be there.
+        keywords: as for `datasets.load_dataset`.
+
+    Returns:
+        The splits that are there, by our names.
+
+    Raises:
+        OSError: it cannot be found.
+        ValueError: it needs a configuration or a script, or lacks a split.
+    """
+    try:
+        loaded = datasets.load_dataset(name, config_name, **keywords)
+    except RuntimeError as error:  # it needs a script
+        raise ValueError(
+            f"dataset_name={name!r}: {error!s:.500} Name a data set of parquet or JSON files, or give files."
+        ) from error
+    except ValueError as error:  # it has several configurations, and the message lists them
+        raise ValueError(f"dataset_name={name!r}, dataset_config_name={config_name!r}: {error!s:.1000}") from error
+    names = {split: split_names.get(split) or split for split in SPLITS}
+    wrong = [split for split in SPLITS if split_names.get(split) and names[split] not in loaded]
+    missing = [split for split in needed if names[split] not in loaded]
+    for split in [*wrong, *missing]:
+        raise ValueError(
+            f"dataset_name={name!r} has the splits {', '.join(loaded)}, but no {names[split]!r}. Name its {split} "
+            f"split by {split}_split_name."
+        )
+    return {split: loaded[names[split]] for split in SPLITS if names[split] in loaded}

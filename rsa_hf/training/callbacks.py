@@ -1,0 +1,171 @@
+"""Callbacks of a `transformers.Trainer`: gates and rates in its log, a quiet bar, stopping by a signal."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import threading
+import time
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from rsa_hf.report import rsa_report
+
+__all__ = ["DivergedError", "ProgressBar", "RSACallback", "StopOnSignal"]
+
+logger = logging.getLogger(__name__)
+
+
+class DivergedError(RuntimeError):
+    """The loss became NaN or infinite."""
+
+
+class RSACallback(TrainerCallback):
+    """Logs gates and rates after each log of the training loss: `trainer.add_callback(RSACallback(trainer))`.
+
+    They are logged with `trainer.log` as a separate record at the same step, so that every tracker and
+    `state.log_history` get them: `rsa/gate`, the mean over all layers, and for each RSA layer in module order
+    `rsa/gate/layer_NN` and `rsa/decay/layer_NN`, the means over its heads of g and of |λ| or γ.
+    `rsa_hf.rsa_report` has the values of each head. An `RSATrainer` has this callback.
+
+    Args:
+        trainer: the Trainer that logs and whose model is reported on.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        # Events do not pass the Trainer, and `logs` that a callback changes have reached the trackers before it.
+        self.trainer = trainer
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Log gates and rates after a record with the training loss."""
+        if "loss" in (kwargs.get("logs") or {}):
+            values = rsa_report(kwargs["model"]).scalars()
+            if values:
+                self.trainer.log(values)
+
+
+class ProgressBar(ProgressCallback):
+    """One bar for training, with the loss, and one for each evaluation, with a line of its metrics."""
+
+    training_bar: Any
+    prediction_bar: Any
+    _evaluation_began: float | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the bar where the run starts."""
+        self.current_step = state.global_step
+        if state.is_world_process_zero:
+            self.training_bar = tqdm(
+                total=state.max_steps, initial=state.global_step, desc="training", unit="step", dynamic_ncols=True
+            )
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        """Show the bar of an evaluation."""
+        if self.prediction_bar is None and state.is_world_process_zero:
+            self.prediction_bar = tqdm(
+                total=len(eval_dataloader), desc="evaluating", unit="batch", leave=False, delay=2, dynamic_ncols=True
+            )
+        super().on_prediction_step(args, state, control, eval_dataloader=eval_dataloader)  # type: ignore[no-untyped-call]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Move the bar, and note the time where an evaluation follows."""
+        super().on_step_end(args, state, control)  # type: ignore[no-untyped-call]
+        self._evaluation_began = time.time()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        """Print the metrics, and take the time of the evaluation out of the estimate for training."""
+        super().on_evaluate(args, state, control)  # type: ignore[no-untyped-call]
+        if self.training_bar is None or not state.is_world_process_zero:
+            return
+        if self._evaluation_began is not None:
+            passed = time.time() - self._evaluation_began
+            self.training_bar.start_t += passed
+            self.training_bar.last_print_t += passed
+            self._evaluation_began = None
+        technical = (
+            "runtime",
+            "per_second",
+            "preparation_time",
+            "num_",
+            "perplexity",
+            "epoch",
+            "majority",
+            "share",
+            "nats",
+        )
+        shown = {
+            key.removeprefix("eval_"): value
+            for key, value in (metrics or {}).items()
+            if isinstance(value, int | float) and not any(word in key for word in technical)
+        }
+        words = ", ".join(f"{key} {value:.4g}" for key, value in shown.items())
+        self.training_bar.write(f"step {state.global_step}: {words}")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Show the loss beside the bar; a tracker, or trainer_state.json, has the rest."""
+        if self.training_bar is not None and "loss" in (logs or {}):
+            self.training_bar.set_postfix(loss=f"{logs['loss']:.4g}", refresh=False)
+
+
+class StopOnSignal(TrainerCallback):
+    """After SIGTERM or Ctrl-C, saves a checkpoint at the end of the step and ends the training.
+
+    With several processes the signal may reach them in different steps, or one of them only: they agree on a step.
+
+    Attributes:
+        signal: the signal that ended the training; None: it was not ended.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the signals, which only the main thread of a process can do."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.signal is not None:  # the second time, at once
+            self._give_back()
+            signal.raise_signal(number)
+        self.signal = number
+        self.trainer.accelerator.set_trigger()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ask for a checkpoint and the end."""
+        accelerator = self.trainer.accelerator
+        if self.signal is not None if accelerator.num_processes == 1 else accelerator.check_trigger():
+            self.signal = self.signal or signal.SIGTERM
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave out the evaluation of an epoch that was not finished."""
+        if self.signal is not None:
+            control.should_evaluate = control.should_save = False
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give the signals back."""
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+
+def require_finite(loss: Any, step: int) -> None:
+    """Raise a `DivergedError` for a loss that is NaN or infinite."""
+    if not math.isfinite(float(loss)):
+        raise DivergedError(
+            f"the loss is {float(loss)} after step {step}: training has diverged. Lower learning_rate or "
+            "rsa_learning_rate, or leave fp16 out. Earlier checkpoints are intact."
+        )

@@ -1,0 +1,158 @@
+"""`RSATrainer`: `transformers.Trainer` for patched models, and for models that carry a memory between segments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
+from transformers import PrinterCallback, ProgressCallback, Trainer
+
+from rsa_hf.hub.card import CardFacts, write_card
+from rsa_hf.patching import is_patched
+from rsa_hf.training.arguments import RSATrainingArguments
+from rsa_hf.training.callbacks import ProgressBar, RSACallback, StopOnSignal, require_finite
+from rsa_hf.training.carried import CarriedState, ParallelTracks
+from rsa_hf.training.fsdp import shard_rsa_heads
+from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
+
+__all__ = ["RSATrainer"]
+
+
+class RSATrainer(Trainer):
+    """`transformers.Trainer`, with what patched models want and it lacks.
+
+    * RSA parameters have their own learning rate, `args.rsa_learning_rate`, and no weight decay (`param_groups`).
+    * Gates and rates are logged (`RSACallback`), and the model card that `push_to_hub` uploads shows them.
+    * Under FSDP2 they stay float32 (`shard_rsa_heads`).
+    * A loss that is NaN or infinite ends the training; SIGTERM and Ctrl-C end it after a checkpoint.
+    * A model with a `segment_state` carries it along the tracks of a `ParallelTracks` data set, across checkpoints.
+
+    Args:
+        args: the settings.
+        keywords: as for `Trainer`.
+
+    Attributes:
+        card_facts: fields of `CardFacts` for the model card.
+        stop: the callback that knows whether a signal has ended the training.
+
+    Raises:
+        ValueError: parallel tracks for a model without a state, or more or fewer of them than a step has rows.
+        DivergedError: while training.
+    """
+
+    args: RSATrainingArguments
+
+    def __init__(self, *, args: RSATrainingArguments, **keywords: Any) -> None:
+        keywords.setdefault(
+            "optimizer_cls_and_kwargs", optimizer_cls_and_kwargs(args, getattr(args, "rsa_learning_rate", None))
+        )
+        model = keywords.get("model")
+        if getattr(model, "segment_state", None) is not None:
+            args.use_cache = True  # the Trainer switches off what a model returns for the next segment
+        super().__init__(args=args, **keywords)
+        if self.pop_callback(PrinterCallback) is None and self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(ProgressBar)
+        self.stop = StopOnSignal(self)
+        self.add_callback(RSACallback(self))
+        self.add_callback(self.stop)
+        self.card_facts: Mapping[str, Any] = {}
+        self._last_loss: Tensor | None = None
+        self._carried: CarriedState | None = None
+        self._micro_batches = 0
+        tracks = self._tracks
+        if tracks is not None:
+            # The loss is a mean over the micro-batch: the Trainer divides it by the number of micro-batches.
+            self.model_accepts_loss_kwargs = False
+            rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+            if tracks.num_tracks != rows:
+                raise ValueError(
+                    f"the data has {tracks.num_tracks} tracks, but a step takes {rows} rows "
+                    f"({args.per_device_train_batch_size} in each of {args.gradient_accumulation_steps} micro-batches "
+                    f"on each of {args.world_size} processes). Cut it into that many tracks."
+                )
+
+    @property
+    def _tracks(self) -> ParallelTracks | None:
+        return self.train_dataset if isinstance(self.train_dataset, ParallelTracks) else None
+
+    def train(self, *args: Any, **keywords: Any) -> Any:
+        """As `Trainer.train`. A new run starts with an empty memory."""
+        assert self.model is not None
+        shard_rsa_heads(self.model, self.accelerator)
+        self._carried = CarriedState(self.model) if self._tracks is not None else None
+        self._micro_batches = 0
+        return super().train(*args, **keywords)
+
+    def training_step(self, *args: Any, **keywords: Any) -> Tensor:
+        """As `Trainer.training_step`."""
+        self._last_loss = super().training_step(*args, **keywords)
+        return self._last_loss
+
+    def log(self, logs: dict[str, float], *args: Any, **keywords: Any) -> None:
+        """As `Trainer.log`; a loss that is NaN or infinite ends the training."""
+        super().log(logs, *args, **keywords)
+        if "loss" in logs:
+            require_finite(logs["loss"], self.state.global_step)
+
+    def create_model_card(self, *args: Any, **keywords: Any) -> None:
+        """Write rsa_hf's model card for a patched model, and the Trainer's for another."""
+        assert self.model is not None
+        if not is_patched(self.model):
+            super().create_model_card(*args, **keywords)
+        elif self.is_world_process_zero():
+            facts = CardFacts(**self.card_facts)
+            write_card(self.accelerator.unwrap_model(self.model), self.args.folder, facts, plot=True)
+
+    # --- memory carried along parallel tracks -----------------------------------------------------------------------
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """As `Trainer.compute_loss`. On tracks, the mean loss, with the model's memory carried along them."""
+        tracks = self._tracks
+        if tracks is None or self._carried is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        per_process = len(tracks) // self.args.world_size
+        if self._micro_batches * len(inputs["input_ids"]) % per_process == 0:  # an epoch begins
+            self._carried.reset()
+        place = self._micro_batches % self.args.gradient_accumulation_steps
+        self._micro_batches += 1
+        return self._carried.mean_loss(model, inputs, place)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        if self._tracks is not None:
+            return SequentialSampler(self._tracks)
+        return super()._get_train_sampler(train_dataset)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, *args: Any, **keywords: Any) -> None:
+        if self._last_loss is not None:
+            require_finite(self._last_loss, self.state.global_step)
+        super()._save_checkpoint(*args, **keywords)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # A tied weight is saved once, under one of its names.
+        tied = getattr(self.accelerator.unwrap_model(self.model), "all_tied_weights_keys", {})
+        missing = [key for key in load_result.missing_keys if key not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
+    # The memory is saved and loaded with the states of the random generators: what a process needs to go on.
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self._carried is not None:
+            self._carried.save(Path(output_dir), self.args.process_index)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if self._carried is not None and checkpoint is not None:
+            self._carried.load(Path(checkpoint), self.args.process_index, self.args.device)
+            self._micro_batches = self.state.global_step * self.args.gradient_accumulation_steps

@@ -1,0 +1,148 @@
+"""A run of `rsa-hf train`: say how it starts, train, save the model, and show the results."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+
+from rsa_hf.patching import is_patched
+from rsa_hf.plots import plot_training_curves
+from rsa_hf.training.arguments import RSATrainingArguments, RunArguments
+from rsa_hf.training.checkpoints import RunFolder, newest_whole_checkpoint, step_of
+from rsa_hf.training.rsa_trainer import RSATrainer
+from rsa_hf.utils.files import storage_errors, write_text
+from rsa_hf.utils.text import finite_or_null, format_table
+
+__all__ = ["finish_run", "had_finished", "train_to_end"]
+
+
+def had_finished(folder: RunFolder, args: RSATrainingArguments) -> bool:
+    """Whether the same run had ended; then its results are printed again."""
+    if folder.result is None:
+        return False
+    if args.should_save:
+        print(f"{folder.folder}: this run had finished.\n\n{folder.result}")
+    return True
+
+
+def train_to_end(trainer: RSATrainer, folder: RunFolder) -> None:
+    """Start or continue the training, and load the best model where `load_best_model_at_end` asks for it.
+
+    Raises:
+        DivergedError: the loss became NaN or infinite.
+        StorageError: the disk is full, or the folder cannot be written.
+        SystemExit: a signal ended the training, after a checkpoint.
+        ValueError: memory was not enough.
+    """
+    args, main = trainer.args, trainer.is_world_process_zero()
+    # All processes look before the first of them writes a checkpoint.
+    checkpoint = args.resume_from_checkpoint or newest_whole_checkpoint(args.folder)
+    trainer.accelerator.wait_for_everyone()
+    if main:
+        folder.start()
+        says = "starts" if checkpoint is None else f"continues from step {step_of(checkpoint)}"
+        print(f"{args.output_dir}: the run {says}.")
+    if checkpoint is not None and _is_last(checkpoint):
+        _load(trainer, checkpoint)
+        return
+    try:
+        with storage_errors(args.folder):
+            trainer.train(resume_from_checkpoint=checkpoint)
+    except RuntimeError as error:
+        if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
+            raise
+        raise ValueError(
+            f"out of memory ({str(error).splitlines()[0]:.200}). Lower per_device_train_batch_size (now "
+            f"{args.per_device_train_batch_size}; gradient_accumulation_steps keeps what is learned), or set "
+            "gradient_checkpointing to true."
+        ) from error
+    if trainer.stop.signal is not None:
+        if main:
+            print(
+                f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}, with a checkpoint. The "
+                "same command goes on from there.",
+                file=sys.stderr,
+            )
+        raise SystemExit(128 + trainer.stop.signal)
+
+
+def _is_last(checkpoint: str) -> bool:
+    """Whether a checkpoint is of the last step of its run. The Trainer would take one step more."""
+    state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+    return bool(state.global_step >= state.max_steps)
+
+
+def _load(trainer: RSATrainer, checkpoint: str) -> None:
+    """Put the model and the state of the end of a run into a Trainer."""
+    trainer.state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+    best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
+    trainer._load_from_checkpoint(best or checkpoint)
+
+
+def finish_run(
+    trainer: RSATrainer,
+    run: RunArguments[Any],
+    folder: RunFolder,
+    metrics: Mapping[str, Any],
+    table: Sequence[Sequence[str]],
+    dataset: str | None,
+) -> None:
+    """Save the model with its card, the results and the pictures, print the table, and push if asked.
+
+    The output folder gets the model with its tokenizer and card, `trainer_state.json`, `all_results.json`, with
+    matplotlib `curves.png` and, for a patched model, `rsa.png`.
+
+    Args:
+        trainer: after the training.
+        run: the settings.
+        folder: of the run.
+        metrics: scores of the model, by names such as eval_accuracy. NaN and infinity become null.
+        table: rows of the table, the header first.
+        dataset: name of the data on the Hub, or what it is.
+    """
+    args, output, model = run.training, run.training.folder, trainer.model
+    assert isinstance(model, PreTrainedModel)
+    trainer.save_model()
+    trainer.save_state()
+    prefixes = {"eval_": "validation", "test_": "test", "calibration_": "calibration"}
+    scores: dict[str, dict[str, float]] = {
+        split: {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+        for prefix, split in prefixes.items()
+    }
+    trainer.card_facts = {
+        "base_model": run.model.model_name_or_path,
+        "datasets": () if dataset is None else (dataset,),
+        "scores": {split: values for split, values in scores.items() if values},
+        "seeds": (args.seed,),
+    }
+    if trainer.is_world_process_zero():
+        results = {"patched": is_patched(model), "steps": trainer.state.global_step, **metrics}
+        write_text(output / "all_results.json", json.dumps(finite_or_null(results), indent=2) + "\n")
+        if is_patched(model):
+            trainer.create_model_card()
+        _draw_curves(trainer.state.log_history, output / "curves.png")
+        print(f"\n{format_table(table)}\n\nwritten: {output}")
+    if args.push_to_hub:
+        trainer.push_to_hub()
+    if trainer.is_world_process_zero():
+        folder.finish(format_table(table))
+
+
+def _draw_curves(history: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """The losses of a run by step, where matplotlib is installed."""
+    names = {"loss": "training", "eval_loss": "validation"}
+    curves = {
+        name: [(record["step"], record[key]) for record in history if key in record] for key, name in names.items()
+    }
+    try:
+        plot_training_curves(
+            {name: points for name, points in curves.items() if points}, path, xlabel="step", ylabel="loss", title=""
+        )
+    except ImportError as error:
+        print(f"no pictures: {error}")

@@ -1,0 +1,41 @@
+"""Plain values from YAML."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+__all__ = ["read_yaml"]
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads `no` and `on` as words and 1e-4 as a number, as YAML 1.2 does: `eval_strategy: no` is not False."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own class attribute
+        first: [(tag, pattern) for tag, pattern in known if not tag.endswith((":bool", ":timestamp"))]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^(true|false|True|False)$"), list("tfTF"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    # Infinity is what the json module writes.
+    re.compile(r"^[-+]?(([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+|Infinity)$"),
+    list("-+.0123456789I"),
+)
+
+
+def read_yaml(text: str) -> Any:
+    """Read a text of YAML or JSON that holds plain values only.
+
+    Raises:
+        ValueError: it is not valid, or asks for other than plain values.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        # A value that does not fit its tag, such as `!!bool x`, makes PyYAML raise errors of Python's own.
+        raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from error
