@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import datasets
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -21,6 +22,26 @@ def byte_level_bpe(text) -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([text.decode()], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.fixture
+def hub_data(monkeypatch):
+    """Stands in for `datasets.load_dataset`: set `returns` to columns by split, or to an error; `calls` has its
+    arguments."""
+
+    class HubData:
+        returns = None
+        calls = []  # noqa: RUF012  # one object per test
+
+        def __call__(self, *arguments, **keywords):
+            self.calls = [*self.calls, (*arguments, *keywords.values())]
+            if isinstance(self.returns, Exception):
+                raise self.returns
+            return {split: datasets.Dataset.from_dict(columns) for split, columns in self.returns.items()}
+
+    hub = HubData()
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    return hub
 
 
 @pytest.fixture(scope="session")

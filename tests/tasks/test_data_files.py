@@ -1,0 +1,134 @@
+"""Files and data sets of the Hub, as both tasks read them, and what is said of those that cannot be used."""
+
+import gzip
+import io
+import json
+import lzma
+import random
+import tarfile
+import zipfile
+
+import pytest
+
+from rsa_hf.tasks.data_files import open_compressed
+from rsa_hf.tasks.defect_data import DefectDataConfig, load_defect_data, read_json_lines
+from rsa_hf.tasks.text_data import LanguageModelingDataConfig, read_texts
+
+OPENERS = {"": open, ".gz": gzip.open, ".xz": lzma.open}
+GOOD = '{"func": "int f() {}", "target": 0, "text": "one"}'
+
+
+@pytest.mark.parametrize("ending", OPENERS)
+def test_json_lines_are_functions_and_documents_plain_or_compressed(tmp_path, ending):
+    """Not their JSON syntax, and not their compressed bytes."""
+    path = tmp_path / f"data.jsonl{ending}"
+    rows = [{"func": "int f() {}", "target": 0}, {"func": "\u2028 ü\n", "target": True, "idx": 7, "text": "x"}]
+    with OPENERS[ending](path, "wt", encoding="utf-8") as file:
+        file.write("\n\n".join(map(json.dumps, rows)))
+    assert [(e.func, e.target, e.idx) for e in read_json_lines(path)] == [
+        ("int f() {}", 0, None),
+        ("\u2028 ü\n", 1, 7),
+    ]
+    config = LanguageModelingDataConfig(
+        train_file=str(path), validation_file=str(path), text_column_name="func", max_train_bytes=15
+    )
+    assert read_texts(config) == {"train": b"int f() {}\n", "validation": "int f() {}\n\u2028 ü\n".encode()}
+    with pytest.raises(ValueError, match=r"data.jsonl.*, line 1: .*text_column_name"):
+        read_texts(LanguageModelingDataConfig(train_file=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"func": "f", "tar', "Invalid control character"),
+        ('{"func": "\udcff", "target": 0}', "can't decode byte 0xff"),
+        ('{"func": "\\ud800", "target": 0}', "surrogates not allowed"),
+        ("[" * 100_000, "recursion"),
+        ("[1, 2]", "no text in 'func', or no label 0 or 1 in 'target'"),
+        *((f'{{"func": {func}, "target": 1}}', "no text in 'func'") for func in (r'" \n\t"', "null")),
+        *((f'{{"func": "f", "target": {label}}}', "no label 0 or 1") for label in ("2", '"1"', "null")),
+    ],
+)  # fmt: skip
+def test_the_error_names_a_bad_line(tmp_path, row, message):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes("\n".join([GOOD, GOOD, row, GOOD]).encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=message) as error:
+        read_json_lines(path)
+    assert str(error.value).startswith(f"{path}, line 3: ")
+
+
+@pytest.mark.parametrize("number", [3, 10, 25])
+def test_bad_rows_are_reported_together(tmp_path, hub_data, number):
+    """The first ten of them and the number, of files by line and of data sets by split and row."""
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join([GOOD, *['{"func": "f", "target": 7, "text": 1}'] * number, GOOD]))
+    hub_data.returns = {"train": {"func": ["f"] * (number + 1), "target": [0] + [7] * number}}
+    first = list(range(2, min(number, 10) + 2))
+    for read, place in (
+        (lambda: read_json_lines(path), f"{path}, line"),
+        (lambda: read_texts(LanguageModelingDataConfig(train_file=str(path))), f"{path}, line"),
+        (lambda: load_defect_data(DefectDataConfig("owner/name")), "owner/name, train row"),
+    ):
+        with pytest.raises(ValueError, match="data.jsonl, line 2|train row 2") as error:
+            read()
+        assert [f"{place} {i}:" in str(error.value) for i in range(1, number + 3)] == [
+            i in first for i in range(1, number + 3)
+        ]
+        assert ("25 bad rows" in str(error.value)) is (number == 25)
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, lzma.compress])
+@pytest.mark.parametrize("damage", ["truncated", "overwritten", "not compressed"])
+def test_the_error_names_a_damaged_file(tmp_path, compress, damage):
+    generator = random.Random(0)
+    data = compress(b"".join(b"%x\n" % generator.getrandbits(64) for _ in range(30_000)))
+    half = len(data) // 2
+    rest = {"truncated": b"", "overwritten": b"\xff" * (len(data) - half)}
+    path = tmp_path / ("text.gz" if compress is gzip.compress else "text.xz")
+    path.write_bytes(data[:half] + rest[damage] if damage in rest else b"a text")
+    with pytest.raises(ValueError, match=rf"{path} is truncated or corrupt"), open_compressed(path) as file:
+        file.read()
+
+
+@pytest.mark.parametrize(
+    "name", ["a.tar", "a.tar.gz", "a.tgz", "a.zip", "a.txt", "a.txt.gz", "a.jsonl", "a.csv", "a.csv.gz", "a.parquet"]
+)
+def test_archives_and_tables_are_refused(tmp_path, name):
+    """By their names or by what they hold."""
+    packed, path = io.BytesIO(), tmp_path / name
+    if "tar" in name or "tgz" in name or "txt" in name:
+        mode = "w" if name in ("a.tar", "a.txt", "a.txt.gz") else "w:gz"
+        with tarfile.open(fileobj=packed, mode=mode) as archive:
+            archive.addfile(tarfile.TarInfo("inner.txt"), io.BytesIO())
+        path.write_bytes(gzip.compress(packed.getvalue()) if name == "a.txt.gz" else packed.getvalue())
+    elif "csv" in name:
+        path.write_bytes(b"func,target\nint f() {},0\n")
+    else:
+        with zipfile.ZipFile(packed, "w") as archive:
+            archive.writestr("inner.txt", "one\n" * 100)
+        path.write_bytes(packed.getvalue())
+    for read, config in ((read_texts, LanguageModelingDataConfig), (load_defect_data, DefectDataConfig)):
+        with pytest.raises(ValueError, match=rf"{path}"):
+            read(config(train_file=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("returns", "options", "message"),
+    [
+        (RuntimeError("Dataset scripts are no longer supported, but found name.py"), {}, "owner/name.* no longer"),
+        (ValueError("Config name is missing. Pick one of ['a', 'b']"), {}, "dataset_config_name=None.*'a', 'b'"),
+        ({"training": {}, "dev": {}}, {}, "has the splits training, dev, but no 'train'.*train_split_name"),
+        ({"train": {}, "valid": {}}, {"validation_split_name": "dev"}, "splits train, valid, .*validation_split_name"),
+    ],
+)
+def test_data_sets_of_the_hub_that_cannot_be_used_are_explained(hub_data, returns, options, message):
+    hub_data.returns = returns
+    for read, config in ((read_texts, LanguageModelingDataConfig), (load_defect_data, DefectDataConfig)):
+        with pytest.raises(ValueError, match=message):
+            read(config(dataset_name="owner/name", **options))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    for read, config in ((read_texts, LanguageModelingDataConfig), (load_defect_data, DefectDataConfig)):
+        with pytest.raises(FileNotFoundError, match=r"absent\.jsonl"):
+            read(config(train_file=str(tmp_path / "absent.jsonl")))
