@@ -1,19 +1,15 @@
-"""Models, data and training runs of about a second, for the loop and the Trainer."""
-
-import json
+"""Models, data and training runs of about a second, for the Trainer."""
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     BertConfig,
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
-    TrainingArguments,
 )
 
 from rsa_hf import RSAConfig, patch_model
-from rsa_hf.training import TrainingSettings, train
+from rsa_hf.training import RSATrainer, RSATrainingArguments
 
 PLAN = RSAConfig(num_regular=1, num_cyclical_pairs=1, gate_init=0.5)
 
@@ -48,12 +44,6 @@ def stack(examples):
     return {name: torch.stack([example[name] for example in examples]) for name in examples[0]}
 
 
-@torch.no_grad()
-def evaluate(model):
-    model.eval()
-    return {"loss": model(**stack(texts(5))).loss.item()}
-
-
 class Killed(BaseException):
     """Stands for SIGKILL: nothing in the package catches it."""
 
@@ -76,41 +66,28 @@ class Mortal:
         return self.examples[index]
 
 
-def run(folder, model=None, data=None, evaluate=evaluate, best_metric="loss", greater_is_better=False, **settings):
-    keywords = {name: settings.pop(name) for name in ("class_weights", "tokenizer") if name in settings}
-    defaults = {"batch_size": 4, "max_steps": 4, "learning_rate": 1e-2, "warmup_ratio": 0.25, "log_every_steps": 1}
-    training = TrainingSettings(**{"output_dir": str(folder), **defaults, **settings})
-    model, data = gpt2() if model is None else model, texts(20) if data is None else data
-    keywords |= {"best_metric": best_metric, "greater_is_better": greater_is_better}
-    return train(model, data, stack, evaluate, training, **keywords)
-
-
 def arguments(folder, **values):
     """Arguments for the Trainer: on the CPU, quiet, with a log of each step."""
     defaults = {"max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "save_strategy": "no"}
     defaults |= {"logging_steps": 1, "use_cpu": True, "disable_tqdm": True, "report_to": "none"}
-    return TrainingArguments(str(folder), **{**defaults, **values})
+    return RSATrainingArguments(str(folder), **{**defaults, **values})
 
 
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def trainer(folder, model=None, data=None, collate=stack, **values):
+    """An `RSATrainer` of a small run; `values` are training arguments."""
+    args = arguments(folder, remove_unused_columns=False, **values)
+    return RSATrainer(
+        model=gpt2() if model is None else model,
+        args=args,
+        train_dataset=texts(20) if data is None else data,
+        data_collator=collate,
+    )
 
 
-def logged(folder, name="loss"):
-    return [line[name] for line in lines(folder)]
-
-
-def weights(folder):
-    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+def losses(trainer):
+    return [record["loss"] for record in trainer.state.log_history if "loss" in record]
 
 
 def assert_same_weights(left, right):
     assert left.keys() == right.keys()
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
-
-
-def assert_same_runs(parts, whole):
-    """Compare the log, the best and the last model, bit for bit."""
-    assert lines(parts) == lines(whole)
-    for name in ("best", "final"):
-        assert_same_weights(weights(parts / name), weights(whole / name))

@@ -180,14 +180,15 @@ def read_arguments(arguments: Sequence[str], data_type: type[Data]) -> RunArgume
     types: list[Any] = [ModelArguments, RSAArguments, data_type, RSATrainingArguments]
     known = [each.name for kind in types for each in fields(kind) if each.init]
     words = list(arguments)
-    from_file: list[str] = []
-    if words and not words[0].startswith("-"):
-        from_file = _words(expanded(words.pop(0)), known)
+    content = _content(expanded(words.pop(0)), known) if words and not words[0].startswith("-") else {}
     parser = _Parser(types, allow_abbrev=False, prog="rsa-hf train", description="Keys of CONFIG.")
     for word in words:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         if word.startswith("--") and name not in {"help", *known} and name.removeprefix("no_") not in known:
             raise ValueError(f"{word}: {_unknown(name, known)}")
+    # Values of the file are checked as if they stood before those of the command line.
+    from_file = [f"--{key}={_word(value)}" for key, value in content.items() if not isinstance(value, list)]
+    parser.set_defaults(**{key: value for key, value in content.items() if isinstance(value, list)})
     parts: Any = parser.parse_args_into_dataclasses([*from_file, *words], look_for_args_file=False)
     for part in parts:
         for each in fields(part):
@@ -203,8 +204,8 @@ class _Parser(HfArgumentParser):  # type: ignore[misc]  # it has no types
         raise ValueError(message.removeprefix("argument "))
 
 
-def _words(path: str, known: Sequence[str]) -> list[str]:
-    """The settings of a YAML file as the words of a command line, so that both are checked alike."""
+def _content(path: str, known: Sequence[str]) -> dict[str, Any]:
+    """The keys of a YAML file, without those that are null and mean the default."""
     try:
         content = read_yaml(Path(path).read_text(encoding="utf-8")) or {}
     except ValueError as error:
@@ -213,16 +214,16 @@ def _words(path: str, known: Sequence[str]) -> list[str]:
         raise ValueError(f"{path}: keys with values are needed, got {type(content).__name__}.")
     if old := _old_keys(content):
         raise ValueError(f"{path}: keys have no sections any more and are those of TrainingArguments: {old}.")
-    words = []
-    for key, value in content.items():
+    for key in content:
         if key not in known:
             raise ValueError(f"{path}: {_unknown(str(key), known)}")
-        if isinstance(value, list):
-            words += [f"--{key}", *(str(entry) for entry in value)]
-        elif value is not None or key == "rsa":
-            is_plain = isinstance(value, str | int | float) and not isinstance(value, bool)
-            words.append(f"--{key}={value if is_plain else json.dumps(value)}")
-    return words
+    return {key: value for key, value in content.items() if value is not None or key == "rsa"}
+
+
+def _word(value: Any) -> str:
+    """A value as a command line has it."""
+    is_plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return str(value) if is_plain else json.dumps(value)
 
 
 def _old_keys(content: Mapping[str, Any]) -> str:

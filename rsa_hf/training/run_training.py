@@ -140,9 +140,10 @@ def _draw_curves(history: Sequence[Mapping[str, Any]], path: Path) -> None:
     curves = {
         name: [(record["step"], record[key]) for record in history if key in record] for key, name in names.items()
     }
+    curves = {name: points for name, points in curves.items() if points}
+    if not curves:
+        return
     try:
-        plot_training_curves(
-            {name: points for name, points in curves.items() if points}, path, xlabel="step", ylabel="loss", title=""
-        )
+        plot_training_curves(curves, path, xlabel="step", ylabel="loss", title="")
     except ImportError as error:
         print(f"no pictures: {error}")

@@ -1,9 +1,8 @@
-"""Model inputs and scores of defect detection, and a run on Devign."""
+"""Model inputs of defect detection, its scores, and a run on Devign."""
 
 import json
 import lzma
 from itertools import islice
-from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
@@ -24,14 +23,8 @@ from transformers import (
 )
 
 from rsa_hf.tasks.defect_data import DefectDataConfig, Example
-from rsa_hf.tasks.defect_detection import (
-    choose_threshold,
-    class_weights,
-    compute_metrics,
-    main,
-    tokenize,
-    trainer_metrics,
-)
+from rsa_hf.tasks.defect_detection import class_weights, evaluate, main, tokenize
+from rsa_hf.tasks.defect_scores import choose_threshold, compute_metrics, trainer_metrics
 
 PAD, CLS, SEP = 0, 1, 2
 
@@ -43,44 +36,42 @@ def tokenizer():
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", None, [("[CLS]", CLS), ("[SEP]", SEP)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", unk_token="[UNK]"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]")
 
 
 def words(count: int) -> str:
     return " ".join(map(str, range(count)))
 
 
-# --- a run ----------------------------------------------------------------------------------------------------------
-
-
 def test_codexglue_finds_the_accuracy_of_a_run(devign_folder, data_folder, tmp_path):
     """By the arithmetic of its evaluator, on its test split: lines of `idx` and class, against `test.jsonl`."""
-    splits = {name: tmp_path / f"{name}.jsonl" for name in ("train", "valid")}
-    for name, path in splits.items():
+    test_file, output = devign_folder / "test.jsonl.xz", tmp_path / "run"
+    keys = {"test_file": test_file, "output_dir": output, "max_seq_length": 32, "long_functions": "chunk"}
+    keys |= {"chunk_overlap": 4, "max_steps": 1, "model_type": "bert", "report_to": "none", "use_cpu": True}
+    for key, name in (("train_file", "train"), ("validation_file", "valid")):
+        keys[key] = tmp_path / f"{name}.jsonl"
         with lzma.open(devign_folder / f"{name}.jsonl.xz", "rt", encoding="utf-8") as lines:
-            path.write_text("".join(islice(lines, 64)), encoding="utf-8")
-    test_file = devign_folder / "test.jsonl.xz"
+            keys[key].write_text("".join(islice(lines, 64)), encoding="utf-8")
     model = {"hidden_size": 48, "num_hidden_layers": 1, "intermediate_size": 48, "vocab_size": 50265}
     model["initializer_range"] = 0.5  # so that both classes are predicted
-    values = {"name_or_path": "null", "model_type": "bert", "tokenizer": data_folder / "tokenizers" / "roberta"}
-    values |= {f"config_overrides.{name}": value for name, value in model.items()}
-    values |= {"train_file": splits["train"], "validation_file": splits["valid"], "test_file": test_file}
-    values |= {"max_length": 32, "chunk_overlap": 4, "max_steps": 1, "output_dir": tmp_path / "run"}
-    config = Path(__file__).parents[2] / "configs" / "defect_minilm_devign.yaml"
-    main([str(config), *(f"--{name}={value}" for name, value in values.items())])
-    scores = json.loads((tmp_path / "run" / "results.json").read_text())["test"]
+    keys |= {"tokenizer_name": data_folder / "tokenizers" / "roberta", "config_overrides": json.dumps(model)}
+    arguments = [f"--{key}={value}" for key, value in keys.items()]
+    main(arguments)
+    scores = json.loads((output / "all_results.json").read_text())
     with lzma.open(test_file, "rt", encoding="utf-8") as lines:
         answers = {row["idx"]: row["target"] for row in map(json.loads, lines)}
-    lines = (tmp_path / "run" / "predictions.txt").read_text().splitlines()
+    lines = (output / "predictions.txt").read_text().splitlines()
     predictions = dict(tuple(map(int, line.split("\t"))) for line in lines)
     assert predictions.keys() == answers.keys()
-    assert len(lines) == scores["num_examples"] == 2732
-    assert sum(predictions[idx] == answers[idx] for idx in answers) / len(answers) == scores["accuracy"]
+    assert len(lines) == scores["test_num_examples"] == 2732
+    assert sum(predictions[idx] == answers[idx] for idx in answers) / len(answers) == scores["test_accuracy"]
     # In another order, it is another.
     in_order = zip(predictions.values(), map(answers.get, sorted(answers)), strict=True)
-    assert sum(prediction == answer for prediction, answer in in_order) / len(answers) != scores["accuracy"]
+    assert sum(prediction == answer for prediction, answer in in_order) / len(answers) != scores["test_accuracy"]
+    # The saved model has the same scores, at the threshold of its run.
+    again = evaluate(str(output), "validation", arguments)
+    assert again == pytest.approx({key: scores[f"eval_{key}"] for key in again}, abs=1e-6)
+    assert "threshold" in again
 
 
 # --- inputs ---------------------------------------------------------------------------------------------------------
@@ -88,7 +79,7 @@ def test_codexglue_finds_the_accuracy_of_a_run(devign_folder, data_folder, tmp_p
 
 @pytest.mark.parametrize(("size", "max_length", "overlap"), [(20, 8, 2), (6, 8, 2), (7, 8, 5), (13, 9, 0), (1, 3, 0)])
 def test_chunks_cover_the_function(tokenizer, size, max_length, overlap):
-    config = DefectDataConfig(max_length=max_length, long_functions="chunk", chunk_overlap=overlap)
+    config = DefectDataConfig(max_seq_length=max_length, long_functions="chunk", chunk_overlap=overlap)
     rows = tokenize([Example(words(2), 1), Example(words(size), 0)], tokenizer, config)
     chunks = [row["input_ids"] for row in rows if row["example_id"] == 1]
     assert all(chunk[0] == CLS and chunk[-1] == SEP and len(chunk) <= max_length for chunk in chunks)
@@ -98,60 +89,40 @@ def test_chunks_cover_the_function(tokenizer, size, max_length, overlap):
         assert chunk[1 : 1 + shared] == covered[len(covered) - shared :]
         covered = covered + chunk[1 + shared : -1]
     assert covered == [n + 4 for n in range(size)]
-    step = max_length - 2 - overlap
-    assert len(chunks) == 1 + max(0, -(-(size - (max_length - 2)) // step))
+    assert len(chunks) == 1 + max(0, -(-(size - (max_length - 2)) // (max_length - 2 - overlap)))
     assert [row["labels"] for row in rows] == [1] * sum(e == 0 for e in rows["example_id"]) + [0] * len(chunks)
 
 
-def test_truncation_keeps_the_beginning(tokenizer):
-    examples = [Example(words(n), n % 2) for n in (9, 2)] * 800  # more than the tokenizer's batch
-    rows = tokenize(examples, tokenizer, DefectDataConfig(max_length=6))
-    assert rows.num_rows == 1600
-    assert rows[1598] == {
-        "input_ids": [CLS, 4, 5, 6, 7, SEP],
-        "attention_mask": [1] * 6,
-        "labels": 1,
-        "example_id": 1598,
-    }
+def test_truncation_keeps_the_beginning_and_rows_can_be_collated(tokenizer):
+    examples = [Example(words(n), n % 2) for n in (9, 2)] * 800  # more than a batch of the tokenizer
+    rows = tokenize(examples, tokenizer, DefectDataConfig(max_seq_length=6))
     assert rows["example_id"][:] == list(range(1600))
-    chunked = tokenize(examples, tokenizer, DefectDataConfig(max_length=6, long_functions="chunk", chunk_overlap=1))
+    batch = DataCollatorWithPadding(tokenizer)([rows[1598], rows[1599]])
+    assert batch["input_ids"].tolist() == [[CLS, 4, 5, 6, 7, SEP], [CLS, 4, 5, SEP, PAD, PAD]]
+    assert batch["attention_mask"].tolist() == [[1] * 6, [1, 1, 1, 1, 0, 0]]
+    assert batch["labels"].tolist() == [1, 0]
+    chunked = tokenize(
+        examples, tokenizer, DefectDataConfig(max_seq_length=6, long_functions="chunk", chunk_overlap=1)
+    )
     assert chunked["example_id"][-4:] == [1598, 1598, 1598, 1599]
 
 
-def test_rows_can_be_collated(tokenizer):
-    rows = tokenize([Example(words(1), 1), Example(words(3), 0)], tokenizer, DefectDataConfig())
-    batch = DataCollatorWithPadding(tokenizer)(list(rows))
-    assert batch["input_ids"].tolist() == [[CLS, 4, SEP, PAD, PAD], [CLS, 4, 5, 6, SEP]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
-    assert batch["labels"].tolist() == [1, 0]
-    assert batch["example_id"].tolist() == [0, 1]
-
-
 @pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (DefectDataConfig(max_length=2), "max_length=2: leaves room for 0 tokens of text; choose more"),
-        (DefectDataConfig(max_length=6, long_functions="chunk", chunk_overlap=4), "room for 4 .* chunk_overlap is 4"),
-        (DefectDataConfig(max_length=6, long_functions="chunk", chunk_overlap=-1), "chunk_overlap is -1"),
-    ],
+    "settings", [{"max_seq_length": 2}, *({"max_seq_length": 6, "chunk_overlap": overlap} for overlap in (4, -1))]
 )
-def test_lengths_without_room_for_text_are_refused(tokenizer, config, message):
-    with pytest.raises(ValueError, match=message):
+def test_lengths_without_room_for_text_are_refused(tokenizer, settings):
+    config = DefectDataConfig(long_functions="chunk" if "chunk_overlap" in settings else "truncate", **settings)
+    with pytest.raises(ValueError, match=f"max_seq_length={config.max_seq_length}"):
         tokenize([Example("1", 0)], tokenizer, config)
 
 
 # --- scores ---------------------------------------------------------------------------------------------------------
 
 
-@given(
-    labels=st.lists(st.integers(0, 1), min_size=2, max_size=50).filter(lambda labels: 0 < sum(labels) < len(labels))
-)
+@given(st.lists(st.integers(0, 1), min_size=2, max_size=50).filter(lambda labels: 0 < sum(labels) < len(labels)))
 def test_class_weights_agree_with_scikit_learn(labels):
     balanced = compute_class_weight("balanced", classes=np.array([0, 1]), y=labels)
-    weights = class_weights(labels)
-    assert weights.shape == (2,)
-    assert weights.dtype == torch.float32
-    torch.testing.assert_close(weights, torch.tensor(balanced / balanced.mean(), dtype=torch.float32))
+    torch.testing.assert_close(class_weights(labels), torch.tensor(balanced / balanced.mean(), dtype=torch.float32))
 
 
 @given(seed=st.integers(0, 1000), size=st.integers(1, 40))
@@ -188,18 +159,6 @@ def test_no_threshold_has_a_higher_mcc(pairs):
     assert at == pytest.approx(mcc(threshold))
 
 
-def test_scores_at_a_threshold():
-    logits, labels = with_probabilities([0.1, 0.2, 0.3, 0.4, 0.45]), [0, 0, 0, 1, 1]
-    threshold = choose_threshold(logits, labels)
-    assert threshold == pytest.approx(0.35)
-    scores = compute_metrics(logits, labels, threshold=threshold)
-    assert scores["threshold"] == threshold
-    assert (scores["accuracy"], scores["f1"], scores["mcc"]) == (0.6, 0, 0)
-    assert all(scores[f"{name}_at_threshold"] == 1 for name in ("accuracy", "f1", "mcc"))
-    assert scores["roc_auc"] == scores["average_precision"] == 1
-    assert "threshold" not in compute_metrics(logits, labels)
-
-
 def test_the_threshold_of_a_weak_classifier_does_not_call_everything_defective():
     """As the one with the highest F1 does: logits of both classes are normal, their means 0.3 deviations apart."""
     logits = np.array([NormalDist(0.3 * label).inv_cdf((i + 0.5) / 100) for label in (0, 1) for i in range(100)])
@@ -210,31 +169,25 @@ def test_the_threshold_of_a_weak_classifier_does_not_call_everything_defective()
     assert 0.3 < (1 / (1 + np.exp(-logits)) > by_mcc).mean() < 0.7
 
 
-@pytest.mark.parametrize(
-    ("probabilities", "labels"),
-    [([0.1, 0.9], [1, 1]), ([0.1, 0.9], [0, 0]), ([0.3] * 3, [0, 1, 0]), ([0.9], [1]), ([0.1, 0.9], [1, 0])],
-)
-def test_where_no_threshold_is_better_it_is_one_half(probabilities, labels):
-    assert choose_threshold(with_probabilities(probabilities), labels) == 0.5
-
-
-def test_the_threshold_is_one_for_the_mean_of_the_chunks():
+def test_scores_at_the_threshold_for_the_mean_of_the_chunks():
     """Not for their sum, by which a function of many chunks would seem surer."""
-    chunks, ids = with_probabilities([0.6] * 5 + [0.2, 0.8]), [0] * 5 + [1, 2]
+    chunks, ids = with_probabilities([0.4] * 5 + [0.1, 0.45]), [0] * 5 + [1, 2]
     labels = np.array([0, 0, 1])[ids]
     threshold = choose_threshold(chunks, labels, ids)
-    assert threshold == pytest.approx(0.7)
-    assert compute_metrics(chunks, labels, ids, threshold)["accuracy_at_threshold"] == 1
-    sums = np.stack([chunks[np.array(ids) == i].sum(axis=0) for i in range(3)])
-    assert compute_metrics(sums, [0, 0, 1], threshold=threshold)["accuracy_at_threshold"] < 1
+    assert threshold == pytest.approx(0.425)
+    scores = compute_metrics(chunks, labels, ids, threshold)
+    assert (scores["threshold"], scores["num_examples"]) == (threshold, 3)
+    assert (scores["accuracy"], scores["f1"], scores["mcc"]) == (pytest.approx(2 / 3), 0, 0)
+    assert all(scores[f"{name}_at_threshold"] == 1 for name in ("accuracy", "f1", "mcc"))
+    assert scores["roc_auc"] == scores["average_precision"] == 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([[1.0], [2.0]], [0, 1]), r"logits have shape \[2, 1\] and labels \[2\]; needed are \[N, 2\]"),
-        (([[1.0, float("nan")]], [0]), "logits hold NaN or infinite values, so training has diverged"),
-        (([[1.0, 2.0]] * 3, [0, 1, 0], [4, 4, 5]), "example_ids do not match the labels"),
+        (([[1.0], [2.0]], [0, 1]), r"\[2, 1\]"),
+        (([[1.0, float("nan")]], [0]), "diverged"),
+        (([[1.0, 2.0]] * 3, [0, 1, 0], [4, 4, 5]), "example_ids"),
     ],
 )
 def test_bad_input_to_the_scores_is_refused(arguments, message):
@@ -243,42 +196,23 @@ def test_bad_input_to_the_scores_is_refused(arguments, message):
 
 
 @pytest.mark.parametrize("long_functions", ["truncate", "chunk"])
-def test_the_trainer_reports_the_scores_of_functions(tokenizer, tmp_path, long_functions):
-    config = DefectDataConfig(max_length=8, long_functions=long_functions, chunk_overlap=2)
+def test_transformers_trainer_reports_the_scores_of_functions(tokenizer, tmp_path, long_functions):
+    config = DefectDataConfig(max_seq_length=8, long_functions=long_functions, chunk_overlap=2)
     rows = tokenize([Example(words(n), n % 2) for n in (30, 3, 17, 9, 40)], tokenizer, config)
-    model = BertForSequenceClassification(
-        BertConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=8,
-            max_position_embeddings=8,
-            initializer_range=1.0,  # no two scores so near that the batch decides their order
-        )
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    # No two scores are so near that the batch decides their order.
+    config = BertConfig(vocab_size=len(tokenizer), **sizes, max_position_embeddings=8, initializer_range=1.0)
+    model = BertForSequenceClassification(config)
+    label_names = ["labels", "example_id"] if long_functions == "chunk" else None
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), label_names=label_names, per_device_eval_batch_size=2, use_cpu=True, disable_tqdm=True
     )
-    trainer = Trainer(
-        model,
-        transformers.TrainingArguments(
-            str(tmp_path),
-            label_names=["labels", "example_id"] if long_functions == "chunk" else None,
-            per_device_eval_batch_size=2,
-            per_device_train_batch_size=4,
-            max_steps=2,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-        ),
-        train_dataset=rows,
-        eval_dataset=rows,
-        data_collator=DataCollatorWithPadding(tokenizer),
-        compute_metrics=trainer_metrics,
-    )
-    trainer.train()
+    collate = DataCollatorWithPadding(tokenizer)
+    trainer = Trainer(model, arguments, eval_dataset=rows, data_collator=collate, compute_metrics=trainer_metrics)
     scores = trainer.evaluate()
     assert scores["eval_num_examples"] == 5
     assert scores["eval_majority_accuracy"] == 0.6
-    batch = DataCollatorWithPadding(tokenizer)(list(rows))
+    batch = collate(list(rows))
     ids = batch.pop("example_id")
     with torch.no_grad():
         logits = model.eval()(**batch).logits

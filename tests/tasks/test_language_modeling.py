@@ -3,7 +3,6 @@
 import lzma
 import math
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,19 +11,10 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from rsa_hf.tasks import language_modeling as lm
-from rsa_hf.tasks.language_modeling import (
-    evaluate_language_model,
-    load_language_modeling_tokenizer,
-    prepare_language_modeling,
-)
-from rsa_hf.tasks.text_data import (
-    SPLITS,
-    EvaluationBlocks,
-    EvaluationSegments,
-    LanguageModelingDataConfig,
-    TrainingBlocks,
-    TrainingTracks,
-)
+from rsa_hf.tasks.language_modeling import load_language_modeling_tokenizer, prepare_language_modeling
+from rsa_hf.tasks.text_blocks import EvaluationBlocks, EvaluationSegments, TrainingBlocks, TrainingTracks
+from rsa_hf.tasks.text_data import LanguageModelingDataConfig
+from rsa_hf.tasks.text_scores import evaluate_language_model
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +26,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def byte_blocks(text: bytes, block_size: int, stride: int | None = None) -> EvaluationBlocks:
-    words = re.findall(rb"[^ \t\n\r\v\f]+", text[1:])
-    return EvaluationBlocks(torch.tensor(list(text)), block_size, len(text) - 1, len(words), stride)
+    return EvaluationBlocks(torch.tensor(list(text)), block_size, len(text) - 1, len(text[1:].split()), stride)
 
 
 # --- the score of a model -------------------------------------------------------------------------------------------
@@ -79,8 +68,9 @@ def test_evaluation_equals_a_loop_over_tokens(gpt2, text, block_size, stride, le
 def test_wrong_evaluations_are_caught(gpt2, text):
     text, block_size = text[:70], 16
     expected = nll_token_by_token(gpt2, text, block_size, block_size - 1) / (len(text) - 1)
-    blocks = byte_blocks(text, block_size)
-    losses = [float(gpt2(**{key: value[None] for key, value in block.items()}).loss) for block in blocks]
+    losses = [
+        float(gpt2(**{key: value[None] for key, value in b.items()}).loss) for b in byte_blocks(text, block_size)
+    ]
     assert sum(losses) / len(losses) != pytest.approx(expected, rel=1e-3)  # a mean of means
     # With this stride, the first token of each block is not scored.
     unscored = evaluate_language_model(gpt2, byte_blocks(text, block_size, block_size), batch_size=2)
@@ -88,36 +78,20 @@ def test_wrong_evaluations_are_caught(gpt2, text):
     assert unscored["loss_nats_per_token"] != pytest.approx(expected, rel=1e-3)
 
 
-@torch.no_grad()
-def test_evaluation_is_the_sum_of_transformers_losses(gpt2, text):
-    gpt2.eval()
-    blocks = byte_blocks(text[:150], 32, 20)
-    total = sum(
-        float(gpt2(**{key: value[None] for key, value in block.items()}).loss) * int((block["labels"] != -100).sum())
-        for block in blocks
-    )
-    # transformers computes the loss in float32.
-    result = evaluate_language_model(gpt2, blocks, batch_size=4)
-    assert result["loss_nats_per_token"] == pytest.approx(total / 149, rel=1e-6)
-
-
-class FixedLogits(torch.nn.Module):
-    """A model with the same given logits at every position."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        super().__init__()
-        self.fixed = torch.nn.Parameter(logits)
-
-    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
-        assert not torch.is_grad_enabled(), "evaluation must not keep activations for a backward pass"
-        return SimpleNamespace(logits=self.fixed.expand(*input_ids.shape, -1))
-
-
 def test_half_precision_logits_are_summed_in_full_precision(text):
     logits = (torch.randn(256, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
-    text = text * 4
-    exact = -logits.double().log_softmax(0)[list(text[1:])].sum().item() / (len(text) - 1)
-    result = evaluate_language_model(FixedLogits(logits), byte_blocks(text, 64), batch_size=8)
+
+    class FixedLogits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fixed = torch.nn.Parameter(logits)
+
+        def forward(self, input_ids):
+            assert not torch.is_grad_enabled(), "evaluation must not keep activations for a backward pass"
+            return SimpleNamespace(logits=self.fixed.expand(*input_ids.shape, -1))
+
+    exact = -logits.double().log_softmax(0)[list((text * 4)[1:])].mean().item()
+    result = evaluate_language_model(FixedLogits(), byte_blocks(text * 4, 64), batch_size=8)
     assert result["loss_nats_per_token"] == pytest.approx(exact, rel=1e-6)
 
 
@@ -132,19 +106,19 @@ def test_evaluation_restores_the_mode_of_every_module(gpt2, text, fails):
     else:
         evaluate_language_model(gpt2, byte_blocks(text[:300], 16), batch_size=2)
     assert [module.training for module in gpt2.modules()] == before
-    assert all(parameter.grad is None for parameter in gpt2.parameters())
 
 
 # --- tokens and counts ----------------------------------------------------------------------------------------------
 
 
-def from_text(folder: Path, text: bytes, tokenizer=None, num_tracks=1, **options):
+def from_text(folder, text: bytes, tokenizer=None, num_tracks=1, **options):
     """Prepare a text as both the training and the validation text."""
     path = folder / "text.txt"
     path.write_bytes(text)
-    files = {"train": str(path), "validation": str(path)}
-    config = LanguageModelingDataConfig(source="files", files=files, **{"block_size": 2, **options})
-    return prepare_language_modeling(config, tokenizer, num_tracks)
+    files = {"train_file": str(path), "validation_file": str(path)}
+    return prepare_language_modeling(
+        LanguageModelingDataConfig(**{**files, "block_size": 2, **options}), tokenizer, num_tracks
+    )
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "byt5"])
@@ -157,7 +131,6 @@ def test_tokens_cover_the_text_and_counts_leave_out_the_first(
     text = b"Hello  two\twords\n\n" + text
     prepared = from_text(tmp_path, text, tokenizer)
     assert torch.equal(prepared.train.token_ids, prepared.validation.token_ids)
-    assert prepared.vocab_size == (256 if tokenizer is None else len(tokenizer))
     ids = prepared.validation.token_ids.tolist()
     if tokenizer is None:
         first, decoded = b"H", bytes(ids)
@@ -177,12 +150,15 @@ def test_a_lower_casing_tokenizer_counts_the_whole_text(tmp_path):
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     prepared = from_text(tmp_path, b"Hello World\n", PreTrainedTokenizerFast(tokenizer_object=tokenizer))
     assert prepared.validation.token_ids.tolist() == [1, 2]
-    assert (prepared.validation.num_bytes, prepared.validation.num_words, prepared.vocab_size) == (12, 2, 3)
+    assert (prepared.validation.num_bytes, prepared.validation.num_words) == (12, 2)
 
 
-def test_text_that_is_not_utf8_is_refused(tmp_path, byte_level_bpe):
+def test_texts_that_cannot_be_scored_are_refused(tmp_path, byte_level_bpe):
     with pytest.raises(ValueError, match="can't decode byte 0xff"):
         from_text(tmp_path, b"one line\nanother\nab\xffc\n", byte_level_bpe)
+    (tmp_path / "one.txt").write_bytes(b"a")
+    with pytest.raises(ValueError, match="validation text has 1 token"):
+        from_text(tmp_path, b"a text\n", validation_file=str(tmp_path / "one.txt"))
 
 
 @pytest.mark.parametrize("carry", [False, True])
@@ -196,25 +172,18 @@ def test_the_configuration_decides_how_texts_are_cut(tmp_path, text, carry):
     assert not carry or prepared.train.num_tracks == 3
 
 
-def test_wikitext_counts_are_the_published_ones(data_folder):
+def test_wikitext_counts_are_the_published_ones_and_gpt2_tokens_decode_to_the_text(data_folder, tmp_path):
     folder = data_folder / "wikitext-2"
-    config = LanguageModelingDataConfig(
-        source="files",
-        files={s: str(folder / f"{n}.txt.xz") for s, n in zip(SPLITS, ("train", "valid", "test"), strict=True)},
-        max_train_bytes=100_000,
-        count_line_ends_as_words=True,
-    )
+    names = {"train": "train", "validation": "valid", "test": "test"}
+    files = {f"{split}_file": str(folder / f"{name}.txt.xz") for split, name in names.items()}
+    config = LanguageModelingDataConfig(**files, max_train_bytes=100_000, count_line_ends_as_words=True)
     prepared = prepare_language_modeling(config, None)
     assert (prepared.validation.num_words, prepared.test.num_words) == (217_646, 245_569)
     assert prepared.test.num_bytes == 1_256_448
-
-
-def test_gpt2_tokens_of_wikitext_decode_to_the_text(tmp_path, data_folder):
     tokenizer = load_language_modeling_tokenizer(str(data_folder / "tokenizers" / "gpt2"))
-    text = lzma.decompress((data_folder / "wikitext-2" / "valid.txt.xz").read_bytes())[:100_000]
+    text = lzma.decompress((folder / "valid.txt.xz").read_bytes())[:100_000]
     text = text[: text.rindex(b"\n") + 1]
     prepared = from_text(tmp_path, text, tokenizer)
     assert tokenizer.decode(prepared.validation.token_ids.tolist()).encode() == text
     assert prepared.validation.num_bytes == len(text) - 1  # the first token is one space
     assert prepared.validation.num_words == len(text.split())
-    assert prepared.vocab_size == 50_257

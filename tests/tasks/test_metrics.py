@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsa_hf.tasks.defect_detection import classification_scores
-from rsa_hf.tasks.language_modeling import perplexities
+from rsa_hf.tasks.defect_scores import classification_scores
 from rsa_hf.tasks.metrics import load_metric
+from rsa_hf.tasks.text_scores import perplexities
 
 CLASSES = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=40)
 
@@ -54,7 +54,6 @@ def test_classification_scores_as_a_module():
     assert result["mcc"] == pytest.approx(1 / math.sqrt(3))
     assert metric.compute(predictions=[True, False], references=[True, True])["accuracy"] == 0.5
     result = metric.compute(predictions=[1, 0, 1], references=[1, 0, 0], prediction_scores=[0.9, 0.1, 0.6])
-    assert result == classification_scores([1, 0, 1], [1, 0, 0], [0.9, 0.1, 0.6])
     assert result["roc_auc"] == result["average_precision"] == 1
     with pytest.raises(ValueError, match="mix of binary and continuous"):  # scores in place of classes
         metric.compute(predictions=[0.7, 0.1], references=[0, 1])
@@ -76,8 +75,6 @@ def test_perplexities_as_a_module_are_not_a_mean_of_means():
         metric.add_batch(predictions=[nll], references=[dict(zip(names, counts, strict=True))])
     result = metric.compute()
     assert result == perplexities(12.0, 6, 3, 12)
-    assert (
-        result["loss_nats_per_token"] == pytest.approx(2.0) != pytest.approx((10 / 4 + 2 / 2) / 2)
-    )  # a mean of means
+    assert result["loss_nats_per_token"] == 2  # the mean of means is 1.75
     assert result["word_perplexity"] == pytest.approx(math.e**4)
     assert result["bits_per_byte"] == pytest.approx(math.log2(math.e))

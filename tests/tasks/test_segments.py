@@ -8,8 +8,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from models import tiny
 from models.tiny import VOCAB
-from rsa_hf.tasks.language_modeling import evaluate_language_model
-from rsa_hf.tasks.text_data import EvaluationSegments
+from rsa_hf.tasks.text_blocks import EvaluationSegments
+from rsa_hf.tasks.text_scores import evaluate_language_model
 
 transformer_xl = partial(tiny.build, "transfo-xl", mem_len=64)
 MODELS = {
@@ -38,20 +38,15 @@ def score(model, tokens, block_size, **memory):
     return evaluate_language_model(model, segments, batch_size=4, memory=memory)
 
 
-@pytest.mark.parametrize("block_size", [5, 16, 100])
 @pytest.mark.parametrize("name", MODELS)
-def test_segments_score_like_one_pass(name, block_size):
+def test_segments_score_like_one_pass(name):
     model, tokens = MODELS[name]().double(), draw(61)
     expected = loss_in_one_pass(model, tokens)
-    result = score(model, tokens, block_size)
-    assert result["num_tokens"] == 60
-    assert result["loss_nats_per_token"] == pytest.approx(expected, abs=1e-9)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_dropped_memory_gives_another_score(name):
-    model, tokens = MODELS[name]().double(), draw(61)
-    expected = loss_in_one_pass(model, tokens)
+    for block_size in (5, 16, 100):
+        result = score(model, tokens, block_size)
+        assert result["num_tokens"] == 60
+        assert result["loss_nats_per_token"] == pytest.approx(expected, abs=1e-9)
+    # Without the memory, the score is another one.
     argument, forward = model.segment_state, model.forward
     model.forward = lambda **inputs: forward(**{**inputs, argument: None})
     assert abs(score(model, tokens, 5)["loss_nats_per_token"] - expected) > 1e-3
@@ -73,19 +68,16 @@ def test_eval_memory_sets_the_memory_during_evaluation_alone():
 
 def test_wrong_settings_of_the_memory_are_refused():
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=VOCAB))
-    tokens = draw(20)
-    with pytest.raises(ValueError, match=r"a GPT2LMHeadModel carries nothing .* Set data.carry_memory to false"):
-        score(gpt2, tokens, 5)
-    with pytest.raises(ValueError, match=r"eval_memory=\['mem_len'\]: a GPT2LMHeadModel allows none"):
-        score(gpt2, tokens, 5, mem_len=3)
-    model = transformer_xl()
-    with pytest.raises(
-        ValueError, match=r"=\['d_model'\]: a TransformerXLForCausalLM allows \['mem_len', 'same_length'"
+    model, tokens = transformer_xl(), draw(20)
+    for each, memory, message in (
+        (gpt2, {}, "GPT2LMHeadModel carries nothing .*carry_memory"),
+        (gpt2, {"mem_len": 3}, "eval_memory=.*'mem_len'.* a GPT2LMHeadModel allows none"),
+        (model, {"d_model": 64}, "'d_model'.* allows .*'mem_len'"),
+        (model, {"mem_len": -1}, "eval_memory=.*does not fit the model"),
+        (model, {"mem_len": "long"}, "eval_memory=.*does not fit the model"),
+        (model, {"mem_len": 0, "same_length": True}, "eval_memory=.*does not fit the model"),
+        (model, {"mem_len": 0}, "no mems to carry"),
     ):
-        score(model, tokens, 5, d_model=64)
-    for wrong in ({"mem_len": -1}, {"mem_len": "long"}, {"mem_len": 0, "same_length": True}):
-        with pytest.raises(ValueError, match=r"eval_memory=\{.*does not fit the model"):
-            score(model, tokens, 5, **wrong)
+        with pytest.raises(ValueError, match=message):
+            score(each, tokens, 5, **memory)
     assert model.config.mem_len == 64
-    with pytest.raises(ValueError, match=r"returned no mems to carry .* use_cache=True and a memory of more than 0"):
-        score(model, tokens, 5, mem_len=0)

@@ -1,12 +1,10 @@
 """`RSACallback` reports gates and rates to every tracker of a plain Trainer."""
 
-import logging
-
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
-from rsa_hf import rsa_report, unpatch_model
+from rsa_hf import rsa_report
 from rsa_hf.training import RSACallback
 from small_runs import arguments, gpt2
 
@@ -65,11 +63,3 @@ def test_only_logs_with_a_loss_are_followed_by_gates_and_rates(tmp_path):
     training.train()
     kinds = [sorted({"loss", "eval_loss", "train_loss", "rsa/gate"} & logs.keys()) for logs in tracker.logs]
     assert kinds == [["loss"], ["rsa/gate"], ["eval_loss"]] * 2 + [["train_loss"]]
-
-
-def test_a_plain_model_gives_a_warning(tmp_path, caplog):
-    tracker = Recorder()
-    with caplog.at_level(logging.WARNING):
-        trainer(tmp_path, [tracker], unpatch_model(gpt2())).train()
-    assert "the model has no RSA heads. Call patch_model first." in caplog.text
-    assert not any(key.startswith("rsa/") for logs in tracker.logs for key in logs)

@@ -7,9 +7,10 @@ from torch.utils.data import default_collate
 import small_runs
 from models import tiny
 from models.tiny import VOCAB
-from rsa_hf.tasks.text_data import TrainingTracks
+from rsa_hf.tasks.text_blocks import TrainingTracks
 from rsa_hf.training.carried import CarriedState
-from small_runs import Killed, Mortal, assert_same_runs, gpt2, logged
+from rsa_hf.training import newest_whole_checkpoint
+from small_runs import Killed, Mortal, assert_same_weights, gpt2, losses
 
 LENGTH = 8
 
@@ -38,15 +39,13 @@ def tracks(num_tracks=4, num_segments=6):
     return TrainingTracks(tokens[: num_tracks * num_segments * LENGTH + 1], LENGTH, num_tracks)
 
 
-@torch.no_grad()
-def evaluate(model):
-    model.eval()
-    return {"loss": model(torch.arange(LENGTH)[None]).logits.logsumexp(-1).mean().item()}
-
-
-def run(folder, model, data=None, **settings):
-    settings = {"max_steps": 6, "warmup_ratio": 0.0, **settings}
-    return small_runs.run(folder, model, tracks() if data is None else data, evaluate, **settings)
+def run(folder, model, data=None, resume=None, **settings):
+    defaults = {"max_steps": 6, "per_device_train_batch_size": 4, "lr_scheduler_type": "constant", "save_steps": 2}
+    trainer = small_runs.trainer(
+        folder, model, tracks() if data is None else data, default_collate, **{**defaults, **settings}
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
 
 
 STILL = {"learning_rate": 1e-30, "rsa_learning_rate": 1e-30}  # parameters do not move
@@ -72,10 +71,9 @@ def losses_in_one_pass(model, data):
 def test_the_loss_is_that_of_one_pass_over_each_track(tmp_path, name, accumulation):
     """Over two epochs, each of which starts without memory."""
     expected = losses_in_one_pass(MODELS[name](), tracks())
-    division = {"batch_size": 4 // accumulation, "gradient_accumulation_steps": accumulation}
-    result = run(tmp_path / "carried", MODELS[name](), **STILL, **division, max_steps=12)
-    assert result.tokens == 12 * 4 * LENGTH
-    assert logged(tmp_path / "carried") == pytest.approx(expected * 2, abs=1e-5)
+    division = {"per_device_train_batch_size": 4 // accumulation, "gradient_accumulation_steps": accumulation}
+    trainer = run(tmp_path / "carried", MODELS[name](), **STILL, **division, max_steps=12)
+    assert losses(trainer) == pytest.approx(expected * 2, abs=1e-5)
 
     # The control: another loss without memory.
     model = MODELS[name]()
@@ -83,28 +81,18 @@ def test_the_loss_is_that_of_one_pass_over_each_track(tmp_path, name, accumulati
     model.register_forward_pre_hook(
         lambda module, positional, inputs: (positional, {**inputs, argument: None}), with_kwargs=True
     )
-    run(tmp_path / "dropped", model, **STILL, **division)
-    dropped = logged(tmp_path / "dropped")
+    dropped = losses(run(tmp_path / "dropped", model, **STILL, **division))
     assert dropped[0] == pytest.approx(expected[0], abs=1e-5)
     assert min(abs(a - b) for a, b in zip(dropped[1:], expected[1:], strict=True)) > 1e-4
-
-
-def test_permuted_rows_give_other_losses(tmp_path, monkeypatch):
-    expected = losses_in_one_pass(lstm(), tracks())
-    read = TrainingTracks.__getitem__
-    monkeypatch.setattr(TrainingTracks, "__getitem__", lambda self, i: read(self, i ^ 1 if i // 4 % 2 else i))
-    run(tmp_path, lstm(), **STILL)
-    assert logged(tmp_path)[0] == pytest.approx(expected[0], abs=1e-5)
-    assert max(abs(a - b) for a, b in zip(logged(tmp_path), expected, strict=True)) > 1e-3
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_accumulated_steps_are_those_of_the_large_batch(tmp_path, name):
     still = losses_in_one_pass(MODELS[name](), tracks())
-    run(tmp_path / "whole", MODELS[name]())
-    run(tmp_path / "parts", MODELS[name](), batch_size=2, gradient_accumulation_steps=2)
-    assert logged(tmp_path / "parts") == pytest.approx(logged(tmp_path / "whole"), abs=1e-4)
-    assert abs(logged(tmp_path / "whole")[-1] - still[-1]) > 1e-2  # the model learns
+    whole = losses(run(tmp_path / "whole", MODELS[name]()))
+    division = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    assert losses(run(tmp_path / "parts", MODELS[name](), **division)) == pytest.approx(whole, abs=1e-4)
+    assert abs(whole[-1] - still[-1]) > 1e-2  # the model learns
 
 
 def test_gradients_stop_at_the_carried_memory(tmp_path):
@@ -121,69 +109,44 @@ def test_gradients_stop_at_the_carried_memory(tmp_path):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    run(tmp_path, lstm(), weight_decay=0.0, max_grad_norm=None, lr_schedule="constant")
-    assert logged(tmp_path) == pytest.approx(expected, abs=1e-6)
-
-
-def has_bf16_lstm():
-    """Whether torch can run an LSTM under bfloat16 autocast on this processor."""
-    try:
-        with torch.autocast("cpu", torch.bfloat16):
-            torch.nn.LSTM(4, 4)(torch.ones(2, 1, 4))
-    except RuntimeError:
-        return False
-    return True
-
-
-@pytest.mark.usefixtures("fresh_accelerator")
-@pytest.mark.parametrize("name", ["transformer_xl", "lstm"])
-def test_losses_in_bf16_are_close(tmp_path, name):
-    if name == "lstm" and not has_bf16_lstm():
-        pytest.skip("torch has no bfloat16 LSTM on this processor")
-    expected = losses_in_one_pass(MODELS[name](), tracks())
-    run(tmp_path, MODELS[name](), mixed_precision="bf16", **STILL)
-    assert logged(tmp_path) == pytest.approx(expected, rel=2e-2)
+    assert losses(run(tmp_path, lstm(), weight_decay=0.0, max_grad_norm=0.0)) == pytest.approx(expected, abs=1e-6)
 
 
 # --- interrupted and continued --------------------------------------------------------------------------------
 
-PARTS = {"save_every_steps": 2, "batch_size": 2, "gradient_accumulation_steps": 2}
-
-
-def killed_at(step, folder, model, **settings):
-    """Run until the run is killed as it reads an example of this step, counted from 0."""
-    with pytest.raises(Killed):
-        run(folder, model, Mortal(tracks(), 4 * step), **PARTS, **settings)
-    torch.manual_seed(99)  # a new process has other generators
+PARTS = {"save_strategy": "steps", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("step", [3, 6, 8])
 def test_killed_and_continued_is_bitwise_the_whole_run(tmp_path, name, step):
     """With dropout, and checkpoints inside epochs of 6 steps and at their end."""
-    run(tmp_path / "whole", MODELS[name](dropout=0.1), max_steps=10, **PARTS)
-    killed_at(step, tmp_path / "parts", MODELS[name](dropout=0.1), max_steps=10)
-    run(tmp_path / "parts", MODELS[name](dropout=0.1), max_steps=10, **PARTS)
-    assert_same_runs(tmp_path / "parts", tmp_path / "whole")
+    settings = {"max_steps": 10, **PARTS}
+    whole = run(tmp_path / "whole", MODELS[name](dropout=0.1), **settings)
+    with pytest.raises(Killed):  # as it reads an example of this step, counted from 0
+        run(tmp_path / "parts", MODELS[name](dropout=0.1), Mortal(tracks(), 4 * step), **settings)
+    torch.manual_seed(99)  # a new process has other generators
+    checkpoint = newest_whole_checkpoint(tmp_path / "parts")
+    parts = run(tmp_path / "parts", MODELS[name](dropout=0.1), resume=checkpoint, **settings)
+    assert losses(parts) == losses(whole)
+    assert_same_weights(parts.model.state_dict(), whole.model.state_dict())
 
 
 def test_without_the_memory_of_the_checkpoint_losses_differ(tmp_path, monkeypatch):
-    run(tmp_path / "whole", lstm(dropout=0.1), max_steps=5, **PARTS)
-    killed_at(3, tmp_path / "parts", lstm(dropout=0.1), max_steps=5)
+    whole = losses(run(tmp_path, lstm(dropout=0.1), max_steps=5, **PARTS))
     monkeypatch.setattr(CarriedState, "load", lambda *arguments: None)
-    run(tmp_path / "parts", lstm(dropout=0.1), max_steps=5, **PARTS)
-    assert logged(tmp_path / "parts")[:2] == logged(tmp_path / "whole")[:2]
-    assert logged(tmp_path / "parts")[2:] != logged(tmp_path / "whole")[2:]
+    parts = losses(run(tmp_path, lstm(dropout=0.1), resume=str(tmp_path / "checkpoint-2"), max_steps=5, **PARTS))
+    assert parts[:2] == whole[:2]
+    assert parts[2:] != whole[2:]
 
 
 # --- errors ---------------------------------------------------------------------------------------------------
 
 
 def test_settings_that_do_not_fit_the_model_or_the_data_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"a GPT2LMHeadModel carries nothing.*Set data.carry_memory to false"):
+    with pytest.raises(ValueError, match="a GPT2LMHeadModel carries nothing"):
         run(tmp_path, gpt2())
-    with pytest.raises(ValueError, match=r"the data has 4 tracks, but a step takes 6 rows \(3 in each of 2 micro"):
-        run(tmp_path, lstm(), batch_size=3, gradient_accumulation_steps=2)
-    with pytest.raises(ValueError, match=r"returned no mems to carry .* use_cache=True and a memory of more than 0"):
+    with pytest.raises(ValueError, match="the data has 4 tracks, but a step takes 6 rows"):
+        run(tmp_path, lstm(), per_device_train_batch_size=3, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match="returned no mems to carry"):
         run(tmp_path, transformer_xl(mem_len=0))
-    assert not list((tmp_path / "checkpoints").glob("*"))

@@ -1,0 +1,129 @@
+"""`RSATrainer`: optimiser groups, gates in the log, losses that diverge, signals, and a card."""
+
+import os
+import signal
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+import small_runs
+from rsa_hf import unpatch_model
+from rsa_hf.tasks.defect_detection import _loss
+from rsa_hf.training import newest_whole_checkpoint, optimizer_cls_and_kwargs
+from rsa_hf.training.callbacks import DivergedError
+from small_runs import Killed, Mortal, assert_same_weights, classifier, functions, gpt2, losses, texts, trainer
+
+
+def test_it_learns_what_a_trainer_with_our_groups_does(tmp_path):
+    ours = trainer(tmp_path, gpt2(0.0), rsa_learning_rate=0.1, weight_decay=0.1)
+    ours.train()
+    args = small_runs.arguments(tmp_path, weight_decay=0.1)
+    theirs = Trainer(
+        gpt2(0.0), args, train_dataset=texts(20), optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, 0.1)
+    )
+    theirs.train()
+    assert_same_weights(ours.model.state_dict(), theirs.model.state_dict())
+    assert any("rsa/gate" in record for record in ours.state.log_history)
+
+
+def test_a_killed_run_continues_bitwise(tmp_path):
+    """With dropout, accumulation, and a checkpoint in the middle of an epoch of 5 steps."""
+    settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3, "per_device_train_batch_size": 2}
+    settings["gradient_accumulation_steps"] = 2
+    whole = trainer(tmp_path / "whole", **settings)
+    whole.train()
+    with pytest.raises(Killed):
+        trainer(tmp_path / "parts", data=Mortal(texts(20), 4 * 7), **settings).train()
+    torch.manual_seed(99)  # a new process has other generators
+    parts = trainer(tmp_path / "parts", **settings)
+    parts.train(resume_from_checkpoint=newest_whole_checkpoint(tmp_path / "parts"))
+    assert losses(parts) == losses(whole)
+    assert_same_weights(parts.model.state_dict(), whole.model.state_dict())
+
+
+@pytest.mark.parametrize("file", ["trainer_state.json", "model.safetensors", "optimizer.pt", "rng_state.pth"])
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_an_incomplete_checkpoint_is_passed_over(tmp_path, file, damage):
+    trainer(tmp_path, max_steps=4, save_strategy="steps", save_steps=2).train()
+    assert newest_whole_checkpoint(tmp_path) == get_last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+    path = tmp_path / "checkpoint-4" / file
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-7])
+    elif file != "trainer_state.json":  # which is written last: without the others it is not there either
+        return
+    else:
+        path.unlink()
+    assert newest_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    assert newest_whole_checkpoint(tmp_path / "nothing") is None
+
+
+class PoisonedLoss(TrainerCallback):
+    """Makes a weight NaN before a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.step:
+            next(model.parameters()).data.fill_(float("nan"))
+
+
+def test_a_loss_that_is_nan_ends_the_training_and_leaves_the_checkpoints(tmp_path):
+    training = trainer(tmp_path, max_steps=9, save_strategy="steps", save_steps=2, logging_steps=100)
+    training.add_callback(PoisonedLoss(3))
+    with pytest.raises(DivergedError, match="after step 4.*learning_rate"):
+        training.train()
+    assert newest_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+
+
+class Send(TrainerCallback):
+    """Sends this process a signal in the middle of a step."""
+
+    def __init__(self, number, step):
+        self.number, self.step = number, step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_training_after_a_checkpoint(tmp_path, number):
+    before = signal.getsignal(number)
+    settings = {"max_steps": 6, "eval_strategy": "no", "save_strategy": "epoch"}
+    whole = trainer(tmp_path / "whole", **settings)
+    whole.train()
+    stopped = trainer(tmp_path / "parts", **settings)
+    stopped.add_callback(Send(number, 2))
+    stopped.train()
+    assert stopped.stop.signal == number
+    assert stopped.state.global_step == 3
+    assert signal.getsignal(number) is before
+    parts = trainer(tmp_path / "parts", **settings)
+    parts.train(resume_from_checkpoint=newest_whole_checkpoint(tmp_path / "parts"))
+    assert_same_weights(parts.model.state_dict(), whole.model.state_dict())
+
+
+def test_the_card_that_is_pushed_shows_gates_and_a_plain_model_keeps_the_trainers(tmp_path):
+    training = trainer(tmp_path / "ours")
+    training.create_model_card()
+    assert "RSA" in (tmp_path / "ours" / "README.md").read_text()
+    plain = trainer(tmp_path / "plain", unpatch_model(gpt2()))
+    plain.create_model_card(model_name="plain")
+    assert "RSA" not in (tmp_path / "plain" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("weights", [None, [0.5, 2.0]])
+def test_micro_batches_give_the_weighted_mean_over_the_step(weights):
+    """Against torch's loss on the whole batch; a mean of means is the control."""
+    model, batch = classifier(), small_runs.stack(functions(7))
+    labels = batch.pop("labels")
+    logits = model(**batch).logits
+    weight = None if weights is None else torch.tensor(weights)
+    each = torch.nn.functional.cross_entropy(logits, labels, weight, reduction="none")
+    parts = [_loss(logits[part], labels[part], weight, 7) for part in (slice(0, 4), slice(4, 7))]
+    torch.testing.assert_close(sum(parts), each.sum() / 7)
+    means = [_loss(logits[part], labels[part], weight, None) for part in (slice(0, 4), slice(4, 7))]
+    assert abs(sum(means) / 2 - each.mean()) > 1e-4

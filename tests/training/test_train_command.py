@@ -1,0 +1,257 @@
+"""`rsa-hf train` and `rsa-hf evaluate`, on tiny models: what a user sees, and runs that end in the middle."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from launching import ROOT, run_python
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+from rsa_hf.cli import main
+from rsa_hf.training.rsa_trainer import RSATrainer
+from small_runs import assert_same_weights
+
+SIZES = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "attention_dropout": 0.1, "bos_token_id": None}
+LM = {
+    "model_type": "llama",
+    "config_overrides": {**SIZES, "eos_token_id": None},
+    "tokenizer_name": "bytes",
+    "block_size": 16,
+    "rsa": {"num_cyclical_pairs": 2, "gate_init": 0.0},
+    "max_steps": 8,
+    "per_device_train_batch_size": 4,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "bits_per_byte",
+    "learning_rate": 1e-2,
+    "use_cpu": True,
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"line {i} of {i * i % 97}\n" for i in range(300)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    """A BERT without a head, and its tokenizer of words."""
+    folder = tmp_path_factory.mktemp("encoder")
+    words = {"[PAD]": 0, "[UNK]": 1, **{f"w{i}": i + 2 for i in range(10)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    BertModel(BertConfig(**sizes, vocab_size=12, hidden_dropout_prob=0.1)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "functions.jsonl"
+    rows = [{"func": f"w{i % 10} w{(i * 7) % 10} w{i % 3}", "target": int(i % 10 > 4), "idx": i} for i in range(42)]
+    rows = [{**row, "func": row["func"] + " w1" * (i % 11)} for i, row in enumerate(rows)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def written(folder, settings):
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(settings))  # JSON is YAML
+    return str(path)
+
+
+def command(*words):
+    """Run a command in this process; returns its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return ended.value.code or 0
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+# --- what a run says and leaves -------------------------------------------------------------------------------
+
+
+def test_the_same_command_starts_continues_and_has_finished(tmp_path, text, capsys, monkeypatch):
+    whole = ["train", "lm", written(tmp_path, {**LM, "train_file": str(text)})]
+    assert command(*whole, "--output_dir", tmp_path / "whole") == 0
+    assert "the run starts." in capsys.readouterr().out
+
+    parts = [*whole, "--output_dir", tmp_path / "parts"]
+    step = RSATrainer.training_step
+
+    def dies(trainer, *arguments):
+        if trainer.state.global_step == 5:
+            raise KeyboardInterrupt
+        return step(trainer, *arguments)
+
+    monkeypatch.setattr(RSATrainer, "training_step", dies)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        main(list(map(str, parts)))
+    monkeypatch.undo()
+    capsys.readouterr()
+    assert command(*parts) == 0
+    assert "continues from step 4" in capsys.readouterr().out
+    assert_same_weights(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+    for name in ("config.json", "README.md", "all_results.json", "trainer_state.json", "curves.png", "rsa.png"):
+        assert (tmp_path / "parts" / name).is_file(), name
+
+    before = (tmp_path / "parts" / "model.safetensors").stat().st_mtime_ns
+    assert command(*parts) == 0
+    said = capsys.readouterr().out
+    assert "had finished" in said
+    assert "bits per byte" in said
+    assert (tmp_path / "parts" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_run_that_ended_before_its_results_takes_no_further_step(tmp_path, text, capsys):
+    run = ["train", "lm", written(tmp_path, {**LM, "train_file": str(text)}), "--output_dir", tmp_path / "out"]
+    assert command(*run) == 0
+    expected = weights(tmp_path / "out")
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    del record["result"]
+    (tmp_path / "out" / "run.json").write_text(json.dumps(record))
+    (tmp_path / "out" / "model.safetensors").unlink()
+    assert command(*run) == 0
+    assert "continues from step 8" in capsys.readouterr().out
+    assert_same_weights(weights(tmp_path / "out"), expected)
+
+
+def test_other_data_or_settings_are_not_taken_for_the_same_run(tmp_path, encoder, functions, capsys):
+    data = tmp_path / "functions.jsonl"
+    data.write_text(functions.read_text())
+    settings = {"model_name_or_path": str(encoder), "train_file": str(data), "validation_file": str(functions)}
+    settings |= {"max_steps": 2, "max_seq_length": 16, "deduplicate": False, "use_cpu": True}
+    run = ["train", "defect", written(tmp_path, settings), "--output_dir", tmp_path / "out"]
+    assert command(*run) == 0
+    assert "classifier" in capsys.readouterr().out  # announced as new
+    assert command(*run, "--logging_steps", 7) == 0  # changes nothing that is learned
+    corrected = data.read_text().replace('"target": 1', '"target": 2', 1).replace('"target": 2', '"target": 0', 1)
+    data.write_text(corrected)
+    assert command(*run) == 2
+    assert "the data" in capsys.readouterr().err
+    data.write_text(functions.read_text())
+    assert command(*run, "--learning_rate", 1e-3) == 2
+    assert "learning_rate" in capsys.readouterr().err
+    assert command(*run, "--learning_rate", 1e-3, "--overwrite_output_dir") == 0
+
+
+@pytest.mark.parametrize("long_functions", ["truncate", "chunk"])
+def test_a_defect_detector_is_scored_alike_by_its_run_and_by_evaluate(
+    tmp_path, encoder, functions, capsys, long_functions
+):
+    settings = {"model_name_or_path": str(encoder), "train_file": str(functions), "validation_file": str(functions)}
+    settings |= {"test_file": str(functions), "max_steps": 3, "max_seq_length": 6, "chunk_overlap": 2}
+    settings |= {"long_functions": long_functions, "deduplicate": False, "class_weights": True, "use_cpu": True}
+    config = written(tmp_path, settings)
+    assert command("train", "defect", config, "--output_dir", tmp_path / "out") == 0
+    results = json.loads((tmp_path / "out" / "all_results.json").read_text())
+    capsys.readouterr()
+    assert (
+        command("evaluate", "defect", tmp_path / "out", config, "--split", "test", "--train_file", "gone.jsonl") == 0
+    )
+    scores = json.loads(capsys.readouterr().out)
+    assert scores == {key: pytest.approx(results[f"test_{key}"]) for key in scores}
+    predictions = (tmp_path / "out" / "predictions.txt").read_text().split()
+    assert len(predictions) == 2 * 42
+    assert command("evaluate", "defect", encoder, config) == 2  # no head: it would be a random one
+    assert "classifier" in capsys.readouterr().err
+
+
+def test_out_of_memory_names_what_to_lower(tmp_path, text, capsys, monkeypatch):
+    def full(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(RSATrainer, "training_step", full)
+    config = written(tmp_path, {**LM, "train_file": str(text)})
+    assert command("train", "lm", config, "--output_dir", tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert "per_device_train_batch_size" in said
+    assert "gradient_checkpointing" in said
+
+
+def test_a_calibrated_run_continues_with_its_plan(tmp_path, text, capsys, monkeypatch):
+    settings = {**LM, "train_file": str(text), "rsa": {"calibrate": {"max_rows": 12}}, "max_steps": 2}
+    run = ["train", "lm", written(tmp_path, settings), "--output_dir", tmp_path / "out"]
+    assert command(*run) == 0
+    found = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    results = json.loads((tmp_path / "out" / "all_results.json").read_text())
+    assert {f"calibration_{key}" for key in found["scores"]} <= results.keys()
+    assert results["patched"] == bool(found["config"]["heads"])
+
+
+# --- processes ------------------------------------------------------------------------------------------------
+
+
+def start(*words, **keywords):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    line = [sys.executable, "-c", "from rsa_hf.cli import main; main()", *map(str, words)]
+    return subprocess.Popen(line, env=environment, cwd=ROOT, **keywords)
+
+
+def test_sigkill_and_the_same_command_give_the_same_weights(tmp_path, text):
+    settings = {**LM, "train_file": str(text), "max_steps": 60, "eval_steps": 5, "save_steps": 5}
+    run = ["train", "lm", written(tmp_path, settings), "--output_dir"]
+    process = start(*run, tmp_path / "parts")
+    deadline = time.monotonic() + 250
+    while not (tmp_path / "parts" / "checkpoint-10" / "trainer_state.json").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert command(*run, tmp_path / "parts") == 0
+    assert command(*run, tmp_path / "whole") == 0
+    assert_same_weights(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+
+
+def test_a_full_disk_is_one_line(tmp_path, text):
+    config = written(tmp_path, {**LM, "train_file": str(text)})
+    words = ["train", "lm", config, "--output_dir", tmp_path / "out"]
+    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)); "
+    limited += "from rsa_hf.cli import main; main(sys.argv[1:])"
+    done = run_python("-c", limited, *words)
+    assert done.returncode == 2, done.stderr
+    assert "cannot write to" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow  # starts processes
+@pytest.mark.parametrize("task", ["lm", "defect"])
+def test_two_processes_learn_what_one_does(tmp_path, text, encoder, functions, task):
+    if task == "lm":
+        settings = {**LM, "train_file": str(text), "max_steps": 5, "load_best_model_at_end": False}
+        settings["config_overrides"] = {**LM["config_overrides"], "attention_dropout": 0.0}
+    else:
+        settings = {"model_name_or_path": str(encoder), "train_file": str(functions), "max_seq_length": 16}
+        settings |= {"validation_file": str(functions), "test_file": str(functions), "num_train_epochs": 2}
+        settings |= {"config_overrides": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}}
+        settings |= {"deduplicate": False, "use_cpu": True, "learning_rate": 1e-3}
+    config = written(tmp_path, settings)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", sys.executable]
+    run = ["-c", "from rsa_hf.cli import main; main()", "train", task, config, "--output_dir", tmp_path / "two"]
+    done = run_python(*launcher, *run, "--per_device_train_batch_size", "3", "--ddp_backend", "gloo")
+    assert done.returncode == 0, done.stderr
+    assert command("train", task, config, "--output_dir", tmp_path / "one", "--per_device_train_batch_size", "6") == 0
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, atol=1e-5, rtol=1e-4, msg=name)
+    scores = [json.loads((tmp_path / name / "all_results.json").read_text()) for name in ("one", "two")]
+    assert scores[0] == pytest.approx(scores[1], rel=1e-4)
