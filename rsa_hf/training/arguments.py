@@ -167,7 +167,8 @@ def read_arguments(arguments: Sequence[str], data_type: type[Data]) -> RunArgume
     """Read the settings of a run from a YAML file and from `--key value`, which goes first.
 
     The keys are the fields of `ModelArguments`, `RSAArguments`, `data_type` and `RSATrainingArguments`. In the file,
-    null means the default, for `rsa` the plain model. `~` and `$VARIABLES` in paths are replaced.
+    null means the default, for `rsa` the plain model. `--key.entry value` sets one entry of a mapping. `~` and
+    `$VARIABLES` in paths are replaced.
 
     Args:
         arguments: the words of the command; the first may be the path of a YAML file. `--help` prints all keys.
@@ -181,6 +182,7 @@ def read_arguments(arguments: Sequence[str], data_type: type[Data]) -> RunArgume
     known = [each.name for kind in types for each in fields(kind) if each.init]
     words = list(arguments)
     content = _content(expanded(words.pop(0)), known) if words and not words[0].startswith("-") else {}
+    words = _set_entries(content, words, known)
     parser = _Parser(types, allow_abbrev=False, prog="rsa-hf train", description="Keys of CONFIG.")
     for word in words:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
@@ -218,6 +220,25 @@ def _content(path: str, known: Sequence[str]) -> dict[str, Any]:
         if key not in known:
             raise ValueError(f"{path}: {_unknown(str(key), known)}")
     return {key: value for key, value in content.items() if value is not None or key == "rsa"}
+
+
+def _set_entries(content: dict[str, Any], words: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Apply `--key.entry value` and `--key.entry=value` to the content of a file; returns the other words."""
+    rest, others = list(words), []
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        key, dot, entry = name.partition(".")
+        if not (word.startswith("--") and dot and key in known):
+            others.append(word)
+            continue
+        if not equals and not rest:
+            raise ValueError(f"{word} has no value.")
+        mapping = content.get(key) or {}
+        if not isinstance(mapping, dict):
+            raise ValueError(f"{word}: {key} is no mapping in the file.")
+        content[key] = {**mapping, entry: read_yaml(value if equals else rest.pop(0))}
+    return others
 
 
 def _word(value: Any) -> str:

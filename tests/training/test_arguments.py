@@ -52,6 +52,13 @@ def test_flags_go_before_the_file_and_are_read_alike(tmp_path):
     assert same.rsa.config == run.rsa.config
 
 
+def test_an_entry_of_a_mapping_can_be_set_alone(tmp_path):
+    text = "config_overrides: {a: 1, b: 2}\nrsa: {num_regular: 1}\n"
+    run = read(tmp_path, text, "--config_overrides.b", "3", "--rsa.gate_init=-1.5")
+    assert run.model.config_overrides == {"a": 1, "b": 3}
+    assert run.rsa.config == RSAConfig(num_regular=1, gate_init=-1.5)
+
+
 @pytest.mark.parametrize("written", ["none", "null"])
 def test_rsa_none_is_the_plain_model_and_its_absence_the_default(tmp_path, written):
     assert read(tmp_path, "", "--rsa", written).rsa.config is None

@@ -8,8 +8,8 @@ import small_runs
 from models import tiny
 from models.tiny import VOCAB
 from rsa_hf.tasks.text_blocks import TrainingTracks
-from rsa_hf.training.carried import CarriedState
 from rsa_hf.training import newest_whole_checkpoint
+from rsa_hf.training.carried import CarriedState
 from small_runs import Killed, Mortal, assert_same_weights, gpt2, losses
 
 LENGTH = 8
