@@ -162,7 +162,7 @@ def main():
     while True:
         results = evaluate(accelerator, model, eval_loader)
         accelerator.log(results, step)
-        accelerator.print(f"step {step}:", {name: round(value, 4) for name, value in results.items()})
+        accelerator.print(f"step {step}:", {k: round(v, 4) for k, v in results.items() if "layer" not in k})
         if step >= max_steps:
             break
         model.train()
