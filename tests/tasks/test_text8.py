@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from rsa_hf.tasks.language_modeling import load_language_modeling_tokenizer, prepare_language_modeling
-from rsa_hf.tasks.text8 import TEXT8_SYMBOLS, clean_text8, text8_tokenizer
-from rsa_hf.tasks.text_data import LanguageModelingDataConfig
+from rsa_hf.tasks.language_modeling import load_language_modeling_tokenizer
+from rsa_hf.tasks.text8 import TEXT8_SYMBOLS, clean_text8
 
 
 def page(text, attributes='xml:space="preserve"'):
@@ -22,7 +21,6 @@ def page(text, attributes='xml:space="preserve"'):
     ("text", "expected"),
     [
         ("Hello, World!", " hello world"),
-        ("in 1984", " in one nine eight four"),
         ("a0b", " a zero b"),
         ("caf\u00e9s", " caf s"),
         ("&lt;b&gt;bold&lt;/b&gt; move", " bold move"),
@@ -30,12 +28,10 @@ def page(text, attributes='xml:space="preserve"'):
         ("&amp;nbsp;x&amp;nbsp;y", " x y"),
         ("[http://a.org/ the site] and [http://b.org]", " the site and"),
         ("[[Russia]] and [[France|the French]]", " russia and the french"),
-        ("[[Image:x.jpg|thumb|left|200px|a caption]]", " a caption"),
-        ("[[image:x.jpg|A [[link]] in it]]", " a link in it"),
+        ("[[Image:x.jpg|thumb|left|200px|a [[link]] in it]]", " a link in it"),
         ("[[Category:Birds|*]] [[category:Fish]]", " birds fish"),
         ("[[de:Vogel]] end [[zh-min-nan:X]]", " end"),
         ("{{cite|a}} t {| table |} u", " t u"),
-        ("", ""),
         ("#REDIRECT [[Elsewhere]]", ""),
         ("about\n#redirect pages", ""),
     ],
@@ -62,24 +58,16 @@ def test_the_beginning_of_wikipedia_becomes_the_published_beginning_of_text8(dat
     assert set(text) == set(TEXT8_SYMBOLS)
 
 
-def test_the_tokenizer_has_a_token_for_each_symbol(tmp_path):
+def test_the_tokenizer_has_a_token_for_each_symbol_and_refuses_others(tmp_path):
     tokenizer = load_language_modeling_tokenizer("text8")
     text = " the quick  brown fox z"
     ids = tokenizer(text)["input_ids"]
     assert ids == [TEXT8_SYMBOLS.index(symbol) for symbol in text]
     assert len(tokenizer) == 27 and tokenizer.decode(ids) == text
+    with pytest.raises(Exception, match=r"Missing \[UNK\] token"):  # tokenizers raises a plain Exception
+        tokenizer(" not Fine")
     tokenizer.save_pretrained(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == ids
-
-
-def test_other_symbols_are_refused(tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_text(" fine" * 100)
-    config = LanguageModelingDataConfig(train_file=str(file), block_size=8)
-    assert prepare_language_modeling(config, text8_tokenizer()).train.token_ids.max() < 27
-    file.write_text(" not Fine" * 100)
-    with pytest.raises(Exception, match=r"Missing \[UNK\] token"):  # tokenizers raises a plain Exception
-        prepare_language_modeling(config, text8_tokenizer())
 
 
 def test_the_script_writes_the_number_of_characters_asked_for(tmp_path, monkeypatch):

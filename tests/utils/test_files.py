@@ -1,4 +1,4 @@
-"""Atomic writes of files. tests/reliability/test_storage.py has folders, locks and full disks."""
+"""Atomic writes of files."""
 
 import pytest
 

@@ -1,6 +1,8 @@
-"""Models in installed packages. tests/training/test_run.py has names that are wrong."""
+"""Models in installed packages."""
 
 from pathlib import Path
+
+import pytest
 
 import rsa_hf
 from rsa_hf.utils.locate import locate
@@ -13,3 +15,9 @@ def test_a_package_name_is_replaced_by_its_folder():
 def test_any_other_name_is_unchanged():
     for name in ("gpt2", "./package", "someone/package:x"):
         assert locate(name) == name
+
+
+@pytest.mark.parametrize("name", ["package:absent_package/model", "package:rsa_hf/absent", "package:"])
+def test_a_package_or_folder_that_is_absent_is_named(name):
+    with pytest.raises(ValueError, match=name):
+        locate(name)

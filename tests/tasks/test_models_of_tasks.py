@@ -1,0 +1,135 @@
+"""Whether a model was made for a task, takes its inputs, and is scored on the data asked for alone."""
+
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    ByT5Tokenizer,
+    PreTrainedTokenizerFast,
+)
+
+from families import CONFIGS
+from rsa_hf.tasks import defect_detection, language_modeling
+from rsa_hf.training.arguments import ModelArguments
+from rsa_hf.training.model_setup import largest_token_id, load_model, require_inputs_fit
+
+SMALL = {"vocab_size": 259, "n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4, "n_positions": 12}
+TINY = {"vocab_size": 97, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+
+
+def save(folder, config, auto_class, tokenizer=None, **changes):
+    """Save a model with random weights and its tokenizer; returns the folder's name."""
+    config = type(config).from_dict({**config.to_dict(), "vocab_size": 400, **changes})
+    auto_class.from_config(config).save_pretrained(folder)
+    (tokenizer or ByT5Tokenizer()).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("gpt2"), CONFIGS["gpt2"](), AutoModelForCausalLM)
+
+
+@pytest.fixture(scope="module")
+def three_classes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("three")
+    return save(folder, CONFIGS["bert"](), AutoModelForSequenceClassification, num_labels=3)
+
+
+@pytest.fixture
+def functions(tmp_path):
+    """Settings that name files of 4 and 6 functions, and an absent training file."""
+    for split, size in (("validation", 4), ("test", 6)):
+        rows = [{"func": f"int f() {{ return {i}; }}", "target": i % 2} for i in range(size)]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return [f"--{split}_file={tmp_path}/{split}.jsonl" for split in ("train", "validation", "test")]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "longest"),
+    [
+        ("roberta", {**TINY, "max_position_embeddings": 514}, 512),  # two of its positions are never reached
+        ("gpt2", SMALL, 12),
+        ("gptj", SMALL, 12),  # its table of positions is a buffer
+        pytest.param(
+            "codegen",
+            {**SMALL, "n_head": 4},
+            12,
+            marks=pytest.mark.xfail(raises=AttributeError, reason="no pad_token_id"),
+        ),
+        ("llama", {**TINY, "max_position_embeddings": 12}, math.inf),  # rotary
+    ],
+)
+def test_the_longest_input_is_tried(model_type, settings, longest):
+    auto_class = AutoModelForSequenceClassification if model_type == "roberta" else AutoModelForCausalLM
+    model = auto_class.from_config(AutoConfig.for_model(model_type, **settings)).train()
+    require_inputs_fit(model, 40, min(longest, 200), "block_size")
+    assert model.training
+    if longest < math.inf:
+        with pytest.raises(ValueError, match=f"block_size={longest + 1}"):
+            require_inputs_fit(model, 40, longest + 1, "block_size")
+
+
+def test_a_tokenizer_with_gaps_is_noticed():
+    """Its ids go beyond its length."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 258})))
+    assert largest_token_id(tokenizer) == 258 > len(tokenizer)
+    for size in (258, 259):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **{**SMALL, "vocab_size": size}))
+        if size == 259:
+            require_inputs_fit(model, 258, 4, "block_size")
+            continue
+        with pytest.raises(ValueError, match="ids up to 258, the model 258 .*tokenizer_name"):
+            require_inputs_fit(model, 258, 4, "block_size")
+
+
+def test_a_head_for_other_classes_is_replaced_only_where_it_is_asked_for(three_classes, capsys):
+    load = partial(load_model, AutoModelForSequenceClassification, num_labels=2)
+    with pytest.raises(ValueError, match="ignore_mismatched_sizes"):
+        load(ModelArguments(three_classes))
+    model = load(ModelArguments(three_classes, ignore_mismatched_sizes=True))
+    assert model(torch.tensor([[1]])).logits.shape == (1, 2)
+    assert "classifier.bias, classifier.weight: new" in capsys.readouterr().out
+
+
+def test_a_model_that_was_not_trained_for_a_task_is_not_scored(gpt2, three_classes, functions, tmp_path):
+    for model, message in ((three_classes, "3 classes"), (gpt2, r"has no score\.weight")):
+        with pytest.raises(ValueError, match=message):
+            defect_detection.evaluate(model, "test", functions)
+    llama = save(tmp_path, CONFIGS["llama"](), AutoModelForSequenceClassification)
+    with pytest.raises(ValueError, match=r"has no lm_head\.weight"):
+        language_modeling.evaluate(llama, "test", [])
+
+
+def test_only_the_text_to_score_is_read_and_tokenized(gpt2, tmp_path, text):
+    """The other texts are absent, or begin with what is no UTF-8."""
+    path = tmp_path / "test.txt"
+    path.write_bytes(text)
+    settings = [f"--train_file={tmp_path}/absent", f"--validation_file={tmp_path}/absent", "--block_size=32"]
+    scores = language_modeling.evaluate(gpt2, "test", [*settings, f"--test_file={path}"])
+    assert scores["num_bytes"] == len(text) - 1
+    path.write_bytes(b"\xff\n" * 10 * len(text) + text * 2)
+    shares = ["--test_split_percentage=5", "--validation_split_percentage=90"]
+    scores = language_modeling.evaluate(gpt2, "test", [f"--train_file={path}", "--block_size=32", *shares])
+    assert scores["num_bytes"] == pytest.approx(1.1 * len(text), abs=4)
+
+
+def test_only_the_functions_to_score_are_read_and_tokenized(functions, tmp_path, monkeypatch):
+    model = save(tmp_path / "model", CONFIGS["bert"](), AutoModelForSequenceClassification)
+    tokenized, original = [], defect_detection.tokenize
+
+    def tokenize(examples, *arguments):
+        tokenized.append(len(examples))
+        return original(examples, *arguments)
+
+    monkeypatch.setattr(defect_detection, "tokenize", tokenize)
+    scores = defect_detection.evaluate(model, "validation", [*functions, "--max_seq_length=64"])
+    assert scores["num_examples"] == 4
+    assert tokenized == [4]
