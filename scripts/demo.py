@@ -3,7 +3,7 @@
 1. Patch a real pretrained encoder (MiniLM, from the Python package index) and fine-tune it on defect detection; beside
    it the same encoder without RSA heads: same data, steps, seed and learning rate.
 2. Save, reload in a new process, and see that every output is the same to the last bit.
-3. Write a model card and the learned decay curves and gates.
+3. Show the learned decay curves and gates; the model card has them too.
 4. Train a byte-level language model from scratch, patched and plain, and draw both curves.
 
 Every training run is the command that a user would type; the demo prints it.
@@ -25,13 +25,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import rsa_hf
 from rsa_hf.cli.common import exit_on_error
-from rsa_hf.hub.card import CardFacts, write_card
 from rsa_hf.plots import plot_training_curves
 from rsa_hf.utils.text import format_table
 
-SCRIPTS = Path(__file__).parent
-CONFIGS = SCRIPTS.parent / "configs"
-ARMS = {"with RSA": [], "plain": ["--rsa", "null"]}
+CONFIGS = Path(__file__).parents[1] / "configs"
+ARMS = {"with RSA": [], "plain": ["--rsa", "none"]}
 
 CHECK = """
 import sys, torch, rsa_hf
@@ -45,44 +43,33 @@ assert rsa_hf.is_patched(model) and torch.equal(found, expected), (found - expec
 """
 
 
-def run(script: str, config: str, output: Path, *settings: str) -> dict:
-    command = [
-        os.path.relpath(SCRIPTS / script),
-        os.path.relpath(CONFIGS / config),
-        "--output_dir",
-        str(output),
-        "--resume",
-        "never",
-        *settings,
-    ]
-    print(f"\n$ python {shlex.join(command)}", flush=True)
+def run(task: str, config: str, output: Path, *settings: str) -> dict:
+    """Train by the command line, which the demo prints; returns the results."""
+    words = ["train", task, os.path.relpath(CONFIGS / config), "--output_dir", str(output), *settings]
+    print(f"\n$ rsa-hf {shlex.join(words)}", flush=True)
     started = time.monotonic()
-    # That a fine-tuned model has a new head and fewer layers needs no report here.
-    subprocess.run([sys.executable, *command], check=True, env={**os.environ, "TRANSFORMERS_VERBOSITY": "error"})
-    results = json.loads((output / "results.json").read_text())
-    return {**results, "seconds": time.monotonic() - started}
+    command = [sys.executable, "-c", "from rsa_hf.cli import main; main()", *words, "--overwrite_output_dir"]
+    subprocess.run(command, check=True)
+    return {**json.loads((output / "all_results.json").read_text()), "seconds": time.monotonic() - started}
 
 
 def defect_detection(output: Path, steps: int) -> Path:
-    settings = ["--max_steps", str(steps), "--eval_every_steps", str(steps)]
+    settings = ["--max_steps", str(steps)]
     results = {
-        arm: run("train_defect_detection.py", "defect_demo.yaml", output / folder, *settings, *more)
+        arm: run("defect", "defect_demo.yaml", output / folder, *settings, *more)
         for (arm, more), folder in zip(ARMS.items(), ("patched", "plain"), strict=True)
     }
     rows = [["model", "test accuracy", "F1", "MCC", "functions", "seconds"]]
-    test = results["plain"]["test"]
-    rows.append(["majority class", f"{test['majority_accuracy']:.2%}", "", "", f"{test['num_examples']}", ""])
+    plain = results["plain"]
+    rows.append(
+        ["majority class", f"{plain['test_majority_accuracy']:.2%}", "", "", f"{plain['test_num_examples']}", ""]
+    )
     for arm, result in results.items():
-        test = result["test"]
-        figures = [f"{test['accuracy']:.2%}", f"{test['f1']:.4f}", f"{test['mcc']:.4f}", f"{test['num_examples']}"]
-        rows.append([arm, *figures, f"{result['seconds']:.0f}"])
+        scores = [f"{result['test_accuracy']:.2%}", f"{result['test_f1']:.4f}", f"{result['test_mcc']:.4f}"]
+        rows.append([arm, *scores, f"{result['test_num_examples']}", f"{result['seconds']:.0f}"])
     print("\nDefect detection, the same data, steps and seed:\n\n" + format_table(rows))
-
-    folder = output / "patched" / "best"
+    folder = output / "patched"
     model = AutoModelForSequenceClassification.from_pretrained(folder)
-    scores = {arm: {key: result["test"][key] for key in ("accuracy", "f1", "mcc")} for arm, result in results.items()}
-    facts = CardFacts(base_model="sentence-transformers/all-MiniLM-L6-v2", scores=scores, command="make demo")
-    write_card(model, folder, facts, plot=True)
     print(f"\nGates and rates of the patched model (also: rsa-hf inspect {folder}):\n\n{rsa_hf.rsa_report(model)}")
     return folder
 
@@ -104,11 +91,12 @@ def check_reload(folder: Path, output: Path) -> None:
 
 def language_model(output: Path, steps: int) -> None:
     curves = {}
-    settings = ["--max_steps", str(steps), "--eval_every_steps", str(max(1, steps // 6)), "--max_eval_bytes", "30000"]
+    every = str(max(1, steps // 6))
+    settings = ["--max_steps", str(steps), "--eval_steps", every, "--save_steps", every, "--max_eval_bytes", "30000"]
     for (arm, more), folder in zip(ARMS.items(), ("lm_patched", "lm_plain"), strict=True):
-        run("train_language_model.py", "lm_bytes_embedded.yaml", output / folder, *settings, *more)
-        records = map(json.loads, (output / folder / "metrics.jsonl").read_text().splitlines())
-        curves[arm] = [(r["step"], r["eval"]["bits_per_byte"]) for r in records if "eval" in r]
+        run("lm", "lm_bytes_embedded.yaml", output / folder, *settings, *more)
+        history = json.loads((output / folder / "trainer_state.json").read_text())["log_history"]
+        curves[arm] = [(r["step"], r["eval_bits_per_byte"]) for r in history if "eval_bits_per_byte" in r]
     plot_training_curves(
         curves,
         output / "lm_curves.png",
