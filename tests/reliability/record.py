@@ -60,11 +60,6 @@ def note(part: Part, kind: str, outcomes: Mapping[str, int | float], seed: int |
     _write({"part": part.name, "kind": kind, "seed": seed, "came out": dict(outcomes)})
 
 
-def note_mutation(part: Part, protection: str, red: str) -> None:
-    """Record that the test `red` fails without a protection."""
-    _write({"part": part.name, "protection": protection, "red": red})
-
-
 def resident_bytes() -> int:
     """The resident memory of this process, from /proc."""
     pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])

@@ -22,7 +22,6 @@ from pathlib import Path
 
 import torch
 
-from reliability.mutations import MUTATIONS
 from reliability.record import resident_bytes
 from rsa_hf.tasks import language_modeling
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig, read_texts
@@ -136,7 +135,4 @@ def main(folder, seconds, every, block_size):
 
 
 if __name__ == "__main__":
-    for mutation in MUTATIONS:
-        if mutation.protection == os.environ.get("RSA_HF_MUTATION"):
-            mutation.apply()
     main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
