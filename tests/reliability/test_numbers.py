@@ -1,4 +1,4 @@
-"""P V and RSA layers with extreme numbers are finite, and as exact as a double loop in float64 allows.
+"""P V of extreme numbers is finite, and as exact as a double loop in float64 allows.
 
 The double loop runs twice. The second run sums magnitudes (|λ|, |v|, and 1 for cosines). The error allowed is a few
 roundings of that sum, whatever cancels in the result.
@@ -14,12 +14,10 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from scipy.signal import lfilter
-from transformers import GPT2Config, GPT2Model
 
 from references import double_loop
 from reliability.record import Part, is_full, note
-from rsa_hf import RSAConfig, patch_model, rem_product
-from rsa_hf.ops.mask import AttentionMask
+from rsa_hf import rem_product
 
 EXAMPLES = 80 if is_full() else 12
 NEAR_ONE = 1 - 1e-7
@@ -27,24 +25,21 @@ RATES = (NEAR_ONE, 1.0, 0.0, 1e-30, 1e-38, 0.5, 0.93)
 ANGLES = (0.0, math.pi, 1e-30, 2.0, -1e4, 1e9, 1e30)
 LENGTHS = (1, 2, 3, 7, 16, 17, 33, 35)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SIZES = ("one", "largest", "subnormal")
 BACKENDS = ("chunked", "cpp", "dense")
 GRADIENTS = ("dV", "d decay", "d theta")
-
-
-def some(examples):
-    return settings(max_examples=examples, phases=(Phase.explicit, Phase.generate))
 
 
 # --- P V -----------------------------------------------------------------------------------------------------------
 
 
 @st.composite
-def problems(draw, dtypes=DTYPES):
+def problems(draw, dtypes=DTYPES, sizes=SIZES):
     """The arguments of `rem_product` as (positional, keywords), which keys each query sees, and weights of a loss."""
     T = draw(st.sampled_from(LENGTHS))
     S = T + draw(st.sampled_from((0, 0, 1, 19)))
     B, D, groups = draw(st.sampled_from((0, 1, 2))), draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    dtype, size = draw(st.sampled_from(dtypes)), draw(st.sampled_from(("subnormal", "one", "largest")))
+    dtype, size = draw(st.sampled_from(dtypes)), draw(st.sampled_from(sizes))
     kinds = tuple(draw(st.lists(st.sampled_from(("regular", "cos", "sin")), min_size=1, max_size=3)))
     signs = [draw(st.sampled_from((-1, 1))) if kind == "regular" else 1 for kind in kinds]
     decay = torch.tensor([sign * draw(st.sampled_from(RATES)) for sign in signs])
@@ -58,9 +53,9 @@ def problems(draw, dtypes=DTYPES):
     limits = torch.finfo(dtype)
     if size == "subnormal":
         value = value * limits.tiny / 2
-    elif size == "largest":  # a sum stays in the range of the dtype it is computed in, float32 for float16
+    elif size == "largest":  # Σ τ |v| stays in the range of the dtype it is computed in, float32 for float16
         most = limits.max**0.5 if dtype == torch.float64 else limits.max
-        value = value * most / (1 if dtype == torch.float16 else 2 * S)
+        value = value * most / (1 if dtype == torch.float16 else S * S)
     value = value.to(dtype)
     weights = torch.randn(B, len(kinds), T, D, dtype=torch.float64, generator=generator)
     if size == "largest" and dtype != torch.float16:
@@ -151,48 +146,30 @@ def require_right(problem, roundings=64, floor=0.0):
         stored = torch.finfo(mine.dtype)
         allowed = roundings * limits.eps * size + small + stored.eps * right.abs() + stored.tiny * stored.eps
         off = (mine.double() - right).abs() / allowed
-        assert off.numel() == 0 or float(off.max()) <= 1, (
-            f"{name} is off by {float(off.max()):.3g} times what is allowed"
-        )
+        assert off.numel() == 0 or float(off.max()) <= 1, f"{name}: {float(off.max()):.3g} times the error allowed"
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
 def test_extreme_values_rates_angles_and_masks(backend, monkeypatch):
     monkeypatch.setenv("RSA_HF_BACKEND", backend)
-    tried, dtypes, accuracy = Counter(), DTYPES, lambda dtype: {}
+    tried, dtypes, sizes = Counter(), DTYPES, SIZES
     if backend == "triton":
         pytest.importorskip("triton")
         from ops.kernels_under_test import use_small_chunks
 
         use_small_chunks(monkeypatch)
-        dtypes = (torch.float32, torch.bfloat16, torch.float16)
+        dtypes, sizes = (torch.float32, torch.bfloat16, torch.float16), SIZES[:2]  # subnormal numbers may count as 0
 
-        def accuracy(dtype):
-            # For 16-bit values a weight is the sum of two 16-bit numbers. float16 has none below 2^-24.
-            return {} if dtype == torch.float32 else {"roundings": 1024, "floor": 2.0**-23}
-
-    @some(EXAMPLES // 4 if backend == "triton" else EXAMPLES)  # they are interpreted
-    @given(problem=problems(dtypes))
+    @settings(max_examples=EXAMPLES if backend != "triton" else EXAMPLES // 4, phases=(Phase.explicit, Phase.generate))
+    @given(problem=problems(dtypes, sizes))
     def test(problem):
-        require_right(problem, **accuracy(problem[0][0].dtype))
+        # For 16-bit values the kernels split a weight into two 16-bit numbers. float16 has none below 2^-24.
+        is_split = backend == "triton" and problem[0][0].dtype != torch.float32
+        require_right(problem, **({"roundings": 1024, "floor": 2.0**-23} if is_split else {}))
         tried["right"] += 1
 
     test()
     note(Part.NUMBERS, f"P V of extreme values, rates, angles, dilations and masks: {backend}", tried)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("B", "S"), [(0, 40), (2, 0), (0, 0)])
-@pytest.mark.parametrize("mask", ["", "key_mask", "documents", "window", "visible"])
-def test_empty_values_give_empty_outputs_and_zero_gradients(backend, B, S, mask, monkeypatch):
-    monkeypatch.setenv("RSA_HF_BACKEND", backend)
-    masks = {"key_mask": torch.ones(B, S, dtype=torch.bool), "documents": torch.arange(S).expand(B, -1), "window": 2}
-    masks["visible"] = torch.ones(B, 1, S, S, dtype=torch.bool)
-    value, decay = torch.ones(B, 2, S, 3, requires_grad=True), torch.tensor([0.9, 0.8], requires_grad=True)
-    output = rem_product(value, ("regular", "cos"), decay, 1.0, (1, 3), **{mask: masks[mask]} if mask else {})
-    output.sum().backward()
-    assert output.shape == value.grad.shape == (B, 2, S, 3)
-    assert torch.equal(decay.grad, torch.zeros(2))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -268,133 +245,3 @@ def test_long_texts_agree_with_a_digital_filter(dtype, is_broken, backend, monke
     assert (worst > 1) is is_broken
     kind = f"P V of {LONG:,} positions in {dtype}, rates up to 1{', rounded' * is_broken}: {backend or 'default'}"
     note(Part.NUMBERS, kind, {"largest error / allowed": worst})
-
-
-# --- layers --------------------------------------------------------------------------------------------------------
-
-H, SCALE = 8, 20.0
-LAYER = RSAConfig(
-    num_regular=2, num_cyclical_pairs=1, num_dilated_regular=1, num_dilated_cyclical_pairs=1, dilation=[2, 3, 40]
-)
-LAYER_KINDS, LAYER_DILATION = ("regular", "regular", "cos", "sin", "regular", "cos", "sin"), (1, 1, 1, 1, 2, 3, 40)
-STORED = {
-    "mu": (1e4, -1e4, math.inf, -math.inf, 0.02, -0.15, 0.9, -4.0),  # σ(−80) is 2e-35, and float32 ends at 1e-38
-    "eta": (1e4, -1e4, math.inf, -math.inf, math.atanh(NEAR_ONE) / SCALE, 0.48, 0.0, -0.05),
-    "nu": (1e4, -1e4, math.inf, -math.inf, 16.1 / SCALE, 1.2, 0.0, 0.05),
-    "theta": (0.0, math.pi / 80, 1e4, -1e9, 1e30),
-}
-
-
-def heads_of_a_layer(config, num_heads=H):
-    sizes = {"n_embd": 2 * num_heads, "n_head": num_heads, "n_layer": 1, "n_positions": 8}
-    return patch_model(GPT2Model(GPT2Config(**sizes)).eval(), config).h[0].attn.rsa
-
-
-def equation_4(heads, attention, value, visible, causal, magnitudes=False):
-    """Eq. 4 of the layer above in float64, with P V as a double loop, or the magnitude of all terms."""
-    eta, nu, mu = (SCALE * getattr(heads, name).double() for name in ("eta", "nu", "mu"))
-    lam, gamma, gate = torch.tanh(eta), torch.sigmoid(nu), torch.sigmoid(mu)
-    decay = torch.stack([lam[0], lam[1], gamma[0], gamma[0], lam[2], gamma[1], gamma[1]])
-    turns = SCALE * heads.theta.double()
-    turns = turns - turns.detach() + torch.tensor([first_turn(turn) for turn in turns.tolist()], dtype=torch.float64)
-    angle, kinds = (
-        torch.stack([0 * turns[0], 0 * turns[0], turns[0], turns[0], 0 * turns[0], turns[1], turns[1]]),
-        LAYER_KINDS,
-    )
-    attention, value, shut = attention.double(), value.double(), 1 - gate
-    if magnitudes:
-        attention, value, decay, kinds, shut = (
-            attention.abs(),
-            value.abs(),
-            decay.abs(),
-            ("regular",) * len(kinds),
-            1 + gate,
-        )
-    R, T = len(kinds), attention.shape[1]
-    keys = value.repeat_interleave(attention.shape[2] // value.shape[1], 1)[:, :R]
-    product = double_loop(keys, kinds, decay, angle, LAYER_DILATION, T, value.shape[2] - T, causal, visible)
-    product = product + 0 * (decay.sum() + angle.sum())  # so that each has a gradient
-    return torch.cat([shut * attention[:, :, :R] + gate * product.transpose(1, 2), attention[:, :, R:]], 2)
-
-
-def test_layers_with_saturated_infinite_and_huge_parameters():
-    tried = Counter()
-    heads = heads_of_a_layer(LAYER)
-
-    @some(EXAMPLES)
-    @given(data=st.data())
-    def test(data):
-        draw = data.draw
-        with torch.no_grad():
-            for name, choices in STORED.items():
-                parameter = getattr(heads, name)
-                parameter.copy_(torch.tensor([draw(st.sampled_from(choices)) for _ in range(len(parameter))]))
-        T, B, dtype = (
-            draw(st.sampled_from((1, 2, 9, 33))),
-            draw(st.sampled_from((0, 1, 2))),
-            draw(st.sampled_from(DTYPES)),
-        )
-        causal, size = draw(st.booleans()), draw(st.sampled_from(("one", "largest")))
-        most = torch.finfo(dtype).max / (1 if dtype == torch.float16 else 8 * T) if size == "largest" else 1.0
-        generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
-        attention, value = (
-            ((torch.rand(B, *shape, 2, generator=generator, dtype=torch.float64) * 2 - 1) * most).to(dtype)
-            for shape in ((T, H), (4, T))
-        )
-        inputs = [attention.clone().requires_grad_(), value.clone().requires_grad_()]
-        output = heads(*inputs, AttentionMask(T, T, 0, causal))
-        ((output.double() / (16 * most * T * T * max(B, 1))).sum()).backward()
-        right, sizes = (equation_4(heads, attention, value, None, causal, m).detach() for m in (False, True))
-        working = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-        stored, fits = torch.finfo(dtype), right.abs() < torch.finfo(dtype).max * 0.99
-        with torch.no_grad():  # a step of generation, which keeps its weights f(τ) for the next
-            steps = [heads(attention[:, -1:], value, AttentionMask(1, T, T - 1, True)) for _ in range(2 * causal)]
-        for found, last in [(output.detach(), T), *((step, 1) for step in steps)]:
-            allowed = 128 * working * sizes + stored.eps * right.abs() + stored.tiny * stored.eps + 1e-30
-            allowed = allowed + (2.0**-30 * sizes.amax() if last < T and sizes.numel() else 0)
-            off = ((found.double() - right[:, -last:]).abs() / allowed[:, -last:])[fits[:, -last:]]
-            assert off.numel() == 0 or float(off.max()) <= 1, float(off.max())  # false for NaN
-        for tensor in (*inputs, *heads.parameters()):
-            assert bool(tensor.grad.isfinite().all())
-            tensor.grad = None
-        tried["right, with finite gradients"] += 1
-
-    test()
-    note(Part.NUMBERS, "layers with saturated, infinite and huge stored parameters", tried)
-
-
-@pytest.mark.parametrize("eta", [7.0, 8.4, 10.0, 14.0])
-def test_a_rate_that_float32_cannot_tell_from_one_still_learns(eta):
-    heads = heads_of_a_layer(RSAConfig(num_regular=1, parameter_scale=1, gate_init=0.0), 1)
-    with torch.no_grad():
-        heads.eta.fill_(eta)
-    heads(torch.zeros(1, 300, 1, 1), torch.ones(1, 1, 300, 1), AttentionMask(300, 300, 0, True)).sum().backward()
-
-    def slope(lam):
-        return sum(k * lam ** (k - 1) for t in range(300) for k in range(1, t + 1)) / 2
-
-    expected = slope(math.tanh(eta)) / math.cosh(eta) ** 2
-    assert float(heads.eta.grad) == pytest.approx(expected, rel=1e-3)
-    lam = torch.tensor(eta).tanh().item()  # the broken variant: the rate in float32
-    assert eta < 8 or slope(lam) * (1 - lam**2) != pytest.approx(expected, rel=1e-3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("mu", [-math.inf, -1e4])
-def test_nothing_overflows_behind_a_shut_gate(dtype, mu):
-    heads = heads_of_a_layer(RSAConfig(num_regular=2, num_cyclical_pairs=1), 4)
-    with torch.no_grad():
-        heads.mu.fill_(mu)
-        heads.eta.fill_(1e4)
-    most = torch.finfo(dtype).max
-    value, attention = torch.full((1, 4, 40, 3), most, dtype=dtype), torch.full((1, 40, 4, 3), -most, dtype=dtype)
-    for T in (40, 1):
-        for with_gradients in (True, False):
-            with torch.set_grad_enabled(with_gradients):
-                mixed = heads(
-                    attention[:, -T:], value.requires_grad_(with_gradients), AttentionMask(T, 40, 40 - T, True)
-                )
-            assert torch.equal(mixed, attention[:, -T:])
-    value.requires_grad_()
-    heads(attention, value, AttentionMask(40, 40, 0, True)).float().mean().backward()
-    assert all(float(parameter.grad.abs().sum()) == 0 for parameter in heads.parameters())
