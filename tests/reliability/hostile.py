@@ -65,11 +65,16 @@ def plan(random: Random) -> Any:
     return content | ({random.choice(WORDS): value(random)} if random.random() < 0.03 else {})
 
 
+LINES = [b"[" * 100_000, b'{"func":' * 20_000, b"\xff\xfe", b"9" * 5000, b"nan", b"{}", b"\x00"]
+LINES += [b'{"func": "\\ud800", "target": 0}', b'{"func": "%s", "target": 0}' % (b" " * 10**6)]
+LINES += [json.dumps({f"k{i}": 0 for i in range(10**5)}).encode()]
+
+
 def data_line(random: Random) -> bytes:
     """A line of the defect data, which is JSON lines."""
     kind = random.random()
-    if kind < 0.02:
-        return random.choice([b"[" * 50_000, b'{"func":' * 20_000, b"\xff\xfe", b"9" * 5000, b"nan", b"{}", b"\x00"])
+    if kind < 0.04:
+        return random.choice(LINES)
     row = {"func": "int f() {}", "target": random.choice([0, 1, True])}
     if kind < 0.6:
         row[random.choice(["func", "target"])] = value(random)

@@ -197,60 +197,28 @@ def test_a_damaged_checkpoint_is_refused_or_loaded_as_it_is(kind, tmp_path):
 
     with little_memory():
         outcomes = try_many(f"checkpoints: {kind}", case, DOCUMENTED, fast=6, full=375)
-    if kind != "plan that fits":
-        assert any(word.startswith("refused") for word in outcomes), outcomes
+    refused = [word.startswith("refused") for word in outcomes]
+    assert any(refused) or kind == "plan that fits", outcomes
+    assert all(refused) or kind not in ("length", "shape", "other module"), outcomes
     require_sound_process(tmp_path)
 
 
-def moved(old, new):
-    return lambda files: move_heads(files, old, new)
-
-
-def filled(key, number, dtype):
-    return lambda files: edit_tensors(
-        files, WEIGHTS, lambda content: content.update({key: torch.full_like(content[key], number, dtype=dtype)})
-    )
-
-
-def one_more(new, like):
-    return lambda files: edit_tensors(files, WEIGHTS, lambda content: content.update({new: content[like].clone()}))
-
-
-def in_plan(edit):
-    return lambda files: edit_json(files, CONFIG, lambda content: edit(content["rsa"]))
-
-
-ATTENTION, DECODER = "h.0.attn", "decoder.layers.0"
-REFUSED = {
-    "a feed-forward layer": ("gpt2", moved(ATTENTION, "h.0.mlp"), "h.0.mlp .GPT2MLP."),
-    "a model inside": ("bart", moved("encoder.layers.0.self_attn", "encoder"), "encoder .BartEncoder."),
-    "cross-attention": ("bart", moved(f"{DECODER}.self_attn", f"{DECODER}.encoder_attn"), "encoder_attn"),
-    "one module more": ("gpt2", in_plan(lambda rsa: rsa["modules"].append("blocks.0.attn")), "blocks.0.attn"),
-    "a layer too many": ("gpt2", in_plan(lambda rsa: rsa["plan"].update(layers=[0, 1])), "layers"),
-    "a gate with the name of a buffer": (
-        "gpt2",
-        one_more("h.9.attn.c_attn.bias.rsa.mu", f"{ATTENTION}.rsa.mu"),
-        "h.9.attn.c_attn.bias.rsa.mu",
-    ),
-    "a vast angle": ("gpt2", filled(f"{ATTENTION}.rsa.theta", 1e38, torch.float32), "theta"),
-    "whole numbers": ("gpt2", filled(f"{ATTENTION}.rsa.eta", 1, torch.int32), "eta .*int32"),
-    "a pickle by another name": (
-        "shards",
-        lambda files: edit_json(files, INDEX, lambda index: index["weight_map"].update({"wte.weight": CONFIG})),
-        "config.json, a pickle",
-    ),
-}
-
-
-@pytest.mark.parametrize("how", REFUSED)
-def test_a_hostile_checkpoint_is_refused(how, tmp_path):
-    name, change, words = REFUSED[how]
-    files = dict(sound(name))
-    change(files)
+def test_a_gate_with_the_name_of_a_buffer_is_refused(tmp_path):
+    """transformers ignores unexpected tensors whose names look like those of GPT-2's buffers."""
+    files = dict(sound("gpt2"))
+    key = "h.9.attn.c_attn.bias.rsa.mu"
+    edit_tensors(files, WEIGHTS, lambda content: content.update({key: content["h.0.attn.rsa.mu"].clone()}))
     write(tmp_path, files)
-    with little_memory(), pytest.raises(DOCUMENTED, match=words) as error:
+    with pytest.raises(ValueError, match=key):
         AutoModel.from_pretrained(tmp_path)
-    assert len(str(error.value)) < 1000
+
+
+def test_a_pickle_by_another_name_is_refused(tmp_path):
+    files = dict(sound("shards"))
+    edit_json(files, INDEX, lambda index: index["weight_map"].update({"wte.weight": CONFIG}))
+    write(tmp_path, files)
+    with pytest.raises(ValueError, match="config.json, a pickle"):
+        AutoModel.from_pretrained(tmp_path)
 
 
 # --- adapters ------------------------------------------------------------------------------------------------------
@@ -306,18 +274,15 @@ def test_a_damaged_adapter_is_refused_or_loaded_as_it_is(tmp_path):
     assert min(outcomes["right answer"], outcomes["refused: ValueError"]) > 1
 
 
-@pytest.mark.parametrize("was_patched", [False, True])
-def test_a_late_refusal_by_peft_leaves_the_base_unchanged(was_patched, tmp_path):
+def test_a_late_refusal_by_peft_leaves_the_base_unchanged(tmp_path):
     """PEFT has added its layers when it finds that there is no such bias."""
     files = dict(sound_adapter())
     edit_json(files, ADAPTER, lambda content: content.update(bias="some"))
     write(tmp_path, files)
     model = copy.deepcopy(plain("gpt2"))
-    if was_patched:
-        patch_model(model, FULL_PLAN)
     before = [list(model.state_dict()), [name for name, _ in model.named_modules()]]
     with pytest.raises(NotImplementedError, match="some"):
         rsa_hf.peft.load(model, tmp_path)
     assert [list(model.state_dict()), [name for name, _ in model.named_modules()]] == before
     assert all(parameter.requires_grad for parameter in model.parameters())
-    assert is_patched(model) is was_patched and not hasattr(model, "peft_config")
+    assert not is_patched(model) and not hasattr(model, "peft_config")

@@ -1,4 +1,4 @@
-"""A write token reaches only the Hub: no log, message, traceback, card or uploaded file has it."""
+"""A write token reaches only the Hub: no log, message, traceback or card has it."""
 
 import logging
 import traceback
@@ -9,18 +9,11 @@ from huggingface_hub.errors import HTTPError
 
 from families import build
 from hub_stand_in import TOKEN, USER
-from rsa_hf import RSAConfig, cli, patch_model
+from rsa_hf import patch_model
 from rsa_hf.hub.card import CardFacts, write_card
-from rsa_hf.hub.push import push_folder
 from rsa_hf.utils.text import holds_credentials, without_credentials
 
 REPO = f"{USER}/rsa"
-
-
-@pytest.fixture
-def saved(tmp_path):
-    patch_model(build("gpt2"), RSAConfig(gate_init=0.0)).save_pretrained(tmp_path / "saved")
-    return tmp_path / "saved"
 
 
 @pytest.fixture(params=["401", "500", "no connection"])
@@ -50,39 +43,6 @@ def test_a_failed_push_shows_no_token(where, failing_hub, monkeypatch, caplog, c
     said = everything_said(error.value, caplog, capfd).replace(f"no: {TOKEN}", "no")
     assert len(said) > 200
     assert TOKEN not in said
-
-
-def test_the_command_line_prints_no_token(failing_hub, saved, monkeypatch, caplog, capfd):
-    monkeypatch.setattr("sys.argv", ["rsa-hf", "push", str(saved), REPO])
-    with caplog.at_level(logging.DEBUG), pytest.raises(SystemExit) as end:
-        cli.main()
-    printed = "".join(capfd.readouterr())
-    assert end.value.code == 2
-    assert "error: " in printed and "Traceback" not in printed
-    assert TOKEN not in printed + caplog.text
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"repo_id": f"https://someone:{TOKEN}@huggingface.co/{REPO}"},
-        {"repo_id": REPO, "revision": TOKEN},
-        {"repo_id": REPO, "message": f"with {TOKEN}"},
-    ],
-)
-def test_a_token_in_another_place_is_refused(given, hub, saved, caplog, capfd):
-    with caplog.at_level(logging.DEBUG), pytest.raises(ValueError, match="a token or a password in") as error:
-        push_folder(saved, **given)
-    assert TOKEN not in everything_said(error.value, caplog, capfd)
-    assert hub.requests == []
-
-
-def test_a_file_with_a_token_is_not_uploaded(hub, saved):
-    (saved / "notes.txt").write_text(TOKEN)
-    with pytest.raises(ValueError, match="notes.txt, which would be uploaded") as error:
-        push_folder(saved, REPO)
-    assert TOKEN not in str(error.value)
-    assert hub.requests == []
 
 
 def test_a_token_is_not_written_on_a_card(tmp_path):
