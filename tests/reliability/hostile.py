@@ -1,119 +1,330 @@
-"""Hostile input from a random generator: values, plans, run configs and lines of data."""
+"""Hostile input from a random generator: JSON values, plans, lines of data, and damaged checkpoints.
+
+A checkpoint is a dictionary of its files: name → bytes. Each of `DAMAGES` changes such a dictionary.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from random import Random
 from typing import Any
 
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
 from rsa_hf import RSAConfig
 
+Files = dict[str, bytes]
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PLAN_FIELDS = [field.name for field in fields(RSAConfig)]
 NAMES = ["../x", "__class__", "h.0.attn.__class__", "h[0]", "", ".", "h..0", "h.0.attn\n", "h.0", "ø"]
 NAMES += ["h." * 400, "x" * 10**5]
 NUMBERS = [0, 1, 2, -1, 7, 2**31, 2**63, -(2**64), 10**400, 0.5, -0.0, 1e308, -1e308, 1e-320, 1e-40]
 NUMBERS += [math.inf, -math.inf, math.nan]
-WORDS = ["", "inf", "-inf", "nan", "1e999", "true", "no", "\ud800", "\0", "!!python/object:os.system", *NAMES[:3]]
-WORDS += ["x" * 10**4]
+WORDS = ["", "inf", "-inf", "nan", "1e999", "true", "no", "\ud800", "\0", *NAMES[:3], "x" * 10**4]
+
+
+# --- values, plans, lines ------------------------------------------------------------------------------------------
 
 
 def value(random: Random, depth: int = 0) -> Any:
     """Any JSON value, of the wrong type, size, sign or depth."""
     kind = random.randrange(8 if depth < 4 else 5)
-    if kind < 2:
-        return random.choice(NUMBERS)
-    if kind == 2:
-        return random.choice(WORDS)
-    if kind == 3:
-        return random.choice([None, True, False])
-    if kind == 4:
-        return random.randrange(-3, 9)
+    if kind < 5:
+        return random.choice([*NUMBERS, *WORDS, None, True, False, random.randrange(-3, 9)])
     if kind < 7:
         return [value(random, depth + 1) for _ in range(random.randrange(5))]
     return {random.choice(WORDS): value(random, depth + 1) for _ in range(random.randrange(3))}
+
+
+def field(random: Random, name: str) -> Any:
+    """The value of a field of a plan, mostly one that is nearly right."""
+    if random.random() < 0.3:
+        return value(random)
+    if name == "causal":
+        return random.choice([True, False, [True, False], [False]])
+    if name == "layers":
+        return [random.randrange(-1, 3) for _ in range(random.randrange(3))] or None
+    if name.startswith("gate"):
+        return random.choice([0.0, -3, True, "-inf", [-1, 1], [random.choice(NUMBERS), 0]])
+    one = random.choice([0, 1, 1, 2, 3, 20, 10**6, 1e-6])
+    return random.choice([one, one, [one, 1], [1, 2, 3]])
 
 
 def plan(random: Random) -> Any:
     """A plan: sometimes a valid one, mostly with a few fields of any value."""
     if random.random() < 0.02:
         return value(random)
-    fields: dict[str, Any] = {}
-    for name in random.sample(PLAN_FIELDS, random.randrange(5)):
-        fields[name] = nearly_right(random, name) if random.random() < 0.7 else value(random)
-    if random.random() < 0.03:
-        fields[random.choice(WORDS)] = value(random)
-    return fields
+    content = {name: field(random, name) for name in random.sample(PLAN_FIELDS, random.randrange(5))}
+    return content | ({random.choice(WORDS): value(random)} if random.random() < 0.03 else {})
 
 
-def nearly_right(random: Random, name: str) -> Any:
-    if name in ("gate_per_head", "tie_pairs"):
-        return random.random() < 0.5
-    if name == "causal":
-        return random.choice([True, False, [True, False], [False]])
-    if name == "layers":
-        return [random.randrange(-1, 3) for _ in range(random.randrange(3))] or None
-    if name == "gate_init":
-        return random.choice([0.0, -3, "-inf", [-1, 1], [random.choice(NUMBERS), 0]])
-    if name == "parameter_scale":
-        return random.choice([1, 20, 1e6, 1e-6, random.choice(NUMBERS)])
-    one = random.choice([0, 1, 1, 2, 3, 10**6])
-    return random.choice([one, one, [one, 1], [1, 2, 3]])
-
-
-def spelled(random: Random, content: Any) -> str:
-    """A value as JSON, sometimes with changed characters. It is read as YAML."""
-    text = json.dumps(content)
-    if random.random() < 0.3:
-        characters = list(text)
-        for _ in range(random.randrange(1, 4)):
-            place = random.randrange(len(characters))
-            characters[place] = random.choice("{}[]:,&*!?|>'\"%@`#-~ \n\t\0x9." + chr(random.randrange(32, 0x2FFF)))
-        text = "".join(characters)
-    return text
-
-
-_LAUGHS = [
-    f"{name}: &{name} [{', '.join(['*' + before] * 9)}]" for before, name in zip("abcdefghi", "bcdefghij", strict=True)
-]
-ODD_YAML = ["a: &a [*a]", "\n".join(["a: &a [1,1,1,1,1,1,1,1,1]", *_LAUGHS]), "[" * 5000, "{a: " * 5000, "9" * 5000]
-ODD_YAML += ["!!bool maybe", "!!int x", "!!timestamp 2020-99-99", "!!python/object/apply:os.system ['false']"]
-ODD_YAML += ["? [a]\n: 1", "<<: 1", "{" + ", ".join(f"k{i}: 1" for i in range(3000)) + "}", "\0"]
-
-
-def run_config(random: Random) -> str:
-    """The YAML file of a run."""
-    if random.random() < 0.05:
-        return random.choice(ODD_YAML)
-    if random.random() < 0.05:
-        return "rsa:\n  " + random.choice(ODD_YAML).replace("\n", "\n  ")
-    sections = {
-        "model": {"name_or_path": "gpt2"},
-        "rsa": plan(random),
-        "data": {random.choice(["source", "max_length", "seed", "min_characters", "defect_kinds"]): value(random)},
-        "training": {random.choice(["learning_rate", "epochs", "max_steps", "seed", "output_dir"]): value(random)},
-    }
-    for name in list(sections):
-        if random.random() < 0.1:
-            sections[name] = value(random)
-        elif random.random() < 0.5 and name != "model":
-            del sections[name]
-    return spelled(random, sections)
+LINES = [b"[" * 100_000, b'{"func":' * 20_000, b"\xff\xfe", b"9" * 5000, b"nan", b"{}", b"\x00"]
+LINES += [b'{"func": "\\ud800", "target": 0}', b'{"func": "%s", "target": 0}' % (b" " * 10**6)]
+LINES += [json.dumps({f"k{i}": 0 for i in range(10**5)}).encode()]
 
 
 def data_line(random: Random) -> bytes:
     """A line of the defect data, which is JSON lines."""
     kind = random.random()
-    if kind < 0.02:
-        return random.choice([b"[" * 50_000, b'{"func":' * 20_000, b"\xff\xfe", b"9" * 5000, b"nan", b"{}", b"\x00"])
+    if kind < 0.04:
+        return random.choice(LINES)
     row = {"func": "int f() {}", "target": random.choice([0, 1, True])}
     if kind < 0.6:
         row[random.choice(["func", "target"])] = value(random)
     if kind < 0.1:
         del row[random.choice(["func", "target"])]
-    line = bytearray(json.dumps(value(random) if kind < 0.15 else row).encode())
+    line = json.dumps(value(random) if kind < 0.15 else row).encode()
+    return (flipped(random, line, range(len(line))) if random.random() < 0.3 else line).replace(b"\n", b" ")
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def flipped(random: Random, content: bytes, places: Sequence[int], bits: int = 8) -> bytes:
+    """Change one to three bits, among the lowest of the bytes at these places."""
+    changed = bytearray(content)
+    for _ in range(random.randrange(1, 4)):
+        changed[random.choice(places)] ^= 1 << random.randrange(bits)
+    return bytes(changed)
+
+
+def split(content: bytes) -> tuple[dict[str, Any], bytes]:
+    """The JSON header of a safetensors file and its body; a length stands before them."""
+    (size,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + size]), content[8 + size :]
+
+
+def joined(header: dict[str, Any] | str, body: bytes) -> bytes:
+    text = (header if isinstance(header, str) else json.dumps(header)).encode("utf-8", "surrogatepass")
+    return struct.pack("<Q", len(text)) + text + body
+
+
+def tensors(files: Files) -> dict[str, Tensor]:
+    """All tensors of a checkpoint. Shards are read in the order of their names, as by transformers."""
+    names = [WEIGHTS] if WEIGHTS in files else sorted(set(json.loads(files[INDEX])["weight_map"].values()))
+    return {key: tensor for name in names for key, tensor in load(files[name]).items()}
+
+
+def edit_json(files: Files, name: str, edit: Callable[[dict[str, Any]], Any]) -> None:
+    content = json.loads(files[name])
+    edit(content)
+    files[name] = json.dumps(content).encode()
+
+
+def edit_tensors(files: Files, name: str, edit: Callable[[dict[str, Tensor]], Any]) -> None:
+    """Edit the tensors and write a valid file."""
+    content = load(files[name])
+    edit(content)
+    files[name] = save(content, {"format": "pt"})
+
+
+def move_heads(files: Files, old: str, new: str) -> None:
+    """Move the RSA heads of one module to another, in plan, index and tensors."""
+
+    def named(keys: dict[str, Any]) -> dict[str, Any]:
+        return {key.replace(f"{old}.rsa.", f"{new}.rsa."): value for key, value in keys.items()}
+
+    for name in [name for name in files if name.endswith(".safetensors")]:
+        header, body = split(files[name])
+        files[name] = joined(named(header), body)
+    if INDEX in files:
+        edit_json(files, INDEX, lambda content: content.update(weight_map=named(content["weight_map"])))
+    modules = [new if module == old else module for module in json.loads(files[CONFIG])["rsa"]["modules"]]
+    edit_json(files, CONFIG, lambda content: content["rsa"].update(modules=modules))
+
+
+def weights_of(random: Random, files: Files) -> str:
+    return random.choice([name for name in files if name.endswith(".safetensors") and b".rsa." in files[name]])
+
+
+def _header_bit(random: Random, files: Files) -> None:
+    name = weights_of(random, files)
+    end = len(files[name]) - len(split(files[name])[1])
+    files[name] = flipped(random, files[name], range(0 if random.random() < 0.1 else 8, end))
+
+
+def _body_bit(random: Random, files: Files) -> None:
+    """Change bits of an RSA tensor in half the cases, otherwise of any tensor."""
+    name = weights_of(random, files)
+    header, body = split(files[name])
+    start = len(files[name]) - len(body)
+    rsa = random.choice([entry["data_offsets"] for key, entry in header.items() if ".rsa." in key])
+    first, last = rsa if random.random() < 0.5 else (0, len(body))
+    files[name] = flipped(random, files[name], range(start + first, start + last))
+
+
+def _config_bit(random: Random, files: Files) -> None:
+    """Change bits of letters and digits, half of the time of the plan: elsewhere the file is mostly no JSON any more."""
+    content = files[CONFIG]
+    start = content.index(b'"rsa"') if random.random() < 0.5 else 0
+    end = content.index(b"}", start) if start else len(content)
+    files[CONFIG] = flipped(random, content, [i for i in range(start, end) if chr(content[i]).isalnum()], bits=4)
+
+
+def _truncated(random: Random, files: Files) -> None:
+    name = random.choice(list(files))
+    files[name] = files[name][: random.choice([0, random.randrange(len(files[name])), len(files[name]) - 1])]
+
+
+def _length(random: Random, files: Files) -> None:
+    name = weights_of(random, files)
+    files[name] = struct.pack("<Q", random.choice([0, 1, 2, 99, 10**9, 2**63, 2**64 - 1])) + files[name][8:]
+
+
+def _other_content(random: Random, files: Files) -> None:
+    contents = [b"", b"\0" * 100, b"<html>404</html>", b"\x80\x04K\x01.", b"[]", b"null", b'"x"', b"9" * 5000]
+    files[random.choice(list(files))] = random.choice([*contents, b"[" * 200_000])
+
+
+def _twice(random: Random, files: Files) -> None:
+    """Name a tensor twice in one header."""
+    name = weights_of(random, files)
+    header, body = split(files[name])
+    key, entry = random.choice(list(header)), random.choice(list(header.values()))
+    files[name] = joined(f"{json.dumps(header)[:-1]}, {json.dumps(key)}: {json.dumps(entry)}}}", body)
+
+
+def _shards(random: Random, files: Files) -> None:
+    """Make the index name a missing file or one outside the folder, or make it invalid."""
+    index = json.loads(files[INDEX])
+    weights, part = index["weight_map"], random.choice(["weight_map", "metadata"])
+    key, kind = random.choice(list(weights)), random.randrange(5)
+    if kind == 0:
+        weights[key] = random.choice(["absent.safetensors", "", ".", 3, None, "x" * 300, "a\0b", "config.json"])
+    elif kind == 1:
+        place = random.choice(["../outside.safetensors", "/etc/passwd", "sub/../../outside.safetensors", "//x"])
+        weights.update(dict.fromkeys(weights if random.random() < 0.5 else [key], place))
+    elif kind == 2:
+        index[part] = value(random)
+    elif kind == 3:
+        index.pop(part)
+    else:
+        files["copy.safetensors"] = files[weights_of(random, files)]
+        weights[key] = "copy.safetensors"
+    files[INDEX] = json.dumps(index).encode()
+
+
+# --- the header, the tensors: each edit takes the key of an RSA tensor, and of any tensor ---------------------------
+
+
+def _place(random: Random, header: dict[str, Any], one: str, other: str) -> None:
+    start, end = header[one]["data_offsets"]
+    places = [[end, start], [start, end + 4], [start - 4, end], [0, 2**62], [-1, end], [start]]
+    header[one]["data_offsets"] = random.choice([*places, header[other]["data_offsets"]])
+
+
+def _shape(random: Random, header: dict[str, Any], one: str, other: str) -> None:
+    shape = header[one]["shape"]
+    shapes = [[], [0], [-1], [2**40], [2**63, 2], [1, 1], [1, *shape], [*shape, 1], "x", None, [0.5]]
+    header[one]["shape"] = random.choice(shapes)
+
+
+def _extra(random: Random, content: dict[str, Tensor], one: str, other: str) -> None:
+    which = random.choice([one, other])
+    name = which.replace("0", str(random.randrange(9))) + random.choice(["", "", "x", ".rsa.mu"])
+    content[name] = content[which].clone()
+
+
+def _number(random: Random, content: dict[str, Tensor], one: str, other: str) -> None:
+    """Set one entry of an RSA tensor, or all, to NaN, infinity, or a number that may be far too large."""
+    numbers = [math.nan, math.inf, -math.inf, 1e38, -1e38, 1e13, 3.0, -0.0]
+    content[one][: random.choice([1, None])] = random.choice(numbers)
+
+
+TYPES = ["I32", "U32", "F16", "BF16", "F64", "BOOL", "F8_E4M3", "C64", "X9", "", 3, None]
+IN_HEADER: dict[str, Callable[[Random, dict[str, Any], str, str], object]] = {
+    "swapped": lambda random, header, a, b: header.update({a: header[b], b: header[a]}),
+    "dtype": lambda random, header, a, b: header[a].update(dtype=random.choice(TYPES)),
+    "shape": _shape,
+    "place": _place,
+}
+OTHER_DTYPES = [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8]
+IN_TENSORS: dict[str, Callable[[Random, dict[str, Tensor], str, str], object]] = {
+    "missing": lambda random, content, *keys: content.pop(random.choice(keys)),
+    "extra": _extra,
+    "dtype and values": lambda random, content, a, b: content.update({a: content[a].to(random.choice(OTHER_DTYPES))}),
+    "name": lambda random, content, *keys: content.update(
+        {random.choice(NAMES) or "x": content.pop(random.choice(keys))}
+    ),
+    "number": _number,
+}
+
+
+def _in_header(name: str, random: Random, files: Files) -> None:
+    file = weights_of(random, files)
+    header, body = split(files[file])
+    keys = [key for key in header if key != "__metadata__"]
+    IN_HEADER[name](random, header, random.choice([key for key in keys if ".rsa." in key]), random.choice(keys))
+    files[file] = joined(header, body)
+
+
+def _in_tensors(name: str, random: Random, files: Files) -> None:
+    def edit(content: dict[str, Tensor]) -> None:
+        keys = sorted(content)
+        IN_TENSORS[name](random, content, random.choice([key for key in keys if ".rsa." in key]), random.choice(keys))
+
+    edit_tensors(files, weights_of(random, files), edit)
+
+
+# --- config.rsa ----------------------------------------------------------------------------------------------------
+
+
+def _plan(random: Random, rsa: dict[str, Any]) -> None:
+    rsa["plan"].update({name: field(random, name) for name in random.sample(PLAN_FIELDS, random.randrange(1, 3))})
+
+
+def _plan_that_fits(random: Random, rsa: dict[str, Any]) -> None:
+    """Change the plan, but keep the shapes of its tensors."""
+    fitting = {
+        "dilation": [1, 2, 5, 65_536, 65_537, [1, 2, 3], [4, 4]],
+        "gate_init": [0, -3, "-inf", "inf", [-1, 1]],
+        "causal": [True, False, None],
+        "parameter_scale": [1, 20, 1e6, 1e-6],
+        "layers": [[0], [0, 1], [1, 2, 3], [10**9], [0, 4096], None],
+    }
+    name = random.choice(list(fitting))
+    rsa["plan"][name] = random.choice(fitting[name])
+
+
+def _section(random: Random, rsa: dict[str, Any]) -> None:
+    name = random.choice(["format_version", "modules", "plan", "x" * 10**5])
     if random.random() < 0.3:
-        for _ in range(random.randrange(1, 4)):
-            line[random.randrange(len(line))] = random.randrange(256)
-    return bytes(line).replace(b"\n", b" ")
+        rsa.pop(name, None)
+    else:
+        rsa[name] = value(random)
+
+
+def _modules(random: Random, rsa: dict[str, Any]) -> None:
+    modules = rsa["modules"]
+    name = random.choice([*NAMES, None, 3, modules[0], modules[0] + ".x", "h.0.mlp", "h.0", "wte", "h"])
+    modules[random.choice([0, len(modules)]) :] = [name]
+
+
+IN_PLAN = {"plan": _plan, "plan that fits": _plan_that_fits, "section": _section, "modules": _modules}
+
+
+def _in_plan(name: str, random: Random, files: Files) -> None:
+    edit_json(files, CONFIG, lambda content: IN_PLAN[name](random, content["rsa"]))
+
+
+DAMAGES: dict[str, Callable[[Random, Files], object]] = {
+    "header bit": _header_bit,
+    "body bit": _body_bit,
+    "config bit": _config_bit,
+    "truncated": _truncated,
+    "length": _length,
+    "other content": _other_content,
+    "gone": lambda random, files: files.pop(random.choice(list(files))),
+    "tensor twice": _twice,
+    "shards": _shards,
+    "no section": lambda random, files: edit_json(files, CONFIG, lambda content: content.update(rsa=value(random))),
+}
+for kinds, edit in ((IN_HEADER, _in_header), (IN_TENSORS, _in_tensors), (IN_PLAN, _in_plan)):
+    DAMAGES |= {name: lambda random, files, edit=edit, name=name: edit(name, random, files) for name in kinds}

@@ -1,44 +1,72 @@
-"""Whole patched models with extreme numbers are finite and agree with a float64 model with P V written out."""
+"""RSA layers and whole models with extreme gates and rates are finite and right; the reference writes out P V."""
 
 import copy
+import math
 import warnings
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2Model
 
 from families import VOCAB, build
 from models import tiny
 from references import double_loop, relative_error
-from reliability.extremes import LAYER, LAYER_DILATION, LAYER_KINDS
 from reliability.record import Part, note
-from rsa_hf import RSAHeads, patch_model
-from rsa_hf.integration.attention import flash_segment_ids
+from reliability.test_numbers import first_turn
+from rsa_hf import RSAConfig, RSAHeads, patch_model
+from rsa_hf.ops.mask import AttentionMask
 
-R = len(LAYER_KINDS)
-SATURATED = {"eta": (1e4, -1e4, 0.42), "nu": (0.8, 1e4), "theta": (1e9, -0.3), "mu": (0.02,)}
+LAYER = RSAConfig(
+    num_regular=2, num_cyclical_pairs=1, num_dilated_regular=1, num_dilated_cyclical_pairs=1, dilation=[2, 3, 40]
+)
+LAYER_KINDS, LAYER_DILATION = ("regular", "regular", "cos", "sin", "regular", "cos", "sin"), (1, 1, 1, 1, 2, 3, 40)
+STORED = {
+    "saturated": {"eta": (1e4, -1e4, 0.42), "nu": (0.8, 1e4), "theta": (1e9, -0.3), "mu": (0.02,)},
+    "infinite": {"eta": (math.inf, 0.0, -math.inf), "nu": (math.inf, -math.inf), "theta": (1e30, 0.0), "mu": (0.0,)},
+    "open": {
+        "eta": (math.atanh(1 - 1e-7) / 20, -0.05, 0.0),
+        "nu": (0.805, 0.0),
+        "theta": (-1e9, 1e4),
+        "mu": (math.inf,),
+    },
+}
 FAMILIES = ("gpt2", "bert", "llama", "transformer_xl")
+CASES = ("plain", "one token", "a row of padding", "nothing but padding", "single tokens", "packed")
 T = 13
 
 
 def model_of(family, attention="sdpa"):
-    if family == "transformer_xl":
-        return tiny.build("transfo-xl", attention).base_model
-    return build(family, attention)
+    return tiny.build("transfo-xl", attention).base_model if family == "transformer_xl" else build(family, attention)
 
 
-def patched(model):
+def patched(model, stored="saturated"):
     patch_model(model, LAYER)
     with torch.no_grad():
         for layer in (module for module in model.modules() if isinstance(module, RSAHeads)):
-            for name, numbers in SATURATED.items():
+            for name, numbers in STORED[stored].items():
                 getattr(layer, name).copy_(torch.tensor(numbers))
     return model
 
 
+def equation_4(heads, attention, value, visible, causal):
+    """Eq. 4 of such a layer in float64, from the stored parameters, with P V as a double loop."""
+    eta, nu, mu = (20 * getattr(heads, name).double() for name in ("eta", "nu", "mu"))
+    lam, gamma, gate = torch.tanh(eta), torch.sigmoid(nu), torch.sigmoid(mu)
+    decay = torch.stack([lam[0], lam[1], gamma[0], gamma[0], lam[2], gamma[1], gamma[1]])
+    theta = 20 * heads.theta.double()
+    turns = theta - theta.detach() + torch.tensor([first_turn(x) for x in theta.tolist()], dtype=torch.float64)
+    angle = torch.stack([0 * turns[0], 0 * turns[0], turns[0], turns[0], 0 * turns[0], turns[1], turns[1]])
+    R, T = len(LAYER_KINDS), attention.shape[1]
+    keys = value.double().repeat_interleave(attention.shape[2] // value.shape[1], 1)[:, :R]
+    product = double_loop(keys, LAYER_KINDS, decay, angle, LAYER_DILATION, T, 0, causal, visible)
+    product = product + 0 * (decay.sum() + angle.sum())  # so that each has a gradient
+    mixed = (1 - gate) * attention[:, :, :R] + gate * product.transpose(1, 2)
+    return torch.cat([mixed, attention[:, :, R:]], 2)
+
+
 def case(family, name):
     """Inputs, the keys that each query sees, [B, 1, T, T], the direction, and which tokens are real."""
-    causal = family != "bert"
-    batch, length = 2, 1 if name == "one token" else T
+    causal, batch, length = family != "bert", 2, 1 if name == "one token" else T
     documents = torch.zeros(batch, length, dtype=torch.long)
     real = torch.ones(batch, length, dtype=torch.bool)
     # With a cache, transformers reads no row as packed.
@@ -48,12 +76,9 @@ def case(family, name):
         real[1, :4] = False
     elif name == "nothing but padding":
         real[:] = False
-    elif name == "single tokens":
-        batch, documents, real = 1, torch.arange(length)[None], real[:1]
-        inputs["position_ids"] = torch.zeros(1, length, dtype=torch.long)
-    elif name == "packed":
-        batch, real = 1, real[:1]
-        inputs["position_ids"] = torch.tensor([[0, 0, 1, 2, 3, 0, 0, 0, 1, 2, 3, 4, 0]])
+    elif name in ("single tokens", "packed"):
+        starts = [0] * T if name == "single tokens" else [0, 0, 1, 2, 3, 0, 0, 0, 1, 2, 3, 4, 0]
+        batch, real, inputs["position_ids"] = 1, real[:1], torch.tensor([starts])
         documents = (inputs["position_ids"] == 0).cumsum(1)
     inputs["input_ids"] = torch.randint(3, 29 if family == "transformer_xl" else VOCAB, (batch, length))
     if not bool(real.all()):
@@ -62,25 +87,8 @@ def case(family, name):
     return inputs, (visible.tril() if causal else visible)[:, None], causal, real
 
 
-def written_out(visible, causal):
-    """A replacement for `RSAHeads.forward`: eq. 4 in float64, with P V as a double loop over the stored parameters."""
-
-    def forward(self, attention, value, mask):
-        eta, nu, theta, mu = (getattr(self, name).double() * 20 for name in ("eta", "nu", "theta", "mu"))
-        lam, gamma, gate = torch.tanh(eta), torch.sigmoid(nu), torch.sigmoid(mu)
-        decay = torch.stack([lam[0], lam[1], gamma[0], gamma[0], lam[2], gamma[1], gamma[1]])
-        angle = torch.atan2(theta.sin(), theta.cos())[[0, 0, 0, 0, 0, 1, 1]]
-        keys = value.repeat_interleave(attention.shape[2] // value.shape[1], 1)[:, :R]
-        seen = visible.expand(len(value), -1, -1, -1)
-        product = double_loop(keys, LAYER_KINDS, decay, angle, LAYER_DILATION, value.shape[2], 0, causal, seen)
-        product = product + 0 * (decay.sum() + angle.sum())  # so that each has a gradient
-        mixed = (1 - gate) * attention[:, :, :R] + gate * product.transpose(1, 2)
-        return torch.cat([mixed, attention[:, :, R:]], 2)
-
-    return forward
-
-
 def run(model, inputs, weights=None):
+    """The last hidden states, after a backward pass where there are weights of a loss."""
     model.zero_grad()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -94,30 +102,29 @@ def gates_and_rates(model):
     return {name: p.grad.double() for name, p in model.named_parameters() if ".rsa." in name}
 
 
-CASES = ("plain", "one token", "a row of padding", "nothing but padding", "single tokens", "packed")
-PAIRS = [
-    (family, name)
-    for family in FAMILIES
-    for name in CASES
-    # BERT and Transformer-XL take no packed rows.
-    if family in ("gpt2", "llama") or name not in ("single tokens", "packed")
-]
-
-
-@pytest.mark.parametrize(("family", "name"), PAIRS)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_models_are_finite_and_as_exact_as_the_plain_model(family, name, attention, monkeypatch):
+@pytest.mark.parametrize(
+    ("attention", "stored"), [("sdpa", "saturated"), ("eager", "saturated"), ("sdpa", "infinite"), ("sdpa", "open")]
+)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_are_finite_and_as_exact_as_the_plain_model(family, name, attention, stored, monkeypatch):
+    if family in ("bert", "transformer_xl") and name in ("single tokens", "packed"):
+        pytest.skip("takes no packed rows")
     inputs, visible, causal, real = case(family, name)
     plain = model_of(family, attention)
-    model = patched(copy.deepcopy(plain))
+    model = patched(copy.deepcopy(plain), stored)
     exact_plain, exact_model = copy.deepcopy(plain).double(), copy.deepcopy(model).double()
     for exact in (exact_plain, exact_model):
         exact.set_attn_implementation("sdpa")  # in float64, eager attention gives NaN for rows of padding
     right_plain = run(exact_plain, inputs)
     # The output of padding is not used, and differs between dtypes in plain models too.
     weights = torch.randn(right_plain.shape, dtype=torch.float64) * real[..., None]
+
+    def written_out(self, attention, value, *_):
+        return equation_4(self, attention, value, visible.expand(len(value), -1, -1, -1), causal)
+
     with monkeypatch.context() as patch:
-        patch.setattr(RSAHeads, "forward", written_out(visible, causal))
+        patch.setattr(RSAHeads, "forward", written_out)
         right = run(exact_model, inputs, weights)
         expected = gates_and_rates(exact_model)
     effect = relative_error(right[real], right_plain[real])
@@ -140,15 +147,14 @@ def test_models_are_finite_and_as_exact_as_the_plain_model(family, name, attenti
                 scale = max(float(g.abs().max()) for n, g in expected.items() if n.endswith(key[-5:]))
                 assert float(off) <= 1e-4 * max(scale, 1e-6), f"{key}: {gradient} for {expected[key]}"
         outcomes[f"{str(dtype).removeprefix('torch.')}: error / the plain model's"] = error / max(own, 1e-12)
-    note(Part.NUMBERS, f"{family}, {attention}: {name}", outcomes)
+    note(Part.NUMBERS, f"{family}, {attention}, {stored} gates and rates: {name}", outcomes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)])
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
 def test_empty_batches_give_what_the_plain_model_gives(family, shape):
-    plain = model_of(family)
+    plain, ids = model_of(family), torch.zeros(shape, dtype=torch.long)
     model = patched(copy.deepcopy(plain))
-    ids = torch.zeros(shape, dtype=torch.long)
     try:
         expected = plain(input_ids=ids).last_hidden_state
     except Exception as error:
@@ -160,25 +166,58 @@ def test_empty_batches_give_what_the_plain_model_gives(family, shape):
     found.sum().backward()
 
 
-@pytest.mark.parametrize("positions", [torch.zeros(1, T), torch.zeros(2, T)], ids=["a row", "two rows"])
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_position_ids_that_make_every_token_a_document_warn(family, positions):
+def test_position_ids_that_make_every_token_a_document_warn(family, rows):
     model = patched(model_of(family))
-    ids = torch.randint(3, VOCAB, positions.shape)
+    ids = torch.randint(3, VOCAB, (rows, T))
     with pytest.warns(UserWarning, match="check position_ids"):
-        model(input_ids=ids, position_ids=positions.long(), use_cache=False)
+        model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(input_ids=ids)
         model(input_ids=ids, attention_mask=torch.ones_like(ids).index_fill(1, torch.arange(T - 1), 0))
         model(input_ids=ids[:1], position_ids=torch.tensor([[0, 0, 1, *range(T - 3)]]), use_cache=False)
-        model(input_ids=ids[:, :1], position_ids=torch.zeros(len(ids), 1, dtype=torch.long), use_cache=False)
+        model(input_ids=ids[:, :1], position_ids=torch.zeros(rows, 1, dtype=torch.long), use_cache=False)
 
 
-def test_flash_attention_gives_the_same_warning():
-    query = key = torch.empty(1, 8, T, 4)
-    with pytest.warns(UserWarning, match="check position_ids"):
-        assert len(flash_segment_ids(query, key, {"position_ids": torch.zeros(1, T)}).unique()) == T
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert flash_segment_ids(query, key, {"position_ids": torch.arange(T)[None]}) is None
+def heads_of_a_layer(config, num_heads):
+    sizes = {"n_embd": 2 * num_heads, "n_head": num_heads, "n_layer": 1, "n_positions": 8}
+    return patch_model(GPT2Model(GPT2Config(**sizes)).eval(), config).h[0].attn.rsa
+
+
+@pytest.mark.parametrize("eta", [7.0, 8.4, 10.0, 14.0])
+def test_a_rate_that_float32_cannot_tell_from_one_still_learns(eta):
+    heads = heads_of_a_layer(RSAConfig(num_regular=1, parameter_scale=1, gate_init=0.0), 1)
+    with torch.no_grad():
+        heads.eta.fill_(eta)
+    heads(torch.zeros(1, 300, 1, 1), torch.ones(1, 1, 300, 1), AttentionMask(300, 300, 0, True)).sum().backward()
+
+    def slope(lam):
+        return sum(k * lam ** (k - 1) for t in range(300) for k in range(1, t + 1)) / 2
+
+    expected = slope(math.tanh(eta)) / math.cosh(eta) ** 2
+    assert float(heads.eta.grad) == pytest.approx(expected, rel=1e-3)
+    lam = torch.tensor(eta).tanh().item()  # the broken variant: the rate in float32
+    assert eta < 8 or slope(lam) * (1 - lam**2) != pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mu", [-math.inf, -1e4])
+def test_nothing_overflows_behind_a_shut_gate(dtype, mu):
+    heads = heads_of_a_layer(RSAConfig(num_regular=2, num_cyclical_pairs=1), 4)
+    with torch.no_grad():
+        heads.mu.fill_(mu)
+        heads.eta.fill_(1e4)
+    most = torch.finfo(dtype).max
+    value, attention = torch.full((1, 4, 40, 3), most, dtype=dtype), torch.full((1, 40, 4, 3), -most, dtype=dtype)
+    for T in (40, 1):
+        for with_gradients in (True, False):
+            with torch.set_grad_enabled(with_gradients):
+                mixed = heads(
+                    attention[:, -T:], value.requires_grad_(with_gradients), AttentionMask(T, 40, 40 - T, True)
+                )
+            assert torch.equal(mixed, attention[:, -T:])
+    value.requires_grad_()
+    heads(attention, value, AttentionMask(40, 40, 0, True)).float().mean().backward()
+    assert all(float(parameter.grad.abs().sum()) == 0 for parameter in heads.parameters())

@@ -1,0 +1,247 @@
+"""P V of extreme numbers is finite, and as exact as a double loop in float64 allows.
+
+The double loop runs twice. The second run sums magnitudes (|λ|, |v|, and 1 for cosines). The error allowed is a few
+roundings of that sum, whatever cancels in the result.
+"""
+
+import cmath
+import math
+from collections import Counter
+
+import mpmath
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from scipy.signal import lfilter
+
+from references import double_loop
+from reliability.record import Part, is_full, note
+from rsa_hf import rem_product
+
+EXAMPLES = 80 if is_full() else 12
+NEAR_ONE = 1 - 1e-7
+RATES = (NEAR_ONE, 1.0, 0.0, 1e-30, 1e-38, 0.5, 0.93)
+ANGLES = (0.0, math.pi, 1e-30, 2.0, -1e4, 1e9, 1e30)
+LENGTHS = (1, 2, 3, 7, 16, 17, 33, 35)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SIZES = ("one", "largest", "subnormal")
+BACKENDS = ("chunked", "cpp", "dense")
+GRADIENTS = ("dV", "d decay", "d theta")
+
+
+# --- P V -----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw, dtypes=DTYPES, sizes=SIZES):
+    """The arguments of `rem_product` as (positional, keywords), which keys each query sees, and weights of a loss."""
+    T = draw(st.sampled_from(LENGTHS))
+    S = T + draw(st.sampled_from((0, 0, 1, 19)))
+    B, D, groups = draw(st.sampled_from((0, 1, 2))), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    dtype, size = draw(st.sampled_from(dtypes)), draw(st.sampled_from(sizes))
+    kinds = tuple(draw(st.lists(st.sampled_from(("regular", "cos", "sin")), min_size=1, max_size=3)))
+    signs = [draw(st.sampled_from((-1, 1))) if kind == "regular" else 1 for kind in kinds]
+    decay = torch.tensor([sign * draw(st.sampled_from(RATES)) for sign in signs])
+    decay = decay.double() if dtype == torch.float64 else decay  # so that its gradient has the range of the values
+    theta = torch.tensor([draw(st.sampled_from(ANGLES)) for _ in kinds]).to(decay)
+    dilation = tuple(draw(st.sampled_from((1, 1, 2, 5, 40, 1000))) for _ in kinds)
+    causal = draw(st.booleans())
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+
+    value = torch.rand(B, -(-len(kinds) // groups), S, D, dtype=torch.float64, generator=generator) * 2 - 1
+    limits = torch.finfo(dtype)
+    if size == "subnormal":
+        value = value * limits.tiny / 2
+    elif size == "largest":  # Σ τ |v| stays in the range of the dtype it is computed in, float32 for float16
+        most = limits.max**0.5 if dtype == torch.float64 else limits.max
+        value = value * most / (1 if dtype == torch.float16 else S * S)
+    value = value.to(dtype)
+    weights = torch.randn(B, len(kinds), T, D, dtype=torch.float64, generator=generator)
+    if size == "largest" and dtype != torch.float16:
+        weights = weights / max(B * D * T * S, 1) / 16  # so that gradients of the rates stay in range
+
+    mask, masks, visible = draw(st.sampled_from(MASKS)), {}, torch.ones(B, 1, T, S, dtype=torch.bool)
+    if mask in ("padding", "all padding", "NaN in padding"):
+        keys = torch.rand(B, S, generator=generator) < (0.0 if mask == "all padding" else 0.6)
+        masks, visible = {"key_mask": keys}, visible & keys[:, None, None]
+        if mask == "NaN in padding":
+            value = torch.where(keys[:, None, :, None], value, math.nan)
+    elif mask in ("single tokens", "documents"):
+        ends = torch.rand(B, S, generator=generator) < (2.0 if mask == "single tokens" else 0.3)
+        numbers = ends.cumsum(1)
+        masks, visible = {"documents": numbers}, (numbers[:, S - T :, None] == numbers[:, None])[:, None]
+    elif mask in ("window of 1", "window"):
+        lags = (S - T + torch.arange(T))[:, None] - torch.arange(S)
+        masks = {"window": 1 if mask == "window of 1" else 4}
+        visible = visible & (lags.abs() < masks["window"])
+    elif mask == "any":
+        visible = torch.rand(B, 1, T, S, generator=generator) < 0.5
+        masks = {"visible": visible}
+    keywords = {"query_length": T, "causal": causal, "groups": groups, **masks}
+    return (value, kinds, decay, theta, dilation), keywords, visible, weights
+
+
+MASKS = (
+    "none",
+    "padding",
+    "all padding",
+    "NaN in padding",
+    "single tokens",
+    "documents",
+    "window of 1",
+    "window",
+    "any",
+)
+
+
+def differentiated(positional, keywords, weights):
+    """P V by `rem_product`, and its gradients of V, rates and angles."""
+    value, kinds, decay, theta, dilation = positional
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (value, decay, theta)]
+    output = rem_product(leaves[0], kinds, *leaves[1:], dilation, **keywords)
+    weights = weights.to(output.dtype)
+    return [output.detach(), *torch.autograd.grad(output, leaves, weights, allow_unused=True, materialize_grads=True)]
+
+
+def looped(positional, keywords, visible, weights, magnitudes=False):
+    """The same in float64 by a double loop, or the same of the magnitudes of all terms."""
+    value, kinds, decay, theta, dilation = positional
+    value, decay = torch.nan_to_num(value.double(), nan=0.0), decay.double()
+    if magnitudes:
+        value, decay, weights, kinds = value.abs(), decay.abs(), weights.abs(), ("regular",) * len(kinds)
+    theta = torch.tensor([first_turn(angle) for angle in theta.tolist()], dtype=torch.float64)
+    leaves = [tensor.clone().requires_grad_() for tensor in (value, decay, theta)]
+    keys = leaves[0].repeat_interleave(keywords["groups"], 1)[:, : len(kinds)]
+    T, S = keywords["query_length"], value.shape[2]
+    output = double_loop(keys, kinds, *leaves[1:], dilation, T, S - T, keywords["causal"], visible)
+    output = output + 0 * sum(leaf.sum() for leaf in leaves)  # so that each has a gradient
+    found = [output.detach(), *torch.autograd.grad(output, leaves, weights)]
+    if magnitudes:
+        found[3] = found[2]  # |∂/∂θ| ≤ Σ τ |ρ|^τ |v| = |∂/∂ρ|
+    return found
+
+
+def first_turn(angle):
+    """The angle modulo 2π, with as many digits of π as it takes."""
+    with mpmath.workdps(80):
+        return float(mpmath.fmod(mpmath.mpf(angle), 2 * mpmath.pi))
+
+
+def require_right(problem, roundings=64, floor=0.0):
+    """Check `rem_product`, where `roundings` are those of the working dtype, `floor` the error allowed in a weight."""
+    positional, keywords, _, weights = problem
+    value = positional[0]
+    limits = torch.finfo(torch.float64 if value.dtype == torch.float64 else torch.float32)
+    found = differentiated(positional, keywords, weights)
+    exact, sizes = (looped(*problem, magnitudes=magnitudes) for magnitudes in (False, True))
+    cut = limits.tiny / limits.eps + floor  # weights that are nearly subnormal count as 0
+    values, given = (float(x.nan_to_num().double().abs().sum()) for x in (value, weights))
+    steps = value.shape[2] ** 2
+    spacing = limits.tiny * limits.eps * (1 + steps * value.numel())  # of subnormal numbers
+    least = [cut * size + spacing for size in (values, given, steps * values * given, steps * values * given)]
+    for name, mine, right, size, small in zip(("P V", *GRADIENTS), found, exact, sizes, least, strict=True):
+        assert mine.shape == right.shape, name
+        assert bool(mine.isfinite().all()), f"{name} is not finite"
+        stored = torch.finfo(mine.dtype)
+        allowed = roundings * limits.eps * size + small + stored.eps * right.abs() + stored.tiny * stored.eps
+        off = (mine.double() - right).abs() / allowed
+        assert off.numel() == 0 or float(off.max()) <= 1, f"{name}: {float(off.max()):.3g} times the error allowed"
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
+def test_extreme_values_rates_angles_and_masks(backend, monkeypatch):
+    monkeypatch.setenv("RSA_HF_BACKEND", backend)
+    tried, dtypes, sizes = Counter(), DTYPES, SIZES
+    if backend == "triton":
+        pytest.importorskip("triton")
+        from ops.kernels_under_test import use_small_chunks
+
+        use_small_chunks(monkeypatch)
+        dtypes, sizes = (torch.float32, torch.bfloat16, torch.float16), SIZES[:2]  # subnormal numbers may count as 0
+
+    @settings(max_examples=EXAMPLES if backend != "triton" else EXAMPLES // 4, phases=(Phase.explicit, Phase.generate))
+    @given(problem=problems(dtypes, sizes))
+    def test(problem):
+        # For 16-bit values the kernels split a weight into two 16-bit numbers. float16 has none below 2^-24.
+        is_split = backend == "triton" and problem[0][0].dtype != torch.float32
+        require_right(problem, **({"roundings": 1024, "floor": 2.0**-23} if is_split else {}))
+        tried["right"] += 1
+
+    test()
+    note(Part.NUMBERS, f"P V of extreme values, rates, angles, dilations and masks: {backend}", tried)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_shared_values_are_rounded_once(backend, dtype, monkeypatch):
+    """The gradient from each head is out of the range of float16. Their sum is not."""
+    monkeypatch.setenv("RSA_HF_BACKEND", backend)
+    T, large = 40, 60_000.0
+    value = torch.zeros(1, 1, T, 2, dtype=dtype)
+    weights = torch.tensor([large, -large])[None, :, None, None].expand(1, 2, T, 2)
+    positional = value, ("regular",) * 2, torch.tensor([0.9, 0.9]), torch.zeros(2), (1, 2)
+    keywords = {"query_length": T, "causal": True, "groups": 2}
+    found = differentiated(positional, keywords, weights)[1]
+    exact = looped(positional, keywords, None, weights.double())[1]
+    fits = exact.abs() < torch.finfo(dtype).max
+    off = (found.double() - exact).abs() - torch.finfo(dtype).eps * exact.abs()
+    assert float(off[fits].max()) <= 1e-5 * large * T  # false for NaN
+
+
+# --- long texts ----------------------------------------------------------------------------------------------------
+
+LONG = 20_000
+HEADS = [
+    *[("regular", rate, 0.0, 1) for rate in (NEAR_ONE, -NEAR_ONE, 1.0, -1.0, 1 - 1e-4)],
+    *[(kind, rate, angle, d) for kind in ("cos", "sin") for rate, angle, d in ((NEAR_ONE, 0.3, 1), (1.0, 1e9, 7))],
+    ("regular", NEAR_ONE, 0.0, 13),
+]
+
+
+def filtered(v, kind, rate, angle, d, weights):
+    """y = P v for z = rate·e^{iθ}, i.e. y_t = z (y_{t−d} + v_{t−d}), and its gradients, [T], (), ()."""
+    turn = 1.0 if kind == "regular" else cmath.exp(1j * angle)
+    read = (lambda x: x.imag) if kind == "sin" else (lambda x: x.real)
+    z = complex(rate) * turn
+
+    def by_residue(numerator, denominator, x):
+        out = torch.zeros(len(x), dtype=torch.complex128)
+        for i in range(d):
+            out[i::d] = torch.from_numpy(lfilter(numerator, denominator, x[i::d].numpy().astype(complex)))
+        return out
+
+    y = by_residue([0, z], [1, -z], v)
+    back = by_residue([0, z], [1, -z], weights.flip(0)).flip(0)
+    slope = by_residue([0, 1], [1, -2 * z, z * z], v)  # ∂y/∂z = Σ k z^{k−1} v_{t−k}
+    return [read(y), read(back), (read(slope * turn) * weights).sum(), (read(slope * 1j * z) * weights).sum()]
+
+
+@pytest.mark.parametrize("backend", ["", "chunked"])  # the default is C++ where there is a compiler
+@pytest.mark.parametrize(
+    ("dtype", "is_broken"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
+)
+def test_long_texts_agree_with_a_digital_filter(dtype, is_broken, backend, monkeypatch):
+    monkeypatch.setenv("RSA_HF_BACKEND", backend)
+    kinds, rates, angles, dilation = zip(*HEADS, strict=True)
+    rates, angles = torch.tensor(rates), torch.tensor(angles)
+    value, weights = torch.randn(2, 1, len(HEADS), LONG, 1, generator=torch.Generator().manual_seed(0))
+    value = value.to(dtype)
+    # The broken variant rounds the rates to 16 bits.
+    used = rates.bfloat16().float() if is_broken else rates
+    output, *gradients = differentiated((value, kinds, used, angles, dilation), {}, weights)
+    worst = 0.0
+    for h, (kind, _, _, d) in enumerate(HEADS):
+        # The float32 numbers, which are not exactly those above.
+        rate, angle = rates[h].item(), angles[h].item()
+        v, w = value[0, h, :, 0].double(), weights[0, h, :, 0].double()
+        right = filtered(v, kind, rate, angle, d, w)
+        sizes = filtered(v.abs(), "regular", abs(rate), 0.0, d, w.abs())
+        sizes[3] = sizes[2]
+        found = [output[0, h, :, 0], gradients[0][0, h, :, 0], gradients[1][h], gradients[2][h]]
+        for mine, exact, size in zip(found, right, sizes, strict=True):
+            allowed = 64 * torch.finfo(torch.float32).eps * size + torch.finfo(mine.dtype).eps * exact.abs() + 1e-30
+            worst = max(worst, float(((mine.double() - exact).abs() / allowed).nan_to_num(math.inf).max()))
+    assert (worst > 1) is is_broken
+    kind = f"P V of {LONG:,} positions in {dtype}, rates up to 1{', rounded' * is_broken}: {backend or 'default'}"
+    note(Part.NUMBERS, kind, {"largest error / allowed": worst})
