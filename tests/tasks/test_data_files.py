@@ -15,6 +15,7 @@ from rsa_hf.tasks.defect_data import DefectDataConfig, load_defect_data, read_js
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig, read_texts
 
 OPENERS = {"": open, ".gz": gzip.open, ".xz": lzma.open}
+BOTH = ((read_texts, LanguageModelingDataConfig), (load_defect_data, DefectDataConfig))
 GOOD = '{"func": "int f() {}", "target": 0, "text": "one"}'
 
 
@@ -63,7 +64,6 @@ def test_bad_rows_are_reported_together(tmp_path, hub_data, number):
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join([GOOD, *['{"func": "f", "target": 7, "text": 1}'] * number, GOOD]))
     hub_data.returns = {"train": {"func": ["f"] * (number + 1), "target": [0] + [7] * number}}
-    first = list(range(2, min(number, 10) + 2))
     for read, place in (
         (lambda: read_json_lines(path), f"{path}, line"),
         (lambda: read_texts(LanguageModelingDataConfig(train_file=str(path))), f"{path}, line"),
@@ -71,9 +71,8 @@ def test_bad_rows_are_reported_together(tmp_path, hub_data, number):
     ):
         with pytest.raises(ValueError, match="data.jsonl, line 2|train row 2") as error:
             read()
-        assert [f"{place} {i}:" in str(error.value) for i in range(1, number + 3)] == [
-            i in first for i in range(1, number + 3)
-        ]
+        named = [i for i in range(1, number + 3) if f"{place} {i}:" in str(error.value)]
+        assert named == list(range(2, min(number, 10) + 2))
         assert ("25 bad rows" in str(error.value)) is (number == 25)
 
 
@@ -90,26 +89,22 @@ def test_the_error_names_a_damaged_file(tmp_path, compress, damage):
         file.read()
 
 
-@pytest.mark.parametrize(
-    "name", ["a.tar", "a.tar.gz", "a.tgz", "a.zip", "a.txt", "a.txt.gz", "a.jsonl", "a.csv", "a.csv.gz", "a.parquet"]
-)
-def test_archives_and_tables_are_refused(tmp_path, name):
+@pytest.mark.parametrize("kind", ["tar", "zip", "csv"])
+def test_archives_and_tables_are_refused(tmp_path, kind):
     """By their names or by what they hold."""
-    packed, path = io.BytesIO(), tmp_path / name
-    if "tar" in name or "tgz" in name or "txt" in name:
-        mode = "w" if name in ("a.tar", "a.txt", "a.txt.gz") else "w:gz"
-        with tarfile.open(fileobj=packed, mode=mode) as archive:
+    packed = io.BytesIO(b"func,target\nint f() {},0\n")
+    if kind == "tar":
+        with tarfile.open(fileobj=packed, mode="w") as archive:
             archive.addfile(tarfile.TarInfo("inner.txt"), io.BytesIO())
-        path.write_bytes(gzip.compress(packed.getvalue()) if name == "a.txt.gz" else packed.getvalue())
-    elif "csv" in name:
-        path.write_bytes(b"func,target\nint f() {},0\n")
-    else:
+    elif kind == "zip":
         with zipfile.ZipFile(packed, "w") as archive:
             archive.writestr("inner.txt", "one\n" * 100)
-        path.write_bytes(packed.getvalue())
-    for read, config in ((read_texts, LanguageModelingDataConfig), (load_defect_data, DefectDataConfig)):
-        with pytest.raises(ValueError, match=rf"{path}"):
-            read(config(train_file=str(path)))
+    for name in (f"a.{kind}", f"a.{kind}.gz", *(() if kind == "csv" else ("a.txt", "a.txt.gz", "a.jsonl"))):
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(packed.getvalue()) if path.suffix == ".gz" else packed.getvalue())
+        for read, config in BOTH:
+            with pytest.raises(ValueError, match=name):
+                read(config(train_file=str(path)))
 
 
 @pytest.mark.parametrize(
@@ -123,12 +118,12 @@ def test_archives_and_tables_are_refused(tmp_path, name):
 )
 def test_data_sets_of_the_hub_that_cannot_be_used_are_explained(hub_data, returns, options, message):
     hub_data.returns = returns
-    for read, config in ((read_texts, LanguageModelingDataConfig), (load_defect_data, DefectDataConfig)):
+    for read, config in BOTH:
         with pytest.raises(ValueError, match=message):
             read(config(dataset_name="owner/name", **options))
 
 
 def test_a_missing_file_is_named(tmp_path):
-    for read, config in ((read_texts, LanguageModelingDataConfig), (load_defect_data, DefectDataConfig)):
+    for read, config in BOTH:
         with pytest.raises(FileNotFoundError, match=r"absent\.jsonl"):
             read(config(train_file=str(tmp_path / "absent.jsonl")))

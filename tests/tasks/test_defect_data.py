@@ -25,17 +25,11 @@ def pairs(examples):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"dataset_name": "x", "test_file": "a.jsonl"}, "give one of the two"),
-        ({"max_train_samples": 1}, "max_train_samples=1: 2 or more"),
-        ({"max_eval_samples": 0}, "max_eval_samples=0: 2 or more"),
-        ({"test_file": "a.jsonl"}, "train_file=None"),
-    ],
+    "settings", [{"dataset_name": "x", "test_file": "a.jsonl"}, {"max_train_samples": 1}, {"max_eval_samples": 0}]
 )
-def test_bad_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        load_defect_data(DefectDataConfig(**settings))
+def test_bad_settings_are_refused(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        DefectDataConfig(**settings)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +39,7 @@ def test_bad_settings_are_refused(settings, message):
         ({"train": []}, "the train split is empty"),
         ({"train": [("f", 0), ("f", 1)]}, "the train split is empty, or nothing of it is left"),
         ({"train": [("f", 0), ("g", 1)], "test": []}, "the test split is empty"),
+        ({"test": [("f", 0), ("g", 1)]}, "train_file=None"),
     ],
 )
 def test_functions_that_cannot_train_are_refused(tmp_path, splits, message):

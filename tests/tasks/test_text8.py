@@ -52,7 +52,6 @@ def test_the_beginning_of_wikipedia_becomes_the_published_beginning_of_text8(dat
     assert text.startswith(
         " anarchism originated as a term of abuse first used against early working class radicals including the "
         "diggers of the english revolution and the sans culottes of the french revolution whilst the term is still "
-        "used in a pejorative way to describe any act that used violent means to destroy the organization of society"
     )
     assert re.fullmatch(r"( [a-z]+)+", text)
     assert set(text) == set(TEXT8_SYMBOLS)

@@ -3,7 +3,6 @@
 import gzip
 import itertools
 import json
-import lzma
 import math
 import sysconfig
 from pathlib import Path
@@ -19,34 +18,28 @@ from rsa_hf.tasks import text_data
 from rsa_hf.tasks.data_files import SPLITS
 from rsa_hf.tasks.language_modeling import prepare_language_modeling
 from rsa_hf.tasks.text_blocks import StreamedBlocks
-from rsa_hf.tasks.text_data import LanguageModelingDataConfig, line_boundary, read_texts, stream_training_text
+from rsa_hf.tasks.text_data import LanguageModelingDataConfig, line_boundary, read_texts
 
 FILE = {"train_file": "a.txt"}
 
 
 @pytest.mark.parametrize(
-    ("options", "key"),
+    ("key", "settings"),
     [
-        ({**FILE, "dataset_name": "x"}, "dataset_name"),
-        ({"block_size": 1}, "block_size"),
-        ({"eval_block_size": 1}, "eval_block_size"),
-        ({"stride": 0}, "stride"),
-        ({"block_size": 8, "stride": 8}, "from 1 to 7"),
-        ({"eval_block_size": 8, "stride": 8}, "from 1 to 7"),
-        ({"carry_memory": True, "stride": 5}, "stride"),
-        ({"validation_split_percentage": 0}, "validation_split_percentage"),
-        ({"validation_split_percentage": math.nan}, "validation_split_percentage"),
-        ({"validation_split_percentage": 60, "test_split_percentage": 40}, "test_split_percentage"),
-        ({"test_split_percentage": -1}, "test_split_percentage"),
-        ({"streaming": True}, "streaming"),
-        ({**FILE, "streaming": True}, "streaming"),
-        ({"dataset_name": "x", "streaming": True, "carry_memory": True}, "streaming"),
-        ({"eval_memory": {"mem_len": 3}}, "eval_memory"),
+        ("dataset_name", [{**FILE, "dataset_name": "x"}]),
+        ("block_size", [{"block_size": 1}, {"eval_block_size": 1}]),
+        ("stride", [{"stride": 0}, {"block_size": 8, "stride": 8}, {"eval_block_size": 8, "stride": 8}]),
+        ("carry_memory", [{"carry_memory": True, "stride": 5}, {"eval_memory": {"mem_len": 3}}]),
+        ("validation_split_percentage", [{"validation_split_percentage": share} for share in (0, math.nan, 96)]),
+        ("test_split_percentage", [{"test_split_percentage": share} for share in (-1, 96)]),
+        ("streaming", [{"streaming": True}, {**FILE, "streaming": True}]),
+        ("streaming", [{"dataset_name": "x", "streaming": True, "carry_memory": True}]),
     ],
 )
-def test_bad_configurations_are_refused(options, key):
-    with pytest.raises(ValueError, match=key):
-        LanguageModelingDataConfig(**options)
+def test_bad_configurations_are_refused(key, settings):
+    for options in settings:
+        with pytest.raises(ValueError, match=key):
+            LanguageModelingDataConfig(**options)
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -62,13 +55,17 @@ def from_files(folder: Path, **options) -> dict[str, bytes]:
     return read_texts(LanguageModelingDataConfig(**options))
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
-def test_files_are_read_as_bytes_and_split_in_order(tmp_path, suffix):
-    text = b"caf\xc3\xa9\r\n\xff\x00 not UTF-8\r\n" * 200
-    path = tmp_path / f"corpus.txt{suffix}"
-    with {"": open, ".gz": gzip.open, ".xz": lzma.open}[suffix](path, "wb") as stream:
-        stream.write(text)
-    parts = read_texts(LanguageModelingDataConfig(train_file=str(path)))
+def test_given_splits_are_kept_and_missing_ones_cut_from_the_training_text(tmp_path, text):
+    text = text + b"\xff\x00 not UTF-8\r\n"
+    given_texts = {"train": text, "validation": b"one two", "test": b"three"}
+    assert from_files(tmp_path, **given_texts) == given_texts
+    assert "test" not in from_files(tmp_path, train=text, validation=b"one two")
+    assert "test" not in from_files(tmp_path, train=text, test_split_percentage=0)
+    only_test = from_files(tmp_path, train=text, test=b"three", validation_split_percentage=20)
+    assert only_test["test"] == b"three"
+    assert only_test["train"] + only_test["validation"] == text
+    assert len(only_test["validation"]) == pytest.approx(0.2 * len(text), abs=4)
+    parts = from_files(tmp_path, train=text)
     assert list(parts) == ["train", "validation", "test"]
     assert b"".join(parts.values()) == text
     assert [len(part) / len(text) for part in parts.values()] == pytest.approx([0.9, 0.05, 0.05], abs=1e-3)
@@ -86,17 +83,6 @@ def test_files_are_read_as_bytes_and_split_in_order(tmp_path, suffix):
 def test_empty_and_missing_texts_are_refused(tmp_path, texts, message):
     with pytest.raises(ValueError, match=message):
         from_files(tmp_path, **texts)
-
-
-def test_given_splits_are_kept_and_missing_ones_cut_from_the_training_text(tmp_path, text):
-    given_texts = {"train": text, "validation": b"one two", "test": b"three"}
-    assert from_files(tmp_path, **given_texts) == given_texts
-    assert "test" not in from_files(tmp_path, train=text, validation=b"one two")
-    assert "test" not in from_files(tmp_path, train=text, test_split_percentage=0)
-    only_test = from_files(tmp_path, train=text, test=b"three", validation_split_percentage=20)
-    assert only_test["test"] == b"three"
-    assert only_test["train"] + only_test["validation"] == text
-    assert len(only_test["validation"]) == pytest.approx(0.2 * len(text), abs=4)
 
 
 @given(st.text(min_size=60, max_size=120), st.integers(17, 200))
@@ -162,10 +148,28 @@ def test_hub_rows_become_lines(hub_data):
 # --- streams --------------------------------------------------------------------------------------------------------
 
 
-def assert_streamed_as_in_memory(config, tokenizer):
-    """Compare the blocks of a text in memory with those of two passes over its stream."""
+@pytest.mark.parametrize("source", ["file", "compressed file", "rows"])
+@pytest.mark.parametrize("words", [False, True])
+@pytest.mark.parametrize("limit", [None, 1500])
+def test_streamed_texts_give_the_blocks_of_texts_in_memory(
+    tmp_path, monkeypatch, text, byte_level_bpe, source, words, limit
+):
+    """In two passes. `load_dataset` reads the rows of a local folder as a stream too, as it does on the Hub."""
+    monkeypatch.setattr(lm, "TOKENIZED_PIECE_BYTES", 700)
+    settings = {"dataset_name": str(tmp_path)}
+    for split, part in (("train", text), ("validation", text[:500])):
+        if source == "rows":
+            rows = [json.dumps({"text": line, "id": 1}) for line in part.decode(errors="ignore").splitlines()]
+            (tmp_path / f"{split}.jsonl").write_text("\n".join(rows))
+        else:
+            path = tmp_path / f"{split}.txt{'.gz' * (source == 'compressed file')}"
+            path.write_bytes(gzip.compress(part) if path.suffix == ".gz" else part)
+            settings = {**settings, "dataset_name": None, f"{split}_file": str(path)}
     whole, streamed = (
-        prepare_language_modeling(LanguageModelingDataConfig(**config, streaming=streaming), tokenizer)
+        prepare_language_modeling(
+            LanguageModelingDataConfig(**settings, block_size=17, max_train_bytes=limit, streaming=streaming),
+            byte_level_bpe if words else None,
+        )
         for streaming in (False, True)
     )
     assert isinstance(streamed.train, StreamedBlocks)
@@ -175,33 +179,6 @@ def assert_streamed_as_in_memory(config, tokenizer):
         assert all(torch.equal(a[key], b[key]) for a, b in zip(left, right, strict=True) for key in a | b)
     assert torch.equal(whole.validation.token_ids, streamed.validation.token_ids)
     assert whole.validation.num_bytes == streamed.validation.num_bytes
-
-
-@pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])
-@pytest.mark.parametrize("words", [False, True])
-@pytest.mark.parametrize("limit", [None, 1500])
-def test_streamed_files_give_the_blocks_of_files_in_memory(
-    tmp_path, monkeypatch, text, byte_level_bpe, suffix, words, limit
-):
-    monkeypatch.setattr(lm, "TOKENIZED_PIECE_BYTES", 700)
-    files = {"train_file": str(tmp_path / f"train{suffix}"), "validation_file": str(tmp_path / "validation.txt")}
-    Path(files["train_file"]).write_bytes(gzip.compress(text) if suffix == ".txt.gz" else text)
-    Path(files["validation_file"]).write_bytes(text[:500])
-    config = {**files, "block_size": 17, "max_train_bytes": limit}
-    assert_streamed_as_in_memory(config, byte_level_bpe if words else None)
-
-
-def test_streamed_rows_give_the_blocks_of_rows_in_memory(tmp_path, monkeypatch, text, byte_level_bpe):
-    """As on the Hub: `load_dataset` reads a local folder as a `datasets.IterableDataset` too."""
-    monkeypatch.setattr(lm, "TOKENIZED_PIECE_BYTES", 300)
-    for split, part in (("train", text), ("validation", text[:700])):
-        rows = [json.dumps({"text": line, "id": 1}) for line in part.decode(errors="ignore").splitlines()]
-        (tmp_path / f"{split}.jsonl").write_text("\n".join(rows))
-    config = {"dataset_name": str(tmp_path), "block_size": 9}
-    assert_streamed_as_in_memory(config, byte_level_bpe)
-    (tmp_path / "validation.jsonl").unlink()
-    with pytest.raises(ValueError, match="has the splits train, but no 'validation'.*validation_split_name"):
-        read_texts(LanguageModelingDataConfig(**config, streaming=True))
 
 
 @given(st.binary(max_size=60), st.lists(st.integers(0, 60), max_size=5), st.integers(1, 70))
@@ -214,27 +191,20 @@ def test_the_limit_cuts_a_stream_like_a_text_in_memory(text, cuts, limit):
 
 def test_a_stream_is_read_lazily(monkeypatch):
     monkeypatch.setattr(lm, "TOKENIZED_PIECE_BYTES", 150)
-    read = []
-
-    def chunks():
-        for i in range(100):
-            read.append(i)
-            yield b"0123456789" * 10
-
-    next(iter(StreamedBlocks(lambda: lm._encode(chunks(), None), 10)))
-    assert read == [0, 1]
+    chunks = iter([b"0123456789" * 10] * 100)
+    next(iter(StreamedBlocks(lambda: lm._encode(chunks, None), 10)))
+    assert len(list(chunks)) == 98
 
 
 def test_streams_that_cannot_be_used_are_refused(tmp_path):
     with pytest.raises(ValueError, match="block_size=8: more than the 5 tokens"):
         list(StreamedBlocks(lambda: [torch.arange(2), torch.arange(3)], 8))
     # The workers are shut down here: kept alive by the traceback, they take 10 seconds to end later.
-    workers = iter(
-        DataLoader(StreamedBlocks(lambda: [torch.arange(99)], 8), num_workers=2, multiprocessing_context="fork")
-    )
+    data = StreamedBlocks(lambda: [torch.arange(99)], 8)
+    workers = iter(DataLoader(data, num_workers=2, multiprocessing_context="fork"))
     with pytest.raises(ValueError, match="num_workers=2"):
         next(workers)
     workers._shutdown_workers()
-    files = {"train_file": str(tmp_path / "absent.txt"), "validation_file": str(tmp_path / "v.txt")}
-    with pytest.raises(FileNotFoundError, match="absent.txt"):
-        list(stream_training_text(LanguageModelingDataConfig(**files, streaming=True)))
+    (tmp_path / "train.jsonl").write_text('{"text": "one"}')
+    with pytest.raises(ValueError, match="has the splits train, but no 'validation'.*validation_split_name"):
+        read_texts(LanguageModelingDataConfig(str(tmp_path), streaming=True))

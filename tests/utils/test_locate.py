@@ -8,11 +8,8 @@ import rsa_hf
 from rsa_hf.utils.locate import locate
 
 
-def test_a_package_name_is_replaced_by_its_folder():
+def test_a_package_name_is_replaced_by_its_folder_and_any_other_is_unchanged():
     assert locate("package:rsa_hf/training") == str(Path(rsa_hf.__file__).parent / "training")
-
-
-def test_any_other_name_is_unchanged():
     for name in ("gpt2", "./package", "someone/package:x"):
         assert locate(name) == name
 
