@@ -37,12 +37,11 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 __all__ = [
-    "MemoryOutput",
     "SegmentForCausalLM",
     "SegmentForSequenceClassification",
     "SegmentGenerationMixin",
+    "SegmentOutput",
     "SegmentPreTrainedModel",
-    "StateOutput",
     "at_last_token",
     "mask_until_last_token",
     "require_shapes",
@@ -50,14 +49,15 @@ __all__ = [
 
 
 @dataclass
-class MemoryOutput(ModelOutput):
-    """Output of a model whose state is called `mems`.
+class SegmentOutput(ModelOutput):
+    """Output of a model that carries a state.
 
     Attributes:
         loss: shape (), with labels.
         logits: from a model with a head: [B, T, V] of a language model, [B, num_labels] of a classifier.
         last_hidden_state: from a model without a head, [B, T, n].
-        mems: the state for the next segment; see the `forward` of each model.
+        mems: the state for the next segment, of a model whose state has this name; see the `forward` of each model.
+        state: the same, of a model whose state has this name.
         hidden_states: the embeddings and the output of each layer, [B, T, n], with `output_hidden_states`.
         attentions: softmax weights of each layer, [B, heads, T, keys], with `output_attentions` and eager attention.
     """
@@ -66,17 +66,6 @@ class MemoryOutput(ModelOutput):
     logits: Tensor | None = None
     last_hidden_state: Tensor | None = None
     mems: tuple[Tensor, ...] | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
-
-
-@dataclass
-class StateOutput(ModelOutput):
-    """Output of a model whose state is called `state`; otherwise as `MemoryOutput`."""
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    last_hidden_state: Tensor | None = None
     state: tuple[Tensor, ...] | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
@@ -155,7 +144,7 @@ class SegmentForCausalLM(SegmentPreTrainedModel, SegmentGenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
-    ) -> MemoryOutput | StateOutput:
+    ) -> SegmentOutput:
         """Logits of the next token, and the loss.
 
         Beside the arguments of the base model:
@@ -164,7 +153,7 @@ class SegmentForCausalLM(SegmentPreTrainedModel, SegmentGenerationMixin):
         * `num_items_in_batch`: divisor of the summed loss; without it the loss is a mean.
         * `logits_to_keep`: number of last positions to compute logits of, or their indices; 0: all.
         """
-        outputs: MemoryOutput | StateOutput = self.base_model(
+        outputs: SegmentOutput = self.base_model(
             input_ids, attention_mask, inputs_embeds=inputs_embeds, use_cache=use_cache, return_dict=True, **kwargs
         )
         assert outputs.last_hidden_state is not None
@@ -249,14 +238,14 @@ class SegmentForSequenceClassification(SegmentPreTrainedModel):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
-    ) -> MemoryOutput | StateOutput:
+    ) -> SegmentOutput:
         """Scores of the classes, [B, num_labels], and the loss.
 
         Takes the arguments of the base model, and `labels`, shape [B] or [B, num_labels], depending on `problem_type`.
         Without `attention_mask`, `pad_token_id` at the end of a row is padding.
         """
         attention_mask = mask_until_last_token(attention_mask, input_ids, self.config.pad_token_id)
-        outputs: MemoryOutput | StateOutput = self.base_model(
+        outputs: SegmentOutput = self.base_model(
             input_ids, attention_mask, inputs_embeds=inputs_embeds, use_cache=use_cache, return_dict=True, **kwargs
         )
         assert outputs.last_hidden_state is not None

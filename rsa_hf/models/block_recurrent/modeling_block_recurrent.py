@@ -51,9 +51,9 @@ from transformers.utils.output_capturing import capture_outputs
 from rsa_hf.models.attention import InterfaceAttention, visibility
 from rsa_hf.models.block_recurrent.configuration_block_recurrent import BlockRecurrentConfig
 from rsa_hf.models.segments import (
-    MemoryOutput,
     SegmentForCausalLM,
     SegmentForSequenceClassification,
+    SegmentOutput,
     SegmentPreTrainedModel,
     require_shapes,
 )
@@ -395,7 +395,7 @@ class BlockRecurrentModel(BlockRecurrentPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **_: Any,
-    ) -> MemoryOutput:
+    ) -> SegmentOutput:
         """Hidden states of a segment.
 
         Args:
@@ -429,7 +429,7 @@ class BlockRecurrentModel(BlockRecurrentPreTrainedModel):
             if state is not None:
                 next_states.append(state.detach())
         use_cache = config.use_cache if use_cache is None else use_cache
-        return MemoryOutput(
+        return SegmentOutput(
             last_hidden_state=self.drop(self.norm(hidden)),
             mems=(*next_caches, *next_states) if use_cache else None,
         )

@@ -19,8 +19,8 @@ from rsa_hf.models.recurrent.configuration_recurrent import RecurrentConfig
 from rsa_hf.models.segments import (
     SegmentForCausalLM,
     SegmentForSequenceClassification,
+    SegmentOutput,
     SegmentPreTrainedModel,
-    StateOutput,
     at_last_token,
     require_shapes,
 )
@@ -178,7 +178,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         output_hidden_states: bool | None = None,
         detach_state: bool = True,
         **_: Any,
-    ) -> StateOutput:
+    ) -> SegmentOutput:
         """Hidden states of a segment, [B, T, n], or [B, T, 2n] for a bidirectional network.
 
         Args:
@@ -210,7 +210,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
             all_hidden.append(hidden if order is None else _put_back(hidden, order))
             last.append(after.detach() if detach_state else after)
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        return StateOutput(
+        return SegmentOutput(
             last_hidden_state=all_hidden[-1],
             state=tuple(last) if use_cache else None,
             hidden_states=tuple(all_hidden) if output_hidden_states else None,

@@ -44,8 +44,8 @@ from rsa_hf.models.attention import InterfaceAttention, visibility
 from rsa_hf.models.segments import (
     SegmentForCausalLM,
     SegmentForSequenceClassification,
+    SegmentOutput,
     SegmentPreTrainedModel,
-    StateOutput,
     require_shapes,
 )
 from rsa_hf.models.sru_plus_plus.configuration_sru_plus_plus import SRUPlusPlusConfig
@@ -206,7 +206,7 @@ class SRUPlusPlusModel(SRUPlusPlusPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **_: Any,
-    ) -> StateOutput:
+    ) -> SegmentOutput:
         """Hidden states of a segment.
 
         Args:
@@ -237,7 +237,7 @@ class SRUPlusPlusModel(SRUPlusPlusPreTrainedModel):
             hidden, cell = layer(hidden, memory, visible, cell, real)
             cells.append(cell.detach())
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        return StateOutput(last_hidden_state=self.dropout(hidden), state=(*cells, *memories) if use_cache else None)
+        return SegmentOutput(last_hidden_state=self.dropout(hidden), state=(*cells, *memories) if use_cache else None)
 
 
 class SRUPlusPlusForCausalLM(SRUPlusPlusPreTrainedModel, SegmentForCausalLM):

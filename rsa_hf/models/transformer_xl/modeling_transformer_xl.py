@@ -35,9 +35,9 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from rsa_hf.models.attention import InterfaceAttention, sinusoids, visibility
 from rsa_hf.models.segments import (
-    MemoryOutput,
     SegmentForCausalLM,
     SegmentForSequenceClassification,
+    SegmentOutput,
     SegmentPreTrainedModel,
     require_shapes,
 )
@@ -345,7 +345,7 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **_: Any,
-    ) -> MemoryOutput:
+    ) -> SegmentOutput:
         """Hidden states of a segment.
 
         Args:
@@ -378,7 +378,7 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
             seen.append(hidden)
             hidden = layer(hidden, None if mems is None else mems[i], positions, visible, biases)
         use_cache = config.use_cache if use_cache is None else use_cache
-        return MemoryOutput(
+        return SegmentOutput(
             last_hidden_state=self.drop(hidden), mems=self._remembered(mems, seen) if use_cache else None
         )
 
