@@ -36,7 +36,6 @@ segments end. So the result does not depend on how a text is cut into segments.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -46,6 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.utils.output_capturing import capture_outputs
 
 from rsa_hf.models.attention import InterfaceAttention, visibility
@@ -82,19 +82,6 @@ class Window:
     full: bool
 
 
-def distance_buckets(distances: Tensor, num_buckets: int, max_distance: int) -> Tensor:
-    """The bucket of each distance, as in T5 (Raffel et al., 2020, section 2.1).
-
-    Half of the buckets are for the first distances, one each; half for ranges that grow geometrically up to
-    `max_distance`. Longer distances share the last one. Keys after the query, which it never sees, are in bucket 0.
-    """
-    exact = num_buckets // 2
-    # In double precision: a distance where a bucket begins must not fall into the one before.
-    beyond = torch.log(distances.clamp(min=exact).double() / exact) / math.log(max_distance / exact)
-    ranges = exact + (beyond * (num_buckets - exact) + 1e-9).long()
-    return torch.where(distances < exact, distances.clamp(min=0), ranges.clamp(max=num_buckets - 1))
-
-
 def cut_into_windows(
     config: BlockRecurrentConfig, T: int, C: int, attention_mask: Tensor | None, device: torch.device
 ) -> list[Window]:
@@ -111,8 +98,9 @@ def cut_into_windows(
         t, S = end - begin, keys.stop - keys.start
         if (t, S) not in shared:
             distances = S - t + torch.arange(t, device=device)[:, None] - torch.arange(S, device=device)
-            buckets = distance_buckets(
-                distances, config.relative_attention_num_buckets, config.relative_attention_max_distance
+            # Keys after the query, which it never sees, are in bucket 0.
+            buckets = T5Attention._relative_position_bucket(
+                -distances, False, config.relative_attention_num_buckets, config.relative_attention_max_distance
             )
             shared[t, S] = visibility(t, S - t, W, None, device), buckets
         visible, buckets = shared[t, S]
@@ -145,16 +133,9 @@ def extend_cache(key: Tensor, value: Tensor, cache: Tensor | None, window_size: 
     return key, value, torch.stack([key[:, :, length - kept :], value[:, :, length - kept :]], dim=1)
 
 
-class RelativeBias(nn.Module):
-    """A learned bias of the scores for each bucket of distances and each head."""
-
-    def __init__(self, config: BlockRecurrentConfig) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.relative_attention_num_buckets, config.n_head))
-
-    def forward(self, window: Window) -> Tensor:
-        """Biases of a window's tokens and keys, [1, H, t, S]."""
-        return self.weight[window.buckets].permute(2, 0, 1)[None]
+def relative_bias(table: nn.Module, window: Window) -> Tensor:
+    """The learned biases of a window's scores, [1, H, t, S]."""
+    return cast(Tensor, table(window.buckets)).permute(2, 0, 1)[None]
 
 
 class WindowAttention(InterfaceAttention):
@@ -165,7 +146,7 @@ class WindowAttention(InterfaceAttention):
         inner = config.n_head * config.d_head
         self.qkv_proj = nn.Linear(config.d_model, 3 * inner, bias=False)
         self.o_proj = nn.Linear(inner, config.d_model, bias=False)
-        self.relative_bias = RelativeBias(config)
+        self.relative_bias = nn.Embedding(config.relative_attention_num_buckets, config.n_head)
 
     def forward(
         self, hidden: Tensor, cache: Tensor | None, windows: list[Window], state: None = None
@@ -179,7 +160,7 @@ class WindowAttention(InterfaceAttention):
                 key[:, :, window.keys],
                 value[:, :, window.keys],
                 window.visible,
-                position_bias=self.relative_bias(window),
+                position_bias=relative_bias(self.relative_bias, window),
             )[0]
             for window in windows
         ]
@@ -264,7 +245,7 @@ class RecurrentAttention(nn.Module):
         inner = config.n_head * config.d_head
         self.qqkv_proj = nn.Linear(config.d_model, 4 * inner, bias=False)
         self.o_proj = nn.Linear(2 * inner, config.d_model, bias=False)
-        self.relative_bias = RelativeBias(config)
+        self.relative_bias = nn.Embedding(config.relative_attention_num_buckets, config.n_head)
         self.states = StateCell(config)
 
     def forward(
@@ -290,7 +271,7 @@ class RecurrentAttention(nn.Module):
         outputs = []
         for window in windows:
             from_states, from_tokens, state_key, state_value = self.states.projections(state)
-            bias = self.relative_bias(window)
+            bias = relative_bias(self.relative_bias, window)
             bias = bias.masked_fill(~window.visible, torch.finfo(bias.dtype).min)
             keys, values = key[:, :, window.keys], value[:, :, window.keys]
             to_tokens, to_states = query[:, :, window.tokens], query_states[:, :, window.tokens]
@@ -364,8 +345,8 @@ class BlockRecurrentPreTrainedModel(SegmentPreTrainedModel):
         elif isinstance(module, nn.Embedding):
             # So that tied logits have variance 1.
             init.normal_(module.weight, std=module.embedding_dim**-0.5)
-        elif isinstance(module, RelativeBias):
-            init.normal_(module.weight, std=len(module.weight) ** -0.5)
+        elif isinstance(module, WindowAttention | RecurrentAttention):
+            init.normal_(module.relative_bias.weight, std=self.config.relative_attention_num_buckets**-0.5)
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, FixedGate):
@@ -398,16 +379,9 @@ class BlockRecurrentModel(BlockRecurrentPreTrainedModel):
     ) -> SegmentOutput:
         """Hidden states of a segment.
 
-        Args:
-            input_ids: shape [B, T].
-            attention_mask: shape [B, L], 0 for padding; its last column is the last token of the segment. L is T, or
-                larger to mask padding in the memory too. Windows count padding: before a text it changes nothing in
-                multiples of W, after a text in any number.
-            mems: what the call on the segment before returned: for each layer keys and values of the last C positions,
-                [B, 2, H, C, D], C < 2W; then for each recurrent layer its states, [B, N, d_model]. None: the text
-                begins here.
-            inputs_embeds: shape [B, T, d_model], instead of `input_ids`.
-            use_cache: whether to return the memory; None: as the config says.
+        Arguments as `rsa_hf.models.segments` describes them. Windows count padding: before a text it changes nothing
+        in multiples of W, after a text in any number. The state is keys and values of the last C < 2W positions in
+        each layer, [B, 2, H, C, D]; then, of each recurrent layer, its states, [B, N, d_model].
         """
         config, L = self.config, self.config.n_layer
         hidden = self.embed(self.embed_tokens, input_ids, inputs_embeds)

@@ -181,16 +181,9 @@ class RecurrentModel(RecurrentPreTrainedModel):
     ) -> SegmentOutput:
         """Hidden states of a segment, [B, T, n], or [B, T, 2n] for a bidirectional network.
 
-        Args:
-            input_ids: shape [B, T].
-            attention_mask: shape [B, T] or longer, of which the last T columns are read; 0 for padding, on either side
-                or between tokens, which the state skips; None: no padding.
-            state: what the call on the segment before returned: for each layer [B, k, d, n]. None: the text begins
-                here. A bidirectional network takes none.
-            inputs_embeds: shape [B, T, n], instead of `input_ids`.
-            use_cache: whether to return the state; None: as the config says.
-            output_hidden_states: whether to return the embeddings and every layer's output.
-            detach_state: whether gradients end where the segment ends; False: they flow back through the state.
+        Arguments as `rsa_hf.models.segments` describes them. Padding may stand on either side or between tokens; the
+        state skips it. The state is [B, k, d, n] for each layer; a bidirectional network takes none. With
+        `detach_state=False` gradients flow back through the state into the segment before.
         """
         if state is not None and self.config.bidirectional:
             raise ValueError("a bidirectional network takes no state: its backward direction begins at the end.")

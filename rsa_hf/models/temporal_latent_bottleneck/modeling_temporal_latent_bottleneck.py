@@ -236,19 +236,13 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
         output_hidden_states: bool | None = None,
         **_: Any,
     ) -> SegmentOutput:
-        """Hidden states of a segment, which may begin and end within a chunk; see also `rsa_hf.models.segments`.
+        """Hidden states of a segment, which may begin and end within a chunk.
 
-        Args:
-            input_ids: shape [B, T].
-            attention_mask: shape [B, T] or longer, of which the last T columns are read; 0 for padding, on either side
-                or between tokens, which counts in no chunk; None: no padding.
-            state: what the call on the segment before returned: the states, [B, N, n]; then, of the unfinished chunk,
-                X̄ of its tokens, [B, K, n], their keys and values in each layer, [B, layers, 2, H, K, D], and how many
-                tokens each row has, [B]. None: the text begins here.
-            inputs_embeds: shape [B, T, n], instead of `input_ids`, after the scaling.
-            use_cache: whether to return the state; None: as the config says.
-            output_hidden_states: whether to return the fast stream's input and the output of each of its layers, the
-                last one normalised.
+        Arguments as `rsa_hf.models.segments` describes them; `inputs_embeds` are those after the scaling. Padding may
+        stand on either side or between tokens, and counts in no chunk. The state is the states, [B, N, n]; then, of
+        the unfinished chunk, X̄ of its tokens, [B, K, n], their keys and values in each layer, [B, layers, 2, H, K, D],
+        and how many tokens each row has, [B]. `hidden_states` are the fast stream's input and the output of each of
+        its layers, the last one normalised.
         """
         embedded = self.embed(lambda tokens: self.embeddings(tokens) * self.scale, input_ids, inputs_embeds)
         (B, T, n), K, device = embedded.shape, self.config.chunk_size, embedded.device
