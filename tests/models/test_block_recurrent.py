@@ -116,6 +116,8 @@ def test_the_initialisation_is_the_published_one():
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2 and name.split(".")[-2].endswith(("_proj", "_in", "_out", "input")):
             assert float(parameter.detach().std()) == pytest.approx(parameter.shape[1] ** -0.5, rel=0.15), name
+    table = model.model.layers[0].attn.relative_bias.weight.detach()
+    assert float(table.std()) == pytest.approx(len(table) ** -0.5, rel=0.4)
     gates = build(gate="lstm", d_model=256, d_head=32).model.layers[1].attn.states.attn_gate.gates
     assert float(gates.weight.detach().std()) == pytest.approx((0.1 / 512) ** 0.5, rel=0.15)
     assert float(gates.bias.detach().std()) == pytest.approx(0.1, rel=0.2)
