@@ -7,11 +7,16 @@ A text may be cut into segments. The state that the call on one segment returns 
         outputs = model(segment, **{model.segment_state: state})
         state = outputs[model.segment_state]
 
-`forward` takes `input_ids` [B, T] or `inputs_embeds` [B, T, n], and returns a state unless `use_cache` is False (None:
-as the config says). It raises a ValueError for both or neither of the two, and for a state of another model or batch
-size.
+The `forward` of each model takes
 
-Three class attributes tell training, evaluation and generation about states:
+* `input_ids`, [B, T], or `inputs_embeds`, [B, T, n];
+* `attention_mask`, [B, L], 0 for padding; its last column is the last token of the segment. L is T, or larger to mask
+  padding in the memory too. None: there is no padding;
+* the state, which each model describes. None: the text begins here;
+* `use_cache`, whether to return the state, and `output_hidden_states`; None: as the config says.
+
+It raises a ValueError for both or neither of `input_ids` and `inputs_embeds`, and for a state of another model or
+batch size. Three class attributes tell training, evaluation and generation about states:
 
 * `segment_state`: the name of that argument and output, "mems" for attention over a memory and "state" for recurrent
   networks. The value is a tuple of tensors with the batch on dimension 0. They are detached: gradients end where a
@@ -37,12 +42,11 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 __all__ = [
-    "MemoryOutput",
     "SegmentForCausalLM",
     "SegmentForSequenceClassification",
     "SegmentGenerationMixin",
+    "SegmentOutput",
     "SegmentPreTrainedModel",
-    "StateOutput",
     "at_last_token",
     "mask_until_last_token",
     "require_shapes",
@@ -50,14 +54,15 @@ __all__ = [
 
 
 @dataclass
-class MemoryOutput(ModelOutput):
-    """Output of a model whose state is called `mems`.
+class SegmentOutput(ModelOutput):
+    """Output of a model that carries a state.
 
     Attributes:
         loss: shape (), with labels.
         logits: from a model with a head: [B, T, V] of a language model, [B, num_labels] of a classifier.
         last_hidden_state: from a model without a head, [B, T, n].
-        mems: the state for the next segment; see the `forward` of each model.
+        mems: the state for the next segment, of a model whose state has this name; see the `forward` of each model.
+        state: the same, of a model whose state has this name.
         hidden_states: the embeddings and the output of each layer, [B, T, n], with `output_hidden_states`.
         attentions: softmax weights of each layer, [B, heads, T, keys], with `output_attentions` and eager attention.
     """
@@ -66,17 +71,6 @@ class MemoryOutput(ModelOutput):
     logits: Tensor | None = None
     last_hidden_state: Tensor | None = None
     mems: tuple[Tensor, ...] | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
-
-
-@dataclass
-class StateOutput(ModelOutput):
-    """Output of a model whose state is called `state`; otherwise as `MemoryOutput`."""
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    last_hidden_state: Tensor | None = None
     state: tuple[Tensor, ...] | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
@@ -127,21 +121,31 @@ class SegmentGenerationMixin(GenerationMixin):
         return None if parts is None else tuple(part.index_select(0, beams.to(part.device)) for part in parts)
 
 
-class SegmentForCausalLM(SegmentPreTrainedModel, SegmentGenerationMixin):
-    """A language model: a base model and a linear layer over the next token."""
+class SegmentModelWithHead(SegmentPreTrainedModel):
+    """A base model and a head."""
 
     base_class: ClassVar[type[PreTrainedModel]]
-    takes_shift_labels: ClassVar[bool] = True
-    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012  (transformers' own type)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        self.num_labels = config.num_labels
         setattr(self, self.base_model_prefix, self.base_class(config))
         self.build_head(config)
         self.post_init()  # type: ignore[no-untyped-call]
 
     def build_head(self, config: Any) -> None:
         """Create the modules of the head."""
+        raise NotImplementedError
+
+
+class SegmentForCausalLM(SegmentModelWithHead, SegmentGenerationMixin):
+    """A language model: a base model and a linear layer over the next token."""
+
+    takes_shift_labels: ClassVar[bool] = True
+    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012  (transformers' own type)
+
+    def build_head(self, config: Any) -> None:
+        """Create the softmax."""
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     # `shift_labels` are no named argument: the Trainer requires every argument with "label" in its name.
@@ -152,10 +156,9 @@ class SegmentForCausalLM(SegmentPreTrainedModel, SegmentGenerationMixin):
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
-    ) -> MemoryOutput | StateOutput:
+    ) -> SegmentOutput:
         """Logits of the next token, and the loss.
 
         Beside the arguments of the base model:
@@ -164,13 +167,12 @@ class SegmentForCausalLM(SegmentPreTrainedModel, SegmentGenerationMixin):
         * `num_items_in_batch`: divisor of the summed loss; without it the loss is a mean.
         * `logits_to_keep`: number of last positions to compute logits of, or their indices; 0: all.
         """
-        outputs: MemoryOutput | StateOutput = self.base_model(
-            input_ids, attention_mask, inputs_embeds=inputs_embeds, use_cache=use_cache, return_dict=True, **kwargs
+        outputs: Any = self.base_model(
+            input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
         )
-        assert outputs.last_hidden_state is not None
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits, loss = self.predict(outputs.last_hidden_state, kept, labels, **kwargs)
-        return replace(outputs, last_hidden_state=None, logits=logits, loss=loss)
+        return replace(outputs, last_hidden_state=None, logits=logits, loss=loss)  # type: ignore[no-any-return]
 
     def predict(
         self, hidden: Tensor, kept: slice | Tensor, labels: Tensor | None, **kwargs: Any
@@ -209,31 +211,21 @@ class SegmentForCausalLM(SegmentPreTrainedModel, SegmentGenerationMixin):
         """
         state = kwargs.get(self.segment_state) if past_key_values is None else past_key_values
         inputs = {"attention_mask": attention_mask, self.segment_state: state, "use_cache": use_cache}
-        for name in ("output_hidden_states", "output_attentions"):
-            if name in kwargs:
-                inputs[name] = kwargs[name]
+        inputs |= {name: kwargs[name] for name in ("output_hidden_states", "output_attentions") if name in kwargs}
         if is_first_iteration and inputs_embeds is not None:
             return {**inputs, "inputs_embeds": inputs_embeds}
         only_last = not is_first_iteration and use_cache and state is not None
         return {**inputs, "input_ids": input_ids[:, -1:] if only_last else input_ids}
 
 
-class SegmentForSequenceClassification(SegmentPreTrainedModel):
+class SegmentForSequenceClassification(SegmentModelWithHead):
     """A classifier of sequences: a base model and a linear layer on the last token that is not padding."""
 
-    base_class: ClassVar[type[PreTrainedModel]]
     # The loss is a mean over rows: the Trainer has to divide it by the number of accumulated batches.
     accepts_loss_kwargs = False
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        setattr(self, self.base_model_prefix, self.base_class(config))
-        self.build_head(config)
-        self.post_init()  # type: ignore[no-untyped-call]
-
     def build_head(self, config: Any) -> None:
-        """Create the modules of the head."""
+        """Create the classifier."""
         self.score = nn.Linear(config.hidden_size, config.num_labels or 0, bias=False)
 
     def features(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -247,24 +239,21 @@ class SegmentForSequenceClassification(SegmentPreTrainedModel):
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        use_cache: bool | None = None,
         **kwargs: Any,
-    ) -> MemoryOutput | StateOutput:
+    ) -> SegmentOutput:
         """Scores of the classes, [B, num_labels], and the loss.
 
         Takes the arguments of the base model, and `labels`, shape [B] or [B, num_labels], depending on `problem_type`.
         Without `attention_mask`, `pad_token_id` at the end of a row is padding.
         """
         attention_mask = mask_until_last_token(attention_mask, input_ids, self.config.pad_token_id)
-        outputs: MemoryOutput | StateOutput = self.base_model(
-            input_ids, attention_mask, inputs_embeds=inputs_embeds, use_cache=use_cache, return_dict=True, **kwargs
+        outputs: Any = self.base_model(
+            input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
         )
-        assert outputs.last_hidden_state is not None
         logits = self.score(self.features(outputs.last_hidden_state, attention_mask))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        return replace(outputs, last_hidden_state=None, logits=logits, loss=loss)
+        options = {"pooled_logits": logits, "config": self.config}
+        loss = None if labels is None else self.loss_function(labels=labels, **options)
+        return replace(outputs, last_hidden_state=None, logits=logits, loss=loss)  # type: ignore[no-any-return]
 
 
 def mask_until_last_token(

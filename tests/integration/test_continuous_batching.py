@@ -101,14 +101,6 @@ def test_tokens_are_those_of_generate(family, attention):
     assert off_by(batched(model, texts), expected) == float("inf")
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_tokens_on_the_pytorch_path(family, monkeypatch):
-    monkeypatch.setenv("RSA_HF_BACKEND", "chunked")
-    model, texts = patched(family, seed=1), prompts(9, 17, 4)
-    expected = [alone(model, text) for text in texts]
-    assert off_by(batched(model, texts, max_batch_tokens=8), expected) <= 1e-4
-
-
 def one_segment(attention, value, mask):
     return attention, value, replace(mask, segments=None, key_mask=None)
 
@@ -140,13 +132,6 @@ def test_broken_recurrences_change_tokens(family, broken, monkeypatch):
     expected = [alone(model, text) for text in texts]
     monkeypatch.setattr(RSAHeads, "forward", lambda self, *arguments: forward(self, *broken(*arguments)))
     assert off_by(batched(model, texts, max_batch_tokens=8), expected) == float("inf")
-
-
-@pytest.mark.parametrize("family", ["gpt2", "gemma3"])
-def test_one_request_much_longer_than_the_others(family):
-    model, texts = patched(family), prompts(70, 1, 2, 1, 2)
-    expected = [alone(model, text) for text in texts]
-    assert off_by(batched(model, texts, max_batch_tokens=128), expected) <= 1e-4
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -197,31 +182,6 @@ def test_prefixes_are_shared(family, share):
     assert sum(read) == sum(map(len, texts)) + len(texts) * (STEPS - 1) - (2 * len(shared) if share else 0)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_a_forked_request(family):
-    model, (text,) = patched(family), prompts(11)
-    sampled = GenerationConfig(
-        do_sample=True, top_k=1, num_return_sequences=3, eos_token_id=-1, pad_token_id=0, max_new_tokens=STEPS
-    )
-    outputs = model.generate_batch([text], sampled, ContinuousBatchingConfig(**SMALL)).values()
-    assert [out.generated_tokens for out in outputs] == [alone(model, text)[0]] * 3
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_requests_that_the_cache_has_no_room_for_wait(family):
-    model, texts = patched(family), prompts(20, 22, 18, 24)
-    expected = [alone(model, text, 24) for text in texts]
-    assert off_by(batched(model, texts, 24, num_blocks=24), expected) <= 1e-4
-
-
-def test_a_request_longer_than_the_cache_fails_as_in_the_plain_model():
-    model, texts = patched("llama"), prompts(40)
-    (found,) = batched(model, texts, num_blocks=6)
-    (plain,) = batched(unpatch_model(model), texts, num_blocks=6)
-    assert found.error == plain.error is not None
-    assert found.generated_tokens == plain.generated_tokens
-
-
 def check_static_sizes(family):
     model, texts = patched(family), prompts(7, 21, 12)
     expected, sizes = [alone(model, text) for text in texts], []
@@ -242,15 +202,6 @@ def test_static_sizes(family, monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_compiled_forward(family, fresh_compiler):
     check_static_sizes(family)
-
-
-def test_the_cache_keyword_of_generate():
-    model, (text,) = patched("llama"), prompts(9)
-    config = ContinuousBatchingConfig(**SMALL)
-    found = model.generate(
-        torch.tensor([text]), settings(), cache_implementation="paged", continuous_batching_config=config
-    )
-    assert found.flatten()[-STEPS:].tolist() == alone(model, text)[0]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -305,31 +256,8 @@ def test_models_do_not_switch_to_flash_attention_or_graphs(monkeypatch):
     assert chosen(None) == ("flash_attention_2", True)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_block_tables_are_refused(implementation):
-    model = patched("llama", implementation)
-    cache = object.__new__(PagedAttentionCache)
-    mask = torch.zeros(1, 1, 3, 3)
-    with pytest.raises(NotImplementedError, match="flash attention"):
-        model(torch.tensor([[3, 4, 5]]), attention_mask=mask, cache=cache, block_table=torch.zeros(1))
-
-
 @pytest.mark.parametrize("name", ["bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt", "xglm"])
 def test_classes_that_bypass_the_paged_cache_are_refused(name):
     model = patch_model(build_adapted(name, language_model=True), PLAN)
     with pytest.raises(NotImplementedError, match="without the paged cache.*generate"):
         batched(model, prompts(5, 7))
-
-
-def test_gpt2_that_bypasses_the_interface_elsewhere():
-    torch.manual_seed(0)
-    model, texts = patch_model(build_adapted("gpt2_upcast", language_model=True), PLAN), prompts(5, 12)
-    assert off_by(batched(model, texts), [alone(model, text) for text in texts]) <= 1e-4
-
-
-def test_an_error_in_the_thread_reaches_the_caller():
-    torch.manual_seed(0)
-    model = patch_model(build_language_model("llama"), {**PLAN, "causal": False})
-    outputs = batched(model, prompts(5, 7))
-    assert len(outputs) == 2
-    assert all("causal=False" in out.error for out in outputs)

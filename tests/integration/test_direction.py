@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from families import VOCAB, build, widen
+from families import ENCODER_DECODERS, VOCAB, build_language_model, widen
 from rsa_hf import RSAConfig, RSAHeads, patch_model, unpatch_model
 from rsa_hf.integration.trial import looks_ahead
 
@@ -94,30 +94,15 @@ def test_a_trial_leaves_no_marks_in_a_cache():
         assert torch.equal(model(ids).logits, unpatch_model(copy.deepcopy(model))(ids).logits)
 
 
-# --- probes of equal lengths ----------------------------------------------------------------------------------------
-
-
-def test_equal_lengths_put_no_heads_on_cross_attention(tmp_path):
-    halves = {f"{half}_{key}": size for half in ("encoder", "decoder") for key, size in HALF.items()}
-    model = BartForConditionalGeneration(
-        BartConfig(vocab_size=VOCAB, d_model=32, max_position_embeddings=64, **halves)
-    )
+@pytest.mark.parametrize("family", ENCODER_DECODERS)
+def test_probes_of_equal_lengths_put_no_heads_on_cross_attention(family, tmp_path):
     ids = torch.randint(3, VOCAB, (2, 10))
-    plan = RSAConfig(num_regular=1, num_cyclical_pairs=1, gate_init=1.0)
-    patch_model(model.eval(), plan, probe_inputs={"input_ids": ids, "decoder_input_ids": ids})
+    model = build_language_model(family)
+    patch_model(model, RSAConfig(num_regular=1), probe_inputs={"input_ids": ids, "decoder_input_ids": ids})
     names = [name for name, module in model.named_modules() if "rsa" in module._modules]
-    assert names == [f"model.{half}.layers.0.self_attn" for half in ("encoder", "decoder")]
+    assert len(names) == 4
+    assert not any("EncDec" in name or "encoder_attn" in name for name in names)
     model.save_pretrained(tmp_path)
-    loaded = BartForConditionalGeneration.from_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
     inputs = {"input_ids": ids[:, :5], "decoder_input_ids": ids}  # more queries than keys in cross-attention
     assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
-
-
-HALF = {"layers": 1, "attention_heads": 8, "ffn_dim": 48}
-
-
-def test_equal_lengths_put_no_heads_on_the_cross_attention_of_t5():
-    ids = torch.randint(3, VOCAB, (2, 10))
-    model = patch_model(build("t5"), None, probe_inputs={"input_ids": ids, "decoder_input_ids": ids})
-    names = [name for name, module in model.named_modules() if "rsa" in module._modules]
-    assert len(names) == 4 and not any("EncDec" in name for name in names)

@@ -117,29 +117,6 @@ def test_cached_runs_agree_with_the_whole_text(family, cache, pieces, monkeypatc
     assert gap() > FAR
 
 
-@pytest.mark.parametrize(("family", "beams"), [("llama", 1), ("gemma3", 3), ("bart", 1)])
-@torch.no_grad()
-def test_generate_writes_what_it_writes_under_eager(family, beams, monkeypatch):
-    found, expected = pair(family)
-    batch = padded(tokens(), (3,))
-    del batch["position_ids"]
-    arguments = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": beams}
-    arguments |= {"output_scores": True, "return_dict_in_generate": True}
-    wanted = expected.generate(**batch, **arguments)
-
-    def gap():
-        out = found.generate(**batch, **arguments)
-        if not torch.equal(out.sequences, wanted.sequences):
-            return float("inf")
-        return max(
-            float((a - b).nan_to_num(0, 0, 0).abs().max()) for a, b in zip(out.scores, wanted.scores, strict=True)
-        )
-
-    assert gap() < 1e-4
-    break_mask(monkeypatch, forgets_the_offset)
-    assert gap() > 1e-3
-
-
 @pytest.mark.parametrize("family", DECODERS)
 @torch.no_grad()
 def test_packed_documents_give_the_results_of_single_ones(family, monkeypatch):
@@ -229,33 +206,6 @@ def test_blocks_that_a_mask_lists_without_a_function(monkeypatch):
     assert relative_error(found(ids, attention_mask=block_mask)[0], wanted) > FAR
 
 
-@pytest.mark.parametrize("block", [BLOCK, 128])
-@torch.no_grad()
-def test_blocks_of_any_size_are_read_alike(block):
-    found, expected = pair("llama", "sdpa")
-    t = torch.arange(LENGTH)
-
-    def seen(b, h, q, k):
-        return ((k <= q) | (k < 3)) & (k != b + 5)
-
-    def prefix(b):
-        return ((t <= t[:, None]) | (t < 3)) & (t != b + 5)
-
-    ids, block_mask = tokens(), create_block_mask(seen, 3, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=block)
-    visible = torch.stack([prefix(b) for b in range(3)])[:, None]
-    wanted = expected(ids, attention_mask=visible, use_cache=False)[0]
-    with pytest.warns(UserWarning, match="quadratic"):
-        assert relative_error(found(ids, attention_mask=block_mask, use_cache=False)[0], wanted) < 1e-5
-
-
-def test_a_mask_that_does_not_look_at_heads_or_rows_is_evaluated_once():
-    block_mask = create_block_mask(lambda b, h, q, k: k <= q, 3, 8, LENGTH, LENGTH, device="cpu")
-    query = torch.empty(3, 8, LENGTH, 4)
-    visible = evaluate_block_mask(block_mask, query, LENGTH)
-    assert torch.equal(visible, torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril())
-    assert evaluate_block_mask(block_mask, query, LENGTH) is visible, "the layers of a forward share one reading"
-
-
 @torch.no_grad()
 def test_a_score_function_hides_no_keys():
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
@@ -288,25 +238,6 @@ def test_gradients_of_training_are_those_of_eager(family, monkeypatch):
     assert relative_error(gradients(found), wanted) < 1e-4
     misread(monkeypatch, lambda mask, query, S: torch.eye(S, dtype=torch.bool)[None, None])
     assert relative_error(gradients(found), wanted) > FAR
-
-
-def test_a_mask_read_under_inference_mode_serves_training():
-    found, expected = pair("llama", "sdpa")
-    ids, t = tokens(), torch.arange(LENGTH)
-    block_mask = create_block_mask(lambda b, h, q, k: (k <= q) | (k < 3), None, None, LENGTH, LENGTH, device="cpu")
-    with torch.inference_mode():
-        found(ids, attention_mask=block_mask, use_cache=False)
-    visible = ((t <= t[:, None]) | (t < 3)).expand(3, 1, -1, -1)
-    for model, mask in ((found, block_mask), (expected, visible)):
-        model(ids, attention_mask=mask, use_cache=False).logits.square().mean().backward()
-    gradients = [model.model.layers[0].self_attn.rsa.mu.grad for model in (found, expected)]
-    assert relative_error(*gradients) < 1e-4
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3", "modernbert"])
-def test_patching_under_flex_attention_finds_what_eager_finds(family):
-    found, expected = pair(family)
-    assert found.config.rsa == expected.config.rsa
 
 
 @pytest.mark.slow  # compiles

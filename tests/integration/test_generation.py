@@ -1,14 +1,10 @@
 """Cached, chunked and uncached runs agree, with padding, and broken RSA does not."""
 
-from dataclasses import replace
-from itertools import product
-
 import pytest
 import torch
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    AutoModelForCausalLM,
     DynamicCache,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -16,7 +12,7 @@ from transformers import (
 
 from broken import break_mask, farthest, forgets_the_offset
 from families import ATTENTIONS, DECODERS, FULL_PLAN, MORE_CONFIGS, VOCAB, WINDOWED, build_language_model, widen
-from rsa_hf import RSAConfig, patch_model
+from rsa_hf import patch_model
 from texts import CACHES, PIECES, difference, in_pieces, padded_batch, uncached
 
 
@@ -112,47 +108,3 @@ def test_a_cropped_reordered_and_repeated_cache_agrees_with_the_whole_text(famil
     assert gap() <= 1e-5
     break_mask(monkeypatch, forgets_the_offset)
     assert gap() > 1e-3
-
-
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("family", DECODERS)
-@torch.no_grad()
-def test_left_padding_changes_nothing(family, attention, monkeypatch):
-    model = patch_model(build_language_model(family, attention), FULL_PLAN)
-    inputs = padded_batch()
-
-    def gap():
-        alone = model(input_ids=inputs["input_ids"][:1, 4:], use_cache=False).logits
-        return float((uncached(model, inputs)[:1, 4:] - alone).abs().max())
-
-    assert gap() <= 1e-5
-    break_mask(monkeypatch, lambda mask: replace(mask, key_mask=None))
-    assert gap() > 1e-3
-
-
-@torch.no_grad()
-def test_sorting_gpt2_still_sorts(data_folder, tmp_path):
-    """The checkpoint sorts all 729 inputs after patching with a shut gate, saving and loading."""
-    model = AutoModelForCausalLM.from_pretrained(data_folder / "checkpoints" / "gpt2-nano-sort").eval()
-    ids = torch.tensor(list(product(range(3), repeat=6)))
-
-    def right(model):
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=6,
-            min_new_tokens=6,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
-        )
-        return int((out[:, 6:] == ids.sort(dim=1).values).all(1).sum())
-
-    assert right(model) == 729
-    patch_model(model, RSAConfig(gate_init=float("-inf")))
-    assert right(model) == 729
-    model.save_pretrained(tmp_path)
-    assert right(AutoModelForCausalLM.from_pretrained(tmp_path)) == 729
-    # The control: with an open, untrained gate it does not.
-    opened = AutoModelForCausalLM.from_pretrained(data_folder / "checkpoints" / "gpt2-nano-sort").eval()
-    assert right(patch_model(opened, RSAConfig(gate_init=2.0))) < 729

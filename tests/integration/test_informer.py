@@ -96,14 +96,10 @@ def largest_difference(kind):
 
 
 @pytest.mark.parametrize("kind", ["prob", "full"])
-def test_every_layer_is_equation_4(kind):
+def test_every_layer_is_equation_4(kind, monkeypatch):
     worst, layers = largest_difference(kind)
     assert layers == 4
     assert worst < 1e-5
-
-
-@pytest.mark.parametrize("kind", ["prob", "full"])
-def test_recurrence_in_the_other_direction_is_caught(kind, monkeypatch):
     break_mask(monkeypatch, lambda mask: replace(mask, causal=not mask.causal))
     assert largest_difference(kind)[0] > 0.05
 
@@ -120,13 +116,6 @@ def test_all_self_attention_is_patched_and_unpatching_is_exact(kind):
     assert torch.equal(states(unpatch_model(model)), before)
     shut = RSAConfig(num_cyclical_pairs=2, gate_init=-math.inf)
     assert torch.equal(states(patch_model(model, shut, probe_inputs=series())), before)
-
-
-@pytest.mark.parametrize("kind", ["prob", "full"])
-def test_a_saved_model_loads_bit_for_bit(kind, tmp_path):
-    model = patched(kind)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(states(InformerForPrediction.from_pretrained(tmp_path)), states(model))
 
 
 def test_the_decoder_gives_the_same_with_and_without_a_cache():

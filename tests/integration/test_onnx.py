@@ -9,8 +9,7 @@ import torch
 
 from families import FULL_PLAN, VOCAB, build
 from references import double_loop, relative_error
-from rsa_hf import HeadConfig, RSAConfig, patch_model, rem_product, unpatch_model
-from rsa_hf.integration.attention import read_attention_mask
+from rsa_hf import HeadConfig, RSAConfig, patch_model, unpatch_model
 from rsa_hf.ops.autograd import traced_forward
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.rem import Rems
@@ -23,55 +22,6 @@ DILATION = (1, 1, 1, 2, 3, 5)
 
 def heads(groups=1):
     return Rems(KINDS, DECAY, torch.full((6,), 0.7), DILATION, groups, tuple(range(6)))
-
-
-def causal(T, S, offset):
-    return torch.arange(S) <= (offset + torch.arange(T))[:, None]
-
-
-def padded(visible, *lengths, left=True):
-    S = visible.shape[-1]
-    keys = torch.stack([(torch.arange(S) >= S - n) if left else (torch.arange(S) < n) for n in lengths])
-    return visible[None, None] & keys[:, None, None]
-
-
-T = 23
-MASKS = {
-    "no mask": (None, T, T, True),
-    "both directions": (None, T, T, False),
-    "behind a cache": (None, 5, T, True),
-    "left padding": (padded(causal(T, T, 0), 13, T), T, T, True),
-    "right padding, both directions": (padded(torch.ones(T, T, dtype=torch.bool), 9, T, left=False), T, T, False),
-    "static cache": (padded(causal(5, 30, 7), 30, 30), 5, 30, True),
-    "additive": (torch.where(padded(causal(T, T, 0), 13, T), 0.0, torch.finfo(torch.float32).min), T, T, True),
-    "window": (padded(causal(T, T, 0) & ~causal(T, T, -6), T, T), T, T, True),
-}
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_the_operators_of_a_graph_agree_with_the_scan(mask, groups):
-    mask, length, S, is_causal = mask
-    value, query = torch.randn(2, 6 // groups, S, 4), torch.empty(2, 6, length, 4)
-    read = read_attention_mask(query, value, mask, causal=is_causal, aligned_top_left=False)
-    unread = read if mask is None else AttentionMask(length, S, 0, is_causal, unread_mask=mask)
-    known = {"query_offset": read.query_offset, "key_mask": read.key_mask, "window": read.sliding_window}
-    documents = None if read.segments is None else read.segments.ids
-    expected = rem_product(
-        value,
-        KINDS,
-        DECAY,
-        0.7,
-        DILATION,
-        query_length=length,
-        causal=is_causal,
-        groups=groups,
-        documents=documents,
-        visible=read.visible,
-        **known,
-    )
-    real = slice(None) if mask is None else (mask > -1 if mask.dtype != torch.bool else mask).any(-1).expand(2, 6, -1)
-    torch.testing.assert_close(traced_forward(value, heads(groups), unread, None)[real], expected[real])
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,8 @@ from peft import (
 from transformers import AutoModelForCausalLM
 
 from families import inputs
-from peft_adapters import PLAN, adapter_values, base_model, disturb, logits, needs_own_adapters
+from peft_adapters import PLAN, adapter_values, base_model, disturb, logits
 from rsa_hf import is_patched, patch_model, rsa_report, unpatch_model
-from rsa_hf.integration.peft import adapter_plan, hooks, merging
 from rsa_hf.peft import get_peft_model, load, with_rsa
 
 # --- which modules get a layer -------------------------------------------------------------------------------------
@@ -107,23 +106,6 @@ def test_a_second_adapter_is_put_on_the_same_layers(with_heads, tmp_path):
     assert torch.equal(logits(loaded, batch), found)
 
 
-def test_an_adapter_by_a_pattern_is_saved_loaded_and_merged(tmp_path):
-    batch = inputs("llama")
-    model = disturb(get_peft_model(base_model("llama"), CHOICES["lora"][1](), PLAN))
-    expected = logits(model, batch)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(logits(load(base_model("llama"), tmp_path), batch), expected)
-    patched = patch_model(base_model("llama"), PLAN)
-    assert torch.equal(logits(PeftModel.from_pretrained(patched, tmp_path), batch), expected)
-    torch.testing.assert_close(logits(model.merge_and_unload(), batch), expected)
-
-
-def test_without_the_rule_peft_stops_at_the_heads(monkeypatch):
-    monkeypatch.delattr(merging._Tuner, "_check_target_module_exists")
-    with pytest.raises(ValueError, match="Target module RSAHeads.*is not supported"):
-        peft.get_peft_model(patch_model(base_model("llama"), PLAN), CHOICES["lora"][1]())
-
-
 # --- replicated layers ---------------------------------------------------------------------------------------------
 
 TARGETS = {"llama": ["q_proj", "up_proj"], "mistral": ["k_proj", "v_proj"], "bert": ["query", "dense"]}
@@ -205,16 +187,6 @@ def test_replicated_layers_train_and_decode(tmp_path):
     torch.testing.assert_close(torch.stack(out.logits, 1), whole[:, -6:], atol=1e-4, rtol=1e-4)
 
 
-def test_a_resumed_run_reads_replicated_layers_again(tmp_path):
-    model, batch = trained(), inputs("llama")
-    expected = logits(model, batch)
-    model.save_pretrained(tmp_path)
-    disturb(model, seed=5)
-    assert not torch.equal(logits(model, batch), expected)
-    model.load_adapter(str(tmp_path), "default")
-    assert torch.equal(logits(model, batch), expected)
-
-
 def test_an_adapter_beside_one_that_replicates_loads_in_the_same_order(tmp_path):
     model, batch = trained(), inputs("llama")
     model.add_adapter("second", with_rsa(LoraConfig(target_modules=["v_proj"])))
@@ -229,18 +201,6 @@ def test_an_adapter_beside_one_that_replicates_loads_in_the_same_order(tmp_path)
     with pytest.raises(ValueError, match=r"in the adapter, but not in the model: model.layers.2"):
         load(plain, tmp_path / "second")
     assert not is_patched(plain)
-
-
-@needs_own_adapters
-def test_transformers_saves_and_loads_replicated_layers(tmp_path):
-    patched, batch = patch_model(base_model("llama"), PLAN), inputs("llama")
-    patched.add_adapter(with_rsa(replicating()))
-    expected = logits(disturb(patched), batch)
-    patched.save_pretrained(tmp_path)
-    assert torch.equal(logits(load(base_model("llama"), tmp_path), batch), expected)
-    again = patch_model(base_model("llama"), PLAN)
-    again.load_adapter(str(tmp_path))
-    torch.testing.assert_close(logits(again, batch), expected)
 
 
 def test_replicated_layers_are_for_one_base(tmp_path):
@@ -259,20 +219,6 @@ def test_replicated_layers_are_for_one_base(tmp_path):
     load(other, tmp_path, check_base_name=False)
 
 
-def test_described_by_its_replicated_layers_no_base_would_be_found(tmp_path, monkeypatch):
-    def describe(base):
-        adapters = base.__dict__.pop("peft_config")
-        try:
-            return adapter_plan.describe_base(base)
-        finally:
-            base.peft_config = adapters
-
-    monkeypatch.setattr(hooks, "describe_base", describe)
-    trained().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="another base model.*num_hidden_layers is 2, not 3"):
-        load(base_model("llama"), tmp_path)
-
-
 def test_replicated_layers_are_not_merged(tmp_path):
     """They share the weights that LoRA would be merged into. PEFT's own check does not see them."""
     model, batch = trained(), inputs("llama")
@@ -286,21 +232,3 @@ def test_replicated_layers_are_not_merged(tmp_path):
         unloaded.save_pretrained(tmp_path)
     alone = peft.get_peft_model(base_model("llama"), replicating()).eval()
     assert torch.equal(logits(unpatch_model(unloaded), batch), logits(alone, batch))
-
-
-@pytest.mark.parametrize(
-    ("family", "config", "words"),
-    [
-        ("llama", {"target_modules": ["no_such_layer"]}, "not found in the base model|No modules were targeted"),
-        ("gpt2", {}, "Could not locate the layers"),  # by PEFT, which replicates Llama's, BERT's and Falcon's
-    ],
-)
-def test_a_failure_after_layers_were_replicated_leaves_the_model_unchanged(family, config, words):
-    model, batch = base_model(family), inputs(family)
-    before, expected = list(model.state_dict()), logits(model, batch)
-    with pytest.raises(ValueError, match=words):
-        get_peft_model(model, LoraConfig(**config, layer_replication=MAPS["replicated"]), PLAN)
-    assert list(model.state_dict()) == before
-    assert model.config.num_hidden_layers == 2
-    assert not hasattr(model.config, "rsa")
-    assert torch.equal(logits(model, batch), expected)

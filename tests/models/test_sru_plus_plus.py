@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from families import ATTENTIONS, FULL_PLAN
+from families import ATTENTIONS
 from models import tiny
 from models.tiny import attention_by_hand, text, values_and_gradients
 from references import relative_error
-from rsa_hf import patch_model, unpatch_model
+from rsa_hf import unpatch_model
 from rsa_hf.models.sru_plus_plus import SRUPlusPlusModel
 from rsa_hf.models.sru_plus_plus.modeling_sru_plus_plus import Cells
 
@@ -114,18 +114,10 @@ def test_a_new_layer_is_a_recurrence_alone():
 @torch.no_grad()
 def test_the_state_holds_cells_and_the_last_inputs():
     model, tokens = build(mem_len=10), text()
-    first = model(tokens[:, :6], output_hidden_states=True)
+    first = model(tokens[:, :6])
     assert [tuple(part.shape) for part in first.state] == [(2, D)] * 2 + [(2, 6, D)] * 2
-    assert torch.equal(first.state[3], first.hidden_states[1])
-    second = model(tokens[:, 6:13], state=first.state)
-    assert torch.equal(second.state[2][:, :3], first.hidden_states[0][:, 3:])
-    assert second.state[2].shape == (2, 10, D)
+    assert model(tokens[:, 6:13], state=first.state).state[2].shape == (2, 10, D)
     none = build(mem_len=0)
     assert none(tokens).state[2].shape == (2, 0, D)
     assert none(tokens, state=none(tokens).state).logits.isfinite().all()
     assert none(tokens, use_cache=False).state is None
-
-
-def test_more_rsa_heads_than_heads_are_refused():
-    with pytest.raises(ValueError, match="has 1 attention heads.*6 RSA heads"):
-        patch_model(build(num_attention_heads=1), FULL_PLAN)

@@ -88,7 +88,7 @@ def test_agrees_with_loops(attention, rsa):
 
 
 def never_updated(monkeypatch):
-    monkeypatch.setattr(modeling, "_of_rows", lambda chosen, new, old: old)
+    monkeypatch.setattr(modeling, "kept", lambda rows, new, old: old)
 
 
 def sees_all_of_the_chunk(monkeypatch):

@@ -1,8 +1,6 @@
 """Transformer-XL checkpoints of transformers 4, of the original code and of NVIDIA's; files that are refused."""
 
 import argparse
-import json
-import resource
 import shutil
 from functools import partial
 from pathlib import Path
@@ -112,7 +110,7 @@ def log_probability_of_the_original(model, state, hidden, token):
 @pytest.mark.parametrize("nvidia", [False, True], ids=["original", "nvidia"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @torch.no_grad()
-def test_checkpoints_in_other_layouts_are_converted(layout, nvidia, tmp_path, run_rsa_hf):
+def test_checkpoints_in_other_layouts_are_converted(layout, nvidia, tmp_path):
     model, tokens = build(**{**LAYOUTS[layout], "untie_r": False}), text()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -128,10 +126,7 @@ def test_checkpoints_in_other_layouts_are_converted(layout, nvidia, tmp_path, ru
         with pytest.raises(ValueError, match="does not contain the architecture"):
             convert_checkpoint(tmp_path / "xl.pt", tmp_path / "xl")
         assert not (tmp_path / "xl").exists()
-        (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
-        files = [tmp_path / "xl.pt", tmp_path / "xl", "--config", tmp_path / "config.json"]
-        code, _, err = run_rsa_hf("convert-transformer-xl", *files)
-        assert code == 0, err
+        convert_checkpoint(tmp_path / "xl.pt", tmp_path / "xl", model.config)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "xl")
     assert torch.equal(in_segments(loaded, tokens, [10, 14]), in_segments(model, tokens, [10, 14]))
     if layout == "tables" and not nvidia:
@@ -139,19 +134,6 @@ def test_checkpoints_in_other_layouts_are_converted(layout, nvidia, tmp_path, ru
         for token in (4, 11, 17, 25):
             expected = log_probability_of_the_original(loaded, state, hidden, token)
             torch.testing.assert_close(loaded(tokens).logits[0, -1, token], expected)
-
-
-def test_a_full_disk_is_an_error_of_the_command(tmp_path, run_rsa_hf):
-    model = build(untie_r=False)
-    torch.save({"model_config": nvidia_config(model), "model_state": original(model, True)}, tmp_path / "xl.pt")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, before[1]))
-    try:
-        code, _, err = run_rsa_hf("convert-transformer-xl", tmp_path / "xl.pt", tmp_path / "xl")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert code == 2
-    assert f"error: cannot write to {tmp_path / 'xl'}" in err
 
 
 def test_other_files_are_refused(tmp_path):

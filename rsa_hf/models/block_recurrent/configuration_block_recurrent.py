@@ -76,18 +76,17 @@ class BlockRecurrentConfig(PreTrainedConfig):
         self.recurrent_layers = list(self.recurrent_layers)
         for name, allowed in (("cell", ("skip", "single", "dual")), ("gate", ("fixed", "lstm"))):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}: one of {', '.join(map(repr, allowed))} is needed.")
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {allowed}.")
         places, L = self.recurrent_places, self.n_layer
         if any(not -L <= i < L for i in self.recurrent_layers) or len(places) < len(self.recurrent_layers):
             raise ValueError(
-                f"recurrent_layers={self.recurrent_layers}: different numbers from {-L} to {L - 1} are needed for "
-                f"n_layer={L}."
+                f"recurrent_layers={self.recurrent_layers} must be different numbers from {-L} to {L - 1}."
             )
         buckets, furthest = self.relative_attention_num_buckets, self.relative_attention_max_distance
         if buckets < 2 or furthest <= buckets // 2:
             raise ValueError(
-                f"relative_attention_num_buckets={buckets}, relative_attention_max_distance={furthest}: at least 2 "
-                "buckets are needed, and a maximum distance of more than half of them."
+                f"relative_attention_num_buckets={buckets} must be ≥ 2, and "
+                f"relative_attention_max_distance={furthest} more than half of it."
             )
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
 

@@ -36,24 +36,25 @@ segments end. So the result does not depend on how a text is cut into segments.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.utils.output_capturing import capture_outputs
 
 from rsa_hf.models.attention import InterfaceAttention, visibility
 from rsa_hf.models.block_recurrent.configuration_block_recurrent import BlockRecurrentConfig
+from rsa_hf.models.block_recurrent.states import FixedGate, GateLinear, StateCell, split_heads
 from rsa_hf.models.segments import (
-    MemoryOutput,
     SegmentForCausalLM,
     SegmentForSequenceClassification,
+    SegmentOutput,
     SegmentPreTrainedModel,
     require_shapes,
 )
@@ -82,19 +83,6 @@ class Window:
     full: bool
 
 
-def distance_buckets(distances: Tensor, num_buckets: int, max_distance: int) -> Tensor:
-    """The bucket of each distance, as in T5 (Raffel et al., 2020, section 2.1).
-
-    Half of the buckets are for the first distances, one each; half for ranges that grow geometrically up to
-    `max_distance`. Longer distances share the last one. Keys after the query, which it never sees, are in bucket 0.
-    """
-    exact = num_buckets // 2
-    # In double precision: a distance where a bucket begins must not fall into the one before.
-    beyond = torch.log(distances.clamp(min=exact).double() / exact) / math.log(max_distance / exact)
-    ranges = exact + (beyond * (num_buckets - exact) + 1e-9).long()
-    return torch.where(distances < exact, distances.clamp(min=0), ranges.clamp(max=num_buckets - 1))
-
-
 def cut_into_windows(
     config: BlockRecurrentConfig, T: int, C: int, attention_mask: Tensor | None, device: torch.device
 ) -> list[Window]:
@@ -111,8 +99,9 @@ def cut_into_windows(
         t, S = end - begin, keys.stop - keys.start
         if (t, S) not in shared:
             distances = S - t + torch.arange(t, device=device)[:, None] - torch.arange(S, device=device)
-            buckets = distance_buckets(
-                distances, config.relative_attention_num_buckets, config.relative_attention_max_distance
+            # Keys after the query, which it never sees, are in bucket 0.
+            buckets = T5Attention._relative_position_bucket(
+                -distances, False, config.relative_attention_num_buckets, config.relative_attention_max_distance
             )
             shared[t, S] = visibility(t, S - t, W, None, device), buckets
         visible, buckets = shared[t, S]
@@ -125,11 +114,6 @@ def cut_into_windows(
         windows.append(Window(slice(begin - C, end - C), keys, visible, buckets, real, end == start + W))
         begin = end
     return windows
-
-
-def split_heads(x: Tensor, n_head: int, parts: int) -> tuple[Tensor, ...]:
-    """Split concatenated queries, keys, values, …, [B, T, parts · H · D], into `parts` tensors [B, H, T, D]."""
-    return tuple(part.unflatten(-1, (n_head, -1)).transpose(1, 2) for part in x.chunk(parts, dim=-1))
 
 
 def extend_cache(key: Tensor, value: Tensor, cache: Tensor | None, window_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,16 +129,12 @@ def extend_cache(key: Tensor, value: Tensor, cache: Tensor | None, window_size: 
     return key, value, torch.stack([key[:, :, length - kept :], value[:, :, length - kept :]], dim=1)
 
 
-class RelativeBias(nn.Module):
+class RelativeBias(nn.Embedding):
     """A learned bias of the scores for each bucket of distances and each head."""
 
-    def __init__(self, config: BlockRecurrentConfig) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.relative_attention_num_buckets, config.n_head))
-
-    def forward(self, window: Window) -> Tensor:
-        """Biases of a window's tokens and keys, [1, H, t, S]."""
-        return self.weight[window.buckets].permute(2, 0, 1)[None]
+    def forward(self, buckets: Tensor) -> Tensor:
+        """The biases of tokens and keys, from the buckets of their distances: [t, S] → [1, H, t, S]."""
+        return super().forward(buckets).permute(2, 0, 1)[None]
 
 
 class WindowAttention(InterfaceAttention):
@@ -165,7 +145,7 @@ class WindowAttention(InterfaceAttention):
         inner = config.n_head * config.d_head
         self.qkv_proj = nn.Linear(config.d_model, 3 * inner, bias=False)
         self.o_proj = nn.Linear(inner, config.d_model, bias=False)
-        self.relative_bias = RelativeBias(config)
+        self.relative_bias = RelativeBias(config.relative_attention_num_buckets, config.n_head)
 
     def forward(
         self, hidden: Tensor, cache: Tensor | None, windows: list[Window], state: None = None
@@ -179,80 +159,11 @@ class WindowAttention(InterfaceAttention):
                 key[:, :, window.keys],
                 value[:, :, window.keys],
                 window.visible,
-                position_bias=self.relative_bias(window),
+                position_bias=self.relative_bias(window.buckets),
             )[0]
             for window in windows
         ]
         return self.o_proj(torch.cat(outputs, dim=1)), cache, None
-
-
-class FixedGate(nn.Module):
-    """A running mean, whose rate is learned for each channel."""
-
-    def __init__(self, width: int, d_model: int) -> None:
-        super().__init__()
-        self.input = nn.Linear(width, d_model)
-        self.bias = nn.Parameter(torch.empty(d_model))
-
-    def forward(self, state: Tensor, h: Tensor) -> Tensor:
-        """From c [B, N, d_model] and h [B, N, width] to c' [B, N, d_model]."""
-        z: Tensor = self.input(h)
-        g = self.bias.sigmoid()
-        return state * g + z * (1 - g)
-
-
-class GateLinear(nn.Linear):
-    """W_i and W_f; a class of its own, because they are initialised differently."""
-
-
-class LSTMGate(nn.Module):
-    """Input and forget gate of an LSTM, which depend on h alone."""
-
-    def __init__(self, width: int, d_model: int) -> None:
-        super().__init__()
-        self.input = nn.Linear(width, d_model)
-        self.gates = GateLinear(width, 2 * d_model)
-
-    def forward(self, state: Tensor, h: Tensor) -> Tensor:
-        """From c [B, N, d_model] and h [B, N, width] to c' [B, N, d_model]."""
-        z: Tensor = self.input(h).tanh()
-        i, f = self.gates(h).chunk(2, dim=-1)
-        return cast(Tensor, state * (f + 1).sigmoid() + z * (i - 1).sigmoid())
-
-
-class StateCell(nn.Module):
-    """The states' side of the recurrent layer: their projections, and their update."""
-
-    def __init__(self, config: BlockRecurrentConfig) -> None:
-        super().__init__()
-        self.n_head, self.cell = config.n_head, config.cell
-        d_model, inner = config.d_model, config.n_head * config.d_head
-        gate = FixedGate if config.gate == "fixed" else LSTMGate
-        self.initial_state = nn.Parameter(torch.empty(config.num_state_vectors, d_model))
-        self.state_ids = nn.Parameter(torch.empty(config.num_state_vectors, d_model))
-        self.norm = nn.RMSNorm(d_model, eps=config.layer_norm_epsilon)
-        self.qqkv_proj = nn.Linear(d_model, 4 * inner, bias=False)
-        if config.cell != "single":
-            self.attn_gate = gate(2 * inner, d_model)
-        if config.cell == "dual":
-            self.ff_norm = nn.RMSNorm(d_model, eps=config.layer_norm_epsilon)
-        if config.cell != "skip":
-            self.ff_in = nn.Linear(d_model if config.cell == "dual" else 2 * inner, config.d_inner, bias=False)
-            self.ff_gate = gate(config.d_inner, d_model)
-
-    def projections(self, state: Tensor) -> tuple[Tensor, ...]:
-        """Queries to states, queries to tokens, keys and values of states [B, N, d_model], [B, H, N, D] each."""
-        return split_heads(self.qqkv_proj(self.norm(state) + self.state_ids), self.n_head, 4)
-
-    def forward(self, state: Tensor, heads: Tensor) -> Tensor:
-        """The next states, from the states [B, N, d_model] and the outputs of their attention, [B, N, 2 · H · D]."""
-        if self.cell != "single":
-            state = heads = self.attn_gate(state, heads)
-        if self.cell == "skip":
-            return state
-        if self.cell == "dual":
-            heads = self.ff_norm(heads)
-        return cast(Tensor, self.ff_gate(state, self.ff_in(heads).relu()))
 
 
 class RecurrentAttention(nn.Module):
@@ -264,7 +175,7 @@ class RecurrentAttention(nn.Module):
         inner = config.n_head * config.d_head
         self.qqkv_proj = nn.Linear(config.d_model, 4 * inner, bias=False)
         self.o_proj = nn.Linear(2 * inner, config.d_model, bias=False)
-        self.relative_bias = RelativeBias(config)
+        self.relative_bias = RelativeBias(config.relative_attention_num_buckets, config.n_head)
         self.states = StateCell(config)
 
     def forward(
@@ -290,7 +201,7 @@ class RecurrentAttention(nn.Module):
         outputs = []
         for window in windows:
             from_states, from_tokens, state_key, state_value = self.states.projections(state)
-            bias = self.relative_bias(window)
+            bias = self.relative_bias(window.buckets)
             bias = bias.masked_fill(~window.visible, torch.finfo(bias.dtype).min)
             keys, values = key[:, :, window.keys], value[:, :, window.keys]
             to_tokens, to_states = query[:, :, window.tokens], query_states[:, :, window.tokens]
@@ -361,11 +272,11 @@ class BlockRecurrentPreTrainedModel(SegmentPreTrainedModel):
             init.trunc_normal_(module.weight, std=module.in_features**-0.5)
             if module.bias is not None:
                 init.zeros_(module.bias)
+        elif isinstance(module, RelativeBias):
+            init.normal_(module.weight, std=module.num_embeddings**-0.5)
         elif isinstance(module, nn.Embedding):
             # So that tied logits have variance 1.
             init.normal_(module.weight, std=module.embedding_dim**-0.5)
-        elif isinstance(module, RelativeBias):
-            init.normal_(module.weight, std=len(module.weight) ** -0.5)
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, FixedGate):
@@ -395,19 +306,12 @@ class BlockRecurrentModel(BlockRecurrentPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **_: Any,
-    ) -> MemoryOutput:
+    ) -> SegmentOutput:
         """Hidden states of a segment.
 
-        Args:
-            input_ids: shape [B, T].
-            attention_mask: shape [B, L], 0 for padding; its last column is the last token of the segment. L is T, or
-                larger to mask padding in the memory too. Windows count padding: before a text it changes nothing in
-                multiples of W, after a text in any number.
-            mems: what the call on the segment before returned: for each layer keys and values of the last C positions,
-                [B, 2, H, C, D], C < 2W; then for each recurrent layer its states, [B, N, d_model]. None: the text
-                begins here.
-            inputs_embeds: shape [B, T, d_model], instead of `input_ids`.
-            use_cache: whether to return the memory; None: as the config says.
+        Arguments as `rsa_hf.models.segments` describes them. Windows count padding: before a text it changes nothing
+        in multiples of W, after a text in any number. The state is keys and values of the last C < 2W positions in
+        each layer, [B, 2, H, C, D]; then, of each recurrent layer, its states, [B, N, d_model].
         """
         config, L = self.config, self.config.n_layer
         hidden = self.embed(self.embed_tokens, input_ids, inputs_embeds)
@@ -429,7 +333,7 @@ class BlockRecurrentModel(BlockRecurrentPreTrainedModel):
             if state is not None:
                 next_states.append(state.detach())
         use_cache = config.use_cache if use_cache is None else use_cache
-        return MemoryOutput(
+        return SegmentOutput(
             last_hidden_state=self.drop(self.norm(hidden)),
             mems=(*next_caches, *next_states) if use_cache else None,
         )

@@ -54,10 +54,10 @@ class RecurrentConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.cell not in CELLS:
-            raise ValueError(f"cell={self.cell!r}: one of {', '.join(map(repr, CELLS))} is needed.")
+            raise ValueError(f"cell={self.cell!r} must be one of {CELLS}.")
         self.dilations = [1] * self.num_hidden_layers if self.dilations is None else list(self.dilations)
         if len(self.dilations) != self.num_hidden_layers or min(self.dilations) < 1:
             raise ValueError(
-                f"dilations={self.dilations}: a number ≥ 1 for each of the {self.num_hidden_layers} layers is needed."
+                f"dilations={self.dilations} must be a number ≥ 1 for each of {self.num_hidden_layers} layers."
             )
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]

@@ -19,8 +19,8 @@ from rsa_hf.models.recurrent.configuration_recurrent import RecurrentConfig
 from rsa_hf.models.segments import (
     SegmentForCausalLM,
     SegmentForSequenceClassification,
+    SegmentOutput,
     SegmentPreTrainedModel,
-    StateOutput,
     at_last_token,
     require_shapes,
 )
@@ -178,19 +178,12 @@ class RecurrentModel(RecurrentPreTrainedModel):
         output_hidden_states: bool | None = None,
         detach_state: bool = True,
         **_: Any,
-    ) -> StateOutput:
+    ) -> SegmentOutput:
         """Hidden states of a segment, [B, T, n], or [B, T, 2n] for a bidirectional network.
 
-        Args:
-            input_ids: shape [B, T].
-            attention_mask: shape [B, T] or longer, of which the last T columns are read; 0 for padding, on either side
-                or between tokens, which the state skips; None: no padding.
-            state: what the call on the segment before returned: for each layer [B, k, d, n]. None: the text begins
-                here. A bidirectional network takes none.
-            inputs_embeds: shape [B, T, n], instead of `input_ids`.
-            use_cache: whether to return the state; None: as the config says.
-            output_hidden_states: whether to return the embeddings and every layer's output.
-            detach_state: whether gradients end where the segment ends; False: they flow back through the state.
+        Arguments as `rsa_hf.models.segments` describes them. Padding may stand on either side or between tokens; the
+        state skips it. The state is [B, k, d, n] for each layer; a bidirectional network takes none. With
+        `detach_state=False` gradients flow back through the state into the segment before.
         """
         if state is not None and self.config.bidirectional:
             raise ValueError("a bidirectional network takes no state: its backward direction begins at the end.")
@@ -210,7 +203,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
             all_hidden.append(hidden if order is None else _put_back(hidden, order))
             last.append(after.detach() if detach_state else after)
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        return StateOutput(
+        return SegmentOutput(
             last_hidden_state=all_hidden[-1],
             state=tuple(last) if use_cache else None,
             hidden_states=tuple(all_hidden) if output_hidden_states else None,

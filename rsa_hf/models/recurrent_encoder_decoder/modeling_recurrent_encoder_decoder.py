@@ -9,6 +9,7 @@ Notation: B rows, S tokens of the source, T of the target, n channels, L layers,
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ from rsa_hf.models.recurrent.modeling_recurrent import RecurrentModel, Recurrent
 from rsa_hf.models.recurrent_encoder_decoder.configuration_recurrent_encoder_decoder import (
     RecurrentEncoderDecoderConfig,
 )
-from rsa_hf.models.segments import SegmentGenerationMixin, require_shapes
+from rsa_hf.models.segments import SegmentGenerationMixin
 
 __all__ = ["RecurrentEncoderDecoderForConditionalGeneration", "RecurrentEncoderDecoderModel"]
 
@@ -52,8 +53,7 @@ class RecurrentEncoderDecoderOutput(ModelOutput):
         state: of each layer of the decoder, [B, k, 1, n], detached.
         decoder_hidden_states: the decoder's embeddings and each layer's output, with `output_hidden_states`.
         context: as in `RecurrentEncoderOutput`; None if a state was given, as are the next two.
-        encoder_last_hidden_state: `last_hidden_state` of `RecurrentEncoderOutput`.
-        encoder_hidden_states: `hidden_states` of `RecurrentEncoderOutput`.
+        encoder_last_hidden_state, encoder_hidden_states: those of `RecurrentEncoderOutput`.
     """
 
     loss: Tensor | None = None
@@ -70,7 +70,7 @@ class RecurrentEncoderDecoderPreTrainedModel(RecurrentPreTrainedModel):
     """Base of encoder, decoder and both."""
 
     config_class = RecurrentEncoderDecoderConfig  # type: ignore[assignment]
-    config: RecurrentEncoderDecoderConfig  # type: ignore[assignment]
+    config: RecurrentEncoderDecoderConfig
 
 
 class RecurrentEncoder(RecurrentEncoderDecoderPreTrainedModel):
@@ -81,7 +81,7 @@ class RecurrentEncoder(RecurrentEncoderDecoderPreTrainedModel):
     def __init__(self, config: RecurrentEncoderDecoderConfig) -> None:
         super().__init__(config)
         n = config.hidden_size
-        self.network = RecurrentModel(config.of_stack(config.bidirectional))
+        self.network = RecurrentModel(config)
         self.parts = 2 if config.cell == "lstm" else 1
         maps = config.num_hidden_layers * self.parts if config.bidirectional else 0
         self.projections = nn.ModuleList(nn.Linear(2 * n, n) for _ in range(maps))
@@ -98,12 +98,8 @@ class RecurrentEncoder(RecurrentEncoderDecoderPreTrainedModel):
     ) -> RecurrentEncoderOutput:
         """The context of sources.
 
-        Args:
-            input_ids: shape [B, S].
-            attention_mask: shape [B, S]; 0 for padding, on either side or between tokens. None: `pad_token_id` is
-                padding; give a mask if that token also occurs in the text.
-            inputs_embeds: shape [B, S, n], instead of `input_ids`.
-            output_hidden_states: whether to return the embeddings and every layer's output.
+        Args as for `RecurrentModel.forward`. Without `attention_mask`, `pad_token_id` is padding; give a mask if that
+        token also occurs in the text.
         """
         if attention_mask is None and input_ids is not None:
             attention_mask = (input_ids != self.config.pad_token_id).long()
@@ -126,7 +122,9 @@ class RecurrentEncoderDecoderModel(RecurrentEncoderDecoderPreTrainedModel):
     def __init__(self, config: RecurrentEncoderDecoderConfig) -> None:
         super().__init__(config)
         self.encoder = RecurrentEncoder(config)
-        self.decoder = RecurrentModel(config.of_stack(bidirectional=False))
+        decoder_config = copy.deepcopy(config)
+        decoder_config.bidirectional = False
+        self.decoder = RecurrentModel(decoder_config)
         self.decoder.set_input_embeddings(self.encoder.get_input_embeddings())
         self.post_init()  # type: ignore[no-untyped-call]
 
@@ -160,36 +158,25 @@ class RecurrentEncoderDecoderModel(RecurrentEncoderDecoderPreTrainedModel):
     ) -> RecurrentEncoderDecoderOutput:
         """Hidden states of the decoder.
 
-        Args:
-            input_ids: sources, shape [B, S].
-            attention_mask: mask of the sources, shape [B, S], as for `RecurrentEncoder.forward`.
-            decoder_input_ids: the tokens that the decoder reads, `decoder_start_token_id` first, shape [B, T].
-            decoder_attention_mask: shape [B, T] or longer, as for `RecurrentModel.forward`; None: no padding. Padding
-                after the targets needs no mask, since nothing follows it.
-            encoder_outputs: output of the encoder; the sources are then not read.
-            state: what the call on the target tokens before returned; sources and `encoder_outputs` are then not read.
-            inputs_embeds: shape [B, S, n], instead of `input_ids`.
-            decoder_inputs_embeds: shape [B, T, n], instead of `decoder_input_ids`.
-            use_cache: whether to return the decoder's state; None: as the config says.
-            output_hidden_states: whether to return the embeddings and every layer's output, of encoder and decoder.
+        * `input_ids`, sources, [B, S], with `attention_mask`; or `inputs_embeds`, [B, S, n].
+        * `decoder_input_ids`, the tokens that the decoder reads, `decoder_start_token_id` first, [B, T], with
+          `decoder_attention_mask`; or `decoder_inputs_embeds`, [B, T, n]. Padding after the targets needs no mask,
+          since nothing follows it.
+        * `encoder_outputs`, output of the encoder; the sources are then not read.
+        * `state`, what the call on the target tokens before returned; sources and `encoder_outputs` are not read.
+        * `use_cache`, whether to return the decoder's state; None: as the config says.
 
         Raises:
-            ValueError: both or neither of `decoder_input_ids` and `decoder_inputs_embeds`; neither sources nor
-                `encoder_outputs` nor `state`; a context or state that does not fit.
+            ValueError: both or neither of tokens and embeddings, of sources or targets; a state or context that does
+                not fit.
         """
-        if (decoder_input_ids is None) == (decoder_inputs_embeds is None):
-            raise ValueError("give exactly one of decoder_input_ids and decoder_inputs_embeds (or labels).")
-        use_cache = self.config.use_cache if use_cache is None else use_cache
         encoded = RecurrentEncoderOutput()
         if state is None:
             if encoder_outputs is None:
                 encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds, output_hidden_states)
-            encoded, config = encoder_outputs, self.config
-            rows = len(decoder_inputs_embeds if decoder_input_ids is None else decoder_input_ids)  # type: ignore[arg-type]
-            needed = (rows, config.num_hidden_layers, self.encoder.parts, config.hidden_size)
-            context: Any = encoded.context
-            require_shapes("context", [context], [needed])
-            state = context.unsqueeze(3).unbind(1)
+            encoded = encoder_outputs
+            assert encoded.context is not None
+            state = encoded.context.unsqueeze(3).unbind(1)
         outputs = self.decoder(
             decoder_input_ids, decoder_attention_mask, state, decoder_inputs_embeds, use_cache, output_hidden_states
         )
@@ -232,20 +219,14 @@ class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPre
         """
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        embeds = {"decoder_inputs_embeds": decoder_inputs_embeds, "return_dict": True}
         outputs: RecurrentEncoderDecoderOutput = self.model(
-            input_ids,
-            attention_mask,
-            decoder_input_ids,
-            decoder_inputs_embeds=decoder_inputs_embeds,
-            return_dict=True,
-            **kwargs,
+            input_ids, attention_mask, decoder_input_ids, **embeds, **kwargs
         )
-        logits = self.lm_head(outputs.last_hidden_state)
-        loss = None
+        logits, loss = self.lm_head(outputs.last_hidden_state), None
         if labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=None, shift_labels=labels, vocab_size=self.config.vocab_size, **kwargs
-            )
+            options = {"vocab_size": self.config.vocab_size, **kwargs}
+            loss = self.loss_function(logits=logits, labels=None, shift_labels=labels, **options)
         return replace(outputs, last_hidden_state=None, loss=loss, logits=logits)
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ from rsa_hf.models.attention import InterfaceAttention, visibility
 from rsa_hf.models.segments import (
     SegmentForCausalLM,
     SegmentForSequenceClassification,
+    SegmentOutput,
     SegmentPreTrainedModel,
-    StateOutput,
     require_shapes,
 )
 from rsa_hf.models.sru_plus_plus.configuration_sru_plus_plus import SRUPlusPlusConfig
@@ -206,19 +206,12 @@ class SRUPlusPlusModel(SRUPlusPlusPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **_: Any,
-    ) -> StateOutput:
+    ) -> SegmentOutput:
         """Hidden states of a segment.
 
-        Args:
-            input_ids: shape [B, T], T ≥ 1.
-            attention_mask: shape [B, L], 0 for padding, on either side or between tokens: attention does not see it,
-                and cells skip it. Its last column is the last token of the segment. L is T, or larger to mask padding
-                in the memory too.
-            state: what the call on the segment before returned: the cell of each layer, [B, d], in float32 or float64,
-                and then the memory of each layer, its inputs at the last M ≤ `mem_len` positions, [B, M, d]. None: the
-                text begins here.
-            inputs_embeds: shape [B, T, d], instead of `input_ids`.
-            use_cache: whether to return the state; None: as the config says.
+        Arguments as `rsa_hf.models.segments` describes them. Padding may stand on either side or between tokens:
+        attention does not see it, and cells skip it. The state is the cell of each layer, [B, d], in float32 or
+        float64; then the memory of each layer, its inputs at the last M ≤ `mem_len` positions, [B, M, d].
         """
         hidden = self.embed(self.embeddings, input_ids, inputs_embeds)
         (B, T, d), L, M = hidden.shape, len(self.layers), 0
@@ -237,7 +230,7 @@ class SRUPlusPlusModel(SRUPlusPlusPreTrainedModel):
             hidden, cell = layer(hidden, memory, visible, cell, real)
             cells.append(cell.detach())
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        return StateOutput(last_hidden_state=self.dropout(hidden), state=(*cells, *memories) if use_cache else None)
+        return SegmentOutput(last_hidden_state=self.dropout(hidden), state=(*cells, *memories) if use_cache else None)
 
 
 class SRUPlusPlusForCausalLM(SRUPlusPlusPreTrainedModel, SegmentForCausalLM):

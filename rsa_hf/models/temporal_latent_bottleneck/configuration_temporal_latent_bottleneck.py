@@ -58,7 +58,7 @@ class TemporalLatentBottleneckConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.cross_attention_every > self.num_hidden_layers:
             raise ValueError(
-                f"cross_attention_every={self.cross_attention_every}: at most num_hidden_layers="
-                f"{self.num_hidden_layers} is needed, or the fast stream never sees the states."
+                f"cross_attention_every={self.cross_attention_every} must be at most num_hidden_layers="
+                f"{self.num_hidden_layers}, or the fast stream never sees the states."
             )
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]

@@ -27,7 +27,7 @@ the slow stream is the recurrence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +40,8 @@ from rsa_hf.models.attention import InterfaceAttention, sinusoids
 from rsa_hf.models.segments import (
     SegmentForCausalLM,
     SegmentForSequenceClassification,
+    SegmentOutput,
     SegmentPreTrainedModel,
-    StateOutput,
     require_shapes,
 )
 from rsa_hf.models.temporal_latent_bottleneck.configuration_temporal_latent_bottleneck import (
@@ -55,84 +55,28 @@ __all__ = [
 ]
 
 
-class Placement:
-    """The slots of a segment's tokens, counted from the beginning of the current chunk of each row.
-
-    The first `filled[b]` slots of row b hold tokens of earlier segments. Padding takes no slot, so a row is cut into
-    the same chunks alone and in a batch.
+def merged(earlier: Tensor | None, new: Tensor, is_earlier: Tensor) -> Tensor:
+    """Merge what earlier segments and this one have computed of the first S slots of a chunk.
 
     Args:
-        filled: number of slots of each row that earlier segments have filled.
-        length: number of tokens of the segment T, padding included.
-        real: [B, T], False for padding; None: there is none.
-        device: device of the tokens.
-
-    Attributes:
-        ends: the slot after the last token of each row.
-        first: the first slot to compute in any row.
-        last: the slot after the last one to compute.
-    """
-
-    def __init__(self, filled: Sequence[int], length: int, real: Tensor | None, device: torch.device) -> None:
-        counts = [length] * len(filled) if real is None else real.sum(1).tolist()
-        self.ends = [before + count for before, count in zip(filled, counts, strict=True)]
-        self.first = min(filled)
-        self.last = max(*self.ends, self.first + 1)
-        self._places: Tensor | None = None
-        if real is not None or len(set(filled)) > 1:
-            real = torch.ones(len(filled), length, dtype=torch.bool, device=device) if real is None else real
-            starts = torch.tensor(filled, device=device)[:, None] - self.first
-            # Padding goes into an extra place after all slots, which is cut off.
-            self._places = torch.where(real, starts + real.cumsum(1) - 1, self.last - self.first)[..., None]
-
-    def put(self, tokens: Tensor) -> Tensor:
-        """[B, T, n] → [B, last − first, n], zeros where a row has no token."""
-        if self._places is None:
-            return tokens
-        B, _, n = tokens.shape
-        slots = tokens.new_zeros(B, self.last - self.first + 1, n)
-        return slots.scatter(1, self._places.expand_as(tokens), tokens)[:, :-1]
-
-    def take(self, slots: Tensor) -> Tensor:
-        """Undo `put`; zeros where there was padding."""
-        if self._places is None:
-            return slots
-        B, _, n = slots.shape
-        return torch.cat([slots, slots.new_zeros(B, 1, n)], 1).gather(1, self._places.expand(-1, -1, n))
-
-
-class Chunk(NamedTuple):
-    """What the fast stream has computed of the first S slots of a chunk.
-
-    Attributes:
-        outputs: X̄, [B, S, n].
-        keys_values: of each self-attention layer, [B, 2, H, S, D].
-        is_there: for a chunk from an earlier segment, which slots each row has filled, [B, K]; else None.
-    """
-
-    outputs: Tensor
-    keys_values: tuple[Tensor, ...]
-    is_there: Tensor | None = None
-
-
-def merged(earlier: Tensor | None, new: Tensor, is_earlier: Tensor | None) -> Tensor:
-    """Merge what earlier segments and this one have computed of a chunk's slots.
-
-    Args:
-        earlier: of the first M slots, [B, …, M, D]; undefined in slots that a row has not filled. None: there are no
-            earlier segments.
+        earlier: of all K slots, [B, …, K, D], undefined where earlier segments have no token; None: they have none.
         new: of the last T of the S slots, [B, …, T, D].
-        is_earlier: which slots earlier segments have filled, [B, S]; None without `earlier`.
+        is_earlier: which slots earlier segments have filled, [B, S].
 
     Returns:
         [B, …, S, D].
     """
-    if earlier is None or is_earlier is None:
+    if earlier is None:
         return new
     B, S = is_earlier.shape
-    chosen = is_earlier.view(B, *[1] * (new.dim() - 3), S, 1)
-    earlier, new = F.pad(earlier, (0, 0, 0, S - earlier.shape[-2])), F.pad(new, (0, 0, S - new.shape[-2], 0))
-    return torch.where(chosen, earlier.to(new.dtype), new)
+    new = F.pad(new, (0, 0, S - new.shape[-2], 0))
+    return torch.where(is_earlier.view(B, *[1] * (new.dim() - 3), S, 1), earlier[..., :S, :].to(new.dtype), new)
+
+
+def kept(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """The new tensor for the chosen rows, the old one for the others; dimension −2 of the new one is padded."""
+    new = F.pad(new, (0, 0, 0, old.shape[-2] - new.shape[-2]))
+    return torch.where(rows.to(new.device).view(-1, *[1] * (new.dim() - 1)), new, old.to(new.dtype))
 
 
 class StreamAttention(InterfaceAttention):
@@ -153,14 +97,14 @@ class SelfAttention(StreamAttention):
         self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(
-        self, hidden: Tensor, visible: Tensor, earlier: Tensor | None, is_earlier: Tensor | None
+        self, hidden: Tensor, visible: Tensor, earlier: Tensor | None, is_earlier: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Attend within a chunk.
 
         Args:
             hidden: the tokens, in the last T of S slots, [B, T, n].
             visible: which slots each token sees, [1, 1, T, S].
-            earlier: keys and values of the tokens of earlier segments, [B, 2, H, M, D].
+            earlier: keys and values of the tokens of earlier segments, [B, 2, H, K, D], as for `merged`.
             is_earlier: as for `merged`.
 
         Returns:
@@ -232,7 +176,7 @@ class FastLayer(GradientCheckpointingLayer):
         self.cross = CrossLayer(config) if is_last_of_R else None
 
     def forward(
-        self, hidden: Tensor, states: Tensor, visible: Tensor, earlier: Tensor | None, is_earlier: Tensor | None
+        self, hidden: Tensor, states: Tensor, visible: Tensor, earlier: Tensor | None, is_earlier: Tensor
     ) -> tuple[Tensor, Tensor]:
         """As `SelfAttention.forward`, with the states [B, N, n]."""
         attended, keys_values = self.attention(self.norm(hidden), visible, earlier, is_earlier)
@@ -291,122 +235,81 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         **_: Any,
-    ) -> StateOutput:
+    ) -> SegmentOutput:
         """Hidden states of a segment, which may begin and end within a chunk.
 
-        Args:
-            input_ids: shape [B, T].
-            attention_mask: shape [B, T] or longer, of which the last T columns are read; 0 for padding, on either side
-                or between tokens, which counts in no chunk; None: no padding.
-            state: what the call on the segment before returned: the states, [B, N, n]; then, of the unfinished chunk
-                with M < K tokens in the longest row, X̄ of the tokens, [B, M, n], their keys and values in each
-                self-attention layer, [B, layers, 2, H, M, D], and the number of tokens in each row, [B]. None: the
-                text begins here.
-            inputs_embeds: shape [B, T, n], instead of `input_ids`, after the scaling.
-            use_cache: whether to return the state; None: as the config says.
-            output_hidden_states: whether to return the fast stream's input and the output of each of its layers, the
-                last one normalised.
+        Arguments as `rsa_hf.models.segments` describes them; `inputs_embeds` are those after the scaling. Padding may
+        stand on either side or between tokens, and counts in no chunk. The state is the states, [B, N, n]; then, of
+        the unfinished chunk, X̄ of its tokens, [B, K, n], their keys and values in each layer, [B, layers, 2, H, K, D],
+        and how many tokens each row has, [B]. `hidden_states` are the fast stream's input and the output of each of
+        its layers, the last one normalised.
         """
         embedded = self.embed(lambda tokens: self.embeddings(tokens) * self.scale, input_ids, inputs_embeds)
-        T, n = embedded.shape[1:]
-        K, device = self.config.chunk_size, embedded.device
-        states, chunk, filled = self._begin(state, embedded)
-        real = None if attention_mask is None else attention_mask[:, -T:].bool()
-        placement = Placement(filled, T, None if real is None or bool(real.all()) else real, device)
-        tokens = placement.put(embedded)
+        (B, T, n), K, device = embedded.shape, self.config.chunk_size, embedded.device
+        states, outputs, keys_values, filled = self._begin(state, embedded)
+        # Tokens stand in slots, counted from the beginning of each row's unfinished chunk. Padding takes none, so a
+        # row is cut into the same chunks alone and in a batch: it goes to an extra place after all slots. Slots are
+        # counted on the CPU, as the loop depends on them.
+        real = torch.ones(B, T, dtype=torch.bool, device="cpu")
+        if attention_mask is not None:
+            real = attention_mask[:, -T:].bool().cpu()
+        ends = filled + real.sum(1)
+        first = int(filled.min())
+        last = max(*ends.tolist(), first + 1)
+        slots = filled[:, None] - first + real.cumsum(1) - 1
+        slots = torch.where(real, slots, last - first)[..., None].expand(-1, -1, n).to(device)
+        tokens = embedded.new_zeros(B, last - first + 1, n).scatter(1, slots, embedded)
         positions = sinusoids(torch.arange(K, device=device), n).to(embedded.dtype)
         numbers = sinusoids(torch.arange(self.config.num_states, device=device), n).to(embedded.dtype)
-        visible: Tensor | None = None
-        computed: list[list[Tensor]] = []
-        unfinished: Chunk | None = None
-        for start in range(0, placement.last, K):
-            first, last = max(start, placement.first), min(start + K, placement.last)
-            if visible is None or visible.shape[2:] != (last - first, last - start):
+        has_earlier, visible = bool(filled.any()), torch.empty(0)
+        passed: list[list[Tensor]] = []
+        for start in range(0, last, K):
+            begin, end = max(start, first), min(start + K, last)
+            if visible.shape[2:] != (end - begin, end - start):
                 # One tensor for all chunks of a shape, so that a mask is read once.
-                visible = torch.ones(last - first, last - start, dtype=torch.bool, device=device)
-                visible = visible.tril(first - start)[None, None]
-            hidden = tokens[:, first - placement.first : last - placement.first]
-            hidden = self.dropout(hidden + positions[first - start : last - start])
-            states_seen = states + numbers
-            passed, made = self._fast(hidden, states_seen, visible, chunk)
-            computed.append(passed)
-            chunk = None
-            finished = [end >= start + K for end in placement.ends]
-            if any(finished):
-                states = _of_rows(finished, self.slow_norm(self.slow(states_seen, made.outputs)), states)
-            ends_here = [start <= end < start + K for end in placement.ends]
-            if any(ends_here):
-                unfinished = made if unfinished is None else _replaced(ends_here, made, unfinished)
+                visible = torch.ones(end - begin, end - start, dtype=torch.bool, device=device)
+                visible = visible.tril(begin - start)[None, None]
+            is_earlier = (torch.arange(start, end, device="cpu") < filled[:, None]).to(device)
+            hidden = self.dropout(tokens[:, begin - first : end - first] + positions[begin - start : end - start])
+            hiddens, made, states_seen = [hidden], [], states + numbers
+            for i, layer in enumerate(self.layers):
+                earlier = keys_values[:, i] if has_earlier else None
+                hidden, of_layer = layer(hidden, states_seen, visible, earlier, is_earlier)
+                hiddens.append(hidden)
+                made.append(of_layer)
+            passed.append(hiddens)
+            whole = merged(outputs if has_earlier else None, hidden, is_earlier)
+            has_earlier = False
+            if end == start + K:
+                states = kept(ends >= end, self.slow_norm(self.slow(states_seen, whole)), states)
+            unfinished = (start < ends) & (ends < start + K)
+            if bool(unfinished.any()):
+                outputs = kept(unfinished, whole, outputs)
+                keys_values = kept(unfinished, torch.stack(made, dim=1), keys_values)
 
-        *hidden_states, last_hidden = (placement.take(torch.cat(pieces, 1)) for pieces in zip(*computed, strict=True))
+        # Padding reads the extra place, which is zero.
+        whole_text = (F.pad(torch.cat(pieces, 1), (0, 0, 0, 1)) for pieces in zip(*passed, strict=True))
+        *hidden_states, last_hidden = (hidden.gather(1, slots) for hidden in whole_text)
         last_hidden = self.norm(last_hidden)
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        return StateOutput(
+        state = states.detach(), outputs.detach(), keys_values.detach(), (ends % K).to(device)
+        return SegmentOutput(
             last_hidden_state=last_hidden,
-            state=self._end(states, unfinished, [end % K for end in placement.ends]) if use_cache else None,
+            state=state if use_cache else None,
             hidden_states=(*hidden_states, last_hidden) if output_hidden_states else None,
         )
 
-    def _fast(
-        self, hidden: Tensor, states: Tensor, visible: Tensor, earlier: Chunk | None
-    ) -> tuple[list[Tensor], Chunk]:
-        """F: the input and the output of each layer, [B, T, n], and the chunk with these tokens added."""
-        is_earlier = None
-        if earlier is not None and earlier.is_there is not None:
-            is_earlier = earlier.is_there[:, : visible.shape[-1]]
-        passed, keys_values = [hidden], []
-        for i, layer in enumerate(self.layers):
-            before = None if earlier is None else earlier.keys_values[i]
-            hidden, after = layer(hidden, states, visible, before, is_earlier)
-            passed.append(hidden)
-            keys_values.append(after)
-        outputs = merged(None if earlier is None else earlier.outputs, hidden, is_earlier)
-        return passed, Chunk(outputs, tuple(keys_values))
-
-    def _begin(self, state: Sequence[Tensor] | None, embedded: Tensor) -> tuple[Tensor, Chunk | None, list[int]]:
-        """The states, the unfinished chunk, and how many slots of it each row has filled."""
-        config, B = self.config, embedded.shape[0]
-        n, H, N = config.hidden_size, config.num_attention_heads, config.num_states
+    def _begin(self, state: Sequence[Tensor] | None, embedded: Tensor) -> Sequence[Tensor]:
+        """The state, or the one at the beginning of a text; the number of tokens on the CPU."""
+        config, (B, _, n) = self.config, embedded.shape
+        H, K, N = config.num_attention_heads, config.chunk_size, config.num_states
+        needed = [(B, N, n), (B, K, n), (B, config.num_hidden_layers, 2, H, K, n // H), (B,)]
         if state is None:
-            return embedded.new_zeros(B, N, n), None, [0] * B
-        # A longer chunk comes from another chunk_size, and is refused.
-        M = min(state[-2].shape[-2], config.chunk_size - 1)
-        require_shapes("state", state, [(B, N, n), (B, M, n), (B, config.num_hidden_layers, 2, H, M, n // H), (B,)])
-        states, outputs, keys_values, filled = state
-        is_there = torch.arange(config.chunk_size, device=embedded.device) < filled[:, None]
-        return states, Chunk(outputs, keys_values.unbind(1), is_there) if M else None, filled.tolist()
-
-    def _end(self, states: Tensor, unfinished: Chunk | None, filled: list[int]) -> tuple[Tensor, ...]:
-        """The state for the next segment, without gradient."""
-        config, B = self.config, len(states)
-        M, H, n = max(filled), config.num_attention_heads, config.hidden_size
-        if unfinished is None:
-            outputs = states.new_zeros(B, 0, n)
-            keys_values = states.new_zeros(B, config.num_hidden_layers, 2, H, 0, n // H)
-        else:
-            outputs = unfinished.outputs[:, :M].detach()
-            keys_values = torch.stack(unfinished.keys_values, dim=1)[..., :M, :].detach()
-        return states.detach(), outputs, keys_values, torch.tensor(filled, device=states.device)
-
-
-def _of_rows(chosen: list[bool], new: Tensor, old: Tensor) -> Tensor:
-    """New values for the chosen rows, old ones for the others."""
-    if all(chosen):
-        return new
-    rows = torch.tensor(chosen, device=new.device).view(-1, *[1] * (new.dim() - 1))
-    return torch.where(rows, new, old)
-
-
-def _replaced(chosen: list[bool], new: Chunk, old: Chunk) -> Chunk:
-    """The new chunk for the chosen rows, the old one for the others; the shorter is padded with zeros."""
-
-    def of_rows(new: Tensor, old: Tensor) -> Tensor:
-        longest = max(new.shape[-2], old.shape[-2])
-        new, old = (F.pad(part, (0, 0, 0, longest - part.shape[-2])) for part in (new, old))
-        return _of_rows(chosen, new, old)
-
-    keys_values = tuple(map(of_rows, new.keys_values, old.keys_values))
-    return Chunk(of_rows(new.outputs, old.outputs), keys_values)
+            return *(embedded.new_zeros(shape) for shape in needed[:-1]), torch.zeros(
+                B, dtype=torch.long, device="cpu"
+            )
+        require_shapes("state", state, needed)
+        return *state[:-1], state[-1].cpu()
 
 
 class TemporalLatentBottleneckForCausalLM(TemporalLatentBottleneckPreTrainedModel, SegmentForCausalLM):

@@ -90,26 +90,15 @@ class TransformerXLConfig(PreTrainedConfig):
         self.cutoffs = list(self.cutoffs)
         bands = len(self.cutoffs) + 1
         if any(low >= high for low, high in itertools.pairwise([0, *self.cutoffs, self.vocab_size])):
-            raise ValueError(
-                f"cutoffs={self.cutoffs}: increasing numbers between 0 and vocab_size={self.vocab_size}, both "
-                "excluded, are needed; [] is the plain softmax."
-            )
+            raise ValueError(f"cutoffs={self.cutoffs} must increase between 0 and vocab_size={self.vocab_size}.")
         if self.embedding_width // self.div_val ** (bands - 1) < 1:
-            raise ValueError(
-                f"div_val={self.div_val}: band {bands} has no width left of d_embed={self.embedding_width}. Use a "
-                "smaller div_val or fewer cutoffs."
-            )
+            raise ValueError(f"div_val={self.div_val} must leave band {bands} a width, of {self.embedding_width}.")
         if len(self.projections_tied) != bands:
-            raise ValueError(f"tie_projs={self.tie_projs}: one entry for each of the {bands} bands is needed.")
+            raise ValueError(f"tie_projs={self.tie_projs} must have one entry for each of the {bands} bands.")
         if self.mem_len < 0 or (self.same_length and self.mem_len == 0):
-            raise ValueError(
-                f"mem_len={self.mem_len}: a number ≥ 0 is needed, and ≥ 1 with same_length=True, whose window it is. "
-                "For no memory set mem_len=0 and same_length=False."
-            )
+            raise ValueError(f"mem_len={self.mem_len} must be ≥ 0, and ≥ 1 with same_length=True, whose window it is.")
         if kwargs.get("attn_type", 0) != 0:
-            raise ValueError(
-                f"attn_type={kwargs['attn_type']}: only 0, the relative positions of the paper, is implemented."
-            )
+            raise ValueError(f"attn_type={kwargs['attn_type']} must be 0: no other is implemented.")
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
 
     @property

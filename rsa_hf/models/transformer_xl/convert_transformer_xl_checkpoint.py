@@ -13,6 +13,7 @@ NVIDIA's `same_length` sees `mem_len` + 1 positions; the converted model sees `m
 from __future__ import annotations
 
 import argparse
+import json
 import pickle
 import re
 from collections.abc import Mapping
@@ -24,7 +25,6 @@ from torch import Tensor
 
 from rsa_hf.models.transformer_xl.configuration_transformer_xl import TransformerXLConfig
 from rsa_hf.models.transformer_xl.modeling_transformer_xl import TransformerXLForCausalLM
-from rsa_hf.utils.files import storage_errors
 
 __all__ = ["convert_checkpoint"]
 
@@ -56,7 +56,6 @@ def convert_checkpoint(
 
     Raises:
         ValueError: the file holds something else, or does not fill the model; nothing is written then.
-        StorageError: the folder cannot be written.
     """
     content = _read(Path(source))
     if config is None:
@@ -75,11 +74,8 @@ def convert_checkpoint(
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        raise ValueError(
-            f"{source} does not have the layout of the original Transformer-XL, or not this architecture. {error}"
-        ) from error
-    with storage_errors(Path(output)):
-        model.save_pretrained(output)
+        raise ValueError(f"{source} does not have this layout or architecture. {error}") from error
+    model.save_pretrained(output)
     return model
 
 
@@ -89,11 +85,8 @@ def _to_our_layout(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for key, value in state.items():
         for pattern, replacement in _RENAMED:
             key = pattern.sub(replacement, key)
-        if _LEFT_OUT.match(key):
-            continue
-        if key in ("crit.cluster_weight", "crit.cluster_bias"):
-            value = value.flip(0)
-        converted[key] = value
+        if not _LEFT_OUT.match(key):
+            converted[key] = value.flip(0) if key in ("crit.cluster_weight", "crit.cluster_bias") else value
     return converted
 
 
@@ -125,3 +118,14 @@ def _read_config(fields: Mapping[str, Any]) -> TransformerXLConfig:
     named = {_RENAMED_FIELDS.get(name, name): value for name, value in fields.items() if value is not None}
     known = {name: named[name] for name in (*TransformerXLConfig.__annotations__, "attn_type") if name in named}
     return TransformerXLConfig(**{**known, "untie_r": False, "zero_memory": False})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Convert a Transformer-XL checkpoint to a transformers folder.")
+    parser.add_argument("source", help="a .pt file of NVIDIA's or the original Transformer-XL")
+    parser.add_argument("output", help="folder to write")
+    parser.add_argument("--config", help="a config.json, for a file without the architecture")
+    arguments = parser.parse_args()
+    # Not from_pretrained, which takes a config without `zero_memory` for one of transformers 4.
+    fields = json.loads(Path(arguments.config).read_text(encoding="utf-8")) if arguments.config else None
+    convert_checkpoint(arguments.source, arguments.output, fields and TransformerXLConfig(**fields))

@@ -12,22 +12,16 @@ Distances beyond `clamp_len` count as `clamp_len`. The first half of A is ordina
 second is added to its scores, so attention goes through transformers' attention interface (`position_bias`), with a
 boolean mask that RSA heads read too: their P has T rows and S columns, and the window of `same_length`.
 
-Embedding and softmax are adaptive (Baevski and Auli, 2019, arXiv:1809.10853; Grave et al., 2017). Tokens are sorted by
-frequency and cut into bands. With `div_val` > 1 band i has embeddings of width d_embed / div_val^i, projected to the
-model's width. The softmax is over the first band and one entry for each other band, and then within the band.
-
-Parameters have the names and the layout of transformers 4, so that its checkpoints load as they are.
+Embedding and softmax are adaptive (see adaptive.py). Parameters have the names and the layout of transformers 4, so
+that its checkpoints load as they are.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -35,124 +29,16 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from rsa_hf.models.attention import InterfaceAttention, sinusoids, visibility
 from rsa_hf.models.segments import (
-    MemoryOutput,
     SegmentForCausalLM,
     SegmentForSequenceClassification,
+    SegmentOutput,
     SegmentPreTrainedModel,
     require_shapes,
 )
+from rsa_hf.models.transformer_xl.adaptive import AdaptiveEmbedding, AdaptiveLogSoftmax
 from rsa_hf.models.transformer_xl.configuration_transformer_xl import TransformerXLConfig
 
 __all__ = ["TransformerXLForCausalLM", "TransformerXLForSequenceClassification", "TransformerXLModel"]
-
-
-class Bands:
-    """Which tokens form a band, and the tables of embeddings.
-
-    Attributes:
-        ranges: first token of each band, and the one after its last.
-        tables: size and width of each table: one per band, or one for all if `div_val` is 1.
-        one_table: whether all bands share one table.
-        projected: whether embeddings are projected to the model's width; one table of that width is not.
-    """
-
-    def __init__(self, config: TransformerXLConfig) -> None:
-        self.ranges = list(itertools.pairwise([0, *config.cutoffs, config.vocab_size]))
-        self.one_table = config.div_val == 1
-        width = config.embedding_width
-        if self.one_table:
-            self.tables = [(config.vocab_size, width)]
-        else:
-            self.tables = [(b - a, width // config.div_val**i) for i, (a, b) in enumerate(self.ranges)]
-        self.projected = not self.one_table or width != config.d_model
-
-    def __len__(self) -> int:
-        return len(self.ranges)
-
-    def of(self, tokens: Tensor) -> Tensor:
-        """The band of each token, in the shape of `tokens`; a token outside the vocabulary falls to an outer band."""
-        starts = torch.tensor([start for start, _ in self.ranges[1:]], dtype=tokens.dtype, device=tokens.device)
-        return torch.bucketize(tokens.contiguous(), starts, right=True)
-
-
-class AdaptiveEmbedding(nn.Module):
-    """Embeddings, projected to the model's width and scaled by √d_model."""
-
-    def __init__(self, config: TransformerXLConfig) -> None:
-        super().__init__()
-        self.bands = Bands(config)
-        self.width, self.scale = config.d_model, math.sqrt(config.d_model)
-        self.emb_layers = nn.ModuleList(nn.Embedding(size, width) for size, width in self.bands.tables)
-        widths = [width for _, width in self.bands.tables] if self.bands.projected else []
-        self.emb_projs = nn.ParameterList(nn.Parameter(torch.empty(config.d_model, width)) for width in widths)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[B, T] → [B, T, d_model]."""
-        if len(self.bands.tables) == 1:
-            embedded: Tensor = self.emb_layers[0](tokens)
-            if self.bands.projected:
-                embedded = F.linear(embedded, self.emb_projs[0])
-            return embedded * self.scale
-        band = self.bands.of(tokens)
-        embedded = self.emb_projs[0].new_zeros(*tokens.shape, self.width)
-        for i, (start, _) in enumerate(self.bands.ranges):
-            at = band == i
-            projected = F.linear(self.emb_layers[i](tokens[at] - start), self.emb_projs[i])
-            embedded[at] = projected.to(embedded.dtype)
-        return embedded * self.scale
-
-
-class AdaptiveLogSoftmax(nn.Module):
-    """Log-probabilities: of all tokens or, at less cost, of one token per position. With one band, a plain softmax."""
-
-    def __init__(self, config: TransformerXLConfig) -> None:
-        super().__init__()
-        self.bands = bands = Bands(config)
-        if len(bands) > 1:
-            self.cluster_weight = nn.Parameter(torch.empty(len(bands) - 1, config.embedding_width))
-            self.cluster_bias = nn.Parameter(torch.empty(len(bands) - 1))
-        self.out_layers = nn.ModuleList(nn.Linear(width, size) for size, width in bands.tables)
-        widths = [width for _, width in bands.tables] * (len(bands) if bands.one_table else 1)
-        self.out_projs = nn.ParameterList(
-            nn.Parameter(torch.empty(config.d_model, width)) for width in (widths if bands.projected else [])
-        )
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Log-probabilities of all tokens: [..., d_model] → [..., V]."""
-        head = self._log_softmax(hidden, 0)
-        if len(self.bands) == 1:
-            return head.to(hidden.dtype)
-        first = self.bands.ranges[0][1]
-        tails = [head[..., first + i - 1, None] + self._log_softmax(hidden, i) for i in range(1, len(self.bands))]
-        return torch.cat([head[..., :first], *tails], dim=-1).to(hidden.dtype)
-
-    def negative_log_likelihood(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """−log p of one token [N] for each hidden state [N, d_model]: [N], float32. Skips bands without tokens."""
-        head = self._log_softmax(hidden, 0)
-        if len(self.bands) == 1:
-            return -head.gather(1, tokens[:, None])[:, 0]
-        band, first = self.bands.of(tokens), self.bands.ranges[0][1]
-        entry = torch.where(band == 0, tokens, first + band - 1)
-        log_likelihood = head.gather(1, entry[:, None])[:, 0]
-        for i in range(1, len(self.bands)):
-            at = (band == i).nonzero()[:, 0]
-            within = tokens[at] - self.bands.ranges[i][0]
-            of_band = self._log_softmax(hidden[at], i).gather(1, within[:, None])[:, 0]
-            log_likelihood = log_likelihood.index_add(0, at, of_band)
-        return -log_likelihood
-
-    def _log_softmax(self, hidden: Tensor, i: int) -> Tensor:
-        """Log-softmax within band i, in float32. Band 0 has an entry for each other band, after its tokens."""
-        start, end = self.bands.ranges[i]
-        layer = self.out_layers[0 if self.bands.one_table else i]
-        weight, bias = cast(Tensor, layer.weight), cast(Tensor, layer.bias)
-        if self.bands.one_table and len(self.bands) > 1:
-            weight, bias = weight[start:end], bias[start:end]
-        if i == 0 and len(self.bands) > 1:
-            weight, bias = torch.cat([weight, self.cluster_weight]), torch.cat([bias, self.cluster_bias])
-        if self.bands.projected:
-            hidden = F.linear(hidden, self.out_projs[i].t())
-        return F.linear(hidden, weight, bias).log_softmax(dim=-1, dtype=torch.float32)
 
 
 def relative_scores(query: Tensor, position: Tensor) -> Tensor:
@@ -345,17 +231,11 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **_: Any,
-    ) -> MemoryOutput:
+    ) -> SegmentOutput:
         """Hidden states of a segment.
 
-        Args:
-            input_ids: shape [B, T].
-            attention_mask: shape [B, L], 0 for padding; its last column is the last token of the segment. L is T, or
-                larger to mask padding in the memory too.
-            mems: what the call on the segment before returned: for each layer its inputs at the last M ≤ `mem_len`
-                positions, [B, M, d_model]. None: the text begins here.
-            inputs_embeds: shape [B, T, d_model], instead of `input_ids`, after the scaling.
-            use_cache: whether to return the memory; None: as the config says.
+        Arguments as `rsa_hf.models.segments` describes them; `inputs_embeds` are those after the scaling. The state
+        is the inputs of each layer at the last M ≤ `mem_len` positions, [B, M, d_model].
         """
         config = self.config
         embedded = self.embed(self.word_emb, input_ids, inputs_embeds)
@@ -378,7 +258,7 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
             seen.append(hidden)
             hidden = layer(hidden, None if mems is None else mems[i], positions, visible, biases)
         use_cache = config.use_cache if use_cache is None else use_cache
-        return MemoryOutput(
+        return SegmentOutput(
             last_hidden_state=self.drop(hidden), mems=self._remembered(mems, seen) if use_cache else None
         )
 
