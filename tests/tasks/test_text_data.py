@@ -1,7 +1,6 @@
 """Texts are read, cut and streamed, and no line or character is torn apart. test_data_files.py has what goes wrong."""
 
 import gzip
-import itertools
 import json
 import math
 import sysconfig
@@ -14,11 +13,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from rsa_hf.tasks import language_modeling as lm
-from rsa_hf.tasks import text_data
 from rsa_hf.tasks.data_files import SPLITS
 from rsa_hf.tasks.language_modeling import prepare_language_modeling
 from rsa_hf.tasks.text_blocks import StreamedBlocks
-from rsa_hf.tasks.text_data import LanguageModelingDataConfig, line_boundary, read_texts
+from rsa_hf.tasks.text_data import LanguageModelingDataConfig, read_texts
 
 FILE = {"train_file": "a.txt"}
 
@@ -179,14 +177,6 @@ def test_streamed_texts_give_the_blocks_of_texts_in_memory(
         assert all(torch.equal(a[key], b[key]) for a, b in zip(left, right, strict=True) for key in a | b)
     assert torch.equal(whole.validation.token_ids, streamed.validation.token_ids)
     assert whole.validation.num_bytes == streamed.validation.num_bytes
-
-
-@given(st.binary(max_size=60), st.lists(st.integers(0, 60), max_size=5), st.integers(1, 70))
-def test_the_limit_cuts_a_stream_like_a_text_in_memory(text, cuts, limit):
-    text = text.replace(b"\x01", b"\n")
-    edges = [0, *sorted(cut for cut in cuts if cut <= len(text)), len(text)]
-    chunks = [text[a:b] for a, b in itertools.pairwise(edges)]
-    assert b"".join(text_data._cut_at_line(chunks, limit)) == text[: line_boundary(text, 0, limit)]
 
 
 def test_a_stream_is_read_lazily(monkeypatch):
