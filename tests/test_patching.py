@@ -131,10 +131,10 @@ def test_patching_again_with_another_plan_is_refused():
     ("config", "error", "message"),
     [
         (RSAConfig(num_regular=9), ValueError, "8 attention heads.*9 RSA heads"),
-        (RSAConfig(num_dilated_regular=2, dilation=[3]), ValueError, "1 entries.*2 dilated heads"),
+        (RSAConfig(num_dilated_regular=2, dilation=[3]), ValueError, "dilation=.*each of the 2 dilated heads"),
         (RSAConfig(layers=[2]), ValueError, "indices go from 0 to 1: h.0.attn, h.1.attn"),
         ({"num_regulr": 1}, ValueError, "num_regulr"),
-        ("everything", TypeError, "RSAConfig or a mapping"),
+        ("everything", TypeError, "expected RSAConfig or a mapping"),
     ],
 )
 def test_a_plan_that_does_not_fit_leaves_the_model_unchanged(config, error, message):

@@ -109,8 +109,7 @@ def search(
 def _can_be_drawn(plan: RSAConfig, dilations: Sequence[int]) -> bool:
     """Whether `head_plan_space` contains a plan."""
     dilated = bool(plan.num_dilated_regular or plan.num_dilated_cyclical_pairs)
-    uniform = not any(isinstance(getattr(plan, name), tuple) for name in COUNTS)
-    return uniform and (plan.dilation in tuple(dilations) if dilated else plan.dilation is None)
+    return plan.dilation in tuple(dilations) if dilated else plan.dilation is None
 
 
 def plan_as_yaml(plan: RSAConfig) -> str:

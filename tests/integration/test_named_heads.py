@@ -109,7 +109,7 @@ def test_a_saved_model_has_the_same_heads(tmp_path):
     model.save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())["rsa"]
     assert content["format_version"] == 2  # which rsa_hf 0.1 refuses
-    assert set(content["plan"]) == {"layers", "causal", "parameter_scale", "heads"}
+    assert set(content["plan"]) == {"layers", "causal", "parameter_scale", "gate_per_head", "heads"}
     for auto in (AutoModelForCausalLM, AutoModel):
         loaded = auto.from_pretrained(tmp_path)
         expected = model(**batch)[0] if auto is AutoModelForCausalLM else model.model(**batch)[0]
@@ -122,7 +122,7 @@ def test_a_saved_model_has_the_same_heads(tmp_path):
     [
         (lambda rsa: rsa.update(format_version=1), "format_version 1, but its plan names single heads"),
         (lambda rsa: rsa.update(plan={"num_regular": 1}), "format_version 2, but its plan does not name"),
-        (lambda rsa: rsa["plan"]["heads"].pop(), "the heads are in layers"),
+        (lambda rsa: rsa["plan"]["heads"].pop(), "the layers of the heads"),
         (lambda rsa: rsa["plan"]["heads"][0].update(head=8), "layer 0 has 8 attention heads|8 heads"),
         (lambda rsa: rsa["plan"]["heads"][0].update(kind="cos"), "eta has shape"),
     ],

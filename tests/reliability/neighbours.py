@@ -22,7 +22,7 @@ FAMILIES = ("gpt2", "llama", "bloom")
 SEEDS = (0, 1)
 PLANS = (
     {"num_regular": 2, "num_cyclical_pairs": 1, "gate_init": 0.5},
-    {"num_dilated_cyclical_pairs": 2, "dilation": [2, 3, 2, 5], "gate_init": 1.0, "layers": [1], "tie_pairs": False},
+    {"num_dilated_cyclical_pairs": 2, "dilation": [2, 3, 2, 5], "gate_init": 1.0, "layers": [1]},
 )
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 

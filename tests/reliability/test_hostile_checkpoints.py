@@ -278,7 +278,7 @@ REFUSED = {
     "a layer too many": (
         "gpt2",
         in_config(lambda content: content["rsa"]["plan"].update(layers=[0, 1])),
-        "layers=.0, 1., but .* names 1 modules",
+        "layers=.0, 1..*each of the 1 patched layers",
     ),
     "a gate with the name of a buffer": (
         "gpt2",

@@ -25,8 +25,7 @@ def require_right(config):
         for name, kind in (("regular", "regular"), ("cyclical_pairs", "cos"), ("cyclical_pairs", "sin")):
             asked = [getattr(config, count) for count in (f"num_{name}", f"num_dilated_{name}")]
             if any(count is not None for count in asked):
-                counts = [count[i] if isinstance(count, tuple) else count or 0 for count in asked]
-                assert plan.kinds.count(kind) == sum(counts)
+                assert plan.kinds.count(kind) == sum(count or 0 for count in asked)
         assert plan.causal == (config.causal[i] if isinstance(config.causal, tuple) else config.causal)
         rates = RSAHeads(plan).rates()
         assert not rates["gate"].isnan().any()

@@ -28,7 +28,10 @@ PARAMETERS = {
 
 @st.composite
 def layers(draw):
-    plan = replace(LAYER, tie_pairs=draw(st.booleans()), gate_per_head=draw(st.booleans()))
+    plan = replace(LAYER, gate_per_head=draw(st.booleans()))
+    if draw(st.booleans()):
+        untied = [replace(head, pair=None) for head in plan.counted_heads(0, H)]
+        plan = RSAConfig(heads=untied, gate_per_head=plan.gate_per_head, parameter_scale=plan.parameter_scale)
     heads = RSAHeads(plan.layer_plans([H])[0])
     with torch.no_grad():
         for name, choices in PARAMETERS.items():

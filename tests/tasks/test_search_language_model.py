@@ -128,9 +128,7 @@ def test_warm_up_can_last_the_whole_training(config):
 
 
 def test_a_plan_survives_yaml():
-    plan = RSAConfig(
-        num_regular=1, num_cyclical_pairs=0, num_dilated_regular=2, dilation=(3, 9), gate_init=(-1.0, 2.0)
-    )
+    plan = RSAConfig(num_regular=1, num_cyclical_pairs=0, num_dilated_regular=2, dilation=(3, 9), gate_init=2.0)
     content = yaml.safe_load(plan_as_yaml(plan))
     assert RSAConfig.from_dict(content["rsa"]) == plan
     assert set(content["rsa"]) == {

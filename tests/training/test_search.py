@@ -41,13 +41,13 @@ def kinds(plan, num_heads):
 @given(st.integers(1, 24), st.lists(st.integers(2, 50), max_size=3), st.data())
 def test_every_plan_that_is_drawn_is_allowed(num_heads, dilations, data):
     trial = Drawn(lambda low, high: data.draw(st.integers(low, high)))
-    base = RSAConfig(gate_init=(-1.0, 1.0), gate_per_head=True)
+    base = RSAConfig(gate_init=-1.0, gate_per_head=True)
     plan = head_plan_space(trial, num_heads, dilations, base)
     k1, k2, k3, k4, k5, k6 = kinds(plan, num_heads)
     assert k2 == k3 and k5 == k6
     assert 1 <= k1 + k2 + k3 + k4 + k5 + k6 <= num_heads
     assert plan.dilation in ((None,) if k4 + k5 == 0 else dilations)
-    assert (plan.gate_init, plan.gate_per_head) == ((-1.0, 1.0), True)
+    assert (plan.gate_init, plan.gate_per_head) == (-1.0, True)
 
 
 def drawable(num_heads, dilations):
