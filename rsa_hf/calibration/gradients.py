@@ -164,7 +164,7 @@ class ProbedModel:
         single = (
             take_rows(batch, row) for batch in batches for row in torch.arange(num_rows(batch), device="cpu").split(1)
         )
-        return torch.tensor([float(self._loss(row)) for row in single], device="cpu")
+        return torch.tensor([float(self._loss(row)) for row in single], dtype=torch.float32, device="cpu")
 
     def _loss(self, batch: Mapping[str, Any]) -> Tensor:
         # Copies, because tensors that were made in inference_mode cannot be saved for the backward pass.

@@ -12,7 +12,7 @@ import rsa_hf.peft
 from families import DECODERS, FAMILIES, PAD, VOCAB, build, build_language_model
 from model_state import assert_same_state, state_of
 from references import relative_error
-from rsa_hf import HeadConfig, RSAConfig, RSAHeads, is_patched, patch_model, rem_matrix, rsa_report, unpatch_model
+from rsa_hf import HeadConfig, RSAConfig, RSAHeads, is_patched, patch_model, rem_matrix, rsa_report
 from rsa_hf.ops.cpp.build import library
 from rsa_hf.ops.mask import boolean_mask, lags
 from texts import PIECES, difference, padded_batch
@@ -76,21 +76,6 @@ def test_a_model_agrees_with_dense_p(family, backend, monkeypatch):
 def test_pieces_behind_a_cache_give_the_same_logits(family, pieces):
     model = patch_model(build_language_model(family), NAMED)
     assert difference(model, padded_batch(), pieces, DynamicCache(config=model.config)) < 1e-5
-
-
-def test_a_model_is_as_it_was_after_unpatching():
-    model = build("llama")
-    before = state_of(model)
-    assert_same_state(unpatch_model(patch_model(model, NAMED)), before)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_shut_gates_change_no_bit(family):
-    model, batch = build(family), padded_inputs(family)
-    plain = model(**batch).last_hidden_state
-    shut = [HeadConfig(**{**vars(head), "gate": 0.0}) for head in HEADS]
-    assert torch.equal(patch_model(model, RSAConfig(heads=shut))(**batch).last_hidden_state, plain)
 
 
 def test_parameters_start_where_the_plan_says():
@@ -172,10 +157,3 @@ def test_an_adapter_of_a_plan_without_heads_is_that_of_the_method_alone():
     adapted = rsa_hf.peft.get_peft_model(base, method, empty)
     assert torch.equal(adapted(**batch).logits, expected) and method.modules_to_save is None
     assert {name.split(".")[-3] for name, p in adapted.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
-
-
-def test_a_gate_that_starts_open_or_shut_is_finite_in_the_model():
-    heads = [HeadConfig(0, 0, "regular", 0.5, gate=1.0), HeadConfig(0, 1, "regular", 0.5, gate=0.0)]
-    model = patch_model(build("gpt2"), RSAConfig(heads=heads))
-    assert [head.gate for head in rsa_report(model).layers[0].heads] == [1.0, 0.0]
-    assert bool(model(**padded_inputs("gpt2")).last_hidden_state.isfinite().all())
