@@ -413,7 +413,7 @@ def _check(name: str, value: Any) -> Any:
     needed = _TYPES[kind].format(low, high)
     if name == "gate_init":
         needed += ", or float('-inf') for a shut gate,"
-        if str(value).strip().lower() in ("-inf", "inf", "+inf"):  # JSON and YAML have no common literal
+        if value in ("-inf", "inf", math.inf, -math.inf):  # JSON and YAML have no common literal
             return float(value)
     if isinstance(value, bool) is not (kind is bool) or not isinstance(value, (int, kind)):
         _refuse(name, value, needed, TypeError)

@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 COUNTED, NAMED = 1, 2  # format versions
+MAX_NAMED_HEADS = 65_536  # larger than in any model: a damaged plan could otherwise ask for all memory
 MAX_STORED = 1e12  # for a stored rate; times any parameter_scale and any lag it is still finite in float32
 RSA_KEY = re.compile(r"(^|\.)rsa\.(mu|eta|nu|theta)$")  # a tensor of a checkpoint that belongs to RSA heads
 _MODULE_NAME = re.compile(r"[A-Za-z]\w*(\.\w+)*", re.ASCII)
@@ -133,6 +134,8 @@ def _read_counts(plan: Mapping[str, Any], n: int) -> RSAConfig:
         if not any(own.get(name) for name in COUNTS[2:]):
             own["dilation"] = None
         heads += RSAConfig.from_dict(own).counted_heads(layer, None)
+        if len(heads) > MAX_NAMED_HEADS:
+            raise ValueError(f"config.rsa['plan'] has more than {MAX_NAMED_HEADS:,} RSA heads: it is damaged.")
     return RSAConfig(
         heads=tuple(heads if tied else (replace(head, pair=None) for head in heads)),
         gate_per_head=whole.gate_per_head,
