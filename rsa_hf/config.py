@@ -147,7 +147,7 @@ class RSAConfig:
             the values parameter_scale times as fast as the weights. At the learning rate of the weights gates and
             rates hardly move (results/parameter_scale.md). 1 stores the plain values.
         heads: the RSA heads by name, as `HeadConfig` or mappings, in place of the counts and what goes with them.
-            `layers` are the layers that they name. No heads, `()`, is a plan that leaves a model plain.
+            `layers` are the layers that they name. No heads, `()`, leaves a model plain.
 
     Raises:
         TypeError: a field has a type that does not fit.
@@ -187,7 +187,7 @@ class RSAConfig:
         """The layers of the named heads, checked against the other fields."""
         others = [each for each in fields(self) if each.name not in ("heads", *_WITH_HEADS)]
         if given := [each.name for each in others if getattr(self, each.name) != each.default]:
-            raise ValueError(f"heads: the plan names single heads, so {', '.join(given)} cannot be given too.")
+            raise ValueError(f"heads: the config names single heads, so {', '.join(given)} cannot be given too.")
         layers = tuple(sorted({head.layer for head in heads}))
         if self.layers not in (None, layers):
             _refuse("layers", self.layers, f"None, or the layers of the heads, {list(layers)},")
@@ -287,7 +287,7 @@ class RSAConfig:
         k1, k2, k4, k5 = (getattr(self, name) or 0 for name in COUNTS)
         if all(getattr(self, name) is None for name in COUNTS):
             if num_heads is None:
-                raise ValueError("a plan without counts needs the number of heads of every layer. Give the counts.")
+                raise ValueError("a config without counts needs the number of heads of every layer. Give the counts.")
             half = max(1, num_heads // 2)
             k1, k2 = half % 2, half // 2
         dilated = k4 + 2 * k5

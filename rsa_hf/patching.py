@@ -59,7 +59,7 @@ def patch_model(
             tokens.
 
     Returns:
-        The model. Patching again with the same plan does nothing; a plan without heads does nothing, with a warning.
+        The model. Patching again with the same config does nothing; one without heads does nothing, with a warning.
 
     Raises:
         TypeError: `model` is not a `PreTrainedModel`, or a setting has the wrong type.
@@ -79,8 +79,12 @@ def patch_model(
         config = RSAConfig.from_dict({} if config is None else config)
     if config.heads == ():
         if is_patched(model):
-            raise ValueError("the plan names no heads, but the model is patched already. Call unpatch_model instead.")
-        logger.warning("the plan names no heads, so this %s stays as it is, without recurrence.", type(model).__name__)
+            raise ValueError(
+                "the config names no heads, but the model is patched already. Call unpatch_model instead."
+            )
+        logger.warning(
+            "the config names no heads, so this %s stays as it is, without recurrence.", type(model).__name__
+        )
         return model
     require_whole_sequence(model)
     if not is_patched(model) and any("base_layer" in module._modules for module in model.modules()):

@@ -98,7 +98,7 @@ def run_calibration(
        where its derivative would vanish (the secant method, in damped steps).
     3. This is done without the first, the middle and the last third of the rows in turn, with one pass less: rows
        of a document, which follow each other, are not independent. On the held-out rows, the mean loss has to
-       fall by 2.5 standard errors. Then it is done with all rows, for the plan; otherwise the plan names no heads.
+       fall by 2.5 standard errors. Then it is done with all rows; otherwise the config names no heads.
 
     By default the rows pass five times forward and backward, and three times forward alone; weights get no gradients.
     The model is in evaluation mode meanwhile, and as it was afterwards, also after an error.
@@ -112,7 +112,7 @@ def run_calibration(
         **settings: the fields of `CalibrationSettings`.
 
     Returns:
-        The plan, and what was found: `print(calibration)` for a table, `calibration.plot(path)` for a heatmap.
+        The config, and what was found: `print(calibration)` for a table, `calibration.plot(path)` for a heatmap.
 
     Raises:
         TypeError: `model` is not a `PreTrainedModel`, a batch is not a mapping, or a setting is unknown.
@@ -209,7 +209,7 @@ class _Share:
         return CalibratedHead(self.config(), self.derivative, self.chosen.certainty, -self.derivative * self.share / 2)
 
     def config(self) -> HeadConfig:
-        """The head in a plan."""
+        """The head in the config."""
         rem = DICTIONARY[self.chosen.rem]
         place = (self.chosen.layer, self.chosen.head)
         return HeadConfig(*place, rem.kind, rem.decay, self.gate, rem.theta, rem.dilation)
