@@ -268,6 +268,18 @@ def test_unpatching_a_model_removes_the_plan_of_its_part(tmp_path):
 
 
 @torch.no_grad()
+def test_layers_with_unequal_numbers_of_heads_are_saved(tmp_path):
+    halves = [BertConfig(**{**CONFIGS["bert"]().to_dict(), "num_attention_heads": heads}) for heads in (8, 4)]
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(*halves)
+    model, batch = move_rates(patch_model(EncoderDecoderModel(config).eval())), inputs("t5")
+    assert [heads.mu.shape for heads in model.modules() if isinstance(heads, RSAHeads)] == [(1,)] * 4
+    model.save_pretrained(tmp_path)
+    loaded = EncoderDecoderModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded(**batch)[0], model(**batch)[0])
+    assert patch_model(loaded) is loaded
+
+
+@torch.no_grad()
 def test_unpatching_a_loaded_model_removes_the_plan_of_its_halves(tmp_path):
     # T5 gives each half a copy of its config, and a loaded config has the plan.
     patch_model(build("t5"), RSAConfig(**FULL_PLAN)).save_pretrained(tmp_path / "patched")
