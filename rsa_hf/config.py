@@ -1,7 +1,7 @@
 """`RSAConfig`: which attention heads become RSA heads, with which REM, and where their parameters start.
 
 `RSAConfig` is what a user writes for a whole model. It counts heads or names them, as `HeadConfig`s; counts stand for
-named heads. `LayerConfig` is what the config means for one layer.
+named heads. `LayerSpec` is what the config means for one layer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 from rsa_hf.rem import KINDS
 from rsa_hf.utils.text import brief
 
-__all__ = ["COUNTS", "HeadConfig", "LayerConfig", "RSAConfig"]
+__all__ = ["COUNTS", "HeadConfig", "LayerSpec", "RSAConfig"]
 
 # Larger than in any model: bounds for a damaged config, which could otherwise ask for all memory.
 MAX_HEADS = 4096
@@ -75,7 +75,7 @@ class HeadConfig:
 
 
 @dataclass(frozen=True)
-class LayerConfig:
+class LayerSpec:
     """The RSA heads of one attention layer, R of them, and the parameters that they read.
 
     Attributes:
@@ -235,8 +235,8 @@ class RSAConfig:
             values["heads"] = [{k: v for k, v in vars(head).items() if v is not None} for head in self.heads]
         return values
 
-    def layer_plans(self, num_heads: Sequence[int | None]) -> list[LayerConfig]:
-        """The config of each patched layer.
+    def layer_plans(self, num_heads: Sequence[int | None]) -> list[LayerSpec]:
+        """What the config means for each patched layer.
 
         Args:
             num_heads: number of attention heads H of each patched layer; None where it is not known: a checkpoint
@@ -329,7 +329,7 @@ class RSAConfig:
             heads.append(HeadConfig(layer, head, kind, decay, _sigmoid(self.gate_init), theta, d, pair))
         return heads
 
-    def _layer(self, heads: Sequence[HeadConfig], num_heads: int | None) -> LayerConfig:
+    def _layer(self, heads: Sequence[HeadConfig], num_heads: int | None) -> LayerSpec:
         """What the heads of a layer mean for it, whatever its direction."""
         if num_heads is not None and heads[-1].head >= num_heads:
             raise ValueError(
@@ -342,7 +342,7 @@ class RSAConfig:
             if head.kind != "regular":
                 cyclical.setdefault(head.rate, head)
         places = {rate: place for place, rate in enumerate([*(head.rate for head in regular), *cyclical])}
-        return LayerConfig(
+        return LayerSpec(
             heads=tuple(head.head for head in heads),
             kinds=tuple(head.kind for head in heads),
             dilations=tuple(head.dilation for head in heads),

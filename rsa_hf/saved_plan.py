@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.config import COUNTS, LayerConfig, RSAConfig
+from rsa_hf.config import COUNTS, LayerSpec, RSAConfig
 from rsa_hf.utils.text import brief, shorten
 
 __all__ = [
@@ -51,7 +51,7 @@ class SavedPlan:
 
     modules: tuple[str, ...]
     config: RSAConfig
-    layers: dict[str, LayerConfig] = field(compare=False)
+    layers: dict[str, LayerSpec] = field(compare=False)
 
     @classmethod
     def of(cls, modules: Sequence[str], config: RSAConfig, num_heads: Sequence[int]) -> SavedPlan:
@@ -154,8 +154,8 @@ def _format_version(config: RSAConfig) -> int:
     return COUNTED if config.heads is None else NAMED
 
 
-def planned_layers(config: PreTrainedConfig) -> dict[str, LayerConfig]:
-    """The config of the RSA heads of each module that `config.rsa` names."""
+def planned_layers(config: PreTrainedConfig) -> dict[str, LayerSpec]:
+    """The layer spec of each module that `config.rsa` names."""
     return read_plan(config.rsa).layers
 
 

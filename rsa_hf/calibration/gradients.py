@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.config import LayerConfig, RSAConfig
+from rsa_hf.config import LayerSpec, RSAConfig
 from rsa_hf.heads import RSAHeads, heads_of
 from rsa_hf.ops.mask import AttentionMask, boolean_mask, lags
 from rsa_hf.ops.shard import Shard
@@ -220,7 +220,7 @@ class _Probe(RSAHeads):
         plan: any plan for the layer.
     """
 
-    def __init__(self, plan: LayerConfig) -> None:
+    def __init__(self, plan: LayerSpec) -> None:
         super().__init__(plan)
         self.current: RSAHeads | None = None
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")  # a gradient if all weights are frozen
