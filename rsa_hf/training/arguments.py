@@ -155,7 +155,8 @@ class RSASection(RSAConfig):
         super().__post_init__()
         if isinstance(self.calibrate, Mapping):
             object.__setattr__(self, "calibrate", CalibrationSettings(**self.calibrate))
-        given = [each.name for each in fields(RSAConfig) if getattr(self, each.name) != getattr(RSAConfig, each.name)]
+        plain = RSAConfig()
+        given = [each.name for each in fields(plain) if getattr(self, each.name) != getattr(plain, each.name)]
         if self.calibrate is not None and given:
             raise ValueError(f"calibrate: it chooses the heads itself, so {', '.join(given)} cannot be given too.")
 
