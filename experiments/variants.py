@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rsa_hf.config import LayerConfig, RSAConfig
+from rsa_hf.config import LayerSpec, RSAConfig
 from rsa_hf.heads import RSAHeads, heads_of
 from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask
@@ -156,7 +156,7 @@ class RecurrentProjection(nn.Module):
         plan: of RSA heads for every one of them.
     """
 
-    def __init__(self, projection: nn.Module, plan: LayerConfig) -> None:
+    def __init__(self, projection: nn.Module, plan: LayerSpec) -> None:
         super().__init__()
         self.projection = projection
         self.heads = RSAHeads(plan)
@@ -209,7 +209,7 @@ class TwoRems(RSAHeads):
         plan: of the second REMs and their gates.
     """
 
-    def __init__(self, heads: RSAHeads, plan: LayerConfig) -> None:
+    def __init__(self, heads: RSAHeads, plan: LayerSpec) -> None:
         super().__init__(heads.plan)
         self.second = RSAHeads(plan)
 
@@ -230,7 +230,7 @@ class LearnedLags(RSAHeads):
     """
 
     def __init__(self, heads: RSAHeads, longest: int) -> None:
-        plan: LayerConfig = heads.plan
+        plan: LayerSpec = heads.plan
         super().__init__(plan)
         decay, theta = heads.per_head(heads.rates())
         lags = torch.arange(1, longest + 1)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
-from rsa_hf.config import LayerConfig
+from rsa_hf.config import LayerSpec
 from rsa_hf.ops.autograd import apply_rems, choose_backend, is_transformed
 from rsa_hf.ops.cpp.step import CppStep
 from rsa_hf.ops.decode import LagTable, decode
@@ -89,7 +89,7 @@ class RSAHeads(nn.Module):
     _last_length: int = 0  # S of the step of generation before
     _is_hf_initialized: bool = True  # tells transformers' own initialisation to skip the module
 
-    def __init__(self, plan: LayerConfig) -> None:
+    def __init__(self, plan: LayerSpec) -> None:
         super().__init__()
         self.plan = plan
         for name in PARAMETERS:
@@ -307,7 +307,7 @@ def heads_of(module: nn.Module) -> RSAHeads | None:
     """The RSA heads of an attention module, its child `rsa`; None if it has none."""
     rsa = module._modules.get("rsa")
     # By its plan, not its class: under PEFT the child is a wrapper that passes attributes on.
-    return cast(RSAHeads, rsa) if isinstance(getattr(rsa, "plan", None), LayerConfig) else None
+    return cast(RSAHeads, rsa) if isinstance(getattr(rsa, "plan", None), LayerSpec) else None
 
 
 def is_peft_wrapper(module: nn.Module) -> bool:
@@ -336,7 +336,7 @@ def _active_copy(wrapper: Any) -> RSAHeads:
     return cast(RSAHeads, wrapper.modules_to_save[adapters[0]] if adapters else wrapper.original_module)
 
 
-def attach_heads(layers: Sequence[tuple[nn.Module, LayerConfig]]) -> list[RSAHeads]:
+def attach_heads(layers: Sequence[tuple[nn.Module, LayerSpec]]) -> list[RSAHeads]:
     """Put an `rsa` child on each attention module that has none.
 
     Returns:

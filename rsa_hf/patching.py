@@ -7,7 +7,7 @@ import inspect
 import itertools
 import logging
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -44,8 +44,8 @@ def patch_model(
 ) -> PreTrainedModel:
     """Put RSA heads on the self-attention modules of a model, in place.
 
-    The modules are found by running a copy of the model's base, which shares its weights, on a few tokens. After
-    patching it is run again, to check that every RSA layer takes part. If anything fails, the model is as it was.
+    The modules are found by running a copy of the model's base, which shares its weights, on a few tokens. The copy
+    is patched and run again, to check that every RSA layer takes part. If anything fails, the model is as it was.
 
     The config is written to `model.config.rsa`. A model that is built from this config object later has RSA heads
     too, which is logged as a warning; for a plain one copy the config before patching.
@@ -59,10 +59,10 @@ def patch_model(
             tokens.
 
     Returns:
-        The model. Patching again with the same plan does nothing; a plan without heads does nothing, with a warning.
+        The model. Patching again with the same config does nothing; one without heads does nothing, with a warning.
 
     Raises:
-        TypeError: `model` is no `PreTrainedModel`, or a setting has the wrong type.
+        TypeError: `model` is not a `PreTrainedModel`, or a setting has the wrong type.
         ValueError: the model has no attention that can be patched, the config does not fit it, it is patched already
             with another config, or it is on the meta device and its modules do not say whether they are causal.
         NotImplementedError: tensor parallelism splits the model's heads across processes.
@@ -75,16 +75,16 @@ def patch_model(
             "PEFT, torch.compile) patch the model inside, before it is wrapped; rsa_hf.peft.get_peft_model patches "
             "and adds a PEFT adapter in one call."
         )
-    if config is None:
-        config = RSAConfig()
-    elif isinstance(config, Mapping):
-        config = RSAConfig.from_dict(config)
-    elif not isinstance(config, RSAConfig):
-        raise TypeError(f"config is an RSAConfig or a mapping, got {type(config).__name__}: {config!r:.200}")
+    if not isinstance(config, RSAConfig):
+        config = RSAConfig.from_dict({} if config is None else config)
     if config.heads == ():
         if is_patched(model):
-            raise ValueError("the plan names no heads, but the model is patched already. Call unpatch_model instead.")
-        logger.warning("the plan names no heads, so this %s stays as it is, without recurrence.", type(model).__name__)
+            raise ValueError(
+                "the config names no heads, but the model is patched already. Call unpatch_model instead."
+            )
+        logger.warning(
+            "the config names no heads, so this %s stays as it is, without recurrence.", type(model).__name__
+        )
         return model
     require_whole_sequence(model)
     if not is_patched(model) and any("base_layer" in module._modules for module in model.modules()):
@@ -94,8 +94,10 @@ def patch_model(
             "merge_and_unload() returns."
         )
     base = model.base_model
-    found = _self_attention_calls(base, probe_inputs)
-    _warn_of_parts_without(base, {base.get_submodule(name) for name in found})
+    trial = _copy_for_trial(base)
+    connect(trial)
+    found = _self_attention_calls(trial, probe_inputs)
+    _warn_of_parts_without(base, found)
     names = list(found)
     if config.layers is not None:
         if config.layers[-1] >= len(names):
@@ -104,24 +106,19 @@ def patch_model(
                 f"from 0 to {len(names) - 1}: {shorten(names)}."
             )
         names = [names[i] for i in config.layers]
-    num_heads = [found[name].layer_shape[0] for name in names]
-    config = _with_direction(config, {name: found[name] for name in names})
-    plan = SavedPlan(tuple(names), config.resolved(num_heads))
+    calls = {name: found[name] for name in names}
+    config = _with_direction(config, calls)
+    plan = SavedPlan.of(names, config, [call.layer_shape[0] for call in calls.values()])
     if is_patched(model):
         _require_same_plan(model, plan)
         return model
-    modules = [base.get_submodule(name) for name in names]
-    new = attach_heads(list(zip(modules, plan.config.layer_plans(num_heads), strict=True)))
-    for heads, name in zip(new, names, strict=True):
-        heads.layer_shape = found[name].layer_shape
+    _require_all_called(trial, {name: call.module for name, call in calls.items()}, plan, probe_inputs)
+    new = attach_heads([(base.get_submodule(name), layer) for name, layer in plan.layers.items()])
+    for heads, call in zip(new, calls.values(), strict=True):
+        heads.layer_shape = call.layer_shape
+    connect(base)
     forget_paged_cache(model)
     model.config.rsa = write_plan(plan)
-    try:
-        _require_all_called(base, names, probe_inputs)
-        connect(base)  # again: now there are heads, which keep the row of their class for pickles
-    except BaseException:
-        unpatch_model(model)
-        raise
     return model
 
 
@@ -135,7 +132,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
         The model.
 
     Raises:
-        TypeError: `model` is no `PreTrainedModel`.
+        TypeError: `model` is not a `PreTrainedModel`.
         ValueError: PEFT holds the RSA heads.
     """
     take_off_first = (
@@ -182,10 +179,11 @@ def _with_direction(config: RSAConfig, calls: Mapping[str, AttentionCall]) -> RS
     return replace(config, causal=directions[0] if len(set(directions)) == 1 else directions)
 
 
-def _warn_of_parts_without(base: Any, modules: Collection[nn.Module]) -> None:
+def _warn_of_parts_without(base: Any, names: Iterable[str]) -> None:
     """Warn if one half of an encoder-decoder has no self-attention that can be patched."""
     if not base.config.is_encoder_decoder:
         return
+    modules = {base.get_submodule(name) for name in names}
     for half, part in (("encoder", base.get_encoder()), ("decoder", base.get_decoder())):
         if part is not base and not any(module in modules for module in part.modules()):
             warnings.warn(
@@ -208,10 +206,8 @@ def _require_same_plan(model: PreTrainedModel, plan: SavedPlan) -> None:
     raise ValueError(f"{what}. Call unpatch_model first; that discards the trained gates and rates.")
 
 
-def _self_attention_calls(base: nn.Module, probe_inputs: Mapping[str, Any] | None) -> dict[str, AttentionCall]:
+def _self_attention_calls(trial: nn.Module, probe_inputs: Mapping[str, Any] | None) -> dict[str, AttentionCall]:
     """One call of each self-attention module that can be patched, by module name relative to the base, in order."""
-    connect(base)
-    trial = _copy_for_trial(base)
     names = {module: name for name, module in trial.named_modules()}
     with record_attention_calls() as calls:
         _run(trial, probe_inputs)
@@ -227,13 +223,13 @@ def _self_attention_calls(base: nn.Module, probe_inputs: Mapping[str, Any] | Non
     if calls:
         seen = shorten(sorted({type(call.module).__name__ for call in calls}))
         raise ValueError(
-            f"{type(base).__name__} has cross-attention only ({seen}: query and key lengths differ), which RSA never "
+            f"{type(trial).__name__} has cross-attention only ({seen}: query and key lengths differ), which RSA never "
             "patches: recurrence needs queries and keys on one time axis."
         )
     raise ValueError(
-        f"{type(base).__name__} has no attention that can be patched: no module called transformers' attention "
+        f"{type(trial).__name__} has no attention that can be patched: no module called transformers' attention "
         "interface, and rsa_hf.integration.architectures has no entry for its classes (attention by name: "
-        f"{shorten(_attention_classes(base)) or 'none'}). RSA mixes recurrence into softmax attention; in a hybrid "
+        f"{shorten(_attention_classes(trial)) or 'none'}). RSA mixes recurrence into softmax attention; in a hybrid "
         "model it patches the layers that have it."
     )
 
@@ -242,15 +238,16 @@ def _attention_classes(model: nn.Module) -> list[str]:
     return sorted({type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()})
 
 
-def _require_all_called(base: nn.Module, names: Sequence[str], probe_inputs: Mapping[str, Any] | None) -> None:
-    """Check that the RSA heads of the named modules take part in a forward pass."""
+def _require_all_called(
+    trial: nn.Module, modules: Mapping[str, nn.Module], plan: SavedPlan, probe_inputs: Mapping[str, Any] | None
+) -> None:
+    """Put RSA heads on modules of the trial copy, and check that they take part in a forward pass."""
     called: set[str] = set()
-    trial = _copy_for_trial(base)
-    for name in names:
-        heads = trial.get_submodule(f"{name}.rsa")
+    new = attach_heads([(module, plan.layers[name]) for name, module in modules.items()])
+    for name, heads in zip(modules, new, strict=True):
         heads.register_forward_hook(lambda *_, name=name: called.add(name))
     _run(trial, probe_inputs)
-    silent = [name for name in names if name not in called]
+    silent = [name for name in modules if name not in called]
     if silent:
         raise RuntimeError(
             f"the RSA heads of {shorten(silent)} took no part in a forward pass; the model is unchanged. Leave these "

@@ -54,8 +54,8 @@ def get_peft_model(
         model: any transformers model that `patch_model` takes, quantised or not.
         peft_config: the method to combine with RSA, e.g. a `LoraConfig`. It is not changed. None: an adapter of gates
             and rates alone, of a few kilobytes.
-        rsa_config: the plan. None: the plan that the model is patched with, or `RSAConfig()` for a plain model. With a
-            plan that names no heads, as `calibrate` may return it, the adapter is that of `peft_config` alone.
+        rsa_config: which heads. None: the config that the model is patched with, or `RSAConfig()` for a plain model.
+            With a config that names no heads, as `calibrate` may return, the adapter is that of `peft_config` alone.
         probe_inputs: see `patch_model`.
         **options: for `peft.get_peft_model`, e.g. `adapter_name`.
 
@@ -76,7 +76,7 @@ def get_peft_model(
     was_patched = is_patched(model)
     if rsa_config is not None or not was_patched:
         patch_model(model, rsa_config, probe_inputs=probe_inputs)
-    if not is_patched(model):  # the plan names no heads
+    if not is_patched(model):  # the config names no heads
         if peft_config is None:
             raise ValueError(
                 "rsa_config names no heads, so an adapter of gates and rates alone would hold nothing. Give a plan "

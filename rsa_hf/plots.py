@@ -41,17 +41,14 @@ STYLE = {
 }
 FADED = 0.05  # the lag axis ends where most weights have fallen to this
 LAG_RANGE = (12, 256)
-MOST_MARKERS = 40  # more markers on one curve overlap
 DASHES = (0, (3, 1.5))
-BAND_ALPHA = 0.13
 
 
 def plot_rem(model_or_report: nn.Module | RSAReport, path: str | Path) -> None:
     """Draw the decay curve f(τ) of every RSA head, one panel per layer, and below them the gates per layer.
 
-    A dilated head is drawn as a dashed line through the lags that it reaches. A regular head with negative λ, whose
-    weights change sign with each lag, is drawn as a band. If a layer has one gate per head, the bar is their mean and
-    the dots are the heads.
+    A dilated head is drawn as a dashed line through the lags that it reaches. If a layer has one gate per head, the
+    bar is their mean and the dots are the heads.
 
     Args:
         model_or_report: a patched model, or its `rsa_report`.
@@ -66,7 +63,7 @@ def plot_rem(model_or_report: nn.Module | RSAReport, path: str | Path) -> None:
         raise ValueError("the model has no RSA heads, so there is nothing to draw. Call patch_model first.")
     names = _layer_names([layer.module for layer in report.layers])
     n = len(names)
-    columns = 3 if n in (5, 6, 9) else min(n, 4 if n <= 16 else 6 if n <= 36 else 8)
+    columns = min(n, 4 if n <= 16 else 8)
     rows = math.ceil(n / columns)
     end = _last_lag(report)
     heads = [head for layer in report.layers for head in layer.heads]
@@ -205,43 +202,20 @@ def _draw_heads(axes: Any, layer: LayerReport, end: int) -> None:
         lags = torch.arange(head.dilation, max(end, head.dilation) + 1, head.dilation, device="cpu")
         theta = torch.tensor(head.theta or 0.0, dtype=torch.float64, device="cpu")
         decay = torch.tensor(head.decay, dtype=torch.float64, device="cpu")
-        colour = KIND_COLOURS[head.kind]
-        if head.kind == "regular" and head.decay < 0:
-            band = lag_weights("regular", decay.abs(), theta, lags, head.dilation)
-            axes.fill_between(lags, band, -band, color=colour, alpha=BAND_ALPHA, linewidth=0)
-            axes.plot(lags, torch.stack([band, -band], dim=1), color=colour, linewidth=0.7, alpha=0.6)
-            continue
         weights = lag_weights(head.kind, decay, theta, lags, head.dilation)
-        axes.plot(
-            lags,
-            weights,
-            color=colour,
-            linestyle=DASHES if head.dilation > 1 else "-",
-            marker="o" if head.dilation > 1 and len(lags) <= MOST_MARKERS else None,
-            markersize=2,
-            linewidth=1.2,
-            alpha=0.85,
-        )
+        style = DASHES if head.dilation > 1 else "-"
+        axes.plot(lags, weights, color=KIND_COLOURS[head.kind], linestyle=style, linewidth=1.2, alpha=0.85)
     axes.set_xlim(0, end)
 
 
 def _legend_handles(heads: Sequence[HeadReport]) -> list[Any]:
     from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
 
-    alternating = [head for head in heads if head.kind == "regular" and head.decay < 0]
-    kinds = {head.kind for head in heads if head not in alternating}
-    handles: list[Any] = [
-        Line2D([], [], color=colour, label=KIND_FORMULAS[kind])
-        for kind, colour in KIND_COLOURS.items()
-        if kind in kinds
-    ]
-    if alternating:
-        label = r"$\lambda < 0$: alternates across the band"
-        handles.insert(1, Patch(color=KIND_COLOURS["regular"], alpha=3 * BAND_ALPHA, linewidth=0, label=label))
+    kinds = [kind for kind in KIND_COLOURS if any(head.kind == kind for head in heads)]
+    handles = [Line2D([], [], color=KIND_COLOURS[kind], label=KIND_FORMULAS[kind]) for kind in kinds]
     if dilations := sorted({head.dilation for head in heads if head.dilation > 1}):
         label = f"dilated by {', '.join(map(str, dilations[:6]))}{', …' if len(dilations) > 6 else ''}"
-        handles.append(Line2D([], [], color=GREY, linestyle=DASHES, marker="o", markersize=2, label=label))
+        handles.append(Line2D([], [], color=GREY, linestyle=DASHES, label=label))
     return handles
 
 
@@ -259,12 +233,8 @@ def _draw_gates(axes: Any, layers: Sequence[LayerReport], names: Sequence[str]) 
     axes.set_ylim(0, min(1.15, max(0.1, 1.25 * highest)))
     margin = max(0.7, (6 - n) / 2)  # no bar as wide as the page
     axes.set_xlim(-margin, n - 1 + margin)
-    ticks = range(0, n, max(1, math.ceil(n / 24)))
-    if names[-1] == f"layer {n - 1}":
-        axes.set_xticks(ticks)
-        axes.set_xlabel("layer")
-    else:
-        axes.set_xticks(ticks, [names[i] for i in ticks], rotation=45, ha="right", rotation_mode="anchor")
+    ticks = range(0, n, math.ceil(n / 24))
+    axes.set_xticks(ticks, [names[i] for i in ticks], rotation=45, ha="right", rotation_mode="anchor")
     axes.grid(axis="x", visible=False)
     axes.set_ylabel("gate g")
     axes.set_title("gates: 0 is attention only, 1 is recurrence only", loc="left")

@@ -20,7 +20,7 @@ __all__ = ["HeadReport", "LayerReport", "RSAReport", "rsa_report"]
 
 @dataclass(frozen=True)
 class HeadReport:
-    """One RSA head: its REM and its effective values.
+    """One RSA head: its REM, its effective values, and where they started according to the plan.
 
     Attributes:
         head: index of the head in its layer.
@@ -30,6 +30,9 @@ class HeadReport:
         decay: λ or γ.
         theta: θ in radians; None for a regular head.
         half_life: number of positions after which |λ|^τ or γ^τ has fallen to one half; inf if it does not fall.
+        gate_start: g at the start.
+        decay_start: λ or γ at the start.
+        theta_start: θ at the start; None for a regular head.
     """
 
     head: int
@@ -39,6 +42,9 @@ class HeadReport:
     decay: float
     theta: float | None
     half_life: float
+    gate_start: float
+    decay_start: float
+    theta_start: float | None
 
 
 @dataclass(frozen=True)
@@ -88,21 +94,14 @@ class RSAReport:
     def __str__(self) -> str:
         if not self.layers:
             return "no RSA heads: the model is not patched"
-        rows = [("module", "head", "REM", "d", "gate", "decay", "theta", "half-life")]
+        rows = [["module", "head", "REM", "d", "gate", "start", "decay", "start", "theta", "start", "half-life"]]
         for layer in self.layers:
             for h in layer.heads:
-                rows.append(
-                    (
-                        layer.module,
-                        str(h.head),
-                        h.kind,
-                        str(h.dilation),
-                        f"{h.gate:.4f}",
-                        f"{h.decay:+.4f}",
-                        "" if h.theta is None else f"{h.theta:+.4f}",
-                        f"{h.half_life:.1f}",
-                    )
-                )
+                gates = [f"{gate:.4f}" for gate in (h.gate, h.gate_start)]
+                rates = (h.decay, h.decay_start, h.theta, h.theta_start)
+                signed = ["" if rate is None else f"{rate:+.4f}" for rate in rates]
+                place = (layer.module, str(h.head), h.kind, str(h.dilation))
+                rows.append([*place, *gates, *signed, f"{h.half_life:.1f}"])
         return f"{format_table(rows)}\n{len(self.layers)} layers, {self.num_parameters} RSA parameters"
 
 
@@ -126,22 +125,25 @@ def rsa_report(model: nn.Module) -> RSAReport:
 
 
 def _head_reports(heads: RSAHeads) -> list[HeadReport]:
-    rates = {name: _whole(value).double().cpu() for name, value in heads.rates().items()}
-    decay, theta = heads.per_head(rates)
-    gate = rates["gate"].expand(heads.plan.num_rsa_heads)
-    reports = []
+    with torch.device("cpu"):
+        start = _effective(RSAHeads(heads.plan))
     described = zip(heads.plan.heads, heads.plan.kinds, heads.plan.dilations, strict=True)
-    for i, (head, kind, d) in enumerate(described):
-        rate = float(decay[i])
-        half_life = _half_life(abs(rate), d)
-        angle = None if kind == "regular" else float(theta[i])
-        reports.append(HeadReport(head, kind, d, float(gate[i]), rate, angle, half_life))
-    return reports
+    return [
+        HeadReport(head, kind, d, *now, _half_life(abs(now[1]), d), *before)
+        for (head, kind, d), now, before in zip(described, _effective(heads), start, strict=True)
+    ]
 
 
-def _whole(value: torch.Tensor) -> torch.Tensor:
+def _effective(heads: RSAHeads) -> list[tuple[float, float, float | None]]:
+    """Gate, decay and θ of each head."""
     # Under FSDP2 every process has a shard.
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    rates = {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).tolist()
+        for name, value in heads.rates().items()
+    }
+    gates = rates["gate"] * (heads.plan.num_rsa_heads // len(rates["gate"]))
+    decays, angles = [*rates["lam"], *rates["gamma"]], [None] * len(rates["lam"]) + rates["theta"]
+    return [(gate, decays[place], angles[place]) for gate, place in zip(gates, heads.plan.rates, strict=True)]
 
 
 def _half_life(modulus: float, dilation: int) -> float:

@@ -2,21 +2,22 @@
 
 `config.rsa` is `{"format_version": 1, "modules": [names], "plan": {RSAConfig fields}}`. The names are relative to the
 base model, so that any head class loads the checkpoint. Counts are written out, so that no default matters. A plan
-that names single heads has format version 2, which rsa_hf 0.1 refuses; 0.1 reads all others.
+that names single heads has format version 2, which rsa_hf 0.1 refuses; 0.1 reads all others. Plans of earlier versions
+are converted when they are read.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.config import LayerConfig, RSAConfig
+from rsa_hf.config import COUNTS, LayerSpec, RSAConfig
 from rsa_hf.utils.text import brief, shorten
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 COUNTED, NAMED = 1, 2  # format versions
+MAX_NAMED_HEADS = 65_536  # larger than in any model: a damaged plan could otherwise ask for all memory
 MAX_STORED = 1e12  # for a stored rate; times any parameter_scale and any lag it is still finite in float32
 RSA_KEY = re.compile(r"(^|\.)rsa\.(mu|eta|nu|theta)$")  # a tensor of a checkpoint that belongs to RSA heads
 _MODULE_NAME = re.compile(r"[A-Za-z]\w*(\.\w+)*", re.ASCII)
@@ -43,11 +45,23 @@ class SavedPlan:
 
     Attributes:
         modules: names of the modules, relative to the base model.
-        config: the config; its counts are for these modules.
+        config: the config, with its counts written out.
+        layers: the RSA heads of each module.
     """
 
     modules: tuple[str, ...]
     config: RSAConfig
+    layers: dict[str, LayerSpec] = field(compare=False)
+
+    @classmethod
+    def of(cls, modules: Sequence[str], config: RSAConfig, num_heads: Sequence[int]) -> SavedPlan:
+        """The plan for some modules, whose numbers of attention heads are known.
+
+        Raises:
+            ValueError: the config does not fit the modules.
+        """
+        layers = config.layer_plans(num_heads)
+        return cls(tuple(modules), config.resolved(num_heads), dict(zip(modules, layers, strict=True)))
 
 
 def write_plan(plan: SavedPlan) -> dict[str, Any]:
@@ -84,37 +98,72 @@ def read_plan(content: Any) -> SavedPlan:
             raise ValueError(f"config.rsa['modules'] has {name!r:.200}, which is no module name such as 'h.0.attn'.")
     if len(set(modules)) != len(modules):
         raise ValueError("config.rsa['modules'] names a module more than once.")
-    plan = SavedPlan(tuple(modules), RSAConfig.from_dict(content["plan"]))
-    if version != _format_version(plan.config):
-        names = "names" if version == COUNTED else "does not name"
-        raise ValueError(
-            f"config.rsa has format_version {version}, but its plan {names} single heads. The file is damaged: get it "
-            "again."
-        )
-    plan.config.layer_plans([None] * len(modules))
-    layers = plan.config.layers
-    if layers is not None and len(layers) != len(modules):
-        raise ValueError(
-            f"config.rsa['plan'] has layers={brief(layers)}, but config.rsa['modules'] names {len(modules)} modules: "
-            "one index for each is needed."
-        )
-    return plan
+    plan = content["plan"]
+    is_counted = version == COUNTED and isinstance(plan, Mapping)
+    config = _read_counts(plan, len(modules)) if is_counted else RSAConfig.from_dict(plan)
+    if version == NAMED and config.heads is None:
+        raise ValueError("config.rsa has format_version 2, but its plan does not name single heads: it is damaged.")
+    layers = config.layer_plans([None] * len(modules))
+    return SavedPlan(tuple(modules), config, dict(zip(modules, layers, strict=True)))
+
+
+def _read_counts(plan: Mapping[str, Any], n: int) -> RSAConfig:
+    """Read a plan that counts heads, for `n` modules.
+
+    Earlier versions could also give counts and dilations per layer, spread gates over the layers, and leave the heads
+    of a pair untied. The config then names the heads that this stands for.
+    """
+    if plan.get("heads") is not None:
+        raise ValueError("config.rsa has format_version 1, but its plan names single heads: it is damaged.")
+    plan = dict(plan)
+    tied, gate, dilation = plan.pop("tie_pairs", True), plan.get("gate_init"), plan.get("dilation")
+    if not isinstance(tied, bool):
+        raise TypeError(f"tie_pairs={brief(tied)}: True or False is needed.")
+    is_nested = isinstance(dilation, list) and any(isinstance(entry, list) for entry in dilation)
+    given = [name for name in COUNTS if isinstance(plan.get(name), list)] + ["dilation"] * is_nested
+    if tied and not given and not isinstance(gate, list):
+        return RSAConfig.from_dict(plan)
+    columns = {name: _entries(name, plan.pop(name), n) for name in given}
+    if isinstance(gate, list):
+        low, high = (RSAConfig(gate_init=end).gate_init for end in _entries("gate_init", gate, 2))
+        columns["gate_init"] = [low + (high - low) * (i / (n - 1) if n > 1 else 0.5) for i in range(n)]
+    whole = RSAConfig.from_dict({**plan, "gate_init": -3.0})
+    heads = []
+    for i, layer in enumerate(whole.layers or range(n)):
+        own = {**plan, **{name: column[i] for name, column in columns.items()}}
+        if not any(own.get(name) for name in COUNTS[2:]):
+            own["dilation"] = None
+        heads += RSAConfig.from_dict(own).counted_heads(layer, None)
+        if len(heads) > MAX_NAMED_HEADS:
+            raise ValueError(f"config.rsa['plan'] has more than {MAX_NAMED_HEADS:,} RSA heads: it is damaged.")
+    return RSAConfig(
+        heads=tuple(heads if tied else (replace(head, pair=None) for head in heads)),
+        gate_per_head=whole.gate_per_head,
+        causal=whole.causal,
+        parameter_scale=whole.parameter_scale,
+    )
+
+
+def _entries(name: str, value: list[Any], n: int) -> list[Any]:
+    if len(value) != n:
+        raise ValueError(f"{name}={brief(value)}: a list of {n} is needed.")
+    return value
 
 
 def _format_version(config: RSAConfig) -> int:
     return COUNTED if config.heads is None else NAMED
 
 
-def planned_layers(config: PreTrainedConfig) -> dict[str, LayerConfig]:
-    """The config of the RSA heads of each module that `config.rsa` names."""
-    plan = read_plan(config.rsa)
-    return dict(zip(plan.modules, plan.config.layer_plans([None] * len(plan.modules)), strict=True))
+def planned_layers(config: PreTrainedConfig) -> dict[str, LayerSpec]:
+    """The layer spec of each module that `config.rsa` names."""
+    return read_plan(config.rsa).layers
 
 
 def differences(old: SavedPlan, new: SavedPlan) -> str:
     """Describe the differences between two plans, for messages."""
     before, after = old.config.to_dict(), new.config.to_dict()
-    changed = [f"{key}: {before[key]!r} → {after[key]!r}" for key in before if before[key] != after[key]]
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    changed = [f"{key}: {brief(before.get(key))} → {brief(after.get(key))}" for key in keys]
     if old.modules != new.modules:
         changed.append(f"modules: {shorten(old.modules)} → {shorten(new.modules)}")
     return "; ".join(changed)

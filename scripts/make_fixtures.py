@@ -1,4 +1,4 @@
-"""Save tiny models, adapters and run settings with this version, for later versions to load.
+"""Save tiny models and adapters with this version, for later versions to load.
 
     python scripts/make_fixtures.py
 
@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 # First: it sets torch up for results that are the same on every processor.
-from earlier_versions import MEMORIES, arithmetic, load_model, outputs, read_settings, unnoticed  # noqa: E402, I001
+from earlier_versions import MEMORIES, arithmetic, load_model, outputs, unnoticed  # noqa: E402, I001
 
 import peft  # noqa: E402
 import torch  # noqa: E402
@@ -58,23 +56,24 @@ PAIRS = RSAConfig(num_cyclical_pairs=1, num_dilated_cyclical_pairs=2, dilation=(
 FULL = RSAConfig(
     num_regular=1, num_cyclical_pairs=1, num_dilated_regular=1, num_dilated_cyclical_pairs=1, dilation=(2, 3, 4)
 )
-UNTIED = RSAConfig(
+PER_HEAD = RSAConfig(
     num_regular=1,
     num_cyclical_pairs=1,
     num_dilated_cyclical_pairs=1,
     dilation=3,
     gate_per_head=True,
-    tie_pairs=False,
     parameter_scale=1.0,
 )
 # The encoder's second layer and both of the decoder's.
 PER_LAYER = RSAConfig(
-    layers=(1, 2, 3),
-    num_regular=(1, 0, 2),
-    num_cyclical_pairs=(0, 1, 1),
-    num_dilated_regular=(1, 2, 0),
-    dilation=((2,), (3, 4), ()),
-    gate_init=(-1.0, 1.0),
+    heads=(
+        HeadConfig(layer=1, head=0, kind="regular", decay=0.7, gate=0.3),
+        HeadConfig(layer=1, head=1, kind="regular", decay=-0.7, gate=0.3, dilation=2),
+        HeadConfig(layer=2, head=0, kind="cos", decay=0.8, gate=0.5, theta=0.8, pair=0),
+        HeadConfig(layer=2, head=1, kind="sin", decay=0.8, gate=0.5, theta=0.8, pair=0),
+        HeadConfig(layer=3, head=2, kind="sin", decay=0.6, gate=0.7, theta=0.4),
+    ),
+    gate_per_head=False,
 )
 
 NAMED = RSAConfig(
@@ -96,7 +95,7 @@ MODELS: list[tuple[str, str, str, dict[str, Any], RSAConfig | None]] = [
     ("gpt2", "gpt2", CAUSAL, GPT2, RSAConfig()),
     ("gpt2_shards", "gpt2", CAUSAL, GPT2, FULL),
     ("roberta", "roberta", SEQUENCES, {**BERT, **SPECIAL, **POSITIONS, "num_labels": 3}, FULL),
-    ("bert", "bert", MASKED, {**BERT, **SPECIAL, **POSITIONS}, UNTIED),
+    ("bert", "bert", MASKED, {**BERT, **SPECIAL, **POSITIONS}, PER_HEAD),
     ("llama", "llama", CAUSAL, LLAMA, RSAConfig.from_scratch(6)),
     ("llama_bfloat16", "llama", CAUSAL, {**LLAMA, "dtype": torch.bfloat16}, FULL),
     ("llama_named", "llama", CAUSAL, LLAMA, NAMED),
@@ -127,23 +126,6 @@ ADAPTERS: list[tuple[str, str, str, dict[str, Any], peft.PeftConfig]] = [
 ]
 # Where the base of an adapter was when it was trained: a folder that is not there any longer.
 FORMER_FOLDER = "/home/somebody/models/base-of-{name}"
-
-RUNS = """
-lm_gpt2_wikitext2.yaml --rsa null
-lm_gpt2_wikitext2.yaml --data.block_size 64 --stride=32 --mixed_precision no
-lm_gpt2_wikitext2.yaml --rsa.num_regular 2 --rsa.dilation [2,3,5] --gate_init -inf
-lm_gpt2_wikitext2.yaml --rsa '{num_regular: 3, layers: [0, 2]}' --nu_init '[0, 1.5]'
-lm_gpt2_wikitext2.yaml --config_overrides.resid_pdrop 0.0 --config_overrides.n_layer=3 --name_or_path 2024
-lm_gpt2_wikitext2.yaml --files.train a.txt --files.test b.txt --source files --hub_dataset null --hub_subset null
-lm_gpt2_wikitext2.yaml --learning_rate 1e-3 --epochs 2 --max_steps 1e4 --max_grad_norm null --mixed_precision bf16
-lm_gpt2_wikitext2.yaml --training.seed 3 --data.seed=5 --gradient_checkpointing true --resume never
-lm_bytes_embedded.yaml --rsa null --model.attn_implementation eager --eval_every_steps null
-lm_bytes_transformer_xl.yaml --eval_memory.mem_len 99 --carry_memory true --lr_schedule cosine
-defect_demo.yaml --rsa null --data.max_length 64 --long_functions chunk --chunk_overlap 16
-defect_demo.yaml --defect_kinds [missing_not,extra_not] --max_train_examples null --class_weights true
-defect_demo.yaml --rsa.gate_per_head true --rsa.tie_pairs false --causal false --theta_init .5 --parameter_scale 1
-defect_demo.yaml --train_file a.jsonl --validation_file=b.jsonl --source files --mixed_precision fp16
-"""
 
 
 def build(model_type: str, auto_class: str, sizes: dict[str, Any]) -> PreTrainedModel:
@@ -238,20 +220,6 @@ def write_adapter(
     write(folder, auto_class, model, lambda: model.save_pretrained(folder / "adapter"))
 
 
-def write_settings(folder: Path) -> None:
-    """Copy the run files, and write what this version reads in them, alone and with settings of the command line."""
-    for pattern in ("*.yaml", "published/*.yaml"):
-        for path in sorted((ROOT / "configs").glob(pattern)):
-            copy = folder / path.relative_to(ROOT / "configs")
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, copy)
-    files = [[str(path.relative_to(folder))] for path in sorted(folder.glob("**/*.yaml"))]
-    overridden = [shlex.split(line) for line in RUNS.strip().splitlines()]
-    runs = [{"arguments": words, "settings": read_settings(words, folder)} for words in files + overridden]
-    lines = ",\n".join(json.dumps(run) for run in runs)
-    (folder / "settings.json").write_text(f"[\n{lines}\n]\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "tests" / "fixtures", help="the folder of all versions")
@@ -264,7 +232,6 @@ def main() -> None:
         write_model(folder / name, *arguments)
     for name, *arguments in ADAPTERS:
         write_adapter(folder / name, *arguments)
-    write_settings(folder / "configs")
     print(f"written: {folder}")
 
 

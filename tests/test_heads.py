@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,8 +21,12 @@ PLAN = {
 }
 
 
-def make(**values) -> RSAHeads:
-    return RSAHeads(RSAConfig(**{**PLAN, **values}).layer_plans([10])[0])
+def make(tie_pairs=True, **values) -> RSAHeads:
+    config = RSAConfig(**{**PLAN, **values})
+    if not tie_pairs:
+        heads = [replace(head, pair=None) for head in config.counted_heads(0, 10)]
+        config = RSAConfig(heads=heads, gate_per_head=config.gate_per_head)
+    return RSAHeads(config.layer_plans([10])[0])
 
 
 def draw(dtype=torch.float32):

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from families import FULL_PLAN, build
 from rsa_hf import patch_model, rsa_report
@@ -24,6 +25,19 @@ def test_the_report_shows_the_effective_rates():
         assert abs(head.decay) ** (head.half_life / head.dilation) == pytest.approx(0.5)
     assert str(report).count("h.0.attn") == 6
     assert report.num_parameters == 2 * (1 + 2 + 2 + 2)
+
+
+@torch.no_grad()
+def test_the_report_shows_where_gates_and_rates_started():
+    model = patch_model(build("gpt2"), FULL_PLAN)
+    before = rsa_report(model).layers[0].heads
+    for parameter in model.h[0].attn.rsa.parameters():
+        parameter += 0.02
+    for old, new in zip(before, rsa_report(model).layers[0].heads, strict=True):
+        start = (new.gate_start, new.decay_start, new.theta_start)
+        assert start == (old.gate, old.decay, old.theta) == (old.gate_start, old.decay_start, old.theta_start)
+        assert new.gate > new.gate_start and new.decay > new.decay_start
+        assert new.kind == "regular" or new.theta > new.theta_start
 
 
 def test_the_report_of_a_plain_model_says_that_it_is_not_patched():

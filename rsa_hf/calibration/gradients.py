@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.config import LayerConfig, RSAConfig
+from rsa_hf.config import LayerSpec, RSAConfig
 from rsa_hf.heads import RSAHeads, heads_of
 from rsa_hf.ops.mask import AttentionMask, boolean_mask, lags
 from rsa_hf.ops.shard import Shard
@@ -164,7 +164,7 @@ class ProbedModel:
         single = (
             take_rows(batch, row) for batch in batches for row in torch.arange(num_rows(batch), device="cpu").split(1)
         )
-        return torch.tensor([float(self._loss(row)) for row in single], device="cpu")
+        return torch.tensor([float(self._loss(row)) for row in single], dtype=torch.float32, device="cpu")
 
     def _loss(self, batch: Mapping[str, Any]) -> Tensor:
         # Copies, because tensors that were made in inference_mode cannot be saved for the backward pass.
@@ -220,7 +220,7 @@ class _Probe(RSAHeads):
         plan: any plan for the layer.
     """
 
-    def __init__(self, plan: LayerConfig) -> None:
+    def __init__(self, plan: LayerSpec) -> None:
         super().__init__(plan)
         self.current: RSAHeads | None = None
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")  # a gradient if all weights are frozen

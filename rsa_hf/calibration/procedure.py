@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,26 +69,15 @@ def calibrate(
     progress: bool = True,
     **settings: Any,
 ) -> RSAConfig:
-    """The plan of the heads on which recurrence helps this model on this data, for `patch_model`.
+    """The config of the heads on which recurrence helps this model on this data, for `patch_model`.
 
         config = calibrate(model, batches)
         patch_model(model, config)  # better on such data than before, with nothing trained yet
 
-    `run_calibration` takes the same arguments, and gives the plan with a report.
-
-    Args:
-        model: see `run_calibration`.
-        batches: see `run_calibration`.
-        seed: see `run_calibration`.
-        progress: see `run_calibration`.
-        **settings: the fields of `CalibrationSettings`.
+    `run_calibration` takes the same arguments, and returns a report too; see there.
 
     Returns:
-        The plan. It names no heads where no gain could be shown; `patch_model` then leaves the model as it is.
-
-    Raises:
-        TypeError: see `run_calibration`.
-        ValueError: see `run_calibration`.
+        The config. It names no heads where no gain could be shown; `patch_model` then leaves the model as it is.
     """
     return run_calibration(model, batches, seed=seed, progress=progress, **settings).config
 
@@ -108,9 +96,9 @@ def run_calibration(
        each head, with its standard error over rows. Heads are chosen as `choice.py` says.
     2. The gates of the chosen heads open by a part of a Newton step. `gate_passes` more passes move each share towards
        where its derivative would vanish (the secant method, in damped steps).
-    3. This is done without the first, the middle and the last third of the rows in turn, with one pass less: rows of a
-       document, which follow each other, are no evidence for each other. On the rows left out, the mean loss has to
-       fall by 2.5 standard errors. Then it is done with all rows, for the plan; otherwise the plan names no heads.
+    3. This is done without the first, the middle and the last third of the rows in turn, with one pass less: rows
+       of a document, which follow each other, are not independent. On the held-out rows, the mean loss has to
+       fall by 2.5 standard errors. Then it is done with all rows; otherwise the config names no heads.
 
     By default the rows pass five times forward and backward, and three times forward alone; weights get no gradients.
     The model is in evaluation mode meanwhile, and as it was afterwards, also after an error.
@@ -124,27 +112,24 @@ def run_calibration(
         **settings: the fields of `CalibrationSettings`.
 
     Returns:
-        The plan, and what was found: `print(calibration)` for a table, `calibration.plot(path)` for a heatmap.
+        The config, and what was found: `print(calibration)` for a table, `calibration.plot(path)` for a heatmap.
 
     Raises:
-        TypeError: `model` is no `PreTrainedModel`, a batch is no mapping, or a setting is unknown.
-        ValueError: too few rows, no loss, a loss that is not finite, a model that is patched already, or one that was
-            made in `torch.inference_mode`; or a setting is outside its range.
+        TypeError: `model` is not a `PreTrainedModel`, a batch is not a mapping, or a setting is unknown.
+        ValueError: too few rows, no loss, a loss that is not finite, a model that is patched already, or a setting
+            outside its range.
     """
     how = CalibrationSettings(**settings)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"calibrate takes a transformers PreTrainedModel, got {type(model).__name__}.")
     if is_patched(model):
         raise ValueError("the model is patched already. Calibrate a plain one: unpatch_model(model) gives it back.")
-    if any(parameter.is_inference() for parameter in model.parameters()):
-        raise ValueError(
-            f"the weights of this {type(model).__name__} were made in torch.inference_mode, so they cannot be part of "
-            "a backward pass. Load the model, or copy it with copy.deepcopy, outside of torch.inference_mode."
-        )
     read = _read(batches, how.max_rows)
     rows = sum(map(num_rows, read))
     with (
-        _usual_modes(model),
+        torch.inference_mode(False),  # turns gradients on, after no_grad too
+        torch.autocast(model.device.type, enabled=False),
+        torch.device("cpu"),  # where tensors are made here, whatever the default device
         ProbedModel(model) as probed,
         tqdm(total=2 + (FOLDS + 1) * how.gate_passes, disable=not progress) as bar,
     ):
@@ -171,7 +156,7 @@ def run_calibration(
             return [share for share in shares if share.gate > 0]
 
         # By which the loss of each row falls with heads that were chosen without it, and with P = 0 on these heads.
-        gains, damped = torch.zeros(2, rows, device="cpu")
+        gains, damped = torch.zeros(2, rows, dtype=torch.float32)
         for fold in range(FOLDS):
             held_out = fold_of_row == fold
             plan = _plan(fit(~held_out, how.gate_passes - 1))
@@ -195,22 +180,6 @@ def run_calibration(
         gain_without_recurrence=float(damped.mean()),
         head_steps=steps,
     )
-
-
-@contextmanager
-def _usual_modes(model: PreTrainedModel) -> Iterator[None]:
-    """Compute as outside of what a caller may have set: no gradients, autocast, another default device or dtype."""
-    dtype, device = torch.get_default_dtype(), torch.get_default_device()
-    with (
-        torch.inference_mode(False),  # turns gradients on, after no_grad too
-        torch.autocast(model.device.type, enabled=False),
-        nullcontext() if device.type == "cpu" else torch.device("cpu"),
-    ):
-        torch.set_default_dtype(torch.float32)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
 
 
 class _Share:
@@ -240,7 +209,7 @@ class _Share:
         return CalibratedHead(self.config(), self.derivative, self.chosen.certainty, -self.derivative * self.share / 2)
 
     def config(self) -> HeadConfig:
-        """The head in a plan."""
+        """The head in the config."""
         rem = DICTIONARY[self.chosen.rem]
         place = (self.chosen.layer, self.chosen.head)
         return HeadConfig(*place, rem.kind, rem.decay, self.gate, rem.theta, rem.dilation)

@@ -19,7 +19,7 @@ class CalibratedHead:
     """A head that was chosen.
 
     Attributes:
-        config: the head in the plan.
+        config: the head as the config names it.
         derivative: of the loss with respect to the share g · Σ |f(τ)| of its REM, in the plain model.
         certainty: by how many standard errors the derivative is below zero.
         expected_gain: by how much the loss would fall, were it quadratic in the share and other heads as they are.
@@ -36,8 +36,8 @@ class Calibration:
     """The outcome of a calibration; `print` shows a table.
 
     Attributes:
-        config: the plan; it names no heads if no gain was shown.
-        heads: the heads of the plan.
+        config: it names no heads if no gain was shown.
+        heads: the heads of the config.
         derivatives: of every layer, and of every head in it, the derivative of the loss with respect to the share of
             its best REM.
         num_rows: number of rows.

@@ -50,7 +50,7 @@ def _patch_all(gate: float) -> None:
         if pattern is not None and vars(config).get("rsa") is None:
             names = tuple(pattern.format(i) for i in range(config.num_hidden_layers))
             heads = [config.num_attention_heads] * len(names)
-            config.rsa = write_plan(SavedPlan(names, RSAConfig(gate_init=gate).resolved(heads)))
+            config.rsa = write_plan(SavedPlan.of(names, RSAConfig(gate_init=gate), heads))
         post_init(self)
 
     PreTrainedModel.post_init = with_plan

@@ -124,16 +124,6 @@ def test_scores_of_a_model_with_heads_agree_with_finite_differences(monkeypatch)
     assert float(scores.means[1][1, 0]) == pytest.approx((above - below) / (2 * STEP * mass), rel=1e-3)
 
 
-def test_heads_by_the_piece_give_the_same_products(monkeypatch):
-    model, batch = build("llama"), batch_of("llama")
-    with ProbedModel(model) as probed:
-        whole = probed.gradients([batch])
-        monkeypatch.setattr(gradients, "MOST_PRODUCTS", 3 * T * T)
-        pieces = probed.gradients([batch])
-    for a, b in zip(whole.lags, pieces.lags, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def test_rows_add_up_to_their_batches():
     model, batch = build("llama"), batch_of("llama", rows=6)
     batch["attention_mask"][:] = 1  # so that each row counts alike

@@ -70,7 +70,7 @@ def test_patch_keeps_the_class_the_weights_and_the_tokenizer(run, tmp_path, toke
         (["{base}", "out", "--plan", "{{num_regular: x}}"], "num_regular='x': a whole number"),
         (["{base}", "out", "--plan", "absent.yaml"], "there is no such file"),
         (["{base}", "out", "--plan", "{{a"], "not valid YAML"),
-        (["{base}", "out", "--plan", "[1]"], "an RSA plan is a mapping"),
+        (["{base}", "out", "--plan", "[1]"], "expected RSAConfig or a mapping"),
     ],
 )
 def test_a_mistake_in_a_patch_exits_with_2_and_writes_nothing(run, tmp_path, monkeypatch, arguments, words):

@@ -12,7 +12,7 @@ import rsa_hf.peft
 from families import DECODERS, FAMILIES, PAD, VOCAB, build, build_language_model
 from model_state import assert_same_state, state_of
 from references import relative_error
-from rsa_hf import HeadConfig, RSAConfig, RSAHeads, is_patched, patch_model, rem_matrix, rsa_report, unpatch_model
+from rsa_hf import HeadConfig, RSAConfig, RSAHeads, is_patched, patch_model, rem_matrix, rsa_report
 from rsa_hf.ops.cpp.build import library
 from rsa_hf.ops.mask import boolean_mask, lags
 from texts import PIECES, difference, padded_batch
@@ -78,21 +78,6 @@ def test_pieces_behind_a_cache_give_the_same_logits(family, pieces):
     assert difference(model, padded_batch(), pieces, DynamicCache(config=model.config)) < 1e-5
 
 
-def test_a_model_is_as_it_was_after_unpatching():
-    model = build("llama")
-    before = state_of(model)
-    assert_same_state(unpatch_model(patch_model(model, NAMED)), before)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_shut_gates_change_no_bit(family):
-    model, batch = build(family), padded_inputs(family)
-    plain = model(**batch).last_hidden_state
-    shut = [HeadConfig(**{**vars(head), "gate": 0.0}) for head in HEADS]
-    assert torch.equal(patch_model(model, RSAConfig(heads=shut))(**batch).last_hidden_state, plain)
-
-
 def test_parameters_start_where_the_plan_says():
     model = patch_model(build("gpt2"), NAMED)
     found = [(i, head) for i, layer in enumerate(rsa_report(model).layers) for head in layer.heads]
@@ -109,7 +94,7 @@ def test_a_saved_model_has_the_same_heads(tmp_path):
     model.save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())["rsa"]
     assert content["format_version"] == 2  # which rsa_hf 0.1 refuses
-    assert set(content["plan"]) == {"layers", "causal", "parameter_scale", "heads"}
+    assert set(content["plan"]) == {"layers", "causal", "parameter_scale", "gate_per_head", "heads"}
     for auto in (AutoModelForCausalLM, AutoModel):
         loaded = auto.from_pretrained(tmp_path)
         expected = model(**batch)[0] if auto is AutoModelForCausalLM else model.model(**batch)[0]
@@ -122,7 +107,7 @@ def test_a_saved_model_has_the_same_heads(tmp_path):
     [
         (lambda rsa: rsa.update(format_version=1), "format_version 1, but its plan names single heads"),
         (lambda rsa: rsa.update(plan={"num_regular": 1}), "format_version 2, but its plan does not name"),
-        (lambda rsa: rsa["plan"]["heads"].pop(), "the heads are in layers"),
+        (lambda rsa: rsa["plan"]["heads"].pop(), "the layers of the heads"),
         (lambda rsa: rsa["plan"]["heads"][0].update(head=8), "layer 0 has 8 attention heads|8 heads"),
         (lambda rsa: rsa["plan"]["heads"][0].update(kind="cos"), "eta has shape"),
     ],
@@ -172,10 +157,3 @@ def test_an_adapter_of_a_plan_without_heads_is_that_of_the_method_alone():
     adapted = rsa_hf.peft.get_peft_model(base, method, empty)
     assert torch.equal(adapted(**batch).logits, expected) and method.modules_to_save is None
     assert {name.split(".")[-3] for name, p in adapted.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
-
-
-def test_a_gate_that_starts_open_or_shut_is_finite_in_the_model():
-    heads = [HeadConfig(0, 0, "regular", 0.5, gate=1.0), HeadConfig(0, 1, "regular", 0.5, gate=0.0)]
-    model = patch_model(build("gpt2"), RSAConfig(heads=heads))
-    assert [head.gate for head in rsa_report(model).layers[0].heads] == [1.0, 0.0]
-    assert bool(model(**padded_inputs("gpt2")).last_hidden_state.isfinite().all())
