@@ -138,7 +138,7 @@ def test_hub_rows_become_lines(hub_data):
     with pytest.raises(
         ValueError, match="text_column_name='text': the train split of owner/name has the columns body"
     ):
-        read_texts(LanguageModelingDataConfig("owner/name"))
+        read_texts(LanguageModelingDataConfig("owner/name", validation_split_name="dev"))
     del hub_data.returns["dev"]
     assert b"".join(read_texts(LanguageModelingDataConfig("owner/name", text_column_name="body")).values()) == lines
 
