@@ -105,6 +105,8 @@ def differences(found, expected, *, bitwise):
     wrong = dict.fromkeys(found.keys() ^ expected.keys(), "in only one of the two")
     for key in found.keys() & expected.keys():
         one, other = found[key], expected[key]
+        if ".state." in key and one.dim() == other.dim():  # a state may have room beyond what it holds
+            one = one[tuple(slice(size) for size in other.shape)]
         if (one.dtype, one.shape) != (other.dtype, other.shape):
             wrong[key] = f"{one.dtype} {tuple(one.shape)}, not {other.dtype} {tuple(other.shape)}"
             continue
