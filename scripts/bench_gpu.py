@@ -30,7 +30,6 @@ import sys
 if "--dry" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
-import argparse
 import gc
 import json
 import math
@@ -42,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import interleaved, machine, ratio
+from measuring import interleaved, machine, make_parser, ratio, write
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
@@ -528,12 +527,6 @@ def earlier_rows(path: Path, rows: list[Row]) -> dict[str, Any]:
     return {name: entry for name, entry in found.items() if name in names}
 
 
-def write(path: Path, text: str) -> None:
-    beside = path.with_suffix(".tmp")
-    beside.write_text(text)
-    beside.replace(path)
-
-
 def measured(row: Row, record: dict[str, Any]) -> str:
     """What a row found, or that it was not measured, and why if something was tried."""
     entry = record["rows"].get(row.name, {})
@@ -552,16 +545,16 @@ def measured(row: Row, record: dict[str, Any]) -> str:
 
 
 def table(record: dict[str, Any], rows: list[Row]) -> str:
-    lines = ["# The Triton kernels on a GPU", ""]
-    if record["machine"] is None:
-        lines += ["No GPU has run this yet: `make bench-gpu` fills the table, in under ten minutes."]
-    else:
-        lines += [
-            f"Made by `{record['command']}`, which holds values and every gradient against float64 first (largest "
-            f"relative error of the last run {max(record['equality'].values()):.0e}). Medians of {record['rounds']} "
-            "interleaved rounds; bf16; RSA on half of the heads (`RSAConfig()`).",
-        ]
-    lines += ["", "| | against | target | measured | on |", "|---|---|---|---|---|"]
+    lines = [
+        "# The Triton kernels on a GPU",
+        "",
+        f"Made by `{record['command']}`, which holds values and every gradient against float64 first (largest "
+        f"relative error of the last run {max(record['equality'].values()):.0e}). Medians of {record['rounds']} "
+        "interleaved rounds; bf16; RSA on half of the heads (`RSAConfig()`).",
+        "",
+        "| | against | target | measured | on |",
+        "|---|---|---|---|---|",
+    ]
     lines += [
         f"| {row.name} | {row.rival} | {row.target} | {measured(row, record)} | {card(row, record)} |" for row in rows
     ]
@@ -605,20 +598,13 @@ def roofline(record: dict[str, Any], path: Path) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser = make_parser(__doc__, "--out")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU, in Triton's interpreter")
     parser.add_argument("--budget", type=float, default=400.0, help="seconds after which no further row is begun")
-    parser.add_argument("--table-only", action="store_true", help="write the table of a run that has not been made")
     options = parser.parse_args()
     os.environ["RSA_HF_BACKEND"] = "triton"
     sizes = DrySizes() if options.dry else Sizes()
-    options.out.mkdir(parents=True, exist_ok=True)
     rows = rows_of(sizes)
-    if options.table_only:
-        record = {"dry": False, "machine": None, "rows": {}}
-        write(options.out / "bench_gpu.md", table(record, rows))
-        return
     if not options.dry and not torch.cuda.is_available():
         raise SystemExit(
             "no GPU is here; --dry runs everything in Triton's interpreter, at sizes that measure nothing."

@@ -18,14 +18,13 @@ A length is reported only if values and every gradient agree with float64 Fourie
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import interleaved, machine, peak_memory, ratio
+from measuring import interleaved, machine, make_parser, on, peak_memory, publish, ratio, table
 from torch import Tensor
 
 from rsa_hf import rem_matrix, rem_product
@@ -145,37 +144,36 @@ def measure(length: int, arms: tuple[str, ...], options: argparse.Namespace) -> 
     return {"length": length, "batch": batch_of(length), "error": error, "times_ms": times, "memory_mb": memory}
 
 
-def table(record: dict[str, Any]) -> str:
-    head = record["machine"]
-    lines = [
+def page(record: dict[str, Any]) -> list[str]:
+    rows = []
+    for row in record["rows"]:
+        times, memory = row["times_ms"], row["memory_mb"]
+        mine = times["rsa"]
+        rows.append(
+            [
+                f"{row['length']:,} × {row['batch']}",
+                f"{mine['median']:.2f} [{mine['low']:.2f}–{mine['high']:.2f}]",
+                _cell(ratio(times, "rsa", "copy"), ".1f"),
+                _cell(ratio(times, "rsa", "sdpa"), ".3f"),
+                _cell(_added(times), ".3f"),
+                *(_cell(ratio(times, rival, "rsa"), ".1f") for rival in ("dense", "explicit", "fft")),
+                *(_cell(memory.get(arm), ",.0f") for arm in ("rsa", "sdpa", "dense", "explicit")),
+                f"{row['error']:.0e}",
+            ]
+        )
+    ratios = ["× copy", "× sdpa", "a layer adds, × sdpa", "dense / RSA", "explicit / RSA", "fft / RSA"]
+    return [
         "# P V, forward and backward",
         "",
-        f"Made by `{record['command']}` on {head.get('gpu', head['processor'])}, {head['threads']} threads, torch "
-        f"{head['torch']}, commit {head['commit']}. {HEADS} heads of {DIM}, float32, causal, a third of the heads "
+        f"Made by `{record['command']}` on {on(record['machine'])}, commit {record['machine']['commit']}. {HEADS} "
+        f"heads of {DIM}, float32, causal, a third of the heads "
         "regular; times and ratios (of neighbouring calls) are medians over "
         f"{record['rounds']} interleaved rounds (five at least, where a rival takes long), in brackets the quartiles. "
         "A layer is sdpa mixed with P V by eq. 4. Memory is what tensors take at the peak of a call. An empty cell "
         "was not run, for its time or memory.",
         "",
-        "| T × batch | RSA, ms | × copy | × sdpa | a layer adds, × sdpa | dense / RSA | explicit / RSA | fft / RSA "
-        "| RSA, MB | sdpa, MB | dense, MB | explicit, MB | error |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        *table(["T × batch", "RSA, ms", *ratios, "RSA, MB", "sdpa, MB", "dense, MB", "explicit, MB", "error"], rows),
     ]
-    for row in record["rows"]:
-        times, memory = row["times_ms"], row["memory_mb"]
-        mine = times["rsa"]
-        cells = [
-            f"{row['length']:,} × {row['batch']}",
-            f"{mine['median']:.2f} [{mine['low']:.2f}–{mine['high']:.2f}]",
-            _cell(ratio(times, "rsa", "copy"), ".1f"),
-            _cell(ratio(times, "rsa", "sdpa"), ".3f"),
-            _cell(_added(times), ".3f"),
-            *(_cell(ratio(times, rival, "rsa"), ".1f") for rival in ("dense", "explicit", "fft")),
-            *(_cell(memory.get(arm), ",.0f") for arm in ("rsa", "sdpa", "dense", "explicit")),
-            f"{row['error']:.0e}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
 
 
 def _added(times: dict[str, Any]) -> float | None:
@@ -213,8 +211,7 @@ def chart(record: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("results"))
+    parser = make_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget", type=float, default=3.0, help="seconds that one call of a rival may take")
@@ -235,12 +232,8 @@ def main() -> None:
     )
     where = machine(torch.device(options.device))
     record = {"command": command, "machine": where, "rounds": options.rounds, "rows": rows}
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "bench_product.json").write_text(json.dumps(record, indent=1) + "\n")
-    text = table(record)
-    (options.output / "bench_product.md").write_text(text)
+    publish(options.output, "bench_product", record, page(record))
     chart(record, options.output / "bench_product.png")
-    print(text)
 
 
 if __name__ == "__main__":

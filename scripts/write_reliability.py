@@ -5,7 +5,6 @@ python scripts/write_reliability.py outputs/reliability.jsonl
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -57,15 +56,6 @@ def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def main() -> None:
-    """Read the lines, write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("record", type=Path, help="the lines that the run wrote down")
-    parser.add_argument("--output", type=Path, default=Path("RELIABILITY.md"))
-    arguments = parser.parse_args()
-    lines = [json.loads(line) for line in arguments.record.read_text(encoding="utf-8").splitlines()]
-    arguments.output.write_text(page(lines), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    record = Path(sys.argv[1]).read_text(encoding="utf-8")
+    Path("RELIABILITY.md").write_text(page([json.loads(line) for line in record.splitlines()]), encoding="utf-8")

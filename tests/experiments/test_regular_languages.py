@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from experiment_runs import conclude, finished, measure_again
-from experiments.regular_languages import DIFFERENCE, EXPERIMENT, LONGER, networks, summarise
-from experiments.regular_languages.languages import LANGUAGES, make_splits
-from experiments.regular_languages.networks import VARIANTS, accuracy, correct_strings, encode, make_network
-from rsa_hf import is_patched
-from rsa_hf.heads import RSAHeads
+from experiments.regular_languages import DIFFERENCE, EXPERIMENT, networks, summarise
+from experiments.regular_languages.languages import LANGUAGES
+from experiments.regular_languages.networks import VARIANTS, correct_strings, encode, make_network
+from rsa_hf import RSAHeads, is_patched
 
 BINS = ("right 2–10", "right 11–20", "right 21–30")
 
@@ -65,23 +64,6 @@ def test_a_string_counts_only_if_every_step_is_right():
 @pytest.mark.parametrize("scorer", [last_step, most_steps, without_the_end, with_padding])
 def test_a_broken_scorer_is_caught(scorer):
     assert scored_wrongly(scorer)
-
-
-def test_accuracy_is_over_all_strings():
-    batch = encode(LANGUAGES["d-4"], make_splits(LANGUAGES["d-4"], 10, 5, 0, ((2, 9),)).train)
-
-    class Oracle(torch.nn.Module):
-        """Right, except at the last steps of strings of more than 6 characters."""
-
-        def forward(self, tokens):
-            row = {tuple(t.tolist()): 2 * y - 1 for t, y in zip(batch.tokens, batch.targets, strict=True)}
-            whole = torch.stack([row[(*t.tolist(), *[2] * (batch.tokens.shape[1] - len(t)))] for t in tokens])
-            whole[:, 7:] *= -1
-            return whole[:, : tokens.shape[1]]
-
-    expected = (batch.real.sum(1) <= 7).float().mean().item()
-    assert 0 < expected < 1
-    assert accuracy(Oracle(), batch, size=3) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -159,31 +141,6 @@ def test_the_verdict_needs_a_gain_on_all_languages_and_on_parity():
     by_chance = concluded(aa=GOOD, parity=[(1.0, 0.9, 0.9), (1.0, 0.0, 0.1)])
     assert by_chance.verdict == "not measurable at this size"
     assert "2 of 2 comparisons are undecided (the interval contains 0" in by_chance.sentence
-
-
-def test_without_parity_the_claim_is_not_measurable():
-    without_parity = {("(aa)*", "rsa", 0.01): GOOD, ("(aa)*", "transformer", 0.01): BAD, ("d-2", "rsa", 0.01): BAD}
-    found = conclude("regular-languages", results(without_parity))
-    assert found.verdict == "not measurable at this size" and "Parity has not been run" in found.sentence
-    assert "mean of 1 languages" in found.sentence and len(found.findings) == 1
-
-
-def test_differences_are_paired_by_seed():
-    shares = {
-        ("parity", "rsa", 0.01): [(1.0, 0.2, 0.2), (1.0, 0.9, 0.9), (1.0, 0.5, 0.5)],
-        ("parity", "transformer", 0.01): [(1.0, 0.1, 0.1), (1.0, 0.8, 0.8), (1.0, 0.39, 0.39)],
-    }
-    rows = summarise(results(shares))
-    [difference] = rows.find(DIFFERENCE, language="parity")
-    assert difference.mean == pytest.approx(0.31 / 3) and difference.low > 0
-    [rsa] = rows.find(LONGER, arm="rsa")
-    assert rsa.low < 0  # unpaired, seeds differ far more
-
-
-def test_ties_in_accuracy_are_broken_by_the_training_loss():
-    one = {("parity", "transformer", 0.01): [(1.0, 0.0, 0.0)]}
-    tied = {("parity", "rsa", 0.1): [(1.0, 1.0, 1.0)], ("parity", "rsa", 0.01): [(1.0, 0.0, 0.0)]}
-    assert summarise(results({**tied, **one})).mean("learning rate", arm="rsa") == 0.01
 
 
 def lost_signs(monkeypatch):

@@ -288,22 +288,6 @@ def test_a_decoder_has_the_same_scores_with_any_padding_token(tmp_path, defect_d
         evaluate(str(tmp_path / "decoder"), "test", [*settings, "--max_length", "64"])
 
 
-def test_the_comparison_on_devign_refuses_runs_with_other_settings(tmp_path):
-    script = runpy.run_path(str(ROOT / "scripts" / "compare_on_devign.py"))
-    read, data_type = script["read_run_config"], script["DefectDataConfig"]
-    folder = tmp_path / "plain-0"
-    folder.mkdir()
-    files = [f"--{split}_file={tmp_path / name}.jsonl.xz" for split, name in script["FILES"].items()]
-    settings = [str(script["CONFIG"]), *files, "--rsa", "null", "--training.seed", "0", "--output_dir", str(folder)]
-    results = {"test": {"accuracy": 0.6}, "config": read(settings, data_type).to_dict()}
-    (folder / "results.json").write_text(json.dumps(results))
-    # A finished run is read, not repeated.
-    assert script["run"]("plain", 0, tmp_path, tmp_path, [])["test"] == {"accuracy": 0.6}
-    with pytest.raises(ValueError, match="of a run with other settings"):
-        script["run"]("plain", 0, tmp_path, tmp_path, ["--max_length", "64"])
-    assert script["interval"]([0.5] * 12) == "50.00% ± 0.00%"
-
-
 # --- calibration ------------------------------------------------------------------------------------------------
 
 
