@@ -8,15 +8,13 @@
 * `short convolution`: as `rsa`, with learned weights for the last four tokens alone.
 * `no softmax`: as `rsa` with the gate fixed at 1, so that only P V is left.
 * `no recurrence`: as `rsa` with P = 0, so that gates only damp attention.
-* `learned start`: as `rsa`, starting from the gates and rates that a model with another seed has learned.
 * `pace of the weights`: as `rsa`, with gates and rates that learn as fast as the weights (`parameter_scale` 1).
 * `half of the heads`: as `rsa` on the first half of the heads, with plain attention in the others.
 * `dilated heads`: as `rsa`, with the second half of the heads dilated by 6, about an English word with its space.
-* `token gates`: as `rsa`, with gates that depend on the token.
-* `channel gates`: as `rsa`, with a gate for each channel of a head: as many numbers as token gates have.
-* `two rems`: as `rsa`, and the result is mixed with P V of a second, regular REM for each head.
-* `rsa on keys`: as `rsa`, and keys are mixed with P K of REMs of their own, before the rotation.
-* `rsa on values`: as `rsa`, and the values of attention and of P V are mixed with P V of REMs of their own.
+
+Stored runs of `RETIRED` variants are reported, but their code is gone: gates that start as another seed's have learned
+(`learned start`), that depend on the token or the channel, a second REM for each head, keys or values with REMs of
+their own.
 
 The classes below replace RSA heads during training: rows are not padded, and there is no cache.
 """
@@ -32,20 +30,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rsa_hf import RSAConfig, RSAHeads, patch_model, rem_matrix, rem_product
+from rsa_hf import RSAConfig, RSAHeads, patch_model, rem_matrix
 
 PUBLISHED_START = RSAConfig(gate_init=0.0)
 KERNEL = 4  # tokens of the short convolution
 LAGS = {"learned toeplitz": None, "short convolution": KERNEL}  # number of learned lags; None: all
 NO_RECURRENCE = "no recurrence"
 WORD = 6  # bytes
-FURTHER_GATE = -1.0  # μ of REMs beyond those of `rsa`: nearly shut, so that content still finds its keys at first
-# Those that go beyond `rsa`.
-LEARNED_START, PACE = "learned start", "pace of the weights"
-HALF, DILATED, TWO_REMS = "half of the heads", "dilated heads", "two rems"
-TOKEN_GATES, CHANNEL_GATES = "token gates", "channel gates"
-ON_KEYS, ON_VALUES = "rsa on keys", "rsa on values"
-BEYOND_RSA = (LEARNED_START, PACE, HALF, DILATED, TOKEN_GATES, CHANNEL_GATES, TWO_REMS, ON_KEYS, ON_VALUES)
+PACE, HALF, DILATED = "pace of the weights", "half of the heads", "dilated heads"
+RETIRED = ("learned start", "token gates", "channel gates", "two rems", "rsa on keys", "rsa on values")
+BEYOND_RSA = (RETIRED[0], PACE, HALF, DILATED, *RETIRED[1:])
 VARIANTS = ("plain", "rsa", "published", "alibi", *LAGS, "no softmax", NO_RECURRENCE, *BEYOND_RSA)
 
 
@@ -54,11 +48,6 @@ def patched_modules(model: nn.Module) -> Iterator[tuple[nn.Module, RSAHeads]]:
     for module in list(model.modules()):
         if isinstance(heads := getattr(module, "rsa", None), RSAHeads):
             yield module, heads
-
-
-def make_heads(config: RSAConfig, num_heads: int) -> RSAHeads:
-    """RSA heads for a layer of `num_heads` heads, outside of a model."""
-    return RSAHeads(config.layer_plans([num_heads])[0])
 
 
 def add_rsa(model: PreTrainedModel, variant: str, config: RSAConfig | None) -> None:
@@ -88,26 +77,17 @@ def variant_config(variant: str, num_heads: int) -> RSAConfig | None:
 def make_variant(variant: str, model: PreTrainedModel, longest: int) -> nn.Module:
     """Turn a plain model into one of `VARIANTS`, in place; `alibi` is a wrapper that is called like the model.
 
-    `alibi` and the last five of `BEYOND_RSA` are for Llama. `learned start` is as `rsa` here: the start is learned by
-    training. No input is longer than `longest` tokens.
+    `alibi` is for Llama. No input is longer than `longest` tokens.
     """
     if variant == "alibi":
         return ALiBi(model, longest)
     H = model.config.num_attention_heads
-    further = replace(RSAConfig.from_scratch(H), gate_init=FURTHER_GATE)
     add_rsa(model, variant, variant_config(variant, H))
     for module, heads in patched_modules(model):
         if variant in LAGS:
             module.rsa = LearnedLags(heads, LAGS[variant] or longest - 1)
         elif variant == "no softmax":
             heads.mu.requires_grad_(False)
-        elif variant in (TOKEN_GATES, CHANNEL_GATES):
-            module.rsa = (TokenGates if variant == TOKEN_GATES else ChannelGates)(heads, model.config.head_dim)
-        elif variant == TWO_REMS:
-            module.rsa = TwoRems(heads, make_heads(RSAConfig(num_regular=H, gate_init=FURTHER_GATE), H))
-        elif variant in (ON_KEYS, ON_VALUES):
-            name = "k_proj" if variant == ON_KEYS else "v_proj"
-            setattr(module, name, RecurrentProjection(module.get_submodule(name), make_heads(further, H)))
     return model
 
 
@@ -130,64 +110,6 @@ class ALiBi(nn.Module):
         """The output of the model."""
         T = input_ids.shape[1]
         return self.model(input_ids, attention_mask=self.bias[:, :, :T, :T], **keywords)
-
-
-def recurrence(heads: RSAHeads, value: Tensor) -> Tensor:
-    """P V [B, T, H, D] of RSA heads, one for each value head of V [B, H, T, D]."""
-    decay, theta = heads.per_head(heads.rates(torch.float64))
-    product: Tensor = rem_product(value, heads.plan.kinds, decay, theta, heads.plan.dilations)
-    return product.transpose(1, 2)
-
-
-class RecurrentProjection(nn.Module):
-    """A linear projection to heads whose output Y becomes (1 − g) Y + g P Y."""
-
-    def __init__(self, projection: nn.Module, heads: RSAHeads) -> None:
-        super().__init__()
-        self.projection, self.heads = projection, heads
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """The hidden states [B, T, C] → [B, T, H · D]."""
-        Y = self.projection(hidden).unflatten(-1, (self.heads.plan.num_rsa_heads, -1))
-        return Y.lerp(recurrence(self.heads, Y.transpose(1, 2)), self.heads.rates()["gate"]).flatten(2)
-
-
-class TokenGates(RSAHeads):
-    """RSA heads on all heads, whose gate depends on the token: g_t = σ(μ + ⟨w, v_t⟩), where w starts at 0."""
-
-    def __init__(self, heads: RSAHeads, head_size: int) -> None:
-        super().__init__(heads.plan)
-        self.w = nn.Parameter(torch.zeros(heads.plan.num_rsa_heads, head_size))
-
-    def forward(self, attention: Tensor, value: Tensor, *_: Any) -> Tensor:
-        """Mix P V into attention [B, T, H, D]."""
-        gates = torch.sigmoid(self.mu * self.plan.parameter_scale + self._gate_terms(value))
-        return attention.lerp(recurrence(self, value), gates)
-
-    def _gate_terms(self, value: Tensor) -> Tensor:
-        """What is added to μ, [B, T, H, 1]."""
-        return torch.einsum("bhtd,hd->bth", value, self.w)[..., None]
-
-
-class ChannelGates(TokenGates):
-    """The control of token gates, RSA heads with a gate for each channel instead: g_d = σ(μ + w_d)."""
-
-    def _gate_terms(self, value: Tensor) -> Tensor:
-        return self.w
-
-
-class TwoRems(RSAHeads):
-    """RSA heads with a second REM for each: (1 − g′) RSA(X) + g′ P′ V."""
-
-    def __init__(self, heads: RSAHeads, second: RSAHeads) -> None:
-        super().__init__(heads.plan)
-        self.second = second
-
-    def forward(self, attention: Tensor, value: Tensor, *_: Any) -> Tensor:
-        """Mix P V and P′ V into attention [B, T, H, D]."""
-        for heads in (self, self.second):
-            attention = attention.lerp(recurrence(heads, value), heads.rates()["gate"])
-        return attention
 
 
 class LearnedLags(RSAHeads):

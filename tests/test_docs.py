@@ -214,12 +214,6 @@ def test_the_pages_show_every_command():
     }
 
 
-def test_every_check_and_stand_in_is_used():
-    assert set(CHECKS) == {page for page in TEXTS if blocks(page, "python")}
-    for old in STAND_INS:
-        assert any(old in text for text in TEXTS.values()), f"no page has {old}"
-
-
 @pytest.mark.parametrize("page", TEXTS)
 def test_files_and_links_of_a_page_exist(page):
     folder = ROOT if page == "README.md" else ROOT / "docs"
@@ -236,7 +230,3 @@ def test_figures_of_the_readme_stand_in_the_pages_they_are_quoted_from():
     for quote, row in quotes:
         page = (re.findall(r"\[.+?\]\((.+?)\)", row) or ["RESULTS.md"])[0]
         assert quote in (ROOT / page).read_text(encoding="utf-8"), f"{page} no longer says: {quote}"
-
-
-def test_the_readme_is_short():
-    assert len(TEXTS["README.md"].splitlines()) <= 200

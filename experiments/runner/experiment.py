@@ -56,6 +56,7 @@ class Experiment:
         search_by: run → score, lower is better. The learning rate is searched with the first seed by this score, see
             rate_search.py; None: every seed runs the whole grid.
         needs_gpu: whether a run is too large for a CPU. Such runs are skipped on a machine without a GPU.
+        retired: whether a run is reported where it is stored, but no longer made: its code is gone.
         revision: increase it when `measure` changes its meaning; older runs are then run again.
     """
 
@@ -72,6 +73,7 @@ class Experiment:
     parts: tuple[str, ...] = ()
     search_by: Callable[[Run], float] | None = None
     needs_gpu: Callable[[Settings], bool] = lambda settings: False
+    retired: Callable[[Settings], bool] = lambda settings: False
     revision: int = 1
 
     def keyed_grid(self, size: Size, seeds: int) -> dict[str, Settings]:

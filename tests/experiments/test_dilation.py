@@ -93,17 +93,6 @@ def test_a_known_period_is_found(period):
     assert suggested_dilation(seasonal(period) + trend) == period
 
 
-@pytest.mark.parametrize("period", [12, 50])
-def test_the_period_and_not_its_multiples(period):
-    torch.manual_seed(0)
-    # Every second period is more alike than every one.
-    bump = torch.exp(-((8 * (torch.arange(period) / period - 0.5)) ** 2))
-    alternating = torch.cat([bump, 0.5 * bump]).repeat(1 + 3000 // (2 * period))
-    r = autocorrelation(alternating, 4 * period + 1)
-    assert r[2 * period] > r[period] + 0.1
-    assert suggested_dilation(alternating + 0.02 * torch.randn(len(alternating)), 4 * period + 1) == period
-
-
 @pytest.mark.parametrize(("days", "size"), [(30, 0.1), (365, 0.5)])
 def test_noise_on_a_slow_wave_does_not_hide_its_period(days, size):
     """Differences have more of the noise and less of the wave, so that lag 1 is negative and lag 2 is not."""

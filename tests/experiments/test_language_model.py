@@ -14,7 +14,6 @@ from experiments.language_model import (
     read_segments,
     train_on_segments,
 )
-from experiments.variants import HALF, patched_modules
 from rsa_hf import param_groups
 from rsa_hf.tasks.text8 import TEXT8_SYMBOLS, text8_tokenizer
 from rsa_hf.tasks.text_data import TrainingTracks
@@ -67,12 +66,6 @@ def test_training_carries_memory_until_the_end_of_the_text(architecture):
     found = torch.cat([p.detach().flatten() for p in model.parameters()])
     torch.testing.assert_close(found, by_hand(carry=True), rtol=1e-4, atol=1e-5)
     assert float((found - by_hand(carry=False)).abs().max()) > 1e-3
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_half_of_the_heads_stay_plain(architecture):
-    model = build(architecture, SMALL, "enwik8", 256, HALF)
-    assert [heads.plan.heads for _, heads in patched_modules(model)] == [(0, 1, 2, 3)] * 2
 
 
 def test_text8_has_the_tokens_of_its_tokenizer(data_folder, monkeypatch):

@@ -7,20 +7,9 @@ from experiment_runs import conclude, finished, measure_again
 from experiments.regular_languages import DIFFERENCE, EXPERIMENT, networks, summarise
 from experiments.regular_languages.languages import LANGUAGES
 from experiments.regular_languages.networks import VARIANTS, correct_strings, encode, make_network
-from rsa_hf import RSAHeads, is_patched
+from rsa_hf import RSAHeads
 
 BINS = ("right 2–10", "right 11–20", "right 21–30")
-
-
-def test_strings_are_encoded_with_their_targets():
-    batch = encode(LANGUAGES["d-2"], ["()", "(())"])
-    assert batch.tokens.tolist() == [[2, 0, 1, 2, 2], [2, 0, 0, 1, 1]]
-    assert batch.real.tolist() == [[True] * 3 + [False] * 2, [True] * 5]
-    # Targets: "(" is legal, ")" is legal, the string may end.
-    assert batch.targets[0, :3].tolist() == [[1, 0, 1], [1, 1, 0], [1, 0, 1]]
-    assert batch.targets[1].tolist() == [[1, 0, 1], [1, 1, 0], [0, 1, 0], [1, 1, 0], [1, 0, 1]]
-    short = batch[slice(0, 1)]
-    assert (short.tokens.tolist(), short.targets.shape) == ([[2, 0, 1]], (1, 3, 3))
 
 
 def scored_wrongly(scorer):
@@ -79,28 +68,6 @@ def test_a_variant_is_causal_and_all_its_parameters_learn(variant):
     # Among them the rates, which get no gradient if each token is read as a text of its own.
     dead = [name for name, p in model.named_parameters() if p.requires_grad and not p.grad.abs().max() > 0]
     assert not dead
-
-
-def test_the_rsa_variant_is_the_patched_transformer():
-    def fresh(variant):
-        torch.manual_seed(3)
-        return make_network(variant, 2, 16, 2)
-
-    rsa, plain = fresh("rsa"), fresh("transformer")
-    assert is_patched(rsa.body) and not is_patched(plain.body)
-    mine = {name: p for name, p in rsa.state_dict().items() if ".rsa." not in name}
-    assert mine.keys() == plain.state_dict().keys()
-    assert all(torch.equal(p, mine[name]) for name, p in plain.state_dict().items())
-    # In one layer, attention alone does not see the order of earlier tokens; REMs do.
-    tokens, swapped = torch.tensor([[2, 0, 1, 1, 1]]), torch.tensor([[2, 1, 0, 1, 1]])
-    for model, sees in ((rsa, True), (plain, False)):
-        model.body.h = model.body.h[:1]
-        with torch.no_grad():
-            model.body.wte.weight.mul_(50)
-            model.body.h[0].attn.c_attn.weight.mul_(20)
-            model.body.h[0].attn.c_proj.weight.mul_(20)
-            difference = float((model(tokens) - model(swapped))[:, -1].abs().max())
-        assert difference > 1e-3 if sees else difference < 1e-5
 
 
 def results(shares):

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from experiment_runs import finished
-from experiments import pretrained
 from experiments.__main__ import main
 from experiments.runner import runner
 from experiments.runner.comparison import Comparison
@@ -294,18 +293,6 @@ def test_a_file_is_made_once_for_its_settings(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="full"):
         cached("y", {}, ".txt", fail)
     assert cached("y", {}, ".txt", lambda path: path.write_text("whole")).read_text() == "whole"
-
-
-@pytest.mark.usefixtures("use_small_data")
-def test_pretrained_weights_are_those_of_the_training(tmp_path, monkeypatch):
-    monkeypatch.setenv(CACHE, str(tmp_path))
-    settings = {"pretraining_steps": 10, "schedule": "warmup_stable_decay"}
-    first, _ = pretrained.load_pretrained("llama-0.03M", **settings)
-    monkeypatch.setattr(pretrained, "train_on_bytes", lambda *_, **__: pytest.fail("it is trained once"))
-    again, _ = pretrained.load_pretrained("llama-0.03M", **settings)
-    fresh = pretrained.build("llama", pretrained.SHAPES["0.03M"]).state_dict()
-    assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in first.state_dict().items())
-    assert not torch.equal(first.lm_head.weight, fresh["lm_head.weight"])
 
 
 # --- the command line -----------------------------------------------------------------------------------------------

@@ -4,34 +4,11 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
 
 from experiment_runs import conclude, fake_runs, finished, patch_with_shut_gates, zero_rems
 from experiments import sample_efficiency
 from experiments.byte_models import Curve
 from experiments.sample_efficiency import EXPERIMENT, RATIO, TIME
-from experiments.variants import LEARNED_START
-
-
-@pytest.mark.usefixtures("use_small_data")
-def test_a_learned_start_is_that_of_a_model_with_another_seed(monkeypatch):
-    seen = []
-
-    def train(model, *_, seed, **__):
-        seen.append((seed, {name: tensor.clone() for name, tensor in model.state_dict().items()}))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter += 0.125
-        return Curve([1.0], [2.0])
-
-    monkeypatch.setattr(sample_efficiency, "train_on_bytes", train)
-    [settings, *_] = (each for each in EXPERIMENT.grid("toy", 1) if each["arm"] == LEARNED_START)
-    EXPERIMENT.measure(settings)
-    EXPERIMENT.measure({**settings, "arm": "rsa"})
-    (other, before), (seed, start), (_, of_rsa) = seen
-    assert (other, seed) == (1000, 0)
-    for name, tensor in start.items():
-        assert torch.equal(tensor, before[name] + 0.125 if ".rsa." in name else of_rsa[name])
 
 
 def test_a_curve_gives_tokens_until_a_score_and_the_score_after_tokens():

@@ -62,22 +62,6 @@ def test_steps_that_led_to_an_unstable_rnn_are_taken_back(held_out, monkeypatch)
     assert torch.equal(predict_last("linear", "tanh", x, y, most_steps=100, held_out=held_out), untrained)
 
 
-@pytest.mark.parametrize(("model", "held_out"), [("linear", 0), ("linear", 5)])
-def test_a_replication_trains_as_if_no_other_ended(model, held_out, monkeypatch):
-    left = []
-    monkeypatch.setattr(synthetic, "PATIENCE", 20)
-    monkeypatch.setattr(synthetic, "_start", lambda *plan, start=synthetic._start: double(start(*plan)))
-    carry_on = synthetic._continue_with
-    monkeypatch.setattr(synthetic, "_continue_with", lambda *now: (left.append(int(now[0].sum())), carry_on(*now))[1])
-    x, y = (part.flatten(0, 1).double() for part in generate("tanh", (0.5,), 5, 30, seed=0))
-    beside = y.clone()
-    beside[:2] = y[:2].roll(1, dims=1)
-    found = [predict_last(model, "tanh", x, target, most_steps=500, held_out=held_out) for target in (y, beside)]
-    assert left
-    assert (found[0][:2] - found[1][:2]).abs().min() > 1e-3
-    torch.testing.assert_close(found[0][2:], found[1][2:], atol=1e-8, rtol=0)
-
-
 def zeroed(value, *plan):
     return torch.zeros_like(rem_product(value, *plan))
 
