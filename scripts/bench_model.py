@@ -13,8 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from measuring import (
@@ -48,14 +47,18 @@ TOKENS = 8  # of decoding, timed together
 TOLERANCE = 1e-4
 
 
+def sizes(width: int, layers: int, heads: int) -> dict[str, int]:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return dict(zip(names, (width, 4 * width, layers, heads), strict=True))
+
+
 def bert() -> PreTrainedModel:
-    sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12}
-    return BertForSequenceClassification._from_config(BertConfig(**sizes), attn_implementation="sdpa")
+    return BertForSequenceClassification._from_config(BertConfig(**sizes(384, 6, 12)), attn_implementation="sdpa")
 
 
 def llama() -> PreTrainedModel:
-    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
-    return LlamaForCausalLM._from_config(LlamaConfig(vocab_size=256, **sizes), attn_implementation="sdpa")
+    config = LlamaConfig(vocab_size=256, **sizes(128, 4, 4))
+    return LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
 
 
 def gpt2() -> PreTrainedModel:
@@ -66,8 +69,7 @@ def with_memory(architecture: str) -> Callable[[], PreTrainedModel]:
     return lambda: language_model.build(architecture, language_model.SHAPES["small"], "enwik8", 256, "plain")
 
 
-@dataclass(frozen=True)
-class Training:
+class Training(NamedTuple):
     """A training step: the model, its number of heads, the batch, and the rounds of timing."""
 
     model: Callable[[], PreTrainedModel]

@@ -12,14 +12,13 @@ Rivals, in the same run and interleaved:
 * explicit: eq. 4 of the paper with both T×S matrices, as public re-implementations compute it (for memory and scale).
 
 A length is reported only if values and every gradient agree with float64 Fourier transforms. What would take more than
---budget seconds or --memory gigabytes is left out. Writes bench_product.json, .md and .png.
+--budget seconds or --memory gigabytes is left out. Writes bench_product.json and .md.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -186,30 +185,6 @@ def _cell(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def chart(record: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    for color, arm in enumerate(ARMS):
-        points = [
-            (r["length"], r["times_ms"][arm]["median"] / r["batch"]) for r in record["rows"] if arm in r["times_ms"]
-        ]
-        axes[0].plot(*zip(*points, strict=True), f"C{color}o-", label=arm)
-        points = [(r["length"], r["memory_mb"][arm] / r["batch"]) for r in record["rows"] if arm in r["memory_mb"]]
-        if points:
-            axes[1].plot(*zip(*points, strict=True), f"C{color}o-", label=arm)
-    for axis, name in zip(axes, ("ms per row", "MB per row, at the peak"), strict=True):
-        axis.set(xscale="log", yscale="log", xlabel="T", ylabel=name)
-        axis.set_xscale("log", base=2)
-        axis.grid(alpha=0.3)
-    axes[0].legend()
-    figure.suptitle(f"P V, forward and backward, {HEADS} heads of {DIM}")
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
@@ -233,7 +208,6 @@ def main() -> None:
     where = machine(torch.device(options.device))
     record = {"command": command, "machine": where, "rounds": options.rounds, "rows": rows}
     publish(options.output, "bench_product", record, page(record))
-    chart(record, options.output / "bench_product.png")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def score(model: Any, tokenizer: Any, pairs: dict[str, Any], batch_size: int = B
         (Path(folder) / "pairs.yaml").write_text(group, encoding="utf-8")
         lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         found = simple_evaluate(lm, tasks=["blimp_pairs"], task_manager=TaskManager(include_path=folder))
-    scores = {}
+    scores: dict[str, Any] = {}
     for paradigm in pairs:
         samples = sorted(found["samples"][f"blimp_{paradigm}"], key=lambda sample: sample["doc_id"])
         scores[paradigm] = {
