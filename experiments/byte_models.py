@@ -1,8 +1,7 @@
-"""Byte-level language models trained from scratch: sizes, data, training, and the learning curve."""
+"""Byte-level language models trained from scratch: sizes, training, and the learning curve."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,58 +9,21 @@ import numpy as np
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, get_scheduler
 
-from experiments.runner.data import data_file
+from experiments.corpora import training_blocks
 from experiments.runner.fit import adamw, batch_loss, evaluation_steps, fit
-from rsa_hf.tasks.language_modeling import PreparedText, evaluate_language_model, prepare_language_modeling
-from rsa_hf.tasks.text_data import LanguageModelingDataConfig, TrainingBlocks
-
-__all__ = [
-    "SHAPES",
-    "Curve",
-    "Shape",
-    "build",
-    "corpus_config",
-    "corpus_files",
-    "read_corpus",
-    "small_gpt2",
-    "train_on_bytes",
-]
-
-WIKITEXT_FILES = {"train": "train", "validation": "valid", "test": "test"}
+from rsa_hf.tasks.language_modeling import PreparedText
+from rsa_hf.tasks.text_scores import evaluate_language_model
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a model and of its batches.
-
-    Attributes:
-        layers: number of layers.
-        width: hidden size; feed-forward layers are four times as wide.
-        heads: heads per layer.
-        block: bytes in a block.
-        batch: blocks in a step.
-    """
+    """Size of a model, whose feed-forward layers are four times as wide, and of its batches, in bytes and blocks."""
 
     layers: int
     width: int
     heads: int
     block: int
     batch: int
-
-    def llama(self) -> dict[str, Any]:
-        """Keyword arguments of `LlamaConfig` for a byte-level model."""
-        return {
-            "vocab_size": 256,
-            "hidden_size": self.width,
-            "intermediate_size": 4 * self.width,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.heads,
-            "max_position_embeddings": self.block,
-            "tie_word_embeddings": True,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        }
 
 
 # By approximate number of parameters.
@@ -109,44 +71,24 @@ def small_gpt2(vocab_size: int, positions: int, width: int, layers: int, heads: 
 def build(family: str, shape: Shape) -> PreTrainedModel:
     """A byte-level model with random weights: `gpt2` (learned positions) or `llama` (rotary positions)."""
     if family == "llama":
-        return LlamaForCausalLM(LlamaConfig(**shape.llama()))
+        sizes: dict[str, Any] = {
+            "hidden_size": shape.width,
+            "intermediate_size": 4 * shape.width,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.heads,
+            "max_position_embeddings": shape.block,
+        }
+        options: dict[str, Any] = {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes, **options))
     model = GPT2LMHeadModel(small_gpt2(256, shape.block, shape.width, shape.layers, shape.heads, 0.0))
     model.loss_type = "ForCausalLM"  # otherwise transformers warns that the class name does not tell the loss
     return model
 
 
-def corpus_files(corpus: str) -> dict[str, str]:
-    """Data files by split, as `LanguageModelingDataConfig` takes them; none for `python`, which is embedded.
-
-    Raises:
-        FileNotFoundError: the data is missing.
-    """
-    if corpus == "enwik8":
-        return {"train": str(data_file("enwik8/enwik8_prefix.xz"))}
-    if corpus == "wikitext-2":
-        return {split: str(data_file(f"wikitext-2/{name}.txt.xz")) for split, name in WIKITEXT_FILES.items()}
-    return {}
-
-
-def corpus_config(corpus: str, train_bytes: int, eval_bytes: int, block: int) -> LanguageModelingDataConfig:
-    """The settings of a corpus; arguments as for `read_corpus`."""
-    files = corpus_files(corpus)
-    return LanguageModelingDataConfig(
-        source="files" if files else "embedded",
-        files=files,
-        block_size=block,
-        max_train_bytes=train_bytes,
-        max_eval_bytes=eval_bytes,
-    )
-
-
-@functools.lru_cache(maxsize=4)  # shared by the runs of an experiment
-def read_corpus(corpus: str, train_bytes: int, eval_bytes: int, block: int) -> PreparedText:
-    """At most `train_bytes` of a text to train on, and `eval_bytes` of other text to score, in blocks of bytes.
-
-    The corpus is `enwik8`, `wikitext-2` or `python` (source code of the standard library).
-    """
-    return prepare_language_modeling(corpus_config(corpus, train_bytes, eval_bytes, block), None)
+def bits_per_byte(model: Any, text: Any, rows: int = 32) -> float:
+    """The score of a model on a text, `rows` blocks in a batch."""
+    return evaluate_language_model(model, text, rows)["bits_per_byte"]
 
 
 def train_on_bytes(
@@ -166,8 +108,6 @@ def train_on_bytes(
     so that the curve does not depend on the number of steps; with the schedule "warmup_stable_decay" it falls to 0
     over the last fifth of the steps, linearly. `seed` shuffles the blocks.
     """
-    blocks = text.train
-    assert isinstance(blocks, TrainingBlocks)
     optimizer = adamw(model, learning_rate)
     decay = {"num_decay_steps": steps // 5, "decay_type": "linear"} if schedule == "warmup_stable_decay" else None
     rates = get_scheduler(schedule, optimizer, max(1, steps // 20), steps, scheduler_specific_kwargs=decay)
@@ -176,8 +116,8 @@ def train_on_bytes(
     def evaluate(step: int, _: Tensor) -> None:
         if step in marks:
             curve.tokens.append(float(step * shape.batch * shape.block))
-            curve.bits_per_byte.append(evaluate_language_model(model, text.validation, 32)["bits_per_byte"])
+            curve.bits_per_byte.append(bits_per_byte(model, text.validation))
 
-    loss = batch_loss(model, blocks, shape.batch, seed)
+    loss = batch_loss(model, training_blocks(text), shape.batch, seed)
     fit(loss, optimizer, steps, model=model, schedule=rates, after_step=evaluate)
     return curve

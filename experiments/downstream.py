@@ -21,28 +21,10 @@ from torch import Tensor
 
 from experiments.byte_models import Shape
 from experiments.pretrained import load_pretrained
-from experiments.runner.fit import adamw_with_linear_decay, default_device, fit, replayed_loss
+from experiments.runner.fit import adamw_with_linear_decay, default_device, fit
 from experiments.runner.summary import Values
 from rsa_hf.tasks.language_modeling import PreparedText
-from rsa_hf.tasks.text_data import IGNORED_LABEL
-
-__all__ = [
-    "JUDGED",
-    "LETTERS",
-    "PAIRS_RECALLED",
-    "TEXT_JUDGED",
-    "TEXT_WORD_PAIRS",
-    "WORD_PAIRS",
-    "WORD_RECALLED",
-    "bits_under_judge",
-    "different_word_pairs",
-    "key_value_rows",
-    "made_up_word_rows",
-    "recalled_pairs",
-    "saved_on_made_up_words",
-    "score_downstream",
-    "write_samples",
-]
+from rsa_hf.tasks.text_blocks import IGNORED_LABEL
 
 JUDGED, TEXT_JUDGED = "bits per byte of samples under SmolLM2", "bits per byte of the text under SmolLM2"
 WORD_PAIRS, TEXT_WORD_PAIRS = "different word pairs in samples", "different word pairs in the text"
@@ -61,8 +43,8 @@ def score_downstream(
         model: has a position for each byte of a block.
         text: its validation text is continued, and gets made-up words.
         shape: size of a block and of a training step.
-        learning_rate: of the training on key-value pairs.
-        steps: number of its steps.
+        learning_rate: of the training on key-value pairs, with its number of steps.
+        steps: see `learning_rate`.
         judge: name of the judge, as `load_pretrained` takes it; empty: samples are not judged.
         seed: of samples, made-up words and pairs.
     """
@@ -125,11 +107,7 @@ def different_word_pairs(texts: Sequence[bytes]) -> float:
 
 
 def made_up_word_rows(rows: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Texts in which a made-up word occurs twice, half a row apart, the second time at the end.
-
-    Args:
-        rows: texts [N, T], overwritten in the copy that is returned.
-        generator: draws the words.
+    """Texts [N, T] in which a made-up word occurs twice, half a row apart, the second time at the end.
 
     Returns:
         The texts, and where the last letters of both occurrences are: [2, LETTERS − KNOWN].
@@ -156,14 +134,10 @@ def saved_on_made_up_words(model: Any, rows: Tensor, letters: Tensor) -> float:
 
 
 def key_value_rows(count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Rows of key-value pairs, and then their keys in another order, each followed by its value.
+    """N rows of key-value pairs, and then their keys in another order, each followed by its value.
 
-    Keys are small letters, each at most once in a row; values are capital letters.
-
-    Args:
-        count: number of rows, N.
-        length: of a row, T, a multiple of 4 of at most 104.
-        generator: draws keys, values and orders.
+    Keys are small letters, each at most once in a row; values are capital letters. The length T of a row is a multiple
+    of 4 of at most 104.
 
     Returns:
         Tokens [N, T]; and labels [N, T], of the values in the second half alone.
@@ -195,11 +169,10 @@ def recalled_pairs(model: Any, shape: Shape, *, learning_rate: float, steps: int
         tokens, labels = key_value_rows(count, shape.block // 8, generator)
         return tokens.to(device), labels.to(device)
 
-    of_batch = replayed_loss(model)
-
     def loss(step: int) -> Tensor:
         tokens, labels = draw(4 * shape.batch)
-        return of_batch(input_ids=tokens, labels=labels)
+        value: Tensor = model(input_ids=tokens, labels=labels).loss
+        return value
 
     fit(loss, optimizer, steps, model=model, schedule=schedule)
     tokens, labels = draw(SCORED_PAIRS)

@@ -11,8 +11,7 @@ a prefix of enwik8 of 4.15 MB, and text8 made from it, so only the differences t
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,20 +19,16 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, get_scheduler
 
-from experiments.byte_models import corpus_files
+from experiments.byte_models import bits_per_byte
+from experiments.corpora import read_splits, text8_tokens
 from experiments.runner.comparison import Case, Comparison
 from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.fit import default_device, fit, step_time_ratio
 from experiments.runner.summary import Conclusion, Row, Rows, Settings, Values
 from experiments.variants import HALF, NO_RECURRENCE, PACE, add_rsa, variant_config
-from rsa_hf.config import RSAConfig
-from rsa_hf.tasks.language_modeling import evaluate_language_model
-from rsa_hf.tasks.text8 import TEXT8_SYMBOLS, clean_text8
-from rsa_hf.tasks.text_data import EvaluationSegments, LanguageModelingDataConfig, TrainingTracks, read_texts
-from rsa_hf.training.carried import CarriedState
-from rsa_hf.training.optimizer import param_groups
-
-__all__ = ["EXPERIMENT"]
+from rsa_hf import RSAConfig, param_groups
+from rsa_hf.tasks.text8 import TEXT8_SYMBOLS
+from rsa_hf.tasks.text_blocks import EvaluationSegments, TrainingTracks
 
 VARIANTS = ("plain", "rsa", NO_RECURRENCE)
 ARCHITECTURES = ("transformer-xl", "block-recurrent")
@@ -114,43 +109,32 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
 
 
 @functools.lru_cache(maxsize=4)  # shared by the runs of an experiment
-def _texts(corpus: str) -> dict[str, bytes]:
-    if corpus == "python":
-        return read_texts(LanguageModelingDataConfig())
-    texts = read_texts(LanguageModelingDataConfig(source="files", files=corpus_files("enwik8")))
-    return {split: clean_text8(text) for split, text in texts.items()} if corpus == "text8" else texts
-
-
 def read_segments(
-    corpus: str, shape: Shape, eval_bytes: int
+    corpus: str, length: int, batch: int, eval_bytes: int
 ) -> tuple[TrainingTracks, EvaluationSegments, EvaluationSegments, int]:
-    """Read a corpus, split 90 / 5 / 5 in order.
+    """Read a corpus, split 90 / 5 / 5 in order, in segments.
 
     Args:
         corpus: `enwik8` (its prefix, bytes), `text8` (made from that prefix, 27 symbols) or `python` (source code of
             the standard library, bytes, split by file).
-        shape: length and number of segments.
+        length: of a segment.
+        batch: number of parallel tracks to train on, one for each row of a batch.
         eval_bytes: maximum size of the validation text and of the test text.
 
     Returns:
-        Parallel tracks of text to train on, one for each row of a batch; validation and test text; and the number of
-        symbols.
-
-    Raises:
-        FileNotFoundError: the data is missing.
+        The tracks, the validation and the test text, and the number of symbols.
     """
-    texts = _texts(corpus)
+    texts = read_splits(corpus)
 
     def tokens(text: bytes) -> Tensor:
         codes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        # The token ids of `text8_tokenizer`, vectorised.
-        return torch.where(codes == ord(" "), 0, codes - ord("a") + 1) if corpus == "text8" else codes
+        return text8_tokens(codes) if corpus == "text8" else codes
 
     def evaluation(split: str) -> EvaluationSegments:
         text = texts[split][:eval_bytes]
-        return EvaluationSegments(tokens(text), shape.segment, len(text) - 1, len(text[1:].split()))
+        return EvaluationSegments(tokens(text), length, len(text) - 1, len(text[1:].split()))
 
-    train = TrainingTracks(tokens(texts["train"]), shape.segment, shape.batch)
+    train = TrainingTracks(tokens(texts["train"]), length, batch)
     return train, evaluation("validation"), evaluation("test"), len(TEXT8_SYMBOLS) if corpus == "text8" else 256
 
 
@@ -198,15 +182,18 @@ def train_on_segments(model: PreTrainedModel, tracks: TrainingTracks, learning_r
     """
     optimizer = torch.optim.AdamW(param_groups(model, learning_rate))
     schedule = get_scheduler("cosine", optimizer, num_warmup_steps=max(1, steps // 20), num_training_steps=steps)
-    carried = CarriedState(model)
+    memory = None
 
     def loss(step: int) -> Tensor:
+        nonlocal memory
         segment = (step - 1) % tracks.num_segments
-        if segment == 0:
-            carried.reset()
         first = segment * tracks.num_tracks
         batch = default_collate([tracks[first + track] for track in range(tracks.num_tracks)])
-        return carried.mean_loss(model, {name: value.to(model.device) for name, value in batch.items()}, 0)
+        inputs = {name: value.to(model.device) for name, value in batch.items()}
+        outputs = model(**inputs, mems=memory if segment else None)
+        memory = outputs.mems
+        value: Tensor = outputs.loss
+        return value
 
     fit(loss, optimizer, steps, model=model, schedule=schedule)
 
@@ -214,14 +201,14 @@ def train_on_segments(model: PreTrainedModel, tracks: TrainingTracks, learning_r
 def measure(settings: Settings) -> Values:
     """Bits per character on the validation and the test text after training."""
     shape, corpus, architecture = SHAPES[settings["model"]], settings["corpus"], settings["architecture"]
-    train, validation, test, vocab_size = read_segments(corpus, shape, settings["eval_bytes"])
+    train, validation, test, vocab_size = read_segments(corpus, shape.segment, shape.batch, settings["eval_bytes"])
     torch.manual_seed(settings["seed"])
     model: Any = build(architecture, shape, corpus, vocab_size, settings["arm"])
     model.to(default_device())
     train_on_segments(model, train, settings["learning_rate"], settings["steps"])
     values: Values = {
-        "validation": evaluate_language_model(model, validation, 1)["bits_per_byte"],
-        "test": evaluate_language_model(model, test, 1)["bits_per_byte"],
+        "validation": bits_per_byte(model, validation),
+        "test": bits_per_byte(model, test),
         "parameters": float(model.num_parameters()),
     }
     if settings["arm"] == "rsa":
@@ -293,17 +280,6 @@ def _finding(rows: Rows, over_plain: Row) -> str:
     return text
 
 
-def glossary(grid: Sequence[Settings]) -> dict[str, dict[str, Any]]:
-    """Sizes, and the head plans at each size."""
-    models = sorted({settings["model"] for settings in grid})
-    named = sorted({(s["arm"], s["model"], s["corpus"]) for s in grid if s["arm"] in ("rsa", *FURTHER)})
-    plans = {f"{arm}, {m}, {corpus}": rsa_plan(SHAPES[m], corpus, arm) for arm, m, corpus in named}
-    return {
-        "model": {model: asdict(SHAPES[model]) for model in models},
-        "arm": {name: plan.to_dict() for name, plan in plans.items() if plan},
-    }
-
-
 EXPERIMENT = Experiment(
     name="language-model",
     claim="Transformer-XL and the Block-Recurrent Transformer need fewer bits per character with RSA heads. "
@@ -320,7 +296,6 @@ EXPERIMENT = Experiment(
     conclude=conclude,
     draw=COMPARISON.draw,
     summarise=COMPARISON.summarise,
-    glossary=glossary,
     parts=GROUP,
     search_by=COMPARISON.score,
     needs_gpu=lambda settings: settings["model"] == PUBLISHED_SIZE,

@@ -9,18 +9,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_model, save_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from experiments.byte_models import SHAPES, build, read_corpus, train_on_bytes
+from experiments.byte_models import SHAPES, build, train_on_bytes
+from experiments.corpora import read_corpus
+from experiments.runner.files import cached
 from experiments.runner.fit import default_device
-from experiments.runner.kept import kept
-
-__all__ = ["load_pretrained"]
 
 CORPUS, RATE = "enwik8", 3e-3
 TRAIN_BYTES, EVAL_BYTES, EVALUATIONS = 4_000_000, 20_000, 10
@@ -35,7 +29,7 @@ def load_pretrained(
 
     Args:
         name: `minilm` (a classifier), `smollm2`, or `llama-` or `gpt2-` and one of `byte_models.SHAPES`: a byte-level
-            model that is trained here on enwik8, once (`runner/kept.py`).
+            model that is trained here on enwik8, once (`runner/files.py`).
         layers: number of layers kept of `minilm`.
         pretraining_steps: of a byte-level model.
         schedule: of the learning rate of a byte-level model, as in `train_on_bytes`.
@@ -86,4 +80,4 @@ def _pretrain(family: str, shape_name: str, steps: int, schedule: str) -> Path:
         save_model(model, str(path), metadata={"bits per byte": json.dumps(curve.bits_per_byte)})
 
     settings = {"corpus": CORPUS, "bytes": TRAIN_BYTES, "rate": RATE, "steps": steps, "schedule": schedule}
-    return kept(f"{family}-{shape_name}", settings, ".safetensors", train)
+    return cached(f"{family}-{shape_name}", settings, ".safetensors", train)

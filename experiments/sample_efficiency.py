@@ -9,36 +9,21 @@ reached the target: on a text that is read many times it gets worse again, and a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from experiments.byte_models import SHAPES, Curve, build, read_corpus, train_on_bytes
+from experiments import variants
+from experiments.byte_models import SHAPES, Curve, build, train_on_bytes
+from experiments.corpora import read_corpus
 from experiments.runner.comparison import Case, Comparison, draw_arms
 from experiments.runner.experiment import Experiment, Size, combinations
-from experiments.runner.fit import default_device, step_time_ratio
+from experiments.runner.fit import count_parameters, default_device, step_time_ratio
 from experiments.runner.summary import Conclusion, Row, Rows, Run, Settings, Values, interval, weakest
-from experiments.variants import (
-    BEYOND_RSA,
-    CHANNEL_GATES,
-    DILATED,
-    HALF,
-    LEARNED_START,
-    NO_RECURRENCE,
-    PACE,
-    PUBLISHED_START,
-    TWO_REMS,
-    VARIANTS,
-    make_variant,
-)
-from rsa_hf.config import RSAConfig
+from experiments.variants import NO_RECURRENCE, VARIANTS, make_variant
 from rsa_hf.plots import COLOURS, panels
-
-__all__ = ["EXPERIMENT"]
 
 GOALS = {"gpt2": 0.2, "llama": 0.4}  # this project's aim, as a share of the plain model's tokens
 TIME = "time of a step / plain"
@@ -47,16 +32,15 @@ MISSING = "bits per byte above the target, with the goal's tokens"
 OVER_NO_RECURRENCE, OVER_RSA = f"bits per byte, rsa − {NO_RECURRENCE}", "bits per byte, variant − rsa"
 AT_THE_EDGE = "best rate is the least or largest of three or more"
 READ = "times the text is read"
-OTHER_SEED = 1000  # added to the seed of the model that has learned the start of another
 OTHERS = tuple(variant for variant in VARIANTS if variant not in ("plain", "rsa"))
-OF_FAMILY = {"gpt2": ("plain", "rsa", "published", NO_RECURRENCE, PACE), "llama": VARIANTS}
+OF_FAMILY = {"gpt2": ("plain", "rsa", "published", NO_RECURRENCE, variants.PACE), "llama": VARIANTS}
 _CLAIM = ("plain", "rsa")
 _SMALL = ("enwik8", 1_000_000, "0.1M", 200)
 # Of the variants beyond RSA, those that need more tokens than RSA at 0.1M, and the control of one that needs as many.
-_ONLY_SMALL = (HALF, DILATED, TWO_REMS, CHANNEL_GATES)
+_ONLY_SMALL = (variants.HALF, variants.DILATED, "two rems", "channel gates")
 # Text, bytes of training text, model, steps, variants.
 TEXTS: dict[Size, list[tuple[str, int, str, int, Sequence[str]]]] = {
-    "toy": [("python", 100_000, "0.03M", 60, VARIANTS)],
+    "toy": [("python", 100_000, "0.03M", 60, [name for name in VARIANTS if name not in variants.RETIRED])],
     "quick": [(*_SMALL, (*_CLAIM, NO_RECURRENCE))],
     "full": [
         ("enwik8", 1_000_000, "1M", 400, [name for name in VARIANTS if name not in _ONLY_SMALL]),
@@ -83,13 +67,13 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
     """Texts and models × seeds × families × variants × learning rates."""
     return [
         {"corpus": corpus, "train_bytes": train_bytes, "model": model, "steps": steps, "family": family, **each}
-        for corpus, train_bytes, model, steps, variants in TEXTS[size]
+        for corpus, train_bytes, model, steps, arms in TEXTS[size]
         for seed in range(seeds)
         for family in GOALS
         for each in combinations(
             evaluations=[EVALUATIONS[model][0]],
             eval_bytes=[EVALUATIONS[model][1]],
-            arm=[name for name in variants if name in OF_FAMILY[family]],
+            arm=[name for name in arms if name in OF_FAMILY[family]],
             learning_rate=RATES[model][family],
             seed=[seed],
         )
@@ -102,21 +86,12 @@ def measure(settings: Settings) -> Values:
     text = read_corpus(settings["corpus"], settings["train_bytes"], settings["eval_bytes"], shape.block)
     plan = {name: settings[name] for name in ("learning_rate", "steps", "evaluations")}
 
-    def train(seed: int, start: Mapping[str, Tensor]) -> tuple[Any, Curve]:
-        """Train a variant with some of its parameters given."""
-        torch.manual_seed(seed)
-        model: Any = make_variant(arm, build(family, shape), shape.block).to(default_device())
-        model.load_state_dict(start, strict=False)
-        return model, train_on_bytes(model, text, shape, **plan, seed=seed)
-
-    start: dict[str, Tensor] = {}
-    if arm == LEARNED_START:
-        other, _ = train(seed + OTHER_SEED, start)
-        start = {name: tensor for name, tensor in other.state_dict().items() if ".rsa." in name}
-    model, curve = train(seed, start)
+    torch.manual_seed(seed)
+    model: Any = make_variant(arm, build(family, shape), shape.block).to(default_device())
+    curve = train_on_bytes(model, text, shape, **plan, seed=seed)
     values: Values = {
         "final": curve.bits_per_byte[-1],
-        "parameters": float(sum(parameter.numel() for parameter in model.parameters())),
+        "parameters": float(count_parameters(model)),
         "tokens": curve.tokens,
         "bits per byte": curve.bits_per_byte,
     }
@@ -164,7 +139,7 @@ def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
         columns[RATIO_OF_TIME] = [a * b for a, b in zip(columns[RATIO], columns[TIME], strict=True)]
     if arm == "rsa" and NO_RECURRENCE in case.runs:
         columns[OVER_NO_RECURRENCE] = case.differences(arm, NO_RECURRENCE, "final")
-    if arm in BEYOND_RSA:
+    if arm in variants.BEYOND_RSA:
         columns[OVER_RSA] = case.differences(arm, "rsa", "final")
     return columns
 
@@ -213,7 +188,7 @@ def _finding(rows: Rows, ratio: Row) -> str:
         f"{rsa(MISSING):+.3f} bits per byte relative to the plain model's final score; {rsa(RATIO_HALF_WAY):.2f} of "
         "the tokens to the plain model's score half way"
     )
-    if others := [each for variant in OTHERS for each in rows.find(RATIO, arm=variant, **group)]:
+    if others := [each for name in OTHERS for each in rows.find(RATIO, arm=name, **group)]:
         listed = ", ".join(f"{each.settings['arm']} {_ratio_text(each)}" for each in others)
         text += f"; tokens of other variants: {listed}"
     if beyond := [f"{each.settings['arm']} {each.text('+.3f')}" for each in rows.find(OVER_RSA, **group)]:
@@ -256,16 +231,6 @@ def draw(runs: Sequence[Run], path: Path) -> None:
             right.set(title=title, xlabel=f"tokens to plain's final score / plain's tokens\n{seeds}")
 
 
-def glossary(grid: Sequence[Settings]) -> dict[str, dict[str, Any]]:
-    """Sizes and head plans."""
-    models = sorted({settings["model"] for settings in grid})
-    plans = {f"rsa, {n} heads": RSAConfig.from_scratch(n) for n in sorted({SHAPES[model].heads for model in models})}
-    return {
-        "model": {model: asdict(SHAPES[model]) for model in models},
-        "arm": {name: plan.to_dict() for name, plan in {"published": PUBLISHED_START, **plans}.items()},
-    }
-
-
 EXPERIMENT = Experiment(
     name="sample-efficiency",
     claim="A model with RSA heads reaches the final bits per byte of the same model without them with fewer tokens. "
@@ -290,9 +255,9 @@ EXPERIMENT = Experiment(
     conclude=conclude,
     draw=draw,
     summarise=COMPARISON.summarise,
-    glossary=glossary,
     parts=("corpus", "train_bytes", "model", "family", "arm"),
     search_by=COMPARISON.score,
     needs_gpu=lambda settings: settings["model"] == "10M",
+    retired=lambda settings: settings["arm"] in variants.RETIRED,
     revision=3,
 )

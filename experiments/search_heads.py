@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+import torch
 
-from experiments.byte_models import SHAPES, corpus_config
+from experiments.byte_models import SHAPES, bits_per_byte, build, train_on_bytes
+from experiments.corpora import read_corpus
 from experiments.runner.experiment import Experiment, Size
+from experiments.runner.fit import default_device
 from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, worst_if_nan
-from rsa_hf.config import COUNTS, RSAConfig
+from rsa_hf import RSAConfig, patch_model
 from rsa_hf.plots import COLOURS, panels
-from rsa_hf.tasks.language_model_trainer import LanguageModelTrainer
-from rsa_hf.tasks.language_modeling import PreparedText, evaluate_language_model, prepare_language_modeling
-from rsa_hf.tasks.search_language_model import search
-from rsa_hf.training.arguments import ModelSettings, RunConfig, TrainingSettings
-from rsa_hf.training.run import load_model
-
-__all__ = ["EXPERIMENT"]
 
 DILATIONS = (2, 4, 8)
+COUNTS = ("num_regular", "num_cyclical_pairs", "num_dilated_regular", "num_dilated_cyclical_pairs")
 DEFAULT = RSAConfig(gate_init=0.0)  # there are no pretrained weights to preserve, so gates start half open
 PLANS = ("plain", "default", "found")
 DIFFERENCE = "found − default"
@@ -35,50 +30,55 @@ SIZES: dict[Size, dict[str, Any]] = {
 }
 
 
+def draw_plan(trial: Any, num_heads: int) -> RSAConfig:
+    """Draw a head plan with k2 = k3 and k5 = k6 in which at least one head is an RSA head, from an optuna trial.
+
+    Every such plan can be drawn: each count is drawn from the heads that the counts before it leave.
+    """
+    k2 = trial.suggest_int("num_cyclical_pairs", 0, num_heads // 2)
+    left = num_heads - 2 * k2
+    k5 = trial.suggest_int("num_dilated_cyclical_pairs", 0, left // 2)
+    left -= 2 * k5
+    k1 = trial.suggest_int("num_regular", 0, left)
+    k4 = trial.suggest_int("num_dilated_regular", 0 if k1 or k2 or k5 else 1, left - k1)
+    dilation = trial.suggest_categorical("dilation", DILATIONS) if k4 or k5 else None
+    return replace(DEFAULT, **dict(zip(COUNTS, (k1, k2, k4, k5), strict=True)), dilation=dilation)
+
+
 def measure(settings: Settings) -> Values:
     """Search by the validation text; then train the plan found, the default and no RSA again, and score the test."""
+    import optuna
+
     shape, seed = SHAPES[settings["model"]], settings["seed"]
-    config = RunConfig(
-        model=ModelSettings(model_type="llama", config_overrides=shape.llama(), tokenizer="bytes"),
-        rsa=DEFAULT,
-        data=corpus_config(settings["corpus"], 1_000_000, settings["eval_bytes"], shape.block),
-        training=TrainingSettings(
-            learning_rate=settings["learning_rate"],
-            max_steps=settings["steps"],
-            batch_size=shape.batch,
-            warmup_ratio=0.05,
-            lr_schedule="constant",
-            seed=seed,
-        ),
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        config.training.output_dir = folder
-        found = search(config, settings["trials"], DILATIONS, Path(folder) / "head_plans.log", progress=False)
-        text = prepare_language_modeling(config.data, None)
-        # Another seed: the plan that a search finds best is also the one whose seed was lucky.
-        training = replace(config.training, seed=1000 + seed)
-        plans = dict(zip(PLANS, (None, DEFAULT, found[0].plan), strict=True))
-        scores = {name: _test_score(config.model, plan, text, training) for name, plan in plans.items()}
-    values: Values = {f"test, {name}": score for name, score in scores.items()}
-    values[DIFFERENCE] = worst_if_nan(scores["found"]) - scores["default"]
+    text = read_corpus(settings["corpus"], 1_000_000, settings["eval_bytes"], shape.block)
+
+    def train(plan: RSAConfig | None, seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = build("llama", shape)
+        model = (model if plan is None else patch_model(model, plan)).to(default_device())  # type: ignore[arg-type]
+        learning = {"learning_rate": settings["learning_rate"], "steps": settings["steps"], "evaluations": 1}
+        train_on_bytes(model, text, shape, **learning, seed=seed)
+        return model
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # otherwise a line for each trial
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+    # The default plan is tried first.
+    study.enqueue_trial({**dict.fromkeys(COUNTS, 0), "num_cyclical_pairs": shape.heads // 4, "dilation": None})
+    plans: list[RSAConfig] = []
+    for _ in range(settings["trials"]):
+        trial = study.ask()
+        plans.append(draw_plan(trial, shape.heads))
+        study.tell(trial, worst_if_nan(bits_per_byte(train(plans[-1], seed), text.validation)))
+    found = plans[study.best_trial.number]
+    # Another seed: the plan that a search finds best is also the one whose seed was lucky.
+    values: Values = {
+        f"test, {name}": bits_per_byte(train(plan, 1000 + seed), text.test)
+        for name, plan in zip(PLANS, (None, DEFAULT, found), strict=True)
+    }
+    values[DIFFERENCE] = worst_if_nan(values["test, found"]) - values["test, default"]
     for name in COUNTS:
-        values[name.removeprefix("num_").replace("_", " ")] = float(getattr(found[0].plan, name) or 0)
-    in_order = sorted(found, key=lambda each: each.number)
-    values["validation"] = [each.score for each in in_order if each.score is not None]
-    return values
-
-
-def _test_score(
-    settings: ModelSettings, plan: RSAConfig | None, text: PreparedText, training: TrainingSettings
-) -> float:
-    def model_init(_: Any) -> PreTrainedModel:
-        return load_model(AutoModelForCausalLM, settings, plan)
-
-    trainer = LanguageModelTrainer(model_init, text, training, progress=False)
-    trainer.train()
-    assert text.test is not None
-    assert trainer.model is not None
-    return evaluate_language_model(trainer.model, text.test, training.eval_batch_size)["bits_per_byte"]
+        values[name.removeprefix("num_").replace("_", " ")] = float(getattr(found, name) or 0)
+    return values | {"validation": [trial.value for trial in study.trials]}
 
 
 def conclude(rows: Rows) -> Conclusion:
@@ -107,14 +107,6 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         right.set(title="trained again: each seed", xlabel="head plan", ylabel="bits per byte, test text")
 
 
-def glossary(grid: Sequence[Settings]) -> dict[str, dict[str, Any]]:
-    """Sizes, the default plan, and the dilation factors to choose from."""
-    return {
-        "model": {settings["model"]: asdict(SHAPES[settings["model"]]) for settings in grid},
-        "arm": {"default": DEFAULT.to_dict(), "found": {"dilations": list(DILATIONS)}},
-    }
-
-
 EXPERIMENT = Experiment(
     name="search-heads",
     claim="A head plan found by a constrained search over k1 … k6 and d is better than the default plan on other text "
@@ -128,5 +120,4 @@ EXPERIMENT = Experiment(
     measure=measure,
     conclude=conclude,
     draw=draw,
-    glossary=glossary,
 )

@@ -1,18 +1,211 @@
-"""Appendix B and figure 6: prediction errors against the degree of nonlinearity α of the data."""
+r"""Appendix B and figure 6: data from a two-layer RNN between linear and nonlinear, and three models fitted to it.
+
+    z_t^(i) = α act(h_t^(i)) + (1 − α) h_t^(i),   h_t^(i) = W_h^(i) z_{t−1}^(i) + W_z^(i) z_t^(i−1) + b^(i),   i = 1, 2
+    y_t = z_t^(2) + ε_t,   z_t^(0) = x_t,   all 2-dimensional, x and ε standard normal
+
+The paper does not specify the weights, the inputs of the fitted models and the learning rate. Here W_h is a random
+matrix of spectral norm `NORM`, which is stable for every α (the mixture never increases a distance); W_z and b are
+standard normal; the models see x_1 … x_t to predict y_t, start from state 0, and end in a linear readout. All N
+replications are trained at once; N is the first dimension of every shape.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from experiments.runner.experiment import Experiment, Size, combinations
-from experiments.runner.fit import default_device
-from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, summarise, worst_if_nan
-from experiments.theory.synthetic import ACTIVATIONS, MODELS, generate, predict_last
-from rsa_hf.plots import COLOURS, panels
+import torch
+from torch import Tensor
 
-__all__ = ["EXPERIMENT"]
+from experiments.runner.experiment import Experiment, Size, combinations
+from experiments.runner.fit import default_device, fit
+from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, summarise, worst_if_nan
+from rsa_hf import rem_product
+from rsa_hf.plots import COLOURS, panels
+from rsa_hf.rem import decay_rates
+
+Parameters = dict[str, Tensor]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    name: getattr(torch, name) for name in ("tanh", "sigmoid", "relu")
+}
+SIZE = 2
+NORM = 0.9
+HEADS = ("regular", "cos", "sin")
+LEARNING_RATE = 0.02
+DROP = 1e-5  # training ends when the loss falls by less per step (paper, appendix B)
+PATIENCE = 200  # early stopping ends after so many steps without a lower held-out error
+WINDOW = 20  # steps over which the drop is averaged, since Adam's loss is not monotonic
+
+
+def two_layer_rnn(x: Tensor, weights: Parameters, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """The states z^(2) [N, T, 2] of the second layer, from initial states of 0, for x [N, T, 2].
+
+    Both layers are computed in one step as an RNN of twice the size, the second layer one time step behind. The
+    weights are `W_h` and `W_z`, [N, 2, 2, 2], and `b`, [N, 2, 2], of layer 1 and layer 2.
+    """
+    N, T, n = x.shape
+    W_h, W_z, b = weights["W_h"], weights["W_z"], weights["b"]
+    lower = torch.cat([W_z[:, 1], W_h[:, 1]], dim=2)
+    upper = torch.cat([W_h[:, 0], torch.zeros_like(W_h[:, 0])], dim=2)
+    both = torch.cat([upper, lower], dim=1).transpose(1, 2)
+    first = x @ W_z[:, 0].transpose(1, 2) + b[:, None, 0]
+    first = torch.cat([first, first.new_zeros(N, 1, n)], dim=1)
+    driven = torch.cat([first, b[:, None, 1].expand(N, T + 1, n)], dim=2)
+    behind = torch.cat([x.new_ones(n), x.new_zeros(n)])  # layer 2 starts one step later
+    state = activation(driven[:, :1]) * behind
+    states = []
+    for step in driven.unbind(1)[1:]:
+        state = activation(torch.baddbmm(step[:, None], state, both))
+        states.append(state)
+    return torch.cat(states, dim=1)[..., n:]
+
+
+def generate(activation: str, alphas: Sequence[float], segments: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+    """A sequence for each α, with the same weights, inputs and errors: x and y [α, segments, length, 2]."""
+    generator = torch.Generator().manual_seed(seed)
+    count, total = len(alphas), segments * length
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    W_h, W_z, b = normal(2, SIZE, SIZE), normal(2, SIZE, SIZE), normal(2, SIZE)
+    W_h = NORM * W_h / torch.linalg.matrix_norm(W_h, ord=2)[:, None, None]
+    weights = {name: value.expand(count, *value.shape) for name, value in (("W_h", W_h), ("W_z", W_z), ("b", b))}
+    x, errors = normal(total, SIZE), normal(total, SIZE)
+    act, alpha = ACTIVATIONS[activation], torch.tensor(alphas, dtype=torch.float64)[:, None, None]
+    z = two_layer_rnn(x.expand(count, total, SIZE), weights, lambda h: alpha * act(h) + (1 - alpha) * h)
+    shape = (count, segments, length, SIZE)
+    return x.expand(count, total, SIZE).reshape(shape).float(), (z + errors).reshape(shape).float()
+
+
+def rsa(x: Tensor, p: Parameters) -> Tensor:
+    """Two RSA layers (paper, eq. 4) of one regular, one cos and one sin head, 2-dimensional, masked.
+
+    As in proposition 2, a head's value matrix maps input to output, and the head whose P is the identity is a linear
+    map. There is no feed-forward part: softmax is the only nonlinearity. From x [N, T, 2] to [N, T, 2]; p has `query`,
+    `key`, `value`, [N, 2, 3, 2, 2]; `identity`, [N, 2, 2, 2]; `b`, [N, 2, 2]; `mu`, `eta`, `nu`, `theta`, [N, 2].
+    """
+    N, T, n = x.shape
+    kinds = HEADS * N
+    lam, gamma = decay_rates(p["eta"], p["nu"])
+    for i in range(2):
+        query, key, value = (torch.einsum("ntm,nhkm->nhtk", x, p[name][:, i]) for name in ("query", "key", "value"))
+        attention = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        decay = torch.stack([lam[:, i], gamma[:, i], gamma[:, i]], dim=1)
+        theta = p["theta"][:, i, None].expand(N, len(HEADS))
+        # Rates are per head, so the heads of all replications become the heads of one product.
+        recurrence = rem_product(value.reshape(1, -1, T, n), kinds, decay.flatten(), theta.flatten())
+        g = torch.sigmoid(p["mu"][:, i, None, None])
+        mixed = (1 - g) * attention.sum(1) + g * recurrence.view(N, len(HEADS), T, n).sum(1)
+        x = mixed + x @ p["identity"][:, i].transpose(1, 2) + p["b"][:, None, i]
+    return x
+
+
+MODELS = ("linear", "nonlinear", "rsa")
+
+
+def _predict(name: str, activation: str, x: Tensor, p: Parameters) -> Tensor:
+    """The prediction of y by one of `MODELS`."""
+    act = ACTIVATIONS[activation] if name == "nonlinear" else lambda h: h
+    z = rsa(x, p) if name == "rsa" else two_layer_rnn(x, p, act)
+    return z @ p["out"].transpose(1, 2) + p["out_b"][:, None]
+
+
+def _start(name: str, N: int, generator: torch.Generator) -> Parameters:
+    """Initial parameters: weights uniform in ±1/√2, as in torch's RNN; rates as in RSAHeads.
+
+    An RNN of size 2 may be unstable with those, and a linear one does not recover, so W_h is scaled down to norm
+    `NORM`. Gates start at σ(2) = 0.88: near the linear RNN, which attention has to correct.
+    """
+
+    def uniform(*shape: int) -> Tensor:
+        bound = 1 / math.sqrt(SIZE)
+        return (2 * torch.rand(N, *shape, generator=generator) - 1) * bound
+
+    p = {"out": uniform(SIZE, SIZE), "out_b": torch.zeros(N, SIZE), "b": uniform(2, SIZE)}
+    if name != "rsa":
+        W_h, W_z = uniform(2, SIZE, SIZE), uniform(2, SIZE, SIZE)
+        norm = torch.linalg.matrix_norm(W_h, ord=2, keepdim=True)
+        return p | {"W_h": W_h / (norm / NORM).clamp(min=1), "W_z": W_z}
+    heads = {part: uniform(2, len(HEADS), SIZE, SIZE) for part in ("query", "key", "value")}
+    starts = {"mu": 2.0, "eta": 1.0, "nu": 1.0, "theta": math.pi / 4}
+    rates = {part: torch.full((N, 2), start) for part, start in starts.items()}
+    return p | heads | rates | {"identity": uniform(2, SIZE, SIZE)}
+
+
+def predict_last(
+    name: str, activation: str, x: Tensor, y: Tensor, *, most_steps: int, held_out: int = 0, seed: int = 0
+) -> Tensor:
+    """Fit one model, of `MODELS`, to each segment without its last step, by Adam, and predict that step.
+
+    With nothing held out, training of a segment ends when its loss falls by less than `DROP` per step, averaged over
+    `WINDOW` steps, as in the paper; if the loss has risen, the prediction of `WINDOW` steps before is used, since one
+    step may lead to an unstable RNN. Otherwise the last observations before the prediction are not trained on: the
+    prediction is taken where their error is lowest, and training ends `PATIENCE` steps later (early stopping).
+
+    Returns:
+        The squared error of the prediction of y_T, averaged over the two dimensions, shape [N], for x and y [N, T, 2].
+    """
+    N, T, _ = x.shape
+    trained = T - 1 - held_out
+    starts = _start(name, N, torch.Generator().manual_seed(seed))
+    p = {part: start.to(x.device).requires_grad_() for part, start in starts.items()}
+    optimizer = torch.optim.Adam(p.values(), lr=LEARNING_RATE)
+    errors = x.new_full((N,), math.nan)
+    # Of the replications that still train: index, lowest loss, steps since then, prediction error before.
+    running = torch.arange(N, device=x.device)
+    best, since, before = x.new_full((N,), math.inf), x.new_zeros(N), errors
+    ended = torch.zeros_like(running, dtype=torch.bool)
+
+    def loss(step: int) -> Tensor:
+        nonlocal best, since, before, ended
+        is_last = step == most_steps + 1
+        # Steps that are not trained on see the others and are not seen by them, so one pass serves both.
+        squared = (_predict(name, activation, x, p) - y).square().mean(2)
+        losses, last = squared[:, :trained].mean(1), squared[:, -1].detach()
+        ended = torch.full_like(running, is_last, dtype=torch.bool)
+        if held_out:
+            now = squared[:, trained:-1].mean(1).detach()
+            better = now < best
+            errors[running] = torch.where(better, last, errors[running])
+            best, since = torch.where(better, now, best), torch.where(better, 0, since + 1)
+            ended |= since >= PATIENCE
+        elif (step - 1) % WINDOW == 0 or is_last:
+            now = losses.detach()
+            ended |= ~(best - now >= DROP * WINDOW)  # also where it is NaN
+            errors[running[ended]] = torch.where(now < best, last, before)[ended]
+            best, before = now, last
+        return losses.sum()
+
+    def drop_ended(step: int, _: Tensor) -> bool:
+        nonlocal running, best, since, before, x, y, p
+        left = ~ended
+        if not bool(left.any()):
+            return True
+        if bool(ended.any()):
+            running, best, since, before = running[left], best[left], since[left], before[left]
+            x, y, p = x[left], y[left], _continue_with(left, p, optimizer)
+        return False
+
+    fit(loss, optimizer, most_steps + 1, after_step=drop_ended)
+    return errors
+
+
+def _continue_with(left: Tensor, p: Parameters, optimizer: torch.optim.Adam) -> Parameters:
+    """Keep the parameters and Adam moments of the replications that go on: most end long before the last one."""
+    kept = {}
+    for name, tensor in p.items():
+        state = optimizer.state.pop(tensor)
+        kept[name] = tensor.detach()[left].requires_grad_()
+        optimizer.state[kept[name]] = {key: value[left] if value.dim() else value for key, value in state.items()}
+    optimizer.param_groups[0]["params"] = list(kept.values())
+    return kept
+
+
+# --- the experiment ------------------------------------------------------------
 
 PUBLISHED_LENGTH = 100
 # The share of observations held out by the paper's stopping rule, and by early stopping, which a model of RSA's size
@@ -134,10 +327,4 @@ EXPERIMENT = Experiment(
     draw=draw,
     parts=("activation",),
     revision=3,
-    glossary=lambda grid: {
-        "size": {
-            size: {f"alpha, {length} observations": list(alphas) for length, alphas, _ in plans}
-            for size, plans in DATA.items()
-        }
-    },
 )

@@ -23,34 +23,16 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_constant_schedule_with_warmup
 
-from experiments.byte_models import SHAPES, Curve, Shape, build, read_corpus
-from experiments.downstream import (
-    JUDGED,
-    PAIRS_RECALLED,
-    TEXT_JUDGED,
-    TEXT_WORD_PAIRS,
-    WORD_PAIRS,
-    WORD_RECALLED,
-    score_downstream,
-)
+from experiments import downstream
+from experiments.byte_models import SHAPES, Curve, Shape, bits_per_byte, build
+from experiments.corpora import read_corpus, training_blocks
 from experiments.runner.comparison import Case, Comparison
 from experiments.runner.experiment import Experiment, Size, combinations
-from experiments.runner.fit import adamw, batch_loss, default_device, fit
-from experiments.runner.summary import (
-    Conclusion,
-    Rows,
-    Run,
-    Settings,
-    Values,
-    make_rows,
-    worst_if_nan,
-)
+from experiments.runner.fit import adamw, batch_loss, count_parameters, default_device, fit
+from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, make_rows, worst_if_nan
 from experiments.variants import make_variant
 from rsa_hf.plots import COLOURS, panels
-from rsa_hf.tasks.language_modeling import PreparedText, evaluate_language_model
-from rsa_hf.tasks.text_data import TrainingBlocks
-
-__all__ = ["EXPERIMENT", "train_lengths"]
+from rsa_hf.tasks.language_modeling import PreparedText
 
 CONSTANT = 0.8  # share of a length before the decay
 ALL = 10**9  # bytes: more than any text has
@@ -86,7 +68,7 @@ def measure(settings: Settings) -> Values:
     text = read_corpus(settings["corpus"], ALL, settings["eval_bytes"], shape.block)
     torch.manual_seed(seed)
     plain = build(family, shape)
-    parameters = sum(parameter.numel() for parameter in plain.parameters())
+    parameters = count_parameters(plain)
     longest = settings["longest"] * parameters / (shape.batch * shape.block)
     steps = [max(2, round(longest / 2**k)) for k in reversed(range(settings["lengths"]))]
     model: Any = make_variant(settings["arm"], plain, shape.block).to(default_device())
@@ -94,7 +76,7 @@ def measure(settings: Settings) -> Values:
     scores, trained = train_lengths(model, text, shape, steps, learning_rate=rate, seed=seed)
     recall = {"steps": settings["recall_steps"], "judge": settings["judge"]}
     return {
-        **score_downstream(trained, text, shape, learning_rate=rate, seed=seed, **recall),
+        **downstream.score_downstream(trained, text, shape, learning_rate=rate, seed=seed, **recall),
         "final": scores[-1],
         "tokens": [float(n * shape.batch * shape.block) for n in steps],
         "tokens per parameter": [n * shape.batch * shape.block / parameters for n in steps],
@@ -120,8 +102,7 @@ def train_lengths(
     Returns:
         Bits per byte at the end of each length, and the model at the end of the last.
     """
-    blocks = text.train
-    assert isinstance(blocks, TrainingBlocks)
+    blocks = training_blocks(text)
     optimizer = adamw(model, learning_rate)
     schedule = get_constant_schedule_with_warmup(optimizer, max(1, lengths[0] // 20))
     ends = {round(CONSTANT * length): length for length in lengths}
@@ -137,16 +118,10 @@ def train_lengths(
         of_branch.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         falling = LambdaLR(of_branch, lambda taken: 1 - taken / steps)
         fit(batch_loss(branch, blocks, shape.batch, seed, skip=step), of_branch, steps, model=branch, schedule=falling)
-        scores.append(evaluate_language_model(branch, text.validation, 32)["bits_per_byte"])
+        scores.append(bits_per_byte(branch, text.validation))
 
-    fit(
-        batch_loss(model, blocks, shape.batch, seed),
-        optimizer,
-        max(ends),
-        model=model,
-        schedule=schedule,
-        after_step=decay,
-    )
+    loss = batch_loss(model, blocks, shape.batch, seed)
+    fit(loss, optimizer, max(ends), model=model, schedule=schedule, after_step=decay)
     return scores, branch
 
 
@@ -154,8 +129,9 @@ def train_lengths(
 
 LENGTH = "tokens per parameter"
 RATIO, SAVED, NOISE = "tokens / plain", "bits per byte below plain", "bits per byte between two seeds"
-DOWNSTREAM = (JUDGED, WORD_PAIRS, WORD_RECALLED, PAIRS_RECALLED)  # after the longest training
-OF_TEXT = {JUDGED: TEXT_JUDGED, WORD_PAIRS: TEXT_WORD_PAIRS}  # what samples are compared with
+# After the longest training; and what samples are compared with.
+DOWNSTREAM = (downstream.JUDGED, downstream.WORD_PAIRS, downstream.WORD_RECALLED, downstream.PAIRS_RECALLED)
+OF_TEXT = {downstream.JUDGED: downstream.TEXT_JUDGED, downstream.WORD_PAIRS: downstream.TEXT_WORD_PAIRS}
 OVER_PLAIN = "{}, rsa − plain"
 
 

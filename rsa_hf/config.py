@@ -199,7 +199,7 @@ class RSAConfig:
 
         All heads are RSA heads in cyclical pairs, an odd one regular. Gates start at σ(1), as there is nothing that
         open gates could harm; ν at 0, a memory of few tokens, which can be learned first; θ is spread over (0, π), as
-        pairs that start alike are slow to differ (results/start.md, made by `scripts/measure_start.py`).
+        pairs that start alike are slow to differ (results/start.md, made by `python -m experiments start`).
 
         Args:
             num_heads: attention heads of each layer, H.

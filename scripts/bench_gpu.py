@@ -6,7 +6,7 @@ Needs an NVIDIA GPU, torch, triton and transformers, and no network: the models 
 minutes on an H100. Unless values and every gradient agree with float64, nothing is measured. Rows stand in the order
 of their worth. Each is measured on its own, and bench_gpu.json is written after each, so that what fails or runs out
 of time loses nothing else. A row that this run does not get to keeps what an earlier one found, with its card and
-commit; without one the table says 'not measured'. Writes bench_gpu.json, .md and .png (a roofline).
+commit; without one the table says 'not measured'. Writes bench_gpu.json and .md.
 
 To measure next, and what is predicted:
 
@@ -30,7 +30,6 @@ import sys
 if "--dry" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
-import argparse
 import gc
 import json
 import math
@@ -42,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import interleaved, machine, ratio
+from measuring import interleaved, machine, make_parser, ratio, write
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
@@ -236,40 +235,29 @@ class Bench:
         half = torch.empty(moved // 2, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(half)
         times = self.time(product=lambda: triton_forward(value, heads, mask, None), copy=lambda: target.copy_(half))
-        share = times["copy"]["median"] / times["product"]["median"]
-        return {
-            "value": share,
-            "batch": len(value),
-            "times_ms": times,
-            "bytes": moved,
-            "operations": 266 * value.numel(),
-        }
+        share, operations = times["copy"]["median"] / times["product"]["median"], 266 * value.numel()
+        return {"value": share, "batch": len(value), "times_ms": times, "bytes": moved, "operations": operations}
+
+    def both(self, problem: tuple[Tensor, Rems, AttentionMask, SoftmaxBranch]) -> Callable[[], None]:
+        """Forward and backward of one problem, as a call."""
+        grad = torch.randn_like(problem[3].attention)
+
+        def run() -> None:
+            triton_forward(*problem)
+            triton_backward(grad, *problem)
+
+        return run
 
     def fused(self, length: int, causal: bool) -> dict[str, Any]:
         """Forward and backward with the gate, against a copy of as many bytes as they must read and write."""
-        value, heads, mask, softmax = self.problem(length, self.batch(length) // 2 or 1, causal)
-        grad = torch.randn_like(softmax.attention)
+        problem = self.problem(length, self.batch(length) // 2 or 1, causal)
+        value, both = problem[0], self.both(problem)
         moved = 8 * value.nbytes  # V, attention, output; V, attention, dOut, dV, dAttention
         half = torch.empty(moved // 2, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(half)
-
-        def both() -> None:
-            triton_forward(value, heads, mask, softmax)
-            triton_backward(grad, value, heads, mask, softmax)
-
-        times = self.time(
-            both=both,
-            forward=lambda: triton_forward(value, heads, mask, softmax),
-            floor=lambda: target.copy_(half),
-        )
-        slower = ratio(times, "both", "floor")
-        return {
-            "value": slower,
-            "batch": len(value),
-            "times_ms": times,
-            "bytes": moved,
-            "operations": 680 * value.numel(),
-        }
+        times = self.time(both=both, forward=lambda: triton_forward(*problem), floor=lambda: target.copy_(half))
+        slower, operations = ratio(times, "both", "floor"), 680 * value.numel()
+        return {"value": slower, "batch": len(value), "times_ms": times, "bytes": moved, "operations": operations}
 
     def dense(self) -> dict[str, Any]:
         """P V and its gradients against the explicit P."""
@@ -386,14 +374,7 @@ class Bench:
 
     def longest(self) -> dict[str, Any]:
         """Forward and backward of one layer's heads over a million positions."""
-        value, heads, mask, softmax = self.problem(self.sizes.longest, 1, True)
-        grad = torch.randn_like(softmax.attention)
-
-        def both() -> None:
-            triton_forward(value, heads, mask, softmax)
-            triton_backward(grad, value, heads, mask, softmax)
-
-        times = self.time(both=both)
+        times = self.time(both=self.both(self.problem(self.sizes.longest, 1, True)))
         return {"value": times["both"]["median"], "times_ms": times}
 
     def sweep(self) -> dict[str, Any]:
@@ -528,12 +509,6 @@ def earlier_rows(path: Path, rows: list[Row]) -> dict[str, Any]:
     return {name: entry for name, entry in found.items() if name in names}
 
 
-def write(path: Path, text: str) -> None:
-    beside = path.with_suffix(".tmp")
-    beside.write_text(text)
-    beside.replace(path)
-
-
 def measured(row: Row, record: dict[str, Any]) -> str:
     """What a row found, or that it was not measured, and why if something was tried."""
     entry = record["rows"].get(row.name, {})
@@ -552,16 +527,16 @@ def measured(row: Row, record: dict[str, Any]) -> str:
 
 
 def table(record: dict[str, Any], rows: list[Row]) -> str:
-    lines = ["# The Triton kernels on a GPU", ""]
-    if record["machine"] is None:
-        lines += ["No GPU has run this yet: `make bench-gpu` fills the table, in under ten minutes."]
-    else:
-        lines += [
-            f"Made by `{record['command']}`, which holds values and every gradient against float64 first (largest "
-            f"relative error of the last run {max(record['equality'].values()):.0e}). Medians of {record['rounds']} "
-            "interleaved rounds; bf16; RSA on half of the heads (`RSAConfig()`).",
-        ]
-    lines += ["", "| | against | target | measured | on |", "|---|---|---|---|---|"]
+    lines = [
+        "# The Triton kernels on a GPU",
+        "",
+        f"Made by `{record['command']}`, which holds values and every gradient against float64 first (largest "
+        f"relative error of the last run {max(record['equality'].values()):.0e}). Medians of {record['rounds']} "
+        "interleaved rounds; bf16; RSA on half of the heads (`RSAConfig()`).",
+        "",
+        "| | against | target | measured | on |",
+        "|---|---|---|---|---|",
+    ]
     lines += [
         f"| {row.name} | {row.rival} | {row.target} | {measured(row, record)} | {card(row, record)} |" for row in rows
     ]
@@ -576,49 +551,14 @@ def card(row: Row, record: dict[str, Any]) -> str:
     return f"{head.get('gpu', head['processor'])}, torch {head['torch']}, triton {head['triton']}, {head['commit']}"
 
 
-def roofline(record: dict[str, Any], path: Path) -> bool:
-    """Operations a second over operations a byte, under both ceilings; False where the ceilings are not measured."""
-    found = {name: entry["found"] for name, entry in record["rows"].items() if "found" in entry}
-    ceilings = next((f for f in found.values() if "bytes_per_s" in f), None)
-    if ceilings is None:
-        return False
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
-    intensities = [2.0**i for i in range(11)]
-    roof = [min(i * ceilings["bytes_per_s"], ceilings["operations_per_s"]) for i in intensities]
-    axis.plot(intensities, roof, "k-", label="copy and bf16 matrix product, measured")
-    for name, one in found.items():
-        if "operations" in one:
-            arm = "product" if "product" in one["times_ms"] else "both"
-            seconds = one["times_ms"][arm]["median"] / 1000
-            axis.plot(one["operations"] / one["bytes"], one["operations"] / seconds, "o", label=name)
-    axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="operations per second")
-    axis.set_title("interpreted on a CPU: says nothing about a GPU" if record["dry"] else "GPUs as in the table")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=7)
-    figure.savefig(path, dpi=120)
-    return True
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser = make_parser(__doc__, "--out")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU, in Triton's interpreter")
     parser.add_argument("--budget", type=float, default=400.0, help="seconds after which no further row is begun")
-    parser.add_argument("--table-only", action="store_true", help="write the table of a run that has not been made")
     options = parser.parse_args()
     os.environ["RSA_HF_BACKEND"] = "triton"
     sizes = DrySizes() if options.dry else Sizes()
-    options.out.mkdir(parents=True, exist_ok=True)
     rows = rows_of(sizes)
-    if options.table_only:
-        record = {"dry": False, "machine": None, "rows": {}}
-        write(options.out / "bench_gpu.md", table(record, rows))
-        return
     if not options.dry and not torch.cuda.is_available():
         raise SystemExit(
             "no GPU is here; --dry runs everything in Triton's interpreter, at sizes that measure nothing."
@@ -640,10 +580,6 @@ def main() -> None:
     text = table(record, rows)
     write(options.out / "bench_gpu.md", text)
     print(text)
-    try:
-        roofline(record, options.out / "bench_gpu.png")
-    except ImportError as error:
-        print(f"no roofline chart: {error}")
 
 
 if __name__ == "__main__":

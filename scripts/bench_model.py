@@ -10,17 +10,24 @@ with open gates the uncached one. Writes bench_model.json and .md.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from measuring import interleaved, machine, peak_memory, ratio, ratio_spread, throughput
+from measuring import (
+    interleaved,
+    machine,
+    make_parser,
+    on,
+    peak_memory,
+    publish,
+    ratio,
+    ratio_spread,
+    table,
+    throughput,
+)
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -38,33 +45,31 @@ from rsa_hf import RSAConfig, patch_model
 ARMS = PLAIN, RSA = "unpatched", "RSA on all heads"
 TOKENS = 8  # of decoding, timed together
 TOLERANCE = 1e-4
-SMALL = language_model.SHAPES["small"]
+
+
+def sizes(width: int, layers: int, heads: int) -> dict[str, int]:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return dict(zip(names, (width, 4 * width, layers, heads), strict=True))
 
 
 def bert() -> PreTrainedModel:
-    sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12}
-    return BertForSequenceClassification._from_config(BertConfig(**sizes), attn_implementation="sdpa")
+    return BertForSequenceClassification._from_config(BertConfig(**sizes(384, 6, 12)), attn_implementation="sdpa")
 
 
 def llama() -> PreTrainedModel:
-    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
-    return LlamaForCausalLM._from_config(LlamaConfig(vocab_size=256, **sizes), attn_implementation="sdpa")
+    config = LlamaConfig(vocab_size=256, **sizes(128, 4, 4))
+    return LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
 
 
 def gpt2() -> PreTrainedModel:
     return GPT2LMHeadModel._from_config(GPT2Config(), attn_implementation="sdpa")
 
 
-def transformer_xl() -> PreTrainedModel:
-    return language_model.build("transformer-xl", SMALL, "enwik8", 256, "plain")
+def with_memory(architecture: str) -> Callable[[], PreTrainedModel]:
+    return lambda: language_model.build(architecture, language_model.SHAPES["small"], "enwik8", 256, "plain")
 
 
-def block_recurrent() -> PreTrainedModel:
-    return language_model.build("block-recurrent", SMALL, "enwik8", 256, "plain")
-
-
-@dataclass(frozen=True)
-class Training:
+class Training(NamedTuple):
     """A training step: the model, its number of heads, the batch, and the rounds of timing."""
 
     model: Callable[[], PreTrainedModel]
@@ -80,8 +85,8 @@ TRAINING = {
     "GPT-2 small, T = 512": Training(gpt2, 12, 1, 512, 15),
     "GPT-2 small, T = 1,024": Training(gpt2, 12, 1, 1024, 9),
     "Llama, 4 layers of 128, T = 256, 16 rows": Training(llama, 4, 16, 256, 25),
-    "Transformer-XL, 2 layers of 64, T = 64, 8 rows": Training(transformer_xl, 8, 8, 64, 80),
-    "Block-Recurrent, 3 layers of 64, T = 64, 8 rows": Training(block_recurrent, 8, 8, 64, 80),
+    "Transformer-XL, 2 layers of 64, T = 64, 8 rows": Training(with_memory("transformer-xl"), 8, 8, 64, 80),
+    "Block-Recurrent, 3 layers of 64, T = 64, 8 rows": Training(with_memory("block-recurrent"), 8, 8, 64, 80),
 }
 CONTEXTS = (500, 1000)
 
@@ -155,40 +160,38 @@ def check(device: str) -> dict[str, float]:
     return {"cached_against_uncached": error}
 
 
-def table(record: dict[str, Any]) -> str:
+def page(record: dict[str, Any]) -> list[str]:
     head, speed = record["machine"], record["throughput"]
-    lines = [
+    rows = []
+    for name, part in record["parts"].items():
+        times, memory = part["times_ms"], part["memory_mb"]
+        ratios = ratio_spread(times, RSA, PLAIN) or {}
+        rows.append(
+            [
+                name,
+                *(f"{t['median']:.1f} [{t['low']:.1f}–{t['high']:.1f}]" for t in (times[PLAIN], times[RSA])),
+                f"{ratios['median']:.3f} [{ratios['low']:.3f}–{ratios['high']:.3f}]",
+                f"{memory[RSA]:,.0f}",
+                f"{memory[RSA] / memory[PLAIN]:.3f}",
+            ]
+        )
+    return [
         "# Models with RSA heads",
         "",
-        f"Made by `{record['command']}` on {head.get('gpu', head['processor'])}, {head['threads']} threads, torch "
-        f"{head['torch']}, transformers {head['transformers']}, commit {head['commit']}. In the same run the machine "
-        f"copied {speed['copy_gb_per_s']:.1f} GB/s (read and written) and multiplied matrices at "
-        f"{speed['matrix_gflop_per_s']:.0f} GFLOP/s, both in float32.",
+        f"Made by `{record['command']}` on {on(head)}, transformers {head['transformers']}, commit {head['commit']}. "
+        f"In the same run the machine copied {speed['copy_gb_per_s']:.1f} GB/s (read and written) and multiplied "
+        f"matrices at {speed['matrix_gflop_per_s']:.0f} GFLOP/s, both in float32.",
         "",
         "The two models took turns in one run. Times and ratios are medians, in brackets the quartiles; a ratio is "
         "that of two neighbouring steps. Memory is what tensors take at the peak of a step beyond those from before "
         "it.",
         "",
-        "| | unpatched, ms | RSA on all heads, ms | ratio | memory, MB | ratio |",
-        "|---|---|---|---|---|---|",
+        *table(["", "unpatched, ms", "RSA on all heads, ms", "ratio", "memory, MB", "ratio"], rows),
     ]
-    for name, part in record["parts"].items():
-        times, memory = part["times_ms"], part["memory_mb"]
-        spread = [f"{t['median']:.1f} [{t['low']:.1f}–{t['high']:.1f}]" for t in (times[PLAIN], times[RSA])]
-        ratios = ratio_spread(times, RSA, PLAIN) or {}
-        cells = [
-            *spread,
-            f"{ratios['median']:.3f} [{ratios['low']:.3f}–{ratios['high']:.3f}]",
-            f"{memory[RSA]:,.0f}",
-            f"{memory[RSA] / memory[PLAIN]:.3f}",
-        ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("results"))
+    parser = make_parser(__doc__)
     parser.add_argument("--only", default="", help="measure only what has this in its name")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
@@ -204,8 +207,7 @@ def main() -> None:
             continue
         calls = {arm: prepare(arm, what, options.device) for arm in ARMS}
         times = interleaved(calls, rounds, device)
-        memory = {arm: peak_memory(call) for arm, call in calls.items()}
-        parts[name] = {"times_ms": times, "memory_mb": memory}
+        parts[name] = {"times_ms": times, "memory_mb": {arm: peak_memory(call) for arm, call in calls.items()}}
         print(f"{name}: {ratio(times, RSA, PLAIN):.3f}", flush=True)
     record = {
         "command": "python scripts/bench_model.py" + (f" --only {options.only!r}" if options.only else ""),
@@ -214,11 +216,7 @@ def main() -> None:
         "equality": equality,
         "parts": parts,
     }
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "bench_model.json").write_text(json.dumps(record, indent=1) + "\n")
-    text = table(record)
-    (options.output / "bench_model.md").write_text(text)
-    print(text)
+    publish(options.output, "bench_model", record, page(record))
 
 
 if __name__ == "__main__":

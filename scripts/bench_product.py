@@ -12,20 +12,18 @@ Rivals, in the same run and interleaved:
 * explicit: eq. 4 of the paper with both T×S matrices, as public re-implementations compute it (for memory and scale).
 
 A length is reported only if values and every gradient agree with float64 Fourier transforms. What would take more than
---budget seconds or --memory gigabytes is left out. Writes bench_product.json, .md and .png.
+--budget seconds or --memory gigabytes is left out. Writes bench_product.json and .md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import interleaved, machine, peak_memory, ratio
+from measuring import interleaved, machine, make_parser, on, peak_memory, publish, ratio, table
 from torch import Tensor
 
 from rsa_hf import rem_matrix, rem_product
@@ -145,37 +143,36 @@ def measure(length: int, arms: tuple[str, ...], options: argparse.Namespace) -> 
     return {"length": length, "batch": batch_of(length), "error": error, "times_ms": times, "memory_mb": memory}
 
 
-def table(record: dict[str, Any]) -> str:
-    head = record["machine"]
-    lines = [
+def page(record: dict[str, Any]) -> list[str]:
+    rows = []
+    for row in record["rows"]:
+        times, memory = row["times_ms"], row["memory_mb"]
+        mine = times["rsa"]
+        rows.append(
+            [
+                f"{row['length']:,} × {row['batch']}",
+                f"{mine['median']:.2f} [{mine['low']:.2f}–{mine['high']:.2f}]",
+                _cell(ratio(times, "rsa", "copy"), ".1f"),
+                _cell(ratio(times, "rsa", "sdpa"), ".3f"),
+                _cell(_added(times), ".3f"),
+                *(_cell(ratio(times, rival, "rsa"), ".1f") for rival in ("dense", "explicit", "fft")),
+                *(_cell(memory.get(arm), ",.0f") for arm in ("rsa", "sdpa", "dense", "explicit")),
+                f"{row['error']:.0e}",
+            ]
+        )
+    ratios = ["× copy", "× sdpa", "a layer adds, × sdpa", "dense / RSA", "explicit / RSA", "fft / RSA"]
+    return [
         "# P V, forward and backward",
         "",
-        f"Made by `{record['command']}` on {head.get('gpu', head['processor'])}, {head['threads']} threads, torch "
-        f"{head['torch']}, commit {head['commit']}. {HEADS} heads of {DIM}, float32, causal, a third of the heads "
+        f"Made by `{record['command']}` on {on(record['machine'])}, commit {record['machine']['commit']}. {HEADS} "
+        f"heads of {DIM}, float32, causal, a third of the heads "
         "regular; times and ratios (of neighbouring calls) are medians over "
         f"{record['rounds']} interleaved rounds (five at least, where a rival takes long), in brackets the quartiles. "
         "A layer is sdpa mixed with P V by eq. 4. Memory is what tensors take at the peak of a call. An empty cell "
         "was not run, for its time or memory.",
         "",
-        "| T × batch | RSA, ms | × copy | × sdpa | a layer adds, × sdpa | dense / RSA | explicit / RSA | fft / RSA "
-        "| RSA, MB | sdpa, MB | dense, MB | explicit, MB | error |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        *table(["T × batch", "RSA, ms", *ratios, "RSA, MB", "sdpa, MB", "dense, MB", "explicit, MB", "error"], rows),
     ]
-    for row in record["rows"]:
-        times, memory = row["times_ms"], row["memory_mb"]
-        mine = times["rsa"]
-        cells = [
-            f"{row['length']:,} × {row['batch']}",
-            f"{mine['median']:.2f} [{mine['low']:.2f}–{mine['high']:.2f}]",
-            _cell(ratio(times, "rsa", "copy"), ".1f"),
-            _cell(ratio(times, "rsa", "sdpa"), ".3f"),
-            _cell(_added(times), ".3f"),
-            *(_cell(ratio(times, rival, "rsa"), ".1f") for rival in ("dense", "explicit", "fft")),
-            *(_cell(memory.get(arm), ",.0f") for arm in ("rsa", "sdpa", "dense", "explicit")),
-            f"{row['error']:.0e}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
 
 
 def _added(times: dict[str, Any]) -> float | None:
@@ -188,33 +185,8 @@ def _cell(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def chart(record: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    for color, arm in enumerate(ARMS):
-        points = [
-            (r["length"], r["times_ms"][arm]["median"] / r["batch"]) for r in record["rows"] if arm in r["times_ms"]
-        ]
-        axes[0].plot(*zip(*points, strict=True), f"C{color}o-", label=arm)
-        points = [(r["length"], r["memory_mb"][arm] / r["batch"]) for r in record["rows"] if arm in r["memory_mb"]]
-        if points:
-            axes[1].plot(*zip(*points, strict=True), f"C{color}o-", label=arm)
-    for axis, name in zip(axes, ("ms per row", "MB per row, at the peak"), strict=True):
-        axis.set(xscale="log", yscale="log", xlabel="T", ylabel=name)
-        axis.set_xscale("log", base=2)
-        axis.grid(alpha=0.3)
-    axes[0].legend()
-    figure.suptitle(f"P V, forward and backward, {HEADS} heads of {DIM}")
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("results"))
+    parser = make_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget", type=float, default=3.0, help="seconds that one call of a rival may take")
@@ -235,12 +207,7 @@ def main() -> None:
     )
     where = machine(torch.device(options.device))
     record = {"command": command, "machine": where, "rounds": options.rounds, "rows": rows}
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "bench_product.json").write_text(json.dumps(record, indent=1) + "\n")
-    text = table(record)
-    (options.output / "bench_product.md").write_text(text)
-    chart(record, options.output / "bench_product.png")
-    print(text)
+    publish(options.output, "bench_product", record, page(record))
 
 
 if __name__ == "__main__":

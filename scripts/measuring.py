@@ -1,15 +1,18 @@
-"""How the benchmarks measure: interleaved timing, peak memory, and what machine it was."""
+"""How the benchmarks measure: interleaved timing, peak memory, what machine it was, and how they write."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
+import os
 import platform
 import shutil
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -81,7 +84,7 @@ def interleaved(
             _wait(device)
             if counted >= 0:
                 times[name].append(1000 * (time.perf_counter() - start))
-    return {name: {**_spread(values), "rounds": values} for name, values in times.items()}
+    return {name: {**spread(values), "rounds": values} for name, values in times.items()}
 
 
 def throughput(device: torch.device) -> dict[str, float]:
@@ -101,15 +104,16 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _spread(values: list[float]) -> dict[str, float]:
-    low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
     return {"median": median, "low": low, "high": high}
 
 
 def ratio(times: dict[str, dict[str, Any]], arm: str, rival: str) -> float | None:
     """How much longer an arm takes than its rival: the median over rounds of the ratio within a round."""
-    spread = ratio_spread(times, arm, rival)
-    return None if spread is None else spread["median"]
+    found = ratio_spread(times, arm, rival)
+    return None if found is None else found["median"]
 
 
 def ratio_spread(times: dict[str, dict[str, Any]], arm: str, rival: str) -> dict[str, float] | None:
@@ -120,7 +124,7 @@ def ratio_spread(times: dict[str, dict[str, Any]], arm: str, rival: str) -> dict
     if arm not in times or rival not in times:
         return None
     # An arm that took too long has fewer rounds; they are the first ones.
-    return _spread([a / b for a, b in zip(times[arm]["rounds"], times[rival]["rounds"], strict=False)])
+    return spread([a / b for a, b in zip(times[arm]["rounds"], times[rival]["rounds"], strict=False)])
 
 
 def peak_memory(run: Callable[[], Any]) -> float:
@@ -143,3 +147,67 @@ def peak_memory(run: Callable[[], Any]) -> float:
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
     changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
     return max(itertools.accumulate(size for _, size in changes)) / 1e6
+
+
+class Worker:
+    """A process of a Python script that answers each line on its standard input with a line of numbers.
+
+    Arms that need environments of their own take turns in this way: the script calls `answer` in its worker.
+    """
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], quiet: bool = False) -> None:
+        errors = subprocess.DEVNULL if quiet else None
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+        self.process = subprocess.Popen([*command], env=environment, text=True, **pipes)
+
+    def ask(self, line: str = "") -> list[float]:
+        """Send a line, and wait for the numbers."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return [float(number) for number in self.process.stdout.readline().split()]
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.communicate()
+
+
+def answer(respond: Callable[[str], Sequence[float]]) -> None:
+    """In a worker: answer each line on standard input."""
+    for line in sys.stdin:
+        print(*respond(line.rstrip("\n")), flush=True)
+
+
+def make_parser(about: str | None, output: str = "--output") -> argparse.ArgumentParser:
+    """The parser of a benchmark, with the folder of its results."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(output, type=Path, default=Path("results"), help="folder of the results")
+    return parser
+
+
+def on(head: dict[str, Any]) -> str:
+    """The machine in the first line of a page."""
+    return f"{head.get('gpu', head['processor'])}, {head['threads']} threads, torch {head['torch']}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    return [lines[0].replace("|  |", "| |"), "|" + "---|" * len(header), *lines[1:]]
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file whole: a run that ends meanwhile leaves the one before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(f".{os.getpid()}.tmp")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
+def publish(output: Path, name: str, record: dict[str, Any], lines: Sequence[str]) -> None:
+    """Write name.json and name.md, and print the page."""
+    text = "\n".join(lines) + "\n"
+    write(output / f"{name}.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    write(output / f"{name}.md", text)
+    print(text)

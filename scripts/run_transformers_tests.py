@@ -10,18 +10,18 @@ transformers_tests.md.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import tarfile
 import xml.etree.ElementTree as ET
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from measuring import make_parser, table, write
 
 HERE = Path(__file__).parent
 WORK = Path("outputs/transformers_tests")
@@ -98,25 +98,12 @@ def outcomes(results: Path) -> dict[str, tuple[str, str]]:
     return found
 
 
-def table(found: dict[str, dict[str, dict[str, tuple[str, str]]]]) -> str:
-    lines = [
-        "# transformers' own model tests on patched models",
-        "",
-        f"`python scripts/run_transformers_tests.py`: transformers {transformers.__version__}, torch "
-        f"{torch.__version__}, on the CPU. `tests/test_modeling_common.py` of the source distribution, which has no "
-        "`tests/models`, `tests/generation` and `tests/exporters`: they are left out. A test may take "
-        f"{SECONDS_A_TEST} seconds.",
-        "",
-        "| model | arm | passed | failed | skipped |",
-        "|---|---|---|---|---|",
-    ]
+def page(found: dict[str, dict[str, dict[str, tuple[str, str]]]]) -> list[str]:
+    rows, differing = [], defaultdict(list)
     for family, arms in found.items():
         for arm, tests in arms.items():
             counts = Counter(outcome for outcome, _ in tests.values())
-            lines.append(f"| {family} | {ARMS[arm]} | {counts['passed']} | {counts['failed']} | {counts['skipped']} |")
-    lines += ["", "## Where a patched model differs from the plain one", ""]
-    differing: dict[str, list[str]] = {}
-    for family, arms in found.items():
+            rows.append([family, ARMS[arm], *(str(counts[each]) for each in ("passed", "failed", "skipped"))])
         for test, (outcome, _) in arms["plain"].items():
             for arm in ("shut", "open"):
                 other, why = arms[arm].get(test, ("failed", "was not run"))
@@ -126,28 +113,40 @@ def table(found: dict[str, dict[str, dict[str, tuple[str, str]]]]) -> str:
                     if arm not in where:
                         reason = f"{UNEXPECTED} {why:.300}"
                     line = f"`{name}` {outcome} → {other}" + ("" if other == "passed" else f": {reason}")
-                    differing.setdefault(line, []).append(f"{family} {arm}")
-    lines += [f"* {line} ({', '.join(where)})" for line, where in differing.items()] or ["Nowhere."]
-    lines += ["", "## What fails on the plain model, too", ""]
+                    differing[line].append(f"{family} {arm}")
     failing = [
         f"* {family}: `{test}`: {why:.200}"
         for family, arms in found.items()
         for test, (outcome, why) in arms["plain"].items()
         if outcome == "failed"
     ]
-    lines += failing or ["Nothing."]
-    return "\n".join(lines) + "\n"
+    return [
+        "# transformers' own model tests on patched models",
+        "",
+        f"`python scripts/run_transformers_tests.py`: transformers {transformers.__version__}, torch "
+        f"{torch.__version__}, on the CPU. `tests/test_modeling_common.py` of the source distribution, which has no "
+        "`tests/models`, `tests/generation` and `tests/exporters`: they are left out. A test may take "
+        f"{SECONDS_A_TEST} seconds.",
+        "",
+        *table(["model", "arm", "passed", "failed", "skipped"], rows),
+        "",
+        "## Where a patched model differs from the plain one",
+        "",
+        *([f"* {line} ({', '.join(where)})" for line, where in differing.items()] or ["Nowhere."]),
+        "",
+        "## What fails on the plain model, too",
+        "",
+        *(failing or ["Nothing."]),
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path("results"), help="folder for transformers_tests.md")
-    arguments = parser.parse_args()
+    arguments = make_parser(__doc__).parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
     source = fetch()
     found = {family: {arm: outcomes(run_part(source, family, arm)) for arm in ARMS} for family in FAMILIES}
-    text = table(found)
-    (arguments.output / "transformers_tests.md").write_text(text)
+    text = "\n".join(page(found)) + "\n"
+    write(arguments.output / "transformers_tests.md", text)
     if UNEXPECTED in text:
         raise SystemExit(f"patched models fail where they should not: see {arguments.output}/transformers_tests.md")
 

@@ -38,17 +38,9 @@ CASES: dict[str, dict[str, Any]] = {
 SEGMENTS, BATCH, LENGTH = 2, 3, 8
 
 
-def reference_python(cache: Path | None = None) -> Path:
-    """The interpreter of the environment with transformers 4.57; makes the environment where there is none.
-
-    Args:
-        cache: folder to keep it in; None: `~/.cache/rsa_hf` (`XDG_CACHE_HOME` is respected).
-
-    Raises:
-        subprocess.CalledProcessError: no environment could be made, as without a network.
-    """
-    if cache is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rsa_hf"
+def reference_python() -> Path:
+    """The interpreter of the environment with transformers 4.57, kept in `~/.cache/rsa_hf`; makes it if need be."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rsa_hf"
     folder = cache / f"transformers-{VERSION}-python{sys.version_info.major}.{sys.version_info.minor}"
     python = folder / "bin" / "python"
     ready = folder / "ready"
@@ -62,13 +54,6 @@ def reference_python(cache: Path | None = None) -> Path:
         (next(folder.glob("lib/python*/site-packages")) / "torch.pth").write_text(f"{Path(torch.origin).parents[1]}\n")
         ready.touch()
     return python
-
-
-def run_reference(*arguments: str, python: Path | None = None) -> None:
-    """Run this file in the environment of the reference."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [str(python or reference_python()), str(Path(__file__).resolve()), "--inside", *arguments]
-    subprocess.run(command, check=True, env={**environment, "HF_HUB_OFFLINE": "1"})
 
 
 # --- what follows runs in the environment of the reference ----------------------------------------------------------
@@ -133,8 +118,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.inside:
         write_cases(arguments.output, arguments.seed)
-    else:
-        run_reference("--output", str(arguments.output.resolve()), "--seed", str(arguments.seed))
+        return
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(reference_python()), str(Path(__file__).resolve()), "--inside", "--output", str(arguments.output)]
+    command += ["--seed", str(arguments.seed)]
+    subprocess.run(command, check=True, env={**environment, "HF_HUB_OFFLINE": "1"})
 
 
 if __name__ == "__main__":

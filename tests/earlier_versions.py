@@ -2,7 +2,7 @@
 
     python earlier_versions.py fixtures/0.1
 
-It prints one line of JSON. scripts/make_fixtures.py writes the folders and uses the functions below.
+It prints one line of JSON.
 
 A model's folder holds `checkpoint`, or `base` and `adapter`; `inputs.safetensors`, the arguments of one or more calls,
 each of which continues from the memory of the call before; `expected.safetensors`, the outputs of the calls; and

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 from experiments.runner.experiment import find_experiment
 from experiments.runner.summary import Run
-from experiments.variants import NO_RECURRENCE
-from rsa_hf import RSAConfig, patch_model
-from rsa_hf.heads import RSAHeads, active_heads
+from experiments.variants import NO_RECURRENCE, patched_modules
+from rsa_hf import RSAConfig, RSAHeads, patch_model
 
 COST = {"parameters": 1.0, "time of a step / plain": 1.5}
 # For each experiment that compares variants: the settings of one case, and what a run measures as a function of its
@@ -81,5 +80,5 @@ def zero_rems(monkeypatch):
 def patch_with_shut_gates(model):
     """Break RSA: every gate is 0 and stays 0."""
     patch_model(model, RSAConfig(gate_init=-math.inf))
-    for _, heads in active_heads(model):
+    for _, heads in patched_modules(model):
         heads.requires_grad_(False)

@@ -75,19 +75,3 @@ def test_patching_reads_no_weight_of_a_linear_layer():
     assert is_patched(model)
     assert len(hidden) == 2  # trial runs
     assert all(bool(output.isfinite().all()) for output in hidden)
-
-
-def test_a_model_that_fails_on_zeros_is_tried_with_its_own_weights():
-    model = build("gpt2")
-    seen = []
-
-    def refuses_zeros(module, inputs, output):
-        seen.append(bool((output == 0).all()))
-        if seen[-1]:
-            raise RuntimeError("all zeros")
-
-    handle = model.h[0].attn.c_attn.register_forward_hook(refuses_zeros)
-    patch_model(model)
-    handle.remove()
-    assert is_patched(model)
-    assert seen == [True, False] * 2

@@ -60,7 +60,7 @@ def test_a_model_gives_the_same_outputs(version, name, backend):
     assert result(version, name, backend)["wrong"] == {}
 
 
-# Tries one element of each parameter; scripts/make_fixtures.py tries them all.
+# Tries one element of each parameter.
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("version", "name"), MODELS, ids=label)
 def test_a_changed_gate_or_rate_changes_the_outputs(version, name, backend):

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from scipy.stats import binomtest
+
 from experiments.calibrate.training import DEVIGN, EVERYTHING, LORA_TRAINED, NOTHING, NUMBERS, measure
 from experiments.calibrate.variants import (
     AFTER,
@@ -30,8 +32,6 @@ from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.summary import Conclusion, Row, Rows, Run, Settings, worst_if_nan
 from experiments.variants import NO_RECURRENCE
 
-__all__ = ["EXPERIMENT"]
-
 ALL = 10**9  # more than any data set has
 # model, task, tokens in a row, rows in a step, rows to calibrate on, size of the test split (bytes or functions), what
 # counts as all training data, layers of MiniLM, steps of pretraining of a byte-level model.
@@ -42,14 +42,15 @@ Rates = Mapping[str, tuple[float, ...]]
 Part = tuple[float, str, int, Sequence[str]]
 Plan = tuple[tuple[Any, ...], Rates, list[Part]]
 
+
 # The tables of results have the best rate of each variant; LoRA and IA3 need far higher ones than gates do.
-_BYTE_RATES: Rates = {NUMBERS: (1e-2, 1e-1), EVERYTHING: (3e-3, 1e-2), LORA_TRAINED: (1e-2, 3e-2)}
-_WIDER_BYTE_RATES: Rates = {
-    NUMBERS: (1e-2, 3e-2, 1e-1),
-    EVERYTHING: (1e-3, 3e-3, 1e-2),
-    LORA_TRAINED: (3e-3, 1e-2, 3e-2),
-}
-_PACKAGED_RATES: Rates = {NUMBERS: (3e-3, 1e-2, 3e-2), EVERYTHING: (1e-4, 3e-4), LORA_TRAINED: (1e-3, 3e-3)}
+def _rates(numbers: tuple[float, ...], everything: tuple[float, ...], lora: tuple[float, ...]) -> Rates:
+    return {NUMBERS: numbers, EVERYTHING: everything, LORA_TRAINED: lora}
+
+
+_BYTE_RATES = _rates((1e-2, 1e-1), (3e-3, 1e-2), (1e-2, 3e-2))
+_WIDER_BYTE_RATES = _rates((1e-2, 3e-2, 1e-1), (1e-3, 3e-3, 1e-2), (3e-3, 1e-2, 3e-2))
+_PACKAGED_RATES = _rates((3e-3, 1e-2, 3e-2), (1e-4, 3e-4), (1e-3, 3e-3))
 
 _UNTRAINED = (PLAIN, FIRST, RANDOM, NO_RECURRENCE, CALIBRATED)
 _OF_NUMBERS = (PLAIN, NO_RECURRENCE, ALL_SCALED, CALIBRATED, WITH_FACTORS, WITH_ALL_FACTORS, LORA, IA3)
@@ -58,69 +59,58 @@ _CLAIM_OF_EVERYTHING = (PLAIN, SCALED, CALIBRATED)
 _OF_LORA = (PLAIN, CALIBRATED)
 
 
-def _byte_model(
-    name: str, sizes: tuple[int, int, int, int], rates: Rates, share: float, steps: int, *more: Part
-) -> Plan:
-    length, rows, scored, pretraining_steps = sizes
-    parts = [
+def _parts(share: float, steps: int, everything: Sequence[str] = _OF_EVERYTHING) -> list[Part]:
+    return [
         (share, NOTHING, 0, _UNTRAINED),
         (share, NUMBERS, steps, _OF_NUMBERS),
-        (share, EVERYTHING, steps, _OF_EVERYTHING),
+        (share, EVERYTHING, steps, everything),
         (share, LORA_TRAINED, steps, _OF_LORA),
-        *more,
     ]
-    return (name, "c", length, 8, rows, scored, ALL, 0, pretraining_steps), rates, parts
 
 
-def _smollm2(task: str, share: float, *parts: Part) -> Plan:
-    settings = ("smollm2", task, 256, 2, 64, 20_000, ALL, 0, 0)
-    return settings, _PACKAGED_RATES, [(share, NOTHING, 0, _UNTRAINED), *parts]
+def _smollm2(task: str) -> tuple[Any, ...]:
+    return "smollm2", task, 256, 2, 64, 20_000, ALL, 0, 0
 
 
 PLANS: dict[Size, list[Plan]] = {
     "toy": [
         (
             ("llama-0.03M", "c", 64, 4, 24, 2_000, 20_000, 0, 30),
-            dict.fromkeys((NUMBERS, EVERYTHING, LORA_TRAINED), (1e-3,)),
-            [
-                (1.0, NOTHING, 0, _UNTRAINED),
-                (1.0, NUMBERS, 4, _OF_NUMBERS),
-                (1.0, EVERYTHING, 4, (*_CLAIM_OF_EVERYTHING, AFTER)),
-                (1.0, LORA_TRAINED, 4, _OF_LORA),
-            ],
+            _rates((1e-3,), (1e-3,), (1e-3,)),
+            _parts(1.0, 4, (*_CLAIM_OF_EVERYTHING, AFTER)),
         )
     ],
     "quick": [
-        _byte_model(f"{family}-0.1M", (128, 48, 20_000, 600), _BYTE_RATES, 0.1, 60) for family in ("gpt2", "llama")
+        ((f"{family}-0.1M", "c", 128, 8, 48, 20_000, ALL, 0, 600), _BYTE_RATES, _parts(0.1, 60))
+        for family in ("gpt2", "llama")
     ],
     "full": [
         *(
-            _byte_model(
-                f"{family}-1.5M",
-                (256, 64, 40_000, 3000),
+            (
+                (f"{family}-1.5M", "c", 256, 8, 64, 40_000, ALL, 0, 3000),
                 _WIDER_BYTE_RATES,
-                0.01,
-                100,
-                (0.01, EVERYTHING, 100, (AFTER,)),
-                (0.1, EVERYTHING, 400, _CLAIM_OF_EVERYTHING),
+                [
+                    *_parts(0.01, 100),
+                    (0.01, EVERYTHING, 100, (AFTER,)),
+                    (0.1, EVERYTHING, 400, _CLAIM_OF_EVERYTHING),
+                ],
             )
             for family in ("gpt2", "llama")
         ),
-        _smollm2(
-            "wikitext-2",
-            0.01,
-            (0.01, NUMBERS, 100, _OF_NUMBERS),
-            (0.01, EVERYTHING, 50, (*_OF_EVERYTHING, AFTER)),
-            (0.01, LORA_TRAINED, 50, _OF_LORA),
-            (0.1, EVERYTHING, 100, _CLAIM_OF_EVERYTHING),
-        ),
-        _smollm2("c", 0.01),
-        _smollm2("python", 0.1),
         (
-            ("minilm", DEVIGN, 48, 32, 512, ALL, ALL, 6, 0),
+            _smollm2("wikitext-2"),
             _PACKAGED_RATES,
-            [(1.0, EVERYTHING, 680, (PLAIN, CALIBRATED))],
+            [
+                (0.01, NOTHING, 0, _UNTRAINED),
+                (0.01, NUMBERS, 100, _OF_NUMBERS),
+                (0.01, EVERYTHING, 50, (*_OF_EVERYTHING, AFTER)),
+                (0.01, LORA_TRAINED, 50, _OF_LORA),
+                (0.1, EVERYTHING, 100, _CLAIM_OF_EVERYTHING),
+            ],
         ),
+        (_smollm2("c"), _PACKAGED_RATES, [(0.01, NOTHING, 0, _UNTRAINED)]),
+        (_smollm2("python"), _PACKAGED_RATES, [(0.1, NOTHING, 0, _UNTRAINED)]),
+        (("minilm", DEVIGN, 48, 32, 512, ALL, ALL, 6, 0), _PACKAGED_RATES, [(1.0, EVERYTHING, 680, _OF_LORA)]),
     ],
 }
 
@@ -168,9 +158,7 @@ def _gain(run: Run, against: Run) -> float:
 
 def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
     """All scores of a variant, and its gains over others."""
-    runs = case.runs[arm]
-    columns = {name: case.values(arm, name) for name, each in runs[0].values.items() if not isinstance(each, list)}
-    columns["learning rate"] = case.values(arm, "learning_rate")
+    runs, columns = case.runs[arm], case.numbers(arm)
     columns["seconds"] = [run.seconds for run in runs]
     if arm == PLAIN:
         return columns
@@ -185,8 +173,6 @@ def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
 
 def _mcnemar(pairs: Iterable[tuple[Run, Run]]) -> float:
     """The exact test on the answers of all seeds, pooled: whether one is right more often where the two differ."""
-    from scipy.stats import binomtest
-
     answers = [zip(run.values["right"], other.values["right"], strict=True) for run, other in pairs]
     differences = [a - b for each in answers for a, b in each]
     better, worse = differences.count(1.0), differences.count(-1.0)
@@ -220,9 +206,9 @@ def conclude(rows: Rows) -> Conclusion:
     parts = []
     for words, gains in claims.items():
         if gains:
-            losses = Rows(row.scaled(-1) for row in gains)
-            parts.append(f"{words}, in {losses.below(0)} of {len(gains)} cases (a loss in {gains.below(0)})")
-    compared = Rows(row.scaled(-1) for gains in claims.values() for row in gains)
+            wins = gains.negated().below(0)
+            parts.append(f"{words}, in {wins} of {len(gains)} cases (a loss in {gains.below(0)})")
+    compared = Rows(row for gains in claims.values() for row in gains).negated()
     sentence = f"Calibrated heads gain significantly: {'; '.join(parts)}."
     over_plain = rows.find(GAIN, arm=CALIBRATED)
     findings = [_finding(rows, row) for row in over_plain]

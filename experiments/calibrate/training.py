@@ -20,14 +20,11 @@ import rsa_hf.peft
 from experiments.calibrate.variants import AFTER, CALIBRATED, IA3, LORA, PLAIN, make_variant
 from experiments.pretrained import load_pretrained
 from experiments.pretrained_tasks import Task, defect_task, text_task
+from experiments.runner.files import cached
 from experiments.runner.fit import adamw_with_linear_decay, batch_loss, default_device, fit
-from experiments.runner.kept import kept
 from experiments.runner.summary import Settings, Values
+from rsa_hf import RSAConfig, RSAHeads
 from rsa_hf.calibration import run_calibration
-from rsa_hf.config import RSAConfig
-from rsa_hf.heads import RSAHeads
-
-__all__ = ["DEVIGN", "EVERYTHING", "LORA_TRAINED", "NOTHING", "NUMBERS", "find_calibration", "measure"]
 
 # What is trained.
 NOTHING, NUMBERS, EVERYTHING, LORA_TRAINED = "nothing", "a few numbers", "everything", "lora"
@@ -104,7 +101,7 @@ def find_calibration(
     names = ("model", "task", "share", "length", "rows", "seed", "layers", "pretraining_steps", "most")
     weights = _digest(model)
     depends_on = {name: settings[name] for name in names} | {"weights": weights}
-    path = kept(f"calibration-{settings['model']}", depends_on, ".json", calibrate)
+    path = cached(f"calibration-{settings['model']}", depends_on, ".json", calibrate)
     return model, make_task, json.loads(path.read_text(encoding="utf-8")) | {"weights": weights}
 
 
@@ -155,7 +152,7 @@ def _train_once(model: nn.Module, task: Task, settings: Settings) -> None:
         _train(model, task, settings)
         save_model(model, str(path))
 
-    path = kept("trained", {name: value for name, value in settings.items() if name != "arm"}, ".safetensors", train)
+    path = cached("trained", {name: value for name, value in settings.items() if name != "arm"}, ".safetensors", train)
     load_model(model, path)
 
 

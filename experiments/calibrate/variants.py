@@ -26,28 +26,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from experiments.variants import NO_RECURRENCE, WithoutRecurrence
+from experiments.variants import NO_RECURRENCE, WithoutRecurrence, patched_modules, scale_heads
+from rsa_hf import HeadConfig, RSAConfig, RSAHeads, patch_model, rem_matrix
 from rsa_hf.calibration.dictionary import DICTIONARY
-from rsa_hf.config import HeadConfig, RSAConfig
-from rsa_hf.heads import RSAHeads, heads_of
-from rsa_hf.ops.mask import AttentionMask
-from rsa_hf.patching import patch_model
-from rsa_hf.rem import lag_weights, put_heads, take_heads
-
-__all__ = [
-    "AFTER",
-    "ALL_SCALED",
-    "CALIBRATED",
-    "FIRST",
-    "IA3",
-    "LORA",
-    "PLAIN",
-    "RANDOM",
-    "SCALED",
-    "WITH_ALL_FACTORS",
-    "WITH_FACTORS",
-    "make_variant",
-]
 
 PLAIN, FIRST, RANDOM = "plain", "first heads", "random heads"
 SCALED, ALL_SCALED = "scaled heads", "all heads scaled"
@@ -81,10 +62,7 @@ def make_variant(variant: str, model: PreTrainedModel, plan: RSAConfig, length: 
     if variant in (PLAIN, AFTER) or plan.heads == ():
         return model
     patch_model(model, plan)
-    for module in list(model.modules()):
-        heads = heads_of(module)
-        if heads is None:
-            continue
+    for module, heads in patched_modules(model):
         if variant == NO_RECURRENCE:
             module.rsa = WithoutRecurrence(heads)
         elif variant in (SCALED, ALL_SCALED):
@@ -95,12 +73,9 @@ def make_variant(variant: str, model: PreTrainedModel, plan: RSAConfig, length: 
 
 
 class ScaledHeads(RSAHeads):
-    """Heads whose attention is multiplied by a learned factor, which starts at 1.
+    """RSA heads whose attention is multiplied by a learned factor, which starts at 1; rates are not trained.
 
-    Args:
-        heads: the RSA heads to replace. Their rates are not trained.
-        with_rems: whether to mix P V into what is scaled.
-        train_gates: whether gates are trained.
+    Without REMs no P V is mixed into what is scaled.
     """
 
     def __init__(self, heads: RSAHeads, with_rems: bool = True, train_gates: bool = False) -> None:
@@ -110,12 +85,10 @@ class ScaledHeads(RSAHeads):
         self.mu.requires_grad_(train_gates)
         self.factor = nn.Parameter(torch.zeros(heads.plan.num_rsa_heads))
 
-    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:  # type: ignore[override]  # no shards
+    def forward(self, attention: Tensor, *value_and_mask: Any) -> Tensor:
         """Attention [B, T, H, D] with its RSA heads scaled, and mixed with P V where there are REMs."""
-        factor = 1 + self.factor * self.plan.parameter_scale
-        scaled = factor[:, None] * take_heads(attention, self.plan.heads, dim=2)
-        attention = put_heads(attention, scaled.to(attention.dtype), self.plan.heads)
-        return super().forward(attention, value, mask) if self.with_rems else attention
+        attention = scale_heads(attention, self.plan.heads, 1 + self.factor * self.plan.parameter_scale)
+        return super().forward(attention, *value_and_mask) if self.with_rems else attention
 
 
 def _places(model: Any) -> list[tuple[int, int]]:
@@ -139,10 +112,8 @@ def _strongest(plan: RSAConfig, most: int, length: int) -> RSAConfig:
 def _random_plan(model: Any, plan: RSAConfig, length: int, seed: int) -> RSAConfig:
     """As many heads as in a plan, at random places with random REMs, with the same shares g · Σ |f(τ)|."""
     choice = random.Random(seed)
-    heads = []
-    for head, (layer, place) in zip(
-        plan.heads or (), choice.sample(_places(model), len(plan.heads or ())), strict=True
-    ):
+    chosen, heads = plan.heads or (), []
+    for head, (layer, place) in zip(chosen, choice.sample(_places(model), len(chosen)), strict=True):
         rem = choice.choice(DICTIONARY)
         other = HeadConfig(layer, place, rem.kind, rem.decay, 0.0, rem.theta, rem.dilation)
         gate = head.gate * _mass(head, length) / _mass(other, length)
@@ -151,5 +122,6 @@ def _random_plan(model: Any, plan: RSAConfig, length: int, seed: int) -> RSAConf
 
 
 def _mass(head: HeadConfig, length: int) -> float:
-    decay, theta = torch.tensor([head.decay, head.theta], dtype=torch.float64)
-    return float(lag_weights(head.kind, decay, theta, torch.arange(length), head.dilation).abs().sum())
+    """Σ |f(τ)| over the lags of a row."""
+    decay, theta = torch.tensor([[head.decay], [head.theta]], dtype=torch.float64)
+    return float(rem_matrix(head.kind, decay, theta, head.dilation, query_length=1, key_length=length).abs().sum())

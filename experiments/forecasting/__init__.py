@@ -10,22 +10,19 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.forecasting.models import FAMILIES, VARIANTS, Task, make_forecaster, rsa_plan
+from experiments.forecasting.models import FAMILIES, VARIANTS, Task, make_forecaster
 from experiments.forecasting.series import Series, load_series, windows
 from experiments.runner.comparison import Case, Comparison
 from experiments.runner.experiment import Experiment, Size, combinations
-from experiments.runner.fit import default_device, fit
+from experiments.runner.fit import count_parameters, default_device, fit
 from experiments.runner.summary import Conclusion, Row, Rows, Settings, Values
 from experiments.variants import NO_RECURRENCE
-from rsa_hf.training.optimizer import param_groups
-
-__all__ = ["EXPERIMENT"]
+from rsa_hf import param_groups
 
 # Mean squared errors without and with RSA (Huang et al., 2023, section 4.1), by series, horizon and family.
 PUBLISHED = {
@@ -85,17 +82,8 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
 def train(model: nn.Module, series: Series, task: Task, settings: Settings) -> list[float]:
     """Train with Adam, and restore the weights of the epoch with the lowest validation error.
 
-    The learning rate is halved after each epoch, as in the Informer's experiments.
-
-    Args:
-        model: trained in place.
-        series: training and validation data.
-        task: lengths of the windows.
-        settings: `steps` of an epoch, `epochs`, `batch` (windows per step, drawn with replacement), `learning_rate`
-            of the first epoch, `stride` between validation windows, and `seed`, which draws the windows.
-
-    Returns:
-        The mean squared validation error after each epoch.
+    The learning rate is halved after each epoch, as in the Informer's experiments. `seed` draws the windows, with
+    replacement. Returns the mean squared validation error after each epoch.
     """
     steps, generator = settings["steps"], torch.Generator().manual_seed(settings["seed"])
     device = next(model.parameters()).device
@@ -168,7 +156,7 @@ def measure(settings: Settings) -> Values:
         "mse": mse,
         "mae": mae,
         "validation mse": min(errors),
-        "parameters": float(sum(parameter.numel() for parameter in model.parameters())),
+        "parameters": float(count_parameters(model)),
         "naive mse": naive_mse,
         "naive mae": naive_mae,
         "validation errors": errors,
@@ -232,12 +220,6 @@ def _finding(rows: Rows, over_plain: Row) -> str:
     return text
 
 
-def glossary(grid: Sequence[Settings]) -> dict[str, dict[str, Any]]:
-    """The head plan of each family, for each dilation factor."""
-    families = dict.fromkeys((settings["family"], settings["dilation"]) for settings in grid)
-    return {"arm": {f"rsa, {family}, d = {d}": rsa_plan(family, d).to_dict() for family, d in families}}
-
-
 EXPERIMENT = Experiment(
     name="forecasting",
     claim="The mean squared error of a forecast is lower with RSA heads than of the same model without them. "
@@ -258,7 +240,6 @@ EXPERIMENT = Experiment(
     conclude=conclude,
     draw=COMPARISON.draw,
     summarise=COMPARISON.summarise,
-    glossary=glossary,
     parts=("series", "horizon"),
     search_by=COMPARISON.score,
 )

@@ -16,38 +16,27 @@ from transformers.models.informer.modeling_informer import InformerDecoder, Info
 
 from experiments.byte_models import small_gpt2
 from experiments.variants import NO_RECURRENCE, add_rsa
-from rsa_hf.config import RSAConfig
+from rsa_hf import RSAConfig
 from rsa_hf.models.transformer_xl import TransformerXLConfig, TransformerXLModel
-from rsa_hf.ops.mask import HIDDEN_AT_OR_BELOW
-
-__all__ = ["FAMILIES", "VARIANTS", "LogSparseModel", "Task", "make_forecaster", "rsa_plan"]
 
 VARIANTS = ("plain", "rsa", NO_RECURRENCE)
 FAMILIES = ("informer", "log-sparse", "transformer-xl")
 HEADS = 8
 DROPOUT = 0.05
 KERNEL = 6  # of LogSparse's convolutions
-# A bias on attention scores that makes their softmax vanish, but is not read as a mask, which would hide P V too.
-NOT_ATTENDED = HIDDEN_AT_OR_BELOW / 2
+# A bias on scores that makes their softmax vanish. From −10,000 on it would be read as a mask, and hide P V too.
+NOT_ATTENDED = -5e3
 
 
 @dataclass(frozen=True)
 class Task:
-    """Lengths and widths of a forecaster's input and output.
+    """Lengths and widths of a forecaster's input and output."""
 
-    Attributes:
-        context: number of known steps, C.
-        label: number of known steps that an Informer's decoder is given.
-        horizon: number of steps to predict, H.
-        variables: number of variables, N.
-        time_features: number of time features, F.
-    """
-
-    context: int
-    label: int
-    horizon: int
-    variables: int
-    time_features: int
+    context: int  # known steps, C
+    label: int  # known steps that an Informer's decoder is given
+    horizon: int  # steps to predict, H
+    variables: int  # N
+    time_features: int  # F
 
 
 def rsa_plan(family: str, dilation: int) -> RSAConfig:
@@ -80,6 +69,7 @@ def make_forecaster(
 def _informer(task: Task, width: int, encoder_layers: int, decoder_layers: int) -> OneShotInformer:
     both = {"attention_heads": HEADS, "ffn_dim": 4 * width, "layerdrop": 0.0}
     stacks: dict[str, Any] = {f"{stack}_{name}": n for name, n in both.items() for stack in ("encoder", "decoder")}
+    stacks |= dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), DROPOUT)
     config = InformerConfig(
         context_length=task.context,
         prediction_length=task.label + task.horizon,  # the length of the decoder's input
@@ -89,9 +79,6 @@ def _informer(task: Task, width: int, encoder_layers: int, decoder_layers: int) 
         d_model=width,
         encoder_layers=encoder_layers,
         decoder_layers=decoder_layers,
-        dropout=DROPOUT,
-        attention_dropout=DROPOUT,
-        activation_dropout=DROPOUT,
         **stacks,
     )
     # transformers derives it from lags, scales and static features, which are not used here.
@@ -113,10 +100,6 @@ class OneShotInformer(InformerPreTrainedModel):
 
     The decoder is given the last known steps and zeros for the future ones, and its states there are the prediction.
     transformers' `InformerForPrediction` learns a distribution of the next step instead.
-
-    Args:
-        config: `feature_size` is the width of the input, `context_length` and `prediction_length` are the input
-            lengths of encoder and decoder.
     """
 
     def __init__(self, config: InformerConfig) -> None:
@@ -180,9 +163,6 @@ class LogSparseModel(GPT2Model):
 
     Position t attends to itself and to t − 1, t − 2, t − 4, t − 8, …; queries and keys are causal convolutions over
     the last positions. The recurrence of RSA heads is not sparse: it sees the whole past.
-
-    Args:
-        config: of GPT-2; `n_positions` is the longest sequence.
     """
 
     lag_bias: Tensor

@@ -16,9 +16,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from experiments.runner.data import data_file
-
-__all__ = ["PARTS", "Series", "load_series", "windows"]
+from experiments.runner.files import data_file
 
 PARTS = ("train", "validation", "test")
 MONTHS = {"ETTh1": (12, 4, 4), "ETTh2": (12, 4, 4), "ETTm1": (12, 4, 4), "WTH": (28, 10, 10)}
@@ -30,16 +28,13 @@ SEASONAL_LENGTH, SEASONAL_VARIABLES, KEPT = 1500, 2, 0.9
 class Series:
     """A multivariate series of T steps.
 
-    Attributes:
-        values: standardised on the training part, [T, N].
-        times: hour of the day, day of the week, of the month and of the year, preceded by the minute where steps are
-            shorter than an hour, each from −½ to ½; [T, F].
-        ends: where each part ends.
+    `times` are the hour of the day, the day of the week, of the month and of the year, preceded by the minute where
+    steps are shorter than an hour, each from −½ to ½.
     """
 
-    values: Tensor
-    times: Tensor
-    ends: Sequence[int]
+    values: Tensor  # standardised on the training part, [T, N]
+    times: Tensor  # [T, F]
+    ends: Sequence[int]  # of each part
 
     def part(self, part: str) -> range:
         """The steps of a part, one of `PARTS`."""
@@ -54,14 +49,9 @@ class Series:
 
 @functools.lru_cache(maxsize=4)
 def load_series(name: str) -> Series:
-    """Load a series.
+    """Load `ETTh1`, `ETTh2`, `ETTm1` or `WTH` from the data folder, or generate for instance `seasonal-8`.
 
-    Args:
-        name: `ETTh1`, `ETTh2`, `ETTm1` or `WTH`, from the data folder; or for instance `seasonal-8`, generated:
-            y_t = 0.9 y_{t−8} + noise, which is best predicted from 8 steps ago.
-
-    Raises:
-        FileNotFoundError: the data is missing.
+    That is y_t = 0.9 y_{t−8} + noise, which is best predicted from 8 steps ago.
     """
     if name.startswith(SEASONAL):
         values = _seasonal(int(name.removeprefix(SEASONAL)))
@@ -90,16 +80,10 @@ def _seasonal(period: int) -> Tensor:
 
 
 def windows(series: Series, origins: Tensor, context: int, horizon: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut windows: known values, target values, and the time features of both.
-
-    Args:
-        series: of N variables and F features of the time.
-        origins: first step to predict of each window, [B].
-        context: known steps before it, C.
-        horizon: steps to predict, H.
+    """Windows around their first steps to predict, `origins` [B].
 
     Returns:
-        [B, C, N], [B, H, N] and [B, C + H, F].
+        C known values, [B, C, N]; H target values, [B, H, N]; and the time features of both, [B, C + H, F].
     """
     steps = origins[:, None] + torch.arange(-context, horizon)
     values = series.values[steps]

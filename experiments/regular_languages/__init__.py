@@ -17,26 +17,16 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 
 from experiments.regular_languages.languages import LANGUAGES, make_splits
-from experiments.regular_languages.networks import (
-    VARIANTS,
-    accuracy,
-    encode,
-    make_network,
-    rsa_plan,
-    train,
-)
+from experiments.regular_languages.networks import VARIANTS, accuracy, encode, make_network, train
 from experiments.runner.comparison import Case, Comparison
 from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.fit import default_device
 from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, make_rows, weakest
 from rsa_hf.plots import panels
-
-__all__ = ["EXPERIMENT"]
 
 BINS = 3
 SETTINGS: dict[Size, dict[str, int]] = {
@@ -99,20 +89,15 @@ def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
     """Accuracies of a variant, and of RSA minus the Transformer's."""
     names = [*_accuracies(case.runs[arm][0])]
     columns = {name: [_accuracies(run)[name] for run in case.runs[arm]] for name in names}
-    columns |= {
-        name.replace("_", " "): case.values(arm, name) for name in ("loss", "steps", "parameters", "learning_rate")
-    }
+    others = ("loss", "steps", "parameters", "learning_rate")
+    columns |= {name.replace("_", " "): case.values(arm, name) for name in others}
     if arm == "rsa":
         columns |= {OVER_TRANSFORMER.format(name): _differences(case, name) for name in names}
     return columns
 
 
 def by_training_lengths(run: Run) -> float:
-    """The score that learning rates are chosen by, lower being better; never the accuracy at longer lengths.
-
-    The accuracy at the training lengths, and with equal accuracy the training loss: one string of a thousand outweighs
-    any difference of losses.
-    """
+    """The score that learning rates are chosen by: the accuracy at the training lengths, and where equal the loss."""
     return float(run.values["loss"] - 1e4 * next(iter(_accuracies(run).values())))
 
 
@@ -180,11 +165,6 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         grid[0].legend()
 
 
-def glossary(grid: Sequence[Settings]) -> dict[str, dict[str, Any]]:
-    """The head plan."""
-    return {"arm": {"rsa": rsa_plan().to_dict()}}
-
-
 EXPERIMENT = Experiment(
     name="regular-languages",
     claim="At lengths beyond the training lengths, RSA gets more strings entirely right than the same Transformer "
@@ -201,7 +181,6 @@ EXPERIMENT = Experiment(
     conclude=conclude,
     draw=draw,
     summarise=summarise,
-    glossary=glossary,
     parts=("language", "arm"),
     search_by=COMPARISON.score,
 )

@@ -19,8 +19,6 @@ from math import comb
 from random import Random
 from typing import Any
 
-__all__ = ["BINS", "LANGUAGES", "Automaton", "Language", "Splits", "all_strings", "legal_next", "make_splits"]
-
 PAIRS = ("()", "[]", "{}", "<>")
 BINS = ((2, 50), (51, 100), (101, 150))
 
@@ -29,13 +27,7 @@ BINS = ((2, 50), (51, 100), (101, 150))
 class Automaton:
     """A deterministic finite automaton without dead states: every transition leads to some string of the language.
 
-    Strings are sampled uniformly among those of their length.
-
-    Attributes:
-        alphabet: its characters.
-        transitions: for each state, the next state by character.
-        accepting: states in which a string may end.
-        start: the first state.
+    `transitions` has the next state by state and character. Strings are sampled uniformly among those of their length.
     """
 
     alphabet: str
@@ -75,9 +67,7 @@ class Automaton:
         if not table:
             table.append({s: int(self.accepts(s) or not self.complete) for s in self.transitions})
         while len(table) <= length:
-            table.append(
-                {s: sum(table[-1][after] for after in self.transitions[s].values()) for s in self.transitions}
-            )
+            table.append({s: sum(table[-1][after] for after in ways.values()) for s, ways in self.transitions.items()})
         return table[length]
 
 
@@ -126,7 +116,6 @@ def _binary(accepting: str, **states: str) -> Automaton:
     return Automaton("01", transitions, frozenset(accepting.split()), next(iter(states)))
 
 
-@dataclass(frozen=True)
 class Shuffle2:
     """Shuffles of two strings of well-nested brackets, () and [], of any depth: each kind is balanced by itself.
 
@@ -151,10 +140,9 @@ class Shuffle2:
 
     def count(self, length: int) -> int:
         """Number of strings of `length` characters."""
-        if length % 2:
-            return 0
-        pairs = length // 2
-        return sum(comb(length, 2 * k) * _catalan(k) * _catalan(pairs - k) for k in range(pairs + 1))
+        catalan = [comb(2 * n, n) // (n + 1) for n in range(length // 2 + 1)]
+        pairs = zip(range(0, length + 1, 2), catalan, reversed(catalan), strict=True)
+        return 0 if length % 2 else sum(comb(length, places) * first * second for places, first, second in pairs)
 
     def sample(self, length: int, random: Random) -> str:
         """A shuffle of two strings, each uniform for its length; a pair is of either kind with probability ½."""
@@ -165,10 +153,6 @@ class Shuffle2:
         return "".join(next(sources[place not in places]) for place in range(length))
 
 
-def _catalan(n: int) -> int:
-    return comb(2 * n, n) // (n + 1)
-
-
 def _balanced(pairs: int, brackets: str, random: Random) -> str:
     """A balanced string of `pairs` pairs, all equally likely.
 
@@ -176,13 +160,9 @@ def _balanced(pairs: int, brackets: str, random: Random) -> str:
     """
     steps = [1] * pairs + [-1] * (pairs + 1)
     random.shuffle(steps)
-    height, lowest, turn = 0, 0, 0
-    for place, step in enumerate(steps, 1):
-        height += step
-        if height < lowest:
-            lowest, turn = height, place
-    rotated = (steps[turn:] + steps[:turn])[:-1]
-    return "".join(brackets[0] if step == 1 else brackets[1] for step in rotated)
+    heights = list(accumulate(steps))
+    turn = heights.index(min(heights)) + 1
+    return "".join(brackets[step < 0] for step in (steps[turn:] + steps[:turn])[:-1])
 
 
 Language = Automaton | Shuffle2
@@ -190,24 +170,18 @@ Language = Automaton | Shuffle2
 # of Bhattamishra et al., 2020: one kind of bracket, at most n deep. dyck-k are prefixes with k kinds, at most 4 deep:
 # Dyck-(k, m) of Hewitt et al., 2020, RNNs can generate bounded hierarchical languages with optimal memory.
 LANGUAGES: dict[str, Language] = {
-    # An even number of 1.
-    "parity": _binary("even", even="even odd", odd="odd even"),
+    "parity": _binary("even", even="even odd", odd="odd even"),  # an even number of 1
     "(aa)*": _cycle("aa"),
     "(abab)*": _cycle("abab"),
-    # 1*
-    "tomita-1": _binary("only", only="- only"),
-    # (10)*
-    "tomita-2": _binary("zero", zero="- one", one="zero -"),
+    "tomita-1": _binary("only", only="- only"),  # 1*
+    "tomita-2": _binary("zero", zero="- one", one="zero -"),  # (10)*
     # After an odd run of 1 no odd run of 0.
     "tomita-3": _binary("even odd paired", even="even odd", odd="single even", single="paired -", paired="single odd"),
-    # No 000.
-    "tomita-4": _binary("none one two", none="one none", one="two none", two="- none"),
+    "tomita-4": _binary("none one two", none="one none", one="two none", two="- none"),  # no 000
     # An even number of 0 and an even number of 1.
     "tomita-5": _binary("ee", ee="oe eo", oe="ee oo", eo="oo ee", oo="eo oe"),
-    # The numbers of 0 and of 1 differ by a multiple of 3.
-    "tomita-6": _binary("r0", r0="r1 r2", r1="r2 r0", r2="r0 r1"),
-    # 0*1*0*1*
-    "tomita-7": _binary("a b c d", a="a b", b="c b", c="c d", d="- d"),
+    "tomita-6": _binary("r0", r0="r1 r2", r1="r2 r0", r2="r0 r1"),  # numbers of 0 and 1 differ by a multiple of 3
+    "tomita-7": _binary("a b c d", a="a b", b="c b", c="c d", d="- d"),  # 0*1*0*1*
     "d-2": _brackets(kinds=1, depth=2),
     "d-4": _brackets(kinds=1, depth=4),
     "dyck-2": _brackets(2, 4, Prefixes),
@@ -224,17 +198,16 @@ def legal_next(language: Language, string: str) -> list[tuple[frozenset[str], bo
         prefix is a string of the language, so that it may end here.
 
     Raises:
-        ValueError: no string of the language begins like this.
+        KeyError: no string of the language begins like this.
     """
-    state: Any
-    state, targets = language.start, list[tuple[frozenset[str], bool]]()
+    state: Any = language.start
+    targets = []
     for character in (*string, None):
-        after = {c: language.step(state, c) for c in language.alphabet}
-        targets.append((frozenset(c for c in after if after[c] is not None), language.accepts(state)))
+        after: dict[str, Any] = {c: language.step(state, c) for c in language.alphabet}
+        after = {c: reached for c, reached in after.items() if reached is not None}
+        targets.append((frozenset(after), language.accepts(state)))
         if character is not None:
-            state = after.get(character)
-            if state is None:
-                raise ValueError(f"{string!r}: no string of the language begins with {string[: len(targets)]!r}.")
+            state = after[character]
     return targets
 
 
@@ -253,12 +226,9 @@ def all_strings(language: Language, length: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Splits:
-    """Strings to train and test on.
+    """Strings of the first bin's lengths to train on, distinct ones of each bin to test on.
 
-    Attributes:
-        train: strings to train on, of the lengths of the first bin.
-        test: distinct strings to test on, for each bin.
-        held_out: whether the test strings of the first bin are not trained on.
+    Unless `held_out`, the test strings of the first bin are trained on.
     """
 
     train: tuple[str, ...]
@@ -274,7 +244,7 @@ def make_splits(
     Training strings may repeat. A bin with no more strings than requested is taken whole. If that is the first bin, as
     for (aa)*, Tomita-1 and Tomita-2 with at most one string per length, it is used for both training and test: each
     string is a prefix of the next, so nothing could be held out, and only the later bins are a test.
-    Each bin, given by its first and last length, must have some string; training strings are of the first.
+    Each bin, given by its first and last length, must have some string.
     """
     random = Random(seed)
     test, train, held_out = list[tuple[str, ...]](), tuple[str, ...](), True

@@ -20,23 +20,16 @@ from transformers import GPT2Model
 from experiments.byte_models import small_gpt2
 from experiments.regular_languages.languages import Language, legal_next
 from experiments.runner.fit import fit
-from rsa_hf.config import RSAConfig
+from rsa_hf import RSAConfig, param_groups, patch_model
 from rsa_hf.models.recurrent import RecurrentConfig, RecurrentModel
-from rsa_hf.patching import patch_model
-from rsa_hf.training.optimizer import param_groups
-
-__all__ = ["CELLS", "VARIANTS", "Batch", "accuracy", "correct_strings", "encode", "make_network", "rsa_plan", "train"]
 
 HEADS = 8
 LONGEST = 151
 CELLS = {"lstm": "lstm", "gru": "gru", "linear-rnn": "linear"}
 VARIANTS = ("rsa", "transformer", *CELLS)
 PATIENCE, LEARNT = 50, 1e-4
-
-
-def rsa_plan() -> RSAConfig:
-    """RSA on half of the heads: a slow one (λ > 0), an alternating one (λ < 0), and a cyclical pair; gates at ½."""
-    return RSAConfig(num_regular=2, num_cyclical_pairs=1, gate_init=0.0)
+# On half of the heads: a slow REM (λ > 0), an alternating one (λ < 0), and a cyclical pair; gates at ½.
+PLAN = RSAConfig(num_regular=2, num_cyclical_pairs=1, gate_init=0.0)
 
 
 class StepPredictor(nn.Module):
@@ -54,13 +47,9 @@ class StepPredictor(nn.Module):
 
 
 def make_network(variant: str, num_characters: int, width: int, layers: int) -> StepPredictor:
-    """A network with random weights from torch's random state.
+    """One of `VARIANTS` with random weights, for K characters; the width is a multiple of 8, the number of heads.
 
-    Args:
-        variant: one of `VARIANTS`.
-        num_characters: K; there is one more token for the beginning, and one more target for the end.
-        width: a multiple of 8, the number of attention heads.
-        layers: number of layers.
+    There is one more token for the beginning, and one more target for the end.
     """
     size = num_characters + 1
     if variant in CELLS:
@@ -72,23 +61,17 @@ def make_network(variant: str, num_characters: int, width: int, layers: int) -> 
     body.wpe.weight.requires_grad_(False)
     predictor = StepPredictor(body, width, size)
     if variant == "rsa":
-        patch_model(body, rsa_plan())
+        patch_model(body, PLAN)
     return predictor
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Strings of one language, at most T characters long, with K characters in the alphabet.
+    """Strings of one language, at most T characters long, with K characters in the alphabet."""
 
-    Attributes:
-        tokens: the beginning, K, and the characters, 0 … K − 1; [B, T + 1].
-        targets: whether each character, and last the end, may come next; [B, T + 1, K + 1].
-        real: the steps that belong to a string; the others are padding; [B, T + 1].
-    """
-
-    tokens: Tensor
-    targets: Tensor
-    real: Tensor
+    tokens: Tensor  # the beginning, K, and the characters, 0 … K − 1; [B, T + 1]
+    targets: Tensor  # whether each character, and last the end, may come next; [B, T + 1, K + 1]
+    real: Tensor  # the steps that belong to a string; the others are padding; [B, T + 1]
 
     def __getitem__(self, rows: Tensor | slice) -> Batch:
         """Some of the strings, cut at the end of the longest."""
@@ -139,10 +122,7 @@ def train(
     """Train with AdamW on binary cross-entropy; the learning rate falls linearly to 0.
 
     Training ends early when the mean loss of the last 50 steps is below 10⁻⁴. `seed` draws the strings of each step,
-    with replacement.
-
-    Returns:
-        The number of steps, and the mean loss of the last 50, in nats per prediction.
+    with replacement. Returns the number of steps, and the mean loss of the last 50, in nats per prediction.
     """
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(param_groups(model, learning_rate, weight_decay=0.0), lr=learning_rate)

@@ -11,10 +11,6 @@ from typing import Any
 from experiments.runner.summary import Rows, Run, Settings, make_rows, worst_if_nan
 from rsa_hf.plots import COLOURS, panels
 
-__all__ = ["Case", "Comparison", "draw_arms"]
-
-Score = Callable[[Run], float]
-
 
 @dataclass(frozen=True)
 class Case:
@@ -33,6 +29,12 @@ class Case:
     def values(self, arm: str, name: str) -> list[float]:
         """A measured value or a setting of a variant, by seed."""
         return [run.values[name] if name in run.values else run.settings[name] for run in self.runs[arm]]
+
+    def numbers(self, arm: str) -> dict[str, list[float]]:
+        """All measured numbers of a variant, and its learning rate."""
+        names = [name for name, value in self.runs[arm][0].values.items() if not isinstance(value, list)]
+        found = {name: self.values(arm, name) for name in names}
+        return found | {"learning rate": self.values(arm, "learning_rate")}
 
     def compare(self, arm: str, other: str, compare: Callable[[Run, Run], float]) -> list[float]:
         """Compare two variants seed by seed."""
@@ -66,7 +68,7 @@ class Comparison:
 
     group: tuple[str, ...]
     needed: tuple[str, ...]
-    score: Score
+    score: Callable[[Run], float]
     columns: Callable[[Case, str], dict[str, list[float]]]
     shown: str = ""
     label: str = ""

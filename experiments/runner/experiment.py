@@ -13,8 +13,6 @@ from typing import Any, Literal
 
 from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, summarise
 
-__all__ = ["EXPERIMENTS", "SIZES", "Experiment", "Size", "combinations", "find_experiment", "run_key"]
-
 # In the order of the report, each with its subject.
 EXPERIMENTS = {
     "sample-efficiency": "tokens needed to reach the unpatched model's final bits per byte",
@@ -32,6 +30,10 @@ EXPERIMENTS = {
 
 Size = Literal["toy", "quick", "full"]
 SIZES: tuple[Size, ...] = ("toy", "quick", "full")
+
+
+class RequestError(ValueError):
+    """A request that cannot be run; the message says what is possible."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,7 @@ class Experiment:
         search_by: run → score, lower is better. The learning rate is searched with the first seed by this score, see
             rate_search.py; None: every seed runs the whole grid.
         needs_gpu: whether a run is too large for a CPU. Such runs are skipped on a machine without a GPU.
-        glossary: grid → definitions of names among the settings, such as sizes and head plans:
-            {setting: {name: JSON value}}.
+        retired: whether a run is reported where it is stored, but no longer made: its code is gone.
         revision: increase it when `measure` changes its meaning; older runs are then run again.
     """
 
@@ -72,8 +73,12 @@ class Experiment:
     parts: tuple[str, ...] = ()
     search_by: Callable[[Run], float] | None = None
     needs_gpu: Callable[[Settings], bool] = lambda settings: False
-    glossary: Callable[[Sequence[Settings]], dict[str, dict[str, Any]]] = lambda grid: {}
+    retired: Callable[[Settings], bool] = lambda settings: False
     revision: int = 1
+
+    def keyed_grid(self, size: Size, seeds: int) -> dict[str, Settings]:
+        """The settings of all runs by their keys."""
+        return {run_key(settings, self.revision): settings for settings in self.grid(size, seeds)}
 
 
 def combinations(**choices: Iterable[Any]) -> list[dict[str, Any]]:
@@ -91,10 +96,10 @@ def find_experiment(name: str) -> Experiment:
     """Import an experiment by name.
 
     Raises:
-        ValueError: there is no such experiment.
+        RequestError: there is no such experiment.
     """
     if name not in EXPERIMENTS:
-        raise ValueError(f"there is no experiment {name!r}; choose from {', '.join(EXPERIMENTS)}.")
+        raise RequestError(f"there is no experiment {name!r}; choose from {', '.join(EXPERIMENTS)}.")
     experiment = import_module(f"experiments.{name.replace('-', '_')}").EXPERIMENT
     assert isinstance(experiment, Experiment)
     return experiment

@@ -9,30 +9,14 @@ from itertools import islice
 from typing import Any
 
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 from transformers import get_scheduler
 
-from rsa_hf.training.optimizer import param_groups
+from rsa_hf import param_groups
 
-__all__ = [
-    "adamw",
-    "adamw_with_linear_decay",
-    "batch_loss",
-    "default_device",
-    "evaluation_steps",
-    "fit",
-    "replayed_loss",
-    "shuffled_rows",
-    "step_time_ratio",
-]
-
-# Older versions make a causal mask while a stream is captured, and RSA heads would have to read it.
-CAPTURES = Version(transformers.__version__) >= Version("5.20")
 ROUNDS = 7  # of timing; an odd number, so that the median is one of them
 
 
@@ -50,7 +34,7 @@ def fit(
     schedule: LRScheduler | None = None,
     after_step: Callable[[int, Tensor], bool | None] | None = None,
 ) -> int:
-    """Train.
+    """Train, and return the number of steps taken.
 
     Args:
         loss: step, counted from 1 → the loss of its batch.
@@ -61,9 +45,6 @@ def fit(
         schedule: learning rate schedule, advanced after each step.
         after_step: (step, detached loss), called after each step to evaluate or record; training ends if it returns
             True.
-
-    Returns:
-        The number of steps taken.
     """
     for step in range(1, steps + 1):
         if model is not None:
@@ -97,63 +78,27 @@ def batch_loss(
     rows: Any,
     batch: int,
     seed: int,
-    collate: Callable[[list[Any]], Any] | None = None,
+    collate: Callable[[list[Any]], Any] = default_collate,
     skip: int = 0,
 ) -> Callable[[int], Tensor]:
     """The loss for `fit` of a model that returns one, on batches of rows.
 
     Args:
-        model: takes what `collate` returns.
+        model: takes what `collate` returns, by keyword.
         rows: to draw from.
         batch: rows in a step.
         seed: shuffles the rows in each pass.
-        collate: rows → a batch, by keyword. None: the rows have one size.
+        collate: rows → a batch.
         skip: number of batches that are left out at the start.
     """
     order, device = islice(shuffled_rows(len(rows), batch, seed), skip, None), next(model.parameters()).device
-    of_batch = replayed_loss(model) if collate is None else lambda **inputs: model(**inputs).loss
-    make_batch = collate or default_collate
 
     def loss(step: int) -> Tensor:
-        inputs = make_batch([rows[i] for i in next(order)])
-        value: Tensor = of_batch(**{name: tensor.to(device) for name, tensor in inputs.items()})
+        inputs = collate([rows[i] for i in next(order)])
+        value: Tensor = model(**{name: tensor.to(device) for name, tensor in inputs.items()}).loss
         return value
 
     return loss
-
-
-def replayed_loss(model: nn.Module) -> Callable[..., Tensor]:
-    """The loss that a model returns for batches of one size, which it takes by keyword.
-
-    On a GPU the first call captures the forward and the backward pass as CUDA graphs, and each call replays them: a
-    small model's kernels take less time than Python takes to launch them. The next call overwrites the loss. The model
-    must stay in training mode.
-    """
-    captured: nn.Module | None = None
-
-    def loss(**inputs: Tensor) -> Tensor:
-        nonlocal captured
-        if captured is None:
-            captured = _LossModule(model, tuple(inputs))
-            if next(model.parameters()).is_cuda and CAPTURES:
-                # Parameters without a gradient: the rates of the variant with P = 0.
-                torch.cuda.make_graphed_callables(captured, tuple(inputs.values()), allow_unused_input=True)
-        value: Tensor = captured(*inputs.values())
-        return value
-
-    return loss
-
-
-class _LossModule(nn.Module):
-    """A model whose arguments and result are tensors, as `torch.cuda.make_graphed_callables` takes it."""
-
-    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
-        super().__init__()
-        self.model, self.names = model, names
-
-    def forward(self, *tensors: Tensor) -> Tensor:
-        value: Tensor = self.model(**dict(zip(self.names, tensors, strict=True))).loss
-        return value
 
 
 def shuffled_rows(count: int, batch: int, seed: int) -> Iterator[list[int]]:
@@ -170,6 +115,11 @@ def shuffled_rows(count: int, batch: int, seed: int) -> Iterator[list[int]]:
 def evaluation_steps(steps: int, evaluations: int) -> set[int]:
     """Steps after which to evaluate: evenly spread, the last one at the end."""
     return {round(steps * (i + 1) / evaluations) for i in range(evaluations)}
+
+
+def count_parameters(model: nn.Module) -> int:
+    """The number of parameters, trained or not."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def step_time_ratio(model: nn.Module, other: nn.Module, input_ids: Tensor) -> float:

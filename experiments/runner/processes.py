@@ -8,7 +8,6 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,9 +15,6 @@ import torch
 import transformers
 
 from experiments.runner.summary import Run, Settings, Values
-from rsa_hf.integration import install
-
-__all__ = ["default_jobs", "machine", "run_all", "versions", "workers"]
 
 Measure = Callable[[Settings], Values]
 CPU_INFO = Path("/proc/cpuinfo")
@@ -53,62 +49,40 @@ def default_jobs() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@contextmanager
-def workers(jobs: int) -> Iterator[Executor | None]:
-    """Processes that share the cores equally and serve one experiment after another; None for one job.
+def workers(jobs: int) -> Executor:
+    """Processes that share the cores equally and serve one experiment after another.
 
-    A worker takes seconds to start and keeps the data and pretrained models that it has read. On exit, runs that have
-    not started are dropped and running ones are waited for.
+    A worker takes seconds to start and keeps the data and pretrained models that it has read.
     """
-    if jobs == 1:
-        yield None
-        return
     threads = max(1, default_jobs() // jobs)
-    executor = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _start, (threads,))
-    try:
-        yield executor
-    finally:
-        executor.shutdown(cancel_futures=True)
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _start, (threads,))
 
 
-def run_all(
-    measure: Measure, grid: Mapping[str, Settings], executor: Executor | None = None
-) -> Iterator[tuple[str, Run]]:
+def run_all(measure: Measure, grid: Mapping[str, Settings], executor: Executor | None) -> Iterator[tuple[str, Run]]:
     """Run settings and yield each finished run with its key.
 
     Args:
         measure: `Experiment.measure`; with workers it must be picklable.
         grid: settings by key.
-        executor: of `workers`; a single run happens in this process.
+        executor: of `workers`; None, or a single run: in this process.
 
     Raises:
-        The first exception of `measure`, after the runs that had started have finished and been yielded.
+        The first exception of `measure`; runs that have not started are dropped.
     """
     if executor is None or len(grid) < 2:
         for key, settings in grid.items():
             yield key, _run(measure, settings)
         return
     futures = {executor.submit(_run, measure, settings): key for key, settings in grid.items()}
-    failed = None
     try:
         for future in as_completed(futures):
-            if future.cancelled():
-                continue
-            if future.exception() is None:
-                yield futures[future], future.result()
-            elif failed is None:
-                failed = future
-                for other in futures:
-                    other.cancel()
-        if failed is not None:
-            failed.result()
+            yield futures[future], future.result()
     finally:
         for future in futures:
             future.cancel()
 
 
 def _start(threads: int) -> None:
-    install()  # a worker starts as the rsa-hf command, which does not install the hooks by itself
     transformers.logging.disable_progress_bar()  # the experiment has a bar of its own
     torch.set_num_threads(threads)
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from experiments.runner.summary import Run, Settings, worst_if_nan
 
-__all__ = ["finished_runs", "number_of_runs", "required_runs"]
-
 Grid = Mapping[str, Settings]
 Score = Callable[[Run], float]
 RATE, SEED = "learning_rate", "seed"
@@ -42,11 +40,8 @@ def required_runs(grid: Grid, finished: Mapping[str, Run], score: Score | None) 
 
 def number_of_runs(grid: Grid, score: Score | None) -> int:
     """The number of runs when the search is done."""
-    if score is None:
-        return len(grid)
     first = min(settings[SEED] for settings in grid.values())
-    others = {(_group(settings, score), settings[SEED]) for settings in grid.values() if settings[SEED] != first}
-    return len(others) + len([key for key, settings in grid.items() if settings[SEED] == first])
+    return len({(_group(s, score), s[SEED], s[RATE] if score and s[SEED] == first else 0) for s in grid.values()})
 
 
 def finished_runs(grid: Grid, finished: Mapping[str, Run], score: Score | None) -> list[Run]:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from experiments.runner.experiment import EXPERIMENTS, SIZES, Size, find_experiment
 from experiments.runner.processes import machine
-from experiments.runner.runner import CONCLUSION, CONFIGURATION, FOLDER, read_runs, to_json
-from rsa_hf.utils.files import write_text
-
-__all__ = ["keep_total_time", "nothing_has_run", "write_report"]
+from experiments.runner.runner import CONCLUSION, CONFIGURATION, FOLDER, write_json
 
 HEAD = """# Results
 
@@ -41,7 +37,7 @@ def write_report(root: Path) -> Path:
         sections.append(_section(name, found, root))
     times = [f"{text}\n" for size in REPORTED if (text := _total_time(root, size))]
     path = root / "RESULTS.md"
-    write_text(path, "\n".join([HEAD, "\n".join(overview) + "\n", *times, *sections]))
+    path.write_text("\n".join([HEAD, "\n".join(overview) + "\n", *times, *sections]), encoding="utf-8")
     return path
 
 
@@ -89,15 +85,10 @@ def _read(folder: Path) -> dict[str, Any]:
     return {name: value for file in files for name, value in json.loads(file.read_text(encoding="utf-8")).items()}
 
 
-def nothing_has_run(root: Path, size: Size, names: Collection[str]) -> bool:
-    """Whether there is no finished run of these experiments, so that the total time of running all can be measured."""
-    return not any(read_runs(root / FOLDER / name / size) for name in names)
-
-
 def keep_total_time(root: Path, size: Size, seconds: float, jobs: int) -> None:
     """Store the wall time of `python -m experiments all`, which the sum over parallel runs does not tell."""
     record = {"seconds": round(seconds, 1), "jobs": jobs, "machine": machine()}
-    write_text(root / FOLDER / f"all_{size}.json", to_json(record))
+    write_json(root / FOLDER / f"all_{size}.json", record)
 
 
 def _total_time(root: Path, size: Size) -> str:

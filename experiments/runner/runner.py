@@ -1,13 +1,11 @@
 """Run an experiment. Each finished run is stored at once, so that an interrupted experiment continues where it was.
 
-The folder `results/reproduce/NAME/SIZE` holds cells.jsonl, one line per finished run; table.csv and table.md, means
-with intervals; figure.png; conclusion.json, the verdict; configuration.json, all settings and the machine.
+The folder `results/reproduce/NAME/SIZE` holds cells.jsonl, one line per finished run; table.md, means with intervals;
+figure.png; conclusion.json, the verdict; configuration.json, all settings and the machine.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import shlex
@@ -18,28 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from tqdm import tqdm
 
-from experiments.runner.experiment import EXPERIMENTS, SIZES, Experiment, Size, find_experiment, run_key
+from experiments.runner.experiment import EXPERIMENTS, SIZES, Experiment, RequestError, Size, find_experiment
 from experiments.runner.processes import run_all
 from experiments.runner.rate_search import finished_runs, number_of_runs, required_runs
 from experiments.runner.summary import Conclusion, Rows, Run, Settings
-from rsa_hf.utils.files import write_text
-
-__all__ = ["FOLDER", "RequestError", "read_runs", "rebuild_results", "run_experiment", "to_json"]
 
 FOLDER = Path("results") / "reproduce"
 RUNS = "cells.jsonl"
 CONFIGURATION = "configuration.json"
 CONCLUSION = "conclusion.json"
-LOCK = ".lock"  # held while runs are read and written
 
 Grid = dict[str, Settings]
-
-
-class RequestError(ValueError):
-    """A request that cannot be run; the message says what is possible."""
 
 
 def run_experiment(
@@ -51,7 +40,7 @@ def run_experiment(
     progress: bool = True,
     executor: Executor | None = None,
 ) -> Conclusion:
-    """Run what has not run yet, then write tables, figure, conclusion and configuration.
+    """Run what has not run yet, then write table, figure, conclusion and configuration.
 
     These cover all runs of this size that are finished for every seed, from this call or an earlier one, on this
     machine or another. Without a GPU, runs that need one are skipped.
@@ -74,20 +63,20 @@ def run_experiment(
     seeds = seeds or experiment.seeds[size]
     folder = root / FOLDER / experiment.name / size
     folder.mkdir(parents=True, exist_ok=True)
-    grid = _select(experiment, _grid(experiment, size, seeds), only or {})
+    grid = _select(experiment, experiment.keyed_grid(size, seeds), only or {})
     score, finished = experiment.search_by, read_runs(folder)
     done = len(required_runs(grid, finished, score).keys() & finished.keys())
     with tqdm(total=number_of_runs(grid, score), initial=done, desc=experiment.name, disable=not progress) as bar:
         # The search of learning rates determines which runs remain, so ask again after each round.
         while left := {k: each for k, each in required_runs(grid, finished, score).items() if k not in finished}:
             for key, run in run_all(experiment.measure, left, executor):
-                # Another process may have added runs, for instance of another part.
-                with FileLock(folder / LOCK):
-                    finished = {**read_runs(folder), **finished, key: run}
-                    write_text(folder / RUNS, "".join(_to_line(key, run) for key, run in finished.items()))
+                finished[key] = run
+                with (folder / RUNS).open("a", encoding="utf-8") as file:
+                    file.write(_to_line(key, run))
                 bar.set_postfix_str(f"done: {_describe(run.settings)}", refresh=False)
                 bar.update()
-    conclusion, runs = _write_results(experiment, size, folder, seeds, finished)
+    # Read again: another process may have run another part.
+    conclusion, runs = _write_results(experiment, size, folder, seeds, read_runs(folder))
     experiment.draw(runs, folder / "figure.png")
     return conclusion
 
@@ -98,7 +87,6 @@ def rebuild_results(root: Path) -> None:
     Folders without runs of the experiment's present revision stay as they are. Figures are not drawn again.
 
     Raises:
-        ImportError: scipy is not installed.
         RequestError: a stored file cannot be read.
     """
     for name in EXPERIMENTS:
@@ -108,12 +96,8 @@ def rebuild_results(root: Path) -> None:
                 continue
             experiment, finished = find_experiment(name), read_runs(folder)
             seeds = json.loads((folder / CONFIGURATION).read_text(encoding="utf-8"))["seeds"]
-            if _grid(experiment, size, seeds).keys() & finished.keys():
+            if experiment.keyed_grid(size, seeds).keys() & finished.keys():
                 _write_results(experiment, size, folder, seeds, finished)
-
-
-def _grid(experiment: Experiment, size: Size, seeds: int) -> Grid:
-    return {run_key(settings, experiment.revision): settings for settings in experiment.grid(size, seeds)}
 
 
 def _select(experiment: Experiment, grid: Grid, only: Mapping[str, Collection[str]]) -> Grid:
@@ -126,6 +110,7 @@ def _select(experiment: Experiment, grid: Grid, only: Mapping[str, Collection[st
         for value in wanted:
             if value not in existing:
                 raise RequestError(f"{name}={value} is in no run of this size; choose from {', '.join(existing)}.")
+    grid = {k: each for k, each in grid.items() if not experiment.retired(each)}
     selected = {k: each for k, each in grid.items() if all(str(each[n]) in wanted for n, wanted in only.items())}
     if not selected:
         wanted = {name: " or ".join(values) for name, values in only.items()}
@@ -145,7 +130,7 @@ def _write_results(
     experiment: Experiment, size: Size, folder: Path, seeds: int, finished: Mapping[str, Run]
 ) -> tuple[Conclusion, list[Run]]:
     """Write everything but the figure; returns the conclusion and the runs that it covers."""
-    grid, score = _grid(experiment, size, seeds), experiment.search_by
+    grid, score = experiment.keyed_grid(size, seeds), experiment.search_by
     runs = finished_runs(grid, finished, score)
     rows = experiment.summarise(runs)
     if not rows:
@@ -173,14 +158,12 @@ def _write_results(
         # More than one where an experiment was continued after an upgrade.
         "versions": [dict(each) for each in dict.fromkeys(tuple(run.versions.items()) for run in runs)],
         "cells": covered,
-        "meanings": experiment.glossary(covered),
         "planned": number_of_runs(grid, score),
         "left": left,
     }
-    write_text(folder / "table.csv", _csv(rows))
-    write_text(folder / "table.md", _markdown(rows))
-    write_text(folder / CONCLUSION, to_json(asdict(conclusion)))
-    write_text(folder / CONFIGURATION, to_json(configuration))
+    (folder / "table.md").write_text(_markdown(rows), encoding="utf-8")
+    write_json(folder / CONCLUSION, asdict(conclusion))
+    write_json(folder / CONFIGURATION, configuration)
     return conclusion, runs
 
 
@@ -199,7 +182,7 @@ def read_runs(folder: Path) -> dict[str, Run]:
             record = json.loads(line)
             key, settings = record.pop("key"), record.pop("cell")
             found[key] = Run(settings, **record)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise RequestError(
                 f"{path}, line {number}, is not a finished run ({error}). Delete the line to run it again."
             ) from error
@@ -211,22 +194,13 @@ def _to_line(key: str, run: Run) -> str:
     return json.dumps({"key": key, "cell": record.pop("settings"), **record}, ensure_ascii=False) + "\n"
 
 
-def to_json(value: Any) -> str:
-    """A value as the text of a results file."""
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as a results file."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _describe(settings: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())
-
-
-def _csv(rows: Rows) -> str:
-    file = io.StringIO()
-    names = [*dict.fromkeys(name for row in rows for name in row.settings), *list(asdict(rows[0]))[1:]]
-    writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({**row.settings, **{name: getattr(row, name) for name in names[-5:]}} for row in rows)
-    return file.getvalue()
 
 
 def _markdown(rows: Rows) -> str:

@@ -8,18 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-__all__ = [
-    "Conclusion",
-    "Row",
-    "Rows",
-    "Run",
-    "Verdict",
-    "interval",
-    "make_rows",
-    "summarise",
-    "weakest",
-    "worst_if_nan",
-]
+from scipy.stats import t
 
 Settings = Mapping[str, Any]  # of one run: variant, seed, sizes
 Values = dict[str, Any]  # measured numbers by name; lists of numbers are for the figure
@@ -28,15 +17,7 @@ Verdict = Literal["not confirmed", "not measurable at this size", "confirmed"]
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run.
-
-    Attributes:
-        settings: its settings.
-        values: what it has measured.
-        seconds: its wall time.
-        machine: name of the processor or GPU.
-        versions: versions of Python and packages.
-    """
+    """A finished run: its settings, what it measured, its wall time, the processor or GPU, versions of packages."""
 
     settings: Settings
     values: Values
@@ -94,6 +75,10 @@ class Rows(list[Row]):
         values = dict.fromkeys(row.settings[setting] for row in self)
         return {value: Rows(row for row in self if row.settings[setting] == value) for value in values}
 
+    def negated(self) -> Rows:
+        """The rows with the opposite sign: of gains, where more is better, losses."""
+        return Rows(row.scaled(-1) for row in self)
+
     def span(self, number_format: str) -> str:
         """The smallest and the largest mean, such as `0.18 to 0.46`."""
         ends = min(row.mean for row in self), max(row.mean for row in self)
@@ -134,17 +119,10 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Mean and 95 % interval (Student's t).
 
     The ends are NaN for a single value, and where a value is not finite because a run diverged.
-
-    Raises:
-        ImportError: scipy is not installed.
     """
     mean = statistics.fmean(values)
     if len(values) == 1 or not all(map(math.isfinite, values)):
         return mean, math.nan, math.nan
-    try:
-        from scipy.stats import t
-    except ImportError as error:
-        raise ImportError("intervals need scipy: pip install 'rsa_hf[reproduce]'") from error
     # Not t.interval, which gives NaN where all values agree.
     half = float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
     return mean, mean - half, mean + half

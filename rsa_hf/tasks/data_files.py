@@ -90,7 +90,12 @@ def checked(rows: Iterable[tuple[str, Any]], read: Callable[[Any], Row]) -> Iter
 
 
 def load_splits(
-    name: str, config_name: str | None, split_names: Mapping[str, str | None], needed: Iterable[str], **keywords: Any
+    name: str,
+    config_name: str | None,
+    split_names: Mapping[str, str | None],
+    needed: Iterable[str],
+    only: str | None = None,
+    **keywords: Any,
 ) -> dict[str, Any]:
     """Load a data set of the Hub, or a local folder that `datasets` reads.
 
@@ -99,6 +104,7 @@ def load_splits(
         config_name: its configuration.
         split_names: what the data set calls train, validation and test; None: the same.
         needed: splits that must be there.
+        only: the one split to score; None: all are read.
         keywords: as for `datasets.load_dataset`.
 
     Returns:
@@ -119,6 +125,12 @@ def load_splits(
     names = {split: split_names.get(split) or split for split in SPLITS}
     wrong = [split for split in SPLITS if split_names.get(split) and names[split] not in loaded]
     missing = [split for split in needed if names[split] not in loaded]
+    if (
+        only != "test"
+        and names["validation"] not in loaded
+        and any(name.startswith(("val", "dev")) for name in loaded)
+    ):
+        missing.append("validation")  # else part of the training split would be taken for it
     for split in [*wrong, *missing]:
         raise ValueError(
             f"dataset_name={name!r} has the splits {', '.join(loaded)}, but no {names[split]!r}. Name its {split} "

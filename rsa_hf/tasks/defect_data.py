@@ -93,31 +93,30 @@ class DefectDataConfig:
         return {split: getattr(self, f"{split}_file") for split in SPLITS}
 
 
-def load_defect_data(config: DefectDataConfig, train: bool = True) -> dict[str, list[Example]]:
+def load_defect_data(config: DefectDataConfig, only: str | None = None) -> dict[str, list[Example]]:
     """Read, check, de-duplicate and subsample the data.
 
     Args:
         config: selects the data.
-        train: whether training functions are needed; False: they are not read.
+        only: the one split to read, "validation" or "test", to score it; None: all.
 
     Returns:
-        The functions of each split: "train" if it is needed, "validation" and "test" if the data has them.
+        The functions of each split: "train" unless `only` is given, "validation" and "test" if the data has them.
 
     Raises:
         OSError: a file cannot be read.
         ValueError: a file is damaged, rows are no functions with a label 0 or 1, a split is empty, or all training
             functions have one class.
     """
-    files = {split: path for split, path in config.files.items() if path is not None}
-    if not train:
-        files.pop("train", None)
+    train = only is None
+    files = {split: path for split, path in config.files.items() if path is not None and only in (None, split)}
     if config.dataset_name is not None:
         names = {split: getattr(config, f"{split}_split_name") for split in SPLITS}
-        loaded = load_splits(config.dataset_name, config.dataset_config_name, names, ["train"] if train else [])
+        loaded = load_splits(config.dataset_name, config.dataset_config_name, names, ["train"] if train else [], only)
         splits = {
             split: _read(((f"{config.dataset_name}, {split} row {i}", row) for i, row in enumerate(rows, 1)), config)
             for split, rows in loaded.items()
-            if train or split != "train"
+            if only in (None, split)
         }
     elif any(config.files.values()):
         if train and "train" not in files:
@@ -127,8 +126,7 @@ def load_defect_data(config: DefectDataConfig, train: bool = True) -> dict[str, 
         splits = load_python_defects(
             config.sample_seed, config.min_characters, config.max_characters, config.defect_kinds
         )
-        if not train:
-            del splits["train"]
+        splits = {split: examples for split, examples in splits.items() if only in (None, split)}
     if train and config.deduplicate:
         splits["train"] = _deduplicated(splits)
     for split, examples in splits.items():

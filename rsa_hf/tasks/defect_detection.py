@@ -191,14 +191,14 @@ def evaluate(name: str, split: str, arguments: Sequence[str], threshold: float |
         threshold: as for `compute_metrics`. None: the one that the run of this folder chose, if it is one.
     """
     run = read_arguments(arguments, DefectDataConfig)
-    splits = load_defect_data(run.data, train=False)
-    if split not in splits:
-        raise ValueError(f"the data has no split {split!r}, only {', '.join(splits) or 'training functions'}.")
     tokenizer = AutoTokenizer.from_pretrained(locate(name))
     model = require_head(AutoModelForSequenceClassification, name)
     if model.config.num_labels != 2:
         raise ValueError(f"{name} tells {model.config.num_labels} classes apart, defect detection has 2.")
     _fit_to_each_other(model, tokenizer, run.data)
+    splits = load_defect_data(run.data, only=split)
+    if split not in splits:
+        raise ValueError(f"the data has no {split} split to score. Choose validation, or test if the data has one.")
     rows = tokenize(splits[split], tokenizer, run.data)
     with TemporaryDirectory() as folder:
         args = RSATrainingArguments(

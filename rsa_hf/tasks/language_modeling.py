@@ -240,7 +240,7 @@ def prepare_language_modeling(
         ValueError: a file or data set cannot be used, or a text is too short, or not UTF-8 as a tokenizer needs it.
     """
     texts = read_texts(config, only)
-    token_ids = {split: torch.cat([*_encode([text], tokenizer)]) for split, text in texts.items()}
+    token_ids = {split: torch.cat([*_encode([text], tokenizer, split)]) for split, text in texts.items()}
 
     def evaluation(split: str) -> Any:
         if split not in texts:
@@ -261,7 +261,7 @@ def prepare_language_modeling(
     if only is None and config.carry_memory:
         train = TrainingTracks(token_ids["train"], config.block_size, num_tracks)
     elif only is None and config.streaming:
-        train = StreamedBlocks(lambda: _encode(stream_training_text(config), tokenizer), config.block_size)
+        train = StreamedBlocks(lambda: _encode(stream_training_text(config), tokenizer, "train"), config.block_size)
     elif only is None:
         train = TrainingBlocks(token_ids["train"], config.block_size)
     return PreparedText(train, evaluation("validation"), evaluation("test"), digest(texts.values()))
@@ -286,15 +286,23 @@ def load_language_modeling_tokenizer(name: str | None) -> PreTrainedTokenizerBas
     return None if name == "bytes" else AutoTokenizer.from_pretrained(locate(name))
 
 
-def _encode(chunks: Iterable[bytes], tokenizer: PreTrainedTokenizerBase | None) -> Iterator[torch.Tensor]:
-    """The token ids of a text, in pieces. They do not depend on how the text is cut into chunks."""
+def _encode(chunks: Iterable[bytes], tokenizer: PreTrainedTokenizerBase | None, split: str) -> Iterator[torch.Tensor]:
+    """The token ids of a split's text, in pieces. They do not depend on how the text is cut into chunks."""
+    start = 0  # of the piece
     for piece in tqdm(_pieces(chunks), desc="tokenising", unit="piece", leave=False, delay=5):
         if tokenizer is None:
             yield torch.frombuffer(bytearray(piece), dtype=torch.uint8)
         else:
-            # Without special tokens, every scored token stands for a part of the text.
-            ids = tokenizer(piece.decode(), add_special_tokens=False, verbose=False)["input_ids"]
+            try:
+                # Without special tokens, every scored token stands for a part of the text.
+                ids = tokenizer(piece.decode(), add_special_tokens=False, verbose=False)["input_ids"]
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"the {split} text is not UTF-8, which a tokenizer needs: {error.reason} at byte "
+                    f"{start + error.start}. Convert it, or choose bytes as tokenizer_name."
+                ) from error
             yield torch.tensor(ids, dtype=torch.int32, device="cpu")
+        start += len(piece)
 
 
 def _pieces(chunks: Iterable[bytes]) -> Iterator[bytes]:

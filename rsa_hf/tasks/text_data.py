@@ -187,7 +187,9 @@ def _chunks(config: LanguageModelingDataConfig, only: str | None) -> dict[str, I
         return {split: _file_chunks(path, config.text_column_name) for split, path in files.items()}
     names = {split: getattr(config, f"{split}_split_name") for split in SPLITS}
     needed = ["train", "validation"] if config.streaming and only is None else [] if only else ["train"]
-    loaded = load_splits(config.dataset_name, config.dataset_config_name, names, needed, streaming=config.streaming)
+    loaded = load_splits(
+        config.dataset_name, config.dataset_config_name, names, needed, only, streaming=config.streaming
+    )
     if only in loaded:
         loaded = {only: loaded[only]}
     column = config.text_column_name

@@ -129,7 +129,7 @@ def require_inputs_fit(model: PreTrainedModel, token_id: int, length: int, setti
     """
     trial = copy.copy(model)  # a forward pass may change a module permanently, such as BigBird's
     was_training = model.training
-    pad = model.config.get_text_config().pad_token_id
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
     usual = 0 if pad != 0 else 1  # RoBERTa gives padding no position
     embeddings: Any = model.get_input_embeddings()
     vocabulary = getattr(getattr(embeddings, "weight", None), "shape", [model.config.vocab_size])[0]

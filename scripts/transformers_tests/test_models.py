@@ -6,34 +6,18 @@ import unittest
 from typing import Any
 
 import torch
+import transformers
 from tests.generation.test_utils import GenerationTesterMixin
 from tests.test_modeling_common import ModelTesterMixin, ids_tensor, random_attention_mask
-from transformers import (
-    GPT2Config,
-    GPT2DoubleHeadsModel,
-    GPT2ForQuestionAnswering,
-    GPT2ForSequenceClassification,
-    GPT2ForTokenClassification,
-    GPT2LMHeadModel,
-    GPT2Model,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForQuestionAnswering,
-    LlamaForSequenceClassification,
-    LlamaForTokenClassification,
-    LlamaModel,
-    PreTrainedConfig,
-    RobertaConfig,
-    RobertaForCausalLM,
-    RobertaForMaskedLM,
-    RobertaForMultipleChoice,
-    RobertaForQuestionAnswering,
-    RobertaForSequenceClassification,
-    RobertaForTokenClassification,
-    RobertaModel,
-)
+from transformers import GPT2Config, GPT2DoubleHeadsModel, LlamaConfig, PreTrainedConfig, RobertaConfig
 
 VOCAB = 99
+CLASSIFIERS = ("ForSequenceClassification", "ForQuestionAnswering", "ForTokenClassification")
+
+
+def classes(family: str, *heads: str) -> tuple[type[Any], ...]:
+    """The model of a family without a head, and with these."""
+    return tuple(getattr(transformers, f"{family}{head}") for head in ("Model", *heads))
 
 
 class Tester:
@@ -71,14 +55,7 @@ class Tester:
 
 class GPT2Tests(ModelTesterMixin, GenerationTesterMixin, unittest.TestCase):
     model_tester = Tester(GPT2Config, n_inner=64)
-    all_model_classes = (
-        GPT2Model,
-        GPT2LMHeadModel,
-        GPT2DoubleHeadsModel,
-        GPT2ForQuestionAnswering,
-        GPT2ForSequenceClassification,
-        GPT2ForTokenClassification,
-    )
+    all_model_classes = classes("GPT2", "LMHeadModel", "DoubleHeadsModel", *CLASSIFIERS)
     test_all_params_have_gradient = False  # the second head of GPT2DoubleHeadsModel has a loss of its own
 
     def _prepare_for_class(self, inputs: dict[str, Any], model_class: type, return_labels: bool = False) -> Any:
@@ -95,23 +72,9 @@ class GPT2Tests(ModelTesterMixin, GenerationTesterMixin, unittest.TestCase):
 
 class RobertaTests(ModelTesterMixin, GenerationTesterMixin, unittest.TestCase):
     model_tester = Tester(RobertaConfig, intermediate_size=64, type_vocab_size=1)
-    all_model_classes = (
-        RobertaForCausalLM,
-        RobertaForMaskedLM,
-        RobertaModel,
-        RobertaForSequenceClassification,
-        RobertaForTokenClassification,
-        RobertaForMultipleChoice,
-        RobertaForQuestionAnswering,
-    )
+    all_model_classes = classes("Roberta", "ForCausalLM", "ForMaskedLM", "ForMultipleChoice", *CLASSIFIERS)
 
 
 class LlamaTests(ModelTesterMixin, GenerationTesterMixin, unittest.TestCase):
     model_tester = Tester(LlamaConfig, intermediate_size=64, num_key_value_heads=2)
-    all_model_classes = (
-        LlamaModel,
-        LlamaForCausalLM,
-        LlamaForSequenceClassification,
-        LlamaForQuestionAnswering,
-        LlamaForTokenClassification,
-    )
+    all_model_classes = classes("Llama", "ForCausalLM", *CLASSIFIERS)

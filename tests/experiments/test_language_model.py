@@ -5,22 +5,18 @@ import math
 import pytest
 import torch
 
-from experiment_runs import conclude, fake_runs, finished, zero_rems
+from experiment_runs import finished, zero_rems
 from experiments.language_model import (
     ARCHITECTURES,
     EXPERIMENT,
-    PUBLISHED,
     SHAPES,
-    VARIANTS,
     build,
     read_segments,
     train_on_segments,
 )
-from experiments.variants import HALF
 from rsa_hf import param_groups
-from rsa_hf.heads import heads_of
 from rsa_hf.tasks.text8 import TEXT8_SYMBOLS, text8_tokenizer
-from rsa_hf.tasks.text_data import TrainingTracks
+from rsa_hf.tasks.text_blocks import TrainingTracks
 
 SMALL = SHAPES["small"]
 
@@ -72,35 +68,15 @@ def test_training_carries_memory_until_the_end_of_the_text(architecture):
     assert float((found - by_hand(carry=False)).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_half_of_the_heads_stay_plain(architecture):
-    model = build(architecture, SMALL, "enwik8", 256, HALF)
-    assert [heads.plan.heads for heads in map(heads_of, model.modules()) if heads] == [(0, 1, 2, 3)] * 2
-
-
 def test_text8_has_the_tokens_of_its_tokenizer(data_folder, monkeypatch):
     monkeypatch.setenv("RSA_HF_DATA", str(data_folder))
-    train, validation, test, vocab_size = read_segments("text8", SMALL, 1000)
+    train, validation, test, vocab_size = read_segments("text8", SMALL.segment, SMALL.batch, 1000)
     assert vocab_size == 27 and validation.num_bytes == 999
     ids = validation.token_ids.tolist()
     words = "".join(TEXT8_SYMBOLS[i] for i in ids)
     assert text8_tokenizer()(words)["input_ids"] == ids and " the " in words
     assert len(train.token_ids) > 2_000_000 and int(train.token_ids.max()) == 26
     assert test.token_ids.tolist() != ids
-
-
-def test_the_conclusion_quotes_the_figures():
-    tests = {"plain": (3.0, 3.0), "rsa": (2.8, 2.82), "no recurrence": (2.9, 2.9)}
-    name, other = "language-model", {"architecture": "block-recurrent"}
-    runs = [fake_runs(name, variant, tests[variant], **more) for variant in VARIANTS for more in ({}, other)]
-    runs.append(fake_runs(name, HALF, (2.95, 2.97)))
-    conclusion = conclude(name, *runs)
-    assert "in 2 of 2 comparisons with the plain model, and in 0 with" in conclusion.sentence
-    assert "14 layers, is not measured" in conclusion.sentence
-    plain, rsa = PUBLISHED["text8", "block-recurrent"]
-    assert conclusion.findings[0].split("; ")[2].startswith("half of the heads -0.040 (-0.1")
-    assert conclusion.findings[1].startswith("block-recurrent on text8 (small, 3 steps): 3.000 → 2.810 bits per")
-    assert conclusion.findings[1].endswith(f"a step takes 1.50 times as long; published {rsa - plain:+.4f}")
 
 
 def test_a_rem_of_zeros_is_not_confirmed(monkeypatch):

@@ -4,24 +4,12 @@ import pytest
 import torch
 
 from experiment_runs import conclude, finished, measure_again
-from experiments.regular_languages import DIFFERENCE, EXPERIMENT, LONGER, networks, summarise
-from experiments.regular_languages.languages import LANGUAGES, make_splits
-from experiments.regular_languages.networks import VARIANTS, accuracy, correct_strings, encode, make_network
-from rsa_hf import is_patched
-from rsa_hf.heads import RSAHeads
+from experiments.regular_languages import DIFFERENCE, EXPERIMENT, networks, summarise
+from experiments.regular_languages.languages import LANGUAGES
+from experiments.regular_languages.networks import VARIANTS, correct_strings, encode, make_network
+from rsa_hf import RSAHeads
 
 BINS = ("right 2–10", "right 11–20", "right 21–30")
-
-
-def test_strings_are_encoded_with_their_targets():
-    batch = encode(LANGUAGES["d-2"], ["()", "(())"])
-    assert batch.tokens.tolist() == [[2, 0, 1, 2, 2], [2, 0, 0, 1, 1]]
-    assert batch.real.tolist() == [[True] * 3 + [False] * 2, [True] * 5]
-    # Targets: "(" is legal, ")" is legal, the string may end.
-    assert batch.targets[0, :3].tolist() == [[1, 0, 1], [1, 1, 0], [1, 0, 1]]
-    assert batch.targets[1].tolist() == [[1, 0, 1], [1, 1, 0], [0, 1, 0], [1, 1, 0], [1, 0, 1]]
-    short = batch[slice(0, 1)]
-    assert (short.tokens.tolist(), short.targets.shape) == ([[2, 0, 1]], (1, 3, 3))
 
 
 def scored_wrongly(scorer):
@@ -67,23 +55,6 @@ def test_a_broken_scorer_is_caught(scorer):
     assert scored_wrongly(scorer)
 
 
-def test_accuracy_is_over_all_strings():
-    batch = encode(LANGUAGES["d-4"], make_splits(LANGUAGES["d-4"], 10, 5, 0, ((2, 9),)).train)
-
-    class Oracle(torch.nn.Module):
-        """Right, except at the last steps of strings of more than 6 characters."""
-
-        def forward(self, tokens):
-            row = {tuple(t.tolist()): 2 * y - 1 for t, y in zip(batch.tokens, batch.targets, strict=True)}
-            whole = torch.stack([row[(*t.tolist(), *[2] * (batch.tokens.shape[1] - len(t)))] for t in tokens])
-            whole[:, 7:] *= -1
-            return whole[:, : tokens.shape[1]]
-
-    expected = (batch.real.sum(1) <= 7).float().mean().item()
-    assert 0 < expected < 1
-    assert accuracy(Oracle(), batch, size=3) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_variant_is_causal_and_all_its_parameters_learn(variant):
     model = make_network(variant, 2, 16, 2)
@@ -97,28 +68,6 @@ def test_a_variant_is_causal_and_all_its_parameters_learn(variant):
     # Among them the rates, which get no gradient if each token is read as a text of its own.
     dead = [name for name, p in model.named_parameters() if p.requires_grad and not p.grad.abs().max() > 0]
     assert not dead
-
-
-def test_the_rsa_variant_is_the_patched_transformer():
-    def fresh(variant):
-        torch.manual_seed(3)
-        return make_network(variant, 2, 16, 2)
-
-    rsa, plain = fresh("rsa"), fresh("transformer")
-    assert is_patched(rsa.body) and not is_patched(plain.body)
-    mine = {name: p for name, p in rsa.state_dict().items() if ".rsa." not in name}
-    assert mine.keys() == plain.state_dict().keys()
-    assert all(torch.equal(p, mine[name]) for name, p in plain.state_dict().items())
-    # In one layer, attention alone does not see the order of earlier tokens; REMs do.
-    tokens, swapped = torch.tensor([[2, 0, 1, 1, 1]]), torch.tensor([[2, 1, 0, 1, 1]])
-    for model, sees in ((rsa, True), (plain, False)):
-        model.body.h = model.body.h[:1]
-        with torch.no_grad():
-            model.body.wte.weight.mul_(50)
-            model.body.h[0].attn.c_attn.weight.mul_(20)
-            model.body.h[0].attn.c_proj.weight.mul_(20)
-            difference = float((model(tokens) - model(swapped))[:, -1].abs().max())
-        assert difference > 1e-3 if sees else difference < 1e-5
 
 
 def results(shares):
@@ -159,31 +108,6 @@ def test_the_verdict_needs_a_gain_on_all_languages_and_on_parity():
     by_chance = concluded(aa=GOOD, parity=[(1.0, 0.9, 0.9), (1.0, 0.0, 0.1)])
     assert by_chance.verdict == "not measurable at this size"
     assert "2 of 2 comparisons are undecided (the interval contains 0" in by_chance.sentence
-
-
-def test_without_parity_the_claim_is_not_measurable():
-    without_parity = {("(aa)*", "rsa", 0.01): GOOD, ("(aa)*", "transformer", 0.01): BAD, ("d-2", "rsa", 0.01): BAD}
-    found = conclude("regular-languages", results(without_parity))
-    assert found.verdict == "not measurable at this size" and "Parity has not been run" in found.sentence
-    assert "mean of 1 languages" in found.sentence and len(found.findings) == 1
-
-
-def test_differences_are_paired_by_seed():
-    shares = {
-        ("parity", "rsa", 0.01): [(1.0, 0.2, 0.2), (1.0, 0.9, 0.9), (1.0, 0.5, 0.5)],
-        ("parity", "transformer", 0.01): [(1.0, 0.1, 0.1), (1.0, 0.8, 0.8), (1.0, 0.39, 0.39)],
-    }
-    rows = summarise(results(shares))
-    [difference] = rows.find(DIFFERENCE, language="parity")
-    assert difference.mean == pytest.approx(0.31 / 3) and difference.low > 0
-    [rsa] = rows.find(LONGER, arm="rsa")
-    assert rsa.low < 0  # unpaired, seeds differ far more
-
-
-def test_ties_in_accuracy_are_broken_by_the_training_loss():
-    one = {("parity", "transformer", 0.01): [(1.0, 0.0, 0.0)]}
-    tied = {("parity", "rsa", 0.1): [(1.0, 1.0, 1.0)], ("parity", "rsa", 0.01): [(1.0, 0.0, 0.0)]}
-    assert summarise(results({**tied, **one})).mean("learning rate", arm="rsa") == 0.01
 
 
 def lost_signs(monkeypatch):

@@ -31,9 +31,8 @@ def empty(**changes):
     return {"command": "x", "dry": False, "machine": head, "rounds": 3, "equality": {"": 0.5}, "rows": {}, **changes}
 
 
-@pytest.mark.parametrize("machine", [None, empty()["machine"]])
-def test_what_was_not_measured_has_no_figure(bench, machine):
-    shown = cells(bench, empty(machine=machine))
+def test_what_was_not_measured_has_no_figure(bench):
+    shown = cells(bench, empty())
     assert len(shown) == 18
     assert set(shown.values()) == {"not measured"}
 
@@ -99,7 +98,6 @@ def test_everything_runs_in_the_interpreter(tmp_path):
         assert "found" in row, (name, row)
     sweep = record["rows"]["sweep over block shapes"]["found"]
     assert all("ms" in tried for kernel in sweep.values() for tried in kernel)
-    assert (tmp_path / "bench_gpu.png").stat().st_size > 0
     assert "not measured (interpreted)" in (tmp_path / "bench_gpu.md").read_text()
 
 

@@ -149,9 +149,10 @@ def test_a_lower_casing_tokenizer_counts_the_whole_text(tmp_path):
     assert (text.token_ids.tolist(), text.num_bytes, text.num_words) == ([1, 2], 12, 2)
 
 
-def test_texts_that_cannot_be_scored_are_refused(tmp_path, byte_level_bpe):
-    with pytest.raises(ValueError, match="can't decode byte 0xff"):
-        from_text(tmp_path, b"one line\nanother\nab\xffc\n", byte_level_bpe)
+def test_texts_that_cannot_be_scored_are_refused(tmp_path, byte_level_bpe, monkeypatch):
+    monkeypatch.setattr(lm, "TOKENIZED_PIECE_BYTES", 20)
+    with pytest.raises(ValueError, match=r"the train text is not UTF-8.* byte 33\."):
+        from_text(tmp_path, b"one line\n" * 3 + b"more\na\xffc\n", byte_level_bpe)
     (tmp_path / "one.txt").write_bytes(b"a")
     with pytest.raises(ValueError, match="validation text has 1 token"):
         from_text(tmp_path, b"a text\n", validation_file=str(tmp_path / "one.txt"))

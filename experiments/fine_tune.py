@@ -15,31 +15,24 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from experiments.fine_tune.training import fine_tune
 from experiments.pretrained import load_pretrained
-from experiments.pretrained_tasks import text_task
+from experiments.pretrained_tasks import Task, text_task
 from experiments.runner.comparison import Case, Comparison
 from experiments.runner.experiment import Experiment, Size, combinations
-from experiments.runner.fit import default_device
+from experiments.runner.fit import adamw_with_linear_decay, batch_loss, default_device, evaluation_steps, fit
 from experiments.runner.summary import Conclusion, Row, Rows, Settings, Values
-from experiments.variants import NO_RECURRENCE, add_rsa
-from rsa_hf.config import RSAConfig
-from rsa_hf.heads import heads_of
-
-__all__ = ["EXPERIMENT"]
-
-# --- variants -----------------------------------------------------------------------------------------------------
+from experiments.variants import NO_RECURRENCE, add_rsa, patched_modules
+from rsa_hf import RSAConfig
 
 PLAIN = "plain"
 GATES = (-6.0, -3.0, 0.0, 1.0)
-# Learning rates of RSA parameters under Adam, as multiples of the weights' learning rate.
-MULTIPLES = (1.0, 20.0, 100.0)
+MULTIPLES = (1.0, 20.0, 100.0)  # learning rates of gates and rates, in multiples of the weights'
 
 
 def _name(config: RSAConfig) -> str:
     """Name of a variant, without a comma because `--only` splits at commas."""
-    assert not isinstance(config.gate_init, tuple)
     spread = " theta spread" if isinstance(config.theta_init, tuple) else ""
     return f"mu {config.gate_init:+g} x{config.parameter_scale:g}{spread}"
 
@@ -59,8 +52,6 @@ VARIANTS: dict[str, RSAConfig | None] = {
     **{_name(config): config for config in _CONFIGS},
 }
 
-# --- models, tasks and amounts of data ----------------------------------------------------------------------------
-
 ALL = 10**9  # more than any data set has
 _CLAIM = (PLAIN, DEFAULT, NO_RECURRENCE)
 # length: tokens in a row; most: bytes that count as all training data; scored: bytes of the validation and of the test
@@ -69,26 +60,22 @@ NAMES = ("model", "task", "batch", "length", "most", "scored", "evaluations", "p
 # For each model and task: the settings above, learning rates, and by share of the data the steps and variants. All
 # variants run at one share, those of the claim at the others.
 Plan = tuple[tuple[Any, ...], tuple[float, ...], dict[float, tuple[int, tuple[str, ...]]]]
-PLANS: dict[Size, list[Plan]] = {
-    "toy": [(("llama-0.03M", "c", 8, 64, 20_000, 2_000, 2, 30), (1e-2,), {1.0: (30, _CLAIM)})],
-    "quick": [
-        (
-            ("llama-0.1M", "c", 8, 128, 200_000, 8_000, 4, 400),
-            (3e-3, 1e-2),
-            {0.01: (60, _CLAIM), 0.1: (60, tuple(VARIANTS)), 1.0: (60, _CLAIM)},
-        )
-    ],
-    "full": [
-        (("smollm2", "wikitext-2", 2, 256, ALL, 20_000, 2, 0), (1e-4, 3e-4, 1e-3), {0.01: (50, _CLAIM)}),
-    ],
+PLANS: dict[Size, Plan] = {
+    "toy": (("llama-0.03M", "c", 8, 64, 20_000, 2_000, 2, 30), (1e-2,), {1.0: (30, _CLAIM)}),
+    "quick": (
+        ("llama-0.1M", "c", 8, 128, 200_000, 8_000, 4, 400),
+        (3e-3, 1e-2),
+        {0.01: (60, _CLAIM), 0.1: (60, tuple(VARIANTS)), 1.0: (60, _CLAIM)},
+    ),
+    "full": (("smollm2", "wikitext-2", 2, 256, ALL, 20_000, 2, 0), (1e-4, 3e-4, 1e-3), {0.01: (50, _CLAIM)}),
 }
 
 
 def make_grid(size: Size, seeds: int) -> list[Settings]:
-    """Models and tasks × shares of the data × seeds × variants × learning rates."""
+    """Shares of the data × seeds × variants × learning rates."""
+    shared, rates, shares = PLANS[size]
     return [
         {**dict(zip(NAMES, shared, strict=True)), "share": share, "steps": steps, **each}
-        for shared, rates, shares in PLANS[size]
         for share, (steps, variants) in shares.items()
         for each in combinations(seed=range(seeds), arm=variants, learning_rate=rates)
     ]
@@ -107,8 +94,44 @@ def measure(settings: Settings) -> Values:
         torch.manual_seed(seed)  # the same dropout for all variants
         learning = {name: settings[name] for name in ("learning_rate", "steps", "batch", "evaluations", "seed")}
         values = fine_tune(model, task, **learning)
-    gates = [float(heads.rates()["gate"].detach().mean()) for heads in filter(None, map(heads_of, model.modules()))]
-    return values | ({"gate": sum(gates) / len(gates)} if gates else {})
+    gates = [float(heads.rates()["gate"].detach().mean()) for _, heads in patched_modules(model)]
+    return values | ({"gate": fmean(gates)} if gates else {})
+
+
+def fine_tune(
+    model: nn.Module, task: Task, *, learning_rate: float, steps: int, batch: int, evaluations: int, seed: int
+) -> dict[str, Any]:
+    """Train with AdamW and report the test score where validation was best, the start included; less is better.
+
+    The learning rate warms up over a tenth of the steps and falls linearly to 0. Evaluations are evenly spread, after
+    one before the first step. `batch` rows make a step, and `seed` shuffles them.
+
+    Returns:
+        The test scores at the best step and before the first one, the best validation score and its step; then the
+        validation scores, the first before training, and their steps.
+    """
+    optimizer, schedule = adamw_with_linear_decay(model, learning_rate, steps)
+    marks = evaluation_steps(steps, evaluations)
+    start = best_test = task.score(model, "test")
+    scores, best_step = {0: task.score(model, "validation")}, 0
+
+    def evaluate(step: int, _: Tensor) -> None:
+        nonlocal best_step, best_test
+        if step in marks:
+            scores[step] = task.score(model, "validation")
+            if scores[step] < scores[best_step]:
+                best_step, best_test = step, task.score(model, "test")
+
+    loss = batch_loss(model, task.rows, batch, seed, task.collate)
+    fit(loss, optimizer, steps, model=model, schedule=schedule, after_step=evaluate)
+    return {
+        task.measure: best_test,
+        "before training": start,
+        "validation": scores[best_step],
+        "best step": float(best_step),
+        "steps scored": [float(step) for step in scores],
+        "validation scores": [*scores.values()],
+    }
 
 
 # --- results ------------------------------------------------------------------------------------------------------
@@ -124,11 +147,11 @@ GAIN_BEFORE = "gain before training"  # negative: the cost of adding RSA heads
 
 def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
     """All scores of a variant, and its gains over the others."""
-    runs = case.runs[arm]
-    columns = {name: case.values(arm, name) for name, each in runs[0].values.items() if not isinstance(each, list)}
-    columns["learning rate"] = case.values(arm, "learning_rate")
-    columns[TRAINED_ON] = [math.prod(run.settings[name] for name in ("steps", "batch", "length")) for run in runs]
-    columns["seconds"] = [run.seconds for run in runs]
+    columns = case.numbers(arm)
+    columns[TRAINED_ON] = [
+        math.prod(r.settings[name] for name in ("steps", "batch", "length")) for r in case.runs[arm]
+    ]
+    columns["seconds"] = [run.seconds for run in case.runs[arm]]
 
     def gain(other: str, name: str = BITS) -> list[float]:
         return case.compare(arm, other, lambda run, against: against.values[name] - run.values[name])
@@ -156,14 +179,14 @@ COMPARISON = Comparison(
 
 def conclude(rows: Rows) -> Conclusion:
     """Confirmed if the default plan gains significantly in every case, also over itself without recurrence."""
-    gains, by_recurrence = rows.find(GAIN, arm=DEFAULT), rows.find(OVER_NO_RECURRENCE)
-    losses, without = (Rows(row.scaled(-1) for row in each) for each in (gains, by_recurrence))
+    gains = rows.find(GAIN, arm=DEFAULT)
+    losses, without = gains.negated(), rows.find(OVER_NO_RECURRENCE).negated()
     sentence = (
         f"Fine-tuning with RSAConfig()'s defaults ({DEFAULT}: initial μ, and learning rate as a multiple of the "
         f"weights') gains significantly over the same model without RSA in {losses.below(0)} of {len(gains)} cases "
         f"and loses in {gains.below(0)}."
     )
-    if by_recurrence:
+    if without:
         count = f"{without.below(0)} of {len(without)}"
         sentence += f" It gains significantly over the variant without recurrence in {count}."
     findings = []
@@ -175,17 +198,17 @@ def conclude(rows: Rows) -> Conclusion:
         findings.append(text)
     for names in (("gate_init",), ("parameter_scale",), ("nu_init", "theta_init")):
         findings += _best_of(rows, names)
-    losses += without
+    compared = Rows([*losses, *without])
     answer = "gain of RSAConfig(): " + ", ".join(
         f"{row.settings['model']} on {100 * row.settings['share']:g} % of {row.settings['task']} "
         f"{row.mean:+.3f} {BITS}"
         for row in gains
     )
-    return Conclusion(losses.judge(0), answer, sentence + losses.undecided(0), tuple(findings))
+    return Conclusion(compared.judge(0), answer, sentence + compared.undecided(0), tuple(findings))
 
 
 def _best_of(rows: Rows, names: Sequence[str]) -> list[str]:
-    """The best of the variants that differ in these settings alone, for each model and task, by mean gain.
+    """The best of the variants that differ in these settings alone, by mean gain.
 
     Means are over the shares of the data that all of these variants have run on.
     """
@@ -196,36 +219,26 @@ def _best_of(rows: Rows, names: Sequence[str]) -> list[str]:
         for name, config in VARIANTS.items()
         if name in has_run and name != NO_RECURRENCE and config and replace(config, **default) == RSAConfig()
     ]
-    cases: dict[tuple[str, str], list[Settings]] = {}
-    for row in rows.find(GAIN, arm=DEFAULT):
-        case = {name: row.settings[name] for name in GROUP}
-        if len(variants) > 1 and all(rows.find(GAIN, arm=name, **case) for name in variants):
-            cases.setdefault((case["model"], case["task"]), []).append(case)
-    texts = []
-    for (model, task), shares in cases.items():
-        gains, before = (
-            {name: fmean(rows.mean(measure, arm=name, **case) for case in shares) for name in variants}
-            for measure in (GAIN, GAIN_BEFORE)
-        )
-        listed = ", ".join(f"{name}: {gains[name]:+.3f} and {before[name]:+.3f}" for name in variants)
-        best = max(gains, key=lambda name: gains[name])
-        n = len(shares)
-        text = f"on {model}, {task}, {best} gains most over {n} share{'s' if n > 1 else ''} of the data"
-        if best != DEFAULT:
-            over = sum(rows.find(OVER_DEFAULT, arm=best, **case)[0].low > 0 for case in shares)
-            text += f", significantly more than the default in {over}"
-        texts.append(f"{text} (mean gains after and before training, {BITS}: {listed})")
-    return texts
+    cases = [{name: row.settings[name] for name in GROUP} for row in rows.find(GAIN, arm=DEFAULT)]
+    cases = [case for case in cases if all(rows.find(GAIN, arm=name, **case) for name in variants)]
+    if len(variants) < 2 or not cases:
+        return []
+    gains, before = (
+        {name: fmean(rows.mean(measure, arm=name, **case) for case in cases) for name in variants}
+        for measure in (GAIN, GAIN_BEFORE)
+    )
+    listed = ", ".join(f"{name}: {gains[name]:+.3f} and {before[name]:+.3f}" for name in variants)
+    best, n = max(gains, key=lambda name: gains[name]), len(cases)
+    text = "on {model}, {task}, ".format(**cases[0])
+    text += f"{best} gains most over {n} share{'s' if n > 1 else ''} of the data"
+    if best != DEFAULT:
+        over = sum(rows.find(OVER_DEFAULT, arm=best, **case)[0].low > 0 for case in cases)
+        text += f", significantly more than the default in {over}"
+    return [f"{text} (mean gains after and before training, {BITS}: {listed})"]
 
 
 def _gain_text(row: Row) -> str:
     return f"{row.text('+.3f')} {BITS}"
-
-
-def glossary(grid: Sequence[Settings]) -> dict[str, dict[str, Any]]:
-    """The config of each variant."""
-    names = dict.fromkeys(settings["arm"] for settings in grid)
-    return {"arm": {name: config.to_dict() for name in names if (config := VARIANTS[name]) is not None}}
 
 
 EXPERIMENT = Experiment(
@@ -240,7 +253,6 @@ EXPERIMENT = Experiment(
     conclude=conclude,
     draw=COMPARISON.draw,
     summarise=COMPARISON.summarise,
-    glossary=glossary,
     parts=(*GROUP, "arm"),
     search_by=COMPARISON.score,
 )

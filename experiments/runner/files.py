@@ -1,4 +1,4 @@
-"""Keep what takes long to compute and several runs start from, such as pretrained weights."""
+"""Files of experiments: data in the folder RSA_HF_DATA, and results of long computations kept in RSA_HF_CACHE."""
 
 from __future__ import annotations
 
@@ -11,12 +11,29 @@ from typing import Any
 
 from filelock import FileLock
 
-__all__ = ["VARIABLE", "kept"]
-
-VARIABLE = "RSA_HF_CACHE"
+DATA, CACHE = "RSA_HF_DATA", "RSA_HF_CACHE"
 
 
-def kept(what: str, settings: Mapping[str, Any], suffix: str, make: Callable[[Path], None]) -> Path:
+class MissingDataError(FileNotFoundError):
+    """A data file is missing."""
+
+
+def data_file(relative: str) -> Path:
+    """A file of the data folder, for instance `ett/ETTh1.csv.xz`.
+
+    Raises:
+        MissingDataError: the variable is not set, or there is no such file.
+    """
+    folder = os.environ.get(DATA)
+    if not folder:
+        raise MissingDataError(f"{relative} is needed: set {DATA} to the data folder that contains it.")
+    path = Path(folder) / relative
+    if not path.is_file():
+        raise MissingDataError(f"{path} does not exist: {DATA}={folder} must contain {relative}.")
+    return path
+
+
+def cached(what: str, settings: Mapping[str, Any], suffix: str, make: Callable[[Path], None]) -> Path:
     """The file that `make` writes for these settings; made once, also by several processes.
 
     Files are in the folder that the environment variable RSA_HF_CACHE names, `~/.cache/rsa_hf` by default. Delete them
@@ -28,7 +45,7 @@ def kept(what: str, settings: Mapping[str, Any], suffix: str, make: Callable[[Pa
         suffix: ends the name of the file.
         make: writes to a path.
     """
-    folder = Path(os.environ.get(VARIABLE, "~/.cache/rsa_hf")).expanduser()
+    folder = Path(os.environ.get(CACHE, "~/.cache/rsa_hf")).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     key = hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode()).hexdigest()[:16]
     path = folder / f"{what}-{key}{suffix}"

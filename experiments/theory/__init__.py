@@ -1,1 +1,0 @@
-"""The paper's propositions and appendix B as code."""

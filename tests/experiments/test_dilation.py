@@ -1,0 +1,152 @@
+"""The dilation factor: autocorrelation and recurrence plots against double loops, known periods, noise, a verdict."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from experiment_runs import conclude, finished
+from experiments import dilation
+from experiments.dilation import (
+    EXPERIMENT,
+    autocorrelation,
+    recurrence_plot,
+    recurrence_rate,
+    suggested_dilation,
+    suggested_token_dilation,
+    token_autocorrelation,
+)
+from experiments.forecasting.series import Series
+from experiments.runner.runner import run_experiment
+
+
+def loop_autocorrelation(series, max_lag, differenced):
+    """Mean over the variables of Σ (x_t − x̄)(x_{t+τ} − x̄) / Σ (x_t − x̄)², term by term."""
+    found = [0.0] * (max_lag + 1)
+    for variable in series.T.tolist():
+        x = [b - a for a, b in pairwise(variable)] if differenced else variable
+        mean = sum(x) / len(x)
+        total = sum((value - mean) ** 2 for value in x)
+        for lag in range(max_lag + 1):
+            products = sum((x[t] - mean) * (x[t + lag] - mean) for t in range(len(x) - lag))
+            found[lag] += products / total / series.shape[1]
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def loop_recurrence_rate(tokens, max_lag, line):
+    """Diagonal by diagonal of the plot: the points of all runs that are long enough."""
+    plot, found = recurrence_plot(tokens), []
+    for lag in range(max_lag + 1):
+        points = run = 0
+        for t in range(lag, len(tokens)):
+            run = run + 1 if plot[t, t - lag] else 0
+            if run >= line:
+                points += line if run == line else 1
+        found.append(points / (len(tokens) - lag))
+    return torch.tensor(found, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("differenced", [True, False])
+def test_autocorrelation_is_the_sum_over_pairs(differenced):
+    series = torch.randn(61, 3).cumsum(0) + torch.tensor([0.0, 5.0, -100.0])
+    expected = loop_autocorrelation(series.double(), 20, differenced)
+    torch.testing.assert_close(autocorrelation(series, 20, differenced=differenced), expected, rtol=0, atol=1e-9)
+    with_constant = torch.cat([series, torch.ones(61, 1)], dim=1)
+    found = autocorrelation(with_constant, 20, differenced=differenced)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    with pytest.raises(ValueError, match="not finite"):
+        autocorrelation(torch.tensor([0.0, math.nan, 1.0]), 1)
+
+
+@pytest.mark.parametrize("line", [1, 3, 5])
+def test_recurrence_rate_is_the_share_of_each_diagonal(line):
+    tokens = torch.randint(2, (67,))
+    torch.testing.assert_close(recurrence_rate(tokens, 30, line), loop_recurrence_rate(tokens, 30, line))
+
+
+def test_token_autocorrelation_is_that_of_one_hot_vectors():
+    """But for the ends, over which the rate takes its mean and the autocorrelation does not."""
+    tokens = torch.randint(5, (5000,))
+    tokens[7:] = torch.where(torch.rand(4993) < 0.4, tokens[:-7], tokens[7:])
+    hot = torch.nn.functional.one_hot(tokens, 5).double()
+    hot -= hot.mean(0)
+    expected = torch.stack([(hot[lag:] * hot[: 5000 - lag]).sum() for lag in range(21)]) / hot.square().sum()
+    found = token_autocorrelation(tokens, 20)
+    assert found[7] > 0.2 and found[0] == 1
+    assert (found - expected).abs().max() < 0.01
+
+
+def seasonal(period, length=2000, kept=0.9):
+    x = torch.randn(length, 2)
+    for t in range(period, length):
+        x[t] = kept * x[t - period] + math.sqrt(1 - kept**2) * x[t]
+    return x
+
+
+@pytest.mark.parametrize("period", [2, 7, 24, 95])
+def test_a_known_period_is_found(period):
+    torch.manual_seed(period)
+    t = torch.arange(2000)[:, None]
+    assert suggested_dilation(seasonal(period)) == period
+    trend = 0.01 * t + 3 * torch.sin(2 * math.pi * t / 1700)
+    assert suggested_dilation(seasonal(period) + trend) == period
+
+
+@pytest.mark.parametrize(("days", "size"), [(30, 0.1), (365, 0.5)])
+def test_noise_on_a_slow_wave_does_not_hide_its_period(days, size):
+    """Differences have more of the noise and less of the wave, so that lag 1 is negative and lag 2 is not."""
+    torch.manual_seed(0)
+    t = torch.arange(24.0 * days)
+    found = [suggested_dilation(torch.sin(2 * math.pi * t / 24) + size * torch.randn(len(t))) for _ in range(8)]
+    assert found.count(24) >= 7 and set(found) <= {23, 24, 25}
+
+
+@pytest.mark.parametrize("walk", [False, True])
+def test_noise_suggests_nothing(walk):
+    generator = torch.Generator().manual_seed(0)
+    noise = [torch.randn(1000, 1, generator=generator) for _ in range(40)]
+    assert [suggested_dilation(x.cumsum(0) if walk else x) for x in noise].count(None) >= 39
+
+
+def test_tokens_with_a_period_and_without():
+    torch.manual_seed(0)
+    columns = torch.randint(20, (30,)).repeat(60)
+    noisy = torch.where(torch.rand(1800) < 0.4, torch.randint(20, (1800,)), columns)
+    assert suggested_token_dilation(noisy) == 30
+    assert suggested_token_dilation(noisy[torch.randperm(1800)]) is None
+
+
+# --- the experiment -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["ETTh1", "ETTh2", "WTH"])
+def test_real_series_suggest_a_day(source, data_folder, monkeypatch):
+    monkeypatch.setenv("RSA_HF_DATA", str(data_folder))
+    values = dilation.measure({"source": source, "max_lag": 250, "pieces": 1, "seed": 0})
+    assert (values["suggested d"], values["as expected"]) == (24, 1.0)
+
+
+def test_a_series_without_a_period_is_not_confirmed(tmp_path, monkeypatch):
+    noise = Series(torch.randn(1000, 2), torch.zeros(1000, 4), (900, 950, 1000))
+    monkeypatch.setattr(dilation, "load_series", lambda name: noise)
+    found = run_experiment(EXPERIMENT, "toy", tmp_path, progress=False)
+    assert found.verdict == "not confirmed"
+    assert "suggests no d (a day is 24 steps); 0 of 2 pieces suggest a day" in found.findings[0]
+
+
+def test_lags_that_are_off_by_one_are_not_confirmed(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        dilation, "autocorrelation", lambda *args, **keywords: autocorrelation(*args, **keywords).roll(1)
+    )
+    assert run_experiment(EXPERIMENT, "toy", tmp_path, progress=False).verdict == "not confirmed"
+
+
+def test_pieces_decide_too(toy):
+    whole, first, second = [run for run in toy("dilation")[0] if run.settings["source"] == "seasonal-24"]
+    disagrees = finished(second.settings, {**second.values, "as expected": 0.0})
+    assert conclude("dilation", [whole, first, disagrees]).verdict == "not confirmed"
+    # Without pieces the whole series can only refute.
+    assert conclude("dilation", [whole]).verdict == "not measurable at this size"
+    wrong = finished(whole.settings, {**whole.values, "as expected": 0.0})
+    assert conclude("dilation", [wrong]).verdict == "not confirmed"
