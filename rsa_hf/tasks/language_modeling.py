@@ -301,6 +301,10 @@ def _encode(chunks: Iterable[bytes], tokenizer: PreTrainedTokenizerBase | None, 
                     f"the {split} text is not UTF-8, which a tokenizer needs: {error.reason} at byte "
                     f"{start + error.start}. Convert it, or choose bytes as tokenizer_name."
                 ) from error
+            except Exception as error:
+                if type(error) is not Exception:  # as tokenizers raises it, for a character that text8 lacks
+                    raise
+                raise ValueError(f"the {split} text does not fit the tokenizer ({error}). Choose another.") from error
             yield torch.tensor(ids, dtype=torch.int32, device="cpu")
         start += len(piece)
 
