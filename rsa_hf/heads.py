@@ -27,7 +27,6 @@ from rsa_hf.ops.cpp.step import CppStep
 from rsa_hf.ops.decode import LagTable, decode
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.shard import Shard, local_heads
-from rsa_hf.ops.types import SoftmaxBranch
 from rsa_hf.rem import Rems, constant, decay_rates, is_recorded, mix, widest_dtype, working_dtype
 
 __all__ = [
@@ -180,7 +179,7 @@ class RSAHeads(nn.Module):
         attention, rems, gate = local_heads(attention, *self._rems_and_gate(heads_per_value), shard)
         if not rems.heads:
             return attention
-        return apply_rems(value, rems, mask, SoftmaxBranch(attention, gate))
+        return apply_rems(value, rems, mask, attention, gate)
 
     def reset_cache(self) -> None:
         """Forget the weights kept for generation; needed on a GPU, after writes through `.data` between two tokens."""
@@ -206,7 +205,7 @@ class RSAHeads(nn.Module):
             gate = gate.to(working_dtype(value))
             # Twice the length, so that a growing cache does not need a new table at each step.
             table, step = LagTable(rems, gate.dtype, 2 * value.shape[2]), None
-            if choose_backend(value, rems, None) == "cpp":
+            if choose_backend(value, rems) == "cpp":
                 step = CppStep(table.weights, table.reach, rems, gate)
             kept = _Kept(_kind_of_call(attention, value), self._states(), rems, gate, table, step)
             self._cache = kept if kept.parameters else None

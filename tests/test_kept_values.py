@@ -20,7 +20,7 @@ from rsa_hf import RSAConfig, RSAHeads, calibrate, patch_model, rem_matrix, rem_
 from rsa_hf.integration.attention import read_attention_mask
 from rsa_hf.integration.peft import merging
 from rsa_hf.ops.cpp import build as cpp_build
-from rsa_hf.ops.mask import AttentionMask, PackedSegments
+from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.reference import dense_rem_product
 from rsa_hf.rem import kept_constants
 from rsa_hf.tasks import python_defects
@@ -134,7 +134,7 @@ def step_of(heads, padded):
 
 @torch.no_grad()
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("backend", ["cpp", "chunked"])
+@pytest.mark.parametrize("backend", ["cpp", "pytorch"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_step_after_a_change_of_parameters(change, backend, padded, monkeypatch):
     monkeypatch.setenv("RSA_HF_BACKEND", backend)
@@ -367,7 +367,7 @@ def test_counting_and_exporting_after_a_fake_run(family):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "bart", "t5"])
-@pytest.mark.parametrize("backend", ["cpp", "chunked"])
+@pytest.mark.parametrize("backend", ["cpp", "pytorch"])
 def test_training_and_decoding_inside_another_default_device(family, backend, monkeypatch):
     monkeypatch.setenv("RSA_HF_BACKEND", backend)
     model, batch = build(family), inputs(family)
@@ -409,7 +409,7 @@ def test_a_constant_that_follows_the_default_device_is_caught(monkeypatch):
 @pytest.mark.parametrize(
     "more", [{}, {"window": 5}, {"documents": torch.arange(S)[None] // 7}, {"key_mask": torch.arange(S)[None] > 2}]
 )
-@pytest.mark.parametrize("backend", ["cpp", "chunked", "dense"])
+@pytest.mark.parametrize("backend", ["cpp", "pytorch"])
 def test_rem_product_ignores_the_default_device_and_dtype(backend, more, causal, monkeypatch):
     monkeypatch.setenv("RSA_HF_BACKEND", backend)
     value = torch.randn(2, 4, S, 4)
@@ -467,13 +467,6 @@ def test_each_kind_of_processor_has_its_own_library(monkeypatch, tmp_path):
         monkeypatch.setattr(cpp_build.platform, "machine", lambda machine=machine: machine)
         names.add(cpp_build.library.__wrapped__())
     assert len(names) == 2
-
-
-def test_segments_are_those_of_their_ids():
-    for ids in (torch.arange(8)[None] // 3, torch.arange(8)[None] // 5):
-        segments = PackedSegments(ids)
-        assert segments.index.tolist() == ids.tolist()
-        assert segments.lengths.sum() == 8
 
 
 def test_each_class_of_tuner_has_its_own():

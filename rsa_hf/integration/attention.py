@@ -40,12 +40,12 @@ from rsa_hf.integration.trial import (
 from rsa_hf.ops.autograd import is_transformed
 from rsa_hf.ops.mask import (
     AttentionMask,
-    PackedSegments,
     as_boolean,
     evaluate_block_mask,
     read_mask,
     read_row,
     remembered,
+    segment_index,
     warn_single_token_segments,
 )
 from rsa_hf.rem import is_recorded
@@ -373,7 +373,7 @@ def read_attention_mask(
         if not_read:
             as_boolean(attention_mask, T, S)
             return AttentionMask(T, S, 0, causal, unread_mask=attention_mask)
-        return read_mask(attention_mask, len(query), T, S, causal)
+        return read_mask(attention_mask, T, S, causal)
     offset = 0 if aligned_top_left and causal and T > 1 else S - T
     key_mask = None
     if attention_mask is not None:
@@ -386,7 +386,7 @@ def read_attention_mask(
         key_mask = F.pad(attention_mask[:, -S:].bool(), (0, empty))
         offset -= empty
     window = sliding_window if sliding_window is not None and sliding_window < S else None
-    packed = None if segment_ids is None else PackedSegments(segment_ids)
+    packed = None if segment_ids is None else segment_index(segment_ids)
     return AttentionMask(T, S, offset, causal, key_mask, packed, window)
 
 

@@ -35,7 +35,7 @@ class LagTable:
         reach = _reach(rems)
         self.longest = math.inf if max(reach) <= longest else longest
         self.reach = [min(lag, longest) for lag in reach]
-        weights = weights_of_lags(rems, torch.arange(max(self.reach) + 1, device=rems.decay.device), dtype)[0]
+        weights = weights_of_lags(rems, torch.arange(max(self.reach) + 1, device=rems.decay.device), dtype)
         self.weights, self.newest_last = F.pad(weights, (0, 1)), weights.flip(-1).contiguous()
 
 
@@ -53,7 +53,7 @@ def decode(value: Tensor, rems: Rems, mask: AttentionMask, table: LagTable | Non
         # The position of the query is known, so the keys within reach are a slice.
         end = mask.query_offset + 1
         if table is None:
-            weights = weights_of_lags(rems, torch.arange(end - 1, -1, -1, device=device), dtype)[0]
+            weights = weights_of_lags(rems, torch.arange(end - 1, -1, -1, device=device), dtype)
         else:
             weights = table.newest_last
         seen = min(weights.shape[1], end, mask.sliding_window or end)
@@ -63,7 +63,7 @@ def decode(value: Tensor, rems: Rems, mask: AttentionMask, table: LagTable | Non
     position = mask.query_offset if mask.query_position is None else mask.query_position
     tau = position - torch.arange(value.shape[2], device=device)
     if table is None:
-        weights = weights_of_lags(rems, tau, dtype)[0]
+        weights = weights_of_lags(rems, tau, dtype)
     else:
         weights = table.weights.index_select(1, tau.clamp(0, table.weights.shape[1] - 1))
     # f is 0 for keys after the query, so a mask that contains the position needs nothing but its row.

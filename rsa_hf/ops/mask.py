@@ -6,7 +6,6 @@ axis. A query takes no part in a recurrence over keys that attention hides from 
 
 from __future__ import annotations
 
-import functools
 import threading
 import warnings
 import weakref
@@ -23,7 +22,6 @@ from rsa_hf.rem import is_recorded
 __all__ = [
     "HIDDEN_AT_OR_BELOW",
     "AttentionMask",
-    "PackedSegments",
     "as_boolean",
     "boolean_mask",
     "evaluate_block_mask",
@@ -33,6 +31,7 @@ __all__ = [
     "read_row",
     "read_traced",
     "remembered",
+    "segment_index",
     "warn_single_token_segments",
 ]
 
@@ -52,7 +51,8 @@ class AttentionMask:
         query_offset: position of the first query on the key axis.
         causal: masked or unmasked REMs.
         key_mask: [B or 1, S], False for padding keys; None: no padding.
-        segments: segments of packed rows; a query sees keys of its own segment alone. None: a row is one segment.
+        segments: number of the segment of each position of packed rows, [B, S], as `segment_index` counts them; a
+            query sees keys of its own segment alone. None: a row is one segment.
         sliding_window: number of positions that a query sees back, itself included, and ahead if not causal; None: no
             window.
         visible: [B or 1, H or 1, T, S], for masks that the fields above cannot express; else None.
@@ -70,7 +70,7 @@ class AttentionMask:
     query_offset: int
     causal: bool
     key_mask: Tensor | None = None
-    segments: PackedSegments | None = None
+    segments: Tensor | None = None
     sliding_window: int | None = None
     visible: Tensor | None = None
     query_position: Tensor | None = None
@@ -92,41 +92,9 @@ class AttentionMask:
         return self.query_offset + self.query_length if self.causal else self.key_length
 
 
-class PackedSegments:
-    """The segments of packed rows: documents, for example, one after the other in a row.
-
-    Args:
-        ids: [B, S]; a segment is a run of equal numbers.
-    """
-
-    def __init__(self, ids: Tensor) -> None:
-        self.ids = ids
-        # Layouts of chunks by dilation, which all layers of a forward share.
-        self.layouts: dict[int, Any] = {}
-
-    @functools.cached_property
-    def index(self) -> Tensor:
-        """Number of the segment of each position, counted from 0 in each row: [B, S]."""
-        return F.pad(self.ids[:, 1:] != self.ids[:, :-1], (1, 0)).cumsum(1)
-
-    @functools.cached_property
-    def lengths(self) -> Tensor:
-        """Length of each segment, 0 after the last one of a row: [B, segments]."""
-        count = int(self.index[:, -1].max()) + 1
-        lengths = torch.zeros(len(self.index), count, dtype=torch.long, device=self.index.device)
-        return lengths.scatter_add_(1, self.index, torch.ones_like(self.index))
-
-    @functools.cached_property
-    def positions(self) -> Tensor:
-        """Position of each token within its segment: [B, S]."""
-        starts = self.lengths.cumsum(1) - self.lengths
-        positions = torch.arange(self.index.shape[1], device=self.index.device)
-        return positions - starts.gather(1, self.index)
-
-    @functools.cached_property
-    def mean_length(self) -> int:
-        """Mean length of the segments, rounded."""
-        return round(self.index.numel() / int((self.lengths > 0).sum()))
+def segment_index(ids: Tensor) -> Tensor:
+    """Number of the segment of each position, counted from 0 in each row, [B, S]; a run of equal ids is a segment."""
+    return F.pad(ids[:, 1:] != ids[:, :-1], (1, 0)).cumsum(1)
 
 
 def lags(mask: AttentionMask, device: torch.device) -> Tensor:
@@ -149,9 +117,8 @@ def boolean_mask(mask: AttentionMask, tau: Tensor) -> Tensor:
     if mask.key_mask is not None:
         shown = shown & mask.key_mask[:, None, None]
     if mask.segments is not None:
-        index = mask.segments.index
-        of_queries = index[:, mask.query_offset : mask.query_offset + mask.query_length]
-        shown = shown & (of_queries[:, None, :, None] == index[:, None, None])
+        of_queries = mask.segments[:, mask.query_offset : mask.query_offset + mask.query_length]
+        shown = shown & (of_queries[:, None, :, None] == mask.segments[:, None, None])
     return shown if mask.visible is None else shown & mask.visible
 
 
@@ -221,12 +188,11 @@ def _in_blocks(count: Tensor, index: Tensor, block_size: tuple[int, int], T: int
     return blocks.repeat_interleave(height, 2).repeat_interleave(width, 3)[..., :T, :S]
 
 
-def read_mask(mask: Tensor, batch: int, query_length: int, key_length: int, causal: bool) -> AttentionMask:
+def read_mask(mask: Tensor, query_length: int, key_length: int, causal: bool) -> AttentionMask:
     """Read a 4-D mask tensor, once for all layers of a forward.
 
     Args:
         mask: [B or 1, H or 1, T or 1, S or more], boolean or additive.
-        batch: B.
         query_length: T.
         key_length: S.
         causal: direction of the layer.
@@ -234,7 +200,7 @@ def read_mask(mask: Tensor, batch: int, query_length: int, key_length: int, caus
     Raises:
         ValueError: the mask's shape does not fit.
     """
-    return remembered(_read_mask, mask, batch, query_length, key_length, causal)
+    return remembered(_read_mask, mask, query_length, key_length, causal)
 
 
 def read_row(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
@@ -259,7 +225,7 @@ def read_traced(mask: AttentionMask) -> AttentionMask:
     return AttentionMask(T, S, S - T, mask.causal, visible=visible, query_position=position)
 
 
-def _read_mask(mask: Tensor, B: int, T: int, S: int, causal: bool) -> AttentionMask:
+def _read_mask(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
     visible = as_boolean(mask, T, S)
     if mask.is_meta:
         return AttentionMask(T, S, S - T, causal)  # only shapes are computed from it
@@ -278,16 +244,15 @@ def _read_mask(mask: Tensor, B: int, T: int, S: int, causal: bool) -> AttentionM
         found = AttentionMask(T, S, offset, causal, padding)
         if explains(found):
             return found
-        segments = PackedSegments(_segment_ids(visible[:, 0], key_mask, offset))
-        is_packed = bool(segments.index.any())
+        segments = _segments(visible[:, 0], key_mask, offset)
+        is_packed = bool(segments.any())
         window = int(torch.where(visible, tau.abs(), 0).amax()) + 1
         for sliding_window in (None, window):
             found = replace(found, segments=segments if is_packed else None, sliding_window=sliding_window)
             if explains(found):
-                if is_packed and sliding_window is None and not bool(segments.positions.any()):
+                if is_packed and sliding_window is None and bool((segments[:, -1] == S - 1).all()):
                     warn_single_token_segments()
-                # Rows are laid out one by one, even if one mask serves all of them.
-                return replace(found, segments=PackedSegments(segments.index.expand(B, -1))) if is_packed else found
+                return found
     # Python's registry shows a warning of one text and place once.
     warnings.warn(
         "RSA met a mask that is no combination of direction, padding, packed segments and a sliding window. It "
@@ -297,8 +262,8 @@ def _read_mask(mask: Tensor, B: int, T: int, S: int, causal: bool) -> AttentionM
     return AttentionMask(T, S, offset, causal, visible=visible.clone())
 
 
-def _segment_ids(visible: Tensor, key_mask: Tensor, offset: int) -> Tensor:
-    """Segment ids, [B, S], under the assumption that the mask [B, T, S] is one of packed rows.
+def _segments(visible: Tensor, key_mask: Tensor, offset: int) -> Tensor:
+    """Segments, [B, S], under the assumption that the mask [B, T, S] is one of packed rows.
 
     A segment begins at a query that does not see the last real key before it. The caller checks the assumption.
     """

@@ -103,7 +103,7 @@ def test_tokens_are_those_of_generate(family, attention):
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_tokens_on_the_pytorch_path(family, monkeypatch):
-    monkeypatch.setenv("RSA_HF_BACKEND", "chunked")
+    monkeypatch.setenv("RSA_HF_BACKEND", "pytorch")
     model, texts = patched(family, seed=1), prompts(9, 17, 4)
     expected = [alone(model, text) for text in texts]
     assert off_by(batched(model, texts, max_batch_tokens=8), expected) <= 1e-4

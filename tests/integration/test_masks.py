@@ -13,8 +13,9 @@ from references import double_loop, relative_error
 from rsa_hf.integration import attention
 from rsa_hf.integration.attention import flash_segment_ids, read_attention_mask
 from rsa_hf.ops import mask as mask_module
-from rsa_hf.ops.autograd import apply_rems, traced_forward
+from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.pytorch import product_in_pytorch
 from rsa_hf.rem import Rems
 from texts import visible_with_blocks
 
@@ -107,7 +108,7 @@ def read_and_traced(value, mask, T):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="RSA met")
         read = product(call(T, S, mask), value)
-    return read, traced_forward(value, heads(value), AttentionMask(T, S, 0, True, unread_mask=mask), None)
+    return read, product_in_pytorch(value, heads(value), AttentionMask(T, S, 0, True, unread_mask=mask))
 
 
 def errors(value, mask, T, before, visible):

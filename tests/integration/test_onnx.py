@@ -11,8 +11,8 @@ from families import FULL_PLAN, VOCAB, build
 from references import double_loop, relative_error
 from rsa_hf import HeadConfig, RSAConfig, patch_model, rem_product, unpatch_model
 from rsa_hf.integration.attention import read_attention_mask
-from rsa_hf.ops.autograd import traced_forward
 from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.pytorch import product_in_pytorch
 from rsa_hf.rem import Rems
 from texts import visible_with_blocks
 
@@ -71,7 +71,7 @@ def test_the_operators_of_a_graph_agree_with_the_scan(mask, groups):
         **known,
     )
     real = slice(None) if mask is None else (mask > -1 if mask.dtype != torch.bool else mask).any(-1).expand(2, 6, -1)
-    torch.testing.assert_close(traced_forward(value, heads(groups), unread, None)[real], expected[real])
+    torch.testing.assert_close(product_in_pytorch(value, heads(groups), unread)[real], expected[real])
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +133,8 @@ def test_an_exported_roberta_gives_the_same_outputs(exported, batch, length, pad
 def test_an_exported_product_reads_masks_of_images_prefixes_and_static_caches(onnxruntime, tmp_path):
     class Product(torch.nn.Module):
         def forward(self, value, mask):
-            return traced_forward(
-                value, heads(), AttentionMask(mask.shape[2], value.shape[2], 0, True, unread_mask=mask), None
+            return product_in_pytorch(
+                value, heads(), AttentionMask(mask.shape[2], value.shape[2], 0, True, unread_mask=mask)
             )
 
     batch, length, keys = (torch.export.Dim(name, max=99) for name in ("batch", "length", "keys"))

@@ -11,7 +11,7 @@ from rsa_hf.ops.cpp.build import library
 from rsa_hf.ops.mask import AttentionMask
 
 
-@pytest.fixture(params=["dense", "chunked", "cpp", "triton"])
+@pytest.fixture(params=["pytorch", "cpp", "triton"])
 def backend(request, monkeypatch):
     if request.param == "triton":
         from ops import kernels_under_test

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rsa_hf.ops.types import SoftmaxBranch
 
 from ops import kernels_under_test
 from ops.agreement import record_calls
@@ -9,7 +10,6 @@ from ops.mixed_product import DILATION, KINDS, differentiate, draw
 from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.triton import launch
-from rsa_hf.ops.types import SoftmaxBranch
 from rsa_hf.rem import Rems
 
 small_chunks = kernels_under_test.small_chunks

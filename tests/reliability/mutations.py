@@ -87,11 +87,11 @@ def _keep_rates_behind_shut_gates(original):
 
 
 def _multiply_hidden_by_zero(original):
-    def seen_keys(value, mask):
-        keys = original(value, dataclasses.replace(mask, key_mask=None))
-        return keys if mask.key_mask is None else keys * mask.key_mask[:, None, : keys.shape[2], None]
+    def chunked(value, rems, mask, scale):
+        keys = value if mask.key_mask is None else value * mask.key_mask[:, None, :, None]
+        return original(keys, rems, dataclasses.replace(mask, key_mask=None), scale)
 
-    return seen_keys
+    return chunked
 
 
 def _keep_recording(original):
@@ -301,13 +301,13 @@ ROWS = {
         ),
         (
             "hidden values are set to zero, not multiplied by it",
-            "rsa_hf.ops.chunked:seen_keys",
+            "rsa_hf.ops.pytorch:_chunked",
             _multiply_hidden_by_zero,
             "ops/test_rem_product.py::test_padding_contributes_nothing",
         ),
         (
             "P V of 16-bit values is computed in float32",
-            "rsa_hf.ops.chunked:working_dtype",
+            "rsa_hf.ops.pytorch:working_dtype",
             by(lambda value: value.dtype),
             "reliability/test_numbers_product.py::test_gradients_of_shared_values_are_rounded_once",
         ),

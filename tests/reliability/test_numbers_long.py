@@ -37,7 +37,7 @@ def filtered(v, kind, rate, angle, d, weights):
     return [read(y), read(back), (read(drate) * weights).sum(), (read(dtheta) * weights).sum()]
 
 
-@pytest.mark.parametrize("backend", ["", "chunked"])  # the default is C++ where there is a compiler
+@pytest.mark.parametrize("backend", ["", "pytorch"])  # the default is C++ where there is a compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_long_texts_agree_with_a_digital_filter(dtype, backend, monkeypatch):
     monkeypatch.setenv("RSA_HF_BACKEND", backend)

@@ -12,9 +12,9 @@ from reliability.extremes import assert_right, differentiated, problems
 from reliability.record import Part, is_full, note
 from rsa_hf import rem_product
 from rsa_hf.ops import autograd
-from rsa_hf.ops.autograd import traced_forward
 from rsa_hf.ops.decode import LagTable, decode
-from rsa_hf.ops.mask import AttentionMask, PackedSegments
+from rsa_hf.ops.mask import AttentionMask, segment_index
+from rsa_hf.ops.pytorch import product_in_pytorch
 from rsa_hf.rem import Rems
 
 EXAMPLES = 80 if is_full() else 12
@@ -35,7 +35,7 @@ def backend(name):
         yield patch
 
 
-@pytest.mark.parametrize("name", ["chunked", "cpp", "dense"])
+@pytest.mark.parametrize("name", ["pytorch", "cpp"])
 @some
 @given(problem=problems())
 def test_the_backends_are_right(name, problem):
@@ -47,7 +47,7 @@ def test_the_backends_are_right(name, problem):
 @some
 @given(problem=problems())
 def test_the_operator_of_compiled_graphs_is_right(problem):
-    with backend("chunked") as patch:
+    with backend("pytorch") as patch:
         patch.setattr(autograd.torch.compiler, "is_compiling", lambda: True)
         found = differentiated(problem)
     assert_right(problem, found)
@@ -56,7 +56,7 @@ def test_the_operator_of_compiled_graphs_is_right(problem):
 
 def rems_and_mask(problem):
     S, masks = problem.value.shape[2], problem.masks
-    segments = PackedSegments(masks["documents"]) if "documents" in masks else None
+    segments = segment_index(masks["documents"]) if "documents" in masks else None
     others = masks.get("key_mask"), segments, masks.get("window"), masks.get("visible")
     rems = Rems(
         problem.kinds, problem.decay, problem.theta, problem.dilation, problem.groups, tuple(range(len(problem.kinds)))
@@ -67,7 +67,7 @@ def rems_and_mask(problem):
 @some
 @given(problem=problems())
 def test_the_operators_of_exported_graphs_are_right(problem):
-    assert_right(problem, [traced_forward(problem.value, *rems_and_mask(problem), None)])
+    assert_right(problem, [product_in_pytorch(problem.value, *rems_and_mask(problem))])
     tried["traced"] += 1
 
 
@@ -94,7 +94,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", ["chunked", "dense"])
+@pytest.mark.parametrize("name", ["pytorch", "cpp"])
 @pytest.mark.parametrize(("B", "S"), [(0, 5), (0, 40), (2, 0), (0, 0)])
 @pytest.mark.parametrize("mask", MASKS)
 def test_empty_values_give_empty_outputs_and_zero_gradients(name, B, S, mask):
@@ -108,14 +108,14 @@ def test_empty_values_give_empty_outputs_and_zero_gradients(name, B, S, mask):
     assert torch.equal(decay.grad, torch.zeros(2))
 
 
-@pytest.mark.parametrize("name", ["chunked", "dense"])
+@pytest.mark.parametrize("name", ["pytorch", "cpp"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_of_shared_values_are_rounded_once(name, dtype):
     # The gradient from each head is out of the range of float16. Their sum is not.
     T, large = 40, 60_000.0
     value = torch.zeros(1, 1, T, 2, dtype=dtype, requires_grad=True)
     weights = torch.tensor([large, -large])[None, :, None, None].expand(1, 2, T, 2)
-    decay, dilation = torch.tensor([0.9, 0.9]), (1, 1 if name == "dense" else 2)
+    decay, dilation = torch.tensor([0.9, 0.9]), (1, 2)
     with backend(name):
         output = rem_product(value, "regular", decay, dilation=dilation, groups=2)
         (found,) = torch.autograd.grad(output, value, weights)
