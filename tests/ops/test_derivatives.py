@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import StaticCache
 
 import families
-import rsa_hf.heads
 from ops.agreement import DILATION as SIX_DILATIONS
 from ops.agreement import KINDS as SIX_KINDS
 from ops.mixed_product import DILATION, KINDS, draw, mixed_product
@@ -440,7 +439,8 @@ def test_forward_mode_of_a_step_agrees_with_dense_p(mask, way):
 
 
 def test_dropped_tangents_are_caught(monkeypatch):
-    monkeypatch.setattr(rsa_hf.heads, "is_transformed", lambda: False)
+    for module in ("rsa_hf.heads", "rsa_hf.ops.decode"):
+        monkeypatch.setattr(f"{module}.is_transformed", lambda: False)
     found, expected = tangents_of_a_step(layer(), step_masks()["last slot"], "dual")
     assert relative_error(found, expected) > 1e-2
 
