@@ -22,11 +22,11 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
 from rsa_hf.config import LayerConfig
-from rsa_hf.ops.autograd import apply_rems, is_transformed
+from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.decode import DecodingCache
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.shard import Shard, local_heads
-from rsa_hf.rem import Rems, constant, decay_rates, widest_dtype
+from rsa_hf.rem import Rems, constant, decay_rates, is_transformed, widest_dtype
 
 __all__ = [
     "RSAHeads",

@@ -32,6 +32,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 __all__ = [
     "KINDS",
@@ -42,6 +43,7 @@ __all__ = [
     "head_tensors",
     "is_kind",
     "is_recorded",
+    "is_transformed",
     "kept_constants",
     "lag_weights",
     "mix",
@@ -290,6 +292,11 @@ def is_kind(rems: Rems, kinds: tuple[str, ...]) -> Tensor:
 def is_recorded() -> bool:
     """Whether a compiler or a dispatch mode (FakeTensorMode, `make_fx`, …) sees operations in place of the values."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func`, a batched backward pass or forward-mode differentiation is under way."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def kept_constants(count: int) -> Callable[[Function], Function]:

@@ -17,10 +17,10 @@ import rsa_hf.ops.autograd
 import rsa_hf.ops.mask
 from families import ENCODER_DECODERS, FULL_PLAN, build, build_language_model, inputs, move_rates
 from rsa_hf import RSAConfig, RSAHeads, calibrate, patch_model, rem_matrix, rem_product
-from rsa_hf.integration.attention import read_attention_mask
 from rsa_hf.integration.peft import merging
 from rsa_hf.ops.cpp import build as cpp_build
 from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.read_mask import read_attention_mask
 from rsa_hf.ops.reference import dense_rem_product
 from rsa_hf.rem import kept_constants
 from rsa_hf.tasks import python_defects
@@ -228,7 +228,7 @@ def test_masks_are_compared_to_the_last_element(shape, dtype, large, monkeypatch
 @torch.no_grad()
 def test_positions_in_a_buffer_that_is_used_again():
     value, positions = torch.randn(1, 8, 10, 4), torch.arange(10)[None]
-    ids = rsa_hf.integration.attention.flash_segment_ids
+    ids = rsa_hf.ops.read_mask.flash_segment_ids
     assert ids(value, value, {"position_ids": positions}) is None
     write(positions, positions % 5, "data")
     assert ids(value, value, {"position_ids": positions}).tolist() == [[1] * 5 + [2] * 5]

@@ -18,7 +18,7 @@ from experiments.byte_models import small_gpt2
 from experiments.variants import NO_RECURRENCE, add_rsa
 from rsa_hf.config import RSAConfig
 from rsa_hf.models.transformer_xl import TransformerXLConfig, TransformerXLModel
-from rsa_hf.ops.mask import HIDDEN_AT_OR_BELOW
+from rsa_hf.ops.read_mask import HIDDEN_AT_OR_BELOW
 
 __all__ = ["FAMILIES", "VARIANTS", "LogSparseModel", "Task", "make_forecaster", "rsa_plan"]
 

@@ -19,7 +19,8 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from rsa_hf.heads import RSAHeads, heads_of
 from rsa_hf.integration import what_fits
 from rsa_hf.integration.split_layers import run_heads
-from rsa_hf.ops.mask import AttentionMask, as_boolean, remembered
+from rsa_hf.ops.mask import AttentionMask, remembered
+from rsa_hf.ops.read_mask import as_boolean
 
 __all__ = ["forget_paged_cache", "paged_attention_with_rsa", "wrap_init_continuous_batching"]
 

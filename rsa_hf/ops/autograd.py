@@ -28,11 +28,12 @@ from torch.autograd import forward_ad
 from rsa_hf.ops import cpp
 from rsa_hf.ops.buffers import empty_output
 from rsa_hf.ops.cpp.launch import cpp_backward, cpp_forward
-from rsa_hf.ops.mask import AttentionMask, read_mask
+from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.pytorch import product_in_pytorch
-from rsa_hf.rem import KINDS, Rems, is_recorded
+from rsa_hf.ops.read_mask import read_mask
+from rsa_hf.rem import KINDS, Rems, is_recorded, is_transformed
 
-__all__ = ["BACKENDS", "apply_rems", "choose_backend", "is_transformed"]
+__all__ = ["BACKENDS", "apply_rems", "choose_backend"]
 
 BACKENDS = ("pytorch", "cpp", "triton")
 VARIABLE = "RSA_HF_BACKEND"
@@ -71,11 +72,6 @@ def apply_rems(
         sizes = (mask.query_length, mask.query_offset, mask.causal, mask.sliding_window)
         output: Tensor = torch.ops.rsa_hf.recurrence(*tensors, *masks, *heads, *sizes)
         return output
-
-
-def is_transformed() -> bool:
-    """Whether a transform of `torch.func`, a batched backward pass or forward-mode differentiation is under way."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 # --- which code -----------------------------------------------------------------------------------------------------

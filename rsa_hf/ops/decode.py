@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rsa_hf.ops.autograd import choose_backend, is_transformed
+from rsa_hf.ops.autograd import choose_backend
 from rsa_hf.ops.cpp.step import CppStep
 from rsa_hf.ops.mask import AttentionMask, boolean_mask
-from rsa_hf.rem import Rems, constant, is_recorded, mix, take_heads, weights_of_lags, working_dtype
+from rsa_hf.rem import Rems, constant, is_recorded, is_transformed, mix, take_heads, weights_of_lags, working_dtype
 
 __all__ = ["DecodingCache", "LagTable", "decode"]
 

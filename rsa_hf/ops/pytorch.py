@@ -28,7 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rsa_hf.ops.mask import AttentionMask, boolean_mask, lags, read_traced
+from rsa_hf.ops.mask import AttentionMask, boolean_mask, lags
+from rsa_hf.ops.read_mask import read_traced
 from rsa_hf.rem import (
     Rems,
     complex_powers,

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from broken import farthest
 from ops.agreement import record_calls
 from references import double_loop, relative_error
-from rsa_hf.integration import attention
-from rsa_hf.integration.attention import flash_segment_ids, read_attention_mask
-from rsa_hf.ops import mask as mask_module
+from rsa_hf.ops import read_mask as mask_module
 from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.mask import _memory as mask_memory
 from rsa_hf.ops.pytorch import product_in_pytorch
+from rsa_hf.ops.read_mask import flash_segment_ids, read_attention_mask
 from rsa_hf.rem import Rems
 from texts import visible_with_blocks
 
@@ -160,7 +160,7 @@ def test_the_farthest_visible_key_is_not_the_position(text, monkeypatch):
     visible = visible_with_blocks(text, 3, 7, (2, 0), (0, 2))
     value = torch.randn(2, 3, 20, 2, dtype=torch.float64)
     assert max(errors(value, visible, 10, 3, visible)) < 1e-6
-    monkeypatch.setattr("rsa_hf.ops.mask.query_position", farthest)
+    monkeypatch.setattr("rsa_hf.ops.read_mask.query_position", farthest)
     assert min(errors(value, visible.clone(), 10, 3, visible)) > 1e-2
 
 
@@ -248,7 +248,7 @@ def test_a_position_bias_hides_no_key():
 
 def test_a_mask_is_read_once_unless_it_changes(monkeypatch):
     reads = record_calls(monkeypatch, mask_module, "_read_mask")
-    monkeypatch.setattr(mask_module._memory, "known", [])
+    monkeypatch.setattr(mask_memory, "known", [])
     mask = torch.ones(2, 1, 5, 5).tril().bool()
     first = call(5, 5, mask)
     assert call(5, 5, mask) is first
@@ -259,7 +259,7 @@ def test_a_mask_is_read_once_unless_it_changes(monkeypatch):
     call(5, 5, mask.clone())
     assert len(reads) == 3
     del mask
-    assert not mask_module._memory.known
+    assert not mask_memory.known
 
 
 def test_a_mask_is_read_once_in_inference_mode_unless_it_changes(monkeypatch):
@@ -333,7 +333,7 @@ def test_segment_ids_are_found_only_where_documents_are_packed():
 
 
 def test_position_ids_are_read_once_unless_they_change(monkeypatch):
-    reads = record_calls(monkeypatch, attention, "_segment_ids_of_positions")
+    reads = record_calls(monkeypatch, mask_module, "_segment_ids_of_positions")
     query, positions = torch.empty(1, 2, 5, 3), torch.tensor([[0, 1, 0, 1, 2]])
     first = flash_segment_ids(query, query, {"position_ids": positions})
     assert first.tolist() == [[1, 1, 2, 2, 2]]

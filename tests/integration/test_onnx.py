@@ -10,9 +10,9 @@ import torch
 from families import FULL_PLAN, VOCAB, build
 from references import double_loop, relative_error
 from rsa_hf import HeadConfig, RSAConfig, patch_model, rem_product, unpatch_model
-from rsa_hf.integration.attention import read_attention_mask
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.pytorch import product_in_pytorch
+from rsa_hf.ops.read_mask import read_attention_mask
 from rsa_hf.rem import Rems
 from texts import visible_with_blocks
 

@@ -6,9 +6,9 @@ import torch
 import families
 from rsa_hf import RSAConfig, rem_product
 from rsa_hf.heads import RSAHeads, attach_heads
-from rsa_hf.integration.attention import read_attention_mask
 from rsa_hf.ops.cpp.build import library
 from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.read_mask import read_attention_mask
 
 
 @pytest.fixture(params=["pytorch", "cpp", "triton"])

@@ -12,7 +12,7 @@ from references import double_loop, relative_error
 from reliability.extremes import LAYER, LAYER_DILATION, LAYER_KINDS
 from reliability.record import Part, note
 from rsa_hf import RSAHeads, patch_model
-from rsa_hf.integration.attention import flash_segment_ids
+from rsa_hf.ops.read_mask import flash_segment_ids
 
 R = len(LAYER_KINDS)
 SATURATED = {"eta": (1e4, -1e4, 0.42), "nu": (0.8, 1e4), "theta": (1e9, -0.3), "mu": (0.02,)}
