@@ -281,7 +281,7 @@ def weights_of_lags(rems: Rems, lags: Tensor, dtype: torch.dtype) -> Tensor:
     # Elsewhere the power is taken at 0 and dropped: at a negative lag it could be infinite.
     real, imaginary = complex_powers(rems, torch.where(reached, steps, 0), dtype)
     weights = torch.where(reached, torch.where(is_kind(rems, ("sin",)), imaginary, real), 0)
-    return weights.reshape(-1, *lags.shape)
+    return weights.reshape(len(weights), *lags.shape)
 
 
 def is_kind(rems: Rems, kinds: tuple[str, ...]) -> Tensor:

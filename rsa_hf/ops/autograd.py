@@ -37,7 +37,6 @@ __all__ = ["BACKENDS", "apply_rems", "choose_backend"]
 
 BACKENDS = ("pytorch", "cpp", "triton")
 VARIABLE = "RSA_HF_BACKEND"
-FEW_QUERIES = 16  # with so few queries after cached keys, T·S weights cost less than a scan over all S keys
 
 Gradients = tuple[Tensor | None, ...]  # of V, decay, θ, attention's output and the gate
 
@@ -80,8 +79,7 @@ def apply_rems(
 def _path(value: Tensor, rems: Rems, mask: AttentionMask, attention: Tensor | None, gate: Tensor | None) -> str:
     """The backend, or `"pytorch"` where that does not take the mask."""
     backend = choose_backend(value, rems, attention, gate)
-    few = mask.query_length <= FEW_QUERIES and mask.query_length < mask.key_length
-    if few or value.numel() == 0 or mask.visible is not None:
+    if mask.has_few_queries or value.numel() == 0 or mask.visible is not None:
         return "pytorch"
     return "pytorch" if backend == "triton" and mask.sliding_window is not None else backend
 

@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 Answer = TypeVar("Answer")
+FEW_QUERIES = 16
 LARGE = 2**13  # bytes of a mask from which comparing eight at a time takes less time than one by one
 
 
@@ -74,6 +75,11 @@ class AttentionMask:
             f"queries must be at positions of keys, query_offset from 0 to {self.key_length} − query_length. RSA heads"
             " belong on self-attention, not on cross-attention."
         )
+
+    @property
+    def has_few_queries(self) -> bool:
+        """Whether T·S weights cost less than a walk over all S keys: there are so few queries after cached keys."""
+        return self.query_length <= FEW_QUERIES and self.query_length < self.key_length
 
     @property
     def seen_length(self) -> int:

@@ -16,8 +16,7 @@ subtracted, so nothing cancels, however slow the decay.
 A head dilated by d is its base head on d interleaved sub-sequences. Axes: batch B, heads h of one dilation, residues
 d, chunks N, rows (steps C, or 2C for states), channels D.
 
-All other masks go through the explicit P, in quadratic time and memory. So do a few queries after cached keys, where
-that costs less.
+All other masks, and a few queries after cached keys, go through the explicit P, at quadratic cost.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ from rsa_hf.rem import (
 __all__ = ["product_in_pytorch"]
 
 CHUNK = 32  # steps
-FEW_QUERIES = 16  # with so few queries after cached keys, T·S weights cost less than chunks of all S keys
 
 
 def product_in_pytorch(
@@ -55,9 +53,10 @@ def product_in_pytorch(
 
     No value of a tensor is looked at, so it works in graphs and in the transforms of `torch.func`.
     """
-    few = mask.query_length <= FEW_QUERIES and mask.query_length < mask.key_length
+    # Here, so that the gradients of heads that share a value head are summed before they are rounded.
+    value = value.to(working_dtype(value))
     is_arbitrary = mask.visible is not None or mask.unread_mask is not None
-    compute = _dense if few or is_arbitrary or value.numel() == 0 else _chunked
+    compute = _dense if is_arbitrary or mask.has_few_queries or value.numel() == 0 else _chunked
     if attention is None or gate is None:
         return compute(value, rems, mask, torch.ones_like(rems.decay))
     product = compute(value, rems, mask, gate).transpose(1, 2)  # g P V
@@ -67,23 +66,21 @@ def product_in_pytorch(
 
 
 def _keys(value: Tensor, rems: Rems) -> Tensor:
-    """V of every head in the dtype of the computation: [B, H, S, D]."""
-    # Converted first: the gradients of heads that share a value head are then summed before they are rounded.
-    heads = tuple(head // rems.heads_per_value for head in rems.heads)
-    return take_heads(value.to(working_dtype(value)), heads, dim=1)
+    """V of every head, [B, H, S, D]."""
+    return take_heads(value, tuple(head // rems.heads_per_value for head in rems.heads), dim=1)
 
 
 def _dense(value: Tensor, rems: Rems, mask: AttentionMask, scale: Tensor) -> Tensor:
     """P V, each head times its scale, (H,)."""
-    mask, dtype = read_traced(mask), working_dtype(value)
+    mask = read_traced(mask)
     tau = lags(mask, value.device)
     visible = boolean_mask(mask, tau)
     if visible.shape[1] > 1:  # a part for each head, plain ones too
         visible = take_heads(visible, rems.heads, dim=1)
     tau = tau.clamp(min=0) if mask.causal else tau.abs()
     # All of P is picked from one table of weights by lag. Not `[:, tau]`: its gradient cannot be mapped over a batch.
-    table = weights_of_lags(rems, torch.arange(mask.query_length + mask.key_length, device=value.device), dtype)
-    table = table * scale[:, None].to(dtype)
+    table = weights_of_lags(rems, torch.arange(mask.query_length + mask.key_length, device=value.device), value.dtype)
+    table = table * scale[:, None].to(value.dtype)
     P = torch.where(visible, table.index_select(1, tau.flatten()).unflatten(1, tau.shape), 0)
     # Keys that nobody sees may hold anything, and 0 · NaN would be NaN.
     is_seen = visible.any(dim=-2)[..., None]
@@ -96,8 +93,7 @@ def _chunked(value: Tensor, rems: Rems, mask: AttentionMask, scale: Tensor) -> T
     value = value[:, :, :seen]
     if mask.key_mask is not None:
         value = torch.where(mask.key_mask[:, None, :seen, None], value, 0)  # not · 0: padding may hold NaN
-    products: list[Tensor] = []
-    order: tuple[int, ...] = ()
+    products = []
     for d in sorted(set(rems.dilation)):
         places = tuple(h for h, dilation in enumerate(rems.dilation) if dilation == d)
         of_d = replace(
@@ -108,16 +104,19 @@ def _chunked(value: Tensor, rems: Rems, mask: AttentionMask, scale: Tensor) -> T
             dilation=(1,) * len(places),  # in the steps of a sub-sequence
             heads=tuple(rems.heads[h] for h in places),
         )
-        ids = None if mask.segments is None else _interleaved(mask.segments[:, None, :seen, None], d, -1)[..., 0]
+        ids = (
+            None if mask.segments is None else (_interleaved(mask.segments[:, None, :seen, None], d, -1)[..., 0],) * 2
+        )
         window = None if mask.sliding_window is None else (mask.sliding_window - 1) // d + 1
         x = _interleaved(_keys(value, of_d), d, 0)[..., None, :]
         sides = (1,) if mask.causal else (1, -1)
-        product = _product(x, of_d, 1, sides, window, ids, ids, take_heads(scale, places, dim=0))
+        product = _product(x, of_d, 1, sides, window, ids, take_heads(scale, places, dim=0))
         products.append(product.squeeze(4).transpose(2, 3).flatten(2, 3)[:, :, :seen])
-        order += places
-    product = products[0] if len(products) == 1 else torch.cat(products, 1)
-    if order != tuple(sorted(order)):
-        product = product.index_select(1, constant(tuple(map(order.index, range(len(order)))), value.device))
+    product = products[0]
+    if len(products) > 1:
+        order = sorted(range(len(rems.heads)), key=rems.dilation.__getitem__)
+        back = constant(tuple(map(order.index, range(len(order)))), value.device)
+        product = torch.cat(products, 1).index_select(1, back)
     return product[:, :, mask.query_offset : mask.query_offset + mask.query_length]
 
 
@@ -134,11 +133,10 @@ def _product(
     stride: int,
     sides: tuple[int, ...],
     window: int | None,
-    query_ids: Tensor | None,
-    key_ids: Tensor | None,
+    ids: tuple[Tensor, Tensor] | None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """P V in chunks, of a sequence of values, or of states, which have a real and an imaginary part.
+    """P V in chunks, in the shape of x, of values or of states, which have a real and an imaginary part.
 
     Args:
         x: the sequence, [B, h, d, steps, parts, D].
@@ -146,19 +144,15 @@ def _product(
         stride: a value k steps away has the weight z^{k · stride}, a state z^{(k − 1) · stride}.
         sides: 1: steps before a query, −1: steps after it.
         window: number of steps that a query sees to a side, itself included; None: all.
-        query_ids: segments, [B, 1, d, steps]; a query sees the keys of its own segment. None: there is one.
-        key_ids: those of the keys.
+        ids: segments of queries and of keys, [B, 1, d, steps] each; a query sees its own one. None: there is one.
         scale: factor of each head, (h,).
-
-    Returns:
-        The shape of x.
     """
     steps, parts = x.shape[3:5]
     C = min(steps, CHUNK)
     x = _in_chunks(x, C, 0).flatten(4, 5).contiguous()  # [B, h, d, N, C · parts, D]
     N = x.shape[3]
-    if query_ids is not None and key_ids is not None:
-        query_ids, key_ids = _in_chunks(query_ids, C, -1), _in_chunks(key_ids, C, -2)  # [B, 1, d, N, C]
+    if ids is not None:
+        queries, keys = _in_chunks(ids[0], C, -1), _in_chunks(ids[1], C, -2)  # [B, 1, d, N, C]
 
     # The chunks that are multiplied with weights, by distance, and how many are seen as a whole, through states.
     distances: tuple[int, ...] = (0,)
@@ -179,25 +173,23 @@ def _product(
         to_query = to_query * scale[:, None, None, None].to(x.dtype)
 
     weights = _matrix(to_query[:, :, :parts], block)
-    if query_ids is not None and key_ids is not None:
-        seen = torch.cat([_shift(key_ids, distance, -2) for distance in distances], 4)
-        weights = _where_same(query_ids, seen, weights)
+    if ids is not None:
+        seen = torch.cat([_shift(keys, distance, -2) for distance in distances], 4)
+        weights = _where_same(queries, seen, weights)
     matrices, columns = [weights], [_shift(x, distance, 0) for distance in distances]  # one product in all
     for side in sides if whole else ():
         writing, reading = (_matrix(*pair) for pair in ((to_state[:, :, :parts], write[side]), (to_query, read[side])))
-        ends = before = None
-        if query_ids is not None and key_ids is not None:
+        of_states = None
+        if ids is not None:
             # A state belongs to the segment of the last step that writes into it.
-            ends = key_ids[..., -1] if side > 0 else key_ids[..., 0]
+            ends = keys[..., -1] if side > 0 else keys[..., 0]
             before = _shift(ends, side, -2)
-            writing = _where_same(ends[..., None], key_ids, writing)
-            reading = _where_same(query_ids, before[..., None], reading)
-        entering = _product(
-            writing @ x,  # [B, h, d, N, 2, D]
-            *(rems, stride * C, (side,), None if whole == N - 1 else whole + 1, before, ends),
-        )
+            writing = _where_same(ends[..., None], keys, writing)
+            reading = _where_same(queries, before[..., None], reading)
+            of_states = (before, ends)
         matrices.append(reading)
-        columns.append(entering)
+        seen_chunks = None if whole == N - 1 else whole + 1
+        columns.append(_product(writing @ x, rems, stride * C, (side,), seen_chunks, of_states))
     output = torch.cat(matrices, -1) @ torch.cat(columns, 4)
     return output.reshape(*x.shape[:3], N * C, parts, -1)[:, :, :, :steps]
 
@@ -220,10 +212,9 @@ def _where_same(rows: Tensor, columns: Tensor, matrix: Tensor) -> Tensor:
 def _places(
     C: int, distances: tuple[int, ...], sides: tuple[int, ...], window: int | None, first: int, device: torch.device
 ) -> tuple[Tensor, Tensor, dict[int, Tensor], dict[int, Tensor]]:
-    """Exponents of z, and where they stand in the matrices of a chunk; one beyond the last place stands for 0.
+    """Exponents of z, [K], and where they stand in the matrices of a chunk; the place K stands for 0.
 
-    Returns:
-        Exponents [K]; of weights [C, C · distances]; and by side, of reading [C, 1] and of writing a state [1, C].
+    These are weights, [C, C · distances], and by side those that read a state, [C, 1], and that write it, [1, C].
     """
     steps, rows = range(1 - first, C + 1 - first), range(C)
     lags = [[distance * C + i - j for distance in distances for j in rows] for i in rows]
