@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,11 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
 from rsa_hf.config import LayerSpec
-from rsa_hf.ops.autograd import apply_rems, choose_backend, is_transformed
-from rsa_hf.ops.cpp.step import CppStep
-from rsa_hf.ops.decode import LagTable, decode
+from rsa_hf.ops.autograd import apply_rems
+from rsa_hf.ops.decode import DecodingCache
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.shard import Shard, local_heads
-from rsa_hf.ops.types import SoftmaxBranch
-from rsa_hf.rem import Rems, constant, decay_rates, is_recorded, mix, widest_dtype, working_dtype
+from rsa_hf.rem import Rems, constant, decay_rates, is_transformed, widest_dtype
 
 __all__ = [
     "RSAHeads",
@@ -48,17 +46,6 @@ PARAMETERS = ("mu", "eta", "nu", "theta")
 _KEEP_IN_FLOAT32 = r"(?<![^.])rsa\.(?:mu|eta|nu|theta)$"
 
 
-class _Kept(NamedTuple):
-    """What one step of generation leaves for the next: the REMs, the gates (R,), and the weights of all lags."""
-
-    call: tuple[Any, ...]
-    parameters: list[tuple[str, nn.Parameter, int, Any, Any]]  # as `_states` gives them
-    rems: Rems
-    gate: Tensor
-    table: LagTable
-    step: CppStep | None  # where it can run
-
-
 class RSAHeads(nn.Module):
     """Gates and rates of one layer's RSA heads: out = (1 − g) · attention + g · P V (paper, eq. 4).
 
@@ -70,10 +57,8 @@ class RSAHeads(nn.Module):
 
     A parameter is None if the plan has no heads for it.
 
-    While a model generates token by token, the weights f(τ) are kept from step to step, and computed again when a
-    parameter changes. On a CPU its values are compared at each step. A GPU would have to be waited for, so weights are
-    kept there only while each step has one key more than the one before, and a parameter is neither replaced nor
-    written to in place. Writes through `.data` in between are not noticed there: call `reset_cache()` after them.
+    While a model generates token by token, the weights f(τ) are kept from step to step (`DecodingCache`), and computed
+    again when a parameter changes. Writes through `.data` are not noticed on a GPU: call `reset_cache()` after them.
 
     Args:
         plan: the heads of this layer.
@@ -86,7 +71,6 @@ class RSAHeads(nn.Module):
     architecture: Any = None  # row of integration/architectures; here, so that it is copied and pickled with the layer
     model_config: Any = None  # of the model, if there is a row
     layer_shape: tuple[int, int, int] | None = None  # heads, value heads, head size; None: loaded, and not yet called
-    _last_length: int = 0  # S of the step of generation before
     _is_hf_initialized: bool = True  # tells transformers' own initialisation to skip the module
 
     def __init__(self, plan: LayerSpec) -> None:
@@ -97,7 +81,7 @@ class RSAHeads(nn.Module):
             # None in place of an empty parameter: savers take all empty tensors for one shared tensor and drop them.
             parameter = nn.Parameter(torch.empty(size, dtype=torch.float32)) if size else None
             self.register_parameter(name, parameter)
-        self._cache: _Kept | None = None
+        self._cache = DecodingCache()
         self.reset_parameters()
 
     @torch.no_grad()
@@ -144,13 +128,9 @@ class RSAHeads(nn.Module):
                 "RSA does not work with torch.jit.trace, which torch.onnx.export(dynamo=False) uses too: it would "
                 "record the masks of the example. Use torch.export, or torch.onnx.export(..., dynamo=True)."
             )
-        kept = self._cache
-        if kept is not None and kept.step is not None and not is_recorded():
-            # First, and with few checks: between two tokens all of this leaves the processor's caches.
-            has_derivatives = torch.is_grad_enabled() or is_transformed()
-            fits = not has_derivatives and kept.step.fits(attention, value, mask)
-            if fits and self._is_valid(kept, attention, value):
-                return kept.step(attention, value, mask)
+        # First, and with few checks: between two tokens all of this leaves the processor's caches.
+        if (mixed := self._cache.compiled_step(self, attention, value, mask)) is not None:
+            return mixed
         last, H = self.plan.heads[-1], attention.shape[2]
         total = H if shard is None else H * shard.size
         if last >= total or H % value.shape[1]:
@@ -175,80 +155,27 @@ class RSAHeads(nn.Module):
         heads_per_value = H // value.shape[1]
         is_step = mask.query_length == 1 and mask.key_length > 1 and mask.causal
         if is_step and not self._is_trained(value):
-            return self._decode(attention, value, mask, heads_per_value, shard)
+            if shard is not None and not any(head in shard.heads(H) for head in self.plan.heads):
+                return attention
+
+            def rems_and_gate() -> tuple[Rems, Tensor]:
+                return local_heads(attention, *self._rems_and_gate(heads_per_value), shard)[1:]
+
+            return self._cache.step(self, attention, value, mask, rems_and_gate)
         self.reset_cache()
         attention, rems, gate = local_heads(attention, *self._rems_and_gate(heads_per_value), shard)
         if not rems.heads:
             return attention
-        return apply_rems(value, rems, mask, SoftmaxBranch(attention, gate))
+        return apply_rems(value, rems, mask, attention, gate)
 
     def reset_cache(self) -> None:
         """Forget the weights kept for generation; needed on a GPU, after writes through `.data` between two tokens."""
-        self._cache, self._last_length = None, 0
+        self._cache.reset()
 
     def _is_trained(self, value: Tensor) -> bool:
         return is_transformed() or (
             torch.is_grad_enabled() and (value.requires_grad or any(p.requires_grad for p in self.parameters()))
         )
-
-    def _decode(
-        self, attention: Tensor, value: Tensor, mask: AttentionMask, heads_per_value: int, shard: Shard | None
-    ) -> Tensor:
-        """`forward` for one step of generation."""
-        if shard is not None and not any(head in shard.heads(attention.shape[2]) for head in self.plan.heads):
-            return attention
-        if is_recorded() or not self._may_keep(value):
-            attention, rems, gate = local_heads(attention, *self._rems_and_gate(heads_per_value), shard)
-            return mix(attention, decode(value, rems, mask, None), gate, rems.heads)
-        kept = self._cache
-        if kept is None or not self._is_valid(kept, attention, value):
-            attention, rems, gate = local_heads(attention, *self._rems_and_gate(heads_per_value), shard)
-            gate = gate.to(working_dtype(value))
-            # Twice the length, so that a growing cache does not need a new table at each step.
-            table, step = LagTable(rems, gate.dtype, 2 * value.shape[2]), None
-            if choose_backend(value, rems, None) == "cpp":
-                step = CppStep(table.weights, table.reach, rems, gate)
-            kept = _Kept(_kind_of_call(attention, value), self._states(), rems, gate, table, step)
-            self._cache = kept if kept.parameters else None
-        if kept.step is not None and not torch.is_grad_enabled() and kept.step.fits(attention, value, mask):
-            return kept.step(attention, value, mask)
-        return mix(attention, decode(value, kept.rems, mask, kept.table), kept.gate, kept.rems.heads)
-
-    def _may_keep(self, value: Tensor) -> bool:
-        """Whether weights may be kept: on a CPU always, else if this step has one key more than the one before."""
-        is_next = value.shape[2] == self._last_length + 1
-        if not is_next and not value.is_cpu:
-            self.reset_cache()
-        self._last_length = value.shape[2]
-        return is_next or value.is_cpu
-
-    def _is_valid(self, kept: _Kept, attention: Tensor, value: Tensor) -> bool:
-        """Whether no parameter has changed since, and the table is long enough."""
-        if self._modules or kept.call != _kind_of_call(attention, value) or kept.table.longest < value.shape[2]:
-            return False  # a child is torch's parametrize, which has taken a parameter
-        for name, parameter, address, memory, before in kept.parameters:
-            if self._parameters[name] is not parameter or parameter.data_ptr() != address:
-                return False
-            if before != (parameter._version if memory is None else memory.tobytes()):
-                return False
-        return True
-
-    def _states(self) -> list[tuple[str, nn.Parameter, int, Any, Any]]:
-        """Each name, parameter, address and, on a CPU, memory and the bytes there, elsewhere None and version.
-
-        Empty if they cannot tell whether one changes.
-        """
-        states = []
-        for name, p in self._parameters.items():
-            if p is None:
-                continue
-            is_read = p.is_cpu and p.is_contiguous() and type(p) is nn.Parameter
-            memory = p.detach().view(torch.uint8).numpy() if is_read else None
-            # Under parametrize the parameters are in a child module, and inference tensors have no version.
-            if self._modules or (memory is None and (p.is_cpu or p.is_inference())):
-                return []
-            states.append((name, p, p.data_ptr(), memory, p._version if memory is None else memory.tobytes()))
-        return states
 
     def _rems_and_gate(self, heads_per_value: int) -> tuple[Rems, Tensor]:
         """The REMs, and the gate of each head, (R,)."""
@@ -287,17 +214,15 @@ class RSAHeads(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cache": None}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_cache": DecodingCache()})  # type: ignore[no-untyped-call]
+
     def extra_repr(self) -> str:
         """The plan, in `print(model)`."""
         plan = self.plan
         counts = Counter(zip(plan.kinds, plan.dilations, strict=True))
         described = [f"{n} {kind}{f' dilated by {d}' if d > 1 else ''}" for (kind, d), n in counts.items()]
         return f"{', '.join(described)}; heads {list(plan.heads)}"
-
-
-def _kind_of_call(attention: Tensor, value: Tensor) -> tuple[Any, ...]:
-    # Tensors made under inference_mode cannot be part of a graph later.
-    return attention.shape[2], value.shape[1], value.dtype, value.device, torch.is_inference_mode_enabled()
 
 
 # --- in a model -----------------------------------------------------------------------------------------------------

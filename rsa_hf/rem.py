@@ -32,6 +32,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 __all__ = [
     "KINDS",
@@ -42,6 +43,7 @@ __all__ = [
     "head_tensors",
     "is_kind",
     "is_recorded",
+    "is_transformed",
     "kept_constants",
     "lag_weights",
     "mix",
@@ -87,7 +89,7 @@ def decay_rates(eta: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lag_weights(kind: str, decay: Tensor, theta: Tensor, lags: Tensor, dilation: int = 1) -> Tensor:
-    """f(τ) of one causal head at the given lags (paper, eqs. 2 and 3).
+    """f(τ) of one causal head: `weights_of_lags` for numbers.
 
     Args:
         kind: `"regular"`, `"cos"` or `"sin"`.
@@ -99,15 +101,8 @@ def lag_weights(kind: str, decay: Tensor, theta: Tensor, lags: Tensor, dilation:
     Returns:
         f(τ) in the dtype of `decay`, the shape of `lags`; 0 where τ ≤ 0 or d does not divide τ.
     """
-    reached = (lags >= 1) & (lags % dilation == 0)
-    # Elsewhere the power is taken at 1 and dropped: the gradient of λ^0 or λ^-τ would be infinite at λ = 0.
-    steps = torch.where(reached, lags // dilation, 1).to(decay.dtype)
-    weights = decay**steps
-    if kind == "cos":
-        weights = weights * torch.cos(steps * theta)
-    elif kind == "sin":
-        weights = weights * torch.sin(steps * theta)
-    return torch.where(reached, weights, torch.zeros_like(weights))
+    rems = Rems((kind,), decay.reshape(1), theta.reshape(1), (dilation,), 1, (0,))
+    return weights_of_lags(rems, lags, decay.dtype)[0]
 
 
 def rem_matrix(
@@ -147,8 +142,8 @@ def rem_matrix(
     lags = (query_offset + t)[:, None] - s[None, :]
     if not causal:
         lags = lags.abs()
-    heads = zip(kinds, decay.unbind(), theta.unbind(), dilation, strict=True)
-    return torch.stack([lag_weights(kind, rho, angle, lags, d) for kind, rho, angle, d in heads])
+    rems = Rems(kinds, decay, theta, dilation, 1, tuple(range(len(kinds))))
+    return weights_of_lags(rems, lags, decay.dtype)
 
 
 def mix(attention: Tensor, product: Tensor, gate: Tensor, heads: tuple[int, ...]) -> Tensor:
@@ -249,10 +244,8 @@ def widest_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def complex_powers(
-    rems: Rems, exponents: Tensor, dtype: torch.dtype, derivatives: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Re z^k and Im z^k of every head at whole exponents k ≥ 0, without a graph.
+def complex_powers(rems: Rems, exponents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Re z^k and Im z^k of every head at whole exponents k ≥ 0: [H, K] each, differentiable any number of times.
 
     Computed in float64 (float32 on devices without it), whatever the dtype of the rates.
 
@@ -260,47 +253,35 @@ def complex_powers(
         rems: the heads; their dilations are ignored.
         exponents: k, [K] or [H, K].
         dtype: dtype of the result.
-        derivatives: whether to append ∂z^k/∂decay and, if a head is cyclical, ∂z^k/∂θ.
-
-    Returns:
-        [1, H, K] each, with derivatives [2 or 3, H, K].
     """
     wide = widest_dtype(exponents.device)
     k = exponents.to(wide)
-    decay = rems.decay.detach().to(wide)[:, None]
-    cyclical = is_kind(rems, ("cos", "sin"))
-    angle = torch.where(cyclical, rems.theta.detach().to(wide)[:, None], 0) * k
-    cos, sin, modulus = torch.cos(angle), torch.sin(angle), decay**k
-    real, imaginary = [modulus * cos], [modulus * sin]
-    if derivatives:
-        slope = k * decay ** (k - 1).clamp(min=0)
-        real.append(slope * cos)
-        imaginary.append(slope * sin)
-        if set(rems.kinds) != {"regular"}:
-            k = torch.where(cyclical, k, 0)
-            real.append(-k * imaginary[0])
-            imaginary.append(k * real[0])
-    both = torch.stack([torch.stack(real), torch.stack(imaginary)])
+    decay, theta = (rate.to(wide)[:, None] for rate in (rems.decay, rems.theta))
+    # 0^k has the derivatives of (10⁻⁶⁰)^k. Those of 0^k itself end in 0 · 0^−1, which is NaN.
+    modulus = torch.where(decay == 0, decay + 1e-60, decay) ** k
+    angle = torch.where(is_kind(rems, ("regular",)), 0, theta) * k
+    both = torch.stack([modulus * torch.cos(angle), modulus * torch.sin(angle)])
     # Processors multiply subnormal numbers, in which long decays end, far more slowly: use 0 instead.
     limits = torch.finfo(dtype)
-    both = torch.where(both.abs() < limits.tiny / limits.eps, 0, both).to(dtype)
-    return both[0], both[1]
+    real, imaginary = torch.where((both.abs() < limits.tiny / limits.eps) & (k > 1), 0, both).to(dtype)
+    return real, imaginary
 
 
-def weights_of_lags(rems: Rems, lags: Tensor, dtype: torch.dtype, derivatives: bool = False) -> Tensor:
-    """f(τ) of every head, with its dilation, at lags τ of shape [K]; 0 where τ ≤ 0.
+def weights_of_lags(rems: Rems, lags: Tensor, dtype: torch.dtype) -> Tensor:
+    """f(τ) of every causal head, with its dilation (paper, eqs. 2 and 3), at whole lags τ of any shape: [H, …].
 
-    Returns:
-        Shape [1, H, K], or with derivatives [2 or 3, H, K]: f, ∂f/∂decay and, if a head is cyclical, ∂f/∂θ.
+    0 where τ ≤ 0 or d does not divide τ.
     """
+    tau = lags.flatten()
     if max(rems.dilation) == 1:
-        steps, reached = lags, lags > 0
+        steps, reached = tau, tau > 0
     else:
         dilation = constant(rems.dilation, lags.device)[:, None]
-        steps, reached = lags // dilation, (lags > 0) & (lags % dilation == 0)
+        steps, reached = tau // dilation, (tau > 0) & (tau % dilation == 0)
     # Elsewhere the power is taken at 0 and dropped: at a negative lag it could be infinite.
-    real, imaginary = complex_powers(rems, torch.where(reached, steps, 0), dtype, derivatives)
-    return torch.where(reached, torch.where(is_kind(rems, ("sin",)), imaginary, real), 0)
+    real, imaginary = complex_powers(rems, torch.where(reached, steps, 0), dtype)
+    weights = torch.where(reached, torch.where(is_kind(rems, ("sin",)), imaginary, real), 0)
+    return weights.reshape(len(weights), *lags.shape)
 
 
 def is_kind(rems: Rems, kinds: tuple[str, ...]) -> Tensor:
@@ -311,6 +292,11 @@ def is_kind(rems: Rems, kinds: tuple[str, ...]) -> Tensor:
 def is_recorded() -> bool:
     """Whether a compiler or a dispatch mode (FakeTensorMode, `make_fx`, …) sees operations in place of the values."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func`, a batched backward pass or forward-mode differentiation is under way."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def kept_constants(count: int) -> Callable[[Function], Function]:

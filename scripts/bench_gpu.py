@@ -59,10 +59,9 @@ from triton_interpreter import repair_interpreter
 
 from rsa_hf import RSAConfig, patch_model, rem_matrix, rem_product
 from rsa_hf.ops.autograd import apply_rems
-from rsa_hf.ops.mask import AttentionMask, PackedSegments
+from rsa_hf.ops.mask import AttentionMask, segment_index
 from rsa_hf.ops.triton import tuning
 from rsa_hf.ops.triton.launch import triton_backward, triton_forward
-from rsa_hf.ops.types import SoftmaxBranch
 from rsa_hf.rem import Rems
 
 repair_interpreter()
@@ -148,7 +147,7 @@ class Bench:
 
     def problem(
         self, length: int, batch: int, causal: bool, dtype: torch.dtype = torch.bfloat16, **masks: Any
-    ) -> tuple[Tensor, Rems, AttentionMask, SoftmaxBranch]:
+    ) -> tuple[Tensor, Rems, AttentionMask, Tensor, Tensor]:
         """V, the heads, the geometry and attention, laid out as models do: [B, T, H, D] in memory."""
         H, D = self.sizes.heads, self.sizes.head_size
         shape = (batch, length, H, D)
@@ -157,7 +156,7 @@ class Bench:
         kinds, decay, theta = self.rates(H)
         rems = Rems(kinds, decay, theta, (1,) * H, 1, tuple(range(H)))
         gate = torch.linspace(0.1, 0.9, H, device=self.device)
-        return value, rems, AttentionMask(length, length, 0, causal, **masks), SoftmaxBranch(attention, gate)
+        return value, rems, AttentionMask(length, length, 0, causal, **masks), attention, gate
 
     def batch(self, length: int) -> int:
         """How many rows make up V's size."""
@@ -179,7 +178,7 @@ class Bench:
         key_mask = torch.ones(2, T, dtype=torch.bool, device=self.device)
         key_mask[0, : T // 3] = False
         documents = torch.arange(T, device=self.device).expand(2, -1) // max(T // 5, 1)
-        masks = {"plain": {}, "padded": {"key_mask": key_mask}, "packed": {"segments": PackedSegments(documents)}}
+        masks = {"plain": {}, "padded": {"key_mask": key_mask}, "packed": {"segments": segment_index(documents)}}
         errors = {}
         for dtype in TOLERANCE:
             for causal in (True, False):
@@ -190,20 +189,20 @@ class Bench:
                     errors[where] = self.error(problem, where)
         return errors
 
-    def error(self, problem: tuple[Tensor, Rems, AttentionMask, SoftmaxBranch], where: str) -> float:
+    def error(self, problem: tuple[Tensor, Rems, AttentionMask, Tensor, Tensor], where: str) -> float:
         """The largest relative error of one problem against the explicit P in float64."""
-        value, heads, mask, softmax = problem
-        exact = [t.detach().double() for t in (value, heads.decay, heads.theta, softmax.attention, softmax.gate)]
-        found = [t.detach() for t in (value, heads.decay, heads.theta, softmax.attention, softmax.gate)]
-        weights = torch.randn_like(softmax.attention)
+        value, heads, mask, attention, gate = problem
+        exact = [t.detach().double() for t in (value, heads.decay, heads.theta, attention, gate)]
+        found = [t.detach() for t in (value, heads.decay, heads.theta, attention, gate)]
+        weights = torch.randn_like(attention)
 
         def run(tensors: list[Tensor], weights: Tensor) -> list[Tensor]:
             v, decay, theta, attention, gate = (t.requires_grad_() for t in tensors)
             rems = Rems(heads.kinds, decay, theta, heads.dilation, 1, tuple(range(len(heads.kinds))))
-            output = apply_rems(v, rems, mask, SoftmaxBranch(attention, gate))
+            output = apply_rems(v, rems, mask, attention, gate)
             return [output, *torch.autograd.grad(output, tensors, weights)]
 
-        os.environ["RSA_HF_BACKEND"] = "dense"
+        os.environ["RSA_HF_BACKEND"] = "pytorch"
         expected = run(exact, weights.double())
         os.environ["RSA_HF_BACKEND"] = "triton"
         names = ("output", "dV", "d decay", "d theta", "d attention", "d gate")
@@ -230,7 +229,7 @@ class Bench:
 
     def product(self, length: int, causal: bool) -> dict[str, Any]:
         """P V alone against a copy of as many bytes as it reads and writes, in the same run."""
-        value, heads, mask, _ = self.problem(length, self.batch(length), causal)
+        value, heads, mask, _, _ = self.problem(length, self.batch(length), causal)
         moved = value.nbytes + 2 * value.nbytes  # V in, float32 out
         half = torch.empty(moved // 2, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(half)
@@ -238,9 +237,9 @@ class Bench:
         share, operations = times["copy"]["median"] / times["product"]["median"], 266 * value.numel()
         return {"value": share, "batch": len(value), "times_ms": times, "bytes": moved, "operations": operations}
 
-    def both(self, problem: tuple[Tensor, Rems, AttentionMask, SoftmaxBranch]) -> Callable[[], None]:
+    def both(self, problem: tuple[Tensor, Rems, AttentionMask, Tensor, Tensor]) -> Callable[[], None]:
         """Forward and backward of one problem, as a call."""
-        grad = torch.randn_like(problem[3].attention)
+        grad = torch.randn_like(problem[3])
 
         def run() -> None:
             triton_forward(*problem)
@@ -262,7 +261,7 @@ class Bench:
     def dense(self) -> dict[str, Any]:
         """P V and its gradients against the explicit P."""
         T = self.sizes.dense
-        value, heads, _, _ = self.problem(T, 1, True)
+        value, heads, *_ = self.problem(T, 1, True)
         decay, theta = heads.decay.requires_grad_(), heads.theta.requires_grad_()
         value.requires_grad_()
         grad = torch.randn(value.shape, device=self.device)
@@ -380,11 +379,11 @@ class Bench:
     def sweep(self) -> dict[str, Any]:
         """Every block shape worth trying, in the shapes of the product: milliseconds, or why it does not run."""
         length = self.sizes.lengths[-1]
-        value, heads, mask, softmax = self.problem(length, max(self.batch(length) // 8, 1), True)
-        grad = torch.randn_like(softmax.attention)
+        value, heads, mask, attention, gate = self.problem(length, max(self.batch(length) // 8, 1), True)
+        grad = torch.randn_like(attention)
         kernels = {
-            "forward": lambda shape: triton_forward(value, heads, mask, softmax, shape),
-            "backward": lambda shape: triton_backward(grad, value, heads, mask, softmax, shape),
+            "forward": lambda shape: triton_forward(value, heads, mask, attention, gate, shape),
+            "backward": lambda shape: triton_backward(grad, value, heads, mask, attention, gate, shape),
         }
         found: dict[str, Any] = {}
         for name, kernel in kernels.items():

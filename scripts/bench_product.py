@@ -29,7 +29,6 @@ from torch import Tensor
 from rsa_hf import rem_matrix, rem_product
 from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask
-from rsa_hf.ops.types import SoftmaxBranch
 from rsa_hf.rem import Rems
 
 HEADS, DIM = 12, 64
@@ -85,8 +84,8 @@ class Problem:
         """Fused softmax attention, mixed with P V."""
         output = F.scaled_dot_product_attention(self.query, self.key, self.value, is_causal=True)
         rems = Rems(self.kinds, self.decay, self.theta, (1,) * HEADS, 1, tuple(range(HEADS)))
-        softmax = SoftmaxBranch(output.transpose(1, 2), self.gate.expand(HEADS))
-        mixed = apply_rems(self.value, rems, AttentionMask(self.length, self.length, 0, True), softmax)
+        mask = AttentionMask(self.length, self.length, 0, True)
+        mixed = apply_rems(self.value, rems, mask, output.transpose(1, 2), self.gate.expand(HEADS))
         inputs = (self.query, self.key, self.value, self.decay, self.theta, self.gate)
         return mixed, torch.autograd.grad(mixed, inputs, self.grad.transpose(1, 2))
 

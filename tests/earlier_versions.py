@@ -8,10 +8,8 @@ A model's folder holds `checkpoint`, or `base` and `adapter`; `inputs.safetensor
 each of which continues from the memory of the call before; `expected.safetensors`, the outputs of the calls; and
 `fixture.json`, the Auto class and what bitwise results depend on.
 
-Outputs must be equal bit for bit. This module therefore sets environment variables before it imports torch, so that
-the choice of kernels does not depend on the processor and its number of cores. Other versions of torch or transformers
-may compute in another order, and so does P V in C++ (RSA_HF_BACKEND=cpp), which 0.1 did not have. With them, outputs
-must agree to a tolerance.
+Outputs must agree to a tolerance, since P V may be summed up in another order. This module sets environment variables
+before it imports torch, so that the choice of kernels does not depend on the processor and its number of cores.
 """
 
 import os
@@ -24,7 +22,7 @@ os.environ |= {
     "ONEDNN_MAX_CPU_ISA": "SSE41",
     "HF_HUB_OFFLINE": "1",
 }
-os.environ.setdefault("RSA_HF_BACKEND", "chunked")
+os.environ.setdefault("RSA_HF_BACKEND", "pytorch")
 
 import hashlib
 import json
@@ -147,11 +145,10 @@ def check_model(folder):
     """Load one model, compare its outputs, and run the control."""
     written = json.loads((folder / "fixture.json").read_text())
     inputs, expected = load_file(folder / "inputs.safetensors"), load_file(folder / "expected.safetensors")
-    bitwise = written["arithmetic"] == arithmetic() and os.environ["RSA_HF_BACKEND"] == "chunked"
     model = load_model(folder, written["auto_class"])
-    wrong = differences(outputs(model, inputs), expected, bitwise=bitwise)
-    missed, checked = unnoticed(model, inputs, expected, bitwise=bitwise, elements=slice(1))
-    return {"bitwise": bitwise, "wrong": wrong, "unnoticed": missed, "checked": checked}
+    wrong = differences(outputs(model, inputs), expected, bitwise=False)  # P V may be summed up in another order
+    missed, checked = unnoticed(model, inputs, expected, bitwise=False, elements=slice(1))
+    return {"wrong": wrong, "unnoticed": missed, "checked": checked}
 
 
 def main(version):

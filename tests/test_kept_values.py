@@ -17,10 +17,10 @@ import rsa_hf.ops.autograd
 import rsa_hf.ops.mask
 from families import ENCODER_DECODERS, FULL_PLAN, build, build_language_model, inputs, move_rates
 from rsa_hf import RSAConfig, RSAHeads, calibrate, patch_model, rem_matrix, rem_product
-from rsa_hf.integration.attention import read_attention_mask
 from rsa_hf.integration.peft import merging
 from rsa_hf.ops.cpp import build as cpp_build
-from rsa_hf.ops.mask import AttentionMask, PackedSegments
+from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.read_mask import read_attention_mask
 from rsa_hf.ops.reference import dense_rem_product
 from rsa_hf.rem import kept_constants
 from rsa_hf.tasks import python_defects
@@ -70,7 +70,7 @@ def test_a_cache_that_ignores_values_is_caught(monkeypatch):
     torch.manual_seed(1)
     generated(model, "static")
     change_through_data(model)
-    monkeypatch.setattr(RSAHeads, "_is_valid", lambda *_: True)
+    monkeypatch.setattr("rsa_hf.ops.decode._is_valid", lambda *_: True)
     torch.manual_seed(1)
     stale = generated(model, "static")
     torch.manual_seed(1)
@@ -134,7 +134,7 @@ def step_of(heads, padded):
 
 @torch.no_grad()
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("backend", ["cpp", "chunked"])
+@pytest.mark.parametrize("backend", ["cpp", "pytorch"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_step_after_a_change_of_parameters(change, backend, padded, monkeypatch):
     monkeypatch.setenv("RSA_HF_BACKEND", backend)
@@ -228,7 +228,7 @@ def test_masks_are_compared_to_the_last_element(shape, dtype, large, monkeypatch
 @torch.no_grad()
 def test_positions_in_a_buffer_that_is_used_again():
     value, positions = torch.randn(1, 8, 10, 4), torch.arange(10)[None]
-    ids = rsa_hf.integration.attention.flash_segment_ids
+    ids = rsa_hf.ops.read_mask.flash_segment_ids
     assert ids(value, value, {"position_ids": positions}) is None
     write(positions, positions % 5, "data")
     assert ids(value, value, {"position_ids": positions}).tolist() == [[1] * 5 + [2] * 5]
@@ -256,13 +256,10 @@ def masks():
 
 @pytest.mark.filterwarnings("ignore:RSA met a mask")
 @pytest.mark.parametrize("name", ["arbitrary", "row", "keys"])
-def test_a_mask_that_is_overwritten_before_the_backward_pass(name, monkeypatch):
+def test_a_mask_that_is_overwritten_before_the_backward_pass(name):
     heads, T = RSAHeads(RSAConfig(**FULL_PLAN).layer_plans([8])[0]), 1 if name == "row" else S
     expected = gradient(masks()[name], False, T, heads)
     assert torch.equal(gradient(masks()[name], True, T, heads), expected)
-    if name != "keys":  # read into a tensor of its own in any case
-        monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)
-        assert not torch.allclose(gradient(masks()[name], True, T, heads), expected)
 
 
 @pytest.mark.parametrize("name", ["key_mask", "visible", "documents"])
@@ -367,7 +364,7 @@ def test_counting_and_exporting_after_a_fake_run(family):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "bart", "t5"])
-@pytest.mark.parametrize("backend", ["cpp", "chunked"])
+@pytest.mark.parametrize("backend", ["cpp", "pytorch"])
 def test_training_and_decoding_inside_another_default_device(family, backend, monkeypatch):
     monkeypatch.setenv("RSA_HF_BACKEND", backend)
     model, batch = build(family), inputs(family)
@@ -409,7 +406,7 @@ def test_a_constant_that_follows_the_default_device_is_caught(monkeypatch):
 @pytest.mark.parametrize(
     "more", [{}, {"window": 5}, {"documents": torch.arange(S)[None] // 7}, {"key_mask": torch.arange(S)[None] > 2}]
 )
-@pytest.mark.parametrize("backend", ["cpp", "chunked", "dense"])
+@pytest.mark.parametrize("backend", ["cpp", "pytorch"])
 def test_rem_product_ignores_the_default_device_and_dtype(backend, more, causal, monkeypatch):
     monkeypatch.setenv("RSA_HF_BACKEND", backend)
     value = torch.randn(2, 4, S, 4)
@@ -467,13 +464,6 @@ def test_each_kind_of_processor_has_its_own_library(monkeypatch, tmp_path):
         monkeypatch.setattr(cpp_build.platform, "machine", lambda machine=machine: machine)
         names.add(cpp_build.library.__wrapped__())
     assert len(names) == 2
-
-
-def test_segments_are_those_of_their_ids():
-    for ids in (torch.arange(8)[None] // 3, torch.arange(8)[None] // 5):
-        segments = PackedSegments(ids)
-        assert segments.index.tolist() == ids.tolist()
-        assert segments.lengths.sum() == 8
 
 
 def test_each_class_of_tuner_has_its_own():

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -37,26 +36,15 @@ from rsa_hf.integration.trial import (
     recorded,
     require_trusted,
 )
-from rsa_hf.ops.autograd import is_transformed
-from rsa_hf.ops.mask import (
-    AttentionMask,
-    PackedSegments,
-    as_boolean,
-    evaluate_block_mask,
-    read_mask,
-    read_row,
-    remembered,
-    warn_single_token_segments,
-)
-from rsa_hf.rem import is_recorded
+from rsa_hf.ops.mask import AttentionMask, remembered
+from rsa_hf.ops.read_mask import flash_segment_ids, read_attention_mask
+from rsa_hf.rem import is_transformed
 
 __all__ = [
     "architecture_of",
     "cached_positions",
     "connect",
-    "flash_segment_ids",
     "mix_recurrence",
-    "read_attention_mask",
     "require_all_keys",
     "wrap_class",
     "wrap_get_interface",
@@ -318,109 +306,3 @@ def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
 def _latest_start(positions: Tensor) -> int:
     """Position of the first query, counted back from the query that is farthest ahead."""
     return int((positions - torch.arange(positions.shape[1], device=positions.device)).max())
-
-
-# --- masks: None, 2-D, 4-D, BlockMask, and the keywords of flash attention ------------------------------------------
-
-
-def read_attention_mask(
-    query: Tensor,
-    key: Tensor,
-    attention_mask: Any,
-    *,
-    causal: bool,
-    aligned_top_left: bool,
-    sliding_window: int | None = None,
-    segment_ids: Tensor | None = None,
-) -> AttentionMask:
-    """Read the mask of one attention call.
-
-    Args:
-        query: [B, H, T, D].
-        key: [B, Hkv, S, D].
-        attention_mask: None; 2-D [B, S], nonzero or True for real keys (flash attention), or [B, M] with T ≤ M < S if
-            a static cache has slots after the queries; 4-D [B or 1, H or 1, T or 1, S], boolean (sdpa) or additive
-            (eager); or a BlockMask (flex attention; a `score_mod` hides no keys).
-        causal: direction of the layer.
-        aligned_top_left: the meaning of a missing mask if T < S: queries at positions 0 … T−1 (sdpa, True), or the
-            last T positions (eager, flash attention). A single query sees every key under both.
-        sliding_window: number of positions back that a query sees, itself included, if no mask says so.
-        segment_ids: id of each key's packed segment, [B, S], if no mask says so.
-
-    Returns:
-        Which keys each query sees.
-
-    Raises:
-        TypeError: a mask of an unknown kind.
-        ValueError: a mask whose shape does not fit.
-    """
-    T, S = query.shape[2], key.shape[2]
-    if hasattr(attention_mask, "mask_mod"):
-        attention_mask = evaluate_block_mask(attention_mask, query, S)
-    if attention_mask is not None and not isinstance(attention_mask, Tensor):
-        raise TypeError(
-            f"RSA cannot read an attention mask of type {type(attention_mask).__name__}. Allowed: None, a tensor, or "
-            "flex attention's BlockMask. Load the model with attn_implementation='sdpa' or 'eager'."
-        )
-    if attention_mask is not None and attention_mask.dim() == 4:
-        # A graph does not know values, and a transform of torch.func may have a batch of them.
-        not_read = is_recorded() or is_transformed()
-        if causal and T == 1:
-            # Comparing an inference tensor with its copy would wait for the device; reading a row does not.
-            if not_read or attention_mask.is_inference():
-                return read_row(attention_mask, T, S, causal)
-            return remembered(read_row, attention_mask, T, S, causal)
-        if not_read:
-            as_boolean(attention_mask, T, S)
-            return AttentionMask(T, S, 0, causal, unread_mask=attention_mask)
-        return read_mask(attention_mask, len(query), T, S, causal)
-    offset = 0 if aligned_top_left and causal and T > 1 else S - T
-    key_mask = None
-    if attention_mask is not None:
-        if attention_mask.dim() != 2 or attention_mask.shape[-1] < T:
-            raise ValueError(
-                f"RSA cannot read an attention mask of shape {tuple(attention_mask.shape)} for {T} queries and {S} "
-                "keys: [batch, keys] or [batch, heads, queries, keys] is needed."
-            )
-        empty = max(0, S - attention_mask.shape[-1])
-        key_mask = F.pad(attention_mask[:, -S:].bool(), (0, empty))
-        offset -= empty
-    window = sliding_window if sliding_window is not None and sliding_window < S else None
-    packed = None if segment_ids is None else PackedSegments(segment_ids)
-    return AttentionMask(T, S, offset, causal, key_mask, packed, window)
-
-
-def flash_segment_ids(query: Tensor, key: Tensor, keywords: Mapping[str, Any]) -> Tensor | None:
-    """Segment ids of packed documents, [1, S], from flash attention's keywords; None if there is one document.
-
-    Args:
-        query: [1, H, T, D].
-        key: [1, Hkv, S, D].
-        keywords: keywords of the attention call: `cu_seq_lens_q`, the start of each document and the end of the last;
-            or `position_ids`, [1, T], which restart with each document (at their minimum: RoBERTa's is not 0).
-
-    Raises:
-        NotImplementedError: packed documents in several rows, or after cached keys.
-    """
-    B, S = len(query), key.shape[2]
-    ends = keywords.get("cu_seq_lens_q", keywords.get("cu_seqlens_q"))
-    positions = keywords.get("position_ids")
-    if ends is not None:
-        if query.shape[2] != S or B != 1:
-            raise NotImplementedError(
-                f"RSA reads packed documents in one row, with as many queries as keys; got {B} rows, "
-                f"{query.shape[2]} queries and {S} keys. Use attn_implementation='sdpa'."
-            )
-        return torch.searchsorted(ends, torch.arange(S, dtype=ends.dtype, device=ends.device), right=True)[None]
-    if positions is None or B != 1 or query.shape[2] != S or positions.shape != (1, S):
-        return None
-    return remembered(_segment_ids_of_positions, positions)
-
-
-def _segment_ids_of_positions(positions: Tensor) -> Tensor | None:
-    begins = positions == positions.min()
-    if not bool(begins[:, 1:].any()):
-        return None
-    if bool(begins.all()):
-        warn_single_token_segments()
-    return begins.cumsum(dim=1)

@@ -19,7 +19,8 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from rsa_hf.heads import RSAHeads, heads_of
 from rsa_hf.integration import what_fits
 from rsa_hf.integration.split_layers import run_heads
-from rsa_hf.ops.mask import AttentionMask, PackedSegments, as_boolean, remembered
+from rsa_hf.ops.mask import AttentionMask, remembered
+from rsa_hf.ops.read_mask import as_boolean
 
 __all__ = ["forget_paged_cache", "paged_attention_with_rsa", "wrap_init_continuous_batching"]
 
@@ -104,7 +105,7 @@ def _read_requests(mask: Tensor, *ends: tuple[int, ...]) -> tuple[AttentionMask,
         return AttentionMask(1, longest, longest - 1, True, padding, sliding_window=window), keys.clamp(min=0)
     positions = torch.arange(T, device=mask.device) + (key_ends - query_ends)[1:].repeat_interleave(query_ends.diff())
     ids = torch.arange(count, device=mask.device).repeat_interleave(lengths)
-    return AttentionMask(S, S, 0, True, segments=PackedSegments(ids[None]), sliding_window=window), positions
+    return AttentionMask(S, S, 0, True, segments=ids[None], sliding_window=window), positions
 
 
 def wrap_init_continuous_batching(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,17 +1,16 @@
 """P V, alone or mixed into attention (eq. 4), as one differentiable operation; and the choice of the code for it.
 
-Eager code goes through an `autograd.Function`. Code under `torch.compile`, `torch.export` and dispatch modes, such as
-FakeTensorMode, goes through the operators `rsa_hf::recurrence` and `rsa_hf::recurrence_backward`, one node each in a
-graph: the path taken inside depends on the values of a mask, which a graph does not know. Both compute the same. ONNX
-has no such operator, and its lengths are symbols; there P is built from plain operators.
+`RSA_HF_BACKEND=pytorch|cpp|triton` chooses the code. By default it is Triton on a GPU that can run it, C++ on a CPU if
+there is a compiler, else plain PyTorch. Neither Triton nor C++ supports arbitrary masks, and Triton does not support
+sliding windows; PyTorch computes those under every setting.
 
-The first derivatives in backward mode are written by hand. All others go through `differentiable_product`, which
-PyTorch differentiates itself, at quadratic cost: a backward pass with `create_graph=True`, forward mode, and the
-transforms of `torch.func`, which see through PyTorch's own operations only.
+`product_in_pytorch` is differentiated by PyTorch itself, any number of times and in every mode. C++ and Triton have
+their first derivatives in an `autograd.Function`; for all others (a backward pass with `create_graph=True`, forward
+mode, the transforms of `torch.func`) `product_in_pytorch` takes their place.
 
-`RSA_HF_BACKEND=dense|chunked|cpp|triton` chooses the code. By default it is Triton on a GPU that can run it, C++ on a
-CPU if there is a compiler, else plain PyTorch, in chunks. Triton does not support sliding windows, and neither it nor
-C++ arbitrary masks; plain PyTorch computes those under every setting.
+Code under `torch.compile`, `torch.export` and dispatch modes, such as FakeTensorMode, goes through the operators
+`rsa_hf::recurrence` and `rsa_hf::recurrence_backward`, one node each in a graph: the path taken inside depends on the
+values of a mask, which a graph does not know. ONNX has no such operator; there P is built from plain operators.
 """
 
 from __future__ import annotations
@@ -27,43 +26,46 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from rsa_hf.ops import cpp
-from rsa_hf.ops.chunked import empty_output, scan_backward, scan_forward
+from rsa_hf.ops.buffers import empty_output
 from rsa_hf.ops.cpp.launch import cpp_backward, cpp_forward
-from rsa_hf.ops.dense import dense_backward, dense_forward, differentiable_product
-from rsa_hf.ops.mask import AttentionMask, PackedSegments, read_mask, read_traced
-from rsa_hf.ops.types import Gradients, SoftmaxBranch
-from rsa_hf.ops.windowed import window_backward, window_forward
-from rsa_hf.rem import KINDS, Rems, is_recorded, mix, put_heads, take_heads, working_dtype
+from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.pytorch import product_in_pytorch
+from rsa_hf.ops.read_mask import read_mask
+from rsa_hf.rem import KINDS, Rems, is_recorded, is_transformed
 
-__all__ = ["BACKENDS", "apply_rems", "choose_backend", "is_transformed", "traced_forward"]
+__all__ = ["BACKENDS", "apply_rems", "choose_backend"]
 
-BACKENDS = ("dense", "chunked", "cpp", "triton")
+BACKENDS = ("pytorch", "cpp", "triton")
 VARIABLE = "RSA_HF_BACKEND"
-FEW_QUERIES = 16  # with so few queries after cached keys, T·S weights cost less than a scan over all S keys
+
+Gradients = tuple[Tensor | None, ...]  # of V, decay, θ, attention's output and the gate
 
 
-def apply_rems(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None = None) -> Tensor:
+def apply_rems(
+    value: Tensor, rems: Rems, mask: AttentionMask, attention: Tensor | None = None, gate: Tensor | None = None
+) -> Tensor:
     """P V in the dtype it is computed in, [B, H, T, D]; or (1 − g) · attention + g · P V, [B, T, H', D].
 
     Args:
         value: V, [B, Hv, S, D].
         rems: the H heads.
         mask: which keys each query sees.
-        softmax: attention's output and the gate, to mix P V into; or None.
+        attention: output of softmax attention to mix P V into, [B, T, H', D]: all heads of the layer, of which
+            `rems.heads` are RSA heads; or None.
+        gate: g of each RSA head, (H,); None without `attention`.
     """
-    attention, gate = (None, None) if softmax is None else (softmax.attention, softmax.gate)
     # Without autocast: decay powers and sums lose too much in half precision.
     with torch.autocast(value.device.type, enabled=False):
-        if is_transformed():
-            return differentiable_product(value, rems, mask, softmax)
+        if is_transformed() or (is_recorded() and torch.onnx.is_in_onnx_export()):
+            return product_in_pytorch(value, rems, mask, attention, gate)
         tensors = (value, rems.decay, rems.theta, attention, gate)
         if not is_recorded():
-            result: Tensor = _ApplyRems.apply(*tensors, rems, mask)  # type: ignore[no-untyped-call]
+            path = _path(value, rems, mask, attention, gate)
+            if path == "pytorch":
+                return product_in_pytorch(value, rems, mask, attention, gate)
+            result: Tensor = _ApplyRems.apply(*tensors, rems, mask, path)  # type: ignore[no-untyped-call]
             return result
-        if torch.onnx.is_in_onnx_export():
-            return traced_forward(value, rems, mask, softmax)
-        segment_ids = None if mask.segments is None else mask.segments.ids
-        masks = (mask.unread_mask, mask.key_mask, segment_ids, mask.visible)
+        masks = (mask.unread_mask, mask.key_mask, mask.segments, mask.visible)
         kinds = [KINDS.index(kind) for kind in rems.kinds]
         heads = (kinds, list(rems.dilation), list(rems.heads), rems.heads_per_value)
         sizes = (mask.query_length, mask.query_offset, mask.causal, mask.sliding_window)
@@ -71,33 +73,18 @@ def apply_rems(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxB
         return output
 
 
-def is_transformed() -> bool:
-    """Whether a transform of `torch.func`, a batched backward pass or forward-mode differentiation is under way."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def traced_forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> Tensor:
-    """`apply_rems` in plain operators that do not depend on values, for graphs that leave PyTorch."""
-    return _mixed(dense_forward(value, rems, read_traced(mask)), rems, softmax)
-
-
-def _mixed(product: Tensor, rems: Rems, softmax: SoftmaxBranch | None) -> Tensor:
-    return product if softmax is None else mix(softmax.attention, product, softmax.gate, rems.heads)
-
-
 # --- which code -----------------------------------------------------------------------------------------------------
 
 
-def _path(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> str:
-    """`"dense"`, `"windowed"`, or a backend that takes the mask."""
-    backend = choose_backend(value, rems, softmax)
-    few = mask.query_length <= FEW_QUERIES and mask.query_length < mask.key_length
-    if backend == "dense" or mask.visible is not None or few:
-        return "dense"
-    return backend if mask.sliding_window is None or backend == "cpp" else "windowed"
+def _path(value: Tensor, rems: Rems, mask: AttentionMask, attention: Tensor | None, gate: Tensor | None) -> str:
+    """The backend, or `"pytorch"` where that does not take the mask."""
+    backend = choose_backend(value, rems, attention, gate)
+    if mask.has_few_queries or value.numel() == 0 or mask.visible is not None:
+        return "pytorch"
+    return "pytorch" if backend == "triton" and mask.sliding_window is not None else backend
 
 
-def choose_backend(value: Tensor, rems: Rems, softmax: SoftmaxBranch | None) -> str:
+def choose_backend(value: Tensor, rems: Rems, attention: Tensor | None = None, gate: Tensor | None = None) -> str:
     """One of BACKENDS: what RSA_HF_BACKEND says, else by device as above.
 
     Raises:
@@ -107,29 +94,22 @@ def choose_backend(value: Tensor, rems: Rems, softmax: SoftmaxBranch | None) -> 
     chosen = os.environ.get(VARIABLE, "")
     if chosen not in ("", *BACKENDS):
         raise ValueError(f"{VARIABLE}={chosen!r}: choose from {', '.join(BACKENDS)}, or unset it for the default.")
-    if chosen in ("dense", "chunked"):
-        return chosen
-    if chosen == "cpp" or (not chosen and value.device.type == "cpu"):
-        return _unless("cpp", cpp.obstacle(value, softmax), chosen)
-    if chosen == "triton" or value.device.type == "cuda":
+    backend = chosen or {"cpu": "cpp", "cuda": "triton"}.get(value.device.type, "pytorch")
+    if backend == "pytorch":
+        return backend
+    if backend == "cpp":
+        reason = cpp.obstacle(value, attention, gate)
+    else:
         from rsa_hf.ops.triton import obstacle
 
-        reason = obstacle(value, rems, softmax)
-        if reason is not None and not chosen:
-            _warn_once(f"RSA computes P V in plain PyTorch, not in Triton: {reason}.")
-        return _unless("triton", reason, chosen)
-    return "chunked"
-
-
-def _unless(backend: str, reason: str | None, chosen: str) -> str:
-    """The backend if there is no reason against it, else plain PyTorch; an error if it was chosen."""
+        reason = obstacle(value, rems, attention, gate)
     if reason is None:
         return backend
     if chosen:
-        raise RuntimeError(
-            f"{VARIABLE}={backend} cannot run: {reason}. Unset it, or choose one of {', '.join(BACKENDS[:2])}."
-        )
-    return "chunked"
+        raise RuntimeError(f"{VARIABLE}={backend} cannot run: {reason}. Unset it, or choose pytorch.")
+    if backend == "triton":
+        _warn_once(f"RSA computes P V in plain PyTorch, not in Triton: {reason}.")
+    return "pytorch"
 
 
 @functools.lru_cache(maxsize=64)
@@ -137,51 +117,43 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
 
 
-def _forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> Tensor:
-    if value.numel() == 0 or mask.query_length == 0:
-        return empty_output(value, rems, mask, softmax)
-    path = _path(value, rems, mask, softmax)
-    if path == "chunked":
-        return scan_forward(value, rems, mask, softmax)
+def _forward(
+    path: str, value: Tensor, rems: Rems, mask: AttentionMask, attention: Tensor | None, gate: Tensor | None
+) -> Tensor:
     if path == "cpp":
-        return cpp_forward(value, rems, mask, softmax)
+        return cpp_forward(value, rems, mask, attention, gate)
     if path == "triton":
         from rsa_hf.ops.triton.launch import triton_forward
 
-        return triton_forward(value, rems, mask, softmax)
-    forward = dense_forward if path == "dense" else window_forward
-    return _mixed(forward(value, rems, mask), rems, softmax)
+        return triton_forward(value, rems, mask, attention, gate)
+    return product_in_pytorch(value, rems, mask, attention, gate)
 
 
 def _backward(
-    grad: Tensor, value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None
+    path: str,
+    grad: Tensor,
+    value: Tensor,
+    rems: Rems,
+    mask: AttentionMask,
+    attention: Tensor | None,
+    gate: Tensor | None,
 ) -> Gradients:
-    if grad.numel() == 0:
-        # There may be values without queries.
-        tensors = (value, rems.decay, rems.theta, *((softmax.attention, softmax.gate) if softmax else ()))
-        return Gradients(*map(torch.zeros_like, tensors))
-    path = _path(value, rems, mask, softmax)
+    """The gradients of `_forward`. Those by plain PyTorch can be differentiated again."""
     with torch.autocast(value.device.type, enabled=False):
-        if path == "chunked":
-            return scan_backward(grad, value, rems, mask, softmax)
         if path == "cpp":
-            return cpp_backward(grad, value, rems, mask, softmax)
+            return cpp_backward(grad, value, rems, mask, attention, gate)
         if path == "triton":
             from rsa_hf.ops.triton.launch import triton_backward
 
-            return triton_backward(grad, value, rems, mask, softmax)
-        is_dense = path == "dense"
-        forward, backward = (dense_forward, dense_backward) if is_dense else (window_forward, window_backward)
-        if softmax is None:
-            return backward(grad, value, rems, mask)
-        dtype = working_dtype(value)
-        product = forward(value, rems, mask).transpose(1, 2)
-        dmixed, attention = (take_heads(x, rems.heads, dim=2).to(dtype) for x in (grad, softmax.attention))
-        gate = softmax.gate[:, None].to(dtype)
-        dgate = (dmixed * (product - attention)).sum((0, 1, 3)).to(softmax.gate.dtype)
-        dattention = put_heads(grad, (dmixed * (1 - gate)).to(grad.dtype), rems.heads)
-        gradients = backward((dmixed * gate).transpose(1, 2), value, rems, mask)
-        return gradients._replace(attention=dattention, gate=dgate)
+            return triton_backward(grad, value, rems, mask, attention, gate)
+
+        def product(value: Tensor, decay: Tensor, theta: Tensor, *mixed: Tensor) -> Tensor:
+            return product_in_pytorch(value, replace(rems, decay=decay, theta=theta), mask, *mixed)
+
+        mixed = () if attention is None or gate is None else (attention, gate)
+        # Not by `torch.autograd`, which is off inside an operator.
+        gradients = torch.func.vjp(product, value, rems.decay, rems.theta, *mixed)[1](grad)
+        return (*gradients, *[None] * (5 - len(gradients)))
 
 
 # --- eager ----------------------------------------------------------------------------------------------------------
@@ -198,18 +170,18 @@ class _ApplyRems(torch.autograd.Function):
         gate: Tensor | None,
         rems: Rems,
         mask: AttentionMask,
+        path: str,
     ) -> Tensor:
         ctx.save_for_backward(value, decay, theta, attention, gate)
-        ctx.heads, ctx.mask = (rems.kinds, rems.dilation, rems.heads_per_value, rems.heads), mask
-        return _forward(value, rems, mask, _softmax_branch(attention, gate))
+        ctx.rems, ctx.mask, ctx.path = rems, mask, path
+        return _forward(path, value, rems, mask, attention, gate)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         value, decay, theta, attention, gate = ctx.saved_tensors
-        kinds, dilation, heads_per_value, heads = ctx.heads
-        rems = Rems(kinds, decay, theta, dilation, heads_per_value, heads)
-        backward = _differentiable_backward if _is_differentiated_again(grad) else _backward
-        return (*backward(grad, value, rems, ctx.mask, _softmax_branch(attention, gate)), None, None)
+        rems = replace(ctx.rems, decay=decay, theta=theta)  # with their graph
+        path = "pytorch" if _is_differentiated_again(grad) else ctx.path
+        return (*_backward(path, grad, value, rems, ctx.mask, attention, gate), None, None, None)
 
 
 def _is_differentiated_again(grad: Tensor) -> bool:
@@ -218,49 +190,27 @@ def _is_differentiated_again(grad: Tensor) -> bool:
     return torch.is_grad_enabled() or is_transformed() or torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
-def _differentiable_backward(
-    grad: Tensor, value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None
-) -> list[Tensor | None]:
-    """`_backward` in ordinary PyTorch operations; None where no gradient is required."""
-    inputs = (value, rems.decay, rems.theta, *((softmax.attention, softmax.gate) if softmax else ()))
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad(), torch.autocast(value.device.type, enabled=False):
-        # Views, because attention's output is computed from V: the gradient of V itself would contain that path too.
-        views = [tensor.view_as(tensor) for tensor in inputs]
-        rems = replace(rems, decay=views[1], theta=views[2])
-        output = differentiable_product(views[0], rems, mask, SoftmaxBranch(*views[3:]) if softmax else None)
-        required = [view for view in views if view.requires_grad]
-        found = torch.autograd.grad(output, required, grad, create_graph=create_graph, materialize_grads=True)
-    gradients = iter(found)
-    return [next(gradients) if tensor.requires_grad else None for tensor in views] + [None] * (5 - len(views))
-
-
-def _softmax_branch(attention: Tensor | None, gate: Tensor | None) -> SoftmaxBranch | None:
-    return None if attention is None or gate is None else SoftmaxBranch(attention, gate)
-
-
 # --- compiled and exported ------------------------------------------------------------------------------------------
 
 _ARGUMENTS = (
     "Tensor value, Tensor decay, Tensor theta, Tensor? attention, Tensor? gate, Tensor? mask, Tensor? key_mask, "
-    "Tensor? documents, Tensor? visible, int[] kinds, int[] dilation, int[] heads, int groups, SymInt query_length, "
-    "SymInt query_offset, bool causal, SymInt? window"
+    "Tensor? segments, Tensor? visible, int[] kinds, int[] dilation, int[] heads, int heads_per_value, "
+    "SymInt query_length, SymInt query_offset, bool causal, SymInt? sliding_window"
 )
 
 
-def _unflatten(*arguments: Any) -> tuple[Tensor, Rems, AttentionMask, SoftmaxBranch | None]:
-    """The arguments of `_forward` from those of the operator."""
-    value, decay, theta, attention, gate, mask, key_mask, segment_ids, visible, *others = arguments
+def _unflatten(*arguments: Any) -> tuple[Tensor, Rems, AttentionMask, Tensor | None, Tensor | None]:
+    """The arguments of `_path` from those of the operator."""
+    value, decay, theta, attention, gate, mask, key_mask, segments, visible, *others = arguments
     kinds, dilation, heads, heads_per_value, query_length, query_offset, causal, window = others
     S = value.shape[2]
     if mask is None:
-        packed = None if segment_ids is None else PackedSegments(segment_ids)
-        mask = AttentionMask(query_length, S, query_offset, causal, key_mask, packed, window, visible)
+        mask = AttentionMask(query_length, S, query_offset, causal, key_mask, segments, window, visible)
     else:
-        mask = read_mask(mask, len(value), query_length, S, causal)
+        mask = read_mask(mask, query_length, S, causal)
     names = tuple(KINDS[kind] for kind in kinds)
     rems = Rems(names, decay, theta, tuple(dilation), heads_per_value, tuple(heads))
-    return value, rems, mask, _softmax_branch(attention, gate)
+    return value, rems, mask, attention, gate
 
 
 # Not `torch.library.custom_op`, which looks for the source lines of what it registers among all modules: 40 ms.
@@ -279,29 +229,29 @@ def _operator(*arguments: Any) -> Tensor:
             "rsa_hf::recurrence, P V in an exported program, has no forward-mode derivative. Differentiate the model "
             "that was exported, or use backward mode."
         )
-    return _forward(*_unflatten(*arguments))
+    problem = _unflatten(*arguments)
+    return _laid_out_like(_forward(_path(*problem), *problem), empty_output(*problem[:4]))
 
 
 @torch.library.impl(_LIBRARY, "recurrence", "Meta")
 def _(*arguments: Any) -> Tensor:
     # Without the mask, which has no values to read here.
-    value, rems, mask, softmax = _unflatten(*arguments[:5], None, *arguments[6:])
-    return empty_output(value, rems, mask, softmax)
+    return empty_output(*_unflatten(*arguments[:5], None, *arguments[6:])[:4])
 
 
 @torch.library.impl(_LIBRARY, "recurrence_backward", "CompositeExplicitAutograd")
 def _backward_operator(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    gradients = _backward(grad, *_unflatten(*arguments))
+    problem = _unflatten(*arguments)
+    gradients = _backward(_path(*problem), grad, *problem)
     # An operator returns tensors (never None), with the strides that its fake implementation promises.
     return tuple(
-        grad.new_empty(0) if gradient is None else _laid_out_like(gradient, tensor)
+        grad.new_empty(0) if gradient is None else _laid_out_like(gradient, torch.empty_like(tensor))
         for gradient, tensor in zip(gradients, arguments[:5], strict=True)
     )
 
 
-def _laid_out_like(gradient: Tensor, tensor: Tensor) -> Tensor:
-    promised = torch.empty_like(tensor)
-    return gradient if gradient.stride() == promised.stride() else promised.copy_(gradient)
+def _laid_out_like(result: Tensor, promised: Tensor) -> Tensor:
+    return result if result.stride() == promised.stride() else promised.copy_(result)
 
 
 @torch.library.impl(_LIBRARY, "recurrence_backward", "Meta")
@@ -314,14 +264,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.others = inputs[9:]
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
+def _differentiate(ctx: Any, grad: Tensor) -> Gradients:
+    arguments = (*ctx.saved_tensors, *ctx.others)
     if _is_differentiated_again(grad):
-        return (*_differentiable_backward(grad, *_unflatten(*tensors, *ctx.others)), *[None] * 12)
-    gradients = torch.ops.rsa_hf.recurrence_backward(grad, *tensors, *ctx.others)
-    present = (
-        gradient if tensor is not None else None for gradient, tensor in zip(gradients, tensors[:5], strict=True)
-    )
+        return (*_backward("pytorch", grad, *_unflatten(*arguments)), *[None] * 12)
+    gradients = torch.ops.rsa_hf.recurrence_backward(grad, *arguments)
+    present = (None if tensor is None else found for found, tensor in zip(gradients, arguments[:5], strict=True))
     return (*present, *[None] * 12)
 
 

@@ -2,7 +2,7 @@ r"""P V three times, to be read beside the paper: by its definition, step by ste
 
 Nothing here is fast, and nothing here shares code with the paths that it checks. The tests compare values and
 gradients of `rem_product` with the first two functions. The third is the chunked algorithm in its smallest form, as an
-introduction to `chunked.py`.
+introduction to `pytorch.py`.
 
 Notation: batch B, heads H, queries T, keys S, head size D; τ = position of the query − position of the key. A head has
 the complex rate z = λ (regular) or z = γ e^{iθ} (cos, sin). With step k = τ / d, for a dilation d that divides τ ≥ 1,
@@ -126,7 +126,7 @@ def chunked_minimal(value: Tensor, kinds: Sequence[str], decay: Tensor, theta: T
         y_i = Σ_{j<i} f(i − j) v_j + read(z^{i+1} h)        h' = z^C h + Σ_j z^{C−1−j} v_j
 
     The first term is one C × C product for all chunks at once. Only h, one complex number per head and channel, goes
-    from chunk to chunk. `chunked.py` does the same with real numbers, and treats the sequence of states as it treats
+    from chunk to chunk. `pytorch.py` does the same with real numbers, and treats the sequence of states as it treats
     the sequence of values: in chunks.
     """
     B, H, T, D = value.shape

@@ -9,12 +9,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config
 from transformers.integrations import flex_attention as integration
 
 import flex_stand_in
-import rsa_hf.integration.attention as hooks
 from broken import break_mask, forgets_the_offset
 from families import ENCODERS, FULL_PLAN, VOCAB, WINDOWED, build, build_language_model, move_rates, widen
 from references import relative_error
 from rsa_hf import HeadConfig, RSAConfig, patch_model
-from rsa_hf.ops.mask import evaluate_block_mask
+from rsa_hf.ops.read_mask import evaluate_block_mask
 from texts import CACHES, PIECES, in_pieces, padded, uncached
 
 DECODERS = ["llama", *WINDOWED]
@@ -51,7 +50,7 @@ def tokens(rows=3, length=LENGTH):
 
 def misread(monkeypatch, change):
     """Make RSA see `change(block_mask, query, S)`; attention itself stays right."""
-    monkeypatch.setattr(hooks, "evaluate_block_mask", change)
+    monkeypatch.setattr("rsa_hf.ops.read_mask.evaluate_block_mask", change)
 
 
 def swapped(block_mask, query, key_length):

@@ -70,7 +70,7 @@ def test_tokens_of_an_image_that_see_ahead_agree_with_and_without_a_cache(attent
     assert gap() <= 1e-5
     assert float((uncached(model, inputs) - expected)[real].abs().max()) > 1e-2  # images do see ahead
     if cache == "static":
-        monkeypatch.setattr("rsa_hf.ops.mask.query_position", farthest)
+        monkeypatch.setattr("rsa_hf.ops.read_mask.query_position", farthest)
         assert gap() > 1e-2
 
 

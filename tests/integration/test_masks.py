@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from broken import farthest
 from references import double_loop, relative_error
-from rsa_hf.integration.attention import flash_segment_ids, read_attention_mask
-from rsa_hf.ops.autograd import apply_rems, traced_forward
+from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.pytorch import product_in_pytorch
+from rsa_hf.ops.read_mask import flash_segment_ids, read_attention_mask
 from rsa_hf.rem import Rems
 from texts import visible_with_blocks
 
@@ -98,7 +99,7 @@ def read_and_traced(value, mask, T):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="RSA met")
         read = product(call(T, S, mask), value)
-    return read, traced_forward(value, heads(value), AttentionMask(T, S, 0, True, unread_mask=mask), None)
+    return read, product_in_pytorch(value, heads(value), AttentionMask(T, S, 0, True, unread_mask=mask))
 
 
 def errors(value, mask, T, before, visible):
@@ -141,7 +142,7 @@ def test_the_farthest_visible_key_is_not_the_position(text, monkeypatch):
     visible = visible_with_blocks(text, 3, 7, (2, 0), (0, 2))
     value = torch.randn(2, 3, 20, 2, dtype=torch.float64)
     assert max(errors(value, visible, 10, 3, visible)) < 1e-6
-    monkeypatch.setattr("rsa_hf.ops.mask.query_position", farthest)
+    monkeypatch.setattr("rsa_hf.ops.read_mask.query_position", farthest)
     assert min(errors(value, visible.clone(), 10, 3, visible)) > 1e-2
 
 

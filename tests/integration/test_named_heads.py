@@ -54,7 +54,7 @@ def dense(shift=0):
     return forward
 
 
-@pytest.mark.parametrize("backend", ["chunked", "cpp", "dense"])
+@pytest.mark.parametrize("backend", ["pytorch", "cpp"])
 @pytest.mark.parametrize("family", [*FAMILIES, "mistral", "modernbert"])
 @torch.no_grad()
 def test_a_model_agrees_with_dense_p(family, backend, monkeypatch):

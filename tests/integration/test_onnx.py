@@ -10,8 +10,8 @@ import torch
 from families import FULL_PLAN, VOCAB, build
 from references import double_loop, relative_error
 from rsa_hf import HeadConfig, RSAConfig, patch_model, unpatch_model
-from rsa_hf.ops.autograd import traced_forward
 from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.pytorch import product_in_pytorch
 from rsa_hf.rem import Rems
 from texts import visible_with_blocks
 
@@ -83,8 +83,8 @@ def test_an_exported_roberta_gives_the_same_outputs(exported, batch, length, pad
 def test_an_exported_product_reads_masks_of_images_prefixes_and_static_caches(onnxruntime, tmp_path):
     class Product(torch.nn.Module):
         def forward(self, value, mask):
-            return traced_forward(
-                value, heads(), AttentionMask(mask.shape[2], value.shape[2], 0, True, unread_mask=mask), None
+            return product_in_pytorch(
+                value, heads(), AttentionMask(mask.shape[2], value.shape[2], 0, True, unread_mask=mask)
             )
 
     batch, length, keys = (torch.export.Dim(name, max=99) for name in ("batch", "length", "keys"))

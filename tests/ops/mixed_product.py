@@ -7,9 +7,8 @@ import torch
 
 from references import relative_error
 from rsa_hf.ops.autograd import apply_rems
-from rsa_hf.ops.mask import AttentionMask, PackedSegments
+from rsa_hf.ops.mask import AttentionMask, segment_index
 from rsa_hf.ops.reference import dense_rem_product
-from rsa_hf.ops.types import SoftmaxBranch
 from rsa_hf.rem import Rems
 
 KINDS = ("regular", "cos", "sin")
@@ -65,7 +64,7 @@ def agreement(
     offset = S - T if offset is None else offset
     masks = {"key_mask": key_mask, "documents": documents}
     on_device = {name: None if mask is None else mask.to(device()) for name, mask in masks.items()}
-    segments = None if documents is None else PackedSegments(on_device["documents"])
+    segments = None if documents is None else segment_index(on_device["documents"])
     attention_mask = AttentionMask(T, S, offset, causal, on_device["key_mask"], segments, window)
     weights = torch.randn(attention.shape).to(attention.dtype).to(device())
     found = differentiate(
@@ -90,7 +89,7 @@ def agreement(
 def mixed_product(tensors, kinds, dilation, groups, attention_mask, heads):
     value, decay, theta, attention, gate = tensors
     rems = Rems(kinds, decay, theta, dilation, groups, heads)
-    return apply_rems(value, rems, attention_mask, SoftmaxBranch(attention, gate))
+    return apply_rems(value, rems, attention_mask, attention, gate)
 
 
 def differentiate(function, tensors, weights):

@@ -14,7 +14,6 @@ from ops.agreement import record_calls
 from rsa_hf import rem_product
 from rsa_hf.ops import autograd, triton
 from rsa_hf.ops.cpp.build import library
-from rsa_hf.ops.types import SoftmaxBranch
 from rsa_hf.rem import Rems
 
 HEADS = ("regular", "cos")
@@ -56,29 +55,27 @@ def old_gpu(monkeypatch):
 def test_a_cpu_uses_cpp_if_it_can_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert autograd.choose_backend(*problem(), None) == ("chunked" if isinstance(library(), str) else "cpp")
+        assert autograd.choose_backend(*problem()) == ("pytorch" if isinstance(library(), str) else "cpp")
 
 
-@pytest.mark.parametrize("name", ["dense", "chunked"])
-def test_the_environment_variable_chooses_the_backend(monkeypatch, name):
-    monkeypatch.setenv("RSA_HF_BACKEND", name)
-    assert autograd.choose_backend(*problem(), None) == name
-    used = record_calls(monkeypatch, autograd, "dense_forward", "scan_forward")
+def test_the_environment_variable_chooses_the_backend(monkeypatch):
+    monkeypatch.setenv("RSA_HF_BACKEND", "pytorch")
+    used = record_calls(monkeypatch, autograd, "product_in_pytorch", "cpp_forward")
     value, heads = problem()
     rem_product(value, HEADS, heads.decay, heads.theta)
-    assert used == [{"dense": "dense_forward", "chunked": "scan_forward"}[name]]
+    assert used == ["product_in_pytorch"]
 
 
 def test_an_unknown_backend_is_an_error(monkeypatch):
     monkeypatch.setenv("RSA_HF_BACKEND", "cuda")
-    with pytest.raises(ValueError, match="='cuda': choose from dense, chunked, cpp, triton"):
+    with pytest.raises(ValueError, match="='cuda': choose from pytorch, cpp, triton"):
         rem_product(problem()[0], HEADS, 0.5)
 
 
 def test_choosing_triton_without_the_package_is_an_error(monkeypatch):
     monkeypatch.setenv("RSA_HF_BACKEND", "triton")
     monkeypatch.setattr(importlib, "import_module", not_installed)
-    with pytest.raises(RuntimeError, match=r"triton ≥ 3.6 cannot be imported .*rsa_hf\[gpu\].*dense, chunked"):
+    with pytest.raises(RuntimeError, match=r"triton ≥ 3.6 cannot be imported .*rsa_hf\[gpu\].*choose pytorch"):
         rem_product(problem()[0], HEADS, 0.5)
 
 
@@ -93,19 +90,19 @@ def test_choosing_triton_without_a_gpu_is_an_error(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda v, m: (v.double(), m), "value is float64, and its kernels take float32, bfloat16, float16"),
-        (lambda v, m: (v, SoftmaxBranch(m.attention.double(), m.gate)), "attention is float64"),
-        (lambda v, m: (v, SoftmaxBranch(m.attention.to("meta"), m.gate)), "value is on cpu and attention on meta"),
-        (lambda v, m: (v, SoftmaxBranch(m.attention, m.gate.to("meta"))), "value is on cpu and gate on meta"),
+        (lambda v, a, g: (v.double(), a, g), "value is float64, and its kernels take float32, bfloat16, float16"),
+        (lambda v, a, g: (v, a.double(), g), "attention is float64"),
+        (lambda v, a, g: (v, a.to("meta"), g), "value is on cpu and attention on meta"),
+        (lambda v, a, g: (v, a, g.to("meta")), "value is on cpu and gate on meta"),
     ],
 )
 def test_choosing_triton_for_unsupported_tensors_is_an_error(monkeypatch, change, message):
     importorskip_triton()
     monkeypatch.setenv("RSA_HF_BACKEND", "triton")
     value, rems = problem()
-    value, softmax = change(value, SoftmaxBranch(torch.randn(1, 20, 2, 16), torch.ones(2)))
+    value, attention, gate = change(value, torch.randn(1, 20, 2, 16), torch.ones(2))
     with pytest.raises(RuntimeError, match=message):
-        autograd.choose_backend(value, rems, softmax)
+        autograd.choose_backend(value, rems, attention, gate)
 
 
 def test_the_automatic_fallback_warns_once(old_gpu):
@@ -113,7 +110,7 @@ def test_the_automatic_fallback_warns_once(old_gpu):
     value = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32)  # all that is read of V
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert [autograd.choose_backend(value, problem()[1], None) for _ in range(3)] == ["chunked"] * 3
+        assert [autograd.choose_backend(value, problem()[1]) for _ in range(3)] == ["pytorch"] * 3
     assert len(said) == 1
     reason = "Tesla T4 has compute capability 7.5, and 8.0 is needed"
     assert f"plain PyTorch, not in Triton: {reason}" in str(said[0].message)

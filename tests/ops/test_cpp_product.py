@@ -132,7 +132,7 @@ def test_decays_that_end_in_subnormal_numbers_take_no_longer():
         times = []
         for _ in range(5):
             began = time.perf_counter()
-            launch.cpp_forward(value, heads, mask, None)
+            launch.cpp_forward(value, heads, mask, None, None)
             times.append(time.perf_counter() - began)
         return min(times)
 
@@ -195,14 +195,14 @@ def another_system(monkeypatch):
 def test_without_it_plain_pytorch_computes_the_same(monkeypatch, freshly_compiled, cause, reason):
     cause(monkeypatch)
     value, decay, theta, *_ = draw(20)
-    with pytest.raises(RuntimeError, match=f"RSA_HF_BACKEND=cpp cannot run: .*{reason}.*dense, chunked"):
+    with pytest.raises(RuntimeError, match=f"RSA_HF_BACKEND=cpp cannot run: .*{reason}.*choose pytorch"):
         rem_product(value, KINDS, decay, theta)
     monkeypatch.delenv("RSA_HF_BACKEND")
-    used = record_calls(monkeypatch, autograd, "scan_forward", "cpp_forward")
+    used = record_calls(monkeypatch, autograd, "product_in_pytorch", "cpp_forward")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rem_product(value, KINDS, decay, theta)
-    assert used == ["scan_forward"]
+    assert used == ["product_in_pytorch"]
 
 
 @pytest.mark.parametrize("kind", ["meta", "a subclass"])
@@ -212,8 +212,8 @@ def test_tensors_without_memory_of_their_own_are_left_to_pytorch(kind):
 
     value = torch.randn(1, 1, 3, 2)
     value = value.to("meta") if kind == "meta" else value.as_subclass(Wrapped)
-    assert cpp.obstacle(value, None) is not None
-    assert cpp.obstacle(torch.nn.Parameter(torch.randn(1, 1, 3, 2)), None) == (
+    assert cpp.obstacle(value) is not None
+    assert cpp.obstacle(torch.nn.Parameter(torch.randn(1, 1, 3, 2))) == (
         build.library() if isinstance(build.library(), str) else None
     )
 

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ops.agreement import DILATION, KINDS, draw
 from rsa_hf.config import RSAConfig
 from rsa_hf.heads import RSAHeads
-from rsa_hf.integration.attention import read_attention_mask
 from rsa_hf.ops.decode import LagTable, decode
+from rsa_hf.ops.read_mask import read_attention_mask
 from rsa_hf.ops.reference import dense_rem_product
 from rsa_hf.rem import Rems
 
@@ -141,9 +141,9 @@ def test_a_table_made_in_inference_mode_is_not_used_in_a_graph():
 def test_copies_and_pickles_keep_no_tables():
     heads, attention, value = layer()
     expected = heads(attention, value, row(value))
-    assert heads._cache is not None
+    assert heads._cache.kept is not None
     for other in (copy.deepcopy(heads), pickle.loads(pickle.dumps(heads))):
-        assert other._cache is None
+        assert other._cache.kept is None
         assert torch.equal(other(attention, value, row(value)), expected)
 
 

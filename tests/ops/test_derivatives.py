@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import StaticCache
 
 import families
-import rsa_hf.heads
 from ops.agreement import DILATION as SIX_DILATIONS
 from ops.agreement import KINDS as SIX_KINDS
 from ops.mixed_product import DILATION, KINDS, draw, mixed_product
@@ -19,13 +18,13 @@ from rsa_hf import RSAConfig, patch_model, rem_product
 from rsa_hf.heads import RSAHeads
 from rsa_hf.ops import autograd
 from rsa_hf.ops.cpp.build import library
-from rsa_hf.ops.mask import AttentionMask, PackedSegments
+from rsa_hf.ops.mask import AttentionMask, segment_index
 from rsa_hf.ops.reference import dense_rem_product
 
 NAMES = ("value", "decay", "theta", "attention", "gate")
 
 
-@pytest.fixture(params=["dense", "chunked", "cpp", "triton"])
+@pytest.fixture(params=["pytorch", "cpp", "triton"])
 def backend(request, monkeypatch):
     if request.param == "triton":
         from ops import kernels_under_test
@@ -75,7 +74,7 @@ def agreement(T=21, S=None, groups=1, heads=(0, 2, 3), offset=None, hidden=None,
         tensors[0].data[hidden[:, None].expand(-1, 4 // groups, -1)] = torch.nan
         masks["key_mask"] = ~hidden
     numbers = masks.get("documents")
-    segments = None if numbers is None else PackedSegments(numbers.expand(2, -1))
+    segments = None if numbers is None else segment_index(numbers)
     where = (masks.get("causal", True), masks.get("key_mask"), segments, masks.get("window"), masks.get("visible"))
     mask = AttentionMask(T, S, offset, *where)
     found = second_derivatives(lambda t: mixed_product(t, KINDS, DILATION, groups, mask, heads), tensors)
@@ -119,23 +118,19 @@ def test_second_derivatives_in_half_precision_agree_with_dense_p(dtype):
     assert max(errors.values()) < 0.05, errors
 
 
+@pytest.mark.skipif(isinstance(library(), str), reason=str(library()))
 @pytest.mark.parametrize("missing", ["decay", "theta", "attention", "gate"])
 def test_a_missing_second_derivative_is_caught(missing, monkeypatch):
-    original = autograd._differentiable_backward
+    monkeypatch.setenv("RSA_HF_BACKEND", "cpp")
+    original = autograd._backward
 
     def broken(*arguments):
-        gradients = original(*arguments)
+        gradients = list(original(*arguments))
         gradients[NAMES.index(missing)] = gradients[NAMES.index(missing)].detach()
-        return gradients
+        return tuple(gradients)
 
-    monkeypatch.setattr(autograd, "_differentiable_backward", broken)
+    monkeypatch.setattr(autograd, "_backward", broken)
     assert max(agreement().values()) > 1e-3
-
-
-def test_a_path_that_is_counted_twice_is_caught(monkeypatch):
-    # Without views, the gradient of V would contain the path through attention's output.
-    monkeypatch.setattr(torch.Tensor, "view_as", lambda self, other: self)
-    assert agreement()["value"] > 1e-3
 
 
 def six_heads(rates=(-0.9, 0.95, 0.0, 0.7, 0.5, 0.99)):
@@ -236,10 +231,9 @@ def test_a_transform_leaves_nothing_behind():
     tensors[0] = torch.randn(1, 6, 9, 16, dtype=torch.float64)
     expected = transformed()
     with pytest.MonkeyPatch.context() as patch:
-        for backend in ("dense", "chunked"):
-            patch.setenv("RSA_HF_BACKEND", backend)
-            functionalize(mixed)(*tensors)
-            assert mixed(*tensors).isfinite().all()
+        patch.setenv("RSA_HF_BACKEND", "pytorch")
+        functionalize(mixed)(*tensors)
+        assert mixed(*tensors).isfinite().all()
     assert torch.equal(transformed(), expected)
 
 
@@ -444,10 +438,10 @@ def test_forward_mode_of_a_step_agrees_with_dense_p(mask, way):
     assert relative_error(found, expected) < 1e-10
 
 
-@pytest.mark.parametrize("mask", ["last slot", "padding"])
-def test_dropped_tangents_are_caught(mask, monkeypatch):
-    monkeypatch.setattr(rsa_hf.heads, "is_transformed", lambda: False)
-    found, expected = tangents_of_a_step(layer(), step_masks()[mask], "dual")
+def test_dropped_tangents_are_caught(monkeypatch):
+    for module in ("rsa_hf.heads", "rsa_hf.ops.decode"):
+        monkeypatch.setattr(f"{module}.is_transformed", lambda: False)
+    found, expected = tangents_of_a_step(layer(), step_masks()["last slot"], "dual")
     assert relative_error(found, expected) > 1e-2
 
 

@@ -12,7 +12,7 @@ from rsa_hf.ops.cpp.build import library
 from rsa_hf.ops.reference import dense_rem_product
 
 
-@pytest.fixture(autouse=True, params=["chunked", "cpp", "triton"])
+@pytest.fixture(autouse=True, params=["pytorch", "cpp", "triton"])
 def backend(request, monkeypatch):
     if request.param == "triton":
         from ops import kernels_under_test

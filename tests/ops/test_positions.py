@@ -6,12 +6,12 @@ import torch
 import families
 from rsa_hf import RSAConfig, rem_product
 from rsa_hf.heads import RSAHeads, attach_heads
-from rsa_hf.integration.attention import read_attention_mask
 from rsa_hf.ops.cpp.build import library
 from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.read_mask import read_attention_mask
 
 
-@pytest.fixture(params=["dense", "chunked", "cpp", "triton"])
+@pytest.fixture(params=["pytorch", "cpp", "triton"])
 def backend(request, monkeypatch):
     if request.param == "triton":
         from ops import kernels_under_test

@@ -9,7 +9,6 @@ from ops.mixed_product import DILATION, KINDS, differentiate, draw
 from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.triton import launch
-from rsa_hf.ops.types import SoftmaxBranch
 from rsa_hf.rem import Rems
 
 small_chunks = kernels_under_test.small_chunks
@@ -19,7 +18,7 @@ T = 20
 
 def mixed(value, decay, theta, attention, gate):
     rems = Rems(KINDS, decay, theta, DILATION, 1, tuple(range(len(KINDS))))
-    return apply_rems(value * 2, rems, AttentionMask(T, T, 0, True), SoftmaxBranch(attention, gate)) + 1
+    return apply_rems(value * 2, rems, AttentionMask(T, T, 0, True), attention, gate) + 1
 
 
 def test_forward_and_backward_are_one_graph(monkeypatch):

@@ -26,7 +26,7 @@ ANGLES = (0.0, math.pi, 1e-30, 2.0, -1e4, 1e9, 1e30)
 LENGTHS = (1, 2, 3, 7, 16, 17, 33, 35)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SIZES = ("one", "largest", "subnormal")
-BACKENDS = ("chunked", "cpp", "dense")
+BACKENDS = ("pytorch", "cpp")
 GRADIENTS = ("dV", "d decay", "d theta")
 
 
@@ -217,7 +217,7 @@ def filtered(v, kind, rate, angle, d, weights):
     return [read(y), read(back), (read(slope * turn) * weights).sum(), (read(slope * 1j * z) * weights).sum()]
 
 
-@pytest.mark.parametrize("backend", ["", "chunked"])  # the default is C++ where there is a compiler
+@pytest.mark.parametrize("backend", ["", "pytorch"])  # the default is C++ where there is a compiler
 @pytest.mark.parametrize(
     ("dtype", "is_broken"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
 )

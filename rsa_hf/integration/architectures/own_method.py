@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from rsa_hf.integration.trial import is_marking, marks_of
-from rsa_hf.ops.mask import HIDDEN_AT_OR_BELOW, remembered
+from rsa_hf.ops.mask import remembered
+from rsa_hf.ops.read_mask import HIDDEN_AT_OR_BELOW
 
 __all__ = ["run_attn", "run_gpt2", "run_gpt_neo", "run_openai_gpt", "run_xlnet"]
 

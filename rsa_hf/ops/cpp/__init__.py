@@ -1,7 +1,7 @@
 r"""P V, mixed into attention, and its gradients on a CPU: C++ that walks along the sequence.
 
 The C++ is compiled when it is first needed, in about three seconds, and kept in the user's cache (`build.py`). That
-takes a compiler and nothing else; without one, `ops/chunked.py` computes the same in plain PyTorch, more slowly.
+takes a compiler and nothing else; without one, `ops/pytorch.py` computes the same in plain PyTorch, more slowly.
 
 On a CPU the recurrence itself is the cheapest way to P V: a few multiplications for each number, so reading V is what
 takes time. With s_t = Σ_{j<t} z^{t−j} v_j and its derivative q_t = ∂s_t/∂z,
@@ -34,14 +34,15 @@ import torch
 from torch import Tensor
 
 from rsa_hf.ops.cpp.build import library
-from rsa_hf.ops.types import SoftmaxBranch
 
 __all__ = ["obstacle"]
 
 
-def obstacle(value: Tensor, softmax: SoftmaxBranch | None) -> str | None:
+def obstacle(*tensors: Tensor | None) -> str | None:
     """Why the C++ cannot compute P V here, or None. Compiles it, if that was not done before."""
-    for tensor in (value,) if softmax is None else (value, softmax.attention, softmax.gate):
+    for tensor in tensors:
+        if tensor is None:
+            continue
         if tensor.device.type != "cpu":
             return f"a tensor is on {tensor.device}, and it is for CPUs"
         if type(tensor) not in (Tensor, torch.nn.Parameter):

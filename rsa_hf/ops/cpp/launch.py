@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rsa_hf.ops.chunked import copy_other_heads, empty_output
+from rsa_hf.ops.buffers import copy_other_heads, empty_output, empty_rows, with_rows
 from rsa_hf.ops.cpp.build import library
 from rsa_hf.ops.mask import AttentionMask
-from rsa_hf.ops.memory import empty_rows, with_rows
-from rsa_hf.ops.types import Gradients, SoftmaxBranch
 from rsa_hf.rem import KINDS, Rems, other_heads, working_dtype
 
 __all__ = ["compiled_function", "cpp_backward", "cpp_forward", "integers"]
@@ -52,53 +50,53 @@ class _Problem(ctypes.Structure):
     )
 
 
-def cpp_forward(value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None) -> Tensor:
-    """P V, [B, H, T, D]; or, with `softmax`, (1 − g) · attention + g · P V, [B, T, H', D].
+def cpp_forward(
+    value: Tensor, rems: Rems, mask: AttentionMask, attention: Tensor | None, gate: Tensor | None
+) -> Tensor:
+    """P V, [B, H, T, D]; or, with `attention`, (1 − g) · attention + g · P V, [B, T, H', D].
 
     Args:
         value: shape [B, Hv, S, D].
         rems: the heads.
         mask: which keys each query sees; without `visible`.
-        softmax: attention's output and the gate, or None.
+        attention: attention's output, or None.
+        gate: g of each head, or None.
     """
     dtype = working_dtype(value)
-    output = empty_output(value, rems, mask, softmax)
-    if softmax is None:
+    output = empty_output(value, rems, mask, attention)
+    if attention is None:
         _call("forward", dtype, rems, mask, None, value=value.to(dtype), output=output)
         return output
-    attention = softmax.attention.to(dtype)
+    attention = attention.to(dtype)
     mixed = output if output.dtype == dtype else output.new_empty(output.shape, dtype=dtype)
     copy_other_heads(attention, mixed, rems)
     heads = {"attention": attention.transpose(1, 2), "output": mixed.transpose(1, 2)}
-    _call("forward", dtype, rems, mask, softmax.gate, value=value.to(dtype), **heads)
+    _call("forward", dtype, rems, mask, gate, value=value.to(dtype), **heads)
     return mixed.to(output.dtype)
 
 
 def cpp_backward(
-    grad: Tensor, value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None
-) -> Gradients:
-    """The gradients of `cpp_forward`, from the gradient of its output."""
+    grad: Tensor, value: Tensor, rems: Rems, mask: AttentionMask, attention: Tensor | None, gate: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `cpp_forward` with respect to V, decay, θ, attention and gate, from that of its output."""
     H, dtype, S = len(rems.kinds), working_dtype(value), mask.seen_length
     dvalue = empty_rows(value, dtype)
     dvalue[:, :, S:] = 0
     for unread in other_heads(sorted({head // rems.heads_per_value for head in rems.heads}), dvalue.shape[1]):
         dvalue[:, unread] = 0
     sums = value.new_empty(len(value), H, 3, dtype=torch.float64)
-    tensors, gate, dattention = {"value": value.to(dtype), "dvalue": dvalue}, None, None
-    if softmax is not None:
-        gate = softmax.gate
-        dattention = empty_rows(softmax.attention, dtype)
+    tensors, dattention = {"value": value.to(dtype), "dvalue": dvalue}, None
+    if attention is not None:
+        dattention = empty_rows(attention, dtype)
         copy_other_heads(grad, dattention, rems)
-        tensors["attention"] = softmax.attention.to(dtype).transpose(1, 2)
+        tensors["attention"] = attention.to(dtype).transpose(1, 2)
         tensors["dattention"] = dattention.transpose(1, 2)
         grad = grad.transpose(1, 2)
     _call("backward", dtype, rems, mask, gate, sums, grad=grad.to(dtype), **tensors)
     ddecay, dtheta, dgate = (x.to(rems.decay.dtype) for x in sums.sum(0).unbind(1))
-    if softmax is None or dattention is None:
-        return Gradients(dvalue.to(value.dtype), ddecay, dtheta)
-    return Gradients(
-        dvalue.to(value.dtype), ddecay, dtheta, dattention.to(softmax.attention.dtype), dgate.to(softmax.gate.dtype)
-    )
+    if attention is None or gate is None or dattention is None:
+        return dvalue.to(value.dtype), ddecay, dtheta, None, None
+    return dvalue.to(value.dtype), ddecay, dtheta, dattention.to(attention.dtype), dgate.to(gate.dtype)
 
 
 def _call(
@@ -129,7 +127,7 @@ def _call(
         return _Positions(keep[-1].data_ptr(), *keep[-1].stride()[:3])
 
     key_mask, key_mask_row = rows(mask.key_mask, torch.bool)
-    segments, segments_row = rows(None if mask.segments is None else mask.segments.index, torch.int64)
+    segments, segments_row = rows(mask.segments, torch.int64)
     keys = mask.seen_length
     problem = _Problem(
         rows=B,

@@ -61,7 +61,6 @@ import importlib
 import torch
 from torch import Tensor
 
-from rsa_hf.ops.types import SoftmaxBranch
 from rsa_hf.rem import Rems
 
 __all__ = ["obstacle"]
@@ -70,17 +69,17 @@ OLDEST_CAPABILITY = (8, 0)  # Ampere: bfloat16 and tf32 on tensor cores
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def obstacle(value: Tensor, rems: Rems, softmax: SoftmaxBranch | None) -> str | None:
+def obstacle(value: Tensor, rems: Rems, attention: Tensor | None, gate: Tensor | None) -> str | None:
     """Why the kernels cannot compute P V here, or None. Does not import them."""
     reason = _obstacle_of_device(value.device)
     if reason is not None:
         return reason
-    tensors = {"value": value} if softmax is None else {"value": value, "attention": softmax.attention}
+    tensors = {"value": value} if attention is None else {"value": value, "attention": attention}
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             return f"{name} is {str(tensor.dtype).removeprefix('torch.')}, and its kernels take {allowed}"
-    tensors |= {"decay": rems.decay} if softmax is None else {"decay": rems.decay, "gate": softmax.gate}
+    tensors |= {"decay": rems.decay} if gate is None else {"decay": rems.decay, "gate": gate}
     for name, tensor in tensors.items():
         if tensor.device != value.device:
             return f"value is on {value.device} and {name} on {tensor.device}"

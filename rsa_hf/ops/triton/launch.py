@@ -11,15 +11,13 @@ import torch
 import triton
 from torch import Tensor
 
-from rsa_hf.ops.chunked import copy_other_heads, empty_output
+from rsa_hf.ops.buffers import copy_other_heads, empty_output, empty_rows, with_rows
 from rsa_hf.ops.mask import AttentionMask
-from rsa_hf.ops.memory import empty_rows, with_rows
 from rsa_hf.ops.triton.backward import backward_kernel, rates_kernel
 from rsa_hf.ops.triton.forward import forward_kernel
 from rsa_hf.ops.triton.states import splits_kernel
 from rsa_hf.ops.triton.tables import TABLE_ROWS, Shape, powers_kernel
 from rsa_hf.ops.triton.tuning import Tuning, candidates, fastest
-from rsa_hf.ops.types import Gradients, SoftmaxBranch
 from rsa_hf.rem import KINDS, Rems, kept_constants, other_heads
 
 __all__ = ["triton_backward", "triton_forward"]
@@ -29,27 +27,33 @@ CHUNKS_OF_SPLIT = 4  # at least: a split is worth the state that it has to be ha
 
 
 def triton_forward(
-    value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None, tuning: Tuning | None = None
+    value: Tensor,
+    rems: Rems,
+    mask: AttentionMask,
+    attention: Tensor | None,
+    gate: Tensor | None,
+    tuning: Tuning | None = None,
 ) -> Tensor:
-    """P V, [B, H, T, D]; or, with `softmax`, (1 − g) · attention + g · P V, [B, T, H', D].
+    """P V, [B, H, T, D]; or, with `attention`, (1 − g) · attention + g · P V, [B, T, H', D].
 
     Args:
         value: shape [B, Hv, S, D]; float32, bfloat16 or float16.
         rems: the heads.
         mask: which keys each query sees; without a sliding window and `visible`.
-        softmax: attention's output and the gate, or None.
+        attention: attention's output, or None.
+        gate: g of each head, or None.
         tuning: block shapes; None: the fastest known ones.
     """
-    output = empty_output(value, rems, mask, softmax)
-    if softmax is not None:
-        copy_other_heads(softmax.attention, output, rems)
+    output = empty_output(value, rems, mask, attention)
+    if attention is not None:
+        copy_other_heads(attention, output, rems)
     value = with_rows(value)
 
     def run(tuning: Tuning) -> None:
-        _Launch(value, rems, mask, softmax, tuning).forward(output)
+        _Launch(value, rems, mask, attention, gate, tuning).forward(output)
 
     with _on(value.device):
-        run(tuning or _tuning("forward", run, value, rems, mask, softmax))
+        run(tuning or _tuning("forward", run, value, rems, mask, attention))
     return output
 
 
@@ -58,16 +62,17 @@ def triton_backward(
     value: Tensor,
     rems: Rems,
     mask: AttentionMask,
-    softmax: SoftmaxBranch | None,
+    attention: Tensor | None,
+    gate: Tensor | None,
     tuning: Tuning | None = None,
-) -> Gradients:
-    """The gradients of `triton_forward`, from the gradient of its output."""
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `triton_forward` with respect to V, decay, θ, attention and gate, from that of its output."""
     heads_per_value = rems.heads_per_value
     dvalue = empty_rows(value)
     ddecay, dtheta = torch.empty_like(rems.decay), torch.empty_like(rems.theta)
     dattention = dgate = None
-    if softmax is not None:
-        dattention, dgate = empty_rows(softmax.attention), torch.empty_like(softmax.gate)
+    if attention is not None and gate is not None:
+        dattention, dgate = empty_rows(attention), torch.empty_like(gate)
         copy_other_heads(grad, dattention, rems)
     length = mask.seen_length
     dvalue[:, :, length:] = 0
@@ -81,23 +86,21 @@ def triton_backward(
     value, grad = with_rows(value), with_rows(grad)
 
     def run(tuning: Tuning) -> None:
-        launch = _Launch(value, rems, mask, softmax, tuning)
+        launch = _Launch(value, rems, mask, attention, gate, tuning)
         launch.backward(grad, heads, dattention, ddecay, dtheta, dgate)
 
     with _on(value.device):
-        run(tuning or _tuning("backward", run, value, rems, mask, softmax))
+        run(tuning or _tuning("backward", run, value, rems, mask, attention))
     if heads_per_value > 1:
         dvalue[:, :, :length] = heads.unflatten(1, (-1, heads_per_value)).sum(2)
-    return Gradients(dvalue, ddecay, dtheta, dattention, dgate)
+    return dvalue, ddecay, dtheta, dattention, dgate
 
 
-def _tuning(
-    kernel: str, run: Any, value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None
-) -> Tuning:
+def _tuning(kernel: str, run: Any, value: Tensor, rems: Rems, mask: AttentionMask, attention: Tensor | None) -> Tuning:
     options = candidates(kernel, value.shape[3], 8 * value.element_size())
     steps = mask.seen_length // min(rems.dilation)
     size = (value.numel().bit_length(), steps.bit_length())
-    flags = (mask.causal, softmax is None, mask.segments is None, mask.key_mask is None)
+    flags = (mask.causal, attention is None, mask.segments is None, mask.key_mask is None)
     question = (kernel, value.device, value.dtype, value.shape[3], size, flags)
     return fastest(question, options, run, value.device)
 
@@ -161,14 +164,23 @@ class _Launch:
     """One problem, divided into programs by a tuning."""
 
     def __init__(
-        self, value: Tensor, rems: Rems, mask: AttentionMask, softmax: SoftmaxBranch | None, tuning: Tuning
+        self,
+        value: Tensor,
+        rems: Rems,
+        mask: AttentionMask,
+        attention: Tensor | None,
+        gate: Tensor | None,
+        tuning: Tuning,
     ) -> None:
-        self.value, self.rems, self.mask, self.softmax = value, rems, mask, softmax
+        self.value, self.rems, self.mask = value, rems, mask
+        # Where there is none, V is a placeholder that is not read.
+        self.attention = value if attention is None else with_rows(attention).transpose(1, 2)
+        self.gate, self.is_mixed = value if gate is None else gate, attention is not None
         self.length, self.warps = mask.seen_length, tuning.warps
         B, H, device = len(value), len(rems.kinds), value.device
         flags = (
             mask.causal,
-            softmax is not None,
+            self.is_mixed,
             mask.key_mask is not None,
             mask.segments is not None,
             value.element_size() == 2,
@@ -178,9 +190,8 @@ class _Launch:
         )
         self.heads, self.columns, self.starts = _plan(rems.kinds, rems.dilation, rems.heads, residues, device)
         self.table = value.new_empty(H, int(TABLE_ROWS), self.shape.powers, dtype=torch.float32)
-        # Where there is none, V is a placeholder that is not read.
         key_mask = value if mask.key_mask is None else with_rows(mask.key_mask).view(torch.uint8)
-        segment_ids = value if mask.segments is None else mask.segments.index
+        segment_ids = value if mask.segments is None else mask.segments
         masks = tuple((tensor, tensor.stride(0) if len(tensor) > 1 else 0) for tensor in (key_mask, segment_ids))
         # What all kernels that walk along the sequence take.
         self.tables = (*masks, self.columns, self.heads, self.table)
@@ -197,12 +208,12 @@ class _Launch:
 
     def forward(self, output: Tensor) -> None:
         """Write the output of the RSA heads."""
-        value, softmax, heads_per_value = self.value, self.softmax, self.rems.heads_per_value
+        value, heads_per_value = self.value, self.rems.heads_per_value
         forward_kernel[(self.programs,)](
             _strided(value),
-            _strided(value if softmax is None else with_rows(softmax.attention).transpose(1, 2)),
-            _per_head(value if softmax is None else softmax.gate),
-            _strided(output if softmax is None else output.transpose(1, 2)),
+            _strided(self.attention),
+            _per_head(self.gate),
+            _strided(output.transpose(1, 2) if self.is_mixed else output),
             *self.tables,
             self._written(value, 0, self.length, heads_per_value, backward=False),
             self._entering(2),
@@ -221,20 +232,17 @@ class _Launch:
         dgate: Tensor | None,
     ) -> None:
         """Write the gradients of the RSA heads and of the values they read."""
-        value, mask, softmax = self.value, self.mask, self.softmax
-        gate = attention = dsoftmax = value
-        if softmax is not None and dattention is not None:
-            grad, gate = grad.transpose(1, 2), softmax.gate
-            attention, dsoftmax = with_rows(softmax.attention).transpose(1, 2), dattention.transpose(1, 2)
+        value, mask = self.value, self.mask
+        grad = grad.transpose(1, 2) if self.is_mixed else grad
         parts = len(value) * self.shape.blocks * self.shape.splits
         partial = value.new_empty(len(self.columns), parts, 3, dtype=torch.float32)
         backward_kernel[(self.programs,)](
             _strided(grad),
             _strided(value),
-            _strided(attention),
-            _per_head(gate),
+            _strided(self.attention),
+            _per_head(self.gate),
             _strided(dvalue),
-            _strided(dsoftmax),
+            _strided(value if dattention is None else dattention.transpose(1, 2)),
             partial,
             *self.tables,
             self._written(grad, mask.query_offset, mask.query_length, 1, backward=True),
@@ -246,14 +254,14 @@ class _Launch:
         rates_kernel[(len(self.heads),)](
             partial,
             _per_head(self.rems.decay),
-            _per_head(gate),
+            _per_head(self.gate),
             self.heads,
             self.starts,
             ddecay,
             dtheta,
-            gate if dgate is None else dgate,
+            self.gate if dgate is None else dgate,
             parts,
-            MIXED=softmax is not None,
+            MIXED=self.is_mixed,
             BLOCK=256,
             num_warps=1,
         )

@@ -1,0 +1,344 @@
+"""Reads an `AttentionMask` from 2-D and 4-D masks, flex attention's BlockMask and flash attention's keywords.
+
+Notation as in `mask.py`: batch B, heads H, queries T, keys S.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rsa_hf.ops.mask import AttentionMask, boolean_mask, lags, remembered, segment_index
+from rsa_hf.rem import is_recorded, is_transformed
+
+__all__ = [
+    "HIDDEN_AT_OR_BELOW",
+    "as_boolean",
+    "evaluate_block_mask",
+    "flash_segment_ids",
+    "query_position",
+    "read_attention_mask",
+    "read_mask",
+    "read_row",
+    "read_traced",
+    "warn_single_token_segments",
+]
+
+# Additive masks hide a key with −inf, the dtype's minimum, or −10,000 in older models; anything above is a bias.
+HIDDEN_AT_OR_BELOW = -1e4
+
+
+def read_attention_mask(
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Any,
+    *,
+    causal: bool,
+    aligned_top_left: bool,
+    sliding_window: int | None = None,
+    segment_ids: Tensor | None = None,
+) -> AttentionMask:
+    """Read the mask of one attention call.
+
+    Args:
+        query: [B, H, T, D].
+        key: [B, Hkv, S, D].
+        attention_mask: None; 2-D [B, S], nonzero or True for real keys (flash attention), or [B, M] with T ≤ M < S if
+            a static cache has slots after the queries; 4-D [B or 1, H or 1, T or 1, S], boolean (sdpa) or additive
+            (eager); or a BlockMask (flex attention; a `score_mod` hides no keys).
+        causal: direction of the layer.
+        aligned_top_left: the meaning of a missing mask if T < S: queries at positions 0 … T−1 (sdpa, True), or the
+            last T positions (eager, flash attention). A single query sees every key under both.
+        sliding_window: number of positions back that a query sees, itself included, if no mask says so.
+        segment_ids: id of each key's packed segment, [B, S], if no mask says so.
+
+    Returns:
+        Which keys each query sees.
+
+    Raises:
+        TypeError: a mask of an unknown kind.
+        ValueError: a mask whose shape does not fit.
+    """
+    T, S = query.shape[2], key.shape[2]
+    if hasattr(attention_mask, "mask_mod"):
+        attention_mask = evaluate_block_mask(attention_mask, query, S)
+    if attention_mask is not None and not isinstance(attention_mask, Tensor):
+        raise TypeError(
+            f"RSA cannot read an attention mask of type {type(attention_mask).__name__}. Allowed: None, a tensor, or "
+            "flex attention's BlockMask. Load the model with attn_implementation='sdpa' or 'eager'."
+        )
+    if attention_mask is not None and attention_mask.dim() == 4:
+        # A graph does not know values, and a transform of torch.func may have a batch of them.
+        not_read = is_recorded() or is_transformed()
+        if causal and T == 1:
+            # Comparing an inference tensor with its copy would wait for the device; reading a row does not.
+            if not_read or attention_mask.is_inference():
+                return read_row(attention_mask, T, S, causal)
+            return remembered(read_row, attention_mask, T, S, causal)
+        if not_read:
+            as_boolean(attention_mask, T, S)
+            return AttentionMask(T, S, 0, causal, unread_mask=attention_mask)
+        return read_mask(attention_mask, T, S, causal)
+    offset = 0 if aligned_top_left and causal and T > 1 else S - T
+    key_mask = None
+    if attention_mask is not None:
+        if attention_mask.dim() != 2 or attention_mask.shape[-1] < T:
+            raise ValueError(
+                f"RSA cannot read an attention mask of shape {tuple(attention_mask.shape)} for {T} queries and {S} "
+                "keys: [batch, keys] or [batch, heads, queries, keys] is needed."
+            )
+        empty = max(0, S - attention_mask.shape[-1])
+        key_mask = F.pad(attention_mask[:, -S:].bool(), (0, empty))
+        offset -= empty
+    window = sliding_window if sliding_window is not None and sliding_window < S else None
+    packed = None if segment_ids is None else segment_index(segment_ids)
+    return AttentionMask(T, S, offset, causal, key_mask, packed, window)
+
+
+def flash_segment_ids(query: Tensor, key: Tensor, keywords: Mapping[str, Any]) -> Tensor | None:
+    """Segment ids of packed documents, [1, S], from flash attention's keywords; None if there is one document.
+
+    Args:
+        query: [1, H, T, D].
+        key: [1, Hkv, S, D].
+        keywords: keywords of the attention call: `cu_seq_lens_q`, the start of each document and the end of the last;
+            or `position_ids`, [1, T], which restart with each document (at their minimum: RoBERTa's is not 0).
+
+    Raises:
+        NotImplementedError: packed documents in several rows, or after cached keys.
+    """
+    B, S = len(query), key.shape[2]
+    ends = keywords.get("cu_seq_lens_q", keywords.get("cu_seqlens_q"))
+    positions = keywords.get("position_ids")
+    if ends is not None:
+        if query.shape[2] != S or B != 1:
+            raise NotImplementedError(
+                f"RSA reads packed documents in one row, with as many queries as keys; got {B} rows, "
+                f"{query.shape[2]} queries and {S} keys. Use attn_implementation='sdpa'."
+            )
+        return torch.searchsorted(ends, torch.arange(S, dtype=ends.dtype, device=ends.device), right=True)[None]
+    if positions is None or B != 1 or query.shape[2] != S or positions.shape != (1, S):
+        return None
+    return remembered(_segment_ids_of_positions, positions)
+
+
+def _segment_ids_of_positions(positions: Tensor) -> Tensor | None:
+    begins = positions == positions.min()
+    if not bool(begins[:, 1:].any()):
+        return None
+    if bool(begins.all()):
+        warn_single_token_segments()
+    return begins.cumsum(dim=1)
+
+
+def as_boolean(mask: Tensor, T: int, S: int) -> Tensor:
+    """A 4-D mask tensor, boolean or additive, as a boolean one, its last axis cut to S keys.
+
+    Raises:
+        ValueError: the mask's shape does not fit.
+    """
+    if mask.shape[-1] < S or mask.shape[-2] not in (1, T):
+        raise ValueError(
+            f"RSA cannot read an attention mask of shape {tuple(mask.shape)} for {T} queries and {S} keys: "
+            "[batch, heads, queries, keys] is needed."
+        )
+    mask = mask.detach()[..., :S]
+    return mask if mask.dtype == torch.bool else mask > HIDDEN_AT_OR_BELOW
+
+
+def evaluate_block_mask(block_mask: Any, query: Tensor, key_length: int) -> Tensor:
+    """Which keys each query sees under flex attention: [B or 1, H or 1, T, S], boolean.
+
+    It is evaluated in every call, because tensors that `mask_mod` reads may have changed. As long as nothing has, the
+    same tensor is returned, so `read_mask` reads it once for all layers of a forward.
+
+    Args:
+        block_mask: flex attention's `BlockMask`. Flex attention shows the keys of full blocks, asks `mask_mod` in
+            partial blocks, and skips all others.
+        query: [B, H, T, D].
+        key_length: S.
+    """
+    from torch.nn.attention.flex_attention import create_mask  # slow to import
+
+    B, H, T, S = *query.shape[:3], key_length
+    visible = create_mask(block_mask.mask_mod, B, H, T, S, query.device)
+    # vmap expands along an index that `mask_mod` does not look at. One row or head is enough there.
+    visible = visible[: B if visible.stride(0) else 1, : H if visible.stride(1) else 1]
+    visible = visible & _in_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.BLOCK_SIZE, T, S)
+    full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+    if full[0] is not None:
+        visible = visible | _in_blocks(*full, block_mask.BLOCK_SIZE, T, S)
+    if T == 1 or torch.compiler.is_compiling():  # comparing waits for the device, here at each token
+        return visible
+    known = _evaluated.get(block_mask)
+    if known is None or known.is_inference() != visible.is_inference() or not torch.equal(known, visible):
+        _evaluated[block_mask] = known = visible
+    return known
+
+
+# The last answer of `evaluate_block_mask` for each BlockMask, as long as that lives.
+_evaluated: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
+
+
+def _in_blocks(count: Tensor, index: Tensor, block_size: tuple[int, int], T: int, S: int) -> Tensor:
+    """Whether a query and a key are in a listed block, [B or 1, H or 1, T, S].
+
+    `count` is the number of blocks of each row of blocks, [B or 1, H or 1, rows], and `index` begins with their
+    columns, [B or 1, H or 1, rows, columns]; the rest of it is undefined.
+    """
+    height, width = min(block_size[0], T), min(block_size[1], S)
+    listed = torch.arange(index.shape[-1], device=index.device) < count[..., None]
+    blocks = torch.zeros(*index.shape[:-1], -(-S // width), device=index.device, dtype=torch.long)
+    blocks = blocks.scatter_add(-1, torch.where(listed, index, 0).long(), listed.long()) > 0
+    if T > 1 and not torch.compiler.is_compiling():
+        for axis in (0, 1):
+            first = blocks.narrow(axis, 0, 1)
+            blocks = first if torch.equal(blocks, first.expand_as(blocks)) else blocks
+    return blocks.repeat_interleave(height, 2).repeat_interleave(width, 3)[..., :T, :S]
+
+
+def read_mask(mask: Tensor, query_length: int, key_length: int, causal: bool) -> AttentionMask:
+    """Read a 4-D mask tensor, once for all layers of a forward.
+
+    Args:
+        mask: [B or 1, H or 1, T or 1, S or more], boolean or additive.
+        query_length: T.
+        key_length: S.
+        causal: direction of the layer.
+
+    Raises:
+        ValueError: the mask's shape does not fit.
+    """
+    return remembered(_read_mask, mask, query_length, key_length, causal)
+
+
+def read_row(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
+    """Read the mask of a single causal query without looking at its values, so nothing waits for the device.
+
+    The query sees itself and nothing after itself, so the last slot that any row sees is its position. That also holds
+    in a static cache, which has slots after it.
+    """
+    visible = as_boolean(mask, T, S).clone()
+    slots = torch.arange(S, device=mask.device)
+    position = torch.where(visible, slots, 0).amax()
+    return AttentionMask(T, S, S - 1, causal, visible=visible, query_position=position, unread_mask=visible)
+
+
+def read_traced(mask: AttentionMask) -> AttentionMask:
+    """The same mask with `visible` and `query_position` in place of an unread mask, without looking at its values."""
+    if mask.unread_mask is None or mask.query_position is not None:
+        return mask
+    T, S = mask.query_length, mask.key_length
+    visible = as_boolean(mask.unread_mask, T, S)
+    position = query_position(visible, T, S) if mask.causal else None
+    return AttentionMask(T, S, S - T, mask.causal, visible=visible, query_position=position)
+
+
+def _read_mask(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
+    visible = as_boolean(mask, T, S)
+    if mask.is_meta:
+        return AttentionMask(T, S, S - T, causal)  # only shapes are computed from it
+    if visible.shape[1] > 1 and bool((visible == visible[:, :1]).all()):
+        visible = visible[:, :1]
+    visible = visible.expand(-1, -1, T, S)
+    offset = _offset(visible, T, S, causal)
+    if visible.shape[1] == 1:
+        tau = lags(AttentionMask(T, S, offset, causal), mask.device)
+        key_mask = visible[:, 0].any(dim=1)
+        padding = None if bool(key_mask.all()) else key_mask
+
+        def explains(candidate: AttentionMask) -> bool:
+            return torch.equal(visible, boolean_mask(candidate, tau).expand_as(visible))
+
+        found = AttentionMask(T, S, offset, causal, padding)
+        if explains(found):
+            return found
+        segments = _segments(visible[:, 0], key_mask, offset)
+        is_packed = bool(segments.any())
+        window = int(torch.where(visible, tau.abs(), 0).amax()) + 1
+        for sliding_window in (None, window):
+            found = replace(found, segments=segments if is_packed else None, sliding_window=sliding_window)
+            if explains(found):
+                if is_packed and sliding_window is None and bool((segments[:, -1] == S - 1).all()):
+                    warn_single_token_segments()
+                return found
+    # Python's registry shows a warning of one text and place once.
+    warnings.warn(
+        "RSA met a mask that is no combination of direction, padding, packed segments and a sliding window. It "
+        "computes P V through the explicit P here: exact, but quadratic in the length.",
+        stacklevel=2,
+    )
+    return AttentionMask(T, S, offset, causal, visible=visible.clone())
+
+
+def _segments(visible: Tensor, key_mask: Tensor, offset: int) -> Tensor:
+    """Segments, [B, S], under the assumption that the mask [B, T, S] is one of packed rows.
+
+    A segment begins at a query that does not see the last real key before it. The caller checks the assumption.
+    """
+    B, T, S = visible.shape
+    positions = torch.arange(S, device=visible.device)
+    last_real = torch.where(key_mask, positions, -1).cummax(dim=1).values
+    before = F.pad(last_real[:, :-1], (1, 0), value=-1)[:, offset : offset + T]
+    sees_it = visible.gather(2, before.clamp(min=0)[..., None])[..., 0]
+    begins = torch.zeros(B, S, dtype=torch.bool, device=visible.device)
+    # Padding between the tokens of a segment begins none; padding whose query sees nothing is a segment of its own.
+    real = key_mask[:, offset : offset + T] | ~visible.any(dim=2)
+    begins[:, offset : offset + T] = (before >= 0) & ~sees_it & real
+    return begins.cumsum(dim=1)
+
+
+def _offset(visible: Tensor, T: int, S: int, causal: bool) -> int:
+    if not causal or T >= S or visible.numel() == 0:
+        return S - T
+    return int(query_position(visible, T, S))
+
+
+def query_position(visible: Tensor, T: int, S: int) -> Tensor:
+    """Position of the first causal query on the key axis, from a mask, without waiting for its values: ().
+
+    A query sees itself. So the T queries are where each sees the key of its own slot, or where no query sees that key
+    because it is padding. Several places may fit; the last one is right, because queries also see the keys before
+    them. The farthest visible key does not determine the position: in an image or a prefix, which see ahead, it is
+    another token's, and a query that is padding sees less far than its own slot.
+
+    If the first query sees as far as any other, as in one prefix, the mask is the same whatever part of its end is
+    padding. Then the last query that sees anything is taken for a token, at the last visible key.
+
+    Args:
+        visible: [B or 1, H or 1, T or 1, S], boolean.
+        T: number of queries.
+        S: number of keys; a static cache has slots after the queries.
+    """
+    visible = visible.expand(-1, -1, T, S).flatten(0, 1)
+    slots = torch.arange(S, device=visible.device)
+    seen = visible.any(dim=1)
+    last = torch.where(seen, slots, 0).max()
+    # [T, S]: True where a query cannot be at a slot, in some row.
+    misfits = (seen[:, None] & ~visible).any(dim=0)
+    # Column i of this skewed matrix is the diagonal on which the first query is at slot i.
+    diagonals = F.pad(misfits.flatten(), (0, T)).view(T, S + 1)[:, : S - T + 1]
+    places = slots[: S - T + 1]
+    counts = torch.where(places <= last, diagonals.sum(dim=0), T + 1)
+    fitting = torch.where(counts == counts.min(), places, 0).max()
+    last_query = torch.where(visible.any(dim=2).any(dim=0), torch.arange(T, device=visible.device), 0).max()
+    is_determined = (misfits[0] & (slots == last)).any()
+    return torch.where(is_determined, fitting, (last - last_query).clamp(0, S - T))
+
+
+def warn_single_token_segments() -> None:
+    """Warn that each token is a segment of its own."""
+    warnings.warn(
+        "No token of this input sees another one, so attention and RSA heads have nothing to work on: each token is "
+        "read as a packed segment of its own. If that is not meant, check position_ids: they start anew with each "
+        "segment, so all zeros, or one number for all tokens, make every token a segment. (A sliding window of 1 "
+        "looks the same.)",
+        stacklevel=2,
+    )
