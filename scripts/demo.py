@@ -25,7 +25,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import rsa_hf
 from rsa_hf.cli.common import exit_on_error
-from rsa_hf.hub.card import CardFacts, write_card
+from rsa_hf.hub import write_card
 from rsa_hf.plots import plot_training_curves
 from rsa_hf.utils.text import format_table
 
@@ -81,8 +81,7 @@ def defect_detection(output: Path, steps: int) -> Path:
     folder = output / "patched" / "best"
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     scores = {arm: {key: result["test"][key] for key in ("accuracy", "f1", "mcc")} for arm, result in results.items()}
-    facts = CardFacts(base_model="sentence-transformers/all-MiniLM-L6-v2", scores=scores, command="make demo")
-    write_card(model, folder, facts, plot=True)
+    write_card(model, folder, base_model="sentence-transformers/all-MiniLM-L6-v2", scores=scores, command="make demo")
     print(f"\nGates and rates of the patched model (also: rsa-hf inspect {folder}):\n\n{rsa_hf.rsa_report(model)}")
     return folder
 

@@ -136,7 +136,7 @@ def main() -> None:
     run("share", "plain", "adapter", "merged", code=MERGE, **offline)
     with StandIn() as hub:
         online = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
-        run("share", "rsa-hf", "push", "merged", REPO, **online)
+        run("share", "hf", "upload", REPO, "merged", **online)
         run("share", REPO, code=ELSEWHERE, **online, HF_HOME=str(folder / "elsewhere"))
     print(f"\nSeconds: {', '.join(f'{step} {value:.0f}' for step, value in run.seconds.items())}.")
     print(f"The first hour took {sum(run.seconds.values()) / 60:.1f} minutes.")

@@ -29,8 +29,7 @@ SMALL = {
     "defect": "--max_steps 1 --max_train_examples 32 --max_eval_examples 8 --config_overrides.num_hidden_layers 1",
     "lm": "--max_steps 1 --max_train_bytes 20000 --max_eval_bytes 3000 --config_overrides.num_hidden_layers 1",
 }
-SMALL["search-heads"] = SMALL["lm"] + " --trials 1"
-TRAINING = ("train", "evaluate", "search-heads")
+TRAINING = ("train", "evaluate")
 
 
 def blocks(page, language):
@@ -167,7 +166,7 @@ def test_the_commands_that_train_run_in_order(tmp_path, monkeypatch):
     lines = [line for line in dict.fromkeys(lines) if "--config_file" not in line]
     lines = [line for line in lines if line.startswith(("accelerate", *(f"rsa-hf {name}" for name in TRAINING)))]
     lines = [line for line in lines if "rsa_hf.run" not in line]  # other programs: tests/cli/test_run_program.py
-    assert len(lines) == 11
+    assert len(lines) == 10
     for line in lines:
         command = shlex.split(line.replace("configs/", f"{ROOT}/configs/"))
         if command[0] == "accelerate":
@@ -206,10 +205,7 @@ def test_the_pages_show_every_command():
         "inspect",
         "train",
         "evaluate",
-        "card",
-        "push",
         "doctor",
-        "search-heads",
         "run",
     }
 

@@ -31,7 +31,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rsa_hf.hub.card import read_facts
 from rsa_hf.patching import is_patched
 from rsa_hf.tasks.defect_data import DefectDataConfig, Example, audit, format_audit, in_batches, load_defect_data
 from rsa_hf.training.arguments import read_run_config
@@ -183,11 +182,11 @@ def evaluate(name: str, split: str, arguments: Sequence[str], threshold: float |
 
 
 def _threshold_of(folder: Path) -> float | None:
-    """The threshold that a run chose: on the card of its best model, or in `results.json`, which plain models have."""
-    scores, results = read_facts(folder).scores, folder.resolve().parent / "results.json"
-    if scores is None and folder.resolve().name == "best" and results.is_file():
+    """The threshold that a run chose: in the `results.json` beside its best model."""
+    scores, results = None, folder.resolve().parent / "results.json"
+    if folder.resolve().name == "best" and results.is_file():
         with suppress(ValueError):  # of something else
-            scores = card_facts(results).scores
+            scores = card_facts(results)["scores"]
     return (scores or {}).get("validation", {}).get("threshold")
 
 

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rsa_hf.config import RSAConfig
-from rsa_hf.hub.card import CardFacts, write_card
+from rsa_hf.hub import write_card
 from rsa_hf.patching import is_patched, patch_model
 from rsa_hf.plots import plot_rem
 from rsa_hf.report import rsa_report
@@ -477,7 +477,7 @@ def report_results(
                 written.append(output / "rsa.png")
             except ImportError as error:
                 print(f"no picture of the RSA heads: {error}")
-            card = write_card(model, result.best_dir, card_facts(output / "results.json"), plot=True)
+            card = write_card(model, result.best_dir, **card_facts(output / "results.json"))
             written += [] if card is None else [card]
     print(f"\nwritten: {', '.join(map(str, written))}")
 
@@ -490,7 +490,7 @@ def _calibration_scores(config: RunConfig[Any]) -> dict[str, dict[str, float]]:
     return {"calibration": found["scores"]}
 
 
-def card_facts(results: Path) -> CardFacts:
+def card_facts(results: Path) -> dict[str, Any]:
     """Read base model, data set, seed and scores from the `results.json` of a run, for the model card.
 
     Raises:
@@ -502,16 +502,16 @@ def card_facts(results: Path) -> CardFacts:
         config = content["config"]
         data = config["data"]
         datasets = {"hub": data.get("hub_dataset"), "embedded": "Python's standard library"}
-        return CardFacts(
-            base_model=config["model"].get("name_or_path"),
-            datasets=tuple(filter(None, [datasets.get(str(data.get("source")))])),
-            seeds=(config["training"]["seed"],),
-            dataset_config=data.get("hub_subset"),
-            scores={
+        return {
+            "base_model": config["model"].get("name_or_path"),
+            "dataset": datasets.get(str(data.get("source"))),
+            "seed": config["training"]["seed"],
+            "dataset_config": data.get("hub_subset"),
+            "scores": {
                 split: {name: float(value) for name, value in content[split].items() if value is not None}
                 for split in ("calibration", "validation", "test")
                 if split in content
             },
-        )
+        }
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{results} is not the results.json of a training run ({error!r}).") from error

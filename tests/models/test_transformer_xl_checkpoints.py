@@ -4,6 +4,8 @@ import argparse
 import json
 import resource
 import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +18,9 @@ from models.tiny import BANDS, in_segments, text
 from rsa_hf import RSAConfig, patch_model
 from rsa_hf.models.transformer_xl import TransformerXLConfig
 from rsa_hf.models.transformer_xl.convert_transformer_xl_checkpoint import convert_checkpoint
+from rsa_hf.utils.files import StorageError
 
+ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 build = partial(tiny.build, "transfo-xl")
 config = partial(tiny.config, "transfo-xl")
@@ -112,7 +116,7 @@ def log_probability_of_the_original(model, state, hidden, token):
 @pytest.mark.parametrize("nvidia", [False, True], ids=["original", "nvidia"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @torch.no_grad()
-def test_checkpoints_in_other_layouts_are_converted(layout, nvidia, tmp_path, run_rsa_hf):
+def test_checkpoints_in_other_layouts_are_converted(layout, nvidia, tmp_path):
     model, tokens = build(**{**LAYOUTS[layout], "untie_r": False}), text()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -130,8 +134,7 @@ def test_checkpoints_in_other_layouts_are_converted(layout, nvidia, tmp_path, ru
         assert not (tmp_path / "xl").exists()
         (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
         files = [tmp_path / "xl.pt", tmp_path / "xl", "--config", tmp_path / "config.json"]
-        code, _, err = run_rsa_hf("convert-transformer-xl", *files)
-        assert code == 0, err
+        subprocess.run([sys.executable, ROOT / "scripts" / "convert_transformer_xl.py", *files], check=True)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "xl")
     assert torch.equal(in_segments(loaded, tokens, [10, 14]), in_segments(model, tokens, [10, 14]))
     if layout == "tables" and not nvidia:
@@ -141,17 +144,16 @@ def test_checkpoints_in_other_layouts_are_converted(layout, nvidia, tmp_path, ru
             torch.testing.assert_close(loaded(tokens).logits[0, -1, token], expected)
 
 
-def test_a_full_disk_is_an_error_of_the_command(tmp_path, run_rsa_hf):
+def test_a_full_disk_is_an_error(tmp_path):
     model = build(untie_r=False)
     torch.save({"model_config": nvidia_config(model), "model_state": original(model, True)}, tmp_path / "xl.pt")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, before[1]))
     try:
-        code, _, err = run_rsa_hf("convert-transformer-xl", tmp_path / "xl.pt", tmp_path / "xl")
+        with pytest.raises(StorageError, match="cannot write to"):
+            convert_checkpoint(tmp_path / "xl.pt", tmp_path / "xl")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert code == 2
-    assert f"error: cannot write to {tmp_path / 'xl'}" in err
 
 
 def test_other_files_are_refused(tmp_path):

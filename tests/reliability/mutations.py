@@ -273,12 +273,6 @@ ROWS = {
             by(str),
             "reliability/test_no_token_leaks.py::test_a_token_is_not_written_on_a_card",
         ),
-        (
-            "a message of the command line has no token",
-            "rsa_hf.utils.text:without_credentials",
-            by(str),
-            "reliability/test_no_token_leaks.py::test_the_command_line_prints_no_token",
-        ),
     ],
     Part.NUMBERS: [
         (

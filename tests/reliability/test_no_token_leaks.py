@@ -9,19 +9,12 @@ from huggingface_hub.errors import HTTPError
 
 from families import build
 from hub_stand_in import TOKEN, USER
-from rsa_hf import RSAConfig, cli, patch_model
-from rsa_hf.hub.card import CardFacts, write_card
-from rsa_hf.hub.push import push_folder
-from rsa_hf.utils.text import holds_credentials, without_credentials
+from rsa_hf import patch_model
+from rsa_hf.hub import write_card
+from rsa_hf.utils.text import without_credentials
 
 REPO = f"{USER}/rsa"
 FAILURES = ["401", "403", "500", "no connection", "no answer"]
-
-
-@pytest.fixture
-def saved(tmp_path):
-    patch_model(build("gpt2"), RSAConfig(gate_init=0.0)).save_pretrained(tmp_path / "saved")
-    return tmp_path / "saved"
 
 
 @pytest.fixture
@@ -65,65 +58,17 @@ def test_a_failed_push_shows_no_token(how, where, hub, fail, monkeypatch, caplog
     assert how == "no connection" or hub.authorised == {TOKEN}
 
 
-@pytest.mark.parametrize("how", FAILURES)
-def test_the_command_line_prints_no_token(how, hub, fail, saved, monkeypatch, caplog, capfd):
-    fail(how)
-    monkeypatch.setattr("sys.argv", ["rsa-hf", "push", str(saved), REPO])
-    with caplog.at_level(logging.DEBUG), pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 2
-    printed = "".join(capfd.readouterr())
-    assert "error: " in printed
-    assert "Traceback" not in printed
-    assert TOKEN not in printed + caplog.text
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"repo_id": f"https://someone:{TOKEN}@huggingface.co/{REPO}"},
-        {"repo_id": f"{USER}/{TOKEN}"},
-        {"repo_id": REPO, "revision": TOKEN},
-        {"repo_id": REPO, "message": f"with {TOKEN}"},
-        {"endpoint": f"http://someone:{TOKEN}@127.0.0.1:9"},
-        {"endpoint": "http://someone:secret@127.0.0.1:9"},
-    ],
-)
-def test_a_token_in_another_place_is_refused(given, hub, saved, monkeypatch, caplog, capfd):
-    if "endpoint" in given:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", given["endpoint"])
-        given = {"repo_id": REPO}
-    with caplog.at_level(logging.DEBUG), pytest.raises(ValueError, match="a token or a password in") as error:
-        push_folder(saved, **given)
-    said = everything_said(error.value, caplog, capfd)
-    assert TOKEN not in said
-    assert "secret" not in said
-    assert hub.requests == []
-
-
-def test_a_token_is_not_written_on_a_card(tmp_path, saved):
+def test_a_token_is_not_written_on_a_card(tmp_path):
     model = build("gpt2")
     patch_model(model)
-    write_card(model, tmp_path, CardFacts(command=f"python train.py --hub-token {TOKEN} --url http://a:b@c/d"))
+    write_card(model, tmp_path, command=f"python train.py --hub-token {TOKEN} --url http://a:b@c/d")
     card = (tmp_path / "README.md").read_text()
     assert "--hub-token hf_… --url http://…@c/d" in card
     assert TOKEN not in card
 
 
-@pytest.mark.parametrize("name", ["README.md", "config.json", "notes.txt"])
-def test_a_file_with_a_token_is_not_uploaded(name, hub, saved):
-    text = (saved / name).read_text() if (saved / name).exists() else ""
-    (saved / name).write_text(text.replace("{", f'{{"note": "{TOKEN}",', 1) if name == "config.json" else text + TOKEN)
-    with pytest.raises(ValueError, match=f"{name}, which would be uploaded") as error:
-        push_folder(saved, REPO)
-    assert TOKEN not in str(error.value)
-    assert hub.requests == []
-
-
-def test_credentials_are_recognised_and_removed():
+def test_credentials_are_removed():
     for text in (TOKEN, f"x={TOKEN}.", "http://a:b@c", "https://user@host/x"):
-        assert holds_credentials(text)
-        assert not holds_credentials(without_credentials(text))
+        assert without_credentials(text) != text
     for text in ("hf_hub_download", "rsa_hf", "a@b.org", '{"://":12,"@":3}', "http://127.0.0.1:9/x@y"):
-        assert not holds_credentials(text)
         assert without_credentials(text) == text
