@@ -54,6 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: the arguments after `rsa-hf`; None: those of the process.
     """
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[attr-defined]  # a terminal may lack σ or θ
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may lack σ or θ
     with exit_on_error():
         app(arguments)

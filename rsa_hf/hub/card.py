@@ -110,7 +110,7 @@ def write_card(
     data = ModelCardData(
         library_name="transformers",
         base_model=base_model,
-        datasets=[dataset] if _is_hub_id(dataset) else None,
+        datasets=[dataset] if dataset is not None and _is_hub_id(dataset) else None,
         metrics=list(dict.fromkeys(result.metric_type for result in results)) or None,
         tags=TAGS,
         model_name=f"{model_class.__name__} {RESULTS}" if results else None,
@@ -165,12 +165,11 @@ def _merged(present: str, new: ModelCard) -> str:
     # A function as replacement: backslashes of the section are not escapes.
     body, found = _SECTION.subn(lambda _: section[0], card.text, count=1)
     card.text = body if found else f"{card.text.rstrip()}\n\n{section[0]}\n"
-    for key, value in new.data.to_dict().items():
+    data: dict[str, Any] = new.data.to_dict()  # type: ignore[no-untyped-call]
+    card.data["model-index"] = [*_results_of_others(card), *data.pop("model-index", [])] or None
+    for key, value in data.items():
         own = card.data.get(key)
-        if key == "model-index":
-            continue
         card.data[key] = list(dict.fromkeys([*_listed(own), *value])) if isinstance(value, list) else own or value
-    card.data["model-index"] = [*_results_of_others(card), *new.data.to_dict().get("model-index", [])] or None
     return str(card)
 
 

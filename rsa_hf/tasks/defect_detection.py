@@ -187,7 +187,8 @@ def _threshold_of(folder: Path) -> float | None:
     if folder.resolve().name == "best" and results.is_file():
         with suppress(ValueError):  # of something else
             scores = card_facts(results)["scores"]
-    return (scores or {}).get("validation", {}).get("threshold")
+    threshold: float | None = (scores or {}).get("validation", {}).get("threshold")
+    return threshold
 
 
 def _fit_to_each_other(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: DefectDataConfig) -> None:

@@ -1,4 +1,4 @@
-"""Search the head plan of a language model: `rsa-hf search-heads`."""
+"""Search the head plan of a language model."""
 
 from __future__ import annotations
 

@@ -33,14 +33,6 @@ class _Tuner:
         found = super()._check_target_module_exists(peft_config, key)  # type: ignore[misc]
         return found and "rsa" not in key.split(".")
 
-    def _check_merge_allowed(self) -> None:
-        """Refuse replicated layers, as PEFT means to."""
-        super()._check_merge_allowed()  # type: ignore[misc]
-        if any(getattr(config, "layer_replication", None) for config in self.peft_config.values()):
-            raise ValueError(
-                "layer_replication: the layers share weights, so nothing can be merged. Save the adapter."
-            )
-
     def merge_and_unload(
         self, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None
     ) -> nn.Module:
