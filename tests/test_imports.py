@@ -17,7 +17,7 @@ LAYERS = (
     "utils",
     *("rem", "ops", "config", "heads", "saved_plan"),  # the computation and the plan
     *("report", "plots", "hub", "models", "integration"),  # the contact with transformers
-    *("patching", "peft", "calibration"),  # adding heads to a model
+    *("patching", "checks", "peft", "calibration"),  # adding heads to a model
     *("training", "tasks", "run", "cli"),  # the uses
     *("__init__", "startup"),
 )
