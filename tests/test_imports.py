@@ -1,9 +1,11 @@
-"""Each part of the package imports only from parts below it."""
+"""Each part of the package imports only from parts below it, in functions too, and the wheel holds the package alone."""
 
 import ast
 import graphlib
 import re
+import shutil
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,28 +19,29 @@ LAYERS = (
     "utils",
     *("rem", "ops", "config", "heads", "saved_plan"),  # the computation and the plan
     *("report", "plots", "hub", "models", "integration"),  # the contact with transformers
-    *("patching", "peft", "calibration"),  # adding heads to a model
+    *("patching", "checks", "peft", "calibration"),  # adding heads to a model
     *("training", "tasks", "run", "cli"),  # the uses
     *("__init__", "startup"),
 )
+# Imports against this order that are still there. The test fails where one is gone: take it off the list.
+EXCEPTIONS: set[tuple[str, str]] = set()
 
 
-def imports(file: Path, *, at_import: bool) -> set[str]:
-    """The modules of the package that a file imports, e.g. "ops.chunked"; with `at_import`, not those in functions."""
+def imports(file: Path) -> set[str]:
+    """The modules of the package that a file imports, e.g. "ops.chunked", also in functions, but not for type checks."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    inside = {
+    for_types = {
         node
-        for function in ast.walk(tree)
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
-        for node in ast.walk(function)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in ast.walk(block)
     }
     found = set()
     for node in ast.walk(tree):
-        if at_import and node in inside:
+        if node in for_types:
             continue
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rsa_hf":
-            for alias in node.names:
-                found |= {name(f"{node.module}.{alias.name}") or name(node.module)}
+            found |= {name(f"{node.module}.{alias.name}") or name(node.module) for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {name(alias.name) for alias in node.names if alias.name.split(".")[0] == "rsa_hf"}
     return {module for module in found if module is not None}
@@ -64,21 +67,28 @@ def test_every_part_has_a_layer():
     assert {module.split(".")[0] for module in FILES} == set(LAYERS)
 
 
-@pytest.mark.parametrize("part", LAYERS)
-def test_a_part_imports_only_from_parts_below_it(part):
-    below = set(LAYERS[: LAYERS.index(part)])
+def test_parts_import_only_from_parts_below_them():
+    upwards = set()
     for module, file in FILES.items():
-        if module.split(".")[0] == part:
-            used = {found.split(".")[0] for found in imports(file, at_import=False)} - {part}
-            assert used <= below, f"{module} imports {sorted(used - below)}"
+        part = module.split(".")[0]
+        allowed = {*LAYERS[: LAYERS.index(part)], part}
+        upwards |= {(module, used) for used in imports(file) if used.split(".")[0] not in allowed}
+    assert upwards == EXCEPTIONS
 
 
 def test_imports_have_no_cycle():
-    graph = {module: imports(file, at_import=True) - {module} for module, file in FILES.items()}
-    # A package imports its own modules, which may import each other through it.
+    graph = {module: imports(file) - {module} for module, file in FILES.items()}
+    # A package exports names of its own modules, which may import each other through it.
     graph = {module: {m for m in used if not m.startswith(f"{module}.")} for module, used in graph.items()}
-    order = list(graphlib.TopologicalSorter(graph).static_order())
-    assert set(FILES) <= set(order)
+    graph = {module: {m for m in used if (module, m) not in EXCEPTIONS} for module, used in graph.items()}
+    assert set(FILES) <= set(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_the_package_does_not_import_the_experiments():
+    for file in FILES.values():
+        assert not re.search(
+            r"^\s*(from|import) (experiments|tests)\b", file.read_text(encoding="utf-8"), re.MULTILINE
+        )
 
 
 def test_a_part_imports_only_public_names_of_another():
@@ -123,8 +133,22 @@ def test_every_imported_package_is_a_requirement():
     assert {distributions.get(each, each.lower().replace("_", "-")) for each in packages} <= required
 
 
-def test_imports_inside_functions_are_told_apart(tmp_path):
+def test_imports_in_functions_and_for_type_checks_are_told_apart(tmp_path):
     file = tmp_path / "rem.py"
-    file.write_text("def f():\n    from rsa_hf.heads import RSAHeads\nimport rsa_hf.config\n", encoding="utf-8")
-    assert imports(file, at_import=False) == {"heads", "config"}
-    assert imports(file, at_import=True) == {"config"}
+    text = "def f():\n    from rsa_hf.heads import RSAHeads\nif TYPE_CHECKING:\n    import rsa_hf.peft\nimport rsa_hf.config\n"
+    file.write_text(text, encoding="utf-8")
+    assert imports(file) == {"heads", "config"}
+
+
+def test_the_wheel_holds_the_package_alone(tmp_path):
+    wheel = pytest.importorskip("hatchling.builders.wheel", reason="building a wheel needs hatchling")
+    for part in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(PACKAGE.parent / part, tmp_path)
+    ignored = shutil.ignore_patterns("__pycache__")
+    for folder in ("rsa_hf", "experiments", "tests"):
+        shutil.copytree(PACKAGE.parent / folder, tmp_path / folder, ignore=ignored)
+    [built] = wheel.WheelBuilder(str(tmp_path)).build(directory=str(tmp_path / "dist"))
+    names = zipfile.ZipFile(built).namelist()
+    assert {file.split("/")[0].split("-")[0] for file in names} == {"rsa_hf"}
+    assert {"rsa_hf/hub/model_card.md", "rsa_hf/startup/sitecustomize.py", "rsa_hf/py.typed"} <= set(names)
+    assert any(file.startswith("rsa_hf/ops/cpp/") and file.endswith(".cpp") for file in names)

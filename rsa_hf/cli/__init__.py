@@ -6,34 +6,44 @@ exits with code 1. Commands import what they need when they run, so that `rsa-hf
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
 from rsa_hf.cli.calibrate import calibrate
-from rsa_hf.cli.card import card
 from rsa_hf.cli.common import exit_on_error
-from rsa_hf.cli.convert import convert_transformer_xl
 from rsa_hf.cli.doctor import doctor
 from rsa_hf.cli.evaluate import evaluate
 from rsa_hf.cli.inspect import inspect
 from rsa_hf.cli.patch import patch
-from rsa_hf.cli.push import push
 from rsa_hf.cli.run import PASS_THROUGH, run
 from rsa_hf.cli.train import train
 
 __all__ = ["main"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (patch, calibrate, inspect, card, push, convert_transformer_xl, doctor):
+for command in (patch, calibrate, inspect, doctor):
     app.command()(command)
 app.command(**PASS_THROUGH)(run)
 app.add_typer(train, name="train")
 app.add_typer(evaluate, name="evaluate")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"rsa_hf {metadata.version('rsa_hf')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _about() -> None:
+def _about(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version.")
+    ] = False,
+) -> None:
     """Self-attention with recurrence (RSA) for any pretrained Hugging Face Transformer."""
 
 
@@ -43,5 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: the arguments after `rsa-hf`; None: those of the process.
     """
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may lack σ or θ
     with exit_on_error():
         app(arguments)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rsa_hf.cli.common import UserError, install_hooks, load_checkpoint, user_input
-from rsa_hf.cli.patch import require_new, save_tokenizer
+from rsa_hf.cli.patch import new_folder, save_tokenizer
+from rsa_hf.utils.paths import expanded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,12 +32,12 @@ def calibrate(
     base: Annotated[
         str, typer.Argument(help="A language model's name on the Hub, its folder, or package:NAME/FOLDER.")
     ],
-    out: Annotated[Path, typer.Argument(help="Folder for the patched checkpoint; new or empty.")],
+    out: Annotated[str, typer.Argument(help="Folder for the patched checkpoint; new or empty.")],
     text: Annotated[
-        Path | None, typer.Option(help="A text file of the kind that the model, a language model, is for.")
+        str | None, typer.Option(help="A text file of the kind that the model, a language model, is for.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="In place of a text: the YAML file of a run, for its training data.")
+        str | None, typer.Option(help="In place of a text: the YAML file of a run, for its training data.")
     ] = None,
     task: Annotated[Task, typer.Option(help="The task of the run.")] = Task.lm,
     rows: Annotated[int, typer.Option(help="Number of rows that are read, at most.")] = 64,
@@ -57,34 +58,34 @@ def calibrate(
     """
     if (text is None) == (config is None):
         raise UserError("calibrate needs data: either --text FILE, or --config FILE of a run.")
-    require_new(out, overwrite)
+    base, folder = expanded(base), new_folder(out, overwrite)
     install_hooks()
     from rsa_hf.calibration import run_calibration
-    from rsa_hf.hub.card import CardFacts, write_card
+    from rsa_hf.hub import write_card
     from rsa_hf.patching import patch_model
     from rsa_hf.utils.files import storage_errors
 
     with user_input(TypeError):
         if text is not None:
-            model, batches = load_checkpoint(base), _rows_of_text(base, text, rows, length, seed)
+            model, batches = load_checkpoint(base), _rows_of_text(base, Path(expanded(text)), rows, length, seed)
         else:
-            model, batches = _rows_of_run(base, str(config), task, rows, seed)
+            model, batches = _rows_of_run(base, expanded(str(config)), task, rows, seed)
         found = run_calibration(model, batches, max_rows=rows, gate_passes=gate_passes, seed=seed)
     print(found)
     if not found.heads:
-        print(f"nothing is written to {out}")
+        print(f"nothing is written to {folder}")
         return
     patch_model(model, found.config)
-    with user_input(), storage_errors(out):
-        model.save_pretrained(out)
-        save_tokenizer(base, out)
-        (out / "calibration.json").write_text(json.dumps(found.to_dict(), indent=2), encoding="utf-8")
-        write_card(model, out, CardFacts(base_model=base, scores={"calibration": found.scores}, seeds=(seed,)))
+    with user_input(), storage_errors(folder):
+        model.save_pretrained(folder)
+        save_tokenizer(base, folder)
+        (folder / "calibration.json").write_text(json.dumps(found.to_dict(), indent=2), encoding="utf-8")
+        write_card(model, folder, base_model=base, scores={"calibration": found.scores}, seed=seed)
     try:
-        found.plot(out / "calibration.png")
+        found.plot(folder / "calibration.png")
     except ImportError as error:
         print(f"no heatmap: {error}")
-    print(f"written: {out}")
+    print(f"written: {folder}")
 
 
 def _rows_of_run(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,21 +16,23 @@ __all__ = ["inspect"]
 def inspect(
     path: Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name on the Hub.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Also draw decay curves and gates into this PNG.")] = None,
+    plot: Annotated[str | None, typer.Option(help="Also draw decay curves and gates into this PNG.")] = None,
 ) -> None:
-    """Show the gates and rates of a patched checkpoint, layer by layer.
+    """Show where the gates and rates of a patched checkpoint started and where they are, layer by layer.
 
     Example: rsa-hf inspect outputs/demo/patched --plot rsa.png
     """
     install_hooks()
     from rsa_hf.report import rsa_report
+    from rsa_hf.utils.paths import expanded
     from rsa_hf.utils.text import finite_or_null
 
-    report = rsa_report(load_patched(path))
+    report = rsa_report(load_patched(expanded(path)))
     print(json.dumps(finite_or_null(report.to_dict()), indent=2) if as_json else report)
     if plot is not None:
         from rsa_hf.plots import plot_rem
 
+        picture = expanded(plot)
         with user_input():
-            plot_rem(report, plot)
-        print(f"written: {plot}", file=sys.stderr if as_json else sys.stdout)
+            plot_rem(report, picture)
+        print(f"written: {picture}", file=sys.stderr if as_json else sys.stdout)

@@ -8,13 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from rsa_hf.cli.common import UserError, install_hooks, load_checkpoint, user_input
+from rsa_hf.utils.paths import expanded
 
-__all__ = ["patch", "require_new", "save_tokenizer"]
+__all__ = ["new_folder", "patch", "save_tokenizer"]
 
 
 def patch(
     base: Annotated[str, typer.Argument(help="A model's name on the Hub, its folder, or package:NAME/FOLDER.")],
-    out: Annotated[Path, typer.Argument(help="Folder for the patched checkpoint; new or empty.")],
+    out: Annotated[str, typer.Argument(help="Folder for the patched checkpoint; new or empty.")],
     plan: Annotated[
         str | None,
         typer.Option(
@@ -27,7 +28,7 @@ def patch(
 
     Example: rsa-hf patch openai-community/gpt2 outputs/gpt2-rsa --plan "{num_cyclical_pairs: 2, gate_init: -3}"
     """
-    require_new(out, overwrite)
+    base, folder = expanded(base), new_folder(out, overwrite)
     install_hooks()
     from rsa_hf.config import RSAConfig
     from rsa_hf.patching import is_patched, patch_model
@@ -41,34 +42,37 @@ def patch(
         raise UserError(f"{base} already has RSA heads. Name a plain model.")
     with user_input():
         patch_model(model, config)
-    with user_input(), storage_errors(out):
-        model.save_pretrained(out)
-        tokenizer = save_tokenizer(base, out)
+    with user_input(), storage_errors(folder):
+        model.save_pretrained(folder)
+        tokenizer = save_tokenizer(base, folder)
     report = rsa_report(model)
-    print(f"{len(report.layers)} layers patched, {report.num_parameters} RSA parameters; written: {out}")
+    print(f"{len(report.layers)} layers patched, {report.num_parameters} RSA parameters; written: {folder}")
     if not tokenizer:
         print(f"{base} has no tokenizer to save.")
 
 
-def require_new(out: Path, overwrite: bool) -> None:
-    """Check that a checkpoint can be written into a folder.
+def new_folder(name: str, overwrite: bool) -> Path:
+    """The folder that a checkpoint is written into.
 
     Raises:
         UserError: it exists and is not an empty folder.
     """
+    out = Path(expanded(name))
     if out.exists() and not (out.is_dir() and (overwrite or not any(out.iterdir()))):
         raise UserError(f"{out} exists and is not an empty folder. Choose another one, or give --overwrite.")
+    return out
 
 
 def _read(plan: str) -> Any:
     from rsa_hf.utils.yaml import read_yaml
 
     try:
-        is_file = Path(plan).is_file()
+        file = Path(expanded(plan))
+        is_file = file.is_file()
     except (OSError, ValueError):  # too long for the name of a file
         is_file = False
     try:
-        content = read_yaml(Path(plan).read_text(encoding="utf-8") if is_file else plan)
+        content = read_yaml(file.read_text(encoding="utf-8") if is_file else plan)
     except ValueError as error:
         raise ValueError(f"--plan {plan:.200}: {error}") from error
     if isinstance(content, str):

@@ -8,6 +8,7 @@ both.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import importlib
 import inspect
@@ -188,6 +189,10 @@ def wrap_class(path: str, name: str) -> Architecture:
     method._rsa_hf_architecture = row  # type: ignore[attr-defined]
     setattr(cls, row.method, method)
     return row
+
+
+# Patched layers carry their row, so that unpickling one in a new process wraps its class there.
+copyreg.pickle(Architecture, lambda row: (wrap_class, (row.path, row.name)))
 
 
 def _unexpected(row: Architecture, expected: str, missing: list[str]) -> RuntimeError:

@@ -1,4 +1,4 @@
-"""The table of all that rsa_hf hooks in transformers, huggingface_hub, torch and PEFT (`peft/hooks.py`): `HOOKS`.
+"""The table of all that rsa_hf hooks in transformers and PEFT (`peft/hooks.py`): `HOOKS`.
 
 Nothing else of these libraries is replaced, except for the attention classes listed in `architectures/table.py`, which
 are wrapped when a model with such a class is patched or loaded. PEFT's tuner of a model with RSA heads gets a subclass
@@ -19,7 +19,7 @@ from rsa_hf.integration.locks import wrap_dict_from_json_file, wrap_to_json_file
 from rsa_hf.integration.paged import wrap_init_continuous_batching
 from rsa_hf.integration.peft import hooks as peft_hooks
 from rsa_hf.integration.saving import wrap_save_pretrained, wrap_upload_modified_files
-from rsa_hf.integration.trainer import wrap_create_model_card, wrap_fsdp_init, wrap_load_from_checkpoint
+from rsa_hf.integration.trainer import wrap_load_from_checkpoint
 from rsa_hf.models import register_all
 
 __all__ = ["HOOKS", "TRANSFORMERS_HOOKS", "install"]
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 PRETRAINED_MODEL = "transformers.modeling_utils:PreTrainedModel"
 CONFIG = "transformers.configuration_utils:PreTrainedConfig"
-TRAINER = "transformers.trainer:Trainer"
 
 TRANSFORMERS_HOOKS = (
     Hook(
@@ -37,7 +36,6 @@ TRANSFORMERS_HOOKS = (
         ("self", "attn_implementation", "default"),
         wrap_get_interface,
         purpose="mix recurrence into the output of attention modules that have a child `rsa`",
-        without="RSA heads never run",
     ),
     Hook(
         PRETRAINED_MODEL,
@@ -45,7 +43,6 @@ TRANSFORMERS_HOOKS = (
         ("self",),
         wrap_post_init,
         purpose="build the RSA heads that the plan in a config asks for",
-        without="a patched checkpoint is built without its heads",
     ),
     Hook(
         PRETRAINED_MODEL,
@@ -53,7 +50,6 @@ TRANSFORMERS_HOOKS = (
         ("model", "state_dict", "checkpoint_files", "load_config"),
         wrap_load_pretrained_model,
         purpose="check the files of a checkpoint before they are read, and that its tensors match its plan",
-        without="gates and rates are lost silently where tensors and plan differ",
     ),
     Hook(
         PRETRAINED_MODEL,
@@ -61,7 +57,6 @@ TRANSFORMERS_HOOKS = (
         ("self", "save_directory", "is_main_process", "state_dict"),
         wrap_save_pretrained,
         purpose="save heads only together with their plan, and write the model card",
-        without="checkpoints are written that cannot be loaded",
     ),
     Hook(
         CONFIG,
@@ -69,7 +64,6 @@ TRANSFORMERS_HOOKS = (
         ("self", "json_file_path"),
         wrap_to_json_file,
         purpose="lock config.json, so that a transformers without rsa_hf refuses a patched checkpoint",
-        without="a patched checkpoint loads as a plain model where rsa_hf is not imported",
     ),
     Hook(
         CONFIG,
@@ -77,24 +71,21 @@ TRANSFORMERS_HOOKS = (
         ("cls", "json_file"),
         wrap_dict_from_json_file,
         purpose="take the locks of config.json off in memory",
-        without="a patched checkpoint cannot be loaded",
     ),
     Hook(
         "transformers.utils.hub:PushToHubMixin",
         "_upload_modified_files",
         ("self", "working_dir", "repo_id"),
         wrap_upload_modified_files,
-        purpose="bring the model card up to date before push_to_hub uploads it",
-        without="push_to_hub uploads transformers' empty model card",
+        purpose="write the model card again, which push_to_hub overwrites before it uploads; add an adapter's plan",
         essential=False,
     ),
     Hook(
-        TRAINER,
+        "transformers.trainer:Trainer",
         "_load_from_checkpoint",
         ("self", "resume_from_checkpoint"),
         wrap_load_from_checkpoint,
         purpose="refuse to resume from a checkpoint with another plan: the Trainer reads its tensors only",
-        without="the Trainer silently resumes from a checkpoint with another plan",
         essential=False,
     ),
     Hook(
@@ -103,33 +94,11 @@ TRANSFORMERS_HOOKS = (
         ("self", "generation_config", "continuous_batching_config"),
         wrap_init_continuous_batching,
         purpose="keep continuous batching from flash attention and CUDA graphs, or refuse it before its thread starts",
-        without="continuous batching of some patched models is wrong or fails in its thread",
-        essential=False,
-    ),
-    Hook(
-        TRAINER,
-        "create_model_card",
-        ("self",),
-        wrap_create_model_card,
-        purpose="keep rsa_hf's part of the model card, which the Trainer overwrites before it uploads",
-        without="the Trainer's model card says nothing about RSA",
         essential=False,
     ),
 )
 
-TORCH_HOOKS = (
-    Hook(
-        "torch.distributed.fsdp:FullyShardedDataParallel",
-        "__init__",
-        ("self", "module"),
-        wrap_fsdp_init,
-        purpose="say what to do where FSDP1 refuses the float32 parameters of RSA heads",
-        without="FSDP1 refuses a patched model in half precision with an error that does not name RSA",
-        essential=False,
-    ),
-)
-
-HOOKS = (*TRANSFORMERS_HOOKS, *TORCH_HOOKS, *peft_hooks.HOOKS)
+HOOKS = (*TRANSFORMERS_HOOKS, *peft_hooks.HOOKS)
 
 
 def install() -> None:
@@ -141,7 +110,7 @@ def install() -> None:
     Raises:
         ImportError: an essential hook does not fit the installed transformers.
     """
-    install_hooks((*TRANSFORMERS_HOOKS, *TORCH_HOOKS), what_fits())
+    install_hooks(TRANSFORMERS_HOOKS, what_fits())
     register_all()
     try:
         peft_hooks.install()

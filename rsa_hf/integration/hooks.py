@@ -24,8 +24,7 @@ class Hook:
         name: the function's name there.
         parameters: the parameters that the wrapper relies on.
         wrap: takes the original function and returns its replacement.
-        purpose: what the hook is for.
-        without: what is lost where it cannot be installed.
+        purpose: what the hook does, as an infinitive.
         essential: whether none of the list is installed without it.
     """
 
@@ -34,7 +33,6 @@ class Hook:
     parameters: tuple[str, ...]
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
     purpose: str
-    without: str
     essential: bool = True
 
     def __str__(self) -> str:
@@ -76,7 +74,7 @@ def install_hooks(hooks: Sequence[Hook], supported: str) -> None:
             )
             if hook.essential:
                 raise ImportError(problem) from error
-            logger.warning("%s Until then: %s.", problem, hook.without)
+            logger.warning("%s Until then it does not %s.", problem, hook.purpose)
     for hook, owner, replacement in replacements:
         setattr(owner, hook.name, replacement)
 

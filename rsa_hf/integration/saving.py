@@ -16,12 +16,12 @@ import torch.distributed
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.heads import RSAHeads, heads_of, is_peft_wrapper
-from rsa_hf.hub.card import CardFacts, clear_card, write_card
+from rsa_hf.hub import clear_card, write_card
 from rsa_hf.integration.peft.hooks import add_plan, saved_with_plan
 from rsa_hf.saved_plan import planned_layers, saved_plans
 from rsa_hf.utils.text import shorten
 
-__all__ = ["update_card", "wrap_save_pretrained", "wrap_upload_modified_files"]
+__all__ = ["wrap_save_pretrained", "wrap_upload_modified_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
             result = original(self, save_directory, is_main_process, state_dict, *args, **keywords)
         if is_first:
             with _values_replaced(saved):
-                update_card(self, save_directory)
+                _update_card(self, save_directory, plot=False)
         return result
 
     return save_pretrained
@@ -135,23 +135,23 @@ def _values_replaced(tensors: list[tuple[RSAHeads, str, torch.Tensor]]) -> Itera
 
 
 def wrap_upload_modified_files(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Bring the model card up to date before it is uploaded."""
+    """Before an upload write the card, which transformers has just overwritten, and add an adapter's plan."""
 
     def _upload_modified_files(self: Any, working_dir: Any, repo_id: str, *args: Any, **keywords: Any) -> Any:
         if isinstance(self, PreTrainedModel):
             if self._hf_peft_config_loaded:  # save_pretrained(push_to_hub=True) uploads before it returns
                 add_plan(self, Path(working_dir))
-            update_card(self, working_dir, CardFacts(name=repo_id), plot=True)
+            _update_card(self, working_dir, name=repo_id)
         return original(self, working_dir, repo_id, *args, **keywords)
 
     return _upload_modified_files
 
 
-def update_card(model: PreTrainedModel, folder: Any, facts: CardFacts | None = None, plot: bool = False) -> None:
+def _update_card(model: PreTrainedModel, folder: Any, **facts: Any) -> None:
     """Write the card of a patched model, clear that of a plain one; warn if that fails."""
     try:
         if saved_plans(model.config):
-            write_card(model, folder, facts, plot)
+            write_card(model, folder, **facts)
         elif not model._hf_peft_config_loaded:  # which saves the adapter only, next to whatever is there
             clear_card(folder)
     except Exception as error:

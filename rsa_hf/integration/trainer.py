@@ -1,25 +1,18 @@
-"""The Trainer and FSDP1: no resuming with another plan, our part of the model card, a refusal that names RSA."""
+"""The Trainer: no resuming from a checkpoint with another plan."""
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from rsa_hf.heads import RSAHeads
-from rsa_hf.hub.card import CardFacts, read_facts
-from rsa_hf.integration.saving import update_card
 from rsa_hf.saved_plan import SavedPlan, differences, read_plan, saved_plans
 
-__all__ = ["wrap_create_model_card", "wrap_fsdp_init", "wrap_load_from_checkpoint"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["wrap_load_from_checkpoint"]
 
 
 def wrap_load_from_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,35 +56,3 @@ def _require_same_plan(folder: Path, model: PreTrainedModel) -> None:
 def _same(plan: SavedPlan, other: SavedPlan) -> bool:
     """Whether two plans are the same, apart from where parameters start: the checkpoint has trained values."""
     return plan.modules == other.modules and plan.layers == other.layers
-
-
-def wrap_create_model_card(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep rsa_hf's part of the model card."""
-
-    def create_model_card(self: Any, *args: Any, **keywords: Any) -> None:
-        facts = read_facts(self.args.output_dir)
-        original(self, *args, **keywords)
-        model = self.accelerator.unwrap_model(self.model)
-        if self.is_world_process_zero() and isinstance(model, PreTrainedModel) and saved_plans(model.config):
-            facts = facts.updated(CardFacts(seeds=(self.args.seed,), name=getattr(self, "hub_model_id", None)))
-            update_card(model, self.args.output_dir, facts, plot=True)
-
-    return create_model_card
-
-
-def wrap_fsdp_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Name the RSA heads where FSDP1 cannot flatten them together with weights in half precision."""
-
-    def init(self: Any, module: nn.Module, *args: Any, **keywords: Any) -> None:
-        try:
-            original(self, module, *args, **keywords)
-        except ValueError as error:
-            if "uniform dtype" not in str(error) or not any(isinstance(child, RSAHeads) for child in module.modules()):
-                raise
-            raise ValueError(
-                "FSDP1 flattens parameters of one dtype only, and those of RSA heads stay float32. Use FSDP2 "
-                "(fsdp_version: 2); or load the model in float32; or make RSAHeads units of their own: add the class "
-                "to the auto_wrap_policy, in Accelerate to fsdp_transformer_layer_cls_to_wrap."
-            ) from error
-
-    return init

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, ProgressCallback, Trainer
 
-from rsa_hf.hub.card import CardFacts, write_card
+from rsa_hf.hub import write_card
 from rsa_hf.patching import is_patched
 from rsa_hf.training.arguments import RSATrainingArguments
 from rsa_hf.training.callbacks import ProgressBar, RSACallback, StopOnSignal, require_finite
@@ -35,7 +35,7 @@ class RSATrainer(Trainer):
         keywords: as for `Trainer`.
 
     Attributes:
-        card_facts: fields of `CardFacts` for the model card.
+        card_facts: keyword arguments of `write_card`.
         stop: the callback that knows whether a signal has ended the training.
 
     Raises:
@@ -103,8 +103,7 @@ class RSATrainer(Trainer):
         if not is_patched(self.model):
             super().create_model_card(*args, **keywords)
         elif self.is_world_process_zero():
-            facts = CardFacts(**self.card_facts)
-            write_card(self.accelerator.unwrap_model(self.model), self.args.folder, facts, plot=True)
+            write_card(self.accelerator.unwrap_model(self.model), self.args.folder, **self.card_facts)
 
     # --- memory carried along parallel tracks -----------------------------------------------------------------------
 

@@ -117,9 +117,9 @@ def finish_run(
     }
     trainer.card_facts = {
         "base_model": run.model.model_name_or_path,
-        "datasets": () if dataset is None else (dataset,),
+        "dataset": dataset,
         "scores": {split: values for split, values in scores.items() if values},
-        "seeds": (args.seed,),
+        "seed": args.seed,
     }
     if trainer.is_world_process_zero():
         results = {"patched": is_patched(model), "steps": trainer.state.global_step, **metrics}

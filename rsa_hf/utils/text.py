@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["brief", "finite_or_null", "format_table", "holds_credentials", "shorten", "without_credentials"]
+__all__ = ["brief", "finite_or_null", "format_table", "shorten", "without_credentials"]
 
 _repr = reprlib.Repr()
 _repr.maxlevel, _repr.maxlist, _repr.maxtuple, _repr.maxdict = 4, 40, 40, 20
@@ -48,11 +48,6 @@ def finite_or_null(value: Any) -> Any:
 
 # Tokens of the Hub, "hf_" followed by letters and digits, and passwords: the part of an address before the @.
 _CREDENTIALS = re.compile(r"\bhf_[A-Za-z0-9]{16,}|(?<=://)[\w.~%!$&*+;=:-]+@")
-
-
-def holds_credentials(text: str) -> bool:
-    """Whether there is a token or a password in a text."""
-    return _CREDENTIALS.search(text) is not None
 
 
 def without_credentials(text: str) -> str:

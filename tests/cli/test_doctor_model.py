@@ -20,12 +20,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from families import CONFIGS, DECODERS, ENCODER_DECODERS, ENCODERS, FULL_PLAN, build, build_language_model, move_rates
 from reliability.record import Part, note
-from rsa_hf import is_patched, patch_model, unpatch_model
-from rsa_hf.cli import doctor_model
-from rsa_hf.cli.doctor_model import Subject, examine
+from rsa_hf import checks, is_patched, patch_model, unpatch_model
+from rsa_hf.checks import Subject, examine
 from survey.broken import BROKEN
-
-SUBJECTS = ["identity", "unpatching", "reload", "effect", "causality", "cache", "cache", "padding"]
 
 
 def make(family, patched):
@@ -46,23 +43,24 @@ def seen():
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("family", [*DECODERS, *ENCODER_DECODERS, "bert", "gemma3"])
 def test_a_sound_model_passes(family, patched, seen):
-    findings = list(examine(make(family, patched)))
-    is_decoder = family not in ENCODERS
-    assert [finding.subject for finding in findings] == (SUBJECTS if is_decoder else [*SUBJECTS[:5], *SUBJECTS[6:]])
+    found = {name: verdict for verdict, name, _ in examine(make(family, patched))}
     # Two checks do not apply to an encoder, and say so.
-    notes = [finding.subject for finding in findings if finding.verdict == "note"]
-    assert notes == ([] if is_decoder else ["causality", "cache"])
-    assert {finding.verdict for finding in findings} <= {"ok", "note"}
+    not_applicable = ("causality", "cache") if family in ENCODERS else ()
+    assert found == {name: "note" if name in not_applicable else "ok" for name in checks.CHECKS}
     seen["sound models"]["models"] += 1
-    seen["sound models"].update(f"{finding.subject} {finding.verdict}" for finding in findings)
+    seen["sound models"].update(f"{name} {verdict}" for name, verdict in found.items())
 
 
 def test_a_classifier_and_a_bfloat16_model_pass(tmp_path):
     classifier = AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]())
-    assert {f.verdict for f in examine(classifier)} == {"ok", "note"}
+    assert {verdict for verdict, *_ in examine(classifier)} == {"ok", "note"}
     build_language_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     loaded = type(build_language_model("llama")).from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert [(f.verdict, f.subject) for f in examine(loaded)] == [("ok", subject) for subject in SUBJECTS]
+    assert {name: verdict for verdict, name, _ in examine(loaded)} == dict.fromkeys(checks.CHECKS, "ok")
+
+
+def failures(model):
+    return {name: text for verdict, name, text in examine(model) if verdict == "FAIL"}
 
 
 CAUGHT_BY = {
@@ -70,6 +68,7 @@ CAUGHT_BY = {
     "one left behind": "unpatching",
     "rates lost": "reload",
     "does nothing": "effect",
+    "rates not trained": "gradients",
     "other direction": "causality",
     "offset forgotten": "cache",
     "mask ignored": "padding",
@@ -81,7 +80,7 @@ CAUGHT_BY = {
 def test_broken_rsa_is_found(how, patched, seen):
     model = make("llama", patched)
     with BROKEN[how]():
-        failed = {finding.subject for finding in examine(model) if finding.verdict == "FAIL"}
+        failed = set(failures(model))
     assert CAUGHT_BY[how] in failed
     if how not in ("does nothing", "other direction"):  # several checks find these two
         assert failed == {CAUGHT_BY[how]}
@@ -94,8 +93,8 @@ def test_right_padding_is_tried_where_a_text_sees_it(family, monkeypatch):
     if family == "bert":
         monkeypatch.setattr(Subject, "accepts", lambda self, name: name != "position_ids")
     with BROKEN["mask ignored"]():
-        failed = [finding for finding in examine(model) if finding.verdict == "FAIL"]
-    assert [finding.text[:19] for finding in failed] == ["right-padded rows a"]
+        failed = failures(model)
+    assert list(failed) == ["padding"] and failed["padding"].startswith("right-padded rows")
 
 
 @pytest.mark.parametrize("patched", [False, True])
@@ -106,8 +105,7 @@ def test_saving_that_drops_rsa_is_found(patched, seen, monkeypatch):
         original(unpatch_model(deepcopy(self)) if is_patched(self) else self, folder, **keywords)
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", save_pretrained)
-    failed = [finding for finding in examine(make("gpt2", patched)) if finding.verdict == "FAIL"]
-    assert [(f.subject, f.text) for f in failed] == [("reload", "what was saved has lost its RSA heads")]
+    assert failures(make("gpt2", patched)) == {"reload": "what was saved has lost its RSA heads"}
     seen["broken variants"]["saving drops RSA (caught by reload)"] += 1
 
 
@@ -122,18 +120,14 @@ def test_attention_that_ignores_causality_is_found(patched, seen, monkeypatch):
     monkeypatch.setitem(AttentionMaskInterface._global_mapping, "careless", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     model = make("llama", patched)
     model.set_attn_implementation("careless")
-    findings = {finding.subject: finding for finding in examine(model)}
-    assert findings["causality"].verdict == "FAIL"
-    assert "without RSA too, though its attention says that it is causal" in findings["causality"].text
+    assert "without RSA too, though its attention says that it is causal" in failures(model)["causality"]
     seen["broken variants"]["attention ignores causality (caught by causality)"] += 1
 
 
 def test_a_check_that_raises_is_a_failure(monkeypatch):
-    monkeypatch.setattr(doctor_model, "_backward_influence", lambda *_: [][1])
-    findings = {finding.subject: finding for finding in examine(make("gpt2", True))}
-    assert findings["causality"].verdict == "FAIL"
-    assert "IndexError" in findings["causality"].text
-    assert findings["padding"].verdict == "ok"
+    monkeypatch.setattr(checks, "padded_inputs", lambda *_: [][1])
+    failed = failures(make("gpt2", True))
+    assert list(failed) == ["padding"] and "IndexError" in failed["padding"]
 
 
 # --- the command --------------------------------------------------------------------------------------------------
@@ -160,7 +154,7 @@ def test_the_command_writes_nothing(how, run, tmp_path, monkeypatch):
     assert f"{folder}: GPT2LMHeadModel {'is plain' if how == 'plain' else 'has RSA heads'}" in out
     if how == "broken":
         assert code == 1
-        assert "FAIL  cache                token by token, outputs are off by" in out
+        assert "FAIL  cache                in pieces of 3, 1, 1 tokens, outputs are off by" in out
         assert "something is wrong" in out
     else:
         assert code == 0, out
@@ -175,4 +169,4 @@ def test_a_model_that_cannot_be_tried_is_named(run, tmp_path):
     ViTModel(ViTConfig(**sizes, image_size=8, patch_size=4)).save_pretrained(tmp_path / "vit")
     code, out, _ = run("doctor", "--model", tmp_path / "vit")
     assert code == 1
-    assert "takes pixel_values: doctor tries models that take input_ids" in out
+    assert "takes pixel_values: only models that take input_ids can be checked" in out

@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 import yaml
 from huggingface_hub import ModelCard, RepoCard
 from torch.distributed.fsdp import FSDPModule
@@ -16,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from families import CONFIGS, FULL_PLAN, build
 from rsa_hf import RSAConfig, patch_model, rsa_report, unpatch_model
-from rsa_hf.hub import card
-from rsa_hf.hub.card import CardFacts, read_facts, write_card
+from rsa_hf.hub import write_card
 from rsa_hf.models.transformer_xl import TransformerXLConfig, TransformerXLForCausalLM
 from rsa_hf.utils.files import StorageError
 
@@ -27,36 +25,39 @@ def model():
     return patch_model(build("gpt2"), RSAConfig(**FULL_PLAN))
 
 
-def card_of(model, folder, facts=None, plot=False):
-    return ModelCard.load(write_card(model, folder, facts, plot))
+@pytest.fixture
+def classifier():
+    return patch_model(AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]()), RSAConfig(num_regular=1))
 
 
-def test_a_card_has_the_facts_the_report_and_the_code_to_load(model, tmp_path):
-    facts = CardFacts(
-        base_model="openai-community/gpt2",
-        datasets=("Salesforce/wikitext", "./texts"),
-        seeds=(0, 1),
-        scores={"test": {"accuracy": 0.61234}},
-        command="make demo",
+def test_a_card_has_the_facts_the_report_and_the_picture(model, tmp_path):
+    card = ModelCard.load(
+        write_card(
+            model,
+            tmp_path,
+            name="someone/rsa",
+            base_model="openai-community/gpt2",
+            dataset="Salesforce/wikitext",
+            scores={"test": {"accuracy": 0.61234, "loss": 2.0}, "seed 3": {"accuracy": 0.5}},
+            seed=3,
+            command="train --it <b>",
+        )
     )
-    card = card_of(model, tmp_path, facts, plot=True)
-    assert card.data.base_model == "openai-community/gpt2"
-    assert card.data.library_name == "transformers"
+    assert (card.data.base_model, card.data.library_name) == ("openai-community/gpt2", "transformers")
     assert card.data.datasets == ["Salesforce/wikitext"]
-    assert card.data.metrics == ["accuracy"]
     assert {"rsa_hf", "rsa"} <= set(card.data.tags)
     for part in (
-        "import rsa_hf",
-        "GPT2Model.from_pretrained",
+        'from transformers import GPT2Model\n\nmodel = GPT2Model.from_pretrained("someone/rsa")',
         str(rsa_report(model)),
-        "| test | 0.6123 |",
-        "rsa.png",
-        "* seeds: 0, 1",
+        "| | accuracy | loss |\n|---|---|---|\n| test | 0.6123 | 2 |\n| seed 3 | 0.5 |  |\n",
+        "![learned decay curves and gates](rsa.png)",
+        "* seed: 3",
         '"dilation": [2, 3, 5]',
         "@inproceedings{huang2023encoding",
-        "make demo",
+        "train --it <b>",
     ):
         assert part in card.content
+    assert (tmp_path / "rsa.png").exists()
 
 
 def transformer_xl():
@@ -68,9 +69,8 @@ def transformer_xl():
 def test_the_code_on_a_card_loads_the_model(make, tmp_path):
     model = patch_model(make(), RSAConfig(num_regular=1))
     model.save_pretrained(tmp_path)
-    write_card(model, tmp_path, CardFacts(name=str(tmp_path)))
-    code = re.search(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), flags=re.DOTALL)[1]
-    assert str(tmp_path) in code
+    card = write_card(model, tmp_path, name=str(tmp_path), plot=False).read_text()
+    code = re.search(r"```python\n(.*?)```", card, flags=re.DOTALL)[1]
     code += "print(type(model).__name__, sum(value.double().abs().sum().item() for value in model.parameters()))\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -83,40 +83,107 @@ def test_under_fsdp_the_code_names_the_models_own_class(model, tmp_path):
     """FSDP2 replaces a model's class by one that cannot be imported."""
     model.__class__ = type("FSDPGPT2Model", (FSDPModule, type(model)), {})
     code = "from transformers import GPT2Model\n\nmodel = GPT2Model.from_pretrained"
-    assert code in card_of(model, tmp_path).content
+    assert code in write_card(model, tmp_path, plot=False).read_text()
 
 
-# --- written into a folder -----------------------------------------------------------------------------------------
+# --- the results that the Hub shows ---------------------------------------------------------------------------------
+
+SCORES = {
+    "validation": {"accuracy": 0.625, "threshold": 0.4, "mcc_at_threshold": 0.5, "num_examples": 8},
+    "test": {"accuracy": 0.5, "roc_auc": math.nan},
+    "seed 3": {"accuracy": 0.75},
+}
 
 
-FACTS = CardFacts(
-    base_model="openai-community/gpt2",
-    datasets=("Salesforce/wikitext",),
-    metrics=("perplexity",),
-    seeds=(3,),
-    scores={"test": {"perplexity": 21.5}},
-    command="train --> it <b>",
-    name="someone/rsa",
+def results_of(path):
+    """(data set, split, kind of the metric, value) of each result of a card."""
+    listed = ModelCard.load(path).data.eval_results or []
+    return [(each.dataset_name, each.dataset_split, each.metric_type, each.metric_value) for each in listed]
+
+
+def test_the_metadata_lists_what_was_measured_on_a_split(classifier, tmp_path):
+    path = write_card(classifier, tmp_path, dataset="someone/functions", dataset_config="c", scores=SCORES)
+    data = ModelCard.load(path).data
+    [place] = {(each.task_type, each.dataset_type, each.dataset_config) for each in data.eval_results}
+    assert place == ("text-classification", "someone/functions", "c")
+    assert results_of(path) == [
+        ("someone/functions", "validation", "accuracy", 0.625),
+        ("someone/functions", "validation", "matthews_correlation", 0.5),
+        ("someone/functions", "test", "accuracy", 0.5),
+    ]
+    assert data.metrics == ["accuracy", "matthews_correlation"]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "scores"),
+    [(None, SCORES), ("someone/functions", {"test": {"loss": 1.0}, "seed 3": {"accuracy": 0.5}})],
+    ids=["no data set", "no metric of a split"],
 )
+def test_other_scores_are_in_the_table_alone(classifier, tmp_path, dataset, scores):
+    card = ModelCard.load(write_card(classifier, tmp_path, dataset=dataset, scores=scores))
+    assert "model-index" not in card.data and card.data.eval_results is None
+    assert "### Results" in card.content
 
 
-def test_every_save_updates_the_card(model, tmp_path):
-    model.save_pretrained(tmp_path)
-    write_card(model, tmp_path, FACTS)
-    assert read_facts(tmp_path) == FACTS
-    before = (tmp_path / "README.md").read_text()
-    with torch.no_grad():
-        model.h[0].attn.rsa.mu.zero_()
-    model.save_pretrained(tmp_path)
-    after = (tmp_path / "README.md").read_text()
-    assert str(rsa_report(model)) in after
-    assert str(rsa_report(model)) not in before
-    assert read_facts(tmp_path) == FACTS
-    assert "| test | 21.5 |" in after
-    assert ModelCard(after).data.to_dict() == ModelCard(before).data.to_dict()
+def test_a_perplexity_that_is_infinite_is_left_out(tmp_path):
+    model = patch_model(AutoModelForCausalLM.from_config(CONFIGS["gpt2"]()), RSAConfig(num_regular=1))
+    scores = {"test": {"token_perplexity": 21.5, "word_perplexity": math.inf, "bits_per_byte": 1.25}}
+    path = write_card(model, tmp_path, dataset="Python's standard library", scores=scores)
+    assert [
+        (each.task_type, each.dataset_type, each.metric_type) for each in ModelCard.load(path).data.eval_results
+    ] == [("text-generation", "custom", "perplexity"), ("text-generation", "custom", "bits_per_byte")]
 
 
-def test_the_card_reports_the_weights_that_were_saved(model, tmp_path):
+THEIRS = """---
+license: mit
+tags: [mine]
+model-index:
+- name: mine
+  results:
+  - task: {type: text-classification}
+    dataset: {name: someone/functions, type: someone/functions, split: test}
+    metrics:
+    - {type: accuracy, value: 0.9, name: Accuracy, verified: true}
+- {odd: 1}
+---
+
+# Mine
+
+Hello
+"""
+
+
+def test_what_others_wrote_stays(classifier, tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text(THEIRS)
+
+    def index():
+        return RepoCard.load(path).data["model-index"]
+
+    theirs = yaml.safe_load(THEIRS.split("---")[1])["model-index"]
+    write_card(classifier, tmp_path, dataset="someone/functions", scores={"test": {"accuracy": 0.5}})
+    assert index()[:-1] == theirs
+    assert index()[-1]["results"][0]["metrics"][0]["value"] == 0.5
+    # New results replace those before them, and new weights have none until they are measured.
+    write_card(classifier, tmp_path, dataset="someone/functions", scores={"test": {"accuracy": 0.75}})
+    assert [entry["results"][0]["metrics"][0]["value"] for entry in index()[2:]] == [0.75]
+    classifier.save_pretrained(tmp_path)
+    assert index() == theirs
+    text = path.read_text()
+    assert "# Mine\n\nHello\n" in text and "license: mit" in text and "- mine\n- rsa_hf\n" in text
+    path.write_text(text.replace("Hello", "Hello\\1 again"))
+    classifier.save_pretrained(tmp_path)
+    assert path.read_text() == text.replace("Hello", "Hello\\1 again")
+    # A plain model has no part of rsa_hf's.
+    unpatch_model(classifier).save_pretrained(tmp_path)
+    assert index() == theirs
+    assert "Hello\\1 again" in path.read_text() and "rsa" not in path.read_text()
+
+
+# --- written when a model is saved ----------------------------------------------------------------------------------
+
+
+def test_a_save_describes_the_weights_that_were_saved(model, tmp_path):
     """`state_dict` may hold other weights than the model."""
     averaged = {name: value.clone() for name, value in model.state_dict().items()}
     averaged["h.0.attn.rsa.mu"].fill_(0.1)
@@ -130,143 +197,17 @@ def test_the_card_reports_the_weights_that_were_saved(model, tmp_path):
     assert str(rsa_report(model)) in (tmp_path / "README.md").read_text()
 
 
-def test_saving_keeps_what_others_wrote(model, tmp_path):
-    card = (
-        "---\nlicense: mit\nbase_model: /home/me/gpt2\ntags: [mine]\nmodel-index: [{odd: 1}]\n---\n\n# Mine\n\nHello\n"
-    )
-    (tmp_path / "README.md").write_text(card)
-    model.save_pretrained(tmp_path)
-    text = (tmp_path / "README.md").read_text()
-    assert "# Mine\n\nHello\n" in text
-    assert "model-index:\n- odd: 1\n" in text
-    assert "/home/me" not in text
-    assert "- mine\n- rsa_hf\n" in text
-    again = text.replace("Hello", "Hello\\1 again")
-    (tmp_path / "README.md").write_text(again)
-    model.save_pretrained(tmp_path)
-    assert (tmp_path / "README.md").read_text() == again
-
-
-# --- the results that the Hub shows --------------------------------------------------------------------------------
-
-
-SCORES = {
-    "validation": {"accuracy": 0.625, "threshold": 0.4, "f1_at_threshold": 0.5, "num_examples": 8},
-    "test": {"accuracy": 0.5, "f1": 0.25, "roc_auc": math.nan},
-    "seed 3": {"accuracy": 0.75},
-}
-
-
-@pytest.fixture
-def classifier():
-    return patch_model(AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]()), RSAConfig(num_regular=1))
-
-
-def results_of(card):
-    """(data set, split, name of the metric, value) of each result of a card."""
-    listed = ModelCard.load(card).data.eval_results or []
-    return [(each.dataset_name, each.dataset_split, each.metric_name, each.metric_value) for each in listed]
-
-
-def test_the_metadata_lists_what_was_measured_on_a_split(classifier, tmp_path):
-    facts = CardFacts(datasets=("someone/functions",), dataset_config="c", scores=SCORES)
-    card = ModelCard.load(write_card(classifier, tmp_path, facts))
-    assert {
-        (each.task_type, each.dataset_type, each.dataset_name, each.dataset_config) for each in card.data.eval_results
-    } == {("text-classification", "someone/functions", "someone/functions", "c")}
-    assert [
-        (each.dataset_split, each.metric_type, each.metric_name, each.metric_value) for each in card.data.eval_results
-    ] == [
-        ("validation", "accuracy", "Accuracy", 0.625),
-        ("validation", "f1", "F1 at the threshold chosen on validation", 0.5),
-        ("test", "accuracy", "Accuracy", 0.5),
-        ("test", "f1", "F1", 0.25),
-    ]
-    assert card.data.metrics == ["accuracy", "f1", "roc_auc"]
-
-
-@pytest.mark.parametrize(
-    ("datasets", "scores"),
-    [
-        ((), SCORES),
-        (("someone/functions", "someone/others"), SCORES),
-        (("someone/functions",), {"test": {"loss": 1.0}, "seed 3": {"accuracy": 0.5}}),
-    ],
-    ids=["no data set", "two data sets", "no metric of a split"],
-)
-def test_other_scores_are_in_the_table_alone(classifier, tmp_path, datasets, scores):
-    card = ModelCard.load(write_card(classifier, tmp_path, CardFacts(datasets=datasets, scores=scores)))
-    assert "model-index" not in card.data and card.data.eval_results is None
-    assert "### Results" in card.content
-
-
-def test_a_perplexity_that_is_infinite_is_left_out(tmp_path):
-    model = patch_model(AutoModelForCausalLM.from_config(CONFIGS["gpt2"]()), RSAConfig(num_regular=1))
-    scores = {"test": {"token_perplexity": 21.5, "word_perplexity": math.inf, "bits_per_byte": 1.25}}
-    facts = CardFacts(datasets=("Python's standard library",), scores=scores)
-    card = ModelCard.load(write_card(model, tmp_path, facts))
-    assert [
-        (each.task_type, each.dataset_type, each.metric_type, each.metric_value) for each in card.data.eval_results
-    ] == [
-        ("text-generation", "custom", "perplexity", 21.5),
-        ("text-generation", "custom", "bits_per_byte", 1.25),
-    ]
-    model.save_pretrained(tmp_path)
-    assert ModelCard.load(tmp_path / "README.md").data.to_dict() == card.data.to_dict()
-
-
-THEIRS = """---
-model-index:
-- name: mine
-  results:
-  - task: {type: text-classification}
-    dataset: {name: someone/functions, type: someone/functions, split: test}
-    metrics:
-    - {type: accuracy, value: 0.9, name: Accuracy, verified: true}
-- name: another
-  results: []
----
-"""
-
-
-def test_results_of_others_stay(classifier, tmp_path):
-    (tmp_path / "README.md").write_text(THEIRS)
-    theirs = ("someone/functions", "test", "Accuracy", 0.9)
-    facts = CardFacts(datasets=("someone/functions",), scores={"test": {"accuracy": 0.5, "f1": 0.25}})
-    ours = [("someone/functions", "test", "Accuracy", 0.5), ("someone/functions", "test", "F1", 0.25)]
-    path = write_card(classifier, tmp_path, facts)
-    assert results_of(path) == [theirs, *ours]
-    for _ in range(2):  # saved again, they are there once
-        classifier.save_pretrained(tmp_path)
-        assert results_of(path) == [theirs, *ours]
-    # New scores replace those before them; so does another data set.
-    write_card(classifier, tmp_path, CardFacts(scores={"test": {"accuracy": 0.75}}))
-    assert results_of(path) == [theirs, ("someone/functions", "test", "Accuracy", 0.75)]
-    write_card(classifier, tmp_path, CardFacts(datasets=("someone/others",)))
-    assert results_of(path) == [theirs, ("someone/others", "test", "Accuracy", 0.75)]
-    # A plain model has none of ours.
-    unpatch_model(classifier).save_pretrained(tmp_path)
-    assert results_of(path) == [theirs]
-    index = yaml.safe_load(THEIRS.strip().strip("-"))["model-index"]
-    assert RepoCard.load(path).data["model-index"] == index
-
-
-# --- in the place of others ----------------------------------------------------------------------------------------
-
-
-def test_a_plain_model_saved_in_its_place_removes_the_rsa_section_only(tmp_path):
-    unpatched = build("gpt2")
-    unpatched.save_pretrained(tmp_path)
-    assert not (tmp_path / "README.md").exists()
-    model = patch_model(build("gpt2"))
+@pytest.mark.parametrize("comment", ["made anew on every save", 'generated on every save {"seeds": [1]}'])
+def test_a_card_of_an_earlier_version_is_updated(model, tmp_path, comment):
     model.save_pretrained(tmp_path)
     path = tmp_path / "README.md"
-    path.write_text(path.read_text().replace("- rsa_hf", "- mine\n- rsa_hf", 1) + "\n## What it is for\n")
-    unpatch_model(model).save_pretrained(tmp_path)
-    rest = "--- library_name: transformers tags: - mine --- # GPT2Model ## What it is for"
-    assert " ".join(path.read_text().split()) == rest
-    patch_model(model).save_pretrained(tmp_path)
-    assert "## RSA heads" in path.read_text() and "## What it is for" in path.read_text()
+    text = path.read_text()
+    path.write_text(
+        re.sub("<!-- rsa_hf: generated.*?-->\n.*?##", f"<!-- rsa_hf: {comment} -->\nold ##", text, count=1)
+    )
+    assert path.read_text() != text
+    model.save_pretrained(tmp_path)
+    assert path.read_text() == text
 
 
 def test_a_readme_that_is_not_a_card_is_left_unchanged(model, tmp_path):
@@ -283,38 +224,19 @@ def test_a_card_that_cannot_be_read_does_not_stop_saving(model, tmp_path, caplog
     assert "was not brought up to date" in caplog.text
     assert (tmp_path / "README.md").read_text() == broken
     assert (tmp_path / "model.safetensors").exists()
-    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_card_that_cannot_be_written_leaves_the_previous_one(model, tmp_path):
-    write_card(model, tmp_path, CardFacts(seeds=(1,)))
+    write_card(model, tmp_path, seed=1)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
     try:
         with pytest.raises(StorageError, match="cannot write to"):
-            write_card(model, tmp_path, CardFacts(seeds=(2,)))
+            write_card(model, tmp_path, seed=2, plot=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_a_card_of_version_0_1_is_updated(model, tmp_path):
-    write_card(model, tmp_path, FACTS)
-    path = tmp_path / "README.md"
-    text = path.read_text()
-    path.write_text(text.replace(card._BEGIN, card._BEGIN_0_1))
-    assert path.read_text() != text
-    model.save_pretrained(tmp_path)
-    assert path.read_text() == text
-
-
-@pytest.mark.parametrize("facts", ["[1]", "{", '{"of a later version": 1}'])
-def test_unreadable_facts_are_ignored(model, tmp_path, facts):
-    write_card(model, tmp_path, CardFacts(seeds=(1,)))
-    path = tmp_path / "README.md"
-    path.write_text(path.read_text().replace('{"seeds": [1]}', facts))
-    assert read_facts(tmp_path) == CardFacts()
 
 
 def test_only_the_main_process_writes(model, tmp_path):
@@ -324,7 +246,7 @@ def test_only_the_main_process_writes(model, tmp_path):
 
 def test_a_local_path_is_not_named_as_the_base_model(model, tmp_path):
     for path in (str(tmp_path), "./outputs/best", "/nowhere/at/all"):
-        card = card_of(model, tmp_path, CardFacts(base_model=path))
+        card = ModelCard.load(write_card(model, tmp_path, base_model=path, plot=False))
         assert card.data.base_model is None and path not in card.content
 
 
@@ -335,8 +257,7 @@ def test_gates_on_other_devices_or_processes_are_not_read(model, tmp_path, where
         heads.to("meta")
     else:
         heads.mu.full_tensor = lambda: pytest.fail("every process would have to take part")
-    write_card(model, tmp_path, plot=True)
-    card = (tmp_path / "README.md").read_text()
+    card = write_card(model, tmp_path).read_text()
     assert '"num_dilated_cyclical_pairs": 1' in card
-    assert "`rsa-hf card FOLDER` adds them" in card
+    assert "Their values were not available" in card
     assert not (tmp_path / "rsa.png").exists()

@@ -5,22 +5,12 @@ import logging
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import (
-    AutoModel,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    Trainer,
-    TrainingArguments,
-    pipeline,
-)
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from families import CONFIGS, FULL_PLAN, build, inputs, move_rates
 from hub_stand_in import TOKEN, USER
 from rsa_hf import RSAConfig, is_patched, patch_model
-from rsa_hf.hub.card import CardFacts, write_card
-from rsa_hf.hub.push import push_folder
 
 REPO = f"{USER}/rsa"
 SECTION = "<!-- rsa_hf: end -->"
@@ -99,95 +89,6 @@ def test_pushing_again_keeps_what_others_wrote(hub, model):
     assert card.count(SECTION) == 1
     assert "0.8808" in card  # σ(0.1 · 20)
     assert "0.8808" not in first
-
-
-def make_trainer(folder, model, **arguments):
-    batch = inputs("roberta", batch=8)["input_ids"]
-    rows = [{"input_ids": ids, "labels": torch.tensor(i % 2)} for i, ids in enumerate(batch)]
-    arguments = TrainingArguments(
-        str(folder), max_steps=1, report_to="none", use_cpu=True, disable_tqdm=True, seed=7, **arguments
-    )
-    return Trainer(model, arguments, train_dataset=rows)
-
-
-def test_the_trainers_card_keeps_the_rsa_section(hub, model, tmp_path):
-    trainer = make_trainer(tmp_path / "run", model, hub_model_id=REPO)
-    trainer.train()
-    # Facts that a user gives before the Trainer overwrites the card.
-    trainer.save_model()
-    facts = CardFacts(
-        base_model="FacebookAI/roberta-base",
-        datasets=("google/code_x_glue_cc_defect_detection",),
-        scores={"test": {"accuracy": 0.625}},
-        command="make demo",
-    )
-    write_card(model, tmp_path / "run", facts)
-    trainer.push_to_hub()
-    assert_pushed(trainer.model.eval())
-    card = hub.card(REPO)
-    metadata = ModelCard(card).data
-    assert {"rsa_hf", "rsa"} <= set(metadata.tags)
-    assert metadata.library_name == "transformers"
-    assert metadata.base_model == "FacebookAI/roberta-base"
-    assert metadata.datasets == ["google/code_x_glue_cc_defect_detection"]
-    assert metadata.metrics == ["accuracy"]
-    for part in (
-        "### Training hyperparameters",  # from the Trainer
-        "- seed: 7",
-        "* seeds: 7",  # from rsa_hf
-        "| test | 0.625 |",
-        "make demo",
-        "### Plan",
-        '"num_dilated_cyclical_pairs": 1',
-        "![learned decay curves and gates](rsa.png)",
-        f'from_pretrained("{REPO}")',
-        "@inproceedings{huang2023encoding",
-    ):
-        assert part in card, part
-    assert card.count(SECTION) == 1
-    # The Trainer's card alone keeps the section too.
-    trainer.create_model_card()
-    assert "make demo" in (tmp_path / "run" / "README.md").read_text()
-
-
-def test_the_trainers_card_of_a_plain_model_has_no_rsa_section(tmp_path, model):
-    make_trainer(tmp_path / "patched", model).save_model()  # installs the hook
-    plain = AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]())
-    trainer = make_trainer(tmp_path / "plain", plain)
-    trainer.save_model()
-    trainer.create_model_card()
-    assert "rsa_hf" not in (tmp_path / "plain" / "README.md").read_text()
-
-
-def test_a_folder_is_pushed_without_optimiser_states_and_checkpoints(hub, model, tokenizer, tmp_path):
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "best")
-    for name in ("optimizer.pt", "training_args.bin", "events.log"):
-        (tmp_path / "best" / name).write_bytes(b"x")
-    model.save_pretrained(tmp_path / "best" / "checkpoint-5")
-    (tmp_path / "best" / "checkpoint-5" / "trainer_state.json").write_text(f'{{"token": "{TOKEN}"}}')
-    templates = tmp_path / "best" / "additional_chat_templates"
-    templates.mkdir()
-    (templates / "with [tools].jinja").write_text("{{ messages }}")
-    url = push_folder(tmp_path / "best", REPO)
-    assert url.startswith(f"{hub.endpoint}/{REPO}/commit/")
-    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(hub.files(REPO))
-    assert not {"optimizer.pt", "training_args.bin", "events.log"} & set(hub.files(REPO))
-    assert {name for name in hub.files(REPO) if "/" in name} == {"additional_chat_templates/with [tools].jinja"}
-    assert_pushed(model)
-
-
-def test_only_patched_checkpoints_in_safetensors_are_pushed(hub, tmp_path):
-    with pytest.raises(FileNotFoundError, match="no such folder"):
-        push_folder(tmp_path / "absent", REPO)
-    build("gpt2").save_pretrained(tmp_path / "plain")
-    with pytest.raises(ValueError, match="no checkpoint with RSA heads"):
-        push_folder(tmp_path / "plain", REPO)
-    patch_model(build("gpt2")).save_pretrained(tmp_path / "pickled")
-    (tmp_path / "pickled" / "model.safetensors").rename(tmp_path / "pickled" / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="no weights in safetensors"):
-        push_folder(tmp_path / "pickled", REPO)
-    assert hub.requests == []
 
 
 # --- a stranger's checkpoint --------------------------------------------------------------------------------------

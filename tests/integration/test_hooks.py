@@ -134,7 +134,7 @@ def hook_of(owner, name, parameters=("self",), **kwargs):
     def wrap(original):
         return lambda self: original(self)
 
-    return Hook(f"{__name__}:{owner}", name, parameters, wrap, "a test", "the test", **kwargs)
+    return Hook(f"{__name__}:{owner}", name, parameters, wrap, "test", **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_hook_that_is_not_essential_is_left_out_with_a_warning(moved, caplog):
     assert is_installed(other)
     [said] = [record.getMessage() for record in caplog.records]
     assert said.startswith(f"Fits 1. {moved[0]}.{moved[1]} does not fit")
-    assert said.endswith("Until then: the test.")
+    assert said.endswith("Until then it does not test.")
     with pytest.raises(ImportError, match=r"does not fit"):
         install_hooks([hook_of(*moved)], "Fits 1.")
 

@@ -222,11 +222,6 @@ def test_replicated_layers_are_for_one_base(tmp_path):
 def test_replicated_layers_are_not_merged(tmp_path):
     """They share the weights that LoRA would be merged into. PEFT's own check does not see them."""
     model, batch = trained(), inputs("llama")
-    expected = logits(model, batch)
-    for call in (model.merge_and_unload, model.merge_adapter):
-        with pytest.raises(ValueError, match="layer_replication.*nothing can be merged. Save the adapter"):
-            call()
-        assert torch.equal(logits(model, batch), expected)
     unloaded = model.unload()
     with pytest.raises(ValueError, match="not those of its plan.*Were layers dropped, added or moved"):
         unloaded.save_pretrained(tmp_path)

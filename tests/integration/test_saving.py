@@ -210,8 +210,6 @@ def test_weights_that_do_not_fit_the_plan_are_an_error(saved, change, message):
             "in the checkpoint, but not in the plan",
         ),
         (lambda c: c["rsa"]["plan"].update(num_regular=2), ValueError, "eta has shape"),
-        (lambda c: c["rsa"]["plan"].update(num_regular=9e9), TypeError, "num_regular=9000000000.0"),
-        (lambda c: c["rsa"]["plan"].update(dilation=-1), ValueError, "dilation=-1"),
         (lambda c: c["rsa"]["plan"].update(depth=1), ValueError, "unknown RSA setting 'depth'"),
         (lambda c: c["rsa"]["plan"].update(num_regular=10**12), ValueError, "num_regular=1000000000000: a whole number"),
         (lambda c: c["rsa"]["plan"].update(gate_init="__import__('os')"), TypeError, "a number from"),
@@ -223,10 +221,7 @@ def test_weights_that_do_not_fit_the_plan_are_an_error(saved, change, message):
             "7.attention.self, which this RobertaModel does not have",
         ),
         (lambda c: c["rsa"].update(modules=["__class__"]), ValueError, "no module name"),
-        (lambda c: c["rsa"].update(modules=["../x"]), ValueError, "no module name"),
-        (lambda c: c["rsa"].update(modules=["encoder[0]"]), ValueError, "no module name"),
         (lambda c: c["rsa"].update(modules=["nowhere"] * 2), ValueError, "more than once"),
-        (lambda c: c["rsa"].update(modules=["nowhere"]), ValueError, "nowhere, which this"),
         (lambda c: c.update(rsa=[1]), TypeError, "config.rsa is a mapping"),
         (
             lambda c: c.update(num_hidden_layers=1),
@@ -314,17 +309,6 @@ def test_a_shut_gate_is_saved_as_valid_json(tmp_path):
     loaded = AutoModel.from_pretrained(tmp_path)
     assert loaded.h[0].attn.rsa.rates()["gate"].item() == 0
     assert torch.equal(loaded(**(batch := inputs("gpt2")))[0], model(**batch)[0])
-
-
-@torch.no_grad()
-def test_a_plan_without_cyclical_heads_has_no_parameters_for_them(tmp_path):
-    model, batch = trained(build("roberta"), {"num_regular": 2, "gate_init": 0.5}), inputs("roberta")
-    assert not [name for name in model.state_dict() if name.endswith(("rsa.nu", "rsa.theta"))]
-    model.save_pretrained(tmp_path)
-    assert torch.equal(AutoModel.from_pretrained(tmp_path)(**batch)[0], model(**batch)[0])
-    edit_tensors(tmp_path / "model.safetensors", lambda w: w.update({f"{LAYER}.nu": torch.zeros(1)}))
-    with pytest.raises(ValueError, match=f"not in the plan: {LAYER}.nu"):
-        AutoModel.from_pretrained(tmp_path)
 
 
 def test_a_plain_model_is_saved_without_plan_or_locks(tmp_path):

@@ -25,17 +25,17 @@ ROOT = Path(__file__).parents[2]
 # the meta device (DiffLlama); each with the checks that do not apply to it.
 SAMPLE = {
     ("gpt2", "causal-lm"): set(),
-    ("llama", "sequence-classification"): {"cache"},
+    ("llama", "sequence-classification"): set(),
     ("gemma2", "causal-lm"): set(),
     ("deepseek_v3", "causal-lm"): set(),
-    ("recurrent_gemma", "causal-lm"): {"left padding", "cache"},
+    ("recurrent_gemma", "causal-lm"): {"padding", "cache"},
     ("doge", "causal-lm"): set(),
     ("diffllama", "causal-lm"): set(),
     ("roberta", "masked-lm"): {"cache"},
     ("layoutlm", "masked-lm"): {"cache"},
     ("t5", "seq2seq"): set(),
-    ("bart", "seq2seq"): {"left padding"},
-    ("bigbird_pegasus", "causal-lm"): {"left padding"},
+    ("bart", "seq2seq"): set(),
+    ("bigbird_pegasus", "causal-lm"): {"padding"},
     ("nllb-moe", "seq2seq"): set(),
 }
 

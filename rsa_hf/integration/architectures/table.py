@@ -20,7 +20,6 @@ A new architecture of one of these kinds is a row of `ARCHITECTURES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,12 +60,6 @@ class Architecture:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", f"transformers.models.{self.model}.modeling_{self.model}")
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
-        # Patched layers carry their row, so that unpickling one in a new process wraps its class there.
-        from rsa_hf.integration.attention import wrap_class
-
-        return wrap_class, (self.path, self.name)
 
 
 _FORWARD = ("hidden_states", "attention_mask")

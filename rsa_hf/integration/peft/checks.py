@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,8 +28,6 @@ __all__ = [
     "rsa_modules",
     "wrappers",
 ]
-
-logger = logging.getLogger(__name__)
 
 
 def has_rsa(config: Any) -> bool:
@@ -93,7 +90,7 @@ def require_fit(config: Any, model: nn.Module) -> None:
 def require_same_base(base: Mapping[str, Any], model: nn.Module, *, compare_weights: bool = True) -> None:
     """Check that a model is the base model of an adapter, whether it is patched or not.
 
-    Type, sizes and sampled weights decide. The name is only a hint, as folders are moved.
+    Type, sizes and sampled weights decide; the name does not, as folders are moved.
 
     Args:
         base: what identifies the base model (see adapter_plan.py); empty: any model is accepted.
@@ -118,21 +115,12 @@ def require_same_base(base: Mapping[str, Any], model: nn.Module, *, compare_weig
         raise ValueError(
             f"this adapter is for another base model ({name!s:.200}): {'; '.join(changed)}. Load that model."
         )
-    if not compare_weights:
-        return
-    if differing := differing_weights(base, model):
+    if compare_weights and (differing := differing_weights(base, model)):
         raise ValueError(
             f"this adapter was trained on another base model: on {name!s:.200}, and this one "
             f"({present['name'] or 'without a name'}) has other weights in {shorten(differing)}. Load the model that "
             "the adapter was trained on. To use the adapter on this one all the same: rsa_hf.peft.load(model, "
             "adapter, check_base_name=False)."
-        )
-    if not base.get("weights") and base.get("name") and present["name"] and base["name"] != present["name"]:
-        logger.warning(
-            "The adapter was trained on %r, and this model is called %r. The adapter has no sample of its base "
-            "model's weights to compare, so make sure that this is the same model.",
-            base["name"],
-            present["name"],
         )
 
 

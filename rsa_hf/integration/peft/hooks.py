@@ -82,11 +82,6 @@ def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
         given.apply_defaults()
         names = given.arguments["selected_adapters"] or list(self.peft_config)
         base, parent = _base_of(self), Path(given.arguments["save_directory"])
-        if plan_of_model(base) is None and any(has_rsa(config) for config in self.peft_config.values()):
-            raise ValueError(
-                f"an adapter has 'rsa' in its modules_to_save, but this {type(base).__name__} has no RSA heads, so it "
-                "holds none. Take 'rsa' out of them, or make the adapter with rsa_hf.peft.get_peft_model."
-            )
         folders = [parent if name == "default" else parent / name for name in names]
         with saved_with_plan(base, folders if given.arguments["is_main_process"] else []):
             return original(self, *args, **keywords)
@@ -211,7 +206,6 @@ HOOKS = (
         ("cls", "kwargs"),
         _wrap_from_peft_type,
         purpose="read the plan of an adapter with its config, and take off the lock that stops a PEFT without rsa_hf",
-        without="adapters with RSA heads cannot be loaded",
     ),
     Hook(
         "peft.peft_model:PeftModel",
@@ -219,7 +213,6 @@ HOOKS = (
         ("self", "save_directory", "selected_adapters", "is_main_process"),
         _wrap_save_pretrained,
         purpose="add the plan and the lock to adapter_config.json; refuse where trained heads are in no adapter",
-        without="an adapter does not say which heads it is for, and loads without them where rsa_hf is not imported",
     ),
     Hook(
         "peft.tuners.tuners_utils:BaseTuner",
@@ -227,7 +220,6 @@ HOOKS = (
         ("self", "model", "adapter_name"),
         _wrap_inject_adapter,
         purpose="check that base model and plan fit before an adapter is added, by PEFT or by transformers",
-        without="an adapter loads on a plain model, or on another plan, and its gates and rates are lost silently",
     ),
     Hook(
         "peft.peft_model:PeftModel",
@@ -235,7 +227,6 @@ HOOKS = (
         ("self", "model_id", "adapter_name"),
         _wrap_load_adapter,
         purpose="check the tensors of an adapter, also of one that goes over an adapter of the model",
-        without="a resumed run silently takes the gates and rates of another plan",
     ),
     Hook(
         "peft.utils.hotswap",
@@ -243,7 +234,6 @@ HOOKS = (
         ("model", "state_dict", "adapter_name", "config"),
         _wrap_hotswap,
         purpose="swap gates and rates too",
-        without="hotswap_adapter raises a KeyError for adapters with RSA heads",
         essential=False,
     ),
     Hook(
@@ -252,7 +242,6 @@ HOOKS = (
         ("self",),
         _wrap_enable_adapters,
         purpose="enable what transformers' disable_adapters has disabled: its own function skips modules_to_save",
-        without="after disable_adapters and enable_adapters a model runs with untrained gates and rates",
         essential=False,
     ),
 )
