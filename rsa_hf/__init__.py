@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rsa_hf.calibration import calibrate
     from rsa_hf.config import HeadConfig, RSAConfig
-    from rsa_hf.heads import RSAHeads
+    from rsa_hf.layer import RSAHeads
     from rsa_hf.ops import rem_product
     from rsa_hf.patching import is_patched, patch_model, unpatch_model
     from rsa_hf.rem import rem_matrix
@@ -44,7 +44,7 @@ __all__ = [
 _MODULES = {
     "HeadConfig": "rsa_hf.config",
     "RSAConfig": "rsa_hf.config",
-    "RSAHeads": "rsa_hf.heads",
+    "RSAHeads": "rsa_hf.layer",
     "calibrate": "rsa_hf.calibration",
     "is_patched": "rsa_hf.patching",
     "param_groups": "rsa_hf.training.optimizer",

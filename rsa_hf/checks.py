@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rsa_hf.children import heads_of
 from rsa_hf.config import RSAConfig
-from rsa_hf.heads import RSAHeads, heads_of
+from rsa_hf.layer import RSAHeads
 from rsa_hf.patching import is_patched, patch_model, unpatch_model
 
 __all__ = [

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import PreTrainedModel
 
+from rsa_hf.children import attach_heads, detach_heads, is_peft_wrapper
 from rsa_hf.config import RSAConfig
-from rsa_hf.heads import RSAHeads, attach_heads, detach_heads, is_peft_wrapper
 from rsa_hf.integration.attention import connect
 from rsa_hf.integration.loading import is_self_attention
 from rsa_hf.integration.paged import forget_paged_cache
 from rsa_hf.integration.split_layers import require_whole_sequence
 from rsa_hf.integration.trial import AttentionCall, record_attention_calls
+from rsa_hf.layer import RSAHeads
 from rsa_hf.saved_plan import SavedPlan, configs_with_plans, differences, read_plan, write_plan
 from rsa_hf.utils.text import shorten
 

@@ -12,7 +12,8 @@ from accelerate.utils import align_module_device
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rsa_hf.heads import RSAHeads, active_heads
+from rsa_hf.children import active_heads
+from rsa_hf.layer import RSAHeads
 from rsa_hf.utils.text import format_table
 
 __all__ = ["HeadReport", "LayerReport", "RSAReport", "rsa_report"]

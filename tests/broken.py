@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from rsa_hf.heads import RSAHeads
+from rsa_hf.layer import RSAHeads
 
 
 def break_mask(monkeypatch, change):

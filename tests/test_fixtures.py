@@ -66,5 +66,3 @@ def test_a_changed_gate_or_rate_changes_the_outputs(version, name, backend):
     found = result(version, name, backend)
     assert found["unnoticed"] == []
     assert found["checked"] or name.startswith("recurrent")  # recurrent networks have no attention
-
-

@@ -17,7 +17,7 @@ PACKAGE = Path(rsa_hf.__file__).parent
 # From the maths up to the command line. A part imports only from parts before it.
 LAYERS = (
     "utils",
-    *("rem", "ops", "config", "heads", "saved_plan"),  # the computation and the plan
+    *("rem", "ops", "config", "layer", "children", "saved_plan"),  # the computation and the plan
     *("report", "plots", "hub", "models", "integration"),  # the contact with transformers
     *("patching", "checks", "peft", "calibration"),  # adding heads to a model
     *("training", "tasks", "run", "cli"),  # the uses
@@ -28,7 +28,7 @@ EXCEPTIONS: set[tuple[str, str]] = set()
 
 
 def imports(file: Path) -> set[str]:
-    """The modules of the package that a file imports, e.g. "ops.chunked", also in functions, but not for type checks."""
+    """The modules of the package that a file imports, e.g. "ops.pytorch", also in functions, but not for type checks."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for_types = {
         node
@@ -135,9 +135,9 @@ def test_every_imported_package_is_a_requirement():
 
 def test_imports_in_functions_and_for_type_checks_are_told_apart(tmp_path):
     file = tmp_path / "rem.py"
-    text = "def f():\n    from rsa_hf.heads import RSAHeads\nif TYPE_CHECKING:\n    import rsa_hf.peft\nimport rsa_hf.config\n"
+    text = "def f():\n    from rsa_hf.layer import RSAHeads\nif TYPE_CHECKING:\n    import rsa_hf.peft\nimport rsa_hf.config\n"
     file.write_text(text, encoding="utf-8")
-    assert imports(file) == {"heads", "config"}
+    assert imports(file) == {"layer", "config"}
 
 
 def test_the_wheel_holds_the_package_alone(tmp_path):

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 import rsa_hf
-import rsa_hf.heads
+import rsa_hf.layer
 import rsa_hf.ops.autograd
 import rsa_hf.ops.mask
 from families import ENCODER_DECODERS, FULL_PLAN, build, build_language_model, inputs, move_rates
@@ -398,7 +398,7 @@ def test_a_constant_that_follows_the_default_device_is_caught(monkeypatch):
     expected = heads.per_head(heads.rates())[0]
     with torch.device("meta"):
         assert torch.equal(heads.per_head(heads.rates())[0], expected)
-        monkeypatch.setattr(rsa_hf.heads, "constant", lambda numbers, _: torch.tensor(numbers))
+        monkeypatch.setattr(rsa_hf.layer, "constant", lambda numbers, _: torch.tensor(numbers))
         assert not torch.equal(heads.per_head(heads.rates())[0], expected)
 
 

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
+from rsa_hf.children import heads_of
 from rsa_hf.config import LayerSpec, RSAConfig
-from rsa_hf.heads import RSAHeads, heads_of
+from rsa_hf.layer import RSAHeads
 from rsa_hf.ops.mask import AttentionMask, boolean_mask, lags
 from rsa_hf.ops.shard import Shard
 from rsa_hf.patching import patch_model, unpatch_model

@@ -23,7 +23,7 @@ from huggingface_hub.repocard import RepoCard
 from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.heads import RSAHeads
+from rsa_hf.layer import RSAHeads
 from rsa_hf.report import rsa_report
 from rsa_hf.saved_plan import saved_plans
 from rsa_hf.utils.files import write_text

@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
-from rsa_hf.heads import heads_of
+from rsa_hf.children import heads_of
 from rsa_hf.integration import what_fits
 from rsa_hf.integration.architectures.table import ARCHITECTURES, Architecture
 from rsa_hf.integration.paged import paged_attention_with_rsa

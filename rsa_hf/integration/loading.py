@@ -14,10 +14,11 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.heads import RSAHeads, attach_heads, heads_of, keep_in_float32
+from rsa_hf.children import attach_heads, heads_of, keep_in_float32
 from rsa_hf.integration.attention import architecture_of, connect
 from rsa_hf.integration.peft.checks import require_adapter_file
 from rsa_hf.integration.split_layers import require_whole_sequence
+from rsa_hf.layer import RSAHeads
 from rsa_hf.saved_plan import RSA_KEY, planned_layers, require_number, saved_plans
 from rsa_hf.utils.text import shorten
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-from rsa_hf.heads import RSAHeads, heads_of
+from rsa_hf.children import heads_of
 from rsa_hf.integration import what_fits
 from rsa_hf.integration.split_layers import run_heads
+from rsa_hf.layer import RSAHeads
 from rsa_hf.ops.mask import AttentionMask, remembered
 from rsa_hf.ops.read_mask import as_boolean
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.heads import RSAHeads
+from rsa_hf.layer import RSAHeads
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.shard import Shard
 from rsa_hf.utils.text import shorten

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from rsa_hf.heads import RSAHeads
+from rsa_hf.layer import RSAHeads
 
 __all__ = ["shard_rsa_heads"]
 

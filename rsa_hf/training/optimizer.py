@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 from torch.optim import Optimizer
 
-from rsa_hf.heads import RSAHeads
+from rsa_hf.layer import RSAHeads
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -16,7 +16,7 @@ import flash_stand_in
 from architectures import build_adapted
 from families import ATTENTIONS, FULL_PLAN, VOCAB, WINDOWED, build_language_model, move_rates
 from rsa_hf import patch_model, unpatch_model
-from rsa_hf.heads import RSAHeads
+from rsa_hf.layer import RSAHeads
 
 STEPS = 12
 PLAN = {**FULL_PLAN, "gate_init": 0.8}

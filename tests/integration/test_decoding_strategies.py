@@ -9,7 +9,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from broken import break_mask, forgets_the_offset
 from families import DECODERS, ENCODER_DECODERS, FULL_PLAN, VOCAB, WINDOWED, build_language_model
 from rsa_hf import patch_model, rem_matrix, unpatch_model
-from rsa_hf.heads import RSAHeads
+from rsa_hf.layer import RSAHeads
 from texts import padded, positions
 
 LENGTH, STEPS = 11, 9

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from families import FULL_PLAN, build_language_model, inputs
 from rsa_hf import is_patched, patch_model, rsa_report, unpatch_model
-from rsa_hf.heads import RSAHeads
+from rsa_hf.layer import RSAHeads
 
 FAMILIES = ["gpt2", "llama", "t5"]
 

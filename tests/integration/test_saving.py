@@ -211,7 +211,11 @@ def test_weights_that_do_not_fit_the_plan_are_an_error(saved, change, message):
         ),
         (lambda c: c["rsa"]["plan"].update(num_regular=2), ValueError, "eta has shape"),
         (lambda c: c["rsa"]["plan"].update(depth=1), ValueError, "unknown RSA setting 'depth'"),
-        (lambda c: c["rsa"]["plan"].update(num_regular=10**12), ValueError, "num_regular=1000000000000: a whole number"),
+        (
+            lambda c: c["rsa"]["plan"].update(num_regular=10**12),
+            ValueError,
+            "num_regular=1000000000000: a whole number",
+        ),
         (lambda c: c["rsa"]["plan"].update(gate_init="__import__('os')"), TypeError, "a number from"),
         (lambda c: c["rsa"].update(format_version=3), ValueError, "format_version 3.*newer"),
         (lambda c: c["rsa"].pop("modules"), ValueError, "needed: format_version, modules, plan"),

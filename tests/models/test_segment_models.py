@@ -28,7 +28,7 @@ from models.tiny import (
     text,
 )
 from rsa_hf import is_patched, patch_model, unpatch_model
-from rsa_hf.heads import active_heads
+from rsa_hf.children import active_heads
 
 SPLITS = {"odd": [5, 1, 11, 7], "tokens": [1] * 24}
 KINDS = [(name, rsa) for name in TINY for rsa in (None, {}) if rsa is None or name in WITH_ATTENTION]

@@ -10,7 +10,7 @@ from families import ATTENTIONS
 from models import tiny
 from models.tiny import CHUNK, attention_by_hand, text, values_and_gradients
 from references import relative_error
-from rsa_hf.heads import RSAHeads
+from rsa_hf.layer import RSAHeads
 from rsa_hf.models.temporal_latent_bottleneck import modeling_temporal_latent_bottleneck as modeling
 
 build = partial(tiny.build, "temporal_latent_bottleneck")

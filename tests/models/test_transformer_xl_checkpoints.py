@@ -2,8 +2,6 @@
 
 import argparse
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from models.tiny import BANDS, in_segments, text
 from rsa_hf import RSAConfig, patch_model
 from rsa_hf.models.transformer_xl import TransformerXLConfig
 from rsa_hf.models.transformer_xl.convert_transformer_xl_checkpoint import convert_checkpoint
-from rsa_hf.utils.files import StorageError
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rsa_hf.config import HeadConfig, RSAConfig
-from rsa_hf.heads import RSAHeads
+from rsa_hf.layer import RSAHeads
 from rsa_hf.ops.cpp import build
 from rsa_hf.ops.cpp.step import CppStep
 from rsa_hf.ops.mask import AttentionMask

@@ -15,7 +15,7 @@ from ops.agreement import KINDS as SIX_KINDS
 from ops.mixed_product import DILATION, KINDS, draw, mixed_product
 from references import relative_error
 from rsa_hf import RSAConfig, patch_model, rem_product
-from rsa_hf.heads import RSAHeads
+from rsa_hf.layer import RSAHeads
 from rsa_hf.ops import autograd
 from rsa_hf.ops.cpp.build import library
 from rsa_hf.ops.mask import AttentionMask, segment_index
@@ -439,7 +439,7 @@ def test_forward_mode_of_a_step_agrees_with_dense_p(mask, way):
 
 
 def test_dropped_tangents_are_caught(monkeypatch):
-    for module in ("rsa_hf.heads", "rsa_hf.ops.decode"):
+    for module in ("rsa_hf.layer", "rsa_hf.ops.decode"):
         monkeypatch.setattr(f"{module}.is_transformed", lambda: False)
     found, expected = tangents_of_a_step(layer(), step_masks()["last slot"], "dual")
     assert relative_error(found, expected) > 1e-2

@@ -5,7 +5,8 @@ import torch
 
 import families
 from rsa_hf import RSAConfig, rem_product
-from rsa_hf.heads import RSAHeads, attach_heads
+from rsa_hf.children import attach_heads
+from rsa_hf.layer import RSAHeads
 from rsa_hf.ops.cpp.build import library
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.read_mask import read_attention_mask

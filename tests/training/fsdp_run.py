@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rsa_hf import RSAConfig, param_groups, patch_model, rsa_report
-from rsa_hf.heads import active_heads
+from rsa_hf.children import active_heads
 from rsa_hf.training.fsdp import shard_rsa_heads
 
 STEPS = 3

@@ -9,7 +9,7 @@ from transformers import Trainer
 
 from families import FULL_PLAN, build
 from rsa_hf import RSAConfig, param_groups, patch_model
-from rsa_hf.heads import active_heads
+from rsa_hf.children import active_heads
 from rsa_hf.training import optimizer_cls_and_kwargs
 from small_runs import arguments, gpt2
 

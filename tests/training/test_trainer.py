@@ -12,7 +12,7 @@ import small_runs
 from families import CONFIGS, ENCODERS, FULL_PLAN, VOCAB
 from peft_adapters import trained_adapter
 from rsa_hf import RSAConfig, patch_model, unpatch_model
-from rsa_hf.heads import active_heads
+from rsa_hf.children import active_heads
 from rsa_hf.tasks.text_blocks import StreamedBlocks, TrainingBlocks
 from rsa_hf.training import RSACallback, optimizer_cls_and_kwargs
 from small_runs import assert_same_weights

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.heads import RSAHeads
+from rsa_hf.layer import RSAHeads
 from rsa_hf.saved_plan import SavedPlan, read_plan, saved_plans, write_plan
 from rsa_hf.utils.files import write_text
 

@@ -11,8 +11,9 @@ from peft import PeftConfig, load_peft_weights
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.heads import RSAHeads, is_peft_wrapper
+from rsa_hf.children import is_peft_wrapper
 from rsa_hf.integration.peft.adapter_plan import AdapterPlan, describe_base, differing_weights, plan_of_model
+from rsa_hf.layer import RSAHeads
 from rsa_hf.saved_plan import RSA_KEY, differences, require_number
 from rsa_hf.utils.text import shorten
 

@@ -20,7 +20,6 @@ from peft import PeftConfig, load_peft_weights
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.heads import RSAHeads
 from rsa_hf.integration.hooks import Hook, install_hooks
 from rsa_hf.integration.peft.adapter_plan import (
     AdapterPlan,
@@ -39,6 +38,7 @@ from rsa_hf.integration.peft.checks import (
     wrappers,
 )
 from rsa_hf.integration.peft.merging import guard_tuner
+from rsa_hf.layer import RSAHeads
 from rsa_hf.saved_plan import RSA_KEY
 
 __all__ = ["HOOKS", "HUB_OPTIONS", "add_plan", "install", "saved_with_plan"]

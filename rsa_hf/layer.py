@@ -1,4 +1,4 @@
-"""`RSAHeads`, the trainable part of one RSA layer, and functions that find, attach and remove it (the child `rsa`).
+"""`RSAHeads`, the trainable part of one RSA layer.
 
 Notation: batch B, heads H, RSA heads R ≤ H, value heads Hv, queries T, keys S, head size D.
 
@@ -12,13 +12,11 @@ P is the head's recurrence encoding matrix, P[t, s] = f(τ) with τ = position(t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
 from rsa_hf.config import LayerSpec
@@ -28,22 +26,11 @@ from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.shard import Shard, local_heads
 from rsa_hf.rem import Rems, constant, decay_rates, is_transformed, widest_dtype
 
-__all__ = [
-    "RSAHeads",
-    "active_heads",
-    "attach_heads",
-    "detach_heads",
-    "heads_of",
-    "is_peft_wrapper",
-    "keep_in_float32",
-]
+__all__ = ["RSAHeads"]
 
 logger = logging.get_logger(__name__)
 
 PARAMETERS = ("mu", "eta", "nu", "theta")
-
-# transformers searches parameter names for this pattern while it loads; its own tests want it to end with them.
-_KEEP_IN_FLOAT32 = r"(?<![^.])rsa\.(?:mu|eta|nu|theta)$"
 
 
 class RSAHeads(nn.Module):
@@ -223,82 +210,3 @@ class RSAHeads(nn.Module):
         counts = Counter(zip(plan.kinds, plan.dilations, strict=True))
         described = [f"{n} {kind}{f' dilated by {d}' if d > 1 else ''}" for (kind, d), n in counts.items()]
         return f"{', '.join(described)}; heads {list(plan.heads)}"
-
-
-# --- in a model -----------------------------------------------------------------------------------------------------
-
-
-def heads_of(module: nn.Module) -> RSAHeads | None:
-    """The RSA heads of an attention module, its child `rsa`; None if it has none."""
-    rsa = module._modules.get("rsa")
-    # By its plan, not its class: under PEFT the child is a wrapper that passes attributes on.
-    return cast(RSAHeads, rsa) if isinstance(getattr(rsa, "plan", None), LayerSpec) else None
-
-
-def is_peft_wrapper(module: nn.Module) -> bool:
-    """Whether a module is PEFT's wrapper round RSA heads: the patched heads, and a copy for each adapter."""
-    return isinstance(module._modules.get("original_module"), RSAHeads)
-
-
-def active_heads(model: nn.Module) -> Iterator[tuple[str, RSAHeads]]:
-    """The RSA heads that a forward pass uses, with their names in the model, in module order.
-
-    Under PEFT these are the copies of the active adapter, or the patched heads if no adapter with heads is active.
-    """
-    wrapped: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        if module in wrapped:
-            continue
-        if isinstance(module, RSAHeads):
-            yield name, module
-        elif is_peft_wrapper(module):
-            wrapped.update(module.modules())
-            yield name, _active_copy(cast(Any, module))
-
-
-def _active_copy(wrapper: Any) -> RSAHeads:
-    adapters = [] if wrapper.disable_adapters else [a for a in wrapper.active_adapters if a in wrapper.modules_to_save]
-    return cast(RSAHeads, wrapper.modules_to_save[adapters[0]] if adapters else wrapper.original_module)
-
-
-def attach_heads(layers: Sequence[tuple[nn.Module, LayerSpec]]) -> list[RSAHeads]:
-    """Put an `rsa` child on each attention module that has none.
-
-    Returns:
-        The new children.
-
-    Raises:
-        ValueError: a module has another attribute of that name; nothing is attached then.
-    """
-    for module, _ in layers:
-        if hasattr(module, "rsa") and not isinstance(module.rsa, RSAHeads):
-            raise ValueError(
-                f"{type(module).__name__} already has an attribute 'rsa' of type {type(module.rsa).__name__}, but RSA "
-                "heads are attached under this name. Rename it."
-            )
-    new = []
-    for module, plan in layers:
-        if hasattr(module, "rsa"):
-            continue
-        parameter = next(module.parameters(), None)
-        # Created on the module's device, because a tensor cannot be moved off the meta device: DiffLlama and XLNet
-        # create some of their parameters elsewhere while the rest of the model is built there.
-        with nullcontext() if parameter is None else parameter.device:
-            child = RSAHeads(plan)
-        module.add_module("rsa", child.train(module.training))
-        new.append(child)
-    return new
-
-
-def detach_heads(model: nn.Module) -> None:
-    """Remove every `rsa` child below `model`."""
-    for module in list(model.modules()):
-        if isinstance(module._modules.get("rsa"), RSAHeads):
-            del module._modules["rsa"]
-        if isinstance(module, PreTrainedModel) and module._keep_in_fp32_modules_strict:
-            module._keep_in_fp32_modules_strict = set(module._keep_in_fp32_modules_strict) - {_KEEP_IN_FLOAT32}
-
-
-def keep_in_float32(model: PreTrainedModel) -> None:
-    """Let transformers load RSA parameters in float32, whatever the model's dtype."""
-    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), _KEEP_IN_FLOAT32}

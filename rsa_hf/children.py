@@ -1,0 +1,94 @@
+"""The child `rsa` of an attention module: finding it, attaching it and removing it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, cast
+
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+from rsa_hf.config import LayerSpec
+from rsa_hf.layer import RSAHeads
+
+__all__ = ["active_heads", "attach_heads", "detach_heads", "heads_of", "is_peft_wrapper", "keep_in_float32"]
+
+# transformers searches parameter names for this pattern while it loads; its own tests want it to end with them.
+_KEEP_IN_FLOAT32 = r"(?<![^.])rsa\.(?:mu|eta|nu|theta)$"
+
+
+def heads_of(module: nn.Module) -> RSAHeads | None:
+    """The RSA heads of an attention module, its child `rsa`; None if it has none."""
+    rsa = module._modules.get("rsa")
+    # By its plan, not its class: under PEFT the child is a wrapper that passes attributes on.
+    return cast(RSAHeads, rsa) if isinstance(getattr(rsa, "plan", None), LayerSpec) else None
+
+
+def is_peft_wrapper(module: nn.Module) -> bool:
+    """Whether a module is PEFT's wrapper round RSA heads: the patched heads, and a copy for each adapter."""
+    return isinstance(module._modules.get("original_module"), RSAHeads)
+
+
+def active_heads(model: nn.Module) -> Iterator[tuple[str, RSAHeads]]:
+    """The RSA heads that a forward pass uses, with their names in the model, in module order.
+
+    Under PEFT these are the copies of the active adapter, or the patched heads if no adapter with heads is active.
+    """
+    wrapped: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in wrapped:
+            continue
+        if isinstance(module, RSAHeads):
+            yield name, module
+        elif is_peft_wrapper(module):
+            wrapped.update(module.modules())
+            yield name, _active_copy(cast(Any, module))
+
+
+def _active_copy(wrapper: Any) -> RSAHeads:
+    adapters = [] if wrapper.disable_adapters else [a for a in wrapper.active_adapters if a in wrapper.modules_to_save]
+    return cast(RSAHeads, wrapper.modules_to_save[adapters[0]] if adapters else wrapper.original_module)
+
+
+def attach_heads(layers: Sequence[tuple[nn.Module, LayerSpec]]) -> list[RSAHeads]:
+    """Put an `rsa` child on each attention module that has none.
+
+    Returns:
+        The new children.
+
+    Raises:
+        ValueError: a module has another attribute of that name; nothing is attached then.
+    """
+    for module, _ in layers:
+        if hasattr(module, "rsa") and not isinstance(module.rsa, RSAHeads):
+            raise ValueError(
+                f"{type(module).__name__} already has an attribute 'rsa' of type {type(module.rsa).__name__}, but RSA "
+                "heads are attached under this name. Rename it."
+            )
+    new = []
+    for module, plan in layers:
+        if hasattr(module, "rsa"):
+            continue
+        parameter = next(module.parameters(), None)
+        # Created on the module's device, because a tensor cannot be moved off the meta device: DiffLlama and XLNet
+        # create some of their parameters elsewhere while the rest of the model is built there.
+        with nullcontext() if parameter is None else parameter.device:
+            child = RSAHeads(plan)
+        module.add_module("rsa", child.train(module.training))
+        new.append(child)
+    return new
+
+
+def detach_heads(model: nn.Module) -> None:
+    """Remove every `rsa` child below `model`."""
+    for module in list(model.modules()):
+        if isinstance(module._modules.get("rsa"), RSAHeads):
+            del module._modules["rsa"]
+        if isinstance(module, PreTrainedModel) and module._keep_in_fp32_modules_strict:
+            module._keep_in_fp32_modules_strict = set(module._keep_in_fp32_modules_strict) - {_KEEP_IN_FLOAT32}
+
+
+def keep_in_float32(model: PreTrainedModel) -> None:
+    """Let transformers load RSA parameters in float32, whatever the model's dtype."""
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), _KEEP_IN_FLOAT32}
