@@ -8,15 +8,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
 
 import rsa_hf
 import rsa_hf.layer
 import rsa_hf.ops.autograd
 import rsa_hf.ops.mask
 from families import ENCODER_DECODERS, FULL_PLAN, build, build_language_model, inputs, move_rates
-from rsa_hf import RSAConfig, RSAHeads, calibrate, patch_model, rem_matrix, rem_product
+from rsa_hf import RSAConfig, RSAHeads, patch_model, rem_product
 from rsa_hf.integration.peft import merging
 from rsa_hf.ops.cpp import build as cpp_build
 from rsa_hf.ops.mask import AttentionMask
@@ -33,48 +31,34 @@ def patched(family, attention="sdpa"):
     return move_rates(patch_model(build_language_model(family, attention), RSAConfig(**FULL_PLAN)))
 
 
+def new_heads():
+    return RSAHeads(RSAConfig(**FULL_PLAN).layer_plans([8])[0])
+
+
 # --- weights kept for generation ------------------------------------------------------------------------------------
 
 
 def generated(model, cache):
-    ids = inputs("gpt2")["input_ids"]
-    torch.manual_seed(0)
-    out = model.generate(
-        ids, max_new_tokens=6, min_new_tokens=6, cache_implementation=cache, output_logits=True,
-        return_dict_in_generate=True, do_sample=False,
-    )  # fmt: skip
-    return torch.stack(out.logits)
+    torch.manual_seed(1)
+    return model.generate(
+        inputs("gpt2")["input_ids"], max_new_tokens=6, min_new_tokens=6, cache_implementation=cache, do_sample=False,
+        output_logits=True, return_dict_in_generate=True,
+    ).logits[-1]  # fmt: skip
 
 
-def change_through_data(model):
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", ["t5", "llama"])
+def test_weights_swapped_through_data_between_two_generations(family, cache, broken, monkeypatch):
+    model = patched(family)
+    generated(model, cache)
     for name, parameter in model.named_parameters():
         if ".rsa." in name:
             parameter.data.add_(torch.linspace(-0.1, 0.1, parameter.numel()))
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("family", ["t5", "gpt2", "llama"])
-def test_weights_swapped_through_data_between_two_generations(family, cache):
-    model = patched(family)
-    torch.manual_seed(1)
-    generated(model, cache)
-    change_through_data(model)
-    torch.manual_seed(1)
-    found = generated(model, cache)
-    torch.manual_seed(1)
-    assert torch.equal(found, generated(copy.deepcopy(model), cache))
-
-
-def test_a_cache_that_ignores_values_is_caught(monkeypatch):
-    model = patched("t5")
-    torch.manual_seed(1)
-    generated(model, "static")
-    change_through_data(model)
-    monkeypatch.setattr("rsa_hf.ops.decode._is_valid", lambda *_: True)
-    torch.manual_seed(1)
-    stale = generated(model, "static")
-    torch.manual_seed(1)
-    assert not torch.allclose(stale, generated(copy.deepcopy(model), "static"), atol=1e-4)
+    expected = generated(copy.deepcopy(model), cache)
+    if broken:
+        monkeypatch.setattr("rsa_hf.ops.decode._is_valid", lambda *_: True)
+    assert torch.equal(generated(model, cache), expected) is not (broken and family == "t5")
 
 
 def through_data(heads):
@@ -83,14 +67,6 @@ def through_data(heads):
 
 def through_numpy(heads):
     heads.nu.detach().numpy()[:] += 0.02
-
-
-def through_dlpack(heads):
-    torch.from_dlpack(heads.nu.detach()).add_(0.02)
-
-
-def new_data(heads):
-    heads.nu.data = heads.nu.data + 0.02
 
 
 def new_data_with_gaps(heads):
@@ -106,11 +82,6 @@ def load(heads):
     heads.load_state_dict({name: value + 0.02 for name, value in heads.state_dict().items()})
 
 
-def optimize(heads):
-    heads.nu.grad = torch.ones_like(heads.nu)
-    torch.optim.SGD([heads.nu], lr=0.02).step()
-
-
 def parametrize(heads):
     if heads._modules:
         heads.parametrizations.nu.original.data.add_(0.02)
@@ -118,9 +89,7 @@ def parametrize(heads):
         nn.utils.parametrize.register_parametrization(heads, "nu", nn.Tanh())
 
 
-CHANGES = [
-    through_data, through_numpy, through_dlpack, new_data, new_data_with_gaps, new_parameter, load, optimize, parametrize
-]  # fmt: skip
+CHANGES = [through_data, through_numpy, new_data_with_gaps, new_parameter, load, parametrize]
 
 
 def step_of(heads, padded):
@@ -138,7 +107,7 @@ def step_of(heads, padded):
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_step_after_a_change_of_parameters(change, backend, padded, monkeypatch):
     monkeypatch.setenv("RSA_HF_BACKEND", backend)
-    heads = RSAHeads(RSAConfig(**FULL_PLAN).layer_plans([8])[0])
+    heads = new_heads()
     before = step_of(heads, padded)
     assert torch.equal(step_of(heads, padded), before)
     for _ in range(2):
@@ -152,7 +121,7 @@ def test_a_step_after_a_change_of_parameters(change, backend, padded, monkeypatc
 
 def test_a_change_of_inference_tensors():
     with torch.inference_mode():
-        heads = RSAHeads(RSAConfig(**FULL_PLAN).layer_plans([8])[0])
+        heads = new_heads()
         before = step_of(heads, False)
         heads.mu.add_(0.5)
         assert not torch.allclose(step_of(heads, False), before)
@@ -161,7 +130,7 @@ def test_a_change_of_inference_tensors():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @torch.no_grad()
 def test_on_a_gpu_a_generation_with_a_static_cache_keeps_nothing_from_the_one_before():
-    heads = RSAHeads(RSAConfig(**FULL_PLAN).layer_plans([8])[0]).cuda()
+    heads = new_heads().cuda()
     attention, value = torch.randn(2, 1, 8, 4, device="cuda"), torch.randn(2, 8, S, 4, device="cuda")
 
     def steps(heads, lengths):
@@ -176,40 +145,23 @@ def test_on_a_gpu_a_generation_with_a_static_cache_keeps_nothing_from_the_one_be
 # --- masks ----------------------------------------------------------------------------------------------------------
 
 
-def write(mask, new, how):
-    """Write to a mask without changing its version."""
-    view = {"data": lambda: mask.data, "numpy": lambda: torch.from_numpy(mask.numpy()), "dlpack": lambda: None}[how]()
-    (torch.from_dlpack(mask.detach()) if view is None else view).copy_(new)
-
-
 def padding_mask(hidden, T=11):
     shown = torch.arange(T).expand(2, -1) >= torch.tensor([[hidden], [0]])
     return (shown[:, None, None] & torch.ones(T, T, dtype=torch.bool).tril()).contiguous()
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("how", ["data", "numpy", "dlpack"])
+@pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_mask_in_a_buffer_that_is_used_again(family, how):
+def test_a_mask_in_a_buffer_that_is_used_again(family, broken, monkeypatch):
+    if broken:
+        monkeypatch.setattr(rsa_hf.ops.mask, "_is_equal", lambda *_: True)
     model, ids = patched(family), inputs(family)["input_ids"]
     buffer = padding_mask(3)
-    first = model(ids, attention_mask=buffer).logits
-    write(buffer, padding_mask(6), how)
-    found = model(ids, attention_mask=buffer).logits
-    assert torch.equal(found, model(ids, attention_mask=padding_mask(6)).logits)
-    assert not torch.allclose(found, first)
-
-
-@torch.no_grad()
-def test_a_memory_that_ignores_values_is_caught(monkeypatch):
-    monkeypatch.setattr(rsa_hf.ops.mask, "_is_equal", lambda *_: True)
-    model, ids = patched("llama"), inputs("llama")["input_ids"]
-    buffer = padding_mask(3)
     model(ids, attention_mask=buffer)
-    write(buffer, padding_mask(6), "data")
-    assert not torch.allclose(
-        model(ids, attention_mask=buffer).logits, model(ids, attention_mask=padding_mask(6)).logits, atol=1e-4
-    )
+    buffer.data.copy_(padding_mask(6))  # which does not change its version
+    found, expected = (model(ids, attention_mask=mask).logits for mask in (buffer, padding_mask(6)))
+    assert torch.equal(found, expected) is not broken
 
 
 @pytest.mark.parametrize("large", [0, 2**13])
@@ -230,7 +182,7 @@ def test_positions_in_a_buffer_that_is_used_again():
     value, positions = torch.randn(1, 8, 10, 4), torch.arange(10)[None]
     ids = rsa_hf.ops.read_mask.flash_segment_ids
     assert ids(value, value, {"position_ids": positions}) is None
-    write(positions, positions % 5, "data")
+    positions.data.copy_(positions % 5)
     assert ids(value, value, {"position_ids": positions}).tolist() == [[1] * 5 + [2] * 5]
 
 
@@ -257,25 +209,9 @@ def masks():
 @pytest.mark.filterwarnings("ignore:RSA met a mask")
 @pytest.mark.parametrize("name", ["arbitrary", "row", "keys"])
 def test_a_mask_that_is_overwritten_before_the_backward_pass(name):
-    heads, T = RSAHeads(RSAConfig(**FULL_PLAN).layer_plans([8])[0]), 1 if name == "row" else S
+    heads, T = new_heads(), 1 if name == "row" else S
     expected = gradient(masks()[name], False, T, heads)
     assert torch.equal(gradient(masks()[name], True, T, heads), expected)
-
-
-@pytest.mark.parametrize("name", ["key_mask", "visible", "documents"])
-def test_masks_of_rem_product_may_be_overwritten_before_the_backward_pass(name):
-    def gradient(overwrite):
-        torch.manual_seed(0)
-        value = torch.randn(2, 4, S, 4, requires_grad=True)
-        of_keys = torch.rand(2, S) > 0.3
-        mask = {"key_mask": of_keys, "visible": torch.rand(2, 1, S, S) > 0.3, "documents": of_keys.long()}[name]
-        out = rem_product(value, *RATES, **{name: mask})
-        if overwrite:
-            mask.data.fill_(1)
-        out.square().sum().backward()
-        return value.grad
-
-    assert torch.equal(gradient(True), gradient(False))
 
 
 # --- constants ------------------------------------------------------------------------------------------------------
@@ -306,7 +242,7 @@ def test_a_constant_belongs_to_no_mode_transform_or_graph(keep, is_right):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "bert"])
 def test_a_run_under_fake_tensor_mode_has_the_right_shapes_and_leaves_nothing(family, padded):
     decoder = family != "bert"
     model = move_rates(patch_model((build_language_model if decoder else build)(family), RSAConfig(**FULL_PLAN)))
@@ -345,25 +281,10 @@ def test_other_dispatch_modes_see_the_recurrence(monkeypatch):
     assert not torch.allclose(make_fx(product)(value)(other), expected, atol=1e-2)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_counting_and_exporting_after_a_fake_run(family):
-    model, ids = patched(family), inputs(family)["input_ids"]
-    expected = model(ids, use_cache=False).logits
-    with FakeTensorMode():
-        AutoModelForCausalLM.from_config(model.config)(torch.ones(2, 11, dtype=torch.long))
-    with FlopCounterMode(display=False):
-        cache = model(ids[:, :-1]).past_key_values
-        step = model(ids[:, -1:], past_key_values=cache).logits
-    torch.testing.assert_close(step, expected[:, -1:], rtol=1e-4, atol=1e-5)
-    exported = torch.export.export(model, (ids,), {"use_cache": False}, strict=False).module()
-    torch.testing.assert_close(exported(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
-
-
 # --- the default device and dtype -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "bart", "t5"])
+@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
 @pytest.mark.parametrize("backend", ["cpp", "pytorch"])
 def test_training_and_decoding_inside_another_default_device(family, backend, monkeypatch):
     monkeypatch.setenv("RSA_HF_BACKEND", backend)
@@ -383,18 +304,8 @@ def test_training_and_decoding_inside_another_default_device(family, backend, mo
             assert torch.equal(own.grad, other.grad), name
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_step_inside_another_default_device(family):
-    model, ids = patched(family), inputs(family)["input_ids"]
-    expected = model(ids).logits[:, -1:]
-    with torch.device("meta"):
-        cache = model(ids[:, :-1]).past_key_values
-        torch.testing.assert_close(model(ids[:, -1:], past_key_values=cache).logits, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_a_constant_that_follows_the_default_device_is_caught(monkeypatch):
-    heads = RSAHeads(RSAConfig(**FULL_PLAN).layer_plans([8])[0])
+    heads = new_heads()
     expected = heads.per_head(heads.rates())[0]
     with torch.device("meta"):
         assert torch.equal(heads.per_head(heads.rates())[0], expected)
@@ -419,26 +330,6 @@ def test_rem_product_ignores_the_default_device_and_dtype(backend, more, causal,
     finally:
         torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_new_heads_and_rem_matrix_are_made_where_they_are_asked_for():
-    plan = RSAConfig(**FULL_PLAN).layer_plans([8])[0]
-    with torch.device("meta"):
-        assert RSAHeads(plan).mu.is_meta
-        P = rem_matrix("cos", torch.tensor([0.5], device="cpu"), 0.3, query_length=4)
-        assert rem_matrix("cos", 0.5, 0.3, query_length=4).is_meta
-        heads = RSAHeads(plan).to_empty(device="cpu")
-    torch.testing.assert_close(heads.mu, RSAHeads(plan).mu)
-    torch.testing.assert_close(P, rem_matrix("cos", 0.5, 0.3, query_length=4))
-
-
-def test_calibrate_ignores_the_default_device():
-    torch.manual_seed(0)
-    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 97, (4, 4, 12))]
-    model = build_language_model("gpt2")
-    expected = calibrate(model, rows, progress=False)
-    with torch.device("meta"):
-        assert calibrate(model, rows, progress=False) == expected
 
 
 # --- the others -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import pickle
 from dataclasses import replace
 
 import pytest
@@ -110,12 +109,6 @@ def test_parameters_start_where_the_plan_says():
     assert all(p.dim() == 1 for p in heads.parameters())
 
 
-def test_nu_and_theta_start_where_the_plan_says():
-    rates = make(nu_init=0.0, theta_init=(0.0, math.pi)).rates()
-    torch.testing.assert_close(rates["gamma"], torch.full((2,), 0.5))
-    torch.testing.assert_close(rates["theta"], torch.tensor([math.pi / 4, 3 * math.pi / 4]))
-
-
 @pytest.mark.parametrize("scale", [1.0, 20.0])
 def test_parameter_scale_changes_stored_values_but_not_rates(scale):
     plain, scaled = make(parameter_scale=1.0), make(parameter_scale=scale)
@@ -140,18 +133,6 @@ def test_parameters_stay_float32_when_the_model_is_cast(cast):
     for name, value in model[1].state_dict().items():
         assert torch.equal(value, before[name])
         assert value.dtype == torch.float32
-
-
-def test_heads_move_to_other_devices():
-    assert {p.device.type for p in make().to("meta").parameters()} == {"meta"}
-
-
-def test_copies_and_pickles_are_equal():
-    heads = make()
-    for twin in (copy.deepcopy(heads), pickle.loads(pickle.dumps(heads))):
-        for name, value in twin.state_dict().items():
-            assert torch.equal(value, heads.state_dict()[name])
-        assert twin.plan == heads.plan
 
 
 def test_more_rsa_heads_than_heads_is_an_error():

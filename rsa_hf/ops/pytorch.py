@@ -5,9 +5,8 @@ Without an arbitrary mask, P V is computed in chunks of C steps, in linear time 
 
     y_i = Σ_j f(i − j) v_j + read(z^{i+1} h_n)        s_n = Σ_j z^{C−1−j} v_j        h_n = Σ_{m<n} z^{C(n−1−m)} s_m
 
-`chunked_minimal` in `reference.py` is this in its smallest form. h is the product of the states s with a REM of rate
-z^C, so it is computed in chunks as well. A complex number is two rows of a real matrix. An unmasked REM has states
-from both sides.
+h is the product of the states s with a REM of rate z^C, so it is computed in chunks as well. A complex number is two
+rows of a real matrix. An unmasked REM has states from both sides.
 
 In a sliding window of w steps, a query sees the chunks 1 … q − 1 before its own as a whole, with q = ⌊w / C⌋, so h has
 a window too; of the chunks q and q + 1 it sees a part, so these are multiplied with f as its own chunk is. Nothing is

@@ -1,8 +1,7 @@
-r"""P V three times, to be read beside the paper: by its definition, step by step, and in chunks.
+r"""P V twice, to be read beside the paper: by its definition, and step by step.
 
 Nothing here is fast, and nothing here shares code with the paths that it checks. The tests compare values and
-gradients of `rem_product` with the first two functions. The third is the chunked algorithm in its smallest form, as an
-introduction to `pytorch.py`.
+gradients of `rem_product` with both.
 
 Notation: batch B, heads H, queries T, keys S, head size D; τ = position of the query − position of the key. A head has
 the complex rate z = λ (regular) or z = γ e^{iθ} (cos, sin). With step k = τ / d, for a dilation d that divides τ ≥ 1,
@@ -20,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["chunked_minimal", "dense_rem_product", "recurrent_rem_product"]
+__all__ = ["dense_rem_product", "recurrent_rem_product"]
 
 
 def dense_rem_product(
@@ -116,44 +115,3 @@ def recurrent_rem_product(
     if not causal:
         output = output + in_time(V.flip(2), run.flip(1)).flip(2)
     return output[:, :, start : start + T]
-
-
-def chunked_minimal(value: Tensor, kinds: Sequence[str], decay: Tensor, theta: Tensor, chunk: int = 16) -> Tensor:
-    r"""P V of causal heads without dilation in linear time: [B, H, T, D] from values of that shape.
-
-    Cut the sequence into chunks of C steps. With the state h = Σ_{j≥0} z^j v_{−1−j} of everything before a chunk,
-
-        y_i = Σ_{j<i} f(i − j) v_j + read(z^{i+1} h)        h' = z^C h + Σ_j z^{C−1−j} v_j
-
-    The first term is one C × C product for all chunks at once. Only h, one complex number per head and channel, goes
-    from chunk to chunk. `pytorch.py` does the same with real numbers, and treats the sequence of states as it treats
-    the sequence of values: in chunks.
-    """
-    B, H, T, D = value.shape
-    C, N = chunk, -(-T // chunk)
-    is_sin = torch.tensor([kind == "sin" for kind in kinds], device=value.device)[:, None, None]  # [H, 1, 1]
-    angle = torch.where(torch.tensor([kind == "regular" for kind in kinds], device=value.device), 0, theta)
-    z = torch.polar(decay.abs(), angle) * torch.sign(decay)  # [H]
-    powers = z[:, None] ** torch.arange(C + 1, device=value.device)  # [H, C + 1]: z^0 … z^C
-
-    def read(x: Tensor) -> Tensor:
-        return torch.where(is_sin, x.imag, x.real)
-
-    V = F.pad(value, (0, 0, 0, N * C - T)).view(B, H, N, C, D)
-
-    # Within chunks: block[i, j] = f(i − j) for i > j.
-    steps = torch.arange(C, device=value.device)
-    lag = steps[:, None] - steps  # [C, C]
-    block = torch.where(lag > 0, read(powers[:, lag.clamp(min=0)]), 0)  # [H, C, C]
-    within = block[:, None] @ V  # [B, H, N, C, D]
-
-    # Between chunks: what each chunk writes into the state, the states that enter, and how row i reads them.
-    write = powers[:, :C].flip(1)  # [H, C]: z^{C−1} … z^0
-    written = torch.einsum("hc,bhncd->bhnd", write, V.to(write.dtype))  # [B, H, N, D]
-    h, entering = torch.zeros_like(written[:, :, 0]), []
-    for n in range(N):
-        entering.append(h)
-        h = powers[:, C][:, None] * h + written[:, :, n]
-    states = torch.stack(entering, dim=2)  # [B, H, N, D]
-    between = read((powers[:, None, 1:, None] * states[:, :, :, None]).flatten(2, 3))  # [B, H, N · C, D]
-    return (within.flatten(2, 3) + between)[:, :, :T]

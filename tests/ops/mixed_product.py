@@ -71,19 +71,24 @@ def agreement(
         lambda *t: mixed_product(t, kinds, dilation, groups, attention_mask, heads), tensors, weights
     )
 
-    def equation_4(value, decay, theta, attention, gate):
-        where = {"query_length": T, "query_offset": offset, "causal": causal, "window": window}
-        places = expected_heads or heads
-        read = value[:, [head // groups for head in places]]
-        product = dense_rem_product(read, kinds, decay, theta, dilation, **where, **masks)
-        layer = list(attention.unbind(2))
-        for i, head in enumerate(places):
-            layer[head] = (1 - gate[i]) * layer[head] + gate[i] * product[:, i]
-        return torch.stack(layer, 2)
+    def exactly(*tensors):
+        where = {"query_length": T, "query_offset": offset, "causal": causal, "window": window, **masks}
+        return equation_4(tensors, kinds, dilation, groups, expected_heads or heads, **where)
 
     exact = [tensor.detach().double().cpu().requires_grad_() for tensor in tensors]
-    expected = differentiate(equation_4, exact, weights.double().cpu())
+    expected = differentiate(exactly, exact, weights.double().cpu())
     return {name: relative_error(a.cpu(), b) for name, a, b in zip(NAMES, found, expected, strict=True)}
+
+
+def equation_4(tensors, kinds, dilation, groups, heads, **masks):
+    """Eq. 4 with dense P, in ordinary operations; `heads` are the places of the RSA heads in the layer."""
+    value, decay, theta, attention, gate = tensors
+    read = value[:, [head // groups for head in heads]]
+    product = dense_rem_product(read, kinds, decay, theta, dilation, **masks)
+    layer = list(attention.unbind(2))
+    for i, head in enumerate(heads):
+        layer[head] = (1 - gate[i]) * layer[head] + gate[i] * product[:, i]
+    return torch.stack(layer, 2)
 
 
 def mixed_product(tensors, kinds, dilation, groups, attention_mask, heads):

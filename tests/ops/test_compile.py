@@ -5,7 +5,12 @@ import torch
 from torch.library import opcheck
 
 from ops.agreement import DILATION, KINDS, assert_close, draw, values_and_gradients
+from ops.mixed_product import DILATION as MIXED_DILATION
+from ops.mixed_product import KINDS as MIXED_KINDS
+from ops.mixed_product import differentiate, mixed_product
+from ops.mixed_product import draw as mixed_tensors
 from rsa_hf import rem_product
+from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.rem import KINDS as ALL_KINDS
 
 # Traces forward and backward through AOT autograd as the default backend does, without compiling machine code.
@@ -36,6 +41,19 @@ def test_forward_and_backward_are_one_graph(mask):
     tensors = draw(70)
     expected = values_and_gradients(product, tensors)
     assert_close(values_and_gradients(compiled(product), tensors), expected, 1e-14)
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_product_that_is_mixed_in_is_one_graph():
+    def mixed(value, *others):
+        tensors, mask = (value * 2, *others), AttentionMask(20, 20, 0, True)
+        return mixed_product(tensors, MIXED_KINDS, MIXED_DILATION, 1, mask, (0, 1, 2))
+
+    tensors = mixed_tensors(20)
+    weights = torch.randn(tensors[3].shape, device=tensors[3].device)
+    expected = differentiate(mixed, tensors, weights)
+    for a, b in zip(differentiate(compiled(mixed), tensors, weights), expected, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_inductor_gives_the_eager_results():
@@ -80,20 +98,6 @@ def test_the_operator_passes_the_checks_of_torch_library(mixed):
     gate = torch.rand(6).requires_grad_() if mixed else None
     kinds = [ALL_KINDS.index(kind) for kind in KINDS]
     masks = (None, torch.arange(40)[None] >= torch.tensor([[5], [0]]), None, None)
-    arguments = (
-        value,
-        decay,
-        theta,
-        attention,
-        gate,
-        *masks,
-        kinds,
-        list(DILATION),
-        list(range(6)),
-        1,
-        40,
-        0,
-        True,
-        None,
-    )
+    others = (kinds, list(DILATION), list(range(6)), 1, 40, 0, True, None)
+    arguments = (value, decay, theta, attention, gate, *masks, *others)
     opcheck(torch.ops.rsa_hf.recurrence.default, arguments)

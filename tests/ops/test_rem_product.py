@@ -1,17 +1,13 @@
 """P V in plain PyTorch and in C++, against dense P, the recurrent network and a double loop."""
 
-import math
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ops.agreement import DILATION, KINDS, assert_agrees, assert_close, draw, values_and_gradients
 from references import double_loop, lag_weight, relative_error
 from rsa_hf import rem_product
 from rsa_hf.ops.cpp.build import library
-from rsa_hf.ops.reference import chunked_minimal, dense_rem_product, recurrent_rem_product
+from rsa_hf.ops.reference import dense_rem_product, recurrent_rem_product
 
 
 @pytest.fixture(autouse=True, params=["pytorch", "cpp"])
@@ -19,8 +15,10 @@ def backend(request, monkeypatch):
     if request.param == "cpp" and isinstance(library(), str):
         pytest.skip(library())
     monkeypatch.setenv("RSA_HF_BACKEND", request.param)
+    return request.param
 
 
+DTYPES = (torch.bfloat16, torch.float32, torch.float32)
 both_directions = pytest.mark.parametrize("causal", [True, False])
 
 
@@ -49,24 +47,9 @@ def test_texts_of_many_chunks_agree_with_the_recurrent_network():
     assert_agrees(draw(4500, B=1, D=4), recurrent_rem_product)
 
 
-@pytest.mark.parametrize("T", [1, 15, 16, 17, 70])
-def test_the_minimal_form_agrees(T):
-    tensors = draw(T)
-    found = values_and_gradients(lambda v, r, a: chunked_minimal(v, KINDS, r, a), tensors)
-    assert_close(found, values_and_gradients(lambda v, r, a: rem_product(v, KINDS, r, a), tensors))
-
-
 @pytest.mark.parametrize(("T", "S"), [(1, 2), (1, 77), (1, 300), (5, 6), (13, 90), (64, 130), (100, 171), (7, 9)])
 def test_keys_before_the_queries_count(T, S):
     assert_agrees(draw(T, S), query_length=T)
-
-
-@pytest.mark.parametrize("offset", [0, 3, 20])
-def test_empty_slots_behind_the_queries_are_not_read(offset):
-    # In a static cache, slots behind the last query are not yet written. NaN there must not reach the output.
-    tensors = draw(40)
-    tensors[0].data[:, :, offset + 19 :] = math.nan
-    assert_agrees(tensors, query_length=19, query_offset=offset)
 
 
 @both_directions
@@ -79,61 +62,15 @@ def test_a_dilation_longer_than_the_text_gives_zero(T, causal):
             assert torch.count_nonzero(rem_product(tensors[0], KINDS, *tensors[1:], d, causal=causal)) == 0
 
 
-@pytest.mark.parametrize("rate", [1 - 1e-6, -(1 - 1e-6), 0.0, 1e-3, -0.5])
-@both_directions
-def test_extreme_rates_agree_with_the_recurrent_network(rate, causal):
-    value = torch.randn(2, 1, 150, 3, dtype=torch.float64)
-    tensors = [value, torch.tensor([rate], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]
-    tensors = [tensor.requires_grad_() for tensor in tensors]
-    for d in (1, 4):
-        assert_agrees(tensors, recurrent_rem_product, ("regular",), (d,), causal=causal)
-
-
-@both_directions
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize(("T", "S"), [(33, 33), (20, 41)])
-def test_padding_contributes_nothing(T, S, window, causal):
-    tensors = draw(T, S)
-    key_mask = torch.ones(2, S, dtype=torch.bool)
-    key_mask[0, :5] = False
-    key_mask[1, -4:] = False
-    tensors[0].data[~key_mask[:, None].expand(-1, 6, -1)] = math.nan
-    assert_agrees(tensors, query_length=T, causal=causal, key_mask=key_mask, window=window)
-
-
 @both_directions
 def test_any_visible_mask_is_followed(causal):
     assert_agrees(draw(21), causal=causal, visible=torch.rand(2, 1, 21, 21) < 0.6)
 
 
-@pytest.mark.parametrize(
-    "masks",
-    [{}, {"window": 9}, {"documents": torch.arange(75)[None] // 13}, {"visible": torch.rand(1, 1, 75, 75) < 0.6}],
-    ids=["scan", "window", "documents", "dense"],
-)
-def test_grouped_values_agree_with_dense_p(masks):
-    value, decay, theta = draw(75)
-    assert_agrees([value[:, :2].detach().requires_grad_(), decay, theta], groups=4, **masks)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@both_directions
-def test_half_precision_is_computed_in_float32(dtype, causal):
-    value, decay, theta = draw(200)
-    expected = rem_product(value, KINDS, decay, theta, DILATION, causal=causal)
-    half = value.detach().to(dtype)
-    found = rem_product(half, KINDS, decay.float(), theta.float(), DILATION, causal=causal)
-    assert found.dtype == torch.float32
-    assert relative_error(found, expected) <= 1e-2
-    with torch.autocast("cpu", torch.bfloat16):
-        autocast = rem_product(half, KINDS, decay.float(), theta.float(), DILATION, causal=causal)
-    assert torch.equal(autocast, found)
-
-
 @pytest.mark.parametrize("window", [None, 30])
-def test_a_backward_pass_in_cpp_ignores_autocast(window, monkeypatch):
-    monkeypatch.setenv("RSA_HF_BACKEND", "" if isinstance(library(), str) else "cpp")
-    tensors = [tensor.detach().float().requires_grad_() for tensor in draw(200)]
+def test_half_precision_and_autocast_are_computed_in_float32(window, backend):
+    exact = draw(200)
+    tensors = [tensor.detach().to(dtype).requires_grad_() for tensor, dtype in zip(exact, DTYPES, strict=True)]
 
     def product(v, r, a):
         return rem_product(v, KINDS, r, a, DILATION, window=window)
@@ -141,26 +78,11 @@ def test_a_backward_pass_in_cpp_ignores_autocast(window, monkeypatch):
     expected = values_and_gradients(product, tensors)
     with torch.autocast("cpu", torch.bfloat16):
         found = values_and_gradients(product, tensors)
-    assert_close(found, expected, 1e-6)
-
-
-@given(
-    T=st.integers(1, 90),
-    before=st.integers(0, 90),
-    causal=st.booleans(),
-    heads=st.lists(st.tuples(st.sampled_from(("regular", "cos", "sin")), st.integers(1, 7)), min_size=1, max_size=4),
-    seed=st.integers(0, 10_000),
-)
-def test_random_lengths_and_heads_agree_with_dense_p(T, before, causal, heads, seed):
-    generator = torch.Generator().manual_seed(seed)
-    kinds, dilation = zip(*heads, strict=True)
-    tensors = [
-        torch.randn(2, len(kinds), T + before, 2, dtype=torch.float64, generator=generator),
-        torch.rand(len(kinds), dtype=torch.float64, generator=generator) * 2 - 1,
-        torch.randn(len(kinds), dtype=torch.float64, generator=generator) * 2,
-    ]
-    tensors = [tensor.requires_grad_() for tensor in tensors]
-    assert_agrees(tensors, kinds=kinds, dilation=dilation, query_length=T, causal=causal)
+    assert found[0].dtype == torch.float32
+    assert relative_error(found[0], product(*exact)) <= 1e-2
+    assert torch.equal(found[0], expected[0])
+    if backend == "cpp":  # plain PyTorch computes a backward pass inside autocast as autocast says
+        assert_close(found, expected, 1e-6)
 
 
 # --- sliding windows ------------------------------------------------------------------------------------------------
@@ -197,41 +119,6 @@ def numbers_of(rows):
 def test_documents_agree_with_both_references(dilation, causal, reference):
     tensors = draw(80, B=len(LENGTHS))
     assert_agrees(tensors, reference, dilation=dilation, causal=causal, documents=numbers_of(LENGTHS))
-
-
-def test_nothing_passes_from_one_document_to_another():
-    numbers = numbers_of(LENGTHS)
-    value, decay, theta = (tensor.detach() for tensor in draw(80, B=len(LENGTHS)))
-    poisoned = value.clone()
-    poisoned[3, :, 20:40] = 1e6
-    found = rem_product(poisoned, KINDS, decay, theta, documents=numbers)
-    clean = rem_product(value, KINDS, decay, theta, documents=numbers)
-    outside = torch.ones(80, dtype=torch.bool)
-    outside[20:40] = False
-    assert torch.equal(found[3][:, outside], clean[3][:, outside])
-    assert float((found - clean)[3][:, 21:40].abs().amax((0, 2)).min()) > 1
-
-
-@given(
-    rows=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=8), min_size=1, max_size=3),
-    queries=st.integers(1, 120),
-    window=st.none() | st.integers(1, 40),
-    hidden=st.sets(st.integers(0, 119), max_size=4),
-    causal=st.booleans(),
-    dilation=st.tuples(*[st.integers(1, 9)] * 6),
-    seed=st.integers(0, 10_000),
-)
-def test_random_documents_windows_and_padding_agree_with_dense_p(
-    rows, queries, window, hidden, causal, dilation, seed
-):
-    torch.manual_seed(seed)
-    S = max(sum(row) for row in rows)
-    numbers = numbers_of([[*row, S - sum(row)] for row in rows])
-    key_mask = torch.ones(len(rows), S, dtype=torch.bool)
-    key_mask[0, [place for place in hidden if place < S]] = False
-    T = min(queries, S)
-    masks = {"documents": numbers, "key_mask": key_mask, "window": window}
-    assert_agrees(draw(T, S, B=len(rows), D=2), dilation=dilation, query_length=T, causal=causal, **masks)
 
 
 # --- controls and errors --------------------------------------------------------------------------------------------

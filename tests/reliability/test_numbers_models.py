@@ -1,4 +1,4 @@
-"""RSA layers and whole models with extreme gates and rates are finite and right; the reference writes out P V."""
+"""RSA layers and whole models with extreme gates and rates are finite and right; the reference has dense P."""
 
 import copy
 import math
@@ -10,16 +10,16 @@ from transformers import GPT2Config, GPT2Model
 
 from families import VOCAB, build
 from models import tiny
-from references import double_loop, relative_error
+from references import relative_error
 from reliability.record import Part, note
 from reliability.test_numbers import first_turn
 from rsa_hf import RSAConfig, RSAHeads, patch_model
 from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.reference import dense_rem_product
 
 LAYER = RSAConfig(
     num_regular=2, num_cyclical_pairs=1, num_dilated_regular=1, num_dilated_cyclical_pairs=1, dilation=[2, 3, 40]
 )
-LAYER_KINDS, LAYER_DILATION = ("regular", "regular", "cos", "sin", "regular", "cos", "sin"), (1, 1, 1, 1, 2, 3, 40)
 STORED = {
     "saturated": {"eta": (1e4, -1e4, 0.42), "nu": (0.8, 1e4), "theta": (1e9, -0.3), "mu": (0.02,)},
     "infinite": {"eta": (math.inf, 0.0, -math.inf), "nu": (math.inf, -math.inf), "theta": (1e30, 0.0), "mu": (0.0,)},
@@ -49,18 +49,14 @@ def patched(model, stored="saturated"):
 
 
 def equation_4(heads, attention, value, visible, causal):
-    """Eq. 4 of such a layer in float64, from the stored parameters, with P V as a double loop."""
-    eta, nu, mu = (20 * getattr(heads, name).double() for name in ("eta", "nu", "mu"))
-    lam, gamma, gate = torch.tanh(eta), torch.sigmoid(nu), torch.sigmoid(mu)
-    decay = torch.stack([lam[0], lam[1], gamma[0], gamma[0], lam[2], gamma[1], gamma[1]])
-    theta = 20 * heads.theta.double()
+    """Eq. 4 of such a layer in float64, from the stored parameters, with dense P."""
+    plan, rates = heads.plan, heads.rates(torch.float64)
+    decay, theta = heads.per_head(rates)
     turns = theta - theta.detach() + torch.tensor([first_turn(x) for x in theta.tolist()], dtype=torch.float64)
-    angle = torch.stack([0 * turns[0], 0 * turns[0], turns[0], turns[0], 0 * turns[0], turns[1], turns[1]])
-    R, T = len(LAYER_KINDS), attention.shape[1]
-    keys = value.double().repeat_interleave(attention.shape[2] // value.shape[1], 1)[:, :R]
-    product = double_loop(keys, LAYER_KINDS, decay, angle, LAYER_DILATION, T, 0, causal, visible)
-    product = product + 0 * (decay.sum() + angle.sum())  # so that each has a gradient
-    mixed = (1 - gate) * attention[:, :, :R] + gate * product.transpose(1, 2)
+    masks = {"causal": causal, "visible": visible, "groups": attention.shape[2] // value.shape[1]}
+    product = dense_rem_product(value.double(), plan.kinds, decay, turns, plan.dilations, **masks)
+    R = plan.num_rsa_heads
+    mixed = (1 - rates["gate"]) * attention[:, :, :R] + rates["gate"] * product.transpose(1, 2)
     return torch.cat([mixed, attention[:, :, R:]], 2)
 
 

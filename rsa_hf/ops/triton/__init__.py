@@ -2,21 +2,12 @@ r"""P V, mixed into attention, and its gradients: Triton kernels that read and w
 
 Triton is an optional dependency, so the package imports this folder only when it is used.
 
-On a GPU, P V is bound by memory. Bytes per element of V and of the head's output, in bf16:
+On a GPU, P V is bound by memory: with C = 64 steps per chunk it takes 44 operations forward, and 41 backward, for each
+byte that must move, and an H200 does about 180 in the time of one. So the copy bandwidth is the limit.
+`scripts/bench_gpu.py` measures how far the kernels are from it (results/bench_gpu.md). Backward programs spill
+registers; `tests/ops/compile_for_hopper.py` prints how many bytes.
 
-                       must move                                reads        writes     bytes
-    P V alone          V; P V in float32                        2            4          6
-    forward, mixed     V, attention; output                     2 + 2        2          6
-    backward, mixed    V, attention, dOut; dV, dAttention       2 + 2 + 2    2 + 2      10
-
-With C = 64 steps per chunk that is 4 C + 10 = 266 operations forward, and 6 C + 30 = 414 backward: 44 and 41 for each
-byte. An H200 does about 180 in the time of one (a matrix product at 790 TFLOP/s in bf16, a copy at 4.3 TB/s), so the
-copy bandwidth is the limit. Predicted at that bandwidth, for 2·10⁹ bytes of V: 1.4 ms for P V alone, 1.4 ms forward
-and 2.3 ms backward when mixed. What `scripts/bench_gpu.py` measured on one is in results/bench_gpu.md: causal P V
-alone takes about twice the prediction. Unmasked REMs and the backward pass miss it by more; backward programs spill
-registers (`tests/ops/compile_for_hopper.py` prints how many bytes).
-
-How the floor is approached:
+How the limit is approached:
 
 * A program owns one column block: a head of a row, one of its d residues, `BLOCK` channels. It walks along the
   sequence in chunks of C steps with the state h, one complex number per channel, in registers, so V is read once:
@@ -44,10 +35,6 @@ How the floor is approached:
   values are exact operands, so only the Toeplitz matrix is rounded: it is split into two 16-bit matrices, high + low,
   at the cost of a second product that memory traffic hides. float32 values are multiplied as tf32x3.
 * Packed documents mask the Toeplitz matrix, and the state ends where a document does. Hidden keys are not loaded.
-
-Considered and left out: a look-back between programs in one launch (V would be read once also when split; it
-rests on the order in which programs start, and small V is in L2 anyway); the states as rows of a tensor-core operand
-(16 rows for 2 that are needed, and they want float32).
 
 Names: `position` is a place on the key axis, `step` the place in the residue's sub-sequence: position = residue +
 d·step. A walk over dOut counts steps from the end of the key axis, which turns Pᵀ into P.
