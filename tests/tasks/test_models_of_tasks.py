@@ -74,6 +74,14 @@ def test_the_longest_input_is_tried(model_type, settings, longest):
             require_inputs_fit(model, 40, longest + 1, "block_size")
 
 
+def test_the_trial_leaves_the_attention_of_big_bird():
+    """On an input too short for blocks, it would become full attention for good."""
+    config = AutoConfig.for_model("big_bird", **TINY, max_position_embeddings=256, block_size=4, num_random_blocks=1)
+    model = AutoModelForSequenceClassification.from_config(config)
+    require_inputs_fit(model, 40, 128, "max_seq_length")
+    assert model.bert.attention_type == "block_sparse"
+
+
 def test_a_tokenizer_with_gaps_is_noticed():
     """Its ids go beyond its length."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 258})))
