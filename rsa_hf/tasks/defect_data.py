@@ -14,7 +14,7 @@ from typing import Any, Literal
 from tqdm.auto import tqdm
 from transformers.hf_argparser import HfArg
 
-from rsa_hf.tasks.data_files import SPLITS, checked, json_lines, kind_of_file, load_splits
+from rsa_hf.tasks.data_files import SPLITS, DataSource, checked, json_lines, kind_of_file, load_splits
 from rsa_hf.tasks.python_defects import Example, load_python_defects
 from rsa_hf.utils.text import brief
 
@@ -22,30 +22,16 @@ __all__ = ["DefectDataConfig", "Example", "in_batches", "load_defect_data", "rea
 
 
 @dataclass
-class DefectDataConfig:
+class DefectDataConfig(DataSource):
     """The data of defect detection, and how functions are cut to the model's length.
 
     Without files and `dataset_name`, the data is embedded: functions of Python's standard library with injected
-    defects, which needs no download. Keys are called as in transformers' examples where those have them.
+    defects, which needs no download.
 
     Raises:
         ValueError: a value is not allowed.
     """
 
-    dataset_name: str | None = HfArg(
-        default=None, help="Name on the Hub, such as google/code_x_glue_cc_defect_detection."
-    )
-    dataset_config_name: str | None = HfArg(default=None, help="Its configuration.")
-    train_split_name: str | None = HfArg(default=None, help="What it calls its training split; default train.")
-    validation_split_name: str | None = HfArg(
-        default=None, help="What it calls its validation split; default validation."
-    )
-    test_split_name: str | None = HfArg(default=None, help="What it calls its test split; default test.")
-    train_file: str | None = HfArg(
-        default=None, help="Training functions as JSON lines: .jsonl, .jsonl.gz or .jsonl.xz."
-    )
-    validation_file: str | None = HfArg(default=None, help="Validation functions.")
-    test_file: str | None = HfArg(default=None, help="Test functions.")
     text_column_name: str = HfArg(default="func", help="Column or field with the text of a function.")
     label_column_name: str = HfArg(
         default="target", help="Column or field with its label, 0 (clean) or 1 (defective)."
@@ -77,19 +63,13 @@ class DefectDataConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.dataset_name and any(self.files.values()):
-            raise ValueError(f"dataset_name={self.dataset_name!r} and {self.files}: give one of the two.")
-        for path in filter(None, self.files.values()):
+        super().__post_init__()
+        for path in self.files.values():
             if kind_of_file(path) not in (".jsonl", ".json"):
                 raise ValueError(f"{path}: JSON lines are needed, in .jsonl, .jsonl.gz or .jsonl.xz.")
         for name in ("max_train_samples", "max_eval_samples"):
             if getattr(self, name) is not None and getattr(self, name) < 2:
                 raise ValueError(f"{name}={getattr(self, name)}: 2 or more are needed, one of each class.")
-
-    @property
-    def files(self) -> dict[str, str | None]:
-        """The file of each split."""
-        return {split: getattr(self, f"{split}_file") for split in SPLITS}
 
 
 def load_defect_data(config: DefectDataConfig, only: str | None = None) -> dict[str, list[Example]]:
@@ -108,16 +88,15 @@ def load_defect_data(config: DefectDataConfig, only: str | None = None) -> dict[
             functions have one class.
     """
     train = only is None
-    files = {split: path for split, path in config.files.items() if path is not None and only in (None, split)}
+    files = {split: path for split, path in config.files.items() if only in (None, split)}
     if config.dataset_name is not None:
-        names = {split: getattr(config, f"{split}_split_name") for split in SPLITS}
-        loaded = load_splits(config.dataset_name, config.dataset_config_name, names, ["train"] if train else [], only)
+        loaded = load_splits(config, ["train"] if train else [], only)
         splits = {
             split: _read(((f"{config.dataset_name}, {split} row {i}", row) for i, row in enumerate(rows, 1)), config)
             for split, rows in loaded.items()
             if only in (None, split)
         }
-    elif any(config.files.values()):
+    elif config.files:
         if train and "train" not in files:
             raise ValueError(f"train_file=None: a training run needs one beside {', '.join(files)}.")
         splits = {split: _read(json_lines(path), config) for split, path in files.items()}
