@@ -123,17 +123,7 @@ def test_only_the_text_to_score_is_read_and_tokenized(gpt2, tmp_path, text):
     assert scores["num_bytes"] == pytest.approx(1.1 * len(text), abs=4)
 
 
-def test_only_the_functions_to_score_are_read_and_tokenized(functions, tmp_path, monkeypatch):
+def test_only_the_functions_to_score_are_read(functions, tmp_path):
     model = save(tmp_path / "model", CONFIGS["bert"](), AutoModelForSequenceClassification)
-    tokenized, original = [], defect_detection.tokenize
-
-    def tokenize(examples, *arguments):
-        tokenized.append(len(examples))
-        return original(examples, *arguments)
-
-    monkeypatch.setattr(defect_detection, "tokenize", tokenize)
-    scores = defect_detection.evaluate(
-        model, "validation", [*functions, f"--test_file={tmp_path}/absent.jsonl", "--max_seq_length=64"]
-    )
-    assert scores["num_examples"] == 4
-    assert tokenized == [4]
+    settings = [*functions, f"--test_file={tmp_path}/absent.jsonl", "--max_seq_length=64"]
+    assert defect_detection.evaluate(model, "validation", settings)["num_examples"] == 4
