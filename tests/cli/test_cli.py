@@ -94,10 +94,7 @@ def language_model(tmp_path, data_folder):
 def test_calibrate_saves_what_it_has_found(source, run, tmp_path, language_model, monkeypatch):
     base, *options = language_model
     if source == "config":
-        lines = (
-            f"model: {{name_or_path: absent}}\ndata: {{source: files, files: {{train: {options[1]}}}, block_size: 32}}"
-        )
-        (tmp_path / "run.yaml").write_text(lines)
+        (tmp_path / "run.yaml").write_text(f"train_file: {options[1]}\nblock_size: 32\n")
         options = ["--config", tmp_path / "run.yaml"]
 
     def choose(scores, *_):
