@@ -88,10 +88,11 @@ def load_checkpoint(name: str) -> PreTrainedModel:
 
     from rsa_hf.utils.locate import locate
 
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+    with user_input():
+        place = locate(name)
+    if place.startswith((".", "/")) and not Path(place).is_dir():
         raise UserError(f"{name}: there is no such folder. Name the folder of a checkpoint, or a model on the Hub.")
     try:
-        place = locate(str(Path(name).expanduser()) if name.startswith("~") else name)
         config = transformers.AutoConfig.from_pretrained(place)
         model: PreTrainedModel = _class_of(name, config).from_pretrained(place)
     except (*USER_ERRORS, TypeError) as error:

@@ -6,14 +6,25 @@ import gzip
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import datasets
+from transformers.hf_argparser import HfArg
 
-__all__ = ["SPLITS", "bytes_of", "checked", "json_lines", "kind_of_file", "load_splits", "open_compressed"]
+__all__ = [
+    "SPLITS",
+    "DataSource",
+    "bytes_of",
+    "checked",
+    "json_lines",
+    "kind_of_file",
+    "load_splits",
+    "open_compressed",
+]
 
 SPLITS = ("train", "validation", "test")
 MOST_NAMED = 10  # bad rows in one message
@@ -22,6 +33,42 @@ MOST_NAMED = 10  # bad rows in one message
 _ARCHIVES = (b"PK\x03\x04", b"\x1f\x8b", b"\xfd7zXZ", b"7z\xbc\xaf", b"Rar!", b"BZh", b"\x28\xb5\x2f\xfd", b"PAR1")
 
 Row = TypeVar("Row")
+
+
+@dataclass
+class DataSource:
+    """Where the data of a run comes from. Keys are called as in transformers' examples where those have them.
+
+    Raises:
+        ValueError: both a data set and files are given.
+    """
+
+    dataset_name: str | None = HfArg(
+        default=None,
+        help="Name on the Hub, such as Salesforce/wikitext or google/code_x_glue_cc_defect_detection.",
+    )
+    dataset_config_name: str | None = HfArg(default=None, help="Its configuration, such as wikitext-103-raw-v1.")
+    train_split_name: str | None = HfArg(default=None, help="What it calls its training split; default train.")
+    validation_split_name: str | None = HfArg(
+        default=None, help="What it calls its validation split; default validation."
+    )
+    test_split_name: str | None = HfArg(default=None, help="What it calls its test split; default test.")
+    train_file: str | None = HfArg(
+        default=None,
+        help="In place of it, files. Functions: JSON lines (.jsonl). Text: read as bytes, or documents as JSON lines. "
+        "They may end in .gz or .xz.",
+    )
+    validation_file: str | None = HfArg(default=None, help="The same for validation.")
+    test_file: str | None = HfArg(default=None, help="The same for testing.")
+
+    def __post_init__(self) -> None:
+        if self.dataset_name and self.files:
+            raise ValueError(f"dataset_name={self.dataset_name!r} and {self.files}: give one of the two.")
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The files that are given, by split."""
+        return {split: path for split in SPLITS if (path := getattr(self, f"{split}_file")) is not None}
 
 
 def kind_of_file(path: str | Path) -> str:
@@ -89,20 +136,11 @@ def checked(rows: Iterable[tuple[str, Any]], read: Callable[[Any], Row]) -> Iter
         raise ValueError("; ".join(bad) + more)
 
 
-def load_splits(
-    name: str,
-    config_name: str | None,
-    split_names: Mapping[str, str | None],
-    needed: Iterable[str],
-    only: str | None = None,
-    **keywords: Any,
-) -> dict[str, Any]:
+def load_splits(source: DataSource, needed: Iterable[str], only: str | None = None, **keywords: Any) -> dict[str, Any]:
     """Load a data set of the Hub, or a local folder that `datasets` reads.
 
     Args:
-        name: the data set.
-        config_name: its configuration.
-        split_names: what the data set calls train, validation and test; None: the same.
+        source: names the data set, its configuration and its splits.
         needed: splits that must be there.
         only: the one split to score; None: all are read.
         keywords: as for `datasets.load_dataset`.
@@ -114,16 +152,19 @@ def load_splits(
         OSError: it cannot be found.
         ValueError: it needs a configuration or a script, or lacks a split.
     """
+    name = source.dataset_name
     try:
-        loaded = datasets.load_dataset(name, config_name, **keywords)
+        loaded = datasets.load_dataset(name, source.dataset_config_name, **keywords)
     except RuntimeError as error:  # it needs a script
         raise ValueError(
             f"dataset_name={name!r}: {error!s:.500} Name a data set of parquet or JSON files, or give files."
         ) from error
     except ValueError as error:  # it has several configurations, and the message lists them
-        raise ValueError(f"dataset_name={name!r}, dataset_config_name={config_name!r}: {error!s:.1000}") from error
-    names = {split: split_names.get(split) or split for split in SPLITS}
-    wrong = [split for split in SPLITS if split_names.get(split) and names[split] not in loaded]
+        raise ValueError(
+            f"dataset_name={name!r}, dataset_config_name={source.dataset_config_name!r}: {error!s:.1000}"
+        ) from error
+    names = {split: getattr(source, f"{split}_split_name") or split for split in SPLITS}
+    wrong = [split for split in SPLITS if getattr(source, f"{split}_split_name") and names[split] not in loaded]
     missing = [split for split in needed if names[split] not in loaded]
     if (
         only != "test"

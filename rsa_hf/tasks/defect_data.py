@@ -1,4 +1,4 @@
-"""The data of defect detection: read from the embedded set, the Hub or files, de-duplicated, subsampled, and audited.
+"""The data of defect detection: read from the embedded set, the Hub or files, de-duplicated and subsampled.
 
 Functions are the same if their texts agree up to whitespace.
 """
@@ -8,45 +8,30 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from random import Random
 from typing import Any, Literal
 
 from tqdm.auto import tqdm
 from transformers.hf_argparser import HfArg
 
-from rsa_hf.tasks.data_files import SPLITS, checked, json_lines, kind_of_file, load_splits
+from rsa_hf.tasks.data_files import SPLITS, DataSource, checked, json_lines, kind_of_file, load_splits
 from rsa_hf.tasks.python_defects import Example, load_python_defects
-from rsa_hf.utils.text import brief, format_table
+from rsa_hf.utils.text import brief
 
-__all__ = ["DefectDataConfig", "Example", "audit", "format_audit", "in_batches", "load_defect_data", "read_json_lines"]
+__all__ = ["DefectDataConfig", "Example", "in_batches", "load_defect_data", "read_json_lines"]
 
 
 @dataclass
-class DefectDataConfig:
+class DefectDataConfig(DataSource):
     """The data of defect detection, and how functions are cut to the model's length.
 
     Without files and `dataset_name`, the data is embedded: functions of Python's standard library with injected
-    defects, which needs no download. Keys are called as in transformers' examples where those have them.
+    defects, which needs no download.
 
     Raises:
         ValueError: a value is not allowed.
     """
 
-    dataset_name: str | None = HfArg(
-        default=None, help="Name on the Hub, such as google/code_x_glue_cc_defect_detection."
-    )
-    dataset_config_name: str | None = HfArg(default=None, help="Its configuration.")
-    train_split_name: str | None = HfArg(default=None, help="What it calls its training split; default train.")
-    validation_split_name: str | None = HfArg(
-        default=None, help="What it calls its validation split; default validation."
-    )
-    test_split_name: str | None = HfArg(default=None, help="What it calls its test split; default test.")
-    train_file: str | None = HfArg(
-        default=None, help="Training functions as JSON lines: .jsonl, .jsonl.gz or .jsonl.xz."
-    )
-    validation_file: str | None = HfArg(default=None, help="Validation functions.")
-    test_file: str | None = HfArg(default=None, help="Test functions.")
     text_column_name: str = HfArg(default="func", help="Column or field with the text of a function.")
     label_column_name: str = HfArg(
         default="target", help="Column or field with its label, 0 (clean) or 1 (defective)."
@@ -78,19 +63,13 @@ class DefectDataConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.dataset_name and any(self.files.values()):
-            raise ValueError(f"dataset_name={self.dataset_name!r} and {self.files}: give one of the two.")
-        for path in filter(None, self.files.values()):
+        super().__post_init__()
+        for path in self.files.values():
             if kind_of_file(path) not in (".jsonl", ".json"):
                 raise ValueError(f"{path}: JSON lines are needed, in .jsonl, .jsonl.gz or .jsonl.xz.")
         for name in ("max_train_samples", "max_eval_samples"):
             if getattr(self, name) is not None and getattr(self, name) < 2:
                 raise ValueError(f"{name}={getattr(self, name)}: 2 or more are needed, one of each class.")
-
-    @property
-    def files(self) -> dict[str, str | None]:
-        """The file of each split."""
-        return {split: getattr(self, f"{split}_file") for split in SPLITS}
 
 
 def load_defect_data(config: DefectDataConfig, only: str | None = None) -> dict[str, list[Example]]:
@@ -109,16 +88,15 @@ def load_defect_data(config: DefectDataConfig, only: str | None = None) -> dict[
             functions have one class.
     """
     train = only is None
-    files = {split: path for split, path in config.files.items() if path is not None and only in (None, split)}
+    files = {split: path for split, path in config.files.items() if only in (None, split)}
     if config.dataset_name is not None:
-        names = {split: getattr(config, f"{split}_split_name") for split in SPLITS}
-        loaded = load_splits(config.dataset_name, config.dataset_config_name, names, ["train"] if train else [], only)
+        loaded = load_splits(config, ["train"] if train else [], only)
         splits = {
             split: _read(((f"{config.dataset_name}, {split} row {i}", row) for i, row in enumerate(rows, 1)), config)
             for split, rows in loaded.items()
             if only in (None, split)
         }
-    elif any(config.files.values()):
+    elif config.files:
         if train and "train" not in files:
             raise ValueError(f"train_file=None: a training run needs one beside {', '.join(files)}.")
         splits = {split: _read(json_lines(path), config) for split, path in files.items()}
@@ -212,60 +190,7 @@ def _subsample(examples: list[Example], limit: int | None, seed: int) -> list[Ex
     return [examples[index] for index in sorted(kept)]
 
 
-# --- audit ----------------------------------------------------------------------------------------------------------
-
-
-def audit(splits: Mapping[str, Sequence[Example]], filled: Mapping[str, float], max_length: int) -> dict[str, Any]:
-    """Count what can make scores misleading: imbalance, copies, contradictory labels, truncation.
-
-    Args:
-        splits: the functions of each split, none empty.
-        filled: for each split, the share of functions of `max_length` or more tokens.
-        max_length: number of tokens that the model sees.
-
-    Returns:
-        Numbers for `json.dump`. "splits" holds for each split `examples`, `positives`, `majority_share`, `duplicates`
-        (repetitions of an earlier example), `conflicting_labels` (distinct functions with both labels) and
-        `fill_max_length` (share of examples). Next to it are `max_length`, `conflicting_labels` over all
-        splits, and `cross_split_copies`: the numbers of distinct functions that two splits share.
-    """
-    functions = {split: {_identity(example) for example in examples} for split, examples in splits.items()}
-    statistics = {}
-    for split, examples in splits.items():
-        size, positives = len(examples), sum(example.target for example in examples)
-        statistics[split] = {
-            "examples": size,
-            "positives": positives,
-            "majority_share": max(positives, size - positives) / size,
-            "duplicates": size - len(functions[split]),
-            "conflicting_labels": len(_conflicting(examples)),
-            "fill_max_length": filled[split],
-        }
-    return {
-        "max_length": max_length,
-        "splits": statistics,
-        "conflicting_labels": len(_conflicting([e for examples in splits.values() for e in examples])),
-        "cross_split_copies": {f"{a}/{b}": len(functions[a] & functions[b]) for a, b in combinations(splits, 2)},
-    }
-
-
 def in_batches(examples: Sequence[Example]) -> Iterator[list[str]]:
     """Texts for calls of the tokenizer: enough of them for its threads, bounded in memory, with a bar."""
     for start in tqdm(range(0, len(examples), 1000), desc="tokenising", unit="thousand", leave=False, delay=5):
         yield [example.func for example in examples[start : start + 1000]]
-
-
-def format_audit(report: Mapping[str, Any]) -> str:
-    """Format the result of `audit` as a table for the terminal, with one row for each split."""
-    header = ["split", "examples", "defective", "majority", "duplicates", "both labels"]
-    rows = [[*header, f"≥ {report['max_length']} tokens"]]
-    for split, numbers in report["splits"].items():
-        counts = (numbers["examples"], numbers["positives"], f"{numbers['majority_share']:.2%}")
-        problems = (numbers["duplicates"], numbers["conflicting_labels"], f"{numbers['fill_max_length']:.2%}")
-        rows.append([str(cell) for cell in (split, *counts, *problems)])
-    copies = ", ".join(f"{pair} {count}" for pair, count in report["cross_split_copies"].items())
-    return (
-        f"{format_table(rows)}\n"
-        f"functions in two splits: {copies or 'only one split'}\n"
-        f"functions with both labels, over all splits: {report['conflicting_labels']}"
-    )

@@ -29,11 +29,11 @@ from transformers import (
     set_seed,
 )
 
-from rsa_hf.patching import is_patched, patch_model
-from rsa_hf.tasks.defect_data import DefectDataConfig, Example, audit, format_audit, in_batches, load_defect_data
+from rsa_hf.patching import is_patched
+from rsa_hf.tasks.defect_data import DefectDataConfig, Example, in_batches, load_defect_data
 from rsa_hf.tasks.defect_scores import by_function, choose_threshold, compute_metrics, parts_of, trainer_metrics
 from rsa_hf.training.arguments import ModelArguments, RSATrainingArguments, read_arguments
-from rsa_hf.training.calibrated import patch_calibrated
+from rsa_hf.training.calibrated import patch_for_run
 from rsa_hf.training.checkpoints import RunFolder, digest
 from rsa_hf.training.model_setup import largest_token_id, load_model, require_head, require_inputs_fit
 from rsa_hf.training.rsa_trainer import RSATrainer
@@ -70,25 +70,18 @@ def main(arguments: Sequence[str]) -> None:
         raise ValueError("the data has no validation split to choose the best model by. Add one.")
     rows = {split: tokenize(examples, tokenizer, data) for split, examples in splits.items()}
     if args.should_save:
-        filled = {split: _share_filled(each, data.max_seq_length) for split, each in rows.items()}
-        report = audit(splits, filled, data.max_seq_length)
-        print(format_audit(report))
-        args.folder.mkdir(parents=True, exist_ok=True)
-        write_text(args.folder / "audit.json", json.dumps(report, indent=2) + "\n")
+        for split, each in rows.items():
+            print(_description(split, each, data.max_seq_length))
     collate = DataCollatorWithPadding(tokenizer)
-    calibration: dict[str, float] = {}
-    if run.rsa.calibrate is not None:
-        inputs = rows["train"].remove_columns("example_id")
-        model, calibration = patch_calibrated(model, inputs, collate, run.rsa.calibrate, args)
-    elif run.rsa.config is not None:
-        patch_model(model, run.rsa.config)
+    inputs = rows["train"].remove_columns("example_id")
+    calibration = patch_for_run(model, inputs, collate, run)
     args.label_names = ["labels", "example_id"]
     args.remove_unused_columns = False
     weights = class_weights(rows["train"]["labels"]) if data.class_weights else None
     trainer = _Trainer(
         model=model,
         args=args,
-        train_dataset=rows["train"].remove_columns("example_id"),
+        train_dataset=inputs,
         eval_dataset=rows["validation"],
         data_collator=collate,
         processing_class=tokenizer,
@@ -104,11 +97,8 @@ def main(arguments: Sequence[str]) -> None:
     if "test" in predictions and args.should_save:
         text = _codexglue_predictions(splits["test"], *parts_of(predictions["test"]))
         write_text(args.folder / "predictions.txt", text)
-    prefixes = {"validation": "eval", "test": "test"}
-    metrics = {f"{prefixes[split]}_{key}": value for split, each in scores.items() for key, value in each.items()}
     table = _table("with RSA" if is_patched(model) else "plain", scores)
-    dataset = data.dataset_name or (None if data.train_file else "Python's standard library")
-    finish_run(trainer, run, folder, {**calibration, **metrics}, table, dataset)
+    finish_run(trainer, run, folder, {**scores, "calibration": calibration}, table)
 
 
 class _Trainer(RSATrainer):
@@ -152,10 +142,14 @@ def plain_model_and_rows(arguments: Sequence[str]) -> tuple[PreTrainedModel, Any
     return model, rows.remove_columns("example_id"), DataCollatorWithPadding(tokenizer)
 
 
-def _share_filled(rows: datasets.Dataset, max_length: int) -> float:
-    """The share of functions of `max_length` or more tokens."""
+def _description(split: str, rows: datasets.Dataset, max_length: int) -> str:
+    """A line on a split: its size, its balance, and how many functions are truncated or cut into chunks."""
+    labels = dict(zip(rows["example_id"], rows["labels"], strict=True))
     full = {owner for ids, owner in zip(rows["input_ids"], rows["example_id"], strict=True) if len(ids) >= max_length}
-    return len(full) / len(set(rows["example_id"]))
+    return (
+        f"{split}: {len(labels):,} functions, {sum(labels.values()) / len(labels):.1%} defective, "
+        f"{len(full) / len(labels):.1%} with {max_length} or more tokens"
+    )
 
 
 def _table(name: str, scores: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
@@ -207,10 +201,13 @@ def evaluate(name: str, split: str, arguments: Sequence[str], threshold: float |
             label_names=["labels", "example_id"],
             remove_unused_columns=False,
             disable_tqdm=run.training.disable_tqdm,
+            use_cpu=run.training.use_cpu,
         )
         trainer = _Trainer(model=model, args=args, data_collator=DataCollatorWithPadding(tokenizer))
         predictions = trainer.predict(rows)
-    return compute_metrics(*parts_of(predictions), _threshold_of(Path(name)) if threshold is None else threshold)
+    return compute_metrics(
+        *parts_of(predictions), _threshold_of(Path(locate(name))) if threshold is None else threshold
+    )
 
 
 def _threshold_of(folder: Path) -> float | None:

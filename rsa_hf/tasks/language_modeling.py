@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import speed_metrics
 
-from rsa_hf.patching import is_patched, patch_model
+from rsa_hf.patching import is_patched
 from rsa_hf.tasks.text8 import text8_tokenizer
 from rsa_hf.tasks.text_blocks import (
     EvaluationBlocks,
@@ -28,7 +28,7 @@ from rsa_hf.tasks.text_blocks import (
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig, line_boundary, read_texts, stream_training_text
 from rsa_hf.tasks.text_scores import evaluate_language_model, perplexities, set_memory, summed_losses
 from rsa_hf.training.arguments import ModelArguments, as_mapping, read_arguments
-from rsa_hf.training.calibrated import patch_calibrated
+from rsa_hf.training.calibrated import patch_for_run
 from rsa_hf.training.checkpoints import RunFolder, digest
 from rsa_hf.training.model_setup import largest_token_id, load_model, require_head, require_inputs_fit
 from rsa_hf.training.rsa_trainer import RSATrainer
@@ -67,11 +67,7 @@ def main(arguments: Sequence[str]) -> None:
         if had_finished(folder, args):
             return
         model = _plain_model(run.model, tokenizer, run.data)
-    calibration: dict[str, float] = {}
-    if run.rsa.calibrate is not None:
-        model, calibration = patch_calibrated(model, text.train, default_collate, run.rsa.calibrate, args)
-    elif run.rsa.config is not None:
-        patch_model(model, run.rsa.config)
+    calibration = patch_for_run(model, text.train, default_collate, run)
     args.remove_unused_columns = False
     trainer = LanguageModelTrainer(
         model=model,
@@ -86,8 +82,6 @@ def main(arguments: Sequence[str]) -> None:
     scores = {"validation": trainer.score(text.validation)}
     if text.test is not None:
         scores["test"] = trainer.score(text.test)
-    prefixes = {"validation": "eval", "test": "test"}
-    metrics = {f"{prefixes[split]}_{key}": value for split, each in scores.items() for key, value in each.items()}
     name = "with RSA" if is_patched(model) else "plain"
     table = [["model", "text", "bits per byte", "word perplexity", "token perplexity", "tokens", "words", "bytes"]]
     for split, figure in scores.items():
@@ -95,8 +89,7 @@ def main(arguments: Sequence[str]) -> None:
         counts = (figure[key] for key in ("num_tokens", "num_words", "num_bytes"))
         shown = (f"{value:.5g}" if value <= LARGEST_SHOWN else "> 1e6" for value in figures)
         table.append([name, split, *shown, *(f"{value:,}" for value in counts)])
-    dataset = run.data.dataset_name or (None if run.data.train_file else "Python's standard library")
-    finish_run(trainer, run, folder, {**calibration, **metrics}, table, dataset)
+    finish_run(trainer, run, folder, {**scores, "calibration": calibration}, table)
 
 
 class LanguageModelTrainer(RSATrainer):
@@ -183,7 +176,7 @@ def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float
     blocks = {"validation": text.validation, "test": text.test}.get(split)
     if blocks is None:
         raise ValueError(f"the data has no split {split!r} to score. Choose validation, or test if the data has one.")
-    model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]  # transformers' decorator
+    model.to(run.training.device)  # type: ignore[arg-type]  # transformers' decorator
     memory = as_mapping("eval_memory", run.data.eval_memory)
     return evaluate_language_model(model, blocks, run.training.per_device_eval_batch_size, memory, progress=True)
 

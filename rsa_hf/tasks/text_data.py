@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.hf_argparser import HfArg
 
-from rsa_hf.tasks.data_files import SPLITS, bytes_of, checked, json_lines, kind_of_file, load_splits
+from rsa_hf.tasks.data_files import DataSource, bytes_of, checked, json_lines, kind_of_file, load_splits
 
 __all__ = [
     "LanguageModelingDataConfig",
@@ -23,30 +23,16 @@ __all__ = [
 
 
 @dataclass
-class LanguageModelingDataConfig:
+class LanguageModelingDataConfig(DataSource):
     """The texts of language modelling, and how they are cut into blocks.
 
     Without files and `dataset_name`, the text is embedded: source files of Python's standard library, which need no
-    download and are comparable only under one Python version. Keys are called as in transformers' `run_clm.py` where
-    it has them.
+    download and are comparable only under one Python version.
 
     Raises:
         ValueError: a value is not allowed, or keys contradict each other.
     """
 
-    dataset_name: str | None = HfArg(default=None, help="Name on the Hub, such as Salesforce/wikitext.")
-    dataset_config_name: str | None = HfArg(default=None, help="Its configuration, such as wikitext-103-raw-v1.")
-    train_split_name: str | None = HfArg(default=None, help="What it calls its training split; default train.")
-    validation_split_name: str | None = HfArg(
-        default=None, help="What it calls its validation split; default validation."
-    )
-    test_split_name: str | None = HfArg(default=None, help="What it calls its test split; default test.")
-    train_file: str | None = HfArg(
-        default=None,
-        help="Training text, read as bytes; .jsonl: a document a line, in text_column_name. May end in .gz or .xz.",
-    )
-    validation_file: str | None = HfArg(default=None, help="Validation text.")
-    test_file: str | None = HfArg(default=None, help="Test text.")
     text_column_name: str = HfArg(
         default="text", help="Column or field of the text. A line end is added to a row that has none."
     )
@@ -88,12 +74,10 @@ class LanguageModelingDataConfig:
     sample_seed: int = HfArg(default=0, help="Seed of the order of the embedded files.")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         has_validation = self.dataset_name is not None or "validation" in self.files
         parts = (self.validation_split_percentage, self.test_split_percentage)
         rules = {
-            f"dataset_name={self.dataset_name!r} and {self.files}: give one of the two.": (
-                not (self.dataset_name and self.files)
-            ),
             "streaming=True: a stream has no end to cut a validation text from, and no known length to cut into the "
             "tracks of carry_memory. Use dataset_name, or validation_file, without carry_memory.": (
                 not self.streaming or (has_validation and not self.carry_memory)
@@ -118,11 +102,6 @@ class LanguageModelingDataConfig:
         for path in self.files.values():
             if kind_of_file(path) in (".csv", ".tsv", ".parquet", ".arrow", ".tar", ".zip", ".tgz"):
                 raise ValueError(f"{path}: a text or JSON lines (.jsonl) are needed. Convert it.")
-
-    @property
-    def files(self) -> dict[str, str]:
-        """The files that are given, by split."""
-        return {split: path for split in SPLITS if (path := getattr(self, f"{split}_file")) is not None}
 
     @property
     def evaluation_block_size(self) -> int:
@@ -185,11 +164,8 @@ def _chunks(config: LanguageModelingDataConfig, only: str | None) -> dict[str, I
             why = "it is needed to train" if only is None else f"there is no {only}_file either"
             raise ValueError(f"train_file=None: {why}.")
         return {split: _file_chunks(path, config.text_column_name) for split, path in files.items()}
-    names = {split: getattr(config, f"{split}_split_name") for split in SPLITS}
     needed = ["train", "validation"] if config.streaming and only is None else [] if only else ["train"]
-    loaded = load_splits(
-        config.dataset_name, config.dataset_config_name, names, needed, only, streaming=config.streaming
-    )
+    loaded = load_splits(config, needed, only, streaming=config.streaming)
     if only in loaded:
         loaded = {only: loaded[only]}
     column = config.text_column_name

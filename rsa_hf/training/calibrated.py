@@ -1,4 +1,4 @@
-"""Choose the RSA heads of a run on its training data, before it is trained."""
+"""Patch the model of a run, with heads chosen on its training data if that is asked for."""
 
 from __future__ import annotations
 
@@ -12,41 +12,42 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel
 
-from rsa_hf.calibration import CalibrationSettings, run_calibration
+from rsa_hf.calibration import run_calibration
 from rsa_hf.config import RSAConfig
 from rsa_hf.patching import patch_model
-from rsa_hf.training.arguments import RSATrainingArguments
+from rsa_hf.training.arguments import RunArguments
 from rsa_hf.training.carried import ParallelTracks
 from rsa_hf.utils.files import write_text
 
-__all__ = ["calibration_batches", "patch_calibrated"]
+__all__ = ["calibration_batches", "patch_for_run"]
 
 
-def patch_calibrated(
-    model: PreTrainedModel,
-    train_dataset: Any,
-    collate_fn: Callable[[list[Any]], Any],
-    settings: CalibrationSettings,
-    args: RSATrainingArguments,
-) -> tuple[PreTrainedModel, dict[str, float]]:
-    """Calibrate a plain model and patch it; it stays plain if no gain was shown.
+def patch_for_run(
+    model: PreTrainedModel, train_dataset: Any, collate_fn: Callable[[list[Any]], Any], run: RunArguments[Any]
+) -> dict[str, float]:
+    """Patch the plain model of a run as its settings say, after a calibration if they ask for one.
 
-    What was found is printed and written to `calibration.json` and, with matplotlib, `calibration.png` in the output
-    folder. A run that continues, and the other processes, read it there.
+    What a calibration finds is printed and written to `calibration.json` and, with matplotlib, `calibration.png` in
+    the output folder. A run that continues, and the other processes, read it there. The model stays plain if no gain
+    was shown.
 
     Args:
         model: the model, as it is before training.
         train_dataset: the training data of the run.
         collate_fn: makes a batch of a list of examples.
-        settings: how heads are chosen.
-        args: of the run. Its seed chooses the rows.
+        run: the settings. Their seed chooses the rows.
 
     Returns:
-        The model, and the loss before training without and with RSA heads, as `calibration_…`.
+        The scores of the calibration, losses before training without and with RSA heads; without one, none.
 
     Raises:
         ValueError: the data has memory to carry from row to row, or cannot be used for a calibration.
     """
+    settings, args = run.rsa.calibrate, run.training
+    if settings is None:
+        if run.rsa.config is not None:
+            patch_model(model, run.rsa.config)
+        return {}
     path = args.folder / "calibration.json"
     with args.main_process_first():
         is_new = not path.exists() or not (path.parent / "run.json").exists()
@@ -64,8 +65,8 @@ def patch_calibrated(
             except ImportError as error:
                 print(f"no heatmap: {error}")
         known = json.loads(path.read_text(encoding="utf-8"))
-    scores = {f"calibration_{name}": float(value) for name, value in known["scores"].items()}
-    return patch_model(model, RSAConfig.from_dict(known["config"])), scores
+    patch_model(model, RSAConfig.from_dict(known["config"]))
+    return dict(known["scores"])
 
 
 def calibration_batches(

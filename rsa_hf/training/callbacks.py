@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import signal
 import threading
@@ -16,7 +15,8 @@ from rsa_hf.report import rsa_report
 
 __all__ = ["DivergedError", "ProgressBar", "RSACallback", "StopOnSignal"]
 
-logger = logging.getLogger(__name__)
+# Metrics, by parts of their names, that are left out of the line that an evaluation prints while a model is trained.
+NOT_SHOWN = ("runtime", "per_second", "time", "num_", "perplexity", "epoch", "majority", "share", "nats")
 
 
 class DivergedError(RuntimeError):
@@ -87,21 +87,10 @@ class ProgressBar(ProgressCallback):
             self.training_bar.start_t += passed
             self.training_bar.last_print_t += passed
             self._evaluation_began = None
-        technical = (
-            "runtime",
-            "per_second",
-            "preparation_time",
-            "num_",
-            "perplexity",
-            "epoch",
-            "majority",
-            "share",
-            "nats",
-        )
         shown = {
             key.removeprefix("eval_"): value
             for key, value in (metrics or {}).items()
-            if isinstance(value, int | float) and not any(word in key for word in technical)
+            if isinstance(value, int | float) and not any(word in key for word in NOT_SHOWN)
         }
         words = ", ".join(f"{key} {value:.4g}" for key, value in shown.items())
         self.training_bar.write(f"step {state.global_step}: {words}")
@@ -115,7 +104,8 @@ class ProgressBar(ProgressCallback):
 class StopOnSignal(TrainerCallback):
     """After SIGTERM or Ctrl-C, saves a checkpoint at the end of the step and ends the training.
 
-    With several processes the signal may reach them in different steps, or one of them only: they agree on a step.
+    A second signal ends the process at once. With several processes the signal may reach them in different steps, or
+    one of them only: they agree on a step, and further signals are ignored, because launchers repeat them.
 
     Attributes:
         signal: the signal that ended the training; None: it was not ended.
@@ -128,13 +118,14 @@ class StopOnSignal(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the signals, which only the main thread of a process can do."""
+        self.signal = None
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: Any) -> None:
-        if self.signal is not None:  # the second time, at once
-            self._give_back()
+        if self.signal is not None and self.trainer.accelerator.num_processes == 1:
+            self.give_back()
             signal.raise_signal(number)
         self.signal = number
         self.trainer.accelerator.set_trigger()
@@ -152,11 +143,8 @@ class StopOnSignal(TrainerCallback):
         if self.signal is not None:
             control.should_evaluate = control.should_save = False
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Give the signals back."""
-        self._give_back()
-
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
+        """Restore the signal handlers from before the training."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

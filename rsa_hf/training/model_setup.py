@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel, logging
 
 from rsa_hf.training.arguments import ModelArguments, as_mapping, did_you_mean
@@ -73,7 +73,7 @@ def load_model(auto_class: Any, arguments: ModelArguments, **config_values: Any)
         )
     new = sorted({*info["missing_keys"], *sizes})
     if new:
-        print(f"{', '.join(new)}: new, will be trained")
+        PartialState().print(f"{', '.join(new)}: new, will be trained")
     return model
 
 
@@ -116,7 +116,7 @@ def require_inputs_fit(model: PreTrainedModel, token_id: int, length: int, setti
     """Check by a forward pass that a model takes the largest token id and the longest input.
 
     Config entries do not tell: RoBERTa's 514 positions hold 512 tokens, rotary positions have no limit, and tables of
-    positions may be buffers.
+    positions may be buffers. No shorter input is tried: on one, BigBird changes its attention for good.
 
     Args:
         model: the model, in memory of the CPU: an index that is too large would end a CUDA process.
@@ -127,28 +127,22 @@ def require_inputs_fit(model: PreTrainedModel, token_id: int, length: int, setti
     Raises:
         ValueError: the forward pass fails.
     """
-    trial = copy.copy(model)  # a forward pass may change a module permanently, such as BigBird's
-    was_training = model.training
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
     usual = 0 if pad != 0 else 1  # RoBERTa gives padding no position
     embeddings: Any = model.get_input_embeddings()
     vocabulary = getattr(getattr(embeddings, "weight", None), "shape", [model.config.vocab_size])[0]
+    was_training = model.training
     try:
         model.eval()
-        for name, ids in (("vocabulary", [token_id]), ("length", [usual] * length)):
-            try:
-                trial(input_ids=torch.tensor([ids], device=model.device))
-            except (IndexError, RuntimeError, ValueError) as error:
-                if "out of memory" in str(error):
-                    raise
-                if name == "vocabulary":
-                    raise ValueError(
-                        f"the tokenizer has ids up to {token_id}, the model {vocabulary} embeddings. Give the model's "
-                        "own tokenizer as tokenizer_name, or set vocab_size in config_overrides of a model from "
-                        "scratch."
-                    ) from error
-                raise ValueError(
-                    f"{setting}={length}: the model takes no inputs of so many tokens ({error!s:.200}). Lower it."
-                ) from error
+        model(input_ids=torch.tensor([[usual] * (length - 1) + [token_id]], device=model.device))
+    except (IndexError, RuntimeError, ValueError) as error:
+        if token_id >= vocabulary:
+            raise ValueError(
+                f"the tokenizer has ids up to {token_id}, the model {vocabulary} embeddings. Give the model's own "
+                "tokenizer as tokenizer_name, or set vocab_size in config_overrides of a model from scratch."
+            ) from error
+        raise ValueError(
+            f"{setting}={length}: the model takes no inputs of so many tokens ({error!s:.200}). Lower it."
+        ) from error
     finally:
         model.train(was_training)

@@ -84,7 +84,10 @@ class RSATrainer(Trainer):
         shard_rsa_heads(self.model, self.accelerator)
         self._carried = CarriedState(self.model) if self._tracks is not None else None
         self._micro_batches = 0
-        return super().train(*args, **keywords)
+        try:
+            return super().train(*args, **keywords)
+        finally:
+            self.stop.give_back()
 
     def training_step(self, *args: Any, **keywords: Any) -> Tensor:
         """As `Trainer.training_step`."""
@@ -116,7 +119,7 @@ class RSATrainer(Trainer):
     ) -> Any:
         """As `Trainer.compute_loss`. On tracks, the mean loss, with the model's memory carried along them."""
         tracks = self._tracks
-        if tracks is None or self._carried is None:
+        if tracks is None or self._carried is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         per_process = len(tracks) // self.args.world_size
         if self._micro_batches * len(inputs["input_ids"]) % per_process == 0:  # an epoch begins
@@ -149,6 +152,7 @@ class RSATrainer(Trainer):
         super()._save_rng_state(output_dir)
         if self._carried is not None:
             self._carried.save(Path(output_dir), self.args.process_index)
+        self.accelerator.wait_for_everyone()  # trainer_state.json follows, which marks the checkpoint as complete
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)

@@ -48,9 +48,13 @@ def train_to_end(trainer: RSATrainer, folder: RunFolder) -> None:
         folder.start()
         says = "starts" if checkpoint is None else f"continues from step {step_of(checkpoint)}"
         print(f"{args.output_dir}: the run {says}.")
-    if checkpoint is not None and _is_last(checkpoint):
-        _load(trainer, checkpoint)
-        return
+    if checkpoint is not None and not args.resume_from_checkpoint:
+        state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+        if state.global_step >= state.max_steps:  # the Trainer would take one step more
+            trainer.state = state
+            best = state.best_model_checkpoint if args.load_best_model_at_end else None
+            trainer._load_from_checkpoint(best or checkpoint)
+            return
     try:
         with storage_errors(args.folder):
             trainer.train(resume_from_checkpoint=checkpoint)
@@ -59,8 +63,8 @@ def train_to_end(trainer: RSATrainer, folder: RunFolder) -> None:
             raise
         raise ValueError(
             f"out of memory ({str(error).splitlines()[0]:.200}). Lower per_device_train_batch_size (now "
-            f"{args.per_device_train_batch_size}; gradient_accumulation_steps keeps what is learned), or set "
-            "gradient_checkpointing to true."
+            f"{args.per_device_train_batch_size}; gradient_accumulation_steps keeps what is learned) or "
+            "per_device_eval_batch_size, or set gradient_checkpointing to true."
         ) from error
     if trainer.stop.signal is not None:
         if main:
@@ -72,26 +76,12 @@ def train_to_end(trainer: RSATrainer, folder: RunFolder) -> None:
         raise SystemExit(128 + trainer.stop.signal)
 
 
-def _is_last(checkpoint: str) -> bool:
-    """Whether a checkpoint is of the last step of its run. The Trainer would take one step more."""
-    state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
-    return bool(state.global_step >= state.max_steps)
-
-
-def _load(trainer: RSATrainer, checkpoint: str) -> None:
-    """Put the model and the state of the end of a run into a Trainer."""
-    trainer.state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
-    best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
-    trainer._load_from_checkpoint(best or checkpoint)
-
-
 def finish_run(
     trainer: RSATrainer,
     run: RunArguments[Any],
     folder: RunFolder,
-    metrics: Mapping[str, Any],
+    scores: Mapping[str, Mapping[str, float]],
     table: Sequence[Sequence[str]],
-    dataset: str | None,
 ) -> None:
     """Save the model with its card, the results and the pictures, print the table, and push if asked.
 
@@ -102,24 +92,25 @@ def finish_run(
         trainer: after the training.
         run: the settings.
         folder: of the run.
-        metrics: scores of the model, by names such as eval_accuracy. NaN and infinity become null.
+        scores: of each split; "calibration" has the losses before training. In `all_results.json`, NaN and infinity
+            become null.
         table: rows of the table, the header first.
-        dataset: name of the data on the Hub, or what it is.
     """
     args, output, model = run.training, run.training.folder, trainer.model
     assert isinstance(model, PreTrainedModel)
-    trainer.save_model()
-    trainer.save_state()
-    prefixes = {"eval_": "validation", "test_": "test", "calibration_": "calibration"}
-    scores: dict[str, dict[str, float]] = {
-        split: {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
-        for prefix, split in prefixes.items()
-    }
+    with storage_errors(output):
+        trainer.save_model()
+        trainer.save_state()
     trainer.card_facts = {
         "base_model": run.model.model_name_or_path,
-        "dataset": dataset,
+        "dataset": run.data.dataset_name or (None if run.data.train_file else "Python's standard library"),
         "scores": {split: values for split, values in scores.items() if values},
         "seed": args.seed,
+    }
+    metrics = {
+        f"{'eval' if split == 'validation' else split}_{name}": value
+        for split, values in scores.items()
+        for name, value in values.items()
     }
     if trainer.is_world_process_zero():
         results = {"patched": is_patched(model), "steps": trainer.state.global_step, **metrics}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from rsa_hf.utils.paths import expanded
+
 __all__ = ["locate"]
 
 PREFIX = "package:"
@@ -17,13 +19,13 @@ def locate(name: str) -> str:
         name: a model's name as settings spell it.
 
     Returns:
-        What `from_pretrained` takes. Any other name is returned unchanged.
+        What `from_pretrained` takes: in any other name, `~` and `$VARIABLES` are replaced.
 
     Raises:
         ValueError: the package is not installed, or it has no such folder.
     """
     if not name.startswith(PREFIX):
-        return name
+        return expanded(name)
     package, _, folder = name.removeprefix(PREFIX).partition("/")
     try:
         spec = importlib.util.find_spec(package)

@@ -94,10 +94,7 @@ def language_model(tmp_path, data_folder):
 def test_calibrate_saves_what_it_has_found(source, run, tmp_path, language_model, monkeypatch):
     base, *options = language_model
     if source == "config":
-        lines = (
-            f"model: {{name_or_path: absent}}\ndata: {{source: files, files: {{train: {options[1]}}}, block_size: 32}}"
-        )
-        (tmp_path / "run.yaml").write_text(lines)
+        (tmp_path / "run.yaml").write_text(f"train_file: {options[1]}\nblock_size: 32\n")
         options = ["--config", tmp_path / "run.yaml"]
 
     def choose(scores, *_):
@@ -180,93 +177,6 @@ def test_a_fault_keeps_its_traceback(patched, monkeypatch):
     monkeypatch.setattr("rsa_hf.report.rsa_report", lambda model: int("x"))
     with pytest.raises(ValueError, match="invalid literal"):
         cli.main()
-
-
-# --- train, evaluate ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def text(tmp_path):
-    """Settings for a run of about a second on a small text."""
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"line {i} of a text, not a long one\n" for i in range(400)))
-    return ["--source=files", f"--files.train={path}", "--block_size=32", "--eval_batch_size=16"]
-
-
-def test_a_trained_language_model_is_evaluated_and_gets_a_card(run, text, tmp_path):
-    config, folder = ROOT / "configs" / "lm_bytes_embedded.yaml", tmp_path / "run"
-    sizes = ("hidden_size=32", "intermediate_size=32", "num_hidden_layers=1", "max_position_embeddings=32")
-    small = [f"--config_overrides.{size}" for size in sizes]
-    code, out, err = run(
-        "train", "lm", config, *text, *small, "--max_steps", 2, "--gate_init", "-1", "--output_dir", folder
-    )
-    assert code == 0, err
-    results = json.loads((folder / "results.json").read_text())
-    assert results["steps"] == 2
-    # The saved model alone gives the same score.
-    code, out, err = run("evaluate", "lm", folder / "best", config, *text, "--split", "test")
-    assert code == 0, err
-    assert json.loads(out)["bits_per_byte"] == pytest.approx(results["test"]["bits_per_byte"], rel=1e-6)
-    # The perplexity of a word of 12,000 letters is infinite, which JSON cannot say.
-    (tmp_path / "word.txt").write_text("line" * 3000)
-    word = [f"--files.{split}={tmp_path / 'word.txt'}" for split in ("train", "validation", "test")]
-    code, out, err = run("evaluate", "lm", folder / "best", config, *text, *word)
-    assert code == 0, err
-    assert json.loads(out, parse_constant=lambda name: pytest.fail(name))["word_perplexity"] is None
-    # The run's card has its results.
-    assert f" {results['test']['bits_per_byte']:.4g} |" in (folder / "best" / "README.md").read_text()
-    assert (folder / "best" / "rsa.png").exists()
-    for arguments, words in (
-        (["evaluate", "lm", folder / "best", config, *text, "--split", "tset"], "no split 'tset'"),
-        (["evaluate", "lm", "./absent", config, *text], "absent"),
-        (["train", "lm", config, "--max_stesp", 2], "Did you mean 'max_steps'?"),
-        (["train", "lm"], "Missing argument 'CONFIG'"),
-        (["train", "lm", config, *text, *small, "--learning_rate=1e30", f"--output_dir={tmp_path / 'nan'}"], "is nan"),
-    ):
-        code, _, err = run(*arguments)
-        assert (code, words in err, "Traceback" in err) == (2, True, False), err
-
-
-def test_evaluating_a_defect_detector_gives_its_accuracy(run, tokenizer, tmp_path):
-    lines = [json.dumps({"func": f"w{i} w{i + 1} w{i + 2}", "target": int(i % 3 == 0)}) for i in range(4, 24)]
-    for name, chosen in (("train", lines[:10]), ("test", lines[10:])):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(chosen))
-    model = patch_model(AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]()), FULL_PLAN)
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "model")
-    files = [f"--{name}_file={tmp_path / name}.jsonl" for name in ("train", "test")]
-    data = ["--source=files", *files, "--max_length=16", "--chunk_overlap=2"]
-    config = ROOT / "configs" / "defect_minilm_embedded.yaml"
-    code, out, err = run("evaluate", "defect", tmp_path / "model", config, *data)
-    assert code == 0, err
-    score = json.loads(out)
-    with torch.no_grad():
-        model.eval()
-        right = [
-            int(model(**tokenizer(row["func"], return_tensors="pt")).logits.argmax()) == row["target"]
-            for row in map(json.loads, lines[10:])
-        ]
-    assert score["accuracy"] == sum(right) / len(right)
-    assert score["num_examples"] == 10
-    assert "threshold" not in score
-    code, out, err = run("evaluate", "defect", tmp_path / "model", config, *data, "--threshold", 1)
-    assert code == 0, err
-    assert (
-        json.loads(out)["accuracy_at_threshold"] == sum(row["target"] == 0 for row in map(json.loads, lines[10:])) / 10
-    )
-    code, _, err = run("evaluate", "defect", tmp_path / "model", config, *data, "--split", "validation")
-    assert (code, "no split 'validation', only train, test" in err) == (2, True)
-
-
-@pytest.mark.parametrize("command", ["train defect", "train lm", "evaluate defect", "evaluate lm"])
-def test_help_lists_the_keys_of_the_config(run, command):
-    code, out, err = run(*command.split(), "--help")
-    assert (code, err) == (0, "")
-    assert f"Example: rsa-hf {command}" in out
-    for key in ("--model.name_or_path", "--rsa.num_regular", "--data.seed", "--training.learning_rate"):
-        assert key in out
-    assert "(type: float, default: 2e-05)" in " ".join(out.split())
-    assert run(*command.split(), "--list-keys")[1] == out
 
 
 # --- doctor, help -------------------------------------------------------------------------------------------------

@@ -122,9 +122,3 @@ def test_data_sets_of_the_hub_that_cannot_be_used_are_explained(hub_data, return
     for read, config in BOTH:
         with pytest.raises(ValueError, match=message):
             read(config(dataset_name="owner/name", **options))
-
-
-def test_a_missing_file_is_named(tmp_path):
-    for read, config in BOTH:
-        with pytest.raises(FileNotFoundError, match=r"absent\.jsonl"):
-            read(config(train_file=str(tmp_path / "absent.jsonl")))

@@ -74,6 +74,14 @@ def test_the_longest_input_is_tried(model_type, settings, longest):
             require_inputs_fit(model, 40, longest + 1, "block_size")
 
 
+def test_the_trial_leaves_the_attention_of_big_bird():
+    """On an input too short for blocks, it would become full attention for good."""
+    config = AutoConfig.for_model("big_bird", **TINY, max_position_embeddings=256, block_size=4, num_random_blocks=1)
+    model = AutoModelForSequenceClassification.from_config(config)
+    require_inputs_fit(model, 40, 128, "max_seq_length")
+    assert model.bert.attention_type == "block_sparse"
+
+
 def test_a_tokenizer_with_gaps_is_noticed():
     """Its ids go beyond its length."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 258})))
@@ -115,17 +123,7 @@ def test_only_the_text_to_score_is_read_and_tokenized(gpt2, tmp_path, text):
     assert scores["num_bytes"] == pytest.approx(1.1 * len(text), abs=4)
 
 
-def test_only_the_functions_to_score_are_read_and_tokenized(functions, tmp_path, monkeypatch):
+def test_only_the_functions_to_score_are_read(functions, tmp_path):
     model = save(tmp_path / "model", CONFIGS["bert"](), AutoModelForSequenceClassification)
-    tokenized, original = [], defect_detection.tokenize
-
-    def tokenize(examples, *arguments):
-        tokenized.append(len(examples))
-        return original(examples, *arguments)
-
-    monkeypatch.setattr(defect_detection, "tokenize", tokenize)
-    scores = defect_detection.evaluate(
-        model, "validation", [*functions, f"--test_file={tmp_path}/absent.jsonl", "--max_seq_length=64"]
-    )
-    assert scores["num_examples"] == 4
-    assert tokenized == [4]
+    settings = [*functions, f"--test_file={tmp_path}/absent.jsonl", "--max_seq_length=64"]
+    assert defect_detection.evaluate(model, "validation", settings)["num_examples"] == 4

@@ -1,7 +1,10 @@
 """Memory carried from step to step: the same as one pass over the text, also if a run is interrupted."""
 
+import carried_run
 import pytest
 import torch
+from launching import run_python
+from safetensors.torch import load_file
 from torch.utils.data import default_collate
 
 import small_runs
@@ -138,6 +141,18 @@ def test_without_the_memory_of_the_checkpoint_losses_differ(tmp_path, monkeypatc
     parts = losses(run(tmp_path, lstm(dropout=0.1), resume=str(tmp_path / "checkpoint-2"), max_steps=5, **PARTS))
     assert parts[:2] == whole[:2]
     assert parts[2:] != whole[2:]
+
+
+@pytest.mark.slow  # starts processes
+def test_two_processes_that_are_killed_and_continued_carry_like_one(tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = run_python(*launcher, carried_run.__file__, tmp_path)
+    assert done.returncode == 0, done.stderr
+    expected = carried_run.run(tmp_path / "one", rows=4).model.state_dict()
+    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    assert_same_weights(parts, whole)
+    for name, value in whole.items():
+        torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-5, msg=name)
 
 
 # --- errors ---------------------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
-"""FSDP2 through Accelerate, and FSDP1, in two processes: the gradients of one, and RSA parameters in float32."""
+"""FSDP2 through Accelerate in two processes, and FSDP1: the gradients of one, and RSA parameters in float32."""
 
 import json
 import logging
 
-import fsdp1_run
 import fsdp_run as single
 import pytest
 import torch
@@ -18,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rsa_hf import param_groups, rsa_report
 from rsa_hf.training import shard_rsa_heads
+from small_runs import assert_same_weights
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,15 @@ def one_process():
     torch.distributed.destroy_process_group()
 
 
+def trained(model, ids):
+    """Train a step; returns its loss, and all parameters after it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    return loss.item(), {name: value.clone() for name, value in model.state_dict().items()}
+
+
 def fsdp1(model, **settings):
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **settings)
 
@@ -149,7 +158,7 @@ def test_fsdp1_refuses_half_precision(one_process, dtype, use_orig_params, layer
 def test_fsdp1_of_half_precision_trains_with_units_of_rsa_heads(one_process, use_orig_params):
     """As Accelerate reads them from fsdp_transformer_layer_cls_to_wrap."""
     model, ids = single.language_model().bfloat16(), single.batches()[0]
-    plain = fsdp1_run.trained(single.language_model().bfloat16(), 0)
+    loss, expected = trained(single.language_model().bfloat16(), ids)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=1,
         auto_wrap_policy="transformer_based_wrap",
@@ -158,40 +167,7 @@ def test_fsdp1_of_half_precision_trains_with_units_of_rsa_heads(one_process, use
     plugin.set_auto_wrap_policy(model)
     model = fsdp1(model, use_orig_params=use_orig_params, auto_wrap_policy=plugin.auto_wrap_policy)
     model(input_ids=ids, labels=ids)
-    loss, state = fsdp1_run.trained(model, 0)
-    assert loss == plain[0]
-    assert_same(state, plain[1], exact=True)
+    found, state = trained(model, ids)
+    assert found == loss
+    assert_same_weights(state, expected)
     assert {str(value.dtype) for name, value in state.items() if ".rsa." in name} == {"torch.float32"}
-
-
-def assert_same(state, expected, exact=False):
-    assert set(state) == set(expected)
-    for name, value in expected.items():
-        assert state[name].dtype == value.dtype, name
-        torch.testing.assert_close(state[name], value, **({"atol": 0, "rtol": 0} if exact else {}), msg=name)
-
-
-@pytest.mark.slow
-def test_fsdp1_in_two_processes_learns_like_one(tmp_path):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    done = run_python(*launcher, fsdp1_run.__file__, tmp_path)
-    assert done.returncode == 0, done.stderr
-    model, ids = single.language_model(), single.batches()[0]
-    start = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(input_ids=ids, labels=ids).loss.backward()
-    optimizer.step()
-    for name in fsdp1_run.SETTINGS:
-        first, second = read(tmp_path, name)
-        for key, value in model.state_dict().items():
-            assert torch.equal(first[1][key], second[1][key]), key
-            if name != "bfloat16":
-                torch.testing.assert_close(first[1][key], value)
-            elif ".rsa." in key:
-                step = value - start[key]
-                assert (first[1][key] - value).norm() < 0.2 * step.norm(), key
-    # FSDP1 does not average the gradients of modules that it ignores, so that is no way out.
-    first, second = read(tmp_path, "ignored")
-    rates = [key for key in first[1] if ".rsa." in key]
-    assert rates
-    assert not any(torch.equal(first[1][key], second[1][key]) for key in rates)

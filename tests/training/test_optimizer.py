@@ -1,7 +1,5 @@
 """RSA's parameter groups, and the Trainer's optimiser on them."""
 
-import copy
-
 import pytest
 import torch
 from torch.optim import SGD, AdamW
@@ -9,7 +7,6 @@ from transformers import Trainer
 
 from families import FULL_PLAN, build
 from rsa_hf import RSAConfig, param_groups, patch_model
-from rsa_hf.children import active_heads
 from rsa_hf.training import optimizer_cls_and_kwargs
 from small_runs import arguments, gpt2
 
@@ -64,10 +61,6 @@ def trained(args, model=None, **keywords):
     return trainer
 
 
-def stored(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters() if ".rsa." in name}
-
-
 def by_hand(model, batches, **rates):
     """The same run in plain torch, with a linear decay of the rates to 0."""
     optimizer = AdamW(param_groups(model, **rates), fused=True)
@@ -98,38 +91,6 @@ def test_a_trainer_trains_as_plain_torch_with_the_same_groups(tmp_path):
         ("no_decay", 0.0, 1e-2),
         ("rsa", 0.0, 0.3 / 20),
     ]
-
-
-def test_the_trainer_decays_gates_unless_the_groups_are_given(tmp_path):
-    """With gradients of zero, only weight decay moves a parameter."""
-
-    def run(folder, helper):
-        args = arguments(tmp_path / folder, learning_rate=1e-1, weight_decay=0.5)
-        model = gpt2()
-        for _, heads in active_heads(model):
-            for parameter in heads.parameters():
-                parameter.register_hook(torch.zeros_like)
-        before = stored(model)
-        keywords = {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs(args)} if helper else {}
-        after = stored(trained(args, model, **keywords).model)
-        return [torch.equal(before[name], after[name]) for name in before]
-
-    assert all(run("with", helper=True))
-    assert not any(run("without", helper=False))
-
-
-def test_every_trainer_gets_groups_of_its_own_model(tmp_path):
-    """The Trainer removes entries from the dict that it is given; the second run must find them again."""
-    args = arguments(tmp_path, max_steps=1)
-    given = optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3)
-    kept = copy.copy(given[1])
-    trainer = Trainer(None, args, train_dataset=rows(), model_init=lambda: gpt2(), optimizer_cls_and_kwargs=given)
-    for _ in range(2):  # model_init makes a new model for each
-        trainer.train()
-        mine = {id(p) for p in trainer.model.parameters()}
-        assert {id(p) for group in trainer.optimizer.param_groups for p in group["params"]} == mine
-        assert [group["name"] for group in trainer.optimizer.param_groups] == ["weights", "no_decay", "rsa"]
-    assert given[1] == kept
 
 
 def test_each_trial_of_a_search_learns_at_its_own_rate(tmp_path):

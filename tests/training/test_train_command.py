@@ -89,38 +89,6 @@ def weights(folder):
 # --- what a run says and leaves -------------------------------------------------------------------------------
 
 
-def test_the_same_command_starts_continues_and_has_finished(tmp_path, text, capsys, monkeypatch):
-    whole = ["train", "lm", written(tmp_path, {**LM, "train_file": str(text)})]
-    assert command(*whole, "--output_dir", tmp_path / "whole") == 0
-    assert "the run starts." in capsys.readouterr().out
-
-    parts = [*whole, "--output_dir", tmp_path / "parts"]
-    step = RSATrainer.training_step
-
-    def dies(trainer, *arguments):
-        if trainer.state.global_step == 5:
-            raise KeyboardInterrupt
-        return step(trainer, *arguments)
-
-    monkeypatch.setattr(RSATrainer, "training_step", dies)
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
-        main(list(map(str, parts)))
-    monkeypatch.undo()
-    capsys.readouterr()
-    assert command(*parts) == 0
-    assert "continues from step 4" in capsys.readouterr().out
-    assert_same_weights(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
-    for name in ("config.json", "README.md", "all_results.json", "trainer_state.json", "curves.png", "rsa.png"):
-        assert (tmp_path / "parts" / name).is_file(), name
-
-    before = (tmp_path / "parts" / "model.safetensors").stat().st_mtime_ns
-    assert command(*parts) == 0
-    said = capsys.readouterr().out
-    assert "had finished" in said
-    assert "bits per byte" in said
-    assert (tmp_path / "parts" / "model.safetensors").stat().st_mtime_ns == before
-
-
 def test_a_run_that_ended_before_its_results_takes_no_further_step(tmp_path, text, capsys):
     run = ["train", "lm", written(tmp_path, {**LM, "train_file": str(text)}), "--output_dir", tmp_path / "out"]
     assert command(*run) == 0
@@ -169,10 +137,54 @@ def test_a_defect_detector_is_scored_alike_by_its_run_and_by_evaluate(
     )
     scores = json.loads(capsys.readouterr().out)
     assert scores == {key: pytest.approx(results[f"test_{key}"]) for key in scores}
+    assert command("evaluate", "defect", tmp_path / "out", config, "--threshold", 1) == 0
+    at = json.loads(capsys.readouterr().out)["accuracy_at_threshold"]
+    assert at == sum(json.loads(line)["target"] == 0 for line in functions.read_text().splitlines()) / 42
     predictions = (tmp_path / "out" / "predictions.txt").read_text().split()
     assert len(predictions) == 2 * 42
     assert command("evaluate", "defect", encoder, config) == 2  # no head: it would be a random one
     assert "classifier" in capsys.readouterr().err
+
+
+def test_a_language_model_is_scored_alike_by_its_run_and_by_evaluate(tmp_path, text, capsys):
+    config, out = written(tmp_path, {**LM, "train_file": str(text), "max_steps": 2}), tmp_path / "out"
+    assert command("train", "lm", config, "--output_dir", out) == 0
+    bits = json.loads((out / "all_results.json").read_text())["test_bits_per_byte"]
+    assert f" {bits:.4g} |" in (out / "README.md").read_text()
+    capsys.readouterr()
+    assert command("evaluate", "lm", out, config, "--tokenizer_name", "bytes") == 0
+    assert json.loads(capsys.readouterr().out)["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
+    # The perplexity of a word of 12,000 letters is infinite, which JSON cannot say.
+    (tmp_path / "word.txt").write_text("line" * 3000)
+    assert command("evaluate", "lm", out, config, "--test_file", tmp_path / "word.txt") == 0
+    scores = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    assert scores["word_perplexity"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "lm", "CONFIG", "--max_stesp", 2], "Did you mean 'max_steps'"),
+        (["train", "lm", "CONFIG", "--learning_rate=1e30", "--logging_steps=1"], "the loss is"),
+        (["train", "lm", "absent.yaml"], "absent.yaml"),
+        (["evaluate", "lm", "./absent", "CONFIG"], "absent"),
+    ],
+)
+def test_mistakes_end_in_one_line(tmp_path, text, capsys, words, said):
+    config = written(tmp_path, {**LM, "train_file": str(text), "output_dir": str(tmp_path / "out")})
+    assert command(*(config if word == "CONFIG" else word for word in words)) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("words", ["train defect", "train lm", "evaluate defect", "evaluate lm"])
+def test_help_lists_the_keys(capsys, words):
+    assert command(*words.split(), "--help") == 0
+    said = capsys.readouterr().out
+    assert f"Example: rsa-hf {words}" in said
+    for key in ("--model_name_or_path", "--rsa", "--sample_seed", "--rsa_learning_rate", "--num_train_epochs"):
+        assert key in said
 
 
 def test_out_of_memory_names_what_to_lower(tmp_path, text, capsys, monkeypatch):
@@ -200,26 +212,40 @@ def test_a_calibrated_run_continues_with_its_plan(tmp_path, text, capsys, monkey
 # --- processes ------------------------------------------------------------------------------------------------
 
 
-def start(*words, **keywords):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    line = [sys.executable, "-c", "from rsa_hf.cli import main; main()", *map(str, words)]
-    return subprocess.Popen(line, env=environment, cwd=ROOT, **keywords)
-
-
-def test_sigkill_and_the_same_command_give_the_same_weights(tmp_path, text):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_same_command_starts_continues_to_the_same_weights_and_has_finished(tmp_path, text, capsys, number):
     settings = {**LM, "train_file": str(text), "max_steps": 60, "eval_steps": 5, "save_steps": 5}
     run = ["train", "lm", written(tmp_path, settings), "--output_dir"]
-    process = start(*run, tmp_path / "parts")
+    assert command(*run, tmp_path / "whole") == 0
+    assert "the run starts." in capsys.readouterr().out
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    line = [sys.executable, "-c", "from rsa_hf.cli import main; main()", *map(str, [*run, tmp_path / "parts"])]
+    process = subprocess.Popen(line, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 250
     while not (tmp_path / "parts" / "checkpoint-10" / "trainer_state.json").exists():
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
+    process.send_signal(number)
+    said = process.communicate()[1]
+    if number == signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+    else:
+        assert process.returncode == 128 + signal.SIGTERM, said
+        assert "The same command goes on" in said
+
     assert command(*run, tmp_path / "parts") == 0
-    assert command(*run, tmp_path / "whole") == 0
+    assert "continues from step" in capsys.readouterr().out
     assert_same_weights(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+    for name in ("config.json", "README.md", "all_results.json", "trainer_state.json", "curves.png", "rsa.png"):
+        assert (tmp_path / "parts" / name).is_file(), name
+    before = (tmp_path / "parts" / "model.safetensors").stat().st_mtime_ns
+    assert command(*run, tmp_path / "parts") == 0
+    said = capsys.readouterr().out
+    assert "had finished" in said
+    assert "bits per byte" in said
+    assert (tmp_path / "parts" / "model.safetensors").stat().st_mtime_ns == before
 
 
 def test_a_full_disk_is_one_line(tmp_path, text):

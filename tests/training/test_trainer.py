@@ -1,4 +1,4 @@
-"""The Trainer of transformers on patched models: its switches, the best model, resuming."""
+"""The Trainer of transformers on patched models: its switches, resuming."""
 
 import copy
 from collections import Counter
@@ -13,8 +13,6 @@ from families import CONFIGS, ENCODERS, FULL_PLAN, VOCAB
 from peft_adapters import trained_adapter
 from rsa_hf import RSAConfig, patch_model, unpatch_model
 from rsa_hf.children import active_heads
-from rsa_hf.tasks.text_blocks import StreamedBlocks, TrainingBlocks
-from rsa_hf.training import RSACallback, optimizer_cls_and_kwargs
 from small_runs import assert_same_weights
 
 
@@ -41,24 +39,6 @@ def make_trainer(folder, **arguments):
     defaults = {"max_steps": 8, "learning_rate": 3e-3, "seed": 1, "eval_strategy": "steps", "eval_steps": 2}
     args = small_runs.arguments(folder, **{**defaults, "save_strategy": "steps", "save_steps": 2, **arguments})
     return Trainer(model, args, train_dataset=Tokens(40, 0), eval_dataset=Tokens(16, 1))
-
-
-def test_the_best_model_is_loaded_at_the_end(tmp_path):
-    # The highest loss counts as the best one, because at this learning rate it is not the last.
-    trainer = make_trainer(
-        tmp_path,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
-        greater_is_better=True,
-        learning_rate=0.05,
-    )
-    trainer.train()
-    best = AutoModelForSequenceClassification.from_pretrained(trainer.state.best_model_checkpoint)
-    assert_same_weights(trainer.model.state_dict(), best.state_dict())
-    last = AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint-8")
-    assert trainer.state.best_model_checkpoint != str(tmp_path / "checkpoint-8")
-    best = best.state_dict()
-    assert any(".rsa." in name and not torch.equal(value, best[name]) for name, value in last.state_dict().items())
 
 
 # --- switches that leave the training the same -----------------------------------------------------------------------
@@ -169,48 +149,6 @@ def test_a_compiled_model_trains_and_saves_the_same(tmp_path):
     trainer.save_model(tmp_path / "saved")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert_same_weights(saved.state_dict(), trainer.model.state_dict())
-
-
-def test_streamed_blocks_train_like_blocks_in_memory(tmp_path):
-    text = bytes(3 + i * i % (VOCAB - 3) for i in range(8 * 3 * 10 + 5))
-    in_memory = TrainingBlocks(torch.tensor(list(text)), 10)
-    streamed = StreamedBlocks(lambda: [torch.tensor(list(part)) for part in (text[:50], text[50:])], 10)
-    left, right = (trained(tmp_path, data=data) for data in (in_memory, streamed))
-    assert losses(left) == losses(right)
-    assert_same_weights(left.model.state_dict(), right.model.state_dict())
-
-
-def test_killed_in_the_middle_and_resumed_is_bitwise_the_whole_run(tmp_path):
-    """Weights, optimiser, schedule and losses with dropout, from a checkpoint inside an epoch."""
-
-    def start(name, data):
-        trainer = make_trainer(tmp_path / name, weight_decay=0.1, save_steps=3)
-        keywords = {"train_dataset": data, "eval_dataset": trainer.eval_dataset}
-        keywords["optimizer_cls_and_kwargs"] = optimizer_cls_and_kwargs(trainer.args, rsa_learning_rate=0.1)
-        trainer = Trainer(trainer.model, trainer.args, **keywords)
-        trainer.add_callback(RSACallback(trainer))
-        return trainer
-
-    whole = start("whole", Tokens(40, 0))
-    whole.train()
-    with pytest.raises(small_runs.Killed):
-        start("parts", small_runs.Mortal(Tokens(40, 0), 4 * 4 + 2)).train()  # in the fifth of eight steps
-    assert sorted(path.name for path in (tmp_path / "parts").glob("checkpoint-*")) == ["checkpoint-3"]
-    resumed = start("parts", Tokens(40, 0))
-    resumed.train(resume_from_checkpoint=True)
-    assert_same_weights(resumed.model.state_dict(), whole.model.state_dict())
-    left, right = (trainer.optimizer.state_dict() for trainer in (resumed, whole))
-    assert left["param_groups"] == right["param_groups"]
-    for index, state in right["state"].items():
-        for key, value in state.items():
-            assert torch.equal(left["state"][index][key], value)
-    assert resumed.lr_scheduler.state_dict() == whole.lr_scheduler.state_dict()
-    timed = ("runtime", "per_second", "train_loss", "total_flos")
-    left, right = (
-        [{key: value for key, value in logs.items() if not key.endswith(timed)} for logs in trainer.state.log_history]
-        for trainer in (resumed, whole)
-    )
-    assert left == right
 
 
 @pytest.mark.parametrize(
