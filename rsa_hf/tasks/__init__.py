@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rsa_hf.tasks.defect_data import DefectDataConfig, load_defect_data
+    from rsa_hf.tasks.defect_data import DefectDataConfig, audit, format_audit, load_defect_data
     from rsa_hf.tasks.defect_detection import tokenize
     from rsa_hf.tasks.defect_scores import choose_threshold, compute_metrics, trainer_metrics
     from rsa_hf.tasks.language_modeling import (
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         load_language_modeling_tokenizer,
         prepare_language_modeling,
     )
+    from rsa_hf.tasks.metrics import load_metric
     from rsa_hf.tasks.text8 import clean_text8, text8_tokenizer
     from rsa_hf.tasks.text_data import LanguageModelingDataConfig
     from rsa_hf.tasks.text_scores import evaluate_language_model, perplexities
@@ -23,12 +24,15 @@ __all__ = [
     "DefectDataConfig",
     "LanguageModelTrainer",
     "LanguageModelingDataConfig",
+    "audit",
     "choose_threshold",
     "clean_text8",
     "compute_metrics",
     "evaluate_language_model",
+    "format_audit",
     "load_defect_data",
     "load_language_modeling_tokenizer",
+    "load_metric",
     "perplexities",
     "prepare_language_modeling",
     "text8_tokenizer",
@@ -37,10 +41,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "defect_data": ("DefectDataConfig", "load_defect_data"),
+    "defect_data": ("DefectDataConfig", "audit", "format_audit", "load_defect_data"),
     "defect_detection": ("tokenize",),
     "defect_scores": ("choose_threshold", "compute_metrics", "trainer_metrics"),
     "language_modeling": ("LanguageModelTrainer", "load_language_modeling_tokenizer", "prepare_language_modeling"),
+    "metrics": ("load_metric",),
     "text8": ("clean_text8", "text8_tokenizer"),
     "text_data": ("LanguageModelingDataConfig",),
     "text_scores": ("evaluate_language_model", "perplexities"),

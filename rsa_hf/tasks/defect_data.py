@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from random import Random
 from typing import Any, Literal
 
@@ -16,9 +17,9 @@ from transformers.hf_argparser import HfArg
 
 from rsa_hf.tasks.data_files import SPLITS, DataSource, checked, json_lines, kind_of_file, load_splits
 from rsa_hf.tasks.python_defects import Example, load_python_defects
-from rsa_hf.utils.text import brief
+from rsa_hf.utils.text import brief, format_table
 
-__all__ = ["DefectDataConfig", "Example", "in_batches", "load_defect_data", "read_json_lines"]
+__all__ = ["DefectDataConfig", "Example", "audit", "format_audit", "in_batches", "load_defect_data", "read_json_lines"]
 
 
 @dataclass
@@ -194,3 +195,56 @@ def in_batches(examples: Sequence[Example]) -> Iterator[list[str]]:
     """Texts for calls of the tokenizer: enough of them for its threads, bounded in memory, with a bar."""
     for start in tqdm(range(0, len(examples), 1000), desc="tokenising", unit="thousand", leave=False, delay=5):
         yield [example.func for example in examples[start : start + 1000]]
+
+
+# --- audit ----------------------------------------------------------------------------------------------------------
+
+
+def audit(splits: Mapping[str, Sequence[Example]], filled: Mapping[str, float], max_length: int) -> dict[str, Any]:
+    """Count what can make scores misleading: imbalance, copies, contradictory labels, truncation.
+
+    Args:
+        splits: the functions of each split, none empty.
+        filled: for each split, the share of functions of `max_length` or more tokens.
+        max_length: number of tokens that the model sees.
+
+    Returns:
+        Numbers for `json.dump`. "splits" holds for each split `examples`, `positives`, `majority_share`, `duplicates`
+        (repetitions of an earlier example), `conflicting_labels` (distinct functions with both labels) and
+        `fill_max_length` (share of examples). Next to it are `max_length`, `conflicting_labels` over all
+        splits, and `cross_split_copies`: the numbers of distinct functions that two splits share.
+    """
+    functions = {split: {_identity(example) for example in examples} for split, examples in splits.items()}
+    statistics = {}
+    for split, examples in splits.items():
+        size, positives = len(examples), sum(example.target for example in examples)
+        statistics[split] = {
+            "examples": size,
+            "positives": positives,
+            "majority_share": max(positives, size - positives) / size,
+            "duplicates": size - len(functions[split]),
+            "conflicting_labels": len(_conflicting(examples)),
+            "fill_max_length": filled[split],
+        }
+    return {
+        "max_length": max_length,
+        "splits": statistics,
+        "conflicting_labels": len(_conflicting([e for examples in splits.values() for e in examples])),
+        "cross_split_copies": {f"{a}/{b}": len(functions[a] & functions[b]) for a, b in combinations(splits, 2)},
+    }
+
+
+def format_audit(report: Mapping[str, Any]) -> str:
+    """Format the result of `audit` as a table for the terminal, with one row for each split."""
+    header = ["split", "examples", "defective", "majority", "duplicates", "both labels"]
+    rows = [[*header, f"≥ {report['max_length']} tokens"]]
+    for split, numbers in report["splits"].items():
+        counts = (numbers["examples"], numbers["positives"], f"{numbers['majority_share']:.2%}")
+        problems = (numbers["duplicates"], numbers["conflicting_labels"], f"{numbers['fill_max_length']:.2%}")
+        rows.append([str(cell) for cell in (split, *counts, *problems)])
+    copies = ", ".join(f"{pair} {count}" for pair, count in report["cross_split_copies"].items())
+    return (
+        f"{format_table(rows)}\n"
+        f"functions in two splits: {copies or 'only one split'}\n"
+        f"functions with both labels, over all splits: {report['conflicting_labels']}"
+    )

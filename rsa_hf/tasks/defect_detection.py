@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from rsa_hf.patching import is_patched
-from rsa_hf.tasks.defect_data import DefectDataConfig, Example, in_batches, load_defect_data
+from rsa_hf.tasks.defect_data import DefectDataConfig, Example, audit, format_audit, in_batches, load_defect_data
 from rsa_hf.tasks.defect_scores import by_function, choose_threshold, compute_metrics, parts_of, trainer_metrics
 from rsa_hf.training.arguments import ModelArguments, RSATrainingArguments, read_arguments
 from rsa_hf.training.calibrated import patch_for_run
@@ -70,8 +70,11 @@ def main(arguments: Sequence[str]) -> None:
         raise ValueError("the data has no validation split to choose the best model by. Add one.")
     rows = {split: tokenize(examples, tokenizer, data) for split, examples in splits.items()}
     if args.should_save:
-        for split, each in rows.items():
-            print(_description(split, each, data.max_seq_length))
+        filled = {split: _share_filled(each, data.max_seq_length) for split, each in rows.items()}
+        report = audit(splits, filled, data.max_seq_length)
+        print(format_audit(report))
+        args.folder.mkdir(parents=True, exist_ok=True)
+        write_text(args.folder / "audit.json", json.dumps(report, indent=2) + "\n")
     collate = DataCollatorWithPadding(tokenizer)
     inputs = rows["train"].remove_columns("example_id")
     calibration = patch_for_run(model, inputs, collate, run)
@@ -142,14 +145,10 @@ def plain_model_and_rows(arguments: Sequence[str]) -> tuple[PreTrainedModel, Any
     return model, rows.remove_columns("example_id"), DataCollatorWithPadding(tokenizer)
 
 
-def _description(split: str, rows: datasets.Dataset, max_length: int) -> str:
-    """A line on a split: its size, its balance, and how many functions are truncated or cut into chunks."""
-    labels = dict(zip(rows["example_id"], rows["labels"], strict=True))
+def _share_filled(rows: datasets.Dataset, max_length: int) -> float:
+    """The share of functions of `max_length` or more tokens."""
     full = {owner for ids, owner in zip(rows["input_ids"], rows["example_id"], strict=True) if len(ids) >= max_length}
-    return (
-        f"{split}: {len(labels):,} functions, {sum(labels.values()) / len(labels):.1%} defective, "
-        f"{len(full) / len(labels):.1%} with {max_length} or more tokens"
-    )
+    return len(full) / len(set(rows["example_id"]))
 
 
 def _table(name: str, scores: Mapping[str, Mapping[str, float]]) -> list[list[str]]:

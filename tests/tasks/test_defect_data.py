@@ -1,4 +1,4 @@
-"""The data of defect detection: files, de-duplication, subsampling. test_data_files.py has what goes wrong."""
+"""The data of defect detection: files, de-duplication, subsampling, the audit. test_data_files.py has what goes wrong."""
 
 import json
 from collections import Counter
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsa_hf.tasks import defect_data
-from rsa_hf.tasks.defect_data import DefectDataConfig, Example, load_defect_data
+from rsa_hf.tasks.defect_data import DefectDataConfig, Example, audit, format_audit, load_defect_data
 
 
 def config_of(folder, splits, **options) -> DefectDataConfig:
@@ -98,6 +98,20 @@ def test_the_embedded_data_has_pairs_of_the_kinds_and_lengths_asked_for():
             assert 60 <= len(clean.func) <= 200
 
 
+def test_the_audit_counts_duplicates_and_conflicting_labels():
+    splits = {
+        "train": [Example(text, target) for text, target in (("a", 0), ("a ", 0), ("b", 1), ("b", 0), ("c", 0))],
+        "validation": [Example("h", 1), Example("c", 1)],
+        "test": [Example("c", 1), Example("h", 1), Example("h", 1)],
+    }
+    report = audit(splits, {"train": 0.25, "validation": 0.0, "test": 1.0}, max_length=9)
+    train = {"examples": 5, "positives": 1, "majority_share": 0.8, "duplicates": 2, "conflicting_labels": 1}
+    assert report["splits"]["train"] == {**train, "fill_max_length": 0.25}
+    assert report["cross_split_copies"] == {"train/validation": 1, "train/test": 1, "validation/test": 2}
+    assert report["conflicting_labels"] == 2
+    assert format_audit(report).splitlines()[2].split() == ["train", "5", "1", "80.00%", "2", "1", "25.00%"]
+
+
 def test_devign_has_the_published_counts(devign_folder):
     """As published, and de-duplicated."""
     names = {"train": "train", "validation": "valid", "test": "test"}
@@ -105,6 +119,11 @@ def test_devign_has_the_published_counts(devign_folder):
     raw = load_defect_data(DefectDataConfig(deduplicate=False, **files))
     sizes = {split: (len(examples), sum(e.target for e in examples)) for split, examples in raw.items()}
     assert sizes == {"train": (21854, 10018), "validation": (2732, 1187), "test": (2732, 1255)}
+    report = audit(raw, dict.fromkeys(raw, 0.0), max_length=400)
+    assert report["conflicting_labels"] == 76
+    assert sum(report["cross_split_copies"].values()) == 19
+    assert sum(numbers["duplicates"] for numbers in report["splits"].values()) == 27318 - 27239 - 19
+
     kept = load_defect_data(DefectDataConfig(max_train_samples=2000, **files))
     evaluated = {" ".join(example.func.split()) for split in ("validation", "test") for example in raw[split]}
     functions = {" ".join(example.func.split()) for example in kept["train"]}

@@ -1,0 +1,48 @@
+"""The scores of the tasks as modules of the library `evaluate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import evaluate
+from datasets import Features, Value
+
+from rsa_hf.tasks.defect_scores import classification_scores
+from rsa_hf.tasks.text_scores import perplexities
+
+__all__ = ["load_metric"]
+
+_COUNTS = ("num_tokens", "num_words", "num_bytes")
+
+
+def load_metric(name: str) -> evaluate.EvaluationModule:
+    """Load the scores of a task. Predictions are kept in memory, not in files.
+
+    Args:
+        name: "defect_detection": `classification_scores` of predicted and true classes, 0 or 1; `compute` also takes
+            `prediction_scores`, for `roc_auc` and `average_precision`. "language_modeling":
+            `perplexities` of texts or parts of one; predictions are sums of negative log-likelihoods in nats,
+            references dicts of `num_tokens`, `num_words` and `num_bytes`. They are summed before dividing.
+    """
+    return {"defect_detection": _DefectDetection, "language_modeling": _LanguageModeling}[name](keep_in_memory=True)
+
+
+class _DefectDetection(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
+    def _info(self) -> Any:
+        # float64, because evaluate would silently round a probability down to class 0 if it were int64.
+        features = Features({"predictions": Value("float64"), "references": Value("float64")})
+        return evaluate.MetricInfo(classification_scores.__doc__, "", features, format="numpy")
+
+    def _compute(self, predictions: Any, references: Any, prediction_scores: Any = None) -> dict[str, float]:
+        return classification_scores(predictions, references, prediction_scores)
+
+
+class _LanguageModeling(evaluate.Metric):  # type: ignore[misc]
+    def _info(self) -> Any:
+        features = Features(
+            {"predictions": Value("float64"), "references": {name: Value("int64") for name in _COUNTS}}
+        )
+        return evaluate.MetricInfo(perplexities.__doc__, "", features)
+
+    def _compute(self, predictions: list[float], references: list[dict[str, int]]) -> dict[str, float]:
+        return perplexities(sum(predictions), *(sum(reference[name] for reference in references) for name in _COUNTS))
