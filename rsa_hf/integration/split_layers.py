@@ -40,7 +40,7 @@ def run_heads(module: nn.Module, rsa: RSAHeads, attention: Tensor, value: Tensor
         ValueError: the layer has other heads than when it was patched.
         NotImplementedError: its weights are split over processes in a way that does not tell the heads.
     """
-    if rsa.layer_shape == _shape(attention, value, None) and not isinstance(attention, DTensor):
+    if rsa.layer_shape == _shape(attention, value, None):
         return rsa(attention, value, mask)  # type: ignore[no-any-return]
     shard = shard_of(module, attention)
     shape = _shape(attention, value, shard)
@@ -80,15 +80,10 @@ def shard_of(module: nn.Module, attention: Tensor) -> Shard | None:
         attention: output of softmax attention, [B, T, H, D].
 
     Raises:
-        NotImplementedError: attention gives a DTensor, or the weights are split in another way.
+        NotImplementedError: the weights are split in another way.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    if isinstance(attention, DTensor):
-        raise NotImplementedError(
-            f"{type(module).__name__} computes attention on DTensors, which RSA cannot read. Let q, k and v return "
-            "local tensors (transformers' style 'colwise', or torch's ColwiseParallel with use_local_output=True)."
-        )
     width, split = attention.shape[2] * attention.shape[3], False
     shards: set[Shard | None] = set()
     for child in module.modules():

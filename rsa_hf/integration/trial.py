@@ -140,19 +140,9 @@ def require_trusted(
 ) -> None:
     """Try an attention function that is not transformers' own on marked values, once, before its output is used.
 
-    A function of another library may cut up the sequence or the heads, or lay out its output in another way.
-
-    Args:
-        base: the attention function.
-        implementation: its name.
-        causal: direction of the call; None: unknown.
-        module: the attention module.
-        query: [B, H, T, D].
-        key: [B, Hkv, S, D].
-        value: [B, Hv, S, D].
-        mask: the call's mask.
-        args: further arguments of the call.
-        keywords: keywords of the call.
+    A function of another library may cut up the sequence or the heads, or lay out its output in another way. The call
+    is `base(module, query, key, value, mask, *args, **keywords)` with Q, [B, H, T, D], K and V, [B, Hkv or Hv, S, D];
+    `implementation` is the function's name, and `causal` the direction of the call, or None if it is unknown.
 
     Raises:
         NotImplementedError: torch's context parallelism cuts the sequence, or a graph is compiled before the function
@@ -217,8 +207,6 @@ def attention_output(result: Any, implementation: str, query: Tensor, value: Ten
         output: Tensor = result[0]
         return output
     returned = f"{tuple(result[0].shape)}" if is_pair else f"{type(result).__name__}"
-    if isinstance(result, tuple) and not is_pair:
-        returned = f"a tuple of {', '.join(type(part).__name__ for part in result)}"
     raise ValueError(
         f"attn_implementation={implementation!r} returned {returned}: RSA needs (output, weights) with an output of "
         f"shape [batch, queries, heads, head size], here {(B, T, H, value.shape[3])}. A library that splits the "

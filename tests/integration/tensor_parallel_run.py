@@ -173,13 +173,9 @@ def assert_same(model, other):
     for (name, parameter), expected in zip(model.named_parameters(), other.parameters(), strict=True):
         assert_close(parameter, expected, f"{name} after three steps")
     assert_replicas_are_equal(model)
-    assert_same_generation(model, other)
-
-
-def assert_same_generation(model, other, **settings):
-    ids = tokens(5)
-    settings = {"max_new_tokens": 6, "do_sample": False, **settings}
-    assert torch.equal(model.generate(ids, **settings), other.generate(ids, **settings))
+    for settings in ({}, {"cache_implementation": "static", "disable_compile": True}, {"num_beams": 2}):
+        settings = {"max_new_tokens": 6, "do_sample": False, **settings}
+        assert torch.equal(model.generate(ids, **settings), other.generate(ids, **settings))
 
 
 def assert_replicas_are_equal(model):
@@ -211,8 +207,6 @@ def as_one_process(plan):
         assert saved.config.rsa == other.config.rsa
         for (name, parameter), expected in zip(saved.named_parameters(), model.named_parameters(), strict=True):
             assert torch.equal(parameter, whole(expected[1])), name
-        with torch.no_grad():
-            assert_close(saved(tokens()).logits, model(tokens()).logits, "the logits of what was saved")
 
     return check
 
@@ -258,12 +252,6 @@ def changed_shard(**change):
     return mock.patch("rsa_hf.integration.split_layers.shard_of", changed)
 
 
-def other_caches(folder):
-    model, other = pair(folder / "caches", llama(PLANS["uneven, a pair over both"]))
-    assert_same_generation(model, other, cache_implementation="static", disable_compile=True)
-    assert_same_generation(model, other, num_beams=2)
-
-
 def split_by_torch(folder):
     """`parallelize_module`, of which transformers knows nothing."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -295,11 +283,6 @@ def refused(folder):
         parallelize_module(layer.attention.output, mesh, {"dense": RowwiseParallel()})
     raises(NotImplementedError, "BertSelfAttention", lambda: bert(**inputs("bert")))
 
-    model = in_one(folder / "sequence")  # DTensors up to attention
-    layer = model.model.layers[0].self_attn
-    attention = DTensor.from_local(torch.randn(1, 4, 4, 4), mesh)
-    raises(NotImplementedError, "DTensor", lambda: shard_of(layer, attention))
-
 
 def save_plain(folder):
     save(llama(None), folder / "plain")
@@ -314,18 +297,16 @@ def adapters(folder):
     """PEFT: gates and rates alone, and beside LoRA on split layers."""
     plan, ids = PLANS["uneven, a pair over both"], tokens()
     lora = rsa_hf.peft.peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    for name, config in (("rsa", None), ("lora", lora)):
-        both = []
-        for base in (split(save_plain(folder)), in_one(folder / "plain")):
-            both.append(rsa_hf.peft.get_peft_model(base, config, plan))
+    for config in (lora, None):
+        bases = split(save_plain(folder)), in_one(folder / "plain")
+        both = [rsa_hf.peft.get_peft_model(base, config, plan) for base in bases]
         copy_values(*both)
         assert assert_same_gradients(*both, ids)
-        if config is None:
-            both[0].save_pretrained(folder / name, is_main_process=dist.get_rank() == 0)
-            dist.barrier()
-            loaded = rsa_hf.peft.load(in_one(folder / "plain"), folder / name)
-            with torch.no_grad():
-                assert_close(loaded(input_ids=ids).logits, both[0](input_ids=ids).logits, "the logits of an adapter")
+    both[0].save_pretrained(folder / "rsa", is_main_process=dist.get_rank() == 0)
+    dist.barrier()
+    loaded = rsa_hf.peft.load(in_one(folder / "plain"), folder / "rsa")
+    with torch.no_grad():
+        assert_close(loaded(input_ids=ids).logits, both[0](input_ids=ids).logits, "the logits of an adapter")
 
 
 # --- slow checks ----------------------------------------------------------------------------------------------------
@@ -343,20 +324,9 @@ _SIZES = {
 _GROUPED = {**_SIZES, "num_key_value_heads": 4}
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 _EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
-_LATENT = {
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "num_key_value_heads": 8,
-    "first_k_dense_replace": 2,  # no experts
-}
 ARCHITECTURES = {
     "gpt_neox": _SIZES,  # Q, K and V in one projection
     "gpt_oss": _GROUPED | _WINDOWS | _EXPERTS | {"head_dim": 8},  # a parameter of the attention module is split
-    "deepseek_v3": _SIZES | _LATENT,
-    "olmo2": _GROUPED,  # all heads on each process
 }
 
 
@@ -372,9 +342,6 @@ def architecture(name):
 
 
 def four_processes(folder):
-    """Two value heads do not divide by four: Llama cannot be split in this way, with or without RSA heads."""
-    save(llama(FULL_PLAN), folder / "two")
-    raises(RuntimeError, "invalid for input", lambda: split(folder / "two")(tokens()))
     config = transformers.AutoConfig.for_model("llama", **_GROUPED)
     model = patch_model(widen(AutoModelForCausalLM.from_config(config)), FULL_PLAN)
     assert_same(*pair(folder / "four", model))
@@ -397,24 +364,11 @@ def uneven_heads(folder):
     sizes = _SIZES | {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 2, "hidden_size": 28}
     model = widen(AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("llama", **sizes)))
     save(model, folder / "seven plain")
-    try:
-        plain = split(folder / "seven plain")
-    except ValueError as error:  # transformers 5.17
-        if "divisible" not in str(error):
-            raise
-        return
+    plain = split(folder / "seven plain")
     with torch.no_grad():
         assert_close(plain(tokens()).logits, in_one(folder / "seven plain")(tokens()).logits, "logits")
     save(patch_model(model), folder / "seven")
     raises(NotImplementedError, "multiple of the number of processes", lambda: split(folder / "seven")(tokens()))
-
-
-def compiled(folder):
-    model, other = pair(folder / "compiled", llama(PLANS["uneven, a pair over both"]))
-    model.compile(backend="aot_eager")
-    with torch.no_grad():
-        assert_close(model(tokens()).logits, other(tokens()).logits, "logits")
-    assert assert_same_gradients(model, other, tokens())
 
 
 FAST = {
@@ -422,14 +376,10 @@ FAST = {
     "patched after the split": patched_after_the_split,
     "gradients not summed": without_sums,
     "first heads everywhere": first_heads_everywhere,
-    "other caches": other_caches,
     "split by torch": split_by_torch,
     "adapters": adapters,
     "refused": refused,
 }
-SLOW = {
-    **{name: architecture(name) for name in ARCHITECTURES},
-    "compiled": compiled,
-}
+SLOW = {name: architecture(name) for name in ARCHITECTURES}
 FOUR = {"four processes": four_processes, "uneven heads": uneven_heads, "with FSDP": with_fsdp}
 CHECKS = FAST | SLOW | FOUR

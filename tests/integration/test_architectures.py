@@ -134,11 +134,10 @@ def test_each_layer_is_equation_4(name, recwarn):
 # --- whole models ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ADAPTED)
 @torch.no_grad()
-def test_a_shut_gate_is_bitwise_the_plain_model_and_unpatching_is_exact(name, dtype):
-    model, inputs = build_adapted(name).to(dtype), padded_tokens(name)
+def test_a_shut_gate_is_bitwise_the_plain_model_and_unpatching_is_exact(name):
+    model, inputs = build_adapted(name).bfloat16(), padded_tokens(name)
     before, expected = state_of(model), model(**inputs)[0]
     patch_model(model, SHUT)
     assert len(attention_modules(model)) == 2
@@ -168,32 +167,14 @@ def test_cached_chunked_and_uncached_agree(name, pieces, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ADAPTED)
-def test_gradients_reach_every_gate_and_rate_with_and_without_checkpointing(name):
-    model, ids = patch_model(build_adapted(name), PLAN), tokens()
+def test_gradients_reach_every_gate_and_rate_through_checkpoints(name):
+    model = patch_model(build_adapted(name), PLAN)
     model.config.use_cache = False
-
-    def gradients():
-        model.zero_grad()
-        model(ids)[0].square().mean().backward()
-        return {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
-
-    expected = gradients()
-    for key, _ in model.named_parameters():
-        if ".rsa." in key:
-            assert bool((expected[key] != 0).all()), key
-    if not model.supports_gradient_checkpointing:
-        return
-    for module in model.modules():
-        # Checkpointing needs training mode. Dropout would change the gradients.
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    for reentrant in (False, True):
-        model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.enable_input_require_grads()
-        found = gradients()
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-7)
+    if model.supports_gradient_checkpointing:
+        model.train().gradient_checkpointing_enable()
+    model(tokens())[0].square().mean().backward()
+    for key, parameter in model.named_parameters():
+        assert ".rsa." not in key or bool((parameter.grad != 0).all()), key
 
 
 @pytest.mark.parametrize("name", ADAPTED)
@@ -204,30 +185,18 @@ def test_a_saved_model_loads_bit_for_bit(name, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = AutoModel.from_pretrained(tmp_path, attn_implementation=model.config._attn_implementation)
     assert torch.equal(loaded(**inputs)[0], expected)
-    assert {key for key in loaded.state_dict() if ".rsa." in key} == {
-        f"{module}.rsa.{parameter}"
-        for module in model.config.rsa["modules"]
-        for parameter in ("mu", "eta", "nu", "theta")
-    }
     assert torch.equal(copy.deepcopy(model)(**inputs)[0], expected)
 
 
-@pytest.mark.parametrize("whole", [True, False])
 @torch.no_grad()
-def test_unpickling_wraps_the_class(whole, monkeypatch):
+def test_unpickling_wraps_the_class(monkeypatch):
+    """In a process in which no such model was built or patched."""
     model, ids = patch_model(build_adapted("bloom"), PLAN), tokens()
-    expected = model(ids)[0]
-    block = model.h[0]
-    dumped = pickle.dumps(model if whole else block)
+    expected, dumped = model(ids)[0], pickle.dumps(model)
     connected = modeling_bloom.BloomAttention.forward
-    # As in a process in which no such model was built or patched.
     monkeypatch.setattr(modeling_bloom.BloomAttention, "forward", connected.__wrapped__)
     assert not torch.equal(model(ids)[0], expected)
-    loaded = pickle.loads(dumped)
-    assert modeling_bloom.BloomAttention.forward is not connected.__wrapped__
-    if not whole:
-        model.h[0] = loaded
-    assert torch.equal((loaded if whole else model)(ids)[0], expected)
+    assert torch.equal(pickle.loads(dumped)(ids)[0], expected)
 
 
 @pytest.mark.parametrize("name", ["bloom", "codegen", "deberta_v2", "falcon", "gptj", "mpt"])
@@ -247,37 +216,21 @@ def test_lora_and_rsa_merge_to_the_same_outputs(name):
 # --- GPT-2: one setting, under eager attention alone ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["patched under sdpa", "loaded", "patched under eager"])
+@pytest.mark.parametrize("patched_under", ["sdpa", "eager"])
 @torch.no_grad()
-def test_upcast_attention_keeps_its_recurrence_under_eager_attention(way, tmp_path):
+def test_upcast_attention_keeps_its_recurrence_under_eager_attention(patched_under):
     model, inputs = build_adapted("gpt2_upcast"), padded_tokens("gpt2_upcast")
-    real = inputs["attention_mask"].bool()
-    plain = model(**inputs)[0]
-    if way != "patched under eager":
-        model.set_attn_implementation("sdpa")
+    real, plain = inputs["attention_mask"].bool(), model(**inputs)[0]
+    model.set_attn_implementation(patched_under)
     patch_model(model, PLAN)
     model.set_attn_implementation("sdpa")
     expected = model(**inputs)[0]
-    if way == "loaded":
-        model.save_pretrained(tmp_path)
-        model = type(model).from_pretrained(tmp_path, attn_implementation="eager")
     model.set_attn_implementation("eager")
     assert relative_error(model(**inputs)[0][real], expected[real]) <= 1e-5
     assert relative_error(plain[real], expected[real]) > 1e-2
 
 
 # --- XLNet: memories, two streams -----------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def test_memories_of_a_causal_xlnet_are_the_past():
-    model, ids = patch_model(build_adapted("xlnet_causal"), PLAN), tokens(length=12)
-    expected, found, mems = model(ids)[0], [], None
-    for piece in ids.split([5, 4, 1, 2], dim=1):
-        out = model(piece, mems=mems, use_mems=True)
-        found.append(out.last_hidden_state)
-        mems = out.mems
-    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -348,19 +301,11 @@ def test_classes_for_flash_attention_give_the_results_of_sdpa(name, modeling, ki
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("broken", ["renamed", "other parameters"])
-def test_a_changed_method_is_named_and_nothing_is_installed(broken, monkeypatch):
+def test_a_method_with_other_parameters_is_refused(monkeypatch):
     model, cls = build_adapted("gptj"), modeling_gptj.GPTJAttention
     original = inspect.unwrap(cls._attn)
-    if broken == "renamed":
-        monkeypatch.delattr(cls, "_attn")
-    else:
-        monkeypatch.setattr(cls, "_attn", lambda self, states: original(self, states))
-    message = r"transformers ≥ 5.17, < 6; installed is .*GPTJAttention was expected to define _attn\(query"
-    assert_refused(model, RuntimeError, message)
-    assert not hasattr(vars(cls).get("_attn"), "_rsa_hf_architecture")
-    # A plain model can still be built.
-    build_adapted("gptj")
+    monkeypatch.setattr(cls, "_attn", lambda self, states: original(self, states))
+    assert_refused(model, RuntimeError, r"transformers ≥ 5.17, < 6; installed is .*GPTJAttention")
 
 
 def test_a_projection_that_is_not_called_is_an_error():

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broken import farthest
 from references import double_loop, relative_error
 from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask
@@ -137,15 +136,6 @@ def test_positions_of_queries_that_see_ahead_are_found(parts, before, behind, le
         assert relative_error(*read_and_traced(value, mask, T)) < 1e-6
 
 
-@pytest.mark.parametrize("text", ["...aaaa...", "aaaaaa....", ".aaabbb..."])
-def test_the_farthest_visible_key_is_not_the_position(text, monkeypatch):
-    visible = visible_with_blocks(text, 3, 7, (2, 0), (0, 2))
-    value = torch.randn(2, 3, 20, 2, dtype=torch.float64)
-    assert max(errors(value, visible, 10, 3, visible)) < 1e-6
-    monkeypatch.setattr("rsa_hf.ops.read_mask.query_position", farthest)
-    assert min(errors(value, visible.clone(), 10, 3, visible)) > 1e-2
-
-
 @given(
     lengths=st.tuples(*[st.lists(st.integers(1, 9), min_size=1, max_size=6)] * 2),
     before=st.integers(0, 20),
@@ -176,26 +166,6 @@ def test_packed_documents_and_windows_are_exact_and_linear(lengths, before, wind
     found, wanted = product(attention_mask, poisoned), expected_product(value, T, offset, causal, visible)
     rows = seen.any(-1)  # a query that is padding sees nothing, and its output is not used
     assert relative_error(found.transpose(1, 2)[rows], wanted.transpose(1, 2)[rows]) < 1e-6
-
-
-def test_without_a_mask_the_offset_follows_the_alignment():
-    # A single query sees every key; sdpa aligns several at the top left.
-    assert call(6, 6, None).query_offset == 0
-    assert call(1, 6, None).query_offset == 5
-    assert call(4, 6, None).query_offset == 0
-    assert call(4, 6, None, aligned_top_left=False).query_offset == 2
-    assert call(4, 6, None, causal=False).query_offset == 2
-
-
-def test_two_dimensional_masks_and_windows_of_flash_attention_are_exact():
-    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
-    attention_mask = call(4, 4, mask, aligned_top_left=False)
-    assert torch.equal(attention_mask.key_mask, mask.bool())
-    attention_mask = call(4, 6, None, aligned_top_left=False, sliding_window=3)
-    t, s = 2 + torch.arange(4)[:, None], torch.arange(6)[None, :]
-    value = torch.randn(2, 3, 6, 2, dtype=torch.float64)
-    visible = ((s <= t) & (t - s < 3))[None, None].expand(2, -1, -1, -1)
-    assert relative_error(product(attention_mask, value), expected_product(value, 4, 2, True, visible)) < 1e-6
 
 
 def test_a_mask_may_end_before_the_static_cache():
@@ -229,46 +199,8 @@ def test_a_mask_or_positions_that_change_in_place_are_read_anew(inference):
 
 
 @pytest.mark.parametrize(
-    ("mask", "error", "message"),
-    [
-        (object(), TypeError, "mask of type object.*sdpa"),
-        (torch.ones(2, 5, 5), ValueError, r"\(2, 5, 5\)"),
-        (torch.ones(2, 3), ValueError, r"\(2, 3\)"),
-        (torch.ones(2, 1, 4, 5), ValueError, "5 queries"),
-        (torch.ones(2, 1, 5, 3), ValueError, "5 keys"),
-    ],
+    "mask", [object(), torch.ones(2, 5, 5), torch.ones(2, 3), torch.ones(2, 1, 4, 5), torch.ones(2, 1, 5, 3)]
 )
-def test_a_mask_that_cannot_be_read_is_an_error(mask, error, message):
-    with pytest.raises(error, match=message):
+def test_a_mask_that_cannot_be_read_is_an_error(mask):
+    with pytest.raises((TypeError, ValueError), match="mask"):
         call(5, 5, mask)
-
-
-@pytest.mark.parametrize("told_by", ["cu_seq_lens_q", "position_ids"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_packed_documents_of_flash_attention_are_exact(told_by, causal):
-    lengths = torch.tensor([3, 1, 5])
-    number = torch.arange(3).repeat_interleave(lengths)
-    keywords = {
-        "cu_seq_lens_q": {"cu_seq_lens_q": torch.tensor([0, 3, 4, 9], dtype=torch.int32)},
-        "position_ids": {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]},
-    }[told_by]
-    query, value = torch.empty(1, 3, 9, 4), torch.randn(1, 3, 9, 2, dtype=torch.float64)
-    documents = flash_segment_ids(query, value, keywords)
-    attention_mask = read_attention_mask(
-        query, value, None, causal=causal, aligned_top_left=False, segment_ids=documents
-    )
-    visible = number[:, None] == number[None, :]
-    visible = (visible & torch.ones(9, 9).tril().bool() if causal else visible)[None, None]
-    assert relative_error(product(attention_mask, value), expected_product(value, 9, 0, causal, visible)) < 1e-6
-
-
-def test_segment_ids_are_found_only_where_documents_are_packed():
-    query = torch.empty(1, 3, 9, 4)
-    assert flash_segment_ids(query, query, {"position_ids": torch.arange(9)[None]}) is None
-    assert flash_segment_ids(query, query, {"position_ids": torch.arange(9)[None] + 5}) is None
-    restarted = torch.cat([torch.arange(2, 6), torch.arange(2, 7)])[None]  # RoBERTa's positions start at 2
-    assert flash_segment_ids(query, query, {"position_ids": restarted}).tolist() == [[1] * 4 + [2] * 5]
-    assert flash_segment_ids(query[:, :, :1], query, {"position_ids": torch.tensor([[0]])}) is None
-    assert flash_segment_ids(query, query, {}) is None
-    with pytest.raises(NotImplementedError, match="2 queries and 9 keys.*sdpa"):
-        flash_segment_ids(query[:, :, :2], query, {"cu_seq_lens_q": torch.tensor([0, 2])})

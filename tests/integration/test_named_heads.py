@@ -6,16 +6,15 @@ import json
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers import AutoModel, AutoModelForCausalLM
 
 import rsa_hf.peft
-from families import DECODERS, FAMILIES, PAD, VOCAB, build, build_language_model
+from families import FAMILIES, PAD, VOCAB, build, build_language_model
 from model_state import assert_same_state, state_of
 from references import relative_error
-from rsa_hf import HeadConfig, RSAConfig, RSAHeads, is_patched, patch_model, rem_matrix, rsa_report
+from rsa_hf import HeadConfig, RSAConfig, RSAHeads, is_patched, patch_model, rem_matrix
 from rsa_hf.ops.cpp.build import library
 from rsa_hf.ops.mask import boolean_mask, lags
-from texts import PIECES, difference, padded_batch
 
 # The last layer of each model has none of the first heads, and a single one; groups of grouped values are incomplete.
 HEADS = (
@@ -70,23 +69,6 @@ def test_a_model_agrees_with_dense_p(family, backend, monkeypatch):
     assert relative_error(found, model(**batch).last_hidden_state[real]) > 1e-2
 
 
-@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
-@pytest.mark.parametrize("family", DECODERS)
-@torch.no_grad()
-def test_pieces_behind_a_cache_give_the_same_logits(family, pieces):
-    model = patch_model(build_language_model(family), NAMED)
-    assert difference(model, padded_batch(), pieces, DynamicCache(config=model.config)) < 1e-5
-
-
-def test_parameters_start_where_the_plan_says():
-    model = patch_model(build("gpt2"), NAMED)
-    found = [(i, head) for i, layer in enumerate(rsa_report(model).layers) for head in layer.heads]
-    for asked, (layer, head) in zip(HEADS, found, strict=True):
-        assert (layer, head.head, head.kind, head.dilation) == (asked.layer, asked.head, asked.kind, asked.dilation)
-        assert (head.decay, head.gate) == pytest.approx((asked.decay, asked.gate), rel=1e-5)
-        assert head.theta is None if asked.kind == "regular" else head.theta == pytest.approx(asked.theta, rel=1e-5)
-
-
 @torch.no_grad()
 def test_a_saved_model_has_the_same_heads(tmp_path):
     model, batch = patch_model(build_language_model("llama"), NAMED), padded_inputs("llama")
@@ -100,26 +82,6 @@ def test_a_saved_model_has_the_same_heads(tmp_path):
         expected = model(**batch)[0] if auto is AutoModelForCausalLM else model.model(**batch)[0]
         assert torch.equal(loaded(**batch)[0], expected)
         assert patch_model(loaded, NAMED) is loaded
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda rsa: rsa.update(format_version=1), "format_version 1, but its plan names single heads"),
-        (lambda rsa: rsa.update(plan={"num_regular": 1}), "format_version 2, but its plan does not name"),
-        (lambda rsa: rsa["plan"]["heads"].pop(), "the layers of the heads"),
-        (lambda rsa: rsa["plan"]["heads"][0].update(head=8), "layer 0 has 8 attention heads|8 heads"),
-        (lambda rsa: rsa["plan"]["heads"][0].update(kind="cos"), "eta has shape"),
-    ],
-)
-def test_a_damaged_plan_is_refused(tmp_path, change, message):
-    patch_model(build("llama"), NAMED).save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    content = json.loads(file.read_text())
-    change(content["rsa"])
-    file.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=message):
-        AutoModel.from_pretrained(tmp_path)(**padded_inputs("llama"))
 
 
 @pytest.mark.parametrize("method", [None, LoraConfig(r=2, target_modules=["q_proj"])])
@@ -146,14 +108,3 @@ def test_a_plan_without_heads_leaves_a_model_plain(config, caplog):
     patch_model(model, NAMED)
     with pytest.raises(ValueError, match="patched already"):
         patch_model(model, config)
-
-
-def test_an_adapter_of_a_plan_without_heads_is_that_of_the_method_alone():
-    base, empty, batch = build_language_model("llama"), RSAConfig(heads=()), padded_inputs("llama")
-    method = LoraConfig(r=2, target_modules=["q_proj"])
-    with pytest.raises(ValueError, match="would hold nothing"):
-        rsa_hf.peft.get_peft_model(base, None, empty)
-    expected = base(**batch).logits
-    adapted = rsa_hf.peft.get_peft_model(base, method, empty)
-    assert torch.equal(adapted(**batch).logits, expected) and method.modules_to_save is None
-    assert {name.split(".")[-3] for name, p in adapted.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}

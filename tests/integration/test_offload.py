@@ -44,13 +44,6 @@ def test_a_sharded_checkpoint_loads_bit_for_bit(case, tmp_path):
     assert_same(loaded, batch, expected)
 
 
-@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])
-def test_a_device_map_changes_no_output(case, tmp_path, device_map):
-    model, batch, expected = case
-    model.save_pretrained(tmp_path)
-    assert_same(type(model).from_pretrained(tmp_path, device_map=device_map), batch, expected)
-
-
 @pytest.mark.parametrize("where", ["disk", "memory"])
 def test_offloaded_weights_change_no_output(case, tmp_path, where):
     model, batch, expected = case
