@@ -25,7 +25,6 @@ EXPERIMENTS = {
     "language-model": "Transformer-XL and Block-Recurrent Transformer with and without RSA",
     "linear-rnn": "a linear RNN and its heads have the same hidden states (propositions 1, 2 and 4)",
     "dilation": "the dilation factor, from autocorrelation and recurrence plots (section 3)",
-    "search-heads": "a searched head plan against the default plan (section 3)",
 }
 
 Size = Literal["toy", "quick", "full"]
