@@ -150,7 +150,7 @@ def _token_ratio(run: Run, plain: Run, length: int) -> float:
 
 
 def make_columns(case: Case, arm: str, length: int) -> dict[str, list[float]]:
-    """Scores of a variant at the end of a length, by its place, and what it saves; after the longest also its recall."""
+    """Scores of a variant at the end of a length, by its place, and what it saves; after the longest, its recall."""
 
     def score(run: Run) -> float:
         return float(run.values["bits per byte"][length])

@@ -77,7 +77,8 @@ def run_experiment(
                 bar.update()
     # Read again: another process may have run another part.
     conclusion, runs = _write_results(experiment, size, folder, seeds, read_runs(folder))
-    experiment.draw(runs, folder / "figure.png")
+    if experiment.draw is not None:
+        experiment.draw(runs, folder / "figure.png")
     return conclusion
 
 
@@ -110,7 +111,6 @@ def _select(experiment: Experiment, grid: Grid, only: Mapping[str, Collection[st
         for value in wanted:
             if value not in existing:
                 raise RequestError(f"{name}={value} is in no run of this size; choose from {', '.join(existing)}.")
-    grid = {k: each for k, each in grid.items() if not experiment.retired(each)}
     selected = {k: each for k, each in grid.items() if all(str(each[n]) in wanted for n, wanted in only.items())}
     if not selected:
         wanted = {name: " or ".join(values) for name, values in only.items()}
