@@ -58,9 +58,6 @@ def _result(result: dict[str, Any], root: Path) -> str:
     folder = (FOLDER / result["experiment"] / result["size"]).as_posix()
     lines = [f"* **{_verdict(result).capitalize()}**: {result['sentence']}"]
     lines += [f"  * {finding}" for finding in result["findings"]]
-    if result["left"]:
-        missing = "; ".join(f"{name} {', '.join(values)}" for name, values in result["left"].items())
-        lines.append(f"* Not measured: {missing}")
     lines += [
         f"* Seeds: {result['seeds']}; table with intervals: [{folder}/table.md]({folder}/table.md)",
         f"* Cost: {result['seconds']:,.0f} s for {len(result['cells'])} runs on " + "; ".join(result["machines"]),

@@ -12,7 +12,6 @@ from experiments.byte_models import SHAPES, build
 from experiments.calibrate import EXPERIMENT, training
 from experiments.calibrate import variants as v
 from experiments.runner.files import CACHE
-from experiments.runner.fit import fit
 from experiments.variants import NO_RECURRENCE, patched_modules
 from rsa_hf import HeadConfig, RSAConfig, patch_model, rem_matrix
 
@@ -93,8 +92,7 @@ def test_random_heads_have_the_shares_of_the_calibrated_ones():
 @pytest.mark.usefixtures("use_small_data")
 def test_a_calibration_after_training_sees_a_trained_model_and_other_rows(monkeypatch, tmp_path):
     monkeypatch.setenv(CACHE, str(tmp_path))
-    seen, fits = [], []
-    monkeypatch.setattr(training, "fit", lambda *args, **more: fits.append(1) or fit(*args, **more))
+    seen = []
 
     def calibration(model, batches, **_):
         seen.append((logits(model.eval()).detach(), torch.cat([batch["input_ids"] for batch in batches])))
@@ -114,8 +112,5 @@ def test_a_calibration_after_training_sees_a_trained_model_and_other_rows(monkey
     assert not (first[:, None] == second).all(-1).any()
     assert (plain["chosen heads"], after["chosen heads"]) == (0, len(PLAN.heads))
     assert plain["score"] != after["score"] == pytest.approx(plain["score"], rel=0.2)
-    # The calibration before training chose no heads: all variants are one model, trained once.
-    assert EXPERIMENT.measure({**settings, "arm": v.CALIBRATED}) == EXPERIMENT.measure({**settings, "arm": v.SCALED})
+    # The calibration before training chose no heads, so this is the plain model.
     assert EXPERIMENT.measure({**settings, "arm": v.CALIBRATED}) == plain
-    assert len(fits) == 1 and len(seen) == 2
-    assert EXPERIMENT.measure({**settings, "arm": v.FIRST}) != plain and len(fits) == 2

@@ -99,13 +99,6 @@ def test_tokens_with_a_period_and_without():
 # --- the experiment -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", ["ETTh1", "ETTh2", "WTH"])
-def test_real_series_suggest_a_day(source, data_folder, monkeypatch):
-    monkeypatch.setenv("RSA_HF_DATA", str(data_folder))
-    values = dilation.measure({"source": source, "max_lag": 250, "pieces": 1, "seed": 0})
-    assert (values["suggested d"], values["as expected"]) == (24, 1.0)
-
-
 def test_a_series_without_a_period_is_not_confirmed(tmp_path, monkeypatch):
     noise = Series(torch.randn(1000, 2), torch.zeros(1000, 4), (900, 950, 1000))
     monkeypatch.setattr(dilation, "load_series", lambda name: noise)

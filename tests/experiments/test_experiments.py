@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiment_runs import CASES, conclude, fake_runs, finished
+from experiment_runs import CASES, conclude, fake_runs
 from experiments.runner.experiment import EXPERIMENTS, find_experiment, run_key
 from experiments.runner.runner import FOLDER, read_runs, rebuild_results
 from experiments.variants import NO_RECURRENCE
@@ -159,12 +159,3 @@ def test_learning_rates_are_chosen_by_validation(name):
     assert verdict(name, (0.5, 0.56, 0.6), tempting, without) == "confirmed"
     chosen = fake_runs(name, "plain", (0.1, 0.1, 0.1), validations=(0.9, 0.9, 0.9), rate=1e-2)
     assert verdict(name, (0.5, 0.56, 0.6), chosen, without) == "not confirmed"
-
-
-@pytest.mark.parametrize("variant", ["plain", "rsa"])
-@pytest.mark.parametrize("name", CASES)
-def test_one_variant_alone_gives_no_rows(name, variant):
-    experiment = find_experiment(name)
-    grid = [settings for settings in experiment.grid("quick", 2) if settings["arm"] == variant]
-    values = next(iter(read_runs(RESULTS / name / "quick").values())).values
-    assert experiment.summarise([finished(settings, values) for settings in grid]) == []
