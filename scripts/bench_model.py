@@ -66,7 +66,7 @@ def gpt2() -> PreTrainedModel:
 
 
 def with_memory(architecture: str) -> Callable[[], PreTrainedModel]:
-    return lambda: language_model.build(architecture, language_model.SHAPES["small"], "enwik8", 256, "plain")
+    return lambda: language_model.build(architecture, 256, "plain")
 
 
 class Training(NamedTuple):

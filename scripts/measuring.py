@@ -10,7 +10,6 @@ import platform
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -147,36 +146,6 @@ def peak_memory(run: Callable[[], Any]) -> float:
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
     changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
     return max(itertools.accumulate(size for _, size in changes)) / 1e6
-
-
-class Worker:
-    """A process of a Python script that answers each line on its standard input with a line of numbers.
-
-    Arms that need environments of their own take turns in this way: the script calls `answer` in its worker.
-    """
-
-    def __init__(self, command: Sequence[str], environment: dict[str, str], quiet: bool = False) -> None:
-        errors = subprocess.DEVNULL if quiet else None
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-        self.process = subprocess.Popen([*command], env=environment, text=True, **pipes)
-
-    def ask(self, line: str = "") -> list[float]:
-        """Send a line, and wait for the numbers."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        return [float(number) for number in self.process.stdout.readline().split()]
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.communicate()
-
-
-def answer(respond: Callable[[str], Sequence[float]]) -> None:
-    """In a worker: answer each line on standard input."""
-    for line in sys.stdin:
-        print(*respond(line.rstrip("\n")), flush=True)
 
 
 def make_parser(about: str | None, output: str = "--output") -> argparse.ArgumentParser:

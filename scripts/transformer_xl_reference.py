@@ -1,10 +1,10 @@
-"""Transformer-XL as transformers 4.57 computes it, in an environment of its own: what ours is compared with.
+"""Transformer-XL as transformers 4.57 computes it, which ours is compared with.
 
-    python scripts/transformer_xl_reference.py --output tests/models/golden
+    python -m venv reference && reference/bin/pip install torch transformers==4.57.1
+    reference/bin/python scripts/transformer_xl_reference.py --output tests/models/golden
 
 writes small random checkpoints, saved by transformers 4.57, and what it computes with them on two segments with
-memory. The environment is made once, in a cache folder; it has transformers 4.57 and what that needs, and takes torch
-from the environment that runs this.
+memory. The environment is one of its own, because transformers 5 has no Transformer-XL.
 
 One line of the reference crashes on today's torch (`type_as(dtype=…)`); it is replaced while it is imported. Nothing
 else is.
@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
 
 VERSION = "4.57.1"
 
@@ -38,31 +40,8 @@ CASES: dict[str, dict[str, Any]] = {
 SEGMENTS, BATCH, LENGTH = 2, 3, 8
 
 
-def reference_python() -> Path:
-    """The interpreter of the environment with transformers 4.57, kept in `~/.cache/rsa_hf`; makes it if need be."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rsa_hf"
-    folder = cache / f"transformers-{VERSION}-python{sys.version_info.major}.{sys.version_info.minor}"
-    python = folder / "bin" / "python"
-    ready = folder / "ready"
-    if not ready.exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", f"transformers=={VERSION}"], check=True)
-        torch = importlib.util.find_spec("torch")
-        assert torch is not None
-        assert torch.origin is not None
-        # Last on the path, so that what was installed above comes first.
-        (next(folder.glob("lib/python*/site-packages")) / "torch.pth").write_text(f"{Path(torch.origin).parents[1]}\n")
-        ready.touch()
-    return python
-
-
-# --- what follows runs in the environment of the reference ----------------------------------------------------------
-
-
 def load_reference() -> Any:
     """The module of transformers 4.57, with the line that crashes replaced."""
-    import transformers
-
     assert transformers.__version__ == VERSION, transformers.__version__
     name = "transformers.models.deprecated.transfo_xl.modeling_transfo_xl"
     spec = importlib.util.find_spec(name)
@@ -79,14 +58,10 @@ def load_reference() -> Any:
 
 def write_cases(output: Path, seed: int) -> None:
     """One folder a case: a checkpoint, and `expected.safetensors` with tokens and results."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import TransfoXLConfig
-
     reference = load_reference()
     for case, settings in CASES.items():
         torch.manual_seed(seed)
-        model = reference.TransfoXLLMHeadModel(TransfoXLConfig(**{**TINY, **settings})).eval()
+        model = reference.TransfoXLLMHeadModel(transformers.TransfoXLConfig(**{**TINY, **settings})).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 # Fresh biases are zero, and cluster weights of one sign would hide which is whose.
@@ -110,20 +85,9 @@ def write_cases(output: Path, seed: int) -> None:
         save_file(expected, output / case / "expected.safetensors", metadata={"torch": torch.__version__})
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for the checkpoints and their results")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights and tokens")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.inside:
-        write_cases(arguments.output, arguments.seed)
-        return
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [str(reference_python()), str(Path(__file__).resolve()), "--inside", "--output", str(arguments.output)]
-    command += ["--seed", str(arguments.seed)]
-    subprocess.run(command, check=True, env={**environment, "HF_HUB_OFFLINE": "1"})
-
-
-if __name__ == "__main__":
-    main()
+    write_cases(arguments.output, arguments.seed)

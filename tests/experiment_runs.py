@@ -39,7 +39,6 @@ CASES = {
 }
 # The names of the variants "plain" and "rsa" in experiments that call them otherwise.
 ARMS = {
-    "fine-tune": {"rsa": "mu -3 x20"},
     "calibrate": {"rsa": "calibrated", NO_RECURRENCE: "scaled heads"},
     "regular-languages": {"plain": "transformer"},
 }

@@ -8,10 +8,8 @@ seed every variant is trained at every learning rate, and with the others at the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from scipy.stats import binomtest
 
 from experiments.calibrate.training import DEVIGN, EVERYTHING, LORA_TRAINED, NOTHING, NUMBERS, measure
 from experiments.calibrate.variants import (
@@ -141,7 +139,6 @@ RIVALS = {
     NUMBERS: {WITH_FACTORS: ALL_SCALED, WITH_ALL_FACTORS: ALL_SCALED, CALIBRATED: NO_RECURRENCE},
     EVERYTHING: {CALIBRATED: SCALED},
 }
-MCNEMAR = "p of McNemar's test against plain"
 
 
 def _loss(run: Run, name: str = "score") -> float:
@@ -158,25 +155,15 @@ def _gain(run: Run, against: Run) -> float:
 
 def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
     """All scores of a variant, and its gains over others."""
-    runs, columns = case.runs[arm], case.numbers(arm)
-    columns["seconds"] = [run.seconds for run in runs]
+    columns = case.numbers(arm)
+    columns["seconds"] = [run.seconds for run in case.runs[arm]]
     if arm == PLAIN:
         return columns
     columns[GAIN] = case.compare(arm, PLAIN, _gain)
     rival = RIVALS.get(case.settings["trained"], {}).get(arm)
     if rival in case.runs:
         columns[f"gain over {rival}"] = case.compare(arm, rival, _gain)
-    if "right" in runs[0].values:
-        columns[MCNEMAR] = [_mcnemar(zip(runs, case.runs[PLAIN], strict=True))]
     return columns
-
-
-def _mcnemar(pairs: Iterable[tuple[Run, Run]]) -> float:
-    """The exact test on the answers of all seeds, pooled: whether one is right more often where the two differ."""
-    answers = [zip(run.values["right"], other.values["right"], strict=True) for run, other in pairs]
-    differences = [a - b for each in answers for a, b in each]
-    better, worse = differences.count(1.0), differences.count(-1.0)
-    return float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
 
 
 def _by_validation(run: Run) -> float:
@@ -241,8 +228,6 @@ def _finding(rows: Rows, calibrated: Row) -> str:
     for arm, rival in RIVALS.get(case["trained"], {}).items():
         for row in rows.find(f"gain over {rival}", **case, arm=arm):
             text += f"; {arm} over {rival} {row.scaled(factor).text('+.4f' if factor == 1 else '+.2f')}"
-    for row in rows.find(MCNEMAR, **calibrated.settings):
-        text += f"; McNemar's test on all answers: p = {row.mean:.2g}"
     return text
 
 

@@ -66,8 +66,6 @@ def measure(settings: Settings) -> Values:
         }
         if trained != NOTHING:
             values["validation"] = task.score(variant, "validation")
-        if task.predict is not None:
-            values["right"] = [float(right) for right in task.predict(variant)]
     return values | {
         "chosen heads": float(len(plan.heads or ())),
         "checked gain": found["gain"],

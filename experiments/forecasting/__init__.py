@@ -1,4 +1,4 @@
-"""Forecasts of ETT and the weather: Informer, LogSparse and Transformer-XL with and without RSA heads (section 4.1).
+"""Forecasts of ETT and the weather: Informer and Transformer-XL with and without RSA heads (section 4.1).
 
 All variables of a window of known steps are given, and all of the horizon is predicted at once, on standardised data.
 Lengths, layers, epochs and batches of the full size are those of the Informer's scripts (multivariate; Zhou et al.,
@@ -39,7 +39,7 @@ LENGTH_NAMES = ("horizon", "context", "label", "encoder_layers", "decoder_layers
 Lengths = tuple[int, int, int, int, int]
 _ETTH1_DAY: Lengths = (24, 48, 48, 2, 1)
 _INFORMER = ("informer",)
-# The other families read context and horizon in one sequence, and take several times as long as an Informer.
+# Transformer-XL reads context and horizon in one sequence, and takes several times as long as an Informer.
 PLANS: dict[Size, list[tuple[str, Sequence[str], Lengths]]] = {
     "toy": [("seasonal-8", _INFORMER, (8, 16, 16, 1, 1))],
     "quick": [("ETTh1", FAMILIES, _ETTH1_DAY)],

@@ -1,4 +1,4 @@
-"""The forecasters: Informer, a LogSparse Transformer and Transformer-XL, plain, with RSA heads, or with P = 0.
+"""The forecasters: Informer and Transformer-XL, plain, with RSA heads, or with P = 0.
 
 A forecaster maps known values [B, C, N] and the time features of known and future steps [B, C + H, F] to a prediction
 [B, H, N] of the whole horizon at once.
@@ -11,21 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2Model, InformerConfig, PreTrainedModel
+from transformers import InformerConfig, PreTrainedModel
 from transformers.models.informer.modeling_informer import InformerDecoder, InformerEncoder, InformerPreTrainedModel
 
-from experiments.byte_models import small_gpt2
 from experiments.variants import NO_RECURRENCE, add_rsa
 from rsa_hf import RSAConfig
 from rsa_hf.models.transformer_xl import TransformerXLConfig, TransformerXLModel
 
 VARIANTS = ("plain", "rsa", NO_RECURRENCE)
-FAMILIES = ("informer", "log-sparse", "transformer-xl")
+FAMILIES = ("informer", "transformer-xl")
 HEADS = 8
 DROPOUT = 0.05
-KERNEL = 6  # of LogSparse's convolutions
-# A bias on scores that makes their softmax vanish. From −10,000 on it would be read as a mask, and hide P V too.
-NOT_ATTENDED = -5e3
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class Task:
 
 
 def rsa_plan(family: str, dilation: int) -> RSAConfig:
-    """The paper's plans: k = (0, 2, 2, 0, 2, 2) for Informers and (0, 0, 0, 0, 2, 2) for the others."""
+    """The paper's plans: k = (0, 2, 2, 0, 2, 2) for Informers and (0, 0, 0, 0, 2, 2) for Transformer-XL."""
     undilated = 2 if family == "informer" else 0
     return RSAConfig(num_cyclical_pairs=undilated, num_dilated_cyclical_pairs=2, dilation=dilation, gate_init=0.0)
 
@@ -50,18 +46,14 @@ def make_forecaster(
 ) -> InformerForecaster | CausalForecaster:
     """A forecaster of one of `FAMILIES`, with random weights from torch's random state, the same for all variants.
 
-    An Informer has encoder and decoder layers, the others as many layers as both together. The width must be a
+    An Informer has encoder and decoder layers, Transformer-XL as many layers as both together. The width must be a
     multiple of 8, the number of heads.
     """
-    layers = encoder_layers + decoder_layers
     forecaster: InformerForecaster | CausalForecaster
     if family == "informer":
         forecaster = InformerForecaster(_informer(task, width, encoder_layers, decoder_layers), task)
-    elif family == "log-sparse":
-        gpt2 = small_gpt2(1, task.context + task.horizon, width, layers, HEADS, DROPOUT)
-        forecaster = CausalForecaster(LogSparseModel(gpt2), width, task)
     else:
-        forecaster = CausalForecaster(_transformer_xl(width, layers), width, task)
+        forecaster = CausalForecaster(_transformer_xl(width, encoder_layers + decoder_layers), width, task)
     add_rsa(forecaster.body, variant, None if variant == "plain" else rsa_plan(family, dilation))
     return forecaster
 
@@ -156,44 +148,3 @@ class CausalForecaster(nn.Module):
         states = self.body(inputs_embeds=self.embed(sequence)).last_hidden_state
         prediction: Tensor = self.head(states[:, -H:])
         return prediction
-
-
-class LogSparseModel(GPT2Model):
-    """GPT-2 without a head, with attention in the style of LogSparse (Li et al., 2019).
-
-    Position t attends to itself and to t − 1, t − 2, t − 4, t − 8, …; queries and keys are causal convolutions over
-    the last positions. The recurrence of RSA heads is not sparse: it sees the whole past.
-    """
-
-    lag_bias: Tensor
-
-    def __init__(self, config: GPT2Config) -> None:
-        super().__init__(config)
-        for block in self.h:
-            attention = block.get_submodule("attn")
-            attention.c_attn = ConvolvedProjection(config.n_embd)
-        position = torch.arange(config.n_positions)
-        lag = position[:, None] - position
-        attended = (lag >= 0) & (lag & (lag - 1) == 0)  # 0 and the powers of two
-        bias = torch.where(attended, 0.0, NOT_ATTENDED).masked_fill(lag < 0, torch.finfo(torch.float32).min)
-        self.register_buffer("lag_bias", bias[None, None], persistent=False)
-
-    def forward(self, *args: Any, inputs_embeds: Tensor | None = None, **keywords: Any) -> Any:
-        """As `GPT2Model.forward`, without cache and mask."""
-        T = (keywords["input_ids"] if inputs_embeds is None else inputs_embeds).shape[1]
-        keywords |= {"attention_mask": self.lag_bias[:, :, :T, :T], "use_cache": False}
-        return super().forward(*args, inputs_embeds=inputs_embeds, **keywords)
-
-
-class ConvolvedProjection(nn.Module):
-    """Queries and keys as causal convolutions, values as a linear map."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.convolution = nn.Conv1d(width, 2 * width, KERNEL)
-        self.value = nn.Linear(width, width)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """From [B, T, width] to queries, keys and values, [B, T, 3 · width]."""
-        padded = nn.functional.pad(hidden.transpose(1, 2), (KERNEL - 1, 0))
-        return torch.cat([self.convolution(padded).transpose(1, 2), self.value(hidden)], dim=-1)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -26,7 +25,6 @@ from experiments.runner.comparison import Case, Comparison
 from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.fit import default_device
 from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, make_rows, weakest
-from rsa_hf.plots import panels
 
 BINS = 3
 SETTINGS: dict[Size, dict[str, int]] = {
@@ -101,7 +99,14 @@ def by_training_lengths(run: Run) -> float:
     return float(run.values["loss"] - 1e4 * next(iter(_accuracies(run).values())))
 
 
-COMPARISON = Comparison(("language",), PAIR, by_training_lengths, make_columns)
+COMPARISON = Comparison(
+    ("language",),
+    PAIR,
+    by_training_lengths,
+    make_columns,
+    LONGER,
+    "strings entirely right, beyond the lengths trained on",
+)
 
 
 def summarise(runs: Sequence[Run]) -> Rows:
@@ -147,24 +152,6 @@ def _finding(rows: Rows, language: str) -> str:
     return f"{language}, % entirely right at the training lengths and beyond: {', '.join(variants)}"
 
 
-def draw(runs: Sequence[Run], path: Path) -> None:
-    """A panel for each language: accuracy by length and variant, with 95 % intervals."""
-    rows, bins = summarise(runs), [*_accuracies(runs[0])][:-1]
-    languages, variants = (list(dict.fromkeys(run.settings[name] for run in runs)) for name in ("language", "arm"))
-    with panels(path, len(languages), columns=4, sharey=True) as grid:
-        for axes, language in zip(grid, languages, strict=True):
-            for number, variant in enumerate(variants):
-                found = Rows(r.scaled(100) for name in bins for r in rows.find(name, language=language, arm=variant))
-                # Side by side, since many variants have all strings right, or none.
-                places = [place + 0.6 * ((number + 0.5) / len(variants) - 0.5) for place in range(len(found))]
-                means = [row.mean for row in found]
-                axes.errorbar(places, means, yerr=found.error_bars(), fmt="o", capsize=3, label=variant)
-            axes.set(title=language, xlabel="length", ylim=(-5, 105))
-            axes.set_xticks(range(len(bins)), [name.removeprefix("right ") for name in bins])
-        grid[0].set_ylabel(f"strings entirely right, %\nmean and 95 % interval, {rows[0].seeds} seeds")
-        grid[0].legend()
-
-
 EXPERIMENT = Experiment(
     name="regular-languages",
     claim="At lengths beyond the training lengths, RSA gets more strings entirely right than the same Transformer "
@@ -179,7 +166,7 @@ EXPERIMENT = Experiment(
     grid=make_grid,
     measure=measure,
     conclude=conclude,
-    draw=draw,
+    draw=COMPARISON.draw,
     summarise=summarise,
     parts=("language", "arm"),
     search_by=COMPARISON.score,

@@ -114,17 +114,13 @@ class Comparison:
         with panels(path, len(cases)) as grid:
             for axes, case in zip(grid, cases, strict=True):
                 found = rows.find(self.shown, **dict(zip(self.group, case, strict=True)))
-                draw_arms(axes, found)
+                # From the top down; infinite means are left out.
+                places, means = range(len(found)), [row.mean for row in found]
+                axes.errorbar(means, places, xerr=found.error_bars(), fmt="o", capsize=3, color=COLOURS[0])
+                axes.set_yticks(places, [row.settings["arm"] for row in found])
+                axes.set_ylim(len(found) - 0.5, -0.5)
                 if self.even is not None:
                     axes.axvline(self.even, color="#666666", linewidth=0.8)
                 names = [f"{name} {value}" for name, value in zip(self.group, case, strict=True)]
                 title = "\n".join(", ".join(names[i : i + 2]) for i in range(0, len(names), 2))
                 axes.set(title=title, xlabel=f"{self.label}\nmean and 95 % interval, {found[0].seeds} seeds")
-
-
-def draw_arms(axes: Any, rows: Rows) -> None:
-    """One measure of each variant, from the top down, with its 95 % interval; infinite means are left out."""
-    places, means = range(len(rows)), [row.mean for row in rows]
-    axes.errorbar(means, places, xerr=rows.error_bars(), fmt="o", capsize=3, color=COLOURS[0])
-    axes.set_yticks(places, [row.settings["arm"] for row in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.5)

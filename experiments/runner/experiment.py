@@ -21,11 +21,10 @@ EXPERIMENTS = {
     "calibrate": "pretrained models with the heads that calibrate chooses, against scaled heads, LoRA and others",
     "synthetic": "prediction errors of RSA and linear RNNs relative to nonlinear RNNs (appendix B, figure 6)",
     "regular-languages": "formal languages at lengths beyond the training lengths",
-    "forecasting": "ETT and Weather forecasts by the Informer and others, with and without RSA",
+    "forecasting": "ETT and Weather forecasts by the Informer and Transformer-XL, with and without RSA",
     "language-model": "Transformer-XL and Block-Recurrent Transformer with and without RSA",
     "linear-rnn": "a linear RNN and its heads have the same hidden states (propositions 1, 2 and 4)",
     "dilation": "the dilation factor, from autocorrelation and recurrence plots (section 3)",
-    "search-heads": "a searched head plan against the default plan (section 3)",
 }
 
 Size = Literal["toy", "quick", "full"]
@@ -49,14 +48,13 @@ class Experiment:
         measure: settings → measured values. It must seed itself from the settings alone, so that equal settings give
             equal values whatever ran before. May raise MissingDataError or ImportError.
         conclude: rows → conclusion. It must be able to return "not confirmed".
-        draw: (runs, path) → None; writes the figure.
+        draw: (runs, path) → None; writes the figure. None: there is none.
         summarise: runs → rows.
         remark: what a reader must know about models or data to interpret the result.
         parts: settings that `--only` can select by; `summarise` and `conclude` must accept any selection.
         search_by: run → score, lower is better. The learning rate is searched with the first seed by this score, see
             rate_search.py; None: every seed runs the whole grid.
         needs_gpu: whether a run is too large for a CPU. Such runs are skipped on a machine without a GPU.
-        retired: whether a run is reported where it is stored, but no longer made: its code is gone.
         revision: increase it when `measure` changes its meaning; older runs are then run again.
     """
 
@@ -67,13 +65,12 @@ class Experiment:
     grid: Callable[[Size, int], Sequence[Settings]]
     measure: Callable[[Settings], Values]
     conclude: Callable[[Rows], Conclusion]
-    draw: Callable[[Sequence[Run], Path], None]
+    draw: Callable[[Sequence[Run], Path], None] | None = None
     summarise: Callable[[Sequence[Run]], Rows] = field(default=summarise)
     remark: str = ""
     parts: tuple[str, ...] = ()
     search_by: Callable[[Run], float] | None = None
     needs_gpu: Callable[[Settings], bool] = lambda settings: False
-    retired: Callable[[Settings], bool] = lambda settings: False
     revision: int = 1
 
     def keyed_grid(self, size: Size, seeds: int) -> dict[str, Settings]:

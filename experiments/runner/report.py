@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.runner.experiment import EXPERIMENTS, SIZES, Size, find_experiment
-from experiments.runner.processes import machine
-from experiments.runner.runner import CONCLUSION, CONFIGURATION, FOLDER, write_json
+from experiments.runner.runner import CONCLUSION, CONFIGURATION, FOLDER
 
 HEAD = """# Results
 
@@ -35,9 +34,8 @@ def write_report(root: Path) -> Path:
         answer = next((found[size]["answer"] for size in reversed(REPORTED) if size in found), "")
         overview.append(f"| [{name}](#{name}): {subject} | {answer} | {' | '.join(verdicts)} |")
         sections.append(_section(name, found, root))
-    times = [f"{text}\n" for size in REPORTED if (text := _total_time(root, size))]
     path = root / "RESULTS.md"
-    path.write_text("\n".join([HEAD, "\n".join(overview) + "\n", *times, *sections]), encoding="utf-8")
+    path.write_text("\n".join([HEAD, "\n".join(overview) + "\n", *sections]), encoding="utf-8")
     return path
 
 
@@ -60,9 +58,6 @@ def _result(result: dict[str, Any], root: Path) -> str:
     folder = (FOLDER / result["experiment"] / result["size"]).as_posix()
     lines = [f"* **{_verdict(result).capitalize()}**: {result['sentence']}"]
     lines += [f"  * {finding}" for finding in result["findings"]]
-    if result["left"]:
-        missing = "; ".join(f"{name} {', '.join(values)}" for name, values in result["left"].items())
-        lines.append(f"* Not measured: {missing}")
     lines += [
         f"* Seeds: {result['seeds']}; table with intervals: [{folder}/table.md]({folder}/table.md)",
         f"* Cost: {result['seconds']:,.0f} s for {len(result['cells'])} runs on " + "; ".join(result["machines"]),
@@ -83,21 +78,3 @@ def _read(folder: Path) -> dict[str, Any]:
     if not all(file.exists() for file in files):
         return {}
     return {name: value for file in files for name, value in json.loads(file.read_text(encoding="utf-8")).items()}
-
-
-def keep_total_time(root: Path, size: Size, seconds: float, jobs: int) -> None:
-    """Store the wall time of `python -m experiments all`, which the sum over parallel runs does not tell."""
-    record = {"seconds": round(seconds, 1), "jobs": jobs, "machine": machine()}
-    write_json(root / FOLDER / f"all_{size}.json", record)
-
-
-def _total_time(root: Path, size: Size) -> str:
-    path = root / FOLDER / f"all_{size}.json"
-    if not path.exists():
-        return ""
-    record = json.loads(path.read_text(encoding="utf-8"))
-    minutes, seconds = divmod(round(record["seconds"]), 60)
-    return (
-        f"`python -m experiments all --{size}` took {minutes} min {seconds} s from scratch, {record['jobs']} runs at "
-        f"a time, on {record['machine']}."
-    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Collection, Mapping
 from concurrent.futures import Executor
 from dataclasses import asdict
@@ -77,7 +76,8 @@ def run_experiment(
                 bar.update()
     # Read again: another process may have run another part.
     conclusion, runs = _write_results(experiment, size, folder, seeds, read_runs(folder))
-    experiment.draw(runs, folder / "figure.png")
+    if experiment.draw is not None:
+        experiment.draw(runs, folder / "figure.png")
     return conclusion
 
 
@@ -106,11 +106,10 @@ def _select(experiment: Experiment, grid: Grid, only: Mapping[str, Collection[st
         if name not in experiment.parts:
             allowed = ", ".join(experiment.parts) or "none, it runs as a whole"
             raise RequestError(f"{experiment.name} cannot be split by {name!r}; allowed: {allowed}.")
-        existing = _values(name, grid.values())
+        existing = list(dict.fromkeys(str(settings[name]) for settings in grid.values()))
         for value in wanted:
             if value not in existing:
                 raise RequestError(f"{name}={value} is in no run of this size; choose from {', '.join(existing)}.")
-    grid = {k: each for k, each in grid.items() if not experiment.retired(each)}
     selected = {k: each for k, each in grid.items() if all(str(each[n]) in wanted for n, wanted in only.items())}
     if not selected:
         wanted = {name: " or ".join(values) for name, values in only.items()}
@@ -119,11 +118,6 @@ def _select(experiment: Experiment, grid: Grid, only: Mapping[str, Collection[st
     if not possible:
         raise RequestError(f"all selected runs of {experiment.name} need a GPU, and there is none here.")
     return possible
-
-
-def _values(name: str, grid: Collection[Settings]) -> list[str]:
-    """The values of a setting, as `--only` takes them."""
-    return list(dict.fromkeys(str(settings[name]) for settings in grid))
 
 
 def _write_results(
@@ -135,16 +129,10 @@ def _write_results(
     rows = experiment.summarise(runs)
     if not rows:
         raise RequestError(f"{folder}: the finished runs make no comparison yet; run the other variants too.")
-    conclusion, covered = experiment.conclude(rows), [run.settings for run in runs]
-    # For each setting that can be selected, the values of the grid that no covered run has.
-    left = {
-        name: [v for v in _values(name, grid.values()) if v not in _values(name, covered)] for name in experiment.parts
-    }
-    left = {name: values for name, values in left.items() if values}
-    command = [f"python -m experiments {experiment.name} --{size}"]
+    conclusion = experiment.conclude(rows)
+    command = f"python -m experiments {experiment.name} --{size}"
     if seeds != experiment.seeds[size]:
-        command.append(f"--seeds {seeds}")
-    command += [shlex.join(["--only", f"{name}={','.join(_values(name, covered))}"]) for name in left]
+        command += f" --seeds {seeds}"
     configuration = {
         "experiment": experiment.name,
         "claim": experiment.claim,
@@ -152,14 +140,13 @@ def _write_results(
         "size": size,
         "seeds": seeds,
         "revision": experiment.revision,
-        "command": " ".join(command),
+        "command": command,
         "seconds": round(sum(run.seconds for run in runs), 1),
         "machines": sorted({run.machine for run in runs}),
         # More than one where an experiment was continued after an upgrade.
         "versions": [dict(each) for each in dict.fromkeys(tuple(run.versions.items()) for run in runs)],
-        "cells": covered,
+        "cells": [run.settings for run in runs],
         "planned": number_of_runs(grid, score),
-        "left": left,
     }
     (folder / "table.md").write_text(_markdown(rows), encoding="utf-8")
     write_json(folder / CONCLUSION, asdict(conclusion))

@@ -6,14 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from scipy.stats import chi2
 
-from experiment_runs import fake_runs, finished
+from experiment_runs import fake_runs
 from experiments.byte_models import SHAPES, build
-from experiments.calibrate import EXPERIMENT, MCNEMAR, training
+from experiments.calibrate import EXPERIMENT, training
 from experiments.calibrate import variants as v
 from experiments.runner.files import CACHE
-from experiments.runner.fit import fit
 from experiments.variants import NO_RECURRENCE, patched_modules
 from rsa_hf import HeadConfig, RSAConfig, patch_model, rem_matrix
 
@@ -88,30 +86,13 @@ def test_random_heads_have_the_shares_of_the_calibrated_ones():
     assert all(head.gate <= v.WIDEST_GATE for head in v._random_plan(model, PLAN, LENGTH, 1).heads)
 
 
-def test_mcnemar_pools_the_answers_of_all_seeds():
-    def runs(arm, right):
-        settings = [run.settings for run in fake_runs("calibrate", arm, [0.0, 0.0], task="devign")]
-        values = {"score": 0.5, "validation": 0.5, "numbers": 1.0, "chosen heads": 1.0, "checked gain": 0.0}
-        return [finished(s, {**values, "right": r}) for s, r in zip(settings, right, strict=True)]
-
-    plain, better = [[0.0] * 60 + [1.0] * 40] * 2, [[1.0] * 30 + [0.0] * 30 + [1.0] * 30 + [0.0] * 10] * 2
-    rows = EXPERIMENT.summarise([*runs("plain", plain), *runs("calibrated", better)])
-    # 60 answers better and 20 worse; the exact p is close to the test's approximation with a continuity correction.
-    approximate = chi2.sf((abs(60 - 20) - 1) ** 2 / (60 + 20), 1)
-    assert rows.mean(MCNEMAR, arm="calibrated") == pytest.approx(approximate, rel=0.5)
-    assert "McNemar's test on all answers: p = " in EXPERIMENT.conclude(rows).findings[0]
-    same = EXPERIMENT.summarise([*runs("plain", plain), *runs("calibrated", plain)])
-    assert same.mean(MCNEMAR, arm="calibrated") == 1
-
-
 # --- small runs ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("use_small_data")
 def test_a_calibration_after_training_sees_a_trained_model_and_other_rows(monkeypatch, tmp_path):
     monkeypatch.setenv(CACHE, str(tmp_path))
-    seen, fits = [], []
-    monkeypatch.setattr(training, "fit", lambda *args, **more: fits.append(1) or fit(*args, **more))
+    seen = []
 
     def calibration(model, batches, **_):
         seen.append((logits(model.eval()).detach(), torch.cat([batch["input_ids"] for batch in batches])))
@@ -131,8 +112,5 @@ def test_a_calibration_after_training_sees_a_trained_model_and_other_rows(monkey
     assert not (first[:, None] == second).all(-1).any()
     assert (plain["chosen heads"], after["chosen heads"]) == (0, len(PLAN.heads))
     assert plain["score"] != after["score"] == pytest.approx(plain["score"], rel=0.2)
-    # The calibration before training chose no heads: all variants are one model, trained once.
-    assert EXPERIMENT.measure({**settings, "arm": v.CALIBRATED}) == EXPERIMENT.measure({**settings, "arm": v.SCALED})
+    # The calibration before training chose no heads, so this is the plain model.
     assert EXPERIMENT.measure({**settings, "arm": v.CALIBRATED}) == plain
-    assert len(fits) == 1 and len(seen) == 2
-    assert EXPERIMENT.measure({**settings, "arm": v.FIRST}) != plain and len(fits) == 2

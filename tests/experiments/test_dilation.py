@@ -11,8 +11,6 @@ from experiments import dilation
 from experiments.dilation import (
     EXPERIMENT,
     autocorrelation,
-    recurrence_plot,
-    recurrence_rate,
     suggested_dilation,
     suggested_token_dilation,
     token_autocorrelation,
@@ -34,19 +32,6 @@ def loop_autocorrelation(series, max_lag, differenced):
     return torch.tensor(found, dtype=torch.float64)
 
 
-def loop_recurrence_rate(tokens, max_lag, line):
-    """Diagonal by diagonal of the plot: the points of all runs that are long enough."""
-    plot, found = recurrence_plot(tokens), []
-    for lag in range(max_lag + 1):
-        points = run = 0
-        for t in range(lag, len(tokens)):
-            run = run + 1 if plot[t, t - lag] else 0
-            if run >= line:
-                points += line if run == line else 1
-        found.append(points / (len(tokens) - lag))
-    return torch.tensor(found, dtype=torch.float64)
-
-
 @pytest.mark.parametrize("differenced", [True, False])
 def test_autocorrelation_is_the_sum_over_pairs(differenced):
     series = torch.randn(61, 3).cumsum(0) + torch.tensor([0.0, 5.0, -100.0])
@@ -57,12 +42,6 @@ def test_autocorrelation_is_the_sum_over_pairs(differenced):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
     with pytest.raises(ValueError, match="not finite"):
         autocorrelation(torch.tensor([0.0, math.nan, 1.0]), 1)
-
-
-@pytest.mark.parametrize("line", [1, 3, 5])
-def test_recurrence_rate_is_the_share_of_each_diagonal(line):
-    tokens = torch.randint(2, (67,))
-    torch.testing.assert_close(recurrence_rate(tokens, 30, line), loop_recurrence_rate(tokens, 30, line))
 
 
 def test_token_autocorrelation_is_that_of_one_hot_vectors():
@@ -118,13 +97,6 @@ def test_tokens_with_a_period_and_without():
 
 
 # --- the experiment -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("source", ["ETTh1", "ETTh2", "WTH"])
-def test_real_series_suggest_a_day(source, data_folder, monkeypatch):
-    monkeypatch.setenv("RSA_HF_DATA", str(data_folder))
-    values = dilation.measure({"source": source, "max_lag": 250, "pieces": 1, "seed": 0})
-    assert (values["suggested d"], values["as expected"]) == (24, 1.0)
 
 
 def test_a_series_without_a_period_is_not_confirmed(tmp_path, monkeypatch):

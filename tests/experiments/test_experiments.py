@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiment_runs import CASES, conclude, fake_runs, finished
+from experiment_runs import CASES, conclude, fake_runs
 from experiments.runner.experiment import EXPERIMENTS, find_experiment, run_key
 from experiments.runner.runner import FOLDER, read_runs, rebuild_results
 from experiments.variants import NO_RECURRENCE
@@ -45,8 +45,9 @@ def test_stored_runs_give_the_stored_figures(folder, tmp_path):
     covered = json.loads((stored / "configuration.json").read_text())["cells"]
     runs = [run for run in read_runs(stored).values() if run.settings in covered]
     assert len(runs) == len(covered)
-    find_experiment(folder.parts[0]).draw(runs, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    if (draw := find_experiment(folder.parts[0]).draw) is not None:
+        draw(runs, tmp_path / "figure.png")
+        assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_stored_run_is_in_the_grid_of_its_size():
@@ -61,7 +62,7 @@ def test_every_stored_run_is_in_the_grid_of_its_size():
 
 SHORT = {
     "sample-efficiency": {"arm": "rsa", "steps": 20},
-    "fine-tune": {"arm": "mu -3 x20", "steps": 6, "evaluations": 1, "pretraining_steps": 2, "scored": 500},
+    "fine-tune": {"arm": "rsa", "steps": 6, "evaluations": 1, "pretraining_steps": 2, "scored": 500},
     "calibrate": {"arm": "random heads", "trained": "a few numbers", "steps": 2, "learning_rate": 1e-3, "scored": 500},
     "language-model": {"arm": "rsa", "steps": 5, "eval_bytes": 500},
     "forecasting": {"arm": "rsa", "steps": 3, "epochs": 1},
@@ -158,12 +159,3 @@ def test_learning_rates_are_chosen_by_validation(name):
     assert verdict(name, (0.5, 0.56, 0.6), tempting, without) == "confirmed"
     chosen = fake_runs(name, "plain", (0.1, 0.1, 0.1), validations=(0.9, 0.9, 0.9), rate=1e-2)
     assert verdict(name, (0.5, 0.56, 0.6), chosen, without) == "not confirmed"
-
-
-@pytest.mark.parametrize("variant", ["plain", "rsa", "mu -3 x20"])
-@pytest.mark.parametrize("name", CASES)
-def test_one_variant_alone_gives_no_rows(name, variant):
-    experiment = find_experiment(name)
-    grid = [settings for settings in experiment.grid("quick", 2) if settings["arm"] == variant]
-    values = next(iter(read_runs(RESULTS / name / "quick").values())).values
-    assert experiment.summarise([finished(settings, values) for settings in grid]) == []

@@ -10,13 +10,8 @@ from torch import nn
 from experiment_runs import conclude, measure_again, patch_with_shut_gates
 from experiments import fine_tune as package
 from experiments.corpora import portion
-from experiments.fine_tune import DEFAULT, EXPERIMENT, GAIN, fine_tune
+from experiments.fine_tune import EXPERIMENT, GAIN, fine_tune
 from experiments.pretrained_tasks import Task
-
-# --- variants -----------------------------------------------------------------------------------------------------
-
-
-# --- data and learning --------------------------------------------------------------------------------------------
 
 
 def test_a_portion_has_whole_lines_and_the_size_asked_for():
@@ -69,22 +64,12 @@ def test_the_test_score_is_that_of_the_step_with_the_best_validation_score():
     assert (values["best step"], values["loss"]) == (0, 0.0)
 
 
-# --- the verdict --------------------------------------------------------------------------------------------------
-
-
-def concluded(*runs):
-    return conclude("fine-tune", *runs)
-
-
-# --- small runs ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("use_small_data")
 def test_gates_that_stay_shut_gain_nothing(toy, monkeypatch):
     runs, _ = toy("fine-tune")
     assert all(run.values["bits per byte"] < run.values["before training"] for run in runs)
     assert abs(EXPERIMENT.summarise(runs).mean(GAIN)) > 1e-4  # gates that can learn change the score
     monkeypatch.setattr(package, "add_rsa", lambda model, variant, config: patch_with_shut_gates(model))
-    broken = concluded(measure_again(EXPERIMENT, runs, arm=DEFAULT))
+    broken = conclude("fine-tune", measure_again(EXPERIMENT, runs, arm="rsa"))
     assert broken.verdict == "not confirmed"
     assert "in 0 of 1 cases" in broken.sentence and "+0.000 (+0.000 … +0.000)" in broken.findings[0]

@@ -10,7 +10,7 @@ from torch import nn
 from experiment_runs import conclude, measure_again, zero_rems
 from experiments import forecasting
 from experiments.forecasting import EXPERIMENT, models, train
-from experiments.forecasting.models import FAMILIES, LogSparseModel, Task, make_forecaster
+from experiments.forecasting.models import FAMILIES, Task, make_forecaster
 from experiments.forecasting.series import PARTS, load_series
 from experiments.variants import patched_modules
 
@@ -82,10 +82,9 @@ def test_variants_differ_in_rsa_alone(family):
     assert (found - predict(plain, *example())).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("family", ["log-sparse", "transformer-xl"])
-def test_the_decoder_is_causal_and_reads_the_whole_context(family):
+def test_transformer_xl_is_causal_and_reads_the_whole_context():
     """Not the Informer: ProbSparse attention chooses its queries among all of them, in the decoder too."""
-    model = forecaster(family, "rsa")
+    model = forecaster("transformer-xl", "rsa")
     values, times = example()
     first = predict(model, values, times)
     later = times.clone()
@@ -96,22 +95,6 @@ def test_the_decoder_is_causal_and_reads_the_whole_context(family):
         other = values.clone()
         other[:, t] += 1
         assert (predict(model, other, times) - first).abs().max() > 1e-6
-
-
-def test_log_sparse_attention_reaches_powers_of_two_and_recurrence_its_dilation():
-    def seen(variant):
-        """The lags that the last position of one layer depends on."""
-        model = forecaster("log-sparse", variant).body
-        model.h = model.h[:1]
-        x = torch.randn(1, 40, 16, requires_grad=True)
-        model(inputs_embeds=x).last_hidden_state[0, -1].square().sum().backward()
-        return {39 - t for t in x.grad[0].abs().amax(1).nonzero()[:, 0].tolist()}
-
-    # Queries and keys are convolved over six positions, so lag 8 includes lags 8 to 13.
-    reached = {lag + back for lag in (0, 1, 2, 4, 8, 16, 32) for back in range(6)}
-    assert seen("plain") == reached
-    assert seen("rsa") == reached | {24}
-    assert isinstance(forecaster("log-sparse", "plain").body, LogSparseModel)
 
 
 # --- learning and scores --------------------------------------------------------------------------------------------

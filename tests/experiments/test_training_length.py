@@ -9,9 +9,8 @@ from transformers import get_wsd_schedule
 from experiment_runs import finished
 from experiments.byte_models import SHAPES, build
 from experiments.corpora import read_corpus
-from experiments.downstream import JUDGED, PAIRS_RECALLED, TEXT_JUDGED
 from experiments.runner.fit import batch_loss, fit
-from experiments.training_length import EXPERIMENT, NOISE, RATIO, SAVED, train_lengths
+from experiments.training_length import EXPERIMENT, RATIO, RECALLED, SAVED, train_lengths
 from experiments.variants import make_variant
 from rsa_hf import param_groups
 from rsa_hf.tasks.text_scores import evaluate_language_model
@@ -50,9 +49,7 @@ def runs(arm, doublings=0.0):
                 "tokens": tokens,
                 "tokens per parameter": tokens,
                 "bits per byte": [3 - (math.log2(n) + doublings) / 10 + seed / 1000 for n in tokens],
-                JUDGED: 5 - doublings + seed / 10,
-                TEXT_JUDGED: 2.0,
-                PAIRS_RECALLED: 0.5 + doublings / 10,
+                RECALLED: 0.5 + doublings / 10,
             },
         )
         for seed in range(3)
@@ -65,7 +62,6 @@ def test_savings_are_the_tokens_to_the_same_score():
     # 1.5 doublings; the least length is an upper bound, because the shortest training is better already.
     assert [row.mean for row in ratios] == pytest.approx([1.0, 0.5, 2**-1.5, 2**-1.5])
     assert [row.mean for row in saved] == pytest.approx([0.15] * 4)
-    assert [row.mean for row in rows.find(NOISE)] == pytest.approx([(0.001 + 0.001 + 0.002) / 3] * 4)
 
 
 @pytest.mark.parametrize(("doublings", "verdict"), [(1.5, "confirmed"), (-1.0, "not confirmed")])

@@ -54,7 +54,7 @@ def results_of_two_segments(model, expected):
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.name)
 def test_agrees_with_transformers_4(case, attention):
-    """The golden numbers come from python scripts/transformer_xl_reference.py --output tests/models/golden."""
+    """The golden numbers come from scripts/transformer_xl_reference.py, run with transformers 4.57."""
     model = AutoModelForCausalLM.from_pretrained(case, attn_implementation=attention).eval()
     expected = load_file(case / "expected.safetensors")
     found = results_of_two_segments(model, expected)
