@@ -40,10 +40,7 @@ test: lint types ## Lint, types and the fast tests (under 10 minutes on 2 cores)
 test-all: lint types ## All tests
 	$(BIN)/python -m pytest --durations=20
 
-# The longest file comes first, beside all others.
-SOAK        = tests/reliability/test_soak.py
-RELIABILITY = $(SOAK) tests/integration/test_hooks.py $(filter-out $(SOAK),$(wildcard tests/reliability/test_*.py)) \
-	tests/cli/test_doctor_model.py
+RELIABILITY = $(wildcard tests/reliability/test_*.py)
 
 test-reliability: $(READY) ## Faults, hostile input, long runs in full numbers (45 minutes): writes RELIABILITY.md
 	mkdir -p outputs && echo "{\"began\": $$(date +%s)}" > outputs/reliability.jsonl

@@ -25,14 +25,9 @@ LONGEST_MESSAGE = 20_000
 class Part(Enum):
     """The promises, in the order of the page."""
 
-    CRASH = "A killed run resumes as if it had not been interrupted"
-    STORAGE = "A full disk or a second writer loses nothing"
     HOSTILE_FILES = "A hostile file is refused, or gives the right answer"
     NUMBERS = "Extreme numbers give finite and right results"
     MANY_MODELS = "Models in one process do not affect each other"
-    MOVING_TRANSFORMERS = "A changed internal of transformers is named"
-    SOAK = "A long run leaks nothing and keeps its pace"
-    DOCTOR = "A user's own model is checked"
 
 
 def is_full() -> bool:

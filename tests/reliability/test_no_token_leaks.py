@@ -11,7 +11,6 @@ from families import build
 from hub_stand_in import TOKEN, USER
 from rsa_hf import patch_model
 from rsa_hf.hub import write_card
-from rsa_hf.utils.text import without_credentials
 
 REPO = f"{USER}/rsa"
 
@@ -52,10 +51,3 @@ def test_a_token_is_not_written_on_a_card(tmp_path):
     card = (tmp_path / "README.md").read_text()
     assert "--hub-token hf_… --url http://…@c/d" in card
     assert TOKEN not in card
-
-
-def test_credentials_are_removed():
-    for text in (TOKEN, f"x={TOKEN}.", "http://a:b@c", "https://user@host/x"):
-        assert without_credentials(text) != text
-    for text in ("hf_hub_download", "rsa_hf", "a@b.org", '{"://":12,"@":3}', "http://127.0.0.1:9/x@y"):
-        assert without_credentials(text) == text
