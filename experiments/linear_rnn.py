@@ -26,9 +26,9 @@ from torch import Tensor
 
 from experiments.runner.experiment import Experiment, Size
 from experiments.runner.fit import fit
+from experiments.runner.panels import COLOURS, panels
 from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, Verdict
 from rsa_hf import rem_product
-from rsa_hf.plots import COLOURS, panels
 
 EXACT = 1e-9
 INPUTS = 5

@@ -21,9 +21,9 @@ from experiments.corpora import read_corpus
 from experiments.runner.comparison import Case, Comparison, draw_arms
 from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.fit import count_parameters, default_device, step_time_ratio
+from experiments.runner.panels import COLOURS, panels
 from experiments.runner.summary import Conclusion, Row, Rows, Run, Settings, Values, interval, weakest
 from experiments.variants import NO_RECURRENCE, VARIANTS, make_variant
-from rsa_hf.plots import COLOURS, panels
 
 GOALS = {"gpt2": 0.2, "llama": 0.4}  # this project's aim, as a share of the plain model's tokens
 TIME = "time of a step / plain"

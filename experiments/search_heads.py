@@ -14,9 +14,9 @@ from experiments.byte_models import SHAPES, bits_per_byte, build, train_on_bytes
 from experiments.corpora import read_corpus
 from experiments.runner.experiment import Experiment, Size
 from experiments.runner.fit import default_device
+from experiments.runner.panels import COLOURS, panels
 from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, worst_if_nan
 from rsa_hf import RSAConfig, patch_model
-from rsa_hf.plots import COLOURS, panels
 
 DILATIONS = (2, 4, 8)
 COUNTS = ("num_regular", "num_cyclical_pairs", "num_dilated_regular", "num_dilated_cyclical_pairs")

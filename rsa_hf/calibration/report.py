@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rsa_hf.config import HeadConfig, RSAConfig
-from rsa_hf.plots import heatmap
+from rsa_hf.plots import saved_figure
 from rsa_hf.utils.text import format_table
 
 __all__ = ["CalibratedHead", "Calibration"]
@@ -76,10 +76,21 @@ class Calibration:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        widest = max(map(len, self.derivatives))
-        rows = [[*of_layer, *[math.nan] * (widest - len(of_layer))] for of_layer in self.derivatives]
-        marks = {(head.config.layer, head.config.head): f"{head.config.gate:.2f}" for head in self.heads}
-        heatmap(rows, marks, path, "derivative of the loss by the share of the best REM; gates of chosen heads")
+        heads = max(map(len, self.derivatives))
+        rows = [[*of_layer, *[math.nan] * (heads - len(of_layer))] for of_layer in self.derivatives]
+        largest = max(abs(derivative) for of_layer in self.derivatives for derivative in of_layer)
+        with saved_figure(path, 1.6 + 0.42 * heads, 1.2 + 0.24 * len(rows)) as figure:
+            axes = figure.subplots()
+            # White at 0.
+            figure.colorbar(axes.imshow(rows, cmap="RdBu", vmin=-largest, vmax=largest, aspect="auto"))
+            for head in self.heads:
+                place = (head.config.head, head.config.layer)
+                axes.text(*place, f"{head.config.gate:.2f}", ha="center", va="center", fontsize=6)
+            axes.grid(visible=False)
+            axes.set_xlabel("head")
+            axes.set_ylabel("layer")
+            title = "derivative of the loss by the share of the best REM; gates of chosen heads"
+            axes.set_title(title, loc="left", fontsize=8)
 
     def __str__(self) -> str:
         if not self.heads:
