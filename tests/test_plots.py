@@ -1,6 +1,5 @@
 """Every layer and head is drawn, and a model without RSA heads is an error."""
 
-import builtins
 import math
 
 import pytest
@@ -90,16 +89,3 @@ def test_a_model_without_rsa_heads_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="no RSA heads.*patch_model"):
         plot_rem(plain, tmp_path / "rsa.png")
     assert not list(tmp_path.iterdir())
-
-
-def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
-    original = builtins.__import__
-
-    def absent(name, *arguments, **keywords):
-        if name.split(".")[0] == "matplotlib":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return original(name, *arguments, **keywords)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
-    with pytest.raises(ImportError, match=r"pip install 'rsa_hf\[plot\]'"):
-        plot_rem(gpt2(1), tmp_path / "rsa.png")
