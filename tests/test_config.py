@@ -1,4 +1,4 @@
-"""RSAConfig: accepted and refused values, error messages, and the plan of each layer."""
+"""RSAConfig: accepted and refused values, error messages, and layer specs."""
 
 import json
 import math
@@ -12,25 +12,25 @@ from rsa_hf import HeadConfig, RSAConfig, RSAHeads
 from rsa_hf.saved_plan import read_plan, write_plan
 
 
-def test_heads_have_the_order_and_the_dilations_of_the_plan():
-    (plan,) = RSAConfig(
+def test_heads_have_the_order_and_the_dilations_of_the_counts():
+    (spec,) = RSAConfig(
         num_regular=2,
         num_cyclical_pairs=1,
         num_dilated_regular=1,
         num_dilated_cyclical_pairs=2,
         dilation=[7, 3, 6, 9, 12],
     ).layer_plans([12])
-    assert plan.kinds == ("regular", "regular", "cos", "sin", "regular", "cos", "cos", "sin", "sin")
-    assert plan.dilations == (1, 1, 1, 1, 7, 3, 6, 9, 12)
-    assert (plan.num_rsa_heads, len(plan.eta), len(plan.nu)) == (9, 3, 3)
+    assert spec.kinds == ("regular", "regular", "cos", "sin", "regular", "cos", "cos", "sin", "sin")
+    assert spec.dilations == (1, 1, 1, 1, 7, 3, 6, 9, 12)
+    assert (spec.num_rsa_heads, len(spec.eta), len(spec.nu)) == (9, 3, 3)
 
 
 @pytest.mark.parametrize("heads", range(1, 33))
-def test_default_plan_fits_any_head_count(heads):
-    (plan,) = RSAConfig().layer_plans([heads])
-    assert plan.num_rsa_heads == max(1, heads // 2)
+def test_the_defaults_fit_any_head_count(heads):
+    (spec,) = RSAConfig().layer_plans([heads])
+    assert spec.num_rsa_heads == max(1, heads // 2)
     (resolved,) = RSAConfig().resolved([heads]).layer_plans([None])
-    assert resolved == plan
+    assert resolved == spec
 
 
 def test_layers_of_unequal_sizes_are_saved_as_named_heads():
@@ -48,11 +48,11 @@ def test_layers_of_unequal_sizes_are_saved_as_named_heads():
 
 @pytest.mark.parametrize(("heads", "regular", "pairs"), [(1, 1, 0), (2, 0, 1), (7, 1, 3), (8, 0, 4)])
 def test_from_scratch_takes_all_heads(heads, regular, pairs):
-    (plan,) = RSAConfig.from_scratch(heads).layer_plans([heads])
-    assert plan.kinds == ("regular",) * regular + ("cos",) * pairs + ("sin",) * pairs
-    assert plan.mu == pytest.approx([1])
-    assert plan.nu == pytest.approx([0] * pairs)
-    assert plan.theta == pytest.approx([math.pi * (i + 0.5) / pairs for i in range(pairs)])
+    (spec,) = RSAConfig.from_scratch(heads).layer_plans([heads])
+    assert spec.kinds == ("regular",) * regular + ("cos",) * pairs + ("sin",) * pairs
+    assert spec.mu == pytest.approx([1])
+    assert spec.nu == pytest.approx([0] * pairs)
+    assert spec.theta == pytest.approx([math.pi * (i + 0.5) / pairs for i in range(pairs)])
 
 
 @given(
@@ -71,7 +71,7 @@ def test_from_scratch_takes_all_heads(heads, regular, pairs):
         parameter_scale=st.floats(0.1, 100),
     )
 )
-def test_a_plan_survives_json(values):
+def test_counts_survive_json(values):
     config = RSAConfig(**values)
     assert RSAConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
@@ -91,17 +91,17 @@ def named_heads(size):
 
 
 @given(named_heads(6))
-def test_a_plan_of_named_heads_survives_json(heads):
+def test_named_heads_survive_json(heads):
     config = RSAConfig(heads=heads)
     assert RSAConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert config.layers == tuple(sorted({head.layer for head in heads}))
-    plans = config.layer_plans([8] * len(config.layers))
-    assert sum(plan.num_rsa_heads for plan in plans) == len(heads)
-    for layer, plan in zip(config.layers, plans, strict=True):
-        rates = RSAHeads(plan).rates(torch.float64)
-        decay, theta = RSAHeads(plan).per_head(rates)
+    specs = config.layer_plans([8] * len(config.layers))
+    assert sum(spec.num_rsa_heads for spec in specs) == len(heads)
+    for layer, spec in zip(config.layers, specs, strict=True):
+        rates = RSAHeads(spec).rates(torch.float64)
+        decay, theta = RSAHeads(spec).per_head(rates)
         of_layer = sorted((head for head in heads if head.layer == layer), key=lambda head: head.head)
-        assert plan.heads == tuple(head.head for head in of_layer)
+        assert spec.heads == tuple(head.head for head in of_layer)
         assert decay.tolist() == pytest.approx([head.decay for head in of_layer], abs=1e-5)
         angles = [0 if head.kind == "regular" else head.theta for head in of_layer]
         assert theta.tolist() == pytest.approx(angles, abs=1e-5)
@@ -110,9 +110,9 @@ def test_a_plan_of_named_heads_survives_json(heads):
 def test_named_heads_may_share_a_rate_and_a_gate():
     shared = [("cos", 4), ("regular", 4), ("sin", None), ("sin", 4), ("cos", 0)]
     heads = [{**HEAD, "layer": 0, "head": i, "kind": kind, "pair": p} for i, (kind, p) in enumerate(shared)]
-    (plan,) = RSAConfig(heads=heads, gate_per_head=False).layer_plans([8])
-    assert plan.rates == (1, 0, 2, 1, 3)
-    assert [len(start) for start in (plan.mu, plan.eta, plan.nu, plan.theta)] == [1, 1, 3, 3]
+    (spec,) = RSAConfig(heads=heads, gate_per_head=False).layer_plans([8])
+    assert spec.rates == (1, 0, 2, 1, 3)
+    assert [len(start) for start in (spec.mu, spec.eta, spec.nu, spec.theta)] == [1, 1, 3, 3]
 
 
 @pytest.mark.parametrize(
