@@ -21,8 +21,8 @@ from torch import Tensor
 from experiments.corpora import read_corpus, training_blocks
 from experiments.forecasting.series import load_series
 from experiments.runner.experiment import Experiment, Size
+from experiments.runner.panels import COLOURS, panels
 from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, Verdict
-from rsa_hf.plots import COLOURS, panels
 from rsa_hf.tasks.text8 import clean_text8
 
 # Steps in a day; published for ETTh1 at 24 hours. The first of them decides the verdict.

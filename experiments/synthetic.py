@@ -21,9 +21,9 @@ from torch import Tensor
 
 from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.fit import default_device, fit
+from experiments.runner.panels import COLOURS, panels
 from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, summarise, worst_if_nan
 from rsa_hf import rem_product
-from rsa_hf.plots import COLOURS, panels
 from rsa_hf.rem import decay_rates
 
 Parameters = dict[str, Tensor]

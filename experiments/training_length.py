@@ -28,9 +28,9 @@ from experiments.recall import recalled_pairs
 from experiments.runner.comparison import Case, Comparison
 from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.fit import adamw, batch_loss, count_parameters, default_device, fit
+from experiments.runner.panels import COLOURS, panels
 from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, make_rows, worst_if_nan
 from experiments.variants import make_variant
-from rsa_hf.plots import COLOURS, panels
 from rsa_hf.tasks.language_modeling import PreparedText
 
 CONSTANT = 0.8  # share of a length before the decay

@@ -18,13 +18,7 @@ from rsa_hf.utils.text import brief
 
 __all__ = ["COUNTS", "HeadConfig", "LayerSpec", "RSAConfig"]
 
-# Larger than in any model: bounds for a damaged config, which could otherwise ask for all memory.
-MAX_HEADS = 4096
-MAX_DILATION = 65_536
-
-# Beyond these the stored values leave the range of float32.
-MIN_SCALE, MAX_SCALE = 1e-6, 1e6
-MAX_START = 1e6
+MAX_HEADS = 4096  # larger than in any model: a damaged config could otherwise ask for all memory
 
 # The fields of `RSAConfig` that count heads, and those that go with `heads`.
 COUNTS = ("num_regular", "num_cyclical_pairs", "num_dilated_regular", "num_dilated_cyclical_pairs")
@@ -121,9 +115,8 @@ class RSAConfig:
     regular, cos, sin, dilated regular, dilated cos, dilated sin (the paper's k1 … k6, section 3); the i-th cos head
     and the i-th sin head are a pair, and share (ν, θ). `heads` names single heads instead.
 
-    For a pretrained model, `rsa_hf.calibrate` returns a config that names the heads on which recurrence helps, with
-    their REMs and gates, which gains more than the defaults (RESULTS.md). The defaults keep a pretrained model nearly
-    as it was, without looking at data. A model trained from scratch learns faster with `RSAConfig.from_scratch`.
+    The defaults keep a pretrained model nearly as it was. `rsa_hf.calibrate` gains more (RESULTS.md): it names the
+    heads on which recurrence helps. A model trained from scratch learns faster with `RSAConfig.from_scratch`.
 
     Args:
         num_regular: number of regular REM heads, k1 (λ = tanh η).
@@ -173,25 +166,22 @@ class RSAConfig:
         for name in ("nu_init", "theta_init"):
             if isinstance(ends := getattr(self, name), tuple) and len(ends) != 2:
                 _refuse(name, ends, "one number, or the two ends (low, high),")
-        if isinstance(self.layers, int) or list(self.layers or ()) != sorted(set(self.layers or ())):
-            _refuse("layers", self.layers, "a list of ascending indices, or None for every layer,")
         if self.gate_per_head is None:
             object.__setattr__(self, "gate_per_head", self.heads is not None)
-        if self.heads is not None:
-            object.__setattr__(self, "heads", _heads(self.heads))
-            object.__setattr__(self, "layers", self._layers_of(self.heads))
-        elif self.layers == ():
-            _refuse("layers", self.layers, "at least one index, or None for every layer,")
-
-    def _layers_of(self, heads: tuple[HeadConfig, ...]) -> tuple[int, ...]:
-        """The layers of the named heads, checked against the other fields."""
+        if self.heads is None:
+            is_list = isinstance(self.layers, tuple) and self.layers
+            if self.layers is not None and not (is_list and self.layers == tuple(sorted(set(self.layers)))):
+                _refuse("layers", self.layers, "a list of ascending indices, or None for every layer,")
+            return
+        heads = _heads(self.heads)
         others = [each for each in fields(self) if each.name not in ("heads", *_WITH_HEADS)]
         if given := [each.name for each in others if getattr(self, each.name) != each.default]:
             raise ValueError(f"heads: the config names single heads, so {', '.join(given)} cannot be given too.")
         layers = tuple(sorted({head.layer for head in heads}))
         if self.layers not in (None, layers):
             _refuse("layers", self.layers, f"None, or the layers of the heads, {list(layers)},")
-        return layers
+        object.__setattr__(self, "heads", heads)
+        object.__setattr__(self, "layers", layers)
 
     @classmethod
     def from_scratch(cls, num_heads: int) -> RSAConfig:
@@ -243,8 +233,7 @@ class RSAConfig:
                 has its counts written out.
 
         Raises:
-            ValueError: the config does not fit these layers: more RSA heads than heads, a list of another length, or
-                dilated heads and dilation without each other.
+            ValueError: the config does not fit these layers.
         """
         n = len(num_heads)
         if self.layers is not None and len(self.layers) != n:
@@ -262,15 +251,12 @@ class RSAConfig:
         return [replace(layer, causal=is_causal) for layer, is_causal in zip(layers, causal, strict=True)]
 
     def resolved(self, num_heads: Sequence[int]) -> RSAConfig:
-        """The same config with its counts written out, so that a checkpoint does not depend on defaults.
+        """The same config for a checkpoint, which depends on no default.
 
-        Where the counts of the layers are not the same, the heads are named.
+        Counts are written out, or where they are not the same for all layers, the heads are named.
 
         Args:
             num_heads: number of attention heads H of each patched layer.
-
-        Raises:
-            ValueError: counts do not fit these layers.
         """
         if self.heads is not None:
             return self
@@ -290,22 +276,13 @@ class RSAConfig:
                 raise ValueError("a config without counts needs the number of heads of every layer. Give the counts.")
             half = max(1, num_heads // 2)
             k1, k2 = half % 2, half // 2
-        dilated = k4 + 2 * k5
-        used, limit = k1 + 2 * k2 + dilated, MAX_HEADS if num_heads is None else num_heads
+        used, limit = k1 + 2 * k2 + k4 + 2 * k5, num_heads or MAX_HEADS
         if not 1 <= used <= limit:
             asked = ", ".join(f"{name}={count}" for name, count in zip(COUNTS, (k1, k2, k4, k5), strict=True))
             raise ValueError(
-                f"layer {layer} has {'at most ' if num_heads is None else ''}{limit} attention heads, but the plan "
-                f"asks for {used} RSA heads ({asked}; a pair is two heads). Ask for 1 to {limit}, or leave the layer "
-                "out with layers=[…]."
+                f"layer {layer} can have 1 to {limit} RSA heads, but the config asks for {used} ({asked}; a pair is "
+                "two heads). Ask for fewer, or leave the layer out with layers=[…]."
             )
-        if (self.dilation is None and dilated) or (isinstance(self.dilation, int) and not dilated):
-            raise ValueError(
-                f"dilation={self.dilation}: there are {dilated or 'no'} dilated heads. dilation goes together with "
-                "num_dilated_regular or num_dilated_cyclical_pairs."
-            )
-        if isinstance(self.dilation, tuple) and len(self.dilation) != dilated:
-            _refuse("dilation", self.dilation, f"one factor, or one for each of the {dilated} dilated heads,")
         return k1, k2, k4, k5
 
     def counted_heads(self, layer: int, num_heads: int | None) -> list[HeadConfig]:
@@ -317,7 +294,10 @@ class RSAConfig:
         regular = [("regular", i, (i + 0.5) / (k1 + k4)) for i in range(k1 + k4)]
         cos, sin = ([(kind, i, (i + 0.5) / (k2 + k5)) for i in range(k2 + k5)] for kind in ("cos", "sin"))
         in_order = [*regular[:k1], *cos[:k2], *sin[:k2], *regular[k1:], *cos[k2:], *sin[k2:]]
-        factors = self.dilation if isinstance(self.dilation, tuple) else (self.dilation or 1,) * (k4 + 2 * k5)
+        dilated = k4 + 2 * k5
+        factors = self.dilation if isinstance(self.dilation, tuple) else (self.dilation or 1,) * dilated
+        if len(factors) != dilated or bool(self.dilation) is not bool(dilated):
+            _refuse("dilation", self.dilation, f"one factor, or one for each of the {dilated} dilated heads,")
         dilations = (1,) * (k1 + 2 * k2) + factors
         heads = []
         for head, ((kind, i, fraction), d) in enumerate(zip(in_order, dilations, strict=True)):
@@ -332,10 +312,7 @@ class RSAConfig:
     def _layer(self, heads: Sequence[HeadConfig], num_heads: int | None) -> LayerSpec:
         """What the heads of a layer mean for it, whatever its direction."""
         if num_heads is not None and heads[-1].head >= num_heads:
-            raise ValueError(
-                f"heads: layer {heads[-1].layer} has {num_heads} attention heads, so there is no head "
-                f"{heads[-1].head}. Indices go from 0 to {num_heads - 1}."
-            )
+            _refuse("head", heads[-1].head, f"an index below {num_heads}, the heads of layer {heads[-1].layer},")
         regular = [head for head in heads if head.kind == "regular"]
         cyclical: dict[int, HeadConfig] = {}
         for head in heads:
@@ -372,14 +349,14 @@ def _logit(p: float) -> float:
 
 # --- what each field takes ------------------------------------------------------------------------------------------
 
-# The type of each field, its least and its largest value.
+# The type of each field, its least and its largest value. Larger ones are in no model, or leave float32 when stored.
 _RANGES: dict[str, tuple[type, float, float]] = {
     **dict.fromkeys(COUNTS, (int, 0, MAX_HEADS)),
     **dict.fromkeys(("layers", "layer", "head", "pair"), (int, 0, MAX_HEADS - 1)),
     "num_heads": (int, 1, MAX_HEADS),
-    "dilation": (int, 1, MAX_DILATION),
-    **dict.fromkeys(("gate_init", "nu_init", "theta_init", "theta"), (float, -MAX_START, MAX_START)),
-    "parameter_scale": (float, MIN_SCALE, MAX_SCALE),
+    "dilation": (int, 1, 65_536),
+    **dict.fromkeys(("gate_init", "nu_init", "theta_init", "theta"), (float, -1e6, 1e6)),
+    "parameter_scale": (float, 1e-6, 1e6),
     "decay": (float, -1, 1),
     "gate": (float, 0, 1),
     **dict.fromkeys(("gate_per_head", "causal"), (bool, False, True)),

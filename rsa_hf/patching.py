@@ -221,17 +221,11 @@ def _self_attention_calls(trial: nn.Module, probe_inputs: Mapping[str, Any] | No
     }
     if found:
         return found
-    if calls:
-        seen = shorten(sorted({type(call.module).__name__ for call in calls}))
-        raise ValueError(
-            f"{type(trial).__name__} has cross-attention only ({seen}: query and key lengths differ), which RSA never "
-            "patches: recurrence needs queries and keys on one time axis."
-        )
     raise ValueError(
-        f"{type(trial).__name__} has no attention that can be patched: no module called transformers' attention "
-        "interface, and rsa_hf.integration.architectures has no entry for its classes (attention by name: "
-        f"{shorten(_attention_classes(trial)) or 'none'}). RSA mixes recurrence into softmax attention; in a hybrid "
-        "model it patches the layers that have it."
+        f"{type(trial).__name__} has no attention that can be patched: no self-attention module called transformers' "
+        "attention interface, and rsa_hf.integration.architectures has no entry for its classes (attention by name: "
+        f"{shorten(_attention_classes(trial)) or 'none'}). RSA mixes recurrence into softmax self-attention; in a "
+        "hybrid model it patches the layers that have it."
     )
 
 

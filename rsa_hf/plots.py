@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch import nn
 
 from rsa_hf.rem import lag_weights
 from rsa_hf.report import HeadReport, LayerReport, RSAReport, rsa_report
+from rsa_hf.utils.text import shorten
 
-__all__ = ["heatmap", "panels", "plot_rem", "plot_training_curves"]
+__all__ = ["COLOURS", "plot_rem", "plot_training_curves", "saved_figure"]
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -39,16 +40,15 @@ STYLE = {
     "ytick.color": GREY,
     "legend.frameon": False,
 }
-FADED = 0.05  # the lag axis ends where most weights have fallen to this
-LAG_RANGE = (12, 256)
+SHORTEST, LONGEST = 12, 256  # lag axis
 DASHES = (0, (3, 1.5))
 
 
 def plot_rem(model_or_report: nn.Module | RSAReport, path: str | Path) -> None:
-    """Draw the decay curve f(τ) of every RSA head, one panel per layer, and below them the gates per layer.
+    """Draw the decay curve f(τ) of every RSA head, one panel per RSA layer, and below them the gates per layer.
 
-    A dilated head is drawn as a dashed line through the lags that it reaches. If a layer has one gate per head, the
-    bar is their mean and the dots are the heads.
+    A dilated head is drawn as a dashed line through the lags that it reaches. A bar is the mean gate of a layer, and
+    dots are the gates of its heads.
 
     Args:
         model_or_report: a patched model, or its `rsa_report`.
@@ -61,14 +61,15 @@ def plot_rem(model_or_report: nn.Module | RSAReport, path: str | Path) -> None:
     report = model_or_report if isinstance(model_or_report, RSAReport) else rsa_report(model_or_report)
     if not report.layers:
         raise ValueError("the model has no RSA heads, so there is nothing to draw. Call patch_model first.")
-    names = _layer_names([layer.module for layer in report.layers])
-    n = len(names)
+    n = len(report.layers)
     columns = min(n, 4 if n <= 16 else 8)
     rows = math.ceil(n / columns)
-    end = _last_lag(report)
     heads = [head for layer in report.layers for head in layer.heads]
+    # Where nine of ten heads have fallen to a twentieth.
+    reach = 4.3 * sorted(head.half_life for head in heads)[int(0.9 * (len(heads) - 1))]
+    end = math.ceil(min(max(reach, SHORTEST), LONGEST))
     signed = any(head.kind != "regular" or head.decay < 0 for head in heads)
-    with _figure(path, max(6.4, 2.2 * columns + 0.8), 1.75 * rows + 3.2) as figure:
+    with saved_figure(path, max(6.4, 2.2 * columns + 0.8), 1.75 * rows + 3.2) as figure:
         upper, lower = figure.subfigures(2, 1, height_ratios=[1.75 * rows + 0.8, 2.4])
         grid = upper.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
         for i, axes in enumerate(grid.flat):
@@ -76,14 +77,14 @@ def plot_rem(model_or_report: nn.Module | RSAReport, path: str | Path) -> None:
                 axes.set_axis_off()
                 continue
             _draw_heads(axes, report.layers[i], end)
-            axes.set_title(names[i], loc="left")
+            axes.set_title(report.layers[i].module, loc="left", fontsize=6.5)
             axes.set_ylim(-1.05 if signed else -0.05, 1.05)
             axes.tick_params(labelbottom=i + columns >= n)
         upper.supxlabel("lag τ (positions back)", fontsize=9)
         upper.supylabel("weight f(τ)", fontsize=9)
         handles = _legend_handles(heads)
         upper.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8.5)
-        _draw_gates(lower.subplots(), report.layers, names)
+        _draw_gates(lower.subplots(), report.layers)
 
 
 def plot_training_curves(
@@ -101,7 +102,7 @@ def plot_training_curves(
     Raises:
         ImportError: matplotlib is not installed.
     """
-    with _figure(path, 6.4, 4.0) as figure:
+    with saved_figure(path, 6.4, 4.0) as figure:
         axes = figure.subplots()
         styles = itertools.product(("-", "--", ":"), COLOURS)
         for (label, points), (style, colour) in zip(curves.items(), itertools.cycle(styles)):
@@ -114,58 +115,13 @@ def plot_training_curves(
         axes.legend()
 
 
-def heatmap(
-    rows: Sequence[Sequence[float]], marks: Mapping[tuple[int, int], str], path: str | Path, title: str
-) -> None:
-    """Draw numbers of heads, a row per layer, in colours that are white at 0.
-
-    Args:
-        rows: one list per layer, all of one length; NaN where a layer has no such head.
-        marks: texts for (layer, head).
-        path: the file, usually a `.png`; its folder is created.
-        title: the title.
+@contextmanager
+def saved_figure(path: str | Path, width: float, height: float) -> Iterator[Any]:
+    """Yield a figure of that many inches; save it when the block ends without an error.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    largest = max((abs(number) for row in rows for number in row if not math.isnan(number)), default=1.0)
-    with _figure(path, 1.6 + 0.42 * len(rows[0]), 1.2 + 0.24 * len(rows)) as figure:
-        axes = figure.subplots()
-        drawn = axes.imshow(rows, cmap="RdBu", vmin=-largest, vmax=largest, aspect="auto")
-        for (layer, head), text in marks.items():
-            axes.text(head, layer, text, ha="center", va="center", fontsize=6)
-        axes.grid(visible=False)
-        axes.set_xlabel("head")
-        axes.set_ylabel("layer")
-        axes.set_title(title, loc="left", fontsize=8)
-        figure.colorbar(drawn)
-
-
-@contextmanager
-def panels(path: str | Path, count: int, columns: int = 3, sharey: bool = False) -> Iterator[list[Any]]:
-    """Yield axes in the style of the other pictures; save the figure when the block ends without an error.
-
-    Args:
-        path: the file, usually a `.png`; its folder is created.
-        count: number of axes.
-        columns: at most this many side by side.
-        sharey: whether they share the y axis.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    columns = min(columns, count)
-    rows = math.ceil(count / columns)
-    with _figure(path, max(5.0, 3.4 * columns), 3.0 * rows + 0.2) as figure:
-        grid = list(figure.subplots(rows, columns, sharey=sharey, squeeze=False).flat)
-        for axes in grid[count:]:
-            axes.set_axis_off()
-        yield grid[:count]
-
-
-@contextmanager
-def _figure(path: str | Path, width: float, height: float) -> Iterator[Any]:
-    """Yield a figure of that many inches; save it when the block ends without an error."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -178,22 +134,6 @@ def _figure(path: str | Path, width: float, height: float) -> Iterator[Any]:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         # Tight: a title may be wider than its axes.
         figure.savefig(path, dpi=150, facecolor="white", bbox_inches="tight")
-
-
-def _layer_names(modules: Sequence[str]) -> list[str]:
-    """`layer 0`, `layer 1`, …; a model with two stacks, such as encoder and decoder, is counted in each."""
-    stacks = [re.split(r"\.\d+(?:\.|$)", module)[0].split(".") for module in modules]
-    words = [tuple(dict.fromkeys(parts)) for parts in zip(*stacks, strict=False)]
-    differing = next((i for i, variants in enumerate(words) if len(variants) > 1), None)
-    labels = ["layer" if differing is None else stack[differing] for stack in stacks]
-    return [f"{label} {labels[:i].count(label)}" for i, label in enumerate(labels)]
-
-
-def _last_lag(report: RSAReport) -> int:
-    """The end of the lag axis, where nine of ten heads have faded."""
-    reaches = [head.half_life * -math.log2(FADED) for layer in report.layers for head in layer.heads]
-    reach = sorted(reaches)[int(0.9 * (len(reaches) - 1))]
-    return math.ceil(min(max(reach, LAG_RANGE[0]), LAG_RANGE[1]))
 
 
 def _draw_heads(axes: Any, layer: LayerReport, end: int) -> None:
@@ -214,27 +154,24 @@ def _legend_handles(heads: Sequence[HeadReport]) -> list[Any]:
     kinds = [kind for kind in KIND_COLOURS if any(head.kind == kind for head in heads)]
     handles = [Line2D([], [], color=KIND_COLOURS[kind], label=KIND_FORMULAS[kind]) for kind in kinds]
     if dilations := sorted({head.dilation for head in heads if head.dilation > 1}):
-        label = f"dilated by {', '.join(map(str, dilations[:6]))}{', …' if len(dilations) > 6 else ''}"
+        label = f"dilated by {shorten([str(d) for d in dilations])}"
         handles.append(Line2D([], [], color=GREY, linestyle=DASHES, label=label))
     return handles
 
 
-def _draw_gates(axes: Any, layers: Sequence[LayerReport], names: Sequence[str]) -> None:
+def _draw_gates(axes: Any, layers: Sequence[LayerReport]) -> None:
     n = len(layers)
-    means = [sum(head.gate for head in layer.heads) / len(layer.heads) for layer in layers]
-    bars = axes.bar(range(n), means, width=0.7, color="#B0C4D4")
-    for i, layer in enumerate(layers):
-        gates = sorted({head.gate for head in layer.heads})
-        if len(gates) > 1:
-            axes.plot([i] * len(gates), gates, ".", color=COLOURS[0], markersize=4, alpha=0.8)
+    gates = [[head.gate for head in layer.heads] for layer in layers]
+    bars = axes.bar(range(n), [fmean(of_layer) for of_layer in gates], width=0.7, color="#B0C4D4")
+    for i, of_layer in enumerate(gates):
+        axes.plot([i] * len(of_layer), of_layer, ".", color=COLOURS[0], markersize=4, alpha=0.8)
     if n <= 16:
         axes.bar_label(bars, fmt="%.2f", fontsize=8, color=GREY, padding=3)
-    highest = max(head.gate for layer in layers for head in layer.heads)
-    axes.set_ylim(0, min(1.15, max(0.1, 1.25 * highest)))
+    axes.set_ylim(0, min(1.15, max(0.1, 1.25 * max(map(max, gates)))))
     margin = max(0.7, (6 - n) / 2)  # no bar as wide as the page
     axes.set_xlim(-margin, n - 1 + margin)
-    ticks = range(0, n, math.ceil(n / 24))
-    axes.set_xticks(ticks, [names[i] for i in ticks], rotation=45, ha="right", rotation_mode="anchor")
+    axes.set_xticks(range(0, n, math.ceil(n / 24)))
     axes.grid(axis="x", visible=False)
+    axes.set_xlabel("RSA layer, in the order of the panels")
     axes.set_ylabel("gate g")
     axes.set_title("gates: 0 is attention only, 1 is recurrence only", loc="left")

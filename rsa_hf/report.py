@@ -21,7 +21,7 @@ __all__ = ["HeadReport", "LayerReport", "RSAReport", "rsa_report"]
 
 @dataclass(frozen=True)
 class HeadReport:
-    """One RSA head: its REM, its effective values, and where they started according to the plan.
+    """One RSA head: its REM, its effective values, and where they started.
 
     Attributes:
         head: index of the head in its layer.

@@ -67,7 +67,7 @@ class SavedPlan:
 def write_plan(plan: SavedPlan) -> dict[str, Any]:
     """The content of `config.rsa`."""
     return {
-        "format_version": _format_version(plan.config),
+        "format_version": COUNTED if plan.config.heads is None else NAMED,
         "modules": list(plan.modules),
         "plan": plan.config.to_dict(),
     }
@@ -148,10 +148,6 @@ def _entries(name: str, value: list[Any], n: int) -> list[Any]:
     if len(value) != n:
         raise ValueError(f"{name}={brief(value)}: a list of {n} is needed.")
     return value
-
-
-def _format_version(config: RSAConfig) -> int:
-    return COUNTED if config.heads is None else NAMED
 
 
 def planned_layers(config: PreTrainedConfig) -> dict[str, LayerSpec]:

@@ -8,7 +8,6 @@ import torch
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     BertConfig,
     BertLMHeadModel,
     BigBirdPegasusConfig,
@@ -19,7 +18,6 @@ from transformers import (
     MambaModel,
     RwkvConfig,
     RwkvModel,
-    T5EncoderModel,
 )
 
 from families import (
@@ -116,8 +114,7 @@ def test_patching_again_with_another_plan_is_refused():
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        (RSAConfig(num_regular=9), ValueError, "8 attention heads.*9 RSA heads"),
-        (RSAConfig(num_dilated_regular=2, dilation=[3]), ValueError, "dilation=.*each of the 2 dilated heads"),
+        (RSAConfig(num_regular=9), ValueError, "1 to 8 RSA heads.*asks for 9"),
         (RSAConfig(layers=[2]), ValueError, "indices go from 0 to 1: h.0.attn, h.1.attn"),
         ({"num_regulr": 1}, ValueError, "num_regulr"),
         ("everything", TypeError, "expected RSAConfig or a mapping"),
@@ -136,42 +133,12 @@ def test_a_plan_that_does_not_fit_leaves_the_model_unchanged(config, error, mess
     ids=lambda model: type(model).__name__,
 )
 def test_a_model_without_softmax_attention_is_refused(model):
-    assert_refused(model, ValueError, rf"{type(model).__name__} has no attention .*into softmax attention")
+    assert_refused(model, ValueError, rf"{type(model).__name__} has no attention .*into softmax self-attention")
 
 
-def test_a_model_with_only_cross_attention_is_refused():
-    config = BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        is_decoder=True,
-        add_cross_attention=True,
-    )
-    cross = BertLMHeadModel(config).bert.encoder.layer[0].crossattention
-
-    class CrossAttentionOnly(T5EncoderModel):
-        """A base model whose only attention reads another sequence."""
-
-        def __init__(self):
-            super().__init__(CONFIGS["t5"]())
-            del self.encoder, self.shared
-            self.cross = cross
-
-        def forward(self, input_ids):
-            return self.cross(torch.randn(1, 5, 16), None, torch.randn(1, 8, 16))
-
-    with pytest.raises(ValueError, match=r"cross-attention only \(BertCrossAttention"):
-        patch_model(CrossAttentionOnly())
-
-
-def test_a_module_that_is_no_transformers_model_is_refused():
+def test_what_cannot_be_run_is_refused():
     with pytest.raises(TypeError, match="PreTrainedModel, got Linear"):
         patch_model(torch.nn.Linear(2, 2))
-
-
-def test_a_failing_trial_run_says_what_to_do():
     with pytest.raises(ValueError, match=r"trial run of GPT2Model with tokens failed.*probe_inputs"):
         patch_model(build("gpt2"), probe_inputs={"tokens": torch.ones(1, 4)})
 
@@ -287,17 +254,6 @@ def test_unpatching_a_loaded_model_removes_the_plan_of_its_halves(tmp_path):
     for part in (model, model.encoder, model.decoder):
         assert not saved_plans(part.config)
         part.save_pretrained(tmp_path / "plain")
-
-
-def test_patching_a_head_class_or_its_base_gives_the_same_model():
-    model = AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]()).eval()
-    twin = copy.deepcopy(model)
-    batch = inputs("roberta")
-    patch_model(model, RSAConfig(**FULL_PLAN))
-    patch_model(twin.roberta, RSAConfig(**FULL_PLAN))
-    with torch.no_grad():
-        assert torch.equal(model(**batch).logits, twin(**batch).logits)
-    assert model.config.rsa == twin.config.rsa
 
 
 def test_building_a_model_from_a_patched_config_warns(tmp_path, caplog):

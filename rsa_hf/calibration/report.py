@@ -1,4 +1,4 @@
-"""What a calibration has found: the plan, a table, and a heatmap of all heads."""
+"""What a calibration has found: the config, a table, and a heatmap of all heads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rsa_hf.config import HeadConfig, RSAConfig
-from rsa_hf.plots import heatmap
+from rsa_hf.plots import saved_figure
 from rsa_hf.utils.text import format_table
 
 __all__ = ["CalibratedHead", "Calibration"]
@@ -22,13 +22,11 @@ class CalibratedHead:
         config: the head as the config names it.
         derivative: of the loss with respect to the share g · Σ |f(τ)| of its REM, in the plain model.
         certainty: by how many standard errors the derivative is below zero.
-        expected_gain: by how much the loss would fall, were it quadratic in the share and other heads as they are.
     """
 
     config: HeadConfig
     derivative: float
     certainty: float
-    expected_gain: float
 
 
 @dataclass(frozen=True)
@@ -76,28 +74,23 @@ class Calibration:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        widest = max(map(len, self.derivatives))
-        rows = [[*of_layer, *[math.nan] * (widest - len(of_layer))] for of_layer in self.derivatives]
-        marks = {(head.config.layer, head.config.head): f"{head.config.gate:.2f}" for head in self.heads}
-        heatmap(rows, marks, path, "derivative of the loss by the share of the best REM; gates of chosen heads")
+        heads = max(map(len, self.derivatives))
+        rows = [[*of_layer, *[math.nan] * (heads - len(of_layer))] for of_layer in self.derivatives]
+        largest = max(abs(derivative) for of_layer in self.derivatives for derivative in of_layer)
+        with saved_figure(path, 1.6 + 0.42 * heads, 1.2 + 0.24 * len(rows)) as figure:
+            axes = figure.subplots()
+            # White at 0.
+            figure.colorbar(axes.imshow(rows, cmap="RdBu", vmin=-largest, vmax=largest, aspect="auto"))
+            for head in self.heads:
+                place = (head.config.head, head.config.layer)
+                axes.text(*place, f"{head.config.gate:.2f}", ha="center", va="center", fontsize=6)
+            axes.grid(visible=False)
+            axes.set_xlabel("head")
+            axes.set_ylabel("layer")
+            title = "derivative of the loss by the share of the best REM; gates of chosen heads"
+            axes.set_title(title, loc="left", fontsize=8)
 
     def __str__(self) -> str:
-        if not self.heads:
-            return self.verdict
-        rows = [
-            ("layer", "head", "REM", "d", "decay", "theta", "gate", "derivative", "standard errors", "expected gain")
-        ]
-        for head in self.heads:
-            config = head.config
-            angle = "" if config.kind == "regular" else f"{config.theta:+.3f}"
-            rem = (config.kind, str(config.dilation), f"{config.decay:+.2f}", angle, f"{config.gate:.4f}")
-            found = (f"{head.derivative:+.4f}", f"{-head.certainty:.1f}", f"{head.expected_gain:.4f}")
-            rows.append((str(config.layer), str(config.head), *rem, *found))
-        return f"{format_table(rows)}\n{self.verdict}"
-
-    @property
-    def verdict(self) -> str:
-        """The outcome in a sentence."""
         checked = (
             f"the loss of {self.num_rows} rows, {self.loss:.4f}, falls by {self.gain:.4f} ± {self.gain_error:.4f} "
             "(standard error) with heads that were chosen without them, of which their gates alone, with P = 0, make "
@@ -105,6 +98,13 @@ class Calibration:
         )
         if self.head_steps:
             checked += f", after the classifier's head was trained for {self.head_steps} steps"
-        if self.heads:
-            return f"{len(self.heads)} heads; {checked}"
-        return f"no heads: {checked}, which is not enough to be shown"
+        if not self.heads:
+            return f"no heads: {checked}, which is not enough to be shown"
+        rows = [("layer", "head", "REM", "d", "decay", "theta", "gate", "derivative", "standard errors")]
+        for head in self.heads:
+            config = head.config
+            angle = "" if config.kind == "regular" else f"{config.theta:+.3f}"
+            rem = (config.kind, str(config.dilation), f"{config.decay:+.2f}", angle, f"{config.gate:.4f}")
+            found = (f"{head.derivative:+.4f}", f"{-head.certainty:.1f}")
+            rows.append((str(config.layer), str(config.head), *rem, *found))
+        return f"{format_table(rows)}\n{len(self.heads)} heads; {checked}"

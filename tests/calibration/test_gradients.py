@@ -12,11 +12,10 @@ from transformers import (
 )
 
 from families import widen
-from rsa_hf import HeadConfig, RSAConfig, is_patched, patch_model
-from rsa_hf.calibration import choice, gradients
+from rsa_hf import HeadConfig, RSAConfig, patch_model
 from rsa_hf.calibration.choice import score
 from rsa_hf.calibration.dictionary import DICTIONARY, Rem, unit_weights
-from rsa_hf.calibration.gradients import ProbedModel
+from rsa_hf.calibration.gradients import Gradients, ProbedModel
 from rsa_hf.rem import rem_matrix
 
 VOCAB, T, H = 31, 12, 4
@@ -135,24 +134,6 @@ def test_rows_add_up_to_their_batches():
         torch.testing.assert_close(a, b)
 
 
-def test_the_model_is_as_it_was():
-    model, batch = build("bert").train(), batch_of("bert")
-    model.bert.embeddings.requires_grad_(False)
-    model.bert.encoder.layer[1].eval()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    flags = [p.requires_grad for p in model.parameters()], [m.training for m in model.modules()]
-    model(**batch)  # which writes `problem_type` into the config
-    config = model.config.to_dict()
-    with pytest.raises(ValueError, match="gives no loss"), ProbedModel(model) as probed:
-        probed.gradients([batch, {"input_ids": batch["input_ids"]}])
-    assert not is_patched(model)
-    assert model.config.to_dict() == config
-    assert ([p.requires_grad for p in model.parameters()], [m.training for m in model.modules()]) == flags
-    assert all(p.grad is None for p in model.parameters())
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
-
-
 def test_unit_weights_are_a_row_of_dense_p_scaled_to_unit_mass():
     weights, mass = unit_weights(40)
     assert len(weights) == len(DICTIONARY)
@@ -166,8 +147,8 @@ def test_unit_weights_are_a_row_of_dense_p_scaled_to_unit_mass():
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_rems_that_reach_nothing_score_nothing(length):
-    found = gradients.Gradients([torch.ones(4, 2, length)], [torch.ones(4, 2)], 1.0)
-    scores = choice.score(found, [True])
+    found = Gradients([torch.ones(4, 2, length)], [torch.ones(4, 2)], 1.0)
+    scores = score(found, [True])
     for rows in (scores.recurrence[0], scores.whole[0]):
         assert bool(rows.isfinite().all())
         assert bool((rows[..., scores.masses[0] == 0] == 0).all())

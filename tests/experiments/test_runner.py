@@ -15,11 +15,11 @@ from experiments.runner.comparison import Comparison
 from experiments.runner.experiment import EXPERIMENTS, Experiment, RequestError, find_experiment
 from experiments.runner.files import CACHE, cached
 from experiments.runner.fit import fit, shuffled_rows
+from experiments.runner.panels import panels
 from experiments.runner.processes import run_all, workers
 from experiments.runner.report import write_report
 from experiments.runner.runner import FOLDER, read_runs, run_experiment
 from experiments.runner.summary import Conclusion, Row, Rows, interval, summarise
-from rsa_hf.plots import panels
 
 NAME = "linear-rnn"  # any experiment
 
