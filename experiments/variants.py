@@ -114,8 +114,8 @@ class LearnedLags(RSAHeads):
     """
 
     def __init__(self, heads: RSAHeads, longest: int) -> None:
-        super().__init__(heads.plan)
-        rems = (self.plan.kinds, *self.per_head(self.rates()), self.plan.dilations)
+        super().__init__(heads.spec)
+        rems = (self.spec.kinds, *self.per_head(self.rates()), self.spec.dilations)
         P = rem_matrix(*rems, query_length=1, key_length=longest + 1)
         self.eta = self.nu = self.theta = None
         self.f = nn.Parameter(P[:, 0, :-1].flip(-1).detach())
@@ -131,12 +131,12 @@ class WithoutRecurrence(RSAHeads):
     """RSA heads with P = 0: attention times 1 − g."""
 
     def __init__(self, heads: RSAHeads) -> None:
-        super().__init__(heads.plan)
+        super().__init__(heads.spec)
         self.eta = self.nu = self.theta = None
 
     def forward(self, attention: Tensor, *_: Any) -> Tensor:
         """Attention [B, T, H, D], its RSA heads scaled."""
-        return scale_heads(attention, self.plan.heads, 1 - self.rates()["gate"])
+        return scale_heads(attention, self.spec.heads, 1 - self.rates()["gate"])
 
 
 def scale_heads(attention: Tensor, heads: tuple[int, ...], factor: Tensor) -> Tensor:

@@ -288,7 +288,7 @@ def check_causality(subject: Subject) -> str:
     """Under causal attention, later tokens do not change earlier outputs."""
     if subject.leak > NOTHING:
         layers = _rsa_layers(subject.halves()[subject.text])
-        if any(heads.plan.causal or getattr(module, "is_causal", None) is True for module, heads in layers):
+        if any(heads.spec.causal or getattr(module, "is_causal", None) is True for module, heads in layers):
             text = f"later tokens change earlier outputs by {subject.leak:.1e} without RSA too"
             raise Failed(f"{text}, though its attention says that it is causal")
         raise NotApplicable("not causal: tokens see later ones, and so do the RSA heads")

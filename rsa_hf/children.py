@@ -21,8 +21,8 @@ _KEEP_IN_FLOAT32 = r"(?<![^.])rsa\.(?:mu|eta|nu|theta)$"
 def heads_of(module: nn.Module) -> RSAHeads | None:
     """The RSA heads of an attention module, its child `rsa`; None if it has none."""
     rsa = module._modules.get("rsa")
-    # By its plan, not its class: under PEFT the child is a wrapper that passes attributes on.
-    return cast(RSAHeads, rsa) if isinstance(getattr(rsa, "plan", None), LayerSpec) else None
+    # By its spec, not its class: under PEFT the child is a wrapper that passes attributes on.
+    return cast(RSAHeads, rsa) if isinstance(getattr(rsa, "spec", None), LayerSpec) else None
 
 
 def is_peft_wrapper(module: nn.Module) -> bool:
@@ -67,14 +67,14 @@ def attach_heads(layers: Sequence[tuple[nn.Module, LayerSpec]]) -> list[RSAHeads
                 "heads are attached under this name. Rename it."
             )
     new = []
-    for module, plan in layers:
+    for module, spec in layers:
         if hasattr(module, "rsa"):
             continue
         parameter = next(module.parameters(), None)
         # Created on the module's device, because a tensor cannot be moved off the meta device: DiffLlama and XLNet
         # create some of their parameters elsewhere while the rest of the model is built there.
         with nullcontext() if parameter is None else parameter.device:
-            child = RSAHeads(plan)
+            child = RSAHeads(spec)
         module.add_module("rsa", child.train(module.training))
         new.append(child)
     return new

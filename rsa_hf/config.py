@@ -225,7 +225,7 @@ class RSAConfig:
             values["heads"] = [{k: v for k, v in vars(head).items() if v is not None} for head in self.heads]
         return values
 
-    def layer_plans(self, num_heads: Sequence[int | None]) -> list[LayerSpec]:
+    def layer_specs(self, num_heads: Sequence[int | None]) -> list[LayerSpec]:
         """What the config means for each patched layer.
 
         Args:
@@ -286,7 +286,7 @@ class RSAConfig:
         return k1, k2, k4, k5
 
     def counted_heads(self, layer: int, num_heads: int | None) -> list[HeadConfig]:
-        """The heads that the counts stand for in a layer; `num_heads` as for `layer_plans`.
+        """The heads that the counts stand for in a layer; `num_heads` as for `layer_specs`.
 
         η starts spread over [−2, −1] ∪ [1, 2] (paper, section 3).
         """

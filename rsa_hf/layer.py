@@ -42,13 +42,13 @@ class RSAHeads(nn.Module):
     * `eta`: one per regular head; λ = tanh η.
     * `nu`, `theta`: one per cyclical head, or per pair where pairs are tied; γ = sigmoid ν, θ in radians.
 
-    A parameter is None if the plan has no heads for it.
+    A parameter is None if the spec has no heads for it.
 
     While a model generates token by token, the weights f(τ) are kept from step to step (`DecodingCache`), and computed
     again when a parameter changes. Writes through `.data` are not noticed on a GPU: call `reset_cache()` after them.
 
     Args:
-        plan: the heads of this layer.
+        spec: the heads of this layer.
     """
 
     mu: nn.Parameter
@@ -60,11 +60,11 @@ class RSAHeads(nn.Module):
     layer_shape: tuple[int, int, int] | None = None  # heads, value heads, head size; None: loaded, and not yet called
     _is_hf_initialized: bool = True  # tells transformers' own initialisation to skip the module
 
-    def __init__(self, plan: LayerSpec) -> None:
+    def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
-        self.plan = plan
+        self.spec = spec
         for name in PARAMETERS:
-            size = len(getattr(plan, name))
+            size = len(getattr(spec, name))
             # None in place of an empty parameter: savers take all empty tensors for one shared tensor and drop them.
             parameter = nn.Parameter(torch.empty(size, dtype=torch.float32)) if size else None
             self.register_parameter(name, parameter)
@@ -73,12 +73,12 @@ class RSAHeads(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the parameters as the plan says, except those on the meta device."""
+        """Initialise the parameters as the spec says, except those on the meta device."""
         for name in PARAMETERS:
             parameter = getattr(self, name)
             if parameter is not None and parameter.device.type != "meta":
-                start = torch.tensor(getattr(self.plan, name), dtype=torch.float32, device=parameter.device)
-                parameter.copy_(start / self.plan.parameter_scale)
+                start = torch.tensor(getattr(self.spec, name), dtype=torch.float32, device=parameter.device)
+                parameter.copy_(start / self.spec.parameter_scale)
 
     def rates(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """Effective values: `gate` (1,) or (R,), `lam` of the shape of `eta`, `gamma` and `theta` of that of `nu`.
@@ -86,7 +86,7 @@ class RSAHeads(nn.Module):
         Args:
             dtype: dtype of the computation.
         """
-        scale = self.plan.parameter_scale
+        scale = self.spec.parameter_scale
 
         def value(parameter: nn.Parameter | None) -> Tensor:
             return self.mu.new_empty(0, dtype=dtype) if parameter is None else torch.mul(parameter.to(dtype), scale)
@@ -107,7 +107,7 @@ class RSAHeads(nn.Module):
             [B, T, H, D] in the dtype of `attention`: RSA heads mixed, plain heads unchanged.
 
         Raises:
-            ValueError: the layer does not have the heads of the plan, or other lengths than `mask`.
+            ValueError: the layer does not have the heads of the spec, or other lengths than `mask`.
             NotImplementedError: called under `torch.jit.trace`.
         """
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
@@ -118,11 +118,11 @@ class RSAHeads(nn.Module):
         # First, and with few checks: between two tokens all of this leaves the processor's caches.
         if (mixed := self._cache.compiled_step(self, attention, value, mask)) is not None:
             return mixed
-        last, H = self.plan.heads[-1], attention.shape[2]
+        last, H = self.spec.heads[-1], attention.shape[2]
         total = H if shard is None else H * shard.size
         if last >= total or H % value.shape[1]:
             raise ValueError(
-                f"the plan has RSA heads up to index {last}, but this attention layer has {total} heads and "
+                f"the spec has RSA heads up to index {last}, but this attention layer has {total} heads and "
                 f"{value.shape[1] * total // H} value heads: indices below {total}, and a whole number of heads per "
                 "value head, are possible."
             )
@@ -142,7 +142,7 @@ class RSAHeads(nn.Module):
         heads_per_value = H // value.shape[1]
         is_step = mask.query_length == 1 and mask.key_length > 1 and mask.causal
         if is_step and not self._is_trained(value):
-            if shard is not None and not any(head in shard.heads(H) for head in self.plan.heads):
+            if shard is not None and not any(head in shard.heads(H) for head in self.spec.heads):
                 return attention
 
             def rems_and_gate() -> tuple[Rems, Tensor]:
@@ -169,14 +169,14 @@ class RSAHeads(nn.Module):
         # float32 is too coarse near ±1: distinct parameters would give one rate, and 1 − λ² no gradient for η.
         rates = self.rates(widest_dtype(self.mu.device))
         decay, theta = self.per_head(rates)
-        gate = rates["gate"].expand(self.plan.num_rsa_heads)
+        gate = rates["gate"].expand(self.spec.num_rsa_heads)
         # Behind a closed gate P V must not overflow either: 0 · inf would be NaN.
         decay = torch.where(gate.float() == 0, 0, decay)
-        return Rems(self.plan.kinds, decay, theta, self.plan.dilations, heads_per_value, self.plan.heads), gate
+        return Rems(self.spec.kinds, decay, theta, self.spec.dilations, heads_per_value, self.spec.heads), gate
 
     def per_head(self, rates: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """λ or γ, and θ, of each RSA head: (R,) each; θ = 0 for regular heads."""
-        order = constant(self.plan.rates, self.mu.device)
+        order = constant(self.spec.rates, self.mu.device)
         decay = torch.cat([rates["lam"], rates["gamma"]])
         theta = torch.cat([torch.zeros_like(rates["lam"]), rates["theta"]])
         return decay.index_select(0, order), theta.index_select(0, order)
@@ -205,8 +205,8 @@ class RSAHeads(nn.Module):
         super().__setstate__({**state, "_cache": DecodingCache()})  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
-        """The plan, in `print(model)`."""
-        plan = self.plan
-        counts = Counter(zip(plan.kinds, plan.dilations, strict=True))
+        """The spec, in `print(model)`."""
+        spec = self.spec
+        counts = Counter(zip(spec.kinds, spec.dilations, strict=True))
         described = [f"{n} {kind}{f' dilated by {d}' if d > 1 else ''}" for (kind, d), n in counts.items()]
-        return f"{', '.join(described)}; heads {list(plan.heads)}"
+        return f"{', '.join(described)}; heads {list(spec.heads)}"

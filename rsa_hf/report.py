@@ -127,8 +127,8 @@ def rsa_report(model: nn.Module) -> RSAReport:
 
 def _head_reports(heads: RSAHeads) -> list[HeadReport]:
     with torch.device("cpu"):
-        start = _effective(RSAHeads(heads.plan))
-    described = zip(heads.plan.heads, heads.plan.kinds, heads.plan.dilations, strict=True)
+        start = _effective(RSAHeads(heads.spec))
+    described = zip(heads.spec.heads, heads.spec.kinds, heads.spec.dilations, strict=True)
     return [
         HeadReport(head, kind, d, *now, _half_life(abs(now[1]), d), *before)
         for (head, kind, d), now, before in zip(described, _effective(heads), start, strict=True)
@@ -142,9 +142,9 @@ def _effective(heads: RSAHeads) -> list[tuple[float, float, float | None]]:
         name: (value.full_tensor() if isinstance(value, DTensor) else value).tolist()
         for name, value in heads.rates().items()
     }
-    gates = rates["gate"] * (heads.plan.num_rsa_heads // len(rates["gate"]))
+    gates = rates["gate"] * (heads.spec.num_rsa_heads // len(rates["gate"]))
     decays, angles = [*rates["lam"], *rates["gamma"]], [None] * len(rates["lam"]) + rates["theta"]
-    return [(gate, decays[place], angles[place]) for gate, place in zip(gates, heads.plan.rates, strict=True)]
+    return [(gate, decays[place], angles[place]) for gate, place in zip(gates, heads.spec.rates, strict=True)]
 
 
 def _half_life(modulus: float, dilation: int) -> float:

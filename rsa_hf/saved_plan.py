@@ -60,7 +60,7 @@ class SavedPlan:
         Raises:
             ValueError: the config does not fit the modules.
         """
-        layers = config.layer_plans(num_heads)
+        layers = config.layer_specs(num_heads)
         return cls(tuple(modules), config.resolved(num_heads), dict(zip(modules, layers, strict=True)))
 
 
@@ -103,7 +103,7 @@ def read_plan(content: Any) -> SavedPlan:
     config = _read_counts(plan, len(modules)) if is_counted else RSAConfig.from_dict(plan)
     if version == NAMED and config.heads is None:
         raise ValueError("config.rsa has format_version 2, but its plan does not name single heads: it is damaged.")
-    layers = config.layer_plans([None] * len(modules))
+    layers = config.layer_specs([None] * len(modules))
     return SavedPlan(tuple(modules), config, dict(zip(modules, layers, strict=True)))
 
 

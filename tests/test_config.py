@@ -19,7 +19,7 @@ def test_heads_have_the_order_and_the_dilations_of_the_counts():
         num_dilated_regular=1,
         num_dilated_cyclical_pairs=2,
         dilation=[7, 3, 6, 9, 12],
-    ).layer_plans([12])
+    ).layer_specs([12])
     assert spec.kinds == ("regular", "regular", "cos", "sin", "regular", "cos", "cos", "sin", "sin")
     assert spec.dilations == (1, 1, 1, 1, 7, 3, 6, 9, 12)
     assert (spec.num_rsa_heads, len(spec.eta), len(spec.nu)) == (9, 3, 3)
@@ -27,9 +27,9 @@ def test_heads_have_the_order_and_the_dilations_of_the_counts():
 
 @pytest.mark.parametrize("heads", range(1, 33))
 def test_the_defaults_fit_any_head_count(heads):
-    (spec,) = RSAConfig().layer_plans([heads])
+    (spec,) = RSAConfig().layer_specs([heads])
     assert spec.num_rsa_heads == max(1, heads // 2)
-    (resolved,) = RSAConfig().resolved([heads]).layer_plans([None])
+    (resolved,) = RSAConfig().resolved([heads]).layer_specs([None])
     assert resolved == spec
 
 
@@ -39,7 +39,7 @@ def test_layers_of_unequal_sizes_are_saved_as_named_heads():
     assert resolved.layers == (2, 5, 6)
     stored = RSAConfig.from_dict(json.loads(json.dumps(resolved.to_dict())))
     assert stored == resolved == resolved.resolved([6, 4, 6])
-    found, expected = stored.layer_plans([None] * 3), config.layer_plans([6, 4, 6])
+    found, expected = stored.layer_specs([None] * 3), config.layer_specs([6, 4, 6])
     assert found == expected
     for one, other in zip(found, expected, strict=True):
         assert (one.mu, one.eta, one.nu, one.theta) == (other.mu, other.eta, other.nu, other.theta)
@@ -48,7 +48,7 @@ def test_layers_of_unequal_sizes_are_saved_as_named_heads():
 
 @pytest.mark.parametrize(("heads", "regular", "pairs"), [(1, 1, 0), (2, 0, 1), (7, 1, 3), (8, 0, 4)])
 def test_from_scratch_takes_all_heads(heads, regular, pairs):
-    (spec,) = RSAConfig.from_scratch(heads).layer_plans([heads])
+    (spec,) = RSAConfig.from_scratch(heads).layer_specs([heads])
     assert spec.kinds == ("regular",) * regular + ("cos",) * pairs + ("sin",) * pairs
     assert spec.mu == pytest.approx([1])
     assert spec.nu == pytest.approx([0] * pairs)
@@ -95,7 +95,7 @@ def test_named_heads_survive_json(heads):
     config = RSAConfig(heads=heads)
     assert RSAConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert config.layers == tuple(sorted({head.layer for head in heads}))
-    specs = config.layer_plans([8] * len(config.layers))
+    specs = config.layer_specs([8] * len(config.layers))
     assert sum(spec.num_rsa_heads for spec in specs) == len(heads)
     for layer, spec in zip(config.layers, specs, strict=True):
         rates = RSAHeads(spec).rates(torch.float64)
@@ -110,7 +110,7 @@ def test_named_heads_survive_json(heads):
 def test_named_heads_may_share_a_rate_and_a_gate():
     shared = [("cos", 4), ("regular", 4), ("sin", None), ("sin", 4), ("cos", 0)]
     heads = [{**HEAD, "layer": 0, "head": i, "kind": kind, "pair": p} for i, (kind, p) in enumerate(shared)]
-    (spec,) = RSAConfig(heads=heads, gate_per_head=False).layer_plans([8])
+    (spec,) = RSAConfig(heads=heads, gate_per_head=False).layer_specs([8])
     assert spec.rates == (1, 0, 2, 1, 3)
     assert [len(start) for start in (spec.mu, spec.eta, spec.nu, spec.theta)] == [1, 1, 3, 3]
 
@@ -157,13 +157,13 @@ def test_named_heads_may_share_a_rate_and_a_gate():
 )
 def test_what_is_not_allowed_is_an_error_that_names_it(values, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        RSAConfig.from_dict(values).layer_plans([8])
+        RSAConfig.from_dict(values).layer_specs([8])
 
 
 def test_counts_are_needed_where_the_number_of_heads_is_not_known():
     for config in (RSAConfig(), RSAConfig(num_regular=4096, num_cyclical_pairs=1)):
         with pytest.raises(ValueError, match="number of heads|1 to 4096"):
-            config.layer_plans([None])
+            config.layer_specs([None])
     with pytest.raises(ValueError, match="num_heads=0"):
         RSAConfig.from_scratch(0)
 

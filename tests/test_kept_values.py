@@ -32,7 +32,7 @@ def patched(family, attention="sdpa"):
 
 
 def new_heads():
-    return RSAHeads(RSAConfig(**FULL_PLAN).layer_plans([8])[0])
+    return RSAHeads(RSAConfig(**FULL_PLAN).layer_specs([8])[0])
 
 
 # --- weights kept for generation ------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def test_a_step_after_a_change_of_parameters(change, backend, padded, monkeypatc
     assert torch.equal(step_of(heads, padded), before)
     for _ in range(2):
         change(heads)
-        fresh = RSAHeads(heads.plan)
+        fresh = RSAHeads(heads.spec)
         for name in ("mu", "eta", "nu", "theta"):
             getattr(fresh, name).copy_(getattr(heads, name))
         assert torch.equal(step_of(heads, padded), step_of(fresh, padded))

@@ -25,7 +25,7 @@ def make(tie_pairs=True, **values) -> RSAHeads:
     if not tie_pairs:
         heads = [replace(head, pair=None) for head in config.counted_heads(0, 10)]
         config = RSAConfig(heads=heads, gate_per_head=config.gate_per_head)
-    return RSAHeads(config.layer_plans([10])[0])
+    return RSAHeads(config.layer_specs([10])[0])
 
 
 def draw(dtype=torch.float32):
@@ -98,7 +98,7 @@ def test_gradients_of_stored_parameters_are_those_of_finite_differences():
 def test_parameters_start_where_the_plan_says():
     heads = make(gate_init=-3.0)
     rates = heads.rates()
-    scale = heads.plan.parameter_scale
+    scale = heads.spec.parameter_scale
     torch.testing.assert_close(rates["gate"], torch.sigmoid(torch.tensor([-3.0])))
     eta = heads.eta * scale
     assert bool(((eta.abs() >= 1) & (eta.abs() <= 2)).all())

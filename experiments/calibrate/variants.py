@@ -79,15 +79,15 @@ class ScaledHeads(RSAHeads):
     """
 
     def __init__(self, heads: RSAHeads, with_rems: bool = True, train_gates: bool = False) -> None:
-        super().__init__(heads.plan)
+        super().__init__(heads.spec)
         self.with_rems = with_rems
         self.requires_grad_(False)
         self.mu.requires_grad_(train_gates)
-        self.factor = nn.Parameter(torch.zeros(heads.plan.num_rsa_heads))
+        self.factor = nn.Parameter(torch.zeros(heads.spec.num_rsa_heads))
 
     def forward(self, attention: Tensor, *value_and_mask: Any) -> Tensor:
         """Attention [B, T, H, D] with its RSA heads scaled, and mixed with P V where there are REMs."""
-        attention = scale_heads(attention, self.plan.heads, 1 + self.factor * self.plan.parameter_scale)
+        attention = scale_heads(attention, self.spec.heads, 1 + self.factor * self.spec.parameter_scale)
         return super().forward(attention, *value_and_mask) if self.with_rems else attention
 
 

@@ -24,7 +24,6 @@ from experiments.regular_languages.networks import VARIANTS, accuracy, encode, m
 from experiments.runner.comparison import Case, Comparison
 from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.fit import default_device
-from experiments.runner.panels import panels
 from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, make_rows, weakest
 
 BINS = 3

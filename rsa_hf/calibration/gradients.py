@@ -73,7 +73,7 @@ class ProbedModel:
         for module in attention:
             heads = heads_of(module)
             assert heads is not None
-            module.rsa = _Probe(heads.plan)
+            module.rsa = _Probe(heads.spec)
             self.probes.append(module.rsa)
         model.eval().requires_grad_(False)
         self._trained_head: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
@@ -138,7 +138,7 @@ class ProbedModel:
         for probe in self.probes:
             probe.current = None
         assert config.layers is not None
-        for layer, spec in zip(config.layers, config.layer_plans([None] * len(config.layers)), strict=True):
+        for layer, spec in zip(config.layers, config.layer_specs([None] * len(config.layers)), strict=True):
             self.probes[layer].current = RSAHeads(spec).to(self.model.device)
 
     def gradients(self, batches: Iterable[Mapping[str, Any]]) -> Gradients:

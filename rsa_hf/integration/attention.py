@@ -99,7 +99,7 @@ def _attention_with_rsa(
         calls.append(_call(module, attention_output(seen, implementation, query, value), value, causal))
     own = is_own(base)
     if not own and (rsa := heads_of(module)) is not None:
-        planned = causal if rsa.plan.causal is None else rsa.plan.causal
+        planned = causal if rsa.spec.causal is None else rsa.spec.causal
         require_trusted(base, implementation, planned, module, query, key, value, attention_mask, args, keywords)
     if isinstance(keywords.get("cache"), PagedAttentionCache):
         return paged_attention_with_rsa(base, module, query, key, value, attention_mask, *args, **keywords)
@@ -240,8 +240,8 @@ def mix_recurrence(
     rsa = heads_of(module)
     if rsa is None:
         return attention
-    if rsa.plan.causal is not None:
-        causal = rsa.plan.causal
+    if rsa.spec.causal is not None:
+        causal = rsa.spec.causal
     elif getattr(rsa.model_config, "is_causal", None) is False:
         causal = False  # modules beside the interface learn of it from their mask alone
     if causal is None:

@@ -67,7 +67,7 @@ def paged_attention_with_rsa(
     rsa, mask = cast(RSAHeads, heads_of(module)), arguments[3]
     if keywords.get("block_table") is not None or mask is None:
         raise NotImplementedError(_NO_FLASH)
-    if rsa.plan.causal is False:
+    if rsa.spec.causal is False:
         raise NotImplementedError("Continuous batching is causal: RSAConfig(causal=False) works with generate() only.")
     seen = _StandInForPagedCache(cache)
     output, weights = base(module, *arguments, cache=seen, **keywords)

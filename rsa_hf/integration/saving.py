@@ -98,7 +98,7 @@ def _mismatched_modules(model: PreTrainedModel) -> list[str]:
         if name.split(".")[0] in base._modules  # otherwise it belongs to a part that this class does not have
     }
     found = {
-        _without_wrappers(name): heads.plan
+        _without_wrappers(name): heads.spec
         for name, module in base.named_modules()
         if (heads := heads_of(module)) is not None
     }

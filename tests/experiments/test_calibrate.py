@@ -66,7 +66,7 @@ def test_factors_start_as_the_calibrated_model_and_then_scale_attention():
     damped = v.make_variant(NO_RECURRENCE, llama(), PLAN, LENGTH, 0)
     for model, factor in ((scaled, lambda g: -g), (with_factors, lambda g: 1 / (1 - g) - 1)):
         for (_, heads), (_, of) in zip(patched_modules(model), patched_modules(calibrated), strict=True):
-            heads.factor.copy_(factor(of.rates()["gate"]) / heads.plan.parameter_scale)
+            heads.factor.copy_(factor(of.rates()["gate"]) / heads.spec.parameter_scale)
     torch.testing.assert_close(logits(scaled), logits(damped))
     assert (logits(with_factors) - logits(calibrated)).abs().max() > 1e-3
 

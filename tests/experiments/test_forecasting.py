@@ -75,8 +75,8 @@ def test_variants_differ_in_rsa_alone(family):
     patched = [heads for _, heads in patched_modules(rsa)]
     assert len(patched) == 3  # the self-attention of every layer
     informer = family == "informer"
-    assert {heads.plan.num_rsa_heads for heads in patched} == {8 if informer else 4}
-    assert all(set(heads.plan.dilations) <= {1, 24} and 24 in heads.plan.dilations for heads in patched)
+    assert {heads.spec.num_rsa_heads for heads in patched} == {8 if informer else 4}
+    assert all(set(heads.spec.dilations) <= {1, 24} and 24 in heads.spec.dilations for heads in patched)
     found = predict(rsa, *example())
     assert found.shape == (2, 10, 2)
     assert (found - predict(plain, *example())).abs().max() > 1e-4

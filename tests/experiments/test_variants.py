@@ -44,7 +44,7 @@ def test_these_variants_start_as_rsa(name):
 
 @pytest.mark.parametrize(("name", "dilations"), [("rsa", [1] * 4), (v.HALF, [1] * 2), (v.DILATED, [1, 1, 6, 6])])
 def test_heads_of_a_variant(name, dilations):
-    plans = [heads.plan for _, heads in v.patched_modules(variant(name))]
+    plans = [heads.spec for _, heads in v.patched_modules(variant(name))]
     assert [list(plan.dilations) for plan in plans] == [dilations] * SHAPE.layers
 
 

@@ -77,9 +77,9 @@ def dense_mix(module, weights, value, visible, causal):
     rsa = module.rsa
     rates, (decay, theta) = rsa.rates(), rsa.per_head(rsa.rates())
     T, S = weights.shape[2:]
-    P = rem_matrix(rsa.plan.kinds, decay, theta, rsa.plan.dilations, query_length=T, key_length=S, causal=causal)
+    P = rem_matrix(rsa.spec.kinds, decay, theta, rsa.spec.dilations, query_length=T, key_length=S, causal=causal)
     P = torch.where(visible, P, 0)
-    R, gate = rsa.plan.num_rsa_heads, rates["gate"]
+    R, gate = rsa.spec.num_rsa_heads, rates["gate"]
     both = torch.cat([(1 - gate) * weights[:, :R] + gate * P, weights[:, R:]], dim=1)
     return torch.einsum("bhts,bshd->bthd", both, value)
 

@@ -154,9 +154,9 @@ def explicit(self, attention, value, mask):
     """RSA by the explicit P, for queries that are the last of the keys."""
     rates = self.rates()
     decay, theta = self.per_head(rates)
-    R, groups = self.plan.num_rsa_heads, attention.shape[2] // value.shape[1]
+    R, groups = self.spec.num_rsa_heads, attention.shape[2] // value.shape[1]
     lengths = {"query_length": attention.shape[1], "key_length": value.shape[2]}
-    P = rem_matrix(self.plan.kinds, decay, theta, self.plan.dilations, **lengths)
+    P = rem_matrix(self.spec.kinds, decay, theta, self.spec.dilations, **lengths)
     product = (P @ value.repeat_interleave(groups, 1)[:, :R]).transpose(1, 2)
     mixed = (1 - rates["gate"]) * attention[:, :, :R] + rates["gate"] * product
     return torch.cat([mixed, attention[:, :, R:]], 2)

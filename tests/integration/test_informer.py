@@ -77,7 +77,7 @@ def largest_difference(kind):
             outputs.append(seen)
         rates = module.rsa.rates()
         decay, theta = module.rsa.per_head(rates)
-        plan = module.rsa.plan
+        plan = module.rsa.spec
         P = rem_matrix(plan.kinds, decay, theta, plan.dilations, query_length=9, causal=causal)
         value = outputs[1]["value"].view(2, 9, HEADS, 4)
         product = torch.einsum("hts,bshd->bthd", P.float(), value).flatten(2)

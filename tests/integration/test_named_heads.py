@@ -42,9 +42,9 @@ def dense(shift=0):
     def forward(self, attention, value, mask):
         rates = self.rates()
         lengths = {"query_length": mask.query_length, "key_length": mask.key_length, "query_offset": mask.query_offset}
-        P = rem_matrix(self.plan.kinds, *self.per_head(rates), self.plan.dilations, **lengths, causal=mask.causal)
+        P = rem_matrix(self.spec.kinds, *self.per_head(rates), self.spec.dilations, **lengths, causal=mask.causal)
         visible, mixed = boolean_mask(mask, lags(mask, value.device)), attention.clone()
-        for i, head in enumerate(self.plan.heads):
+        for i, head in enumerate(self.spec.heads):
             place, g = (head + shift) % attention.shape[2], rates["gate"][i]
             product = torch.where(visible[:, 0], P[i], 0) @ value[:, place * value.shape[1] // attention.shape[2]]
             mixed[:, :, place] = (1 - g) * attention[:, :, place] + g * product

@@ -128,7 +128,7 @@ def attention_by_hand(module, query, key, value, sees=None, bias=None):
         visible[..., t, sees(t)] = 1
     output = torch.stack(rows)
     if hasattr(module, "rsa"):
-        plan, rates = module.rsa.plan, module.rsa.rates()
+        plan, rates = module.rsa.spec, module.rsa.rates()
         (decay, theta), gate, R = module.rsa.per_head(rates), rates["gate"], plan.num_rsa_heads
         values = value.transpose(0, 1)[None, :R]
         P_V = double_loop(values, plan.kinds, decay, theta, plan.dilations, T, S - T, True, visible)[0].transpose(0, 1)

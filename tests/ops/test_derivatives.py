@@ -302,7 +302,7 @@ STEPS = {
 
 def tangents_of_a_step(masks, way):
     """The tangent of a step's output, and the one that finite differences give."""
-    heads = RSAHeads(RSAConfig(**families.FULL_PLAN).layer_plans([8])[0]).double()
+    heads = RSAHeads(RSAConfig(**families.FULL_PLAN).layer_specs([8])[0]).double()
     names = ("mu", "eta", "nu", "theta")
     shapes = (torch.randn(2, 1, 8, 4), torch.randn(2, 8, LENGTH, 4))
     primals = (*(x.double() for x in shapes), *(getattr(heads, name).detach() for name in names))

@@ -39,7 +39,7 @@ def test_heads_on_cross_attention_are_an_error(family):
     layer = (
         model.decoder.layers[0].encoder_attn if family == "bart" else model.decoder.block[0].layer[1].EncDecAttention
     )
-    attach_heads([(layer, RSAConfig(num_regular=1, causal=False).layer_plans([8])[0])])
+    attach_heads([(layer, RSAConfig(num_regular=1, causal=False).layer_specs([8])[0])])
     ids = torch.randint(3, families.VOCAB, (2, 9))
     with pytest.raises(ValueError, match="query_length=9.*key_length=5"):
         model(input_ids=ids[:, :5], decoder_input_ids=ids)

@@ -35,12 +35,12 @@ def counted(monkeypatch):
 def named_layer(H):
     heads = [(1, "regular", 0.9, 1), (2, "sin", 0.8, 1), (4, "regular", -0.5, 3), (H - 1, "cos", 0.97, 2)]
     named = [HeadConfig(0, head, kind, decay, 0.3, theta=0.7, dilation=d) for head, kind, decay, d in heads]
-    return RSAHeads(RSAConfig(heads=named).layer_plans([H])[0])
+    return RSAHeads(RSAConfig(heads=named).layer_specs([H])[0])
 
 
 def layer(H=6, gate=0.3):
     dilated = {"num_dilated_cyclical_pairs": 1, "dilation": [3, 5]}
-    return RSAHeads(RSAConfig(num_regular=2, num_cyclical_pairs=1, **dilated, gate_init=gate).layer_plans([H])[0])
+    return RSAHeads(RSAConfig(num_regular=2, num_cyclical_pairs=1, **dilated, gate_init=gate).layer_specs([H])[0])
 
 
 def tensors(H=6, Hv=6, D=16, dtype=torch.float64):
@@ -61,11 +61,11 @@ def step(heads, attention, value, mask=None):
 @torch.no_grad()
 def expected_step(heads, attention, value, position=S - 1, visible=None):
     """Equation 4 with a row of P."""
-    H, places = attention.shape[2], list(heads.plan.heads)
+    H, places = attention.shape[2], list(heads.spec.heads)
     rates = heads.rates(torch.float64)
     keys = value.double()[:, [place // (H // value.shape[1]) for place in places]]
     masks = {"query_length": 1, "query_offset": position, "visible": visible}
-    product = dense_rem_product(keys, heads.plan.kinds, *heads.per_head(rates), heads.plan.dilations, **masks)
+    product = dense_rem_product(keys, heads.spec.kinds, *heads.per_head(rates), heads.spec.dilations, **masks)
     g, mixed = rates["gate"][:, None], attention.double().clone()
     mixed[:, :, places] = (1 - g) * mixed[:, :, places] + g * product.transpose(1, 2)
     return mixed

@@ -50,7 +50,7 @@ def patched(model, stored="saturated"):
 
 def equation_4(heads, attention, value, visible, causal):
     """Eq. 4 of such a layer in float64, from the stored parameters, with dense P."""
-    plan, rates = heads.plan, heads.rates(torch.float64)
+    plan, rates = heads.spec, heads.rates(torch.float64)
     decay, theta = heads.per_head(rates)
     turns = theta - theta.detach() + torch.tensor([first_turn(x) for x in theta.tolist()], dtype=torch.float64)
     masks = {"causal": causal, "visible": visible, "groups": attention.shape[2] // value.shape[1]}

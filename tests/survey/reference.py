@@ -127,7 +127,7 @@ def _visible(
 
 
 def _eq4(rsa: nn.Module, attention: Tensor, visible: Tensor, value: Tensor) -> Tensor:
-    plan, H, T, S = rsa.plan, *visible.shape[1:]
+    plan, H, T, S = rsa.spec, *visible.shape[1:]
     gate, parameters = _parameters(rsa)
     lags = (torch.arange(T)[:, None] - torch.arange(S)[None, :]).abs()
     value = value.repeat_interleave(H // value.shape[1], dim=1)
@@ -144,7 +144,7 @@ def _eq4(rsa: nn.Module, attention: Tensor, visible: Tensor, value: Tensor) -> T
 
 def _parameters(rsa: nn.Module) -> tuple[Tensor, list[tuple[str, Tensor, Tensor | None, int]]]:
     """The gates, and the kind, rate, angle and dilation of each RSA head, from the stored parameters."""
-    plan, scale = rsa.plan, rsa.plan.parameter_scale
+    plan, scale = rsa.spec, rsa.spec.parameter_scale
     eta = [] if rsa.eta is None else list(torch.tanh(rsa.eta * scale))
     pairs = [] if rsa.nu is None else list(zip(torch.sigmoid(rsa.nu * scale), rsa.theta * scale, strict=True))
     undilated = plan.kinds[: plan.dilations.count(1)]
