@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from argparse import SUPPRESS
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -183,7 +184,7 @@ def read_arguments(arguments: Sequence[str], data_type: type[Data]) -> RunArgume
     words = list(arguments)
     content = _content(expanded(words.pop(0)), known) if words and not words[0].startswith("-") else {}
     words = _set_entries(content, words, known)
-    parser = _Parser(types, allow_abbrev=False, prog="rsa-hf train", description="Keys of CONFIG.")
+    parser = _Parser(types, allow_abbrev=False, usage=SUPPRESS)
     for word in words:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         if word.startswith("--") and name not in {"help", *known} and name.removeprefix("no_") not in known:
