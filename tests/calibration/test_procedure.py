@@ -102,6 +102,7 @@ def test_a_broken_score_loses(shifted, broken, monkeypatch):
     assert wrong.gain < right.gain / 2
 
 
+@pytest.mark.slow  # a hundred calibrations
 def test_labels_that_are_noise_choose_nothing_in_95_of_100_seeds():
     model, chosen = classifier(), 0
     for seed in range(100):

@@ -2,7 +2,6 @@
 
 import hashlib
 import tempfile
-from collections import Counter
 from contextlib import nullcontext
 from copy import deepcopy
 
@@ -19,7 +18,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from families import CONFIGS, DECODERS, ENCODER_DECODERS, ENCODERS, FULL_PLAN, build, build_language_model, move_rates
-from reliability.record import Part, note
 from rsa_hf import checks, is_patched, patch_model, unpatch_model
 from rsa_hf.checks import Subject, examine
 from survey.broken import BROKEN
@@ -31,24 +29,13 @@ def make(family, patched):
     return move_rates(patch_model(model, FULL_PLAN)) if patched else model
 
 
-@pytest.fixture(scope="module")
-def seen():
-    """Counts of findings, and of broken variants by the check that catches them, recorded at the end."""
-    seen = {"sound models": Counter(), "broken variants": Counter()}
-    yield seen
-    for kind, outcomes in seen.items():
-        note(Part.DOCTOR, kind, outcomes)
-
-
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("family", [*DECODERS, *ENCODER_DECODERS, "bert", "gemma3"])
-def test_a_sound_model_passes(family, patched, seen):
+def test_a_sound_model_passes(family, patched):
     found = {name: verdict for verdict, name, _ in examine(make(family, patched))}
     # Two checks do not apply to an encoder, and say so.
     not_applicable = ("causality", "cache") if family in ENCODERS else ()
     assert found == {name: "note" if name in not_applicable else "ok" for name in checks.CHECKS}
-    seen["sound models"]["models"] += 1
-    seen["sound models"].update(f"{name} {verdict}" for name, verdict in found.items())
 
 
 def test_a_classifier_and_a_bfloat16_model_pass(tmp_path):
@@ -77,14 +64,13 @@ CAUGHT_BY = {
 
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("how", CAUGHT_BY)
-def test_broken_rsa_is_found(how, patched, seen):
+def test_broken_rsa_is_found(how, patched):
     model = make("llama", patched)
     with BROKEN[how]():
         failed = set(failures(model))
     assert CAUGHT_BY[how] in failed
     if how not in ("does nothing", "other direction"):  # several checks find these two
         assert failed == {CAUGHT_BY[how]}
-    seen["broken variants"][f"{how} (caught by {CAUGHT_BY[how]})"] += 1
 
 
 @pytest.mark.parametrize("family", ["bart", "bert"])
@@ -106,7 +92,6 @@ def test_saving_that_drops_rsa_is_found(patched, seen, monkeypatch):
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", save_pretrained)
     assert failures(make("gpt2", patched)) == {"reload": "what was saved has lost its RSA heads"}
-    seen["broken variants"]["saving drops RSA (caught by reload)"] += 1
 
 
 @pytest.mark.parametrize("patched", [False, True])
@@ -121,7 +106,6 @@ def test_attention_that_ignores_causality_is_found(patched, seen, monkeypatch):
     model = make("llama", patched)
     model.set_attn_implementation("careless")
     assert "without RSA too, though its attention says that it is causal" in failures(model)["causality"]
-    seen["broken variants"]["attention ignores causality (caught by causality)"] += 1
 
 
 def test_a_check_that_raises_is_a_failure(monkeypatch):
