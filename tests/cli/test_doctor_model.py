@@ -84,7 +84,7 @@ def test_right_padding_is_tried_where_a_text_sees_it(family, monkeypatch):
 
 
 @pytest.mark.parametrize("patched", [False, True])
-def test_saving_that_drops_rsa_is_found(patched, seen, monkeypatch):
+def test_saving_that_drops_rsa_is_found(patched, monkeypatch):
     original = PreTrainedModel.save_pretrained
 
     def save_pretrained(self, folder, **keywords):
@@ -95,7 +95,7 @@ def test_saving_that_drops_rsa_is_found(patched, seen, monkeypatch):
 
 
 @pytest.mark.parametrize("patched", [False, True])
-def test_attention_that_ignores_causality_is_found(patched, seen, monkeypatch):
+def test_attention_that_ignores_causality_is_found(patched, monkeypatch):
     """A user's attention function that ignores its mask."""
 
     def careless(module, query, key, value, attention_mask, **keywords):
