@@ -95,7 +95,9 @@ def read_plan(content: Any) -> SavedPlan:
         raise TypeError(f"config.rsa['modules'] is a list of module names, got {modules!r:.200}")
     for name in modules:
         if not isinstance(name, str) or not _MODULE_NAME.fullmatch(name):
-            raise ValueError(f"config.rsa['modules'] has {name!r:.200}, which is no module name such as 'h.0.attn'.")
+            raise ValueError(
+                f"config.rsa['modules'] has {name!r:.200}, which must be a module name such as 'h.0.attn'."
+            )
     if len(set(modules)) != len(modules):
         raise ValueError("config.rsa['modules'] names a module more than once.")
     plan = content["plan"]

@@ -62,7 +62,7 @@ def attach_from_config(model: PreTrainedModel) -> list[RSAHeads]:
         The new children.
 
     Raises:
-        TypeError, ValueError: the plan is damaged, or names a module that is no self-attention.
+        TypeError, ValueError: the plan is damaged, or names a module that is not self-attention.
     """
     base = model.base_model
     if vars(model.config).get("rsa") is None or (base is not model and any(map(heads_of, base.modules()))):
@@ -76,7 +76,7 @@ def attach_from_config(model: PreTrainedModel) -> list[RSAHeads]:
     if wrong:
         kinds = sorted({type(found[name][0]).__name__ for name in wrong})
         raise ValueError(
-            f"config.rsa names {shorten(wrong)} ({shorten(kinds)}), which is no self-attention of this "
+            f"config.rsa names {shorten(wrong)} ({shorten(kinds)}), which is not self-attention of this "
             f"{type(base).__name__}: its RSA heads would never run. Load the model with the config it was saved with."
         )
     if found:

@@ -188,8 +188,8 @@ def require_trusted(
     if not is_laid_out or crosses:
         what = "sees keys after a query" if is_laid_out else "mixes up batch, positions, heads or channels"
         raise ValueError(
-            f"{name} is no attention over the V that it is given: its output {what}. RSA needs [batch, queries, "
-            "heads, head size], for all heads and all positions. Use 'sdpa', 'eager' or 'flash_attention_2'."
+            f"{name} does not compute attention over the V that it is given: its output {what}. RSA needs [batch, "
+            "queries, heads, head size], for all heads and all positions. Use 'sdpa', 'eager' or 'flash_attention_2'."
         )
     if query.shape[2] > 1:  # one query shows nothing of the direction
         _trusted.add(foreign)

@@ -271,8 +271,8 @@ def _read_mask(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
                 return found
     # Python's registry shows a warning of one text and place once.
     warnings.warn(
-        "RSA met a mask that is no combination of direction, padding, packed segments and a sliding window. It "
-        "computes P V through the explicit P here: exact, but quadratic in the length.",
+        "unsupported mask: it does not combine direction, padding, packed segments and a sliding window. P is built "
+        "explicitly, at quadratic cost.",
         stacklevel=2,
     )
     return AttentionMask(T, S, offset, causal, visible=visible.clone())

@@ -85,7 +85,7 @@ def load_defect_data(config: DefectDataConfig, only: str | None = None) -> dict[
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a file is damaged, rows are no functions with a label 0 or 1, a split is empty, or all training
+        ValueError: a file is damaged, rows lack a text or a label 0 or 1, a split is empty, or all training
             functions have one class.
     """
     train = only is None
@@ -133,7 +133,7 @@ def read_json_lines(path: str, config: DefectDataConfig | None = None) -> list[E
 
     Raises:
         OSError: the file cannot be opened.
-        ValueError: the file is corrupt, or lines are no such objects: the first ten are named, with their number.
+        ValueError: the file is corrupt, or lines lack them: the first ten are named, with their number.
     """
     return _read(json_lines(path), config or DefectDataConfig())
 

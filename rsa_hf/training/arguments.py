@@ -237,7 +237,7 @@ def _set_entries(content: dict[str, Any], words: Sequence[str], known: Sequence[
             raise ValueError(f"{word} has no value.")
         mapping = content.get(key) or {}
         if not isinstance(mapping, dict):
-            raise ValueError(f"{word}: {key} is no mapping in the file.")
+            raise ValueError(f"{word}: {key} must be a mapping in the file.")
         content[key] = {**mapping, entry: read_yaml(value if equals else rest.pop(0))}
     return others
 

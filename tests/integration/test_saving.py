@@ -224,7 +224,7 @@ def test_weights_that_do_not_fit_the_plan_are_an_error(saved, change, message):
             ValueError,
             "7.attention.self, which this RobertaModel does not have",
         ),
-        (lambda c: c["rsa"].update(modules=["__class__"]), ValueError, "no module name"),
+        (lambda c: c["rsa"].update(modules=["__class__"]), ValueError, "module name"),
         (lambda c: c["rsa"].update(modules=["nowhere"] * 2), ValueError, "more than once"),
         (lambda c: c.update(rsa=[1]), TypeError, "config.rsa is a mapping"),
         (

@@ -167,7 +167,7 @@ def require_sound_process(folder):
 
 
 def other_module(name):
-    """Damage that moves the heads of one module to one that is no self-attention."""
+    """Damage that moves the heads of one module to one that is not self-attention."""
 
     def change(random, files):
         modules = json.loads(files[CONFIG])["rsa"]["modules"]

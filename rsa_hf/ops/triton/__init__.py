@@ -26,7 +26,7 @@ How the limit is approached:
   - ∂/∂gate: ⟨dOut, P V⟩ = ⟨Pᵀ dOut, V⟩, and the parts of that are there anyway.
   - ∂/∂rates: inside chunks ⟨dOut, ∂P V⟩ = Σ_{ij} ∂F(i − j) ⟨dout_i, v_j⟩. The weights are those of every chunk, so
     the C × C inner products are summed over the chunks by the tensor cores, one product in place of two, and weighted
-    at the end. Across chunks a second state, q = ∂h/∂decay, is carried beside h. θ comes for nothing, from ∂z^k/∂θ =
+    at the end. Across chunks a second state, q = ∂h/∂decay, is carried beside h. θ's gradient is free, from ∂z^k/∂θ =
     i·decay·∂z^k/∂decay.
   - Sums over programs go through a small buffer and a kernel that adds it up in a fixed order: no atomics, the same
     bits in every run.
