@@ -12,8 +12,7 @@ from models import tiny
 from models.tiny import attention_by_hand, text, values_and_gradients
 from references import relative_error
 from rsa_hf import unpatch_model
-from rsa_hf.models.sru_plus_plus import SRUPlusPlusModel
-from rsa_hf.models.sru_plus_plus.modeling_sru_plus_plus import Cells
+from rsa_hf.models.sru_plus_plus.modeling_sru_plus_plus import cells
 
 D, HEADS = 12, 8
 build = partial(tiny.build, "sru_plus_plus")
@@ -80,44 +79,15 @@ def test_rsa_heads_mix_into_its_attention(attention):
     assert relative_error(unpatch_model(model)(tokens).last_hidden_state, expected["output"]) > 1e-2
 
 
-def test_gradients_of_the_cells_agree_with_numerical_ones():
-    """Also at a step that an infinite forget gate holds unchanged."""
-    forget, candidate = torch.randn(2, 5, 3).double(), torch.randn(2, 5, 3).double()
-    arguments = [forget, candidate, torch.randn(3).double(), torch.randn(2, 3).double()]
-    for argument in arguments:
-        argument.requires_grad_()
-    assert torch.autograd.gradcheck(Cells.apply, arguments)
+def test_an_infinite_forget_gate_holds_the_cell_and_passes_gradients():
+    """As padding does."""
+    forget, candidate, weight, first = torch.randn(2, 5, 3), torch.randn(2, 5, 3), torch.randn(3), torch.randn(2, 3)
+    arguments = [tensor.double().requires_grad_() for tensor in (forget, candidate, weight, first)]
     held = torch.tensor([0, 1, 0, 0, 1]).bool()[None, :, None]
 
     def with_held(forget, *others):
-        return Cells.apply(forget.masked_fill(held, math.inf), *others)
+        return cells(forget.masked_fill(held, math.inf), *others)
 
     assert torch.autograd.gradcheck(with_held, arguments)
     found = with_held(*arguments)
     assert torch.equal(found[:, 1], found[:, 0])
-
-
-@torch.no_grad()
-def test_a_new_layer_is_a_recurrence_alone():
-    """α = 0, so that only the recurrence mixes tokens; highway gates start low."""
-    model = SRUPlusPlusModel(tiny.config("sru_plus_plus"))
-    for layer in model.layers:
-        assert layer.attention.alpha.tolist() == [0.0]
-        assert set(layer.highway_bias.tolist()) == {-2.0}
-        assert float(layer.forget_weight.abs().max()) <= 1
-    hidden, visible = torch.randn(2, 5, D), torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
-    attention = model.layers[0].attention
-    alone = attention.o_proj(attention.layer_norm(attention.q_proj(hidden)))
-    assert torch.equal(attention(hidden, None, visible)[0], alone)
-
-
-@torch.no_grad()
-def test_the_state_holds_cells_and_the_last_inputs():
-    model, tokens = build(mem_len=10), text()
-    first = model(tokens[:, :6])
-    assert [tuple(part.shape) for part in first.state] == [(2, D)] * 2 + [(2, 6, D)] * 2
-    assert model(tokens[:, 6:13], state=first.state).state[2].shape == (2, 10, D)
-    none = build(mem_len=0)
-    assert none(tokens).state[2].shape == (2, 0, D)
-    assert none(tokens, state=none(tokens).state).logits.isfinite().all()
-    assert none(tokens, use_cache=False).state is None

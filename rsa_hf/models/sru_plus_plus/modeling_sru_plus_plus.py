@@ -23,7 +23,6 @@ With U = [U⁰; U¹; U²] and the segment's inputs x, each channel on its own:
 
 The forget gate depends on the cell before, so c[t] is no linear function of c[t−1] and no parallel scan computes it:
 cells are computed step by step, with three operations on [B, d] per step, and all else for the whole segment at once.
-The gradient is a linear recurrence with two operations per step, as every f[t] is known by then.
 
 Segments give the result of one long text as long as the memory reaches back to where the text begins.
 """
@@ -35,7 +34,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
@@ -77,44 +75,17 @@ class SRUPlusPlusAttention(InterfaceAttention):
         return self.o_proj(self.dropout(self.layer_norm(Q + self.alpha * A))), weights
 
 
-class Cells(torch.autograd.Function):
-    """All c[t] = f[t] ⊙ c[t−1] + (1 − f[t]) ⊙ U²[t], f[t] = σ(forget[t] + v ⊙ c[t−1]), [B, T, d]. Differentiable once.
+def cells(forget: Tensor, candidate: Tensor, weight: Tensor, first: Tensor) -> Tensor:
+    """All c[t] = f[t] ⊙ c[t−1] + (1 − f[t]) ⊙ U²[t], f[t] = σ(forget[t] + v ⊙ c[t−1]), [B, T, d].
 
     The arguments are forget = U⁰ + b, [B, T, d], ∞ where the cell does not change; U², [B, T, d]; v, [d]; c[−1],
     [B, d].
     """
-
-    @staticmethod
-    def forward(ctx: Any, forget: Tensor, candidate: Tensor, weight: Tensor, first: Tensor) -> Tensor:
-        cell, found = first, []
-        for forget_t, candidate_t in zip(forget.unbind(1), candidate.unbind(1), strict=True):
-            cell = torch.lerp(candidate_t, cell, torch.sigmoid(torch.addcmul(forget_t, weight, cell)))
-            found.append(cell)
-        stacked = torch.stack(found, dim=1)
-        ctx.save_for_backward(forget, candidate, weight, first, stacked)
-        return stacked
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        forget, candidate, weight, first, found = ctx.saved_tensors
-        before = _cells_before(first, found)
-        f = torch.sigmoid(forget + weight * before)
-        by_gate = (before - candidate) * f * (1 - f)  # ∂c[t] / ∂(argument of f[t])
-        by_before = f + by_gate * weight  # ∂c[t] / ∂c[t−1]
-        carried, totals = torch.zeros_like(first), []
-        for gradient_t, by_before_t in zip(gradient.unbind(1)[::-1], by_before.unbind(1)[::-1], strict=True):
-            total = gradient_t + carried
-            carried = by_before_t * total
-            totals.append(total)
-        total = torch.stack(totals[::-1], dim=1)
-        to_forget = total * by_gate
-        return to_forget, total * (1 - f), (to_forget * before).sum((0, 1)), carried
-
-
-def _cells_before(first: Tensor, found: Tensor) -> Tensor:
-    """The cell before each step: c[−1], c[0], …, c[T−2]."""
-    return torch.cat([first[:, None], found[:, :-1]], dim=1)
+    cell, found = first, []
+    for forget_t, candidate_t in zip(forget.unbind(1), candidate.unbind(1), strict=True):
+        cell = torch.lerp(candidate_t, cell, torch.sigmoid(torch.addcmul(forget_t, weight, cell)))
+        found.append(cell)
+    return torch.stack(found, dim=1)
 
 
 class SRUPlusPlusLayer(GradientCheckpointingLayer):
@@ -151,8 +122,8 @@ class SRUPlusPlusLayer(GradientCheckpointingLayer):
         forget = forget + self.forget_bias.to(dtype)
         if real is not None:
             forget = forget.masked_fill(~real[..., None], torch.inf)
-        found: Tensor = Cells.apply(forget, candidate, self.forget_weight.to(dtype), first)  # type: ignore[no-untyped-call]
-        before = _cells_before(first, found)
+        found = cells(forget, candidate, self.forget_weight.to(dtype), first)
+        before = torch.cat([first[:, None], found[:, :-1]], dim=1)
         r = torch.sigmoid(highway + self.highway_bias.to(dtype) + self.highway_weight.to(dtype) * before)
         return torch.lerp(hidden.to(dtype), found, r).to(hidden.dtype), found[:, -1]
 
