@@ -40,6 +40,7 @@ def environment(tmp_path):
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path / "site")])}
 
 
+@pytest.mark.slow  # starts processes
 def test_a_program_and_its_workers_load_a_patched_checkpoint(tmp_path, environment):
     patch_model(build("gpt2"), FULL_PLAN).save_pretrained(tmp_path / "patched")
     (tmp_path / "loads.py").write_text(LOADS)

@@ -66,6 +66,7 @@ def test_text8_has_the_tokens_of_its_tokenizer(data_folder, monkeypatch):
     assert test.token_ids.tolist() != ids
 
 
+@pytest.mark.slow  # trains
 def test_a_rem_of_zeros_is_not_confirmed(monkeypatch):
     grid = [settings for settings in EXPERIMENT.grid("toy", 1) if settings["architecture"] == "transformer-xl"]
     zero_rems(monkeypatch)

@@ -88,6 +88,7 @@ def in_a_process(settings):
     return {"seed": settings["seed"], "process": os.getpid()}
 
 
+@pytest.mark.slow  # starts processes
 def test_workers_are_processes():
     grid = {str(i): {"seed": i} for i in range(4)}
     with workers(2) as executor:

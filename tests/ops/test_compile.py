@@ -56,6 +56,7 @@ def test_a_product_that_is_mixed_in_is_one_graph():
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow  # compiles
 def test_inductor_gives_the_eager_results():
     tensors = draw(70, dtype=torch.float32)
 

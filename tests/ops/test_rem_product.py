@@ -42,6 +42,7 @@ def test_texts_of_some_chunks_agree_with_the_recurrent_network(T, causal):
     assert_agrees(draw(T), recurrent_rem_product, causal=causal)
 
 
+@pytest.mark.slow  # long texts
 def test_texts_of_many_chunks_agree_with_the_recurrent_network():
     # The states of chunks are chunked again, and those of these chunks too.
     assert_agrees(draw(4500, B=1, D=4), recurrent_rem_product)
