@@ -60,7 +60,7 @@ def product_in_pytorch(
         return compute(value, rems, mask, torch.ones_like(rems.decay))
     product = compute(value, rems, mask, gate).transpose(1, 2)  # g P V
     softmax = take_heads(attention, rems.heads, dim=2).to(product.dtype)
-    mixed = torch.addcmul(product, softmax, (1 - gate)[:, None].to(product.dtype))
+    mixed = softmax * (1 - gate)[:, None].to(product.dtype) + product  # laid out as attention: models take views of it
     return put_heads(attention, mixed.to(attention.dtype), rems.heads)
 
 
