@@ -1,54 +1,43 @@
-"""RELIABILITY.md from what `make test-reliability` wrote down: what was tried, how often, what came out.
+"""RELIABILITY.md from what `make test-reliability` recorded: what was tried, how often, what came out.
 
 python scripts/write_reliability.py outputs/reliability.jsonl
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import platform
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from experiments.runner.processes import machine, versions
 from reliability.record import Part
 
 HEAD = """# What rsa_hf promises when things go wrong, and how that was tried
 
 Made by `make test-reliability`; every figure is from that run. Each table says what was tried and what came out: how
-often, or how much. Below it stand protections that the promise rests on: each was taken out, and the named test went
-red.
+often, or how much.
 """
 
 
 def page(lines: Sequence[dict[str, Any]]) -> str:
     """The page for the lines of a run; a promise without a line says that it was not tried."""
-    parts = [HEAD]
-    began = [line["began"] for line in lines if "began" in line]
-    if began:
-        found = ", ".join(f"{name} {version}" for name, version in versions().items())
-        parts.append(f"\nThe run took {(time.time() - began[0]) / 60:.0f} minutes on {machine()} ({found}).\n")
-    lines = [line for line in lines if "part" in line]
+    packages = ", ".join(f"{name} {version(name)}" for name in ("rsa_hf", "torch", "transformers", "peft"))
+    minutes = [f"{(time.time() - line['began']) / 60:.0f}" for line in lines if "began" in line]
+    parts = [HEAD, f"\nThe run took {minutes[0]} minutes (python {platform.python_version()}, {packages}).\n"]
     for number, part in enumerate(Part, 1):
-        parts.append(f"\n## {number}. {part.value}\n")
-        mine = [line for line in lines if line["part"] == part.name]
-        trials = [line for line in mine if "kind" in line]
-        mutations = [line for line in mine if "protection" in line]
-        if not trials:
-            parts.append("\nNot tried in this run.\n")
-        else:
-            parts.append("\n| what was tried | what came out | first seed |\n|---|---|---|\n")
+        parts.append(f"\n## {number}. {part.value}\n\n")
+        trials = [line for line in lines if line.get("part") == part.name]
+        parts.append("| what was tried | what came out | first seed |\n|---|---|---|\n" if trials else "Not tried.\n")
         for line in trials:
             came_out = "; ".join(f"{name}: {_number(value)}" for name, value in line["came out"].items())
             parts.append(f"| {line['kind']} | {came_out} | {'' if line['seed'] is None else line['seed']} |\n")
-        if mutations:
-            parts.append("\n| taken out | went red |\n|---|---|\n")
-            parts += [f"| {line['protection']} | `{line['red']}` |\n" for line in mutations]
     return "".join(parts)
 
 
@@ -56,6 +45,15 @@ def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
+def main() -> None:
+    """Read the lines, write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("record", type=Path, help="the lines that the run recorded")
+    parser.add_argument("--output", type=Path, default=Path("RELIABILITY.md"))
+    arguments = parser.parse_args()
+    lines = [json.loads(line) for line in arguments.record.read_text(encoding="utf-8").splitlines()]
+    arguments.output.write_text(page(lines), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    record = Path(sys.argv[1]).read_text(encoding="utf-8")
-    Path("RELIABILITY.md").write_text(page([json.loads(line) for line in record.splitlines()]), encoding="utf-8")
+    main()
