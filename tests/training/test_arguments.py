@@ -131,3 +131,10 @@ def test_the_metrics_of_language_modelling_are_better_when_lower(tmp_path):
     words = ["--eval_strategy", "steps", "--load_best_model_at_end", "--metric_for_best_model"]
     assert read(tmp_path, "", *words, "bits_per_byte").training.greater_is_better is False
     assert read(tmp_path, "", *words, "accuracy").training.greater_is_better is True
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests" / "fixtures").glob("*/configs/*.yaml")), ids=str)
+def test_the_run_files_of_earlier_versions_are_told_the_new_keys(path):
+    with pytest.raises(ValueError, match="training.batch_size → per_device_train_batch_size") as raised:
+        read_arguments([str(path)], DefectDataConfig)
+    assert "\n" not in str(raised.value)
