@@ -65,9 +65,10 @@ def run_experiment(
     grid = _select(experiment, experiment.keyed_grid(size, seeds), only or {})
     score, finished = experiment.search_by, read_runs(folder)
     done = len(required_runs(grid, finished, score).keys() & finished.keys())
-    with tqdm(total=number_of_runs(grid, score), initial=done, desc=experiment.name, disable=not progress) as bar:
+    with tqdm(initial=done, desc=experiment.name, disable=not progress) as bar:
         # The search of learning rates determines which runs remain, so ask again after each round.
         while left := {k: each for k, each in required_runs(grid, finished, score).items() if k not in finished}:
+            bar.total = number_of_runs(grid, finished, score)
             for key, run in run_all(experiment.measure, left, executor):
                 finished[key] = run
                 with (folder / RUNS).open("a", encoding="utf-8") as file:
@@ -146,7 +147,7 @@ def _write_results(
         # More than one where an experiment was continued after an upgrade.
         "versions": [dict(each) for each in dict.fromkeys(tuple(run.versions.items()) for run in runs)],
         "cells": [run.settings for run in runs],
-        "planned": number_of_runs(grid, score),
+        "planned": number_of_runs(grid, finished, score),
     }
     (folder / "table.md").write_text(_markdown(rows), encoding="utf-8")
     write_json(folder / CONCLUSION, asdict(conclusion))

@@ -221,7 +221,7 @@ def test_rows_are_shuffled_anew_for_each_pass():
     assert rows[:2] == next(shuffled_rows(5, 2, seed=3)) and len(next(shuffled_rows(2, 5, seed=3))) == 5
 
 
-RATES = (1e-3, 3e-3, 1e-2)
+RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 
 
 def test_learning_rates_are_searched_with_the_first_seed(counted, tmp_path):
@@ -246,7 +246,11 @@ def test_learning_rates_are_searched_with_the_first_seed(counted, tmp_path):
         search_by=loss,
     )
     run_experiment(searching, "quick", tmp_path, progress=False)
-    assert len([each for each in ran if each[2] == 0]) == 6
+    # Three rates from the middle, and one beyond the best while that is the last.
+    assert sorted(each[:2] for each in ran if each[2] == 0) == [
+        *(("plain", rate) for rate in (1e-3, 3e-3, 1e-2)),
+        *(("rsa", rate) for rate in (1e-3, 3e-3, 1e-2, 3e-2)),
+    ]
     assert sorted(each for each in ran if each[2]) == [
         *(("plain", 3e-3, seed) for seed in (1, 2)),
         *(("rsa", 1e-2, seed) for seed in (1, 2)),
@@ -255,7 +259,7 @@ def test_learning_rates_are_searched_with_the_first_seed(counted, tmp_path):
     table = (tmp_path / FOLDER / NAME / "quick" / "table.md").read_text()
     assert "| rsa | learning rate | 0.01 |" in table and "| plain | learning rate | 0.003 |" in table
     configuration = json.loads((tmp_path / FOLDER / NAME / "quick" / "configuration.json").read_text())
-    assert len(configuration["cells"]) == configuration["planned"] == 10
+    assert len(configuration["cells"]) == configuration["planned"] == 11
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
