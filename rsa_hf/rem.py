@@ -19,7 +19,8 @@ An RSA head mixes P V into softmax attention with a gate g = sigmoid μ (eq. 4):
 A head is described by its kind, its `decay` (λ or γ), its angle `theta` (not read for regular heads) and its
 `dilation`. `ops/` computes P V without P, in linear time.
 
-f(τ) is the real part of z^{τ/d}, for a sin head the imaginary part, with the complex rate z = λ (regular) or γ e^{iθ}.
+All of them are f(τ) = Re(c z^{k−1}) at the steps k = τ/d = 1, 2, …, with a complex rate z = λ or γ e^{iθ} and an
+amplitude c, the weight of the first step: c = z for regular and cos heads, c = −i z for sin heads.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -41,13 +42,13 @@ __all__ = [
     "constant",
     "decay_rates",
     "head_tensors",
-    "is_kind",
     "is_recorded",
     "is_transformed",
     "kept_constants",
     "lag_weights",
     "mix",
     "other_heads",
+    "paper_rems",
     "put_heads",
     "rem_matrix",
     "take_heads",
@@ -63,24 +64,51 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, eq=False)
 class Rems:
-    """The REMs of H heads.
+    """The REMs of H heads: f(τ) = Re(c z^{τ/d − 1}) where d divides τ ≥ d, else 0.
 
     Attributes:
-        kinds: `"regular"`, `"cos"` or `"sin"`, of length H.
-        decay: λ or γ, shape (H,).
-        theta: θ in radians, shape (H,); not read for regular heads.
+        decay: |z|, or z itself where it is real, shape (H,).
+        theta: angle of z in radians, shape (H,).
+        amplitude: real and imaginary part of c, shape (H, 2).
         dilation: d, of length H.
         heads_per_value: number of heads per value head (transformers' `num_key_value_groups`); head h reads value head
             h // heads_per_value.
         heads: index of each head among all heads of the layer, ascending, of length H. Others are plain heads.
     """
 
-    kinds: tuple[str, ...]
     decay: Tensor
     theta: Tensor
+    amplitude: Tensor
     dilation: tuple[int, ...]
     heads_per_value: int
     heads: tuple[int, ...]
+
+    @property
+    def rates(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All that is learned: decay, theta and amplitude."""
+        return self.decay, self.theta, self.amplitude
+
+    def with_rates(self, decay: Tensor, theta: Tensor, amplitude: Tensor) -> Rems:
+        """The same heads with other rates."""
+        return replace(self, decay=decay, theta=theta, amplitude=amplitude)
+
+
+def paper_rems(
+    kinds: tuple[str, ...],
+    decay: Tensor,
+    theta: Tensor,
+    dilation: tuple[int, ...],
+    heads_per_value: int = 1,
+    heads: tuple[int, ...] | None = None,
+) -> Rems:
+    """The paper's REMs of H heads from their kinds; other arguments as in `Rems`. θ is not read for regular heads."""
+    regular, sin = (
+        constant(tuple(kind == each for kind in kinds), decay.device, torch.bool) for each in ("regular", "sin")
+    )
+    theta = torch.where(regular, 0, theta)
+    real, imaginary = decay * torch.cos(theta), decay * torch.sin(theta)
+    amplitude = torch.stack([torch.where(sin, imaginary, real), torch.where(sin, -real, imaginary)], dim=1)
+    return Rems(decay, theta, amplitude, dilation, heads_per_value, heads or tuple(range(len(kinds))))
 
 
 def decay_rates(eta: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,7 +129,7 @@ def lag_weights(kind: str, decay: Tensor, theta: Tensor, lags: Tensor, dilation:
     Returns:
         f(τ) in the dtype of `decay`, the shape of `lags`; 0 where τ ≤ 0 or d does not divide τ.
     """
-    rems = Rems((kind,), decay.reshape(1), theta.reshape(1), (dilation,), 1, (0,))
+    rems = paper_rems((kind,), decay.reshape(1), theta.reshape(1), (dilation,))
     return weights_of_lags(rems, lags, decay.dtype)[0]
 
 
@@ -142,8 +170,7 @@ def rem_matrix(
     lags = (query_offset + t)[:, None] - s[None, :]
     if not causal:
         lags = lags.abs()
-    rems = Rems(kinds, decay, theta, dilation, 1, tuple(range(len(kinds))))
-    return weights_of_lags(rems, lags, decay.dtype)
+    return weights_of_lags(paper_rems(kinds, decay, theta, dilation), lags, decay.dtype)
 
 
 def mix(attention: Tensor, product: Tensor, gate: Tensor, heads: tuple[int, ...]) -> Tensor:
@@ -250,7 +277,7 @@ def complex_powers(rems: Rems, exponents: Tensor, dtype: torch.dtype) -> tuple[T
     Computed in float64 (float32 on devices without it), whatever the dtype of the rates.
 
     Args:
-        rems: the heads; their dilations are ignored.
+        rems: the heads; their amplitudes and dilations are ignored.
         exponents: k, [K] or [H, K].
         dtype: dtype of the result.
     """
@@ -259,12 +286,10 @@ def complex_powers(rems: Rems, exponents: Tensor, dtype: torch.dtype) -> tuple[T
     decay, theta = (rate.to(wide)[:, None] for rate in (rems.decay, rems.theta))
     # 0^k has the derivatives of (10⁻⁶⁰)^k. Those of 0^k itself end in 0 · 0^−1, which is NaN.
     modulus = torch.where(decay == 0, decay + 1e-60, decay) ** k
-    angle = torch.where(is_kind(rems, ("regular",)), 0, theta) * k
-    both = torch.stack([modulus * torch.cos(angle), modulus * torch.sin(angle)])
     # Processors multiply subnormal numbers, in which long decays end, far more slowly: use 0 instead.
     limits = torch.finfo(dtype)
-    real, imaginary = torch.where((both.abs() < limits.tiny / limits.eps) & (k > 1), 0, both).to(dtype)
-    return real, imaginary
+    modulus = torch.where((modulus.abs() < limits.tiny / limits.eps) & (k > 1), 0, modulus)
+    return (modulus * torch.cos(theta * k)).to(dtype), (modulus * torch.sin(theta * k)).to(dtype)
 
 
 def weights_of_lags(rems: Rems, lags: Tensor, dtype: torch.dtype) -> Tensor:
@@ -279,14 +304,10 @@ def weights_of_lags(rems: Rems, lags: Tensor, dtype: torch.dtype) -> Tensor:
         dilation = constant(rems.dilation, lags.device)[:, None]
         steps, reached = tau // dilation, (tau > 0) & (tau % dilation == 0)
     # Elsewhere the power is taken at 0 and dropped: at a negative lag it could be infinite.
-    real, imaginary = complex_powers(rems, torch.where(reached, steps, 0), dtype)
-    weights = torch.where(reached, torch.where(is_kind(rems, ("sin",)), imaginary, real), 0)
+    real, imaginary = complex_powers(rems, torch.where(reached, steps - 1, 0), dtype)
+    amplitude = rems.amplitude.to(dtype)
+    weights = torch.where(reached, amplitude[:, :1] * real - amplitude[:, 1:] * imaginary, 0)
     return weights.reshape(len(weights), *lags.shape)
-
-
-def is_kind(rems: Rems, kinds: tuple[str, ...]) -> Tensor:
-    """Which heads are of one of these kinds: [H, 1]."""
-    return constant(tuple(kind in kinds for kind in rems.kinds), rems.decay.device, torch.bool)[:, None]
 
 
 def is_recorded() -> bool:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,14 +30,14 @@ from rsa_hf.ops.cpp.launch import cpp_backward, cpp_forward
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.pytorch import product_in_pytorch
 from rsa_hf.ops.read_mask import read_mask
-from rsa_hf.rem import KINDS, Rems, is_recorded, is_transformed
+from rsa_hf.rem import Rems, is_recorded, is_transformed
 
 __all__ = ["BACKENDS", "apply_rems", "choose_backend"]
 
 BACKENDS = ("pytorch", "cpp", "triton")
 VARIABLE = "RSA_HF_BACKEND"
 
-Gradients = tuple[Tensor | None, ...]  # of V, decay, θ, attention's output and the gate
+Gradients = tuple[Tensor | None, ...]  # of V, decay, θ, amplitude, attention's output and the gate
 
 
 def apply_rems(
@@ -58,7 +57,7 @@ def apply_rems(
     with torch.autocast(value.device.type, enabled=False):
         if is_transformed() or (is_recorded() and torch.onnx.is_in_onnx_export()):
             return product_in_pytorch(value, rems, mask, attention, gate)
-        tensors = (value, rems.decay, rems.theta, attention, gate)
+        tensors = (value, *rems.rates, attention, gate)
         if not is_recorded():
             path = _path(value, rems, mask, attention, gate)
             if path == "pytorch":
@@ -66,8 +65,7 @@ def apply_rems(
             result: Tensor = _ApplyRems.apply(*tensors, rems, mask, path)  # type: ignore[no-untyped-call]
             return result
         masks = (mask.unread_mask, mask.key_mask, mask.segments, mask.visible)
-        kinds = [KINDS.index(kind) for kind in rems.kinds]
-        heads = (kinds, list(rems.dilation), list(rems.heads), rems.heads_per_value)
+        heads = (list(rems.dilation), list(rems.heads), rems.heads_per_value)
         sizes = (mask.query_length, mask.query_offset, mask.causal, mask.sliding_window)
         output: Tensor = torch.ops.rsa_hf.recurrence(*tensors, *masks, *heads, *sizes)
         return output
@@ -147,13 +145,13 @@ def _backward(
 
             return triton_backward(grad, value, rems, mask, attention, gate)
 
-        def product(value: Tensor, decay: Tensor, theta: Tensor, *mixed: Tensor) -> Tensor:
-            return product_in_pytorch(value, replace(rems, decay=decay, theta=theta), mask, *mixed)
+        def product(value: Tensor, decay: Tensor, theta: Tensor, amplitude: Tensor, *mixed: Tensor) -> Tensor:
+            return product_in_pytorch(value, rems.with_rates(decay, theta, amplitude), mask, *mixed)
 
         mixed = () if attention is None or gate is None else (attention, gate)
         # Not by `torch.autograd`, which is off inside an operator.
-        gradients = torch.func.vjp(product, value, rems.decay, rems.theta, *mixed)[1](grad)
-        return (*gradients, *[None] * (5 - len(gradients)))
+        gradients = torch.func.vjp(product, value, *rems.rates, *mixed)[1](grad)
+        return (*gradients, *[None] * (6 - len(gradients)))
 
 
 # --- eager ----------------------------------------------------------------------------------------------------------
@@ -166,20 +164,21 @@ class _ApplyRems(torch.autograd.Function):
         value: Tensor,
         decay: Tensor,
         theta: Tensor,
+        amplitude: Tensor,
         attention: Tensor | None,
         gate: Tensor | None,
         rems: Rems,
         mask: AttentionMask,
         path: str,
     ) -> Tensor:
-        ctx.save_for_backward(value, decay, theta, attention, gate)
+        ctx.save_for_backward(value, decay, theta, amplitude, attention, gate)
         ctx.rems, ctx.mask, ctx.path = rems, mask, path
         return _forward(path, value, rems, mask, attention, gate)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        value, decay, theta, attention, gate = ctx.saved_tensors
-        rems = replace(ctx.rems, decay=decay, theta=theta)  # with their graph
+        value, *rates, attention, gate = ctx.saved_tensors
+        rems = ctx.rems.with_rates(*rates)  # with their graph
         path = "pytorch" if _is_differentiated_again(grad) else ctx.path
         return (*_backward(path, grad, value, rems, ctx.mask, attention, gate), None, None, None)
 
@@ -193,23 +192,22 @@ def _is_differentiated_again(grad: Tensor) -> bool:
 # --- compiled and exported ------------------------------------------------------------------------------------------
 
 _ARGUMENTS = (
-    "Tensor value, Tensor decay, Tensor theta, Tensor? attention, Tensor? gate, Tensor? mask, Tensor? key_mask, "
-    "Tensor? segments, Tensor? visible, int[] kinds, int[] dilation, int[] heads, int heads_per_value, "
+    "Tensor value, Tensor decay, Tensor theta, Tensor amplitude, Tensor? attention, Tensor? gate, Tensor? mask, "
+    "Tensor? key_mask, Tensor? segments, Tensor? visible, int[] dilation, int[] heads, int heads_per_value, "
     "SymInt query_length, SymInt query_offset, bool causal, SymInt? sliding_window"
 )
 
 
 def _unflatten(*arguments: Any) -> tuple[Tensor, Rems, AttentionMask, Tensor | None, Tensor | None]:
     """The arguments of `_path` from those of the operator."""
-    value, decay, theta, attention, gate, mask, key_mask, segments, visible, *others = arguments
-    kinds, dilation, heads, heads_per_value, query_length, query_offset, causal, window = others
+    value, decay, theta, amplitude, attention, gate, mask, key_mask, segments, visible, *others = arguments
+    dilation, heads, heads_per_value, query_length, query_offset, causal, window = others
     S = value.shape[2]
     if mask is None:
         mask = AttentionMask(query_length, S, query_offset, causal, key_mask, segments, window, visible)
     else:
         mask = read_mask(mask, query_length, S, causal)
-    names = tuple(KINDS[kind] for kind in kinds)
-    rems = Rems(names, decay, theta, tuple(dilation), heads_per_value, tuple(heads))
+    rems = Rems(decay, theta, amplitude, tuple(dilation), heads_per_value, tuple(heads))
     return value, rems, mask, attention, gate
 
 
@@ -217,7 +215,7 @@ def _unflatten(*arguments: Any) -> tuple[Tensor, Rems, AttentionMask, Tensor | N
 _LIBRARY = torch.library.Library("rsa_hf", "DEF")
 _LIBRARY.define(f"recurrence({_ARGUMENTS}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 _LIBRARY.define(
-    f"recurrence_backward(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"recurrence_backward(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -236,7 +234,7 @@ def _operator(*arguments: Any) -> Tensor:
 @torch.library.impl(_LIBRARY, "recurrence", "Meta")
 def _(*arguments: Any) -> Tensor:
     # Without the mask, which has no values to read here.
-    return empty_output(*_unflatten(*arguments[:5], None, *arguments[6:])[:4])
+    return empty_output(*_unflatten(*arguments[:6], None, *arguments[7:])[:4])
 
 
 @torch.library.impl(_LIBRARY, "recurrence_backward", "CompositeExplicitAutograd")
@@ -246,7 +244,7 @@ def _backward_operator(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     # An operator returns tensors (never None), with the strides that its fake implementation promises.
     return tuple(
         grad.new_empty(0) if gradient is None else _laid_out_like(gradient, torch.empty_like(tensor))
-        for gradient, tensor in zip(gradients, arguments[:5], strict=True)
+        for gradient, tensor in zip(gradients, arguments[:6], strict=True)
     )
 
 
@@ -256,21 +254,21 @@ def _laid_out_like(result: Tensor, promised: Tensor) -> Tensor:
 
 @torch.library.impl(_LIBRARY, "recurrence_backward", "Meta")
 def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(grad.new_empty(0) if tensor is None else torch.empty_like(tensor) for tensor in arguments[:5])
+    return tuple(grad.new_empty(0) if tensor is None else torch.empty_like(tensor) for tensor in arguments[:6])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:9])
-    ctx.others = inputs[9:]
+    ctx.save_for_backward(*inputs[:10])
+    ctx.others = inputs[10:]
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> Gradients:
     arguments = (*ctx.saved_tensors, *ctx.others)
     if _is_differentiated_again(grad):
-        return (*_backward("pytorch", grad, *_unflatten(*arguments)), *[None] * 12)
+        return (*_backward("pytorch", grad, *_unflatten(*arguments)), *[None] * 11)
     gradients = torch.ops.rsa_hf.recurrence_backward(grad, *arguments)
-    present = (None if tensor is None else found for found, tensor in zip(gradients, arguments[:5], strict=True))
-    return (*present, *[None] * 12)
+    present = (None if tensor is None else found for found, tensor in zip(gradients, arguments[:6], strict=True))
+    return (*present, *[None] * 11)
 
 
 torch.library.register_autograd("rsa_hf::recurrence", _differentiate, setup_context=_save, lib=_LIBRARY)

@@ -27,7 +27,7 @@ def empty_output(value: Tensor, rems: Rems, mask: AttentionMask, attention: Tens
     """An empty tensor of the shape, dtype and layout of P V; with attention's output, of eq. 4."""
     if attention is not None:
         return torch.empty_like(attention, memory_format=torch.contiguous_format)
-    shape = (len(value), len(rems.kinds), mask.query_length, value.shape[3])
+    shape = (len(value), len(rems.heads), mask.query_length, value.shape[3])
     return value.new_empty(shape, dtype=working_dtype(value))
 
 

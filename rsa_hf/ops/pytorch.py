@@ -1,12 +1,12 @@
 r"""P V in plain PyTorch: any mask, any device, differentiable any number of times.
 
 Without an arbitrary mask, P V is computed in chunks of C steps, in linear time and memory. With z the rate of a head
-(see `rem.py`), row i of chunk n is
+and c its amplitude (see `rem.py`), row i of chunk n is
 
-    y_i = Σ_j f(i − j) v_j + read(z^{i+1} h_n)        s_n = Σ_j z^{C−1−j} v_j        h_n = Σ_{m<n} z^{C(n−1−m)} s_m
+    y_i = Σ_j f(i − j) v_j + Re(c z^i h_n)        s_n = Σ_j z^{C−1−j} v_j        h_n = Σ_{m<n} z^{C(n−1−m)} s_m
 
-h is the product of the states s with a REM of rate z^C, so it is computed in chunks as well. A complex number is two
-rows of a real matrix. An unmasked REM has states from both sides.
+h is the product of the states s with a REM of rate z^C and amplitude 1, so it is computed in chunks as well. A complex
+number is two rows of a real matrix. An unmasked REM has states from both sides.
 
 In a sliding window of w steps, a query sees the chunks 1 … q − 1 before its own as a whole, with q = ⌊w / C⌋, so h has
 a window too; of the chunks q and q + 1 it sees a part, so these are multiplied with f as its own chunk is. Nothing is
@@ -32,7 +32,6 @@ from rsa_hf.rem import (
     Rems,
     complex_powers,
     constant,
-    is_kind,
     kept_constants,
     put_heads,
     take_heads,
@@ -57,8 +56,9 @@ def product_in_pytorch(
     is_arbitrary = mask.visible is not None or mask.unread_mask is not None
     compute = _dense if is_arbitrary or mask.has_few_queries or value.numel() == 0 else _chunked
     if attention is None or gate is None:
-        return compute(value, rems, mask, torch.ones_like(rems.decay))
-    product = compute(value, rems, mask, gate).transpose(1, 2)  # g P V
+        return compute(value, rems, mask)
+    gated = replace(rems, amplitude=rems.amplitude * gate[:, None])
+    product = compute(value, gated, mask).transpose(1, 2)  # g P V
     softmax = take_heads(attention, rems.heads, dim=2).to(product.dtype)
     mixed = softmax * (1 - gate)[:, None].to(product.dtype) + product  # laid out as attention: models take views of it
     return put_heads(attention, mixed.to(attention.dtype), rems.heads)
@@ -69,8 +69,7 @@ def _keys(value: Tensor, rems: Rems) -> Tensor:
     return take_heads(value, tuple(head // rems.heads_per_value for head in rems.heads), dim=1)
 
 
-def _dense(value: Tensor, rems: Rems, mask: AttentionMask, scale: Tensor) -> Tensor:
-    """P V, each head times its scale, (H,)."""
+def _dense(value: Tensor, rems: Rems, mask: AttentionMask) -> Tensor:
     mask = read_traced(mask)
     tau = lags(mask, value.device)
     visible = boolean_mask(mask, tau)
@@ -79,15 +78,13 @@ def _dense(value: Tensor, rems: Rems, mask: AttentionMask, scale: Tensor) -> Ten
     tau = tau.clamp(min=0) if mask.causal else tau.abs()
     # All of P is picked from one table of weights by lag. Not `[:, tau]`: its gradient cannot be mapped over a batch.
     table = weights_of_lags(rems, torch.arange(mask.query_length + mask.key_length, device=value.device), value.dtype)
-    table = table * scale[:, None].to(value.dtype)
     P = torch.where(visible, table.index_select(1, tau.flatten()).unflatten(1, tau.shape), 0)
     # Keys that nobody sees may hold anything, and 0 · NaN would be NaN.
     is_seen = visible.any(dim=-2)[..., None]
     return P @ torch.where(is_seen, _keys(value, rems), 0)
 
 
-def _chunked(value: Tensor, rems: Rems, mask: AttentionMask, scale: Tensor) -> Tensor:
-    """P V, each head times its scale, (H,)."""
+def _chunked(value: Tensor, rems: Rems, mask: AttentionMask) -> Tensor:
     seen = mask.seen_length  # without the slots of a static cache after the last query
     value = value[:, :, :seen]
     if mask.key_mask is not None:
@@ -96,10 +93,7 @@ def _chunked(value: Tensor, rems: Rems, mask: AttentionMask, scale: Tensor) -> T
     for d in sorted(set(rems.dilation)):
         places = tuple(h for h, dilation in enumerate(rems.dilation) if dilation == d)
         of_d = replace(
-            rems,
-            kinds=tuple(rems.kinds[h] for h in places),
-            decay=take_heads(rems.decay, places, dim=0),
-            theta=take_heads(rems.theta, places, dim=0),
+            rems.with_rates(*(take_heads(rate, places, dim=0) for rate in rems.rates)),
             dilation=(1,) * len(places),  # in the steps of a sub-sequence
             heads=tuple(rems.heads[h] for h in places),
         )
@@ -109,7 +103,7 @@ def _chunked(value: Tensor, rems: Rems, mask: AttentionMask, scale: Tensor) -> T
         window = None if mask.sliding_window is None else (mask.sliding_window - 1) // d + 1
         x = _interleaved(_keys(value, of_d), d, 0)[..., None, :]
         sides = (1,) if mask.causal else (1, -1)
-        product = _product(x, of_d, 1, sides, window, ids, take_heads(scale, places, dim=0))
+        product = _product(x, of_d, 1, sides, window, ids)
         products.append(product.squeeze(4).transpose(2, 3).flatten(2, 3)[:, :, :seen])
     product = products[0]
     if len(products) > 1:
@@ -133,18 +127,16 @@ def _product(
     sides: tuple[int, ...],
     window: int | None,
     ids: tuple[Tensor, Tensor] | None,
-    scale: Tensor | None = None,
 ) -> Tensor:
     """P V in chunks, in the shape of x, of values or of states, which have a real and an imaginary part.
 
     Args:
         x: the sequence, [B, h, d, steps, parts, D].
         rems: the heads, without dilation.
-        stride: a value k steps away has the weight z^{k · stride}, a state z^{(k − 1) · stride}.
+        stride: a state k steps away has the weight z^{(k − 1) · stride}, a value the real part of c z^{k − 1}.
         sides: 1: steps before a query, −1: steps after it.
         window: number of steps that a query sees to a side, itself included; None: all.
         ids: segments of queries and of keys, [B, 1, d, steps] each; a query sees its own one. None: there is one.
-        scale: factor of each head, (h,).
     """
     steps, parts = x.shape[3:5]
     C = min(steps, CHUNK)
@@ -160,16 +152,15 @@ def _product(
         q = window // C
         distances += tuple(side * k for k in (q, q + 1) if 0 < k < N for side in sides)
         whole = min(max(q - 1, 0), N - 1)
-    exponents, block, read, write = _places(C, distances, sides, window, parts - 1, x.device)
+    exponents, block, read, write = _places(C, distances, sides, window, x.device)
     real, imaginary = complex_powers(rems, exponents * stride, x.dtype)
     # z^k as matrices, [h, parts of a row, parts of a column, k]; the last one is 0.
     to_state = torch.stack([torch.stack([real, -imaginary], 1), torch.stack([imaginary, real], 1)], 1)
     to_state = F.pad(to_state, (0, 1))
     to_query = to_state
     if parts == 1:
-        to_query = torch.where(is_kind(rems, ("sin",))[..., None, None], to_state[:, 1:], to_state[:, :1])
-    if scale is not None:
-        to_query = to_query * scale[:, None, None, None].to(x.dtype)
+        c = rems.amplitude.to(x.dtype)[:, :, None, None, None]
+        to_query = c[:, 0] * to_state[:, :1] - c[:, 1] * to_state[:, 1:]  # Re(c z^k h)
 
     weights = _matrix(to_query[:, :, :parts], block)
     if ids is not None:
@@ -209,24 +200,24 @@ def _where_same(rows: Tensor, columns: Tensor, matrix: Tensor) -> Tensor:
 
 @kept_constants(64)
 def _places(
-    C: int, distances: tuple[int, ...], sides: tuple[int, ...], window: int | None, first: int, device: torch.device
+    C: int, distances: tuple[int, ...], sides: tuple[int, ...], window: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, dict[int, Tensor], dict[int, Tensor]]:
     """Exponents of z, [K], and where they stand in the matrices of a chunk; the place K stands for 0.
 
     These are weights, [C, C · distances], and by side those that read a state, [C, 1], and that write it, [1, C].
     """
-    steps, rows = range(1 - first, C + 1 - first), range(C)
+    rows = range(C)
     lags = [[distance * C + i - j for distance in distances for j in rows] for i in rows]
-    shown = {side * lag: lag - first for lag in range(1, C if window is None else window) for side in sides}
+    shown = {side * lag: lag - 1 for lag in range(1, C if window is None else window) for side in sides}
     weights = [[shown.get(lag) for lag in row] for row in lags]
-    exponents = sorted({*rows, *steps, *(k for row in weights for k in row if k is not None)})
+    exponents = sorted({*rows, *(k for row in weights for k in row if k is not None)})
     places = {k: place for place, k in enumerate(exponents)}
 
     def on_device(numbers: list[list[int | None]]) -> Tensor:
         taken = [[len(exponents) if k is None else places[k] for k in row] for row in numbers]
         return torch.tensor(taken, device=device)
 
-    read = {side: on_device([[k] for k in steps[::side]]) for side in sides}
+    read = {side: on_device([[k] for k in rows[::side]]) for side in sides}
     write = {side: on_device([list(rows[::-side])]) for side in sides}
     return torch.tensor(exponents, device=device), on_device(weights), read, write
 

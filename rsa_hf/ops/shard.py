@@ -7,7 +7,6 @@ so they are summed over the processes; copies that start equal then stay equal.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -51,20 +50,15 @@ def local_heads(attention: Tensor, rems: Rems, gate: Tensor, shard: Shard | None
     """
     if shard is None:
         return attention, rems, gate
-    decay, theta = rems.decay, rems.theta
-    if torch.is_grad_enabled() and any(rates.requires_grad for rates in (decay, theta, gate)):
-        attention, decay, theta, gate = _SumGradients.apply(shard.group, attention, decay, theta, gate)  # type: ignore[no-untyped-call]
+    rates = [*rems.rates, gate]
+    if torch.is_grad_enabled() and any(rate.requires_grad for rate in rates):
+        attention, *rates = _SumGradients.apply(shard.group, attention, *rates)  # type: ignore[no-untyped-call]
     run = shard.heads(attention.shape[2])
     some = slice(bisect_left(rems.heads, run.start), bisect_left(rems.heads, run.stop))
-    local = replace(
-        rems,
-        kinds=rems.kinds[some],
-        decay=decay[some],
-        theta=theta[some],
-        dilation=rems.dilation[some],
-        heads=tuple(head - run.start for head in rems.heads[some]),
-    )
-    return attention, local, gate[some]
+    decay, theta, amplitude, gate = (rate[some] for rate in rates)
+    places = tuple(head - run.start for head in rems.heads[some])
+    local = Rems(decay, theta, amplitude, rems.dilation[some], rems.heads_per_value, places)
+    return attention, local, gate
 
 
 class _SumGradients(torch.autograd.Function):
@@ -79,6 +73,7 @@ class _SumGradients(torch.autograd.Function):
     def backward(ctx: Any, attention: Tensor, *rates: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise NotImplementedError("RSA has no second derivatives (create_graph=True) under tensor parallelism.")
-        total = torch.cat(rates)  # several small collectives take longer
+        total = torch.cat([rate.flatten() for rate in rates])  # several small collectives take longer
         dist.all_reduce(total, group=ctx.group)
-        return None, attention, *total.split([len(rate) for rate in rates])
+        parts = total.split([rate.numel() for rate in rates])
+        return None, attention, *(part.view_as(rate) for part, rate in zip(parts, rates, strict=True))

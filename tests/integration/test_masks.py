@@ -12,7 +12,7 @@ from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.pytorch import product_in_pytorch
 from rsa_hf.ops.read_mask import flash_segment_ids, read_attention_mask
-from rsa_hf.rem import Rems
+from rsa_hf.rem import paper_rems
 from texts import visible_with_blocks
 
 MIN = torch.finfo(torch.float32).min
@@ -25,7 +25,7 @@ def call(T, S, mask, causal=True, aligned_top_left=True, **keywords):
 
 def heads(value):
     rates = torch.tensor([0.9, 0.8, 0.95], dtype=value.dtype), torch.full((3,), 0.7, dtype=value.dtype)
-    return Rems(("regular", "cos", "sin"), *rates, (1, 2, 3), 1, (0, 1, 2))
+    return paper_rems(("regular", "cos", "sin"), *rates, (1, 2, 3), 1, (0, 1, 2))
 
 
 def product(attention_mask: AttentionMask, value):
@@ -34,7 +34,9 @@ def product(attention_mask: AttentionMask, value):
 
 def expected_product(value, T, offset, causal, visible):
     rems = heads(value)
-    return double_loop(value, rems.kinds, rems.decay, rems.theta, rems.dilation, T, offset, causal, visible)
+    return double_loop(
+        value, ("regular", "cos", "sin"), rems.decay, rems.theta, rems.dilation, T, offset, causal, visible
+    )
 
 
 def causal_visible(T, S, offset, key_mask):

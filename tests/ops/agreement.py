@@ -26,7 +26,7 @@ def values_and_gradients(function, tensors):
     # A reference without any lag has no graph. This gives it one through the rates, with zero gradients; V may be NaN.
     output = function(*tensors) + 0 * sum(tensor.sum() for tensor in tensors[1:])
     generator = torch.Generator().manual_seed(1)
-    weights = torch.randn(output.shape, dtype=output.dtype, generator=generator)
+    weights = torch.randn(output.shape, dtype=torch.float64, generator=generator).to(output)
     return [output, *torch.autograd.grad(output, tensors, weights, allow_unused=True, materialize_grads=True)]
 
 

@@ -44,24 +44,6 @@ def test_half_precision_loses_no_digits_of_the_weights():
     assert relative_error(found.cpu(), exact) < 2e-5
 
 
-def cosines_for_sines(kinds, *others):
-    return plan(tuple("cos" if kind == "sin" else kind for kind in kinds), *others)
-
-
-def no_angles(kinds, *others):
-    return plan(("regular",) * len(kinds), *others)
-
-
-plan = launch._plan
-
-
-@pytest.mark.parametrize("broken", [cosines_for_sines, no_angles])
-def test_a_wrong_rem_is_caught(monkeypatch, broken):
-    monkeypatch.setattr(launch, "_plan", broken)
-    errors = agreement(draw(20))
-    assert min(errors[name] for name in ("output", "dvalue", "ddecay")) > 1e-2, errors
-
-
 def test_windows_and_visible_masks_use_plain_pytorch(monkeypatch):
     def refuse(*arguments):
         raise AssertionError("the kernels were called")

@@ -4,23 +4,24 @@ The C++ is compiled when it is first needed, in about three seconds, and kept in
 takes a compiler and nothing else; without one, `ops/pytorch.py` computes the same in plain PyTorch, more slowly.
 
 On a CPU the recurrence itself is the cheapest way to P V: a few multiplications for each number, so reading V is what
-takes time. With s_t = Σ_{j<t} z^{t−j} v_j and its derivative q_t = ∂s_t/∂z,
+takes time. With the rate z and the amplitude c of a head (`rem.py`),
 
-    y_t = Re s_t, of sin heads Im s_t        s_{t+1} = z (s_t + v_t)        q_{t+1} = (s_t + v_t) + z q_t
+    y_t = Re s_t        s_t = Σ_{j<t} c z^{t−1−j} v_j        s_{t+1} = z s_t + c v_t
 
 so the forward pass is one walk over V. The backward pass needs nothing that the forward pass computed:
 
-    dV         Pᵀ dY: a walk over dY, in the other direction
-    ∂/∂rates   c = Σ_t ⟨dy_t, q_t⟩, summed up on a walk over V; then ∂/∂decay = Re (e^{iθ} c) and ∂/∂θ = Re (i z c), of
-               sin heads the imaginary parts
-    ∂/∂gate    Σ_t ⟨dy_t, y_t − attention_t⟩, on the same walk
+    dV            Pᵀ dY: a walk over dY, in the other direction
+    ∂/∂rates      a = Σ_t ⟨dy_t, h_t⟩ and b = Σ_t ⟨dy_t, q_t⟩, summed up on a walk over V. h is s with the amplitude 1,
+                  and q_{t+1} = ∂h_{t+1}/∂z = h_t + z q_t. Then ∂/∂decay = Re (c b e^{iθ}), ∂/∂θ = Re (i c b z), and
+                  ∂/∂c = Re a for the real part of c, −Im a for the imaginary one
+    ∂/∂gate       Re (c a) − Σ_t ⟨dy_t, attention_t⟩, on the same walk
 
 An unmasked REM is a walk in each direction. A head dilated by d has d states, which take turns. A state ends where its
 segment does, and hidden keys are not read. Rows and heads are divided among threads, and each sum has one order, so
 the number of threads changes no bit.
 
 A sliding window of w positions: the keys are cut into blocks of w. What a query sees of its own block is a walk that
-begins anew in each block. Query k of a block sees the keys after k of the block before, z^{k+1} Σ_{j>k} z^{w−1−j} v_j,
+begins anew in each block. Query k of a block sees the keys after k of the block before, z^k Σ_{j>k} c z^{w−1−j} v_j,
 a sum that is built up from the end of the block and kept for each k. Nothing is subtracted, so nothing cancels,
 however slow the decay.
 

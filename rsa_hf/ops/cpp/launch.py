@@ -13,7 +13,7 @@ from torch import Tensor
 from rsa_hf.ops.buffers import copy_other_heads, empty_output, empty_rows, with_rows
 from rsa_hf.ops.cpp.build import library
 from rsa_hf.ops.mask import AttentionMask
-from rsa_hf.rem import KINDS, Rems, other_heads, working_dtype
+from rsa_hf.rem import Rems, other_heads, working_dtype
 
 __all__ = ["compiled_function", "cpp_backward", "cpp_forward", "integers"]
 
@@ -40,7 +40,7 @@ class _Problem(ctypes.Structure):
                 *("heads_per_value", "is_causal", "threads", "window"),
             )
         ),
-        *((name, ctypes.c_void_p) for name in ("kinds", "dilation", "indices", "decay", "theta", "gate")),
+        *((name, ctypes.c_void_p) for name in ("dilation", "indices", "decay", "theta", "amplitude", "gate")),
         ("key_mask", ctypes.c_void_p),
         ("key_mask_row", ctypes.c_int64),
         ("segments", ctypes.c_void_p),
@@ -78,13 +78,13 @@ def cpp_forward(
 def cpp_backward(
     grad: Tensor, value: Tensor, rems: Rems, mask: AttentionMask, attention: Tensor | None, gate: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of `cpp_forward` with respect to V, decay, θ, attention and gate, from that of its output."""
-    H, dtype, S = len(rems.kinds), working_dtype(value), mask.seen_length
+    """The gradients of `cpp_forward` with respect to V, the rates, attention and gate, from that of its output."""
+    H, dtype, S = len(rems.heads), working_dtype(value), mask.seen_length
     dvalue = empty_rows(value, dtype)
     dvalue[:, :, S:] = 0
     for unread in other_heads(sorted({head // rems.heads_per_value for head in rems.heads}), dvalue.shape[1]):
         dvalue[:, unread] = 0
-    sums = value.new_empty(len(value), H, 3, dtype=torch.float64)
+    sums = value.new_empty(len(value), H, 5, dtype=torch.float64)
     tensors, dattention = {"value": value.to(dtype), "dvalue": dvalue}, None
     if attention is not None:
         dattention = empty_rows(attention, dtype)
@@ -93,10 +93,11 @@ def cpp_backward(
         tensors["dattention"] = dattention.transpose(1, 2)
         grad = grad.transpose(1, 2)
     _call("backward", dtype, rems, mask, gate, sums, grad=grad.to(dtype), **tensors)
-    ddecay, dtheta, dgate = (x.to(rems.decay.dtype) for x in sums.sum(0).unbind(1))
+    ddecay, dtheta, damplitude, dgate = sums.sum(0).to(rems.decay.dtype).split((1, 1, 2, 1), 1)
+    rates = (ddecay[:, 0], dtheta[:, 0], damplitude)
     if attention is None or gate is None or dattention is None:
-        return dvalue.to(value.dtype), ddecay, dtheta, None, None
-    return dvalue.to(value.dtype), ddecay, dtheta, dattention.to(attention.dtype), dgate.to(gate.dtype)
+        return dvalue.to(value.dtype), *rates, None, None
+    return dvalue.to(value.dtype), *rates, dattention.to(attention.dtype), dgate[:, 0].to(gate.dtype)
 
 
 def _call(
@@ -109,7 +110,7 @@ def _call(
     **tensors: Tensor,
 ) -> None:
     B, _, _, D = tensors["value"].shape
-    kinds, dilation, indices = map(integers, (_numbers(rems.kinds), rems.dilation, rems.heads))
+    dilation, indices = map(integers, (rems.dilation, rems.heads))
     keep: list[Tensor] = []  # alive until the call returns
 
     def address(tensor: Tensor | None, dtype: torch.dtype) -> int | None:
@@ -131,20 +132,20 @@ def _call(
     keys = mask.seen_length
     problem = _Problem(
         rows=B,
-        heads=len(rems.kinds),
+        heads=len(rems.heads),
         keys=keys,
         queries=mask.query_length,
         channels=D,
         query_offset=mask.query_offset,
         heads_per_value=rems.heads_per_value,
         is_causal=mask.causal,
-        threads=max(1, min(torch.get_num_threads(), B * len(rems.kinds) * keys * D // WORTH_A_THREAD)),
+        threads=max(1, min(torch.get_num_threads(), B * len(rems.heads) * keys * D // WORTH_A_THREAD)),
         window=0 if mask.sliding_window is None or mask.sliding_window >= keys else mask.sliding_window,
-        kinds=ctypes.addressof(kinds),
         dilation=ctypes.addressof(dilation),
         indices=ctypes.addressof(indices),
         decay=address(rems.decay, torch.float64),
         theta=address(rems.theta, torch.float64),
+        amplitude=address(rems.amplitude, torch.float64),
         gate=address(gate, torch.float64),
         key_mask=key_mask,
         key_mask_row=key_mask_row,
@@ -160,11 +161,6 @@ def _call(
 def integers(numbers: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
     """Whole numbers as the C++ reads them; it does not write to them."""
     return (ctypes.c_int64 * len(numbers))(*numbers)
-
-
-@functools.lru_cache(maxsize=64)
-def _numbers(kinds: tuple[str, ...]) -> tuple[int, ...]:
-    return tuple(map(KINDS.index, kinds))
 
 
 @functools.cache

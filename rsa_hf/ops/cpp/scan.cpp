@@ -29,16 +29,16 @@ struct Tensor {
 struct Problem {
   Index rows, heads, keys, queries, channels, query_offset, heads_per_value, is_causal, threads;
   Index window;                        // positions that a query sees back, itself included; 0: all
-  const Index *kinds, *dilation;       // [heads]; 0 regular, 1 cos, 2 sin
-  const Index* indices;                // [heads]: of each among the heads of attention, ascending
-  const double *decay, *theta, *gate;  // [heads]; gate: or null, for P V alone
+  const Index *dilation, *indices;     // [heads]; indices among the heads of attention, ascending
+  const double *decay, *theta;         // [heads]
+  const double *amplitude, *gate;      // [heads, 2]; [heads], or null for P V alone
   const std::uint8_t* key_mask;        // [rows, keys], 0 where a key is hidden; or null
   Index key_mask_row;
   const Index* segments;  // [rows, keys]; or null
   Index segments_row;
   Tensor value, attention, output;
   Tensor grad, dvalue, dattention;
-  double* sums;  // [rows, heads, 3]: gradients with respect to decay, theta and gate
+  double* sums;  // [rows, heads, 5]: gradients with respect to decay, theta, amplitude and gate
 
   bool is_query(Index key) const { return key >= query_offset && key < query_offset + queries; }
 
@@ -48,7 +48,6 @@ struct Problem {
   }
 };
 
-constexpr Index REGULAR = 0, COS = 1, SIN = 2;
 constexpr Index KEYS = 32;  // that a head walks before the next head does: their channels share pages of memory
 
 // Neighbouring channels, computed side by side: two registers, because a step waits for the one before.
@@ -104,11 +103,13 @@ struct Lanes {
 
 // One head of one row.
 struct Head {
-  Index row, index, kind, dilation;
+  Index row, index, dilation;
   bool shares_value;
   Index window;                    // in its own steps
   std::complex<double> direction;  // e^{iθ}
   std::complex<double> z;          // decay · e^{iθ}
+  std::complex<double> amplitude;
+  bool is_real;  // z and amplitude: there is no imaginary part to compute
   double gate;
   const std::uint8_t* key_mask;
   const Index* segments;
@@ -116,17 +117,16 @@ struct Head {
   Head(const Problem& p, Index b, Index h)
       : row(b),
         index(p.indices[h]),
-        kind(p.kinds[h]),
         dilation(std::min(p.dilation[h], p.keys)),
         shares_value(p.shares_value(h)),
         window(p.window ? (p.window - 1) / dilation + 1 : 0),
-        direction(1),
+        direction(std::cos(p.theta[h]), std::sin(p.theta[h])),
+        z(p.decay[h] * direction),
+        amplitude(p.amplitude[2 * h], p.amplitude[2 * h + 1]),
+        is_real(z.imag() == 0 && amplitude.imag() == 0),
         gate(p.gate ? p.gate[h] : 1),
         key_mask(p.key_mask ? p.key_mask + b * p.key_mask_row : nullptr),
-        segments(p.segments ? p.segments + b * p.segments_row : nullptr) {
-    if (kind != REGULAR) direction = {std::cos(p.theta[h]), std::sin(p.theta[h])};
-    z = p.decay[h] * direction;
-  }
+        segments(p.segments ? p.segments + b * p.segments_row : nullptr) {}
 
   bool is_seen(Index key) const { return !key_mask || key_mask[key]; }
 };
@@ -136,30 +136,24 @@ template <typename Number>
 struct State {
   Lanes<Number> real, imaginary, dreal, dimaginary;
 
-  // y: what a head reads of s.
-  template <Index kind>
-  const Lanes<Number>& product() const {
-    return kind == SIN ? imaginary : real;
-  }
-
-  // s ← z (s + x) and q ← (s + x) + z q.
-  template <Index kind, bool has_derivative>
-  void step(std::complex<Number> z, const Lanes<Number>& x) {
+  // s ← z s + c x and q ← s + z q.
+  template <bool is_real, bool has_derivative>
+  void step(std::complex<Number> z, std::complex<Number> c, const Lanes<Number>& x) {
     const Number re = z.real(), im = z.imag();
     if constexpr (has_derivative) {
       const Lanes<Number> a = dreal, b = dimaginary;
-      dreal = real + x + re * a;
-      if constexpr (kind != REGULAR) {
+      dreal = real + re * a;
+      if constexpr (!is_real) {
         dreal = dreal - im * b;
         dimaginary = imaginary + im * a + re * b;
       }
     }
-    // z x first: the chain from step to step is short then.
+    // c x first: the chain from step to step is short then.
     const Lanes<Number> a = real, b = imaginary;
-    real = re * x + re * a;
-    if constexpr (kind != REGULAR) {
+    real = c.real() * x + re * a;
+    if constexpr (!is_real) {
       real = real - im * b;
-      imaginary = im * x + im * a + re * b;
+      imaginary = c.imag() * x + im * a + re * b;
     }
   }
 
@@ -167,22 +161,22 @@ struct State {
     return {a.real + b.real, a.imaginary + b.imaginary, a.dreal + b.dreal, a.dimaginary + b.dimaginary};
   }
 
-  // s += z^k x and q += k z^{k−1} x.
-  template <Index kind, bool has_derivative>
+  // s += c z^k x and q += c k z^{k−1} x.
+  template <bool is_real, bool has_derivative>
   void add(std::complex<Number> power, std::complex<Number> slope, const Lanes<Number>& x) {
     real = real + power.real() * x;
-    if constexpr (kind != REGULAR) imaginary = imaginary + power.imag() * x;
+    if constexpr (!is_real) imaginary = imaginary + power.imag() * x;
     if constexpr (has_derivative) dreal = dreal + slope.real() * x;
-    if constexpr (has_derivative && kind != REGULAR) dimaginary = dimaginary + slope.imag() * x;
+    if constexpr (has_derivative && !is_real) dimaginary = dimaginary + slope.imag() * x;
   }
 
   // s = z^k t and q = z^k ∂t/∂z + k z^{k−1} t, for another state t.
-  template <Index kind, bool has_derivative>
+  template <bool is_real, bool has_derivative>
   void assign_product(std::complex<Number> power, std::complex<Number> slope, const State& t) {
     const Number a = power.real(), b = power.imag(), c = slope.real(), d = slope.imag();
     real = a * t.real;
     if constexpr (has_derivative) dreal = a * t.dreal + c * t.real;
-    if constexpr (kind != REGULAR) {
+    if constexpr (!is_real) {
       real = real - b * t.imaginary;
       imaginary = b * t.real + a * t.imaginary;
       if constexpr (has_derivative) {
@@ -205,7 +199,7 @@ struct State {
 // A sweep says what to do at each key, for some channels of a head: `visit(key, state)`, then the state takes up the
 // channels at `read(key)`, or nothing where that is null. `finish()` ends a run of keys.
 
-template <Index kind, typename Number>
+template <typename Number>
 struct ForwardSweep {
   static constexpr bool HAS_DERIVATIVE = false;
   const Problem& p;
@@ -214,7 +208,7 @@ struct ForwardSweep {
   Index channels;
   const Number *value, *attention;
   Number* output;
-  Number gate = Number(head.gate), rest = 1 - gate;
+  Number rest = 1 - Number(head.gate);
 
   ForwardSweep(const Problem& p, const Head& head, bool is_backwards, Index channel, Index channels)
       : p(p),
@@ -231,7 +225,7 @@ struct ForwardSweep {
     if (!p.is_query(key)) return;
     const Index query = key - p.query_offset;
     Number* to = output + query * p.output.position;
-    Lanes<Number> y = gate * state.template product<kind>();
+    Lanes<Number> y = state.real;
     if (is_second) y = y + Lanes<Number>::load(to, channels);
     else if (attention) y = y + rest * Lanes<Number>::load(attention + query * p.attention.position, channels);
     y.store(to, channels);
@@ -241,7 +235,7 @@ struct ForwardSweep {
 };
 
 // Pᵀ dY is the walk over dY in the other direction.
-template <Index kind, typename Number>
+template <typename Number>
 struct ValueSweep {
   static constexpr bool HAS_DERIVATIVE = false;
   const Problem& p;
@@ -250,7 +244,6 @@ struct ValueSweep {
   Index channels;
   const Number* grad;
   Number* dvalue;
-  Number gate = Number(head.gate);
 
   ValueSweep(const Problem& p, const Head& head, bool is_backwards, Index channel, Index channels)
       : p(p),
@@ -267,7 +260,7 @@ struct ValueSweep {
   void visit(Index key, const State<Number>& state) const {
     Number* to = dvalue + key * p.dvalue.position;
     Lanes<Number> dv = adds ? Lanes<Number>::load(to, channels) : Lanes<Number>{};
-    if (head.is_seen(key)) dv = dv + gate * state.template product<kind>();
+    if (head.is_seen(key)) dv = dv + state.real;
     dv.store(to, channels);
   }
 
@@ -276,11 +269,11 @@ struct ValueSweep {
 
 // What the walks of a head add up to.
 struct Sums {
-  std::complex<double> rates;  // Σ dy · q
-  double gate = 0;             // Σ dy · (y − attention)
+  std::complex<double> states, slopes;  // Σ dy · s and Σ dy · q, for an amplitude of 1
+  double attention = 0;                 // Σ dy · attention
 };
 
-template <Index kind, typename Number>
+template <typename Number>
 struct OtherSweep {
   static constexpr bool HAS_DERIVATIVE = true;
   const Problem& p;
@@ -291,7 +284,8 @@ struct OtherSweep {
   Number* dattention;
   Sums& sums;
   Number rest = 1 - Number(head.gate);
-  Lanes<Number> real, imaginary, mixed;
+  State<Number> added;
+  Lanes<Number> attended;
 
   OtherSweep(const Problem& p, const Head& head, bool is_backwards, Index channel, Index channels, Sums& sums)
       : p(p),
@@ -310,18 +304,21 @@ struct OtherSweep {
     if (!p.is_query(key)) return;
     const Index query = key - p.query_offset;
     const auto dy = Lanes<Number>::load(grad + query * p.grad.position, channels);
-    real = real + dy * state.dreal;
-    if constexpr (kind != REGULAR) imaginary = imaginary + dy * state.dimaginary;
-    if (!attention) return;
-    mixed = mixed + dy * state.template product<kind>();
-    if (is_second) return;
-    mixed = mixed - dy * Lanes<Number>::load(attention + query * p.attention.position, channels);
+    added.real = added.real + dy * state.real;
+    added.dreal = added.dreal + dy * state.dreal;
+    if (!head.is_real) {
+      added.imaginary = added.imaginary + dy * state.imaginary;
+      added.dimaginary = added.dimaginary + dy * state.dimaginary;
+    }
+    if (!attention || is_second) return;
+    attended = attended + dy * Lanes<Number>::load(attention + query * p.attention.position, channels);
     (rest * dy).store(dattention + query * p.dattention.position, channels);
   }
 
   void finish() {
-    sums.rates += std::complex<double>(real.sum(), imaginary.sum());
-    sums.gate += mixed.sum();
+    sums.states += std::complex<double>(added.real.sum(), added.imaginary.sum());
+    sums.slopes += std::complex<double>(added.dreal.sum(), added.dimaginary.sum());
+    sums.attention += attended.sum();
   }
 };
 
@@ -329,8 +326,11 @@ struct OtherSweep {
 template <typename Number>
 class Walk {
  public:
-  Walk(const Problem& p, Index b, Index h, bool is_backwards)
+  // The amplitude is part of the states, the gate too, but not where there are derivatives.
+  Walk(const Problem& p, Index b, Index h, bool is_backwards, bool has_derivative)
       : head(p, b, h), p(p), is_backwards(is_backwards), z(head.z) {
+    const std::complex<double> c = has_derivative ? 1 : head.gate * head.amplitude;
+    amplitude = std::complex<Number>(c);
     // z is rounded. What that takes from z^k, about k (exact / rounded − 1), is given back after each run.
     const std::complex<double> rounded(z);
     lost = rounded == 0.0 ? 0.0 : head.z / rounded - 1.0;
@@ -340,6 +340,7 @@ class Walk {
     for (Index k = 0; k <= head.window; k++) {
       powers.emplace_back(power);
       slopes.emplace_back(slope);
+      written.emplace_back(c * power);
       slope = power + head.z * slope;
       power *= head.z;
       if (std::norm(power) < std::numeric_limits<double>::min()) power = 0;
@@ -347,17 +348,16 @@ class Walk {
     suffixes.resize(states.size() * head.window);
   }
 
-  template <template <Index, typename> class Sweep, typename... More>
+  template <template <typename> class Sweep, typename... More>
   void run(Index first, More&... more) {
-    if (head.kind == REGULAR) run_channels<Sweep<REGULAR, Number>, REGULAR>(first, more...);
-    else if (head.kind == COS) run_channels<Sweep<COS, Number>, COS>(first, more...);
-    else run_channels<Sweep<SIN, Number>, SIN>(first, more...);
+    if (head.is_real) run_channels<Sweep<Number>, true>(first, more...);
+    else run_channels<Sweep<Number>, false>(first, more...);
   }
 
   const Head head;
 
  private:
-  template <typename Sweep, Index kind, typename... More>
+  template <typename Sweep, bool is_real, typename... More>
   void run_channels(Index first, More&... more) {
     const Index end = std::min(first + KEYS, p.keys);
     for (Index start = first; start < std::min(first + head.dilation, end); start++) {
@@ -366,13 +366,13 @@ class Walk {
         const Index channels = std::min(p.channels - channel, Lanes<Number>::COUNT);
         const Index which = start % head.dilation * groups + group;
         State<Number>* suffix = suffixes.data() + which * head.window;
-        run_keys<kind>(start, end, states[which], suffix, Sweep(p, head, is_backwards, channel, channels, more...));
+        run_keys<is_real>(start, end, states[which], suffix, Sweep(p, head, is_backwards, channel, channels, more...));
       }
     }
   }
 
   // Keys that are `dilation` apart share a state.
-  template <Index kind, typename Sweep>
+  template <bool is_real, typename Sweep>
   void run_keys(Index start, Index end, State<Number>& kept, State<Number>* suffix, Sweep sweep) const {
     State<Number> state = kept;
     Index steps = 0;
@@ -383,13 +383,14 @@ class Walk {
         const Index k = i / head.dilation % head.window;
         if (k == 0) {
           state = {};
-          read_suffix<kind>(i, suffix, sweep);
+          read_suffix<is_real>(i, suffix, sweep);
         }
         const Index last = i - (k + 1) * head.dilation;
         sweep.visit(key, last >= 0 && is_one_segment(i, last) ? state + suffix[k] : state);
       } else sweep.visit(key, state);
       const Number* x = sweep.read(key);
-      state.template step<kind, Sweep::HAS_DERIVATIVE>(z, x ? Lanes<Number>::load(x, sweep.channels) : Lanes<Number>{});
+      const auto loaded = x ? Lanes<Number>::load(x, sweep.channels) : Lanes<Number>{};
+      state.template step<is_real, Sweep::HAS_DERIVATIVE>(z, amplitude, loaded);
     }
     sweep.finish();
     state.correct(std::complex<Number>(double(steps) * lost));
@@ -397,18 +398,18 @@ class Walk {
   }
 
   // What the queries of a block, which begins at i, see of the block before: of its w keys, query k those after k.
-  template <Index kind, typename Sweep>
+  template <bool is_real, typename Sweep>
   void read_suffix(Index i, State<Number>* suffix, const Sweep& sweep) const {
     const Index w = head.window, last = i - head.dilation;
     if (last < 0) return;
     State<Number> sum{};
     for (Index k = w - 1; k >= 0; k--) {
-      suffix[k].template assign_product<kind, Sweep::HAS_DERIVATIVE>(powers[k + 1], slopes[k + 1], sum);
+      suffix[k].template assign_product<is_real, Sweep::HAS_DERIVATIVE>(powers[k], slopes[k], sum);
       const Index before = i - (w - k) * head.dilation;
       const Number* x = sweep.read(key_of(before));
       if (x && is_one_segment(before, last))
-        sum.template add<kind, Sweep::HAS_DERIVATIVE>(
-            powers[w - 1 - k], slopes[w - 1 - k], Lanes<Number>::load(x, sweep.channels));
+        sum.template add<is_real, Sweep::HAS_DERIVATIVE>(
+            written[w - 1 - k], slopes[w - 1 - k], Lanes<Number>::load(x, sweep.channels));
     }
   }
 
@@ -420,22 +421,22 @@ class Walk {
 
   const Problem& p;
   bool is_backwards;
-  std::complex<Number> z;
+  std::complex<Number> z, amplitude;
   std::complex<double> lost;
   Index groups;
   std::vector<State<Number>> states;
-  // For windows: z^k and k z^{k−1}; and for each state what the queries of a block see of the block before.
-  std::vector<std::complex<Number>> powers, slopes;
+  // For windows: z^k, k z^{k−1} and c z^k; and for each state what the queries of a block see of the block before.
+  std::vector<std::complex<Number>> powers, slopes, written;
   std::vector<State<Number>> suffixes;
 };
 
 // Heads [begin, end) of row b along all keys, side by side; with windows, which need memory, one after the other.
-template <template <Index, typename> class Sweep, typename Number, typename... More>
+template <template <typename> class Sweep, typename Number, typename... More>
 void walk(const Problem& p, Index b, Index begin, Index end, bool is_backwards, std::vector<More>&... more) {
   const Index beside = p.window ? 1 : end - begin;
   for (Index h = begin; h < end; h += beside) {
     std::vector<Walk<Number>> walks;
-    for (Index i = 0; i < beside; i++) walks.emplace_back(p, b, h + i, is_backwards);
+    for (Index i = 0; i < beside; i++) walks.emplace_back(p, b, h + i, is_backwards, Sweep<Number>::HAS_DERIVATIVE);
     for (Index first = 0; first < p.keys; first += KEYS)
       for (Index i = 0; i < beside; i++) walks[i].template run<Sweep>(first, more[h - begin + i]...);
   }
@@ -457,13 +458,13 @@ void backward_heads(const Problem& p, Index b, Index begin, Index end) {
   for (Index h = begin; h < end; h++) {
     const Head head(p, b, h);
     const Sums& of_head = sums[h - begin];
-    // y is the real part of s, for sin heads the imaginary part.
-    const std::complex<double> by_decay = of_head.rates * head.direction;
-    const std::complex<double> by_theta = of_head.rates * head.z * std::complex<double>(0, 1);
-    double* result = p.sums + 3 * (b * p.heads + h);
-    result[0] = head.gate * (head.kind == SIN ? by_decay.imag() : by_decay.real());
-    result[1] = head.kind == REGULAR ? 0 : head.gate * (head.kind == SIN ? by_theta.imag() : by_theta.real());
-    result[2] = of_head.gate;
+    const std::complex<double> by_z = head.amplitude * of_head.slopes;
+    double* result = p.sums + 5 * (b * p.heads + h);
+    result[0] = head.gate * (by_z * head.direction).real();
+    result[1] = -head.gate * (by_z * head.z).imag();  // ∂z/∂θ = i z
+    result[2] = head.gate * of_head.states.real();
+    result[3] = -head.gate * of_head.states.imag();
+    result[4] = (head.amplitude * of_head.states).real() - of_head.attention;
   }
 }
 

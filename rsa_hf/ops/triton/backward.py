@@ -21,7 +21,17 @@ from rsa_hf.ops.triton.states import (
     _walk_from_right,
     _writing,
 )
-from rsa_hf.ops.triton.tables import DWRITE, WRITE, _halves, _load_of_head, _multiply, _toeplitz
+from rsa_hf.ops.triton.tables import (
+    DZ,
+    READ,
+    Z,
+    _amplitude_of_head,
+    _entry,
+    _halves,
+    _load_of_head,
+    _multiply,
+    _toeplitz,
+)
 
 
 @triton.jit
@@ -33,17 +43,17 @@ def _inner_products(v, x, acc):
 
 
 @triton.jit
-def _add_slope_of_readout(sums, v, state, reading, reached):
-    """Add ⟨v, Re(z^k h)⟩ and its complex derivative, channel by channel, to three sums, [BLOCK] each."""
-    product, slope, imaginary_slope = sums
+def _add_slope_of_readout(sums, v, state, power, slope, reached):
+    """Add ⟨v, z^k h⟩ and its derivative, channel by channel, to complex sums, [BLOCK] each."""
+    product, imaginary_product, change, imaginary_change = sums
     h_real, h_imaginary, q_real, q_imaginary = state
-    real, imaginary, change, imaginary_change = reading
-    p, p_imaginary = _sums(v, real * reached, imaginary * reached)
-    s, s_imaginary = _sums(v, change * reached, imaginary_change * reached)
+    p, p_imaginary = _sums(v, power[0] * reached, power[1] * reached)
+    s, s_imaginary = _sums(v, slope[0] * reached, slope[1] * reached)
     product += p * h_real - p_imaginary * h_imaginary
-    slope += s * h_real - s_imaginary * h_imaginary + p * q_real - p_imaginary * q_imaginary
-    imaginary_slope += s * h_imaginary + s_imaginary * h_real + p * q_imaginary + p_imaginary * q_real
-    return product, slope, imaginary_slope
+    imaginary_product += p * h_imaginary + p_imaginary * h_real
+    change += s * h_real - s_imaginary * h_imaginary + p * q_real - p_imaginary * q_imaginary
+    imaginary_change += s * h_imaginary + s_imaginary * h_real + p * q_imaginary + p_imaginary * q_real
+    return product, imaginary_product, change, imaginary_change
 
 
 @triton.jit
@@ -71,8 +81,8 @@ def backward_kernel(
         grad: dOut, of the shape of the output.
         dvalue: a tensor [B, H, S, D], of every head.
         dattention: a tensor [B, H', T, D]; if mixed.
-        partial: per program ⟨dOut, P V − attention⟩ and the real and imaginary part of Σ ∂z^k/∂decay c_k, where c_k
-            is how dOut and V correlate at lag k: [columns, B · blocks · splits, 3].
+        partial: per program ⟨dOut, attention⟩ and the real and imaginary parts of Σ z^{k−1} r_k and of its derivative
+            with respect to decay, where r_k is how dOut and V correlate at lag k: [columns, B · blocks · splits, 5].
         splits: of dOut.
         entering: [B, blocks, H, slots, 4, BLOCK].
     """
@@ -88,7 +98,7 @@ def backward_kernel(
     dv_rows = _of_head(dvalue, row, index)
     mask, mask_stride = key_mask
     mask += row * mask_stride
-    high, low = _halves(_toeplitz(table, WRITE, SHAPE), dout[0].dtype.element_ty, SHAPE)
+    high, low = _halves(_toeplitz(table, READ, SHAPE), dout[0].dtype.element_ty, SHAPE)
     weight = 1.0
     if SHAPE.mixed:
         softmax = _of_head(attention, row, index)
@@ -100,12 +110,13 @@ def backward_kernel(
         _walk_from_right(splits, dout, offset, queries, mask, axis, part, table, entering, channels, SHAPE, True)
     state = _states_of_split(splits, axis, table, part, SHAPE, True, FROM_RIGHT=False)
     zero = tl.zeros([BLOCK], tl.float32)
-    sums = (zero, zero, zero)
+    sums, attended = (zero, zero, zero, zero), zero
     inner = tl.zeros([CHUNK, CHUNK], tl.float32)
     i = tl.arange(0, CHUNK)
     writing = _writing(table, CHUNK - 1 - i, SHAPE, True)
-    from_left = _reading(table, i + 1, SHAPE, True)
-    from_right = _reading(table, CHUNK - i, SHAPE, True)
+    from_left, from_right = _reading(table, i, SHAPE), _reading(table, CHUNK - 1 - i, SHAPE)
+    left, left_slope = _entry(table, Z, i, SHAPE), _entry(table, DZ, i, SHAPE)
+    right, right_slope = _entry(table, Z, CHUNK - 1 - i, SHAPE), _entry(table, DZ, CHUNK - 1 - i, SHAPE)
     for number in tl.range(0, last - first, num_stages=SHAPE.stages):
         chunk = first + number
         position, inside = _positions(chunk, axis, SHAPE, True)
@@ -117,8 +128,7 @@ def backward_kernel(
         wide = v.to(tl.float32)
         if SHAPE.mixed:
             unmixed = _load_rows(softmax, query, asked, channels, SHAPE).to(tl.float32)
-            product, slope, imaginary_slope = sums
-            sums = (product - tl.sum(x.to(tl.float32) * unmixed, axis=0), slope, imaginary_slope)
+            attended += tl.sum(x.to(tl.float32) * unmixed, axis=0)
             _store_rows(dsoftmax, query, asked, channels, (1.0 - weight) * x.to(tl.float32), SHAPE)
 
         acc = tl.zeros([CHUNK, BLOCK], tl.float32)
@@ -136,33 +146,40 @@ def backward_kernel(
             pointers, has_place = _place_of_state(entering, chunk, axis, SHAPE, True)
             other = _load_states(pointers, has_place, SHAPE, True)
             acc = _add_readout(acc, other, from_right, reached)
-            sums = _add_slope_of_readout(sums, wide, other, from_right, reached)
+            sums = _add_slope_of_readout(sums, wide, other, right, right_slope, reached)
         reached, taken, keep = _borders(chunk, axis, SHAPE, True, False)
         acc = _add_readout(acc, state, from_left, reached)
-        sums = _add_slope_of_readout(sums, wide, state, from_left, reached)
+        sums = _add_slope_of_readout(sums, wide, state, left, left_slope, reached)
         state = _advance(state, x.to(tl.float32), writing, taken, keep, True)
         # Hidden keys get no gradient, and it has to be written.
         _store_rows(dv_rows, position, inside, channels, tl.where(seen[:, None], weight * acc, 0.0), SHAPE)
 
-    weights, slopes = _toeplitz(table, WRITE, SHAPE), _toeplitz(table, DWRITE, SHAPE)
-    imaginary_slopes = _toeplitz(table, DWRITE + 1, SHAPE)
     part_of_column = (row * SHAPE.blocks + block) * SHAPE.splits + split
-    into = partial + (column.to(tl.int64) * (rows * SHAPE.blocks * SHAPE.splits) + part_of_column) * 3
-    product, slope, imaginary_slope = sums
-    tl.store(into, tl.sum(product) + tl.sum(tl.sum(weights * inner, axis=0)))
-    tl.store(into + 1, tl.sum(slope) + tl.sum(tl.sum(slopes * inner, axis=0)))
-    tl.store(into + 2, tl.sum(imaginary_slope) + tl.sum(tl.sum(imaginary_slopes * inner, axis=0)))
+    into = partial + (column.to(tl.int64) * (rows * SHAPE.blocks * SHAPE.splits) + part_of_column) * 5
+    tl.store(into, tl.sum(attended))
+    product, imaginary_product, change, imaginary_change = sums
+    tl.store(into + 1, tl.sum(product) + _weighted(inner, table, Z, SHAPE))
+    tl.store(into + 2, tl.sum(imaginary_product) + _weighted(inner, table, Z + 1, SHAPE))
+    tl.store(into + 3, tl.sum(change) + _weighted(inner, table, DZ, SHAPE))
+    tl.store(into + 4, tl.sum(imaginary_change) + _weighted(inner, table, DZ + 1, SHAPE))
+
+
+@triton.jit
+def _weighted(inner, table, row: tl.constexpr, SHAPE: tl.constexpr):
+    """The sum of a matrix [C, C] times a Toeplitz matrix."""
+    return tl.sum(tl.sum(_toeplitz(table, row, SHAPE) * inner, axis=0))
 
 
 @triton.jit
 def rates_kernel(
     partial,
     decay,
+    amplitude,
     gate,
-    heads,
     starts,
     ddecay,
     dtheta,
+    damplitude,
     dgate,
     parts,
     MIXED: tl.constexpr,
@@ -173,28 +190,38 @@ def rates_kernel(
     Where:
         partial: of `backward_kernel`.
         decay, gate: (H,), as (pointer, stride).
+        amplitude: [H, 2].
         starts: where the columns of each head begin, and where the last ones end, (H + 1,).
         ddecay, dtheta, dgate: (H,).
+        damplitude: [H, 2].
         parts: programs of a column.
     """
     head = tl.program_id(0)
     begin = tl.load(starts + head).to(tl.int64) * parts
     end = tl.load(starts + head + 1).to(tl.int64) * parts
-    product = tl.zeros([BLOCK], tl.float64)
-    slope = tl.zeros([BLOCK], tl.float64)
-    imaginary_slope = tl.zeros([BLOCK], tl.float64)
-    for start in tl.range(begin, end, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        there = place < end
-        product += tl.load(partial + 3 * place, mask=there, other=0.0)
-        slope += tl.load(partial + 3 * place + 1, mask=there, other=0.0)
-        imaginary_slope += tl.load(partial + 3 * place + 2, mask=there, other=0.0)
+    product = _sum_of_parts(partial + 1, begin, end, BLOCK)
+    imaginary_product = _sum_of_parts(partial + 2, begin, end, BLOCK)
+    change = _sum_of_parts(partial + 3, begin, end, BLOCK)
+    imaginary_change = _sum_of_parts(partial + 4, begin, end, BLOCK)
+    c, c_imaginary = _amplitude_of_head(amplitude, head)
     weight = 1.0
     if MIXED:
         weight = _load_of_head(gate, head).to(tl.float64)
-        tl.store(dgate + head, tl.sum(product))
-    tl.store(ddecay + head, weight * tl.sum(slope))
-    # ∂z^k/∂θ = i · decay · ∂z^k/∂decay; a regular head has no θ.
+        attended = _sum_of_parts(partial, begin, end, BLOCK)
+        tl.store(dgate + head, c * product - c_imaginary * imaginary_product - attended)
+    tl.store(damplitude + 2 * head, weight * product)
+    tl.store(damplitude + 2 * head + 1, -weight * imaginary_product)
+    tl.store(ddecay + head, weight * (c * change - c_imaginary * imaginary_change))
+    # ∂z^k/∂θ = i · decay · ∂z^k/∂decay
     rho = _load_of_head(decay, head).to(tl.float64)
-    turned = -weight * rho * tl.sum(imaginary_slope)
-    tl.store(dtheta + head, tl.where(tl.load(heads + 3 * head + 1) > 0, turned, 0.0))
+    tl.store(dtheta + head, -weight * rho * (c * imaginary_change + c_imaginary * change))
+
+
+@triton.jit
+def _sum_of_parts(partial, begin, end, BLOCK: tl.constexpr):
+    """The sum of every fifth number, in float64."""
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in tl.range(begin, end, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        total += tl.load(partial + 5 * place, mask=place < end, other=0.0)
+    return tl.sum(total)

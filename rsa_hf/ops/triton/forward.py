@@ -20,14 +20,14 @@ from rsa_hf.ops.triton.states import (
     _walk_from_right,
     _writing,
 )
-from rsa_hf.ops.triton.tables import WRITE, _halves, _load_of_head, _multiply, _toeplitz
+from rsa_hf.ops.triton.tables import READ, _halves, _load_of_head, _multiply, _toeplitz
 
 
 @triton.jit
 def _add_readout(acc, state, reading, reached):
-    """Add Re(z^k h), row by row, where the state reaches."""
+    """Add Re(c z^k h), row by row, where the state reaches."""
     h_real, h_imaginary, _q_real, _q_imaginary = state
-    real, imaginary, _, _ = reading
+    real, imaginary = reading
     real, imaginary = (real * reached)[:, None], (imaginary * reached)[:, None]
     return acc + real * h_real[None, :] - imaginary * h_imaginary[None, :]
 
@@ -74,7 +74,7 @@ def forward_kernel(
         key_mask: [B or 1, S] bytes, 0 where a key is hidden, as (pointer, stride of rows); if masked.
         segment_ids: [B, S], which segment each position belongs to, as (pointer, stride of rows); if packed.
         columns: head and residue of each column, [columns, 2].
-        heads: dilation, kind and index of each head, [H, 3].
+        heads: dilation and index of each head, [H, 2].
         table: of `powers_kernel`.
         splits: from `splits_kernel`, unless there is one split.
         entering: for unmasked REMs, room for [B, blocks, H, slots, 2, BLOCK].
@@ -92,7 +92,7 @@ def forward_kernel(
     out = _of_head(output, row, index)
     mask, mask_stride = key_mask
     mask += row * mask_stride
-    high, low = _halves(_toeplitz(table, WRITE, SHAPE), v[0].dtype.element_ty, SHAPE)
+    high, low = _halves(_toeplitz(table, READ, SHAPE), v[0].dtype.element_ty, SHAPE)
     if SHAPE.mixed:
         softmax = _of_head(attention, row, index)
         weight = _load_of_head(gate, head).to(tl.float32)
@@ -123,8 +123,8 @@ def forward_kernel(
     end = tl.minimum(tl.cdiv(tl.maximum(offset + queries - residue, 0), d * CHUNK), last)
     i = tl.arange(0, CHUNK)
     writing = _writing(table, CHUNK - 1 - i, SHAPE, False)
-    from_left = _reading(table, i + 1, SHAPE, False)
-    from_right = _reading(table, CHUNK - i, SHAPE, False)
+    from_left = _reading(table, i, SHAPE)
+    from_right = _reading(table, CHUNK - 1 - i, SHAPE)
     for number in tl.range(0, end - begin, num_stages=SHAPE.stages):
         chunk = begin + number
         position, inside = _positions(chunk, axis, SHAPE, False)

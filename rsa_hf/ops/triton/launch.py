@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from rsa_hf.ops.triton.forward import forward_kernel
 from rsa_hf.ops.triton.states import splits_kernel
 from rsa_hf.ops.triton.tables import TABLE_ROWS, Shape, powers_kernel
 from rsa_hf.ops.triton.tuning import Tuning, candidates, fastest
-from rsa_hf.rem import KINDS, Rems, kept_constants, other_heads
+from rsa_hf.rem import Rems, kept_constants, other_heads
 
 __all__ = ["triton_backward", "triton_forward"]
 
@@ -66,10 +67,10 @@ def triton_backward(
     gate: Tensor | None,
     tuning: Tuning | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of `triton_forward` with respect to V, decay, θ, attention and gate, from that of its output."""
+    """The gradients of `triton_forward` with respect to V, the rates, attention and gate, from that of its output."""
     heads_per_value = rems.heads_per_value
     dvalue = empty_rows(value)
-    ddecay, dtheta = torch.empty_like(rems.decay), torch.empty_like(rems.theta)
+    rates = [torch.empty_like(rate, memory_format=torch.contiguous_format) for rate in rems.rates]
     dattention = dgate = None
     if attention is not None and gate is not None:
         dattention, dgate = empty_rows(attention), torch.empty_like(gate)
@@ -87,13 +88,13 @@ def triton_backward(
 
     def run(tuning: Tuning) -> None:
         launch = _Launch(value, rems, mask, attention, gate, tuning)
-        launch.backward(grad, heads, dattention, ddecay, dtheta, dgate)
+        launch.backward(grad, heads, dattention, rates, dgate)
 
     with _on(value.device):
         run(tuning or _tuning("backward", run, value, rems, mask, attention))
     if heads_per_value > 1:
         dvalue[:, :, :length] = heads.unflatten(1, (-1, heads_per_value)).sum(2)
-    return dvalue, ddecay, dtheta, dattention, dgate
+    return dvalue, *rates, dattention, dgate
 
 
 def _tuning(kernel: str, run: Any, value: Tensor, rems: Rems, mask: AttentionMask, attention: Tensor | None) -> Tuning:
@@ -117,14 +118,13 @@ def _processors(device: torch.device) -> int:
 
 @kept_constants(32)
 def _plan(
-    kinds: tuple[str, ...],
     dilation: tuple[int, ...],
     indices: tuple[int, ...],
     residues: tuple[int, ...],
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The heads, the columns and the first column of each head, on the device."""
-    heads = [[d, KINDS.index(kind), index] for d, kind, index in zip(dilation, kinds, indices, strict=True)]
+    heads = [*zip(dilation, indices, strict=True)]
     columns = [[head, residue] for head, count in enumerate(residues) for residue in range(count)]
     starts = [sum(residues[:head]) for head in range(len(residues) + 1)]
     heads_on, columns_on, starts_on = (
@@ -175,9 +175,10 @@ class _Launch:
         self.value, self.rems, self.mask = value, rems, mask
         # Where there is none, V is a placeholder that is not read.
         self.attention = value if attention is None else with_rows(attention).transpose(1, 2)
+        self.amplitude = rems.amplitude.contiguous()
         self.gate, self.is_mixed = value if gate is None else gate, attention is not None
         self.length, self.warps = mask.seen_length, tuning.warps
-        B, H, device = len(value), len(rems.kinds), value.device
+        B, H, device = len(value), len(rems.heads), value.device
         flags = (
             mask.causal,
             self.is_mixed,
@@ -188,7 +189,7 @@ class _Launch:
         self.programs, self.slots, residues, self.shape = _divide(
             B, value.shape[3], self.length, rems.dilation, _processors(device), tuning, flags
         )
-        self.heads, self.columns, self.starts = _plan(rems.kinds, rems.dilation, rems.heads, residues, device)
+        self.heads, self.columns, self.starts = _plan(rems.dilation, rems.heads, residues, device)
         self.table = value.new_empty(H, int(TABLE_ROWS), self.shape.powers, dtype=torch.float32)
         key_mask = value if mask.key_mask is None else with_rows(mask.key_mask).view(torch.uint8)
         segment_ids = value if mask.segments is None else mask.segments
@@ -199,6 +200,7 @@ class _Launch:
         powers_kernel[(H,)](
             _per_head(rems.decay),
             _per_head(rems.theta),
+            self.amplitude,
             self.heads,
             self.table,
             self.length,
@@ -227,15 +229,14 @@ class _Launch:
         grad: Tensor,
         dvalue: Tensor,
         dattention: Tensor | None,
-        ddecay: Tensor,
-        dtheta: Tensor,
+        rates: Sequence[Tensor],
         dgate: Tensor | None,
     ) -> None:
         """Write the gradients of the RSA heads and of the values they read."""
         value, mask = self.value, self.mask
         grad = grad.transpose(1, 2) if self.is_mixed else grad
         parts = len(value) * self.shape.blocks * self.shape.splits
-        partial = value.new_empty(len(self.columns), parts, 3, dtype=torch.float32)
+        partial = value.new_empty(len(self.columns), parts, 5, dtype=torch.float32)
         backward_kernel[(self.programs,)](
             _strided(grad),
             _strided(value),
@@ -254,11 +255,10 @@ class _Launch:
         rates_kernel[(len(self.heads),)](
             partial,
             _per_head(self.rems.decay),
+            self.amplitude,
             _per_head(self.gate),
-            self.heads,
             self.starts,
-            ddecay,
-            dtheta,
+            *rates,
             self.gate if dgate is None else dgate,
             parts,
             MIXED=self.is_mixed,

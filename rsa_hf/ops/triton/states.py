@@ -14,7 +14,7 @@ A walk is over V, or, with BACKWARD, over dOut, and then counts steps from the e
 import triton
 import triton.language as tl
 
-from rsa_hf.ops.triton.tables import DWRITE, DZ, REST, TABLE_ROWS, WRITE, Z, _entry, _steps_of_split
+from rsa_hf.ops.triton.tables import DZ, READ, REST, TABLE_ROWS, Z, _entry, _steps_of_split
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _program(columns, heads, table, segment_ids, rows, num_columns, length, SHAP
     row = row.to(tl.int64)
     split = program // (SHAPE.blocks * num_columns * rows)
     head, residue = tl.load(columns + 2 * column), tl.load(columns + 2 * column + 1)
-    d, index = tl.load(heads + 3 * head), tl.load(heads + 3 * head + 2)
+    d, index = tl.load(heads + 2 * head), tl.load(heads + 2 * head + 1)
     steps = tl.cdiv(length - residue, d)
     per_split = _steps_of_split(length, d, SHAPE)
     first = split * (per_split // SHAPE.chunk)
@@ -110,13 +110,13 @@ def _writing(table, exponents, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
     """What `_advance` needs of the table, read once before a loop: a loop that writes reads it anew every time.
 
     Returns:
-        The weights ζ z^k and ζ ∂z^k/∂decay of rows, [C], then z^C, what float32 leaves of it, and ∂z^C/∂decay; each as
+        The weights z^k and ∂z^k/∂decay of rows, [C], then z^C, what float32 leaves of it, and ∂z^C/∂decay; each as
         (real, imaginary).
     """
-    real, imaginary = _entry(table, WRITE, exponents, SHAPE)
+    real, imaginary = _entry(table, Z, exponents, SHAPE)
     slope, imaginary_slope = real, imaginary
     if BACKWARD:
-        slope, imaginary_slope = _entry(table, DWRITE, exponents, SHAPE)
+        slope, imaginary_slope = _entry(table, DZ, exponents, SHAPE)
     z_real, z_imaginary = _entry(table, Z, SHAPE.chunk, SHAPE)
     rest, imaginary_rest = _entry(table, REST, SHAPE.chunk, SHAPE)
     d_real, d_imaginary = _entry(table, DZ, SHAPE.chunk, SHAPE)
@@ -124,13 +124,9 @@ def _writing(table, exponents, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
 
 
 @triton.jit
-def _reading(table, exponents, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
-    """What reading a state needs of the table: z^k and ∂z^k/∂decay of rows, as (real, imaginary), [C] each."""
-    real, imaginary = _entry(table, Z, exponents, SHAPE)
-    slope, imaginary_slope = real, imaginary
-    if BACKWARD:
-        slope, imaginary_slope = _entry(table, DZ, exponents, SHAPE)
-    return real, imaginary, slope, imaginary_slope
+def _reading(table, exponents, SHAPE: tl.constexpr):
+    """What reading a state needs of the table: c z^k of rows, as (real, imaginary), [C] each."""
+    return _entry(table, READ, exponents, SHAPE)
 
 
 @triton.jit

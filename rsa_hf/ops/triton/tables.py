@@ -39,25 +39,26 @@ class Shape:
     halves: bool
 
 
-# Rows of a head's table, two each for the real and the imaginary part: z^k, ∂z^k/∂decay, ζ z^k, ζ ∂z^k/∂decay, and the
-# rounding error of z^k in float32.
-Z, DZ, WRITE, DWRITE, REST = (tl.constexpr(row) for row in (0, 2, 4, 6, 8))
-TABLE_ROWS = tl.constexpr(10)
+# Rows of a head's table, two each for the real and the imaginary part: z^k, ∂z^k/∂decay, c z^k with the amplitude c,
+# and the rounding error of z^k in float32.
+Z, DZ, READ, REST = (tl.constexpr(row) for row in (0, 2, 4, 6))
+TABLE_ROWS = tl.constexpr(8)
 
 
 @triton.jit
-def powers_kernel(decay, theta, heads, table, length, SHAPE: tl.constexpr):
-    """A head's table at the exponents 0 … C, then L·m for the splits m = 0, 1, …: [H, 10, powers] float32.
+def powers_kernel(decay, theta, amplitude, heads, table, length, SHAPE: tl.constexpr):
+    """A head's table at the exponents 0 … C, then L·m for the splits m = 0, 1, …: [H, 8, powers] float32.
 
     Where:
         decay, theta: (pointer, stride).
-        heads: dilation, kind and index of each head, [H, 3].
+        amplitude: real and imaginary part of c of each head, [H, 2].
+        heads: dilation and index of each head, [H, 2].
     """
     head = tl.program_id(0)
-    d = tl.load(heads + 3 * head)
-    kind = tl.load(heads + 3 * head + 1)
+    d = tl.load(heads + 2 * head)
     rho = _load_of_head(decay, head).to(tl.float64)
-    angle = tl.where(kind > 0, _load_of_head(theta, head).to(tl.float64), 0.0)
+    angle = _load_of_head(theta, head).to(tl.float64)
+    c, c_imaginary = _amplitude_of_head(amplitude, head)
     per_split = _steps_of_split(length, d, SHAPE)
     entry = tl.arange(0, SHAPE.powers)
     k = tl.where(entry <= SHAPE.chunk, entry, (entry - SHAPE.chunk - 1) * per_split)
@@ -70,10 +71,7 @@ def powers_kernel(decay, theta, heads, table, length, SHAPE: tl.constexpr):
     _store_complex(into, DZ, slope, imaginary_slope, SHAPE)
     rest, imaginary_rest = real - real.to(tl.float32), imaginary - imaginary.to(tl.float32)
     _store_complex(into, REST, rest, imaginary_rest, SHAPE)
-    is_sin = kind == 2
-    _store_complex(into, WRITE, tl.where(is_sin, imaginary, real), tl.where(is_sin, -real, imaginary), SHAPE)
-    written, imaginary_written = tl.where(is_sin, imaginary_slope, slope), tl.where(is_sin, -slope, imaginary_slope)
-    _store_complex(into, DWRITE, written, imaginary_written, SHAPE)
+    _store_complex(into, READ, c * real - c_imaginary * imaginary, c * imaginary + c_imaginary * real, SHAPE)
 
 
 @triton.jit
@@ -101,6 +99,12 @@ def _load_of_head(numbers, head):
 
 
 @triton.jit
+def _amplitude_of_head(amplitude, head):
+    """Real and imaginary part of c in float64."""
+    return tl.load(amplitude + 2 * head).to(tl.float64), tl.load(amplitude + 2 * head + 1).to(tl.float64)
+
+
+@triton.jit
 def _entry(table, row: tl.constexpr, exponents, SHAPE: tl.constexpr):
     """A complex row of a head's table at some exponents, as (real, imaginary)."""
     return tl.load(table + row * SHAPE.powers + exponents), tl.load(table + (row + 1) * SHAPE.powers + exponents)
@@ -108,11 +112,11 @@ def _entry(table, row: tl.constexpr, exponents, SHAPE: tl.constexpr):
 
 @triton.jit
 def _toeplitz(table, row: tl.constexpr, SHAPE: tl.constexpr):
-    """One row of the table at the lags i − j of a chunk, [C, C]; |i − j| for unmasked REMs."""
+    """One row of the table for the lags i − j of a chunk, less 1, [C, C]; |i − j| − 1 for unmasked REMs."""
     i = tl.arange(0, SHAPE.chunk)
     lags = i[:, None] - i[None, :]
     lags = lags if SHAPE.causal else tl.abs(lags)
-    return tl.load(table + row * SHAPE.powers + lags, mask=lags > 0, other=0.0)
+    return tl.load(table + row * SHAPE.powers + lags - 1, mask=lags > 0, other=0.0)
 
 
 @triton.jit
