@@ -24,7 +24,7 @@ from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.decode import DecodingCache
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.shard import Shard, local_heads
-from rsa_hf.rem import Rems, constant, decay_rates, is_transformed, paper_rems, widest_dtype
+from rsa_hf.rem import Rems, constant, decay_rates, is_transformed, widest_dtype
 
 __all__ = ["RSAHeads"]
 
@@ -172,7 +172,7 @@ class RSAHeads(nn.Module):
         gate = rates["gate"].expand(self.spec.num_rsa_heads)
         # Behind a closed gate P V must not overflow either: 0 · inf would be NaN.
         decay = torch.where(gate.float() == 0, 0, decay)
-        return paper_rems(self.spec.kinds, decay, theta, self.spec.dilations, heads_per_value, self.spec.heads), gate
+        return Rems(self.spec.kinds, decay, theta, self.spec.dilations, heads_per_value, self.spec.heads), gate
 
     def per_head(self, rates: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """λ or γ, and θ, of each RSA head: (R,) each; θ = 0 for regular heads."""

@@ -48,7 +48,6 @@ __all__ = [
     "lag_weights",
     "mix",
     "other_heads",
-    "paper_rems",
     "put_heads",
     "rem_matrix",
     "take_heads",
@@ -67,48 +66,40 @@ class Rems:
     """The REMs of H heads: f(τ) = Re(c z^{τ/d − 1}) where d divides τ ≥ d, else 0.
 
     Attributes:
-        decay: |z|, or z itself where it is real, shape (H,).
-        theta: angle of z in radians, shape (H,).
-        amplitude: real and imaginary part of c, shape (H, 2).
+        kinds: `"regular"`, `"cos"` or `"sin"`, of length H.
+        decay: λ or γ, shape (H,): |z|, or z itself where it is real.
+        theta: angle of z in radians, shape (H,); 0 for regular heads.
         dilation: d, of length H.
         heads_per_value: number of heads per value head (transformers' `num_key_value_groups`); head h reads value head
             h // heads_per_value.
         heads: index of each head among all heads of the layer, ascending, of length H. Others are plain heads.
+        amplitude: real and imaginary part of c, shape (H, 2); None: the paper's.
     """
 
+    kinds: tuple[str, ...]
     decay: Tensor
     theta: Tensor
-    amplitude: Tensor
     dilation: tuple[int, ...]
     heads_per_value: int
     heads: tuple[int, ...]
+    amplitude: Tensor | None = None
 
     @property
-    def rates(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All that is learned: decay, theta and amplitude."""
+    def rates(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What is learned: decay, theta and amplitude."""
         return self.decay, self.theta, self.amplitude
 
-    def with_rates(self, decay: Tensor, theta: Tensor, amplitude: Tensor) -> Rems:
+    def with_rates(self, decay: Tensor, theta: Tensor, amplitude: Tensor | None) -> Rems:
         """The same heads with other rates."""
         return replace(self, decay=decay, theta=theta, amplitude=amplitude)
 
-
-def paper_rems(
-    kinds: tuple[str, ...],
-    decay: Tensor,
-    theta: Tensor,
-    dilation: tuple[int, ...],
-    heads_per_value: int = 1,
-    heads: tuple[int, ...] | None = None,
-) -> Rems:
-    """The paper's REMs of H heads from their kinds; other arguments as in `Rems`. θ is not read for regular heads."""
-    regular, sin = (
-        constant(tuple(kind == each for kind in kinds), decay.device, torch.bool) for each in ("regular", "sin")
-    )
-    theta = torch.where(regular, 0, theta)
-    real, imaginary = decay * torch.cos(theta), decay * torch.sin(theta)
-    amplitude = torch.stack([torch.where(sin, imaginary, real), torch.where(sin, -real, imaginary)], dim=1)
-    return Rems(decay, theta, amplitude, dilation, heads_per_value, heads or tuple(range(len(kinds))))
+    def amplitudes(self) -> Tensor:
+        """Real and imaginary part of c, shape (H, 2)."""
+        if self.amplitude is not None:
+            return self.amplitude
+        sin = constant(tuple(kind == "sin" for kind in self.kinds), self.decay.device, torch.bool)
+        real, imaginary = self.decay * torch.cos(self.theta), self.decay * torch.sin(self.theta)
+        return torch.stack([torch.where(sin, imaginary, real), torch.where(sin, -real, imaginary)], dim=1)
 
 
 def decay_rates(eta: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +120,8 @@ def lag_weights(kind: str, decay: Tensor, theta: Tensor, lags: Tensor, dilation:
     Returns:
         f(τ) in the dtype of `decay`, the shape of `lags`; 0 where τ ≤ 0 or d does not divide τ.
     """
-    rems = paper_rems((kind,), decay.reshape(1), theta.reshape(1), (dilation,))
+    theta = torch.zeros_like(theta) if kind == "regular" else theta
+    rems = Rems((kind,), decay.reshape(1), theta.reshape(1), (dilation,), 1, (0,))
     return weights_of_lags(rems, lags, decay.dtype)[0]
 
 
@@ -170,7 +162,8 @@ def rem_matrix(
     lags = (query_offset + t)[:, None] - s[None, :]
     if not causal:
         lags = lags.abs()
-    return weights_of_lags(paper_rems(kinds, decay, theta, dilation), lags, decay.dtype)
+    rems = Rems(kinds, decay, theta, dilation, 1, tuple(range(len(kinds))))
+    return weights_of_lags(rems, lags, decay.dtype)
 
 
 def mix(attention: Tensor, product: Tensor, gate: Tensor, heads: tuple[int, ...]) -> Tensor:
@@ -200,8 +193,8 @@ def head_tensors(
 ) -> tuple[tuple[str, ...], Tensor, Tensor, tuple[int, ...]]:
     """Bring a description of H heads to one form: kinds and dilations of length H, decay and theta of shape (H,).
 
-    Single values stand for all heads; H is the longest description. With a device, decay and theta are moved there,
-    and numbers have the widest dtype there.
+    θ is 0 for regular heads. Single values stand for all heads; H is the longest description. With a device, decay and
+    theta are moved there, and numbers have the widest dtype there.
 
     Raises:
         ValueError: an unknown kind, a dilation below 1, or descriptions of different lengths.
@@ -223,12 +216,9 @@ def head_tensors(
     for d in dilation:
         if d < 1:
             raise ValueError(f"dilation={d}: a whole number ≥ 1 is needed.")
-    return (
-        kinds * H if len(kinds) == 1 else kinds,
-        rates.expand(H),
-        angles.expand(H),
-        dilation * H if len(dilation) == 1 else dilation,
-    )
+    kinds = kinds * H if len(kinds) == 1 else kinds
+    turns = constant(tuple(kind != "regular" for kind in kinds), rates.device, torch.bool)
+    return kinds, rates.expand(H), torch.where(turns, angles, 0), dilation * H if len(dilation) == 1 else dilation
 
 
 # --- RSA heads among the heads of a layer ---------------------------------------------------------------------------
@@ -305,7 +295,7 @@ def weights_of_lags(rems: Rems, lags: Tensor, dtype: torch.dtype) -> Tensor:
         steps, reached = tau // dilation, (tau > 0) & (tau % dilation == 0)
     # Elsewhere the power is taken at 0 and dropped: at a negative lag it could be infinite.
     real, imaginary = complex_powers(rems, torch.where(reached, steps - 1, 0), dtype)
-    amplitude = rems.amplitude.to(dtype)
+    amplitude = rems.amplitudes().to(dtype)
     weights = torch.where(reached, amplitude[:, :1] * real - amplitude[:, 1:] * imaginary, 0)
     return weights.reshape(len(weights), *lags.shape)
 

@@ -62,7 +62,7 @@ from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask, segment_index
 from rsa_hf.ops.triton import tuning
 from rsa_hf.ops.triton.launch import triton_backward, triton_forward
-from rsa_hf.rem import paper_rems
+from rsa_hf.rem import Rems
 
 repair_interpreter()
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -147,14 +147,14 @@ class Bench:
 
     def problem(
         self, length: int, batch: int, causal: bool, dtype: torch.dtype = torch.bfloat16, **masks: Any
-    ) -> tuple[Tensor, paper_rems, AttentionMask, Tensor, Tensor]:
+    ) -> tuple[Tensor, Rems, AttentionMask, Tensor, Tensor]:
         """V, the heads, the geometry and attention, laid out as models do: [B, T, H, D] in memory."""
         H, D = self.sizes.heads, self.sizes.head_size
         shape = (batch, length, H, D)
         value = torch.randn(shape, device=self.device, dtype=dtype).transpose(1, 2)
         attention = torch.randn(shape, device=self.device, dtype=dtype)
         kinds, decay, theta = self.rates(H)
-        rems = paper_rems(kinds, decay, theta, (1,) * H, 1, tuple(range(H)))
+        rems = Rems(kinds, decay, theta, (1,) * H, 1, tuple(range(H)))
         gate = torch.linspace(0.1, 0.9, H, device=self.device)
         return value, rems, AttentionMask(length, length, 0, causal, **masks), attention, gate
 
@@ -189,7 +189,7 @@ class Bench:
                     errors[where] = self.error(problem, where)
         return errors
 
-    def error(self, problem: tuple[Tensor, paper_rems, AttentionMask, Tensor, Tensor], where: str) -> float:
+    def error(self, problem: tuple[Tensor, Rems, AttentionMask, Tensor, Tensor], where: str) -> float:
         """The largest relative error of one problem against the explicit P in float64."""
         value, heads, mask, attention, gate = problem
         exact = [t.detach().double() for t in (value, heads.decay, heads.theta, attention, gate)]
@@ -198,7 +198,7 @@ class Bench:
 
         def run(tensors: list[Tensor], weights: Tensor) -> list[Tensor]:
             v, decay, theta, attention, gate = (t.requires_grad_() for t in tensors)
-            rems = paper_rems(heads.kinds, decay, theta, heads.dilation, 1, tuple(range(len(heads.kinds))))
+            rems = Rems(heads.kinds, decay, theta, heads.dilation, 1, tuple(range(len(heads.kinds))))
             output = apply_rems(v, rems, mask, attention, gate)
             return [output, *torch.autograd.grad(output, tensors, weights)]
 
@@ -239,7 +239,7 @@ class Bench:
         share, operations = times["copy"]["median"] / times["product"]["median"], 266 * value.numel()
         return {"value": share, "batch": len(value), "times_ms": times, "bytes": moved, "operations": operations}
 
-    def both(self, problem: tuple[Tensor, paper_rems, AttentionMask, Tensor, Tensor]) -> Callable[[], None]:
+    def both(self, problem: tuple[Tensor, Rems, AttentionMask, Tensor, Tensor]) -> Callable[[], None]:
         """Forward and backward of one problem, as a call."""
         grad = torch.randn_like(problem[3])
 

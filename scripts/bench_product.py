@@ -29,7 +29,7 @@ from torch import Tensor
 from rsa_hf import rem_matrix, rem_product
 from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask
-from rsa_hf.rem import paper_rems
+from rsa_hf.rem import Rems
 
 HEADS, DIM = 12, 64
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -83,7 +83,7 @@ class Problem:
     def layer(self) -> Any:
         """Fused softmax attention, mixed with P V."""
         output = F.scaled_dot_product_attention(self.query, self.key, self.value, is_causal=True)
-        rems = paper_rems(self.kinds, self.decay, self.theta, (1,) * HEADS, 1, tuple(range(HEADS)))
+        rems = Rems(self.kinds, self.decay, self.theta, (1,) * HEADS, 1, tuple(range(HEADS)))
         mask = AttentionMask(self.length, self.length, 0, True)
         mixed = apply_rems(self.value, rems, mask, output.transpose(1, 2), self.gate.expand(HEADS))
         inputs = (self.query, self.key, self.value, self.decay, self.theta, self.gate)

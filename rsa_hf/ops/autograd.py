@@ -30,7 +30,7 @@ from rsa_hf.ops.cpp.launch import cpp_backward, cpp_forward
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.pytorch import product_in_pytorch
 from rsa_hf.ops.read_mask import read_mask
-from rsa_hf.rem import Rems, is_recorded, is_transformed
+from rsa_hf.rem import KINDS, Rems, is_recorded, is_transformed
 
 __all__ = ["BACKENDS", "apply_rems", "choose_backend"]
 
@@ -65,7 +65,8 @@ def apply_rems(
             result: Tensor = _ApplyRems.apply(*tensors, rems, mask, path)  # type: ignore[no-untyped-call]
             return result
         masks = (mask.unread_mask, mask.key_mask, mask.segments, mask.visible)
-        heads = (list(rems.dilation), list(rems.heads), rems.heads_per_value)
+        kinds = [KINDS.index(kind) for kind in rems.kinds]
+        heads = (kinds, list(rems.dilation), list(rems.heads), rems.heads_per_value)
         sizes = (mask.query_length, mask.query_offset, mask.causal, mask.sliding_window)
         output: Tensor = torch.ops.rsa_hf.recurrence(*tensors, *masks, *heads, *sizes)
         return output
@@ -145,13 +146,16 @@ def _backward(
 
             return triton_backward(grad, value, rems, mask, attention, gate)
 
-        def product(value: Tensor, decay: Tensor, theta: Tensor, amplitude: Tensor, *mixed: Tensor) -> Tensor:
-            return product_in_pytorch(value, rems.with_rates(decay, theta, amplitude), mask, *mixed)
+        def product(tensors: dict[str, Tensor]) -> Tensor:
+            rates = (tensors["decay"], tensors["theta"], tensors.get("amplitude"))
+            mixed = (tensors.get("attention"), tensors.get("gate"))
+            return product_in_pytorch(tensors["value"], rems.with_rates(*rates), mask, *mixed)
 
-        mixed = () if attention is None or gate is None else (attention, gate)
+        names = ("value", "decay", "theta", "amplitude", "attention", "gate")
+        tensors = dict(zip(names, (value, *rems.rates, attention, gate), strict=True))
         # Not by `torch.autograd`, which is off inside an operator.
-        gradients = torch.func.vjp(product, value, *rems.rates, *mixed)[1](grad)
-        return (*gradients, *[None] * (6 - len(gradients)))
+        [gradients] = torch.func.vjp(product, {k: x for k, x in tensors.items() if x is not None})[1](grad)
+        return tuple(gradients.get(name) for name in names)
 
 
 # --- eager ----------------------------------------------------------------------------------------------------------
@@ -164,7 +168,7 @@ class _ApplyRems(torch.autograd.Function):
         value: Tensor,
         decay: Tensor,
         theta: Tensor,
-        amplitude: Tensor,
+        amplitude: Tensor | None,
         attention: Tensor | None,
         gate: Tensor | None,
         rems: Rems,
@@ -192,22 +196,23 @@ def _is_differentiated_again(grad: Tensor) -> bool:
 # --- compiled and exported ------------------------------------------------------------------------------------------
 
 _ARGUMENTS = (
-    "Tensor value, Tensor decay, Tensor theta, Tensor amplitude, Tensor? attention, Tensor? gate, Tensor? mask, "
-    "Tensor? key_mask, Tensor? segments, Tensor? visible, int[] dilation, int[] heads, int heads_per_value, "
-    "SymInt query_length, SymInt query_offset, bool causal, SymInt? sliding_window"
+    "Tensor value, Tensor decay, Tensor theta, Tensor? amplitude, Tensor? attention, Tensor? gate, Tensor? mask, "
+    "Tensor? key_mask, Tensor? segments, Tensor? visible, int[] kinds, int[] dilation, int[] heads, "
+    "int heads_per_value, SymInt query_length, SymInt query_offset, bool causal, SymInt? sliding_window"
 )
 
 
 def _unflatten(*arguments: Any) -> tuple[Tensor, Rems, AttentionMask, Tensor | None, Tensor | None]:
     """The arguments of `_path` from those of the operator."""
     value, decay, theta, amplitude, attention, gate, mask, key_mask, segments, visible, *others = arguments
-    dilation, heads, heads_per_value, query_length, query_offset, causal, window = others
+    kinds, dilation, heads, heads_per_value, query_length, query_offset, causal, window = others
     S = value.shape[2]
     if mask is None:
         mask = AttentionMask(query_length, S, query_offset, causal, key_mask, segments, window, visible)
     else:
         mask = read_mask(mask, query_length, S, causal)
-    rems = Rems(decay, theta, amplitude, tuple(dilation), heads_per_value, tuple(heads))
+    names = tuple(KINDS[kind] for kind in kinds)
+    rems = Rems(names, decay, theta, tuple(dilation), heads_per_value, tuple(heads), amplitude)
     return value, rems, mask, attention, gate
 
 
@@ -265,10 +270,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate(ctx: Any, grad: Tensor) -> Gradients:
     arguments = (*ctx.saved_tensors, *ctx.others)
     if _is_differentiated_again(grad):
-        return (*_backward("pytorch", grad, *_unflatten(*arguments)), *[None] * 11)
+        return (*_backward("pytorch", grad, *_unflatten(*arguments)), *[None] * 12)
     gradients = torch.ops.rsa_hf.recurrence_backward(grad, *arguments)
     present = (None if tensor is None else found for found, tensor in zip(gradients, arguments[:6], strict=True))
-    return (*present, *[None] * 11)
+    return (*present, *[None] * 12)
 
 
 torch.library.register_autograd("rsa_hf::recurrence", _differentiate, setup_context=_save, lib=_LIBRARY)

@@ -219,7 +219,7 @@ def _weighted_sum(weights: Tensor, value: Tensor, rems: Rems) -> Tensor:
 
 def _reach(rems: Rems) -> list[int]:
     """For each head the lag beyond which everything that it reads is negligible."""
-    rates = zip(rems.decay.abs().tolist(), rems.amplitude.norm(dim=1).tolist(), rems.dilation, strict=True)
+    rates = zip(rems.decay.abs().tolist(), rems.amplitudes().norm(dim=1).tolist(), rems.dilation, strict=True)
     return [d * _steps_that_matter(rate, amplitude) for rate, amplitude, d in rates]
 
 

@@ -57,7 +57,7 @@ def product_in_pytorch(
     compute = _dense if is_arbitrary or mask.has_few_queries or value.numel() == 0 else _chunked
     if attention is None or gate is None:
         return compute(value, rems, mask)
-    gated = replace(rems, amplitude=rems.amplitude * gate[:, None])
+    gated = replace(rems, amplitude=rems.amplitudes() * gate[:, None])
     product = compute(value, gated, mask).transpose(1, 2)  # g P V
     softmax = take_heads(attention, rems.heads, dim=2).to(product.dtype)
     mixed = softmax * (1 - gate)[:, None].to(product.dtype) + product  # laid out as attention: models take views of it
@@ -89,11 +89,12 @@ def _chunked(value: Tensor, rems: Rems, mask: AttentionMask) -> Tensor:
     value = value[:, :, :seen]
     if mask.key_mask is not None:
         value = torch.where(mask.key_mask[:, None, :seen, None], value, 0)  # not · 0: padding may hold NaN
-    products = []
+    products, amplitude = [], rems.amplitudes()
     for d in sorted(set(rems.dilation)):
         places = tuple(h for h, dilation in enumerate(rems.dilation) if dilation == d)
         of_d = replace(
-            rems.with_rates(*(take_heads(rate, places, dim=0) for rate in rems.rates)),
+            rems.with_rates(*(take_heads(rate, places, dim=0) for rate in (rems.decay, rems.theta, amplitude))),
+            kinds=tuple(rems.kinds[h] for h in places),
             dilation=(1,) * len(places),  # in the steps of a sub-sequence
             heads=tuple(rems.heads[h] for h in places),
         )
@@ -159,7 +160,7 @@ def _product(
     to_state = F.pad(to_state, (0, 1))
     to_query = to_state
     if parts == 1:
-        c = rems.amplitude.to(x.dtype)[:, :, None, None, None]
+        c = rems.amplitudes().to(x.dtype)[:, :, None, None, None]
         to_query = c[:, 0] * to_state[:, :1] - c[:, 1] * to_state[:, 1:]  # Re(c z^k h)
 
     weights = _matrix(to_query[:, :, :parts], block)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask, segment_index
-from rsa_hf.rem import head_tensors, paper_rems
+from rsa_hf.rem import Rems, head_tensors
 
 __all__ = ["rem_product"]
 
@@ -71,7 +71,7 @@ def rem_product(
     for name, mask in {"key_mask": key_mask, "documents": documents}.items():
         if mask is not None and (mask.dim() != 2 or mask.shape[0] not in (1, B) or mask.shape[1] != S):
             raise ValueError(f"{name} has shape {tuple(mask.shape)}: [{B} or 1, {S}] is needed.")
-    rems = paper_rems(kinds, decay, theta, dilation, groups)
+    rems = Rems(kinds, decay, theta, dilation, groups, tuple(range(H)))
     packed = None if documents is None else segment_index(documents)
     # Copies, because the backward pass needs the masks as they are now.
     key_mask = None if key_mask is None else key_mask != 0

@@ -50,14 +50,14 @@ def local_heads(attention: Tensor, rems: Rems, gate: Tensor, shard: Shard | None
     """
     if shard is None:
         return attention, rems, gate
-    rates = [*rems.rates, gate]
+    rates = [rate for rate in (*rems.rates, gate) if rate is not None]
     if torch.is_grad_enabled() and any(rate.requires_grad for rate in rates):
         attention, *rates = _SumGradients.apply(shard.group, attention, *rates)  # type: ignore[no-untyped-call]
     run = shard.heads(attention.shape[2])
     some = slice(bisect_left(rems.heads, run.start), bisect_left(rems.heads, run.stop))
-    decay, theta, amplitude, gate = (rate[some] for rate in rates)
+    decay, theta, *amplitude, gate = (rate[some] for rate in rates)
     places = tuple(head - run.start for head in rems.heads[some])
-    local = Rems(decay, theta, amplitude, rems.dilation[some], rems.heads_per_value, places)
+    local = Rems(rems.kinds[some], decay, theta, rems.dilation[some], rems.heads_per_value, places, *amplitude)
     return attention, local, gate
 
 

@@ -12,7 +12,7 @@ from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.pytorch import product_in_pytorch
 from rsa_hf.ops.read_mask import flash_segment_ids, read_attention_mask
-from rsa_hf.rem import paper_rems
+from rsa_hf.rem import Rems
 from texts import visible_with_blocks
 
 MIN = torch.finfo(torch.float32).min
@@ -24,8 +24,8 @@ def call(T, S, mask, causal=True, aligned_top_left=True, **keywords):
 
 
 def heads(value):
-    rates = torch.tensor([0.9, 0.8, 0.95], dtype=value.dtype), torch.full((3,), 0.7, dtype=value.dtype)
-    return paper_rems(("regular", "cos", "sin"), *rates, (1, 2, 3), 1, (0, 1, 2))
+    rates = (torch.tensor(numbers, dtype=value.dtype) for numbers in ([0.9, 0.8, 0.95], [0.0, 0.7, 0.7]))
+    return Rems(("regular", "cos", "sin"), *rates, (1, 2, 3), 1, (0, 1, 2))
 
 
 def product(attention_mask: AttentionMask, value):

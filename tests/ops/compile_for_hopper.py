@@ -29,7 +29,7 @@ PER_HEAD = ("decay", "theta", "gate")  # (pointer, stride)
 INTEGERS = {"columns": "*i32", "heads": "*i32", "starts": "*i32"}
 MASKS = {"segment_ids": "*i64", "key_mask": "*u8"}  # (pointer, stride)
 SIZES = {"forward": 8, "backward": 8, "splits": 6}
-BARE = {"causal": True, "mixed": True, "masked": False, "packed": False, "splits": 1}
+BARE = {"causal": True, "mixed": True, "masked": False, "packed": False, "free": False, "splits": 1}
 
 
 def variants():
@@ -49,8 +49,10 @@ def variants():
     for head_size, block in ((80, 32), (256, 64), (16, 16), (20, 32)):
         yield f"forward_head_{head_size}", "forward", torch.bfloat16, Tuning(64, block, 4, 2), head_size, BARE
         yield f"backward_head_{head_size}", "backward", torch.bfloat16, Tuning(64, block, 4, 2), head_size, BARE
-    yield "powers", "powers", torch.float32, Tuning(64, 64, 1, 1), 64, BARE
-    yield "rates", "rates", torch.float32, Tuning(64, 256, 1, 1), 64, BARE
+    yield "powers", "powers", torch.float32, Tuning(64, 64, 1, 1), 64, BARE | {"free": True}
+    for free in (False, True):
+        tuning = Tuning(64, 256, 1, 1)
+        yield f"rates_{'free' if free else 'paper'}", "rates", torch.float32, tuning, 64, BARE | {"free": free}
 
 
 def compiled(kernel, dtype, tuning, head_size, flags):
@@ -65,7 +67,13 @@ def compiled(kernel, dtype, tuning, head_size, flags):
         halves=dtype.itemsize == 2,
         **flags,
     )
-    constants = {"SHAPE": shape, "BACKWARD": not shape.masked, "MIXED": shape.mixed, "BLOCK": tuning.block}
+    constants = {
+        "SHAPE": shape,
+        "BACKWARD": not shape.masked,
+        "MIXED": shape.mixed,
+        "FREE": shape.free,
+        "BLOCK": tuning.block,
+    }
     signature, constexprs, attributes = {}, {}, {}
     aligned = [["tt.divisibility", 16]]
     for place, parameter in enumerate(function.params):

@@ -9,7 +9,7 @@ from references import relative_error
 from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask, segment_index
 from rsa_hf.ops.reference import dense_rem_product
-from rsa_hf.rem import paper_rems
+from rsa_hf.rem import Rems
 
 KINDS = ("regular", "cos", "sin")
 DILATION = (1, 2, 1)
@@ -93,7 +93,8 @@ def equation_4(tensors, kinds, dilation, groups, heads, **masks):
 
 def mixed_product(tensors, kinds, dilation, groups, attention_mask, heads):
     value, decay, theta, attention, gate = tensors
-    rems = paper_rems(kinds, decay, theta, dilation, groups, heads)
+    turns = torch.tensor([kind != "regular" for kind in kinds], device=theta.device)
+    rems = Rems(kinds, decay, torch.where(turns, theta, 0), dilation, groups, heads)
     return apply_rems(value, rems, attention_mask, attention, gate)
 
 

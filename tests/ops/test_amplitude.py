@@ -13,6 +13,7 @@ from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.rem import Rems
 
+KINDS = ("cos",) * 6  # not read: they say what c is where none is given
 DILATION = (1, 1, 1, 3, 2, 1)
 # A head that is off, two that pass on the last token alone, a rate near 1, angles of 0 and π.
 DECAY = (0.7, 0.0, -0.9, 0.5, 1 - 1e-6, 0.8)
@@ -53,7 +54,8 @@ def test_any_amplitude_agrees_with_nested_loops(backend, causal, T, S, window):
     visible = visible.expand(2, 1, T, S)
 
     def product(value, *rates):
-        return apply_rems(value, Rems(*rates, DILATION, 1, tuple(range(len(DECAY)))), mask)
+        decay, theta, amplitude = rates
+        return apply_rems(value, Rems(KINDS, decay, theta, DILATION, 1, tuple(range(len(KINDS))), amplitude), mask)
 
     def loops(weight, value, decay, theta, amplitude):
         return double_loop(value, [*amplitude], decay, theta, DILATION, T, offset, causal, visible, weight)

@@ -12,7 +12,7 @@ import torch
 from rsa_hf import rem_product
 from rsa_hf.ops import autograd, triton
 from rsa_hf.ops.cpp.build import library
-from rsa_hf.rem import paper_rems
+from rsa_hf.rem import Rems
 
 HEADS = ("regular", "cos")
 
@@ -30,7 +30,7 @@ def fresh_choice(monkeypatch):
 
 
 def problem(dtype=torch.float32):
-    return torch.randn(1, 2, 20, 16, dtype=dtype), paper_rems(
+    return torch.randn(1, 2, 20, 16, dtype=dtype), Rems(
         HEADS, torch.tensor([0.9, 0.8]), torch.ones(2), (1, 1), 1, (0, 1)
     )
 

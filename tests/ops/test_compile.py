@@ -11,6 +11,7 @@ from ops.mixed_product import differentiate, mixed_product
 from ops.mixed_product import draw as mixed_tensors
 from rsa_hf import rem_product
 from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.rem import KINDS as ALL_KINDS
 
 # Traces forward and backward through AOT autograd as the default backend does, without compiling machine code.
 compiled = torch.compile(fullgraph=True, backend="aot_eager", dynamic=False)
@@ -98,6 +99,7 @@ def test_the_operator_passes_the_checks_of_torch_library(mixed):
     attention = torch.randn(2, 40, 8, 3, requires_grad=True) if mixed else None
     gate = torch.rand(6).requires_grad_() if mixed else None
     masks = (None, torch.arange(40)[None] >= torch.tensor([[5], [0]]), None, None)
-    others = (list(DILATION), list(range(6)), 1, 40, 0, True, None)
+    kinds = [ALL_KINDS.index(kind) for kind in KINDS]
+    others = (kinds, list(DILATION), list(range(6)), 1, 40, 0, True, None)
     arguments = (value, decay, theta, amplitude, attention, gate, *masks, *others)
     opcheck(torch.ops.rsa_hf.recurrence.default, arguments)

@@ -15,7 +15,7 @@ from rsa_hf import rem_product
 from rsa_hf.ops import autograd, cpp
 from rsa_hf.ops.cpp import build, launch
 from rsa_hf.ops.mask import AttentionMask
-from rsa_hf.rem import paper_rems
+from rsa_hf.rem import Rems
 
 needs_compiler = pytest.mark.skipif(isinstance(build.library(), str), reason=str(build.library()))
 
@@ -77,7 +77,7 @@ def test_a_scan_that_keeps_the_rounding_of_z_is_caught(monkeypatch, tmp_path):
 
 @needs_compiler
 def test_decays_that_end_in_subnormal_numbers_take_no_longer():
-    heads = paper_rems(("regular",) * 8, torch.linspace(0.3, 0.9, 8), torch.zeros(8), (1,) * 8, 1, tuple(range(8)))
+    heads = Rems(("regular",) * 8, torch.linspace(0.3, 0.9, 8), torch.zeros(8), (1,) * 8, 1, tuple(range(8)))
     mask = AttentionMask(4096, 4096, 0, True)
     noise, pulse = torch.randn(1, 8, 4096, 64), torch.zeros(1, 8, 4096, 64)
     pulse[:, :, ::500] = 1

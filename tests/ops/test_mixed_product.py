@@ -13,7 +13,7 @@ from rsa_hf import rem_product
 from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.reference import dense_rem_product
-from rsa_hf.rem import paper_rems
+from rsa_hf.rem import Rems
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -166,7 +166,7 @@ def test_the_output_is_laid_out_as_attention_is(queries):
     """Models take views of it; with few queries after a cache P is explicit."""
     value, decay, theta, attention, gate = draw(queries, S=11, plain=0)
     attention = attention.detach().contiguous()
-    rems = paper_rems(KINDS, decay, theta, (1, 2, 1), 1, (0, 1, 2))
+    rems = Rems(KINDS, decay, theta, (1, 2, 1), 1, (0, 1, 2))
     mixed = apply_rems(value, rems, AttentionMask(queries, 11, 11 - queries, causal=True), attention, gate)
     assert mixed.flatten(2).data_ptr() == mixed.view(1, queries, -1).data_ptr()
 

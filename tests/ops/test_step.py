@@ -17,7 +17,7 @@ from rsa_hf.ops.decode import LagTable, decode
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.read_mask import read_attention_mask
 from rsa_hf.ops.reference import dense_rem_product
-from rsa_hf.rem import paper_rems
+from rsa_hf.rem import Rems
 
 S = 45
 needs_compiler = pytest.mark.skipif(isinstance(library(), str), reason=str(library()))
@@ -143,14 +143,14 @@ def test_the_second_step_of_a_generation_takes_the_kept_weights(monkeypatch):
 @pytest.mark.parametrize("places", [tuple(range(6)), (1, 2, 4, 6, 7, 9)])
 def test_a_compiled_step_in_half_precision_agrees(places):
     _, decay, theta = (tensor.detach() for tensor in draw(1))
-    rems, value = paper_rems(KINDS, decay, theta, DILATION, 2, places), torch.randn(2, 6, S, 3).bfloat16()
+    rems, value = Rems(KINDS, decay, theta, DILATION, 2, places), torch.randn(2, 6, S, 3).bfloat16()
     mask = row(value, (torch.arange(S) <= 30).expand(2, -1))
     compiled = torch.compile(lambda value: decode(value, rems, mask, None), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(value), decode(value, rems, mask, None), rtol=1e-5, atol=1e-6)
 
 
 def test_a_table_leaves_out_only_negligible_lags():
-    rems = paper_rems(("regular", "cos"), torch.tensor([-0.9, 0.5]), torch.zeros(2), (1, 7), 1, (0, 1))
+    rems = Rems(("regular", "cos"), torch.tensor([-0.9, 0.5]), torch.zeros(2), (1, 7), 1, (0, 1))
     table = LagTable(rems, torch.float32, 10_000)
     assert 200 < table.weights.shape[1] < 300
     value = torch.ones(1, 2, 5000, 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from rsa_hf.ops.buffers import copy_other_heads, empty_output, empty_rows, with_rows
 from rsa_hf.ops.cpp.build import library
 from rsa_hf.ops.mask import AttentionMask
-from rsa_hf.rem import Rems, other_heads, working_dtype
+from rsa_hf.rem import KINDS, Rems, other_heads, working_dtype
 
 __all__ = ["compiled_function", "cpp_backward", "cpp_forward", "integers"]
 
@@ -40,7 +40,7 @@ class _Problem(ctypes.Structure):
                 *("heads_per_value", "is_causal", "threads", "window"),
             )
         ),
-        *((name, ctypes.c_void_p) for name in ("dilation", "indices", "decay", "theta", "amplitude", "gate")),
+        *((name, ctypes.c_void_p) for name in ("kinds", "dilation", "indices", "decay", "theta", "amplitude", "gate")),
         ("key_mask", ctypes.c_void_p),
         ("key_mask_row", ctypes.c_int64),
         ("segments", ctypes.c_void_p),
@@ -94,7 +94,7 @@ def cpp_backward(
         grad = grad.transpose(1, 2)
     _call("backward", dtype, rems, mask, gate, sums, grad=grad.to(dtype), **tensors)
     ddecay, dtheta, damplitude, dgate = sums.sum(0).to(rems.decay.dtype).split((1, 1, 2, 1), 1)
-    rates = (ddecay[:, 0], dtheta[:, 0], damplitude)
+    rates = (ddecay[:, 0], dtheta[:, 0], None if rems.amplitude is None else damplitude)
     if attention is None or gate is None or dattention is None:
         return dvalue.to(value.dtype), *rates, None, None
     return dvalue.to(value.dtype), *rates, dattention.to(attention.dtype), dgate[:, 0].to(gate.dtype)
@@ -110,7 +110,7 @@ def _call(
     **tensors: Tensor,
 ) -> None:
     B, _, _, D = tensors["value"].shape
-    dilation, indices = map(integers, (rems.dilation, rems.heads))
+    kinds, dilation, indices = map(integers, (_numbers(rems.kinds), rems.dilation, rems.heads))
     keep: list[Tensor] = []  # alive until the call returns
 
     def address(tensor: Tensor | None, dtype: torch.dtype) -> int | None:
@@ -141,6 +141,7 @@ def _call(
         is_causal=mask.causal,
         threads=max(1, min(torch.get_num_threads(), B * len(rems.heads) * keys * D // WORTH_A_THREAD)),
         window=0 if mask.sliding_window is None or mask.sliding_window >= keys else mask.sliding_window,
+        kinds=ctypes.addressof(kinds),
         dilation=ctypes.addressof(dilation),
         indices=ctypes.addressof(indices),
         decay=address(rems.decay, torch.float64),
@@ -161,6 +162,11 @@ def _call(
 def integers(numbers: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
     """Whole numbers as the C++ reads them; it does not write to them."""
     return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+@functools.lru_cache(maxsize=64)
+def _numbers(kinds: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(map(KINDS.index, kinds))
 
 
 @functools.cache

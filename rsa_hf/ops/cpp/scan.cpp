@@ -29,9 +29,11 @@ struct Tensor {
 struct Problem {
   Index rows, heads, keys, queries, channels, query_offset, heads_per_value, is_causal, threads;
   Index window;                        // positions that a query sees back, itself included; 0: all
-  const Index *dilation, *indices;     // [heads]; indices among the heads of attention, ascending
-  const double *decay, *theta;         // [heads]
-  const double *amplitude, *gate;      // [heads, 2]; [heads], or null for P V alone
+  const Index *kinds, *dilation;    // [heads]; 0 regular, 1 cos, 2 sin
+  const Index* indices;             // [heads]: of each among the heads of attention, ascending
+  const double *decay, *theta;      // [heads]
+  const double* amplitude;          // [heads, 2]; or null, for the paper's: z, of sin heads −i z
+  const double* gate;               // [heads]; or null, for P V alone
   const std::uint8_t* key_mask;        // [rows, keys], 0 where a key is hidden; or null
   Index key_mask_row;
   const Index* segments;  // [rows, keys]; or null
@@ -48,6 +50,7 @@ struct Problem {
   }
 };
 
+constexpr Index SIN = 2;
 constexpr Index KEYS = 32;  // that a head walks before the next head does: their channels share pages of memory
 
 // Neighbouring channels, computed side by side: two registers, because a step waits for the one before.
@@ -108,6 +111,7 @@ struct Head {
   Index window;                    // in its own steps
   std::complex<double> direction;  // e^{iθ}
   std::complex<double> z;          // decay · e^{iθ}
+  std::complex<double> by_z;       // ∂amplitude/∂z
   std::complex<double> amplitude;
   bool is_real;  // z and amplitude: there is no imaginary part to compute
   double gate;
@@ -122,7 +126,8 @@ struct Head {
         window(p.window ? (p.window - 1) / dilation + 1 : 0),
         direction(std::cos(p.theta[h]), std::sin(p.theta[h])),
         z(p.decay[h] * direction),
-        amplitude(p.amplitude[2 * h], p.amplitude[2 * h + 1]),
+        by_z(p.amplitude ? 0 : p.kinds[h] == SIN ? std::complex<double>(0, -1) : 1),
+        amplitude(p.amplitude ? std::complex<double>(p.amplitude[2 * h], p.amplitude[2 * h + 1]) : by_z * z),
         is_real(z.imag() == 0 && amplitude.imag() == 0),
         gate(p.gate ? p.gate[h] : 1),
         key_mask(p.key_mask ? p.key_mask + b * p.key_mask_row : nullptr),
@@ -458,7 +463,7 @@ void backward_heads(const Problem& p, Index b, Index begin, Index end) {
   for (Index h = begin; h < end; h++) {
     const Head head(p, b, h);
     const Sums& of_head = sums[h - begin];
-    const std::complex<double> by_z = head.amplitude * of_head.slopes;
+    const std::complex<double> by_z = head.amplitude * of_head.slopes + head.by_z * of_head.states;
     double* result = p.sums + 5 * (b * p.heads + h);
     result[0] = head.gate * (by_z * head.direction).real();
     result[1] = -head.gate * (by_z * head.z).imag();  // ∂z/∂θ = i z

@@ -174,8 +174,10 @@ def _weighted(inner, table, row: tl.constexpr, SHAPE: tl.constexpr):
 def rates_kernel(
     partial,
     decay,
+    theta,
     amplitude,
     gate,
+    heads,
     starts,
     ddecay,
     dtheta,
@@ -183,17 +185,17 @@ def rates_kernel(
     dgate,
     parts,
     MIXED: tl.constexpr,
+    FREE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Gradients of the rates and the gate of each head, from the parts of its programs, added up in a fixed order.
 
     Where:
         partial: of `backward_kernel`.
-        decay, gate: (H,), as (pointer, stride).
-        amplitude: [H, 2].
+        decay, theta, gate: (H,), as (pointer, stride).
+        amplitude: [H, 2], and damplitude too; neither is looked at unless FREE.
         starts: where the columns of each head begin, and where the last ones end, (H + 1,).
         ddecay, dtheta, dgate: (H,).
-        damplitude: [H, 2].
         parts: programs of a column.
     """
     head = tl.program_id(0)
@@ -203,18 +205,28 @@ def rates_kernel(
     imaginary_product = _sum_of_parts(partial + 2, begin, end, BLOCK)
     change = _sum_of_parts(partial + 3, begin, end, BLOCK)
     imaginary_change = _sum_of_parts(partial + 4, begin, end, BLOCK)
-    c, c_imaginary = _amplitude_of_head(amplitude, head)
+    rho, angle = _load_of_head(decay, head).to(tl.float64), _load_of_head(theta, head).to(tl.float64)
+    cos, sin = tl.cos(angle), tl.sin(angle)
+    c, c_imaginary = _amplitude_of_head(amplitude, heads, head, rho * cos, rho * sin, FREE)
     weight = 1.0
     if MIXED:
         weight = _load_of_head(gate, head).to(tl.float64)
         attended = _sum_of_parts(partial, begin, end, BLOCK)
         tl.store(dgate + head, c * product - c_imaginary * imaginary_product - attended)
-    tl.store(damplitude + 2 * head, weight * product)
-    tl.store(damplitude + 2 * head + 1, -weight * imaginary_product)
-    tl.store(ddecay + head, weight * (c * change - c_imaginary * imaginary_change))
-    # ∂z^k/∂θ = i · decay · ∂z^k/∂decay
-    rho = _load_of_head(decay, head).to(tl.float64)
-    tl.store(dtheta + head, -weight * rho * (c * imaginary_change + c_imaginary * change))
+    # The derivative of c Σ z^{k−1} r_k with respect to decay; ∂z/∂θ = i · decay · ∂z/∂decay.
+    by_decay, by_imaginary_decay = (
+        c * change - c_imaginary * imaginary_change,
+        c * imaginary_change + c_imaginary * change,
+    )
+    if FREE:
+        tl.store(damplitude + 2 * head, weight * product)
+        tl.store(damplitude + 2 * head + 1, -weight * imaginary_product)
+    else:  # c = z, of sin heads −i z
+        turn, imaginary_turn = _amplitude_of_head(amplitude, heads, head, cos, sin, FREE)
+        by_decay += turn * product - imaginary_turn * imaginary_product
+        by_imaginary_decay += turn * imaginary_product + imaginary_turn * product
+    tl.store(ddecay + head, weight * by_decay)
+    tl.store(dtheta + head, -weight * rho * by_imaginary_decay)
 
 
 @triton.jit

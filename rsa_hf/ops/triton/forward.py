@@ -74,7 +74,7 @@ def forward_kernel(
         key_mask: [B or 1, S] bytes, 0 where a key is hidden, as (pointer, stride of rows); if masked.
         segment_ids: [B, S], which segment each position belongs to, as (pointer, stride of rows); if packed.
         columns: head and residue of each column, [columns, 2].
-        heads: dilation and index of each head, [H, 2].
+        heads: dilation, kind and index of each head, [H, 3].
         table: of `powers_kernel`.
         splits: from `splits_kernel`, unless there is one split.
         entering: for unmasked REMs, room for [B, blocks, H, slots, 2, BLOCK].

@@ -19,7 +19,7 @@ from rsa_hf.ops.triton.forward import forward_kernel
 from rsa_hf.ops.triton.states import splits_kernel
 from rsa_hf.ops.triton.tables import TABLE_ROWS, Shape, powers_kernel
 from rsa_hf.ops.triton.tuning import Tuning, candidates, fastest
-from rsa_hf.rem import Rems, kept_constants, other_heads
+from rsa_hf.rem import KINDS, Rems, kept_constants, other_heads
 
 __all__ = ["triton_backward", "triton_forward"]
 
@@ -70,7 +70,9 @@ def triton_backward(
     """The gradients of `triton_forward` with respect to V, the rates, attention and gate, from that of its output."""
     heads_per_value = rems.heads_per_value
     dvalue = empty_rows(value)
-    rates = [torch.empty_like(rate, memory_format=torch.contiguous_format) for rate in rems.rates]
+    rates = [
+        None if rate is None else torch.empty_like(rate, memory_format=torch.contiguous_format) for rate in rems.rates
+    ]
     dattention = dgate = None
     if attention is not None and gate is not None:
         dattention, dgate = empty_rows(attention), torch.empty_like(gate)
@@ -118,13 +120,14 @@ def _processors(device: torch.device) -> int:
 
 @kept_constants(32)
 def _plan(
+    kinds: tuple[str, ...],
     dilation: tuple[int, ...],
     indices: tuple[int, ...],
     residues: tuple[int, ...],
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The heads, the columns and the first column of each head, on the device."""
-    heads = [*zip(dilation, indices, strict=True)]
+    heads = [[d, KINDS.index(kind), index] for d, kind, index in zip(dilation, kinds, indices, strict=True)]
     columns = [[head, residue] for head, count in enumerate(residues) for residue in range(count)]
     starts = [sum(residues[:head]) for head in range(len(residues) + 1)]
     heads_on, columns_on, starts_on = (
@@ -175,7 +178,7 @@ class _Launch:
         self.value, self.rems, self.mask = value, rems, mask
         # Where there is none, V is a placeholder that is not read.
         self.attention = value if attention is None else with_rows(attention).transpose(1, 2)
-        self.amplitude = rems.amplitude.contiguous()
+        self.amplitude = value if rems.amplitude is None else rems.amplitude.contiguous()
         self.gate, self.is_mixed = value if gate is None else gate, attention is not None
         self.length, self.warps = mask.seen_length, tuning.warps
         B, H, device = len(value), len(rems.heads), value.device
@@ -184,12 +187,13 @@ class _Launch:
             self.is_mixed,
             mask.key_mask is not None,
             mask.segments is not None,
+            rems.amplitude is not None,
             value.element_size() == 2,
         )
         self.programs, self.slots, residues, self.shape = _divide(
             B, value.shape[3], self.length, rems.dilation, _processors(device), tuning, flags
         )
-        self.heads, self.columns, self.starts = _plan(rems.dilation, rems.heads, residues, device)
+        self.heads, self.columns, self.starts = _plan(rems.kinds, rems.dilation, rems.heads, residues, device)
         self.table = value.new_empty(H, int(TABLE_ROWS), self.shape.powers, dtype=torch.float32)
         key_mask = value if mask.key_mask is None else with_rows(mask.key_mask).view(torch.uint8)
         segment_ids = value if mask.segments is None else mask.segments
@@ -229,7 +233,7 @@ class _Launch:
         grad: Tensor,
         dvalue: Tensor,
         dattention: Tensor | None,
-        rates: Sequence[Tensor],
+        rates: Sequence[Tensor | None],
         dgate: Tensor | None,
     ) -> None:
         """Write the gradients of the RSA heads and of the values they read."""
@@ -255,13 +259,16 @@ class _Launch:
         rates_kernel[(len(self.heads),)](
             partial,
             _per_head(self.rems.decay),
+            _per_head(self.rems.theta),
             self.amplitude,
             _per_head(self.gate),
+            self.heads,
             self.starts,
-            *rates,
+            *(self.amplitude if rate is None else rate for rate in rates),
             self.gate if dgate is None else dgate,
             parts,
             MIXED=self.is_mixed,
+            FREE=self.shape.free,
             BLOCK=256,
             num_warps=1,
         )

@@ -32,7 +32,7 @@ def _program(columns, heads, table, segment_ids, rows, num_columns, length, SHAP
     row = row.to(tl.int64)
     split = program // (SHAPE.blocks * num_columns * rows)
     head, residue = tl.load(columns + 2 * column), tl.load(columns + 2 * column + 1)
-    d, index = tl.load(heads + 2 * head), tl.load(heads + 2 * head + 1)
+    d, index = tl.load(heads + 3 * head), tl.load(heads + 3 * head + 2)
     steps = tl.cdiv(length - residue, d)
     per_split = _steps_of_split(length, d, SHAPE)
     first = split * (per_split // SHAPE.chunk)

@@ -22,6 +22,7 @@ class Shape:
         mixed: whether P V is mixed into attention.
         masked: whether there is a key mask.
         packed: whether there are segments.
+        free: whether amplitudes are given.
         halves: whether the Toeplitz matrix is a sum of two 16-bit matrices.
     """
 
@@ -36,6 +37,7 @@ class Shape:
     mixed: bool
     masked: bool
     packed: bool
+    free: bool
     halves: bool
 
 
@@ -51,14 +53,15 @@ def powers_kernel(decay, theta, amplitude, heads, table, length, SHAPE: tl.const
 
     Where:
         decay, theta: (pointer, stride).
-        amplitude: real and imaginary part of c of each head, [H, 2].
-        heads: dilation and index of each head, [H, 2].
+        amplitude: real and imaginary part of c of each head, [H, 2]; not read unless SHAPE.free.
+        heads: dilation, kind and index of each head, [H, 3].
     """
     head = tl.program_id(0)
-    d = tl.load(heads + 2 * head)
+    d = tl.load(heads + 3 * head)
     rho = _load_of_head(decay, head).to(tl.float64)
     angle = _load_of_head(theta, head).to(tl.float64)
-    c, c_imaginary = _amplitude_of_head(amplitude, head)
+    z, z_imaginary = rho * tl.cos(angle), rho * tl.sin(angle)
+    c, c_imaginary = _amplitude_of_head(amplitude, heads, head, z, z_imaginary, SHAPE.free)
     per_split = _steps_of_split(length, d, SHAPE)
     entry = tl.arange(0, SHAPE.powers)
     k = tl.where(entry <= SHAPE.chunk, entry, (entry - SHAPE.chunk - 1) * per_split)
@@ -99,9 +102,17 @@ def _load_of_head(numbers, head):
 
 
 @triton.jit
-def _amplitude_of_head(amplitude, head):
-    """Real and imaginary part of c in float64."""
-    return tl.load(amplitude + 2 * head).to(tl.float64), tl.load(amplitude + 2 * head + 1).to(tl.float64)
+def _amplitude_of_head(amplitude, heads, head, z, z_imaginary, FREE: tl.constexpr):
+    """Real and imaginary part of c in float64: given, or the paper's, z, of sin heads −i z."""
+    if FREE:
+        real, imaginary = (
+            tl.load(amplitude + 2 * head).to(tl.float64),
+            tl.load(amplitude + 2 * head + 1).to(tl.float64),
+        )
+    else:
+        is_sin = tl.load(heads + 3 * head + 1) == 2
+        real, imaginary = tl.where(is_sin, z_imaginary, z), tl.where(is_sin, -z, z_imaginary)
+    return real, imaginary
 
 
 @triton.jit
