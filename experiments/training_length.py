@@ -6,7 +6,7 @@ model goes on alone with the decay (Hägele et al., 2024, section 4). Lengths do
 interpolated linearly over the logarithm of the tokens.
 
 Every variant is trained at every learning rate with the first seed, and at its best rate with the other seeds. After
-the longest training it is also trained shortly on key-value pairs, and scored by what it recalls (`recall.py`).
+the longest training it is also trained shortly on key-value pairs, and scored by what it recalls (`byte_recall.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_constant_schedule_with_warmup
 
 from experiments.byte_models import SHAPES, Curve, Shape, bits_per_byte, build
+from experiments.byte_recall import recalled_pairs
 from experiments.corpora import read_corpus, training_blocks
-from experiments.recall import recalled_pairs
 from experiments.runner.comparison import Case, Comparison
 from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.fit import adamw, batch_loss, count_parameters, default_device, fit

@@ -5,14 +5,14 @@
 * `published`: half of the heads are RSA heads, with the paper's initial rates and gates of one half.
 * `alibi`: attention with linear biases (Press et al., 2022), a preference for near tokens without RSA.
 * `learned toeplitz`: as `rsa`, with a learned weight for each lag in place of a REM.
-* `short convolution`: as `rsa`, with learned weights for the last four tokens alone.
+* `short convolution`: as `rsa`, with learned weights for the last four tokens alone; `token shift`: for the last one.
 * `no softmax`: as `rsa` with the gate fixed at 1, so that only P V is left.
 * `no recurrence`: as `rsa` with P = 0, so that gates only damp attention.
 * `pace of the weights`: as `rsa`, with gates and rates that learn as fast as the weights (`parameter_scale` 1).
 * `half of the heads`: as `rsa` on the first half of the heads, with plain attention in the others.
 * `dilated heads`: as `rsa`, with the second half of the heads dilated by 6, about an English word with its space.
 
-The classes below replace RSA heads during training: rows are not padded, and there is no cache.
+Some replace the RSA heads (`forms.py`): rows are not padded, and there is no cache.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rsa_hf import RSAConfig, RSAHeads, patch_model, rem_matrix
+from experiments.forms import FormHeads
+from rsa_hf import RSAConfig, RSAHeads, patch_model
 
 PUBLISHED_START = RSAConfig(gate_init=0.0)
-KERNEL = 4  # tokens of the short convolution
-LAGS = {"learned toeplitz": None, "short convolution": KERNEL}  # number of learned lags; None: all
-NO_RECURRENCE = "no recurrence"
+CONVOLUTION, SHIFT, NO_RECURRENCE = "short convolution", "token shift", "no recurrence"
+LAGS = {"learned toeplitz": None, CONVOLUTION: 4, SHIFT: 1}  # number of learned lags; None: all
 WORD = 6  # bytes
 PACE, HALF, DILATED = "pace of the weights", "half of the heads", "dilated heads"
 BEYOND_RSA = (PACE, HALF, DILATED)
-VARIANTS = ("plain", "rsa", "published", "alibi", *LAGS, "no softmax", NO_RECURRENCE, *BEYOND_RSA)
+VARIANTS = (
+    *("plain", "rsa", "published", "alibi", "learned toeplitz", CONVOLUTION, "no softmax", NO_RECURRENCE),
+    *BEYOND_RSA,
+)
 
 
 def patched_modules(model: nn.Module) -> Iterator[tuple[nn.Module, RSAHeads]]:
@@ -51,7 +54,7 @@ def add_rsa(model: PreTrainedModel, variant: str, config: RSAConfig | None) -> N
         patch_model(model, config)
     if variant == NO_RECURRENCE:
         for module, heads in patched_modules(model):
-            module.rsa = WithoutRecurrence(heads)
+            module.rsa = FormHeads(heads, "nothing")
 
 
 def variant_config(variant: str, num_heads: int) -> RSAConfig | None:
@@ -80,7 +83,7 @@ def make_variant(variant: str, model: PreTrainedModel, longest: int) -> nn.Modul
     add_rsa(model, variant, variant_config(variant, H))
     for module, heads in patched_modules(model):
         if variant in LAGS:
-            module.rsa = LearnedLags(heads, LAGS[variant] or longest - 1)
+            module.rsa = FormHeads(heads, "kernel", LAGS[variant] or longest - 1)
         elif variant == "no softmax":
             heads.mu.requires_grad_(False)
     return model
@@ -107,58 +110,8 @@ class ALiBi(nn.Module):
         return self.model(input_ids, attention_mask=self.bias[:, :, :T, :T], **keywords)
 
 
-class LearnedLags(RSAHeads):
-    """RSA heads on all heads, whose f(τ) is a learned weight for each head and lag, initialised from the REM.
-
-    f is 0 beyond the longest lag. Gates learn at the rate of RSA parameters, f at that of the other weights.
-    """
-
-    def __init__(self, heads: RSAHeads, longest: int) -> None:
-        super().__init__(heads.spec)
-        rems = (self.spec.kinds, *self.per_head(self.rates()), self.spec.dilations)
-        P = rem_matrix(*rems, query_length=1, key_length=longest + 1)
-        self.eta = self.nu = self.theta = None
-        self.f = nn.Parameter(P[:, 0, :-1].flip(-1).detach())
-
-    def forward(self, attention: Tensor, value: Tensor, *_: Any) -> Tensor:
-        """Mix P V into attention [B, T, H, D]."""
-        longest = self.f.shape[1]
-        product = (_convolved if longest == KERNEL else _multiplied)(self.f, value)
-        return attention.lerp(product.transpose(1, 2), self.rates()["gate"])
-
-
-class WithoutRecurrence(RSAHeads):
-    """RSA heads with P = 0: attention times 1 − g."""
-
-    def __init__(self, heads: RSAHeads) -> None:
-        super().__init__(heads.spec)
-        self.eta = self.nu = self.theta = None
-
-    def forward(self, attention: Tensor, *_: Any) -> Tensor:
-        """Attention [B, T, H, D], its RSA heads scaled."""
-        return scale_heads(attention, self.spec.heads, 1 - self.rates()["gate"])
-
-
 def scale_heads(attention: Tensor, heads: tuple[int, ...], factor: Tensor) -> Tensor:
     """Multiply some heads of [B, T, H, D] by a factor for all of them (1,) or for each (R,)."""
     factors = factor.new_ones(attention.shape[2])
     factors[list(heads)] = factor.expand(len(heads))
     return (factors[:, None] * attention).to(attention.dtype)
-
-
-def _multiplied(f: Tensor, value: Tensor) -> Tensor:
-    """P V with a dense P."""
-    T, longest = value.shape[2], f.shape[1]
-    position = torch.arange(T, device=value.device)
-    lag = position[:, None] - position
-    return torch.where((lag > 0) & (lag <= longest), f[:, (lag - 1).clamp(0, longest - 1)], 0) @ value
-
-
-def _convolved(f: Tensor, value: Tensor) -> Tensor:
-    """P V lag by lag, cheaper for few lags."""
-    T, longest = value.shape[2], f.shape[1]
-    padded = nn.functional.pad(value, (0, 0, longest, 0))
-    product = torch.zeros_like(value)
-    for lag in range(1, longest + 1):
-        product = product + f[:, lag - 1, None, None] * padded[:, :, longest - lag :][:, :, :T]
-    return product

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from experiments.variants import NO_RECURRENCE, WithoutRecurrence, patched_modules, scale_heads
+from experiments.forms import FormHeads
+from experiments.variants import NO_RECURRENCE, patched_modules, scale_heads
 from rsa_hf import HeadConfig, RSAConfig, RSAHeads, patch_model, rem_matrix
 from rsa_hf.calibration.dictionary import DICTIONARY
 
@@ -64,7 +65,7 @@ def make_variant(variant: str, model: PreTrainedModel, plan: RSAConfig, length: 
     patch_model(model, plan)
     for module, heads in patched_modules(model):
         if variant == NO_RECURRENCE:
-            module.rsa = WithoutRecurrence(heads)
+            module.rsa = FormHeads(heads, "nothing")
         elif variant in (SCALED, ALL_SCALED):
             module.rsa = ScaledHeads(heads, with_rems=False)
         elif variant in (WITH_FACTORS, WITH_ALL_FACTORS):

@@ -15,6 +15,8 @@ from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, 
 
 # In the order of the report, each with its subject.
 EXPERIMENTS = {
+    "defaults": "how RSA heads start in a model that is trained from scratch",
+    "recall": "associative recall: how soon a model names the value that a key was paired with",
     "sample-efficiency": "tokens needed to reach the unpatched model's final bits per byte",
     "training-length": "tokens saved after longer training, with a learning rate that decays",
     "fine-tune": "pretrained models fine-tuned with and without RSA on little data",

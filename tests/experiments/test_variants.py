@@ -48,29 +48,6 @@ def test_heads_of_a_variant(name, dilations):
     assert [list(plan.dilations) for plan in plans] == [dilations] * SHAPE.layers
 
 
-def loop(f, value, gate, attention):
-    """(1 − g) · attention + g · Σ_s f(t − s) v_s, for attention [B, T, H, D], V [B, H, T, D] and f [H, lags]."""
-    mixed = torch.zeros_like(attention)
-    for t in range(value.shape[2]):
-        mixed[:, t] = (1 - gate) * attention[:, t]
-        for s in range(max(0, t - f.shape[1]), t):
-            mixed[:, t] = mixed[:, t] + gate * f[:, t - s - 1, None] * value[:, :, s]
-    return mixed
-
-
-@pytest.mark.parametrize("longest", [1, v.KERNEL, 50])
-def test_learned_lags_agree_with_a_loop(longest):
-    """Values and gradients, at lengths below and above the longest lag."""
-    [(_, heads), _] = v.patched_modules(variant("rsa"))
-    lags = v.LearnedLags(heads, longest)
-    for T in (3, 7):
-        attention, value = torch.randn(2, T, 4, 3), torch.randn(2, 4, T, 3, requires_grad=True)
-        expected, found = loop(lags.f, value, lags.rates()["gate"], attention), lags(attention, value, None)
-        torch.testing.assert_close(found, expected)
-        wanted = (value, lags.f, lags.mu)
-        torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), wanted) for x in (found, expected)))
-
-
 def test_without_softmax_the_gate_stays_open():
     heads = [heads for _, heads in v.patched_modules(variant("no softmax"))]
     assert all(bool((each.rates()["gate"] == 1).all()) and not each.mu.requires_grad for each in heads)

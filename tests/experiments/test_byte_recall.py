@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from experiments.byte_models import SHAPES
-from experiments.recall import key_value_rows, recalled_pairs
+from experiments.byte_recall import key_value_rows, recalled_pairs
 
 
 class Copier(nn.Module):

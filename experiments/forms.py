@@ -1,0 +1,75 @@
+"""Memories to compare the paper's REMs with: RSA heads with another f(τ), computed with a dense P.
+
+* `paper`: f(τ) = Re(c z^{τ−1}) with c = z, of sin heads −i z (`rsa_hf/rem.py`): the REM itself.
+* `amplitude`: the same with a complex c that each head learns, from the paper's on.
+* `unit lag`: c = 1, of sin heads −i: the last token is passed on with weight 1.
+* `kernel`: a learned weight for each of the first K lags, from the REM's on, and 0 beyond: a short convolution, for
+  K = 1 a token shift.
+* `kernel and tail`: the same, and the REM beyond.
+* `nothing`: f = 0, so that gates only damp attention.
+
+Amplitudes and kernels learn at the pace of the weights, gates and rates `parameter_scale` times as fast. Rows are not
+padded, and there is no cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rsa_hf import RSAHeads
+from rsa_hf.rem import Rems, mix, take_heads, weights_of_lags
+
+FORMS = ("paper", "amplitude", "unit lag", "kernel", "kernel and tail", "nothing")
+
+
+class FormHeads(RSAHeads):
+    """RSA heads with one of `FORMS`.
+
+    Args:
+        heads: RSA heads of the same layer, undilated.
+        form: one of `FORMS`.
+        lags: K, of a kernel.
+    """
+
+    def __init__(self, heads: RSAHeads, form: str, lags: int = 0) -> None:
+        super().__init__(heads.spec)
+        self.form = form
+        start = self._rems(None)
+        if form == "amplitude":
+            self.amplitude = nn.Parameter(start.amplitudes().detach().float())
+        elif form.startswith("kernel"):
+            self.kernel = nn.Parameter(weights_of_lags(start, torch.arange(1, lags + 1), torch.float32).detach())
+        if form in ("kernel", "nothing"):
+            self.eta = self.nu = self.theta = None
+
+    def _rems(self, amplitude: Tensor | None) -> Rems:
+        decay, theta = self.per_head(self.rates())
+        return Rems(self.spec.kinds, decay, theta, self.spec.dilations, 1, self.spec.heads, amplitude)
+
+    def weights(self, length: int) -> Tensor:
+        """f(τ) of each head at the lags 0 … length − 1, [R, length]."""
+        if self.form == "nothing":
+            return self.mu.new_zeros(self.spec.num_rsa_heads, length)
+        if self.form == "kernel":
+            f = nn.functional.pad(self.kernel, (1, max(0, length - 1 - self.kernel.shape[1])))
+            return f[:, :length]
+        amplitude = getattr(self, "amplitude", None)
+        if self.form == "unit lag":
+            amplitude = self.mu.new_tensor([[0, -1] if kind == "sin" else [1, 0] for kind in self.spec.kinds])
+        f = weights_of_lags(self._rems(amplitude), torch.arange(length, device=self.mu.device), torch.float32)
+        if self.form == "kernel and tail":
+            K = self.kernel.shape[1]
+            f = torch.cat([f[:, :1], self.kernel, f[:, K + 1 :]], dim=1)[:, :length]
+        return f
+
+    def forward(self, attention: Tensor, value: Tensor, *_: Any) -> Tensor:
+        """Mix P V into attention [B, T, H, D], of the last T of S positions."""
+        T, S = attention.shape[1], value.shape[2]
+        lag = torch.arange(S - T, S, device=value.device)[:, None] - torch.arange(S, device=value.device)
+        P = torch.where(lag > 0, self.weights(S)[:, lag.clamp(min=0)], 0)
+        groups = attention.shape[2] // value.shape[1]
+        product = P @ take_heads(value, tuple(head // groups for head in self.spec.heads), dim=1)
+        return mix(attention, product, self.rates()["gate"].expand(self.spec.num_rsa_heads), self.spec.heads)

@@ -1,0 +1,59 @@
+"""Other memories than the paper's, held to a loop written out."""
+
+import cmath
+
+import pytest
+import torch
+
+from experiments.byte_models import SHAPES, build
+from experiments.forms import FORMS, FormHeads
+from experiments.variants import patched_modules
+from rsa_hf import RSAConfig, patch_model
+
+T, MEMORY, LAGS = 7, 5, 3
+
+
+def heads():
+    torch.manual_seed(0)
+    config = RSAConfig(num_regular=1, num_cyclical_pairs=1, nu_init=0.3, theta_init=0.9, gate_init=0.4)
+    model = patch_model(build("llama", SHAPES["0.03M"]), config)
+    return next(patched_modules(model))[1]
+
+
+def f(heads, h, lag):
+    """The weight of a lag ≥ 1 in head h, in Python's own complex numbers."""
+    if heads.form.startswith("kernel") and lag <= LAGS:
+        return float(heads.kernel[h, lag - 1])
+    if heads.form in ("kernel", "nothing"):
+        return 0.0
+    z = cmath.rect(*(float(rate[h]) for rate in heads.per_head(heads.rates())))
+    c = {"unit lag": 1 + 0j, "amplitude": complex(*heads.amplitude[h].tolist()) if heads.form == "amplitude" else 0}
+    turn = -1j if heads.spec.kinds[h] == "sin" and heads.form != "amplitude" else 1
+    return (turn * c.get(heads.form, z) * z ** (lag - 1)).real
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_is_its_weights_by_lag(form):
+    found = FormHeads(heads(), form, LAGS)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter += 0.01
+    attention, value = torch.randn(2, T, 4, 3), torch.randn(2, 4, T + MEMORY, 3)
+    mixed = found(attention, value)
+    gate = float(found.rates()["gate"])
+    for h in range(3):
+        for t in range(T):
+            product = sum(f(found, h, t + MEMORY - s) * value[:, h, s] for s in range(t + MEMORY))
+            torch.testing.assert_close(mixed[:, t, h], (1 - gate) * attention[:, t, h] + gate * product)
+    assert torch.equal(mixed[:, :, 3], attention[:, :, 3])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_starts_as_the_rem_and_trains_all_that_it_has(form):
+    rsa = heads()
+    found = FormHeads(rsa, form, T + MEMORY - 1)
+    attention, value = torch.randn(2, T, 4, 3), torch.randn(2, 4, T + MEMORY, 3)
+    same = torch.allclose(found(attention, value), FormHeads(rsa, "paper")(attention, value), atol=1e-6)
+    assert same == (form not in ("unit lag", "nothing"))
+    found(attention, value).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in found.parameters())
