@@ -123,7 +123,7 @@ def steps_to_recall(shares: Sequence[float], steps: int) -> float:
 
 
 def score(shares: Sequence[float], steps: int) -> float:
-    """Steps to recall; where a run does not get there, twice all steps, less the share of them named right at the end."""
+    """Steps to recall; where a run does not get there, twice all steps, less the share named right at the end."""
     needed = steps_to_recall(shares, steps)
     return needed if math.isfinite(needed) else steps * (2 - shares[-1])
 
