@@ -6,6 +6,7 @@ named heads. `LayerSpec` is what the config means for one layer.
 
 from __future__ import annotations
 
+import cmath
 import difflib
 import itertools
 import math
@@ -22,7 +23,7 @@ MAX_HEADS = 4096  # larger than in any model: a damaged config could otherwise a
 
 # The fields of `RSAConfig` that count heads, and those that go with `heads`.
 COUNTS = ("num_regular", "num_cyclical_pairs", "num_dilated_regular", "num_dilated_cyclical_pairs")
-_WITH_HEADS = ("layers", "causal", "parameter_scale", "gate_per_head")
+_WITH_HEADS = ("layers", "causal", "parameter_scale", "gate_per_head", "learned_amplitude")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class HeadConfig:
         dilation: d, a whole number ≥ 1.
         pair: cyclical heads of a layer with the same number share (ν, θ), which start as the first of them says.
             None: the head has its own. Not read for regular heads.
+        amplitude: initial c as (real, imaginary part), in a config with `learned_amplitude`; a regular head has no
+            imaginary part. None: the paper's, z, of sin heads −i z.
 
     Raises:
         TypeError: a field has a type that does not fit.
@@ -53,9 +56,12 @@ class HeadConfig:
     theta: float = 0.0
     dilation: int = 1
     pair: int | None = None
+    amplitude: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         _check_fields(self)
+        if self.amplitude is not None and (len(self.amplitude) != 2 or (self.kind == "regular" and self.amplitude[1])):
+            _refuse("amplitude", self.amplitude, f"(real, imaginary part), for a {self.kind} head,")
         if self.kind not in KINDS:
             _refuse("kind", self.kind, f"one of {', '.join(KINDS)}")
         low = -1 if self.kind == "regular" else 0
@@ -80,12 +86,15 @@ class LayerSpec:
             one place.
         gate_per_head: one μ per RSA head instead of one for all.
         parameter_scale: as in `RSAConfig`.
+        learned_amplitude: as in `RSAConfig`.
         causal: as in `RSAConfig`.
         mu: where μ starts, of length R or 1.
         eta: where each η starts.
         nu: where each ν starts.
-        theta: where each θ starts, in radians, of the length of `nu`. Starts are not compared by `==`: a model and its
-            saved copy have the same heads wherever they started.
+        theta: where each θ starts, in radians, of the length of `nu`.
+        amplitude: where the amplitudes start, if they are learned: the real part of every RSA head, then the imaginary
+            part of the cyclical ones. Starts are not compared by `==`: a model and its saved copy have the same heads
+            wherever they started.
     """
 
     heads: tuple[int, ...]
@@ -94,16 +103,26 @@ class LayerSpec:
     rates: tuple[int, ...]
     gate_per_head: bool
     parameter_scale: float
+    learned_amplitude: bool
     causal: bool | None
     mu: tuple[float, ...] = field(compare=False)
     eta: tuple[float, ...] = field(compare=False)
     nu: tuple[float, ...] = field(compare=False)
     theta: tuple[float, ...] = field(compare=False)
+    amplitude: tuple[float, ...] = field(compare=False)
 
     @property
     def num_rsa_heads(self) -> int:
         """Number of RSA heads, R."""
         return len(self.heads)
+
+    @property
+    def amplitude_places(self) -> tuple[int, ...]:
+        """Where `amplitude` has the real and the imaginary part of each head, [R · 2]; beyond its end stands for 0."""
+        end = self.num_rsa_heads + sum(kind != "regular" for kind in self.kinds)
+        imaginary = itertools.count(self.num_rsa_heads)
+        parts = ((i, end if kind == "regular" else next(imaginary)) for i, kind in enumerate(self.kinds))
+        return tuple(itertools.chain.from_iterable(parts))
 
 
 @dataclass(frozen=True)
@@ -139,6 +158,9 @@ class RSAConfig:
         parameter_scale: RSA parameters are stored as value / parameter_scale, so that Adam and its relatives move
             the values parameter_scale times as fast as the weights. At the learning rate of the weights gates and
             rates hardly move (results/parameter_scale.md). 1 stores the plain values.
+        learned_amplitude: each head also learns the amplitude c of f(τ) = Re(c z^(τ/d − 1)), z = λ or γ e^{iθ}: how
+            much of the last token it passes on, however fast the rest decays (an extension). c starts as in the paper,
+            where it is z, of sin heads −i z; it is real for regular heads, and learns as fast as the weights.
         heads: the RSA heads by name, as `HeadConfig` or mappings, in place of the counts and what goes with them.
             `layers` are the layers that they name. No heads, `()`, leaves a model plain.
 
@@ -159,6 +181,7 @@ class RSAConfig:
     layers: tuple[int, ...] | None = None
     causal: bool | tuple[bool, ...] | None = None
     parameter_scale: float = 20.0
+    learned_amplitude: bool = False
     heads: tuple[HeadConfig, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -180,6 +203,8 @@ class RSAConfig:
         layers = tuple(sorted({head.layer for head in heads}))
         if self.layers not in (None, layers):
             _refuse("layers", self.layers, f"None, or the layers of the heads, {list(layers)},")
+        if not self.learned_amplitude and any(head.amplitude is not None for head in heads):
+            raise ValueError("heads: amplitude is given, so learned_amplitude=True is needed.")
         object.__setattr__(self, "heads", heads)
         object.__setattr__(self, "layers", layers)
 
@@ -221,6 +246,8 @@ class RSAConfig:
         """The fields that apply as plain lists, numbers and booleans; `from_dict` reads them back."""
         names = [each.name for each in fields(self) if each.name != "heads"] if self.heads is None else _WITH_HEADS
         values = {name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in names}
+        if not self.learned_amplitude:
+            del values["learned_amplitude"]  # which earlier versions do not know
         if self.heads is not None:
             values["heads"] = [{k: v for k, v in vars(head).items() if v is not None} for head in self.heads]
         return values
@@ -314,10 +341,10 @@ class RSAConfig:
         if num_heads is not None and heads[-1].head >= num_heads:
             _refuse("head", heads[-1].head, f"an index below {num_heads}, the heads of layer {heads[-1].layer},")
         regular = [head for head in heads if head.kind == "regular"]
+        turning = [head for head in heads if head.kind != "regular"]
         cyclical: dict[int, HeadConfig] = {}
-        for head in heads:
-            if head.kind != "regular":
-                cyclical.setdefault(head.rate, head)
+        for head in turning:
+            cyclical.setdefault(head.rate, head)
         places = {rate: place for place, rate in enumerate([*(head.rate for head in regular), *cyclical])}
         return LayerSpec(
             heads=tuple(head.head for head in heads),
@@ -326,12 +353,27 @@ class RSAConfig:
             rates=tuple(places[head.rate] for head in heads),
             gate_per_head=bool(self.gate_per_head),
             parameter_scale=self.parameter_scale,
+            learned_amplitude=self.learned_amplitude,
             causal=None,
             mu=tuple(_logit(head.gate) for head in (heads if self.gate_per_head else heads[:1])),
             eta=tuple(math.atanh(head.decay) for head in regular),
             nu=tuple(_logit(head.decay) for head in cyclical.values()),
             theta=tuple(head.theta for head in cyclical.values()),
+            amplitude=(
+                *(_amplitude(head, cyclical.get(head.rate, head)).real for head in heads),
+                *(_amplitude(head, cyclical[head.rate]).imag for head in turning),
+            )
+            if self.learned_amplitude
+            else (),
         )
+
+
+def _amplitude(head: HeadConfig, of_rate: HeadConfig) -> complex:
+    """Where c of a head starts, whose rate starts as that of another head."""
+    if head.amplitude is not None:
+        return complex(*head.amplitude)
+    z = cmath.rect(of_rate.decay, of_rate.theta if head.kind != "regular" else 0)
+    return -1j * z if head.kind == "sin" else z
 
 
 def _between(value: float | tuple[float, float], fraction: float) -> float:
@@ -355,14 +397,14 @@ _RANGES: dict[str, tuple[type, float, float]] = {
     **dict.fromkeys(("layers", "layer", "head", "pair"), (int, 0, MAX_HEADS - 1)),
     "num_heads": (int, 1, MAX_HEADS),
     "dilation": (int, 1, 65_536),
-    **dict.fromkeys(("gate_init", "nu_init", "theta_init", "theta"), (float, -1e6, 1e6)),
+    **dict.fromkeys(("gate_init", "nu_init", "theta_init", "theta", "amplitude"), (float, -1e6, 1e6)),
     "parameter_scale": (float, 1e-6, 1e6),
     "decay": (float, -1, 1),
     "gate": (float, 0, 1),
-    **dict.fromkeys(("gate_per_head", "causal"), (bool, False, True)),
+    **dict.fromkeys(("gate_per_head", "causal", "learned_amplitude"), (bool, False, True)),
 }
 _TYPES = {int: "a whole number from {:g} to {:g}", float: "a number from {:g} to {:g}", bool: "True or False"}
-_LISTS = ("dilation", "nu_init", "theta_init", "layers", "causal")  # may be lists, in `RSAConfig`
+_LISTS = ("dilation", "nu_init", "theta_init", "layers", "causal", "amplitude")  # may be lists
 
 _Config = TypeVar("_Config", HeadConfig, RSAConfig)
 
@@ -377,7 +419,8 @@ def _check_fields(config: HeadConfig | RSAConfig) -> None:
         value = getattr(config, each.name)
         if each.name not in _RANGES or (value is None and each.default is None):
             continue
-        if isinstance(config, RSAConfig) and each.name in _LISTS and isinstance(value, (list, tuple, range)):
+        is_list = each.name in _LISTS and (each.name == "amplitude" or isinstance(config, RSAConfig))
+        if is_list and isinstance(value, (list, tuple, range)):
             checked: Any = tuple(_check(each.name, entry) for entry in value)
         else:
             checked = _check(each.name, value)

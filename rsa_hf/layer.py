@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import logging
 
@@ -30,17 +31,19 @@ __all__ = ["RSAHeads"]
 
 logger = logging.get_logger(__name__)
 
-PARAMETERS = ("mu", "eta", "nu", "theta")
+PARAMETERS = ("mu", "eta", "nu", "theta", "amplitude")
 
 
 class RSAHeads(nn.Module):
     """Gates and rates of one layer's RSA heads: out = (1 − g) · attention + g · P V (paper, eq. 4).
 
-    All parameters are one-dimensional, float32 whatever the model's dtype, and stored as value / parameter_scale:
+    All parameters are one-dimensional, float32 whatever the model's dtype. All but the last are stored as
+    value / parameter_scale:
 
     * `mu`: (1,), or (R,) with one gate per head; g = sigmoid μ.
     * `eta`: one per regular head; λ = tanh η.
     * `nu`, `theta`: one per cyclical head, or per pair where pairs are tied; γ = sigmoid ν, θ in radians.
+    * `amplitude`: if it is learned, the real part of c of each RSA head, then the imaginary part of the cyclical ones.
 
     A parameter is None if the spec has no heads for it.
 
@@ -55,6 +58,7 @@ class RSAHeads(nn.Module):
     eta: nn.Parameter | None
     nu: nn.Parameter | None
     theta: nn.Parameter | None
+    amplitude: nn.Parameter | None
     architecture: Any = None  # row of integration/architectures; here, so that it is copied and pickled with the layer
     model_config: Any = None  # of the model, if there is a row
     layer_shape: tuple[int, int, int] | None = None  # heads, value heads, head size; None: loaded, and not yet called
@@ -78,7 +82,7 @@ class RSAHeads(nn.Module):
             parameter = getattr(self, name)
             if parameter is not None and parameter.device.type != "meta":
                 start = torch.tensor(getattr(self.spec, name), dtype=torch.float32, device=parameter.device)
-                parameter.copy_(start / self.spec.parameter_scale)
+                parameter.copy_(start if name == "amplitude" else start / self.spec.parameter_scale)
 
     def rates(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """Effective values: `gate` (1,) or (R,), `lam` of the shape of `eta`, `gamma` and `theta` of that of `nu`.
@@ -172,7 +176,8 @@ class RSAHeads(nn.Module):
         gate = rates["gate"].expand(self.spec.num_rsa_heads)
         # Behind a closed gate P V must not overflow either: 0 · inf would be NaN.
         decay = torch.where(gate.float() == 0, 0, decay)
-        return Rems(self.spec.kinds, decay, theta, self.spec.dilations, heads_per_value, self.spec.heads), gate
+        rems = (self.spec.kinds, decay, theta, self.spec.dilations, heads_per_value, self.spec.heads)
+        return Rems(*rems, self.amplitudes()), gate
 
     def per_head(self, rates: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """λ or γ, and θ, of each RSA head: (R,) each; θ = 0 for regular heads."""
@@ -180,6 +185,13 @@ class RSAHeads(nn.Module):
         decay = torch.cat([rates["lam"], rates["gamma"]])
         theta = torch.cat([torch.zeros_like(rates["lam"]), rates["theta"]])
         return decay.index_select(0, order), theta.index_select(0, order)
+
+    def amplitudes(self) -> Tensor | None:
+        """Real and imaginary part of c of each RSA head, (R, 2); None where they are the paper's."""
+        if self.amplitude is None:
+            return None
+        places = constant(self.spec.amplitude_places, self.mu.device)
+        return F.pad(self.amplitude, (0, 1)).index_select(0, places).view(-1, 2)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RSAHeads:
         # model.half() and model.to(bfloat16) must not round the rates: one step of bfloat16 near γ = 0.9 changes the

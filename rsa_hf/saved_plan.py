@@ -2,8 +2,8 @@
 
 `config.rsa` is `{"format_version": 1, "modules": [names], "plan": {RSAConfig fields}}`. The names are relative to the
 base model, so that any head class loads the checkpoint. Counts are written out, so that no default matters. A plan
-that names single heads has format version 2, which rsa_hf 0.1 refuses; 0.1 reads all others. Plans of earlier versions
-are converted when they are read.
+that names single heads has format version 2, which rsa_hf 0.1 refuses; one with learned amplitudes has 3, which 0.2
+refuses too. Plans of earlier versions are converted when they are read.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ __all__ = [
     "write_plan",
 ]
 
-COUNTED, NAMED = 1, 2  # format versions
+COUNTED, NAMED, AMPLITUDES = 1, 2, 3  # format versions
 MAX_NAMED_HEADS = 65_536  # larger than in any model: a damaged plan could otherwise ask for all memory
 MAX_STORED = 1e12  # for a stored rate; times any parameter_scale and any lag it is still finite in float32
-RSA_KEY = re.compile(r"(^|\.)rsa\.(mu|eta|nu|theta)$")  # a tensor of a checkpoint that belongs to RSA heads
+RSA_KEY = re.compile(r"(^|\.)rsa\.(mu|eta|nu|theta|amplitude)$")  # a tensor of a checkpoint that belongs to RSA heads
 _MODULE_NAME = re.compile(r"[A-Za-z]\w*(\.\w+)*", re.ASCII)
 
 
@@ -66,8 +66,9 @@ class SavedPlan:
 
 def write_plan(plan: SavedPlan) -> dict[str, Any]:
     """The content of `config.rsa`."""
+    version = COUNTED if plan.config.heads is None else NAMED
     return {
-        "format_version": COUNTED if plan.config.heads is None else NAMED,
+        "format_version": AMPLITUDES if plan.config.learned_amplitude else version,
         "modules": list(plan.modules),
         "plan": plan.config.to_dict(),
     }
@@ -83,9 +84,9 @@ def read_plan(content: Any) -> SavedPlan:
     if not isinstance(content, Mapping):
         raise TypeError(f"config.rsa is a mapping, got {type(content).__name__}: {content!r:.200}")
     version = content.get("format_version")
-    if version not in (COUNTED, NAMED):
+    if version not in (COUNTED, NAMED, AMPLITUDES):
         raise ValueError(
-            f"config.rsa has format_version {brief(version)}; this rsa_hf reads {COUNTED} and {NAMED}. A newer "
+            f"config.rsa has format_version {brief(version)}; this rsa_hf reads {COUNTED} to {AMPLITUDES}. A newer "
             "checkpoint needs a newer rsa_hf."
         )
     if set(content) != {"format_version", "modules", "plan"}:
@@ -103,6 +104,10 @@ def read_plan(content: Any) -> SavedPlan:
     plan = content["plan"]
     is_counted = version == COUNTED and isinstance(plan, Mapping)
     config = _read_counts(plan, len(modules)) if is_counted else RSAConfig.from_dict(plan)
+    if (version == AMPLITUDES) is not config.learned_amplitude:
+        raise ValueError(
+            f"config.rsa has format_version {version}, which does not fit learned_amplitude: it is damaged."
+        )
     if version == NAMED and config.heads is None:
         raise ValueError("config.rsa has format_version 2, but its plan does not name single heads: it is damaged.")
     layers = config.layer_specs([None] * len(modules))
@@ -190,7 +195,7 @@ def require_number(name: str, parameter: Tensor) -> None:
     """Check the values of an RSA parameter that was read from a file.
 
     Args:
-        name: name of the tensor, ending in `mu`, `eta`, `nu` or `theta`.
+        name: name of the tensor, ending in the name of the parameter.
         parameter: its stored values.
 
     Raises:

@@ -217,7 +217,7 @@ def test_weights_that_do_not_fit_the_plan_are_an_error(saved, change, message):
             "num_regular=1000000000000: a whole number",
         ),
         (lambda c: c["rsa"]["plan"].update(gate_init="__import__('os')"), TypeError, "a number from"),
-        (lambda c: c["rsa"].update(format_version=3), ValueError, "format_version 3.*newer"),
+        (lambda c: c["rsa"].update(format_version=4), ValueError, "format_version 4.*newer"),
         (lambda c: c["rsa"].pop("modules"), ValueError, "needed: format_version, modules, plan"),
         (
             lambda c: c["rsa"].update(modules=["encoder.layer.7.attention.self"]),

@@ -1,0 +1,146 @@
+"""Models whose heads learn an amplitude, f(τ) = Re(c z^{τ/d − 1}), against P written out."""
+
+import copy
+import json
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+import rsa_hf.peft
+from families import PAD, VOCAB, build, build_language_model
+from references import double_loop, relative_error
+from rsa_hf import HeadConfig, RSAConfig, RSAHeads, patch_model
+from rsa_hf.config import LayerSpec
+from rsa_hf.ops.mask import boolean_mask, lags
+
+PAPER = {"num_regular": 1, "num_dilated_cyclical_pairs": 1, "dilation": [2, 3], "gate_init": 0.2, "theta_init": 0.9}
+LEARNED = RSAConfig(**PAPER, learned_amplitude=True)
+NAMED = RSAConfig(
+    heads=[
+        HeadConfig(0, 0, "regular", decay=0.0, gate=0.5, amplitude=(1.0, 0.0)),  # a token shift
+        HeadConfig(1, 1, "sin", decay=0.8, gate=0.4, theta=0.7),
+        HeadConfig(1, 2, "cos", decay=0.6, gate=0.4, theta=2.0, amplitude=(-0.3, 0.8)),
+    ],
+    learned_amplitude=True,
+)
+
+
+def padded_inputs():
+    """Two rows of 9 tokens, one of them with padding on the left."""
+    ids = torch.randint(PAD + 1, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    ids[0, :3] = PAD
+    return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+
+
+def amplitudes(heads: RSAHeads) -> list[complex]:
+    """c of each head, read from the parameter as its docstring says."""
+    numbers, R = heads.amplitude.tolist(), len(heads.spec.heads)
+    imaginary = iter(numbers[R:])
+    return [
+        complex(numbers[h], 0 if kind == "regular" else next(imaginary)) for h, kind in enumerate(heads.spec.kinds)
+    ]
+
+
+def written_out(first_step=1):
+    """A forward that computes P V in nested loops; with another first step it is wrong."""
+
+    def forward(self, attention, value, mask, shard=None):
+        rates = {name: rate.double() for name, rate in self.rates().items()}
+        decay, theta = self.per_head(rates)
+
+        def weight(c, rate, angle, step):
+            z = torch.polar(rate.abs(), angle + torch.pi * (rate < 0))
+            return (c * z ** (step - first_step)).real if step > first_step else torch.tensor(c.real).double()
+
+        tau = lags(mask, value.device)
+        visible = boolean_mask(mask, tau).expand(len(value), 1, -1, -1)
+        groups = attention.shape[2] // value.shape[1]
+        keys = value[:, [head // groups for head in self.spec.heads]].double()
+        sizes = (self.spec.dilations, mask.query_length, mask.query_offset, mask.causal)
+        product = double_loop(keys, amplitudes(self), decay, theta, *sizes, visible, weight)
+        mixed, places = attention.double().clone(), list(self.spec.heads)
+        gate = rates["gate"].expand(len(places))[:, None]
+        mixed[:, :, places] = (1 - gate) * mixed[:, :, places] + gate * product.transpose(1, 2)
+        return mixed.to(attention.dtype)
+
+    return forward
+
+
+def moved(model):
+    """Move every RSA parameter away from its start."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".rsa." in name:
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["pytorch", "cpp"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "roberta"])
+@pytest.mark.parametrize("config", [LEARNED, NAMED], ids=["counted", "named"])
+def test_a_model_computes_p_as_written_out(monkeypatch, family, config, backend):
+    monkeypatch.setenv("RSA_HF_BACKEND", backend)
+    model, batch = moved(patch_model(build(family), config)), padded_inputs()
+    real = batch["attention_mask"].bool()
+    found = model(**batch).last_hidden_state[real]
+    monkeypatch.setattr(RSAHeads, "forward", written_out())
+    assert relative_error(found, model(**batch).last_hidden_state[real]) < 1e-5
+    monkeypatch.setattr(RSAHeads, "forward", written_out(first_step=0))
+    assert relative_error(found, model(**batch).last_hidden_state[real]) > 1e-3
+
+
+@torch.no_grad()
+def test_amplitudes_start_as_the_papers():
+    model, batch = build("llama"), padded_inputs()
+    paper = patch_model(copy.deepcopy(model), RSAConfig(**PAPER))
+    learned = patch_model(model, LEARNED)
+    torch.testing.assert_close(learned(**batch)[0], paper(**batch)[0], rtol=1e-5, atol=1e-6)
+    heads = learned.layers[0].self_attn.rsa
+    assert [heads.eta.numel(), heads.nu.numel(), heads.theta.numel(), heads.amplitude.numel()] == [1, 1, 1, 3 + 2]
+
+
+@torch.no_grad()
+def test_generation_with_a_cache_agrees_with_none():
+    model = moved(patch_model(build_language_model("llama"), NAMED))
+    ids = padded_inputs()["input_ids"][:, -6:]
+    cached, uncached = (
+        model.generate(
+            ids, max_new_tokens=12, do_sample=False, use_cache=use, return_dict_in_generate=True, output_scores=True
+        )
+        for use in (True, False)
+    )
+    assert torch.equal(cached.sequences, uncached.sequences)
+    torch.testing.assert_close(torch.stack(cached.scores), torch.stack(uncached.scores), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [LEARNED, NAMED], ids=["counted", "named"])
+def test_a_saved_model_and_an_adapter_have_the_same_amplitudes(tmp_path, config):
+    base, batch = build_language_model("llama"), padded_inputs()
+    model = moved(patch_model(copy.deepcopy(base), config))
+    model.save_pretrained(tmp_path / "model")
+    content = json.loads((tmp_path / "model" / "config.json").read_text())["rsa"]
+    assert content["format_version"] == 3  # which rsa_hf 0.1 and 0.2 refuse
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "model")(**batch).logits, model(**batch).logits)
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    adapted = moved(rsa_hf.peft.get_peft_model(copy.deepcopy(base), lora, rsa_config=config).eval())
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = rsa_hf.peft.load(base, tmp_path / "adapter")
+    assert torch.equal(loaded(**batch).logits, adapted(**batch).logits)
+
+
+def test_a_config_says_whether_amplitudes_are_learned():
+    assert "learned_amplitude" not in RSAConfig(**PAPER).to_dict()  # earlier versions do not know the word
+    assert RSAConfig.from_dict(LEARNED.to_dict()) == LEARNED and RSAConfig.from_dict(NAMED.to_dict()) == NAMED
+    [spec] = LEARNED.layer_specs([4])
+    assert isinstance(spec, LayerSpec) and spec != RSAConfig(**PAPER).layer_specs([4])[0]
+    with pytest.raises(ValueError, match="learned_amplitude=True is needed"):
+        RSAConfig(heads=[HeadConfig(0, 0, "cos", 0.5, 0.5, amplitude=(1.0, 0.0))])
+    with pytest.raises(ValueError, match="amplitude.*for a regular head"):
+        HeadConfig(0, 0, "regular", 0.5, 0.5, amplitude=(1.0, 0.5))
+    with pytest.raises((TypeError, ValueError), match="amplitude"):
+        HeadConfig(0, 0, "cos", 0.5, 0.5, amplitude=(float("nan"), 0.5))
