@@ -107,7 +107,9 @@ def decay_rates(eta: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
     return torch.tanh(eta), torch.sigmoid(nu)
 
 
-def lag_weights(kind: str, decay: Tensor, theta: Tensor, lags: Tensor, dilation: int = 1) -> Tensor:
+def lag_weights(
+    kind: str, decay: Tensor, theta: Tensor, lags: Tensor, dilation: int = 1, amplitude: Tensor | None = None
+) -> Tensor:
     """f(τ) of one causal head: `weights_of_lags` for numbers.
 
     Args:
@@ -116,12 +118,14 @@ def lag_weights(kind: str, decay: Tensor, theta: Tensor, lags: Tensor, dilation:
         theta: θ in radians, shape (); not read for regular heads.
         lags: whole numbers τ, any shape.
         dilation: d ≥ 1.
+        amplitude: real and imaginary part of c, shape (2,); None: the paper's.
 
     Returns:
         f(τ) in the dtype of `decay`, the shape of `lags`; 0 where τ ≤ 0 or d does not divide τ.
     """
     theta = torch.zeros_like(theta) if kind == "regular" else theta
-    rems = Rems((kind,), decay.reshape(1), theta.reshape(1), (dilation,), 1, (0,))
+    c = None if amplitude is None else amplitude[None]
+    rems = Rems((kind,), decay.reshape(1), theta.reshape(1), (dilation,), 1, (0,), c)
     return weights_of_lags(rems, lags, decay.dtype)[0]
 
 
@@ -135,6 +139,7 @@ def rem_matrix(
     key_length: int | None = None,
     query_offset: int | None = None,
     causal: bool = True,
+    amplitude: Tensor | None = None,
 ) -> Tensor:
     """The explicit P of every head: quadratic in memory, to look at.
 
@@ -147,6 +152,7 @@ def rem_matrix(
         key_length: S; default T.
         query_offset: position of the first query on the key axis; default S − T: the queries come last.
         causal: masked (True) or unmasked (False) REMs.
+        amplitude: real and imaginary part of c of each head, shape (H, 2); None: the paper's.
 
     Returns:
         P, shape [H, T, S], where `decay` is and in its dtype; from numbers, as `torch.tensor` would make them.
@@ -162,7 +168,7 @@ def rem_matrix(
     lags = (query_offset + t)[:, None] - s[None, :]
     if not causal:
         lags = lags.abs()
-    rems = Rems(kinds, decay, theta, dilation, 1, tuple(range(len(kinds))))
+    rems = Rems(kinds, decay, theta, dilation, 1, tuple(range(len(kinds))), amplitude)
     return weights_of_lags(rems, lags, decay.dtype)
 
 

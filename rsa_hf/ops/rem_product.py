@@ -28,6 +28,7 @@ def rem_product(
     documents: Tensor | None = None,
     window: int | None = None,
     visible: Tensor | None = None,
+    amplitude: Tensor | None = None,
 ) -> Tensor:
     """P V for every head, the recurrent half of paper eq. 4.
 
@@ -49,6 +50,8 @@ def rem_product(
         window: number of positions that a query sees back, itself included, and with unmasked REMs as many ahead.
         visible: [B or 1, H or 1, T, S], False where query t does not see key s, for any other mask. Exact, but
             costs O(T·S).
+        amplitude: real and imaginary part of c of each head, f(τ) = Re(c z^{τ/d − 1}), shape (H, 2); None: the
+            paper's.
 
     Returns:
         P V, [B, H, T, D], in the dtype of the computation: float64 for float64 values, else float32.
@@ -71,7 +74,9 @@ def rem_product(
     for name, mask in {"key_mask": key_mask, "documents": documents}.items():
         if mask is not None and (mask.dim() != 2 or mask.shape[0] not in (1, B) or mask.shape[1] != S):
             raise ValueError(f"{name} has shape {tuple(mask.shape)}: [{B} or 1, {S}] is needed.")
-    rems = Rems(kinds, decay, theta, dilation, groups, tuple(range(H)))
+    if amplitude is not None and amplitude.shape != (H, 2):
+        raise ValueError(f"amplitude has shape {tuple(amplitude.shape)}: [{H}, 2] is needed.")
+    rems = Rems(kinds, decay, theta, dilation, groups, tuple(range(H)), amplitude)
     packed = None if documents is None else segment_index(documents)
     # Copies, because the backward pass needs the masks as they are now.
     key_mask = None if key_mask is None else key_mask != 0
