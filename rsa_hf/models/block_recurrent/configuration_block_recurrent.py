@@ -36,9 +36,6 @@ class BlockRecurrentConfig(PreTrainedConfig):
         layer_norm_epsilon: epsilon of all layer normalisations.
         tie_word_embeddings: whether the softmax uses the embedding table.
         use_cache: whether to return the memory.
-
-    Raises:
-        ValueError: a field has a value that is not allowed; the message names it.
     """
 
     model_type = "block-recurrent"
@@ -79,9 +76,7 @@ class BlockRecurrentConfig(PreTrainedConfig):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {allowed}.")
         places, L = self.recurrent_places, self.n_layer
         if any(not -L <= i < L for i in self.recurrent_layers) or len(places) < len(self.recurrent_layers):
-            raise ValueError(
-                f"recurrent_layers={self.recurrent_layers} must be different numbers from {-L} to {L - 1}."
-            )
+            raise ValueError(f"recurrent_layers={self.recurrent_layers} must be different, from {-L} to {L - 1}.")
         buckets, furthest = self.relative_attention_num_buckets, self.relative_attention_max_distance
         if buckets < 2 or furthest <= buckets // 2:
             raise ValueError(

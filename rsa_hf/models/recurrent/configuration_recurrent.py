@@ -30,9 +30,6 @@ class RecurrentConfig(PreTrainedConfig):
         initializer_range: standard deviation of initial embeddings; recurrent layers start as in `torch.nn`.
         tie_word_embeddings: whether the language model's softmax uses the embedding table.
         use_cache: whether to return the state.
-
-    Raises:
-        ValueError: a field has a value that is not allowed; the message names it.
     """
 
     model_type = "recurrent"
@@ -58,6 +55,6 @@ class RecurrentConfig(PreTrainedConfig):
         self.dilations = [1] * self.num_hidden_layers if self.dilations is None else list(self.dilations)
         if len(self.dilations) != self.num_hidden_layers or min(self.dilations) < 1:
             raise ValueError(
-                f"dilations={self.dilations} must be a number ≥ 1 for each of {self.num_hidden_layers} layers."
+                f"dilations={self.dilations} must be ≥ 1, one for each of {self.num_hidden_layers} layers."
             )
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]

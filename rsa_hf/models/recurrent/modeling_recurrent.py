@@ -29,10 +29,9 @@ __all__ = ["RecurrentForCausalLM", "RecurrentForSequenceClassification", "Recurr
 
 
 class LinearRNN(nn.RNNBase):
-    """One layer of h_t = W_h h_{t−1} + W_x x_t, step by step, without biases, with the interface of `torch.nn.RNN`.
+    """One layer of h_t = W_h h_{t−1} + W_x x_t, without biases, with the interface and the start of `torch.nn.RNN`.
 
-    It starts as in `torch.nn`, uniformly in ±1/√n: the spectral radius of W_h is then about 1/√3, so that states
-    neither explode nor vanish within a few steps.
+    Starting uniformly in ±1/√n, W_h has a spectral radius of about 1/√3: states neither explode nor vanish at once.
     """
 
     def __init__(self, input_size: int, hidden_size: int, **options: bool) -> None:
@@ -66,12 +65,7 @@ class LinearRNN(nn.RNNBase):
         return torch.cat(outputs, dim=-1), torch.stack(last)
 
 
-_CELLS: dict[str, type[nn.RNN] | type[nn.LSTM] | type[nn.GRU] | type[LinearRNN]] = {
-    "rnn": nn.RNN,
-    "lstm": nn.LSTM,
-    "gru": nn.GRU,
-    "linear": LinearRNN,
-}
+_CELLS: dict[str, Any] = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU, "linear": LinearRNN}
 
 
 class RecurrentLayer(nn.Module):
@@ -89,16 +83,10 @@ class RecurrentLayer(nn.Module):
         self.cell = _CELLS[cell](input_size, hidden_size, batch_first=True, bidirectional=bidirectional)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Run the layer over a segment.
+        """Run the layer over inputs [B, T, input_size], after a state; None: zeros.
 
-        Args:
-            x: inputs, shape [B, T, input_size].
-            lengths: number of real steps of each row, which precede its padding; shape [B]; None: all T.
-            state: the state after the segment before, shape [B, k, d, n]; None: zeros.
-
-        Returns:
-            The outputs, [B, T, n] (2n if bidirectional; undefined at padding), and the state after the last real step
-            of each row.
+        `lengths`, [B], is the number of real steps of each row, which precede its padding; None: all T. Returns the
+        outputs, [B, T, n] (2n if bidirectional; undefined at padding), and the state after each row's last real step.
         """
         B, T, _ = x.shape
         d = self.dilation

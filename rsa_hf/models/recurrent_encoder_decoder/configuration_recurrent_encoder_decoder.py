@@ -22,9 +22,6 @@ class RecurrentEncoderDecoderConfig(RecurrentConfig):
             layer and part of the state then takes both last states to the decoder's first.
         decoder_start_token_id: id of the token that the decoder reads first; None: `pad_token_id`, whose embedding is
             0.
-
-    Raises:
-        ValueError: a field has a value that is not allowed; the message names it.
     """
 
     model_type = "recurrent_encoder_decoder"

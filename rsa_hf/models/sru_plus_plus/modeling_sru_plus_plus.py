@@ -103,17 +103,11 @@ class SRUPlusPlusLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden: Tensor, memory: Tensor | None, visible: Tensor, cell: Tensor | None, real: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Run the layer over a segment.
+        """From a segment's inputs, [B, T, d], to its outputs and the cell after it, [B, d], in float32 or float64.
 
-        Args:
-            hidden: the segment's inputs, [B, T, d].
-            memory: the inputs of the positions before it, [B, M, d]; None: there are none.
-            visible: which keys each query sees, [B or 1, 1, T, M + T].
-            cell: the cell before the segment, [B, d]; None: zeros.
-            real: [B, T], False for padding, which does not change the cell; None: there is no padding.
-
-        Returns:
-            The outputs, [B, T, d], and the cell after the segment, [B, d], in float32 or float64.
+        `memory` are the inputs at the positions before, [B, M, d]; `visible`, which keys each query sees,
+        [B or 1, 1, T, M + T]; `cell`, the cell before, None: zeros; `real`, [B, T], is False for padding, which does
+        not change the cell.
         """
         U, _ = self.attention(hidden, memory, visible)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -142,7 +136,7 @@ class SRUPlusPlusPreTrainedModel(SegmentPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise as in the authors' code: Xavier's for matrices, variance 1 / d for embeddings, v in [−1, 1]."""
+        """As in the authors' code: Xavier's for matrices, variance 1 / d for embeddings, v in [−1, 1]."""
         if isinstance(module, SRUPlusPlusLayer):
             for weight in (module.forget_weight, module.highway_weight):
                 init.uniform_(weight, -1.0, 1.0)

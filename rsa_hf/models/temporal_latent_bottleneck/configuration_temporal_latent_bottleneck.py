@@ -29,9 +29,6 @@ class TemporalLatentBottleneckConfig(PreTrainedConfig):
         layer_norm_eps: epsilon of all layer normalisations.
         tie_word_embeddings: whether the softmax uses the embedding table.
         use_cache: whether to return the state.
-
-    Raises:
-        ValueError: a field has a value that is not allowed; the message names it.
     """
 
     model_type = "temporal_latent_bottleneck"

@@ -21,23 +21,15 @@ __all__ = ["AdaptiveEmbedding", "AdaptiveLogSoftmax"]
 
 
 class Bands:
-    """Which tokens form a band, and the tables of embeddings.
-
-    Attributes:
-        ranges: first token of each band, and the one after its last.
-        tables: size and width of each table: one per band, or one for all if `div_val` is 1.
-        one_table: whether all bands share one table.
-        projected: whether embeddings are projected to the model's width; one table of that width is not.
-    """
+    """Which tokens form a band, the size and width of each table of embeddings, and whether they are projected."""
 
     def __init__(self, config: TransformerXLConfig) -> None:
         self.ranges = list(itertools.pairwise([0, *config.cutoffs, config.vocab_size]))
-        self.one_table = config.div_val == 1
         width = config.embedding_width
+        self.one_table = config.div_val == 1  # for all bands
+        self.tables = [(b - a, width // config.div_val**i) for i, (a, b) in enumerate(self.ranges)]
         if self.one_table:
             self.tables = [(config.vocab_size, width)]
-        else:
-            self.tables = [(b - a, width // config.div_val**i) for i, (a, b) in enumerate(self.ranges)]
         self.projected = not self.one_table or width != config.d_model
 
     def __len__(self) -> int:

@@ -13,7 +13,6 @@ NVIDIA's `same_length` sees `mem_len` + 1 positions; the converted model sees `m
 from __future__ import annotations
 
 import argparse
-import json
 import pickle
 import re
 from collections.abc import Mapping
@@ -43,16 +42,13 @@ _VOCABULARIES = ("utils.vocabulary.Vocab", "utils.vocabulary.OpenAIVocab", "voca
 def convert_checkpoint(
     source: str | Path, output: str | Path, config: TransformerXLConfig | None = None
 ) -> TransformerXLForCausalLM:
-    """Convert a `.pt` file to a folder that `AutoModelForCausalLM.from_pretrained` loads.
+    """Convert a `.pt` file to a folder that `AutoModelForCausalLM.from_pretrained` loads, and return the model.
 
     Args:
         source: a checkpoint of NVIDIA's training script (`model_config` and `model_state`), or a state dict in the
             original's layout. Code in it is never run.
         output: the folder to write.
         config: the architecture, for a file that does not contain it.
-
-    Returns:
-        The model.
 
     Raises:
         ValueError: the file holds something else, or does not fill the model; nothing is written then.
@@ -80,7 +76,6 @@ def convert_checkpoint(
 
 
 def _to_our_layout(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters under our names and in our order."""
     converted = {}
     for key, value in state.items():
         for pattern, replacement in _RENAMED:
@@ -108,7 +103,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 class _Ignored:
-    """Replaces an object that is not needed."""
+    """In place of an object that is not needed."""
 
     def __setstate__(self, state: Any) -> None:
         pass
@@ -118,14 +113,3 @@ def _read_config(fields: Mapping[str, Any]) -> TransformerXLConfig:
     named = {_RENAMED_FIELDS.get(name, name): value for name, value in fields.items() if value is not None}
     known = {name: named[name] for name in (*TransformerXLConfig.__annotations__, "attn_type") if name in named}
     return TransformerXLConfig(**{**known, "untie_r": False, "zero_memory": False})
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Convert a Transformer-XL checkpoint to a transformers folder.")
-    parser.add_argument("source", help="a .pt file of NVIDIA's or the original Transformer-XL")
-    parser.add_argument("output", help="folder to write")
-    parser.add_argument("--config", help="a config.json, for a file without the architecture")
-    arguments = parser.parse_args()
-    # Not from_pretrained, which takes a config without `zero_memory` for one of transformers 4.
-    fields = json.loads(Path(arguments.config).read_text(encoding="utf-8")) if arguments.config else None
-    convert_checkpoint(arguments.source, arguments.output, fields and TransformerXLConfig(**fields))
