@@ -21,18 +21,20 @@ class InterfaceAttention(nn.Module):
 
     is_causal = True
 
-    def __init__(self, config: Any, scaling: float, dropout: float) -> None:
+    def __init__(self, config: Any, num_heads: int, width: int, dropout: float) -> None:
         super().__init__()
-        self.config, self.scaling, self.attention_dropout = config, scaling, dropout
+        self.config, self.attention_dropout = config, dropout
+        self.heads = (num_heads, width // num_heads)
+        self.scaling = self.heads[1] ** -0.5
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attention by the implementation that the config names.
 
-        From queries [B, H, T, D], keys and values [B, H, S, D], and which keys each query sees, [B or 1, 1, T, S], or
-        all (None), to the heads' outputs side by side, [B, T, H · D], and the weights, [B, H, T, S], or None. The
-        option `position_bias` is added to the scores.
+        `query` is [B, H, T, D]; `key` and `value` are [B, H, S, D]; `visible`, [B or 1, 1, T, S], says which keys each
+        query sees (None: all). The option `position_bias` is added to the scores. Returns the concatenated outputs of
+        the heads, [B, T, H · D], and the weights, [B, H, T, S], or None.
         """
         attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward

@@ -123,8 +123,8 @@ class WindowAttention(InterfaceAttention):
     """Self-attention of tokens, window by window."""
 
     def __init__(self, config: BlockRecurrentConfig) -> None:
-        super().__init__(config, config.d_head**-0.5, config.dropatt)
         inner = config.n_head * config.d_head
+        super().__init__(config, config.n_head, inner, config.dropatt)
         self.qkv_proj = nn.Linear(config.d_model, 3 * inner, bias=False)
         self.o_proj = nn.Linear(inner, config.d_model, bias=False)
         self.relative_bias = RelativeBias(config.relative_attention_num_buckets, config.n_head)
@@ -133,7 +133,7 @@ class WindowAttention(InterfaceAttention):
         self, hidden: Tensor, cache: Tensor | None, windows: list[Window], state: None = None
     ) -> tuple[Tensor, Tensor, None]:
         """As `RecurrentAttention.forward`, without a state."""
-        query, key, value = self.qkv_proj(hidden).unflatten(-1, (3, self.config.n_head, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = self.qkv_proj(hidden).unflatten(-1, (3, *self.heads)).permute(2, 0, 3, 1, 4)
         key, value, cache = extend_cache(key, value, cache, self.config.window_size)
         outputs = [
             self.attend(

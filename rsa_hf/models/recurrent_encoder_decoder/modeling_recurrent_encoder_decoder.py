@@ -208,22 +208,14 @@ class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPre
     def prepare_inputs_for_generation(  # type: ignore[override]
         self,
         input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        decoder_attention_mask: Tensor | None = None,
         encoder_outputs: RecurrentEncoderOutput | None = None,
         state: Sequence[Tensor] | None = None,
         is_first_iteration: bool = False,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
         **kwargs: Any,  # `generate` then accepts all arguments of `forward`, such as the labels of Seq2SeqTrainer
     ) -> dict[str, Any]:
         """The decoder's next segment: all tokens after the context, or the last one after a state."""
+        names = ("decoder_attention_mask", "use_cache", "output_hidden_states")
+        inputs = {name: kwargs[name] for name in names if name in kwargs}
         behind_state = state is not None and not is_first_iteration
-        return {
-            "decoder_input_ids": input_ids[:, -1:] if behind_state else input_ids,
-            "decoder_attention_mask": decoder_attention_mask,
-            "encoder_outputs": encoder_outputs,
-            "state": state,
-            "use_cache": use_cache,
-            "output_hidden_states": output_hidden_states,
-        }
+        inputs |= {"encoder_outputs": encoder_outputs, "state": state}
+        return {**inputs, "decoder_input_ids": input_ids[:, -1:] if behind_state else input_ids}

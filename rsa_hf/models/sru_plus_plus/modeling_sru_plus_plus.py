@@ -56,9 +56,7 @@ class SRUPlusPlusAttention(InterfaceAttention):
 
     def __init__(self, config: SRUPlusPlusConfig) -> None:
         d, small = config.hidden_size, config.projection_size
-        head_dim = small // config.num_attention_heads
-        super().__init__(config, head_dim**-0.5, config.attention_dropout)
-        self.heads = (config.num_attention_heads, head_dim)
+        super().__init__(config, config.num_attention_heads, small, config.attention_dropout)
         self.q_proj = nn.Linear(d, small, bias=False)
         self.kv_proj = nn.Linear(small, 2 * small, bias=False)  # W_k above W_v
         self.o_proj = nn.Linear(small, 3 * d, bias=False)

@@ -74,20 +74,11 @@ def kept(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(rows.to(new.device).view(-1, *[1] * (new.dim() - 1)), new, old.to(new.dtype))
 
 
-class StreamAttention(InterfaceAttention):
-    """Base of self- and cross-attention."""
-
-    def __init__(self, config: TemporalLatentBottleneckConfig) -> None:
-        head_dim = config.hidden_size // config.num_attention_heads
-        super().__init__(config, head_dim**-0.5, config.attention_dropout)
-        self.heads = (config.num_attention_heads, head_dim)
-
-
-class SelfAttention(StreamAttention):
+class SelfAttention(InterfaceAttention):
     """Causal attention within a chunk, where RSA heads belong."""
 
     def __init__(self, config: TemporalLatentBottleneckConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, config.num_attention_heads, config.hidden_size, config.attention_dropout)
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
         self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
@@ -104,13 +95,13 @@ class SelfAttention(StreamAttention):
         return self.out(self.attend(query, keys_values[:, 0], keys_values[:, 1], visible)[0]), keys_values
 
 
-class CrossAttention(StreamAttention):
+class CrossAttention(InterfaceAttention):
     """Attention of one stream to the other. They have no common time axis, so it is never patched."""
 
     is_causal = False
 
     def __init__(self, config: TemporalLatentBottleneckConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, config.num_attention_heads, config.hidden_size, config.attention_dropout)
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.key_value = nn.Linear(config.hidden_size, 2 * config.hidden_size, bias=False)
         self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)

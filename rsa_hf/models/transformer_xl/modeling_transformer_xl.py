@@ -58,8 +58,8 @@ class TransformerXLAttention(InterfaceAttention):
     """Attention over the memory and the segment with relative positions, with residual and layer normalisation."""
 
     def __init__(self, config: TransformerXLConfig) -> None:
-        super().__init__(config, config.d_head**-0.5, config.dropatt)
         inner = config.n_head * config.d_head
+        super().__init__(config, config.n_head, inner, config.dropatt)
         self.qkv_net = nn.Linear(config.d_model, 3 * inner, bias=False)
         self.r_net = nn.Linear(config.d_model, inner, bias=False)
         self.o_net = nn.Linear(inner, config.d_model, bias=False)
@@ -83,12 +83,11 @@ class TransformerXLAttention(InterfaceAttention):
         [S + 1, d_model]; `visible`, which keys each query sees, [B or 1, 1, T, S]; `biases`, u and v if all layers
         share them, [H, D] each.
         """
-        heads = (self.config.n_head, self.config.d_head)
         text = hidden if memory is None else torch.cat([memory, hidden], dim=1)
         text = self.layer_norm(text) if self.config.pre_lnorm else text
-        query, key, value = self.qkv_net(text).unflatten(-1, (3, *heads)).permute(2, 0, 3, 1, 4)
+        query, key, value = self.qkv_net(text).unflatten(-1, (3, *self.heads)).permute(2, 0, 3, 1, 4)
         query = query[:, :, -hidden.shape[1] :]
-        position = self.r_net(positions).unflatten(-1, heads).transpose(0, 1)
+        position = self.r_net(positions).unflatten(-1, self.heads).transpose(0, 1)
         u, v = (self.r_w_bias, self.r_r_bias) if biases is None else biases
         bias = relative_scores((query + v[:, None]) * self.scaling, position)
         output, weights = self.attend(query + u[:, None], key, value, visible, position_bias=bias)
