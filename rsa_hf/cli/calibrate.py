@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from rsa_hf.cli.common import UserError, install_hooks, load_checkpoint, user_input
+from rsa_hf.cli.common import UserError, install_hooks, load_checkpoint, task_module, user_input
 from rsa_hf.cli.patch import new_folder, save_tokenizer
-from rsa_hf.utils.paths import expanded
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from rsa_hf.utils.locate import expanded
 
 __all__ = ["calibrate"]
 
@@ -69,7 +66,11 @@ def calibrate(
         if text is not None:
             model, batches = load_checkpoint(base), _rows_of_text(base, Path(expanded(text)), rows, length, seed)
         else:
-            model, batches = _rows_of_run(base, expanded(str(config)), task, rows, seed)
+            from rsa_hf.training.model_setup import calibration_batches
+
+            settings = [expanded(str(config)), "--model_name_or_path", base, "--rsa", "none"]
+            model, train_rows, collate = task_module(task.value).plain_model_and_rows(settings)
+            batches = calibration_batches(train_rows, collate, rows, ROWS_PER_BATCH, seed)
         found = run_calibration(model, batches, max_rows=rows, gate_passes=gate_passes, seed=seed)
     print(found)
     if not found.heads:
@@ -86,20 +87,6 @@ def calibrate(
     except ImportError as error:
         print(f"no heatmap: {error}")
     print(f"written: {folder}")
-
-
-def _rows_of_run(
-    base: str, config: str, task: Task, rows: int, seed: int
-) -> tuple[PreTrainedModel, list[dict[str, Any]]]:
-    """The model for the task of a run, and random rows of its training data."""
-    from rsa_hf.training.calibrated import calibration_batches
-
-    if task == Task.lm:
-        from rsa_hf.tasks.language_modeling import plain_model_and_rows
-    else:
-        from rsa_hf.tasks.defect_detection import plain_model_and_rows
-    model, train_rows, collate = plain_model_and_rows([config, "--model_name_or_path", base, "--rsa", "none"])
-    return model, calibration_batches(train_rows, collate, rows, ROWS_PER_BATCH, seed)
 
 
 def _rows_of_text(base: str, text: Path, rows: int, length: int, seed: int) -> list[dict[str, Any]]:

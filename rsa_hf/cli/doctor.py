@@ -25,13 +25,7 @@ TOLERANCE = 1e-5
 
 
 class Finding(NamedTuple):
-    """One line of the report.
-
-    Attributes:
-        verdict: "ok", "note" or "FAIL".
-        subject: what was checked.
-        text: the result.
-    """
+    """One line of the report: "ok", "note" or "FAIL", what was checked, and the result."""
 
     verdict: str
     subject: str
@@ -42,7 +36,7 @@ class Finding(NamedTuple):
 
 
 def _guarded(subject: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """The findings of a check; if an exception ends it, that is the last finding."""
+    """The findings of a check; an exception that ends it is the last one."""
     try:
         yield from check()
     except UserError:
@@ -83,7 +77,7 @@ def _model(name: str) -> Iterator[Finding]:
     install_hooks()
     from rsa_hf.checks import examine
     from rsa_hf.patching import is_patched
-    from rsa_hf.utils.paths import expanded
+    from rsa_hf.utils.locate import expanded
 
     model = load_checkpoint(expanded(name))
     state = "has RSA heads" if is_patched(model) else "is plain, and gets RSA heads for these checks"
@@ -108,10 +102,9 @@ def _versions() -> Iterator[Finding]:
         except metadata.PackageNotFoundError:
             yield Finding("FAIL", name, f"is missing: pip install '{requirement}'")
             continue
-        if Version(version).base_version in needed:
-            yield Finding("ok", name, f"{version}{f' (needed: {needed})' if needed else ''}")
-        else:
-            yield Finding("FAIL", name, f"{version} does not fit: pip install '{requirement}'")
+        fits = Version(version).base_version in needed
+        text = f"{version} (needed: {needed})" if fits else f"{version} does not fit: pip install '{requirement}'"
+        yield Finding("ok" if fits else "FAIL", name, text)
 
 
 def _backends() -> Iterator[Finding]:

@@ -24,7 +24,7 @@ def inspect(
     """
     install_hooks()
     from rsa_hf.report import rsa_report
-    from rsa_hf.utils.paths import expanded
+    from rsa_hf.utils.locate import expanded
     from rsa_hf.utils.text import finite_or_null
 
     report = rsa_report(load_patched(expanded(path)))
