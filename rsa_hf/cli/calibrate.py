@@ -57,20 +57,21 @@ def calibrate(
         raise UserError("calibrate needs data: either --text FILE, or --config FILE of a run.")
     base, folder = expanded(base), new_folder(out, overwrite)
     install_hooks()
+    from torch.utils.data import default_collate
+
     from rsa_hf.calibration import run_calibration
     from rsa_hf.hub import write_card
     from rsa_hf.patching import patch_model
+    from rsa_hf.training.model_setup import calibration_batches
     from rsa_hf.utils.files import storage_errors
 
     with user_input(TypeError):
         if text is not None:
-            model, batches = load_checkpoint(base), _rows_of_text(base, Path(expanded(text)), rows, length, seed)
+            model, train_rows, collate = load_checkpoint(base), _blocks_of(base, text, length), default_collate
         else:
-            from rsa_hf.training.model_setup import calibration_batches
-
             settings = [expanded(str(config)), "--model_name_or_path", base, "--rsa", "none"]
             model, train_rows, collate = task_module(task.value).plain_model_and_rows(settings)
-            batches = calibration_batches(train_rows, collate, rows, ROWS_PER_BATCH, seed)
+        batches = calibration_batches(train_rows, collate, rows, ROWS_PER_BATCH, seed)
         found = run_calibration(model, batches, max_rows=rows, gate_passes=gate_passes, seed=seed)
     print(found)
     if not found.heads:
@@ -89,16 +90,13 @@ def calibrate(
     print(f"written: {folder}")
 
 
-def _rows_of_text(base: str, text: Path, rows: int, length: int, seed: int) -> list[dict[str, Any]]:
-    """Random rows of a text, as a causal language model takes them."""
-    import torch
+def _blocks_of(base: str, text: str, length: int) -> Any:
+    """The blocks of a text file, tokenized for a model."""
     from transformers import AutoTokenizer
 
+    from rsa_hf.tasks.text_blocks import TrainingBlocks
     from rsa_hf.utils.locate import locate
 
+    content = Path(expanded(text)).read_text(encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(locate(base))
-    ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt", verbose=False).input_ids[0]
-    whole = len(ids) // length
-    drawn = torch.randperm(whole, generator=torch.Generator().manual_seed(seed), device="cpu")[:rows]
-    blocks = ids[: whole * length].view(whole, length)[drawn]
-    return [{"input_ids": block, "labels": block} for block in blocks.split(ROWS_PER_BATCH)]
+    return TrainingBlocks(tokenizer(content, return_tensors="pt", verbose=False).input_ids[0], length)

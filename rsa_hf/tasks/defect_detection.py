@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
         splits = load_defect_data(data)
         texts = (repr((split, e.func, e.target)).encode() for split, part in splits.items() for e in part)
         folder = RunFolder(run, digest(texts))
-        if folder.result is not None:
+        if folder.had_finished():
             return
         model, tokenizer = _model_and_tokenizer(run.model, data)
     if "validation" not in splits:

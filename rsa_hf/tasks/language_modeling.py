@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> None:
     with args.main_process_first():  # the other processes then find its downloads in the cache
         text = prepare_language_modeling(run.data, tokenizer, num_tracks=rows)
         folder = RunFolder(run, text.digest)
-        if folder.result is not None:
+        if folder.had_finished():
             return
         model = _plain_model(run.model, tokenizer, run.data)
     calibration = patch_for_run(model, text.train, default_collate, run)

@@ -153,10 +153,11 @@ def _corpus(root: str, min_characters: int, max_characters: int) -> tuple[Exampl
                 if isinstance(node, (_Function, ast.ClassDef)) and ast.get_docstring(node, clean=False) is not None:
                     node.body = node.body[1:] or [ast.Pass()]
             text = ast.unparse(function)
-            clone_group = tuple(type(node) for node in ast.walk(function))
-            if min_characters <= len(text) <= max_characters and clone_group not in seen:
+            if min_characters <= len(text) <= max_characters:
+                clone_group = tuple(type(node) for node in ast.walk(function))
+                if clone_group not in seen:
+                    corpus.append(Example(text, 0, path, name))
                 seen.add(clone_group)
-                corpus.append(Example(text, 0, path, name))
     return tuple(corpus)
 
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -53,12 +54,10 @@ class RunFolder:
                 shutil.rmtree(path)
             self._file.unlink(missing_ok=True)
         known = json.loads(self._file.read_text(encoding="utf-8")) if self._file.exists() else None
-        self.result: str | None = None  # the table of a run that had finished, which is printed again
+        self._result: str | None = None
         if known is not None and not args.overwrite_output_dir:
             self._require_same(known)
-            self.result = known.get("result")
-            if self.result is not None and args.should_save:
-                print(f"{self.folder}: this run had finished.\n\n{self.result}")
+            self._result = known.get("result")
 
     def _require_same(self, known: Mapping[str, Any]) -> None:
         before, now = known["settings"], self.content["settings"]
@@ -71,6 +70,12 @@ class RunFolder:
                 f"{self.folder} is the folder of another run ({'; '.join(changed)}). Give another output_dir, or "
                 "overwrite_output_dir=true to start over."
             )
+
+    def had_finished(self) -> bool:
+        """Whether this run had ended; then its table of results is printed again."""
+        if self._result is not None:
+            PartialState().print(f"{self.folder}: this run had finished.\n\n{self._result}")
+        return self._result is not None
 
     def start(self) -> None:
         """Write the settings, before the first step."""

@@ -38,7 +38,7 @@ class LinearRNN(nn.RNNBase):
         # The mode only sets the number of gates in the weights: its tanh is in a forward that is not used.
         super().__init__("RNN_TANH", input_size, hidden_size, bias=False, **options)
 
-    def forward(self, x: Tensor, lengths: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor, lengths: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
         """Outputs and last states of inputs [B, T, n], of which the first `lengths` are real, after a state."""
         lengths = lengths.to(x.device)[:, None]
         positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])

@@ -95,8 +95,6 @@ class AdaptiveLogSoftmax(nn.Module):
     def negative_log_likelihood(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """−log p of one token [N] for each hidden state [N, d_model]: [N], float32. Skips bands without tokens."""
         head = self._log_softmax(hidden, 0)
-        if len(self.bands) == 1:
-            return -head.gather(1, tokens[:, None])[:, 0]
         band, first = self.bands.of(tokens), self.bands.ranges[0][1]
         entry = torch.where(band == 0, tokens, first + band - 1)
         log_likelihood = head.gather(1, entry[:, None])[:, 0]
