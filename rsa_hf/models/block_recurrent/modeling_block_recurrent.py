@@ -235,9 +235,9 @@ class RecurrentAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Attend window by window, and update the states after each full window.
 
-        `hidden` is the segment, normalised, [B, T, d_model]; `cache`, keys and values of the memory, [B, 2, H, C, D];
-        `state`, the states at the beginning of the segment's first window, [B, N, d_model] (None: the learned ones).
-        Returns the output, [B, T, d_model], the next cache and the next state, with gradient.
+        `hidden` is the segment, normalised, [B, T, d_model]. `cache` holds keys and values of the memory,
+        [B, 2, H, C, D], and `state` the states at the beginning of the segment's first window, [B, N, d_model] (None:
+        the learned ones). Returns the output, [B, T, d_model], the next cache and the next state, with gradient.
         """
         config, dropatt = self.config, self.config.dropatt if self.training else 0.0
         if state is None:

@@ -103,9 +103,9 @@ class SRUPlusPlusLayer(GradientCheckpointingLayer):
     ) -> tuple[Tensor, Tensor]:
         """From a segment's inputs, [B, T, d], to its outputs and the cell after it, [B, d], in float32 or float64.
 
-        `memory` are the inputs at the positions before, [B, M, d]; `visible`, which keys each query sees,
-        [B or 1, 1, T, M + T]; `cell`, the cell before, None: zeros; `real`, [B, T], is False for padding, which does
-        not change the cell.
+        `memory` holds the inputs at the positions before, [B, M, d], and `cell` is the cell before (None: zeros).
+        `visible`, [B or 1, 1, T, M + T], says which keys each query sees. `real`, [B, T], is False for padding, which
+        does not change the cell.
         """
         U, _ = self.attention(hidden, memory, visible)
         dtype = torch.promote_types(hidden.dtype, torch.float32)

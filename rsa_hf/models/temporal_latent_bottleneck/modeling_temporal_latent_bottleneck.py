@@ -58,8 +58,8 @@ __all__ = [
 def merged(earlier: Tensor | None, new: Tensor, is_earlier: Tensor) -> Tensor:
     """Merge what earlier segments and this one have computed of the first S slots of a chunk, [B, …, S, D].
 
-    `earlier` is of all K slots, [B, …, K, D], undefined where earlier segments have no token, or None; `new`, of the
-    last T of the S slots, [B, …, T, D]; `is_earlier`, which slots earlier segments have filled, [B, S].
+    `earlier` has all K slots, [B, …, K, D], undefined where earlier segments have no token; None: they have none.
+    `new` has the last T of the S slots, [B, …, T, D]. `is_earlier`, [B, S]: which slots earlier segments have filled.
     """
     if earlier is None:
         return new
@@ -87,8 +87,8 @@ class SelfAttention(InterfaceAttention):
     ) -> tuple[Tensor, Tensor]:
         """From the tokens in the last T of S slots, [B, T, n], to the output and keys and values, [B, 2, H, S, D].
 
-        `visible`, which slots each token sees, [1, 1, T, S]; `earlier`, keys and values of earlier segments' tokens,
-        [B, 2, H, K, D], and `is_earlier`, as for `merged`.
+        `visible`, [1, 1, T, S], says which slots each token sees. `earlier` holds the keys and values of the tokens of
+        earlier segments, [B, 2, H, K, D]; it and `is_earlier` are as for `merged`.
         """
         query, key, value = self.qkv(hidden).unflatten(-1, (3, *self.heads)).permute(2, 0, 3, 1, 4)
         keys_values = merged(earlier, torch.stack([key, value], dim=1), is_earlier)

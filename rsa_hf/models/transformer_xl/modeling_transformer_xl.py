@@ -44,9 +44,9 @@ __all__ = ["TransformerXLForCausalLM", "TransformerXLForSequenceClassification",
 def relative_scores(query: Tensor, position: Tensor) -> Tensor:
     """Scores of each query with the position of each key (paper, appendix B), [B, H, T, S]; undefined where s > M + t.
 
-    `query` is q + v, [B, H, T, D]; `position`, r of the distances S … 0, [H, S + 1, D]. Row t of the result is that of
-    the product with all distances, shifted by T − 1 − t. With one distance more than there are keys, reading the rows
-    of S + 1 entries as rows of S entries, from entry T on, shifts them so: a view, no copy.
+    `query` is q + v, [B, H, T, D], and `position` is r of the distances S … 0, [H, S + 1, D]. Row t of the result is
+    that of the product with all distances, shifted by T − 1 − t. With one distance more than there are keys, reading
+    the rows of S + 1 entries as rows of S entries, from entry T on, shifts them so: a view, no copy.
     """
     B, H, T, D = query.shape
     R = position.shape[1]
@@ -79,9 +79,9 @@ class TransformerXLAttention(InterfaceAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """From a segment, [B, T, d_model], to the output and the attention weights, [B, H, T, S] or None.
 
-        `memory` are the layer's inputs before it, [B, M, d_model]; `positions`, R of the distances S … 0,
-        [S + 1, d_model]; `visible`, which keys each query sees, [B or 1, 1, T, S]; `biases`, u and v if all layers
-        share them, [H, D] each.
+        `memory` holds the layer's inputs before the segment, [B, M, d_model], `positions` R of the distances S … 0,
+        [S + 1, d_model], and `biases` u and v, [H, D] each, if all layers share them. `visible`, [B or 1, 1, T, S],
+        says which keys each query sees.
         """
         text = hidden if memory is None else torch.cat([memory, hidden], dim=1)
         text = self.layer_norm(text) if self.config.pre_lnorm else text
