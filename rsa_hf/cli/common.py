@@ -23,7 +23,6 @@ __all__ = [
     "help_with_keys",
     "install_hooks",
     "load_checkpoint",
-    "load_patched",
     "task_module",
     "user_input",
 ]
@@ -89,16 +88,6 @@ def load_checkpoint(name: str) -> PreTrainedModel:
         raise UserError(str(error)) from error
     except Exception as error:
         raise UserError(f"{name} cannot be loaded ({type(error).__name__}: {error!s:.2000}).") from error
-    return model
-
-
-def load_patched(name: str) -> PreTrainedModel:
-    """Load a model as `load_checkpoint` does, and require RSA heads."""
-    from rsa_hf.patching import is_patched
-
-    model = load_checkpoint(name)
-    if not is_patched(model):
-        raise UserError(f"{name} is a plain checkpoint: it has no RSA heads. Patch it first: rsa-hf patch.")
     return model
 
 
