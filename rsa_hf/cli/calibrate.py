@@ -13,8 +13,6 @@ from rsa_hf.cli.common import UserError, install_hooks, load_checkpoint, task_mo
 from rsa_hf.cli.patch import new_folder, save_tokenizer
 from rsa_hf.utils.locate import expanded
 
-__all__ = ["calibrate"]
-
 ROWS_PER_BATCH = 4
 
 

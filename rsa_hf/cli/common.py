@@ -16,17 +16,6 @@ from rsa_hf.utils.text import brief
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "WITH_SETTINGS",
-    "UserError",
-    "exit_on_error",
-    "help_with_keys",
-    "install_hooks",
-    "load_checkpoint",
-    "task_module",
-    "user_input",
-]
-
 USER_ERRORS = (ValueError, OSError, ImportError)  # settings, files and names that do not fit, and missing packages
 
 

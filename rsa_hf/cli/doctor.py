@@ -13,8 +13,6 @@ from packaging.version import Version
 
 from rsa_hf.cli.common import UserError, install_hooks, load_checkpoint
 
-__all__ = ["doctor"]
-
 OPTIONAL = {
     "triton": "kernels for NVIDIA GPUs: pip install 'rsa_hf[gpu]'",
     "matplotlib": "pictures: pip install 'rsa_hf[plot]'",

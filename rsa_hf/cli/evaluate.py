@@ -9,8 +9,6 @@ import typer
 
 from rsa_hf.cli.common import WITH_SETTINGS, help_with_keys, install_hooks, task_module, user_input
 
-__all__ = ["evaluate"]
-
 evaluate = typer.Typer(no_args_is_help=True, help="Score a saved model.")
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a checkpoint, or its name on the Hub.")]

@@ -10,8 +10,6 @@ import typer
 
 from rsa_hf.cli.common import UserError, install_hooks, load_checkpoint, user_input
 
-__all__ = ["inspect"]
-
 
 def inspect(
     path: Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name on the Hub.")],

@@ -10,8 +10,6 @@ import typer
 from rsa_hf.cli.common import UserError, install_hooks, load_checkpoint, user_input
 from rsa_hf.utils.locate import expanded
 
-__all__ = ["new_folder", "patch", "save_tokenizer"]
-
 
 def patch(
     base: Annotated[str, typer.Argument(help="A model's name on the Hub, its folder, or package:NAME/FOLDER.")],

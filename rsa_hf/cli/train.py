@@ -8,8 +8,6 @@ import typer
 
 from rsa_hf.cli.common import WITH_SETTINGS, help_with_keys, install_hooks, task_module, user_input
 
-__all__ = ["train"]
-
 train = typer.Typer(no_args_is_help=True, help="Train a model, patched or plain, with transformers' Trainer.")
 
 

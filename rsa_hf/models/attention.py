@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = ["InterfaceAttention", "sinusoids", "visibility"]
-
 
 class InterfaceAttention(nn.Module):
     """Base of modules that compute attention through transformers' interface, where RSA heads are mixed in."""

@@ -33,17 +33,6 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
-__all__ = [
-    "SegmentForCausalLM",
-    "SegmentForSequenceClassification",
-    "SegmentGenerationMixin",
-    "SegmentOutput",
-    "SegmentPreTrainedModel",
-    "at_last_token",
-    "mask_until_last_token",
-    "require_shapes",
-]
-
 
 @dataclass
 class SegmentOutput(ModelOutput):

@@ -15,8 +15,6 @@ from typing import IO, Any, TypeVar
 import datasets
 from transformers.hf_argparser import HfArg
 
-__all__ = ["SPLITS", "DataSource", "checked", "json_lines", "kind_of_file", "load_splits", "open_compressed"]
-
 SPLITS = ("train", "validation", "test")
 MOST_NAMED = 10  # bad rows in one message
 

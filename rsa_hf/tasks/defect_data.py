@@ -19,8 +19,6 @@ from rsa_hf.tasks.data_files import SPLITS, DataSource, checked, json_lines, kin
 from rsa_hf.tasks.python_defects import Example, load_python_defects
 from rsa_hf.utils.text import brief, format_table
 
-__all__ = ["DefectDataConfig", "Example", "audit", "format_audit", "in_batches", "load_defect_data", "read_examples"]
-
 
 @dataclass
 class DefectDataConfig(DataSource):

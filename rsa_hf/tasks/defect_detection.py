@@ -28,8 +28,9 @@ from transformers import (
 )
 
 from rsa_hf.patching import is_patched
-from rsa_hf.tasks.defect_data import DefectDataConfig, Example, audit, format_audit, in_batches, load_defect_data
+from rsa_hf.tasks.defect_data import DefectDataConfig, audit, format_audit, in_batches, load_defect_data
 from rsa_hf.tasks.defect_scores import by_function, choose_threshold, compute_metrics, parts_of, trainer_metrics
+from rsa_hf.tasks.python_defects import Example
 from rsa_hf.training.arguments import ModelArguments, RSATrainingArguments, read_arguments
 from rsa_hf.training.checkpoints import RunFolder, digest
 from rsa_hf.training.model_setup import load_model, patch_for_run, require_head, require_inputs_fit
@@ -37,8 +38,6 @@ from rsa_hf.training.rsa_trainer import RSATrainer
 from rsa_hf.training.run_training import finish_run, train_to_end
 from rsa_hf.utils.files import write_text
 from rsa_hf.utils.locate import locate
-
-__all__ = ["class_weights", "evaluate", "main", "plain_model_and_rows", "tokenize"]
 
 
 def main(arguments: Sequence[str]) -> None:

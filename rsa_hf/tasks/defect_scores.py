@@ -10,10 +10,6 @@ import torch
 from sklearn.metrics import accuracy_score, average_precision_score, f1_score, matthews_corrcoef, roc_auc_score
 from transformers import EvalPrediction
 
-__all__ = [
-    "by_function", "choose_threshold", "classification_scores", "compute_metrics", "parts_of", "trainer_metrics",
-]  # fmt: skip
-
 
 def classification_scores(predictions: Any, references: Any, prediction_scores: Any = None) -> dict[str, float]:
     """Scores of predicted classes; 1 is the positive (defective) class.

@@ -31,11 +31,6 @@ from rsa_hf.training.rsa_trainer import RSATrainer
 from rsa_hf.training.run_training import finish_run, train_to_end
 from rsa_hf.utils.locate import locate
 
-__all__ = [
-    "LanguageModelTrainer", "PreparedText", "evaluate", "load_language_modeling_tokenizer", "main",
-    "plain_model_and_rows", "prepare_language_modeling",
-]  # fmt: skip
-
 # Longer texts are tokenized in pieces: a tokenizer needs about a hundred bytes of memory per token.
 TOKENIZED_PIECE_BYTES = 4 * 2**20
 LARGEST_SHOWN = 1e6  # perplexity in a table: that of a word of a model that has just begun says nothing

@@ -10,8 +10,6 @@ from datasets import Features, Value
 from rsa_hf.tasks.defect_scores import classification_scores
 from rsa_hf.tasks.text_scores import perplexities
 
-__all__ = ["load_metric"]
-
 _COUNTS = ("num_tokens", "num_words", "num_bytes")
 
 

@@ -30,8 +30,6 @@ from operator import setitem
 from types import CodeType
 from typing import Any, NamedTuple
 
-__all__ = ["DEFECT_KINDS", "Example", "load_python_defects"]
-
 DEFECT_KINDS = (
     "off_by_one",  # an index, a slice bound, a range or a compared integer moves by one
     "boundary_comparison",  # < becomes <=, > becomes >=, and back

@@ -16,8 +16,6 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-__all__ = ["TEXT8_SYMBOLS", "clean_text8", "text8_tokenizer"]
-
 TEXT8_SYMBOLS = " " + string.ascii_lowercase
 
 # The order matters: each substitution reads the result of those before it.

@@ -16,10 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-__all__ = [
-    "IGNORED_LABEL", "EvaluationBlocks", "EvaluationSegments", "StreamedBlocks", "TrainingBlocks", "TrainingTracks",
-]  # fmt: skip
-
 IGNORED_LABEL = -100  # ignored by the losses of transformers
 
 Item = dict[str, torch.Tensor]

@@ -14,8 +14,6 @@ from transformers.hf_argparser import HfArg
 
 from rsa_hf.tasks.data_files import DataSource, checked, json_lines, kind_of_file, load_splits, open_compressed
 
-__all__ = ["LanguageModelingDataConfig", "line_boundary", "read_texts", "stream_training_text"]
-
 
 @dataclass
 class LanguageModelingDataConfig(DataSource):

@@ -23,8 +23,6 @@ from tqdm.auto import tqdm
 from rsa_hf.tasks.text_blocks import IGNORED_LABEL, EvaluationBlocks, EvaluationSegments
 from rsa_hf.training.carried import carried_from, segment_state_of
 
-__all__ = ["evaluate_language_model", "perplexities", "set_memory"]
-
 
 def perplexities(nll_nats: float, num_tokens: int, num_words: int, num_bytes: int) -> dict[str, float]:
     """Perplexity per token and per word and bits per byte of a text.

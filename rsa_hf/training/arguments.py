@@ -19,16 +19,6 @@ from rsa_hf.config import RSAConfig
 from rsa_hf.utils.locate import expanded
 from rsa_hf.utils.yaml import read_yaml
 
-__all__ = [
-    "ModelArguments",
-    "RSAArguments",
-    "RSATrainingArguments",
-    "RunArguments",
-    "as_mapping",
-    "did_you_mean",
-    "read_arguments",
-]
-
 Data = TypeVar("Data")
 
 # Metrics of the tasks of which less is better. TrainingArguments knows it of losses only.

@@ -12,8 +12,6 @@ from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerCont
 
 from rsa_hf.report import rsa_report
 
-__all__ = ["DivergedError", "ProgressBar", "RSACallback", "StopOnSignal"]
-
 # Metrics, by parts of their names, that are left out of the line that an evaluation prints while a model is trained.
 NOT_SHOWN = ("runtime", "per_second", "time", "num_", "perplexity", "epoch", "majority", "share", "nats")
 

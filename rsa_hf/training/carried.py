@@ -11,8 +11,6 @@ from accelerate.utils import recursively_apply, send_to_device
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-__all__ = ["CarriedState", "ParallelTracks", "carried_from", "segment_state_of"]
-
 
 @runtime_checkable
 class ParallelTracks(Protocol):

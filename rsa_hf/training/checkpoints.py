@@ -22,8 +22,6 @@ from rsa_hf.training.arguments import RunArguments
 from rsa_hf.utils.files import write_text
 from rsa_hf.utils.text import finite_or_null
 
-__all__ = ["RunFolder", "digest", "newest_whole_checkpoint"]
-
 logger = logging.getLogger(__name__)
 
 # Settings of TrainingArguments, by their beginnings, that do not change what is learned.

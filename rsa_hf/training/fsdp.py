@@ -11,8 +11,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from rsa_hf.layer import RSAHeads
 
-__all__ = ["shard_rsa_heads"]
-
 
 def shard_rsa_heads(model: nn.Module, accelerator: Accelerator) -> None:
     """Make the RSA heads an FSDP2 unit of their own, without mixed precision.

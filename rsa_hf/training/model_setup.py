@@ -22,10 +22,6 @@ from rsa_hf.training.carried import ParallelTracks
 from rsa_hf.utils.files import write_text
 from rsa_hf.utils.locate import locate
 
-__all__ = [
-    "calibration_batches", "largest_token_id", "load_model", "patch_for_run", "require_head", "require_inputs_fit",
-]  # fmt: skip
-
 
 def load_model(auto_class: Any, arguments: ModelArguments, **config_values: Any) -> PreTrainedModel:
     """Load a pretrained model or make one from scratch, by an Auto class, in float32. New parameters are printed.

@@ -10,8 +10,6 @@ from transformers import Trainer, TrainingArguments
 
 from rsa_hf.layer import RSAHeads
 
-__all__ = ["optimizer_cls_and_kwargs", "param_groups"]
-
 # Keywords with which the Trainer lets an optimiser choose its own parameters (GaLore, LOMO, layer-wise ones).
 _OWN_PARAMETERS = {"params", "model", "optimizer_dict"}
 

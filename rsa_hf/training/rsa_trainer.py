@@ -18,8 +18,6 @@ from rsa_hf.training.carried import CarriedState, ParallelTracks
 from rsa_hf.training.fsdp import shard_rsa_heads
 from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
 
-__all__ = ["RSATrainer"]
-
 
 class RSATrainer(Trainer):
     """`transformers.Trainer`, with what patched models want and it lacks.

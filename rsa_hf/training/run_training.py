@@ -19,8 +19,6 @@ from rsa_hf.training.rsa_trainer import RSATrainer
 from rsa_hf.utils.files import storage_errors, write_text
 from rsa_hf.utils.text import finite_or_null, format_table
 
-__all__ = ["finish_run", "train_to_end"]
-
 
 def train_to_end(trainer: RSATrainer, folder: RunFolder) -> None:
     """Start or continue the training, and load the best model where `load_best_model_at_end` asks for it.

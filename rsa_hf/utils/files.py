@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["StorageError", "atomic_write", "storage_errors", "write_text"]
-
 # A failed write of safetensors, tokenizers or torch.save, which raise no OSError.
 _FAILED_WRITE = re.compile(r"\(os error \d+\)|inline_container|PytorchStreamWriter|Parent directory .* does not exist")
 

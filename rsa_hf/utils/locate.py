@@ -6,8 +6,6 @@ import importlib.util
 import os
 from pathlib import Path
 
-__all__ = ["expanded", "locate"]
-
 PREFIX = "package:"
 
 

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from rsa_hf.models.transformer_xl.configuration_transformer_xl import TransformerXLConfig
 
-__all__ = ["AdaptiveEmbedding", "AdaptiveLogSoftmax"]
-
 
 class Bands:
     """Which tokens form a band, the size and width of each table of embeddings, and whether they are projected."""
