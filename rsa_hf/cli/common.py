@@ -58,9 +58,7 @@ def install_hooks() -> None:
 def load_checkpoint(name: str) -> PreTrainedModel:
     """Load a model, by any name, with the class it was saved with; the base model where config.json names no class.
 
-    Raises:
-        UserError: it cannot be found or loaded. Damaged files make transformers raise errors of any type, so all
-            errors are reported in this way.
+    Damaged files make transformers raise errors of any type, so all are reported as a `UserError`.
     """
     import transformers
 

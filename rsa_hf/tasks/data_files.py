@@ -26,11 +26,7 @@ Row = TypeVar("Row")
 
 @dataclass
 class DataSource:
-    """Where the data of a run comes from. Keys are called as in transformers' examples where those have them.
-
-    Raises:
-        ValueError: both a data set and files are given.
-    """
+    """Where the data of a run comes from. Keys are called as in transformers' examples where those have them."""
 
     dataset_name: str | None = HfArg(default=None, help="Name on the Hub, such as Salesforce/wikitext.")
     dataset_config_name: str | None = HfArg(default=None, help="Its configuration, such as wikitext-103-raw-v1.")
@@ -63,12 +59,7 @@ def kind_of_file(path: str | Path) -> str:
 
 @contextmanager
 def open_compressed(path: str | Path) -> Iterator[IO[bytes]]:
-    """Open a data file for reading bytes, uncompressed where it ends in `.gz` or `.xz`.
-
-    Raises:
-        OSError: the file cannot be opened.
-        ValueError: its compressed content is truncated or corrupt, or it is an archive.
-    """
+    """Open a data file for reading bytes, uncompressed where it ends in `.gz` or `.xz`; an archive is a ValueError."""
     openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
     try:
         with openers.get(Path(path).suffix, open)(path, "rb") as file:
@@ -112,20 +103,9 @@ def checked(rows: Iterable[tuple[str, Any]], read: Callable[[Any], Row]) -> Iter
 
 
 def load_splits(source: DataSource, needed: Iterable[str], only: str | None = None, **keywords: Any) -> dict[str, Any]:
-    """Load a data set of the Hub, or a local folder that `datasets` reads.
+    """Load a data set of the Hub, or a local folder that `datasets` reads: the splits that are there, by our names.
 
-    Args:
-        source: names the data set, its configuration and its splits.
-        needed: splits that must be there.
-        only: the one split to score; None: all are read.
-        keywords: as for `datasets.load_dataset`.
-
-    Returns:
-        The splits that are there, by our names.
-
-    Raises:
-        OSError: it cannot be found.
-        ValueError: it needs a configuration or a script, or lacks a split.
+    Those in `needed` must be there. `only` is the one split to score. `keywords` are those of `load_dataset`.
     """
     name, config = source.dataset_name, source.dataset_config_name
     try:

@@ -170,9 +170,6 @@ def in_batches(examples: Sequence[Example]) -> Iterator[list[str]]:
         yield [example.func for example in examples[start : start + 1000]]
 
 
-# --- audit ----------------------------------------------------------------------------------------------------------
-
-
 def audit(splits: Mapping[str, Sequence[Example]], filled: Mapping[str, float], max_length: int) -> dict[str, Any]:
     """Count what can make scores misleading: imbalance, copies, contradictory labels, truncation.
 

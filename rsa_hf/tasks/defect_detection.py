@@ -190,9 +190,6 @@ def _fit_to_each_other(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
     require_inputs_fit(model, tokenizer, data.max_seq_length, "max_seq_length")
 
 
-# --- inputs ---------------------------------------------------------------------------------------------------------
-
-
 def tokenize(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DefectDataConfig
 ) -> datasets.Dataset:

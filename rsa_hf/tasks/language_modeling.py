@@ -160,9 +160,6 @@ def _require_fit(
         pass
 
 
-# --- data -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class PreparedText:
     """A text that is ready for training and evaluation: in tracks and segments with `carry_memory`, else in blocks."""
@@ -191,7 +188,6 @@ def prepare_language_modeling(
         only: the one split to prepare, "validation" or "test", to score it; the others are None. None: all.
 
     Raises:
-        OSError: a file cannot be read.
         ValueError: a file or data set cannot be used, or a text is too short, or not UTF-8 as a tokenizer needs it.
     """
     texts = read_texts(config, only)
@@ -223,11 +219,7 @@ def prepare_language_modeling(
 
 
 def load_language_modeling_tokenizer(name: str | None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a name: None for "bytes", a vocabulary of 256; "text8", its 27 symbols; else `AutoTokenizer`'s.
-
-    Raises:
-        ValueError: there is no name.
-    """
+    """The tokenizer of a name: None for "bytes", a vocabulary of 256; that of "text8"; else `AutoTokenizer`'s."""
     if name is None:
         raise ValueError("tokenizer_name=None: a model from scratch needs one; 'bytes' is one that needs no files.")
     if name == "text8":

@@ -43,11 +43,8 @@ class TrainingBlocks(Dataset[Item]):
 class StreamedBlocks(IterableDataset[Item]):
     """The items of `TrainingBlocks`, in order, from a text that is read again in each epoch.
 
-    `pieces`, called for each epoch, returns the token ids of the text in pieces of any size.
-
-    Raises:
-        ValueError: while iterating: there are fewer tokens than one block, or a `DataLoader` has several workers, each
-            of which would read the whole text.
+    `pieces`, called for each epoch, returns the token ids of the text in pieces of any size. A `DataLoader` may have
+    one worker only: each would read the whole text.
     """
 
     pieces: Callable[[], Iterable[torch.Tensor]]
@@ -76,9 +73,6 @@ class TrainingTracks(Dataset[Item]):
     Item s · R + r is segment s of track r. R consecutive items, the rows of a training step over all processes and
     micro-batches, therefore continue the same rows of the step before. The tracks follow each other in the text; its
     tail that does not fill a segment of every track is dropped.
-
-    Raises:
-        ValueError: there are too few tokens for a segment of each track.
     """
 
     token_ids: torch.Tensor

@@ -21,9 +21,6 @@ class LanguageModelingDataConfig(DataSource):
 
     Without files and `dataset_name`, the text is embedded: source files of Python's standard library, which need no
     download and are comparable only under one Python version.
-
-    Raises:
-        ValueError: a value is not allowed, or keys contradict each other.
     """
 
     text_column_name: str = HfArg(default="text", help="Column or field of the text, to which a line end is added.")
@@ -77,16 +74,8 @@ class LanguageModelingDataConfig(DataSource):
         return self.block_size if self.eval_block_size is None else self.eval_block_size
 
 
-# --- texts ----------------------------------------------------------------------------------------------------------
-
-
 def read_texts(config: LanguageModelingDataConfig, only: str | None = None) -> dict[str, bytes]:
-    """The bytes of each split or of one, cut to the limits: train (unless it is streamed), validation, perhaps test.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file or data set cannot be used, or a split is empty.
-    """
+    """The bytes of each split or of one, cut to the limits: train (unless streamed), validation, perhaps test."""
     if config.dataset_name is None and not config.files:
         texts = _read_embedded(config)
     else:

@@ -146,15 +146,11 @@ def read_arguments(arguments: Sequence[str], data_type: type[Data]) -> RunArgume
 
     The keys are the fields of `ModelArguments`, `RSAArguments`, `data_type` and `RSATrainingArguments`. In the file,
     null means the default, for `rsa` the plain model. `--key.entry value` sets one entry of a mapping. `~` and
-    `$VARIABLES` in paths are replaced.
+    `$VARIABLES` in paths are replaced. `--help` prints all keys.
 
     Args:
-        arguments: the words of the command; the first may be the path of a YAML file. `--help` prints all keys.
+        arguments: the words of the command; the first may be the path of a YAML file.
         data_type: the dataclass of the task's data.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: a key is unknown, or a value is not allowed.
     """
     types: list[Any] = [ModelArguments, RSAArguments, data_type, RSATrainingArguments]
     known = [each.name for kind in types for each in fields(kind) if each.init]

@@ -27,10 +27,6 @@ def load_model(auto_class: Any, arguments: ModelArguments, **config_values: Any)
     """Load a pretrained model or make one from scratch, by an Auto class, in float32. New parameters are printed.
 
     `config_values` are entries of the model's config that the task needs; `config_overrides` goes first.
-
-    Raises:
-        OSError: the model is not found.
-        ValueError: an unknown model type or entry in `config_overrides`, or a head for another number of classes.
     """
     kind, name = arguments.model_type, arguments.model_name_or_path
     if (kind is None) == (name is None):
@@ -77,12 +73,7 @@ def load_model(auto_class: Any, arguments: ModelArguments, **config_values: Any)
 
 
 def require_head(auto_class: Any, name: str) -> PreTrainedModel:
-    """Load a model to score it, and require that no part of it is new: a random head would be scored.
-
-    Raises:
-        OSError: the model is not found.
-        ValueError: the checkpoint lacks weights of the model.
-    """
+    """Load a model to score it, and require that no part of it is new: a random head would be scored."""
     model: PreTrainedModel
     with _without_load_report():
         model, info = auto_class.from_pretrained(locate(name), output_loading_info=True)

@@ -23,11 +23,7 @@ from rsa_hf.utils.text import finite_or_null, format_table
 def train_to_end(trainer: RSATrainer, folder: RunFolder) -> None:
     """Start or continue the training, and load the best model where `load_best_model_at_end` asks for it.
 
-    Raises:
-        DivergedError: the loss became NaN or infinite.
-        StorageError: the disk is full, or the folder cannot be written.
-        SystemExit: a signal ended the training, after a checkpoint.
-        ValueError: memory was not enough.
+    A signal ends it by a SystemExit, after a checkpoint; out of memory is a ValueError that says what to lower.
     """
     args, main = trainer.args, trainer.is_world_process_zero()
     # All processes look before the first of them writes a checkpoint.

@@ -34,11 +34,7 @@ def storage_errors(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Replace a file atomically: what the block writes to the temporary path beside it, if it ends without an error.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Replace a file atomically, by what the block writes to the temporary path beside it, unless it fails."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     try:

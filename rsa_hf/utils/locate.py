@@ -15,11 +15,7 @@ def expanded(path: str) -> str:
 
 
 def locate(name: str) -> str:
-    """What `from_pretrained` takes: the folder of `package:NAME/FOLDER` in an installed package, else `expanded`.
-
-    Raises:
-        ValueError: the package is not installed, or it has no such folder.
-    """
+    """What `from_pretrained` takes: the folder of `package:NAME/FOLDER` in an installed package, else `expanded`."""
     if not name.startswith(PREFIX):
         return expanded(name)
     package, _, folder = name.removeprefix(PREFIX).partition("/")
