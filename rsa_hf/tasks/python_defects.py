@@ -92,21 +92,11 @@ def load_python_defects(
     max_characters: int = 400,
     kinds: Sequence[str] | None = None,
 ) -> dict[str, list[Example]]:
-    """Build the embedded data set, which depends only on the arguments and on the installed standard library.
+    """Build the embedded data set: in each split, every clean function is followed by its defective twin.
 
-    The kinds of defect are spread over each split as evenly as the functions allow.
-
-    Args:
-        seed: of the order of the functions and of their defects, but not of the split of a file.
-        min_characters: length of the shortest function, clean or defective.
-        max_characters: length of the longest one.
-        kinds: the kinds of defect to inject, of `DEFECT_KINDS`; None: all.
-
-    Returns:
-        The splits train, validation and test. In each, every clean function is followed by its defective twin.
-
-    Raises:
-        ValueError: a kind of defect is unknown.
+    It depends only on the arguments and on the installed standard library. The seed orders the functions and their
+    defects, but does not choose the split of a file. Lengths are bounds of clean and of defective functions. The kinds
+    of defect, of `DEFECT_KINDS` (None: all), are spread over each split as evenly as the functions allow.
     """
     kinds = DEFECT_KINDS if kinds is None else kinds
     if not set(kinds) <= set(DEFECT_KINDS):

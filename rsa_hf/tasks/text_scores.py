@@ -25,13 +25,7 @@ from rsa_hf.training.carried import carried_from, segment_state_of
 
 
 def perplexities(nll_nats: float, num_tokens: int, num_words: int, num_bytes: int) -> dict[str, float]:
-    """Perplexity per token and per word and bits per byte of a text.
-
-    Args:
-        nll_nats: the sum (not the mean) of the tokens' negative log-likelihoods, in nats.
-        num_tokens: number of scored tokens.
-        num_words: number of words of the scored text.
-        num_bytes: number of bytes of the scored text.
+    """Perplexity per token and per word and bits per byte of a text, from the sum of its tokens' losses in nats.
 
     Returns:
         `loss_nats_per_token`; `token_perplexity`; `word_perplexity`, NaN for a text without words; `bits_per_byte`;
@@ -108,11 +102,7 @@ def evaluate_language_model(
 
 @contextmanager
 def set_memory(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Change entries of a model's config that are among its `memory_settings`, which every call reads.
-
-    Raises:
-        ValueError: the model does not allow an entry, or a value.
-    """
+    """Change entries of a model's config, if they are among its `memory_settings`, which every call reads."""
     allowed = list(getattr(model, "memory_settings", ()))
     if unknown := [name for name in settings if name not in allowed]:
         raise ValueError(f"eval_memory={unknown}: a {type(model).__name__} allows {allowed or 'none'}.")

@@ -134,10 +134,7 @@ def patch_for_run(
 
     What a calibration finds is printed and written to `calibration.json` and, with matplotlib, `calibration.png` in
     the output folder. A run that continues, and the other processes, read it there. The model stays plain if no gain
-    was shown.
-
-    Returns:
-        The scores of the calibration, losses before training without and with RSA heads; without one, none.
+    was shown. Returns the scores of the calibration, losses before training without and with RSA heads.
     """
     settings, args = run.rsa.calibrate, run.training
     if settings is None:
