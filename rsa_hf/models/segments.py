@@ -210,23 +210,17 @@ class SegmentForSequenceClassification(SegmentModelWithHead):
         Takes the arguments of the base model, and `labels`, shape [B] or [B, num_labels], depending on `problem_type`.
         Without `attention_mask`, `pad_token_id` at the end of a row is padding.
         """
-        attention_mask = mask_until_last_token(attention_mask, input_ids, self.config.pad_token_id)
+        pad = self.config.pad_token_id
+        if attention_mask is None and input_ids is not None and pad is not None:
+            attention_mask = (input_ids != pad).long().flip(1).cummax(1).values.flip(1)
         outputs: Any = self.base_model(
             input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
         )
         logits = self.score(self.features(outputs.last_hidden_state, attention_mask))
-        options = {"pooled_logits": logits, "config": self.config}
-        loss = None if labels is None else self.loss_function(labels=labels, **options)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return replace(outputs, last_hidden_state=None, logits=logits, loss=loss)  # type: ignore[no-any-return]
-
-
-def mask_until_last_token(
-    attention_mask: Tensor | None, input_ids: Tensor | None, pad_token_id: int | None
-) -> Tensor | None:
-    """The attention mask; if there is none, 1 up to each row's last token that is not `pad_token_id`, [B, T]."""
-    if attention_mask is not None or input_ids is None or pad_token_id is None:
-        return attention_mask
-    return (input_ids != pad_token_id).long().flip(1).cummax(1).values.flip(1)
 
 
 def at_last_token(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
