@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from experiments.runner.files import data_file
-from rsa_hf.tasks.defect_data import DefectDataConfig, Example, load_defect_data
+from rsa_hf.tasks.defect_data import DefectDataConfig, load_defect_data
 from rsa_hf.tasks.defect_detection import tokenize
 from rsa_hf.tasks.language_modeling import PreparedText, prepare_language_modeling
-from rsa_hf.tasks.python_defects import load_python_defects
+from rsa_hf.tasks.python_defects import Example, load_python_defects
 from rsa_hf.tasks.text8 import clean_text8
 from rsa_hf.tasks.text_blocks import TrainingBlocks
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig, line_boundary, read_texts

@@ -5,18 +5,13 @@ from __future__ import annotations
 import json
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from rsa_hf.cli.common import UserError, install_hooks, load_checkpoint, user_input
+from rsa_hf.cli.common import UserError, install_hooks, load_checkpoint, task_module, user_input
 from rsa_hf.cli.patch import new_folder, save_tokenizer
-from rsa_hf.utils.paths import expanded
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-__all__ = ["calibrate"]
+from rsa_hf.utils.locate import expanded
 
 ROWS_PER_BATCH = 4
 
@@ -60,16 +55,21 @@ def calibrate(
         raise UserError("calibrate needs data: either --text FILE, or --config FILE of a run.")
     base, folder = expanded(base), new_folder(out, overwrite)
     install_hooks()
+    from torch.utils.data import default_collate
+
     from rsa_hf.calibration import run_calibration
     from rsa_hf.hub import write_card
     from rsa_hf.patching import patch_model
+    from rsa_hf.training.model_setup import calibration_batches
     from rsa_hf.utils.files import storage_errors
 
     with user_input(TypeError):
         if text is not None:
-            model, batches = load_checkpoint(base), _rows_of_text(base, Path(expanded(text)), rows, length, seed)
+            model, train_rows, collate = load_checkpoint(base), _blocks_of(base, text, length), default_collate
         else:
-            model, batches = _rows_of_run(base, expanded(str(config)), task, rows, seed)
+            settings = [expanded(str(config)), "--model_name_or_path", base, "--rsa", "none"]
+            model, train_rows, collate = task_module(task.value).plain_model_and_rows(settings)
+        batches = calibration_batches(train_rows, collate, rows, ROWS_PER_BATCH, seed)
         found = run_calibration(model, batches, max_rows=rows, gate_passes=gate_passes, seed=seed)
     print(found)
     if not found.heads:
@@ -88,30 +88,13 @@ def calibrate(
     print(f"written: {folder}")
 
 
-def _rows_of_run(
-    base: str, config: str, task: Task, rows: int, seed: int
-) -> tuple[PreTrainedModel, list[dict[str, Any]]]:
-    """The model for the task of a run, and random rows of its training data."""
-    from rsa_hf.training.calibrated import calibration_batches
-
-    if task == Task.lm:
-        from rsa_hf.tasks.language_modeling import plain_model_and_rows
-    else:
-        from rsa_hf.tasks.defect_detection import plain_model_and_rows
-    model, train_rows, collate = plain_model_and_rows([config, "--model_name_or_path", base, "--rsa", "none"])
-    return model, calibration_batches(train_rows, collate, rows, ROWS_PER_BATCH, seed)
-
-
-def _rows_of_text(base: str, text: Path, rows: int, length: int, seed: int) -> list[dict[str, Any]]:
-    """Random rows of a text, as a causal language model takes them."""
-    import torch
+def _blocks_of(base: str, text: str, length: int) -> Any:
+    """The blocks of a text file, tokenized for a model."""
     from transformers import AutoTokenizer
 
+    from rsa_hf.tasks.text_blocks import TrainingBlocks
     from rsa_hf.utils.locate import locate
 
+    content = Path(expanded(text)).read_text(encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(locate(base))
-    ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt", verbose=False).input_ids[0]
-    whole = len(ids) // length
-    drawn = torch.randperm(whole, generator=torch.Generator().manual_seed(seed), device="cpu")[:rows]
-    blocks = ids[: whole * length].view(whole, length)[drawn]
-    return [{"input_ids": block, "labels": block} for block in blocks.split(ROWS_PER_BATCH)]
+    return TrainingBlocks(tokenizer(content, return_tensors="pt", verbose=False).input_ids[0], length)

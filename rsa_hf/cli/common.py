@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,19 +15,6 @@ from rsa_hf.utils.text import brief
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-__all__ = [
-    "WITH_SETTINGS",
-    "UserError",
-    "exit_on_error",
-    "help_with_keys",
-    "install_hooks",
-    "load_checkpoint",
-    "load_patched",
-    "user_input",
-]
-
-# --- errors -------------------------------------------------------------------------------------------------
 
 USER_ERRORS = (ValueError, OSError, ImportError)  # settings, files and names that do not fit, and missing packages
 
@@ -56,15 +44,8 @@ def exit_on_error(*errors: type[Exception]) -> Iterator[None]:
         raise SystemExit(2) from None
 
 
-# --- models -------------------------------------------------------------------------------------------------
-
-
 def install_hooks() -> None:
-    """Do what `import rsa_hf` does outside of the command line, and switch off transformers' progress bars.
-
-    Raises:
-        UserError: the installed transformers is not supported.
-    """
+    """Do what `import rsa_hf` does outside of the command line, and switch off transformers' progress bars."""
     from rsa_hf.integration import install
 
     with user_input():
@@ -75,14 +56,9 @@ def install_hooks() -> None:
 
 
 def load_checkpoint(name: str) -> PreTrainedModel:
-    """Load a model with the class it was saved with; the base model where config.json names no class.
+    """Load a model, by any name, with the class it was saved with; the base model where config.json names no class.
 
-    Args:
-        name: a folder, a name on the Hub, or `package:NAME/FOLDER`.
-
-    Raises:
-        UserError: it cannot be found or loaded. Damaged files make transformers raise errors of any type, so all
-            errors are reported in this way.
+    Damaged files make transformers raise errors of any type, so all are reported as a `UserError`.
     """
     import transformers
 
@@ -102,26 +78,8 @@ def load_checkpoint(name: str) -> PreTrainedModel:
     return model
 
 
-def load_patched(name: str) -> PreTrainedModel:
-    """Load a model as `load_checkpoint` does, and require RSA heads.
-
-    Raises:
-        UserError: it cannot be found or loaded, or has no RSA heads.
-    """
-    from rsa_hf.patching import is_patched
-
-    model = load_checkpoint(name)
-    if not is_patched(model):
-        raise UserError(f"{name} is a plain checkpoint: it has no RSA heads. Patch it first: rsa-hf patch.")
-    return model
-
-
 def _class_of(name: str, config: Any) -> Any:
-    """Find the class that the config of a checkpoint names; AutoModel where it names none.
-
-    Raises:
-        ValueError: neither transformers nor rsa_hf has it. Another class would drop weights, such as the head's.
-    """
+    """The class that the config of a checkpoint names; another one would drop weights, such as the head's."""
     import transformers
 
     from rsa_hf.models import class_named
@@ -141,8 +99,6 @@ def _class_of(name: str, config: Any) -> Any:
     )
 
 
-# --- commands that take a run's settings --------------------------------------------------------------------
-
 # Keyword arguments of `app.command` for a command that passes `--key value` on to `read_arguments`.
 WITH_SETTINGS: Any = {
     "add_help_option": False,
@@ -150,12 +106,13 @@ WITH_SETTINGS: Any = {
 }
 
 
-def help_with_keys(print_keys: Callable[[], object]) -> Any:
-    """The option --help of a command with the keys of a run.
+def task_module(task: str) -> Any:
+    """The module of the task "defect" or "lm"."""
+    return import_module(f"rsa_hf.tasks.{'defect_detection' if task == 'defect' else 'language_modeling'}")
 
-    Args:
-        print_keys: prints the keys and exits, as `read_arguments(["--help"], …)` does.
-    """
+
+def help_with_keys(print_keys: Callable[[], object]) -> Any:
+    """The option --help of a command whose keys `print_keys` prints, and exits, as `read_arguments(["--help"], …)`."""
 
     def show(context: typer.Context, wanted: bool) -> None:
         if wanted:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata, util
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from rsa_hf.cli.common import UserError, install_hooks, load_checkpoint
-
-__all__ = ["doctor"]
 
 OPTIONAL = {
     "triton": "kernels for NVIDIA GPUs: pip install 'rsa_hf[gpu]'",
@@ -24,32 +22,19 @@ OPTIONAL = {
 TOLERANCE = 1e-5
 
 
-class Finding(NamedTuple):
-    """One line of the report.
-
-    Attributes:
-        verdict: "ok", "note" or "FAIL".
-        subject: what was checked.
-        text: the result.
-    """
-
-    verdict: str
-    subject: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.verdict:5} {self.subject:20} {self.text}"
+# A line of the report: "ok", "note" or "FAIL", what was checked, and the result.
+Finding = tuple[str, str, str]
 
 
 def _guarded(subject: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """The findings of a check; if an exception ends it, that is the last finding."""
+    """The findings of a check; an exception that ends it is the last one."""
     try:
         yield from check()
     except UserError:
         raise
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        yield Finding("FAIL", subject, f"{type(error).__name__}: {first}")
+        yield "FAIL", subject, f"{type(error).__name__}: {first}"
 
 
 def doctor(
@@ -71,9 +56,9 @@ def doctor(
         checks["model"] = lambda: _model(model)
     failed = False
     for name, check in checks.items():
-        for finding in _guarded(name, check):
-            failed |= finding.verdict == "FAIL"
-            print(finding, flush=True)
+        for verdict, subject, text in _guarded(name, check):
+            failed |= verdict == "FAIL"
+            print(f"{verdict:5} {subject:20} {text}", flush=True)
     print("\nsomething is wrong: see FAIL above" if failed else "\nall is well")
     if failed:
         raise typer.Exit(1)
@@ -83,21 +68,20 @@ def _model(name: str) -> Iterator[Finding]:
     install_hooks()
     from rsa_hf.checks import examine
     from rsa_hf.patching import is_patched
-    from rsa_hf.utils.paths import expanded
+    from rsa_hf.utils.locate import expanded
 
     model = load_checkpoint(expanded(name))
     state = "has RSA heads" if is_patched(model) else "is plain, and gets RSA heads for these checks"
-    yield Finding("ok", "model", f"{name}: {type(model).__name__} {state}")
-    for finding in examine(model):
-        yield Finding(*finding)
+    yield "ok", "model", f"{name}: {type(model).__name__} {state}"
+    yield from examine(model)
 
 
 def _versions() -> Iterator[Finding]:
-    yield Finding("ok", "python", f"{platform.python_version()} on {platform.platform()}")
+    yield "ok", "python", f"{platform.python_version()} on {platform.platform()}"
     try:
-        yield Finding("ok", "rsa_hf", metadata.version("rsa_hf"))
+        yield "ok", "rsa_hf", metadata.version("rsa_hf")
     except metadata.PackageNotFoundError:
-        yield Finding("note", "rsa_hf", "is not installed, only on the path: versions are not checked")
+        yield "note", "rsa_hf", "is not installed, only on the path: versions are not checked"
         return
     for requirement in map(Requirement, metadata.requires("rsa_hf") or ()):
         if requirement.marker is not None:  # of an extra
@@ -106,12 +90,11 @@ def _versions() -> Iterator[Finding]:
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            yield Finding("FAIL", name, f"is missing: pip install '{requirement}'")
+            yield "FAIL", name, f"is missing: pip install '{requirement}'"
             continue
-        if Version(version).base_version in needed:
-            yield Finding("ok", name, f"{version}{f' (needed: {needed})' if needed else ''}")
-        else:
-            yield Finding("FAIL", name, f"{version} does not fit: pip install '{requirement}'")
+        fits = Version(version).base_version in needed
+        text = f"{version} (needed: {needed})" if fits else f"{version} does not fit: pip install '{requirement}'"
+        yield "ok" if fits else "FAIL", name, text
 
 
 def _backends() -> Iterator[Finding]:
@@ -121,28 +104,28 @@ def _backends() -> Iterator[Finding]:
 
     for name, use in OPTIONAL.items():
         missing = util.find_spec(name) is None
-        yield Finding("note" if missing else "ok", name, f"not installed; {use}" if missing else "installed")
+        yield "note" if missing else "ok", name, f"not installed; {use}" if missing else "installed"
     compiled = library()
     has_cpp = not isinstance(compiled, str)
     text = "P V in C++" if has_cpp else f"P V in plain PyTorch, which is slower than C++: {compiled}"
-    yield Finding("ok" if has_cpp else "note", "cpu", f"{torch.get_num_threads()} threads; {text}")
+    yield "ok" if has_cpp else "note", "cpu", f"{torch.get_num_threads()} threads; {text}"
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(i)
             text = f"{device.name}, {device.total_memory / 2**30:.0f} GB, capability {device.major}.{device.minor}"
-            yield Finding("ok", f"cuda:{i}", text)
+            yield "ok", f"cuda:{i}", text
     else:
-        yield Finding("note", "cuda", "no GPU that this torch can use")
+        yield "note", "cuda", "no GPU that this torch can use"
 
 
 def _hooks() -> Iterator[Finding]:
     from rsa_hf.integration import install, installed, require_transformers, what_fits
 
     require_transformers()
-    yield Finding("ok", "transformers", what_fits())
+    yield "ok", "transformers", what_fits()
     install()
     for name, is_on in installed().items():
-        yield Finding("ok" if is_on else "FAIL", "hook", name)
+        yield "ok" if is_on else "FAIL", "hook", name
 
 
 def _self_check() -> Iterator[Finding]:
@@ -170,4 +153,4 @@ def _self_check() -> Iterator[Finding]:
             error = float((rem_product(value, *heads) - P @ value).abs().max())
         if not error < TOLERANCE:
             raise Failed(f"P V is off by {error:.1g} from the explicit P")
-        yield Finding("ok", f"self-check, {device}", f"{'; '.join(found)}; P V agrees with the explicit P")
+        yield "ok", f"self-check, {device}", f"{'; '.join(found)}; P V agrees with the explicit P"

@@ -7,9 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rsa_hf.cli.common import WITH_SETTINGS, help_with_keys, install_hooks, user_input
-
-__all__ = ["evaluate"]
+from rsa_hf.cli.common import WITH_SETTINGS, help_with_keys, install_hooks, task_module, user_input
 
 evaluate = typer.Typer(no_args_is_help=True, help="Score a saved model.")
 
@@ -28,11 +26,8 @@ def _run(task: str, model: str, split: str, arguments: list[str], **settings: An
     from rsa_hf.utils.text import finite_or_null
 
     with user_input():
-        if task == "lm":
-            from rsa_hf.tasks.language_modeling import evaluate
-        else:
-            from rsa_hf.tasks.defect_detection import evaluate
-        print(json.dumps(finite_or_null(evaluate(model, split, arguments, **settings)), indent=2))
+        scores = task_module(task).evaluate(model, split, arguments, **settings)
+        print(json.dumps(finite_or_null(scores), indent=2))
 
 
 @evaluate.command(**WITH_SETTINGS)

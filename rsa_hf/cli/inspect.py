@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.common import install_hooks, load_patched, user_input
-
-__all__ = ["inspect"]
+from rsa_hf.cli.common import UserError, install_hooks, load_checkpoint, user_input
 
 
 def inspect(
@@ -23,11 +21,15 @@ def inspect(
     Example: rsa-hf inspect outputs/demo/patched --plot rsa.png
     """
     install_hooks()
+    from rsa_hf.patching import is_patched
     from rsa_hf.report import rsa_report
-    from rsa_hf.utils.paths import expanded
+    from rsa_hf.utils.locate import expanded
     from rsa_hf.utils.text import finite_or_null
 
-    report = rsa_report(load_patched(expanded(path)))
+    model = load_checkpoint(expanded(path))
+    if not is_patched(model):
+        raise UserError(f"{path} is a plain checkpoint: it has no RSA heads. Patch it first: rsa-hf patch.")
+    report = rsa_report(model)
     print(json.dumps(finite_or_null(report.to_dict()), indent=2) if as_json else report)
     if plot is not None:
         from rsa_hf.plots import plot_rem

@@ -8,9 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from rsa_hf.cli.common import UserError, install_hooks, load_checkpoint, user_input
-from rsa_hf.utils.paths import expanded
-
-__all__ = ["new_folder", "patch", "save_tokenizer"]
+from rsa_hf.utils.locate import expanded
 
 
 def patch(
@@ -52,11 +50,7 @@ def patch(
 
 
 def new_folder(name: str, overwrite: bool) -> Path:
-    """The folder that a checkpoint is written into.
-
-    Raises:
-        UserError: it exists and is not an empty folder.
-    """
+    """The folder that a checkpoint is written into; it must be new or empty."""
     out = Path(expanded(name))
     if out.exists() and not (out.is_dir() and (overwrite or not any(out.iterdir()))):
         raise UserError(f"{out} exists and is not an empty folder. Choose another one, or give --overwrite.")
@@ -64,19 +58,14 @@ def new_folder(name: str, overwrite: bool) -> Path:
 
 
 def _read(plan: str) -> Any:
+    """The settings themselves, or those of a file."""
     from rsa_hf.utils.yaml import read_yaml
 
+    is_text = plan.lstrip().startswith(("{", "[")) or ": " in plan
     try:
-        file = Path(expanded(plan))
-        is_file = file.is_file()
-    except (OSError, ValueError):  # too long for the name of a file
-        is_file = False
-    try:
-        content = read_yaml(file.read_text(encoding="utf-8") if is_file else plan)
+        content = read_yaml(plan if is_text else Path(expanded(plan)).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"--plan {plan:.200}: {error}") from error
-    if isinstance(content, str):
-        raise ValueError(f"--plan {plan:.200}: there is no such file, and settings look like '{{num_regular: 2}}'.")
     return content["rsa"] if isinstance(content, dict) and "rsa" in content else content
 
 

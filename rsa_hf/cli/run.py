@@ -9,8 +9,6 @@ import typer
 from rsa_hf.cli.common import user_input
 from rsa_hf.run import run as run_program
 
-__all__ = ["PASS_THROUGH", "run"]
-
 # Keyword arguments of `app.command`: all that follows PROGRAM belongs to the program, its --help too.
 PASS_THROUGH: Any = {"context_settings": {"ignore_unknown_options": True, "allow_interspersed_args": False}}
 

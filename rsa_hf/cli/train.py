@@ -6,9 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.common import WITH_SETTINGS, help_with_keys, install_hooks, user_input
-
-__all__ = ["train"]
+from rsa_hf.cli.common import WITH_SETTINGS, help_with_keys, install_hooks, task_module, user_input
 
 train = typer.Typer(no_args_is_help=True, help="Train a model, patched or plain, with transformers' Trainer.")
 
@@ -18,11 +16,7 @@ def _run(task: str, arguments: list[str]) -> None:
     from rsa_hf.training.callbacks import DivergedError
 
     with user_input(DivergedError):
-        if task == "lm":
-            from rsa_hf.tasks.language_modeling import main
-        else:
-            from rsa_hf.tasks.defect_detection import main
-        main(arguments)
+        task_module(task).main(arguments)
 
 
 @train.command(**WITH_SETTINGS)

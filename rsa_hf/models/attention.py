@@ -1,4 +1,4 @@
-"""Attention that several models share: the call of the attention interface, position encodings and masks.
+"""Attention that several models share.
 
 Notation: B rows, T queries, M positions of memory, S = M + T keys, H heads of width D.
 """
@@ -13,38 +13,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = ["InterfaceAttention", "sinusoids", "visibility"]
-
 
 class InterfaceAttention(nn.Module):
-    """Base of modules that compute attention through transformers' attention interface, where RSA heads are mixed in.
-
-    Args:
-        config: the model's config.
-        scaling: factor of the attention scores.
-        dropout: dropout rate of the attention weights.
-    """
+    """Base of modules that compute attention through transformers' interface, where RSA heads are mixed in."""
 
     is_causal = True
 
-    def __init__(self, config: Any, scaling: float, dropout: float) -> None:
+    def __init__(self, config: Any, num_heads: int, width: int, dropout: float) -> None:
         super().__init__()
-        self.config, self.scaling, self.attention_dropout = config, scaling, dropout
+        self.config, self.attention_dropout = config, dropout
+        self.heads = (num_heads, width // num_heads)
+        self.scaling = self.heads[1] ** -0.5
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute attention by the implementation that the config names.
+        """Attention by the implementation that the config names.
 
-        Args:
-            query: [B, H, T, D].
-            key: [B, H, S, D].
-            value: [B, H, S, D].
-            visible: which keys each query sees, [B or 1, 1, T, S]; None: all.
-            **options: `position_bias`, added to the scores.
-
-        Returns:
-            The concatenated outputs of the heads, [B, T, H · D]; and the attention weights, [B, H, T, S], or None.
+        `query` is [B, H, T, D]; `key` and `value` are [B, H, S, D]; `visible`, [B or 1, 1, T, S], says which keys each
+        query sees (None: all). The option `position_bias` is added to the scores. Returns the concatenated outputs of
+        the heads, [B, T, H · D], and the weights, [B, H, T, S], or None.
         """
         attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -64,18 +52,10 @@ def sinusoids(distances: Tensor, width: int) -> Tensor:
 
 
 def visibility(T: int, M: int, window: int | None, attention_mask: Tensor | None, device: torch.device) -> Tensor:
-    """Which keys each query sees: its own and earlier ones, within the window, without padding.
+    """Which keys each query sees, [B or 1, 1, T, S]: its own and earlier ones, within the window, without padding.
 
-    Args:
-        T: number of queries.
-        M: positions of memory before them.
-        window: number of positions back that a query sees, itself included; None: all.
-        attention_mask: shape [B, L], 0 for padding; its last column is the last key, and keys before its first column
-            are real.
-        device: the device of the result.
-
-    Returns:
-        Shape [B or 1, 1, T, S], boolean.
+    A query sees `window` positions back, itself included; None: all. `attention_mask`, [B, L], is 0 for padding: its
+    last column is the last key, and keys before its first column are real.
     """
     S = M + T
     distance = M + torch.arange(T, device=device)[:, None] - torch.arange(S, device=device)

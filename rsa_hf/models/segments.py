@@ -1,6 +1,4 @@
-"""What the models of this package share: a state carried from segment to segment, and the heads.
-
-A text may be cut into segments. The state that the call on one segment returns is passed to the call on the next one:
+"""What the models of this package share: the heads, and a state carried from one segment of a text to the next.
 
     state = None
     for segment in segments:
@@ -16,15 +14,9 @@ The `forward` of each model takes
 * `use_cache`, whether to return the state, and `output_hidden_states`; None: as the config says.
 
 It raises a ValueError for both or neither of `input_ids` and `inputs_embeds`, and for a state of another model or
-batch size. Three class attributes tell training, evaluation and generation about states:
-
-* `segment_state`: the name of that argument and output, "mems" for attention over a memory and "state" for recurrent
-  networks. The value is a tuple of tensors with the batch on dimension 0. They are detached: gradients end where a
-  segment begins (truncated back-propagation through time).
-* `memory_settings` (optional): fields of the config that every call reads again, so that evaluation may use other
-  values than training.
-* `takes_shift_labels`: `forward` computes the loss of `shift_labels`, shape [B, T], the token that follows each
-  position. Unlike `labels` they include the token that follows the segment's last one.
+batch size. A state is a tuple of tensors with the batch on dimension 0, detached: gradients end where a segment begins
+(truncated back-propagation through time). CONTRIBUTING.md describes the class attributes `segment_state`,
+`memory_settings` and `takes_shift_labels`, by which training, evaluation and generation know of it.
 
 Notation: B rows, T tokens, V words, n channels.
 """
@@ -41,39 +33,18 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
-__all__ = [
-    "SegmentForCausalLM",
-    "SegmentForSequenceClassification",
-    "SegmentGenerationMixin",
-    "SegmentOutput",
-    "SegmentPreTrainedModel",
-    "at_last_token",
-    "mask_until_last_token",
-    "require_shapes",
-]
-
 
 @dataclass
 class SegmentOutput(ModelOutput):
-    """Output of a model that carries a state.
-
-    Attributes:
-        loss: shape (), with labels.
-        logits: from a model with a head: [B, T, V] of a language model, [B, num_labels] of a classifier.
-        last_hidden_state: from a model without a head, [B, T, n].
-        mems: the state for the next segment, of a model whose state has this name; see the `forward` of each model.
-        state: the same, of a model whose state has this name.
-        hidden_states: the embeddings and the output of each layer, [B, T, n], with `output_hidden_states`.
-        attentions: softmax weights of each layer, [B, heads, T, keys], with `output_attentions` and eager attention.
-    """
+    """Output of a model that carries a state, `mems` or `state`; see the `forward` of each model."""
 
     loss: Tensor | None = None
-    logits: Tensor | None = None
-    last_hidden_state: Tensor | None = None
+    logits: Tensor | None = None  # [B, T, V] of a language model, [B, num_labels] of a classifier
+    last_hidden_state: Tensor | None = None  # [B, T, n] of a model without a head
     mems: tuple[Tensor, ...] | None = None
     state: tuple[Tensor, ...] | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
+    hidden_states: tuple[Tensor, ...] | None = None  # the embeddings and the output of each layer, [B, T, n]
+    attentions: tuple[Tensor, ...] | None = None  # the weights of each layer, [B, heads, T, keys], if eager
 
 
 class SegmentPreTrainedModel(PreTrainedModel):
@@ -134,7 +105,7 @@ class SegmentModelWithHead(SegmentPreTrainedModel):
         self.post_init()  # type: ignore[no-untyped-call]
 
     def build_head(self, config: Any) -> None:
-        """Create the modules of the head."""
+        """Make the modules of the head."""
         raise NotImplementedError
 
 
@@ -145,7 +116,7 @@ class SegmentForCausalLM(SegmentModelWithHead, SegmentGenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012  (transformers' own type)
 
     def build_head(self, config: Any) -> None:
-        """Create the softmax."""
+        """The softmax."""
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     # `shift_labels` are no named argument: the Trainer requires every argument with "label" in its name.
@@ -161,11 +132,9 @@ class SegmentForCausalLM(SegmentModelWithHead, SegmentGenerationMixin):
     ) -> SegmentOutput:
         """Logits of the next token, and the loss.
 
-        Beside the arguments of the base model:
-
-        * `labels`: shape [B, T], the tokens themselves (shifted here), or `shift_labels`; −100 is ignored.
-        * `num_items_in_batch`: divisor of the summed loss; without it the loss is a mean.
-        * `logits_to_keep`: number of last positions to compute logits of, or their indices; 0: all.
+        Takes the arguments of the base model; `labels`, [B, T], the tokens themselves (shifted here), or
+        `shift_labels`, the token that follows each position; and `logits_to_keep`, how many last positions get logits,
+        or their indices. −100 is ignored. With `num_items_in_batch` the loss is the sum divided by it, not the mean.
         """
         outputs: Any = self.base_model(
             input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
@@ -183,11 +152,6 @@ class SegmentForCausalLM(SegmentModelWithHead, SegmentGenerationMixin):
             return logits, None
         return logits, self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
 
-    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
-        """Accept the state, which the signature of `forward` does not name."""
-        known = {name: value for name, value in model_kwargs.items() if name != self.segment_state}
-        super()._validate_model_kwargs(known)  # type: ignore[misc]
-
     def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> Any:  # type: ignore[override]
         """Repeat the state for beams and several sequences per row: transformers repeats tensors, not tuples."""
         if kwargs.get(self.segment_state) is not None:
@@ -199,17 +163,17 @@ class SegmentForCausalLM(SegmentModelWithHead, SegmentGenerationMixin):
         self,
         input_ids: Tensor,
         past_key_values: Sequence[Tensor] | None = None,
+        mems: Sequence[Tensor] | None = None,
+        state: Sequence[Tensor] | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         is_first_iteration: bool = False,
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The next segment: all tokens, or only the last one if there is a state of those before it.
-
-        `generate` keeps a state called `mems` under the name `past_key_values`.
-        """
-        state = kwargs.get(self.segment_state) if past_key_values is None else past_key_values
+        """The next segment: all tokens, or only the last one if there is a state of those before it."""
+        # `generate` keeps what `mems` returned under the name `past_key_values`.
+        state = next((given for given in (past_key_values, mems, state) if given is not None), None)
         inputs = {"attention_mask": attention_mask, self.segment_state: state, "use_cache": use_cache}
         inputs |= {name: kwargs[name] for name in ("output_hidden_states", "output_attentions") if name in kwargs}
         if is_first_iteration and inputs_embeds is not None:
@@ -225,7 +189,7 @@ class SegmentForSequenceClassification(SegmentModelWithHead):
     accepts_loss_kwargs = False
 
     def build_head(self, config: Any) -> None:
-        """Create the classifier."""
+        """The classifier."""
         self.score = nn.Linear(config.hidden_size, config.num_labels or 0, bias=False)
 
     def features(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -246,23 +210,17 @@ class SegmentForSequenceClassification(SegmentModelWithHead):
         Takes the arguments of the base model, and `labels`, shape [B] or [B, num_labels], depending on `problem_type`.
         Without `attention_mask`, `pad_token_id` at the end of a row is padding.
         """
-        attention_mask = mask_until_last_token(attention_mask, input_ids, self.config.pad_token_id)
+        pad = self.config.pad_token_id
+        if attention_mask is None and input_ids is not None and pad is not None:
+            attention_mask = (input_ids != pad).long().flip(1).cummax(1).values.flip(1)
         outputs: Any = self.base_model(
             input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
         )
         logits = self.score(self.features(outputs.last_hidden_state, attention_mask))
-        options = {"pooled_logits": logits, "config": self.config}
-        loss = None if labels is None else self.loss_function(labels=labels, **options)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return replace(outputs, last_hidden_state=None, logits=logits, loss=loss)  # type: ignore[no-any-return]
-
-
-def mask_until_last_token(
-    attention_mask: Tensor | None, input_ids: Tensor | None, pad_token_id: int | None
-) -> Tensor | None:
-    """The attention mask; if there is none, 1 up to each row's last token that is not `pad_token_id`, [B, T]."""
-    if attention_mask is not None or input_ids is None or pad_token_id is None:
-        return attention_mask
-    return (input_ids != pad_token_id).long().flip(1).cummax(1).values.flip(1)
 
 
 def at_last_token(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:

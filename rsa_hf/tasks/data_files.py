@@ -15,17 +15,6 @@ from typing import IO, Any, TypeVar
 import datasets
 from transformers.hf_argparser import HfArg
 
-__all__ = [
-    "SPLITS",
-    "DataSource",
-    "bytes_of",
-    "checked",
-    "json_lines",
-    "kind_of_file",
-    "load_splits",
-    "open_compressed",
-]
-
 SPLITS = ("train", "validation", "test")
 MOST_NAMED = 10  # bad rows in one message
 
@@ -37,22 +26,13 @@ Row = TypeVar("Row")
 
 @dataclass
 class DataSource:
-    """Where the data of a run comes from. Keys are called as in transformers' examples where those have them.
+    """Where the data of a run comes from. Keys are called as in transformers' examples where those have them."""
 
-    Raises:
-        ValueError: both a data set and files are given.
-    """
-
-    dataset_name: str | None = HfArg(
-        default=None,
-        help="Name on the Hub, such as Salesforce/wikitext or google/code_x_glue_cc_defect_detection.",
-    )
+    dataset_name: str | None = HfArg(default=None, help="Name on the Hub, such as Salesforce/wikitext.")
     dataset_config_name: str | None = HfArg(default=None, help="Its configuration, such as wikitext-103-raw-v1.")
-    train_split_name: str | None = HfArg(default=None, help="What it calls its training split; default train.")
-    validation_split_name: str | None = HfArg(
-        default=None, help="What it calls its validation split; default validation."
-    )
-    test_split_name: str | None = HfArg(default=None, help="What it calls its test split; default test.")
+    train_split_name: str | None = HfArg(default=None, help="Its name of the training split; default train.")
+    validation_split_name: str | None = HfArg(default=None, help="Its validation split; default validation.")
+    test_split_name: str | None = HfArg(default=None, help="Its test split; default test.")
     train_file: str | None = HfArg(
         default=None,
         help="In place of it, files. Functions: JSON lines (.jsonl). Text: read as bytes, or documents as JSON lines. "
@@ -79,12 +59,7 @@ def kind_of_file(path: str | Path) -> str:
 
 @contextmanager
 def open_compressed(path: str | Path) -> Iterator[IO[bytes]]:
-    """Open a data file for reading bytes, uncompressed where it ends in `.gz` or `.xz`.
-
-    Raises:
-        OSError: the file cannot be opened.
-        ValueError: its compressed content is truncated or corrupt, or it is an archive.
-    """
+    """Open a data file for reading bytes, uncompressed where it ends in `.gz` or `.xz`; an archive is a ValueError."""
     openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
     try:
         with openers.get(Path(path).suffix, open)(path, "rb") as file:
@@ -97,13 +72,6 @@ def open_compressed(path: str | Path) -> Iterator[IO[bytes]]:
         raise ValueError(f"{path} is truncated or corrupt ({error}). Copy or download it again.") from error
 
 
-def bytes_of(path: str | Path, size: int = 2**16) -> Iterator[bytes]:
-    """The bytes of a file, uncompressed, in pieces."""
-    with open_compressed(path) as file:
-        while piece := file.read(size):
-            yield piece
-
-
 def json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
     """The lines of a file of JSON lines that are not blank, each with its place, as bytes that were not parsed."""
     with open_compressed(path) as lines:
@@ -113,11 +81,9 @@ def json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
 
 
 def checked(rows: Iterable[tuple[str, Any]], read: Callable[[Any], Row]) -> Iterator[Row]:
-    """Read rows, and report those that cannot be read together.
+    """Make an example of each row by `read`, which raises a ValueError for a bad one.
 
-    Args:
-        rows: each with its place: file and line, or data set, split and row. JSON that was not parsed is bytes.
-        read: makes an example of a row, or raises a ValueError.
+    A row comes with its place: file and line, or data set, split and row. JSON that was not parsed is bytes.
 
     Raises:
         ValueError: after the last row, with the first ten bad ones and their number.
@@ -137,40 +103,19 @@ def checked(rows: Iterable[tuple[str, Any]], read: Callable[[Any], Row]) -> Iter
 
 
 def load_splits(source: DataSource, needed: Iterable[str], only: str | None = None, **keywords: Any) -> dict[str, Any]:
-    """Load a data set of the Hub, or a local folder that `datasets` reads.
+    """Load a data set of the Hub, or a local folder that `datasets` reads: the splits that are there, by our names.
 
-    Args:
-        source: names the data set, its configuration and its splits.
-        needed: splits that must be there.
-        only: the one split to score; None: all are read.
-        keywords: as for `datasets.load_dataset`.
-
-    Returns:
-        The splits that are there, by our names.
-
-    Raises:
-        OSError: it cannot be found.
-        ValueError: it needs a configuration or a script, or lacks a split.
+    Those in `needed` must be there. `only` is the one split to score. `keywords` are those of `load_dataset`.
     """
-    name = source.dataset_name
+    name, config = source.dataset_name, source.dataset_config_name
     try:
-        loaded = datasets.load_dataset(name, source.dataset_config_name, **keywords)
-    except RuntimeError as error:  # it needs a script
-        raise ValueError(
-            f"dataset_name={name!r}: {error!s:.500} Name a data set of parquet or JSON files, or give files."
-        ) from error
-    except ValueError as error:  # it has several configurations, and the message lists them
-        raise ValueError(
-            f"dataset_name={name!r}, dataset_config_name={source.dataset_config_name!r}: {error!s:.1000}"
-        ) from error
+        loaded = datasets.load_dataset(name, config, **keywords)
+    except (RuntimeError, ValueError) as error:  # it needs a script, or has several configurations, which it lists
+        raise ValueError(f"dataset_name={name!r}, dataset_config_name={config!r}: {error!s:.1000}") from error
     names = {split: getattr(source, f"{split}_split_name") or split for split in SPLITS}
     wrong = [split for split in SPLITS if getattr(source, f"{split}_split_name") and names[split] not in loaded]
     missing = [split for split in needed if names[split] not in loaded]
-    if (
-        only != "test"
-        and names["validation"] not in loaded
-        and any(name.startswith(("val", "dev")) for name in loaded)
-    ):
+    if only != "test" and names["validation"] not in loaded and any(x.startswith(("val", "dev")) for x in loaded):
         missing.append("validation")  # else part of the training split would be taken for it
     for split in [*wrong, *missing]:
         raise ValueError(

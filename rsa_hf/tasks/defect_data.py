@@ -19,8 +19,6 @@ from rsa_hf.tasks.data_files import SPLITS, DataSource, checked, json_lines, kin
 from rsa_hf.tasks.python_defects import Example, load_python_defects
 from rsa_hf.utils.text import brief, format_table
 
-__all__ = ["DefectDataConfig", "Example", "audit", "format_audit", "in_batches", "load_defect_data", "read_json_lines"]
-
 
 @dataclass
 class DefectDataConfig(DataSource):
@@ -34,12 +32,10 @@ class DefectDataConfig(DataSource):
     """
 
     text_column_name: str = HfArg(default="func", help="Column or field with the text of a function.")
-    label_column_name: str = HfArg(
-        default="target", help="Column or field with its label, 0 (clean) or 1 (defective)."
-    )
+    label_column_name: str = HfArg(default="target", help="Column or field with its label, 1 for a defective one.")
     max_train_samples: int | None = HfArg(
         default=None,
-        help="At most so many training functions, drawn at random with the classes in proportion; default all.",
+        help="At most so many training functions, at random with the classes in proportion; default all.",
     )
     max_eval_samples: int | None = HfArg(default=None, help="The same for validation and test, each.")
     deduplicate: bool = HfArg(
@@ -56,12 +52,8 @@ class DefectDataConfig(DataSource):
     class_weights: bool = HfArg(default=False, help="Weight the loss so that each class has the same total weight.")
     min_characters: int = HfArg(default=60, help="Embedded data: length of the shortest function.")
     max_characters: int = HfArg(default=400, help="Embedded data: length of the longest function.")
-    defect_kinds: list[str] | None = HfArg(
-        default=None, help="Embedded data: the kinds of defect to inject; default all."
-    )
-    sample_seed: int = HfArg(
-        default=0, help="Seed of the embedded defects and of max_*_samples; the same for runs to compare."
-    )
+    defect_kinds: list[str] | None = HfArg(default=None, help="Embedded data: kinds of defect; default all.")
+    sample_seed: int = HfArg(default=0, help="Seed of the embedded defects and of max_*_samples.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,56 +81,39 @@ def load_defect_data(config: DefectDataConfig, only: str | None = None) -> dict[
             functions have one class.
     """
     train = only is None
-    files = {split: path for split, path in config.files.items() if only in (None, split)}
     if config.dataset_name is not None:
-        loaded = load_splits(config, ["train"] if train else [], only)
         splits = {
-            split: _read(((f"{config.dataset_name}, {split} row {i}", row) for i, row in enumerate(rows, 1)), config)
-            for split, rows in loaded.items()
+            split: read_examples(
+                ((f"{config.dataset_name}, {split} row {i}", row) for i, row in enumerate(rows, 1)), config
+            )
+            for split, rows in load_splits(config, ["train"] if train else [], only).items()
             if only in (None, split)
         }
-    elif config.files:
+    elif files := config.files:
         if train and "train" not in files:
             raise ValueError(f"train_file=None: a training run needs one beside {', '.join(files)}.")
-        splits = {split: _read(json_lines(path), config) for split, path in files.items()}
+        splits = {
+            split: read_examples(json_lines(path), config) for split, path in files.items() if only in (None, split)
+        }
     else:
-        splits = load_python_defects(
-            config.sample_seed, config.min_characters, config.max_characters, config.defect_kinds
-        )
+        settings = (config.sample_seed, config.min_characters, config.max_characters, config.defect_kinds)
+        splits = load_python_defects(*settings)
         splits = {split: examples for split, examples in splits.items() if only in (None, split)}
     if train and config.deduplicate:
         splits["train"] = _deduplicated(splits)
     for split, examples in splits.items():
         if not examples:
             raise ValueError(f"the {split} split is empty, or nothing of it is left. Give it more functions.")
-    if train and len({example.target for example in splits["train"]}) == 1:
-        raise ValueError(
-            f"all {len(splits['train'])} training functions have the label {splits['train'][0].target}. Give "
-            "functions of both classes, clean (0) and defective (1)."
-        )
-    limits = {"train": config.max_train_samples}
-    return {
-        split: _subsample(examples, limits.get(split, config.max_eval_samples), config.sample_seed)
-        for split, examples in splits.items()
-    }
+        if split == "train" and len({example.target for example in examples}) == 1:
+            label = examples[0].target
+            raise ValueError(f"all {len(examples)} training functions have the label {label}. Give both classes.")
+        limit = config.max_train_samples if split == "train" else config.max_eval_samples
+        splits[split] = _subsample(examples, limit, config.sample_seed)
+    return splits
 
 
-def read_json_lines(path: str, config: DefectDataConfig | None = None) -> list[Example]:
-    """Read functions from a file of JSON lines. Blank lines are skipped.
-
-    Args:
-        path: a `.jsonl`, `.jsonl.gz` or `.jsonl.xz` file. Each line is an object with the text and the label, 0 or 1
-            (or false or true). A whole number `idx` is kept, other fields are ignored.
-        config: provides the names of the fields; None: `func` and `target`.
-
-    Raises:
-        OSError: the file cannot be opened.
-        ValueError: the file is corrupt, or lines lack them: the first ten are named, with their number.
-    """
-    return _read(json_lines(path), config or DefectDataConfig())
-
-
-def _read(rows: Iterator[tuple[str, Any]], config: DefectDataConfig) -> list[Example]:
+def read_examples(rows: Iterator[tuple[str, Any]], config: DefectDataConfig) -> list[Example]:
+    """The functions of rows, or of JSON lines, each with its place. An integer `idx` is kept."""
     text, label = config.text_column_name, config.label_column_name
 
     def example(row: Any) -> Example:
@@ -178,26 +153,21 @@ def _subsample(examples: list[Example], limit: int | None, seed: int) -> list[Ex
     """Keep `limit` examples, in order and with the classes in proportion, at least one of each."""
     if limit is None or len(examples) <= limit:
         return examples
-    indices = [[i for i, example in enumerate(examples) if example.target == target] for target in (0, 1)]
-    num_positive = round(limit * len(indices[1]) / len(examples))
-    if all(indices):
-        num_positive = min(max(num_positive, 1), limit - 1)
-    kept = []
-    for of_class, count in zip(indices, (limit - num_positive, num_positive), strict=True):
-        # The same seed for both classes keeps pairs together: in the embedded data, the n-th clean and the n-th
-        # defective function are a pair.
+    clean, defective = ([i for i, each in enumerate(examples) if each.target == target] for target in (0, 1))
+    count = round(limit * len(defective) / len(examples))
+    if clean and defective:
+        count = min(max(count, 1), limit - 1)
+    # The same seed for both classes keeps pairs together: in the embedded data, the n-th clean and the n-th defective
+    # function are a pair.
+    for of_class in (clean, defective):
         Random(seed).shuffle(of_class)
-        kept += of_class[:count]
-    return [examples[index] for index in sorted(kept)]
+    return [examples[index] for index in sorted(clean[: limit - count] + defective[:count])]
 
 
 def in_batches(examples: Sequence[Example]) -> Iterator[list[str]]:
-    """Texts for calls of the tokenizer: enough of them for its threads, bounded in memory, with a bar."""
+    """Texts for calls of the tokenizer: enough for its threads, bounded in memory, with a bar."""
     for start in tqdm(range(0, len(examples), 1000), desc="tokenising", unit="thousand", leave=False, delay=5):
         yield [example.func for example in examples[start : start + 1000]]
-
-
-# --- audit ----------------------------------------------------------------------------------------------------------
 
 
 def audit(splits: Mapping[str, Sequence[Example]], filled: Mapping[str, float], max_length: int) -> dict[str, Any]:
@@ -209,10 +179,8 @@ def audit(splits: Mapping[str, Sequence[Example]], filled: Mapping[str, float], 
         max_length: number of tokens that the model sees.
 
     Returns:
-        Numbers for `json.dump`. "splits" holds for each split `examples`, `positives`, `majority_share`, `duplicates`
-        (repetitions of an earlier example), `conflicting_labels` (distinct functions with both labels) and
-        `fill_max_length` (share of examples). Next to it are `max_length`, `conflicting_labels` over all
-        splits, and `cross_split_copies`: the numbers of distinct functions that two splits share.
+        Numbers for `json.dump`: of each split, and over all splits. `duplicates` repeat an earlier example;
+        `conflicting_labels` are distinct functions with both labels, `cross_split_copies` those in two splits.
     """
     functions = {split: {_identity(example) for example in examples} for split, examples in splits.items()}
     statistics = {}
@@ -239,9 +207,8 @@ def format_audit(report: Mapping[str, Any]) -> str:
     header = ["split", "examples", "defective", "majority", "duplicates", "both labels"]
     rows = [[*header, f"≥ {report['max_length']} tokens"]]
     for split, numbers in report["splits"].items():
-        counts = (numbers["examples"], numbers["positives"], f"{numbers['majority_share']:.2%}")
-        problems = (numbers["duplicates"], numbers["conflicting_labels"], f"{numbers['fill_max_length']:.2%}")
-        rows.append([str(cell) for cell in (split, *counts, *problems)])
+        cells = (f"{value:.2%}" if isinstance(value, float) else str(value) for value in numbers.values())
+        rows.append([split, *cells])
     copies = ", ".join(f"{pair} {count}" for pair, count in report["cross_split_copies"].items())
     return (
         f"{format_table(rows)}\n"

@@ -1,10 +1,7 @@
-"""Defect detection, the classification of functions as clean (0) or defective (1): inputs, scores and training.
-
-The commands are `rsa-hf train defect` and `rsa-hf evaluate defect`.
+"""Defect detection, the classification of functions as clean (0) or defective (1).
 
 A function too long for the model is truncated, or cut into overlapping chunks. In training, each chunk is an example
-with the function's label. In evaluation, `compute_metrics` averages the logits over a function's chunks, if it is
-given the example ids.
+with the function's label. In evaluation, `compute_metrics` averages the logits over a function's chunks.
 """
 
 from __future__ import annotations
@@ -12,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,32 +28,20 @@ from transformers import (
 )
 
 from rsa_hf.patching import is_patched
-from rsa_hf.tasks.defect_data import DefectDataConfig, Example, audit, format_audit, in_batches, load_defect_data
+from rsa_hf.tasks.defect_data import DefectDataConfig, audit, format_audit, in_batches, load_defect_data
 from rsa_hf.tasks.defect_scores import by_function, choose_threshold, compute_metrics, parts_of, trainer_metrics
+from rsa_hf.tasks.python_defects import Example
 from rsa_hf.training.arguments import ModelArguments, RSATrainingArguments, read_arguments
-from rsa_hf.training.calibrated import patch_for_run
 from rsa_hf.training.checkpoints import RunFolder, digest
-from rsa_hf.training.model_setup import largest_token_id, load_model, require_head, require_inputs_fit
+from rsa_hf.training.model_setup import load_model, patch_for_run, require_head, require_inputs_fit
 from rsa_hf.training.rsa_trainer import RSATrainer
-from rsa_hf.training.run_training import finish_run, had_finished, train_to_end
+from rsa_hf.training.run_training import finish_run, train_to_end
 from rsa_hf.utils.files import write_text
 from rsa_hf.utils.locate import locate
 
-__all__ = [
-    "class_weights",
-    "evaluate",
-    "main",
-    "plain_model_and_rows",
-    "tokenize",
-]
-
 
 def main(arguments: Sequence[str]) -> None:
-    """Train a defect detector, evaluate it, and write all results to the output folder.
-
-    Args:
-        arguments: as for `read_arguments`.
-    """
+    """Train a defect detector, evaluate it, and write all results to the output folder; see `read_arguments`."""
     run = read_arguments(arguments, DefectDataConfig)
     args, data = run.training, run.data
     set_seed(args.seed)
@@ -63,7 +49,7 @@ def main(arguments: Sequence[str]) -> None:
         splits = load_defect_data(data)
         texts = (repr((split, e.func, e.target)).encode() for split, part in splits.items() for e in part)
         folder = RunFolder(run, digest(texts))
-        if had_finished(folder, args):
+        if folder.had_finished():
             return
         model, tokenizer = _model_and_tokenizer(run.model, data)
     if "validation" not in splits:
@@ -89,9 +75,7 @@ def main(arguments: Sequence[str]) -> None:
         data_collator=collate,
         processing_class=tokenizer,
         compute_metrics=trainer_metrics,
-        compute_loss_func=lambda outputs, labels, num_items_in_batch=None: _loss(
-            outputs.logits, labels, weights, num_items_in_batch
-        ),
+        compute_loss_func=partial(_loss, weights=weights),
     )
     train_to_end(trainer, folder)
     predictions = {split: trainer.predict(rows[split], metric_key_prefix=split) for split in rows if split != "train"}
@@ -105,18 +89,18 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class _Trainer(RSATrainer):
-    """Passes no `example_id` to the model, which keeps it among the labels for `compute_metrics`."""
+    """Passes no `example_id` to the model, but keeps it among the labels for `compute_metrics`."""
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **keywords: Any) -> Any:
-        return super().compute_loss(
-            model, {name: value for name, value in inputs.items() if name != "example_id"}, *args, **keywords
-        )
+        inputs = {name: value for name, value in inputs.items() if name != "example_id"}
+        return super().compute_loss(model, inputs, *args, **keywords)
 
 
-def _loss(logits: Tensor, labels: Tensor, weights: Tensor | None, num_items: Tensor | int | None) -> Tensor:
-    """The weighted loss of a micro-batch, as its share of the mean over the `num_items` functions of a step."""
-    total = cross_entropy(logits.float(), labels, None if weights is None else weights.to(logits), reduction="sum")
-    return total / (len(labels) if num_items is None else num_items)
+def _loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None, weights: Tensor | None = None) -> Tensor:
+    """The weighted loss of a micro-batch, as its share of the mean over the functions of a step."""
+    logits = outputs.logits.float()
+    total = cross_entropy(logits, labels, None if weights is None else weights.to(logits), reduction="sum")
+    return total / (len(labels) if num_items_in_batch is None else num_items_in_batch)
 
 
 def _model_and_tokenizer(
@@ -133,11 +117,7 @@ def _model_and_tokenizer(
 
 
 def plain_model_and_rows(arguments: Sequence[str]) -> tuple[PreTrainedModel, Any, Any]:
-    """The model of a run without RSA heads, its training data, and what makes a batch of rows.
-
-    Args:
-        arguments: as for `read_arguments`.
-    """
+    """The model of a run without RSA heads, its training data, and what makes a batch of rows."""
     run = read_arguments(arguments, DefectDataConfig)
     set_seed(run.training.seed)
     model, tokenizer = _model_and_tokenizer(run.model, run.data)
@@ -153,9 +133,7 @@ def _share_filled(rows: datasets.Dataset, max_length: int) -> float:
 
 def _table(name: str, scores: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
     """The scores of each split, at the threshold 0.5 and at the chosen one."""
-    table = [
-        ["model", "split", "threshold", "accuracy", "majority class", "F1", "MCC", "ROC AUC", "AP", "functions"],
-    ]
+    table = [["model", "split", "threshold", "accuracy", "majority class", "F1", "MCC", "ROC AUC", "AP", "functions"]]
     for split, figures in scores.items():
         for threshold, at in ((0.5, ""), (figures["threshold"], "_at_threshold")):
             shares = (f"{figures[key]:.2%}" for key in (f"accuracy{at}", "majority_accuracy"))
@@ -165,23 +143,17 @@ def _table(name: str, scores: Mapping[str, Mapping[str, float]]) -> list[list[st
 
 
 def _codexglue_predictions(examples: Sequence[Example], logits: Any, labels: Any, example_ids: Any) -> str:
-    """The predicted classes as CodeXGLUE's evaluator reads them: lines of a function's `idx`, a tab and 0 or 1.
-
-    A function without `idx` has its position, from 0.
-    """
+    """The predicted classes as CodeXGLUE's evaluator reads them: lines of `idx` or place, a tab, 0 or 1."""
     functions, _ = by_function(logits, labels, example_ids)
     classes = zip(examples, functions.argmax(axis=1), strict=True)
     return "".join(f"{i if each.idx is None else each.idx}\t{label}\n" for i, (each, label) in enumerate(classes))
 
 
 def evaluate(name: str, split: str, arguments: Sequence[str], threshold: float | None = None) -> dict[str, float]:
-    """Evaluate a saved defect detector.
+    """Score a saved defect detector, a folder or a name on the Hub, on the split "validation" or "test".
 
-    Args:
-        name: folder of a checkpoint with its tokenizer, or its name on the Hub.
-        split: "validation" or "test".
-        arguments: as for `main`; the data of this split and `per_device_eval_batch_size` are used.
-        threshold: as for `compute_metrics`. None: the one that the run of this folder chose, if it is one.
+    Of the settings, the data of this split and `per_device_eval_batch_size` are used. The threshold is that of
+    `compute_metrics`; None: the one that the run of this folder chose, if it is one.
     """
     run = read_arguments(arguments, DefectDataConfig)
     tokenizer = AutoTokenizer.from_pretrained(locate(name))
@@ -193,6 +165,10 @@ def evaluate(name: str, split: str, arguments: Sequence[str], threshold: float |
     if split not in splits:
         raise ValueError(f"the data has no {split} split to score. Choose validation, or test if the data has one.")
     rows = tokenize(splits[split], tokenizer, run.data)
+    if threshold is None:
+        with suppress(OSError, ValueError, TypeError, KeyError):  # what a run chose stands beside its model
+            results = Path(locate(name), "all_results.json").read_text(encoding="utf-8")
+            threshold = float(json.loads(results)["eval_threshold"])
     with TemporaryDirectory() as folder:
         args = RSATrainingArguments(
             output_dir=folder,
@@ -203,17 +179,7 @@ def evaluate(name: str, split: str, arguments: Sequence[str], threshold: float |
             use_cpu=run.training.use_cpu,
         )
         trainer = _Trainer(model=model, args=args, data_collator=DataCollatorWithPadding(tokenizer))
-        predictions = trainer.predict(rows)
-    return compute_metrics(
-        *parts_of(predictions), _threshold_of(Path(locate(name))) if threshold is None else threshold
-    )
-
-
-def _threshold_of(folder: Path) -> float | None:
-    """The threshold that a run chose, which `all_results.json` beside its model has."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        return float(json.loads((folder / "all_results.json").read_text(encoding="utf-8"))["eval_threshold"])
-    return None
+        return compute_metrics(*parts_of(trainer.predict(rows)), threshold)
 
 
 def _fit_to_each_other(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: DefectDataConfig) -> None:
@@ -221,10 +187,7 @@ def _fit_to_each_other(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id
-    require_inputs_fit(model, largest_token_id(tokenizer), data.max_seq_length, "max_seq_length")
-
-
-# --- inputs ---------------------------------------------------------------------------------------------------------
+    require_inputs_fit(model, tokenizer, data.max_seq_length, "max_seq_length")
 
 
 def tokenize(

@@ -10,15 +10,6 @@ import torch
 from sklearn.metrics import accuracy_score, average_precision_score, f1_score, matthews_corrcoef, roc_auc_score
 from transformers import EvalPrediction
 
-__all__ = [
-    "by_function",
-    "choose_threshold",
-    "classification_scores",
-    "compute_metrics",
-    "parts_of",
-    "trainer_metrics",
-]
-
 
 def classification_scores(predictions: Any, references: Any, prediction_scores: Any = None) -> dict[str, float]:
     """Scores of predicted classes; 1 is the positive (defective) class.
@@ -29,12 +20,9 @@ def classification_scores(predictions: Any, references: Any, prediction_scores: 
         prediction_scores: scores of class 1 [N], such as probabilities or differences of logits; None: not known.
 
     Returns:
-        `accuracy`; `f1` of class 1, 0 if neither predictions nor references hold a 1; `mcc`, Matthews correlation,
-        from -1 to 1, 0 if predictions or references hold one class only; and `majority_accuracy`, the accuracy of
-        always predicting the most frequent class, without which an accuracy says little. With `prediction_scores`,
-        `roc_auc` and `average_precision` too, which depend on no threshold: the area under the ROC curve (0.5 for
-        random scores) and that under the precision-recall curve (for random scores, the share of class 1). Both are
-        NaN if references hold one class only.
+        `accuracy`; `f1` of class 1 and `mcc`, Matthews correlation, 0 where they are not defined; and
+        `majority_accuracy`, that of always predicting the most frequent class. With `prediction_scores`, `roc_auc` and
+        `average_precision`, the areas under the ROC and the precision-recall curve, NaN if references hold one class.
     """
     positives = int(np.sum(references))
     result = {
@@ -58,7 +46,7 @@ def compute_metrics(
     Args:
         logits: array or tensor [N, 2], the scores of clean and defective for each row.
         labels: integers [N], 0 or 1.
-        example_ids: integers [N], the function that each row belongs to; its logits are averaged over its rows; None:
+        example_ids: integers [N], the function that each row belongs to, over whose rows logits are averaged; None:
             each row is a function.
         threshold: the probability of class 1 above which a function counts as defective, from `choose_threshold` on
             other functions. None: 0.5 alone.
@@ -84,17 +72,10 @@ def choose_threshold(logits: Any, labels: Any, example_ids: Any = None) -> float
 
     MCC rather than F1: where scores tell the classes apart but little, F1 is highest if every function counts as
     defective (Lipton et al., Optimal Thresholding of Classifiers to Maximize F1 Measure, 2014), and MCC is then 0.
-
-    Args:
-        logits: as for `compute_metrics`.
-        labels: as for `compute_metrics`.
-        example_ids: as for `compute_metrics`.
+    Arguments and errors are those of `compute_metrics`.
 
     Returns:
         A probability of class 1. Functions above it count as defective. 0.5 if no threshold has a positive MCC.
-
-    Raises:
-        ValueError: as for `compute_metrics`.
     """
     functions, targets = by_function(logits, labels, example_ids)
     probabilities = _probabilities(functions)
@@ -111,7 +92,6 @@ def choose_threshold(logits: Any, labels: Any, example_ids: Any = None) -> float
 
 
 def _probabilities(logits: Any) -> Any:
-    """The probabilities [N] of class 1."""
     return torch.from_numpy(logits[:, 1] - logits[:, 0]).sigmoid().numpy()
 
 
@@ -120,10 +100,8 @@ def by_function(logits: Any, labels: Any, example_ids: Any) -> tuple[Any, Any]:
     scores = torch.as_tensor(logits, dtype=torch.float64, device="cpu").detach().numpy()
     targets = torch.as_tensor(labels, device="cpu").detach().numpy()
     if scores.shape != (*targets.shape, 2):
-        raise ValueError(
-            f"logits have shape {list(scores.shape)} and labels {list(targets.shape)}; needed are [N, 2] and [N], as "
-            "a sequence classifier with num_labels=2 returns."
-        )
+        shapes = f"logits have shape {list(scores.shape)} and labels {list(targets.shape)}"
+        raise ValueError(f"{shapes}; needed are [N, 2] and [N], as a classifier with num_labels=2 returns.")
     if not np.isfinite(scores).all():
         raise ValueError("logits hold NaN or infinite values, so training has diverged. Lower the learning rate.")
     if example_ids is None:
@@ -136,22 +114,16 @@ def by_function(logits: Any, labels: Any, example_ids: Any) -> tuple[Any, Any]:
 
 
 def trainer_metrics(eval_prediction: EvalPrediction) -> dict[str, float]:
-    """Score a classifier; the `compute_metrics` of `transformers.Trainer`.
+    """`compute_metrics` for `transformers.Trainer`: of logits, or a tuple that begins with them, and labels.
 
     For `long_functions="chunk"`, pass `label_names=["labels", "example_id"]` to `TrainingArguments`. The Trainer then
     passes on the example ids, and the chunks of a function are scored together.
-
-    Args:
-        eval_prediction: logits [N, 2], or a tuple that begins with them, and labels [N], or labels and example ids.
-
-    Returns:
-        The result of `compute_metrics`.
     """
     return compute_metrics(*parts_of(eval_prediction))
 
 
 def parts_of(predictions: Any) -> tuple[Any, Any, Any]:
-    """Logits, labels and example ids of what `Trainer.predict` returns, or of an `EvalPrediction`."""
+    """Logits, labels and example ids of an `EvalPrediction`, or of what `Trainer.predict` returns."""
     logits, labels = predictions.predictions, predictions.label_ids
     logits = logits[0] if isinstance(logits, tuple) else logits
     labels, example_ids = labels if isinstance(labels, tuple) else (labels, None)

@@ -1,7 +1,4 @@
-"""Causal language modelling: tokenize a text, train a model on it, and score it.
-
-The commands are `rsa-hf train lm` and `rsa-hf evaluate lm`.
-"""
+"""Causal language modelling: tokenize a text, train a model on it, and score it."""
 
 from __future__ import annotations
 
@@ -26,24 +23,13 @@ from rsa_hf.tasks.text_blocks import (
     TrainingTracks,
 )
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig, line_boundary, read_texts, stream_training_text
-from rsa_hf.tasks.text_scores import evaluate_language_model, perplexities, set_memory, summed_losses
+from rsa_hf.tasks.text_scores import evaluate_language_model, set_memory
 from rsa_hf.training.arguments import ModelArguments, as_mapping, read_arguments
-from rsa_hf.training.calibrated import patch_for_run
 from rsa_hf.training.checkpoints import RunFolder, digest
-from rsa_hf.training.model_setup import largest_token_id, load_model, require_head, require_inputs_fit
+from rsa_hf.training.model_setup import load_model, patch_for_run, require_head, require_inputs_fit
 from rsa_hf.training.rsa_trainer import RSATrainer
-from rsa_hf.training.run_training import finish_run, had_finished, train_to_end
+from rsa_hf.training.run_training import finish_run, train_to_end
 from rsa_hf.utils.locate import locate
-
-__all__ = [
-    "LanguageModelTrainer",
-    "PreparedText",
-    "evaluate",
-    "load_language_modeling_tokenizer",
-    "main",
-    "plain_model_and_rows",
-    "prepare_language_modeling",
-]
 
 # Longer texts are tokenized in pieces: a tokenizer needs about a hundred bytes of memory per token.
 TOKENIZED_PIECE_BYTES = 4 * 2**20
@@ -51,11 +37,7 @@ LARGEST_SHOWN = 1e6  # perplexity in a table: that of a word of a model that has
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train a language model, evaluate it, and write all results to the output folder.
-
-    Args:
-        arguments: as for `read_arguments`.
-    """
+    """Train a language model, evaluate it, and write all results to the output folder; see `read_arguments`."""
     run = read_arguments(arguments, LanguageModelingDataConfig)
     args = run.training
     set_seed(args.seed)
@@ -64,7 +46,7 @@ def main(arguments: Sequence[str]) -> None:
     with args.main_process_first():  # the other processes then find its downloads in the cache
         text = prepare_language_modeling(run.data, tokenizer, num_tracks=rows)
         folder = RunFolder(run, text.digest)
-        if had_finished(folder, args):
+        if folder.had_finished():
             return
         model = _plain_model(run.model, tokenizer, run.data)
     calibration = patch_for_run(model, text.train, default_collate, run)
@@ -79,7 +61,8 @@ def main(arguments: Sequence[str]) -> None:
         eval_memory=as_mapping("eval_memory", run.data.eval_memory),
     )
     train_to_end(trainer, folder)
-    scores = {"validation": trainer.score(text.validation)}
+    step = trainer.state.best_global_step if args.load_best_model_at_end else trainer.state.global_step
+    scores = {"validation": trainer.scores.get(step) or trainer.score(text.validation)}
     if text.test is not None:
         scores["test"] = trainer.score(text.test)
     name = "with RSA" if is_patched(model) else "plain"
@@ -95,37 +78,30 @@ def main(arguments: Sequence[str]) -> None:
 class LanguageModelTrainer(RSATrainer):
     """An `RSATrainer` that evaluates with `evaluate_language_model`: `eval_bits_per_byte` and the other metrics.
 
-    Args:
-        eval_memory: its `memory`.
-        keywords: as for `RSATrainer`; `eval_dataset` is the `EvaluationBlocks` or `EvaluationSegments` to score.
+    `eval_memory` is its `memory`; `eval_dataset`, the `EvaluationBlocks` or `EvaluationSegments` to score.
     """
 
     def __init__(self, *, eval_memory: Mapping[str, Any] | None = None, **keywords: Any) -> None:
         super().__init__(**keywords)
         self.eval_memory = eval_memory
+        self.scores: dict[int | None, dict[str, float]] = {}  # of the evaluation at each step
 
     def score(self, blocks: EvaluationBlocks | EvaluationSegments) -> dict[str, float]:
-        """Score a text; several processes share its blocks. Segments depend on each other: each process scores all."""
-        processes = self.accelerator.num_processes
-        shared = isinstance(blocks, EvaluationBlocks) and not self.is_fsdp_enabled
-        nll_nats, num_tokens = summed_losses(
+        """Score a text; several processes share its blocks, but under FSDP, where each one scores all."""
+        return evaluate_language_model(
             self.model_wrapped if self.is_fsdp_enabled else self.model,
             blocks,
             self.args.per_device_eval_batch_size,
-            self.eval_memory or {},
-            self.args.should_save and not self.args.disable_tqdm,
-            (self.accelerator.process_index, processes) if shared else (0, 1),
+            self.eval_memory,
+            progress=self.args.should_save and not self.args.disable_tqdm,
+            accelerator=None if self.is_fsdp_enabled else self.accelerator,
         )
-        if shared and processes > 1:
-            sums = torch.tensor([nll_nats, num_tokens], dtype=torch.float64, device=self.args.device)
-            nll_nats, num_tokens = self.accelerator.reduce(sums, "sum").tolist()
-        return perplexities(nll_nats, int(num_tokens), blocks.num_words, blocks.num_bytes)
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         """As `Trainer.evaluate`; names of the metrics get the prefix."""
         started = time.time()
         blocks: Any = self.eval_dataset if eval_dataset is None else eval_dataset
-        scores = self.score(blocks)
+        scores = self.scores[self.state.global_step] = self.score(blocks)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in scores.items()}
         metrics[f"{metric_key_prefix}_loss"] = scores["loss_nats_per_token"]
         metrics |= speed_metrics(metric_key_prefix, started)
@@ -142,17 +118,13 @@ def _plain_model(
     arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase | None, data: LanguageModelingDataConfig
 ) -> PreTrainedModel:
     model = load_model(AutoModelForCausalLM, arguments)
-    require_inputs_fit(model, largest_token_id(tokenizer), data.block_size, "block_size")
+    require_inputs_fit(model, tokenizer, data.block_size, "block_size")
     _require_fit(model, tokenizer, data)
     return model
 
 
 def plain_model_and_rows(arguments: Sequence[str]) -> tuple[PreTrainedModel, Any, Any]:
-    """The model of a run without RSA heads, its training data, and what makes a batch of rows.
-
-    Args:
-        arguments: as for `read_arguments`.
-    """
+    """The model of a run without RSA heads, its training data, and what makes a batch of rows."""
     run = read_arguments(arguments, LanguageModelingDataConfig)
     tokenizer = _tokenizer_of(run.model)
     text = prepare_language_modeling(run.data, tokenizer)
@@ -160,13 +132,10 @@ def plain_model_and_rows(arguments: Sequence[str]) -> tuple[PreTrainedModel, Any
 
 
 def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float]:
-    """Evaluate a saved language model.
+    """Score a saved language model, a folder or a name on the Hub, on the split "validation" or "test".
 
-    Args:
-        name: folder of a checkpoint, or its name on the Hub.
-        split: "validation" or "test".
-        arguments: as for `main`; the text of this split, `per_device_eval_batch_size` and the tokenizer (by default
-            the checkpoint's) are used.
+    Of the settings, the text of this split, `per_device_eval_batch_size` and the tokenizer (by default the
+    checkpoint's) are used.
     """
     run = read_arguments(arguments, LanguageModelingDataConfig)
     tokenizer = load_language_modeling_tokenizer(run.model.tokenizer_name or name)
@@ -186,29 +155,19 @@ def _require_fit(
 ) -> None:
     """Raise a ValueError unless a model takes the inputs of an evaluation and its memory settings."""
     setting = "block_size" if data.eval_block_size is None else "eval_block_size"
-    require_inputs_fit(model, largest_token_id(tokenizer), data.evaluation_block_size, setting)
+    require_inputs_fit(model, tokenizer, data.evaluation_block_size, setting)
     with set_memory(model, as_mapping("eval_memory", data.eval_memory)):
         pass
 
 
-# --- data -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class PreparedText:
-    """A text that is ready for training and evaluation.
-
-    Attributes:
-        train: the training data: `StreamedBlocks` with `streaming`, `TrainingTracks` with `carry_memory`.
-        validation: the evaluation data, with its counts of bytes and words: segments with `carry_memory`.
-        test: the same for the test text, if there is one.
-        digest: of the texts; a streamed one counts with the names of its files only.
-    """
+    """A text that is ready for training and evaluation: in tracks and segments with `carry_memory`, else in blocks."""
 
     train: TrainingBlocks | StreamedBlocks | TrainingTracks
     validation: EvaluationBlocks | EvaluationSegments
     test: EvaluationBlocks | EvaluationSegments | None
-    digest: str
+    digest: str  # of the texts that are not streamed
 
 
 def prepare_language_modeling(
@@ -229,7 +188,6 @@ def prepare_language_modeling(
         only: the one split to prepare, "validation" or "test", to score it; the others are None. None: all.
 
     Raises:
-        OSError: a file cannot be read.
         ValueError: a file or data set cannot be used, or a text is too short, or not UTF-8 as a tokenizer needs it.
     """
     texts = read_texts(config, only)
@@ -261,17 +219,7 @@ def prepare_language_modeling(
 
 
 def load_language_modeling_tokenizer(name: str | None) -> PreTrainedTokenizerBase | None:
-    """Load a tokenizer by name.
-
-    Args:
-        name: "bytes" for raw bytes (a vocabulary of 256), "text8" for its 27 symbols, else what `AutoTokenizer` takes.
-
-    Returns:
-        The tokenizer; None for bytes.
-
-    Raises:
-        ValueError: there is no name.
-    """
+    """The tokenizer of a name: None for "bytes", a vocabulary of 256; that of "text8"; else `AutoTokenizer`'s."""
     if name is None:
         raise ValueError("tokenizer_name=None: a model from scratch needs one; 'bytes' is one that needs no files.")
     if name == "text8":

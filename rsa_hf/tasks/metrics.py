@@ -10,8 +10,6 @@ from datasets import Features, Value
 from rsa_hf.tasks.defect_scores import classification_scores
 from rsa_hf.tasks.text_scores import perplexities
 
-__all__ = ["load_metric"]
-
 _COUNTS = ("num_tokens", "num_words", "num_bytes")
 
 
@@ -20,9 +18,8 @@ def load_metric(name: str) -> evaluate.EvaluationModule:
 
     Args:
         name: "defect_detection": `classification_scores` of predicted and true classes, 0 or 1; `compute` also takes
-            `prediction_scores`, for `roc_auc` and `average_precision`. "language_modeling":
-            `perplexities` of texts or parts of one; predictions are sums of negative log-likelihoods in nats,
-            references dicts of `num_tokens`, `num_words` and `num_bytes`. They are summed before dividing.
+            `prediction_scores`. "language_modeling": `perplexities` of parts of a text, which are summed before
+            dividing; predictions are sums of losses in nats, references dicts of the three counts.
     """
     return {"defect_detection": _DefectDetection, "language_modeling": _LanguageModeling}[name](keep_in_memory=True)
 

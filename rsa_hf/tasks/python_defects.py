@@ -1,18 +1,15 @@
 """A defect-detection data set that needs no download: functions of the standard library with injected defects.
 
-Every function and method of the installed Python's standard library within the length bounds is a candidate. It enters
-the data twice: unchanged (target 0), and with a single defect injected into its syntax tree (target 1).
+Every function and method of the installed Python's standard library within the length bounds enters the data twice:
+unchanged (target 0), and with a single defect injected into its syntax tree (target 1).
 
-* Pairs. Both members of a pair are in the same split, next to each other: topic, style and length are equal in both
-  classes, and the majority class is exactly one half.
-* Split by file, by a hash of its path, whatever the seed and the bounds. Of functions that are equal up to names
-  and constants (type-2 clones) only one is kept, so that no copy of a training function is in the test split.
-* One format. Docstrings are stripped and both members are printed by `ast.unparse`, so that layout and comments do not
-  reveal the label.
-
-A defective text must parse back to the injected tree, compile to other bytecode than the original, and not be the text
-of another function. Error messages, f-strings, default values, annotations and decorators are not changed: a change
-there is hardly a defect.
+* Pairs stay together, next to each other in one split: topic, style and length are equal in both classes.
+* Files are split by a hash of their path, whatever the seed and the bounds. Of functions equal up to names and
+  constants (type-2 clones) only one is kept, so that no copy of a training function is in the test split.
+* Docstrings are stripped and both members are printed by `ast.unparse`: layout and comments do not reveal the label.
+* A defective text parses back to the injected tree, compiles to other bytecode than the original, and is not the text
+  of another function. Error messages, f-strings, default values, annotations and decorators are not changed: a change
+  there is hardly a defect.
 """
 
 from __future__ import annotations
@@ -29,11 +26,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
-from operator import delitem
+from operator import setitem
 from types import CodeType
-from typing import Any
-
-__all__ = ["DEFECT_KINDS", "Example", "load_python_defects"]
+from typing import Any, NamedTuple
 
 DEFECT_KINDS = (
     "off_by_one",  # an index, a slice bound, a range or a compared integer moves by one
@@ -81,23 +76,14 @@ _OPERATORS = _both_ways(
 
 @dataclass(frozen=True)
 class Example:
-    """One function of a defect-detection data set.
+    """One function of a defect-detection data set. Only embedded functions have a path, a name and a kind."""
 
-    Attributes:
-        func: source text.
-        target: 1 for a defective function, 0 for a clean one.
-        path: file, relative to the standard library; only embedded functions have it and what follows.
-        name: qualified name within the file.
-        kind: the injected defect, one of `DEFECT_KINDS`; empty for a clean function.
-        idx: number within the data set; None if that has none.
-    """
-
-    func: str
-    target: int
-    path: str = ""
-    name: str = ""
-    kind: str = ""
-    idx: int | None = None
+    func: str  # its source
+    target: int  # 1 for a defective function, 0 for a clean one
+    path: str = ""  # its file, relative to the standard library
+    name: str = ""  # its qualified name within the file
+    kind: str = ""  # the injected defect, one of `DEFECT_KINDS`; empty for a clean function
+    idx: int | None = None  # its number within a data set that has numbers
 
 
 def load_python_defects(
@@ -106,22 +92,11 @@ def load_python_defects(
     max_characters: int = 400,
     kinds: Sequence[str] | None = None,
 ) -> dict[str, list[Example]]:
-    """Build the embedded data set.
+    """Build the embedded data set: in each split, every clean function is followed by its defective twin.
 
-    The result depends only on the arguments and on the standard library of the installed Python. The kinds of defect
-    are spread over each split as evenly as the functions allow.
-
-    Args:
-        seed: seed of the order of the functions and of their defects. The split of a file does not depend on it.
-        min_characters: length of the shortest function, clean or defective, in the normalised format.
-        max_characters: length of the longest function.
-        kinds: the kinds of defect to inject, of `DEFECT_KINDS`; None: all.
-
-    Returns:
-        The splits train, validation and test. In each, every clean function is followed by its defective twin.
-
-    Raises:
-        ValueError: a kind of defect is unknown.
+    It depends only on the arguments and on the installed standard library. The seed orders the functions and their
+    defects, but does not choose the split of a file. Lengths are bounds of clean and of defective functions. The kinds
+    of defect, of `DEFECT_KINDS` (None: all), are spread over each split as evenly as the functions allow.
     """
     kinds = DEFECT_KINDS if kinds is None else kinds
     if not set(kinds) <= set(DEFECT_KINDS):
@@ -151,9 +126,8 @@ def _split_of(path: str) -> str:
 
 @lru_cache(maxsize=2)
 def _corpus(root: str, min_characters: int, max_characters: int) -> tuple[Example, ...]:
-    """Collect the clean functions below `root` in path order, one of each group of type-2 clones."""
-    corpus = []
-    seen = set()
+    """The functions below `root` in path order, one of each group of type-2 clones."""
+    corpus, seen = [], set()
     for path in _source_files(root):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escape sequences in old files
@@ -163,14 +137,15 @@ def _corpus(root: str, min_characters: int, max_characters: int) -> tuple[Exampl
             except (SyntaxError, UnicodeDecodeError):
                 continue  # templates and deliberately broken files
         for name, function in _functions(tree, ""):
-            _strip_docstrings(function)
+            for node in ast.walk(function):
+                if isinstance(node, (_Function, ast.ClassDef)) and ast.get_docstring(node, clean=False) is not None:
+                    node.body = node.body[1:] or [ast.Pass()]
             text = ast.unparse(function)
-            if not min_characters <= len(text) <= max_characters:
-                continue
-            clone_group = tuple(type(node) for node in ast.walk(function))
-            if clone_group not in seen:
+            if min_characters <= len(text) <= max_characters:
+                clone_group = tuple(type(node) for node in ast.walk(function))
+                if clone_group not in seen:
+                    corpus.append(Example(text, 0, path, name))
                 seen.add(clone_group)
-                corpus.append(Example(text, 0, path, name))
     return tuple(corpus)
 
 
@@ -193,19 +168,10 @@ def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, _Function]]:
             yield from _functions(child, prefix)
 
 
-def _strip_docstrings(node: ast.AST) -> None:
-    """Remove the docstrings of `node` and of all functions and classes inside it, in place."""
-    if isinstance(node, (_Function, ast.ClassDef)) and ast.get_docstring(node, clean=False) is not None:
-        node.body = node.body[1:] or [ast.Pass()]
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, _BLOCKS):
-            _strip_docstrings(child)
-
-
 def _inject(
     clean: str, kinds: Sequence[str], usage: Counter[str], taken: set[str], lengths: range, rng: random.Random
 ) -> tuple[str, str] | None:
-    """Inject one defect. Returns the text and the kind of defect, or None if no defect fits."""
+    """The text with one defect, and its kind; None if no defect fits."""
     tree = _parse(clean)
     if ast.unparse(tree) != clean:
         return None  # printing the tree again would change it, and so reveal the defective text
@@ -235,7 +201,7 @@ def _parse(text: str) -> Any:
 
 
 def _bytecode(text: str) -> tuple[object, ...]:
-    """Compile a function to its bytecode, without file names and line numbers."""
+    """The bytecode of a function, without file names and line numbers."""
 
     def content(code: CodeType) -> tuple[object, ...]:
         constants = tuple(content(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts)
@@ -246,38 +212,32 @@ def _bytecode(text: str) -> tuple[object, ...]:
         return content(compile(text, "<function>", "exec", dont_inherit=True))
 
 
-@dataclass(slots=True)
-class _Slot:
-    """A position in a syntax tree."""
+class _Slot(NamedTuple):
+    """A position in a syntax tree: what stands there, and how to put something else."""
 
     node: ast.AST
     parent: ast.AST
     field: str
-    index: int | None  # in a field that is a list
+    put: Callable[[ast.AST], None]
     own_scope: bool  # of the function, not of one inside it
-
-    def put(self, new: ast.AST) -> None:
-        if self.index is None:
-            setattr(self.parent, self.field, new)
-        else:
-            getattr(self.parent, self.field)[self.index] = new
 
 
 def _slots(parent: ast.AST, own_scope: bool = True) -> Iterator[_Slot]:
-    """Yield every position below `parent` that may get a defect, in source order."""
+    """Every position below `parent` that may get a defect, in source order."""
     for field, value in ast.iter_fields(parent):
         if field in ("annotation", "decorator_list", "msg", "returns", "type_params"):
             continue
-        for index, node in enumerate(value) if isinstance(value, list) else [(None, value)]:
+        for index, node in enumerate(value if isinstance(value, list) else [value]):
             # A node without fields is an operator or a context; the edits of its parent replace it.
             if not getattr(node, "_fields", ()) or isinstance(node, (ast.arguments, ast.JoinedStr, ast.Raise)):
                 continue
-            yield _Slot(node, parent, field, index, own_scope)
+            put = partial(setitem, value, index) if isinstance(value, list) else partial(setattr, parent, field)
+            yield _Slot(node, parent, field, put, own_scope)
             yield from _slots(node, own_scope and not isinstance(node, _SCOPES))
 
 
 def _edits(function: _Function) -> list[_Edit]:
-    """Every possible defect: its kind, and a function that injects it into `function` in place."""
+    """Every possible defect: its kind, and what injects it into `function` in place."""
     slots = list(_slots(function))
     bindings = _bindings(function, slots)
     return [edit for slot in slots for edit in _slot_edits(slot, bindings)]
@@ -308,10 +268,10 @@ def _slot_edits(slot: _Slot, bindings: dict[str, int]) -> Iterator[_Edit]:
             yield "swapped_and_or", partial(setattr, node, "op", other_junction)
         case ast.Return(value=ast.Call() | ast.Await() as value):
             yield "missing_return", partial(slot.put, ast.Expr(value))
-        case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
+        case ast.Return(value=ast.expr() as value) as node if not isinstance(value, ast.Constant):
             block = getattr(slot.parent, slot.field)
             if len(block) > 1:  # an empty block is a syntax error
-                yield "missing_return", partial(delitem, block, slot.index)
+                yield "missing_return", partial(block.remove, node)
         case ast.BinOp(op=operator, left=left, right=right) as node:
             if type(operator) in _OPERATORS and not _is_sequence(left) and not _is_sequence(right):
                 yield "wrong_operator", partial(setattr, node, "op", _OPERATORS[type(operator)]())
@@ -328,9 +288,8 @@ def _slot_edits(slot: _Slot, bindings: dict[str, int]) -> Iterator[_Edit]:
 
 def _bindings(function: _Function, slots: list[_Slot]) -> dict[str, int]:
     """The local variables without `self` and `cls`, each with the line that binds it first."""
-    arguments = function.args
-    plain = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    bindings = {argument.arg: 0 for argument in plain}
+    given = function.args
+    bindings = {argument.arg: 0 for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
     outer = {"self", "cls"}
     for slot in slots:
         match slot.node:

@@ -16,8 +16,6 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-__all__ = ["TEXT8_SYMBOLS", "clean_text8", "text8_tokenizer"]
-
 TEXT8_SYMBOLS = " " + string.ascii_lowercase
 
 # The order matters: each substitution reads the result of those before it.
@@ -45,13 +43,9 @@ _DIGITS = (b"zero", b"one", b"two", b"three", b"four", b"five", b"six", b"seven"
 
 
 def clean_text8(dump: bytes) -> bytes:
-    """Reduce a Wikipedia dump to the 27 symbols of text8.
+    """Reduce a Wikipedia dump, the XML of pages from its beginning, such as enwik8, to the 27 symbols of text8.
 
-    Args:
-        dump: the XML of pages, such as enwik8, from its beginning. It may end within a page.
-
-    Returns:
-        Letters a-z and single spaces. Each page begins with a space; redirects are left out.
+    The dump may end within a page. Each page begins with a space; redirects are left out.
     """
     # A raw < is always markup of the dump: in the text of a page it is written &lt;.
     pages = re.findall(rb"<text [^>]*[^/>]>([^<]*)", dump)

@@ -1,13 +1,10 @@
-"""Blocks and segments of tokens, as data sets.
+"""Blocks and segments of tokens, as data sets that cut them from `token_ids`, integers [N], on access.
 
 *Blocks* are independent of each other. Their `labels` are their input ids, because transformers' models shift them;
 the first token of a text or block cannot be predicted, so its label is -100.
 
 *Segments* are consecutive, for models that carry a memory from one to the next. They have `shift_labels`, the tokens
 that follow each input: with `labels`, which are shifted, one token per segment would not be predicted.
-
-Data sets of both cut their items from `token_ids`, integers [N], on access. `block_size` is the length of an item, at
-least 2; items hold int64 [block_size].
 """
 
 from __future__ import annotations
@@ -19,15 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-__all__ = [
-    "IGNORED_LABEL",
-    "EvaluationBlocks",
-    "EvaluationSegments",
-    "StreamedBlocks",
-    "TrainingBlocks",
-    "TrainingTracks",
-]
-
 IGNORED_LABEL = -100  # ignored by the losses of transformers
 
 Item = dict[str, torch.Tensor]
@@ -35,11 +23,7 @@ Item = dict[str, torch.Tensor]
 
 @dataclass(eq=False)
 class TrainingBlocks(Dataset[Item]):
-    """Consecutive blocks, with `input_ids` and `labels`. The incomplete block at the end is dropped.
-
-    Raises:
-        ValueError: there are fewer tokens than one block.
-    """
+    """Consecutive blocks. The incomplete block at the end is dropped; a ValueError if there is no other."""
 
     token_ids: torch.Tensor
     block_size: int
@@ -59,13 +43,8 @@ class TrainingBlocks(Dataset[Item]):
 class StreamedBlocks(IterableDataset[Item]):
     """The items of `TrainingBlocks`, in order, from a text that is read again in each epoch.
 
-    Args:
-        pieces: called for each epoch. Returns the token ids of the text in pieces of any size.
-        block_size: number of tokens in a block.
-
-    Raises:
-        ValueError: while iterating: there are fewer tokens than one block, or a `DataLoader` has several workers, each
-            of which would read the whole text.
+    `pieces`, called for each epoch, returns the token ids of the text in pieces of any size. A `DataLoader` may have
+    one worker only: each would read the whole text.
     """
 
     pieces: Callable[[], Iterable[torch.Tensor]]
@@ -89,19 +68,11 @@ class StreamedBlocks(IterableDataset[Item]):
 
 @dataclass(eq=False)
 class TrainingTracks(Dataset[Item]):
-    """A text cut into R tracks of equal length, which are read in parallel, segment by segment.
+    """A text cut into R = `num_tracks` tracks of equal length, which are read in parallel, segment by segment.
 
-    Item s · R + r is segment s of track r, with `input_ids` and `shift_labels`. R consecutive items are therefore a
-    batch in which every row continues the same row of the previous batch. The tracks follow each other in the text;
-    its tail that does not fill a segment of every track is dropped.
-
-    Args:
-        token_ids: the text.
-        block_size: number of tokens in a segment.
-        num_tracks: R, the rows of a training step: over all processes and micro-batches.
-
-    Raises:
-        ValueError: there are too few tokens for a segment of each track.
+    Item s · R + r is segment s of track r. R consecutive items, the rows of a training step over all processes and
+    micro-batches, therefore continue the same rows of the step before. The tracks follow each other in the text; its
+    tail that does not fill a segment of every track is dropped.
     """
 
     token_ids: torch.Tensor
@@ -114,7 +85,7 @@ class TrainingTracks(Dataset[Item]):
         if self.num_segments < 1:
             raise ValueError(
                 f"the training text has {len(self.token_ids)} tokens; {self.num_tracks} tracks with a segment of "
-                f"{self.block_size} take {needed}. Choose a smaller block_size or batch_size, or more text."
+                f"{self.block_size} take {needed}. Lower block_size or the batch size, or give more text."
             )
 
     def __len__(self) -> int:
@@ -129,22 +100,15 @@ class TrainingTracks(Dataset[Item]):
 class EvaluationBlocks(Dataset[Item]):
     """Blocks in which every token of a text but the first is scored exactly once.
 
-    Block i starts at token i · stride and holds `input_ids` and `labels`; the last one may be shorter. It repeats the
-    last block_size - stride tokens of block i - 1 as context, at least one; the labels of the context are -100.
-
-    Args:
-        token_ids: the text, N ≥ 2.
-        block_size: number of tokens in a block.
-        num_bytes: number of bytes of the scored text, which begins after the first token.
-        num_words: number of words of the scored text.
-        stride: from 1 to block_size - 1; None: block_size - 1.
+    Block i starts at token i · stride; the last one may be shorter. It repeats the last block_size - stride tokens of
+    block i - 1 as context, at least one; the labels of the context are -100.
     """
 
     token_ids: torch.Tensor
     block_size: int
-    num_bytes: int
+    num_bytes: int  # of the scored text, which begins after the first token
     num_words: int
-    stride: int | None = None
+    stride: int | None = None  # from 1 to block_size - 1; None: block_size - 1
 
     def __post_init__(self) -> None:
         self.step = self.block_size - 1 if self.stride is None else self.stride
@@ -160,11 +124,7 @@ class EvaluationBlocks(Dataset[Item]):
 
 @dataclass(eq=False)
 class EvaluationSegments(Dataset[Item]):
-    """Consecutive segments in which every token of a text but the first is scored exactly once.
-
-    Segment i starts at token i · block_size and holds `input_ids` and `shift_labels`; the last one may be shorter. The
-    arguments are those of `EvaluationBlocks`.
-    """
+    """Consecutive segments in which every token of a text but the first is scored exactly once."""
 
     token_ids: torch.Tensor
     block_size: int
@@ -180,10 +140,7 @@ class EvaluationSegments(Dataset[Item]):
 
 def _require_a_block(num_tokens: int, block_size: int) -> None:
     if num_tokens < block_size:
-        raise ValueError(
-            f"block_size={block_size}: more than the {num_tokens} tokens of the training text. Choose a smaller one, "
-            "or more text."
-        )
+        raise ValueError(f"block_size={block_size}: more than the {num_tokens} tokens of the training text. Lower it.")
 
 
 def _block(token_ids: torch.Tensor, context: int) -> Item:

@@ -12,14 +12,7 @@ from typing import Any
 
 from transformers.hf_argparser import HfArg
 
-from rsa_hf.tasks.data_files import DataSource, bytes_of, checked, json_lines, kind_of_file, load_splits
-
-__all__ = [
-    "LanguageModelingDataConfig",
-    "line_boundary",
-    "read_texts",
-    "stream_training_text",
-]
+from rsa_hf.tasks.data_files import DataSource, checked, json_lines, kind_of_file, load_splits, open_compressed
 
 
 @dataclass
@@ -28,77 +21,49 @@ class LanguageModelingDataConfig(DataSource):
 
     Without files and `dataset_name`, the text is embedded: source files of Python's standard library, which need no
     download and are comparable only under one Python version.
-
-    Raises:
-        ValueError: a value is not allowed, or keys contradict each other.
     """
 
-    text_column_name: str = HfArg(
-        default="text", help="Column or field of the text. A line end is added to a row that has none."
-    )
+    text_column_name: str = HfArg(default="text", help="Column or field of the text, to which a line end is added.")
     block_size: int = HfArg(default=256, help="Tokens of a block, at least 2.")
     carry_memory: bool = HfArg(
         default=False,
-        help="Train and evaluate on consecutive segments and carry the model's memory from one to the next, for "
-        "models that have one (Transformer-XL, recurrent networks).",
+        help="Read consecutive segments and carry the memory of Transformer-XL and recurrent networks along them.",
     )
-    eval_block_size: int | None = HfArg(
-        default=None, help="Tokens of a block or segment in evaluation; default block_size."
-    )
+    eval_block_size: int | None = HfArg(default=None, help="Tokens of a block in evaluation; default block_size.")
     eval_memory: dict[str, Any] | str | None = HfArg(
         default=None,
         help="Entries of the model's config that differ in evaluation, such as mem_len; with carry_memory.",
     )
     stride: int | None = HfArg(
         default=None,
-        help="Tokens from one evaluation block's start to the next; repeated tokens are context and scored once. "
-        "Default: block_size - 1, the fewest blocks.",
+        help="Tokens from one evaluation block's start to the next; the rest is context. Default: block_size - 1.",
     )
-    max_train_bytes: int | None = HfArg(
-        default=None, help="At most so much training text, cut after a line end if possible."
-    )
+    max_train_bytes: int | None = HfArg(default=None, help="At most so much training text, cut after a line end.")
     max_eval_bytes: int | None = HfArg(default=None, help="The same for validation and test, each.")
-    validation_split_percentage: float = HfArg(
-        default=5, help="Percent of the training text for validation, if there is no other."
-    )
-    test_split_percentage: float = HfArg(
-        default=5, help="Percent for testing, if there is neither validation nor test text."
-    )
+    validation_split_percentage: float = HfArg(default=5, help="Percent of the training text for validation.")
+    test_split_percentage: float = HfArg(default=5, help="Percent for testing, if there is no validation text either.")
     streaming: bool = HfArg(
         default=False,
         help="Read the training text piece by piece, and train on its blocks in order; needs a validation text.",
     )
-    count_line_ends_as_words: bool = HfArg(
-        default=False, help="Count each line end as a word, as published WikiText figures do."
-    )
+    count_line_ends_as_words: bool = HfArg(default=False, help="Count line ends, as published WikiText figures do.")
     sample_seed: int = HfArg(default=0, help="Seed of the order of the embedded files.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        stride, validation, test = self.stride, self.validation_split_percentage, self.test_split_percentage
         has_validation = self.dataset_name is not None or "validation" in self.files
-        parts = (self.validation_split_percentage, self.test_split_percentage)
-        rules = {
-            "streaming=True: a stream has no end to cut a validation text from, and no known length to cut into the "
-            "tracks of carry_memory. Use dataset_name, or validation_file, without carry_memory.": (
-                not self.streaming or (has_validation and not self.carry_memory)
-            ),
-            f"eval_memory={self.eval_memory}: has no effect without carry_memory. Set it to true.": (
-                self.carry_memory or not self.eval_memory
-            ),
-            f"stride={self.stride}: not with carry_memory, whose segments have their context in memory.": (
-                self.stride is None or not self.carry_memory
-            ),
-            f"block_size={self.block_size}, eval_block_size={self.eval_block_size}: 2 or more tokens, as the first "
-            "one is never predicted.": min(self.block_size, self.evaluation_block_size) >= 2,
-            f"stride={self.stride}: from 1 to {self.evaluation_block_size - 1}, for a token of context.": (
-                self.stride is None or 1 <= self.stride < self.evaluation_block_size
-            ),
-            f"validation_split_percentage={parts[0]} and test_split_percentage={parts[1]}: the first must be above 0, "
-            "the second at least 0, and their sum below 100.": 0 < parts[0] < 100 - parts[1] <= 100,
-        }
-        for message, holds in rules.items():
-            if not holds:
-                raise ValueError(message)
+        if self.streaming and (self.carry_memory or not has_validation):
+            raise ValueError("streaming=True: needs a dataset_name or a validation_file, and no carry_memory.")
+        if self.eval_memory and not self.carry_memory:
+            raise ValueError(f"eval_memory={self.eval_memory}: has no effect without carry_memory. Set it to true.")
+        if min(self.block_size, self.evaluation_block_size) < 2:
+            raise ValueError(f"block_size={self.block_size}, eval_block_size={self.eval_block_size}: at least 2.")
+        if stride is not None and (self.carry_memory or not 1 <= stride < self.evaluation_block_size):
+            raise ValueError(f"stride={stride}: from 1 to {self.evaluation_block_size - 1}, not with carry_memory.")
+        if not 0 < validation < 100 - test <= 100:
+            shares = f"validation_split_percentage={validation}, test_split_percentage={test}"
+            raise ValueError(f"{shares}: the first must be above 0, the second at least 0, their sum below 100.")
         for path in self.files.values():
             if kind_of_file(path) in (".csv", ".tsv", ".parquet", ".arrow", ".tar", ".zip", ".tgz"):
                 raise ValueError(f"{path}: a text or JSON lines (.jsonl) are needed. Convert it.")
@@ -109,23 +74,8 @@ class LanguageModelingDataConfig(DataSource):
         return self.block_size if self.eval_block_size is None else self.eval_block_size
 
 
-# --- texts ----------------------------------------------------------------------------------------------------------
-
-
 def read_texts(config: LanguageModelingDataConfig, only: str | None = None) -> dict[str, bytes]:
-    """Read the texts of a configuration and cut them to its limits.
-
-    Args:
-        config: selects the texts.
-        only: the one split that is needed; None: all.
-
-    Returns:
-        The bytes of each split: train (unless it is streamed), validation and, if there is one, test.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file or data set cannot be used, or a split is empty.
-    """
+    """The bytes of each split or of one, cut to the limits: train (unless streamed), validation, perhaps test."""
     if config.dataset_name is None and not config.files:
         texts = _read_embedded(config)
     else:
@@ -141,10 +91,7 @@ def read_texts(config: LanguageModelingDataConfig, only: str | None = None) -> d
         limit = getattr(config, option)
         texts[split] = text if limit is None else text[: line_boundary(text, 0, limit)]
         if not texts[split]:
-            raise ValueError(
-                f"nothing is left of the {split} text ({len(text)} bytes, {option}={limit}). Raise {option}, or give "
-                "more text or a larger share."
-            )
+            raise ValueError(f"nothing is left of the {split} text ({len(text)} bytes, {option}={limit}). Give more.")
     return texts
 
 
@@ -158,16 +105,13 @@ def _chunks(config: LanguageModelingDataConfig, only: str | None) -> dict[str, I
     """The texts of files or of a data set of the Hub, each in pieces; of one split only where it has its own."""
     if config.dataset_name is None:
         files = config.files
-        if only in files:
-            files = {only: files[only]}
-        elif "train" not in files:
-            why = "it is needed to train" if only is None else f"there is no {only}_file either"
-            raise ValueError(f"train_file=None: {why}.")
+        if only not in files and "train" not in files:
+            raise ValueError(f"train_file=None: it is needed{'' if only is None else f', or {only}_file'}.")
+        files = {only: files[only]} if only in files else files
         return {split: _file_chunks(path, config.text_column_name) for split, path in files.items()}
     needed = ["train", "validation"] if config.streaming and only is None else [] if only else ["train"]
     loaded = load_splits(config, needed, only, streaming=config.streaming)
-    if only in loaded:
-        loaded = {only: loaded[only]}
+    loaded = {only: loaded[only]} if only in loaded else loaded
     column = config.text_column_name
     for split, rows in loaded.items():
         if rows.column_names is not None and column not in rows.column_names:
@@ -183,7 +127,9 @@ def _chunks(config: LanguageModelingDataConfig, only: str | None) -> dict[str, I
 
 def _file_chunks(path: str, field: str) -> Iterator[bytes]:
     if kind_of_file(path) not in (".jsonl", ".json"):
-        yield from bytes_of(path)
+        with open_compressed(path) as file:
+            while piece := file.read(2**16):
+                yield piece
         return
 
     def document(row: Any) -> bytes:
@@ -210,11 +156,10 @@ def _read_embedded(config: LanguageModelingDataConfig) -> dict[str, bytes]:
     random.Random(config.sample_seed).shuffle(sources)
     num_validation = max(1, round(len(sources) * config.validation_split_percentage / 100))
     num_test = max(1, round(len(sources) * config.test_split_percentage / 100)) if config.test_split_percentage else 0
-    num_train = len(sources) - num_validation - num_test
-    parts = {"train": sources[:num_train], "validation": sources[num_train : num_train + num_validation]}
-    if num_test:
-        parts["test"] = sources[num_train + num_validation :]
-    return {split: "".join(part).encode() for split, part in parts.items()}
+    end = len(sources) - num_test
+    begin = end - num_validation
+    parts = {"train": sources[:begin], "validation": sources[begin:end], "test": sources[end:]}
+    return {split: "".join(part).encode() for split, part in parts.items() if part}
 
 
 def _split_in_order(texts: dict[str, bytes], config: LanguageModelingDataConfig) -> dict[str, bytes]:
@@ -226,7 +171,7 @@ def _split_in_order(texts: dict[str, bytes], config: LanguageModelingDataConfig)
     ends = (1 - config.validation_split_percentage / 100 - test_share, 1 - test_share)
     first, second = (_character_boundary(text, round(len(text) * end)) for end in ends)
     parts = {"train": text[:first], "validation": text[first:second]}
-    return {**texts, **parts, "test": text[second:]} if test_share else {**texts, **parts}
+    return {**texts, **parts, **({"test": text[second:]} if test_share else {})}
 
 
 def _character_boundary(text: bytes | bytearray, position: int) -> int:

@@ -1,9 +1,8 @@
 """The scores of a language model: perplexities and bits per byte of a text.
 
-Let a text have tokens t_0 … t_{N-1}. Every token but t_0 is scored exactly once, and all figures come from the summed
-negative log-likelihood of those N - 1 tokens: *token* perplexity divides it by the number of tokens, *word* perplexity
-by the words, and bits per byte by the bytes of the text after t_0. Only the last two are comparable between
-tokenizers.
+Every token of a text but the first is scored exactly once. All figures come from the sum of their negative
+log-likelihoods: *token* perplexity divides it by the number of tokens, *word* perplexity by the words, and bits per
+byte by the bytes of the text after the first token. Only the last two are comparable between tokenizers.
 
 Words are separated by ASCII whitespace, as `wc -w` counts them. Published WikiText perplexities also count the <eos>
 at every line end; `count_line_ends_as_words` does the same (WikiText-2 test: 241,211 words without, 245,569 with).
@@ -17,27 +16,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 
 from rsa_hf.tasks.text_blocks import IGNORED_LABEL, EvaluationBlocks, EvaluationSegments
 from rsa_hf.training.carried import carried_from, segment_state_of
 
-__all__ = ["evaluate_language_model", "perplexities", "set_memory", "summed_losses"]
-
 
 def perplexities(nll_nats: float, num_tokens: int, num_words: int, num_bytes: int) -> dict[str, float]:
-    """Perplexity per token and per word and bits per byte of a text.
-
-    Args:
-        nll_nats: the sum (not the mean) of the tokens' negative log-likelihoods, in nats.
-        num_tokens: number of scored tokens.
-        num_words: number of words of the scored text.
-        num_bytes: number of bytes of the scored text.
+    """Perplexity per token and per word and bits per byte of a text, from the sum of its tokens' losses in nats.
 
     Returns:
-        `loss_nats_per_token`; `token_perplexity`, its exponential; `word_perplexity`, NaN for a text without words;
-        `bits_per_byte`; and the three counts. A perplexity that overflows a float is infinite; NaN stays NaN.
+        `loss_nats_per_token`; `token_perplexity`; `word_perplexity`, NaN for a text without words; `bits_per_byte`;
+        and the three counts. A perplexity that overflows a float is infinite.
     """
 
     def exp(value: float) -> float:
@@ -58,23 +50,22 @@ def perplexities(nll_nats: float, num_tokens: int, num_words: int, num_bytes: in
 
 
 def evaluate_language_model(
-    model: torch.nn.Module,
+    model: Any,
     blocks: EvaluationBlocks | EvaluationSegments,
     batch_size: int,
     memory: Mapping[str, Any] | None = None,
     progress: bool = False,
+    accelerator: Accelerator | None = None,
 ) -> dict[str, float]:
-    """Score a causal language model on every token of a text but the first.
-
-    The model runs in eval mode and without gradients. Afterwards each module is back in its previous mode.
+    """Score a causal language model on every token of a text but the first, in eval mode and without gradients.
 
     Args:
         model: a causal language model of transformers: takes `input_ids` [B, T], returns `logits` [B, T, V].
-        blocks: the text. Over `EvaluationSegments`, the model carries its memory from each to the next.
+        blocks: the text. Over `EvaluationSegments`, which run one by one, the model carries its memory.
         batch_size: blocks per batch. The result does not depend on it: nothing is padded, and losses are summed.
-            Segments depend on each other and run one by one.
         memory: entries of the model's config to set during the evaluation, as for `set_memory`.
         progress: whether to show a bar after some seconds.
+        accelerator: its processes share the blocks; None: each scores all. Segments are never shared.
 
     Returns:
         The result of `perplexities`.
@@ -82,34 +73,18 @@ def evaluate_language_model(
     Raises:
         ValueError: the model carries no memory over segments, or a memory setting is not allowed.
     """
-    nll_nats, num_tokens = summed_losses(model, blocks, batch_size, memory or {}, progress)
-    return perplexities(nll_nats, num_tokens, blocks.num_words, blocks.num_bytes)
-
-
-def summed_losses(
-    model: Any,
-    blocks: EvaluationBlocks | EvaluationSegments,
-    batch_size: int,
-    memory: Mapping[str, Any],
-    progress: bool,
-    part: tuple[int, int] = (0, 1),
-) -> tuple[float, int]:
-    """The summed negative log-likelihood in nats, and the number of tokens, as for `evaluate_language_model`.
-
-    `part` is the index and the number of the processes that share the blocks.
-    """
-    device = next(model.parameters()).device
+    index, count, steps = 0, 1, len(blocks)
+    if isinstance(blocks, EvaluationBlocks):
+        if accelerator is not None:
+            index, count = accelerator.process_index, accelerator.num_processes
+        steps = math.ceil(len(blocks) / (count * batch_size))
     nll_nats, num_tokens = 0.0, 0
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    index, count = part
-    steps = len(blocks) if isinstance(blocks, EvaluationSegments) else -(-len(blocks) // (count * batch_size))
     try:
-        with torch.no_grad(), set_memory(model, memory):
-            predictions = _predictions(model, blocks, batch_size, device, range(len(blocks))[index::count])
-            bar = tqdm(
-                predictions, desc="evaluating", unit="batch", total=steps, leave=False, delay=2, disable=not progress
-            )
+        with torch.no_grad(), set_memory(model, memory or {}):
+            predictions = _predictions(model, blocks, batch_size, range(len(blocks))[index::count])
+            bar = tqdm(predictions, "evaluating", steps, unit="batch", leave=False, delay=2, disable=not progress)
             for logits, targets in bar:
                 # Half precision would round the losses before they are summed.
                 logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -119,16 +94,15 @@ def summed_losses(
     finally:
         for module, training in modes:
             module.training = training
-    return nll_nats, num_tokens
+    if accelerator is not None and count > 1:
+        sums = torch.tensor([nll_nats, num_tokens], dtype=torch.float64, device=accelerator.device)
+        nll_nats, num_tokens = accelerator.reduce(sums, "sum").tolist()
+    return perplexities(nll_nats, int(num_tokens), blocks.num_words, blocks.num_bytes)
 
 
 @contextmanager
 def set_memory(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Change entries of a model's config that are among its `memory_settings`, which every call reads.
-
-    Raises:
-        ValueError: the model does not allow an entry, or a value.
-    """
+    """Change entries of a model's config, if they are among its `memory_settings`, which every call reads."""
     allowed = list(getattr(model, "memory_settings", ()))
     if unknown := [name for name in settings if name not in allowed]:
         raise ValueError(f"eval_memory={unknown}: a {type(model).__name__} allows {allowed or 'none'}.")
@@ -148,13 +122,10 @@ def set_memory(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _predictions(
-    model: Any,
-    blocks: EvaluationBlocks | EvaluationSegments,
-    batch_size: int,
-    device: torch.device,
-    indices: Sequence[int],
+    model: Any, blocks: EvaluationBlocks | EvaluationSegments, batch_size: int, indices: Sequence[int]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The logits [n, V] and targets [n] of the scored tokens of some blocks, or of all segments, batch by batch."""
+    device = next(model.parameters()).device
     if isinstance(blocks, EvaluationSegments):
         name, state = segment_state_of(model), None
         for i in range(len(blocks)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from argparse import SUPPRESS
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
@@ -16,18 +16,8 @@ from transformers.hf_argparser import HfArg
 
 from rsa_hf.calibration import CalibrationSettings
 from rsa_hf.config import RSAConfig
-from rsa_hf.utils.paths import expanded
+from rsa_hf.utils.locate import expanded
 from rsa_hf.utils.yaml import read_yaml
-
-__all__ = [
-    "ModelArguments",
-    "RSAArguments",
-    "RSATrainingArguments",
-    "RunArguments",
-    "as_mapping",
-    "did_you_mean",
-    "read_arguments",
-]
 
 Data = TypeVar("Data")
 
@@ -71,15 +61,13 @@ class ModelArguments:
     )
     model_type: str | None = HfArg(default=None, help="In place of it, a model type such as llama: random weights.")
     config_overrides: dict[str, Any] | str | None = HfArg(
-        default=None, help="Entries of the model's config to change, as a mapping."
+        default=None, help="Entries of the model's config to change."
     )
     tokenizer_name: str | None = HfArg(
         default=None, help="Source of the tokenizer, or bytes or text8. Default: the model's."
     )
     attn_implementation: str | None = HfArg(default=None, help="sdpa, eager or another of transformers'.")
-    ignore_mismatched_sizes: bool = HfArg(
-        default=False, help="Replace a head that is for another number of classes by a new one."
-    )
+    ignore_mismatched_sizes: bool = HfArg(default=False, help="Replace a head for another number of classes.")
 
     def __post_init__(self) -> None:
         self.config_overrides = as_mapping("config_overrides", self.config_overrides)
@@ -87,12 +75,7 @@ class ModelArguments:
 
 @dataclass
 class RSAArguments:
-    """The RSA heads of a run.
-
-    Attributes:
-        config: the heads; None: the plain model, or `calibrate` chooses them.
-        calibrate: how they are chosen on the training data before training; None: they are not.
-    """
+    """The RSA heads of a run: `config`, or how `calibrate` chooses them on the training data, or neither."""
 
     rsa: dict[str, Any] | str | None = HfArg(
         default_factory=dict,
@@ -101,26 +84,20 @@ class RSAArguments:
     )
 
     def __post_init__(self) -> None:
-        values = self.rsa
-        if isinstance(values, str):
-            values = {"none": None, "null": None, "calibrate": {"calibrate": {}}}.get(values, values)
-            if isinstance(values, str):
-                values = as_mapping("rsa", values)
-        self.rsa = values
+        if isinstance(self.rsa, str):
+            known: dict[str, Any] = {"none": None, "null": None, "calibrate": {"calibrate": {}}}
+            self.rsa = known[self.rsa] if self.rsa in known else as_mapping("rsa", self.rsa)
         self.config: RSAConfig | None = None
         self.calibrate: CalibrationSettings | None = None
-        if values is not None and "calibrate" in values:
-            if len(values) > 1:
-                raise ValueError("rsa: calibrate chooses the heads itself, so nothing else can be given beside it.")
-            try:
-                self.calibrate = CalibrationSettings(**(values["calibrate"] or {}))
-            except TypeError as error:
-                raise ValueError(f"rsa: calibrate: {error}") from error
-        elif values is not None:
-            try:
-                self.config = RSAConfig.from_dict(values)
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"rsa: {error}") from error
+        try:
+            if self.rsa is not None and "calibrate" in self.rsa:
+                if len(self.rsa) > 1:
+                    raise ValueError("calibrate chooses the heads itself, so nothing else can be given beside it.")
+                self.calibrate = CalibrationSettings(**(self.rsa["calibrate"] or {}))
+            elif self.rsa is not None:
+                self.config = RSAConfig.from_dict(self.rsa)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"rsa: {error}") from error
 
 
 @dataclass
@@ -169,15 +146,11 @@ def read_arguments(arguments: Sequence[str], data_type: type[Data]) -> RunArgume
 
     The keys are the fields of `ModelArguments`, `RSAArguments`, `data_type` and `RSATrainingArguments`. In the file,
     null means the default, for `rsa` the plain model. `--key.entry value` sets one entry of a mapping. `~` and
-    `$VARIABLES` in paths are replaced.
+    `$VARIABLES` in paths are replaced. `--help` prints all keys.
 
     Args:
-        arguments: the words of the command; the first may be the path of a YAML file. `--help` prints all keys.
+        arguments: the words of the command; the first may be the path of a YAML file.
         data_type: the dataclass of the task's data.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: a key is unknown, or a value is not allowed.
     """
     types: list[Any] = [ModelArguments, RSAArguments, data_type, RSATrainingArguments]
     known = [each.name for kind in types for each in fields(kind) if each.init]
@@ -185,14 +158,14 @@ def read_arguments(arguments: Sequence[str], data_type: type[Data]) -> RunArgume
     content = _content(expanded(words.pop(0)), known) if words and not words[0].startswith("-") else {}
     words = _set_entries(content, words, known)
     parser = _Parser(types, allow_abbrev=False, usage=SUPPRESS)
-    for word in words:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and name not in {"help", *known} and name.removeprefix("no_") not in known:
-            raise ValueError(f"{word}: {_unknown(name, known)}")
     # Values of the file are checked as if they stood before those of the command line.
     from_file = [f"--{key}={_word(value)}" for key, value in content.items() if not isinstance(value, list)]
     parser.set_defaults(**{key: value for key, value in content.items() if isinstance(value, list)})
-    parts: Any = parser.parse_args_into_dataclasses([*from_file, *words], look_for_args_file=False)
+    *parts, rest = parser.parse_args_into_dataclasses(
+        [*from_file, *words], return_remaining_strings=True, look_for_args_file=False
+    )
+    if rest:
+        raise ValueError(f"{rest[0]}: {_unknown(rest[0].partition('=')[0].removeprefix('--'), known)}")
     for part in parts:
         for each in fields(part):
             value = getattr(part, each.name)
@@ -215,7 +188,10 @@ def _content(path: str, known: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: keys with values are needed, got {type(content).__name__}.")
-    if old := _old_keys(content):
+    sections = {name: content[name] for name in ("model", "data", "training") if isinstance(content.get(name), dict)}
+    if sections:
+        keys = ((f"{section}.{key}", key) for section, content in sections.items() for key in content)
+        old = "; ".join(f"{key} → {RENAMED.get(key, name)}" for key, name in keys)
         raise ValueError(f"{path}: keys have no sections any more and are those of TrainingArguments: {old}.")
     for key in content:
         if key not in known:
@@ -224,7 +200,7 @@ def _content(path: str, known: Sequence[str]) -> dict[str, Any]:
 
 
 def _set_entries(content: dict[str, Any], words: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Apply `--key.entry value` and `--key.entry=value` to the content of a file; returns the other words."""
+    """Apply `--key.entry value` and `--key.entry=value` to the content of a file; the other words are returned."""
     rest, others = list(words), []
     while rest:
         word = rest.pop(0)
@@ -248,15 +224,6 @@ def _word(value: Any) -> str:
     return str(value) if is_plain else json.dumps(value)
 
 
-def _old_keys(content: Mapping[str, Any]) -> str:
-    """The new name of each key in the sections that rsa_hf 0.1 had; empty where there are none."""
-    pairs = []
-    for section in ("model", "data", "training"):
-        for key in content[section] if isinstance(content.get(section), dict) else ():
-            pairs.append(f"{section}.{key} → {RENAMED.get(f'{section}.{key}', key)}")
-    return "; ".join(pairs)
-
-
 def _unknown(name: str, known: Iterable[str]) -> str:
     old = [new for key, new in RENAMED.items() if key.partition(".")[2] == name]
     hint = f" It is now {old[0]}." if old else did_you_mean(name, known)
@@ -270,7 +237,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def as_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
-    """A setting that is a mapping, also where it is written as JSON or YAML on a command line."""
+    """A setting that is a mapping, on a command line written as JSON or YAML."""
     read = read_yaml(value) if isinstance(value, str) else value
     if read is not None and not isinstance(read, dict):
         raise ValueError(f"{name}={value!r:.200}: a mapping is needed, such as '{{key: value}}'.")

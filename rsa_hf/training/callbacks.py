@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 import signal
 import threading
-import time
 from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from rsa_hf.report import rsa_report
-
-__all__ = ["DivergedError", "ProgressBar", "RSACallback", "StopOnSignal"]
 
 # Metrics, by parts of their names, that are left out of the line that an evaluation prints while a model is trained.
 NOT_SHOWN = ("runtime", "per_second", "time", "num_", "perplexity", "epoch", "majority", "share", "nats")
@@ -26,13 +23,10 @@ class DivergedError(RuntimeError):
 class RSACallback(TrainerCallback):
     """Logs gates and rates after each log of the training loss: `trainer.add_callback(RSACallback(trainer))`.
 
-    They are logged with `trainer.log` as a separate record at the same step, so that every tracker and
-    `state.log_history` get them: `rsa/gate`, the mean over all layers, and for each RSA layer in module order
-    `rsa/gate/layer_NN` and `rsa/decay/layer_NN`, the means over its heads of g and of |λ| or γ.
-    `rsa_hf.rsa_report` has the values of each head. An `RSATrainer` has this callback.
-
-    Args:
-        trainer: the Trainer that logs and whose model is reported on.
+    They are a record of their own at the same step, so that every tracker and `state.log_history` get them:
+    `rsa/gate`, the mean over all layers, and for each RSA layer in module order `rsa/gate/layer_NN` and
+    `rsa/decay/layer_NN`, the means over its heads of g and of |λ| or γ. `rsa_hf.rsa_report` has the values of each
+    head. An `RSATrainer` has this callback.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -52,7 +46,6 @@ class ProgressBar(ProgressCallback):
 
     training_bar: Any
     prediction_bar: Any
-    _evaluation_began: float | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the bar where the run starts."""
@@ -72,24 +65,17 @@ class ProgressBar(ProgressCallback):
             )
         super().on_prediction_step(args, state, control, eval_dataloader=eval_dataloader)  # type: ignore[no-untyped-call]
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Move the bar, and note the time where an evaluation follows."""
-        super().on_step_end(args, state, control)  # type: ignore[no-untyped-call]
-        self._evaluation_began = time.time()
-
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Print the metrics, and take the time of the evaluation out of the estimate for training."""
         super().on_evaluate(args, state, control)  # type: ignore[no-untyped-call]
         if self.training_bar is None or not state.is_world_process_zero:
             return
-        if self._evaluation_began is not None:
-            passed = time.time() - self._evaluation_began
-            self.training_bar.start_t += passed
-            self.training_bar.last_print_t += passed
-            self._evaluation_began = None
+        passed = metrics.get("eval_runtime", 0.0)
+        self.training_bar.start_t += passed
+        self.training_bar.last_print_t += passed
         shown = {
             key.removeprefix("eval_"): value
-            for key, value in (metrics or {}).items()
+            for key, value in metrics.items()
             if isinstance(value, int | float) and not any(word in key for word in NOT_SHOWN)
         }
         words = ", ".join(f"{key} {value:.4g}" for key, value in shown.items())
@@ -106,14 +92,11 @@ class StopOnSignal(TrainerCallback):
 
     A second signal ends the process at once. With several processes the signal may reach them in different steps, or
     one of them only: they agree on a step, and further signals are ignored, because launchers repeat them.
-
-    Attributes:
-        signal: the signal that ended the training; None: it was not ended.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.signal: int | None = None
+        self.signal: int | None = None  # that ended the training
         self._before: dict[int, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

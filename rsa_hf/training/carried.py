@@ -11,8 +11,6 @@ from accelerate.utils import recursively_apply, send_to_device
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-__all__ = ["CarriedState", "ParallelTracks", "carried_from", "segment_state_of"]
-
 
 @runtime_checkable
 class ParallelTracks(Protocol):
@@ -26,27 +24,18 @@ class ParallelTracks(Protocol):
 
 
 def segment_state_of(model: nn.Module) -> str:
-    """The name of a model's state: its attribute `segment_state`.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """The name of a model's state, its attribute `segment_state`; a ValueError if it has none."""
     name = getattr(model, "segment_state", None)
     if not isinstance(name, str):
         raise ValueError(
             f"a {type(model).__name__} carries nothing from segment to segment: it has no segment_state. Set "
-            "carry_memory to false to train and score separate blocks, or choose a model with memory (model_type "
-            "transfo-xl or recurrent)."
+            "carry_memory to false, or choose a model with memory, such as model_type transfo-xl."
         )
     return name
 
 
 def carried_from(outputs: Any, name: str) -> Any:
-    """The state in a model's outputs.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The state in a model's outputs; a ValueError if there is none."""
     state = getattr(outputs, name, None)
     if state is None:
         raise ValueError(
@@ -59,11 +48,7 @@ def carried_from(outputs: Any, name: str) -> Any:
 class CarriedState:
     """The state of the parallel tracks of a run, for each micro-batch of a step.
 
-    Args:
-        model: the model before Accelerate wraps it.
-
-    Raises:
-        ValueError: the model carries no state.
+    It is made of the model before Accelerate wraps it; a ValueError if that carries no state.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -76,12 +61,9 @@ class CarriedState:
         self._states = {}
 
     def mean_loss(self, model: nn.Module, batch: Mapping[str, Tensor], micro_batch: int) -> Tensor:
-        """The mean next-token loss of a segment. Updates the state of its tracks.
+        """Mean next-token loss of a segment, `input_ids` and `shift_labels`, [B, T]; updates the state of its tracks.
 
-        Args:
-            model: the model, wrapped by Accelerate or not.
-            batch: `input_ids` and `shift_labels`, [B, T].
-            micro_batch: index of the micro-batch in its step; it continues that of the step before.
+        `micro_batch` is the index of the micro-batch in its step; it continues that of the step before.
         """
         inputs: dict[str, Any] = {**batch, self.name: self._states.get(micro_batch)}
         if not self._computes_loss:

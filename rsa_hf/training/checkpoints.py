@@ -14,14 +14,13 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 
 from rsa_hf.training.arguments import RunArguments
 from rsa_hf.utils.files import write_text
 from rsa_hf.utils.text import finite_or_null
-
-__all__ = ["RunFolder", "digest", "newest_whole_checkpoint", "step_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +35,8 @@ FREE = (
 class RunFolder:
     """The output folder of a run: `run.json` has its settings and the digest of its data.
 
-    Args:
-        run: the settings.
-        data: digest of the examples that the run reads.
-
     Raises:
-        ValueError: the folder has checkpoints of a run with other settings or data.
+        ValueError: it is the folder of a run with other settings or data.
     """
 
     def __init__(self, run: RunArguments[Any], data: str) -> None:
@@ -57,15 +52,15 @@ class RunFolder:
                 shutil.rmtree(path)
             self._file.unlink(missing_ok=True)
         known = json.loads(self._file.read_text(encoding="utf-8")) if self._file.exists() else None
-        self.result: str | None = None if known is None or args.overwrite_output_dir else known.get("result")
+        self._result: str | None = None
         if known is not None and not args.overwrite_output_dir:
             self._require_same(known)
+            self._result = known.get("result")
 
     def _require_same(self, known: Mapping[str, Any]) -> None:
         before, now = known["settings"], self.content["settings"]
-        changed = [
-            f"{key}: {before[key]!r} → {now[key]!r}" for key in before if key in now and before[key] != now[key]
-        ]
+        shared = [key for key in before if key in now]
+        changed = [f"{key}: {before[key]!r} → {now[key]!r}" for key in shared if before[key] != now[key]]
         if known["data"] != self.content["data"]:
             changed.append("the data: other examples than before")
         if changed:
@@ -73,6 +68,12 @@ class RunFolder:
                 f"{self.folder} is the folder of another run ({'; '.join(changed)}). Give another output_dir, or "
                 "overwrite_output_dir=true to start over."
             )
+
+    def had_finished(self) -> bool:
+        """Whether this run had ended; then its table of results is printed again."""
+        if self._result is not None:
+            PartialState().print(f"{self.folder}: this run had finished.\n\n{self._result}")
+        return self._result is not None
 
     def start(self) -> None:
         """Write the settings, before the first step."""
@@ -92,12 +93,6 @@ def digest(texts: Iterable[bytes]) -> str:
     return total.hexdigest()
 
 
-def step_of(checkpoint: str) -> int:
-    """The step of a checkpoint of a Trainer."""
-    state = json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    return int(state["global_step"])
-
-
 def newest_whole_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     """The newest checkpoint of a Trainer that was written completely.
 
@@ -106,16 +101,10 @@ def newest_whole_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
         trainer.train(resume_from_checkpoint=newest_whole_checkpoint(args.output_dir))
 
-    A checkpoint counts as complete if its `trainer_state.json`, which is written last, and all its tensor files are.
-    This requires that the Trainer does not overwrite older checkpoints: give each new run its own folder. With
-    several processes the files of the main one are checked. Resumed from the checkpoint of its last step, the Trainer
-    of transformers 5.23 trains one step more: do not call it again for a run that has ended.
-
-    Args:
-        output_dir: the `output_dir` of the `TrainingArguments`.
-
-    Returns:
-        A value for `resume_from_checkpoint`; None, which starts from the beginning, without a complete checkpoint.
+    A checkpoint counts as complete if its `trainer_state.json`, which is written last, and all its tensor files are;
+    so give each new run its own folder. With several processes the files of the main one are checked. Resumed from the
+    checkpoint of its last step, the Trainer of transformers 5.23 trains one step more: do not call it again for a run
+    that has ended. Without a complete checkpoint None is returned, which starts from the beginning.
     """
     folders = [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     for folder in sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):

@@ -11,22 +11,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from rsa_hf.layer import RSAHeads
 
-__all__ = ["shard_rsa_heads"]
-
 
 def shard_rsa_heads(model: nn.Module, accelerator: Accelerator) -> None:
     """Make the RSA heads an FSDP2 unit of their own, without mixed precision.
 
     FSDP2's mixed precision rounds all parameters of a unit before the forward pass. Rounded to bfloat16, a decay of
-    0.99 shortens its memory by a few per cent, and small optimiser steps have no effect. The RSA heads become one unit
-    with its own policy, so that one collective gathers all of them.
+    0.99 shortens its memory by a few per cent, and small optimiser steps have no effect.
 
     Call it before the optimiser is made and before `accelerator.prepare(model, optimizer)`; with a Trainer, pass
     `trainer.accelerator` and call it before `trainer.train()`. Without FSDP2 or RSA heads it does nothing.
-
-    Args:
-        model: a patched model.
-        accelerator: the accelerator that will prepare it.
 
     Raises:
         ValueError: the FSDP plugin is set to `cpu_ram_efficient_loading`, which cannot load existing units.
@@ -36,10 +29,7 @@ def shard_rsa_heads(model: nn.Module, accelerator: Accelerator) -> None:
         return
     plugin = accelerator.state.fsdp_plugin
     if plugin.cpu_ram_efficient_loading:
-        raise ValueError(
-            "fsdp_cpu_ram_efficient_loading=True does not work with RSA heads, which are a separate unit to stay "
-            "float32. Set it to false in the Accelerate config."
-        )
+        raise ValueError("fsdp_cpu_ram_efficient_loading=True does not work with RSA heads. Set it to false.")
     mesh = accelerator.torch_device_mesh
     # The mesh that Accelerate uses for the other units.
     part = None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]

@@ -1,55 +1,50 @@
-"""The model of a run: loaded or made from scratch, and tried once on the longest input before it is trained."""
+"""The model of a run: loaded or made from scratch, tried once on the longest input, and patched."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from torch.utils.data import IterableDataset
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel, logging
 
-from rsa_hf.training.arguments import ModelArguments, as_mapping, did_you_mean
+from rsa_hf.calibration import run_calibration
+from rsa_hf.config import RSAConfig
+from rsa_hf.patching import patch_model
+from rsa_hf.training.arguments import ModelArguments, RunArguments, as_mapping, did_you_mean
+from rsa_hf.training.carried import ParallelTracks
+from rsa_hf.utils.files import write_text
 from rsa_hf.utils.locate import locate
-
-__all__ = ["largest_token_id", "load_model", "require_head", "require_inputs_fit"]
 
 
 def load_model(auto_class: Any, arguments: ModelArguments, **config_values: Any) -> PreTrainedModel:
-    """Load a pretrained model or make one from scratch; weights are float32. New parameters are printed.
+    """Load a pretrained model or make one from scratch, by an Auto class, in float32. New parameters are printed.
 
-    Args:
-        auto_class: `AutoModelForCausalLM` or another of transformers' Auto classes.
-        arguments: the model.
-        config_values: entries of the model's config that the task needs; `config_overrides` goes first.
-
-    Raises:
-        OSError: the model is not found.
-        ValueError: an unknown model type or entry in `config_overrides`, or a head for another number of classes.
+    `config_values` are entries of the model's config that the task needs; `config_overrides` goes first.
     """
     kind, name = arguments.model_type, arguments.model_name_or_path
     if (kind is None) == (name is None):
-        raise ValueError(
-            f"model_name_or_path={name!r} and model_type={kind!r}: give the first for a pretrained model, or the "
-            "second for one from scratch."
-        )
+        both = f"model_name_or_path={name!r} and model_type={kind!r}"
+        raise ValueError(f"{both}: give the first for a pretrained model, or the second for one from scratch.")
     if kind is not None and kind not in CONFIG_MAPPING:
         raise ValueError(f"model_type={kind!r}: transformers has no such type.{did_you_mean(kind, CONFIG_MAPPING)}")
-
-    def config_with(**values: Any) -> Any:
-        return (
-            AutoConfig.for_model(str(kind), **values) if name is None else AutoConfig.from_pretrained(place, **values)
-        )
-
     place, overrides = locate(name or ""), as_mapping("config_overrides", arguments.config_overrides)
-    known = config_with()
-    for key in overrides:
-        # transformers accepts any key, so that a misspelt one would have no effect.
-        if not hasattr(known, key):
-            hint = did_you_mean(key, known.to_dict())
-            raise ValueError(f"config_overrides: a {type(known).__name__} has no entry {key!r}.{hint}")
-    config = config_with(**{**config_values, **overrides})
+    values = {**config_values, **overrides}
+    # transformers accepts any key, so that a misspelt one would have no effect.
+    if name is None:
+        usual, config = (AutoConfig.for_model(str(kind), **changes) for changes in ({}, values))
+        unknown = [key for key in overrides if not hasattr(usual, key)]
+    else:
+        config, unknown = AutoConfig.from_pretrained(place, return_unused_kwargs=True, **values)
+    for key in unknown:
+        hint = did_you_mean(key, config.to_dict())
+        raise ValueError(f"config_overrides: a {type(config).__name__} has no entry {key!r}.{hint}")
     keywords = {} if arguments.attn_implementation is None else {"attn_implementation": arguments.attn_implementation}
     model: PreTrainedModel
     if name is None:
@@ -78,20 +73,13 @@ def load_model(auto_class: Any, arguments: ModelArguments, **config_values: Any)
 
 
 def require_head(auto_class: Any, name: str) -> PreTrainedModel:
-    """Load a model to score it, and require that no part of it is new: a random head would be scored.
-
-    Raises:
-        OSError: the model is not found.
-        ValueError: the checkpoint lacks weights of the model.
-    """
+    """Load a model to score it, and require that no part of it is new: a random head would be scored."""
     model: PreTrainedModel
     with _without_load_report():
         model, info = auto_class.from_pretrained(locate(name), output_loading_info=True)
     if info["missing_keys"]:
-        raise ValueError(
-            f"{name} has no {', '.join(sorted(info['missing_keys']))}, which a {type(model).__name__} needs: it was "
-            "not trained for this task. Name a checkpoint that was."
-        )
+        missing = ", ".join(sorted(info["missing_keys"]))
+        raise ValueError(f"{name} has no {missing}: it was not trained for this task. Name a checkpoint that was.")
     return model
 
 
@@ -107,26 +95,19 @@ def _without_load_report() -> Iterator[None]:
 
 
 def largest_token_id(tokenizer: Any) -> int:
-    """The largest id of a tokenizer. One with gaps has ids beyond its length; None is raw bytes."""
+    """The largest id of a tokenizer, whose length may be less; None is raw bytes."""
     return 255 if tokenizer is None else max(tokenizer.get_vocab().values())
 
 
 @torch.no_grad()
-def require_inputs_fit(model: PreTrainedModel, token_id: int, length: int, setting: str) -> None:
-    """Check by a forward pass that a model takes the largest token id and the longest input.
+def require_inputs_fit(model: PreTrainedModel, tokenizer: Any, length: int, setting: str) -> None:
+    """Check by a forward pass that a model takes the largest id of a tokenizer and the longest input.
 
     Config entries do not tell: RoBERTa's 514 positions hold 512 tokens, rotary positions have no limit, and tables of
-    positions may be buffers. No shorter input is tried: on one, BigBird changes its attention for good.
-
-    Args:
-        model: the model, in memory of the CPU: an index that is too large would end a CUDA process.
-        token_id: the largest token id of the data.
-        length: tokens of the longest input.
-        setting: the name of the setting that gives the length, for the message.
-
-    Raises:
-        ValueError: the forward pass fails.
+    positions may be buffers. No shorter input is tried: on one, BigBird changes its attention for good. The model is
+    in memory of the CPU: an index that is too large would end a CUDA process. `setting` gives the length.
     """
+    token_id = largest_token_id(tokenizer)
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
     usual = 0 if pad != 0 else 1  # RoBERTa gives padding no position
     embeddings: Any = model.get_input_embeddings()
@@ -141,8 +122,55 @@ def require_inputs_fit(model: PreTrainedModel, token_id: int, length: int, setti
                 f"the tokenizer has ids up to {token_id}, the model {vocabulary} embeddings. Give the model's own "
                 "tokenizer as tokenizer_name, or set vocab_size in config_overrides of a model from scratch."
             ) from error
-        raise ValueError(
-            f"{setting}={length}: the model takes no inputs of so many tokens ({error!s:.200}). Lower it."
-        ) from error
+        raise ValueError(f"{setting}={length}: the model takes no input so long ({error!s:.200}).") from error
     finally:
         model.train(was_training)
+
+
+def patch_for_run(
+    model: PreTrainedModel, train_dataset: Any, collate_fn: Callable[[list[Any]], Any], run: RunArguments[Any]
+) -> dict[str, float]:
+    """Patch the plain model of a run as its settings say, after a calibration if they ask for one.
+
+    What a calibration finds is printed and written to `calibration.json` and, with matplotlib, `calibration.png` in
+    the output folder. A run that continues, and the other processes, read it there. The model stays plain if no gain
+    was shown. Returns the scores of the calibration, losses before training without and with RSA heads.
+    """
+    settings, args = run.rsa.calibrate, run.training
+    if settings is None:
+        if run.rsa.config is not None:
+            patch_model(model, run.rsa.config)
+        return {}
+    path = args.folder / "calibration.json"
+    with args.main_process_first():
+        is_new = not path.exists() or not (path.parent / "run.json").exists()
+        if is_new and args.should_save:
+            batches = calibration_batches(
+                train_dataset, collate_fn, settings.max_rows, args.per_device_train_batch_size, args.seed
+            )
+            model.to(args.device)  # type: ignore[arg-type]  # transformers' decorator
+            found = run_calibration(model, batches, seed=args.seed, **asdict(settings))
+            print(found)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps({"scores": found.scores, **found.to_dict()}, indent=2) + "\n")
+            try:
+                found.plot(path.with_suffix(".png"))
+            except ImportError as error:
+                print(f"no heatmap: {error}")
+        known = json.loads(path.read_text(encoding="utf-8"))
+    patch_model(model, RSAConfig.from_dict(known["config"]))
+    return dict(known["scores"])
+
+
+def calibration_batches(
+    train_dataset: Any, collate_fn: Callable[[list[Any]], Any], count: int, batch_size: int, seed: int
+) -> list[dict[str, Any]]:
+    """Some rows of a data set, drawn at random, or the first ones of a stream, in batches."""
+    if isinstance(train_dataset, ParallelTracks):
+        raise ValueError("rsa: calibrate reads single rows, so carry_memory=true cannot be used with it.")
+    if isinstance(train_dataset, IterableDataset):
+        rows = list(islice(train_dataset, count))
+    else:
+        order = torch.randperm(len(train_dataset), generator=torch.Generator().manual_seed(seed), device="cpu")
+        rows = [train_dataset[i] for i in order[:count].tolist()]
+    return [{**collate_fn(rows[i : i + batch_size])} for i in range(0, len(rows), batch_size)]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
+from transformers import Trainer, TrainingArguments
 
 from rsa_hf.layer import RSAHeads
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
-__all__ = ["optimizer_cls_and_kwargs", "param_groups"]
 
 # Keywords with which the Trainer lets an optimiser choose its own parameters (GaLore, LOMO, layer-wise ones).
 _OWN_PARAMETERS = {"params", "model", "optimizer_dict"}
@@ -24,10 +20,10 @@ def param_groups(
     weight_decay: float = 0.0,
     rsa_learning_rate: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Parameter groups for a torch optimiser.
+    """Parameter groups of a patched (or plain) model for a torch optimiser.
 
     Args:
-        model: a patched (or plain) model.
+        model: its parameters that require no gradient are left out.
         learning_rate: for the weights.
         weight_decay: for matrices. Vectors (biases, norms) and RSA parameters are never decayed: decay would pull
             every gate to one half and every rate to the middle of its range.
@@ -37,7 +33,7 @@ def param_groups(
 
     Returns:
         Groups with `name`, `params`, `lr` and `weight_decay`: `weights`, `no_decay`, and one `rsa` for each
-        `parameter_scale` in the model. Parameters that require no gradient and empty groups are left out.
+        `parameter_scale` in the model.
     """
     by_scale: dict[float, list[nn.Parameter]] = {}
     recurrent: set[nn.Parameter] = set()
@@ -64,20 +60,13 @@ def optimizer_cls_and_kwargs(
     """The `optimizer_cls_and_kwargs` argument of `transformers.Trainer`: the optimiser of `args` on `param_groups`.
 
     By default the Trainer applies weight decay to RSA parameters, and their learning rate follows from
-    `parameter_scale`. With this argument they are never decayed and can have their own rate:
+    `parameter_scale`. With this argument they are never decayed and can have their own rate, as in `param_groups`:
 
         args = TrainingArguments("outputs", learning_rate=2e-5, weight_decay=0.01)
         Trainer(model, args, ..., optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, rsa_learning_rate=1e-3))
 
     The groups are made when the Trainer makes its optimiser, from the model and `args` at that time: also after
     `model_init`, under FSDP, and in each trial of `hyperparameter_search`.
-
-    Args:
-        args: the Trainer's; `optim`, `optim_args`, `learning_rate`, `weight_decay` and Adam's settings are used.
-        rsa_learning_rate: the learning rate of μ, η, ν and θ, as in `param_groups`.
-
-    Returns:
-        A factory, which the Trainer accepts in place of an optimiser class, and its keyword arguments.
 
     Raises:
         ValueError: `args.optim` chooses its own parameters, so it accepts no groups.
@@ -88,9 +77,7 @@ def optimizer_cls_and_kwargs(
 
 
 def _optimizer_of(args: TrainingArguments) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The optimiser class of `args` and its arguments; a ValueError where it accepts no groups."""
-    from transformers import Trainer  # slow to import, and not needed for `param_groups`
-
+    """The optimiser class of `args` and its arguments; a ValueError if it accepts no groups."""
     cls, keywords = Trainer.get_optimizer_cls_and_kwargs(args)
     is_class = isinstance(cls, type) and issubclass(cls, Optimizer)
     # The Trainer excludes embeddings from bitsandbytes' 8 bits by the class, which a factory hides from it.
@@ -98,8 +85,7 @@ def _optimizer_of(args: TrainingArguments) -> tuple[type[Optimizer], dict[str, A
     if not is_class or eight_bits or _OWN_PARAMETERS & keywords.keys():
         raise ValueError(
             f"optim={str(args.optim)!r} chooses its own parameters and accepts no groups. Choose another, such as "
-            "'adamw_torch', or leave optimizer_cls_and_kwargs out: RSA parameters then learn at parameter_scale "
-            "times the learning rate."
+            "'adamw_torch', or leave optimizer_cls_and_kwargs out."
         )
     return cls, keywords
 

@@ -18,8 +18,6 @@ from rsa_hf.training.carried import CarriedState, ParallelTracks
 from rsa_hf.training.fsdp import shard_rsa_heads
 from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
 
-__all__ = ["RSATrainer"]
-
 
 class RSATrainer(Trainer):
     """`transformers.Trainer`, with what patched models want and it lacks.
@@ -30,13 +28,7 @@ class RSATrainer(Trainer):
     * A loss that is NaN or infinite ends the training; SIGTERM and Ctrl-C end it after a checkpoint.
     * A model with a `segment_state` carries it along the tracks of a `ParallelTracks` data set, across checkpoints.
 
-    Args:
-        args: the settings.
-        keywords: as for `Trainer`.
-
-    Attributes:
-        card_facts: keyword arguments of `write_card`.
-        stop: the callback that knows whether a signal has ended the training.
+    Arguments are those of `Trainer`, by name.
 
     Raises:
         ValueError: parallel tracks for a model without a state, or more or fewer of them than a step has rows.
@@ -58,7 +50,7 @@ class RSATrainer(Trainer):
         self.stop = StopOnSignal(self)
         self.add_callback(RSACallback(self))
         self.add_callback(self.stop)
-        self.card_facts: Mapping[str, Any] = {}
+        self.card_facts: Mapping[str, Any] = {}  # keyword arguments of `write_card`
         self._last_loss: Tensor | None = None
         self._carried: CarriedState | None = None
         self._micro_batches = 0
@@ -69,9 +61,7 @@ class RSATrainer(Trainer):
             rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
             if tracks.num_tracks != rows:
                 raise ValueError(
-                    f"the data has {tracks.num_tracks} tracks, but a step takes {rows} rows "
-                    f"({args.per_device_train_batch_size} in each of {args.gradient_accumulation_steps} micro-batches "
-                    f"on each of {args.world_size} processes). Cut it into that many tracks."
+                    f"the data has {tracks.num_tracks} tracks, but a step takes {rows} rows: one of each."
                 )
 
     @property

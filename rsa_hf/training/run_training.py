@@ -13,48 +13,33 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from rsa_hf.patching import is_patched
 from rsa_hf.plots import plot_training_curves
-from rsa_hf.training.arguments import RSATrainingArguments, RunArguments
-from rsa_hf.training.checkpoints import RunFolder, newest_whole_checkpoint, step_of
+from rsa_hf.training.arguments import RunArguments
+from rsa_hf.training.checkpoints import RunFolder, newest_whole_checkpoint
 from rsa_hf.training.rsa_trainer import RSATrainer
 from rsa_hf.utils.files import storage_errors, write_text
 from rsa_hf.utils.text import finite_or_null, format_table
-
-__all__ = ["finish_run", "had_finished", "train_to_end"]
-
-
-def had_finished(folder: RunFolder, args: RSATrainingArguments) -> bool:
-    """Whether the same run had ended; then its results are printed again."""
-    if folder.result is None:
-        return False
-    if args.should_save:
-        print(f"{folder.folder}: this run had finished.\n\n{folder.result}")
-    return True
 
 
 def train_to_end(trainer: RSATrainer, folder: RunFolder) -> None:
     """Start or continue the training, and load the best model where `load_best_model_at_end` asks for it.
 
-    Raises:
-        DivergedError: the loss became NaN or infinite.
-        StorageError: the disk is full, or the folder cannot be written.
-        SystemExit: a signal ended the training, after a checkpoint.
-        ValueError: memory was not enough.
+    A signal ends it by a SystemExit, after a checkpoint; out of memory is a ValueError that says what to lower.
     """
     args, main = trainer.args, trainer.is_world_process_zero()
     # All processes look before the first of them writes a checkpoint.
     checkpoint = args.resume_from_checkpoint or newest_whole_checkpoint(args.folder)
     trainer.accelerator.wait_for_everyone()
+    state = None if checkpoint is None else TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
     if main:
         folder.start()
-        says = "starts" if checkpoint is None else f"continues from step {step_of(checkpoint)}"
+        says = "starts" if state is None else f"continues from step {state.global_step}"
         print(f"{args.output_dir}: the run {says}.")
-    if checkpoint is not None and not args.resume_from_checkpoint:
-        state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
-        if state.global_step >= state.max_steps:  # the Trainer would take one step more
-            trainer.state = state
-            best = state.best_model_checkpoint if args.load_best_model_at_end else None
-            trainer._load_from_checkpoint(best or checkpoint)
-            return
+    if state is not None and state.global_step >= state.max_steps and not args.resume_from_checkpoint:
+        # The Trainer would take one step more.
+        trainer.state = state
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None
+        trainer._load_from_checkpoint(str(best or checkpoint))
+        return
     try:
         with storage_errors(args.folder):
             trainer.train(resume_from_checkpoint=checkpoint)
@@ -68,11 +53,8 @@ def train_to_end(trainer: RSATrainer, folder: RunFolder) -> None:
         ) from error
     if trainer.stop.signal is not None:
         if main:
-            print(
-                f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}, with a checkpoint. The "
-                "same command goes on from there.",
-                file=sys.stderr,
-            )
+            step = f"step {trainer.state.global_step} of {trainer.state.max_steps}"
+            print(f"stopped at {step}, with a checkpoint. The same command goes on from there.", file=sys.stderr)
         raise SystemExit(128 + trainer.stop.signal)
 
 
@@ -85,16 +67,8 @@ def finish_run(
 ) -> None:
     """Save the model with its card, the results and the pictures, print the table, and push if asked.
 
-    The output folder gets the model with its tokenizer and card, `trainer_state.json`, `all_results.json`, with
-    matplotlib `curves.png` and, for a patched model, `rsa.png`.
-
-    Args:
-        trainer: after the training.
-        run: the settings.
-        folder: of the run.
-        scores: of each split; "calibration" has the losses before training. In `all_results.json`, NaN and infinity
-            become null.
-        table: rows of the table, the header first.
+    The scores are those of each split, and "calibration", the losses before training; in `all_results.json`, NaN and
+    infinity become null. The header is the first row of the table.
     """
     args, output, model = run.training, run.training.folder, trainer.model
     assert isinstance(model, PreTrainedModel)
@@ -127,11 +101,11 @@ def finish_run(
 
 def _draw_curves(history: Sequence[Mapping[str, Any]], path: Path) -> None:
     """The losses of a run by step, where matplotlib is installed."""
-    names = {"loss": "training", "eval_loss": "validation"}
-    curves = {
-        name: [(record["step"], record[key]) for record in history if key in record] for key, name in names.items()
-    }
-    curves = {name: points for name, points in curves.items() if points}
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for record in history:
+        for key, name in (("loss", "training"), ("eval_loss", "validation")):
+            if key in record:
+                curves.setdefault(name, []).append((record["step"], record[key]))
     if not curves:
         return
     try:

@@ -8,11 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["StorageError", "atomic_write", "storage_errors", "write_text"]
-
-# Errors of writing that are no OSError: safetensors and tokenizers give the number, torch.save gives no reason.
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
-_TORCH_WRITER = re.compile("inline_container|PytorchStreamWriter|Parent directory .* does not exist")
+# A failed write of safetensors, tokenizers or torch.save, which raise no OSError.
+_FAILED_WRITE = re.compile(r"\(os error \d+\)|inline_container|PytorchStreamWriter|Parent directory .* does not exist")
 
 
 class StorageError(OSError):
@@ -21,25 +18,14 @@ class StorageError(OSError):
 
 @contextmanager
 def storage_errors(folder: Path) -> Iterator[None]:
-    """Raise a `StorageError` for what fails because `folder` cannot be written to; other errors pass.
-
-    Raises:
-        StorageError: in place of an OSError and of what safetensors, tokenizers and torch.save raise.
-    """
+    """Raise a `StorageError` for what fails because `folder` cannot be written to; other errors pass."""
     try:
         yield
-    except StorageError:
-        raise
     except Exception as error:
-        number = _OS_ERROR.search(str(error))
-        if isinstance(error, OSError):
-            reason = error.strerror or str(error)
-        elif number:
-            reason = os.strerror(int(number[1]))
-        elif _TORCH_WRITER.search(str(error)):
-            reason = "a file could not be completed"
-        else:
+        is_write = isinstance(error, OSError) or _FAILED_WRITE.search(str(error))
+        if isinstance(error, StorageError) or not is_write:
             raise
+        reason = getattr(error, "strerror", None) or f"{error!s:.200}"
         raise StorageError(
             f"cannot write to {folder}: {reason}. Free some disk space, raise the limit on file sizes (ulimit -f) or "
             "make the folder writable; or choose another folder."
@@ -48,18 +34,7 @@ def storage_errors(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Replace a file atomically.
-
-    Args:
-        path: the file to write. Its folder must exist.
-
-    Yields:
-        A temporary path beside it. What the block writes there replaces `path` when the block ends without an error;
-        after an error it is deleted, and `path` is unchanged.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Replace a file atomically, by what the block writes to the temporary path beside it, unless it fails."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -75,10 +50,6 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically, in UTF-8.
-
-    Raises:
-        StorageError: the file cannot be written; an existing one is unchanged.
-    """
+    """Write a text file atomically, in UTF-8."""
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")

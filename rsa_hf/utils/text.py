@@ -8,8 +8,6 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["brief", "finite_or_null", "format_table", "shorten", "without_credentials"]
-
 _repr = reprlib.Repr()
 _repr.maxlevel, _repr.maxlist, _repr.maxtuple, _repr.maxdict = 4, 40, 40, 20
 _repr.maxlong, _repr.maxstring, _repr.maxother = 60, 200, 200

@@ -7,8 +7,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["read_yaml"]
-
 
 class _Loader(yaml.SafeLoader):
     """Reads `no` and `on` as words and 1e-4 as a number, as YAML 1.2 does: `eval_strategy: no` is not False."""

@@ -62,7 +62,7 @@ def test_patch_keeps_the_class_the_weights_and_the_tokenizer(run, tmp_path, toke
         (["{base}", "out", "--plan", "{{num_regula: 2}}"], "unknown RSA setting 'num_regula'. Did you mean"),
         (["{base}", "out", "--plan", "{{num_regular: 99}}"], "layer 0 can have 1 to 8 RSA heads"),
         (["{base}", "out", "--plan", "{{num_regular: x}}"], "num_regular='x': a whole number"),
-        (["{base}", "out", "--plan", "absent.yaml"], "there is no such file"),
+        (["{base}", "out", "--plan", "absent.yaml"], "No such file or directory: 'absent.yaml'"),
         (["{base}", "out", "--plan", "{{a"], "not valid YAML"),
         (["{base}", "out", "--plan", "[1]"], "expected RSAConfig or a mapping"),
     ],

@@ -130,7 +130,7 @@ def test_a_bidirectional_classifier_reads_the_last_real_token_and_the_first():
 
 
 def test_bidirectional_networks_predict_no_next_token_and_take_no_state():
-    with pytest.raises(ValueError, match="cannot be bidirectional"):
+    with pytest.raises(ValueError, match="bidirectional=True"):
         build(RecurrentForCausalLM, bidirectional=True)
     with pytest.raises(ValueError, match="takes no state"):
         build(bidirectional=True)(draw(), state=build()(draw()).state)

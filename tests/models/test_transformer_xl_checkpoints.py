@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from convert_transformer_xl import convert_checkpoint
 from transformers import AutoModelForCausalLM
 
 from models import tiny
 from models.tiny import BANDS, in_segments, text
 from rsa_hf import RSAConfig, patch_model
 from rsa_hf.models.transformer_xl import TransformerXLConfig
-from rsa_hf.models.transformer_xl.convert_transformer_xl_checkpoint import convert_checkpoint
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"

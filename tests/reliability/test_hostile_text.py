@@ -10,7 +10,8 @@ from model_state import assert_same_state, state_of
 from reliability import hostile
 from reliability.record import time_limit, try_many
 from rsa_hf import RSAConfig, RSAHeads, patch_model, unpatch_model
-from rsa_hf.tasks.defect_data import read_json_lines
+from rsa_hf.tasks.data_files import json_lines
+from rsa_hf.tasks.defect_data import DefectDataConfig, read_examples
 
 
 def test_a_hostile_plan_is_refused_or_read_correctly():
@@ -50,7 +51,7 @@ def test_a_hostile_line_of_data_is_refused_or_read_correctly(tmp_path):
         line = hostile.data_line(random)
         path.write_bytes(line)
         try:
-            examples = read_json_lines(path)
+            examples = read_examples(json_lines(path), DefectDataConfig())
         except ValueError as error:
             if f"{path}, line 1: " not in str(error):
                 raise LookupError(f"the line is not named: {error}") from error

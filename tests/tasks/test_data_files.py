@@ -10,8 +10,8 @@ import zipfile
 
 import pytest
 
-from rsa_hf.tasks.data_files import open_compressed
-from rsa_hf.tasks.defect_data import DefectDataConfig, load_defect_data, read_json_lines
+from rsa_hf.tasks.data_files import json_lines, open_compressed
+from rsa_hf.tasks.defect_data import DefectDataConfig, load_defect_data, read_examples
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig, read_texts
 
 OPENERS = {"": open, ".gz": gzip.open, ".xz": lzma.open}
@@ -26,7 +26,7 @@ def test_json_lines_are_functions_and_documents_plain_or_compressed(tmp_path, en
     rows = [{"func": "int f() {}", "target": 0}, {"func": "\u2028 ü\n", "target": True, "idx": 7, "text": "x"}]
     with OPENERS[ending](path, "wt", encoding="utf-8") as file:
         file.write("\n\n".join(map(json.dumps, rows)))
-    assert [(e.func, e.target, e.idx) for e in read_json_lines(path)] == [
+    assert [(e.func, e.target, e.idx) for e in read_examples(json_lines(path), DefectDataConfig())] == [
         ("int f() {}", 0, None),
         ("\u2028 ü\n", 1, 7),
     ]
@@ -54,7 +54,7 @@ def test_the_error_names_a_bad_line(tmp_path, row, message):
     path = tmp_path / "data.jsonl"
     path.write_bytes("\n".join([GOOD, GOOD, row, GOOD]).encode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError, match=message) as error:
-        read_json_lines(path)
+        read_examples(json_lines(path), DefectDataConfig())
     assert str(error.value).startswith(f"{path}, line 3: ")
 
 
@@ -65,7 +65,7 @@ def test_bad_rows_are_reported_together(tmp_path, hub_data, number):
     path.write_text("\n".join([GOOD, *['{"func": "f", "target": 7, "text": 1}'] * number, GOOD]))
     hub_data.returns = {"train": {"func": ["f"] * (number + 1), "target": [0] + [7] * number}}
     for read, place in (
-        (lambda: read_json_lines(path), f"{path}, line"),
+        (lambda: read_examples(json_lines(path), DefectDataConfig()), f"{path}, line"),
         (lambda: read_texts(LanguageModelingDataConfig(train_file=str(path))), f"{path}, line"),
         (lambda: load_defect_data(DefectDataConfig("owner/name")), "owner/name, train row"),
     ):

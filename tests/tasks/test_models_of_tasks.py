@@ -3,6 +3,7 @@
 import json
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +33,11 @@ def save(folder, config, auto_class, **changes):
     auto_class.from_config(config).save_pretrained(folder)
     ByT5Tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+def ids_up_to(last):
+    """A stand-in for a tokenizer."""
+    return SimpleNamespace(get_vocab=lambda: {"a": 0, "b": last})
 
 
 @pytest.fixture(scope="module")
@@ -67,18 +73,18 @@ def functions(tmp_path):
 def test_the_longest_input_is_tried(model_type, settings, longest):
     auto_class = AutoModelForSequenceClassification if model_type == "roberta" else AutoModelForCausalLM
     model = auto_class.from_config(AutoConfig.for_model(model_type, **settings)).train()
-    require_inputs_fit(model, 40, min(longest, 200), "block_size")
+    require_inputs_fit(model, ids_up_to(40), min(longest, 200), "block_size")
     assert model.training
     if longest < math.inf:
         with pytest.raises(ValueError, match=f"block_size={longest + 1}"):
-            require_inputs_fit(model, 40, longest + 1, "block_size")
+            require_inputs_fit(model, ids_up_to(40), longest + 1, "block_size")
 
 
 def test_the_trial_leaves_the_attention_of_big_bird():
     """On an input too short for blocks, it would become full attention for good."""
     config = AutoConfig.for_model("big_bird", **TINY, max_position_embeddings=256, block_size=4, num_random_blocks=1)
     model = AutoModelForSequenceClassification.from_config(config)
-    require_inputs_fit(model, 40, 128, "max_seq_length")
+    require_inputs_fit(model, ids_up_to(40), 128, "max_seq_length")
     assert model.bert.attention_type == "block_sparse"
 
 
@@ -87,9 +93,9 @@ def test_a_tokenizer_with_gaps_is_noticed():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 258})))
     assert largest_token_id(tokenizer) == 258 > len(tokenizer)
     fits, too_small = (GPT2LMHeadModel(GPT2Config(**{**SMALL, "vocab_size": size})) for size in (259, 258))
-    require_inputs_fit(fits, 258, 4, "block_size")
+    require_inputs_fit(fits, tokenizer, 4, "block_size")
     with pytest.raises(ValueError, match="ids up to 258, the model 258 .*tokenizer_name"):
-        require_inputs_fit(too_small, 258, 4, "block_size")
+        require_inputs_fit(too_small, tokenizer, 4, "block_size")
 
 
 def test_a_head_for_other_classes_is_replaced_only_where_it_is_asked_for(three_classes, capsys):

@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback
+from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.trainer_utils import get_last_checkpoint
 
 import small_runs
@@ -123,7 +124,8 @@ def test_micro_batches_give_the_weighted_mean_over_the_step(weights):
     logits = model(**batch).logits
     weight = None if weights is None else torch.tensor(weights)
     each = torch.nn.functional.cross_entropy(logits, labels, weight, reduction="none")
-    parts = [_loss(logits[part], labels[part], weight, 7) for part in (slice(0, 4), slice(4, 7))]
+    outputs = [(part, SequenceClassifierOutput(logits=logits[part])) for part in (slice(0, 4), slice(4, 7))]
+    parts = [_loss(each, labels[part], 7, weight) for part, each in outputs]
     torch.testing.assert_close(sum(parts), each.sum() / 7)
-    means = [_loss(logits[part], labels[part], weight, None) for part in (slice(0, 4), slice(4, 7))]
+    means = [_loss(each, labels[part], None, weight) for part, each in outputs]
     assert abs(sum(means) / 2 - each.mean()) > 1e-4

@@ -24,10 +24,8 @@ Gates take the place of residual connections, c' = next(c, h):
     fixed   z = W_z h + b_z           g = σ(b_g)                                        c' = c ⊙ g + z ⊙ (1 − g)
     lstm    z = tanh(W_z h + b_z)     i = σ(W_i h + b_i − 1),  f = σ(W_f h + b_f + 1)   c' = c ⊙ f + z ⊙ i
 
-They are initialised as in the authors' program (google-research/meliad): all b of gates normal with standard deviation
-0.1, so that the fixed gate starts at about a half; W_i and W_f with a tenth of the usual variance, so that −1 and +1
-dominate at first: f ≈ 0.73, i ≈ 0.27. The first state is learned and starts from 0.1 · N(0, 1); state ids start from
-N(0, 1).
+Initialised as by the authors (google-research/meliad), the fixed gate starts at about a half. W_i and W_f have
+a tenth of the usual variance, so −1 and +1 dominate at first: f ≈ 0.73, i ≈ 0.27.
 
 Segments may begin and end anywhere. The memory holds the positions of the unfinished window, preceded by a full window
 if there is one; so C < 2W, and C determines where windows begin. States are updated where a window ends, wherever
@@ -37,8 +35,7 @@ segments end. So the result does not depend on how a text is cut into segments.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +47,6 @@ from transformers.utils.output_capturing import capture_outputs
 
 from rsa_hf.models.attention import InterfaceAttention, visibility
 from rsa_hf.models.block_recurrent.configuration_block_recurrent import BlockRecurrentConfig
-from rsa_hf.models.block_recurrent.states import FixedGate, GateLinear, StateCell, split_heads
 from rsa_hf.models.segments import (
     SegmentForCausalLM,
     SegmentForSequenceClassification,
@@ -62,25 +58,15 @@ from rsa_hf.models.segments import (
 __all__ = ["BlockRecurrentForCausalLM", "BlockRecurrentForSequenceClassification", "BlockRecurrentModel"]
 
 
-@dataclass(frozen=True, eq=False)
-class Window:
-    """The part of a segment that lies within one window: t tokens, and the S keys that they and their states see.
+class Window(NamedTuple):
+    """The part of a segment that lies within one window: t tokens, and the S keys that they and their states see."""
 
-    Attributes:
-        tokens: its slice of the segment.
-        keys: the slice of its keys in memory and segment, from the start of the window before.
-        visible: which keys each token sees, [B or 1, 1, t, S].
-        buckets: the bucket of each distance, [t, S].
-        real: False for keys that are padding, [B, S]; None: there is no padding.
-        full: whether the window ends with these tokens.
-    """
-
-    tokens: slice
-    keys: slice
-    visible: Tensor
-    buckets: Tensor
-    real: Tensor | None
-    full: bool
+    tokens: slice  # of the segment
+    keys: slice  # of memory and segment, from the start of the window before
+    visible: Tensor  # which keys each token sees, [B or 1, 1, t, S]
+    buckets: Tensor  # of the distances, [t, S]
+    real: Tensor | None  # False for keys that are padding, [B, S]; None: there is no padding
+    full: bool  # whether the window ends with these tokens
 
 
 def cut_into_windows(
@@ -117,11 +103,7 @@ def cut_into_windows(
 
 
 def extend_cache(key: Tensor, value: Tensor, cache: Tensor | None, window_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Append a segment's keys and values, [B, H, T, D], to those of the memory, [B, 2, H, C, D].
-
-    Returns:
-        Keys and values, [B, H, C + T, D]; and the next cache, with gradient.
-    """
+    """Keys and values of memory, [B, 2, H, C, D], and segment, [B, H, T, D]; and the next cache, with gradient."""
     if cache is not None:
         key, value = torch.cat([cache[:, 0], key], dim=2), torch.cat([cache[:, 1], value], dim=2)
     length = key.shape[2]
@@ -133,7 +115,7 @@ class RelativeBias(nn.Embedding):
     """A learned bias of the scores for each bucket of distances and each head."""
 
     def forward(self, buckets: Tensor) -> Tensor:
-        """The biases of tokens and keys, from the buckets of their distances: [t, S] → [1, H, t, S]."""
+        """[t, S] → [1, H, t, S]."""
         return super().forward(buckets).permute(2, 0, 1)[None]
 
 
@@ -141,8 +123,8 @@ class WindowAttention(InterfaceAttention):
     """Self-attention of tokens, window by window."""
 
     def __init__(self, config: BlockRecurrentConfig) -> None:
-        super().__init__(config, config.d_head**-0.5, config.dropatt)
         inner = config.n_head * config.d_head
+        super().__init__(config, config.n_head, inner, config.dropatt)
         self.qkv_proj = nn.Linear(config.d_model, 3 * inner, bias=False)
         self.o_proj = nn.Linear(inner, config.d_model, bias=False)
         self.relative_bias = RelativeBias(config.relative_attention_num_buckets, config.n_head)
@@ -151,7 +133,7 @@ class WindowAttention(InterfaceAttention):
         self, hidden: Tensor, cache: Tensor | None, windows: list[Window], state: None = None
     ) -> tuple[Tensor, Tensor, None]:
         """As `RecurrentAttention.forward`, without a state."""
-        query, key, value = split_heads(self.qkv_proj(hidden), self.config.n_head, 3)
+        query, key, value = self.qkv_proj(hidden).unflatten(-1, (3, *self.heads)).permute(2, 0, 3, 1, 4)
         key, value, cache = extend_cache(key, value, cache, self.config.window_size)
         outputs = [
             self.attend(
@@ -164,6 +146,76 @@ class WindowAttention(InterfaceAttention):
             for window in windows
         ]
         return self.o_proj(torch.cat(outputs, dim=1)), cache, None
+
+
+class FixedGate(nn.Module):
+    """A running mean, whose rate is learned for each channel."""
+
+    def __init__(self, width: int, d_model: int) -> None:
+        super().__init__()
+        self.input = nn.Linear(width, d_model)
+        self.bias = nn.Parameter(torch.empty(d_model))
+
+    def forward(self, state: Tensor, h: Tensor) -> Tensor:
+        """From c [B, N, d_model] and h [B, N, width] to c' [B, N, d_model]."""
+        z: Tensor = self.input(h)
+        g = self.bias.sigmoid()
+        return state * g + z * (1 - g)
+
+
+class GateLinear(nn.Linear):
+    """W_i and W_f, which are initialised differently."""
+
+
+class LSTMGate(nn.Module):
+    """Input and forget gate of an LSTM, which depend on h alone."""
+
+    def __init__(self, width: int, d_model: int) -> None:
+        super().__init__()
+        self.input = nn.Linear(width, d_model)
+        self.gates = GateLinear(width, 2 * d_model)
+
+    def forward(self, state: Tensor, h: Tensor) -> Tensor:
+        """From c [B, N, d_model] and h [B, N, width] to c' [B, N, d_model]."""
+        z: Tensor = self.input(h).tanh()
+        i, f = self.gates(h).chunk(2, dim=-1)
+        return cast(Tensor, state * (f + 1).sigmoid() + z * (i - 1).sigmoid())
+
+
+class StateCell(nn.Module):
+    """The states' side of the recurrent layer: their projections, and their update."""
+
+    def __init__(self, config: BlockRecurrentConfig) -> None:
+        super().__init__()
+        self.n_head, self.cell = config.n_head, config.cell
+        d_model, inner = config.d_model, config.n_head * config.d_head
+        gate = FixedGate if config.gate == "fixed" else LSTMGate
+        self.initial_state = nn.Parameter(torch.empty(config.num_state_vectors, d_model))
+        self.state_ids = nn.Parameter(torch.empty(config.num_state_vectors, d_model))
+        self.norm = nn.RMSNorm(d_model, eps=config.layer_norm_epsilon)
+        self.qqkv_proj = nn.Linear(d_model, 4 * inner, bias=False)
+        if config.cell != "single":
+            self.attn_gate = gate(2 * inner, d_model)
+        if config.cell == "dual":
+            self.ff_norm = nn.RMSNorm(d_model, eps=config.layer_norm_epsilon)
+        if config.cell != "skip":
+            self.ff_in = nn.Linear(d_model if config.cell == "dual" else 2 * inner, config.d_inner, bias=False)
+            self.ff_gate = gate(config.d_inner, d_model)
+
+    def projections(self, state: Tensor) -> Tensor:
+        """Queries to states, queries to tokens, keys and values of the states, [B, N, d_model]: [4, B, H, N, D]."""
+        projected = self.qqkv_proj(self.norm(state) + self.state_ids)
+        return cast(Tensor, projected.unflatten(-1, (4, self.n_head, -1)).permute(2, 0, 3, 1, 4))
+
+    def forward(self, state: Tensor, heads: Tensor) -> Tensor:
+        """The next states, from the states [B, N, d_model] and the outputs of their attention, [B, N, 2 · H · D]."""
+        if self.cell != "single":
+            state = heads = self.attn_gate(state, heads)
+        if self.cell == "skip":
+            return state
+        if self.cell == "dual":
+            heads = self.ff_norm(heads)
+        return cast(Tensor, self.ff_gate(state, self.ff_in(heads).relu()))
 
 
 class RecurrentAttention(nn.Module):
@@ -183,20 +235,15 @@ class RecurrentAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Attend window by window, and update the states after each full window.
 
-        Args:
-            hidden: the segment, normalised, [B, T, d_model].
-            cache: keys and values of the memory, [B, 2, H, C, D].
-            windows: the windows of the segment.
-            state: the states at the beginning of the window in which the segment begins, [B, N, d_model]; None: the
-                learned first state.
-
-        Returns:
-            The output, [B, T, d_model]; the next cache and the next state, with gradient.
+        `hidden` is the segment, normalised, [B, T, d_model]. `cache` holds keys and values of the memory,
+        [B, 2, H, C, D], and `state` the states at the beginning of the segment's first window, [B, N, d_model] (None:
+        the learned ones). Returns the output, [B, T, d_model], the next cache and the next state, with gradient.
         """
         config, dropatt = self.config, self.config.dropatt if self.training else 0.0
         if state is None:
             state = self.states.initial_state.expand(len(hidden), -1, -1)
-        query, query_states, key, value = split_heads(self.qqkv_proj(hidden), config.n_head, 4)
+        projected = self.qqkv_proj(hidden).unflatten(-1, (4, config.n_head, -1))
+        query, query_states, key, value = projected.permute(2, 0, 3, 1, 4)
         key, value, cache = extend_cache(key, value, cache, config.window_size)
         outputs = []
         for window in windows:
@@ -212,9 +259,10 @@ class RecurrentAttention(nn.Module):
             outputs.append(_concatenated(*vertical))
             if not window.full:
                 continue
-            # A row of padding only has nothing to attend to, and its state stays as it is.
-            real = None if window.real is None else window.real.any(dim=1, keepdim=True)
-            seen = None if window.real is None or real is None else (window.real | ~real)[:, None, None]
+            seen, real = None, None
+            if window.real is not None:  # a row of padding only has nothing to attend to, and keeps its state
+                real = window.real.any(dim=1, keepdim=True)
+                seen = (window.real | ~real)[:, None, None]
             horizontal = (
                 F.scaled_dot_product_attention(from_states, state_key, state_value),
                 F.scaled_dot_product_attention(from_tokens, keys, values, seen),
@@ -225,7 +273,6 @@ class RecurrentAttention(nn.Module):
 
 
 def _concatenated(first: Tensor, second: Tensor) -> Tensor:
-    """Concatenate the heads of two attentions, each [B, H, T, D]: [B, T, 2 · H · D]."""
     return torch.cat([first, second], dim=1).transpose(1, 2).flatten(2)
 
 
@@ -264,7 +311,7 @@ class BlockRecurrentPreTrainedModel(SegmentPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise as in the authors' program: variance 1 / width, except for gates and states (see above)."""
+        """As in the authors' program: variance 1 / width, except for gates and states (see above)."""
         if isinstance(module, GateLinear):
             init.trunc_normal_(module.weight, std=(0.1 / module.in_features) ** 0.5)
             init.normal_(module.bias, std=0.1)

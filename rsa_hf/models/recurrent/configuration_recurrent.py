@@ -16,23 +16,10 @@ CELLS = ("rnn", "lstm", "gru", "linear")
 class RecurrentConfig(PreTrainedConfig):
     """A stack of recurrent layers between an embedding and a head.
 
-    Args:
-        vocab_size: number of tokens.
-        cell: `"rnn"` (Elman's, with tanh), `"lstm"` or `"gru"`, as in `torch.nn`; or `"linear"`, h_t = W_h h_{t−1} +
-            W_x x_t, to which RSA heads are equivalent (RSA paper, proposition 1).
-        hidden_size: width of the embeddings and of each layer's state, in each direction.
-        num_hidden_layers: number of layers.
-        dilations: d_l of each layer l, which carries its state over d_l steps, from h_{t−d} to h_t (Chang et al.,
-            2017, Dilated Recurrent Neural Networks); None: 1 everywhere.
-        bidirectional: whether each layer has a second recurrence, from the end to the beginning; not for language
-            models.
-        dropout: dropout rate of the embeddings and of each layer's output.
-        initializer_range: standard deviation of initial embeddings; recurrent layers start as in `torch.nn`.
-        tie_word_embeddings: whether the language model's softmax uses the embedding table.
-        use_cache: whether to return the state.
-
-    Raises:
-        ValueError: a field has a value that is not allowed; the message names it.
+    `cell` is `"rnn"` (Elman's, with tanh), `"lstm"` or `"gru"`, as in `torch.nn`; or `"linear"`, h_t = W_h h_{t−1} +
+    W_x x_t, to which RSA heads are equivalent (RSA paper, proposition 1). Recurrent layers start as in `torch.nn`.
+    `dilations` are the d_l of each layer l, which carries its state over d_l steps, from h_{t−d} to h_t (Chang et al.,
+    2017, Dilated Recurrent Neural Networks).
     """
 
     model_type = "recurrent"
@@ -40,14 +27,14 @@ class RecurrentConfig(PreTrainedConfig):
 
     vocab_size: int = 50257
     cell: str = "lstm"
-    hidden_size: int = 512
+    hidden_size: int = 512  # width of the embeddings and of each layer's state, in each direction
     num_hidden_layers: int = 2
-    dilations: list[int] | tuple[int, ...] | None = None
-    bidirectional: bool = False
-    dropout: float | int = 0.1
-    initializer_range: float = 0.02
+    dilations: list[int] | tuple[int, ...] | None = None  # None: 1 everywhere
+    bidirectional: bool = False  # whether there is a second recurrence, from the end; not for language models
+    dropout: float | int = 0.1  # of the embeddings and of each layer's output
+    initializer_range: float = 0.02  # standard deviation of initial embeddings
     tie_word_embeddings: bool = True
-    use_cache: bool = True
+    use_cache: bool = True  # whether to return the state
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -57,7 +44,5 @@ class RecurrentConfig(PreTrainedConfig):
             raise ValueError(f"cell={self.cell!r} must be one of {CELLS}.")
         self.dilations = [1] * self.num_hidden_layers if self.dilations is None else list(self.dilations)
         if len(self.dilations) != self.num_hidden_layers or min(self.dilations) < 1:
-            raise ValueError(
-                f"dilations={self.dilations} must be a number ≥ 1 for each of {self.num_hidden_layers} layers."
-            )
+            raise ValueError(f"dilations={self.dilations} must be ≥ 1, for each of {self.num_hidden_layers} layers.")
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]

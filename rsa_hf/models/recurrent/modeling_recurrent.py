@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from transformers.utils.generic import can_return_tuple
 
 from rsa_hf.models.recurrent.configuration_recurrent import RecurrentConfig
@@ -29,29 +29,20 @@ __all__ = ["RecurrentForCausalLM", "RecurrentForSequenceClassification", "Recurr
 
 
 class LinearRNN(nn.RNNBase):
-    """One layer of h_t = W_h h_{t−1} + W_x x_t, step by step, without biases, with the interface of `torch.nn.RNN`.
+    """One layer of h_t = W_h h_{t−1} + W_x x_t, without biases, with the parameters and the start of `torch.nn.RNN`.
 
-    It starts as in `torch.nn`, uniformly in ±1/√n: the spectral radius of W_h is then about 1/√3, so that states
-    neither explode nor vanish within a few steps.
+    Starting uniformly in ±1/√n, W_h has a spectral radius of about 1/√3: states neither explode nor vanish at once.
     """
 
     def __init__(self, input_size: int, hidden_size: int, **options: bool) -> None:
         # The mode only sets the number of gates in the weights: its tanh is in a forward that is not used.
         super().__init__("RNN_TANH", input_size, hidden_size, bias=False, **options)
 
-    def forward(
-        self, x: Tensor | PackedSequence, first: Tensor | None = None
-    ) -> tuple[Tensor | PackedSequence, Tensor]:
-        """Run the layer; as `torch.nn.RNN` with `batch_first`."""
-        if isinstance(x, PackedSequence):
-            padded, lengths = pad_packed_sequence(x, batch_first=True)
-            states, last = self._run(padded, lengths.to(padded.device), first)
-            return pack_padded_sequence(states, lengths, batch_first=True, enforce_sorted=False), last
-        return self._run(x, torch.full((len(x),), x.shape[1], device=x.device), first)
-
-    def _run(self, x: Tensor, lengths: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, lengths: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Outputs and last states of inputs [B, T, n], of which the first `lengths` are real, after a state."""
+        lengths = lengths.to(x.device)[:, None]
         positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
-        reversed_ = torch.where(positions < lengths[:, None], lengths[:, None] - 1 - positions, positions)
+        reversed_ = torch.where(positions < lengths, lengths - 1 - positions, positions)
         outputs, last = list[Tensor](), list[Tensor]()
         for direction, suffix in enumerate(("", "_reverse") if self.bidirectional else ("",)):
             order = (reversed_ if direction else positions)[..., None]
@@ -61,17 +52,12 @@ class LinearRNN(nn.RNNBase):
                 h = written + h @ self.get_parameter(f"weight_hh_l0{suffix}").T
                 states.append(h)
             hidden = torch.stack(states, dim=1)
-            last.append(hidden.take_along_dim(lengths[:, None, None] - 1, 1)[:, 0])
+            last.append(hidden.take_along_dim(lengths[..., None] - 1, 1)[:, 0])
             outputs.append(hidden.take_along_dim(order, 1))
         return torch.cat(outputs, dim=-1), torch.stack(last)
 
 
-_CELLS: dict[str, type[nn.RNN] | type[nn.LSTM] | type[nn.GRU] | type[LinearRNN]] = {
-    "rnn": nn.RNN,
-    "lstm": nn.LSTM,
-    "gru": nn.GRU,
-    "linear": LinearRNN,
-}
+_CELLS: dict[str, Any] = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU, "linear": LinearRNN}
 
 
 class RecurrentLayer(nn.Module):
@@ -89,16 +75,10 @@ class RecurrentLayer(nn.Module):
         self.cell = _CELLS[cell](input_size, hidden_size, batch_first=True, bidirectional=bidirectional)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Run the layer over a segment.
+        """Run the layer over inputs [B, T, input_size], after a state; None: zeros.
 
-        Args:
-            x: inputs, shape [B, T, input_size].
-            lengths: number of real steps of each row, which precede its padding; shape [B]; None: all T.
-            state: the state after the segment before, shape [B, k, d, n]; None: zeros.
-
-        Returns:
-            The outputs, [B, T, n] (2n if bidirectional; undefined at padding), and the state after the last real step
-            of each row.
+        `lengths`, [B], is the number of real steps of each row, which precede its padding; None: all T. Returns the
+        outputs, [B, T, n] (2n if bidirectional; undefined at padding), and the state after each row's last real step.
         """
         B, T, _ = x.shape
         d = self.dilation
@@ -125,10 +105,13 @@ class RecurrentLayer(nn.Module):
         if not self.bidirectional:
             parts = [part.flatten(0, 1)[None].contiguous() for part in state.unbind(1)]
             first = tuple(parts) if len(parts) > 1 else parts[0]
-        if bool((steps == x.shape[1]).all()):
+        steps = steps.clamp(min=1)
+        if isinstance(self.cell, LinearRNN):
+            output, last = self.cell(x, steps, first)
+        elif bool((steps == x.shape[1]).all()):
             output, last = self.cell(x, first)
         else:
-            packed = pack_padded_sequence(x, steps.clamp(min=1), batch_first=True, enforce_sorted=False)
+            packed = pack_padded_sequence(x, steps, batch_first=True, enforce_sorted=False)
             packed_output, last = self.cell(packed, first)
             output, _ = pad_packed_sequence(packed_output, batch_first=True, total_length=x.shape[1])
         last = torch.cat(last) if isinstance(last, tuple) else last
@@ -193,14 +176,14 @@ class RecurrentModel(RecurrentPreTrainedModel):
             needed = [(len(hidden), layer.parts, layer.dilation, layer.hidden_size) for layer in layers]
             require_shapes("state", state, needed)
         order, lengths = _real_first(attention_mask, hidden.shape[1])
+        before = None if order is None else order.argsort(dim=1)
         hidden = self.dropout(hidden)
         all_hidden, last = [hidden], list[Tensor]()
-        if order is not None:
-            hidden = hidden.gather(1, order[..., None].expand_as(hidden))
+        hidden = _reordered(hidden, order)
         for i, layer in enumerate(layers):
             hidden, after = layer(hidden, lengths, None if state is None else state[i])
             hidden = self.dropout(hidden)
-            all_hidden.append(hidden if order is None else _put_back(hidden, order))
+            all_hidden.append(_reordered(hidden, before))
             last.append(after.detach() if detach_state else after)
         use_cache = self.config.use_cache if use_cache is None else use_cache
         return SegmentOutput(
@@ -218,26 +201,18 @@ def _real_first(attention_mask: Tensor | None, T: int) -> tuple[Tensor | None, T
     return (~real).int().argsort(dim=1, stable=True), real.sum(dim=1)
 
 
-def _put_back(x: Tensor, order: Tensor) -> Tensor:
-    """Undo `x.gather(1, order)`."""
-    index = order[..., None].expand_as(x)
-    return torch.empty_like(x).scatter(1, index, x)
+def _reordered(x: Tensor, order: Tensor | None) -> Tensor:
+    return x if order is None else x.gather(1, order[..., None].expand_as(x))
 
 
 class RecurrentForCausalLM(RecurrentPreTrainedModel, SegmentForCausalLM):
-    """A recurrent network that predicts the next token.
-
-    Raises:
-        ValueError: the config is bidirectional.
-    """
+    """A recurrent network that predicts the next token."""
 
     base_class = RecurrentModel
 
     def __init__(self, config: RecurrentConfig) -> None:
         if config.bidirectional:
-            raise ValueError(
-                "bidirectional=True: a language model cannot be bidirectional, as it would see what it predicts."
-            )
+            raise ValueError("bidirectional=True: a language model would see what it predicts.")
         super().__init__(config)
 
 

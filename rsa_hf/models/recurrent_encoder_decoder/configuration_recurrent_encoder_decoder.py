@@ -15,16 +15,9 @@ __all__ = ["RecurrentEncoderDecoderConfig"]
 class RecurrentEncoderDecoderConfig(RecurrentConfig):
     """Two stacks of recurrent layers over one vocabulary: the second starts from the last state of the first.
 
-    Takes the arguments of `RecurrentConfig`, for both stacks, except `dilations`; and
-
-    Args:
-        bidirectional: whether the encoder also reads from the end to the beginning. A linear map of 2n to n for each
-            layer and part of the state then takes both last states to the decoder's first.
-        decoder_start_token_id: id of the token that the decoder reads first; None: `pad_token_id`, whose embedding is
-            0.
-
-    Raises:
-        ValueError: a field has a value that is not allowed; the message names it.
+    Takes the fields of `RecurrentConfig`, for both stacks, except `dilations`. With `bidirectional` the encoder also
+    reads from the end; a linear map of 2n to n for each layer and part of the state then takes both last states to the
+    decoder's first.
     """
 
     model_type = "recurrent_encoder_decoder"
@@ -32,7 +25,7 @@ class RecurrentEncoderDecoderConfig(RecurrentConfig):
 
     is_encoder_decoder: bool = True
     pad_token_id: int = 0
-    decoder_start_token_id: int | None = None
+    decoder_start_token_id: int | None = None  # what the decoder reads first; None: `pad_token_id`, embedded as 0
     eos_token_id: int | list[int] | None = 1
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -29,37 +29,21 @@ __all__ = ["RecurrentEncoderDecoderForConditionalGeneration", "RecurrentEncoderD
 
 @dataclass
 class RecurrentEncoderOutput(ModelOutput):
-    """Output of the encoder.
+    """Output of the encoder."""
 
-    Attributes:
-        last_hidden_state: [B, S, n], or [B, S, 2n] if bidirectional; undefined at padding.
-        context: the decoder's first state, [B, L, k, n].
-        hidden_states: the embeddings and each layer's output, with `output_hidden_states`.
-    """
-
-    last_hidden_state: Tensor | None = None
-    context: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
+    last_hidden_state: Tensor | None = None  # [B, S, n], or [B, S, 2n] if bidirectional; undefined at padding
+    context: Tensor | None = None  # the decoder's first state, [B, L, k, n]
+    hidden_states: tuple[Tensor, ...] | None = None  # the embeddings and each layer's output
 
 
 @dataclass
 class RecurrentEncoderDecoderOutput(ModelOutput):
-    """Output of the encoder-decoder.
-
-    Attributes:
-        loss: shape (), with labels.
-        logits: [B, T, vocab_size], from the model with a head.
-        last_hidden_state: [B, T, n], from the model without a head.
-        state: of each layer of the decoder, [B, k, 1, n], detached.
-        decoder_hidden_states: the decoder's embeddings and each layer's output, with `output_hidden_states`.
-        context: as in `RecurrentEncoderOutput`; None if a state was given, as are the next two.
-        encoder_last_hidden_state, encoder_hidden_states: those of `RecurrentEncoderOutput`.
-    """
+    """Output of the encoder-decoder. That of the encoder is None if a state was given."""
 
     loss: Tensor | None = None
-    logits: Tensor | None = None
-    last_hidden_state: Tensor | None = None
-    state: tuple[Tensor, ...] | None = None
+    logits: Tensor | None = None  # [B, T, vocab_size], from the model with a head
+    last_hidden_state: Tensor | None = None  # [B, T, n], from the model without a head
+    state: tuple[Tensor, ...] | None = None  # of each layer of the decoder, [B, k, 1, n], detached
     decoder_hidden_states: tuple[Tensor, ...] | None = None
     context: Tensor | None = None
     encoder_last_hidden_state: Tensor | None = None
@@ -96,11 +80,7 @@ class RecurrentEncoder(RecurrentEncoderDecoderPreTrainedModel):
         output_hidden_states: bool | None = None,
         **_: Any,
     ) -> RecurrentEncoderOutput:
-        """The context of sources.
-
-        Args as for `RecurrentModel.forward`. Without `attention_mask`, `pad_token_id` is padding; give a mask if that
-        token also occurs in the text.
-        """
+        """As `RecurrentModel.forward`; without `attention_mask`, `pad_token_id` is padding wherever it occurs."""
         if attention_mask is None and input_ids is not None:
             attention_mask = (input_ids != self.config.pad_token_id).long()
         outputs = self.network(
@@ -129,11 +109,11 @@ class RecurrentEncoderDecoderModel(RecurrentEncoderDecoderPreTrainedModel):
         self.post_init()  # type: ignore[no-untyped-call]
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding table of encoder and decoder."""
+        """The table of encoder and decoder."""
         return self.encoder.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the embedding table of encoder and decoder."""
+        """Replace the table of encoder and decoder."""
         self.encoder.set_input_embeddings(value)
         self.decoder.set_input_embeddings(value)
 
@@ -162,13 +142,7 @@ class RecurrentEncoderDecoderModel(RecurrentEncoderDecoderPreTrainedModel):
         * `decoder_input_ids`, the tokens that the decoder reads, `decoder_start_token_id` first, [B, T], with
           `decoder_attention_mask`; or `decoder_inputs_embeds`, [B, T, n]. Padding after the targets needs no mask,
           since nothing follows it.
-        * `encoder_outputs`, output of the encoder; the sources are then not read.
-        * `state`, what the call on the target tokens before returned; sources and `encoder_outputs` are not read.
-        * `use_cache`, whether to return the decoder's state; None: as the config says.
-
-        Raises:
-            ValueError: both or neither of tokens and embeddings, of sources or targets; a state or context that does
-                not fit.
+        * `encoder_outputs`, in place of the sources; or `state`, what the call on the target tokens before returned.
         """
         encoded = RecurrentEncoderOutput()
         if state is None:
@@ -213,16 +187,13 @@ class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPre
     ) -> RecurrentEncoderDecoderOutput:
         """Logits of the target's tokens, and the loss.
 
-        Takes the arguments of the base model, and `labels`, the targets, shape [B, T]: logits t are those of label t
-        (they are not shifted here), and labels of −100 are ignored. Without `decoder_input_ids` the decoder reads the
-        labels shifted right by one, after `decoder_start_token_id`.
+        Takes the arguments of the base model, and `labels`, the targets, [B, T]: logits t are those of label t, −100
+        is ignored. Without `decoder_input_ids` the decoder reads the labels after `decoder_start_token_id`.
         """
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-        embeds = {"decoder_inputs_embeds": decoder_inputs_embeds, "return_dict": True}
-        outputs: RecurrentEncoderDecoderOutput = self.model(
-            input_ids, attention_mask, decoder_input_ids, **embeds, **kwargs
-        )
+        kwargs |= {"decoder_inputs_embeds": decoder_inputs_embeds, "return_dict": True}
+        outputs: RecurrentEncoderDecoderOutput = self.model(input_ids, attention_mask, decoder_input_ids, **kwargs)
         logits, loss = self.lm_head(outputs.last_hidden_state), None
         if labels is not None:
             options = {"vocab_size": self.config.vocab_size, **kwargs}
@@ -237,22 +208,14 @@ class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPre
     def prepare_inputs_for_generation(  # type: ignore[override]
         self,
         input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        decoder_attention_mask: Tensor | None = None,
         encoder_outputs: RecurrentEncoderOutput | None = None,
         state: Sequence[Tensor] | None = None,
         is_first_iteration: bool = False,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
         **kwargs: Any,  # `generate` then accepts all arguments of `forward`, such as the labels of Seq2SeqTrainer
     ) -> dict[str, Any]:
         """The decoder's next segment: all tokens after the context, or the last one after a state."""
+        names = ("decoder_attention_mask", "use_cache", "output_hidden_states")
+        inputs = {name: kwargs[name] for name in names if name in kwargs}
         behind_state = state is not None and not is_first_iteration
-        return {
-            "decoder_input_ids": input_ids[:, -1:] if behind_state else input_ids,
-            "decoder_attention_mask": decoder_attention_mask,
-            "encoder_outputs": encoder_outputs,
-            "state": state,
-            "use_cache": use_cache,
-            "output_hidden_states": output_hidden_states,
-        }
+        inputs |= {"encoder_outputs": encoder_outputs, "state": state}
+        return {**inputs, "decoder_input_ids": input_ids[:, -1:] if behind_state else input_ids}

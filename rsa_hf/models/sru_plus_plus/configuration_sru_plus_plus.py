@@ -12,38 +12,23 @@ __all__ = ["SRUPlusPlusConfig"]
 
 @strict
 class SRUPlusPlusConfig(PreTrainedConfig):
-    """SRU++ (Lei, 2021, arXiv:2102.12459). Defaults are those of the base model on enwik8, for 256 bytes.
-
-    Args:
-        vocab_size: number of tokens.
-        hidden_size: width d of the embeddings and of each layer's recurrence.
-        projection_size: width d′ of attention, usually much smaller.
-        num_hidden_layers: number of layers.
-        num_attention_heads: number of attention heads H, each of width d′ / H; the paper has 1.
-        mem_len: number of positions M before a segment that attention sees.
-        highway_bias: initial bias of the highway gate; below 0, a layer starts near the identity.
-        dropout: dropout rate of the embeddings, of the input of W_o, and of the last layer's output.
-        attention_dropout: dropout rate of the attention weights.
-        layer_norm_epsilon: epsilon of all layer normalisations.
-        tie_word_embeddings: whether the language model's softmax uses the embedding table.
-        use_cache: whether to return the state.
-    """
+    """SRU++ (Lei, 2021, arXiv:2102.12459). Defaults are those of the base model on enwik8, for 256 bytes."""
 
     model_type = "sru_plus_plus"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["state"]
 
     vocab_size: int = 256
-    hidden_size: int = 3072
-    projection_size: int = 768
+    hidden_size: int = 3072  # width d of the embeddings and of each layer's recurrence
+    projection_size: int = 768  # width d′ of attention, usually much smaller
     num_hidden_layers: int = 10
-    num_attention_heads: int = 1
-    mem_len: int = 1024
-    highway_bias: float | int = -2.0
-    dropout: float | int = 0.22
-    attention_dropout: float | int = 0.22
+    num_attention_heads: int = 1  # H, each of width d′ / H; the paper has 1
+    mem_len: int = 1024  # number of positions M before a segment that attention sees
+    highway_bias: float | int = -2.0  # initial bias of the highway gate; below 0, a layer starts near the identity
+    dropout: float | int = 0.22  # of the embeddings, of the input of W_o, and of the last layer's output
+    attention_dropout: float | int = 0.22  # of the attention weights
     layer_norm_epsilon: float = 1e-5
     tie_word_embeddings: bool = False
-    use_cache: bool = True
+    use_cache: bool = True  # whether to return the state
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None

@@ -56,9 +56,7 @@ class SRUPlusPlusAttention(InterfaceAttention):
 
     def __init__(self, config: SRUPlusPlusConfig) -> None:
         d, small = config.hidden_size, config.projection_size
-        head_dim = small // config.num_attention_heads
-        super().__init__(config, head_dim**-0.5, config.attention_dropout)
-        self.heads = (config.num_attention_heads, head_dim)
+        super().__init__(config, config.num_attention_heads, small, config.attention_dropout)
         self.q_proj = nn.Linear(d, small, bias=False)
         self.kv_proj = nn.Linear(small, 2 * small, bias=False)  # W_k above W_v
         self.o_proj = nn.Linear(small, 3 * d, bias=False)
@@ -103,17 +101,11 @@ class SRUPlusPlusLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden: Tensor, memory: Tensor | None, visible: Tensor, cell: Tensor | None, real: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Run the layer over a segment.
+        """From a segment's inputs, [B, T, d], to its outputs and the cell after it, [B, d], in float32 or float64.
 
-        Args:
-            hidden: the segment's inputs, [B, T, d].
-            memory: the inputs of the positions before it, [B, M, d]; None: there are none.
-            visible: which keys each query sees, [B or 1, 1, T, M + T].
-            cell: the cell before the segment, [B, d]; None: zeros.
-            real: [B, T], False for padding, which does not change the cell; None: there is no padding.
-
-        Returns:
-            The outputs, [B, T, d], and the cell after the segment, [B, d], in float32 or float64.
+        `memory` holds the inputs at the positions before, [B, M, d], and `cell` is the cell before (None: zeros).
+        `visible`, [B or 1, 1, T, M + T], says which keys each query sees. `real`, [B, T], is False for padding, which
+        does not change the cell.
         """
         U, _ = self.attention(hidden, memory, visible)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -142,7 +134,7 @@ class SRUPlusPlusPreTrainedModel(SegmentPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise as in the authors' code: Xavier's for matrices, variance 1 / d for embeddings, v in [−1, 1]."""
+        """As in the authors' code: Xavier's for matrices, variance 1 / d for embeddings, v in [−1, 1]."""
         if isinstance(module, SRUPlusPlusLayer):
             for weight in (module.forget_weight, module.highway_weight):
                 init.uniform_(weight, -1.0, 1.0)

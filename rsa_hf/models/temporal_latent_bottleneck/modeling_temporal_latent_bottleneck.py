@@ -56,15 +56,10 @@ __all__ = [
 
 
 def merged(earlier: Tensor | None, new: Tensor, is_earlier: Tensor) -> Tensor:
-    """Merge what earlier segments and this one have computed of the first S slots of a chunk.
+    """Merge what earlier segments and this one have computed of the first S slots of a chunk, [B, …, S, D].
 
-    Args:
-        earlier: of all K slots, [B, …, K, D], undefined where earlier segments have no token; None: they have none.
-        new: of the last T of the S slots, [B, …, T, D].
-        is_earlier: which slots earlier segments have filled, [B, S].
-
-    Returns:
-        [B, …, S, D].
+    `earlier` has all K slots, [B, …, K, D], undefined where earlier segments have no token; None: they have none.
+    `new` has the last T of the S slots, [B, …, T, D]. `is_earlier`, [B, S]: which slots earlier segments have filled.
     """
     if earlier is None:
         return new
@@ -79,49 +74,34 @@ def kept(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(rows.to(new.device).view(-1, *[1] * (new.dim() - 1)), new, old.to(new.dtype))
 
 
-class StreamAttention(InterfaceAttention):
-    """Base of self- and cross-attention."""
-
-    def __init__(self, config: TemporalLatentBottleneckConfig) -> None:
-        head_dim = config.hidden_size // config.num_attention_heads
-        super().__init__(config, head_dim**-0.5, config.attention_dropout)
-        self.heads = (config.num_attention_heads, head_dim)
-
-
-class SelfAttention(StreamAttention):
+class SelfAttention(InterfaceAttention):
     """Causal attention within a chunk, where RSA heads belong."""
 
     def __init__(self, config: TemporalLatentBottleneckConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, config.num_attention_heads, config.hidden_size, config.attention_dropout)
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
         self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(
         self, hidden: Tensor, visible: Tensor, earlier: Tensor | None, is_earlier: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Attend within a chunk.
+        """From the tokens in the last T of S slots, [B, T, n], to the output and keys and values, [B, 2, H, S, D].
 
-        Args:
-            hidden: the tokens, in the last T of S slots, [B, T, n].
-            visible: which slots each token sees, [1, 1, T, S].
-            earlier: keys and values of the tokens of earlier segments, [B, 2, H, K, D], as for `merged`.
-            is_earlier: as for `merged`.
-
-        Returns:
-            The output, [B, T, n], and the keys and values of all slots, [B, 2, H, S, D].
+        `visible`, [1, 1, T, S], says which slots each token sees. `earlier` holds the keys and values of the tokens of
+        earlier segments, [B, 2, H, K, D]; it and `is_earlier` are as for `merged`.
         """
         query, key, value = self.qkv(hidden).unflatten(-1, (3, *self.heads)).permute(2, 0, 3, 1, 4)
         keys_values = merged(earlier, torch.stack([key, value], dim=1), is_earlier)
         return self.out(self.attend(query, keys_values[:, 0], keys_values[:, 1], visible)[0]), keys_values
 
 
-class CrossAttention(StreamAttention):
+class CrossAttention(InterfaceAttention):
     """Attention of one stream to the other. They have no common time axis, so it is never patched."""
 
     is_causal = False
 
     def __init__(self, config: TemporalLatentBottleneckConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, config.num_attention_heads, config.hidden_size, config.attention_dropout)
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.key_value = nn.Linear(config.hidden_size, 2 * config.hidden_size, bias=False)
         self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)

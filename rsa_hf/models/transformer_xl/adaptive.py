@@ -17,27 +17,17 @@ from torch import Tensor, nn
 
 from rsa_hf.models.transformer_xl.configuration_transformer_xl import TransformerXLConfig
 
-__all__ = ["AdaptiveEmbedding", "AdaptiveLogSoftmax"]
-
 
 class Bands:
-    """Which tokens form a band, and the tables of embeddings.
-
-    Attributes:
-        ranges: first token of each band, and the one after its last.
-        tables: size and width of each table: one per band, or one for all if `div_val` is 1.
-        one_table: whether all bands share one table.
-        projected: whether embeddings are projected to the model's width; one table of that width is not.
-    """
+    """Which tokens form a band, the size and width of each table of embeddings, and whether they are projected."""
 
     def __init__(self, config: TransformerXLConfig) -> None:
         self.ranges = list(itertools.pairwise([0, *config.cutoffs, config.vocab_size]))
-        self.one_table = config.div_val == 1
         width = config.embedding_width
+        self.one_table = config.div_val == 1  # for all bands
+        self.tables = [(b - a, width // config.div_val**i) for i, (a, b) in enumerate(self.ranges)]
         if self.one_table:
             self.tables = [(config.vocab_size, width)]
-        else:
-            self.tables = [(b - a, width // config.div_val**i) for i, (a, b) in enumerate(self.ranges)]
         self.projected = not self.one_table or width != config.d_model
 
     def __len__(self) -> int:
@@ -103,8 +93,6 @@ class AdaptiveLogSoftmax(nn.Module):
     def negative_log_likelihood(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """−log p of one token [N] for each hidden state [N, d_model]: [N], float32. Skips bands without tokens."""
         head = self._log_softmax(hidden, 0)
-        if len(self.bands) == 1:
-            return -head.gather(1, tokens[:, None])[:, 0]
         band, first = self.bands.of(tokens), self.bands.ranges[0][1]
         entry = torch.where(band == 0, tokens, first + band - 1)
         log_likelihood = head.gather(1, entry[:, None])[:, 0]

@@ -43,9 +43,6 @@ class TransformerXLConfig(PreTrainedConfig):
         proj_init_std: standard deviation of the initial projections of embeddings.
         layer_norm_epsilon: epsilon of all layer normalisations.
         use_cache: whether to return the memory.
-
-    Raises:
-        ValueError: a field has a value that is not allowed; the message names it.
     """
 
     model_type = "transfo-xl"

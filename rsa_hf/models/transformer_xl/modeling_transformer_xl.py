@@ -42,18 +42,11 @@ __all__ = ["TransformerXLForCausalLM", "TransformerXLForSequenceClassification",
 
 
 def relative_scores(query: Tensor, position: Tensor) -> Tensor:
-    """Scores of each query with the position of each key (paper, appendix B), for the keys that it may see.
+    """Scores of each query with the position of each key (paper, appendix B), [B, H, T, S]; undefined where s > M + t.
 
-    Entry [t, s] of the result is entry [t, T − 1 − t + s] of the product with all distances, so row t is the product's
-    shifted by T − 1 − t. With one distance more than there are keys, reading the rows of S + 1 entries as rows of S
-    entries, from entry T on, shifts them so: a view, no copy.
-
-    Args:
-        query: q + v, shape [B, H, T, D].
-        position: r of the distances S … 0, shape [H, S + 1, D].
-
-    Returns:
-        Shape [B, H, T, S]; undefined where s > M + t.
+    `query` is q + v, [B, H, T, D], and `position` is r of the distances S … 0, [H, S + 1, D]. Row t of the result is
+    that of the product with all distances, shifted by T − 1 − t. With one distance more than there are keys, reading
+    the rows of S + 1 entries as rows of S entries, from entry T on, shifts them so: a view, no copy.
     """
     B, H, T, D = query.shape
     R = position.shape[1]
@@ -65,8 +58,8 @@ class TransformerXLAttention(InterfaceAttention):
     """Attention over the memory and the segment with relative positions, with residual and layer normalisation."""
 
     def __init__(self, config: TransformerXLConfig) -> None:
-        super().__init__(config, config.d_head**-0.5, config.dropatt)
         inner = config.n_head * config.d_head
+        super().__init__(config, config.n_head, inner, config.dropatt)
         self.qkv_net = nn.Linear(config.d_model, 3 * inner, bias=False)
         self.r_net = nn.Linear(config.d_model, inner, bias=False)
         self.o_net = nn.Linear(inner, config.d_model, bias=False)
@@ -84,24 +77,17 @@ class TransformerXLAttention(InterfaceAttention):
         visible: Tensor,
         biases: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend to the memory and the segment.
+        """From a segment, [B, T, d_model], to the output and the attention weights, [B, H, T, S] or None.
 
-        Args:
-            hidden: the segment, [B, T, d_model].
-            memory: the layer's inputs before it, [B, M, d_model].
-            positions: R of the distances S … 0, [S + 1, d_model].
-            visible: which keys each query sees, [B or 1, 1, T, S].
-            biases: u and v if all layers share them, [H, D] each.
-
-        Returns:
-            The output, [B, T, d_model], and the attention weights, [B, H, T, S] or None.
+        `memory` holds the layer's inputs before the segment, [B, M, d_model], `positions` R of the distances S … 0,
+        [S + 1, d_model], and `biases` u and v, [H, D] each, if all layers share them. `visible`, [B or 1, 1, T, S],
+        says which keys each query sees.
         """
-        heads = (self.config.n_head, self.config.d_head)
         text = hidden if memory is None else torch.cat([memory, hidden], dim=1)
         text = self.layer_norm(text) if self.config.pre_lnorm else text
-        query, key, value = self.qkv_net(text).unflatten(-1, (3, *heads)).permute(2, 0, 3, 1, 4)
+        query, key, value = self.qkv_net(text).unflatten(-1, (3, *self.heads)).permute(2, 0, 3, 1, 4)
         query = query[:, :, -hidden.shape[1] :]
-        position = self.r_net(positions).unflatten(-1, heads).transpose(0, 1)
+        position = self.r_net(positions).unflatten(-1, self.heads).transpose(0, 1)
         u, v = (self.r_w_bias, self.r_r_bias) if biases is None else biases
         bias = relative_scores((query + v[:, None]) * self.scaling, position)
         output, weights = self.attend(query + u[:, None], key, value, visible, position_bias=bias)
@@ -139,16 +125,9 @@ class TransformerXLLayer(GradientCheckpointingLayer):
         self.dec_attn = TransformerXLAttention(config)
         self.pos_ff = TransformerXLFeedForward(config)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        memory: Tensor | None,
-        positions: Tensor,
-        visible: Tensor,
-        biases: tuple[Tensor, Tensor] | None,
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, *context: Any) -> Tensor:
         """As `TransformerXLAttention.forward`, without the attention weights."""
-        return cast(Tensor, self.pos_ff(self.dec_attn(hidden, memory, positions, visible, biases)[0]))
+        return cast(Tensor, self.pos_ff(self.dec_attn(hidden, *context)[0]))
 
 
 class TransformerXLPreTrainedModel(SegmentPreTrainedModel):
@@ -267,11 +246,9 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
         M, T = self.config.mem_len, seen[0].shape[1]
         if not M:
             return None
-        if mems is None or M <= T:
-            return tuple(states[:, -M:].detach() for states in seen)
-        return tuple(
-            torch.cat([memory, states], 1)[:, -M:].detach() for memory, states in zip(mems, seen, strict=True)
-        )
+        if mems is not None and M > T:
+            seen = [torch.cat([memory, states], 1) for memory, states in zip(mems, seen, strict=True)]
+        return tuple(states[:, -M:].detach() for states in seen)
 
 
 class TransformerXLForCausalLM(TransformerXLPreTrainedModel, SegmentForCausalLM):
