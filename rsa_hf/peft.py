@@ -10,12 +10,9 @@ base model keeps its heads as `patch_model` made them.
 * `disable_adapter()` gives the base model as it was patched, with its initial gates. For the plain model take
   everything off: `unpatch_model(model.unload())`.
 * `merge_and_unload()` gives a patched model with the trained gates and rates. It is saved and loaded as any other.
-* All adapters of a model share its plan. PEFT refuses a batch for several adapters at once (`adapter_names=`).
+* All adapters of a model share its plan. `PeftModel.from_pretrained` and `model.load_adapter` load one on the base model
+  patched with the same plan, and raise on any other. Without `import rsa_hf` PEFT refuses the folder.
 * Gates and rates have no weighted sum, and an adapter that is not active is not merged in place: both are refused.
-
-An adapter folder is in PEFT's format: adapter_config.json, with the plan added, and adapter_model.safetensors.
-`PeftModel.from_pretrained` and `model.load_adapter` load it on the base model patched with the same plan, and raise on
-any other. Without `import rsa_hf` PEFT refuses the folder.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from peft.utils.constants import DUMMY_TARGET_MODULES
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.config import RSAConfig
-from rsa_hf.integration.peft.checks import drop_base, has_rsa, plan_of, require_same_base
+from rsa_hf.integration.peft.adapter_plan import drop_base, has_rsa, plan_of, require_same_base
 from rsa_hf.integration.peft.hooks import HUB_OPTIONS, install
 from rsa_hf.patching import is_patched, patch_model, unpatch_model
 
@@ -107,10 +104,7 @@ def with_rsa(peft_config: peft.PeftConfig) -> peft.PeftConfig:
 
 
 def rsa_only_config(task_type: str | None = None) -> peft.LoraConfig:
-    """Make the config of an adapter of gates and rates alone.
-
-    It is LoRA on no module (PEFT's dummy target), as PEFT has no method without layers of its own. The adapter can be
-    loaded, saved, switched and merged like any other.
+    """Make the config of an adapter of gates and rates alone: LoRA on no module (PEFT's dummy target).
 
     Args:
         task_type: as in `peft.TaskType`. PEFT also trains the new head of a classification task.
@@ -159,7 +153,7 @@ def load(
             f"{adapter} does not say which RSA heads it is for: it is an adapter without any, or was saved without "
             "rsa_hf. Call patch_model with the plan it was trained with, then PeftModel.from_pretrained."
         )
-    require_same_base(plan.base, model, compare_weights=check_base_name)
+    require_same_base(plan.base if check_base_name else {**plan.base, "weights": {}}, model)
     if not check_base_name:
         drop_base(config)
     was_patched = is_patched(model)
@@ -184,8 +178,7 @@ def _restored_on_error(model: PreTrainedModel, was_patched: bool) -> Iterator[No
     """
     children = [(parent, *item) for parent in model.modules() for item in parent._modules.items()]
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    configs = [vars(part.config) for part in model.modules() if isinstance(part, PreTrainedModel)]
-    before = [dict(config) for config in configs]  # layer_replication changes the number of layers
+    config = dict(vars(model.config))  # layer_replication changes the number of layers
     had_adapters = hasattr(model, "peft_config")
     try:
         yield
@@ -194,8 +187,7 @@ def _restored_on_error(model: PreTrainedModel, was_patched: bool) -> Iterator[No
             parent.add_module(name, child)
         for parameter, was_trained in trained:
             parameter.requires_grad_(was_trained)
-        for config, content in zip(configs, before, strict=True):
-            config.update(content)
+        vars(model.config).update(config)
         if hasattr(model, "peft_config") and not had_adapters:
             del model.peft_config
         if not was_patched:

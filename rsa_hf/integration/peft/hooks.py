@@ -7,7 +7,6 @@ PEFT's tuners.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,20 +17,14 @@ import peft
 import torch
 from peft import PeftConfig, load_peft_weights
 from torch import nn
-from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.integration.hooks import Hook, install_hooks
 from rsa_hf.integration.peft.adapter_plan import (
-    AdapterPlan,
-    describe_base,
-    plan_of_model,
-    read_adapter_plan,
-    write_adapter_plan,
-)
-from rsa_hf.integration.peft.checks import (
+    add_plan,
     drop_base,
     has_rsa,
     name_prefix,
+    read_adapter_plan,
     require_fit,
     require_tensors,
     rsa_modules,
@@ -41,7 +34,7 @@ from rsa_hf.integration.peft.merging import guard_tuner
 from rsa_hf.layer import RSAHeads
 from rsa_hf.saved_plan import RSA_KEY
 
-__all__ = ["HOOKS", "HUB_OPTIONS", "add_plan", "install", "saved_with_plan"]
+__all__ = ["HOOKS", "HUB_OPTIONS", "install", "saved_with_plan"]
 
 OLDEST_PEFT = "0.19.1"  # tested with this one and the newest
 
@@ -75,27 +68,34 @@ def _wrap_from_peft_type(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    def save_pretrained(self: Any, *args: Any, **keywords: Any) -> Any:
-        given = signature.bind(self, *args, **keywords)
-        given.apply_defaults()
-        names = given.arguments["selected_adapters"] or list(self.peft_config)
-        base, parent = _base_of(self), Path(given.arguments["save_directory"])
+    def save_pretrained(
+        self: Any,
+        save_directory: Any,
+        safe_serialization: bool = True,
+        selected_adapters: list[str] | None = None,
+        save_embedding_layers: Any = "auto",
+        is_main_process: bool = True,
+        **keywords: Any,
+    ) -> Any:
+        names, parent = selected_adapters or list(self.peft_config), Path(save_directory)
         folders = [parent if name == "default" else parent / name for name in names]
-        with saved_with_plan(base, folders if given.arguments["is_main_process"] else []):
-            return original(self, *args, **keywords)
+        with saved_with_plan(_base_of(self), folders if is_main_process else []):
+            return original(
+                self,
+                save_directory,
+                safe_serialization,
+                selected_adapters,
+                save_embedding_layers,
+                is_main_process,
+                **keywords,
+            )
 
     return save_pretrained
 
 
 @contextmanager
 def saved_with_plan(base: nn.Module, folders: Iterable[Path]) -> Iterator[None]:
-    """Save adapters in this context: it adds the base model's plan to what PEFT writes.
-
-    Args:
-        base: the model that the adapters are on, patched or plain.
-        folders: where the adapters are saved; none in processes that write nothing.
+    """Save adapters on `base` into `folders` in this context: it adds the base model's plan to what PEFT writes.
 
     Raises:
         ValueError: RSA heads are trained, but no adapter holds them.
@@ -110,13 +110,6 @@ def saved_with_plan(base: nn.Module, folders: Iterable[Path]) -> Iterator[None]:
     yield
     for folder in folders:
         add_plan(base, folder)
-
-
-def add_plan(base: nn.Module, folder: Path) -> None:
-    """Add the plan of a model to the adapter in a folder, if there is one and the model has RSA heads."""
-    plan = plan_of_model(base)
-    if plan is not None and isinstance(base, PreTrainedModel) and (folder / "adapter_config.json").is_file():
-        write_adapter_plan(AdapterPlan(plan, describe_base(base)), folder)
 
 
 # --- adding and loading adapters ------------------------------------------------------------------------------------
@@ -199,49 +192,18 @@ def _wrap_enable_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
     return enable_adapters
 
 
+PEFT_MODEL = "peft.peft_model:PeftModel"
+TUNER = "peft.tuners.tuners_utils:BaseTuner"
+SWAP, NATIVE = "peft.utils.hotswap", "transformers.integrations.peft:PeftAdapterMixin"
+
 HOOKS = (
-    Hook(
-        "peft.config:PeftConfigMixin",
-        "from_peft_type",
-        ("cls", "kwargs"),
-        _wrap_from_peft_type,
-        purpose="read the plan of an adapter with its config, and take off the lock that stops a PEFT without rsa_hf",
-    ),
-    Hook(
-        "peft.peft_model:PeftModel",
-        "save_pretrained",
-        ("self", "save_directory", "selected_adapters", "is_main_process"),
-        _wrap_save_pretrained,
-        purpose="add the plan and the lock to adapter_config.json; refuse where trained heads are in no adapter",
-    ),
-    Hook(
-        "peft.tuners.tuners_utils:BaseTuner",
-        "inject_adapter",
-        ("self", "model", "adapter_name"),
-        _wrap_inject_adapter,
-        purpose="check that base model and plan fit before an adapter is added, by PEFT or by transformers",
-    ),
-    Hook(
-        "peft.peft_model:PeftModel",
-        "load_adapter",
-        ("self", "model_id", "adapter_name"),
-        _wrap_load_adapter,
-        purpose="check the tensors of an adapter, also of one that goes over an adapter of the model",
-    ),
-    Hook(
-        "peft.utils.hotswap",
-        "hotswap_adapter_from_state_dict",
-        ("model", "state_dict", "adapter_name", "config"),
-        _wrap_hotswap,
-        purpose="swap gates and rates too",
-        essential=False,
-    ),
-    Hook(
-        "transformers.integrations.peft:PeftAdapterMixin",
-        "enable_adapters",
-        ("self",),
-        _wrap_enable_adapters,
-        purpose="enable what transformers' disable_adapters has disabled: its own function skips modules_to_save",
-        essential=False,
-    ),
+    Hook("peft.config:PeftConfigMixin", "from_peft_type", _wrap_from_peft_type, "read an adapter's plan and its lock"),
+    Hook(PEFT_MODEL, "save_pretrained", _wrap_save_pretrained, "save adapters with their plan and lock"),
+    # PEFT and transformers both add adapters by it.
+    Hook(TUNER, "inject_adapter", _wrap_inject_adapter, "check that base model and plan fit an adapter"),
+    # Also of an adapter that goes over an adapter of the model.
+    Hook(PEFT_MODEL, "load_adapter", _wrap_load_adapter, "check the tensors of an adapter"),
+    Hook(SWAP, "hotswap_adapter_from_state_dict", _wrap_hotswap, "swap gates and rates too", False),
+    # transformers' own function skips modules_to_save.
+    Hook(NATIVE, "enable_adapters", _wrap_enable_adapters, "enable what disable_adapters has disabled", False),
 )

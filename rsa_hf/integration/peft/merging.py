@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from rsa_hf.integration.peft.checks import wrappers
+from rsa_hf.integration.peft.adapter_plan import wrappers
 
 __all__ = ["guard_tuner"]
 
@@ -26,20 +26,11 @@ class _Tuner:
     """What PEFT's tuners do differently on a model with RSA heads."""
 
     model: nn.Module
-    peft_config: dict[str, Any]
 
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:
         """Whether a module gets a layer: RSA heads and what is in them never, whatever pattern their name fits."""
         found = super()._check_target_module_exists(peft_config, key)  # type: ignore[misc]
         return found and "rsa" not in key.split(".")
-
-    def _check_merge_allowed(self) -> None:
-        """Refuse replicated layers, as PEFT means to."""
-        super()._check_merge_allowed()  # type: ignore[misc]
-        if any(getattr(config, "layer_replication", None) for config in self.peft_config.values()):
-            raise ValueError(
-                "layer_replication: the layers share weights, so nothing can be merged. Save the adapter."
-            )
 
     def merge_and_unload(
         self, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None
