@@ -10,8 +10,8 @@ base model keeps its heads as `patch_model` made them.
 * `disable_adapter()` gives the base model as it was patched, with its initial gates. For the plain model take
   everything off: `unpatch_model(model.unload())`.
 * `merge_and_unload()` gives a patched model with the trained gates and rates. It is saved and loaded as any other.
-* All adapters of a model share its plan. `PeftModel.from_pretrained` and `model.load_adapter` load one on the base model
-  patched with the same plan, and raise on any other. Without `import rsa_hf` PEFT refuses the folder.
+* All adapters of a model share its plan. `PeftModel.from_pretrained` and `model.load_adapter` load one on the base
+  model patched with the same plan, and raise on any other. Without `import rsa_hf` PEFT refuses the folder.
 * Gates and rates have no weighted sum, and an adapter that is not active is not merged in place: both are refused.
 """
 
@@ -60,7 +60,7 @@ def get_peft_model(
         The PEFT model; only the adapter and its gates and rates require gradients.
 
     Raises:
-        TypeError: `model` is not a `PreTrainedModel`; it may be a PEFT model.
+        TypeError: `model` is not a `PreTrainedModel`.
         ValueError: see `patch_model`; or the method has no `modules_to_save`; or there is neither a method nor a head.
             After any error the model is unchanged.
     """
@@ -132,11 +132,8 @@ def load(
         probe_inputs: see `patch_model`.
         **options: for `PeftModel.from_pretrained`, e.g. `adapter_name`, `revision`.
 
-    Returns:
-        The PEFT model.
-
     Raises:
-        TypeError: `model` is not a `PreTrainedModel`. `model.load_adapter(adapter, name)` adds one to a PEFT model.
+        TypeError: `model` is not a `PreTrainedModel`.
         ValueError: another base model or plan, or an adapter without a plan or whose tensors do not fit it. After any
             error the model is unchanged.
     """
@@ -164,10 +161,9 @@ def load(
                 f"({plan.base.get('name') or 'it has no name'}) and give it here."
             )
         patch_model(model, plan.saved.config, probe_inputs=probe_inputs)
+    options |= {"is_trainable": is_trainable, "config": config}
     with _restored_on_error(model, was_patched):
-        return peft.PeftModel.from_pretrained(
-            model, os.fspath(adapter), is_trainable=is_trainable, config=config, **options
-        )
+        return peft.PeftModel.from_pretrained(model, os.fspath(adapter), **options)
 
 
 @contextmanager

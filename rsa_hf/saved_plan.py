@@ -20,18 +20,6 @@ from transformers.modeling_utils import PreTrainedModel
 from rsa_hf.config import COUNTS, LayerSpec, RSAConfig
 from rsa_hf.utils.text import brief, shorten
 
-__all__ = [
-    "RSA_KEY",
-    "SavedPlan",
-    "configs_with_plans",
-    "differences",
-    "planned_layers",
-    "read_plan",
-    "require_number",
-    "saved_plans",
-    "write_plan",
-]
-
 COUNTED, NAMED = 1, 2  # format versions
 MAX_NAMED_HEADS = 65_536  # larger than in any model: a damaged plan could otherwise ask for all memory
 MAX_STORED = 1e12  # for a stored rate; times any parameter_scale and any lag it is still finite in float32
@@ -41,25 +29,15 @@ _MODULE_NAME = re.compile(r"[A-Za-z]\w*(\.\w+)*", re.ASCII)
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """An RSA config with the attention modules that it is for.
+    """An RSA config with the attention modules that it is for."""
 
-    Attributes:
-        modules: names of the modules, relative to the base model.
-        config: the config, with its counts written out.
-        layers: the RSA heads of each module.
-    """
-
-    modules: tuple[str, ...]
-    config: RSAConfig
-    layers: dict[str, LayerSpec] = field(compare=False)
+    modules: tuple[str, ...]  # their names, relative to the base model
+    config: RSAConfig  # with its counts written out
+    layers: dict[str, LayerSpec] = field(compare=False)  # the RSA heads of each module
 
     @classmethod
     def of(cls, modules: Sequence[str], config: RSAConfig, num_heads: Sequence[int]) -> SavedPlan:
-        """The plan for some modules, whose numbers of attention heads are known.
-
-        Raises:
-            ValueError: the config does not fit the modules.
-        """
+        """The plan for some modules; a ValueError if the config does not fit them."""
         layers = config.layer_specs(num_heads)
         return cls(tuple(modules), config.resolved(num_heads), dict(zip(modules, layers, strict=True)))
 
@@ -152,11 +130,6 @@ def _entries(name: str, value: list[Any], n: int) -> list[Any]:
     return value
 
 
-def planned_layers(config: PreTrainedConfig) -> dict[str, LayerSpec]:
-    """The layer spec of each module that `config.rsa` names."""
-    return read_plan(config.rsa).layers
-
-
 def differences(old: SavedPlan, new: SavedPlan) -> str:
     """Describe the differences between two plans, for messages."""
     before, after = old.config.to_dict(), new.config.to_dict()
@@ -173,10 +146,8 @@ def saved_plans(config: PreTrainedConfig) -> list[Any]:
 
 
 def configs_with_plans(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configs of a model and of its parts that have a plan, `config.rsa`; each once.
-
-    A part that is a model itself may have been patched alone, or have its own copy of the config (T5's halves).
-    """
+    """The configs of a model and of its parts that have a plan, `config.rsa`; each once."""
+    # A part that is a model itself may have been patched alone, or have its own copy of the config (T5's halves).
     configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     parts = {id(part): part for config in configs for part in _with_parts(config) if "rsa" in vars(part)}
     return list(parts.values())
@@ -187,11 +158,7 @@ def _with_parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 
 def require_number(name: str, parameter: Tensor) -> None:
-    """Check the values of an RSA parameter that was read from a file.
-
-    Args:
-        name: name of the tensor, ending in `mu`, `eta`, `nu` or `theta`.
-        parameter: its stored values.
+    """Check the stored values of an RSA parameter that was read from a file; `name` ends in mu, eta, nu or theta.
 
     Raises:
         TypeError: it holds no floating-point numbers.

@@ -20,8 +20,6 @@ from rsa_hf.integration.peft import hooks as peft_hooks
 from rsa_hf.integration.saving import wrap_save_pretrained, wrap_upload_modified_files
 from rsa_hf.models import register_all
 
-__all__ = ["HOOKS", "install"]
-
 logger = logging.getLogger(__name__)
 
 ATTENTION = "transformers.modeling_utils:AttentionInterface"
@@ -55,9 +53,6 @@ def install() -> None:
     """Install all hooks, and register the models of `rsa_hf.models`; repeating it changes nothing.
 
     A PEFT that does not fit gets none of its hooks, with a warning; `rsa_hf.peft` then raises an ImportError.
-
-    Raises:
-        ImportError: an essential hook does not fit the installed transformers.
     """
     install_hooks(TRANSFORMERS_HOOKS, what_fits())
     register_all()

@@ -20,10 +20,8 @@ from rsa_hf.integration.attention import architecture_of, connect
 from rsa_hf.integration.peft.adapter_plan import require_adapter_file
 from rsa_hf.integration.split_layers import require_whole_sequence
 from rsa_hf.layer import RSAHeads
-from rsa_hf.saved_plan import RSA_KEY, differences, planned_layers, read_plan, require_number, saved_plans
+from rsa_hf.saved_plan import RSA_KEY, differences, read_plan, require_number, saved_plans
 from rsa_hf.utils.text import shorten
-
-__all__ = ["is_self_attention", "wrap_load_from_checkpoint", "wrap_load_pretrained_model", "wrap_post_init"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +62,7 @@ def _attach_from_config(model: PreTrainedModel) -> list[RSAHeads]:
         return []  # the base has built its heads from the same plan
     found = {
         name: (module, layer)
-        for name, layer in planned_layers(model.config).items()
+        for name, layer in read_plan(model.config.rsa).layers.items()
         if (module := _submodule(base, name)) is not None
     }
     wrong = [name for name, (module, _) in found.items() if not is_self_attention(name, module)]
@@ -192,11 +190,7 @@ def _check_files(files: list[str], load_config: Any) -> None:
 
 
 def _require_matching_keys(model: PreTrainedModel, loading_info: Any) -> None:
-    """Check that the RSA tensors of a checkpoint are those of the plan.
-
-    Raises:
-        ValueError: one is missing, unexpected, or has another shape.
-    """
+    """Check that the RSA tensors of a checkpoint are those of the plan."""
     unexpected = [key for key in loading_info.unexpected_keys if RSA_KEY.search(key) and not _is_ignored(model, key)]
     # `model.load_adapter` calls this too; an adapter has no weights of its base.
     missing = [] if model._hf_peft_config_loaded else filter(RSA_KEY.search, loading_info.missing_keys)

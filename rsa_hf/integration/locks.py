@@ -15,8 +15,6 @@ from transformers.configuration_utils import PreTrainedConfig
 from rsa_hf.saved_plan import saved_plans
 from rsa_hf.utils.files import atomic_write
 
-__all__ = ["LOCK", "wrap_dict_from_json_file", "wrap_to_json_file"]
-
 # Part of the error that a transformers without rsa_hf prints, so it says what to do.
 LOCK = (
     "rsa_hf (this checkpoint has RSA heads: pip install rsa_hf, then import rsa_hf before loading it, or start the "

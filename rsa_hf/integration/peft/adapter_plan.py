@@ -31,22 +31,6 @@ from rsa_hf.saved_plan import RSA_KEY, SavedPlan, differences, read_plan, requir
 from rsa_hf.utils.files import write_text
 from rsa_hf.utils.text import shorten
 
-__all__ = [
-    "AdapterPlan",
-    "add_plan",
-    "drop_base",
-    "has_rsa",
-    "name_prefix",
-    "plan_of",
-    "read_adapter_plan",
-    "require_adapter_file",
-    "require_fit",
-    "require_same_base",
-    "require_tensors",
-    "rsa_modules",
-    "wrappers",
-]
-
 # Part of PEFT's error for an unknown task type, so it says what to do.
 LOCK = (
     "rsa_hf (this adapter has RSA heads: pip install rsa_hf, then import rsa_hf before loading it, or start the "
@@ -130,12 +114,7 @@ def add_plan(base: nn.Module, folder: Path) -> None:
 
 
 def read_adapter_plan(content: Any) -> AdapterPlan:
-    """Read and validate the content of `rsa` in adapter_config.json, except for the task type.
-
-    Raises:
-        TypeError: a part has the wrong type.
-        ValueError: an unknown format or key, or a value that is not allowed.
-    """
+    """Read and validate the content of `rsa` in adapter_config.json, except for the task type, as `read_plan` does."""
     if not isinstance(content, Mapping) or not isinstance(content.get("base"), Mapping):
         raise TypeError(f"rsa in adapter_config.json is a mapping with a mapping `base` in it, got {content!r:.200}")
     saved = read_plan({key: value for key, value in content.items() if key not in ("base", "task_type")})
@@ -221,11 +200,7 @@ def _plan_of_model(model: nn.Module) -> SavedPlan | None:
 
 
 def require_fit(config: Any, model: nn.Module) -> None:
-    """Check that a model, with adapters or without, is an adapter's base model and is patched with the same plan.
-
-    Raises:
-        ValueError: another base model, one that is not patched, or one with another plan.
-    """
+    """Check that a model, with adapters or without, is an adapter's base model and is patched with the same plan."""
     adapter, present = plan_of(config), _plan_of_model(model)
     if adapter is not None:
         require_same_base(adapter.base, model)
@@ -244,11 +219,7 @@ def require_fit(config: Any, model: nn.Module) -> None:
 
 
 def require_same_base(base: Mapping[str, Any], model: nn.Module) -> None:
-    """Check that a model, patched or not, is the one that `base` identifies; the name may differ.
-
-    Raises:
-        ValueError: it is of another type, has other sizes or other weights.
-    """
+    """Check that a model, patched or not, has the type, sizes and weights that `base` has; the name may differ."""
     if not base:
         return
     if not isinstance(model, PreTrainedModel):
@@ -274,11 +245,7 @@ def require_same_base(base: Mapping[str, Any], model: nn.Module) -> None:
 
 
 def require_tensors(tensors: Mapping[str, Tensor], config: Any, model: nn.Module) -> None:
-    """Check that an adapter has a tensor for each RSA parameter of its base model, and no others.
-
-    Raises:
-        ValueError: a tensor is missing or unexpected, has another shape, or holds no numbers.
-    """
+    """Check that an adapter has a tensor for each RSA parameter of its base model, of its shape, and no others."""
     found = {key.removeprefix(name_prefix(config)): tensor for key, tensor in tensors.items() if RSA_KEY.search(key)}
     expected = {
         f"{name}.{parameter}": value.shape
@@ -307,13 +274,7 @@ def require_adapter_file(
 ) -> None:
     """Check what transformers' own `load_adapter` is about to read into a model that has the adapter's layers already.
 
-    Args:
-        model: a model with an adapter.
-        files: the file of the adapter's tensors; empty where `tensors` are given.
-        tensors: the adapter's tensors.
-
-    Raises:
-        ValueError: see `require_fit` and `require_tensors`.
+    That is a file of tensors, or the tensors.
     """
     if files:
         folder = os.path.dirname(files[0])

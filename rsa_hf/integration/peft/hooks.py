@@ -34,8 +34,6 @@ from rsa_hf.integration.peft.merging import guard_tuner
 from rsa_hf.layer import RSAHeads
 from rsa_hf.saved_plan import RSA_KEY
 
-__all__ = ["HOOKS", "HUB_OPTIONS", "install", "saved_with_plan"]
-
 OLDEST_PEFT = "0.19.1"  # tested with this one and the newest
 
 # The options of huggingface_hub.hf_hub_download that choose which adapter is read.
@@ -43,11 +41,7 @@ HUB_OPTIONS = ("subfolder", "revision", "cache_dir", "token", "local_files_only"
 
 
 def install() -> None:
-    """Install the hooks; does nothing where they are installed already.
-
-    Raises:
-        ImportError: a function of PEFT is not as expected.
-    """
+    """Install the hooks that are not in place; an ImportError if a function of PEFT is not as expected."""
     install_hooks(HOOKS, f"rsa_hf works with peft ≥ {OLDEST_PEFT}; installed is {peft.__version__}.")
 
 
@@ -95,11 +89,7 @@ def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def saved_with_plan(base: nn.Module, folders: Iterable[Path]) -> Iterator[None]:
-    """Save adapters on `base` into `folders` in this context: it adds the base model's plan to what PEFT writes.
-
-    Raises:
-        ValueError: RSA heads are trained, but no adapter holds them.
-    """
+    """Save adapters on `base` into `folders` in this context: it adds the base model's plan to what PEFT writes."""
     for name, child in rsa_modules(base):
         if isinstance(child, RSAHeads) and any(parameter.requires_grad for parameter in child.parameters()):
             raise ValueError(

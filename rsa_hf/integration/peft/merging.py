@@ -13,8 +13,6 @@ from torch import nn
 
 from rsa_hf.integration.peft.adapter_plan import wrappers
 
-__all__ = ["guard_tuner"]
-
 
 def guard_tuner(tuner: Any) -> None:
     """Give a tuner its class with `_Tuner` in front, as `torch.distributed.fsdp.fully_shard` does with modules."""
