@@ -26,19 +26,6 @@ from rsa_hf.config import RSAConfig
 from rsa_hf.layer import RSAHeads
 from rsa_hf.patching import is_patched, patch_model, unpatch_model
 
-__all__ = [
-    "CHECKS",
-    "Before",
-    "Failed",
-    "NotApplicable",
-    "Subject",
-    "backward_influence",
-    "distance",
-    "examine",
-    "padded_inputs",
-    "with_gates",
-]
-
 LENGTH, DECODER_LENGTH, PADDING = 16, 13, 3  # tokens of the inputs, and of padding
 TOLERANCE = 2e-3  # share of RSA's effect
 NOTHING = 1e-4  # share of the outputs that rounding may change

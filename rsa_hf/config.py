@@ -69,27 +69,17 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The RSA heads of one attention layer, R of them, and the parameters that they read.
+    """The RSA heads of one attention layer, R of them, and the parameters that they read."""
 
-    Attributes:
-        heads: index of each RSA head among the layer's attention heads, ascending.
-        kinds: the base REM of each RSA head, `"regular"`, `"cos"` or `"sin"`.
-        dilations: the dilating factor of each RSA head.
-        rates: place of each RSA head's rate in the list of all η, then all ν, of the layer; a pair has one place.
-        gate_per_head: one μ per RSA head instead of one for all.
-        parameter_scale, causal: as in `RSAConfig`.
-        mu: where μ starts, of length R or 1.
-        eta, nu, theta: where each starts; as many θ, in radians, as ν. Starts are not compared by `==`: a model and
-            its saved copy have the same heads wherever they started.
-    """
-
-    heads: tuple[int, ...]
-    kinds: tuple[str, ...]
-    dilations: tuple[int, ...]
-    rates: tuple[int, ...]
+    heads: tuple[int, ...]  # index of each RSA head among the layer's attention heads, ascending
+    kinds: tuple[str, ...]  # the base REM of each, "regular", "cos" or "sin"
+    dilations: tuple[int, ...]  # the dilating factor of each
+    rates: tuple[int, ...]  # place of each one's rate in the list of all η, then all ν; a pair has one place
     gate_per_head: bool
     parameter_scale: float
     causal: bool | None
+    # Where parameters start: μ, of length R or 1; η; ν; θ in radians, as many as ν. They are not compared: a model and
+    # its saved copy have the same heads wherever they started.
     mu: tuple[float, ...] = field(compare=False)
     eta: tuple[float, ...] = field(compare=False)
     nu: tuple[float, ...] = field(compare=False)

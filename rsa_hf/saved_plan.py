@@ -130,6 +130,14 @@ def _entries(name: str, value: list[Any], n: int) -> list[Any]:
     return value
 
 
+def lock_of(what: str) -> str:
+    """An unknown value for a config, which is part of the error without rsa_hf, so it says what to do."""
+    return (
+        f"rsa_hf (this {what} has RSA heads: pip install rsa_hf, then import rsa_hf before loading it, or start the "
+        "program with rsa-hf run)"
+    )
+
+
 def differences(old: SavedPlan, new: SavedPlan) -> str:
     """Describe the differences between two plans, for messages."""
     before, after = old.config.to_dict(), new.config.to_dict()

@@ -16,12 +16,10 @@ __all__ = ["CalibratedHead", "Calibration"]
 
 @dataclass(frozen=True)
 class CalibratedHead:
-    """A head that was chosen.
+    """A head that was chosen, as the config names it.
 
-    Attributes:
-        config: the head as the config names it.
-        derivative: of the loss with respect to the share g · Σ |f(τ)| of its REM, in the plain model.
-        certainty: by how many standard errors the derivative is below zero.
+    `derivative` is that of the loss with respect to the share g · Σ |f(τ)| of its REM, in the plain model. It is below
+    zero by `certainty` standard errors.
     """
 
     config: HeadConfig

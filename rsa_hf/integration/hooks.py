@@ -19,19 +19,14 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 class Hook:
     """One function of another library that is replaced by a wrapper.
 
-    Attributes:
-        owner: the class or module that holds the function, as "package.module:Class" or "package.module".
-        name: the function's name there.
-        wrap: takes the original function and returns its replacement, which names the parameters that it relies on.
-        purpose: what the hook does, as an infinitive.
-        essential: whether none of the list is installed without it.
+    `wrap` takes the original function and returns its replacement, which names the parameters that it relies on.
     """
 
-    owner: str
+    owner: str  # the class or module that holds the function, as "package.module:Class" or "package.module"
     name: str
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-    purpose: str
-    essential: bool = True
+    purpose: str  # what the hook does, as an infinitive
+    essential: bool = True  # whether none of the list is installed without it
 
     def __str__(self) -> str:
         return f"{self.owner.rpartition(':')[2].rpartition('.')[2]}.{self.name}"

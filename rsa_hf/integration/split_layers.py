@@ -2,8 +2,7 @@
 
 Under tensor parallelism, transformers (`tp_plan`) and torch (`parallelize_module`) split q, k and v by their outputs,
 so that each process has a run of heads, and the output projection by its inputs. Both keep the split weights as
-DTensors. They are read in each call: nothing is kept that a copy, a pickle or another split could make wrong. Other
-libraries (DeepSpeed's AutoTP) replace the weights; there the layer has fewer heads than when it was patched.
+DTensors, which are read in each call. DeepSpeed's AutoTP replaces the weights; then the layer has fewer heads.
 """
 
 from __future__ import annotations

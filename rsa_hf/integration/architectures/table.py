@@ -1,12 +1,8 @@
 """Attention modules that do not use transformers' attention interface: where their values, outputs and masks are.
 
-`connect` in `integration/attention.py` wraps one method of each such class, once in a process, when a model is patched
-or built from a config with a plan. The wrapper does nothing for a module without an `rsa` child. Otherwise it runs the
-original method and mixes P V into the output of attention, before the output projection. An instance gets nothing but
-its `rsa` child, so copies, pickles and wrapped or quantised projections work without special code.
-
-There are two kinds of modules: those with a method that computes attention from Q, K and V (own_method.py), and those
-whose forward does all (own_forward.py). A new architecture of one of these kinds is a row of `ARCHITECTURES`.
+`connect` in `integration/attention.py` wraps one method of each such class, once in a process. An instance gets only
+its `rsa` child, so copies, pickles and wrapped or quantised projections work without special code. Some classes have a
+method that computes attention from Q, K and V (own_method.py); in others the forward does all (own_forward.py).
 """
 
 from __future__ import annotations
@@ -24,20 +20,15 @@ from rsa_hf.integration.architectures.own_method import run_attn, run_gpt2, run_
 class Architecture:
     """One class of attention modules.
 
-    Attributes:
-        model: the model's folder in `transformers.models`.
-        name: name of the class.
-        run: takes the attention module, the original method, its arguments by name, and `mix`. Runs the method with
-            the result of `mix` in place of the output of attention.
-        method: the method that is wrapped.
-        parameters: parameters of the method that `run` reads: Q, K, V, the cache, the mask.
+    `run` takes the module, the original method, its arguments by name, and `mix`. It runs the method with the result
+    of `mix` in place of the output of attention.
     """
 
-    model: str
-    name: str
+    model: str  # the model's folder in `transformers.models`
+    name: str  # of the class
     run: Run = field(default=run_attn, repr=False)
-    method: str = "_attn"
-    parameters: tuple[str, ...] = ("query", "key", "value", "attention_mask")
+    method: str = "_attn"  # the method that is wrapped
+    parameters: tuple[str, ...] = ("query", "key", "value", "attention_mask")  # those of the method that `run` reads
 
     @property
     def path(self) -> str:

@@ -27,15 +27,18 @@ from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.children import is_peft_wrapper
 from rsa_hf.layer import RSAHeads
-from rsa_hf.saved_plan import RSA_KEY, SavedPlan, differences, read_plan, require_number, saved_plans, write_plan
+from rsa_hf.saved_plan import (
+    RSA_KEY,
+    SavedPlan,
+    differences,
+    lock_of,
+    read_plan,
+    require_number,
+    saved_plans,
+    write_plan,
+)
 from rsa_hf.utils.files import write_text
 from rsa_hf.utils.text import shorten
-
-# Part of PEFT's error for an unknown task type, so it says what to do.
-LOCK = (
-    "rsa_hf (this adapter has RSA heads: pip install rsa_hf, then import rsa_hf before loading it, or start the "
-    "program with rsa-hf run)"
-)
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _MATRICES = 8  # number of matrices that are sampled
@@ -106,7 +109,7 @@ def add_plan(base: nn.Module, folder: Path) -> None:
         content = json.loads(file.read_text(encoding="utf-8"))
         task_type = content["rsa"]["task_type"] if "rsa" in content else content.get("task_type")
         content["rsa"] = {**write_plan(plan), "base": describe_base(base), "task_type": task_type}
-        content["task_type"] = LOCK
+        content["task_type"] = lock_of("adapter")
         write_text(file, json.dumps(content, indent=2, sort_keys=True))
     except BaseException:
         file.unlink(missing_ok=True)

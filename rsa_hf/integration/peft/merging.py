@@ -1,7 +1,6 @@
 """PEFT's tuners on a model with RSA heads: no layer is put on them, and merging mixes or loses none of them silently.
 
-PEFT's tuner of such a model (`LoraModel`, …) gets the class of `_with_rsa`: `_Tuner` in front of its own class. PEFT's
-classes stay as they are, so that it alone merges adapters of other models.
+PEFT's classes stay as they are, so that it alone merges adapters of other models.
 """
 
 from __future__ import annotations
