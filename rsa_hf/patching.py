@@ -69,9 +69,8 @@ def patch_model(
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"patch_model takes a transformers PreTrainedModel, got {type(model).__name__}. For a wrapped model (DDP, "
-            "PEFT, torch.compile) patch the model inside, before it is wrapped; rsa_hf.peft.get_peft_model patches "
-            "and adds a PEFT adapter in one call."
+            f"patch_model takes a transformers PreTrainedModel, got {type(model).__name__}. Patch the model inside, "
+            "before it is wrapped (DDP, PEFT, torch.compile); with PEFT use rsa_hf.peft.get_peft_model."
         )
     if not isinstance(config, RSAConfig):
         config = RSAConfig.from_dict({} if config is None else config)
@@ -212,8 +211,7 @@ def _self_attention_calls(trial: nn.Module, probe_inputs: Mapping[str, Any] | No
     raise ValueError(
         f"{type(trial).__name__} has no attention that can be patched: no self-attention module called transformers' "
         "attention interface, and rsa_hf.integration.architectures has no entry for its classes (attention by name: "
-        f"{shorten(_attention_classes(trial)) or 'none'}). RSA mixes recurrence into softmax self-attention; in a "
-        "hybrid model it patches the layers that have it."
+        f"{shorten(_attention_classes(trial)) or 'none'}). RSA mixes recurrence into softmax self-attention."
     )
 
 

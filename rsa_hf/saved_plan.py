@@ -179,11 +179,9 @@ def require_number(name: str, parameter: Tensor) -> None:
         )
     # A gate may be shut (−inf) or wide open (inf). A rate must be finite: NaN in θ or λ makes all outputs of its head
     # NaN, and the angle of an infinite θ is not defined.
-    is_gate = name.endswith("mu")
-    bad = parameter.isnan() if is_gate else ~(parameter.abs() <= MAX_STORED)
+    bad = parameter.isnan() if name.endswith("mu") else ~(parameter.abs() <= MAX_STORED)
     if bool(bad.any()):
         raise ValueError(
-            f"{name} is {brief(parameter.tolist())} in the checkpoint: "
-            f"{'a number' if is_gate else f'a finite number, of at most {MAX_STORED:g},'} is needed. The file is "
-            "damaged, or training diverged: load an earlier checkpoint."
+            f"{name} is {brief(parameter.tolist())} in the checkpoint: numbers of at most {MAX_STORED:g} are needed. "
+            "The file is damaged, or training diverged: load an earlier checkpoint."
         )

@@ -28,7 +28,7 @@ from rsa_hf.integration.split_layers import layer_shape, run_heads
 from rsa_hf.integration.trial import (
     AttentionCall,
     attention_output,
-    is_own,
+    foreign_part,
     looks_ahead,
     marking,
     marks_of,
@@ -84,16 +84,17 @@ def _attention_with_rsa(
         # Zero queries weight all keys that they see equally.
         seen = base(module, torch.zeros_like(query), key, marks_of(value), attention_mask, *args, **keywords)
         calls.append(_call(module, attention_output(seen, implementation, query, value), value, causal))
-    own = is_own(base)
-    if not own and (rsa := heads_of(module)) is not None:
+    foreign = foreign_part(base)
+    if foreign is not None and (rsa := heads_of(module)) is not None:
         planned = causal if rsa.spec.causal is None else rsa.spec.causal
-        require_trusted(base, implementation, planned, module, query, key, value, attention_mask, args, keywords)
+        call = (module, query, key, value, attention_mask, args, keywords)
+        require_trusted(base, foreign, implementation, planned, *call)
     if isinstance(keywords.get("cache"), PagedAttentionCache):
         return paged_attention_with_rsa(base, module, query, key, value, attention_mask, *args, **keywords)
     result = base(module, query, key, value, attention_mask, *args, **keywords)
     mixed = mix_recurrence(
         module,
-        result[0] if own else attention_output(result, implementation, query, value),
+        result[0] if foreign is None else attention_output(result, implementation, query, value),
         value,
         attention_mask,
         causal,
@@ -267,8 +268,8 @@ def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
     if slot > 0 and position > slot + _LARGEST_FIRST_POSITION:
         raise ValueError(
             f"position_ids: a query is at position {position} of its text, but at slot {slot} of its cache, as if the "
-            "cache had dropped keys. RSA heads count distances in slots, so all keys must stay. Use a cache that "
-            "keeps them, or unpatch_model(model). If this one does, position_ids must start at 0."
+            "cache had dropped keys. RSA counts distances in slots: use a cache that keeps all keys, or "
+            "unpatch_model(model). If this one does, position_ids must start at 0."
         )
 
 

@@ -85,13 +85,9 @@ def looks_ahead(output: Tensor) -> bool:
     return bool((output[:, :-1] != 0).any())
 
 
-def is_own(base: Callable[..., Any]) -> bool:
-    """Whether an attention function is transformers' own, whose output needs no check."""
-    return _foreign(base) is None
-
-
 def require_trusted(
     base: Callable[..., Any],
+    foreign: Any,
     implementation: str,
     causal: bool | None,
     module: nn.Module,
@@ -105,13 +101,13 @@ def require_trusted(
     """Try an attention function that is not transformers' own on marked values, once, before its output is used.
 
     A function of another library may cut up the sequence or the heads, or lay out its output in another way. Q is
-    [B, H, T, D], K and V are [B, Hkv or Hv, S, D]; `causal` is None if the direction is unknown.
+    [B, H, T, D], K and V are [B, Hkv or Hv, S, D]; `foreign` is as `foreign_part` says, and `causal` None if the
+    direction is unknown.
 
     Raises:
         NotImplementedError: the function cannot be tried here.
         ValueError: its output is not that of attention over the V that it was given.
     """
-    foreign = _foreign(base)
     if foreign in _trusted:
         return
     name = f"attn_implementation={implementation!r} ({foreign.__module__}.{getattr(foreign, '__qualname__', '')})"
@@ -166,8 +162,8 @@ def attention_output(result: Any, implementation: str, query: Tensor, value: Ten
     )
 
 
-def _foreign(base: Any) -> Any:
-    """What has to be tried before the output of an attention function is trusted: itself, or a replaced sdpa."""
+def foreign_part(base: Any) -> Any:
+    """What is not transformers' own of an attention function: itself, a replaced sdpa, or nothing."""
     while isinstance(base, functools.partial):
         base = base.func
     base = getattr(base, "_torchdynamo_orig_callable", base)  # what torch.compiler.disable wraps

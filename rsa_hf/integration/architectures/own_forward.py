@@ -77,7 +77,7 @@ def own_forward(
 
         if projection is not None:
             children[projection] = _StandInForChild(getattr(module, projection), lambda child, x: child(mixed(x)))
-        found = forward(_StandIn(module, children), **call)
+        found = forward(_StandIn(module, children) if children else module, **call)
         if projection is None:
             output, *more = found
             return (mixed(output), *more)

@@ -241,9 +241,8 @@ def require_same_base(base: Mapping[str, Any], model: nn.Module) -> None:
     if differing := differing_weights(base, model):
         raise ValueError(
             f"this adapter was trained on another base model: on {name!s:.200}, and this one "
-            f"({present['name'] or 'without a name'}) has other weights in {shorten(differing)}. Load the model that "
-            "the adapter was trained on. To use the adapter on this one all the same: rsa_hf.peft.load(model, "
-            "adapter, check_base_name=False)."
+            f"({present['name'] or 'without a name'}) has other weights in {shorten(differing)}. Load the former, or "
+            "use rsa_hf.peft.load(model, adapter, check_base_name=False)."
         )
 
 
