@@ -150,11 +150,7 @@ def is_patched(model: nn.Module) -> bool:
 
 
 def _with_direction(config: RSAConfig, calls: Mapping[str, AttentionCall]) -> RSAConfig:
-    """Set `causal` in the config if modules do not say it, or contradict their masks.
-
-    Some classes have no `is_causal` (LayoutLM, Doge), or a wrong one (BigBirdPegasus; NLLB-MoE, whose encoder and
-    decoder share it).
-    """
+    """Set `causal` in the config if modules do not say it (LayoutLM, Doge), or wrongly (BigBirdPegasus, NLLB-MoE)."""
     if config.causal is not None:
         return config
     unknown = [name for name, call in calls.items() if call.causal is None]

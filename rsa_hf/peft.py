@@ -5,14 +5,7 @@
     model = rsa_hf.peft.load(base, "adapter")        # patches a plain base as the adapter says
 
 RSA heads are in PEFT's `modules_to_save`: each adapter has its own copy of every gate and rate, in float32, and the
-base model keeps its heads as `patch_model` made them.
-
-* `disable_adapter()` gives the base model as it was patched, with its initial gates. For the plain model take
-  everything off: `unpatch_model(model.unload())`.
-* `merge_and_unload()` gives a patched model with the trained gates and rates. It is saved and loaded as any other.
-* All adapters of a model share its plan. `PeftModel.from_pretrained` and `model.load_adapter` load one on the base
-  model patched with the same plan, and raise on any other. Without `import rsa_hf` PEFT refuses the folder.
-* Gates and rates have no weighted sum, and an adapter that is not active is not merged in place: both are refused.
+base model keeps its heads as `patch_model` made them. docs/peft.md says what follows from that.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """`SavedPlan`: an `RSAConfig` with the modules it is for, as `config.rsa` holds it in a checkpoint.
 
 `config.rsa` is `{"format_version": 1, "modules": [names], "plan": {RSAConfig fields}}`. The names are relative to the
-base model, so that any head class loads the checkpoint. Counts are written out, so that no default matters. A plan
-that names single heads has format version 2, which rsa_hf 0.1 refuses; 0.1 reads all others. Plans of earlier versions
-are converted when they are read.
+base model, so that any head class loads the checkpoint. A plan that names single heads has format version 2, which
+rsa_hf 0.1 refuses; 0.1 reads all others. Plans of earlier versions are converted when they are read.
 """
 
 from __future__ import annotations

@@ -158,11 +158,8 @@ def _planned_modules(model: PreTrainedModel) -> list[str]:
 
 
 def _is_ignored(model: PreTrainedModel, key: str) -> bool:
-    """Whether a tensor belongs to a part that this class does not have at all, e.g. the decoder of a T5EncoderModel.
-
-    The plan then names its module. Patterns alone match too much: GPT-2's "attn.bias" is in
-    "h.9.attn.c_attn.bias.rsa.mu".
-    """
+    """Whether a tensor belongs to a part that this class does not have, such as the decoder of a T5EncoderModel."""
+    # The plan names its module. Patterns alone match too much: "attn.bias" of GPT-2 is in "c_attn.bias.rsa.mu".
     module = key.rpartition(".rsa.")[0]
     is_planned = any(f".{module}".endswith(f".{name}") for name in _planned_modules(model))
     return is_planned and any(re.search(pattern, key) for pattern in model._keys_to_ignore_on_load_unexpected or ())

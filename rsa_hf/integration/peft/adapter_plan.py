@@ -174,10 +174,8 @@ def _matrices(model: PreTrainedModel) -> dict[str, Tensor]:
     matrices, tensors of sharded and of offloaded models have another type, dtype or device.
     """
     base = model.base_model
-    wrappers = [
-        name for name, part in base.named_modules() if part._modules.keys() & {"base_layer", "original_module"}
-    ]
-    inside = tuple(f"{name}." for name in wrappers)
+    wrapped = {"base_layer", "original_module"}
+    inside = tuple(f"{name}." for name, part in base.named_modules() if part._modules.keys() & wrapped)
     return {
         name: parameter
         for name, parameter in base.named_parameters(remove_duplicate=False)
@@ -259,8 +257,8 @@ def require_tensors(tensors: Mapping[str, Tensor], config: Any, model: nn.Module
         problems.append(f"missing from the adapter: {shorten(missing)}")
     if unexpected := [key for key in found if key not in expected]:
         problems.append(f"in the adapter, but not in the model: {shorten(unexpected)}")
-    for key in found.keys() & expected.keys():
-        if found[key].shape != (shape := expected[key]):
+    for key, shape in expected.items():
+        if key in found and found[key].shape != shape:
             problems.append(f"{key} has shape {tuple(found[key].shape)} in the adapter, {tuple(shape)} in the model")
     if problems:
         raise ValueError(
