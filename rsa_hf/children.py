@@ -17,7 +17,6 @@ from rsa_hf.layer import RSAHeads
 # transformers searches parameter names for this pattern while it loads; its own tests want it to end with them.
 _KEEP_IN_FLOAT32 = r"(?<![^.])rsa\.(?:mu|eta|nu|theta)$"
 
-
 Model = TypeVar("Model", bound=nn.Module)
 
 

@@ -31,7 +31,6 @@ from rsa_hf.rem import working_dtype
 
 __all__ = ["Gradients", "ProbedModel", "lag_products", "num_rows", "take_rows"]
 
-
 MOST_PRODUCTS = 2**24  # of queries and keys at a time
 HEAD_RATE = 1e-3
 IGNORED_LABEL = -100  # by transformers' losses
@@ -58,13 +57,11 @@ class ProbedModel:
         self._training = {module: module.training for module in model.modules()}
         self._trainable = {parameter: parameter.requires_grad for parameter in model.parameters()}
         patch_model(model, RSAConfig(num_regular=1, gate_init=-math.inf))
-        attention = [model.base_model.get_submodule(name) for name in model.config.rsa["modules"]]
         self.probes = []
-        for module in attention:
-            heads = heads_of(module)
-            assert heads is not None
-            module.rsa = _Probe(heads.spec)
-            self.probes.append(module.rsa)
+        for module in list(model.modules()):
+            if (heads := heads_of(module)) is not None:
+                module.rsa = _Probe(heads.spec)
+                self.probes.append(module.rsa)
         model.eval().requires_grad_(False)
         self._trained_head: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
         return self
