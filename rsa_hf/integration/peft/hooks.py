@@ -195,6 +195,13 @@ class _Tuner:
     """What PEFT's tuners do differently on a model with RSA heads."""
 
     model: nn.Module
+    peft_config: dict[str, Any]
+
+    def _check_merge_allowed(self) -> None:
+        """Refuse replicated layers, as PEFT means to."""
+        super()._check_merge_allowed()  # type: ignore[misc]
+        if any(getattr(config, "layer_replication", None) for config in self.peft_config.values()):
+            raise ValueError("layer_replication: layers share weights, so nothing can be merged. Save the adapter.")
 
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:
         """Whether a module gets a layer: RSA heads and what is in them never, whatever pattern their name fits."""
