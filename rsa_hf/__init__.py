@@ -60,7 +60,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used (PEP 562)."""
     if name not in _MODULES:
         raise AttributeError(f"module 'rsa_hf' has no attribute {name!r}")
-    _install()
+    _import_module("rsa_hf.integration").install()
     value = getattr(_import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
@@ -70,12 +70,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _install() -> None:
-    from rsa_hf.integration import install
-
-    install()
-
-
 # The hooks import transformers, which takes seconds. `rsa-hf --help` does without, and its commands install them;
 # `python -m rsa_hf.run` starts another Python that does.
 if (
@@ -83,6 +77,6 @@ if (
     and "rsa_hf.run" not in _sys.orig_argv
 ):
     try:
-        _install()
+        _import_module("rsa_hf.integration").install()
     except ImportError as _error:
         _warnings.warn(f"rsa_hf cannot be used: {_error}", stacklevel=2)

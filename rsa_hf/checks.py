@@ -1,13 +1,12 @@
 """The promises of a patched model, as functions that try them on any model that takes text.
 
-Each check returns a line that says what holds. It raises `Failed` where that does not hold, and `NotApplicable` where
-the plain model does not have the property either. A deviation is measured as a share of RSA's effect, the change that
-half-open gates make: if RSA had no effect, every other check would pass.
+Each check returns a line that says what holds, raises `Failed` where it does not, and `NotApplicable` where it does
+not hold for the plain model either. A deviation is measured as a share of RSA's effect, the change that half-open
+gates make: if RSA had no effect, every other check would pass.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 import math
@@ -22,31 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rsa_hf.children import heads_of
+from rsa_hf.children import heads_of, shared_copy
 from rsa_hf.config import RSAConfig
 from rsa_hf.layer import RSAHeads
 from rsa_hf.patching import is_patched, patch_model, unpatch_model
 
-__all__ = [
-    "CHECKS",
-    "Before",
-    "Failed",
-    "NotApplicable",
-    "Subject",
-    "backward_influence",
-    "distance",
-    "examine",
-    "padded_inputs",
-    "with_gates",
-]
-
-LENGTH, DECODER_LENGTH = 16, 13  # tokens of the inputs
+LENGTH, DECODER_LENGTH, PADDING = 16, 13, 3  # tokens of the inputs, and of padding
 TOLERANCE = 2e-3  # share of RSA's effect
 NOTHING = 1e-4  # share of the outputs that rounding may change
 LEAST_EFFECT = 1e-3  # share of the outputs that half-open gates have to change
 LATER = 4  # tokens that the causality check changes
 PIECES = ([3, 1, 1], [1, 1, 1])  # tokens read after the first ones; not every plain model takes several at once
-PADDING = 3  # tokens
 
 Streams = dict[str, Tensor]
 
@@ -69,16 +54,10 @@ class Before:
 
 
 class Subject:
-    """A model with RSA heads and its inputs.
+    """A model with RSA heads, its inputs (token ids, [2, T]), and the class that loads it.
 
-    Attributes:
-        model: the model.
-        plain, shut, opened: copies without the heads (made without the code of `unpatch_model`), with shut gates and
-            with half-open ones. They share all other tensors.
-        inputs: token ids, [2, T]; for an encoder-decoder of both halves.
-        text: the input whose tokens the outputs belong to.
-        before: the plain model.
-        loader: the class whose `from_pretrained` loads what is saved.
+    `plain`, `shut` and `opened` are copies without the heads (made without the code of `unpatch_model`), with shut
+    gates and with half-open ones. `text` is the input whose tokens the outputs belong to.
     """
 
     def __init__(
@@ -86,7 +65,7 @@ class Subject:
     ) -> None:
         self.model, self.inputs, self.loader = model, inputs, loader or type(model)
         self.before = before or Before(model, inputs)
-        self.plain = _copy(model)
+        self.plain = shared_copy(model)
         for module, _ in _rsa_layers(self.plain):
             del module._modules["rsa"]
         self.shut, self.opened = with_gates(model, -math.inf), with_gates(model, 0.0)
@@ -144,10 +123,8 @@ def _random_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     def text(length: int) -> Tensor:
         return tokens[torch.randint(len(tokens), (2, length), generator=generator, device="cpu")].to(model.device)
 
-    inputs = {"input_ids": text(LENGTH)}
-    if config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = text(DECODER_LENGTH)
-    return inputs
+    decoder = {"decoder_input_ids": text(DECODER_LENGTH)} if config.is_encoder_decoder else {}
+    return {"input_ids": text(LENGTH), **decoder}
 
 
 def _rsa_layers(model: nn.Module) -> list[tuple[nn.Module, RSAHeads]]:
@@ -155,24 +132,16 @@ def _rsa_layers(model: nn.Module) -> list[tuple[nn.Module, RSAHeads]]:
     return [(module, heads) for module in model.modules() if (heads := heads_of(module)) is not None]
 
 
-def _copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy that shares every parameter and buffer with the model."""
-    return copy.deepcopy(model, {id(each): each for each in itertools.chain(model.parameters(), model.buffers())})
-
-
 def with_gates(model: PreTrainedModel, mu: float) -> PreTrainedModel:
     """Copy a patched model; the copy has its own μ, all set to one value, and shares the other tensors."""
-    copied = _copy(model)
+    copied = shared_copy(model)
     for _, heads in _rsa_layers(copied):
         heads.mu = nn.Parameter(torch.full_like(heads.mu, mu))
     return copied
 
 
-# --- comparisons ----------------------------------------------------------------------------------------------------
-
-
 def distance(found: Tensor, expected: Tensor) -> float:
-    """The norm of the difference of two tensors."""
+    """The norm of a difference."""
     return float((found.double() - expected.double()).norm())
 
 
@@ -193,9 +162,6 @@ def backward_influence(subject: Subject, model: PreTrainedModel, text: str) -> f
     return float(change[:, :-LATER].norm() / change[:, -LATER:].norm())
 
 
-# --- checks ---------------------------------------------------------------------------------------------------------
-
-
 def check_identity(subject: Subject) -> str:
     """A shut gate gives the plain model, bit for bit."""
     _require_outputs(subject, subject.shut, "shut gates change")
@@ -204,7 +170,7 @@ def check_identity(subject: Subject) -> str:
 
 def check_unpatching(subject: Subject) -> str:
     """Unpatching restores the plain model, with its config and the names of its tensors."""
-    model, before = unpatch_model(_copy(subject.model)), subject.before
+    model, before = unpatch_model(shared_copy(subject.model)), subject.before
     if is_patched(model):
         raise Failed("leaves RSA heads behind")
     if list(model.state_dict()) != before.names:
@@ -230,7 +196,7 @@ def check_reload(subject: Subject) -> str:
     problem = _problem_after_reload(subject, subject.model)
     if problem is None:
         return "saved and loaded, it gives the same bits"
-    if plain := _problem_after_reload(subject, unpatch_model(_copy(subject.model))):
+    if plain := _problem_after_reload(subject, unpatch_model(shared_copy(subject.model))):
         raise NotApplicable(f"the plain model is not loaded as it was saved either: {plain}")
     raise Failed(problem)
 
@@ -245,10 +211,8 @@ def _problem_after_reload(subject: Subject, model: PreTrainedModel) -> str | Non
     implementation = model.config._attn_implementation  # config.json does not hold it
     if loaded.config._attn_implementation != implementation:
         loaded.set_attn_implementation(implementation)
-    if is_patched(loaded) is not is_patched(model):
-        return "what was saved has lost its RSA heads"
     if getattr(loaded.config, "rsa", None) != getattr(model.config, "rsa", None):
-        return "what was saved has another plan"
+        return "what was saved has another plan, or none"
     saved, found = model.state_dict(), loaded.state_dict()
     changed = [name for name in saved if ".rsa." in name and not torch.equal(saved[name].cpu(), found[name].cpu())]
     if changed:
@@ -329,8 +293,6 @@ def _in_pieces(subject: Subject, model: PreTrainedModel, pieces: Sequence[int]) 
     for piece in ids.split([ids.shape[1] - sum(pieces), *pieces], dim=1):
         inputs = {**subject.inputs, subject.text: piece, "past_key_values": cache, "use_cache": True}
         streams, cache = _run(model, inputs)
-        if cache is None:
-            raise ValueError("the model returns no cache")
         found.append(streams[subject.text])
     return torch.cat(found, dim=1)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
@@ -12,10 +14,10 @@ from transformers.modeling_utils import PreTrainedModel
 from rsa_hf.config import LayerSpec
 from rsa_hf.layer import RSAHeads
 
-__all__ = ["active_heads", "attach_heads", "detach_heads", "heads_of", "is_peft_wrapper", "keep_in_float32"]
-
 # transformers searches parameter names for this pattern while it loads; its own tests want it to end with them.
 _KEEP_IN_FLOAT32 = r"(?<![^.])rsa\.(?:mu|eta|nu|theta|amplitude)$"
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def heads_of(module: nn.Module) -> RSAHeads | None:
@@ -28,6 +30,11 @@ def heads_of(module: nn.Module) -> RSAHeads | None:
 def is_peft_wrapper(module: nn.Module) -> bool:
     """Whether a module is PEFT's wrapper round RSA heads: the patched heads, and a copy for each adapter."""
     return isinstance(module._modules.get("original_module"), RSAHeads)
+
+
+def shared_copy(model: Model) -> Model:
+    """A copy that shares every parameter and buffer with the model."""
+    return copy.deepcopy(model, {id(each): each for each in itertools.chain(model.parameters(), model.buffers())})
 
 
 def active_heads(model: nn.Module) -> Iterator[tuple[str, RSAHeads]]:
@@ -52,10 +59,7 @@ def _active_copy(wrapper: Any) -> RSAHeads:
 
 
 def attach_heads(layers: Sequence[tuple[nn.Module, LayerSpec]]) -> list[RSAHeads]:
-    """Put an `rsa` child on each attention module that has none.
-
-    Returns:
-        The new children.
+    """Put an `rsa` child on each attention module that has none, and return the new children.
 
     Raises:
         ValueError: a module has another attribute of that name; nothing is attached then.

@@ -1,7 +1,7 @@
 """`RSAConfig`: which attention heads become RSA heads, with which REM, and where their parameters start.
 
-`RSAConfig` is what a user writes for a whole model. It counts heads or names them, as `HeadConfig`s; counts stand for
-named heads. `LayerSpec` is what the config means for one layer.
+It counts heads or names them, as `HeadConfig`s; counts stand for named heads. `LayerSpec` is what the config means for
+one layer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class HeadConfig:
 
     Args:
         layer: index of its self-attention layer, counted as in `RSAConfig.layers`.
-        head: index of the head in the layer.
+        head: its index in the layer.
         kind: the base REM, `"regular"`, `"cos"` or `"sin"`.
         decay: initial λ, between −1 and 1, of a regular head; initial γ, between 0 and 1, of a cyclical one.
         gate: initial g, from 0 to 1.
@@ -44,8 +44,7 @@ class HeadConfig:
             imaginary part. None: the paper's, z, of sin heads −i z.
 
     Raises:
-        TypeError: a field has a type that does not fit.
-        ValueError: a field has a value that is not allowed; the message names it.
+        TypeError, ValueError: a field has a type or a value that is not allowed.
     """
 
     layer: int
@@ -76,35 +75,19 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The RSA heads of one attention layer, R of them, and the parameters that they read.
+    """The RSA heads of one attention layer, R of them, and the parameters that they read."""
 
-    Attributes:
-        heads: index of each RSA head among the layer's attention heads, ascending.
-        kinds: the base REM of each RSA head, `"regular"`, `"cos"` or `"sin"`.
-        dilations: the dilating factor of each RSA head.
-        rates: place of each RSA head's rate in the list of all η, then all ν, of the layer. The heads of a pair have
-            one place.
-        gate_per_head: one μ per RSA head instead of one for all.
-        parameter_scale: as in `RSAConfig`.
-        learned_amplitude: as in `RSAConfig`.
-        causal: as in `RSAConfig`.
-        mu: where μ starts, of length R or 1.
-        eta: where each η starts.
-        nu: where each ν starts.
-        theta: where each θ starts, in radians, of the length of `nu`.
-        amplitude: where the amplitudes start, if they are learned: the real part of every RSA head, then the imaginary
-            part of the cyclical ones. Starts are not compared by `==`: a model and its saved copy have the same heads
-            wherever they started.
-    """
-
-    heads: tuple[int, ...]
-    kinds: tuple[str, ...]
-    dilations: tuple[int, ...]
-    rates: tuple[int, ...]
+    heads: tuple[int, ...]  # index of each RSA head among the layer's attention heads, ascending
+    kinds: tuple[str, ...]  # the base REM of each, "regular", "cos" or "sin"
+    dilations: tuple[int, ...]  # the dilating factor of each
+    rates: tuple[int, ...]  # place of each one's rate in the list of all η, then all ν; a pair has one place
     gate_per_head: bool
     parameter_scale: float
     learned_amplitude: bool
     causal: bool | None
+    # Where parameters start: μ, of length R or 1; η; ν; θ in radians, as many as ν; the real part of c of every head,
+    # then the imaginary part of the cyclical ones. They are not compared: a model and its saved copy have the same heads
+    # wherever they started.
     mu: tuple[float, ...] = field(compare=False)
     eta: tuple[float, ...] = field(compare=False)
     nu: tuple[float, ...] = field(compare=False)
@@ -165,8 +148,7 @@ class RSAConfig:
             `layers` are the layers that they name. No heads, `()`, leaves a model plain.
 
     Raises:
-        TypeError: a field has a type that does not fit.
-        ValueError: a field has a value that is not allowed; the message names it.
+        TypeError, ValueError: a field has a type or a value that is not allowed.
     """
 
     num_regular: int | None = None
@@ -210,18 +192,11 @@ class RSAConfig:
 
     @classmethod
     def from_scratch(cls, num_heads: int) -> RSAConfig:
-        """The config for a model that is trained from random weights.
+        """The config for a model that is trained from random weights, with `num_heads` attention heads in each layer.
 
         All heads are RSA heads in cyclical pairs, an odd one regular. Gates start at σ(1), as there is nothing that
         open gates could harm; ν at 0, a memory of few tokens, which can be learned first; θ is spread over (0, π), as
         pairs that start alike are slow to differ (results/start.md, made by `python -m experiments start`).
-
-        Args:
-            num_heads: attention heads of each layer, H.
-
-        Raises:
-            TypeError: it is not a whole number.
-            ValueError: it is below 1.
         """
         _check("num_heads", num_heads)
         return cls(
@@ -234,12 +209,7 @@ class RSAConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RSAConfig:
-        """Build a config from a mapping, as read from JSON or YAML.
-
-        Raises:
-            TypeError: `values` is not a mapping, or a field has the wrong type.
-            ValueError: an unknown key, or a value that is not allowed.
-        """
+        """Build a config from a mapping, as read from JSON or YAML; an unknown key is a ValueError."""
         return _from_mapping(cls, "RSA setting", values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -255,12 +225,8 @@ class RSAConfig:
     def layer_specs(self, num_heads: Sequence[int | None]) -> list[LayerSpec]:
         """What the config means for each patched layer.
 
-        Args:
-            num_heads: number of attention heads H of each patched layer; None where it is not known: a checkpoint
-                has its counts written out.
-
-        Raises:
-            ValueError: the config does not fit these layers.
+        `num_heads` has the number of attention heads H of each, or None where it is not known: a checkpoint has its
+        counts written out. A config that does not fit is a ValueError.
         """
         n = len(num_heads)
         if self.layers is not None and len(self.layers) != n:
@@ -272,18 +238,14 @@ class RSAConfig:
             named = [list(heads) for _, heads in itertools.groupby(self.heads, lambda head: head.layer)]
             layers = [self._layer(heads, H) for heads, H in zip(named, num_heads, strict=True)]
         else:  # layers with equally many heads are equal
-            counted = {H: self.counted_heads(num_heads.index(H), H) for H in dict.fromkeys(num_heads)}
-            of_size = {H: self._layer(heads, H) for H, heads in counted.items()}
+            of_size = {H: self._layer(self.counted_heads(num_heads.index(H), H), H) for H in dict.fromkeys(num_heads)}
             layers = [of_size[H] for H in num_heads]
         return [replace(layer, causal=is_causal) for layer, is_causal in zip(layers, causal, strict=True)]
 
     def resolved(self, num_heads: Sequence[int]) -> RSAConfig:
-        """The same config for a checkpoint, which depends on no default.
+        """The same config for a checkpoint, which depends on no default; `num_heads` as for `layer_specs`.
 
         Counts are written out, or where they are not the same for all layers, the heads are named.
-
-        Args:
-            num_heads: number of attention heads H of each patched layer.
         """
         if self.heads is not None:
             return self
@@ -313,10 +275,7 @@ class RSAConfig:
         return k1, k2, k4, k5
 
     def counted_heads(self, layer: int, num_heads: int | None) -> list[HeadConfig]:
-        """The heads that the counts stand for in a layer; `num_heads` as for `layer_specs`.
-
-        η starts spread over [−2, −1] ∪ [1, 2] (paper, section 3).
-        """
+        """The heads that the counts stand for in a layer; η is spread over [−2, −1] ∪ [1, 2] (paper, section 3)."""
         k1, k2, k4, k5 = self._counts(layer, num_heads)
         regular = [("regular", i, (i + 0.5) / (k1 + k4)) for i in range(k1 + k4)]
         cos, sin = ([(kind, i, (i + 0.5) / (k2 + k5)) for i in range(k2 + k5)] for kind in ("cos", "sin"))

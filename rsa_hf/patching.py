@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import itertools
 import logging
 import warnings
 from collections.abc import Iterable, Mapping
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.children import attach_heads, detach_heads, is_peft_wrapper
+from rsa_hf.children import attach_heads, detach_heads, is_peft_wrapper, shared_copy
 from rsa_hf.config import RSAConfig
 from rsa_hf.integration.attention import connect
 from rsa_hf.integration.loading import is_self_attention
@@ -66,26 +64,20 @@ def patch_model(
         TypeError: `model` is not a `PreTrainedModel`, or a setting has the wrong type.
         ValueError: the model has no attention that can be patched, the config does not fit it, it is patched already
             with another config, or it is on the meta device and its modules do not say whether they are causal.
-        NotImplementedError: tensor parallelism splits the model's heads across processes.
-        RuntimeError: an RSA layer took no part in the forward pass, or a class listed in
-            `rsa_hf/integration/architectures` is not as expected.
+        NotImplementedError: the model's sequence is split across processes.
+        RuntimeError: an RSA layer took no part in the forward pass, or a class is not as expected.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"patch_model takes a transformers PreTrainedModel, got {type(model).__name__}. For a wrapped model (DDP, "
-            "PEFT, torch.compile) patch the model inside, before it is wrapped; rsa_hf.peft.get_peft_model patches "
-            "and adds a PEFT adapter in one call."
+            f"patch_model takes a transformers PreTrainedModel, got {type(model).__name__}. Patch the model inside, "
+            "before it is wrapped (DDP, PEFT, torch.compile); with PEFT use rsa_hf.peft.get_peft_model."
         )
     if not isinstance(config, RSAConfig):
         config = RSAConfig.from_dict({} if config is None else config)
     if config.heads == ():
         if is_patched(model):
-            raise ValueError(
-                "the config names no heads, but the model is patched already. Call unpatch_model instead."
-            )
-        logger.warning(
-            "the config names no heads, so this %s stays as it is, without recurrence.", type(model).__name__
-        )
+            raise ValueError("the config names no heads, but the model is patched already. Call unpatch_model.")
+        logger.warning("the config names no heads, so this %s stays without recurrence.", type(model).__name__)
         return model
     require_whole_sequence(model)
     if not is_patched(model) and any("base_layer" in module._modules for module in model.modules()):
@@ -95,7 +87,8 @@ def patch_model(
             "merge_and_unload() returns."
         )
     base = model.base_model
-    trial = _copy_for_trial(base)
+    # A forward pass may change a module permanently: a short input makes BigBird replace its block-sparse attention.
+    trial = shared_copy(base).eval()
     connect(trial)
     found = _self_attention_calls(trial, probe_inputs)
     _warn_of_parts_without(base, found)
@@ -124,13 +117,9 @@ def patch_model(
 
 
 def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Remove the RSA heads, in place: the exact model, config and state-dict keys from before.
+    """Remove the RSA heads, in place: the exact model, config and state-dict keys from before. Returns the model.
 
-    Args:
-        model: a patched model; a plain one is left as it is.
-
-    Returns:
-        The model.
+    A plain model is left as it is.
 
     Raises:
         TypeError: `model` is not a `PreTrainedModel`.
@@ -161,11 +150,7 @@ def is_patched(model: nn.Module) -> bool:
 
 
 def _with_direction(config: RSAConfig, calls: Mapping[str, AttentionCall]) -> RSAConfig:
-    """Set `causal` in the config if modules do not say it, or contradict their masks.
-
-    Some classes have no `is_causal` (LayoutLM, Doge), or a wrong one (BigBirdPegasus; NLLB-MoE, whose encoder and
-    decoder share it).
-    """
+    """Set `causal` in the config if modules do not say it (LayoutLM, Doge), or wrongly (BigBirdPegasus, NLLB-MoE)."""
     if config.causal is not None:
         return config
     unknown = [name for name, call in calls.items() if call.causal is None]
@@ -197,14 +182,12 @@ def _warn_of_parts_without(base: Any, names: Iterable[str]) -> None:
 
 def _require_same_plan(model: PreTrainedModel, plan: SavedPlan) -> None:
     content = vars(model.config).get("rsa")
-    present = None if content is None else read_plan(content)
-    if present == plan:
+    if (present := None if content is None else read_plan(content)) == plan:
         return
-    if present is None:
-        what = "a part of this model is patched already"
-    else:
-        what = f"the model is patched already, with another plan ({differences(present, plan)})"
-    raise ValueError(f"{what}. Call unpatch_model first; that discards the trained gates and rates.")
+    what = "in part" if present is None else f"with another plan ({differences(present, plan)})"
+    raise ValueError(
+        f"the model is patched already, {what}. Call unpatch_model first; that discards the trained gates and rates."
+    )
 
 
 def _self_attention_calls(trial: nn.Module, probe_inputs: Mapping[str, Any] | None) -> dict[str, AttentionCall]:
@@ -224,8 +207,7 @@ def _self_attention_calls(trial: nn.Module, probe_inputs: Mapping[str, Any] | No
     raise ValueError(
         f"{type(trial).__name__} has no attention that can be patched: no self-attention module called transformers' "
         "attention interface, and rsa_hf.integration.architectures has no entry for its classes (attention by name: "
-        f"{shorten(_attention_classes(trial)) or 'none'}). RSA mixes recurrence into softmax self-attention; in a "
-        "hybrid model it patches the layers that have it."
+        f"{shorten(_attention_classes(trial)) or 'none'}). RSA mixes recurrence into softmax self-attention."
     )
 
 
@@ -248,15 +230,6 @@ def _require_all_called(
             f"the RSA heads of {shorten(silent)} took no part in a forward pass; the model is unchanged. Leave these "
             "modules out with layers=[…], or give probe_inputs on which they run."
         )
-
-
-def _copy_for_trial(base: nn.Module) -> nn.Module:
-    """A copy in evaluation mode that shares every parameter and buffer with the model.
-
-    A forward pass may change a module permanently: a short input makes BigBird replace its block-sparse attention.
-    """
-    tensors = itertools.chain(base.parameters(), base.buffers())
-    return copy.deepcopy(base, {id(tensor): tensor for tensor in tensors}).eval()
 
 
 def _run(trial: nn.Module, probe_inputs: Mapping[str, Any] | None) -> None:

@@ -5,17 +5,7 @@
     model = rsa_hf.peft.load(base, "adapter")        # patches a plain base as the adapter says
 
 RSA heads are in PEFT's `modules_to_save`: each adapter has its own copy of every gate and rate, in float32, and the
-base model keeps its heads as `patch_model` made them.
-
-* `disable_adapter()` gives the base model as it was patched, with its initial gates. For the plain model take
-  everything off: `unpatch_model(model.unload())`.
-* `merge_and_unload()` gives a patched model with the trained gates and rates. It is saved and loaded as any other.
-* All adapters of a model share its plan. PEFT refuses a batch for several adapters at once (`adapter_names=`).
-* Gates and rates have no weighted sum, and an adapter that is not active is not merged in place: both are refused.
-
-An adapter folder is in PEFT's format: adapter_config.json, with the plan added, and adapter_model.safetensors.
-`PeftModel.from_pretrained` and `model.load_adapter` load it on the base model patched with the same plan, and raise on
-any other. Without `import rsa_hf` PEFT refuses the folder.
+base model keeps its heads as `patch_model` made them. docs/peft.md says what follows from that.
 """
 
 from __future__ import annotations
@@ -31,7 +21,7 @@ from peft.utils.constants import DUMMY_TARGET_MODULES
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.config import RSAConfig
-from rsa_hf.integration.peft.checks import drop_base, has_rsa, plan_of, require_same_base
+from rsa_hf.integration.peft.adapter_plan import drop_base, has_rsa, plan_of, require_same_base
 from rsa_hf.integration.peft.hooks import HUB_OPTIONS, install
 from rsa_hf.patching import is_patched, patch_model, unpatch_model
 
@@ -63,7 +53,7 @@ def get_peft_model(
         The PEFT model; only the adapter and its gates and rates require gradients.
 
     Raises:
-        TypeError: `model` is not a `PreTrainedModel`; it may be a PEFT model.
+        TypeError: `model` is not a `PreTrainedModel`.
         ValueError: see `patch_model`; or the method has no `modules_to_save`; or there is neither a method nor a head.
             After any error the model is unchanged.
     """
@@ -107,10 +97,7 @@ def with_rsa(peft_config: peft.PeftConfig) -> peft.PeftConfig:
 
 
 def rsa_only_config(task_type: str | None = None) -> peft.LoraConfig:
-    """Make the config of an adapter of gates and rates alone.
-
-    It is LoRA on no module (PEFT's dummy target), as PEFT has no method without layers of its own. The adapter can be
-    loaded, saved, switched and merged like any other.
+    """Make the config of an adapter of gates and rates alone: LoRA on no module (PEFT's dummy target).
 
     Args:
         task_type: as in `peft.TaskType`. PEFT also trains the new head of a classification task.
@@ -138,11 +125,8 @@ def load(
         probe_inputs: see `patch_model`.
         **options: for `PeftModel.from_pretrained`, e.g. `adapter_name`, `revision`.
 
-    Returns:
-        The PEFT model.
-
     Raises:
-        TypeError: `model` is not a `PreTrainedModel`. `model.load_adapter(adapter, name)` adds one to a PEFT model.
+        TypeError: `model` is not a `PreTrainedModel`.
         ValueError: another base model or plan, or an adapter without a plan or whose tensors do not fit it. After any
             error the model is unchanged.
     """
@@ -159,7 +143,7 @@ def load(
             f"{adapter} does not say which RSA heads it is for: it is an adapter without any, or was saved without "
             "rsa_hf. Call patch_model with the plan it was trained with, then PeftModel.from_pretrained."
         )
-    require_same_base(plan.base, model, compare_weights=check_base_name)
+    require_same_base(plan.base if check_base_name else {**plan.base, "weights": {}}, model)
     if not check_base_name:
         drop_base(config)
     was_patched = is_patched(model)
@@ -170,10 +154,9 @@ def load(
                 f"({plan.base.get('name') or 'it has no name'}) and give it here."
             )
         patch_model(model, plan.saved.config, probe_inputs=probe_inputs)
+    options |= {"is_trainable": is_trainable, "config": config}
     with _restored_on_error(model, was_patched):
-        return peft.PeftModel.from_pretrained(
-            model, os.fspath(adapter), is_trainable=is_trainable, config=config, **options
-        )
+        return peft.PeftModel.from_pretrained(model, os.fspath(adapter), **options)
 
 
 @contextmanager
@@ -184,8 +167,7 @@ def _restored_on_error(model: PreTrainedModel, was_patched: bool) -> Iterator[No
     """
     children = [(parent, *item) for parent in model.modules() for item in parent._modules.items()]
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    configs = [vars(part.config) for part in model.modules() if isinstance(part, PreTrainedModel)]
-    before = [dict(config) for config in configs]  # layer_replication changes the number of layers
+    config = dict(vars(model.config))  # layer_replication changes the number of layers
     had_adapters = hasattr(model, "peft_config")
     try:
         yield
@@ -194,8 +176,7 @@ def _restored_on_error(model: PreTrainedModel, was_patched: bool) -> Iterator[No
             parent.add_module(name, child)
         for parameter, was_trained in trained:
             parameter.requires_grad_(was_trained)
-        for config, content in zip(configs, before, strict=True):
-            config.update(content)
+        vars(model.config).update(config)
         if hasattr(model, "peft_config") and not had_adapters:
             del model.peft_config
         if not was_patched:

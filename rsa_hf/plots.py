@@ -50,9 +50,7 @@ def plot_rem(model_or_report: nn.Module | RSAReport, path: str | Path) -> None:
     A dilated head is drawn as a dashed line through the lags that it reaches. A bar is the mean gate of a layer, and
     dots are the gates of its heads.
 
-    Args:
-        model_or_report: a patched model, or its `rsa_report`.
-        path: the file, usually a `.png`; its folder is created.
+    The file is usually a `.png`; its folder is created.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -90,17 +88,9 @@ def plot_rem(model_or_report: nn.Module | RSAReport, path: str | Path) -> None:
 def plot_training_curves(
     curves: Mapping[str, Sequence[tuple[float, float]]], path: str | Path, xlabel: str, ylabel: str, title: str
 ) -> None:
-    """Draw one line per curve.
+    """Draw one line per curve into a file, usually a `.png`; its folder is created.
 
-    Args:
-        curves: for each label the points (x, y), sorted by x; a point that is not finite leaves a gap.
-        path: the file, usually a `.png`; its folder is created.
-        xlabel: label of the x axis.
-        ylabel: label of the y axis.
-        title: the title.
-
-    Raises:
-        ImportError: matplotlib is not installed.
+    `curves` has for each label the points (x, y), sorted by x; a point that is not finite leaves a gap.
     """
     with saved_figure(path, 6.4, 4.0) as figure:
         axes = figure.subplots()
@@ -117,11 +107,7 @@ def plot_training_curves(
 
 @contextmanager
 def saved_figure(path: str | Path, width: float, height: float) -> Iterator[Any]:
-    """Yield a figure of that many inches; save it when the block ends without an error.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Yield a figure of that many inches; save it when the block ends without an error."""
     try:
         import matplotlib
         from matplotlib.figure import Figure

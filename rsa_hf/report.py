@@ -27,13 +27,10 @@ class HeadReport:
         head: index of the head in its layer.
         kind: `"regular"`, `"cos"` or `"sin"`.
         dilation: d; 1 for a head that is not dilated.
-        gate: g = σ(μ).
-        decay: λ or γ.
-        theta: θ in radians; None for a regular head.
+        gate, gate_start: g = σ(μ).
+        decay, decay_start: λ or γ.
+        theta, theta_start: θ in radians; None for a regular head.
         half_life: number of positions after which |λ|^τ or γ^τ has fallen to one half; inf if it does not fall.
-        gate_start: g at the start.
-        decay_start: λ or γ at the start.
-        theta_start: θ at the start; None for a regular head.
     """
 
     head: int
@@ -50,12 +47,7 @@ class HeadReport:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """The RSA heads of one attention module.
-
-    Attributes:
-        module: name of the module in the model.
-        heads: its RSA heads, in head order.
-    """
+    """The RSA heads of one attention module, by its name in the model, in head order."""
 
     module: str
     heads: tuple[HeadReport, ...]
@@ -63,12 +55,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class RSAReport:
-    """All RSA layers of a model; `print` shows a table.
-
-    Attributes:
-        layers: the layers, in module order.
-        num_parameters: number of all RSA parameters.
-    """
+    """All RSA layers of a model, in module order, and the number of their parameters; `print` shows a table."""
 
     layers: tuple[LayerReport, ...]
     num_parameters: int

@@ -25,22 +25,15 @@ STARTUP = Path(__file__).resolve().parent / "startup"
 
 
 def command_of(arguments: Sequence[str]) -> list[str]:
-    """The command line that runs a program in this Python's environment.
+    """The command line that runs a console script, a Python file or `-m` and a module, with its arguments.
 
-    Args:
-        arguments: a console script, a Python file or `-m` and a module, followed by its arguments. A console script is
-            searched in this Python's environment first, then on PATH.
-
-    Raises:
-        ValueError: no program is named.
-        FileNotFoundError: there is no such program.
+    A console script is searched in this Python's environment first, then on PATH. None named is a ValueError, none
+    found a FileNotFoundError.
     """
     if not arguments or arguments == ["-m"]:
         raise ValueError("no program is named. Give a console script, a Python file, or -m and a module.")
     name, *others = arguments
-    if name == "-m":
-        return [sys.executable, *arguments]
-    if name.endswith(".py") and Path(name).is_file():
+    if name == "-m" or (name.endswith(".py") and Path(name).is_file()):
         return [sys.executable, *arguments]
     scripts = sysconfig.get_path("scripts")
     program = shutil.which(name, path=os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)]))
@@ -53,15 +46,7 @@ def command_of(arguments: Sequence[str]) -> list[str]:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Replace this process by a program in which rsa_hf's hooks are installed. Does not return.
-
-    Args:
-        arguments: as for `command_of`.
-
-    Raises:
-        ValueError: no program is named.
-        OSError: there is no such program, or it cannot be executed.
-    """
+    """Replace this process by a program in which rsa_hf's hooks are installed; arguments as for `command_of`."""
     command = command_of(arguments)
     path = os.environ.get("PYTHONPATH")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(STARTUP), path] if path else [str(STARTUP)])}

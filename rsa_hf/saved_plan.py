@@ -1,9 +1,9 @@
 """`SavedPlan`: an `RSAConfig` with the modules it is for, as `config.rsa` holds it in a checkpoint.
 
 `config.rsa` is `{"format_version": 1, "modules": [names], "plan": {RSAConfig fields}}`. The names are relative to the
-base model, so that any head class loads the checkpoint. Counts are written out, so that no default matters. A plan
-that names single heads has format version 2, which rsa_hf 0.1 refuses; one with learned amplitudes has 3, which 0.2
-refuses too. Plans of earlier versions are converted when they are read.
+base model, so that any head class loads the checkpoint. A plan that names single heads has format version 2, which
+rsa_hf 0.1 refuses; one with learned amplitudes has 3, which 0.2.0.dev refuses too. Plans of earlier versions are
+converted when they are read.
 """
 
 from __future__ import annotations
@@ -20,18 +20,6 @@ from transformers.modeling_utils import PreTrainedModel
 from rsa_hf.config import COUNTS, LayerSpec, RSAConfig
 from rsa_hf.utils.text import brief, shorten
 
-__all__ = [
-    "RSA_KEY",
-    "SavedPlan",
-    "configs_with_plans",
-    "differences",
-    "planned_layers",
-    "read_plan",
-    "require_number",
-    "saved_plans",
-    "write_plan",
-]
-
 COUNTED, NAMED, AMPLITUDES = 1, 2, 3  # format versions
 MAX_NAMED_HEADS = 65_536  # larger than in any model: a damaged plan could otherwise ask for all memory
 MAX_STORED = 1e12  # for a stored rate; times any parameter_scale and any lag it is still finite in float32
@@ -41,25 +29,15 @@ _MODULE_NAME = re.compile(r"[A-Za-z]\w*(\.\w+)*", re.ASCII)
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """An RSA config with the attention modules that it is for.
+    """An RSA config with the attention modules that it is for."""
 
-    Attributes:
-        modules: names of the modules, relative to the base model.
-        config: the config, with its counts written out.
-        layers: the RSA heads of each module.
-    """
-
-    modules: tuple[str, ...]
-    config: RSAConfig
-    layers: dict[str, LayerSpec] = field(compare=False)
+    modules: tuple[str, ...]  # their names, relative to the base model
+    config: RSAConfig  # with its counts written out
+    layers: dict[str, LayerSpec] = field(compare=False)  # the RSA heads of each module
 
     @classmethod
     def of(cls, modules: Sequence[str], config: RSAConfig, num_heads: Sequence[int]) -> SavedPlan:
-        """The plan for some modules, whose numbers of attention heads are known.
-
-        Raises:
-            ValueError: the config does not fit the modules.
-        """
+        """The plan for some modules; a ValueError if the config does not fit them."""
         layers = config.layer_specs(num_heads)
         return cls(tuple(modules), config.resolved(num_heads), dict(zip(modules, layers, strict=True)))
 
@@ -157,9 +135,12 @@ def _entries(name: str, value: list[Any], n: int) -> list[Any]:
     return value
 
 
-def planned_layers(config: PreTrainedConfig) -> dict[str, LayerSpec]:
-    """The layer spec of each module that `config.rsa` names."""
-    return read_plan(config.rsa).layers
+def lock_of(what: str) -> str:
+    """An unknown value for a config, which is part of the error without rsa_hf, so it says what to do."""
+    return (
+        f"rsa_hf (this {what} has RSA heads: pip install rsa_hf, then import rsa_hf before loading it, or start the "
+        "program with rsa-hf run)"
+    )
 
 
 def differences(old: SavedPlan, new: SavedPlan) -> str:
@@ -178,10 +159,8 @@ def saved_plans(config: PreTrainedConfig) -> list[Any]:
 
 
 def configs_with_plans(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configs of a model and of its parts that have a plan, `config.rsa`; each once.
-
-    A part that is a model itself may have been patched alone, or have its own copy of the config (T5's halves).
-    """
+    """The configs of a model and of its parts that have a plan, `config.rsa`; each once."""
+    # A part that is a model itself may have been patched alone, or have its own copy of the config (T5's halves).
     configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     parts = {id(part): part for config in configs for part in _with_parts(config) if "rsa" in vars(part)}
     return list(parts.values())
@@ -192,11 +171,7 @@ def _with_parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 
 def require_number(name: str, parameter: Tensor) -> None:
-    """Check the values of an RSA parameter that was read from a file.
-
-    Args:
-        name: name of the tensor, ending in the name of the parameter.
-        parameter: its stored values.
+    """Check the stored values of an RSA parameter that was read from a file; `name` ends in the parameter's.
 
     Raises:
         TypeError: it holds no floating-point numbers.
@@ -209,11 +184,9 @@ def require_number(name: str, parameter: Tensor) -> None:
         )
     # A gate may be shut (−inf) or wide open (inf). A rate must be finite: NaN in θ or λ makes all outputs of its head
     # NaN, and the angle of an infinite θ is not defined.
-    is_gate = name.endswith("mu")
-    bad = parameter.isnan() if is_gate else ~(parameter.abs() <= MAX_STORED)
+    bad = parameter.isnan() if name.endswith("mu") else ~(parameter.abs() <= MAX_STORED)
     if bool(bad.any()):
         raise ValueError(
-            f"{name} is {brief(parameter.tolist())} in the checkpoint: "
-            f"{'a number' if is_gate else f'a finite number, of at most {MAX_STORED:g},'} is needed. The file is "
-            "damaged, or training diverged: load an earlier checkpoint."
+            f"{name} is {brief(parameter.tolist())} in the checkpoint: numbers of at most {MAX_STORED:g} are needed. "
+            "The file is damaged, or training diverged: load an earlier checkpoint."
         )

@@ -15,7 +15,7 @@ import rsa_hf.ops.autograd
 import rsa_hf.ops.mask
 from families import ENCODER_DECODERS, FULL_PLAN, build, build_language_model, inputs, move_rates
 from rsa_hf import RSAConfig, RSAHeads, patch_model, rem_product
-from rsa_hf.integration.peft import merging
+from rsa_hf.integration.peft import hooks as peft_hooks
 from rsa_hf.ops.cpp import build as cpp_build
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.read_mask import read_attention_mask
@@ -359,8 +359,8 @@ def test_each_kind_of_processor_has_its_own_library(monkeypatch, tmp_path):
 
 def test_each_class_of_tuner_has_its_own():
     first, second = type("First", (), {}), type("Second", (), {})
-    assert merging._with_rsa(first) is merging._with_rsa(first)
-    assert issubclass(merging._with_rsa(second), second)
+    assert peft_hooks._with_rsa(first) is peft_hooks._with_rsa(first)
+    assert issubclass(peft_hooks._with_rsa(second), second)
 
 
 def test_each_folder_has_its_own_functions(tmp_path):

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from experiments.forms import FormHeads
 from experiments.variants import NO_RECURRENCE, patched_modules, scale_heads
 from rsa_hf import HeadConfig, RSAConfig, RSAHeads, patch_model, rem_matrix
-from rsa_hf.calibration.dictionary import DICTIONARY
+from rsa_hf.calibration.choice import DICTIONARY
 
 PLAIN, FIRST, RANDOM = "plain", "first heads", "random heads"
 SCALED, ALL_SCALED = "scaled heads", "all heads scaled"

@@ -7,11 +7,11 @@ the mass is Σ |f(τ)|: what a gate opens for REMs of all rates alike. By gradie
 
 The first term is the recurrence, the second the (1 − g) of eq. 4, which damps attention.
 
-**Whether.** Hundreds of heads and dozens of REMs are looked at, so some scores are large by chance. What chance alone
-does is seen by flipping the signs of rows: if a head's score has no tendency, its rows are as likely as their
-negatives. All heads keep their dependence on each other, and each keeps the best of its REMs. Heads are chosen up to
-the threshold at which the flips find, on average, no more than the allowed share of what is found (the false discovery
-rate). Only the first term counts here: a head that is better damped wants no recurrence.
+**Whether.** Some of many scores are large by chance. What chance alone does is seen by flipping the signs of rows: if
+a head's score has no tendency, its rows are as likely as their negatives. All heads keep their dependence on each
+other, and each keeps the best of its REMs. Heads are chosen up to the threshold at which the flips find, on average,
+no more than the allowed share of what is found (the false discovery rate). Only the first term counts here: a head
+that is better damped wants no recurrence.
 
 **Which.** Of the REMs beyond the threshold, a head gets the one whose whole derivative is the surest.
 
@@ -21,36 +21,80 @@ term's derivative, so that of a row times its number of terms. A Newton step is 
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rsa_hf.calibration.dictionary import unit_weights
 from rsa_hf.calibration.gradients import Gradients
+from rsa_hf.config import HeadConfig
+from rsa_hf.rem import lag_weights
 
-__all__ = ["Choice", "Scores", "choose", "score"]
+__all__ = ["DICTIONARY", "Choice", "Rem", "Scores", "choose", "in_errors", "score", "unit_weights"]
 
 FLIPS = 50
+FIRST_STEP = 0.35  # of a Newton step of one head, when it is chosen
+LARGEST_GROWTH = 2.0  # of a share in one step, relative to it
+WIDEST_GATE = 0.9
+
+
+class Rem(NamedTuple):
+    """A REM with fixed rates: its kind, λ or γ, θ in radians and d."""
+
+    kind: str
+    decay: float
+    theta: float
+    dilation: int
+
+
+_SIZES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_ANGLES = (math.pi / 8, math.pi / 4, math.pi / 2, 3 * math.pi / 4)
+
+# The REMs that are tried on every head: regular ones of both signs, cyclical pairs, and regular ones that see every
+# d-th position.
+DICTIONARY = (
+    *(Rem("regular", sign * size, 0.0, 1) for sign in (1, -1) for size in _SIZES),
+    *(Rem("regular", size, 0.0, 1) for size in (0.95, 0.98, 0.99)),
+    *(
+        Rem(kind, size, angle, 1)
+        for size, angle, kind in itertools.product((0.5, 0.7, 0.85, 0.95, 0.98), _ANGLES, ("cos", "sin"))
+    ),
+    *(Rem("regular", size, 0.0, d) for size, d in itertools.product((0.3, 0.6, 0.9), (2, 3, 4, 8))),
+)
+
+
+def unit_weights(length: int) -> tuple[Tensor, Tensor]:
+    """f(τ) of every REM at the lags 0 … length − 1, divided by its mass Σ |f(τ)|, [P, length]; and the masses, [P].
+
+    Unscaled, slow REMs could not be compared with fast ones: at λ = 0.99 the weights of a row of P sum to 99. A REM
+    that reaches no lag below `length` has mass 0 and weights 0.
+    """
+    lags = torch.arange(length, device="cpu")
+
+    def weights_of(rem: Rem) -> Tensor:
+        decay, theta = torch.tensor([rem.decay, rem.theta], dtype=torch.float64, device="cpu")
+        return lag_weights(rem.kind, decay, theta, lags, rem.dilation)
+
+    weights = torch.stack([weights_of(rem) for rem in DICTIONARY])
+    mass = weights.abs().sum(1)
+    return weights / mass.clamp(min=torch.finfo(mass.dtype).tiny)[:, None], mass
 
 
 @dataclass(frozen=True)
 class Scores:
     """Derivatives of the loss with respect to the share of every REM, for every head of one model.
 
-    Attributes:
-        recurrence: the first term, for each layer [N, H, P], float64; the mean over the N rows is the derivative of
-            the mean loss.
-        whole: both terms, in the same form.
-        masses: the mass of every REM in each layer, [P] each.
-        terms: number of terms in the loss of a row.
+    Each layer has [N, H, P], float64. Means over the N rows are derivatives of the mean loss.
     """
 
-    recurrence: list[Tensor]
-    whole: list[Tensor]
-    masses: list[Tensor]
-    terms: float
+    recurrence: list[Tensor]  # the first term
+    whole: list[Tensor]  # both terms
+    masses: list[Tensor]  # the mass of every REM in each layer, [P] each
+    terms: float  # number of terms in the loss of a row
 
     @cached_property
     def means(self) -> list[Tensor]:
@@ -63,32 +107,40 @@ class Scores:
         return Scores(recurrence, whole, self.masses, self.terms)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Choice:
-    """A head that is chosen.
-
-    Attributes:
-        layer: index of its layer.
-        head: index of the head in the layer.
-        rem: place of its REM in the dictionary.
-        certainty: by how many standard errors the recurrence's derivative is below zero.
-        curvature: about the second derivative of the loss with respect to the share.
-    """
+    """A head that is chosen, and the share a = g · mass of its REM, which moves to where its derivative vanishes."""
 
     layer: int
     head: int
-    rem: int
-    certainty: float
-    curvature: float
+    rem: int  # place of its REM in the dictionary
+    mass: float  # of the REM
+    certainty: float  # by how many standard errors the recurrence's derivative is below zero
+    derivative: float  # of the loss with respect to the share, without any heads
+    curvature: float  # about the second derivative
+
+    def __post_init__(self) -> None:
+        # All heads move at once, and change each other's derivatives: a whole step would be too far.
+        self.share = self._possible(-FIRST_STEP * self.derivative / self.curvature)
+
+    def _possible(self, share: float) -> float:
+        return min(max(share, 0.0), WIDEST_GATE * self.mass)
+
+    def move(self, scores: Scores) -> None:
+        """Take a secant step from the derivative without any heads and the one with all of them."""
+        derivative = float(scores.means[self.layer][self.head, self.rem])
+        rise = (derivative - self.derivative) / self.share if self.share else 0.0
+        step = -derivative / max(rise, self.curvature)
+        self.share = self._possible(self.share + min(max(step, -self.share), LARGEST_GROWTH * self.share))
+
+    def config(self) -> HeadConfig:
+        """The head as a config names it."""
+        rem = DICTIONARY[self.rem]
+        return HeadConfig(self.layer, self.head, rem.kind, rem.decay, self.share / self.mass, rem.theta, rem.dilation)
 
 
 def score(gradients: Gradients, directions: list[bool]) -> Scores:
-    """The scores of all heads.
-
-    Args:
-        gradients: of one pass.
-        directions: for each layer whether its REMs are masked. Unmasked ones have twice the mass.
-    """
+    """The scores of all heads. `directions` says of each layer whether its REMs are masked, or have twice the mass."""
     recurrence, whole, masses = [], [], []
     for by_lag, by_attention, causal in zip(gradients.lags, gradients.attention, directions, strict=True):
         weights, mass = unit_weights(by_lag.shape[-1])
@@ -116,10 +168,7 @@ def in_errors(of_rows: list[Tensor]) -> list[Tensor]:
 def choose(scores: Scores, false_discoveries: float, generator: torch.Generator) -> list[Choice]:
     """The heads whose loss recurrence would lower, the surest first.
 
-    Args:
-        scores: of all heads.
-        false_discoveries: the share of the chosen heads that may be there by chance.
-        generator: draws the flips.
+    `false_discoveries` is the share of them that may be there by chance. The generator draws the flips.
     """
     found = in_errors(scores.recurrence)
     best = torch.cat([z.amin(-1) for z in found])
@@ -141,9 +190,10 @@ def choose(scores: Scores, false_discoveries: float, generator: torch.Generator)
     chosen = []
     for layer, head in (places[i] for i in order[:count].tolist()):
         rem = int(torch.where(found[layer][head] <= threshold, whole[layer][head], torch.inf).argmin())
-        derivative = scores.whole[layer][:, head, rem]
-        curvature = scores.terms * float(derivative.var())
+        of_rows, mass = scores.whole[layer][:, head, rem], float(scores.masses[layer][rem])
+        derivative, curvature = float(of_rows.mean()), scores.terms * float(of_rows.var())
         # A head may be harmed by what its gate damps more than it gains.
-        if float(derivative.mean()) < 0 < curvature:
-            chosen.append(Choice(layer, head, rem, -float(found[layer][head, rem]), curvature))
+        if derivative < 0 < curvature:
+            certainty = -float(found[layer][head, rem])
+            chosen.append(Choice(layer, head, rem, mass, certainty, derivative, curvature))
     return chosen

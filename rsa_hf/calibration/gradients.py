@@ -31,7 +31,6 @@ from rsa_hf.rem import working_dtype
 
 __all__ = ["Gradients", "ProbedModel", "lag_products", "num_rows", "take_rows"]
 
-
 MOST_PRODUCTS = 2**24  # of queries and keys at a time
 HEAD_RATE = 1e-3
 IGNORED_LABEL = -100  # by transformers' losses
@@ -40,25 +39,15 @@ KNOWS_LITTLE = 0.95  # share of the loss of a constant guess
 
 @dataclass(frozen=True)
 class Gradients:
-    """What one pass over N rows says of each layer. Sums over rows are derivatives of the mean loss, times N.
+    """What one pass over N rows says of each layer. Sums over rows are derivatives of the mean loss, times N."""
 
-    Attributes:
-        lags: c(τ) of each layer, [N, H, S]; S is the length of its longest row.
-        attention: d of each layer, [N, H].
-        terms: number of terms in the loss of a row, on average: its labels other than −100.
-    """
-
-    lags: list[Tensor]
-    attention: list[Tensor]
-    terms: float
+    lags: list[Tensor]  # c(τ) of each layer, [N, H, S]; S is the length of its longest row
+    attention: list[Tensor]  # d of each layer, [N, H]
+    terms: float  # number of terms in the loss of a row, on average: its labels other than −100
 
 
 class ProbedModel:
-    """A model whose self-attention layers can be given RSA heads and asked for gradients; as it was on exit.
-
-    Args:
-        model: an unpatched model that returns a loss.
-    """
+    """An unpatched model whose layers can be given RSA heads and asked for gradients; as it was on exit."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -68,13 +57,11 @@ class ProbedModel:
         self._training = {module: module.training for module in model.modules()}
         self._trainable = {parameter: parameter.requires_grad for parameter in model.parameters()}
         patch_model(model, RSAConfig(num_regular=1, gate_init=-math.inf))
-        attention = [model.base_model.get_submodule(name) for name in model.config.rsa["modules"]]
         self.probes = []
-        for module in attention:
-            heads = heads_of(module)
-            assert heads is not None
-            module.rsa = _Probe(heads.spec)
-            self.probes.append(module.rsa)
+        for module in list(model.modules()):
+            if (heads := heads_of(module)) is not None:
+                module.rsa = _Probe(heads.spec)
+                self.probes.append(module.rsa)
         model.eval().requires_grad_(False)
         self._trained_head: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
         return self
@@ -97,14 +84,8 @@ class ProbedModel:
     def train_head(self, batches: Sequence[Mapping[str, Any]], steps: int) -> int:
         """Train what the model has beside its base, if it is a classifier that knows no more than the label counts.
 
-        The loss of a new head says little of the layers below it. The head is put back on exit.
-
-        Args:
-            batches: the batches to train on, in turn.
-            steps: number of steps of AdamW.
-
-        Returns:
-            The number of steps that were taken, 0 for a model that needs none.
+        The loss of a new head says little of the layers below it. The head is put back on exit. Returns the number of
+        steps of AdamW that were taken, 0 for a model that needs none.
         """
         if not self._guesses(batches):
             return 0
@@ -145,13 +126,16 @@ class ProbedModel:
         """Run each batch forward and backward."""
         by_batch, rows, terms = [], [], 0
         for batch in batches:
-            for probe in self.probes:
-                probe.found = []
+            found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.probes]
+            for probe, calls in zip(self.probes, found, strict=True):
+                probe.found = calls
             self._loss(batch).backward()
             rows.append(num_rows(batch))
             labels = batch.get("labels")
             terms += int((labels != IGNORED_LABEL).sum()) if isinstance(labels, Tensor) else rows[-1]
-            by_batch.append([_added(probe.found, rows[-1]) for probe in self.probes])
+            by_batch.append([_added(calls, rows[-1]) for calls in found])
+        for probe in self.probes:
+            probe.found = None
         layers = list(zip(*by_batch, strict=True))
         return Gradients(
             [_padded([count * lags for count, (lags, _) in zip(rows, layer, strict=True)]) for layer in layers],
@@ -182,11 +166,7 @@ class ProbedModel:
 
 
 def num_rows(batch: Mapping[str, Any]) -> int:
-    """The number of rows of a batch: the first dimension of its first tensor that has one.
-
-    Raises:
-        ValueError: it has no such tensor.
-    """
+    """The number of rows of a batch: the first dimension of its first tensor that has one."""
     for value in batch.values():
         if isinstance(value, Tensor) and value.dim():
             return len(value)
@@ -215,17 +195,12 @@ def _padded(lags: list[Tensor]) -> Tensor:
 
 
 class _Probe(RSAHeads):
-    """An `rsa` child that records c and d in the backward pass, with RSA heads of its own or without.
-
-    Args:
-        spec: any heads for the layer.
-    """
+    """An `rsa` child that records c and d of each backward pass in `found`, with RSA heads of its own or without."""
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
         self.current: RSAHeads | None = None
-        self.anchor = torch.zeros((), requires_grad=True, device="cpu")  # a gradient if all weights are frozen
-        self.found: list[tuple[Tensor, Tensor]] = []
+        self.found: list[tuple[Tensor, Tensor]] | None = None
         self.causal = True  # as the mask of the last call
 
     def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask, shard: Shard | None = None) -> Tensor:
@@ -237,47 +212,25 @@ class _Probe(RSAHeads):
             )
         self.causal = mask.causal
         output = attention if self.current is None else self.current(attention, value, mask)
-        if not torch.is_grad_enabled():
+        if (found := self.found) is None or not torch.is_grad_enabled():
             return output
-        recorded: Tensor = _Record.apply(output, self.anchor, attention, value, mask, self.found)  # type: ignore[no-untyped-call]
-        return recorded
+        if not output.requires_grad:  # all weights are frozen
+            output = output.detach().requires_grad_()
+        dtype, attention, value = working_dtype(value), attention.detach(), value.detach()
 
+        @torch.no_grad()
+        def record(grad: Tensor) -> None:
+            by_attention = (grad.to(dtype) * attention.to(dtype)).sum((1, 3))
+            found.append((lag_products(grad.to(dtype), value.to(dtype), mask), by_attention))
 
-class _Record(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        output: Tensor,
-        anchor: Tensor,
-        attention: Tensor,
-        value: Tensor,
-        mask: AttentionMask,
-        found: list[tuple[Tensor, Tensor]],
-    ) -> Tensor:
-        ctx.save_for_backward(attention, value)
-        ctx.mask, ctx.found = mask, found
-        return output.view_as(output)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        attention, value = ctx.saved_tensors
-        dtype = working_dtype(value)
-        by_attention = (grad.to(dtype) * attention.to(dtype)).sum((1, 3))
-        ctx.found.append((lag_products(grad.to(dtype), value.to(dtype), ctx.mask), by_attention))
-        return grad, None, None, None, None, None
+        output.register_hook(record)
+        return output
 
 
 def lag_products(grad: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
     """c(τ) = Σ_t ⟨G_t, V_s⟩ over the keys s at lag τ that query t sees, in either direction if REMs are unmasked.
 
-    Args:
-        grad: G, [B, T, H, D].
-        value: V, [B, Hv, S, D].
-        mask: which keys each query sees.
-
-    Returns:
-        [B, H, S], 0 at lag 0.
+    G is [B, T, H, D] and V [B, Hv, S, D]; the result is [B, H, S], 0 at lag 0.
     """
     B, _, H, _ = grad.shape
     S, shared = value.shape[2], grad.shape[2] // value.shape[1]

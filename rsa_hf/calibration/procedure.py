@@ -12,20 +12,16 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.calibration.choice import Choice, Scores, choose, in_errors, score
-from rsa_hf.calibration.dictionary import DICTIONARY
+from rsa_hf.calibration.choice import Choice, choose, in_errors, score
 from rsa_hf.calibration.gradients import ProbedModel, num_rows, take_rows
 from rsa_hf.calibration.report import CalibratedHead, Calibration
-from rsa_hf.config import HeadConfig, RSAConfig
+from rsa_hf.config import RSAConfig
 from rsa_hf.patching import is_patched
 
 __all__ = ["CalibrationSettings", "calibrate", "run_calibration"]
 
 FEWEST_ROWS = 12
 FOLDS = 3  # of the check
-FIRST_STEP = 0.35  # of a Newton step of one head, when it is chosen
-LARGEST_GROWTH = 2.0  # of a share in one step, relative to it
-WIDEST_GATE = 0.9
 CERTAIN = 2.5  # standard errors by which the loss of held-out rows has to fall
 
 
@@ -71,10 +67,8 @@ def calibrate(
         config = calibrate(model, batches)
         patch_model(model, config)  # better on such data than before, with nothing trained yet
 
-    `run_calibration` takes the same arguments, and returns a report too; see there.
-
-    Returns:
-        The config. It names no heads where no gain could be shown; `patch_model` then leaves the model as it is.
+    It names no heads where no gain could be shown; `patch_model` then leaves the model as it is. `run_calibration`
+    takes the same arguments, and returns a report too; see there.
     """
     return run_calibration(model, batches, seed=seed, progress=progress, **settings).config
 
@@ -113,8 +107,7 @@ def run_calibration(
 
     Raises:
         TypeError: `model` is not a `PreTrainedModel`, or a setting is unknown.
-        ValueError: too few rows, no loss, a loss that is not finite, a model that is patched already, or a setting
-            outside its range.
+        ValueError: too few rows, no finite loss, a patched model, or a setting outside its range.
     """
     how = CalibrationSettings(**settings)
     if not isinstance(model, PreTrainedModel):
@@ -138,18 +131,18 @@ def run_calibration(
         scores = score(probed.gradients(read), probed.directions)
         bar.update()
 
-        def fit(chosen: Tensor, moves: int) -> list[_Share]:
+        def fit(chosen: Tensor, moves: int) -> list[Choice]:
             """Choose heads on some rows, given as truth values, and size their gates on these."""
             found = scores.of(chosen)
             generator = torch.Generator().manual_seed(seed)
-            shares = [_Share(each, found) for each in choose(found, how.false_discoveries, generator)]
-            for _ in range(moves if shares else 0):
-                probed.set_heads(_config_of(shares))
+            heads = choose(found, how.false_discoveries, generator)
+            for _ in range(moves if heads else 0):
+                probed.set_heads(_config_of(heads))
                 now = score(probed.gradients(_some(read, chosen)), probed.directions)
-                for share in shares:
-                    share.move(now)
+                for head in heads:
+                    head.move(now)
                 bar.update()
-            return [share for share in shares if share.gate > 0]
+            return [head for head in heads if head.share > 0]
 
         # By which the loss of each row falls with heads that were chosen without it, and with P = 0 on these heads.
         gains, damped = torch.zeros(2, rows, dtype=torch.float32)
@@ -161,13 +154,13 @@ def run_calibration(
                 found[held_out] = losses[held_out] - probed.losses(_some(read, held_out))
             bar.update()
         gain, error = float(gains.mean()), float(gains.std()) / math.sqrt(rows)
-        shares = fit(torch.ones_like(fold_of_row, dtype=torch.bool), how.gate_passes) if gain > CERTAIN * error else []
+        heads = fit(torch.ones_like(fold_of_row, dtype=torch.bool), how.gate_passes) if gain > CERTAIN * error else []
     of_best = (z.argmin(-1, keepdim=True) for z in in_errors(scores.recurrence))
     best = [means.gather(1, rem)[:, 0] for means, rem in zip(scores.means, of_best, strict=True)]
-    shares.sort(key=lambda share: (share.chosen.layer, share.chosen.head))
+    heads.sort(key=lambda head: (head.layer, head.head))
     return Calibration(
-        config=_config_of(shares),
-        heads=tuple(CalibratedHead(share.config(), share.derivative, share.chosen.certainty) for share in shares),
+        config=_config_of(heads),
+        heads=tuple(CalibratedHead(head.config(), head.derivative, head.certainty) for head in heads),
         derivatives=tuple(tuple(of_layer.tolist()) for of_layer in best),
         num_rows=rows,
         loss=float(losses.mean()),
@@ -178,43 +171,8 @@ def run_calibration(
     )
 
 
-class _Share:
-    """The share a = g · mass of a REM on a chosen head, as it is moved towards where its derivative vanishes."""
-
-    def __init__(self, chosen: Choice, scores: Scores) -> None:
-        self.chosen = chosen
-        self.mass = float(scores.masses[chosen.layer][chosen.rem])
-        self.derivative = self._derivative(scores)
-        # All heads move at once, and change each other's derivatives: a whole step would be too far.
-        self.share = self._possible(-FIRST_STEP * self.derivative / chosen.curvature)
-
-    @property
-    def gate(self) -> float:
-        """The gate g of eq. 4."""
-        return self.share / self.mass
-
-    def move(self, scores: Scores) -> None:
-        """Take a secant step from the derivative without any heads and the one with all of them."""
-        derivative = self._derivative(scores)
-        rise = (derivative - self.derivative) / self.share if self.share else 0.0
-        step = -derivative / max(rise, self.chosen.curvature)
-        self.share = self._possible(self.share + min(max(step, -self.share), LARGEST_GROWTH * self.share))
-
-    def config(self) -> HeadConfig:
-        """The head in the config."""
-        rem = DICTIONARY[self.chosen.rem]
-        place = (self.chosen.layer, self.chosen.head)
-        return HeadConfig(*place, rem.kind, rem.decay, self.gate, rem.theta, rem.dilation)
-
-    def _derivative(self, scores: Scores) -> float:
-        return float(scores.means[self.chosen.layer][self.chosen.head, self.chosen.rem])
-
-    def _possible(self, share: float) -> float:
-        return min(max(share, 0.0), WIDEST_GATE * self.mass)
-
-
-def _config_of(shares: list[_Share]) -> RSAConfig:
-    return RSAConfig(heads=tuple(share.config() for share in shares))
+def _config_of(heads: list[Choice]) -> RSAConfig:
+    return RSAConfig(heads=tuple(head.config() for head in heads))
 
 
 def _without_recurrence(config: RSAConfig) -> RSAConfig:
@@ -242,4 +200,4 @@ def _read(batches: Iterable[Mapping[str, Any]], most: int) -> list[dict[str, Any
 def _some(batches: list[dict[str, Any]], chosen: Tensor) -> list[dict[str, Any]]:
     """Batches of some of the rows, given as truth values."""
     parts = zip(batches, chosen.split([num_rows(batch) for batch in batches]), strict=True)
-    return [take_rows(batch, of_batch.nonzero()[:, 0]) for batch, of_batch in parts if bool(of_batch.any())]
+    return [take_rows(batch, of_batch.nonzero()[:, 0]) for batch, of_batch in parts if of_batch.any()]

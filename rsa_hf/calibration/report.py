@@ -16,12 +16,10 @@ __all__ = ["CalibratedHead", "Calibration"]
 
 @dataclass(frozen=True)
 class CalibratedHead:
-    """A head that was chosen.
+    """A head that was chosen, as the config names it.
 
-    Attributes:
-        config: the head as the config names it.
-        derivative: of the loss with respect to the share g · Σ |f(τ)| of its REM, in the plain model.
-        certainty: by how many standard errors the derivative is below zero.
+    `derivative` is that of the loss with respect to the share g · Σ |f(τ)| of its REM, in the plain model. It is below
+    zero by `certainty` standard errors.
     """
 
     config: HeadConfig
@@ -38,8 +36,7 @@ class Calibration:
         heads: the heads of the config.
         derivatives: of every layer, and of every head in it, the derivative of the loss with respect to the share of
             its best REM.
-        num_rows: number of rows.
-        loss: the plain model's mean loss.
+        num_rows, loss: number of rows, and the plain model's mean loss.
         gain: by how much the mean loss of rows falls with heads that were chosen without them.
         gain_error: standard error of the gain, over rows.
         gain_without_recurrence: the same with P = 0 on these heads, where their gates only damp attention.
@@ -67,9 +64,6 @@ class Calibration:
 
     def plot(self, path: str | Path) -> None:
         """Draw a heatmap, layers × heads, of the derivatives; chosen heads are marked with their gates.
-
-        Args:
-            path: the file, usually a `.png`; its folder is created.
 
         Raises:
             ImportError: matplotlib is not installed.

@@ -1,8 +1,7 @@
 """The model card of a patched model, made from the template `model_card.md`.
 
-Saving a patched model writes the card, and `write_card` writes one with results. The part about RSA stands between two
-comments. A later save replaces this part, which describes the weights beside it, and leaves the rest of the card to
-its user.
+Saving a patched model writes the card, and `write_card` writes one with results. A later save replaces the part
+between two comments, which describes the weights beside it, and leaves the rest of the card to its user.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from rsa_hf.saved_plan import saved_plans
 from rsa_hf.utils.files import write_text
 from rsa_hf.utils.text import without_credentials
 
-__all__ = ["clear_card", "write_card"]
+__all__ = ["write_card"]
 
 CARD, PLOT = "README.md", "rsa.png"
 TEMPLATE = Path(__file__).with_name("model_card.md")
@@ -70,10 +69,10 @@ def write_card(
     seed: int | None = None,
     plot: bool = True,
 ) -> Path | None:
-    """Write the card of a patched model, README.md, into a folder.
+    """Write the card of a patched model, README.md, into the folder where it is saved.
 
     An existing card keeps its text and metadata. rsa_hf's part of it is replaced, tags are added, and results that
-    rsa_hf wrote give way to `scores`. A README without metadata is not a card, and is left unchanged.
+    rsa_hf wrote give way to `scores`.
 
     Args:
         model: a patched model.
@@ -89,7 +88,7 @@ def write_card(
         plot: whether to draw `rsa.png` beside the card; it is left out if matplotlib is not installed.
 
     Returns:
-        The card's path; None if there is a README that is not a card.
+        The card's path; None if there is a README without metadata, which is not a card and stays as it is.
 
     Raises:
         StorageError: the card cannot be written; the existing one is unchanged.
@@ -141,49 +140,25 @@ def write_card(
     return path
 
 
-def clear_card(folder: str | os.PathLike[str]) -> None:
-    """Remove rsa_hf's part from the card in a folder, after a plain model replaced a patched one there.
-
-    Raises:
-        StorageError: the card cannot be written; the existing one is unchanged.
-        ValueError: the card's metadata is invalid YAML.
-    """
-    path = Path(folder) / CARD
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    if _SECTION.search(text):
-        card = _read(text)
-        card.text = _SECTION.sub("", card.text, count=1)
-        card.data["tags"] = [tag for tag in _listed(card.data.get("tags")) if tag not in TAGS] or None
-        card.data["model-index"] = _results_of_others(card) or None
-        write_text(path, f"{str(card).rstrip()}\n")
-
-
 def _merged(present: str, new: ModelCard) -> str:
     """An existing card with the generated part of a new one."""
-    card, section = _read(present), _SECTION.search(new.text)
-    assert section is not None
+    try:
+        # RepoCard, because ModelCard parses `model-index` and drops what does not fit.
+        card = RepoCard(present)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"the metadata at the head of {CARD} is invalid: {error}") from error
+    [section] = _SECTION.findall(new.text)
     # A function as replacement: backslashes of the section are not escapes.
-    body, found = _SECTION.subn(lambda _: section[0], card.text, count=1)
-    card.text = body if found else f"{card.text.rstrip()}\n\n{section[0]}\n"
+    body, found = _SECTION.subn(lambda _: section, card.text, count=1)
+    card.text = body if found else f"{card.text.rstrip()}\n\n{section}\n"
     data: dict[str, Any] = new.data.to_dict()  # type: ignore[no-untyped-call]
-    card.data["model-index"] = [*_results_of_others(card), *data.pop("model-index", [])] or None
+    entries = _listed(card.data.get("model-index"))
+    others = [each for each in entries if not (isinstance(each, dict) and str(each.get("name")).endswith(RESULTS))]
+    card.data["model-index"] = [*others, *data.pop("model-index", [])] or None
     for key, value in data.items():
         own = card.data.get(key)
         card.data[key] = list(dict.fromkeys([*_listed(own), *value])) if isinstance(value, list) else own or value
     return str(card)
-
-
-def _read(text: str) -> RepoCard:
-    try:
-        # RepoCard, because ModelCard parses `model-index` and drops what does not fit.
-        return RepoCard(text)
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"the metadata at the head of {CARD} is invalid: {error}") from error
-
-
-def _results_of_others(card: RepoCard) -> list[Any]:
-    entries = _listed(card.data.get("model-index"))
-    return [each for each in entries if not (isinstance(each, dict) and str(each.get("name")).endswith(RESULTS))]
 
 
 def _listed(value: Any) -> list[Any]:

@@ -19,11 +19,7 @@ def what_fits() -> str:
 
 
 def require_transformers() -> None:
-    """Check the installed transformers.
-
-    Raises:
-        ImportError: it is outside the supported range.
-    """
+    """Raise an ImportError if the installed transformers is outside the supported range."""
     low, high = TRANSFORMERS_RANGE
     if not Version(low) <= Version(transformers.__version__) < Version(high):
         raise ImportError(f"{what_fits()} Install one that fits: pip install 'transformers>={low},<{high}'")

@@ -1,9 +1,8 @@
 """Attention: the output of a module with a child named `rsa` is mixed with recurrence.
 
-There are two paths. Most modules get their attention function from transformers' attention interface, which
-`wrap_get_interface` wraps. Classes in `architectures/table.py` compute attention themselves: `connect` wraps a method
-of theirs. Both lead to `mix_recurrence`, which reads the mask and calls the heads. A trial run records the calls of
-both.
+Most modules get their attention function from transformers' attention interface, which `wrap_get_interface` wraps.
+Classes in `architectures/table.py` compute attention themselves: `connect` wraps a method of theirs. Both lead to
+`mix_recurrence`, which reads the mask and calls the heads. A trial run records the calls of both.
 """
 
 from __future__ import annotations
@@ -29,27 +28,16 @@ from rsa_hf.integration.split_layers import layer_shape, run_heads
 from rsa_hf.integration.trial import (
     AttentionCall,
     attention_output,
-    is_own,
+    foreign_part,
     looks_ahead,
     marking,
-    marks_calls,
     marks_of,
-    recorded,
     require_trusted,
+    state,
 )
 from rsa_hf.ops.mask import AttentionMask, remembered
 from rsa_hf.ops.read_mask import flash_segment_ids, read_attention_mask
 from rsa_hf.rem import is_transformed
-
-__all__ = [
-    "architecture_of",
-    "cached_positions",
-    "connect",
-    "mix_recurrence",
-    "require_all_keys",
-    "wrap_class",
-    "wrap_get_interface",
-]
 
 _BY_CLASS = {(architecture.path, architecture.name): architecture for architecture in ARCHITECTURES}
 
@@ -67,7 +55,7 @@ def wrap_get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
         base = original(self, attn_implementation, default)
 
         def attention(module: nn.Module, *args: Any, **keywords: Any) -> Any:
-            if heads_of(module) is None and recorded() is None:
+            if heads_of(module) is None and state.calls is None:
                 return base(module, *args, **keywords)
             return _attention_with_rsa(base, attn_implementation or "", module, *args, **keywords)
 
@@ -92,21 +80,21 @@ def _attention_with_rsa(
     if causal is None:
         causal = getattr(module, _DIRECTION_ATTRIBUTES.get(type(module).__name__, "is_causal"), None)
     causal = None if causal is None else bool(causal)
-    if (calls := recorded()) is not None:
+    if (calls := state.calls) is not None:
         # Zero queries weight all keys that they see equally.
-        marks = marks_of(value) if marks_calls() else value
-        seen = base(module, torch.zeros_like(query), key, marks, attention_mask, *args, **keywords)
+        seen = base(module, torch.zeros_like(query), key, marks_of(value), attention_mask, *args, **keywords)
         calls.append(_call(module, attention_output(seen, implementation, query, value), value, causal))
-    own = is_own(base)
-    if not own and (rsa := heads_of(module)) is not None:
+    foreign = foreign_part(base)
+    if foreign is not None and (rsa := heads_of(module)) is not None:
         planned = causal if rsa.spec.causal is None else rsa.spec.causal
-        require_trusted(base, implementation, planned, module, query, key, value, attention_mask, args, keywords)
+        call = (module, query, key, value, attention_mask, args, keywords)
+        require_trusted(base, foreign, implementation, planned, *call)
     if isinstance(keywords.get("cache"), PagedAttentionCache):
         return paged_attention_with_rsa(base, module, query, key, value, attention_mask, *args, **keywords)
     result = base(module, query, key, value, attention_mask, *args, **keywords)
     mixed = mix_recurrence(
         module,
-        result[0] if own else attention_output(result, implementation, query, value),
+        result[0] if foreign is None else attention_output(result, implementation, query, value),
         value,
         attention_mask,
         causal,
@@ -122,7 +110,7 @@ def _attention_with_rsa(
 def _call(module: nn.Module, output: Tensor, value: Tensor, stated: bool | None) -> AttentionCall:
     """The record of a call, from attention's output on marks, [B, T, H, D], and V, [B, Hv, S, D]."""
     shape = layer_shape(module, output, value)
-    shown = not looks_ahead(output) if marks_calls() and not output.is_meta else stated
+    shown = stated if output.is_meta else not looks_ahead(output)
     return AttentionCall(module, shape, output.shape[1], value.shape[2], stated, shown)
 
 
@@ -139,7 +127,7 @@ def connect(model: nn.Module) -> None:
     """Wrap the classes of a model's attention modules that have a row in the table, once in a process.
 
     Raises:
-        RuntimeError: a class is not as expected; the message names the transformers versions that fit.
+        RuntimeError: a class is not as expected.
     """
     owners = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     config_of = {module: owner.config for owner in owners for module in owner.modules()}  # of the innermost one
@@ -147,9 +135,6 @@ def connect(model: nn.Module) -> None:
         row = architecture_of(module)
         if row is None:
             continue
-        missing = [name for name in row.attributes if not hasattr(module, name)]
-        if missing:
-            raise _unexpected(row, f"to have {', '.join(row.attributes)}", missing)
         wrap_class(row.path, row.name)
         if (heads := heads_of(module)) is not None:
             heads.architecture, heads.model_config = row, config_of.get(module)
@@ -167,11 +152,15 @@ def wrap_class(path: str, name: str) -> Architecture:
     names = list(inspect.signature(original).parameters)[1:] if callable(original) else []
     missing = [name for name in row.parameters if name not in names]
     if not callable(original) or missing:
-        raise _unexpected(row, f"to define {row.method}({', '.join(row.parameters)})", missing or [row.method])
+        raise RuntimeError(
+            f"{what_fits()} {row.path}.{row.name} was expected to define {row.method}({', '.join(row.parameters)}), "
+            f"but {', '.join(missing) or row.method} is missing. Install a transformers version that rsa_hf was "
+            "tested with, or a newer rsa_hf."
+        )
 
     @functools.wraps(original)
     def method(self: nn.Module, *args: Any, **keywords: Any) -> Any:
-        calls = recorded()
+        calls = state.calls
         if heads_of(self) is None and calls is None:
             return original(self, *args, **keywords)
         call = dict(zip(names, args, strict=False)) | keywords
@@ -181,7 +170,7 @@ def wrap_class(path: str, name: str) -> Architecture:
             calls.append(_call(self, attention, value, causal))
             return attention
 
-        if calls is not None and marks_calls():
+        if calls is not None:
             with marking():
                 row.run(self, original, call, record)
         return row.run(self, original, call, functools.partial(mix_recurrence, self))
@@ -193,13 +182,6 @@ def wrap_class(path: str, name: str) -> Architecture:
 
 # Patched layers carry their row, so that unpickling one in a new process wraps its class there.
 copyreg.pickle(Architecture, lambda row: (wrap_class, (row.path, row.name)))
-
-
-def _unexpected(row: Architecture, expected: str, missing: list[str]) -> RuntimeError:
-    return RuntimeError(
-        f"{what_fits()} {row.path}.{row.name} was expected {expected}, but {', '.join(missing)} is missing. Install a "
-        "transformers version that rsa_hf was tested with, or a newer rsa_hf."
-    )
 
 
 # --- eq. 4 ----------------------------------------------------------------------------------------------------------
@@ -217,21 +199,12 @@ def mix_recurrence(
     flash: Mapping[str, Any] | None = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Mix P V into the output of attention, if the module has RSA heads.
+    """Mix P V into the output of attention, [B, T, H, D], if the module has RSA heads.
 
-    Args:
-        module: the attention module.
-        attention: output of softmax attention, [B, T, H, D].
-        value: V, including cached positions or memories, [B, Hv, S, D].
-        mask: the call's mask, as in `read_attention_mask`.
-        causal: direction of the call, used if the plan does not say; None: unknown.
-        aligned_top_left: as in `read_attention_mask`.
-        sliding_window: number of positions back that a query sees, itself included, if no mask says so.
-        flash: the keywords of a call of flash attention, which has windows and packed documents there.
-        positions: positions of the queries in their texts, [B or 1, T], if the cache keeps all keys; else None.
-
-    Returns:
-        [B, T, H, D].
+    V, [B, Hv, S, D], includes cached positions or memories. The plan's direction goes before that of the call,
+    `causal`. A mask says which keys are seen, as in `read_attention_mask`, with a window, or the keywords of a call of
+    flash attention, where no mask does. `positions`, [B or 1, T], are those of the queries in their texts, if the
+    cache keeps all keys.
 
     Raises:
         ValueError: neither the plan nor the call says whether attention is causal, the layer has other heads than
@@ -272,13 +245,10 @@ _LARGEST_FIRST_POSITION = 2
 
 
 def cached_positions(module: nn.Module, keywords: Mapping[str, Any]) -> Tensor | None:
-    """Positions of the queries, [B or 1, T], from which `require_all_keys` can judge a cache; None if it cannot.
-
-    It cannot if the cache keeps the keys of a window or of several texts, or if positions have several axes (M-RoPE).
-    """
+    """Positions of the queries, [B or 1, T], from which `require_all_keys` can judge a cache; None if it cannot."""
     positions = keywords.get("position_ids")
     if type(positions) is not Tensor or positions.dim() != 2 or "cache" in keywords:
-        return None
+        return None  # M-RoPE has several axes, and a paged cache several texts
     # Not as an attribute, which a config whose layers differ refuses.
     of_config = getattr(getattr(module, "config", None), "__dict__", {}).get("sliding_window")
     if keywords.get("sliding_window", of_config) or torch.compiler.is_compiling() or is_transformed():
@@ -287,14 +257,9 @@ def cached_positions(module: nn.Module, keywords: Mapping[str, Any]) -> Tensor |
 
 
 def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
-    """Check that a cache has lost no keys: no query is at a position beyond its slot.
-
-    A single query on a GPU is not checked: decoding would wait for the device at each token.
-
-    Raises:
-        ValueError: a position is beyond its slot.
-    """
+    """Check that a cache has lost no keys: no query is at a position beyond its slot."""
     T, device = mask.query_length, positions.device.type
+    # A single query on a GPU is not checked: decoding would wait for the device at each token.
     if not mask.causal or positions.shape[1] != T or (T == 1 and device != "cpu"):
         return
     slot = mask.query_offset if mask.query_position is None else int(mask.query_position)
@@ -303,8 +268,8 @@ def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
     if slot > 0 and position > slot + _LARGEST_FIRST_POSITION:
         raise ValueError(
             f"position_ids: a query is at position {position} of its text, but at slot {slot} of its cache, as if the "
-            "cache had dropped keys. RSA heads count distances in slots, so all keys must stay. Use a cache that "
-            "keeps them, or unpatch_model(model). If this one does, position_ids must start at 0."
+            "cache had dropped keys. RSA counts distances in slots: use a cache that keeps all keys, or "
+            "unpatch_model(model). If this one does, position_ids must start at 0."
         )
 
 

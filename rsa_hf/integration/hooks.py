@@ -10,30 +10,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Hook", "install_hooks", "is_installed"]
-
 logger = logging.getLogger(__name__)
+
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True)
 class Hook:
     """One function of another library that is replaced by a wrapper.
 
-    Attributes:
-        owner: the class or module that holds the function, as "package.module:Class" or "package.module".
-        name: the function's name there.
-        parameters: the parameters that the wrapper relies on.
-        wrap: takes the original function and returns its replacement.
-        purpose: what the hook does, as an infinitive.
-        essential: whether none of the list is installed without it.
+    `wrap` takes the original function and returns its replacement, which names the parameters that it relies on.
     """
 
-    owner: str
+    owner: str  # the class or module that holds the function, as "package.module:Class" or "package.module"
     name: str
-    parameters: tuple[str, ...]
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-    purpose: str
-    essential: bool = True
+    purpose: str  # what the hook does, as an infinitive
+    essential: bool = True  # whether none of the list is installed without it
 
     def __str__(self) -> str:
         return f"{self.owner.rpartition(':')[2].rpartition('.')[2]}.{self.name}"
@@ -49,14 +42,10 @@ def is_installed(hook: Hook) -> bool:
 
 
 def install_hooks(hooks: Sequence[Hook], supported: str) -> None:
-    """Install hooks: all that are essential or, if one of those does not fit, none at all.
+    """Install the hooks that are not in place yet: all essential ones or, if one of those does not fit, none at all.
 
-    A hook that is not essential and does not fit is left out, with a warning that says what is lost. Hooks that are
-    in place already stay as they are.
-
-    Args:
-        hooks: the hooks.
-        supported: which versions of the library are supported, as a sentence for messages.
+    A hook that is not essential and does not fit is left out, with a warning. `supported` is a sentence for messages:
+    which versions of the library are supported.
 
     Raises:
         ImportError: the function of an essential hook is missing, or lacks a parameter.
@@ -86,12 +75,11 @@ def _replacement(hook: Hook) -> tuple[Any, Any]:
     function = getattr(static, "__func__", static)
     if not callable(function):
         raise AttributeError(f"{hook} is missing")
+    replacement: Any = hook.wrap(function)
     found = list(inspect.signature(function).parameters)
-    if any(name not in found for name in hook.parameters):
-        raise AttributeError(
-            f"{hook} was expected to take ({', '.join(hook.parameters)}), but takes ({', '.join(found)})"
-        )
-    replacement: Any = functools.wraps(function)(hook.wrap(function))
+    needed = [each.name for each in inspect.signature(replacement).parameters.values() if each.kind not in _VARIABLE]
+    if not set(needed) <= set(found):
+        raise AttributeError(f"{hook} was expected to take ({', '.join(needed)}), but takes ({', '.join(found)})")
+    functools.update_wrapper(replacement, function)
     replacement._rsa_hf_wrappers = (*getattr(function, "_rsa_hf_wrappers", ()), hook.wrap)
-    kind = type(static) if isinstance(static, (staticmethod, classmethod)) else None
-    return owner, kind(replacement) if kind else replacement
+    return owner, type(static)(replacement) if isinstance(static, (staticmethod, classmethod)) else replacement

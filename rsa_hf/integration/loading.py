@@ -1,7 +1,8 @@
-"""Building and loading: a config with a plan gets its RSA heads, and a checkpoint has to match its plan exactly."""
+"""Building, loading and resuming: a config with a plan gets its RSA heads, which a checkpoint has to match exactly."""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
@@ -9,20 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
 from rsa_hf.children import attach_heads, heads_of, keep_in_float32
 from rsa_hf.integration.attention import architecture_of, connect
-from rsa_hf.integration.peft.checks import require_adapter_file
+from rsa_hf.integration.peft.adapter_plan import require_adapter_file
 from rsa_hf.integration.split_layers import require_whole_sequence
 from rsa_hf.layer import RSAHeads
-from rsa_hf.saved_plan import RSA_KEY, planned_layers, require_number, saved_plans
+from rsa_hf.saved_plan import RSA_KEY, differences, read_plan, require_number, saved_plans
 from rsa_hf.utils.text import shorten
-
-__all__ = ["attach_from_config", "is_self_attention", "wrap_load_pretrained_model", "wrap_post_init"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ def wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def post_init(self: PreTrainedModel) -> None:
         # from_pretrained builds on the meta device. Elsewhere the weights are random, and a config that is shared with
         # a patched model would give RSA heads to a control that is meant to be plain.
-        if any(heads.mu.device.type != "meta" for heads in attach_from_config(self)):
+        if any(heads.mu.device.type != "meta" for heads in _attach_from_config(self)):
             logger.warning(
                 "A %s is built with RSA heads, because its config has a plan for them: config.rsa. For a plain one "
                 "copy the config before patch_model or after unpatch_model.",
@@ -52,24 +51,18 @@ def wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
     return post_init
 
 
-def attach_from_config(model: PreTrainedModel) -> list[RSAHeads]:
-    """Build the `rsa` children that `model.config.rsa` names; without a plan, nothing.
+def _attach_from_config(model: PreTrainedModel) -> list[RSAHeads]:
+    """Build the `rsa` children that `model.config.rsa` names, and return them; without a plan, nothing.
 
     The parts of a composite model share its config but not its module names. A part with none of the modules stays
     plain; loading checks that the whole model has them.
-
-    Returns:
-        The new children.
-
-    Raises:
-        TypeError, ValueError: the plan is damaged, or names a module that is not self-attention.
     """
     base = model.base_model
     if vars(model.config).get("rsa") is None or (base is not model and any(map(heads_of, base.modules()))):
         return []  # the base has built its heads from the same plan
     found = {
         name: (module, layer)
-        for name, layer in planned_layers(model.config).items()
+        for name, layer in read_plan(model.config.rsa).layers.items()
         if (module := _submodule(base, name)) is not None
     }
     wrong = [name for name, (module, _) in found.items() if not is_self_attention(name, module)]
@@ -99,12 +92,8 @@ def is_self_attention(name: str, module: nn.Module) -> bool:
     time axis. In torch, transformers and this package the module that computes attention is the innermost one that has
     weight matrices and "Attention" in the name of its class; `BertAttention`, for example, only holds a
     `BertSelfAttention`. It is in `architectures/table.py`, or its class is from a file that imports the attention
-    interface. Classes of other packages (`trust_remote_code`) may be named in any way: the answer for them is True.
-
-    Args:
-        name: the module's name in the model. Cross-attention often has the class of self-attention, and is then
-            recognised only by its name.
-        module: the module.
+    interface. Cross-attention often has the class of self-attention, and is recognised by the module's name alone.
+    Classes of other packages (`trust_remote_code`) may be named in any way: the answer for them is True.
     """
     kind = type(module)
     if kind.__module__.partition(".")[0] not in ("torch", "transformers", "rsa_hf"):
@@ -169,23 +158,15 @@ def _planned_modules(model: PreTrainedModel) -> list[str]:
 
 
 def _is_ignored(model: PreTrainedModel, key: str) -> bool:
-    """Whether a tensor belongs to a part that this class does not have at all, e.g. the decoder of a T5EncoderModel.
-
-    The plan then names its module. Patterns alone match too much: GPT-2's "attn.bias" is in
-    "h.9.attn.c_attn.bias.rsa.mu".
-    """
+    """Whether a tensor belongs to a part that this class does not have, such as the decoder of a T5EncoderModel."""
+    # The plan names its module. Patterns alone match too much: "attn.bias" of GPT-2 is in "c_attn.bias.rsa.mu".
     module = key.rpartition(".rsa.")[0]
     is_planned = any(f".{module}".endswith(f".{name}") for name in _planned_modules(model))
     return is_planned and any(re.search(pattern, key) for pattern in model._keys_to_ignore_on_load_unexpected or ())
 
 
 def _check_files(files: list[str], load_config: Any) -> None:
-    """Check the files of a patched checkpoint before memory is taken for anything in them.
-
-    Raises:
-        ValueError: a file is a pickle, or damaged, or an RSA tensor holds NaN or values out of range.
-        TypeError: an RSA tensor holds no floating-point numbers.
-    """
+    """Refuse pickles, damaged files and RSA tensors out of range before memory is taken for anything in them."""
     # An index may name any file, and transformers loads all but safetensors as pickles.
     pickled = [Path(file).name for file in files if not file.endswith(".safetensors")]
     if pickled and load_config.use_safetensors is not False:
@@ -206,34 +187,58 @@ def _check_files(files: list[str], load_config: Any) -> None:
 
 
 def _require_matching_keys(model: PreTrainedModel, loading_info: Any) -> None:
-    """Check that the RSA tensors of a checkpoint are those of the plan.
-
-    Raises:
-        ValueError: one is missing, unexpected, or has another shape.
-    """
-    unexpected = [
-        key for key in sorted(loading_info.unexpected_keys) if RSA_KEY.search(key) and not _is_ignored(model, key)
-    ]
-    missing = [key for key in sorted(loading_info.missing_keys) if RSA_KEY.search(key)]
-    if model._hf_peft_config_loaded:  # `model.load_adapter` calls this too; an adapter has no weights of its base
-        if unexpected:
-            raise ValueError(
-                f"transformers {transformers.__version__} does not load the gates and rates of an adapter, and they "
-                "would be lost. Load it with rsa_hf.peft.load or PeftModel.from_pretrained, on a fresh base model, or "
-                "use a newer transformers."
-            )
-        missing = []
-    mismatched = [entry for entry in sorted(loading_info.mismatched_keys) if RSA_KEY.search(entry[0])]
+    """Check that the RSA tensors of a checkpoint are those of the plan."""
+    unexpected = [key for key in loading_info.unexpected_keys if RSA_KEY.search(key) and not _is_ignored(model, key)]
+    # `model.load_adapter` calls this too; an adapter has no weights of its base.
+    missing = [] if model._hf_peft_config_loaded else filter(RSA_KEY.search, loading_info.missing_keys)
     problems = []
-    if missing:
+    if missing := sorted(missing):
         problems.append(f"missing from the checkpoint: {shorten(missing)}")
     if unexpected:
-        problems.append(f"in the checkpoint, but not in the plan: {shorten(unexpected)}")
-    for key, found, expected in mismatched:
-        problems.append(f"{key} has shape {tuple(found)} in the checkpoint, but the plan needs {tuple(expected)}")
+        problems.append(f"in the checkpoint, but not in the plan: {shorten(sorted(unexpected))}")
+    for key, found, expected in sorted(loading_info.mismatched_keys):
+        if RSA_KEY.search(key):
+            problems.append(f"{key} has shape {tuple(found)} in the checkpoint, but the plan needs {tuple(expected)}")
     if problems:
         raise ValueError(
             f"the RSA weights do not fit the plan in config.rsa ({'; '.join(problems)}). Load the weights together "
             "with the config.json they were saved with; to add RSA to a plain checkpoint, load it plain and call "
-            "patch_model."
+            "patch_model. An adapter that this transformers does not load itself: rsa_hf.peft.load."
         )
+
+
+# --- resuming -------------------------------------------------------------------------------------------------------
+
+
+def wrap_load_from_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse a checkpoint with another plan."""
+
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, *args: Any, **keywords: Any) -> Any:
+        model = self.accelerator.unwrap_model(self.model)
+        if isinstance(model, PreTrainedModel):  # the plan of an adapter is checked where it is loaded
+            _require_same_plan(Path(resume_from_checkpoint), model)
+        return original(self, resume_from_checkpoint, *args, **keywords)
+
+    return _load_from_checkpoint
+
+
+def _require_same_plan(folder: Path, model: PreTrainedModel) -> None:
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        return
+    config = json.loads(path.read_text(encoding="utf-8"))
+    parts = [config, *(value for value in config.values() if isinstance(value, dict))]
+    theirs = [read_plan(part["rsa"]) for part in parts if part.get("rsa") is not None]
+    own = [read_plan(content) for content in saved_plans(model.config)]
+    # Not the configs: the checkpoint has trained values wherever they started.
+    heads, other_heads = ([(plan.modules, plan.layers) for plan in plans] for plans in (own, theirs))
+    if len(heads) == len(other_heads) and all(each in other_heads for each in heads):
+        return
+    if own and theirs:
+        what = f"its RSA heads have another plan than the model's ({differences(theirs[0], own[0])})"
+    else:
+        what = f"the {'checkpoint' if theirs else 'model'} alone has RSA heads"
+    raise ValueError(
+        f"{folder} cannot be resumed from: {what}. Give the Trainer the model that the run was started with, "
+        "or leave resume_from_checkpoint out."
+    )

@@ -12,16 +12,10 @@ from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from rsa_hf.saved_plan import saved_plans
+from rsa_hf.saved_plan import lock_of, saved_plans
 from rsa_hf.utils.files import atomic_write
 
-__all__ = ["LOCK", "wrap_dict_from_json_file", "wrap_to_json_file"]
-
-# Part of the error that a transformers without rsa_hf prints, so it says what to do.
-LOCK = (
-    "rsa_hf (this checkpoint has RSA heads: pip install rsa_hf, then import rsa_hf before loading it, or start the "
-    "program with rsa-hf run)"
-)
+LOCK = lock_of("checkpoint")
 
 
 def wrap_to_json_file(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,32 +37,19 @@ def wrap_to_json_file(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_dict_from_json_file(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Remove the locks from a config that is read. One with locks must have a plan."""
+    """Remove the locks from a config with a plan that is read. A damaged one, with locks alone, stays locked."""
 
     def _dict_from_json_file(cls: type[PreTrainedConfig], json_file: Any) -> Any:
         content = original(cls, json_file)
-        if isinstance(content, dict):
-            parts = (content, *content.values())
-            planned = any(isinstance(part, dict) and part.get("rsa") is not None for part in parts)
-            if _remove_locks(content) and not planned:
-                raise ValueError(
-                    f"{json_file} says that its checkpoint has RSA heads, but holds no plan for them (rsa). The file "
-                    "is damaged: get it again, or save the model again."
-                )
+        parts = (content, *content.values()) if isinstance(content, dict) else ()
+        if not any(isinstance(part, dict) and part.get("rsa") is not None for part in parts):
+            return content
+        if str(content.get("attn_implementation", "")).startswith("rsa_hf"):
+            del content["attn_implementation"]
+        if isinstance(fusions := content.get("fusion_config"), dict):
+            content["fusion_config"] = {name: x for name, x in fusions.items() if not name.startswith("rsa_hf")}
+            if not content["fusion_config"]:
+                del content["fusion_config"]
         return content
 
     return _dict_from_json_file
-
-
-def _remove_locks(content: dict[str, Any]) -> bool:
-    """Remove the locks from a config; return whether there were any."""
-    locked = str(content.get("attn_implementation", "")).startswith("rsa_hf")
-    if locked:
-        del content["attn_implementation"]
-    fusions = content.get("fusion_config")
-    if not isinstance(fusions, dict) or not any(name.startswith("rsa_hf") for name in fusions):
-        return locked
-    content["fusion_config"] = {name: value for name, value in fusions.items() if not name.startswith("rsa_hf")}
-    if not content["fusion_config"]:
-        del content["fusion_config"]
-    return True

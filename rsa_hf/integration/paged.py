@@ -23,8 +23,6 @@ from rsa_hf.layer import RSAHeads
 from rsa_hf.ops.mask import AttentionMask, remembered
 from rsa_hf.ops.read_mask import as_boolean
 
-__all__ = ["forget_paged_cache", "paged_attention_with_rsa", "wrap_init_continuous_batching"]
-
 _NO_FLASH = (
     "RSA does not work with continuous batching under flash attention, which reads the cache itself: the values of "
     "earlier tokens cannot be seen. Use model.set_attn_implementation('sdpa') or ('eager'), or model.generate(...)."
@@ -54,15 +52,7 @@ def paged_attention_with_rsa(
 ) -> Any:
     """Call an attention function of transformers for the requests of a paged cache, and mix in P V.
 
-    Args:
-        base: the attention function.
-        module: an attention module with RSA heads.
-        arguments: Q, [1, H, T, D]; K and V, [1, Hv, T, D]; the additive mask, [1, 1, T, S]; and more that it takes.
-        cache: the paged cache.
-        keywords: the other keywords of the call.
-
-    Raises:
-        NotImplementedError: flash attention; a plan that is not causal; or a mask with more than windows.
+    `arguments` are Q, [1, H, T, D]; K and V, [1, Hv, T, D]; the additive mask, [1, 1, T, S]; and more that it takes.
     """
     rsa, mask = cast(RSAHeads, heads_of(module)), arguments[3]
     if keywords.get("block_table") is not None or mask is None:

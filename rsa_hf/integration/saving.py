@@ -1,7 +1,4 @@
-"""Saving: heads are saved only together with their plan, and a patched model gets a model card.
-
-A plain model that is saved over a patched one takes rsa_hf's part off the card that is there.
-"""
+"""Saving: heads are saved only together with their plan, and a patched model gets a model card."""
 
 from __future__ import annotations
 
@@ -16,13 +13,12 @@ import torch.distributed
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.children import heads_of, is_peft_wrapper
-from rsa_hf.hub import clear_card, write_card
-from rsa_hf.integration.peft.hooks import add_plan, saved_with_plan
+from rsa_hf.hub import write_card
+from rsa_hf.integration.peft.adapter_plan import add_plan
+from rsa_hf.integration.peft.hooks import saved_with_plan
 from rsa_hf.layer import RSAHeads
-from rsa_hf.saved_plan import planned_layers, saved_plans
+from rsa_hf.saved_plan import read_plan, saved_plans
 from rsa_hf.utils.text import shorten
-
-__all__ = ["wrap_save_pretrained", "wrap_upload_modified_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +36,7 @@ def wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         _require_heads_as_planned(self)
         saved = _rsa_tensors(self, state_dict or {})  # before saving, which empties the state dict
-        is_first = is_main_process and _is_first_process()
+        is_first = is_main_process and not (torch.distributed.is_initialized() and torch.distributed.get_rank())
         folders = [Path(save_directory)] if is_first else []
         with saved_with_plan(self, folders) if self._hf_peft_config_loaded else nullcontext():
             result = original(self, save_directory, is_main_process, state_dict, *args, **keywords)
@@ -53,11 +49,7 @@ def wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _require_heads_as_planned(model: PreTrainedModel) -> None:
-    """Check that a saved copy can be loaded: the heads are those of `config.rsa`, and not wrapped by PEFT.
-
-    Raises:
-        ValueError: otherwise.
-    """
+    """Check that a saved copy can be loaded: the heads are those of `config.rsa`, and not wrapped by PEFT."""
     name = type(model).__name__
     has_adapter = model._hf_peft_config_loaded  # transformers then saves the adapter only
     if not has_adapter and any(is_peft_wrapper(module) for module in model.modules()):
@@ -77,8 +69,7 @@ def _require_heads_as_planned(model: PreTrainedModel) -> None:
             f"config.rsa of this {name} holds an RSA plan, but the model has no RSA heads. Remove config.rsa, or "
             "patch the model."
         )
-    mismatched = [] if has_adapter else _mismatched_modules(model)
-    if mismatched:
+    if not has_adapter and (mismatched := _mismatched_modules(model)):
         raise ValueError(
             f"the RSA heads of this {name} are not those of its plan (config.rsa) in {shorten(mismatched)}, so a "
             "saved copy could not be loaded again, or would differ. Were layers dropped, added or moved? Patch the "
@@ -89,26 +80,18 @@ def _require_heads_as_planned(model: PreTrainedModel) -> None:
 
 def _mismatched_modules(model: PreTrainedModel) -> list[str]:
     """The modules whose heads are not those of the plan in the config, because layers were dropped or moved."""
-    if vars(model.config).get("rsa") is None:
+    if (content := vars(model.config).get("rsa")) is None:
         return []
     base = model.base_model
-    planned = {
-        _without_wrappers(name): layer
-        for name, layer in planned_layers(model.config).items()
-        if name.split(".")[0] in base._modules  # otherwise it belongs to a part that this class does not have
-    }
-    found = {
-        _without_wrappers(name): heads.spec
-        for name, module in base.named_modules()
-        if (heads := heads_of(module)) is not None
-    }
-
-    return [name for name in {**planned, **found} if planned.get(name) != found.get(name)]
-
-
-def _without_wrappers(name: str) -> str:
-    """A module's name without the parts that wrappers add (FSDP, activation checkpointing): files do not have them."""
-    return ".".join(part for part in name.split(".") if not part.startswith("_"))
+    found = {name: heads.spec for name, module in base.named_modules() if (heads := heads_of(module)) is not None}
+    # A first part that is not there belongs to a part of the model that this class does not have.
+    planned = {name: spec for name, spec in read_plan(content).layers.items() if name.split(".")[0] in base._modules}
+    # Files do not have the parts of names that wrappers add (FSDP, activation checkpointing).
+    of_files, expected = (
+        {".".join(part for part in name.split(".") if not part.startswith("_")): spec for name, spec in specs.items()}
+        for specs in (found, planned)
+    )
+    return [name for name in {**expected, **of_files} if expected.get(name) != of_files.get(name)]
 
 
 def _rsa_tensors(model: PreTrainedModel, state: Mapping[str, Any]) -> list[tuple[RSAHeads, str, torch.Tensor]]:
@@ -149,18 +132,10 @@ def wrap_upload_modified_files(original: Callable[..., Any]) -> Callable[..., An
 
 
 def _update_card(model: PreTrainedModel, folder: Any, **facts: Any) -> None:
-    """Write the card of a patched model, clear that of a plain one; warn if that fails."""
+    if not saved_plans(model.config):
+        return
     try:
-        if saved_plans(model.config):
-            write_card(model, folder, **facts)
-        elif not model._hf_peft_config_loaded:  # which saves the adapter only, next to whatever is there
-            clear_card(folder)
+        write_card(model, folder, **facts)
     except Exception as error:
         # The weights are saved: a run must not end because of a card.
         logger.warning("the model card in %s was not brought up to date: %s", folder, error)
-
-
-def _is_first_process() -> bool:
-    return not (
-        torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()
-    )

@@ -2,8 +2,7 @@
 
 Under tensor parallelism, transformers (`tp_plan`) and torch (`parallelize_module`) split q, k and v by their outputs,
 so that each process has a run of heads, and the output projection by its inputs. Both keep the split weights as
-DTensors. They are read in each call: nothing is kept that a copy, a pickle or another split could make wrong. Other
-libraries (DeepSpeed's AutoTP) replace the weights; there the layer has fewer heads than when it was patched.
+DTensors, which are read in each call. DeepSpeed's AutoTP replaces the weights; then the layer has fewer heads.
 """
 
 from __future__ import annotations
@@ -20,26 +19,9 @@ from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.shard import Shard
 from rsa_hf.utils.text import shorten
 
-__all__ = ["layer_shape", "require_whole_sequence", "run_heads", "shard_of"]
-
 
 def run_heads(module: nn.Module, rsa: RSAHeads, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
-    """Equation 4 by those of a layer's RSA heads that this process has.
-
-    Args:
-        module: the attention module.
-        rsa: its RSA heads.
-        attention: output of softmax attention, [B, T, H, D].
-        value: V, [B, Hv, S, D].
-        mask: which keys each query sees.
-
-    Returns:
-        [B, T, H, D].
-
-    Raises:
-        ValueError: the layer has other heads than when it was patched.
-        NotImplementedError: its weights are split over processes in a way that does not tell the heads.
-    """
+    """Equation 4 by those of a layer's RSA heads that this process has; arguments and output as in `RSAHeads`."""
     if rsa.layer_shape == _shape(attention, value, None):
         return rsa(attention, value, mask)  # type: ignore[no-any-return]
     shard = shard_of(module, attention)
@@ -61,7 +43,7 @@ def run_heads(module: nn.Module, rsa: RSAHeads, attention: Tensor, value: Tensor
 
 
 def layer_shape(module: nn.Module, attention: Tensor, value: Tensor) -> tuple[int, int, int]:
-    """Heads, value heads and head size of a layer, on all processes together; arguments as in `run_heads`."""
+    """Heads, value heads and head size of a layer, on all processes together."""
     return _shape(attention, value, shard_of(module, attention))
 
 
@@ -73,16 +55,10 @@ def _shape(attention: Tensor, value: Tensor, shard: Shard | None) -> tuple[int, 
 def shard_of(module: nn.Module, attention: Tensor) -> Shard | None:
     """The run of heads that this process has in a call of attention; None if it has all of them.
 
-    The output projection tells it: it takes either what attention gives here, or what all processes give together.
-
-    Args:
-        module: the attention module.
-        attention: output of softmax attention, [B, T, H, D].
-
-    Raises:
-        NotImplementedError: the weights are split in another way.
+    The output projection tells it: it takes either what attention gives here, [B, T, H, D], or what all processes give
+    together.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return None
     width, split = attention.shape[2] * attention.shape[3], False
     shards: set[Shard | None] = set()
@@ -111,11 +87,7 @@ def shard_of(module: nn.Module, attention: Tensor) -> Shard | None:
 
 
 def require_whole_sequence(model: PreTrainedModel) -> None:
-    """Check that each process has the whole sequence.
-
-    Raises:
-        NotImplementedError: transformers has split it across processes.
-    """
+    """Refuse a model whose sequence transformers has split across processes."""
     if (model._tp_size or 1) > 1 and "sequence_parallel" in (model._tp_plan or {}).values():
         raise NotImplementedError(
             "RSA does not work with the style 'sequence_parallel' of a tp_plan: each process has a part of the "

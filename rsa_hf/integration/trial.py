@@ -1,7 +1,7 @@
 """Trial runs on marked values: what a model's attention modules do, and what an attention function does with V.
 
-A mark is a value that can be found again in the output of attention. With a mark on the last key alone, a query whose
-output is not zero sees that key, so a trial run shows the direction of a layer, whatever its class or config say.
+With a mark on the last key alone, a query whose output is not zero sees that key. So a trial run shows the direction
+of a layer, whatever its class or config say.
 """
 
 from __future__ import annotations
@@ -18,20 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = [
-    "AttentionCall",
-    "attention_output",
-    "is_marking",
-    "is_own",
-    "looks_ahead",
-    "marking",
-    "marks_calls",
-    "marks_of",
-    "record_attention_calls",
-    "recorded",
-    "require_trusted",
-]
-
 _OWN = ("transformers.", "rsa_hf.")  # packages whose attention functions need no trial
 _SDPA = torch._C._nn.scaled_dot_product_attention
 _trusted: weakref.WeakSet[Any] = weakref.WeakSet()  # functions that passed a trial, for as long as they exist
@@ -39,74 +25,47 @@ _trusted: weakref.WeakSet[Any] = weakref.WeakSet()  # functions that passed a tr
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of attention, as `record_attention_calls` sees it.
-
-    Attributes:
-        module: the attention module.
-        layer_shape: heads, value heads and head size of the layer, on all processes together.
-        query_length: T.
-        key_length: S.
-        stated: whether it is causal, according to the call or the module; None: neither says.
-        causal: whether it is causal, according to marked values; without marks, or on the meta device, as stated.
-    """
+    """One call of attention, as `record_attention_calls` sees it."""
 
     module: nn.Module
-    layer_shape: tuple[int, int, int]
+    layer_shape: tuple[int, int, int]  # heads, value heads and head size, on all processes together
     query_length: int
     key_length: int
-    stated: bool | None
-    causal: bool | None
+    stated: bool | None  # whether it is causal, according to the call or the module; None: neither says
+    causal: bool | None  # whether it is causal, according to marked values; on the meta device as stated
 
 
 class _State(threading.local):
     """This thread's trial run. Other threads may run models of their own."""
 
-    calls: list[AttentionCall] | None = None
-    mark: bool = True
+    calls: list[AttentionCall] | None = None  # that were recorded; None outside of `record_attention_calls`
     marking: bool = False
 
 
-_state = _State()
+state = _State()
 
 
 @contextmanager
-def record_attention_calls(*, mark: bool = True) -> Iterator[list[AttentionCall]]:
+def record_attention_calls() -> Iterator[list[AttentionCall]]:
     """Record the calls of attention in this thread while the context is open, with or without RSA heads.
 
-    Args:
-        mark: whether each call is first made on marked values, which show its direction; without cached keys only.
+    Each is first made on marked values, which show its direction. There must be no cached keys.
     """
-    calls: list[AttentionCall] = []
-    _state.calls, _state.mark = calls, mark
+    state.calls = []
     try:
-        yield calls
+        yield state.calls
     finally:
-        _state.calls = None
-
-
-def recorded() -> list[AttentionCall] | None:
-    """The calls that this thread has recorded so far; None outside of `record_attention_calls`."""
-    return _state.calls
-
-
-def marks_calls() -> bool:
-    """Whether a recorded call is made on marked values first."""
-    return _state.mark
+        state.calls = None
 
 
 @contextmanager
 def marking() -> Iterator[None]:
     """Replace V by `marks_of` in the modules beside the attention interface while the context is open."""
-    _state.marking = True
+    state.marking = True
     try:
         yield
     finally:
-        _state.marking = False
-
-
-def is_marking() -> bool:
-    """Whether `marking` is open in this thread."""
-    return _state.marking
+        state.marking = False
 
 
 def marks_of(value: Tensor, dim: int = 2) -> Tensor:
@@ -116,18 +75,19 @@ def marks_of(value: Tensor, dim: int = 2) -> Tensor:
     return marks
 
 
+def marked(value: Tensor, dim: int = 2) -> Tensor:
+    """V, or its marks if `marking` is open."""
+    return marks_of(value, dim) if state.marking else value
+
+
 def looks_ahead(output: Tensor) -> bool:
     """Whether any query but the last sees the last key, from attention's output on `marks_of`, [B, T, H, D]."""
     return bool((output[:, :-1] != 0).any())
 
 
-def is_own(base: Callable[..., Any]) -> bool:
-    """Whether an attention function is transformers' own, whose output needs no check."""
-    return _foreign(base) is None
-
-
 def require_trusted(
     base: Callable[..., Any],
+    foreign: Any,
     implementation: str,
     causal: bool | None,
     module: nn.Module,
@@ -140,33 +100,25 @@ def require_trusted(
 ) -> None:
     """Try an attention function that is not transformers' own on marked values, once, before its output is used.
 
-    A function of another library may cut up the sequence or the heads, or lay out its output in another way. The call
-    is `base(module, query, key, value, mask, *args, **keywords)` with Q, [B, H, T, D], K and V, [B, Hkv or Hv, S, D];
-    `implementation` is the function's name, and `causal` the direction of the call, or None if it is unknown.
+    A function of another library may cut up the sequence or the heads, or lay out its output in another way. Q is
+    [B, H, T, D], K and V are [B, Hkv or Hv, S, D]; `foreign` is as `foreign_part` says, and `causal` None if the
+    direction is unknown.
 
     Raises:
-        NotImplementedError: torch's context parallelism cuts the sequence, or a graph is compiled before the function
-            was tried.
-        ValueError: the function's output is not that of attention over the V that it was given.
+        NotImplementedError: the function cannot be tried here.
+        ValueError: its output is not that of attention over the V that it was given.
     """
-    foreign = _foreign(base)
     if foreign in _trusted:
         return
     name = f"attn_implementation={implementation!r} ({foreign.__module__}.{getattr(foreign, '__qualname__', '')})"
     if str(foreign.__module__).startswith("torch.distributed"):
-        raise NotImplementedError(
-            f"RSA does not work with torch's context parallelism ({name}): each process has a part of the sequence, "
-            "and P V would miss the tokens of the others. Use FSDP2 or tensor parallelism (tp_plan)."
-        )
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            f"{name} is not transformers' own, so RSA tries it before its output is trusted, and a compiled graph "
-            "cannot: run the model once before it is compiled."
-        )
-    if keywords.get("cache") is not None:
-        raise NotImplementedError(
-            f"{name} fills a paged cache, and RSA knows that of transformers' own functions alone."
-        )
+        problem = "context parallelism cuts the sequence. Use FSDP2 or tensor parallelism (tp_plan)"
+    elif torch.compiler.is_compiling():
+        problem = "it is tried before its output is trusted, so run the model once before it is compiled"
+    else:
+        problem = "it fills a paged cache" if keywords.get("cache") is not None else ""
+    if problem:
+        raise NotImplementedError(f"RSA does not work with {name}, which is not transformers' own: {problem}.")
     devices = [value.device] if value.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices):
         # Zero queries weight all keys that they see equally, so the same V at all keys comes out as it is.
@@ -196,11 +148,7 @@ def require_trusted(
 
 
 def attention_output(result: Any, implementation: str, query: Tensor, value: Tensor) -> Tensor:
-    """The output of an attention function, [B, T, H, D], checked.
-
-    Raises:
-        ValueError: the function did not return output and weights, or the output has another shape.
-    """
+    """The output of an attention function, [B, T, H, D]; a ValueError if it returned anything else."""
     B, H, T, _ = query.shape
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)
     if is_pair and result[0].shape == (B, T, H, value.shape[3]):
@@ -214,8 +162,8 @@ def attention_output(result: Any, implementation: str, query: Tensor, value: Ten
     )
 
 
-def _foreign(base: Any) -> Any:
-    """What has to be tried before the output of an attention function is trusted: itself, or a replaced sdpa."""
+def foreign_part(base: Any) -> Any:
+    """What is not transformers' own of an attention function: itself, a replaced sdpa, or nothing."""
     while isinstance(base, functools.partial):
         base = base.func
     base = getattr(base, "_torchdynamo_orig_callable", base)  # what torch.compiler.disable wraps

@@ -6,8 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from families import widen
 from rsa_hf import HeadConfig, RSAConfig, patch_model, unpatch_model
-from rsa_hf.calibration.choice import choose, score
-from rsa_hf.calibration.dictionary import DICTIONARY
+from rsa_hf.calibration.choice import DICTIONARY, choose, score
 from rsa_hf.calibration.gradients import Gradients, ProbedModel
 
 ROWS, HEADS, LENGTH = 64, 8, 32

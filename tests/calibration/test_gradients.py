@@ -13,8 +13,7 @@ from transformers import (
 
 from families import widen
 from rsa_hf import HeadConfig, RSAConfig, patch_model
-from rsa_hf.calibration.choice import score
-from rsa_hf.calibration.dictionary import DICTIONARY, Rem, unit_weights
+from rsa_hf.calibration.choice import DICTIONARY, Rem, score, unit_weights
 from rsa_hf.calibration.gradients import Gradients, ProbedModel
 from rsa_hf.rem import rem_matrix
 
@@ -86,7 +85,7 @@ def mass_of(rem, length, causal):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["llama", "bert", "t5"])
 def test_scores_agree_with_finite_differences(family, attention, rem, monkeypatch):
-    monkeypatch.setattr("rsa_hf.calibration.dictionary.DICTIONARY", (rem,))
+    monkeypatch.setattr("rsa_hf.calibration.choice.DICTIONARY", (rem,))
     model, batch = build(family, attention), batch_of(family)
     with ProbedModel(model) as probed:
         scores = score(probed.gradients([batch]), probed.directions)
@@ -107,7 +106,7 @@ def test_scores_agree_with_finite_differences(family, attention, rem, monkeypatc
 
 def test_scores_of_a_model_with_heads_agree_with_finite_differences(monkeypatch):
     rem, other = REMS["regular"], HeadConfig(0, 2, "cos", 0.9, 0.4, theta=0.5)
-    monkeypatch.setattr("rsa_hf.calibration.dictionary.DICTIONARY", (rem,))
+    monkeypatch.setattr("rsa_hf.calibration.choice.DICTIONARY", (rem,))
     model, batch = build("llama"), batch_of("llama")
 
     def head(gate):

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from families import CONFIGS, FULL_PLAN, build
-from rsa_hf import RSAConfig, patch_model, rsa_report, unpatch_model
+from rsa_hf import RSAConfig, patch_model, rsa_report
 from rsa_hf.hub import write_card
 from rsa_hf.models.transformer_xl import TransformerXLConfig, TransformerXLForCausalLM
 from rsa_hf.utils.files import StorageError
@@ -174,10 +174,6 @@ def test_what_others_wrote_stays(classifier, tmp_path):
     path.write_text(text.replace("Hello", "Hello\\1 again"))
     classifier.save_pretrained(tmp_path)
     assert path.read_text() == text.replace("Hello", "Hello\\1 again")
-    # A plain model has no part of rsa_hf's.
-    unpatch_model(classifier).save_pretrained(tmp_path)
-    assert index() == theirs
-    assert "Hello\\1 again" in path.read_text() and "rsa" not in path.read_text()
 
 
 # --- written when a model is saved ----------------------------------------------------------------------------------

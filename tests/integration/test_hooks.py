@@ -35,17 +35,14 @@ class Owner:
         pass
 
 
-def hook_of(owner, name, parameters=("self",), **kwargs):
-    def wrap(original):
-        return lambda self: original(self)
-
-    return Hook(f"{__name__}:{owner}", name, parameters, wrap, "test", **kwargs)
+def hook_of(owner, name, wrap=lambda original: lambda self: original(self), **kwargs):
+    return Hook(f"{__name__}:{owner}", name, wrap, "test", **kwargs)
 
 
 MOVED = {
-    "a function": ("Owner", "gone", ()),
-    "a class": ("Gone", "second", ()),
-    "a parameter": ("Owner", "second", ("self", "more")),
+    "a function": ("Owner", "gone"),
+    "a class": ("Gone", "second"),
+    "a parameter": ("Owner", "second", lambda original: lambda self, more: original(self)),
 }
 
 

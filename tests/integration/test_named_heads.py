@@ -104,7 +104,7 @@ def test_a_plan_without_heads_leaves_a_model_plain(config, caplog):
     assert patch_model(model, config) is model
     assert not is_patched(model)
     assert_same_state(model, before)
-    assert "stays as it is, without recurrence" in caplog.text
+    assert "stays without recurrence" in caplog.text
     patch_model(model, NAMED)
     with pytest.raises(ValueError, match="patched already"):
         patch_model(model, config)

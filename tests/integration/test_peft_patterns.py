@@ -151,6 +151,8 @@ def test_replicated_layers_have_heads_of_their_own_and_load(family, tmp_path):
 def test_replicated_layers_are_not_merged(tmp_path):
     """They share the weights that LoRA would be merged into. PEFT's own check does not see them."""
     model, batch = trained(), inputs("llama")
+    with pytest.raises(ValueError, match="layer_replication"):
+        model.merge_and_unload()
     unloaded = model.unload()
     with pytest.raises(ValueError, match="not those of its plan.*Were layers dropped, added or moved"):
         unloaded.save_pretrained(tmp_path)

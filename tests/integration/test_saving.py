@@ -203,7 +203,7 @@ def test_weights_that_do_not_fit_the_plan_are_an_error(saved, change, message):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda c: c.pop("rsa"), ValueError, "has RSA heads, but holds no plan"),
+        (lambda c: c.pop("rsa"), ValueError, "rsa_hf .this checkpoint has RSA heads"),
         (
             lambda c: [c.pop(key) for key in ("rsa", "attn_implementation", "fusion_config")],
             ValueError,

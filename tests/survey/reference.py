@@ -20,7 +20,6 @@ from transformers.modeling_utils import AttentionInterface
 
 from references import lag_weight
 from rsa_hf.integration import attention as hooks
-from rsa_hf.integration.trial import record_attention_calls
 
 __all__ = ["plain_attention", "reference_attention", "without_attention"]
 
@@ -96,8 +95,9 @@ def _replaced(attention: Callable[..., Any], mix: Callable[..., Tensor]) -> Iter
         return partial(attention, original(self, name, default))
 
     interface = mock.patch.object(AttentionInterface, "get_interface", get_interface)
-    # Recording makes the hooks call `mix` for modules without an `rsa` child too.
-    with interface, mock.patch.object(hooks, "mix_recurrence", mix), record_attention_calls(mark=False):
+    # `mix` is for modules without an `rsa` child too.
+    everywhere = mock.patch.object(hooks, "heads_of", lambda module: module)
+    with interface, everywhere, mock.patch.object(hooks, "mix_recurrence", mix):
         yield
 
 

@@ -8,45 +8,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rsa_hf.integration.trial import is_marking, marks_of
+from rsa_hf.integration.trial import marked
 from rsa_hf.ops.mask import remembered
 from rsa_hf.ops.read_mask import HIDDEN_AT_OR_BELOW
-
-__all__ = ["run_attn", "run_gpt2", "run_gpt_neo", "run_openai_gpt", "run_xlnet"]
-
-
-def _with_marks(call: dict[str, Any], name: str, dim: int = 2) -> dict[str, Any]:
-    """The call with marks for V, the argument `name`, in a trial run; `dim` is its axis of keys."""
-    return {**call, name: marks_of(call[name], dim)} if is_marking() else call
 
 
 def run_attn(module: nn.Module, attn: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
     """GPT-J and others: `_attn` takes Q, K, V as [B, H, T or S, D] and returns [B, H, T, D] and the weights."""
-    call = _with_marks(call, "value")
-    output, weights = attn(module, **call)
-    mixed = mix(output.transpose(1, 2), call["value"], call.get("attention_mask"), causal=True)
-    return mixed.transpose(1, 2), weights
+    value = marked(call["value"])
+    output, weights = attn(module, **{**call, "value": value})
+    return mix(output.transpose(1, 2), value, call.get("attention_mask"), causal=True).transpose(1, 2), weights
 
 
 def run_gpt2(module: Any, attn: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
     """GPT-2 with `reorder_and_upcast_attn` and eager attention: as GPT-J, but it returns [B, T, H, D]."""
-    call = _with_marks(call, "value")
-    output, weights = attn(module, **call)
-    causal = not module.is_cross_attention
-    return mix(output, call["value"], call.get("attention_mask"), causal=causal), weights
+    value = marked(call["value"])
+    output, weights = attn(module, **{**call, "value": value})
+    return mix(output, value, call.get("attention_mask"), causal=not module.is_cross_attention), weights
 
 
 def run_gpt_neo(module: Any, attn: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
     """GPT-Neo: as GPT-J, but the mask does not include the window of a local layer."""
-    call = _with_marks(call, "value")
-    output, weights = attn(module, **call)
-    mask, window = call.get("attention_mask"), None
+    value, mask, window = marked(call["value"]), call.get("attention_mask"), None
+    output, weights = attn(module, **{**call, "value": value})
     if module.attention_type == "local":
         window = module.config.window_size
         if mask is not None:
-            mask = remembered(_within_window, mask, output.shape[2], call["value"].shape[2], window)
-    mixed = mix(output.transpose(1, 2), call["value"], mask, causal=True, sliding_window=window)
-    return mixed.transpose(1, 2), weights
+            mask = remembered(_within_window, mask, output.shape[2], value.shape[2], window)
+    return mix(output.transpose(1, 2), value, mask, causal=True, sliding_window=window).transpose(1, 2), weights
 
 
 def _within_window(mask: Tensor, T: int, S: int, window: int) -> Tensor:
@@ -59,12 +48,11 @@ def run_openai_gpt(
     module: nn.Module, attn: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]
 ) -> Any:
     """OpenAI-GPT: `_attn` takes V, [B, H, S, D], and a mask of padding only, [B, 1, 1, S]; it returns a list."""
-    call = _with_marks(call, "v")
-    output, *weights = attn(module, **call)
-    mask = call.get("attention_mask")
+    value, mask = marked(call["v"]), call.get("attention_mask")
+    output, *weights = attn(module, **{**call, "v": value})
     if mask is not None:
         mask = remembered(_real_keys, mask)
-    return [mix(output.transpose(1, 2), call["v"], mask, causal=True).transpose(1, 2), *weights]
+    return [mix(output.transpose(1, 2), value, mask, causal=True).transpose(1, 2), *weights]
 
 
 def _real_keys(mask: Tensor) -> Tensor:
@@ -77,16 +65,16 @@ def run_xlnet(module: nn.Module, core: Callable[..., Any], call: dict[str, Any],
 
     The query stream has a query at every position, so its P V is that of the content stream.
     """
-    call = _with_marks(call, "v_head_h", dim=0)
-    found = core(module, **call)
-    output = found[0] if isinstance(found, tuple) else found
-    value, mask = call["v_head_h"].permute(1, 2, 0, 3), call.get("attn_mask")
+    values = marked(call["v_head_h"], dim=0)
+    found = core(module, **{**call, "v_head_h": values})
+    output, *weights = found if isinstance(found, tuple) else (found,)
+    value, mask = values.permute(1, 2, 0, 3), call.get("attn_mask")
     # Only the relative positions show the direction: S … −T in a bidirectional model, S … 0 in a causal one.
     causal = call["k_head_r"].shape[0] == value.shape[2] + 1
     if mask is not None:
         mask = remembered(_xlnet_visible, mask, causal)
     mixed = mix(output.transpose(0, 1), value, mask, causal=causal).transpose(0, 1)
-    return (mixed, *found[1:]) if isinstance(found, tuple) else mixed
+    return (mixed, *weights) if isinstance(found, tuple) else mixed
 
 
 def _xlnet_visible(mask: Tensor, causal: bool) -> Tensor:

@@ -1,51 +1,44 @@
-"""What an adapter with RSA heads says about itself in adapter_config.json, under the key `rsa`.
+"""What an adapter with RSA heads says about itself in adapter_config.json, under the key `rsa`, and whether it fits.
 
 It is the content of `config.rsa` (see saved_plan.py), with `base`, which identifies the base model, and the adapter's
 task type. The config's own `task_type` holds a lock instead: a PEFT without rsa_hf does not know that type and refuses
 the adapter, which it would otherwise load without its gates and rates.
 
-`base` has several entries, because the shapes of RSA parameters do not distinguish GPT-2 from GPT-2 medium:
-
-* `name`: its name on the Hub, or the folder it was loaded from; None where it has none.
-* `model_type`, and the hidden size and numbers of layers and heads that its config has. An adapter that replicates
-  layers does not say how many the base model had; its plan and its tensors do.
-* `weights`: a few values of some of its weight matrices, by name. Absent in adapters of version 0.1, and where no
-  matrix can be read (sharded or offloaded models).
+`base` has the model's `name`, its `model_type`, its sizes, and in `weights` a few values of some of its matrices: the
+shapes of RSA parameters do not distinguish GPT-2 from GPT-2 medium. There are no `weights` in adapters of version 0.1,
+and where no matrix can be read (sharded or offloaded models).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import ceil, isclose, isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftConfig, load_peft_weights
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
+from rsa_hf.children import is_peft_wrapper
 from rsa_hf.layer import RSAHeads
-from rsa_hf.saved_plan import SavedPlan, read_plan, saved_plans, write_plan
-from rsa_hf.utils.files import write_text
-
-__all__ = [
-    "LOCK",
-    "AdapterPlan",
-    "describe_base",
-    "differing_weights",
-    "plan_of_model",
-    "read_adapter_plan",
-    "write_adapter_plan",
-]
-
-# Part of PEFT's error for an unknown task type, so it says what to do.
-LOCK = (
-    "rsa_hf (this adapter has RSA heads: pip install rsa_hf, then import rsa_hf before loading it, or start the "
-    "program with rsa-hf run)"
+from rsa_hf.saved_plan import (
+    RSA_KEY,
+    SavedPlan,
+    differences,
+    lock_of,
+    read_plan,
+    require_number,
+    saved_plans,
+    write_plan,
 )
+from rsa_hf.utils.files import write_text
+from rsa_hf.utils.text import shorten
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _MATRICES = 8  # number of matrices that are sampled
@@ -56,100 +49,67 @@ _TOLERANCE = {"rel_tol": 2**-7, "abs_tol": 1e-6}  # the same base model may be l
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """The plan that an adapter was trained with, and its base model.
-
-    Attributes:
-        saved: the plan.
-        base: what identifies the base model (see above); empty: any base model is accepted.
-    """
+    """The plan that an adapter was trained with, and what identifies its base model; empty: any model is accepted."""
 
     saved: SavedPlan
     base: Mapping[str, Any]
 
 
-def plan_of_model(model: nn.Module) -> SavedPlan | None:
-    """The plan that a model is patched with; None where it has no RSA heads.
-
-    Raises:
-        ValueError: the model has RSA heads but no plan.
-    """
-    if not isinstance(model, PreTrainedModel) or not any(isinstance(module, RSAHeads) for module in model.modules()):
-        return None
-    plans = saved_plans(model.config)
-    if not plans:
-        raise ValueError(
-            f"this {type(model).__name__} has RSA heads, but its config has no plan (config.rsa). Use the model that "
-            "was given to patch_model, or patch this part itself."
-        )
-    return read_plan(plans[0])
+def has_rsa(config: Any) -> bool:
+    """Whether an adapter with this config has gates and rates of its own."""
+    return any(name.split(".")[-1] == "rsa" for name in getattr(config, "modules_to_save", None) or ())
 
 
-def describe_base(model: PreTrainedModel) -> dict[str, Any]:
-    """`base` for a model, patched or plain, with adapters or without."""
-    text: Any = model.config.get_text_config()
-    sizes = {name: value for name in _SIZES if isinstance(value := getattr(text, name, None), int)}
-    # Trained parameters, such as biases with LoRA, are no longer those of the base model.
-    frozen = [(name, matrix) for name, matrix in _matrices(model.base_model) if not matrix.requires_grad]
-    # With replicated layers, a layer has another number than in the base model.
-    if any(getattr(config, "layer_replication", None) for config in getattr(model, "peft_config", {}).values()):
-        sizes.pop("num_hidden_layers", None)
-        frozen = [(name, matrix) for name, matrix in frozen if not re.search(r"\.\d+\.", name)]
-    step = max(1, ceil(len(frozen) / _MATRICES))
-    sampled = {name: _sample(matrix) for name, matrix in frozen[::step]}
-    weights = {name: values for name, values in sampled.items() if len(set(values)) > 1 and all(map(isfinite, values))}
-    base = {"name": model.name_or_path or None, "model_type": str(model.config.model_type), **sizes}
-    return base | ({"weights": weights} if weights else {})
+def plan_of(config: Any) -> AdapterPlan | None:
+    """The plan that was read with an adapter's config; None for a new adapter, and for one without a plan."""
+    adapter: AdapterPlan | None = vars(config).get("rsa")
+    return adapter
 
 
-def differing_weights(base: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
-    """The sampled matrices of a base model that have other values in this model.
-
-    Returns:
-        Their names, where they are more than half of those in both; else none. A part that its checkpoint does not
-        have, such as a new pooler, is random in each model.
-    """
-    weights, present = base.get("weights", {}), dict(_matrices(model.base_model))
-    shared = [name for name in weights if name in present]
-
-    def is_same(name: str) -> bool:
-        return all(isclose(a, b, **_TOLERANCE) for a, b in zip(weights[name], _sample(present[name]), strict=False))
-
-    differing = [name for name in shared if not is_same(name)]
-    return differing if 2 * len(differing) > len(shared) else []
+def drop_base(config: Any) -> None:
+    """Let an adapter's config accept any base model with the right plan."""
+    if (adapter := plan_of(config)) is not None:
+        config.rsa = replace(adapter, base={})
 
 
-def _matrices(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The weight matrices of a model that no adapter wraps and whose values can be read, by name.
-
-    Adapters may change what they wrap: merging and some initialisations (PiSSA) write into the base layer. Quantised
-    matrices, tensors of sharded and of offloaded models have another type, dtype or device.
-    """
-    for name, parameter in module.named_parameters(recurse=False):
-        can_be_read = type(parameter) is nn.Parameter and parameter.device.type != "meta"
-        if can_be_read and parameter.ndim > 1 and parameter.dtype in _DTYPES:
-            yield f"{prefix}{name}", parameter
-    for name, child in module.named_children():
-        if not child._modules.keys() & {"base_layer", "original_module"}:
-            yield from _matrices(child, f"{prefix}{name}.")
+def rsa_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The `rsa` children of a model with their names: RSA heads, or PEFT's wrappers round them."""
+    for name, module in model.named_modules():
+        child = module._modules.get("rsa")
+        if child is not None and (isinstance(child, RSAHeads) or is_peft_wrapper(child)):
+            yield f"{name}.rsa" if name else "rsa", child
 
 
-def _sample(matrix: Tensor) -> list[float]:
-    places = [place for place in _PLACES if place < matrix.numel()]
-    return [float(f"{value:.4g}") for value in matrix.detach().flatten()[places].float().tolist()]
+def wrappers(model: nn.Module, adapter_names: Iterable[str] = ()) -> Iterator[tuple[str, Any, list[str]]]:
+    """PEFT's wrappers round RSA heads, with their names and those of the given adapters that they hold copies for."""
+    for name, child in rsa_modules(model):
+        if is_peft_wrapper(child):
+            copies: Any = child.modules_to_save
+            yield name, child, [adapter for adapter in adapter_names if adapter in copies]
 
 
-def write_adapter_plan(adapter: AdapterPlan, folder: Path) -> None:
-    """Add the plan and the lock to the adapter_config.json that PEFT has written into a folder.
+def name_prefix(config: Any) -> str:
+    """What PEFT puts before the names of the base model's modules in the files of an adapter."""
+    return "base_model." if config.is_prompt_learning else "base_model.model."
+
+
+# --- adapter_config.json --------------------------------------------------------------------------------------------
+
+
+def add_plan(base: nn.Module, folder: Path) -> None:
+    """Add plan and lock to the adapter_config.json in a folder, if there is one and the base model has a plan.
 
     The file is replaced as a whole. Where that fails it is deleted: without the lock a PEFT without rsa_hf would load
     the adapter.
     """
-    file = folder / "adapter_config.json"
+    file, plan = folder / "adapter_config.json", _plan_of_model(base)
+    if plan is None or not isinstance(base, PreTrainedModel) or not file.is_file():
+        return
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         task_type = content["rsa"]["task_type"] if "rsa" in content else content.get("task_type")
-        content["rsa"] = {**write_plan(adapter.saved), "base": adapter.base, "task_type": task_type}
-        content["task_type"] = LOCK
+        content["rsa"] = {**write_plan(plan), "base": describe_base(base), "task_type": task_type}
+        content["task_type"] = lock_of("adapter")
         write_text(file, json.dumps(content, indent=2, sort_keys=True))
     except BaseException:
         file.unlink(missing_ok=True)
@@ -157,12 +117,7 @@ def write_adapter_plan(adapter: AdapterPlan, folder: Path) -> None:
 
 
 def read_adapter_plan(content: Any) -> AdapterPlan:
-    """Read and validate the content of `rsa` in adapter_config.json, except for the task type.
-
-    Raises:
-        TypeError: a part has the wrong type.
-        ValueError: an unknown format or key, or a value that is not allowed.
-    """
+    """Read and validate the content of `rsa` in adapter_config.json, except for the task type, as `read_plan` does."""
     if not isinstance(content, Mapping) or not isinstance(content.get("base"), Mapping):
         raise TypeError(f"rsa in adapter_config.json is a mapping with a mapping `base` in it, got {content!r:.200}")
     saved = read_plan({key: value for key, value in content.items() if key not in ("base", "task_type")})
@@ -176,3 +131,156 @@ def read_adapter_plan(content: Any) -> AdapterPlan:
 
 def _is_sample(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) in (int, float) and abs(value) < 1e38 for value in values)
+
+
+# --- the base model -------------------------------------------------------------------------------------------------
+
+
+def describe_base(model: PreTrainedModel) -> dict[str, Any]:
+    """`base` for a model, patched or plain, with adapters or without."""
+    text: Any = model.config.get_text_config()
+    sizes = {name: value for name in _SIZES if isinstance(value := getattr(text, name, None), int)}
+    # Trained parameters, such as biases with LoRA, are no longer those of the base model.
+    frozen = [(name, matrix) for name, matrix in _matrices(model).items() if not matrix.requires_grad]
+    # With replicated layers, a layer has another number than in the base model.
+    if any(getattr(config, "layer_replication", None) for config in getattr(model, "peft_config", {}).values()):
+        sizes.pop("num_hidden_layers", None)
+        frozen = [(name, matrix) for name, matrix in frozen if not re.search(r"\.\d+\.", name)]
+    sampled = {name: _sample(matrix) for name, matrix in frozen[:: max(1, ceil(len(frozen) / _MATRICES))]}
+    weights = {name: values for name, values in sampled.items() if len(set(values)) > 1 and all(map(isfinite, values))}
+    base = {"name": model.name_or_path or None, "model_type": str(model.config.model_type), **sizes}
+    return base | ({"weights": weights} if weights else {})
+
+
+def differing_weights(base: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
+    """The sampled matrices that have other values in a model, if they are more than half of those that it has.
+
+    A part that its checkpoint does not have, such as a new pooler, is random in each model.
+    """
+    weights, present = base.get("weights", {}), _matrices(model)
+    shared = [name for name in weights if name in present]
+
+    def is_same(name: str) -> bool:
+        return all(isclose(a, b, **_TOLERANCE) for a, b in zip(weights[name], _sample(present[name]), strict=False))
+
+    differing = [name for name in shared if not is_same(name)]
+    return differing if 2 * len(differing) > len(shared) else []
+
+
+def _matrices(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weight matrices of the base that no adapter wraps and whose values can be read, by name.
+
+    Adapters may change what they wrap: merging and some initialisations (PiSSA) write into the base layer. Quantised
+    matrices, tensors of sharded and of offloaded models have another type, dtype or device.
+    """
+    base = model.base_model
+    wrapped = {"base_layer", "original_module"}
+    inside = tuple(f"{name}." for name, part in base.named_modules() if part._modules.keys() & wrapped)
+    return {
+        name: parameter
+        for name, parameter in base.named_parameters(remove_duplicate=False)
+        if parameter.ndim > 1 and parameter.dtype in _DTYPES and parameter.device.type != "meta"
+        if type(parameter) is nn.Parameter and not name.startswith(inside)
+    }
+
+
+def _sample(matrix: Tensor) -> list[float]:
+    places = [place for place in _PLACES if place < matrix.numel()]
+    return [float(f"{value:.4g}") for value in matrix.detach().flatten()[places].float().tolist()]
+
+
+# --- whether an adapter fits a model --------------------------------------------------------------------------------
+
+
+def _plan_of_model(model: nn.Module) -> SavedPlan | None:
+    """The plan that a model is patched with; None where it has no RSA heads, or no plan for them."""
+    if not isinstance(model, PreTrainedModel) or not any(isinstance(module, RSAHeads) for module in model.modules()):
+        return None
+    plans = saved_plans(model.config)
+    return read_plan(plans[0]) if plans else None
+
+
+def require_fit(config: Any, model: nn.Module) -> None:
+    """Check that a model, with adapters or without, is an adapter's base model and is patched with the same plan."""
+    adapter, present = plan_of(config), _plan_of_model(model)
+    if adapter is not None:
+        require_same_base(adapter.base, model)
+    if present is None and (adapter is not None or has_rsa(config)):
+        raise ValueError(
+            f"this adapter is for a model with RSA heads, but this {type(model).__name__} has none: they would be "
+            "lost silently. rsa_hf.peft.load(model, adapter) patches the model as the adapter says and loads it; to "
+            "train a new one use rsa_hf.peft.get_peft_model, or call patch_model first."
+        )
+    if present is not None and adapter is not None and present != adapter.saved:
+        raise ValueError(
+            f"the adapter was trained with another plan than this model is patched with "
+            f"({differences(adapter.saved, present)}; the adapter's first). Patch a fresh copy of the base model "
+            "with the adapter's plan: rsa_hf.peft.load(model, adapter) does."
+        )
+
+
+def require_same_base(base: Mapping[str, Any], model: nn.Module) -> None:
+    """Check that a model, patched or not, has the type, sizes and weights that `base` has; the name may differ."""
+    if not base:
+        return
+    if not isinstance(model, PreTrainedModel):
+        kind = type(model).__name__
+        raise ValueError(f"this adapter is for a {base.get('model_type')}, but this is a {kind}. Load that model.")
+    present, name = describe_base(model), base.get("name") or "one without a name"
+    changed = [
+        f"{key} is {present.get(key)!r}, not {value!r:.200}"
+        for key, value in base.items()
+        if key not in ("name", "weights") and present.get(key) != value
+    ]
+    if changed:
+        raise ValueError(
+            f"this adapter is for another base model ({name!s:.200}): {'; '.join(changed)}. Load that model."
+        )
+    if differing := differing_weights(base, model):
+        raise ValueError(
+            f"this adapter was trained on another base model: on {name!s:.200}, and this one "
+            f"({present['name'] or 'without a name'}) has other weights in {shorten(differing)}. Load the former, or "
+            "use rsa_hf.peft.load(model, adapter, check_base_name=False)."
+        )
+
+
+def require_tensors(tensors: Mapping[str, Tensor], config: Any, model: nn.Module) -> None:
+    """Check that an adapter has a tensor for each RSA parameter of its base model, of its shape, and no others."""
+    found = {key.removeprefix(name_prefix(config)): tensor for key, tensor in tensors.items() if RSA_KEY.search(key)}
+    expected = {
+        f"{name}.{parameter}": value.shape
+        for name, child in (rsa_modules(model) if has_rsa(config) else ())
+        for parameter, value in getattr(child, "original_module", child).named_parameters()
+    }
+    problems = []
+    if missing := [key for key in expected if key not in found]:
+        problems.append(f"missing from the adapter: {shorten(missing)}")
+    if unexpected := [key for key in found if key not in expected]:
+        problems.append(f"in the adapter, but not in the model: {shorten(unexpected)}")
+    for key, shape in expected.items():
+        if key in found and found[key].shape != shape:
+            problems.append(f"{key} has shape {tuple(found[key].shape)} in the adapter, {tuple(shape)} in the model")
+    if problems:
+        raise ValueError(
+            f"the RSA parameters of the adapter do not fit this {type(model).__name__} ({'; '.join(problems)}). Load "
+            "it on the model class and with the plan it was trained with; if its files are damaged, get them again."
+        )
+    for key, tensor in found.items():
+        require_number(key, tensor)
+
+
+def require_adapter_file(
+    model: PreTrainedModel, files: Sequence[str] | None, tensors: Mapping[str, Tensor] | None
+) -> None:
+    """Check what transformers' own `load_adapter` is about to read into a model that has the adapter's layers already.
+
+    That is a file of tensors, or the tensors.
+    """
+    if files:
+        folder = os.path.dirname(files[0])
+        config = PeftConfig.from_pretrained(folder)
+        require_fit(config, model)
+        require_tensors(load_peft_weights(folder, device="cpu"), config, model)
+    elif tensors is not None:
+        *_, newest = model.peft_config.values()
+        require_tensors(tensors, newest, model)

@@ -1,13 +1,13 @@
 """The hooks into PEFT: no adapter loses its gates and rates silently.
 
 RSA heads are in PEFT's `modules_to_save`: each adapter has a copy of every gate and rate and saves it with its other
-tensors. `HOOKS` adds what PEFT does not do for them when adapters are added, saved and loaded; merging.py does for
-PEFT's tuners.
+tensors. `HOOKS` adds what PEFT does not do for them when adapters are added, saved and loaded, `_Tuner` when they are
+merged.
 """
 
 from __future__ import annotations
 
-import inspect
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,30 +18,21 @@ import peft
 import torch
 from peft import PeftConfig, load_peft_weights
 from torch import nn
-from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.integration.hooks import Hook, install_hooks
 from rsa_hf.integration.peft.adapter_plan import (
-    AdapterPlan,
-    describe_base,
-    plan_of_model,
-    read_adapter_plan,
-    write_adapter_plan,
-)
-from rsa_hf.integration.peft.checks import (
+    add_plan,
     drop_base,
     has_rsa,
     name_prefix,
+    read_adapter_plan,
     require_fit,
     require_tensors,
     rsa_modules,
     wrappers,
 )
-from rsa_hf.integration.peft.merging import guard_tuner
 from rsa_hf.layer import RSAHeads
 from rsa_hf.saved_plan import RSA_KEY
-
-__all__ = ["HOOKS", "HUB_OPTIONS", "add_plan", "install", "saved_with_plan"]
 
 OLDEST_PEFT = "0.19.1"  # tested with this one and the newest
 
@@ -50,11 +41,7 @@ HUB_OPTIONS = ("subfolder", "revision", "cache_dir", "token", "local_files_only"
 
 
 def install() -> None:
-    """Install the hooks; does nothing where they are installed already.
-
-    Raises:
-        ImportError: a function of PEFT is not as expected.
-    """
+    """Install the hooks that are not in place; an ImportError if a function of PEFT is not as expected."""
     install_hooks(HOOKS, f"rsa_hf works with peft ≥ {OLDEST_PEFT}; installed is {peft.__version__}.")
 
 
@@ -75,31 +62,34 @@ def _wrap_from_peft_type(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    def save_pretrained(self: Any, *args: Any, **keywords: Any) -> Any:
-        given = signature.bind(self, *args, **keywords)
-        given.apply_defaults()
-        names = given.arguments["selected_adapters"] or list(self.peft_config)
-        base, parent = _base_of(self), Path(given.arguments["save_directory"])
+    def save_pretrained(
+        self: Any,
+        save_directory: Any,
+        safe_serialization: bool = True,
+        selected_adapters: list[str] | None = None,
+        save_embedding_layers: Any = "auto",
+        is_main_process: bool = True,
+        **keywords: Any,
+    ) -> Any:
+        names, parent = selected_adapters or list(self.peft_config), Path(save_directory)
         folders = [parent if name == "default" else parent / name for name in names]
-        with saved_with_plan(base, folders if given.arguments["is_main_process"] else []):
-            return original(self, *args, **keywords)
+        with saved_with_plan(_base_of(self), folders if is_main_process else []):
+            return original(
+                self,
+                save_directory,
+                safe_serialization,
+                selected_adapters,
+                save_embedding_layers,
+                is_main_process,
+                **keywords,
+            )
 
     return save_pretrained
 
 
 @contextmanager
 def saved_with_plan(base: nn.Module, folders: Iterable[Path]) -> Iterator[None]:
-    """Save adapters in this context: it adds the base model's plan to what PEFT writes.
-
-    Args:
-        base: the model that the adapters are on, patched or plain.
-        folders: where the adapters are saved; none in processes that write nothing.
-
-    Raises:
-        ValueError: RSA heads are trained, but no adapter holds them.
-    """
+    """Save adapters on `base` into `folders` in this context: it adds the base model's plan to what PEFT writes."""
     for name, child in rsa_modules(base):
         if isinstance(child, RSAHeads) and any(parameter.requires_grad for parameter in child.parameters()):
             raise ValueError(
@@ -110,13 +100,6 @@ def saved_with_plan(base: nn.Module, folders: Iterable[Path]) -> Iterator[None]:
     yield
     for folder in folders:
         add_plan(base, folder)
-
-
-def add_plan(base: nn.Module, folder: Path) -> None:
-    """Add the plan of a model to the adapter in a folder, if there is one and the model has RSA heads."""
-    plan = plan_of_model(base)
-    if plan is not None and isinstance(base, PreTrainedModel) and (folder / "adapter_config.json").is_file():
-        write_adapter_plan(AdapterPlan(plan, describe_base(base)), folder)
 
 
 # --- adding and loading adapters ------------------------------------------------------------------------------------
@@ -136,7 +119,7 @@ def _wrap_inject_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
         require_fit(config, model)
         is_patched = any(rsa_modules(model))
         if is_patched:
-            guard_tuner(self)
+            _guard_tuner(self)
         original(self, model, adapter_name, *args, **kwargs)
         if is_patched and not (has_rsa(config) or config.inference_mode):
             warnings.warn(
@@ -199,49 +182,107 @@ def _wrap_enable_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
     return enable_adapters
 
 
+# --- merging adapters -----------------------------------------------------------------------------------------------
+
+
+def _guard_tuner(tuner: Any) -> None:
+    """Give a tuner its class with `_Tuner` in front, as torch's `fully_shard` does. PEFT's classes stay."""
+    if not isinstance(tuner, _Tuner):
+        tuner.__class__ = _with_rsa(tuner.__class__)
+
+
+class _Tuner:
+    """What PEFT's tuners do differently on a model with RSA heads."""
+
+    model: nn.Module
+    peft_config: dict[str, Any]
+
+    def _check_merge_allowed(self) -> None:
+        """Refuse replicated layers, as PEFT means to."""
+        super()._check_merge_allowed()  # type: ignore[misc]
+        if any(getattr(config, "layer_replication", None) for config in self.peft_config.values()):
+            raise ValueError("layer_replication: layers share weights, so nothing can be merged. Save the adapter.")
+
+    def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:
+        """Whether a module gets a layer: RSA heads and what is in them never, whatever pattern their name fits."""
+        found = super()._check_target_module_exists(peft_config, key)  # type: ignore[misc]
+        return found and "rsa" not in key.split(".")
+
+    def merge_and_unload(
+        self, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None
+    ) -> nn.Module:
+        """Merge the gates and rates of the adapters that are named; PEFT takes those of the active one."""
+        named = [] if adapter_names is None else list(wrappers(self.model, adapter_names))
+        for _, _, held in named:
+            if len(held) > 1:
+                raise ValueError(
+                    f"adapter_names={adapter_names}: {', '.join(held)} each have gates and rates of their own: only "
+                    "one can be merged. Name one of them."
+                )
+        for _, wrapper, held in named:
+            wrapper.set_adapter(held)
+        return _unwrapped(super().merge_and_unload(progressbar, safe_merge, adapter_names))  # type: ignore[misc]
+
+    def unload(self) -> nn.Module:
+        """Take the adapters off, after LN tuning too."""
+        return _unwrapped(super().unload())  # type: ignore[misc]
+
+    def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
+        """Merge in place, but no adapter while the gates and rates of another one are active."""
+        for _, wrapper, held in [] if adapter_names is None else wrappers(self.model, adapter_names):
+            if wrapper.active_adapters != held:
+                raise ValueError(
+                    f"adapter_names={adapter_names}: the active gates and rates are those of "
+                    f"{wrapper.active_adapters}, and merging in place keeps them. Call set_adapter first."
+                )
+        super().merge_adapter(adapter_names, safe_merge)  # type: ignore[misc]
+
+    def add_weighted_adapter(self, adapters: list[str], *args: Any, **kwargs: Any) -> None:
+        """Sum adapters without gates and rates; PEFT would silently lose those of a single one."""
+        held = sorted({name for _, _, names in wrappers(self.model, adapters) for name in names})
+        if held:
+            raise ValueError(
+                f"adapters={adapters}: {', '.join(held)} hold gates and rates, which have no weighted sum. Sum "
+                "adapters without them; merge_and_unload() first puts an adapter that has them into the model."
+            )
+        super().add_weighted_adapter(adapters, *args, **kwargs)  # type: ignore[misc]
+
+    def __reduce__(self) -> Any:
+        # The class has no name by which pickle could find it.
+        return _new_tuner, (type(self).__bases__[1],), self.__dict__
+
+
+@functools.cache
+def _with_rsa(tuner: type) -> type:
+    return type(tuner.__name__, (_Tuner, tuner), {"__module__": __name__})
+
+
+def _new_tuner(tuner: type) -> Any:
+    return object.__new__(_with_rsa(tuner))
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Replace the wrappers that LN tuning leaves behind by the RSA heads in them."""
+    for name, wrapper, _ in list(wrappers(model)):
+        heads = wrapper.unload_and_optionally_merge_module(merge=False, safe_merge=False, adapter_names=None)
+        model.set_submodule(name, heads)
+    return model
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+PEFT_MODEL = "peft.peft_model:PeftModel"
+TUNER = "peft.tuners.tuners_utils:BaseTuner"
+SWAP, NATIVE = "peft.utils.hotswap", "transformers.integrations.peft:PeftAdapterMixin"
+
 HOOKS = (
-    Hook(
-        "peft.config:PeftConfigMixin",
-        "from_peft_type",
-        ("cls", "kwargs"),
-        _wrap_from_peft_type,
-        purpose="read the plan of an adapter with its config, and take off the lock that stops a PEFT without rsa_hf",
-    ),
-    Hook(
-        "peft.peft_model:PeftModel",
-        "save_pretrained",
-        ("self", "save_directory", "selected_adapters", "is_main_process"),
-        _wrap_save_pretrained,
-        purpose="add the plan and the lock to adapter_config.json; refuse where trained heads are in no adapter",
-    ),
-    Hook(
-        "peft.tuners.tuners_utils:BaseTuner",
-        "inject_adapter",
-        ("self", "model", "adapter_name"),
-        _wrap_inject_adapter,
-        purpose="check that base model and plan fit before an adapter is added, by PEFT or by transformers",
-    ),
-    Hook(
-        "peft.peft_model:PeftModel",
-        "load_adapter",
-        ("self", "model_id", "adapter_name"),
-        _wrap_load_adapter,
-        purpose="check the tensors of an adapter, also of one that goes over an adapter of the model",
-    ),
-    Hook(
-        "peft.utils.hotswap",
-        "hotswap_adapter_from_state_dict",
-        ("model", "state_dict", "adapter_name", "config"),
-        _wrap_hotswap,
-        purpose="swap gates and rates too",
-        essential=False,
-    ),
-    Hook(
-        "transformers.integrations.peft:PeftAdapterMixin",
-        "enable_adapters",
-        ("self",),
-        _wrap_enable_adapters,
-        purpose="enable what transformers' disable_adapters has disabled: its own function skips modules_to_save",
-        essential=False,
-    ),
+    Hook("peft.config:PeftConfigMixin", "from_peft_type", _wrap_from_peft_type, "read an adapter's plan and its lock"),
+    Hook(PEFT_MODEL, "save_pretrained", _wrap_save_pretrained, "save adapters with their plan and lock"),
+    # PEFT and transformers both add adapters by it.
+    Hook(TUNER, "inject_adapter", _wrap_inject_adapter, "check that base model and plan fit an adapter"),
+    # Also of an adapter that goes over an adapter of the model.
+    Hook(PEFT_MODEL, "load_adapter", _wrap_load_adapter, "check the tensors of an adapter"),
+    Hook(SWAP, "hotswap_adapter_from_state_dict", _wrap_hotswap, "swap gates and rates too", False),
+    # transformers' own function skips modules_to_save.
+    Hook(NATIVE, "enable_adapters", _wrap_enable_adapters, "enable what disable_adapters has disabled", False),
 )

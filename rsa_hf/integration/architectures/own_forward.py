@@ -1,0 +1,168 @@
+"""Modules whose forward has V and the output of attention pass through a cache or a child module, or returns them.
+
+They can be seen only there, so the forward gets stand-ins for its cache and its children. A stand-in exists for one
+call only: hooks on the modules themselves would be shared between threads, and copied and pickled with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import EncoderDecoderCache
+
+from rsa_hf.integration.trial import marked, state
+from rsa_hf.ops.mask import remembered
+
+Run = Callable[[Any, Callable[..., Any], dict[str, Any], Callable[..., Tensor]], Any]
+
+
+def _heads(states: Tensor, count: int) -> Tensor:
+    """[B, S, H * D] as [B, H, S, D]."""
+    value: Tensor = states.unflatten(-1, (count, -1))
+    return value.transpose(1, 2)
+
+
+def own_forward(
+    heads: str,
+    *,
+    cache: str | None = None,
+    source: str | None = None,
+    values: Callable[[Any, Tensor], Tensor] | None = None,
+    projection: str | None = None,
+    causal: bool | str = True,
+    others: str | None = None,
+    read_mask: Callable[[Tensor], Tensor] | None = None,
+    positions: bool = False,
+) -> Run:
+    """For a forward that calls `cache.update(key, value, layer)` or `source(states)`, then `projection(output)`.
+
+    Args:
+        heads: name of the attribute that holds H.
+        cache: name of the forward's parameter, through which K and V pass.
+        source: name of the child that V comes from, where no cache is.
+        values: takes the module and the output of `source`, and returns V, [B, H, S, D]; None: it is [B, S, H * D].
+        projection: name of the child that takes the output, [B, T, H * D]; None: the forward returns it, then more.
+        causal: whether the module is, or the name of the attribute that says so.
+        others: name of the parameter for states of another sequence (cross-attention), if there is one.
+        read_mask: turns the forward's mask into one that `read_attention_mask` takes, if it is of another form.
+        positions: whether `position_ids` mark packed documents for flash attention.
+    """
+
+    def run(module: Any, forward: Callable[..., Any], call: dict[str, Any], mix: Callable[..., Tensor]) -> Any:
+        if others is not None and call.get(others) is not None:
+            return forward(module, **call)
+        count, mask = getattr(module, heads), call.get("attention_mask")
+        seen: list[Tensor] = []
+        children: dict[str, Any] = {}
+        direction = getattr(module, causal) if isinstance(causal, str) else causal
+        if read_mask is not None and mask is not None:
+            mask = remembered(read_mask, mask)
+        if cache is not None:
+            call = {**call, cache: _StandInForCache(call.get(cache), seen)}
+        if source is not None:
+            children[source] = _StandInForChild(getattr(module, source), lambda child, x: _kept(seen, child(x)))
+        was_mixed = False
+
+        def mixed(output: Tensor) -> Tensor:
+            nonlocal was_mixed
+            if not seen:
+                raise _not_seen(module, source or f"{cache}.update")
+            value, attention = seen[0], output.unflatten(-1, (count, -1))
+            if source is not None:
+                value = values(module, value) if values else _heads(value, count)
+            was_mixed = True
+            return mix(attention, value, mask, bool(direction), flash=call if positions else None).flatten(2)
+
+        if projection is not None:
+            children[projection] = _StandInForChild(getattr(module, projection), lambda child, x: child(mixed(x)))
+        found = forward(_StandIn(module, children) if children else module, **call)
+        if projection is None:
+            output, *more = found
+            return (mixed(output), *more)
+        if not was_mixed:
+            raise _not_seen(module, projection)
+        return found
+
+    return run
+
+
+def _kept(seen: list[Tensor], states: Tensor) -> Tensor:
+    seen.append(marked(states, dim=1))
+    return seen[-1]
+
+
+def _not_seen(module: nn.Module, what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{type(module).__name__} did not call {what} in its forward, so that RSA could not be mixed in. Use the "
+        "model's default settings of attention (for Bloom: slow_but_exact=False)."
+    )
+
+
+class _StandInForCache:
+    """A cache, or none, that keeps the values that attention sees."""
+
+    def __init__(self, cache: Any, seen: list[Tensor]) -> None:
+        if state.marking:
+            cache = None  # marks must not stay in it
+        # An encoder-decoder has two caches, one of them for self-attention.
+        self.cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        self.seen = seen
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+        if self.cache is not None:
+            key, value = self.cache.update(key, value, *args, **keywords)
+        self.seen.append(marked(value))
+        return key, self.seen[-1]
+
+    def get_seq_length(self, *args: Any) -> Any:
+        return 0 if self.cache is None else self.cache.get_seq_length(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+
+class _StandIn:
+    """`self` for a module's forward: the module with a few attributes replaced."""
+
+    _module: nn.Module
+
+    def __init__(self, module: nn.Module, replaced: dict[str, Any]) -> None:
+        self.__dict__.update(replaced, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
+
+
+class _StandInForChild:
+    """A child module with another call, which gets the child."""
+
+    def __init__(self, child: nn.Module, call: Callable[[nn.Module, Tensor], Any]) -> None:
+        self.child, self.call = child, call
+
+    def __call__(self, states: Tensor) -> Any:
+        return self.call(self.child, states)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.child, name)
+
+
+def deberta_values(module: Any, states: Tensor) -> Tensor:
+    """V of DeBERTa: Q, K and V of a head lie side by side; Q and V have a bias, added after they are split."""
+    value: Tensor = module.transpose_for_scores(states).chunk(3, dim=-1)[2]
+    bias: Tensor = module.transpose_for_scores(module.v_bias[None, None, :])
+    return value + bias
+
+
+def deberta_visible(mask: Tensor) -> Tensor:
+    """Turn DeBERTa's mask [B, 1, T, S], 0 where a key is hidden, into a boolean one.
+
+    The mask also hides all keys from padding's own queries. Their output is never read, so they are shown the keys
+    that other queries see. Then this is a mask of padding only, for which P V takes linear time.
+    """
+    visible = mask.bool()
+    return visible | (visible.any(dim=-2, keepdim=True) & ~visible.any(dim=-1, keepdim=True))
