@@ -17,8 +17,6 @@ from typing import Any, NoReturn, TypeVar
 from rsa_hf.rem import KINDS
 from rsa_hf.utils.text import brief
 
-__all__ = ["COUNTS", "HeadConfig", "LayerSpec", "RSAConfig"]
-
 MAX_HEADS = 4096  # larger than in any model: a damaged config could otherwise ask for all memory
 
 # The fields of `RSAConfig` that count heads, and those that go with `heads`.
@@ -85,9 +83,9 @@ class LayerSpec:
     parameter_scale: float
     learned_amplitude: bool
     causal: bool | None
-    # Where parameters start: μ, of length R or 1; η; ν; θ in radians, as many as ν; the real part of c of every head,
-    # then the imaginary part of the cyclical ones. They are not compared: a model and its saved copy have the same heads
-    # wherever they started.
+    # Where parameters start: μ, of length R or 1; η; ν; θ in radians, as many as ν; the real part of c of each head,
+    # then the imaginary part of the cyclical ones. They are not compared: a model and its saved copy have the same
+    # heads wherever they started.
     mu: tuple[float, ...] = field(compare=False)
     eta: tuple[float, ...] = field(compare=False)
     nu: tuple[float, ...] = field(compare=False)

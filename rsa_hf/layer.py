@@ -27,8 +27,6 @@ from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.shard import Shard, local_heads
 from rsa_hf.rem import Rems, constant, decay_rates, is_transformed, widest_dtype
 
-__all__ = ["RSAHeads"]
-
 logger = logging.get_logger(__name__)
 
 PARAMETERS = ("mu", "eta", "nu", "theta", "amplitude")

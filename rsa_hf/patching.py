@@ -27,8 +27,6 @@ from rsa_hf.layer import RSAHeads
 from rsa_hf.saved_plan import SavedPlan, configs_with_plans, differences, read_plan, write_plan
 from rsa_hf.utils.text import shorten
 
-__all__ = ["is_patched", "patch_model", "unpatch_model"]
-
 logger = logging.getLogger(__name__)
 
 PROBE_LENGTH = 8

@@ -17,8 +17,6 @@ from rsa_hf.rem import lag_weights
 from rsa_hf.report import HeadReport, LayerReport, RSAReport, rsa_report
 from rsa_hf.utils.text import shorten
 
-__all__ = ["COLOURS", "plot_rem", "plot_training_curves", "saved_figure"]
-
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 KIND_COLOURS = dict(zip(("regular", "cos", "sin"), COLOURS, strict=False))

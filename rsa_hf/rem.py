@@ -35,27 +35,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = [
-    "KINDS",
-    "Rems",
-    "complex_powers",
-    "constant",
-    "decay_rates",
-    "head_tensors",
-    "is_recorded",
-    "is_transformed",
-    "kept_constants",
-    "lag_weights",
-    "mix",
-    "other_heads",
-    "put_heads",
-    "rem_matrix",
-    "take_heads",
-    "weights_of_lags",
-    "widest_dtype",
-    "working_dtype",
-]
-
 KINDS = ("regular", "cos", "sin")
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -16,8 +16,6 @@ from rsa_hf.children import active_heads
 from rsa_hf.layer import RSAHeads
 from rsa_hf.utils.text import format_table
 
-__all__ = ["HeadReport", "LayerReport", "RSAReport", "rsa_report"]
-
 
 @dataclass(frozen=True)
 class HeadReport:

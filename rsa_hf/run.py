@@ -19,8 +19,6 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["command_of", "run"]
-
 STARTUP = Path(__file__).resolve().parent / "startup"
 
 

@@ -34,8 +34,6 @@ from rsa_hf.calibration.gradients import Gradients
 from rsa_hf.config import HeadConfig
 from rsa_hf.rem import lag_weights
 
-__all__ = ["DICTIONARY", "Choice", "Rem", "Scores", "choose", "in_errors", "score", "unit_weights"]
-
 FLIPS = 50
 FIRST_STEP = 0.35  # of a Newton step of one head, when it is chosen
 LARGEST_GROWTH = 2.0  # of a share in one step, relative to it

@@ -29,8 +29,6 @@ from rsa_hf.ops.shard import Shard
 from rsa_hf.patching import patch_model, unpatch_model
 from rsa_hf.rem import working_dtype
 
-__all__ = ["Gradients", "ProbedModel", "lag_products", "num_rows", "take_rows"]
-
 MOST_PRODUCTS = 2**24  # of queries and keys at a time
 HEAD_RATE = 1e-3
 IGNORED_LABEL = -100  # by transformers' losses

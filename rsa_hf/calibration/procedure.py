@@ -18,8 +18,6 @@ from rsa_hf.calibration.report import CalibratedHead, Calibration
 from rsa_hf.config import RSAConfig
 from rsa_hf.patching import is_patched
 
-__all__ = ["CalibrationSettings", "calibrate", "run_calibration"]
-
 FEWEST_ROWS = 12
 FOLDS = 3  # of the check
 CERTAIN = 2.5  # standard errors by which the loss of held-out rows has to fall

@@ -11,8 +11,6 @@ from rsa_hf.config import HeadConfig, RSAConfig
 from rsa_hf.plots import saved_figure
 from rsa_hf.utils.text import format_table
 
-__all__ = ["CalibratedHead", "Calibration"]
-
 
 @dataclass(frozen=True)
 class CalibratedHead:

@@ -28,8 +28,6 @@ from rsa_hf.saved_plan import saved_plans
 from rsa_hf.utils.files import write_text
 from rsa_hf.utils.text import without_credentials
 
-__all__ = ["write_card"]
-
 CARD, PLOT = "README.md", "rsa.png"
 TEMPLATE = Path(__file__).with_name("model_card.md")
 TAGS = ["rsa_hf", "rsa", "recurrence"]

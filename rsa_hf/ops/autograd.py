@@ -32,8 +32,6 @@ from rsa_hf.ops.pytorch import product_in_pytorch
 from rsa_hf.ops.read_mask import read_mask
 from rsa_hf.rem import KINDS, Rems, is_recorded, is_transformed
 
-__all__ = ["BACKENDS", "apply_rems", "choose_backend"]
-
 BACKENDS = ("pytorch", "cpp", "triton")
 VARIABLE = "RSA_HF_BACKEND"
 

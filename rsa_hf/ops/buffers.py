@@ -8,8 +8,6 @@ from torch import Tensor
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.rem import Rems, other_heads, working_dtype
 
-__all__ = ["copy_other_heads", "empty_output", "empty_rows", "with_rows"]
-
 
 def with_rows(tensor: Tensor) -> Tensor:
     """The tensor, or a copy, with contiguous channels."""

@@ -19,8 +19,6 @@ from rsa_hf.ops.cpp.step import CppStep
 from rsa_hf.ops.mask import AttentionMask, boolean_mask
 from rsa_hf.rem import Rems, constant, is_recorded, is_transformed, mix, take_heads, weights_of_lags, working_dtype
 
-__all__ = ["DecodingCache", "LagTable", "decode"]
-
 NEGLIGIBLE = 2.0**-30  # of the largest value, in P V: below what float32 resolves
 
 

@@ -18,14 +18,6 @@ from torch import Tensor
 
 from rsa_hf.rem import is_recorded
 
-__all__ = [
-    "AttentionMask",
-    "boolean_mask",
-    "lags",
-    "remembered",
-    "segment_index",
-]
-
 Answer = TypeVar("Answer")
 FEW_QUERIES = 16
 LARGE = 2**13  # bytes of a mask from which comparing eight at a time takes less time than one by one

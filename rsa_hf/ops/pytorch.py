@@ -39,8 +39,6 @@ from rsa_hf.rem import (
     working_dtype,
 )
 
-__all__ = ["product_in_pytorch"]
-
 CHUNK = 32  # steps
 
 

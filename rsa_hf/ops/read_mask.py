@@ -18,19 +18,6 @@ from torch import Tensor
 from rsa_hf.ops.mask import AttentionMask, boolean_mask, lags, remembered, segment_index
 from rsa_hf.rem import is_recorded, is_transformed
 
-__all__ = [
-    "HIDDEN_AT_OR_BELOW",
-    "as_boolean",
-    "evaluate_block_mask",
-    "flash_segment_ids",
-    "query_position",
-    "read_attention_mask",
-    "read_mask",
-    "read_row",
-    "read_traced",
-    "warn_single_token_segments",
-]
-
 # Additive masks hide a key with −inf, the dtype's minimum, or −10,000 in older models; anything above is a bias.
 HIDDEN_AT_OR_BELOW = -1e4
 

@@ -19,8 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["dense_rem_product", "recurrent_rem_product"]
-
 
 def dense_rem_product(
     value: Tensor,

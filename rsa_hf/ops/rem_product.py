@@ -10,8 +10,6 @@ from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask, segment_index
 from rsa_hf.rem import Rems, head_tensors
 
-__all__ = ["rem_product"]
-
 
 def rem_product(
     value: Tensor,

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from rsa_hf.rem import Rems
 
-__all__ = ["Shard", "local_heads"]
-
 
 class Shard(NamedTuple):
     """Process `rank` of `size` processes that share a layer's heads evenly, in runs, in the order of ranks.

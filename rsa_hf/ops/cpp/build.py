@@ -18,8 +18,6 @@ import torch
 
 from rsa_hf.utils.files import atomic_write
 
-__all__ = ["library"]
-
 SOURCE = Path(__file__).with_name("scan.cpp")
 LONGEST = 120  # seconds for the compiler
 

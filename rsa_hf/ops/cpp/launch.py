@@ -15,8 +15,6 @@ from rsa_hf.ops.cpp.build import library
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.rem import KINDS, Rems, other_heads, working_dtype
 
-__all__ = ["compiled_function", "cpp_backward", "cpp_forward", "integers"]
-
 WORTH_A_THREAD = 2**15  # numbers
 
 

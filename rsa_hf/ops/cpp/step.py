@@ -19,8 +19,6 @@ from rsa_hf.ops.cpp.launch import compiled_function, integers
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.rem import Rems
 
-__all__ = ["CppStep"]
-
 STEP = struct.Struct("25q")  # `Step` of scan.cpp
 
 

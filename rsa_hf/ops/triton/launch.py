@@ -21,8 +21,6 @@ from rsa_hf.ops.triton.tables import TABLE_ROWS, Shape, powers_kernel
 from rsa_hf.ops.triton.tuning import Tuning, candidates, fastest
 from rsa_hf.rem import KINDS, Rems, kept_constants, other_heads
 
-__all__ = ["triton_backward", "triton_forward"]
-
 MOST_SPLITS = 32
 CHUNKS_OF_SPLIT = 4  # at least: a split is worth the state that it has to be handed
 

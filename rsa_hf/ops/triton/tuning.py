@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Tuning", "block_of", "candidates", "fastest"]
-
 ROUNDS = 5  # timed runs of each candidate, after one warm-up
 
 
