@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from huggingface_hub.errors import StrictDataclassError
 from torch.utils.data import IterableDataset
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel, logging
 
@@ -21,6 +22,7 @@ from rsa_hf.training.arguments import ModelArguments, RunArguments, as_mapping, 
 from rsa_hf.training.carried import ParallelTracks
 from rsa_hf.utils.files import write_text
 from rsa_hf.utils.locate import locate
+from rsa_hf.utils.text import brief
 
 
 def load_model(auto_class: Any, arguments: ModelArguments, **config_values: Any) -> PreTrainedModel:
@@ -37,11 +39,14 @@ def load_model(auto_class: Any, arguments: ModelArguments, **config_values: Any)
     place, overrides = locate(name or ""), as_mapping("config_overrides", arguments.config_overrides)
     values = {**config_values, **overrides}
     # transformers accepts any key, so that a misspelt one would have no effect.
-    if name is None:
-        usual, config = (AutoConfig.for_model(str(kind), **changes) for changes in ({}, values))
-        unknown = [key for key in overrides if not hasattr(usual, key)]
-    else:
-        config, unknown = AutoConfig.from_pretrained(place, return_unused_kwargs=True, **values)
+    try:
+        if name is None:
+            usual, config = (AutoConfig.for_model(str(kind), **changes) for changes in ({}, values))
+            unknown = [key for key in overrides if not hasattr(usual, key)]
+        else:
+            config, unknown = AutoConfig.from_pretrained(place, return_unused_kwargs=True, **values)
+    except StrictDataclassError as error:
+        raise ValueError(f"config_overrides={brief(overrides)}: {error}") from error
     for key in unknown:
         hint = did_you_mean(key, config.to_dict())
         raise ValueError(f"config_overrides: a {type(config).__name__} has no entry {key!r}.{hint}")
