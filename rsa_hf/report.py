@@ -29,6 +29,7 @@ class HeadReport:
         decay, decay_start: λ or γ.
         theta, theta_start: θ in radians; None for a regular head.
         half_life: number of positions after which |λ|^τ or γ^τ has fallen to one half; inf if it does not fall.
+        amplitude: real and imaginary part of c, if it is learned; None: the paper's.
     """
 
     head: int
@@ -41,6 +42,7 @@ class HeadReport:
     gate_start: float
     decay_start: float
     theta_start: float | None
+    amplitude: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,14 +82,17 @@ class RSAReport:
     def __str__(self) -> str:
         if not self.layers:
             return "no RSA heads: the model is not patched"
+        is_learned = any(head.amplitude for layer in self.layers for head in layer.heads)
         rows = [["module", "head", "REM", "d", "gate", "start", "decay", "start", "theta", "start", "half-life"]]
+        rows[0] += ["amplitude"] * is_learned
         for layer in self.layers:
             for h in layer.heads:
                 gates = [f"{gate:.4f}" for gate in (h.gate, h.gate_start)]
                 rates = (h.decay, h.decay_start, h.theta, h.theta_start)
                 signed = ["" if rate is None else f"{rate:+.4f}" for rate in rates]
                 place = (layer.module, str(h.head), h.kind, str(h.dilation))
-                rows.append([*place, *gates, *signed, f"{h.half_life:.1f}"])
+                amplitude = [f"{complex(*h.amplitude or (math.nan,)):+.4f}"] if is_learned else []
+                rows.append([*place, *gates, *signed, f"{h.half_life:.1f}", *amplitude])
         return f"{format_table(rows)}\n{len(self.layers)} layers, {self.num_parameters} RSA parameters"
 
 
@@ -115,21 +120,33 @@ def _head_reports(heads: RSAHeads) -> list[HeadReport]:
         start = _effective(RSAHeads(heads.spec))
     described = zip(heads.spec.heads, heads.spec.kinds, heads.spec.dilations, strict=True)
     return [
-        HeadReport(head, kind, d, *now, _half_life(abs(now[1]), d), *before)
-        for (head, kind, d), now, before in zip(described, _effective(heads), start, strict=True)
+        HeadReport(head, kind, d, *now, _half_life(abs(now[1]), d), *before, amplitude)
+        for (head, kind, d), now, before, amplitude in zip(
+            described, _effective(heads), start, _amplitudes(heads), strict=True
+        )
     ]
 
 
 def _effective(heads: RSAHeads) -> list[tuple[float, float, float | None]]:
     """Gate, decay and θ of each head."""
-    # Under FSDP2 every process has a shard.
-    rates = {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).tolist()
-        for name, value in heads.rates().items()
-    }
+    rates = {name: _numbers(value) for name, value in heads.rates().items()}
     gates = rates["gate"] * (heads.spec.num_rsa_heads // len(rates["gate"]))
     decays, angles = [*rates["lam"], *rates["gamma"]], [None] * len(rates["lam"]) + rates["theta"]
     return [(gate, decays[place], angles[place]) for gate, place in zip(gates, heads.spec.rates, strict=True)]
+
+
+def _amplitudes(heads: RSAHeads) -> list[tuple[float, float]] | list[None]:
+    """Real and imaginary part of each head's c, where it is learned."""
+    if heads.amplitude is None:
+        return [None] * heads.spec.num_rsa_heads
+    numbers, places = [*_numbers(heads.amplitude), 0.0], heads.spec.amplitude_places
+    return [(numbers[real], numbers[imaginary]) for real, imaginary in zip(places[::2], places[1::2], strict=True)]
+
+
+def _numbers(values: torch.Tensor) -> list[float]:
+    # Under FSDP2 every process has a shard.
+    found: list[float] = (values.full_tensor() if isinstance(values, DTensor) else values).tolist()
+    return found
 
 
 def _half_life(modulus: float, dilation: int) -> float:

@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 import rsa_hf.peft
 from families import PAD, VOCAB, build, build_language_model
 from references import double_loop, relative_error
-from rsa_hf import HeadConfig, RSAConfig, RSAHeads, patch_model
+from rsa_hf import HeadConfig, RSAConfig, RSAHeads, patch_model, rsa_report
 from rsa_hf.config import LayerSpec
 from rsa_hf.ops.mask import boolean_mask, lags
+from rsa_hf.plots import plot_rem
 
 PAPER = {"num_regular": 1, "num_dilated_cyclical_pairs": 1, "dilation": [2, 3], "gate_init": 0.2, "theta_init": 0.9}
 LEARNED = RSAConfig(**PAPER, learned_amplitude=True)
@@ -133,6 +134,19 @@ def test_a_saved_model_and_an_adapter_have_the_same_amplitudes(tmp_path, config)
     adapted.save_pretrained(tmp_path / "adapter")
     loaded = rsa_hf.peft.load(base, tmp_path / "adapter")
     assert torch.equal(loaded(**batch).logits, adapted(**batch).logits)
+
+
+def test_the_report_and_the_picture_have_the_amplitudes(tmp_path):
+    model = moved(patch_model(build("llama"), NAMED))
+    report = rsa_report(model)
+    [first], (sin, cos) = (layer.heads for layer in report.layers)
+    assert first.amplitude == (pytest.approx(1.0, abs=0.1), 0.0)
+    heads = model.layers[1].self_attn.rsa
+    assert [complex(*each.amplitude) for each in (sin, cos)] == amplitudes(heads)
+    assert f"{complex(*cos.amplitude):+.4f}" in str(report)
+    plot_rem(model, tmp_path / "heads.png")
+    assert (tmp_path / "heads.png").stat().st_size > 1000
+    assert "amplitude" not in str(rsa_report(patch_model(build("llama"), RSAConfig(**PAPER))))
 
 
 def test_a_config_says_whether_amplitudes_are_learned():
