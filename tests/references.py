@@ -1,8 +1,10 @@
-"""References that share no code with the package, written from the paper's formulas."""
+"""References written from the paper's formulas, without the paths that they check."""
 
 import math
 
 import torch
+
+from rsa_hf.ops.reference import dense_rem_product
 
 
 def double_loop(value, kinds, decay, theta, dilation, T, offset, causal, visible=None, weight=None):
@@ -41,6 +43,27 @@ def rsa_attention(query, key, value, gate, P, causal, scaling=None):
         hidden = torch.arange(S)[None, :] > (S - T + torch.arange(T))[:, None]
         scores = scores.masked_fill(hidden, -math.inf)
     return ((1 - gate) * scores.softmax(-1) + gate * P) @ value
+
+
+def equation_4(rsa, attention, value, *, heads=None, turns=lambda theta: theta, **masks):
+    """Eq. 4 of a layer, computed in float64, with P written out.
+
+    Args:
+        rsa: the `RSAHeads`.
+        attention: output of softmax attention, [B, T, H, D].
+        value: V, [B, Hv, S, D].
+        heads: the places of the RSA heads, in place of those of the plan.
+        turns: maps θ to angles.
+        masks: as for `dense_rem_product`.
+    """
+    heads, rates = list(heads or rsa.spec.heads), rsa.rates(torch.float64)
+    decay, theta = rsa.per_head(rates)
+    keys = value.double()[:, [head * value.shape[1] // attention.shape[2] for head in heads]]
+    masks = {"query_length": attention.shape[1], **masks}
+    product = dense_rem_product(keys, rsa.spec.kinds, decay, turns(theta), rsa.spec.dilations, **masks)
+    gate, mixed = rates["gate"][:, None], attention.double().clone()
+    mixed[:, :, heads] = (1 - gate) * mixed[:, :, heads] + gate * product.transpose(1, 2)
+    return mixed.to(attention.dtype)
 
 
 def relative_error(found, expected):

@@ -35,8 +35,8 @@ from architectures import (
 from broken import break_mask, forgets_the_offset
 from families import FULL_PLAN, VOCAB, move_rates
 from model_state import assert_refused, assert_same_state, state_of
-from references import relative_error
-from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, rem_matrix, unpatch_model
+from references import equation_4, relative_error
+from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, unpatch_model
 from texts import PIECES, difference, padded_batch, uncached
 
 PLAN = RSAConfig(**FULL_PLAN)
@@ -74,14 +74,8 @@ def record_calls(modules):
 
 def dense_mix(module, weights, value, visible, causal):
     """{(1 − g) A + g P} V for the RSA heads (paper, eq. 4), A V for the plain ones, with both T×S matrices."""
-    rsa = module.rsa
-    rates, (decay, theta) = rsa.rates(), rsa.per_head(rsa.rates())
-    T, S = weights.shape[2:]
-    P = rem_matrix(rsa.spec.kinds, decay, theta, rsa.spec.dilations, query_length=T, key_length=S, causal=causal)
-    P = torch.where(visible, P, 0)
-    R, gate = rsa.spec.num_rsa_heads, rates["gate"]
-    both = torch.cat([(1 - gate) * weights[:, :R] + gate * P, weights[:, R:]], dim=1)
-    return torch.einsum("bhts,bshd->bthd", both, value)
+    attention = torch.einsum("bhts,bshd->bthd", weights, value)
+    return equation_4(module.rsa, attention, value.transpose(1, 2), visible=visible, causal=causal)
 
 
 def visible_keys(mask, causal, window=None):

@@ -7,7 +7,8 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from broken import break_mask, forgets_the_offset
 from families import DECODERS, ENCODER_DECODERS, FULL_PLAN, VOCAB, WINDOWED, build_language_model
-from rsa_hf import patch_model, rem_matrix, unpatch_model
+from references import equation_4
+from rsa_hf import patch_model, unpatch_model
 from rsa_hf.layer import RSAHeads
 from texts import padded, positions
 
@@ -152,14 +153,7 @@ def test_attention_and_recurrence_read_the_same_quantized_values(family, monkeyp
 
 def explicit(self, attention, value, mask):
     """RSA by the explicit P, for queries that are the last of the keys."""
-    rates = self.rates()
-    decay, theta = self.per_head(rates)
-    R, groups = self.spec.num_rsa_heads, attention.shape[2] // value.shape[1]
-    lengths = {"query_length": attention.shape[1], "key_length": value.shape[2]}
-    P = rem_matrix(self.spec.kinds, decay, theta, self.spec.dilations, **lengths)
-    product = (P @ value.repeat_interleave(groups, 1)[:, :R]).transpose(1, 2)
-    mixed = (1 - rates["gate"]) * attention[:, :, :R] + rates["gate"] * product
-    return torch.cat([mixed, attention[:, :, R:]], 2)
+    return equation_4(self, attention, value)
 
 
 @pytest.mark.parametrize("family", ["gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in COMPILED)])

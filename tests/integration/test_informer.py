@@ -7,8 +7,8 @@ import torch
 from transformers import InformerConfig, InformerForPrediction
 
 from broken import break_mask
-from references import relative_error
-from rsa_hf import RSAConfig, patch_model, rem_matrix, unpatch_model
+from references import equation_4, relative_error
+from rsa_hf import RSAConfig, patch_model, unpatch_model
 
 CONTEXT, HORIZON, HEADS = 11, 7, 4
 PLAN = RSAConfig(num_cyclical_pairs=1, num_dilated_cyclical_pairs=1, dilation=3, gate_init=0.3)
@@ -75,13 +75,8 @@ def largest_difference(kind):
             for handle in handles:
                 handle.remove()
             outputs.append(seen)
-        rates = module.rsa.rates()
-        decay, theta = module.rsa.per_head(rates)
-        plan = module.rsa.spec
-        P = rem_matrix(plan.kinds, decay, theta, plan.dilations, query_length=9, causal=causal)
-        value = outputs[1]["value"].view(2, 9, HEADS, 4)
-        product = torch.einsum("hts,bshd->bthd", P.float(), value).flatten(2)
-        expected = torch.lerp(outputs[1]["mixed"], product, rates["gate"])
+        value, attention = (outputs[1][name].view(2, 9, HEADS, 4) for name in ("value", "mixed"))
+        expected = equation_4(module.rsa, attention, value.transpose(1, 2), causal=causal).flatten(2)
         worst = max(worst, float(relative_error(outputs[0]["mixed"], expected)))
         # The recurrence matters.
         assert relative_error(outputs[1]["mixed"], expected) > 0.05

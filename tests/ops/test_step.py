@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.agreement import DILATION, KINDS, draw
+from references import equation_4
 from rsa_hf.config import HeadConfig, RSAConfig
 from rsa_hf.layer import RSAHeads
 from rsa_hf.ops.cpp.build import library
@@ -60,15 +61,7 @@ def step(heads, attention, value, mask=None):
 
 @torch.no_grad()
 def expected_step(heads, attention, value, position=S - 1, visible=None):
-    """Equation 4 with a row of P."""
-    H, places = attention.shape[2], list(heads.spec.heads)
-    rates = heads.rates(torch.float64)
-    keys = value.double()[:, [place // (H // value.shape[1]) for place in places]]
-    masks = {"query_length": 1, "query_offset": position, "visible": visible}
-    product = dense_rem_product(keys, heads.spec.kinds, *heads.per_head(rates), heads.spec.dilations, **masks)
-    g, mixed = rates["gate"][:, None], attention.double().clone()
-    mixed[:, :, places] = (1 - g) * mixed[:, :, places] + g * product.transpose(1, 2)
-    return mixed
+    return equation_4(heads, attention.double(), value, query_offset=position, visible=visible)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

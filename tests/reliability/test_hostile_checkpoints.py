@@ -4,7 +4,6 @@ import copy
 import functools
 import json
 import re
-import resource
 import tempfile
 import traceback
 from contextlib import contextmanager
@@ -72,18 +71,6 @@ def write(folder, files):
         path.unlink()
     for name, content in files.items():
         (folder / name).write_bytes(content)
-
-
-@contextmanager
-def little_memory():
-    """Limit the memory to little more than a tiny model needs."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + 2 * 2**30, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @contextmanager
@@ -195,11 +182,10 @@ def test_a_damaged_checkpoint_is_refused_or_loaded_as_it_is(kind, tmp_path):
         with no_refusal():
             return require_right(model, name, files, info)
 
-    with little_memory():
-        outcomes = try_many(f"checkpoints: {kind}", case, DOCUMENTED, fast=6, full=375)
+    outcomes = try_many(f"checkpoints: {kind}", case, DOCUMENTED, fast=6, full=375)
     refused = [word.startswith("refused") for word in outcomes]
     assert any(refused) or kind == "plan that fits", outcomes
-    assert all(refused) or kind not in ("length", "shape", "other module"), outcomes
+    assert all(refused) or kind not in ("shape", "other module"), outcomes
     require_sound_process(tmp_path)
 
 
@@ -270,8 +256,7 @@ def test_a_damaged_adapter_is_refused_or_loaded_as_it_is(tmp_path):
             require_right_adapter(adapted, files)
         return None
 
-    with little_memory():
-        outcomes = try_many("adapters", case, DOCUMENTED, fast=20, full=1000)
+    outcomes = try_many("adapters", case, DOCUMENTED, fast=20, full=1000)
     assert min(outcomes["right answer"], outcomes["refused: ValueError"]) > 1
 
 
