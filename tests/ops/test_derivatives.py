@@ -5,9 +5,8 @@ import functools
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, hessian, jacfwd, jvp, linearize, vmap
+from torch.func import functional_call, grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
-from transformers import StaticCache
 
 import families
 from ops.agreement import DILATION as SIX_DILATIONS
@@ -19,7 +18,6 @@ from rsa_hf.layer import RSAHeads
 from rsa_hf.ops import autograd
 from rsa_hf.ops.cpp.build import library
 from rsa_hf.ops.mask import AttentionMask, segment_index
-from rsa_hf.ops.reference import dense_rem_product
 
 NAMES = ("value", "decay", "theta", "attention", "gate")
 
@@ -123,43 +121,6 @@ def test_all_modes_agree_with_finite_differences(masks):
     modes = {"check_forward_ad": True, "check_batched_grad": True, "check_batched_forward_grad": True}
     assert torch.autograd.gradcheck(function, tensors, **modes, fast_mode=True)
     assert torch.autograd.gradgradcheck(function, tensors, check_fwd_over_rev=True, fast_mode=True)
-
-
-def test_hessians_agree_in_every_mode():
-    value, decay, theta = (tensor.detach() for tensor in six_heads())
-
-    def loss(function, decay):
-        return function(value, SIX_KINDS, decay, theta, SIX_DILATIONS).sin().sum()
-
-    mine, functional = functools.partial(loss, rem_product), torch.autograd.functional
-    expected = functional.hessian(functools.partial(loss, dense_rem_product), decay)
-    tangent = torch.randn_like(decay)
-    found = {
-        "hessian, vectorized": functional.hessian(mine, decay, vectorize=True),
-        "forward mode": functional.hessian(mine, decay, vectorize=True, outer_jacobian_strategy="forward-mode"),
-        "func.hessian": hessian(mine)(decay),
-        "jacfwd of jacfwd": jacfwd(jacfwd(mine))(decay),
-    }
-    for name, matrix in found.items():
-        assert relative_error(matrix, expected) < 1e-10, name
-    products = {
-        "hvp": functional.hvp(mine, decay, tangent)[1],
-        "jvp of grad": jvp(grad(mine), (decay,), (tangent,))[1],
-        "linearize": linearize(grad(mine), decay)[1](tangent),
-    }
-    for name, vector in products.items():
-        assert relative_error(vector, expected @ tangent) < 1e-10, name
-
-
-@pytest.mark.usefixtures("backend")
-def test_a_batch_of_gradients_agrees_with_one_after_another():
-    tensors = draw(20)
-    output = mixed_product(tensors, KINDS, DILATION, 1, AttentionMask(20, 20, 0, True), (0, 1, 2))
-    several = torch.randn(3, *output.shape)
-    found = torch.autograd.grad(output, tensors, several, is_grads_batched=True, retain_graph=True)
-    for i, weights in enumerate(several):
-        for a, b in zip(found, torch.autograd.grad(output, tensors, weights, retain_graph=True), strict=True):
-            assert relative_error(a[i], b) < 1e-5
 
 
 def test_a_gradient_with_a_tangent_has_one_afterwards():
@@ -340,23 +301,3 @@ def test_dropped_tangents_are_caught(monkeypatch):
         monkeypatch.setattr(f"{module}.is_transformed", lambda: False)
     found, expected = tangents_of_a_step({}, "dual")
     assert relative_error(found, expected) > 1e-2
-
-
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.usefixtures("in_float64")
-def test_forward_mode_of_a_generated_token_agrees_with_finite_differences(static):
-    model = patched("llama")
-    embedded = embeddings(model, length=8)
-    tangent = torch.randn_like(embedded[:, -1:])
-
-    @torch.no_grad()
-    def last(new):
-        cache = StaticCache(config=model.config, max_cache_len=12) if static else None
-        model_cache = model(inputs_embeds=embedded[:, :-1], past_key_values=cache, use_cache=True).past_key_values
-        return model(inputs_embeds=new, past_key_values=model_cache, use_cache=True)[0]
-
-    with forward_ad.dual_level():
-        found = forward_ad.unpack_dual(last(forward_ad.make_dual(embedded[:, -1:], tangent))).tangent
-    h = 1e-4
-    expected = (last(embedded[:, -1:] + h * tangent) - last(embedded[:, -1:] - h * tangent)) / (2 * h)
-    assert relative_error(found, expected) < 1e-3
