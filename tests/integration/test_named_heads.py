@@ -1,14 +1,11 @@
 """Plans that name single heads: whole models against dense P, and patching, saving and adapters with such plans."""
 
-import copy
 import json
 
 import pytest
 import torch
-from peft import LoraConfig
 from transformers import AutoModel, AutoModelForCausalLM
 
-import rsa_hf.peft
 from families import FAMILIES, PAD, VOCAB, build, build_language_model
 from model_state import assert_same_state, state_of
 from references import equation_4, relative_error
@@ -76,19 +73,6 @@ def test_a_saved_model_has_the_same_heads(tmp_path):
         expected = model(**batch)[0] if auto is AutoModelForCausalLM else model.model(**batch)[0]
         assert torch.equal(loaded(**batch)[0], expected)
         assert patch_model(loaded, NAMED) is loaded
-
-
-@pytest.mark.parametrize("method", [None, LoraConfig(r=2, target_modules=["q_proj"])])
-def test_an_adapter_of_named_heads_loads_on_the_plain_model(tmp_path, method):
-    base, batch = build_language_model("llama"), padded_inputs("llama")
-    model = rsa_hf.peft.get_peft_model(copy.deepcopy(base), method, rsa_config=NAMED).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.02
-    model.save_pretrained(tmp_path)
-    loaded = rsa_hf.peft.load(base, tmp_path)
-    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
 
 
 @pytest.mark.parametrize("config", [RSAConfig(heads=()), {"heads": []}])

@@ -67,20 +67,3 @@ def test_rates_stay_float32_and_learn(bits, patched, tmp_path):
     merged = loaded.merge_and_unload()
     found = [value for name, value in merged.named_parameters() if ".rsa." in name]
     assert all(torch.equal(a, b) for a, b in zip(found, rates, strict=True))
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_v_may_have_the_dtype_of_the_quantised_layers(bits, tmp_path):
-    base_model("llama").save_pretrained(tmp_path / "base")
-    base, batch = quantised(tmp_path / "base", bits), inputs("llama")
-    plain = logits(base, batch)
-    seen = []
-    base.model.layers[0].self_attn.v_proj.register_forward_hook(lambda *call: seen.append(call[-1].dtype))
-    model = disturb(get_peft_model(base, None, PLAN))
-    changed = logits(model, batch)
-    assert seen[-1] == (torch.bfloat16 if "bfloat16" in bits else torch.float32)
-    assert_float32(model)
-    assert changed.dtype == plain.dtype
-    assert (changed - plain).abs().max() > 0.1
-    model.save_pretrained(tmp_path / "adapter")
-    assert torch.equal(logits(load(quantised(tmp_path / "base", bits), tmp_path / "adapter"), batch), changed)
