@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from families import CONFIGS, FULL_PLAN, build
+from hub_stand_in import TOKEN
 from rsa_hf import RSAConfig, patch_model, rsa_report, unpatch_model
 from rsa_hf.hub import write_card
 from rsa_hf.models.transformer_xl import TransformerXLConfig, TransformerXLForCausalLM
@@ -235,3 +236,9 @@ def test_gates_on_other_devices_or_processes_are_not_read(model, tmp_path, where
     assert '"num_dilated_cyclical_pairs": 1' in card
     assert "Their values were not available" in card
     assert not (tmp_path / "rsa.png").exists()
+
+
+def test_a_token_is_not_written_on_a_card(model, tmp_path):
+    card = write_card(model, tmp_path, command=f"train.py --hub-token {TOKEN} --url http://a:b@c/d", plot=False)
+    assert "--hub-token hf_… --url http://…@c/d" in card.read_text()
+    assert TOKEN not in card.read_text()

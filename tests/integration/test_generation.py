@@ -5,7 +5,6 @@ import torch
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    DynamicCache,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
 )
@@ -13,7 +12,7 @@ from transformers import (
 from broken import break_mask, farthest, forgets_the_offset
 from families import ATTENTIONS, DECODERS, FULL_PLAN, MORE_CONFIGS, VOCAB, WINDOWED, build_language_model, widen
 from rsa_hf import patch_model
-from texts import CACHES, PIECES, difference, in_pieces, padded_batch, uncached
+from texts import CACHES, PIECES, difference, padded_batch, uncached
 
 
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
@@ -72,39 +71,3 @@ def test_tokens_of_an_image_that_see_ahead_agree_with_and_without_a_cache(attent
     if cache == "static":
         monkeypatch.setattr("rsa_hf.ops.read_mask.query_position", farthest)
         assert gap() > 1e-2
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", [*DECODERS, *WINDOWED])
-def test_a_cropped_reordered_and_repeated_cache_agrees_with_the_whole_text(family, monkeypatch):
-    """Speculative decoding, beam search and contrastive search do this to a cache between two steps."""
-    model = patch_model(build_language_model(family), FULL_PLAN)
-    inputs = padded_batch()
-    other = {**inputs, "input_ids": inputs["input_ids"].clone()}
-    other["input_ids"][:, 9:] = (inputs["input_ids"][:, 9:] + 11) % (VOCAB - 3) + 3
-    rows = torch.tensor([2, 0, 0])
-
-    def gap():
-        cache = DynamicCache(config=model.config)
-        cache.activate_past_recording()
-        in_pieces(model, other, [9], cache)
-        cache.crop(0)
-        draft = {name: other[name][:, 9:12] for name in ("input_ids", "position_ids")}
-        model(**draft, attention_mask=other["attention_mask"][:, :12], past_key_values=cache)
-        cache.crop(-3)
-        cache.reorder_cache(rows)
-        cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([0, 3, 4]))
-        picked = {name: tensor[rows] for name, tensor in inputs.items()}
-        found = []
-        for start, stop in ((9, 11), (11, 12), (12, 13), (13, 14)):
-            piece = {name: picked[name][:, start:stop] for name in ("input_ids", "position_ids")}
-            found.append(
-                model(**piece, attention_mask=picked["attention_mask"][:, :stop], past_key_values=cache).logits
-            )
-            cache.crop(0)
-        return float((torch.cat(found, 1) - uncached(model, picked)[:, 9:]).abs().max())
-
-    assert gap() <= 1e-5
-    break_mask(monkeypatch, forgets_the_offset)
-    assert gap() > 1e-3

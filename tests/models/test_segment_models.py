@@ -9,8 +9,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    Trainer,
-    TrainingArguments,
 )
 
 from broken import break_mask, forgets_the_offset
@@ -301,32 +299,6 @@ def test_bfloat16_stays_close(name):
     assert model(tokens).logits.dtype == torch.bfloat16
     assert loss().dtype == torch.float32
     assert abs(float(loss() - expected)) < 0.03 * float(expected)
-
-
-TRAINED = {
-    "transfo-xl": {"init_std": 0.02},
-    "block-recurrent": {"window_size": 12},
-    "sru_plus_plus": {},
-    "temporal_latent_bottleneck": {"initializer_range": 0.02, "chunk_size": 12},
-    "recurrent": {"initializer_range": 0.1, "hidden_size": 32},
-}
-
-
-@each_kind
-def test_the_trainer_learns_a_periodic_text(name, rsa, tmp_path):
-    """Evaluation gathers the logits of all batches, and ignores the state."""
-    model = build(name, rsa=rsa, dropout=0.1, **TRAINED[name])
-    period = text(batch=1, length=5).repeat(1, 5)[0]
-    data = [{"input_ids": period, "labels": period}] * 64
-    arguments = TrainingArguments(
-        tmp_path, max_steps=50, learning_rate=3e-2 if name in ("sru_plus_plus", "recurrent") else 1e-2, report_to=[],
-        per_device_train_batch_size=8, save_strategy="no", seed=0, use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
-    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:6])
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    assert trainer.evaluate()["eval_loss"] < before / (2 if name == "recurrent" else 4)
-    assert trainer.predict(data[:6]).predictions.shape == (6, 25, VOCAB)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

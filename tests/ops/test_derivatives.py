@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
-from torch.utils.checkpoint import checkpoint
 
 import families
 from ops.agreement import DILATION as SIX_DILATIONS
@@ -183,48 +182,6 @@ def patched(family, attention="eager"):
 def embeddings(model, batch=2, length=11):
     ids = torch.randint(3, families.VOCAB, (batch, length))
     return model.get_input_embeddings()(ids).detach()
-
-
-PADDED = (torch.arange(11)[None] < torch.tensor([[8], [11]])).long()
-PACKED = torch.cat([torch.arange(6), torch.arange(5)])[None].expand(2, -1)
-MODELS = {
-    "llama": ("llama", {"attention_mask": PADDED}),
-    "gpt2": ("gpt2", {"attention_mask": PADDED}),
-    "packed documents": ("llama", {"position_ids": PACKED, "use_cache": False}),
-    "sliding window": ("mistral", {}),
-}
-# Norms of Llama and Mistral are in float32: (step, tolerance) of finite differences.
-DIFFERENCES = {"llama": (1e-4, 2e-2), "mistral": (1e-4, 2e-2)}
-
-
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
-@pytest.mark.parametrize(("family", "keywords"), MODELS.values(), ids=MODELS)
-@pytest.mark.usefixtures("in_float64")
-def test_hessian_vector_products_of_a_model_agree_with_finite_differences(family, keywords, checkpointed):
-    model = patched(family)
-    start = [embeddings(model), *(p.detach() for name, p in model.named_parameters() if ".rsa." in name)]
-    names = [name for name, _ in model.named_parameters() if ".rsa." in name]
-    vectors = [torch.randn_like(x) * x.abs().mean() for x in start]
-
-    def gradients(tensors, **more):
-        def run(embedded, *parameters):
-            named = dict(zip(names, parameters, strict=True))
-            return functional_call(model, named, (), {"inputs_embeds": embedded, **keywords})[0]
-
-        output = checkpoint(run, *tensors, use_reentrant=False) if checkpointed else run(*tensors)
-        return torch.autograd.grad(output.sin().sum(), tensors, **more)
-
-    def shifted(step):
-        return [(x + step * vector).requires_grad_() for x, vector in zip(start, vectors, strict=True)]
-
-    inputs = shifted(0.0)
-    first = gradients(inputs, create_graph=True)
-    found = torch.autograd.grad(sum((g * vector).sum() for g, vector in zip(first, vectors, strict=True)), inputs)
-    step, tolerance = DIFFERENCES.get(family, (1e-6, 1e-6))
-    for name, a, ahead, behind in zip(
-        ["embeddings", *names], found, gradients(shifted(step)), gradients(shifted(-step)), strict=True
-    ):
-        assert relative_error(a, (ahead - behind) / (2 * step)) < tolerance, name
 
 
 @pytest.mark.parametrize(

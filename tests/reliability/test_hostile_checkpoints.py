@@ -23,6 +23,7 @@ from reliability.hostile import CONFIG, INDEX, WEIGHTS, edit_json, edit_tensors,
 from reliability.record import try_many
 from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model
 from rsa_hf.cli.common import UserError, load_checkpoint
+from rsa_hf.saved_plan import read_plan
 
 PACKAGE = str(Path(rsa_hf.__file__).parent)
 DOCUMENTED = (ValueError, TypeError, OSError)
@@ -128,7 +129,8 @@ def require_right(model, name, files, info):
         if "RSA heads, but this attention layer has" not in str(error):
             raise
         return "refused by the first forward: ValueError"
-    fresh = patch_model(copy.deepcopy(plain(name)), content["rsa"]["plan"] | {"layers": None})
+    plan = read_plan({**content["rsa"], "plan": content["rsa"]["plan"] | {"layers": None}})  # it may be an earlier one
+    fresh = patch_model(copy.deepcopy(plain(name)), plan.config)
     fresh.load_state_dict(state)
     assert same_bits(answer, outputs(fresh))
     is_open = any(bool((layer.rates()["gate"] > 1e-6).any()) for layer in heads.values())

@@ -31,12 +31,6 @@ def empty(**changes):
     return {"command": "x", "dry": False, "machine": head, "rounds": 3, "equality": {"": 0.5}, "rows": {}, **changes}
 
 
-def test_what_was_not_measured_has_no_figure(bench):
-    shown = cells(bench, empty())
-    assert len(shown) == 18
-    assert set(shown.values()) == {"not measured"}
-
-
 def test_only_what_was_measured_has_a_figure(bench):
     names = [row.name for row in bench.rows_of(bench.Sizes())]
     product, training, failed = (next(n for n in names if word in n) for word in ("P V", "training", "sweep"))
