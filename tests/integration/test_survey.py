@@ -37,6 +37,11 @@ SAMPLE = {
     ("bart", "seq2seq"): set(),
     ("bigbird_pegasus", "causal-lm"): {"padding"},
     ("nllb-moe", "seq2seq"): set(),
+    # Beside the attention interface.
+    **{(name, "causal-lm"): set() for name in ("bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj")},
+    **{(name, "causal-lm"): set() for name in ("mpt", "rembert", "xglm")},
+    **{(name, "causal-lm"): {"cache"} for name in ("openai-gpt", "xlnet")},
+    **{(name, "masked-lm"): {"cache"} for name in ("deberta", "deberta-v2", "megatron-bert", "mpnet", "roformer")},
 }
 
 

@@ -49,14 +49,14 @@ def test_gradient_checkpointing_gives_the_same_gradients(family, use_reentrant):
 
 
 def test_bf16_leaves_gates_and_rates_in_float32(tmp_path):
-    reference, model = small_runs.trainer(tmp_path, gpt2(0.0)), gpt2(0.0)
+    reference, model = small_runs.trainer(tmp_path, gpt2(0.0), learning_rate=1e-3), gpt2(0.0)
     reference.train()
     seen = set()
     for _, heads in active_heads(model):
         heads.register_forward_hook(
             lambda heads, args, output: seen.update((args[1].dtype, *(r.dtype for r in heads.rates().values())))
         )
-    trainer = small_runs.trainer(tmp_path, model, bf16=True)
+    trainer = small_runs.trainer(tmp_path, model, learning_rate=1e-3, bf16=True)
     trainer.train()
     assert seen == {torch.bfloat16, torch.float32}  # the values V, and the rates
     assert all(p.dtype == torch.float32 for name, p in model.named_parameters() if ".rsa." in name)
