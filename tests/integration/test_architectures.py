@@ -20,7 +20,6 @@ from transformers.models.gptj import modeling_gptj
 import flash_stand_in
 from architectures import (
     ADAPTED,
-    CACHED,
     CAUSAL,
     PADDED,
     WINDOW,
@@ -30,7 +29,6 @@ from architectures import (
     output_from,
     values_from,
 )
-from broken import break_mask, forgets_the_offset
 from families import FULL_PLAN, VOCAB
 from model_state import assert_refused
 from references import equation_4, relative_error
@@ -123,21 +121,6 @@ def test_each_layer_is_equation_4(name, recwarn):
 
 
 # --- whole models ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
-@pytest.mark.parametrize("name", CACHED)
-@torch.no_grad()
-def test_cached_chunked_and_uncached_agree(name, pieces, monkeypatch):
-    model = patch_model(build_adapted(name, language_model=True), PLAN)
-    inputs = accepted(model, padded_batch())
-
-    def gap():
-        return difference(model, inputs, pieces, DynamicCache(config=model.config))
-
-    assert gap() <= 1e-5
-    break_mask(monkeypatch, forgets_the_offset)
-    assert gap() > 1e-3
 
 
 @torch.no_grad()
