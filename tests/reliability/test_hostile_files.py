@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints and adapters are refused with a documented error, or loaded as they are."""
+"""Hostile plans, checkpoints and adapters are refused with a documented error, or read as they are."""
 
 import copy
 import functools
@@ -15,13 +15,14 @@ from transformers import AutoModel
 
 import rsa_hf
 import rsa_hf.peft
-from families import CONFIGS, FULL_PLAN, MORE_CONFIGS, move_rates, widen
+from families import CONFIGS, FULL_PLAN, MORE_CONFIGS, build, move_rates, widen
+from model_state import assert_same_state, state_of
 from models import tiny
 from peft_adapters import METHODS, disturb
 from reliability import hostile
 from reliability.hostile import CONFIG, INDEX, WEIGHTS, edit_json, edit_tensors, move_heads
 from reliability.record import try_many
-from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model
+from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, unpatch_model
 from rsa_hf.cli.common import UserError, load_checkpoint
 from rsa_hf.saved_plan import read_plan
 
@@ -103,6 +104,39 @@ def by_another(error):
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
     is_ours = isinstance(error, DOCUMENTED) or raised_in.startswith((PACKAGE, str(Path(__file__).parent)))
     return None if is_ours else f"refused by another library: {type(error).__name__}"
+
+
+# --- plans ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_hostile_plan_is_refused_or_read_correctly():
+    def case(random):
+        config = RSAConfig.from_dict(hostile.plan(random))
+        assert RSAConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+    outcomes = try_many("plans", case, (ValueError, TypeError), fast=600, full=100_000)
+    assert min(outcomes["right answer"], outcomes["refused: ValueError"], outcomes["refused: TypeError"]) > 20
+
+
+def test_a_hostile_plan_leaves_no_model_half_patched():
+    model = build("gpt2")
+    before = state_of(model)
+
+    def case(random):
+        try:
+            patch_model(model, hostile.plan(random))
+        except Exception:
+            assert_same_state(model, before)
+            raise
+        for heads in [module for module in model.modules() if isinstance(module, RSAHeads)]:
+            rates = heads.rates()
+            assert not rates.pop("gate").isnan().any()
+            assert all(bool(rate.isfinite().all()) for rate in rates.values())
+        unpatch_model(model)
+        assert_same_state(model, before)
+
+    outcomes = try_many("patches", case, (ValueError, TypeError), fast=100, full=5000)
+    assert outcomes["right answer"] > 5
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------
