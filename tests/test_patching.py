@@ -20,16 +20,7 @@ from transformers import (
     RwkvModel,
 )
 
-from families import (
-    ATTENTIONS,
-    CONFIGS,
-    FAMILIES,
-    FULL_PLAN,
-    VOCAB,
-    build,
-    inputs,
-    move_rates,
-)
+from families import ATTENTIONS, CONFIGS, FAMILIES, FULL_PLAN, VOCAB, build, inputs, move_rates
 from model_state import assert_refused, assert_same_state, state_of
 from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, unpatch_model
 from rsa_hf.saved_plan import saved_plans

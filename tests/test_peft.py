@@ -9,12 +9,7 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, IA3Config, LNTuningConfig, LoraConfig, LoraModel, PeftModel
 from peft.utils.hotswap import hotswap_adapter
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from families import CONFIGS, inputs
 from hub_stand_in import USER

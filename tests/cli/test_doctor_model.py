@@ -6,12 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import (
-    AttentionInterface,
-    AutoModelForSequenceClassification,
-    ViTConfig,
-    ViTModel,
-)
+from transformers import AttentionInterface, AutoModelForSequenceClassification, ViTConfig, ViTModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -8,9 +8,7 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    DynamicCache,
-)
+from transformers import DynamicCache
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon

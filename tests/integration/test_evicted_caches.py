@@ -2,13 +2,7 @@
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    Qwen2VLTextConfig,
-    RobertaConfig,
-    RobertaForCausalLM,
-    StaticCache,
-)
+from transformers import DynamicCache, Qwen2VLTextConfig, RobertaConfig, RobertaForCausalLM, StaticCache
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
 
 import flash_stand_in

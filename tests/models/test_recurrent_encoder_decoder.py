@@ -5,11 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForSeq2SeqLM,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
 from rsa_hf.models.recurrent_encoder_decoder import (
     RecurrentEncoderDecoderConfig,

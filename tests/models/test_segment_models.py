@@ -5,11 +5,7 @@ import json
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from broken import break_mask, forgets_the_offset
 from families import ATTENTIONS, FULL_PLAN

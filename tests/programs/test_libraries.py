@@ -7,14 +7,7 @@ import sys
 
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    T5Config,
-    T5ForConditionalGeneration,
-    pipeline,
-)
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration, pipeline
 
 from rsa_hf import RSAConfig, is_patched, patch_model
 

@@ -3,11 +3,11 @@
 import carried_run
 import pytest
 import torch
-from launching import run_python
 from safetensors.torch import load_file
 from torch.utils.data import default_collate
 
 import small_runs
+from launching import run_processes
 from models import tiny
 from models.tiny import VOCAB
 from rsa_hf.tasks.text_blocks import TrainingTracks
@@ -145,8 +145,7 @@ def test_without_the_memory_of_the_checkpoint_losses_differ(tmp_path, monkeypatc
 
 @pytest.mark.slow  # starts processes
 def test_two_processes_that_are_killed_and_continued_carry_like_one(tmp_path):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    done = run_python(*launcher, carried_run.__file__, tmp_path)
+    done = run_processes(2, carried_run.__file__, tmp_path)
     assert done.returncode == 0, done.stderr
     expected = carried_run.run(tmp_path / "one", rows=4).model.state_dict()
     whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))

@@ -5,8 +5,9 @@ import json
 import pytest
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from launching import ROOT, run_python
 from script_runs import DEFECTS, LANGUAGE_MODEL, arguments, run_script, trained_weights, write_data
+
+from launching import ROOT, run_python
 
 CONFIGS = ROOT / "configs" / "accelerate"
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
-from launching import run_python
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoModelForCausalLM
 
+from launching import run_processes
 from rsa_hf import param_groups, rsa_report
 from rsa_hf.training import shard_rsa_heads
 from small_runs import assert_same_weights
@@ -21,8 +21,7 @@ from small_runs import assert_same_weights
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fsdp")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    done = run_python(*launcher, single.__file__, folder)
+    done = run_processes(2, single.__file__, folder)
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -9,11 +9,11 @@ import time
 
 import pytest
 import torch
-from launching import ROOT, run_python
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
+from launching import ROOT, run_processes, run_python
 from rsa_hf.cli import main
 from rsa_hf.training.rsa_trainer import RSATrainer
 from small_runs import assert_same_weights
@@ -271,9 +271,9 @@ def test_two_processes_learn_what_one_does(tmp_path, text, encoder, functions, t
         settings |= {"config_overrides": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}}
         settings |= {"deduplicate": False, "use_cpu": True, "learning_rate": 1e-3}
     config = written(tmp_path, settings)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", sys.executable]
     run = ["-c", "from rsa_hf.cli import main; main()", "train", task, config, "--output_dir", tmp_path / "two"]
-    done = run_python(*launcher, *run, "--per_device_train_batch_size", "3", "--ddp_backend", "gloo")
+    run += ["--per_device_train_batch_size", "3", "--ddp_backend", "gloo"]
+    done = run_processes(2, "--no-python", sys.executable, *run)
     assert done.returncode == 0, done.stderr
     assert command("train", task, config, "--output_dir", tmp_path / "one", "--per_device_train_batch_size", "6") == 0
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
