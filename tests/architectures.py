@@ -78,7 +78,6 @@ for _name in ("megatron_bert_causal", "rembert_causal", "roformer_causal"):
 ADAPTED = sorted(CONFIGS)
 _BIDIRECTIONAL = ("deberta", "deberta_v2", "megatron_bert", "mpnet", "roformer", "xlnet")
 CAUSAL = [name for name in ADAPTED if name not in (*_BIDIRECTIONAL, "xlnet_causal")]
-CACHED = [name for name in CAUSAL if name != "openai"]  # OpenAI-GPT has no cache
 # A plain causal XLNet fails on padding in transformers.
 PADDED = [name for name in ADAPTED if name != "xlnet_causal"]
 

@@ -13,7 +13,7 @@ import rsa_hf
 import rsa_hf.layer
 import rsa_hf.ops.autograd
 import rsa_hf.ops.mask
-from families import ENCODER_DECODERS, FULL_PLAN, build, build_language_model, inputs, move_rates
+from families import ENCODER_DECODERS, FULL_PLAN, build, inputs, patched
 from rsa_hf import RSAConfig, RSAHeads, patch_model, rem_product
 from rsa_hf.integration.peft import merging
 from rsa_hf.ops.cpp import build as cpp_build
@@ -25,10 +25,6 @@ from rsa_hf.tasks import python_defects
 
 S = 24
 RATES = (["regular", "cos", "sin", "regular"], [0.9, 0.8, -0.7, 0.6], [0.0, 0.3, 0.4, 0.0], [1, 1, 2, 3])
-
-
-def patched(family, attention="sdpa"):
-    return move_rates(patch_model(build_language_model(family, attention), RSAConfig(**FULL_PLAN)))
 
 
 def new_heads():

@@ -27,17 +27,13 @@ from architectures import (
     output_from,
     values_from,
 )
-from families import FULL_PLAN, VOCAB
+from families import FULL_PLAN, tokens
 from model_state import assert_refused
 from references import equation_4, relative_error
 from rsa_hf import RSAConfig, RSAHeads, patch_model, unpatch_model
 from texts import PIECES, difference, padded_batch, uncached
 
 PLAN = RSAConfig(**FULL_PLAN)
-
-
-def tokens(rows=2, length=11):
-    return torch.randint(3, VOCAB, (rows, length))
 
 
 def padded_tokens(name, rows=2, length=11, padding=3):

@@ -10,10 +10,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from families import build, inputs, move_rates
 from rsa_hf import RSAConfig, patch_model
@@ -118,15 +116,6 @@ def test_a_function_that_attends_as_transformers_does_is_trusted(family, padding
     run()
     # Later calls cost nothing more.
     assert tried > len(calls) - tried == len(set(calls))
-
-
-def test_another_function_does_not_fill_a_paged_cache(register):
-    register("mine", lambda *args, **keywords: sdpa_attention_forward(*args, **keywords))
-    module, (query, value) = patched().layers[0].self_attn, torch.randn(2, 1, 8, 3, 4)
-    attention = ALL_ATTENTION_FUNCTIONS.get_interface("mine", None)
-    cache = PagedAttentionCache.__new__(PagedAttentionCache)
-    with pytest.raises(NotImplementedError, match="paged cache"):
-        attention(module, query, value[:, :2], value[:, :2], None, cache=cache)
 
 
 def test_a_replaced_sdpa_is_tried(monkeypatch):

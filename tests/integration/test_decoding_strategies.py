@@ -16,6 +16,7 @@ from families import (
     VOCAB,
     WINDOWED,
     build_language_model,
+    patched,
     widen,
 )
 from references import equation_4
@@ -27,11 +28,6 @@ LENGTH, STEPS = 11, 9
 GREEDY = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
 SPECULATIVE = {"prompt lookup", "assisted"}
 COMPILED = [*(family for family in DECODERS if family != "gpt2"), *WINDOWED, "t5"]
-
-
-def patched(family, attention="sdpa", seed=0):
-    torch.manual_seed(seed)
-    return patch_model(build_language_model(family, attention), FULL_PLAN)
 
 
 def prompt(rows=3):

@@ -11,7 +11,7 @@ from transformers.integrations import flex_attention as integration
 import flash_stand_in
 import flex_stand_in
 from broken import break_mask, forgets_the_offset
-from families import ENCODERS, FULL_PLAN, PAD, VOCAB, WINDOWED, build, build_language_model, move_rates
+from families import ENCODERS, FULL_PLAN, PAD, WINDOWED, build, build_language_model, move_rates, tokens
 from references import relative_error
 from rsa_hf import patch_model
 from rsa_hf.ops.read_mask import evaluate_block_mask
@@ -50,10 +50,6 @@ def pair(family, attention, reference="sdpa"):
     return models
 
 
-def tokens(rows=3, length=LENGTH):
-    return torch.randint(3, VOCAB, (rows, length))
-
-
 def ignored(mask):
     return replace(mask, key_mask=None, segments=None, visible=None)
 
@@ -67,7 +63,7 @@ def without_window(mask):
 @torch.no_grad()
 def test_padding_and_windows_give_the_results_of_the_reference(attention, family, side, monkeypatch):
     found, expected = pair(family, attention, "sdpa" if side else "eager")
-    batch = padded(tokens(), (5, 2), side or "left")
+    batch = padded(tokens(3, LENGTH), (5, 2), side or "left")
     real = batch["attention_mask"].bool()
     if side is None:
         batch, real = {"input_ids": batch["input_ids"]}, real | True
@@ -129,7 +125,7 @@ def test_cached_runs_agree_with_the_whole_text(family, attention, cache, pieces,
     if family not in DECODERS[attention]:
         pytest.skip(f"{family} has no {attention}")
     found, expected = pair(family, attention)
-    batch = padded(tokens(), padding)
+    batch = padded(tokens(3, LENGTH), padding)
     real = batch["attention_mask"].bool()
     wanted = uncached(expected, batch)[real]
 
@@ -144,7 +140,7 @@ def test_cached_runs_agree_with_the_whole_text(family, attention, cache, pieces,
 @torch.no_grad()
 def test_documents_of_a_block_mask_that_change_in_place_are_read_anew(monkeypatch):
     found, expected = pair("llama", FLEX)
-    ids, documents = tokens(3), torch.zeros(LENGTH, dtype=torch.long)
+    ids, documents = tokens(3, LENGTH), torch.zeros(LENGTH, dtype=torch.long)
     # One mask for all rows.
     block_mask = create_block_mask(
         lambda b, h, q, k: (k <= q) & (documents[q] == documents[k]), None, None, LENGTH, LENGTH, device="cpu"
@@ -171,7 +167,7 @@ def test_documents_of_a_block_mask_that_change_in_place_are_read_anew(monkeypatc
 @pytest.mark.parametrize("family", ["llama", "gemma3", "modernbert"])
 def test_gradients_of_training_are_those_of_sdpa(family, monkeypatch):
     found, expected = pair(family, FLEX)
-    batch = padded(tokens(), (5, 2))
+    batch = padded(tokens(3, LENGTH), (5, 2))
     if family == "modernbert":
         del batch["position_ids"]
     real = batch["attention_mask"].bool()

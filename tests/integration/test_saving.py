@@ -23,9 +23,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from families import CONFIGS, FAMILIES, FULL_PLAN, build, build_language_model, inputs, move_rates
+from families import CONFIGS, FULL_PLAN, build, build_language_model, inputs, move_rates
 from file_edits import edit_json, edit_tensors
-from rsa_hf import RSAConfig, is_patched, patch_model, rsa_report, unpatch_model
+from rsa_hf import RSAConfig, is_patched, patch_model, unpatch_model
 
 
 def trained(model, plan=FULL_PLAN):
@@ -38,20 +38,6 @@ def saved(tmp_path):
     model = trained(build("roberta"))
     model.save_pretrained(tmp_path)
     return model, tmp_path
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_auto_model_loads_a_checkpoint_bit_for_bit(family, tmp_path):
-    model, batch = trained(build(family)), inputs(family)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModel.from_pretrained(tmp_path)
-    assert torch.equal(loaded(**batch)[0], model(**batch)[0])
-    assert loaded.config.rsa == model.config.rsa
-    assert str(rsa_report(loaded)) == str(rsa_report(model))
-    # So does the loaded model, saved again.
-    loaded.save_pretrained(tmp_path / "again")
-    assert torch.equal(AutoModel.from_pretrained(tmp_path / "again")(**batch)[0], model(**batch)[0])
 
 
 @pytest.mark.parametrize("how", ["concrete class", "deepcopy", "pickle"])

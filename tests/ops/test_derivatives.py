@@ -122,18 +122,6 @@ def test_all_modes_agree_with_finite_differences(masks):
     assert torch.autograd.gradgradcheck(function, tensors, check_fwd_over_rev=True, fast_mode=True)
 
 
-def test_a_gradient_with_a_tangent_has_one_afterwards():
-    # The output is computed before the level is entered.
-    tensors = six_heads()
-    output = product(*tensors)
-    weights, tangent = torch.randn_like(output), torch.randn_like(output)
-    expected = torch.autograd.grad(output, tensors, tangent, retain_graph=True)
-    with forward_ad.dual_level():
-        found = torch.autograd.grad(output, tensors, forward_ad.make_dual(weights, tangent))
-        for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(forward_ad.unpack_dual(a).tangent, b)
-
-
 # --- graphs ---------------------------------------------------------------------------------------------------------
 
 
