@@ -1,7 +1,5 @@
 """References written from the paper's formulas, without the paths that they check."""
 
-import math
-
 import torch
 
 from rsa_hf.ops.reference import dense_rem_product
@@ -33,16 +31,6 @@ def lag_weight(kind, rate, angle, lag):
     if kind == "regular":
         return rate**lag
     return rate**lag * (torch.cos(lag * angle) if kind == "cos" else torch.sin(lag * angle))
-
-
-def rsa_attention(query, key, value, gate, P, causal, scaling=None):
-    """Equation 4 of the paper, with both T×S matrices."""
-    T, S, D = query.shape[2], key.shape[2], query.shape[3]
-    scores = query @ key.transpose(-1, -2) * (D**-0.5 if scaling is None else scaling)
-    if causal:
-        hidden = torch.arange(S)[None, :] > (S - T + torch.arange(T))[:, None]
-        scores = scores.masked_fill(hidden, -math.inf)
-    return ((1 - gate) * scores.softmax(-1) + gate * P) @ value
 
 
 def equation_4(rsa, attention, value, *, heads=None, turns=lambda theta: theta, **masks):

@@ -3,6 +3,7 @@
 import copy
 from functools import lru_cache
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -34,27 +35,6 @@ def new_heads():
 # --- weights kept for generation ------------------------------------------------------------------------------------
 
 
-def through_data(heads):
-    heads.nu.data.add_(0.02)
-
-
-def through_numpy(heads):
-    heads.nu.detach().numpy()[:] += 0.02
-
-
-def new_data_with_gaps(heads):
-    heads.nu.data = torch.stack([heads.nu.data + 0.02] * 2, dim=1)[:, 0]
-    through_data(heads)
-
-
-def new_parameter(heads):
-    heads.nu = nn.Parameter(heads.nu.detach() + 0.02)
-
-
-def load(heads):
-    heads.load_state_dict({name: value + 0.02 for name, value in heads.state_dict().items()})
-
-
 def parametrize(heads):
     if heads._modules:
         heads.parametrizations.nu.original.data.add_(0.02)
@@ -62,7 +42,18 @@ def parametrize(heads):
         nn.utils.parametrize.register_parametrization(heads, "nu", nn.Tanh())
 
 
-CHANGES = [through_data, through_numpy, new_data_with_gaps, new_parameter, load, parametrize]
+def with_gaps(values):
+    return torch.stack([values] * 2, dim=1)[:, 0]
+
+
+CHANGES = {
+    "through data": lambda heads: heads.nu.data.add_(0.02),
+    "through numpy": lambda heads: numpy.add(heads.nu.detach().numpy(), 0.02, out=heads.nu.detach().numpy()),
+    "new data with gaps": lambda heads: setattr(heads.nu, "data", with_gaps(heads.nu.data + 0.02)),
+    "new parameter": lambda heads: setattr(heads, "nu", nn.Parameter(heads.nu.detach() + 0.02)),
+    "load": lambda heads: heads.load_state_dict({name: value + 0.02 for name, value in heads.state_dict().items()}),
+    "parametrize": parametrize,
+}
 
 
 def step_of(heads, padded):
@@ -77,7 +68,7 @@ def step_of(heads, padded):
 @torch.no_grad()
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("backend", ["cpp", "pytorch"])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_step_after_a_change_of_parameters(change, backend, padded, monkeypatch):
     monkeypatch.setenv("RSA_HF_BACKEND", backend)
     heads = new_heads()
@@ -111,7 +102,7 @@ def test_on_a_gpu_a_generation_with_a_static_cache_keeps_nothing_from_the_one_be
 
     for lengths in ([S, S, S], range(S - 4, S)):
         steps(heads, lengths)
-        through_data(heads)
+        CHANGES["through data"](heads)
         torch.testing.assert_close(steps(heads, lengths), steps(copy.deepcopy(heads), lengths), rtol=1e-5, atol=1e-6)
 
 

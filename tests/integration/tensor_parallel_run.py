@@ -292,7 +292,7 @@ def with_fsdp(folder):
 
 def uneven_heads(folder):
     """Seven heads on four processes: 2, 2, 2 and 1. Plain Llama runs, but indices of heads would be wrong."""
-    model = llama_of(7, num_key_value_heads=7)
+    model = llama_of(7, num_key_value_heads=7, head_dim=2)
     save(model, folder / "seven plain")
     plain = split(folder / "seven plain")
     with torch.no_grad():

@@ -184,44 +184,34 @@ def test_weights_that_do_not_fit_the_plan_are_an_error(saved, change, message):
         AutoModel.from_pretrained(folder, ignore_mismatched_sizes=True)
 
 
+LOCKS = ("rsa", "attn_implementation", "fusion_config")
+
+
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("change", "message"),
     [
-        (lambda c: c.pop("rsa"), ValueError, "has RSA heads, but holds no plan"),
-        (
-            lambda c: [c.pop(key) for key in ("rsa", "attn_implementation", "fusion_config")],
-            ValueError,
-            "in the checkpoint, but not in the plan",
-        ),
-        (lambda c: c["rsa"]["plan"].update(num_regular=2), ValueError, "eta has shape"),
-        (lambda c: c["rsa"]["plan"].update(depth=1), ValueError, "unknown RSA setting 'depth'"),
-        (
-            lambda c: c["rsa"]["plan"].update(num_regular=10**12),
-            ValueError,
-            "num_regular=1000000000000: a whole number",
-        ),
-        (lambda c: c["rsa"]["plan"].update(gate_init="__import__('os')"), TypeError, "a number from"),
-        (lambda c: c["rsa"].update(format_version=3), ValueError, "format_version 3.*newer"),
-        (lambda c: c["rsa"].pop("modules"), ValueError, "needed: format_version, modules, plan"),
+        (lambda c: c.pop("rsa"), "has RSA heads, but holds no plan"),
+        (lambda c: [c.pop(key) for key in LOCKS], "in the checkpoint, but not in the plan"),
+        (lambda c: c["rsa"]["plan"].update(num_regular=2), "eta has shape"),
+        (lambda c: c["rsa"]["plan"].update(depth=1), "unknown RSA setting 'depth'"),
+        (lambda c: c["rsa"]["plan"].update(num_regular=10**12), "num_regular=1000000000000: a whole number"),
+        (lambda c: c["rsa"]["plan"].update(gate_init="__import__('os')"), "a number from"),
+        (lambda c: c["rsa"].update(format_version=3), "format_version 3.*newer"),
+        (lambda c: c["rsa"].pop("modules"), "needed: format_version, modules, plan"),
         (
             lambda c: c["rsa"].update(modules=["encoder.layer.7.attention.self"]),
-            ValueError,
-            "7.attention.self, which this RobertaModel does not have",
+            "7.attention.self, which this Roberta",
         ),
-        (lambda c: c["rsa"].update(modules=["__class__"]), ValueError, "module name"),
-        (lambda c: c["rsa"].update(modules=["nowhere"] * 2), ValueError, "more than once"),
-        (lambda c: c.update(rsa=[1]), TypeError, "config.rsa is a mapping"),
-        (
-            lambda c: c.update(num_hidden_layers=1),
-            ValueError,
-            "layer.1.attention.self, which this RobertaModel does not",
-        ),
+        (lambda c: c["rsa"].update(modules=["__class__"]), "module name"),
+        (lambda c: c["rsa"].update(modules=["nowhere"] * 2), "more than once"),
+        (lambda c: c.update(rsa=[1]), "config.rsa is a mapping"),
+        (lambda c: c.update(num_hidden_layers=1), "layer.1.attention.self, which this RobertaModel does not"),
     ],
 )
-def test_a_plan_that_does_not_fit_is_an_error(saved, change, error, message):
+def test_a_plan_that_does_not_fit_is_an_error(saved, change, message):
     _, folder = saved
     edit_json(folder / "config.json", change)
-    with pytest.raises(error, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         AutoModel.from_pretrained(folder)
 
 

@@ -15,7 +15,6 @@ from models.tiny import (
     VOCAB,
     WITH_ATTENTION,
     build,
-    config,
     difference,
     in_segments,
     run_segments,
@@ -324,25 +323,3 @@ def test_wrong_inputs_are_refused(name):
         with pytest.raises(ValueError, match=f"{model.segment_state} has shapes .* are needed"):
             model(tokens, **{model.segment_state: part})
     model(tokens, **{model.segment_state: state})
-
-
-WRONG = {
-    "transfo-xl": {
-        "cutoffs": {"cutoffs": [12, 5]}, "div_val": {"cutoffs": [5, 9], "div_val": 8},
-        "tie_projs": {"cutoffs": [5], "tie_projs": [True]}, "mem_len": {"mem_len": 0, "same_length": True},
-        "attn_type": {"attn_type": 2},
-    },
-    "block-recurrent": {
-        "cell": {"cell": "triple"}, "gate": {"gate": "gru"}, "recurrent_layers": {"recurrent_layers": [1, -2]},
-        "relative_attention_num_buckets": {"relative_attention_max_distance": 2},
-    },
-    "temporal_latent_bottleneck": {"cross_attention_every": {"cross_attention_every": 4}},
-    "recurrent": {"cell": {"cell": "tanh"}, "dilations": {"dilations": [1]}},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_configs_are_refused(name):
-    for field, changes in WRONG[name].items():
-        with pytest.raises(ValueError, match=rf"{field}=.* must "):
-            config(name, **changes)

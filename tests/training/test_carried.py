@@ -89,15 +89,6 @@ def test_the_loss_is_that_of_one_pass_over_each_track(tmp_path, name, accumulati
     assert min(abs(a - b) for a, b in zip(dropped[1:], expected[1:], strict=True)) > 1e-4
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_accumulated_steps_are_those_of_the_large_batch(tmp_path, name):
-    still = losses_in_one_pass(MODELS[name](), tracks())
-    whole = losses(run(tmp_path / "whole", MODELS[name]()))
-    division = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    assert losses(run(tmp_path / "parts", MODELS[name](), **division)) == pytest.approx(whole, abs=1e-4)
-    assert abs(whole[-1] - still[-1]) > 1e-2  # the model learns
-
-
 def test_gradients_stop_at_the_carried_memory(tmp_path):
     """Against a loop with torch's loss and optimiser."""
     by_hand, data = lstm(), tracks()

@@ -178,15 +178,6 @@ def test_mistakes_end_in_one_line(tmp_path, text, capsys, words, said):
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("words", ["train defect", "train lm", "evaluate defect", "evaluate lm"])
-def test_help_lists_the_keys(capsys, words):
-    assert command(*words.split(), "--help") == 0
-    said = capsys.readouterr().out
-    assert f"Example: rsa-hf {words}" in said
-    for key in ("--model_name_or_path", "--rsa", "--sample_seed", "--rsa_learning_rate", "--num_train_epochs"):
-        assert key in said
-
-
 def test_out_of_memory_names_what_to_lower(tmp_path, text, capsys, monkeypatch):
     def full(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
