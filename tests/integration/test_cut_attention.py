@@ -138,20 +138,6 @@ def test_context_parallelism_is_refused_by_name(one_process):
     assert torch.equal(model(**batch).last_hidden_state, expected)
 
 
-def test_an_untried_function_is_not_compiled(register):
-    register("mine", lambda *args, **keywords: sdpa_attention_forward(*args, **keywords))
-    model, batch = patched(), inputs("llama")
-    del model.layers[1]
-    expected = model(**batch).last_hidden_state
-    model.set_attn_implementation("mine")
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match="run the model once before it is compiled"):
-        compiled(**batch)
-    model(**batch)
-    torch._dynamo.reset()
-    torch.testing.assert_close(compiled(**batch).last_hidden_state, expected)
-
-
 # --- layers with other heads than they had --------------------------------------------------------------------------
 
 

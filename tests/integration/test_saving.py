@@ -25,7 +25,7 @@ from transformers import (
 
 from families import CONFIGS, FULL_PLAN, build, build_language_model, inputs, move_rates
 from file_edits import edit_json, edit_tensors
-from rsa_hf import RSAConfig, is_patched, patch_model, unpatch_model
+from rsa_hf import RSAConfig, patch_model, unpatch_model
 
 
 def trained(model, plan=FULL_PLAN):
@@ -89,14 +89,6 @@ def test_rates_load_as_float32_beside_lower_precision(saved):
             assert torch.equal(parameter, weights[name])
         else:
             assert parameter.dtype == torch.bfloat16
-
-
-def test_a_new_model_from_the_config_starts_where_the_plan_says(saved):
-    _, folder = saved
-    fresh = AutoModel.from_config(AutoConfig.from_pretrained(folder))
-    assert is_patched(fresh)
-    gate = fresh.encoder.layer[0].attention.self.rsa.rates()["gate"]
-    torch.testing.assert_close(gate, torch.sigmoid(torch.tensor([FULL_PLAN["gate_init"]])))
 
 
 @pytest.mark.parametrize("initialise", [False, True])

@@ -5,7 +5,13 @@ import json
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
 
 from broken import break_mask, forgets_the_offset
 from families import ATTENTIONS, FULL_PLAN
@@ -22,6 +28,8 @@ from models.tiny import (
 )
 from rsa_hf import is_patched, patch_model, unpatch_model
 from rsa_hf.children import active_heads
+from rsa_hf.models import class_named
+from rsa_hf.models.transformer_xl import TransformerXLForCausalLM
 
 SPLITS = {"odd": [5, 1, 11, 7], "tokens": [1] * 24}
 KINDS = [(name, rsa) for name in TINY for rsa in (None, {}) if rsa is None or name in WITH_ATTENTION]
@@ -294,6 +302,20 @@ def test_bfloat16_stays_close(name):
     assert model(tokens).logits.dtype == torch.bfloat16
     assert loss().dtype == torch.float32
     assert abs(float(loss() - expected)) < 0.03 * float(expected)
+
+
+def test_the_class_names_of_transformers_4_are_known():
+    assert class_named("TransfoXLLMHeadModel", "transfo-xl") is TransformerXLForCausalLM
+    assert class_named("GPT2LMHeadModel", "gpt2") is class_named("Trainer", "transfo-xl") is None
+
+
+@each_model
+def test_label_smoothing_shifts_the_labels_of_a_language_model(name, tmp_path):
+    model, ids = build(name), text()
+    batch = {"input_ids": ids, "labels": ids}
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=1e-9, use_cpu=True, report_to="none")
+    smoothed = Trainer(model, arguments).compute_loss(model, dict(batch))
+    torch.testing.assert_close(smoothed, model(**batch).loss)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

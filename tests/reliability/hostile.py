@@ -3,8 +3,6 @@
 A checkpoint is a dictionary of its files: name → bytes. Each of `DAMAGES` changes such a dictionary.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -115,26 +113,6 @@ def _config_bit(random: Random, files: Files) -> None:
     files[CONFIG] = bytes(changed)
 
 
-def _shards(random: Random, files: Files) -> None:
-    """Make the index name a missing file or one outside the folder, or make it invalid."""
-    index = json.loads(files[INDEX])
-    weights, part = index["weight_map"], random.choice(["weight_map", "metadata"])
-    key, kind = random.choice(list(weights)), random.randrange(5)
-    if kind == 0:
-        weights[key] = random.choice(["absent.safetensors", "", ".", 3, None, "x" * 300, "a\0b", "config.json"])
-    elif kind == 1:
-        place = random.choice(["../outside.safetensors", "/etc/passwd", "sub/../../outside.safetensors", "//x"])
-        weights.update(dict.fromkeys(weights if random.random() < 0.5 else [key], place))
-    elif kind == 2:
-        index[part] = value(random)
-    elif kind == 3:
-        index.pop(part)
-    else:
-        files["copy.safetensors"] = files[weights_of(random, files)]
-        weights[key] = "copy.safetensors"
-    files[INDEX] = json.dumps(index).encode()
-
-
 # --- tensors: each edit takes the key of an RSA tensor, and of any tensor -------------------------------------------
 
 
@@ -221,7 +199,6 @@ def _in_plan(name: str, random: Random, files: Files) -> None:
 DAMAGES: dict[str, Callable[[Random, Files], object]] = {
     "config bit": _config_bit,
     "gone": lambda random, files: files.pop(random.choice(list(files))),
-    "shards": _shards,
     "no section": lambda random, files: edit_json(files, CONFIG, lambda content: content.update(rsa=value(random))),
 }
 for kinds, edit in ((IN_TENSORS, _in_tensors), (IN_PLAN, _in_plan)):

@@ -5,8 +5,6 @@ appended to the file that RSA_HF_RELIABILITY_RECORD names, if it is set; `script
 RELIABILITY.md of them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
