@@ -3,86 +3,57 @@
 import inspect
 
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    BloomConfig,
-    CodeGenConfig,
-    DebertaConfig,
-    DebertaV2Config,
-    FalconConfig,
-    GPT2Config,
-    GPTJConfig,
-    GPTNeoConfig,
-    GPTNeoXJapaneseConfig,
-    MegatronBertConfig,
-    MPNetConfig,
-    MptConfig,
-    OpenAIGPTConfig,
-    RemBertConfig,
-    RoFormerConfig,
-    XGLMConfig,
-    XLNetConfig,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from families import VOCAB
 
 HEADS, WIDTH, LAYERS, WINDOW = 8, 32, 2, 4
 HEAD_SIZE = WIDTH // HEADS
-_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_GPT = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64, "n_inner": 48}
-_HIDDEN = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
-_BERT = {
-    **_HIDDEN, "intermediate_size": 48, "max_position_embeddings": 64, "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
+# Configs map these names to their own.
+_SIZES = {
+    "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+    "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-_DEBERTA = {**_BERT, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
-_XLNET = {"vocab_size": VOCAB, "d_model": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "d_inner": 48}
-_GPT_NEO = {
-    "vocab_size": VOCAB, "hidden_size": WIDTH, "num_layers": LAYERS, "num_heads": HEADS, "window_size": WINDOW,
-    "attention_types": [[["local", "global"], 1]], "max_position_embeddings": 64, "intermediate_size": 48,
-}  # fmt: skip
-_MPT = {"vocab_size": VOCAB, "d_model": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "max_seq_len": 64}
-_OPENAI = {name: value for name, value in _GPT.items() if name != "n_inner"}
-_XGLM = {
-    "vocab_size": VOCAB, "d_model": WIDTH, "num_layers": LAYERS, "attention_heads": HEADS, "ffn_dim": 48,
-    "max_position_embeddings": 64, "dropout": 0.0, "attention_dropout": 0.0,
-}  # fmt: skip
-
+_DEBERTA = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
+_NARROW = {"input_embedding_size": 16, "output_embedding_size": 16}
+_ALTERNATING = {"attention_types": [[["local", "global"], 1]], "window_size": WINDOW}
 CONFIGS = {
-    "bloom": lambda: BloomConfig(vocab_size=VOCAB, hidden_size=WIDTH, n_layer=LAYERS, n_head=HEADS, **_SPECIAL),
-    "codegen": lambda: CodeGenConfig(**_GPT, rotary_dim=2, **_SPECIAL),
-    "deberta": lambda: DebertaConfig(**_DEBERTA, **_SPECIAL),
-    "deberta_v2": lambda: DebertaV2Config(**_DEBERTA, conv_kernel_size=3, **_SPECIAL),
-    "falcon": lambda: FalconConfig(**_HIDDEN, **_SPECIAL),  # multi-query, rotary
-    "falcon_alibi": lambda: FalconConfig(**_HIDDEN, alibi=True, multi_query=False, **_SPECIAL),
-    "falcon_grouped": lambda: FalconConfig(**_HIDDEN, new_decoder_architecture=True, num_kv_heads=2, **_SPECIAL),
+    "bloom": ("bloom", {}),
+    "codegen": ("codegen", {"rotary_dim": 2}),
+    "deberta": ("deberta", _DEBERTA),
+    "deberta_v2": ("deberta-v2", {**_DEBERTA, "conv_kernel_size": 3}),
+    "falcon": ("falcon", {}),  # multi-query, rotary
+    "falcon_alibi": ("falcon", {"alibi": True, "multi_query": False}),
+    "falcon_grouped": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     # With this setting and eager attention, GPT-2 bypasses the attention interface.
-    "gpt2_upcast": lambda: GPT2Config(**_GPT, reorder_and_upcast_attn=True, attn_implementation="eager", **_SPECIAL),
-    "gpt_neo": lambda: GPTNeoConfig(**_GPT_NEO, **_SPECIAL),
-    "gpt_neox_japanese": lambda: GPTNeoXJapaneseConfig(**_HIDDEN, intermediate_multiple_size=2, **_SPECIAL),
-    "gptj": lambda: GPTJConfig(**_GPT, rotary_dim=2, **_SPECIAL),
-    "megatron_bert": lambda: MegatronBertConfig(**_BERT, **_SPECIAL),
-    "megatron_bert_causal": lambda: MegatronBertConfig(**_BERT, is_decoder=True, **_SPECIAL),
-    "mpnet": lambda: MPNetConfig(**_BERT, **_SPECIAL),
-    "mpt": lambda: MptConfig(**_MPT, **_SPECIAL),
-    "openai": lambda: OpenAIGPTConfig(**_OPENAI, **_SPECIAL),
-    "rembert_causal": lambda: RemBertConfig(
-        **_BERT, input_embedding_size=16, output_embedding_size=16, is_decoder=True, **_SPECIAL
-    ),
-    "roformer": lambda: RoFormerConfig(**_BERT, **_SPECIAL),
-    "roformer_causal": lambda: RoFormerConfig(**_BERT, is_decoder=True, **_SPECIAL),
-    "xglm": lambda: XGLMConfig(**_XGLM, **_SPECIAL),
-    "xlnet": lambda: XLNetConfig(**_XLNET, **_SPECIAL),
-    "xlnet_causal": lambda: XLNetConfig(**_XLNET, attn_type="uni", **_SPECIAL),
+    "gpt2_upcast": ("gpt2", {"reorder_and_upcast_attn": True, "attn_implementation": "eager"}),
+    "gpt_neo": ("gpt_neo", _ALTERNATING),
+    "gpt_neox_japanese": ("gpt_neox_japanese", {"intermediate_multiple_size": 2}),
+    "gptj": ("gptj", {"rotary_dim": 2}),
+    "megatron_bert": ("megatron-bert", {}),
+    "megatron_bert_causal": ("megatron-bert", {"is_decoder": True}),
+    "mpnet": ("mpnet", {}),
+    "mpt": ("mpt", {}),
+    "openai": ("openai-gpt", {}),
+    "rembert_causal": ("rembert", {**_NARROW, "is_decoder": True}),
+    "roformer": ("roformer", {}),
+    "roformer_causal": ("roformer", {"is_decoder": True}),
+    "xglm": ("xglm", {"ffn_dim": 48}),
+    "xlnet": ("xlnet", {"d_inner": 48, "d_head": HEAD_SIZE}),
+    "xlnet_causal": ("xlnet", {"d_inner": 48, "d_head": HEAD_SIZE, "attn_type": "uni"}),
 }
+
+
+def config_of(name, **changes):
+    """The tiny config of an architecture, or of any type of transformers."""
+    model_type, settings = CONFIGS.get(name, (name, {}))
+    sizes = {key: value for key, value in _SIZES.items() if (model_type, key) != ("xlnet", "max_position_embeddings")}
+    return AutoConfig.for_model(model_type, **{**sizes, **settings, **changes})
 
 
 def build_adapted(name, *, language_model=False, **changes):
     """Build a model with large weights, so that attention is far from uniform."""
-    config = CONFIGS[name]()
-    config.update(changes)
-    model = (AutoModelForCausalLM if language_model else AutoModel).from_config(config)
+    model = (AutoModelForCausalLM if language_model else AutoModel).from_config(config_of(name, **changes))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             # RoFormer's positions are a fixed table.
@@ -107,9 +78,6 @@ for _name in ("megatron_bert_causal", "rembert_causal", "roformer_causal"):
 ADAPTED = sorted(CONFIGS)
 _BIDIRECTIONAL = ("deberta", "deberta_v2", "megatron_bert", "mpnet", "roformer", "xlnet")
 CAUSAL = [name for name in ADAPTED if name not in (*_BIDIRECTIONAL, "xlnet_causal")]
-CACHED = [name for name in CAUSAL if name != "openai"]  # OpenAI-GPT has no cache
-# transformers supports a static cache for Bloom, and for models without ALiBi or windows.
-STATIC = ["bloom", "codegen", "falcon", "falcon_grouped", "gpt2_upcast", "gptj"]
 # A plain causal XLNet fails on padding in transformers.
 PADDED = [name for name in ADAPTED if name != "xlnet_causal"]
 

@@ -16,6 +16,8 @@ from transformers import (
     T5Config,
 )
 
+from rsa_hf import patch_model
+
 VOCAB, PAD, WINDOW = 97, 0, 5
 _SPECIAL = {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2}
 _SMALL = {
@@ -99,9 +101,18 @@ def move_rates(model):
     return model.eval()
 
 
+def patched(family, attention="sdpa", seed=0):
+    """Build a language model with RSA heads, with the same weights on every call."""
+    torch.manual_seed(seed)
+    return move_rates(patch_model(build_language_model(family, attention), FULL_PLAN))
+
+
+def tokens(rows=2, length=11):
+    """Draw tokens, none of them special."""
+    return torch.randint(3, VOCAB, (rows, length))
+
+
 def inputs(family: str, batch: int = 2, length: int = 11) -> dict[str, torch.Tensor]:
     """Draw tokens, none of them special. The decoder of an encoder-decoder gets another length."""
-    ids = {"input_ids": torch.randint(3, VOCAB, (batch, length))}
-    if family == "t5":
-        ids["decoder_input_ids"] = torch.randint(3, VOCAB, (batch, length - 4))
-    return ids
+    decoder = {"decoder_input_ids": tokens(batch, length - 4)} if family == "t5" else {}
+    return {"input_ids": tokens(batch, length), **decoder}

@@ -1,8 +1,8 @@
-"""References that share no code with the package, written from the paper's formulas."""
-
-import math
+"""References written from the paper's formulas, without the paths that they check."""
 
 import torch
+
+from rsa_hf.ops.reference import dense_rem_product
 
 
 def double_loop(value, kinds, decay, theta, dilation, T, offset, causal, visible=None, weight=None):
@@ -33,14 +33,25 @@ def lag_weight(kind, rate, angle, lag):
     return rate**lag * (torch.cos(lag * angle) if kind == "cos" else torch.sin(lag * angle))
 
 
-def rsa_attention(query, key, value, gate, P, causal, scaling=None):
-    """Equation 4 of the paper, with both T×S matrices."""
-    T, S, D = query.shape[2], key.shape[2], query.shape[3]
-    scores = query @ key.transpose(-1, -2) * (D**-0.5 if scaling is None else scaling)
-    if causal:
-        hidden = torch.arange(S)[None, :] > (S - T + torch.arange(T))[:, None]
-        scores = scores.masked_fill(hidden, -math.inf)
-    return ((1 - gate) * scores.softmax(-1) + gate * P) @ value
+def equation_4(rsa, attention, value, *, heads=None, turns=lambda theta: theta, **masks):
+    """Eq. 4 of a layer, computed in float64, with P written out.
+
+    Args:
+        rsa: the `RSAHeads`.
+        attention: output of softmax attention, [B, T, H, D].
+        value: V, [B, Hv, S, D].
+        heads: the places of the RSA heads, in place of those of the plan.
+        turns: maps θ to angles.
+        masks: as for `dense_rem_product`.
+    """
+    heads, rates = list(heads or rsa.spec.heads), rsa.rates(torch.float64)
+    decay, theta = rsa.per_head(rates)
+    keys = value.double()[:, [head * value.shape[1] // attention.shape[2] for head in heads]]
+    masks = {"query_length": attention.shape[1], **masks}
+    product = dense_rem_product(keys, rsa.spec.kinds, decay, turns(theta), rsa.spec.dilations, **masks)
+    gate, mixed = rates["gate"][:, None], attention.double().clone()
+    mixed[:, :, heads] = (1 - gate) * mixed[:, :, heads] + gate * product.transpose(1, 2)
+    return mixed.to(attention.dtype)
 
 
 def relative_error(found, expected):

@@ -1,12 +1,7 @@
 """Models, data and training runs of about a second, for the Trainer."""
 
 import torch
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-)
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from rsa_hf import RSAConfig, patch_model
 from rsa_hf.training import RSATrainer, RSATrainingArguments

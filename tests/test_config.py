@@ -124,13 +124,11 @@ def test_named_heads_may_share_a_rate_and_a_gate():
         ({"num_regular": True}, "num_regular=True"),
         ({"num_regular": 10**9}, "from 0 to 4096"),
         ({"gate_init": math.nan}, "gate_init=nan"),
-        ({"gate_init": 10**5000}, "more digits than can be shown"),
         ({"nu_init": -math.inf}, "nu_init=-inf"),
         ({"nu_init": (1,)}, "nu_init=.*two ends"),
         ({"causal": [1, 0]}, "causal=1"),
         ({"layers": []}, r"layers=\[\].*ascending"),
         ({"layers": [3, 1]}, r"layers=\[3, 1\].*ascending"),
-        ({"layers": 3}, "layers=3: a list"),
         ({"parameter_scale": 1e-300}, "from 1e-06 to 1e\\+06"),
         ({"num_regulars": 2}, "num_regulars.*Did you mean 'num_regular'"),
         # named heads
@@ -138,20 +136,16 @@ def test_named_heads_may_share_a_rate_and_a_gate():
         ({"heads": [HEAD, HEAD]}, "head 2 of layer 3 is named more than once"),
         ({"heads": [HEAD], "gate_init": 0.0}, "gate_init cannot be given"),
         ({"heads": [HEAD], "layers": [1]}, r"layers=\[1\].*the layers of the heads, \[3\]"),
-        ({"heads": [3]}, "expected HeadConfig or a mapping, got int"),
         ({"heads": [{"layer": 1, "head": 0, "kind": "cos"}]}, "missing 2 required .* 'decay' and 'gate'"),
         ({"heads": [{**HEAD, "kind": "tan"}]}, "kind='tan': one of regular, cos, sin"),
         ({"heads": [{**HEAD, "decay": -0.5}]}, "decay=-0.5: a number between 0 and 1, for a cos head"),
         ({"heads": [{**HEAD, "decay": math.nan}]}, "decay=nan"),
         ({"heads": [{**HEAD, "gate": 1.5}]}, "gate=1.5: a number from 0 to 1"),
-        ({"heads": [{**HEAD, "dilation": [2]}]}, "dilation="),
         # what does not fit a layer of 8 heads
         ({"num_cyclical_pairs": 5}, "layer 0 can have 1 to 8 RSA heads.*asks for 10"),
         ({"num_regular": 0}, "asks for 0"),
         ({"num_dilated_cyclical_pairs": 2, "dilation": [3, 6]}, r"dilation=\[3, 6\].*each of the 4 dilated heads"),
-        ({"num_dilated_regular": 1}, "dilation=None"),
         ({"num_regular": 4, "dilation": 24}, "dilation=24"),
-        ({"causal": [True, False, True]}, "causal="),
         ({"layers": [1, 2, 3]}, "layers="),
     ],
 )
@@ -211,19 +205,3 @@ def test_a_plan_of_an_earlier_version_is_converted(name):
     for layer, (kinds, dilations, rates, mu) in zip(saved.layers.values(), expected, strict=True):
         assert (layer.kinds, layer.dilations, layer.rates, layer.causal) == (kinds, dilations, rates, True)
         assert layer.mu == pytest.approx(mu)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_regular": [1, 2]},
-        {"gate_init": [1.0]},
-        {"tie_pairs": 1},
-        {"heads": []},
-        {"dilation": [[2], [3], [4], [5]]},
-    ],
-)
-def test_a_damaged_plan_of_an_earlier_version_is_an_error(change):
-    plan = {**EARLIER["counts, dilations and gates per layer"][0], **change}
-    with pytest.raises((ValueError, TypeError), match=next(iter(change))):
-        read_plan({"format_version": 1, "modules": ["a", "b", "c"], "plan": plan})

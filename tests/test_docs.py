@@ -178,15 +178,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
 
 def test_the_pages_show_every_command():
     shown = {words[1] for page in TEXTS for words in commands(page) if words[0] == "rsa-hf"}
-    assert shown == {
-        "patch",
-        "calibrate",
-        "inspect",
-        "train",
-        "evaluate",
-        "doctor",
-        "run",
-    }
+    assert shown == {"patch", "calibrate", "inspect", "train", "evaluate", "doctor", "run"}
 
 
 @pytest.mark.parametrize("page", TEXTS)

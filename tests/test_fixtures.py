@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 def test_version_0_1_has_fixtures():
     assert {path.name for path in (FIXTURES / "0.1").iterdir()} >= {
-        *("gpt2", "roberta", "bert", "llama", "t5", "transformer_xl", "gpt2_lora", "roberta_rsa_only", "configs"),
+        *("gpt2", "roberta", "bert", "llama", "t5", "transformer_xl", "gpt2_lora", "roberta_rsa_only", "configs")
     }
 
 

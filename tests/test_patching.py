@@ -8,7 +8,6 @@ import torch
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    BertConfig,
     BertLMHeadModel,
     BigBirdPegasusConfig,
     BigBirdPegasusModel,
@@ -20,18 +19,7 @@ from transformers import (
     RwkvModel,
 )
 
-from families import (
-    ATTENTIONS,
-    CONFIGS,
-    ENCODERS,
-    FAMILIES,
-    FULL_PLAN,
-    VOCAB,
-    build,
-    build_language_model,
-    inputs,
-    move_rates,
-)
+from families import ATTENTIONS, CONFIGS, FAMILIES, FULL_PLAN, VOCAB, build, inputs, move_rates
 from model_state import assert_refused, assert_same_state, state_of
 from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, unpatch_model
 from rsa_hf.saved_plan import saved_plans
@@ -63,17 +51,6 @@ def test_an_open_gate_acts_and_unpatching_is_exact(family, attention):
     assert not is_patched(model)
     assert_same_state(model, before)
     assert torch.equal(model(**batch)[0], expected)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_reach_every_gate_and_rate(family):
-    model = build(family) if family in ENCODERS else build_language_model(family)
-    patch_model(model, RSAConfig(**FULL_PLAN)).train()
-    model(**inputs(family))[0].square().mean().backward()
-    for name, parameter in model.named_parameters():
-        if ".rsa." in name:
-            assert parameter.grad is not None, name
-            assert bool((parameter.grad != 0).all()), name
 
 
 def test_self_attention_is_patched_and_cross_attention_is_not():
@@ -235,18 +212,6 @@ def test_unpatching_a_model_removes_the_plan_of_its_part(tmp_path):
 
 
 @torch.no_grad()
-def test_layers_with_unequal_numbers_of_heads_are_saved(tmp_path):
-    halves = [BertConfig(**{**CONFIGS["bert"]().to_dict(), "num_attention_heads": heads}) for heads in (8, 4)]
-    config = EncoderDecoderConfig.from_encoder_decoder_configs(*halves)
-    model, batch = move_rates(patch_model(EncoderDecoderModel(config).eval())), inputs("t5")
-    assert [heads.mu.shape for heads in model.modules() if isinstance(heads, RSAHeads)] == [(1,)] * 4
-    model.save_pretrained(tmp_path)
-    loaded = EncoderDecoderModel.from_pretrained(tmp_path)
-    assert torch.equal(loaded(**batch)[0], model(**batch)[0])
-    assert patch_model(loaded) is loaded
-
-
-@torch.no_grad()
 def test_unpatching_a_loaded_model_removes_the_plan_of_its_halves(tmp_path):
     # T5 gives each half a copy of its config, and a loaded config has the plan.
     patch_model(build("t5"), RSAConfig(**FULL_PLAN)).save_pretrained(tmp_path / "patched")
@@ -299,3 +264,19 @@ def test_output_attentions_are_the_softmax_weights():
     # The input of the first layer is the same. Its output is not.
     assert torch.equal(found.attentions[0], expected.attentions[0])
     assert not torch.allclose(found.last_hidden_state, expected.last_hidden_state)
+
+
+def test_patching_reads_no_weight_of_a_linear_layer():
+    """Patching a large model, or one whose weights are still on the disk, therefore takes no longer."""
+    model = build("llama")
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.fill_(torch.nan)
+    hidden = []
+    handle = model.norm.register_forward_hook(lambda module, inputs, output: hidden.append(output))
+    patch_model(model)
+    handle.remove()
+    assert is_patched(model)
+    assert len(hidden) == 2  # trial runs
+    assert all(bool(output.isfinite().all()) for output in hidden)

@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rsa_hf import RSAConfig, patch_model, rsa_report
-from rsa_hf.plots import plot_rem, plot_training_curves
+from rsa_hf.plots import plot_rem
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -70,18 +70,6 @@ def test_extreme_gates_and_rates_are_drawn(tmp_path, value):
         model.transformer.h[0].attn.rsa.eta.copy_(torch.tensor([0.0, 100.0]))  # λ = 0 and λ = 1
     plot_rem(model, tmp_path / "rsa.png")
     assert (tmp_path / "rsa.png").exists()
-
-
-def test_training_curves_have_labels_and_distinct_styles(tmp_path, figures):
-    path = tmp_path / "new" / "curves.png"
-    curves = {str(i): [(0, i), (1, i + 1)] for i in range(9)} | {"a point": [(1, 2)], "a gap": [(0, 3), (1, math.nan)]}
-    plot_training_curves(curves, path, "step", "bits per byte", "a title")
-    assert path.exists()
-    axes = figures[0].axes[0]
-    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title(loc="left")) == ("step", "bits per byte", "a title")
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == list(curves)
-    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == len(curves)
-    assert axes.lines[9].get_marker() == "o"
 
 
 def test_a_model_without_rsa_heads_is_an_error(tmp_path):

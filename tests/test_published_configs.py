@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rsa_hf import patch_model, rsa_report
-from rsa_hf.tasks.language_modeling import LanguageModelingDataConfig, load_language_modeling_tokenizer, main
+from rsa_hf.tasks.language_modeling import LanguageModelingDataConfig, main
 from rsa_hf.training.arguments import read_arguments
 from rsa_hf.training.model_setup import load_model
 
@@ -36,20 +36,6 @@ def test_block_recurrent_has_rsa_heads_in_all_layers_but_the_recurrent_one(corpu
     assert size(name) == size(name, "--rsa", "none") + 13 * 5
     # A layer is as large as Transformer-XL's, except for relative positions, biases and norms.
     assert size("lm_text8_block_recurrent", "--rsa", "none") == pytest.approx(47_789_595, rel=0.1)
-
-
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_config_has_the_settings_of_the_paper(path):
-    config = read_arguments([str(path)], LanguageModelingDataConfig)
-    training, rsa = config.training, config.rsa.config
-    assert (training.learning_rate, training.per_device_train_batch_size, training.max_steps) == (2.5e-4, 22, 400_000)
-    assert training.weight_decay == 0
-    assert config.data.carry_memory and config.data.block_size == 512
-    dilation = {"text8": (6, 6, 12, 12), "enwik8": (3, 6, 9, 12)}[path.stem.split("_")[1]]
-    assert (rsa.num_dilated_cyclical_pairs, rsa.dilation, rsa.gate_init) == (2, dilation, 1.0)
-    assert (rsa.num_regular, rsa.num_cyclical_pairs, rsa.num_dilated_regular) == (None, None, None)
-    tokenizer = load_language_modeling_tokenizer(config.model.tokenizer_name)
-    assert config.model.config_overrides["vocab_size"] == (256 if tokenizer is None else len(tokenizer))
 
 
 def test_a_tiny_version_of_each_config_trains(tmp_path):

@@ -38,9 +38,3 @@ def test_the_report_shows_where_gates_and_rates_started():
         assert start == (old.gate, old.decay, old.theta) == (old.gate_start, old.decay_start, old.theta_start)
         assert new.gate > new.gate_start and new.decay > new.decay_start
         assert new.kind == "regular" or new.theta > new.theta_start
-
-
-def test_the_report_of_a_plain_model_says_that_it_is_not_patched():
-    report = rsa_report(build("gpt2"))
-    assert report.layers == ()
-    assert "not patched" in str(report)

@@ -122,17 +122,6 @@ def test_scores_of_a_model_with_heads_agree_with_finite_differences(monkeypatch)
     assert float(scores.means[1][1, 0]) == pytest.approx((above - below) / (2 * STEP * mass), rel=1e-3)
 
 
-def test_rows_add_up_to_their_batches():
-    model, batch = build("llama"), batch_of("llama", rows=6)
-    batch["attention_mask"][:] = 1  # so that each row counts alike
-    batch["labels"] = batch["input_ids"]
-    halves = [{key: value[rows] for key, value in batch.items()} for rows in (slice(0, 2), slice(2, 6))]
-    with ProbedModel(model) as probed:
-        whole, parts = probed.gradients([batch]), probed.gradients(halves)
-    for a, b in zip(whole.lags + whole.attention, parts.lags + parts.attention, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def test_unit_weights_are_a_row_of_dense_p_scaled_to_unit_mass():
     weights, mass = unit_weights(40)
     assert len(weights) == len(DICTIONARY)

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -230,19 +229,11 @@ def test_a_head_that_knows_the_labels_is_not_trained(shifted):
     assert run_calibration(model, [{"input_ids": ids, "labels": labels}], progress=False).head_steps == 0
 
 
-@contextmanager
-def default_dtype(dtype):
-    torch.set_default_dtype(dtype)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 CONTEXTS = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "device": lambda: torch.device("meta"),
-    "default dtype": lambda: default_dtype(torch.bfloat16),
 }
 
 

@@ -60,8 +60,6 @@ def test_patch_keeps_the_class_the_weights_and_the_tokenizer(run, tmp_path, toke
         (["./absent", "out"], "./absent: there is no such folder."),
         (["package:absent/model", "out"], "'absent' is not installed"),
         (["{base}", "out", "--plan", "{{num_regula: 2}}"], "unknown RSA setting 'num_regula'. Did you mean"),
-        (["{base}", "out", "--plan", "{{num_regular: 99}}"], "layer 0 can have 1 to 8 RSA heads"),
-        (["{base}", "out", "--plan", "{{num_regular: x}}"], "num_regular='x': a whole number"),
         (["{base}", "out", "--plan", "absent.yaml"], "No such file or directory: 'absent.yaml'"),
         (["{base}", "out", "--plan", "{{a"], "not valid YAML"),
         (["{base}", "out", "--plan", "[1]"], "expected RSAConfig or a mapping"),
@@ -124,10 +122,8 @@ def test_a_mistake_in_a_calibration_exits_with_2(run, tmp_path, language_model):
     base, *options = language_model
     for more, words in (
         (["--rows", 4], "max_rows=4: a whole number ≥ 12"),
-        (["--gate-passes", 0], "gate_passes=0: a whole number ≥ 1"),
         (["--length", 2000], "rows, but at least 12 are needed"),
         (["--config", tmp_path / "run.yaml"], "either --text FILE, or --config FILE of a run"),
-        (["--text", tmp_path / "absent"], "absent"),
     ):
         code, out, err = run("calibrate", base, tmp_path / "out", *options, *more)
         assert (code, out) == (2, "")
@@ -199,13 +195,6 @@ def test_doctor_reports_broken_hooks_and_a_broken_product(run, monkeypatch):
     assert "FAIL  self" in out
 
 
-def test_doctor_normalises_the_names_of_requirements(run, monkeypatch):
-    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["huggingface-hub>=99", "torch>=2"])
-    code, out, _ = run("doctor")
-    assert code == 1
-    assert "does not fit: pip install 'huggingface-hub>=99'" in out
-
-
 USE = "from rsa_hf import patch_model"
 
 
@@ -233,13 +222,6 @@ def test_an_unsupported_transformers_is_named_by_every_command(tmp_path):
     code, _, err = outcome(sys.executable, "-c", USE)
     assert code == 1
     assert f"ImportError: {words}" in err
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_shows_an_example(run, command):
-    code, out, _ = run(*command.split(), "--help")
-    assert code == 0
-    assert f"Example: rsa-hf {command}" in out
 
 
 def test_help_needs_neither_torch_nor_transformers():

@@ -67,13 +67,6 @@ def test_a_pushed_model_comes_back_bit_for_bit(hub, model, tokenizer, caplog, ca
     assert not any(TOKEN.encode() in content for content in hub.files(REPO).values())
 
 
-def test_save_pretrained_pushes(hub, model, tmp_path):
-    model.save_pretrained(tmp_path / "rsa", push_to_hub=True, repo_id=REPO)
-    assert_pushed(model)
-    assert hub.card(REPO).count(SECTION) == 1
-    assert f'from_pretrained("{REPO}")' in hub.card(REPO)
-
-
 def test_pushing_again_keeps_what_others_wrote(hub, model):
     model.push_to_hub(REPO)
     first = hub.card(REPO)

@@ -1,13 +1,13 @@
-"""Checks of tensor parallelism that each process runs: a model split over the processes against the whole model.
+"""Checks of tensor parallelism in each of several processes: `torchrun … tensor_parallel_run.py FOLDER [CHECK …]`.
 
-`run` starts the processes. They are started anew, not forked, so this module imports no test framework.
+A model that is split over the processes is compared with the whole model. Each process writes what it found for each
+check: "passed", or a traceback. Those after it do not run, since the processes may no longer wait for each other.
 """
 
 import datetime
 import json
 import os
-import socket
-import time
+import sys
 import traceback
 from pathlib import Path
 from unittest import mock
@@ -16,7 +16,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -29,7 +28,6 @@ from families import CONFIGS, FULL_PLAN, VOCAB, build, inputs, move_rates, widen
 from rsa_hf import HeadConfig, RSAConfig, calibrate, is_patched, patch_model, rsa_report, unpatch_model
 from rsa_hf.integration.split_layers import shard_of
 
-SECONDS = 240  # for all checks of one run
 TOLERANCE = 1e-4  # relative to the largest entry; models compute in float64, but routers of experts in float32
 EXPERTS = {"experts_implementation": "eager"}  # others do not compute in float64
 
@@ -46,49 +44,6 @@ PLANS = {  # for 8 heads on 2 processes
     "uneven, a pair over both": RSAConfig(num_regular=3, num_cyclical_pairs=1, gate_init=0.5),
     "every kind": RSAConfig.from_dict(FULL_PLAN),
 }
-
-
-# --- starting processes ---------------------------------------------------------------------------------------------
-
-
-def run(names, folder, size=2):
-    """Run checks, by their names, on `size` processes; returns for each name what each process found.
-
-    A check that passes gives "passed", one that fails its traceback. Those after it do not run, since the processes
-    may no longer wait for each other.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = torch.multiprocessing.spawn(_process, (size, port, list(names), str(folder)), size, join=False)
-    end = time.monotonic() + SECONDS
-    while not children.join(timeout=1):  # raises what a process raises, with its traceback
-        if time.monotonic() > end:
-            for process in children.processes:
-                process.kill()
-            raise TimeoutError(f"{size} processes took longer than {SECONDS} s")
-    found = [json.loads((Path(folder) / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(size)]
-    return {name: [outcomes.get(name, "did not run") for outcomes in found] for name in names}
-
-
-def _process(rank, size, port, names, folder):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    outcomes = {}
-    for name in names:
-        torch.manual_seed(0)
-        try:
-            CHECKS[name](Path(folder))
-            outcomes[name] = "passed"
-        except Exception:
-            outcomes[name] = traceback.format_exc()
-            break
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(outcomes), encoding="utf-8")
-    dist.destroy_process_group()
 
 
 # --- a split model and the whole one --------------------------------------------------------------------------------
@@ -309,42 +264,18 @@ def adapters(folder):
         assert_close(loaded(input_ids=ids).logits, both[0](input_ids=ids).logits, "the logits of an adapter")
 
 
-# --- slow checks ----------------------------------------------------------------------------------------------------
-
-_SIZES = {
-    "vocab_size": EVEN_VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_GROUPED = {**_SIZES, "num_key_value_heads": 4}
-_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
-_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
-ARCHITECTURES = {
-    "gpt_neox": _SIZES,  # Q, K and V in one projection
-    "gpt_oss": _GROUPED | _WINDOWS | _EXPERTS | {"head_dim": 8},  # a parameter of the attention module is split
-}
+# --- four processes -------------------------------------------------------------------------------------------------
 
 
-def architecture(name):
-    def check(folder):
-        torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model(name, **ARCHITECTURES[name])
-        model = widen(AutoModelForCausalLM.from_config(config))
-        patch_model(model, PLANS["uneven, a pair over both"])
-        assert_same(*pair(folder / name, model))
-
-    return check
+def llama_of(heads, **sizes):
+    sizes = {"hidden_size": 4 * heads, "intermediate_size": 48, "num_hidden_layers": 2, **sizes}
+    special = {"vocab_size": EVEN_VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.AutoConfig.for_model("llama", **sizes, **special, num_attention_heads=heads)
+    return widen(AutoModelForCausalLM.from_config(config))
 
 
 def four_processes(folder):
-    config = transformers.AutoConfig.for_model("llama", **_GROUPED)
-    model = patch_model(widen(AutoModelForCausalLM.from_config(config)), FULL_PLAN)
-    assert_same(*pair(folder / "four", model))
+    assert_same(*pair(folder / "four", patch_model(llama_of(8, num_key_value_heads=4), FULL_PLAN)))
 
 
 def with_fsdp(folder):
@@ -361,8 +292,7 @@ def with_fsdp(folder):
 
 def uneven_heads(folder):
     """Seven heads on four processes: 2, 2, 2 and 1. Plain Llama runs, but indices of heads would be wrong."""
-    sizes = _SIZES | {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 2, "hidden_size": 28}
-    model = widen(AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("llama", **sizes)))
+    model = llama_of(7, num_key_value_heads=7, head_dim=2)
     save(model, folder / "seven plain")
     plain = split(folder / "seven plain")
     with torch.no_grad():
@@ -380,6 +310,25 @@ FAST = {
     "adapters": adapters,
     "refused": refused,
 }
-SLOW = {name: architecture(name) for name in ARCHITECTURES}
 FOUR = {"four processes": four_processes, "uneven heads": uneven_heads, "with FSDP": with_fsdp}
-CHECKS = FAST | SLOW | FOUR
+
+
+def main(folder, names):
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    outcomes = {}
+    for name in names:
+        torch.manual_seed(0)
+        try:
+            (FAST | FOUR)[name](folder)
+            outcomes[name] = "passed"
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+            break
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(outcomes), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

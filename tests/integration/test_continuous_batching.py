@@ -88,10 +88,6 @@ def one_segment(attention, value, mask):
     return attention, value, replace(mask, segments=None, key_mask=None)
 
 
-def one_position_late(attention, value, mask):
-    return attention, value.roll(1, 2), mask
-
-
 def anew_in_each_call(attention, value, mask):
     """Forget the keys of earlier calls, which have no query in this one."""
     has_query = (attention != 0).any(3).any(2)
@@ -104,46 +100,17 @@ def without_window(attention, value, mask):
     return attention, value, replace(mask, sliding_window=None)
 
 
-BROKEN = [one_segment, one_position_late, anew_in_each_call, without_window]
+BROKEN = [one_segment, anew_in_each_call, without_window]
 
 
 @pytest.mark.parametrize(
-    ("family", "broken"), [("mistral", broken) for broken in BROKEN] + [("llama", broken) for broken in BROKEN[:3]]
+    ("family", "broken"), [("mistral", broken) for broken in BROKEN] + [("llama", broken) for broken in BROKEN[:2]]
 )
 def test_broken_recurrences_change_tokens(family, broken, monkeypatch):
     model, texts, forward = patched(family), prompts(7, 3, 21, 12, 1), RSAHeads.forward
     expected = [alone(model, text) for text in texts]
     monkeypatch.setattr(RSAHeads, "forward", lambda self, *arguments: forward(self, *broken(*arguments)))
     assert off_by(batched(model, texts, max_batch_tokens=8), expected) == float("inf")
-
-
-def test_requests_join_and_leave():
-    model, texts = patched("gemma3"), prompts(7, 21, 12, 5)
-    steps = (30, 4, STEPS, 9)
-    expected = [alone(model, text, n)[0] for text, n in zip(texts, steps, strict=True)]
-    results = {}
-    config = ContinuousBatchingConfig(**{**SMALL, "max_batch_tokens": 8})
-    with model.continuous_batching_context_manager(settings(), continuous_batching_config=config) as manager:
-
-        def add(i, **options):
-            manager.add_request(texts[i], request_id=str(i), max_new_tokens=steps[i], eos_token_id=-1, **options)
-
-        def result():
-            return manager.get_result(timeout=60)
-
-        add(0, streaming=True)
-        add(1)
-        while result().request_id != "0":  # the first one is being written
-            pass
-        add(2)
-        add(3)
-        manager.add_request(prompts(50)[0], request_id="cancelled", max_new_tokens=60)
-        manager.cancel_request("cancelled")
-        while not {"0", "1", "2", "3"} <= results.keys():
-            out = result()
-            if out.is_finished():
-                results[out.request_id] = out.generated_tokens
-    assert [results[str(i)] for i in range(4)] == expected
 
 
 @pytest.mark.parametrize("share", [True, False])

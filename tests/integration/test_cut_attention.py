@@ -10,10 +10,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from families import build, inputs, move_rates
 from rsa_hf import RSAConfig, patch_model
@@ -120,15 +118,6 @@ def test_a_function_that_attends_as_transformers_does_is_trusted(family, padding
     assert tried > len(calls) - tried == len(set(calls))
 
 
-def test_another_function_does_not_fill_a_paged_cache(register):
-    register("mine", lambda *args, **keywords: sdpa_attention_forward(*args, **keywords))
-    module, (query, value) = patched().layers[0].self_attn, torch.randn(2, 1, 8, 3, 4)
-    attention = ALL_ATTENTION_FUNCTIONS.get_interface("mine", None)
-    cache = PagedAttentionCache.__new__(PagedAttentionCache)
-    with pytest.raises(NotImplementedError, match="paged cache"):
-        attention(module, query, value[:, :2], value[:, :2], None, cache=cache)
-
-
 def test_a_replaced_sdpa_is_tried(monkeypatch):
     original, model, batch = F.scaled_dot_product_attention, patched(), inputs("llama")
     expected = model(**batch).last_hidden_state
@@ -147,20 +136,6 @@ def test_context_parallelism_is_refused_by_name(one_process):
     with sharded, pytest.raises(NotImplementedError, match="context parallelism"):
         model(**batch)
     assert torch.equal(model(**batch).last_hidden_state, expected)
-
-
-def test_an_untried_function_is_not_compiled(register):
-    register("mine", lambda *args, **keywords: sdpa_attention_forward(*args, **keywords))
-    model, batch = patched(), inputs("llama")
-    del model.layers[1]
-    expected = model(**batch).last_hidden_state
-    model.set_attn_implementation("mine")
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match="run the model once before it is compiled"):
-        compiled(**batch)
-    model(**batch)
-    torch._dynamo.reset()
-    torch.testing.assert_close(compiled(**batch).last_hidden_state, expected)
 
 
 # --- layers with other heads than they had --------------------------------------------------------------------------

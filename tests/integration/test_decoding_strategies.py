@@ -2,24 +2,32 @@
 
 import pytest
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface, Gemma3Config, Gemma3ForConditionalGeneration
 from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-from broken import break_mask, forgets_the_offset
-from families import DECODERS, ENCODER_DECODERS, FULL_PLAN, VOCAB, WINDOWED, build_language_model
-from rsa_hf import patch_model, rem_matrix, unpatch_model
+from broken import break_mask, farthest, forgets_the_offset
+from families import (
+    ATTENTIONS,
+    DECODERS,
+    ENCODER_DECODERS,
+    FULL_PLAN,
+    MORE_CONFIGS,
+    VOCAB,
+    WINDOWED,
+    build_language_model,
+    patched,
+    widen,
+)
+from references import equation_4
+from rsa_hf import patch_model, unpatch_model
 from rsa_hf.layer import RSAHeads
-from texts import padded, positions
+from texts import CACHES, PIECES, difference, padded, padded_batch, positions, uncached
 
 LENGTH, STEPS = 11, 9
 GREEDY = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
 SPECULATIVE = {"prompt lookup", "assisted"}
 COMPILED = [*(family for family in DECODERS if family != "gpt2"), *WINDOWED, "t5"]
-
-
-def patched(family, seed=0):
-    torch.manual_seed(seed)
-    return patch_model(build_language_model(family), FULL_PLAN)
 
 
 def prompt(rows=3):
@@ -59,14 +67,15 @@ def off_by(model, inputs, expected, arguments):
     return float((scores - logits)[finite].abs().max())
 
 
-def cases():
-    every_decoder = [*DECODERS, *WINDOWED]
-    yield from (("dynamic", family) for family in [*every_decoder, *ENCODER_DECODERS])
-    yield from (("static", family) for family in [*every_decoder, *ENCODER_DECODERS])
-    yield from (("chunked prefill", family) for family in every_decoder)
-    yield from (("chunked prefill, static", family) for family in every_decoder)
-    yield from (("prompt lookup", family) for family in every_decoder)
-    yield from (("assisted", family) for family in [*every_decoder, *ENCODER_DECODERS])
+EVERY_DECODER = [*DECODERS, *WINDOWED]
+CASES = [
+    *((strategy, family) for strategy in ("dynamic", "static") for family in [*EVERY_DECODER, *ENCODER_DECODERS]),
+    *(("chunked prefill", family) for family in EVERY_DECODER),
+    *(("chunked prefill, static", family) for family in EVERY_DECODER),
+    *(("prompt lookup", family) for family in EVERY_DECODER),
+    *(("assisted", family) for family in [*EVERY_DECODER, *ENCODER_DECODERS]),
+]
+EAGER = [case for case in CASES if case[0] in ("static", "chunked prefill")]
 
 
 def arguments_of(strategy, family):
@@ -82,10 +91,12 @@ def arguments_of(strategy, family):
     }[strategy]
 
 
-@pytest.mark.parametrize(("strategy", "family"), cases())
+@pytest.mark.parametrize(
+    ("strategy", "family", "attention"), [*((*case, "sdpa") for case in CASES), *((*case, "eager") for case in EAGER)]
+)
 @torch.no_grad()
-def test_each_strategy_writes_what_a_loop_without_cache_writes(strategy, family, monkeypatch):
-    model, arguments = patched(family), arguments_of(strategy, family)
+def test_each_strategy_writes_what_a_loop_without_cache_writes(strategy, family, attention, monkeypatch):
+    model, arguments = patched(family, attention), arguments_of(strategy, family)
     inputs = prompt(1 if strategy in SPECULATIVE else 3)
     expected = greedy_loop(model, inputs)
     assert off_by(model, inputs, expected, arguments) <= 2e-5
@@ -152,14 +163,7 @@ def test_attention_and_recurrence_read_the_same_quantized_values(family, monkeyp
 
 def explicit(self, attention, value, mask):
     """RSA by the explicit P, for queries that are the last of the keys."""
-    rates = self.rates()
-    decay, theta = self.per_head(rates)
-    R, groups = self.spec.num_rsa_heads, attention.shape[2] // value.shape[1]
-    lengths = {"query_length": attention.shape[1], "key_length": value.shape[2]}
-    P = rem_matrix(self.spec.kinds, decay, theta, self.spec.dilations, **lengths)
-    product = (P @ value.repeat_interleave(groups, 1)[:, :R]).transpose(1, 2)
-    mixed = (1 - rates["gate"]) * attention[:, :, :R] + rates["gate"] * product
-    return torch.cat([mixed, attention[:, :, R:]], 2)
+    return equation_4(self, attention, value)
 
 
 @pytest.mark.parametrize("family", ["gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in COMPILED)])
@@ -193,3 +197,51 @@ def test_continuous_batching_of_an_earlier_transformers_is_refused(monkeypatch):
     with pytest.raises(NotImplementedError, match=r"needs transformers 5\.20 or newer"):
         model.generate_batch([[3, 4, 5]], max_new_tokens=2)
     assert type(unpatch_model(model).init_continuous_batching()).__name__ == "ContinuousBatchingManager"
+
+
+# --- masks of other kinds ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@torch.no_grad()
+def test_sdpa_registered_under_another_name_keeps_its_alignment(cache, monkeypatch):
+    # As transformers' documentation registers attention functions. Without padding, the first tokens of a static cache
+    # come without a mask, which then has the alignment of sdpa.
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        monkeypatch.setitem(interface._global_mapping, "own_sdpa", interface()["sdpa"])
+    model = patch_model(build_language_model("llama", "own_sdpa"), FULL_PLAN)
+    inputs = {name: rows[2:] for name, rows in padded_batch().items()}
+    assert difference(model, inputs, PIECES["cached"], CACHES[cache](model)) <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:RSA met")
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@torch.no_grad()
+def test_tokens_of_an_image_that_see_ahead_agree_with_and_without_a_cache(attention, cache, monkeypatch):
+    """A prompt of Gemma 3 with images, whose tokens see all of their image. Text is causal."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=MORE_CONFIGS["gemma3"]().to_dict(),
+        vision_config={**vision, "image_size": 8, "patch_size": 4},
+        mm_tokens_per_image=4,
+        image_token_index=VOCAB - 1,
+    )
+    model = widen(Gemma3ForConditionalGeneration._from_config(config, attn_implementation=attention))
+    patch_model(model, FULL_PLAN)
+    inputs = padded_batch()
+    del inputs["position_ids"]
+    real, images = inputs["attention_mask"].bool(), torch.zeros_like(inputs["input_ids"])
+    images[:, 5:9], images[0, 11:13] = 1, 1
+    expected = uncached(model, {**inputs, "token_type_ids": images})
+
+    def gap():
+        past = CACHES[cache](model.base_model.language_model)
+        found = model(**inputs, token_type_ids=images, past_key_values=past).logits
+        return float((found - expected)[real].abs().max())
+
+    assert gap() <= 1e-5
+    assert float((uncached(model, inputs) - expected)[real].abs().max()) > 1e-2  # images do see ahead
+    if cache == "static":
+        monkeypatch.setattr("rsa_hf.ops.read_mask.query_position", farthest)
+        assert gap() > 1e-2

@@ -2,29 +2,19 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+from architectures import config_of
 from families import ENCODER_DECODERS, VOCAB, build_language_model, widen
 from rsa_hf import RSAConfig, RSAHeads, patch_model
 from rsa_hf.integration.trial import looks_ahead
 
 ALL_HEADS = RSAConfig(num_regular=4, num_cyclical_pairs=2, gate_init=30.0)  # P alone
-SIZES = {
-    "falcon": {"num_hidden_layers": 2, "num_attention_heads": 8},
-    "bloom": {"n_layer": 2, "n_head": 8},
-    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 8},
-    "codegen": {"n_layer": 2, "n_head": 8, "n_embd": 32, "rotary_dim": 4},
-    "gptj": {"n_layer": 2, "n_head": 8, "n_embd": 32, "rotary_dim": 4},
-    "llama": {"num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 48},
-    "gpt2": {"n_layer": 2, "n_head": 8, "n_embd": 32},
-}
+NAMES = ["bloom", "codegen", "falcon", "gpt2", "gptj", "llama", "mpt"]
 
 
 def build_with(name, **settings):
-    config = AutoConfig.for_model(name, vocab_size=VOCAB, hidden_size=32, **SIZES[name])
-    for key, value in settings.items():
-        setattr(config, key, value)
-    return widen(AutoModelForCausalLM.from_config(config))
+    return widen(AutoModelForCausalLM.from_config(config_of(name, **settings)))
 
 
 @torch.no_grad()
@@ -38,7 +28,7 @@ def sees_later_tokens(model):
 
 
 # A plain MPT cannot run with is_causal=False.
-@pytest.mark.parametrize(("name", "causal"), [*((n, True) for n in SIZES), *((n, False) for n in SIZES if n != "mpt")])
+@pytest.mark.parametrize(("name", "causal"), [*((n, True) for n in NAMES), *((n, False) for n in NAMES if n != "mpt")])
 def test_the_config_says_the_direction(name, causal, tmp_path):
     model = build_with(name) if causal else build_with(name, is_causal=False)
     attention = sees_later_tokens(model) > 0.01
@@ -52,9 +42,7 @@ def test_the_config_says_the_direction(name, causal, tmp_path):
 
 
 def test_a_keyword_says_the_direction_of_one_call():
-    sizes = {"num_layers": 2, "attention_heads": 8, "ffn_dim": 48, "d_model": 32}
-    model = widen(AutoModelForCausalLM.from_config(AutoConfig.for_model("xglm", vocab_size=VOCAB, **sizes)))
-    patch_model(model, ALL_HEADS)
+    model = patch_model(build_with("xglm"), ALL_HEADS)
     assert sees_later_tokens(lambda *args, **keywords: model(*args, is_causal=False, **keywords)) > 0.01
     assert sees_later_tokens(model) == 0
 

@@ -2,18 +2,12 @@
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    Qwen2VLTextConfig,
-    RobertaConfig,
-    RobertaForCausalLM,
-    StaticCache,
-)
+from transformers import DynamicCache, Qwen2VLTextConfig, RobertaConfig, RobertaForCausalLM, StaticCache
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
 
 import flash_stand_in
 import rsa_hf.integration.attention as hooks
-from families import FULL_PLAN, VOCAB, WINDOWED, build_language_model, widen
+from families import FULL_PLAN, VOCAB, WINDOWED, patched, tokens, widen
 from rsa_hf import patch_model, unpatch_model
 from texts import CACHES, PIECES, difference, padded_batch
 
@@ -23,15 +17,6 @@ SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_at
 SMALL |= {"intermediate_size": 48, "max_position_embeddings": 128}
 
 
-def patched(family, attention="sdpa"):
-    torch.manual_seed(0)
-    return patch_model(build_language_model(family, attention), FULL_PLAN)
-
-
-def tokens(rows=2, length=LENGTH):
-    return torch.randint(3, VOCAB, (rows, length))
-
-
 def after(count, start=LENGTH):
     return {"input_ids": tokens(2, count), "position_ids": torch.arange(start, start + count)[None]}
 
@@ -39,7 +24,7 @@ def after(count, start=LENGTH):
 def compressed(model):
     """The cache of a text, of which a few keys are left in every layer without a window."""
     cache = DynamicCache(config=model.config)
-    model(tokens(), past_key_values=cache)
+    model(tokens(length=LENGTH), past_key_values=cache)
     for layer in cache.layers:
         if not layer.is_sliding:
             layer.keys, layer.values = layer.keys[:, :, KEPT], layer.values[:, :, KEPT]

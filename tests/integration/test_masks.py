@@ -75,11 +75,8 @@ def test_causal_masks_with_padding_caches_and_empty_slots_are_exact(T, before, b
 def test_other_masks_are_exact_and_warn_of_the_quadratic_path(kind):
     T = 8
     t, s = torch.arange(T)[:, None], torch.arange(T)[None, :]
-    visible = {
-        "hole": (s <= t) & ((t != 6) | (s != 3)),
-        "prefix": (s <= t) | (s < 3),
-        "per head": s <= t,
-    }[kind][None, None].expand(2, 1, -1, -1)
+    visible = {"hole": (s <= t) & ((t != 6) | (s != 3)), "prefix": (s <= t) | (s < 3), "per head": s <= t}[kind]
+    visible = visible[None, None].expand(2, 1, -1, -1)
     if kind == "per head":
         visible = visible.repeat(1, 3, 1, 1)
         visible[:, 1, 5, 2] = False

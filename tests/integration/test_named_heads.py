@@ -1,18 +1,15 @@
 """Plans that name single heads: whole models against dense P, and patching, saving and adapters with such plans."""
 
-import copy
 import json
 
 import pytest
 import torch
-from peft import LoraConfig
 from transformers import AutoModel, AutoModelForCausalLM
 
-import rsa_hf.peft
 from families import FAMILIES, PAD, VOCAB, build, build_language_model
 from model_state import assert_same_state, state_of
-from references import relative_error
-from rsa_hf import HeadConfig, RSAConfig, RSAHeads, is_patched, patch_model, rem_matrix
+from references import equation_4, relative_error
+from rsa_hf import HeadConfig, RSAConfig, RSAHeads, is_patched, patch_model
 from rsa_hf.ops.cpp.build import library
 from rsa_hf.ops.mask import boolean_mask, lags
 
@@ -37,18 +34,12 @@ def padded_inputs(family):
 
 
 def dense(shift=0):
-    """Eq. 4 by the explicit P, head by head; `shift` puts the recurrence on other heads."""
+    """Eq. 4 by the explicit P; `shift` puts the recurrence on other heads."""
 
     def forward(self, attention, value, mask):
-        rates = self.rates()
-        lengths = {"query_length": mask.query_length, "key_length": mask.key_length, "query_offset": mask.query_offset}
-        P = rem_matrix(self.spec.kinds, *self.per_head(rates), self.spec.dilations, **lengths, causal=mask.causal)
-        visible, mixed = boolean_mask(mask, lags(mask, value.device)), attention.clone()
-        for i, head in enumerate(self.spec.heads):
-            place, g = (head + shift) % attention.shape[2], rates["gate"][i]
-            product = torch.where(visible[:, 0], P[i], 0) @ value[:, place * value.shape[1] // attention.shape[2]]
-            mixed[:, :, place] = (1 - g) * attention[:, :, place] + g * product
-        return mixed
+        heads = [(head + shift) % attention.shape[2] for head in self.spec.heads]
+        masks = {"query_offset": mask.query_offset, "visible": boolean_mask(mask, lags(mask, value.device))}
+        return equation_4(self, attention, value, heads=heads, causal=mask.causal, **masks)
 
     return forward
 
@@ -82,19 +73,6 @@ def test_a_saved_model_has_the_same_heads(tmp_path):
         expected = model(**batch)[0] if auto is AutoModelForCausalLM else model.model(**batch)[0]
         assert torch.equal(loaded(**batch)[0], expected)
         assert patch_model(loaded, NAMED) is loaded
-
-
-@pytest.mark.parametrize("method", [None, LoraConfig(r=2, target_modules=["q_proj"])])
-def test_an_adapter_of_named_heads_loads_on_the_plain_model(tmp_path, method):
-    base, batch = build_language_model("llama"), padded_inputs("llama")
-    model = rsa_hf.peft.get_peft_model(copy.deepcopy(base), method, rsa_config=NAMED).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.02
-    model.save_pretrained(tmp_path)
-    loaded = rsa_hf.peft.load(base, tmp_path)
-    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
 
 
 @pytest.mark.parametrize("config", [RSAConfig(heads=()), {"heads": []}])

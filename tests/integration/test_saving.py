@@ -17,17 +17,15 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GPT2Config,
-    MllamaForCausalLM,
-    MllamaTextConfig,
     PreTrainedModel,
     RobertaModel,
     T5EncoderModel,
     T5ForConditionalGeneration,
 )
 
-from families import CONFIGS, FAMILIES, FULL_PLAN, build, build_language_model, inputs, move_rates
+from families import CONFIGS, FULL_PLAN, build, build_language_model, inputs, move_rates
 from file_edits import edit_json, edit_tensors
-from rsa_hf import RSAConfig, is_patched, patch_model, rsa_report, unpatch_model
+from rsa_hf import RSAConfig, patch_model, unpatch_model
 
 
 def trained(model, plan=FULL_PLAN):
@@ -40,20 +38,6 @@ def saved(tmp_path):
     model = trained(build("roberta"))
     model.save_pretrained(tmp_path)
     return model, tmp_path
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_auto_model_loads_a_checkpoint_bit_for_bit(family, tmp_path):
-    model, batch = trained(build(family)), inputs(family)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModel.from_pretrained(tmp_path)
-    assert torch.equal(loaded(**batch)[0], model(**batch)[0])
-    assert loaded.config.rsa == model.config.rsa
-    assert str(rsa_report(loaded)) == str(rsa_report(model))
-    # So does the loaded model, saved again.
-    loaded.save_pretrained(tmp_path / "again")
-    assert torch.equal(AutoModel.from_pretrained(tmp_path / "again")(**batch)[0], model(**batch)[0])
 
 
 @pytest.mark.parametrize("how", ["concrete class", "deepcopy", "pickle"])
@@ -105,14 +89,6 @@ def test_rates_load_as_float32_beside_lower_precision(saved):
             assert torch.equal(parameter, weights[name])
         else:
             assert parameter.dtype == torch.bfloat16
-
-
-def test_a_new_model_from_the_config_starts_where_the_plan_says(saved):
-    _, folder = saved
-    fresh = AutoModel.from_config(AutoConfig.from_pretrained(folder))
-    assert is_patched(fresh)
-    gate = fresh.encoder.layer[0].attention.self.rsa.rates()["gate"]
-    torch.testing.assert_close(gate, torch.sigmoid(torch.tensor([FULL_PLAN["gate_init"]])))
 
 
 @pytest.mark.parametrize("initialise", [False, True])
@@ -200,44 +176,34 @@ def test_weights_that_do_not_fit_the_plan_are_an_error(saved, change, message):
         AutoModel.from_pretrained(folder, ignore_mismatched_sizes=True)
 
 
+LOCKS = ("rsa", "attn_implementation", "fusion_config")
+
+
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("change", "message"),
     [
-        (lambda c: c.pop("rsa"), ValueError, "rsa_hf .this checkpoint has RSA heads"),
-        (
-            lambda c: [c.pop(key) for key in ("rsa", "attn_implementation", "fusion_config")],
-            ValueError,
-            "in the checkpoint, but not in the plan",
-        ),
-        (lambda c: c["rsa"]["plan"].update(num_regular=2), ValueError, "eta has shape"),
-        (lambda c: c["rsa"]["plan"].update(depth=1), ValueError, "unknown RSA setting 'depth'"),
-        (
-            lambda c: c["rsa"]["plan"].update(num_regular=10**12),
-            ValueError,
-            "num_regular=1000000000000: a whole number",
-        ),
-        (lambda c: c["rsa"]["plan"].update(gate_init="__import__('os')"), TypeError, "a number from"),
-        (lambda c: c["rsa"].update(format_version=4), ValueError, "format_version 4.*newer"),
-        (lambda c: c["rsa"].pop("modules"), ValueError, "needed: format_version, modules, plan"),
+        (lambda c: c.pop("rsa"), "rsa_hf .this checkpoint has RSA heads"),
+        (lambda c: [c.pop(key) for key in LOCKS], "in the checkpoint, but not in the plan"),
+        (lambda c: c["rsa"]["plan"].update(num_regular=2), "eta has shape"),
+        (lambda c: c["rsa"]["plan"].update(depth=1), "unknown RSA setting 'depth'"),
+        (lambda c: c["rsa"]["plan"].update(num_regular=10**12), "num_regular=1000000000000: a whole number"),
+        (lambda c: c["rsa"]["plan"].update(gate_init="__import__('os')"), "a number from"),
+        (lambda c: c["rsa"].update(format_version=4), "format_version 4.*newer"),
+        (lambda c: c["rsa"].pop("modules"), "needed: format_version, modules, plan"),
         (
             lambda c: c["rsa"].update(modules=["encoder.layer.7.attention.self"]),
-            ValueError,
-            "7.attention.self, which this RobertaModel does not have",
+            "7.attention.self, which this Roberta",
         ),
-        (lambda c: c["rsa"].update(modules=["__class__"]), ValueError, "module name"),
-        (lambda c: c["rsa"].update(modules=["nowhere"] * 2), ValueError, "more than once"),
-        (lambda c: c.update(rsa=[1]), TypeError, "config.rsa is a mapping"),
-        (
-            lambda c: c.update(num_hidden_layers=1),
-            ValueError,
-            "layer.1.attention.self, which this RobertaModel does not",
-        ),
+        (lambda c: c["rsa"].update(modules=["__class__"]), "module name"),
+        (lambda c: c["rsa"].update(modules=["nowhere"] * 2), "more than once"),
+        (lambda c: c.update(rsa=[1]), "config.rsa is a mapping"),
+        (lambda c: c.update(num_hidden_layers=1), "layer.1.attention.self, which this RobertaModel does not"),
     ],
 )
-def test_a_plan_that_does_not_fit_is_an_error(saved, change, error, message):
+def test_a_plan_that_does_not_fit_is_an_error(saved, change, message):
     _, folder = saved
     edit_json(folder / "config.json", change)
-    with pytest.raises(error, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         AutoModel.from_pretrained(folder)
 
 
@@ -319,28 +285,6 @@ def test_a_plain_model_is_saved_without_plan_or_locks(tmp_path):
     build("roberta").save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     assert not {"rsa", "attn_implementation", "fusion_config"} & set(content)
-
-
-@torch.no_grad()
-def test_a_decoder_that_builds_its_base_from_the_config_loads_bit_for_bit(tmp_path):
-    # The base of Mllama's text decoder is another PreTrainedModel, built from the same config.
-    config = MllamaTextConfig(
-        vocab_size=50,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=40,
-        cross_attention_layers=[],
-        pad_token_id=0,
-    )
-    model = patch_model(MllamaForCausalLM(config), RSAConfig(gate_init=0.0)).eval()
-    ids = torch.randint(3, 50, (1, 7))
-    expected = model(ids).logits
-    model.save_pretrained(tmp_path)
-    assert torch.equal(MllamaForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, expected)
-    unpatch_model(model)
-    assert not torch.allclose(model(ids).logits, expected)
 
 
 class WithInnerModel(PreTrainedModel):

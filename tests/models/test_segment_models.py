@@ -21,7 +21,6 @@ from models.tiny import (
     VOCAB,
     WITH_ATTENTION,
     build,
-    config,
     difference,
     in_segments,
     run_segments,
@@ -29,6 +28,8 @@ from models.tiny import (
 )
 from rsa_hf import is_patched, patch_model, unpatch_model
 from rsa_hf.children import active_heads
+from rsa_hf.models import class_named
+from rsa_hf.models.transformer_xl import TransformerXLForCausalLM
 
 SPLITS = {"odd": [5, 1, 11, 7], "tokens": [1] * 24}
 KINDS = [(name, rsa) for name in TINY for rsa in (None, {}) if rsa is None or name in WITH_ATTENTION]
@@ -303,30 +304,18 @@ def test_bfloat16_stays_close(name):
     assert abs(float(loss() - expected)) < 0.03 * float(expected)
 
 
-TRAINED = {
-    "transfo-xl": {"init_std": 0.02},
-    "block-recurrent": {"window_size": 12},
-    "sru_plus_plus": {},
-    "temporal_latent_bottleneck": {"initializer_range": 0.02, "chunk_size": 12},
-    "recurrent": {"initializer_range": 0.1, "hidden_size": 32},
-}
+def test_the_class_names_of_transformers_4_are_known():
+    assert class_named("TransfoXLLMHeadModel", "transfo-xl") is TransformerXLForCausalLM
+    assert class_named("GPT2LMHeadModel", "gpt2") is class_named("Trainer", "transfo-xl") is None
 
 
-@each_kind
-def test_the_trainer_learns_a_periodic_text(name, rsa, tmp_path):
-    """Evaluation gathers the logits of all batches, and ignores the state."""
-    model = build(name, rsa=rsa, dropout=0.1, **TRAINED[name])
-    period = text(batch=1, length=5).repeat(1, 5)[0]
-    data = [{"input_ids": period, "labels": period}] * 64
-    arguments = TrainingArguments(
-        tmp_path, max_steps=50, learning_rate=3e-2 if name in ("sru_plus_plus", "recurrent") else 1e-2, report_to=[],
-        per_device_train_batch_size=8, save_strategy="no", seed=0, use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
-    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:6])
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    assert trainer.evaluate()["eval_loss"] < before / (2 if name == "recurrent" else 4)
-    assert trainer.predict(data[:6]).predictions.shape == (6, 25, VOCAB)
+@each_model
+def test_label_smoothing_shifts_the_labels_of_a_language_model(name, tmp_path):
+    model, ids = build(name), text()
+    batch = {"input_ids": ids, "labels": ids}
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=1e-9, use_cpu=True, report_to="none")
+    smoothed = Trainer(model, arguments).compute_loss(model, dict(batch))
+    torch.testing.assert_close(smoothed, model(**batch).loss)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -356,25 +345,3 @@ def test_wrong_inputs_are_refused(name):
         with pytest.raises(ValueError, match=f"{model.segment_state} has shapes .* are needed"):
             model(tokens, **{model.segment_state: part})
     model(tokens, **{model.segment_state: state})
-
-
-WRONG = {
-    "transfo-xl": {
-        "cutoffs": {"cutoffs": [12, 5]}, "div_val": {"cutoffs": [5, 9], "div_val": 8},
-        "tie_projs": {"cutoffs": [5], "tie_projs": [True]}, "mem_len": {"mem_len": 0, "same_length": True},
-        "attn_type": {"attn_type": 2},
-    },
-    "block-recurrent": {
-        "cell": {"cell": "triple"}, "gate": {"gate": "gru"}, "recurrent_layers": {"recurrent_layers": [1, -2]},
-        "relative_attention_num_buckets": {"relative_attention_max_distance": 2},
-    },
-    "temporal_latent_bottleneck": {"cross_attention_every": {"cross_attention_every": 4}},
-    "recurrent": {"cell": {"cell": "tanh"}, "dilations": {"dilations": [1]}},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_configs_are_refused(name):
-    for field, changes in WRONG[name].items():
-        with pytest.raises(ValueError, match=rf"{field}=.* must "):
-            config(name, **changes)

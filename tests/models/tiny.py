@@ -6,7 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from families import FULL_PLAN
-from references import double_loop
+from references import equation_4
 from rsa_hf import RSAConfig, patch_model
 
 VOCAB, WINDOW, CHUNK = 29, 5, 5
@@ -105,7 +105,7 @@ def values_and_gradients(model, output, **inputs):
 
 
 def attention_by_hand(module, query, key, value, sees=None, bias=None):
-    """Attention for one row as a loop over queries, with RSA heads by the double loop if the module has any.
+    """Attention for one row as a loop over queries, with RSA heads by dense P if the module has any.
 
     Args:
         module: the attention module, or None.
@@ -128,9 +128,5 @@ def attention_by_hand(module, query, key, value, sees=None, bias=None):
         visible[..., t, sees(t)] = 1
     output = torch.stack(rows)
     if hasattr(module, "rsa"):
-        plan, rates = module.rsa.spec, module.rsa.rates()
-        (decay, theta), gate, R = module.rsa.per_head(rates), rates["gate"], plan.num_rsa_heads
-        values = value.transpose(0, 1)[None, :R]
-        P_V = double_loop(values, plan.kinds, decay, theta, plan.dilations, T, S - T, True, visible)[0].transpose(0, 1)
-        output = torch.cat([(1 - gate) * output[:, :R] + gate * P_V, output[:, R:]], 1)
+        output = equation_4(module.rsa, output[None], value.transpose(0, 1)[None], visible=visible.bool())[0]
     return output.flatten(1)

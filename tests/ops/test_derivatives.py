@@ -5,9 +5,7 @@ import functools
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, hessian, jacfwd, jvp, linearize, vmap
-from torch.utils.checkpoint import checkpoint
-from transformers import StaticCache
+from torch.func import functional_call, grad, jvp, vmap
 
 import families
 from ops.agreement import DILATION as SIX_DILATIONS
@@ -19,7 +17,6 @@ from rsa_hf.layer import RSAHeads
 from rsa_hf.ops import autograd
 from rsa_hf.ops.cpp.build import library
 from rsa_hf.ops.mask import AttentionMask, segment_index
-from rsa_hf.ops.reference import dense_rem_product
 
 NAMES = ("value", "decay", "theta", "attention", "gate")
 
@@ -126,55 +123,6 @@ def test_all_modes_agree_with_finite_differences(masks):
     assert torch.autograd.gradgradcheck(function, tensors, check_fwd_over_rev=True, fast_mode=True)
 
 
-def test_hessians_agree_in_every_mode():
-    value, decay, theta = (tensor.detach() for tensor in six_heads())
-
-    def loss(function, decay):
-        return function(value, SIX_KINDS, decay, theta, SIX_DILATIONS).sin().sum()
-
-    mine, functional = functools.partial(loss, rem_product), torch.autograd.functional
-    expected = functional.hessian(functools.partial(loss, dense_rem_product), decay)
-    tangent = torch.randn_like(decay)
-    found = {
-        "hessian, vectorized": functional.hessian(mine, decay, vectorize=True),
-        "forward mode": functional.hessian(mine, decay, vectorize=True, outer_jacobian_strategy="forward-mode"),
-        "func.hessian": hessian(mine)(decay),
-        "jacfwd of jacfwd": jacfwd(jacfwd(mine))(decay),
-    }
-    for name, matrix in found.items():
-        assert relative_error(matrix, expected) < 1e-10, name
-    products = {
-        "hvp": functional.hvp(mine, decay, tangent)[1],
-        "jvp of grad": jvp(grad(mine), (decay,), (tangent,))[1],
-        "linearize": linearize(grad(mine), decay)[1](tangent),
-    }
-    for name, vector in products.items():
-        assert relative_error(vector, expected @ tangent) < 1e-10, name
-
-
-@pytest.mark.usefixtures("backend")
-def test_a_batch_of_gradients_agrees_with_one_after_another():
-    tensors = draw(20)
-    output = mixed_product(tensors, KINDS, DILATION, 1, AttentionMask(20, 20, 0, True), (0, 1, 2))
-    several = torch.randn(3, *output.shape)
-    found = torch.autograd.grad(output, tensors, several, is_grads_batched=True, retain_graph=True)
-    for i, weights in enumerate(several):
-        for a, b in zip(found, torch.autograd.grad(output, tensors, weights, retain_graph=True), strict=True):
-            assert relative_error(a[i], b) < 1e-5
-
-
-def test_a_gradient_with_a_tangent_has_one_afterwards():
-    # The output is computed before the level is entered.
-    tensors = six_heads()
-    output = product(*tensors)
-    weights, tangent = torch.randn_like(output), torch.randn_like(output)
-    expected = torch.autograd.grad(output, tensors, tangent, retain_graph=True)
-    with forward_ad.dual_level():
-        found = torch.autograd.grad(output, tensors, forward_ad.make_dual(weights, tangent))
-        for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(forward_ad.unpack_dual(a).tangent, b)
-
-
 # --- graphs ---------------------------------------------------------------------------------------------------------
 
 
@@ -223,48 +171,6 @@ def patched(family, attention="eager"):
 def embeddings(model, batch=2, length=11):
     ids = torch.randint(3, families.VOCAB, (batch, length))
     return model.get_input_embeddings()(ids).detach()
-
-
-PADDED = (torch.arange(11)[None] < torch.tensor([[8], [11]])).long()
-PACKED = torch.cat([torch.arange(6), torch.arange(5)])[None].expand(2, -1)
-MODELS = {
-    "llama": ("llama", {"attention_mask": PADDED}),
-    "gpt2": ("gpt2", {"attention_mask": PADDED}),
-    "packed documents": ("llama", {"position_ids": PACKED, "use_cache": False}),
-    "sliding window": ("mistral", {}),
-}
-# Norms of Llama and Mistral are in float32: (step, tolerance) of finite differences.
-DIFFERENCES = {"llama": (1e-4, 2e-2), "mistral": (1e-4, 2e-2)}
-
-
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
-@pytest.mark.parametrize(("family", "keywords"), MODELS.values(), ids=MODELS)
-@pytest.mark.usefixtures("in_float64")
-def test_hessian_vector_products_of_a_model_agree_with_finite_differences(family, keywords, checkpointed):
-    model = patched(family)
-    start = [embeddings(model), *(p.detach() for name, p in model.named_parameters() if ".rsa." in name)]
-    names = [name for name, _ in model.named_parameters() if ".rsa." in name]
-    vectors = [torch.randn_like(x) * x.abs().mean() for x in start]
-
-    def gradients(tensors, **more):
-        def run(embedded, *parameters):
-            named = dict(zip(names, parameters, strict=True))
-            return functional_call(model, named, (), {"inputs_embeds": embedded, **keywords})[0]
-
-        output = checkpoint(run, *tensors, use_reentrant=False) if checkpointed else run(*tensors)
-        return torch.autograd.grad(output.sin().sum(), tensors, **more)
-
-    def shifted(step):
-        return [(x + step * vector).requires_grad_() for x, vector in zip(start, vectors, strict=True)]
-
-    inputs = shifted(0.0)
-    first = gradients(inputs, create_graph=True)
-    found = torch.autograd.grad(sum((g * vector).sum() for g, vector in zip(first, vectors, strict=True)), inputs)
-    step, tolerance = DIFFERENCES.get(family, (1e-6, 1e-6))
-    for name, a, ahead, behind in zip(
-        ["embeddings", *names], found, gradients(shifted(step)), gradients(shifted(-step)), strict=True
-    ):
-        assert relative_error(a, (ahead - behind) / (2 * step)) < tolerance, name
 
 
 @pytest.mark.parametrize(
@@ -341,23 +247,3 @@ def test_dropped_tangents_are_caught(monkeypatch):
         monkeypatch.setattr(f"{module}.is_transformed", lambda: False)
     found, expected = tangents_of_a_step({}, "dual")
     assert relative_error(found, expected) > 1e-2
-
-
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.usefixtures("in_float64")
-def test_forward_mode_of_a_generated_token_agrees_with_finite_differences(static):
-    model = patched("llama")
-    embedded = embeddings(model, length=8)
-    tangent = torch.randn_like(embedded[:, -1:])
-
-    @torch.no_grad()
-    def last(new):
-        cache = StaticCache(config=model.config, max_cache_len=12) if static else None
-        model_cache = model(inputs_embeds=embedded[:, :-1], past_key_values=cache, use_cache=True).past_key_values
-        return model(inputs_embeds=new, past_key_values=model_cache, use_cache=True)[0]
-
-    with forward_ad.dual_level():
-        found = forward_ad.unpack_dual(last(forward_ad.make_dual(embedded[:, -1:], tangent))).tangent
-    h = 1e-4
-    expected = (last(embedded[:, -1:] + h * tangent) - last(embedded[:, -1:] - h * tangent)) / (2 * h)
-    assert relative_error(found, expected) < 1e-3

@@ -54,16 +54,6 @@ def test_keys_before_the_queries_count(T, S):
 
 
 @both_directions
-@pytest.mark.parametrize("T", [6, 70])
-def test_a_dilation_longer_than_the_text_gives_zero(T, causal):
-    tensors = draw(T)
-    for d in (T - 1, T, T + 3, 10 * T):
-        assert_agrees(tensors, dilation=(d,) * 6, causal=causal)
-        if d >= T:
-            assert torch.count_nonzero(rem_product(tensors[0], KINDS, *tensors[1:], d, causal=causal)) == 0
-
-
-@both_directions
 def test_any_visible_mask_is_followed(causal):
     assert_agrees(draw(21), causal=causal, visible=torch.rand(2, 1, 21, 21) < 0.6)
 

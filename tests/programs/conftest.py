@@ -35,7 +35,7 @@ NOT_TRIED = [
         "optimum-onnx",
         "export to ONNX",
         "its releases need transformers below 5; `torch.onnx.export` works, see docs/hub.md",
-    ),
+    )
 ]
 
 rows = {}

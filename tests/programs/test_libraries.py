@@ -7,15 +7,10 @@ import sys
 
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    T5Config,
-    T5ForConditionalGeneration,
-    pipeline,
-)
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration, pipeline
 
+import rsa_hf.peft
+from peft_adapters import adapter_values, logits
 from rsa_hf import RSAConfig, is_patched, patch_model
 
 PLAN = RSAConfig(num_regular=2, num_cyclical_pairs=1, gate_init=0.0)
@@ -135,6 +130,33 @@ def test_bitsandbytes(patched, tokenizer):
         patched, quantization_config=BitsAndBytesConfig(load_in_8bit=True)
     )
     check_quantised(quantised, patched, tokenizer, lambda module: isinstance(module, bnb.nn.Linear8bitLt))
+
+
+@pytest.mark.program("bitsandbytes", "LoRA on 4 bits: gates and rates stay float32, learn, are saved and merged")
+def test_lora_on_four_bits(patched, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: make programs")
+    from peft import LoraConfig, prepare_model_for_kbit_training
+    from transformers import BitsAndBytesConfig
+
+    def base():
+        four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(patched, quantization_config=four, dtype=torch.bfloat16)
+        return prepare_model_for_kbit_training(model)
+
+    model, ids = rsa_hf.peft.get_peft_model(base(), LoraConfig(target_modules="all-linear")), torch.arange(20)[None]
+    before = adapter_values(model)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    after = adapter_values(model)
+    assert all(value.dtype == torch.float32 and (value != before[name]).all() for name, value in after.items())
+    model.eval().save_pretrained(tmp_path)
+    loaded = rsa_hf.peft.load(base(), tmp_path)
+    torch.testing.assert_close(logits(loaded, {"input_ids": ids}), logits(model, {"input_ids": ids}))
+    merged = [value for name, value in loaded.merge_and_unload().named_parameters() if ".rsa." in name]
+    assert all(torch.equal(a, b) for a, b in zip(merged, after.values(), strict=True))
 
 
 # --- training at scale --------------------------------------------------------------------------------------------

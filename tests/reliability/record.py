@@ -5,8 +5,6 @@ appended to the file that RSA_HF_RELIABILITY_RECORD names, if it is set; `script
 RELIABILITY.md of them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -36,14 +34,7 @@ def is_full() -> bool:
 
 
 def note(part: Part, kind: str, outcomes: Mapping[str, int | float], seed: int | None = None) -> None:
-    """Record a trial.
-
-    Args:
-        part: the promise that it belongs to.
-        kind: what was tried, e.g. "killed while a checkpoint is written".
-        outcomes: the count of each outcome, or the value of each measured quantity.
-        seed: the seed of the first case, if there is one.
-    """
+    """Record what was tried, and the count of each outcome or the value of each measured quantity."""
     path = os.environ.get("RSA_HF_RELIABILITY_RECORD")
     if path:
         with open(path, "a", encoding="utf-8") as file:
@@ -77,24 +68,12 @@ def time_limit():
 
 
 def try_many(
-    kind: str,
-    case: Callable[[Random], str | None],
-    documented: tuple[type[BaseException], ...],
-    fast: int,
-    full: int,
+    kind: str, case: Callable[[Random], str | None], documented: tuple[type[BaseException], ...], fast: int, full: int
 ) -> Counter[str]:
-    """Run a case with many random generators, and count the outcomes.
+    """Run a case with `fast` random generators, or `full` in a full run, and count the outcomes.
 
-    Args:
-        kind: what is tried.
-        case: raises one of the documented errors, or checks that the answer is right. It may return another name for
-            this outcome.
-        documented: the errors that count as a refusal.
-        fast: the number of cases.
-        full: their number in a full run.
-
-    Raises:
-        AssertionError: for any other outcome, with the seed of its case.
+    A case raises one of the documented errors, or checks that the answer is right; it may return another name for this
+    outcome. Any other error ends the test with its seed.
     """
     outcomes: Counter[str] = Counter()
     for seed in range(SEED, SEED + (full if is_full() else fast)):

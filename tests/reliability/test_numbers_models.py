@@ -10,12 +10,11 @@ from transformers import GPT2Config, GPT2Model
 
 from families import VOCAB, build
 from models import tiny
-from references import relative_error
+from references import equation_4, relative_error
 from reliability.record import Part, note
 from reliability.test_numbers import first_turn
 from rsa_hf import RSAConfig, RSAHeads, patch_model
 from rsa_hf.ops.mask import AttentionMask
-from rsa_hf.ops.reference import dense_rem_product
 
 LAYER = RSAConfig(
     num_regular=2, num_cyclical_pairs=1, num_dilated_regular=1, num_dilated_cyclical_pairs=1, dilation=[2, 3, 40]
@@ -48,16 +47,9 @@ def patched(model, stored="saturated"):
     return model
 
 
-def equation_4(heads, attention, value, visible, causal):
-    """Eq. 4 of such a layer in float64, from the stored parameters, with dense P."""
-    plan, rates = heads.spec, heads.rates(torch.float64)
-    decay, theta = heads.per_head(rates)
-    turns = theta - theta.detach() + torch.tensor([first_turn(x) for x in theta.tolist()], dtype=torch.float64)
-    masks = {"causal": causal, "visible": visible, "groups": attention.shape[2] // value.shape[1]}
-    product = dense_rem_product(value.double(), plan.kinds, decay, turns, plan.dilations, **masks)
-    R = plan.num_rsa_heads
-    mixed = (1 - rates["gate"]) * attention[:, :, :R] + rates["gate"] * product.transpose(1, 2)
-    return torch.cat([mixed, attention[:, :, R:]], 2)
+def first_turns(theta):
+    """The angles modulo 2π, with the gradient of θ."""
+    return theta - theta.detach() + torch.tensor([first_turn(x) for x in theta.tolist()], dtype=torch.float64)
 
 
 def case(family, name):
@@ -117,7 +109,8 @@ def test_models_are_finite_and_as_exact_as_the_plain_model(family, name, attenti
     weights = torch.randn(right_plain.shape, dtype=torch.float64) * real[..., None]
 
     def written_out(self, attention, value, *_):
-        return equation_4(self, attention, value, visible.expand(len(value), -1, -1, -1), causal)
+        seen = visible.expand(len(value), -1, -1, -1)
+        return equation_4(self, attention, value, turns=first_turns, visible=seen, causal=causal)
 
     with monkeypatch.context() as patch:
         patch.setattr(RSAHeads, "forward", written_out)

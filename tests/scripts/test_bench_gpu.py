@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("triton", reason="needs Triton, which exists for Linux: pip install 'rsa_hf[gpu]'")
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-FOUND = {"value": 0.9125, "times_ms": {"product": {"median": 1.5}}, "bytes": 6.0, "operations": 9.0}
 
 
 @pytest.fixture
@@ -21,38 +20,9 @@ def bench(monkeypatch):
     return importlib.import_module("bench_gpu")
 
 
-def cells(bench, record):
-    text = bench.table(record, bench.rows_of(bench.Sizes()))
-    return {row.split(" | ")[0].strip("| "): row.split(" | ")[3].strip("| ") for row in text.splitlines()[6:]}
-
-
 def empty(**changes):
     head = {"processor": "p", "gpu": "g", "torch": "t", "triton": "t", "transformers": "t", "commit": "c"}
     return {"command": "x", "dry": False, "machine": head, "rounds": 3, "equality": {"": 0.5}, "rows": {}, **changes}
-
-
-def test_what_was_not_measured_has_no_figure(bench):
-    shown = cells(bench, empty())
-    assert len(shown) == 18
-    assert set(shown.values()) == {"not measured"}
-
-
-def test_only_what_was_measured_has_a_figure(bench):
-    names = [row.name for row in bench.rows_of(bench.Sizes())]
-    product, training, failed = (next(n for n in names if word in n) for word in ("P V", "training", "sweep"))
-    rows = {product: {"found": FOUND}, training: {"found": FOUND}, failed: {"error": "RuntimeError: no memory"}}
-    shown = cells(bench, empty(rows=rows))
-    assert shown.pop(product) == "0.912"
-    # Memory is a figure of its own.
-    assert shown.pop(training) == "0.912; not measured; not measured"
-    assert shown.pop(failed) == "not measured (RuntimeError: no memory)"
-    assert set(shown.values()) == {"not measured"}
-    # What an interpreter needed is no measurement.
-    assert set(cells(bench, empty(rows=rows, dry=True)).values()) <= {
-        "not measured",
-        "not measured (interpreted)",
-        "not measured (RuntimeError: no memory)",
-    }
 
 
 def test_a_row_that_fails_loses_no_other(bench, tmp_path):

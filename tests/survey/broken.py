@@ -3,8 +3,6 @@
 A check that passes with broken RSA proves nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,8 +15,6 @@ from transformers.modeling_utils import PreTrainedModel
 from broken import forgets_the_offset
 from rsa_hf import RSAHeads, patching
 from rsa_hf.ops.mask import AttentionMask
-
-__all__ = ["BROKEN"]
 
 Broken = Callable[[], AbstractContextManager[Any]]
 _FORWARD, _RATES, _LOAD = RSAHeads.forward, RSAHeads.rates, PreTrainedModel.from_pretrained.__func__

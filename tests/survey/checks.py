@@ -4,8 +4,6 @@ Those of `rsa_hf.checks`, and three that compare with eq. 4 written out (`refere
 the broken RSA (`broken.py`) that it must catch: a check that passes when RSA does nothing proves nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +15,6 @@ from rsa_hf import RSAConfig, RSAHeads, checks, patch_model, unpatch_model
 from rsa_hf.checks import NOTHING, PADDING, TOLERANCE, Before, NotApplicable, Subject, backward_influence, distance
 from survey.reference import plain_attention, reference_attention, without_attention
 from survey.tiny_models import TASKS, Case
-
-__all__ = ["CHECKS", "NotApplicable", "Patched", "padding_matters", "patched"]
 
 LEAST_EFFECT = 1e-2  # share of the outputs that an open gate changes at least
 

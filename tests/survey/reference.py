@@ -6,8 +6,6 @@ the conventions on masks and direction are. Models beside the attention interfac
 mask that their adapter passes on is used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,8 +18,6 @@ from transformers.modeling_utils import AttentionInterface
 
 from references import lag_weight
 from rsa_hf.integration import attention as hooks
-
-__all__ = ["plain_attention", "reference_attention", "without_attention"]
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """Run all checks on model types, for every task that has a class for them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 import warnings
@@ -16,8 +14,6 @@ from rsa_hf import patch_model
 from survey.broken import BROKEN
 from survey.checks import CHECKS, NotApplicable, Patched, padding_matters, patched
 from survey.tiny_models import Case, build, tasks_of
-
-__all__ = ["run_check", "survey", "survey_type"]
 
 
 def survey_type(model_type: str) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """The results of a survey: a JSON file, and the page SUPPORTED.md."""
 
-from __future__ import annotations
-
 import json
 import platform
 from pathlib import Path
@@ -14,8 +12,6 @@ import rsa_hf
 from rsa_hf.utils.files import write_text
 from survey.checks import CHECKS
 from survey.tiny_models import TASKS
-
-__all__ = ["Records", "outcome", "write_table"]
 
 MEANING = {
     "works": "every check that applies holds for every task, and fails where RSA is broken on purpose",

@@ -4,8 +4,6 @@ A config is the type's default config with every size made small. `SIZES` recogn
 what does not follow from names, one line per type.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import dataclass, fields
@@ -25,8 +23,6 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 
 from rsa_hf.models import MODEL_TYPES
-
-__all__ = ["TASKS", "TEXT_LENGTH", "Case", "build", "model_types", "tasks_of", "tiny_config"]
 
 VOCAB = 160
 FIRST_TOKEN, LAST_TOKEN = 10, 99  # random texts have no special tokens
@@ -145,11 +141,6 @@ class Case:
     task: str
     model: PreTrainedModel
     inputs: dict[str, Tensor]
-
-    @property
-    def text(self) -> str:
-        """The name of the input that the outputs belong to."""
-        return "decoder_input_ids" if "decoder_input_ids" in self.inputs else "input_ids"
 
 
 def model_types() -> list[str]:

@@ -70,11 +70,7 @@ def test_deduplication_changes_the_training_split_only(tmp_path):
     assert (kept["validation"], kept["test"]) == (everything["validation"], everything["test"])
 
 
-@given(
-    targets=st.lists(st.integers(0, 1), min_size=2, max_size=60),
-    limit=st.integers(2, 70),
-    seed=st.integers(0, 5),
-)
+@given(targets=st.lists(st.integers(0, 1), min_size=2, max_size=60), limit=st.integers(2, 70), seed=st.integers(0, 5))
 def test_a_subsample_is_stratified_ordered_and_seeded(targets, limit, seed):
     examples = [Example(str(i), target) for i, target in enumerate(targets)]
     kept = defect_data._subsample(examples, limit, seed)

@@ -13,7 +13,7 @@ from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedT
 
 from rsa_hf.tasks import language_modeling as lm
 from rsa_hf.tasks.language_modeling import load_language_modeling_tokenizer, prepare_language_modeling
-from rsa_hf.tasks.text_blocks import EvaluationBlocks, EvaluationSegments, TrainingBlocks, TrainingTracks
+from rsa_hf.tasks.text_blocks import EvaluationBlocks
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig
 from rsa_hf.tasks.text_scores import evaluate_language_model
 
@@ -156,17 +156,6 @@ def test_texts_that_cannot_be_scored_are_refused(tmp_path, byte_level_bpe, monke
     (tmp_path / "one.txt").write_bytes(b"a")
     with pytest.raises(ValueError, match="validation text has 1 token"):
         from_text(tmp_path, b"a text\n", validation_file=str(tmp_path / "one.txt"))
-
-
-@pytest.mark.parametrize("carry", [False, True])
-def test_the_configuration_decides_how_texts_are_cut(tmp_path, text, carry):
-    prepared = from_text(tmp_path, text, num_tracks=3, block_size=16, eval_block_size=40, carry_memory=carry)
-    assert type(prepared.train) is (TrainingTracks if carry else TrainingBlocks)
-    assert type(prepared.validation) is (EvaluationSegments if carry else EvaluationBlocks)
-    assert (prepared.train.block_size, prepared.validation.block_size) == (16, 40)
-    assert (prepared.validation.num_bytes, prepared.validation.num_words) == (len(text) - 1, len(text.split()))
-    assert prepared.test is None
-    assert not carry or prepared.train.num_tracks == 3
 
 
 def test_wikitext_counts_are_the_published_ones_and_gpt2_tokens_decode_to_the_text(data_folder, tmp_path):

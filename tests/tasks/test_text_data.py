@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import math
 import sysconfig
 from pathlib import Path
 
@@ -17,28 +16,6 @@ from rsa_hf.tasks.data_files import SPLITS
 from rsa_hf.tasks.language_modeling import prepare_language_modeling
 from rsa_hf.tasks.text_blocks import StreamedBlocks
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig, read_texts
-
-FILE = {"train_file": "a.txt"}
-
-
-@pytest.mark.parametrize(
-    ("key", "settings"),
-    [
-        ("dataset_name", [{**FILE, "dataset_name": "x"}]),
-        ("block_size", [{"block_size": 1}, {"eval_block_size": 1}]),
-        ("stride", [{"stride": 0}, {"block_size": 8, "stride": 8}, {"eval_block_size": 8, "stride": 8}]),
-        ("carry_memory", [{"carry_memory": True, "stride": 5}, {"eval_memory": {"mem_len": 3}}]),
-        ("validation_split_percentage", [{"validation_split_percentage": share} for share in (0, math.nan, 96)]),
-        ("test_split_percentage", [{"test_split_percentage": share} for share in (-1, 96)]),
-        ("streaming", [{"streaming": True}, {**FILE, "streaming": True}]),
-        ("streaming", [{"dataset_name": "x", "streaming": True, "carry_memory": True}]),
-    ],
-)
-def test_bad_configurations_are_refused(key, settings):
-    for options in settings:
-        with pytest.raises(ValueError, match=key):
-            LanguageModelingDataConfig(**options)
-
 
 # --- files ----------------------------------------------------------------------------------------------------------
 

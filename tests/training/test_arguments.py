@@ -100,28 +100,6 @@ def test_a_mistake_is_one_line_that_names_it(tmp_path, text, words, said):
     assert "\n" not in str(raised.value)
 
 
-def test_an_old_file_ends_in_one_line_with_the_new_keys(tmp_path):
-    old = """
-model: {name_or_path: gpt2, tokenizer: bytes}
-rsa: {num_regular: 1}
-data: {source: files, files: {train: a.txt}, block_size: 8}
-training: {batch_size: 4, epochs: 2, eval_every_steps: 3, learning_rate: 1e-4}
-"""
-    with pytest.raises(ValueError) as raised:
-        read(tmp_path, old, data=LanguageModelingDataConfig)
-    said = str(raised.value)
-    assert "\n" not in said
-    for new in (
-        "model_name_or_path",
-        "tokenizer_name",
-        "train_file",
-        "per_device_train_batch_size",
-        "num_train_epochs",
-    ):
-        assert new in said
-    assert "training.learning_rate → learning_rate" in said
-
-
 def test_the_first_yaml_tags_build_no_objects(tmp_path):
     with pytest.raises(ValueError, match="not valid YAML"):
         read(tmp_path, "output_dir: !!python/object/apply:os.system [true]\n")

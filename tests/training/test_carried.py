@@ -3,11 +3,11 @@
 import carried_run
 import pytest
 import torch
-from launching import run_python
 from safetensors.torch import load_file
 from torch.utils.data import default_collate
 
 import small_runs
+from launching import run_processes
 from models import tiny
 from models.tiny import VOCAB
 from rsa_hf.tasks.text_blocks import TrainingTracks
@@ -89,15 +89,6 @@ def test_the_loss_is_that_of_one_pass_over_each_track(tmp_path, name, accumulati
     assert min(abs(a - b) for a, b in zip(dropped[1:], expected[1:], strict=True)) > 1e-4
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_accumulated_steps_are_those_of_the_large_batch(tmp_path, name):
-    still = losses_in_one_pass(MODELS[name](), tracks())
-    whole = losses(run(tmp_path / "whole", MODELS[name]()))
-    division = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    assert losses(run(tmp_path / "parts", MODELS[name](), **division)) == pytest.approx(whole, abs=1e-4)
-    assert abs(whole[-1] - still[-1]) > 1e-2  # the model learns
-
-
 def test_gradients_stop_at_the_carried_memory(tmp_path):
     """Against a loop with torch's loss and optimiser."""
     by_hand, data = lstm(), tracks()
@@ -145,8 +136,7 @@ def test_without_the_memory_of_the_checkpoint_losses_differ(tmp_path, monkeypatc
 
 @pytest.mark.slow  # starts processes
 def test_two_processes_that_are_killed_and_continued_carry_like_one(tmp_path):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    done = run_python(*launcher, carried_run.__file__, tmp_path)
+    done = run_processes(2, carried_run.__file__, tmp_path)
     assert done.returncode == 0, done.stderr
     expected = carried_run.run(tmp_path / "one", rows=4).model.state_dict()
     whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))

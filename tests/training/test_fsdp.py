@@ -9,12 +9,10 @@ import torch
 import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
-from launching import run_python
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from launching import run_processes
 from rsa_hf import param_groups, rsa_report
 from rsa_hf.training import shard_rsa_heads
 from small_runs import assert_same_weights
@@ -23,8 +21,7 @@ from small_runs import assert_same_weights
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fsdp")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    done = run_python(*launcher, single.__file__, folder)
+    done = run_processes(2, single.__file__, folder)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -140,20 +137,6 @@ def trained(model, ids):
     return loss.item(), {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def fsdp1(model, **settings):
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **settings)
-
-
-@pytest.mark.parametrize("layers", [None, ModuleWrapPolicy({LlamaDecoderLayer})])
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_fsdp1_refuses_half_precision(one_process, dtype, use_orig_params, layers):
-    """RSA parameters stay float32, and FSDP1 flattens parameters of one dtype only."""
-    settings = {"use_orig_params": use_orig_params, "auto_wrap_policy": layers}
-    with pytest.raises(ValueError, match="^Must flatten tensors with uniform dtype"):
-        fsdp1(single.language_model().to(dtype), **settings)
-
-
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_fsdp1_of_half_precision_trains_with_units_of_rsa_heads(one_process, use_orig_params):
     """As Accelerate reads them from fsdp_transformer_layer_cls_to_wrap."""
@@ -165,7 +148,8 @@ def test_fsdp1_of_half_precision_trains_with_units_of_rsa_heads(one_process, use
         transformer_cls_names_to_wrap=["LlamaDecoderLayer", "RSAHeads"],
     )
     plugin.set_auto_wrap_policy(model)
-    model = fsdp1(model, use_orig_params=use_orig_params, auto_wrap_policy=plugin.auto_wrap_policy)
+    settings = {"use_orig_params": use_orig_params, "auto_wrap_policy": plugin.auto_wrap_policy}
+    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), **settings)
     model(input_ids=ids, labels=ids)
     found, state = trained(model, ids)
     assert found == loss

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 from transformers import Trainer
 
 from families import FULL_PLAN, build
@@ -112,17 +112,6 @@ def test_each_trial_of_a_search_learns_at_its_own_rate(tmp_path):
     trainer.hyperparameter_search(space, note, n_trials=2, backend="optuna")
     rsa = (pytest.approx(0.3 / 20), 0.0)
     assert tried == [[(1e-3, 0.1), (1e-3, 0.0), rsa], [(2e-3, 0.2), (2e-3, 0.0), rsa]]
-
-
-def test_the_arguments_choose_the_optimiser(tmp_path):
-    args = arguments(tmp_path, optim="sgd", max_steps=1, learning_rate=0.5)
-    trainer = trained(args, gpt2(), optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args))
-    assert type(trainer.optimizer.optimizer) is SGD
-    args = arguments(tmp_path, max_steps=1, adam_beta1=0.7, adam_epsilon=1e-5)
-    trainer = trained(args, gpt2(), optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args))
-    assert type(trainer.optimizer.optimizer) is AdamW
-    assert trainer.optimizer.param_groups[2]["betas"] == (0.7, 0.999)
-    assert trainer.optimizer.param_groups[2]["eps"] == 1e-5
 
 
 @pytest.mark.parametrize("own", ["params", "model", "optimizer_dict"])

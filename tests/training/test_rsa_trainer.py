@@ -1,6 +1,5 @@
 """`RSATrainer`: optimiser groups, gates in the log, losses that diverge, signals, and a card."""
 
-import os
 import signal
 
 import pytest
@@ -14,7 +13,7 @@ from rsa_hf import unpatch_model
 from rsa_hf.tasks.defect_detection import _loss
 from rsa_hf.training import newest_whole_checkpoint, optimizer_cls_and_kwargs
 from rsa_hf.training.callbacks import DivergedError
-from small_runs import Killed, Mortal, assert_same_weights, classifier, functions, gpt2, losses, texts, trainer
+from small_runs import assert_same_weights, classifier, functions, gpt2, texts, trainer
 
 
 def test_it_learns_what_a_trainer_with_our_groups_does(tmp_path):
@@ -27,21 +26,6 @@ def test_it_learns_what_a_trainer_with_our_groups_does(tmp_path):
     theirs.train()
     assert_same_weights(ours.model.state_dict(), theirs.model.state_dict())
     assert any("rsa/gate" in record for record in ours.state.log_history)
-
-
-def test_a_killed_run_continues_bitwise(tmp_path):
-    """With dropout, accumulation, and a checkpoint in the middle of an epoch of 5 steps."""
-    settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3, "per_device_train_batch_size": 2}
-    settings["gradient_accumulation_steps"] = 2
-    whole = trainer(tmp_path / "whole", **settings)
-    whole.train()
-    with pytest.raises(Killed):
-        trainer(tmp_path / "parts", data=Mortal(texts(20), 4 * 7), **settings).train()
-    torch.manual_seed(99)  # a new process has other generators
-    parts = trainer(tmp_path / "parts", **settings)
-    parts.train(resume_from_checkpoint=newest_whole_checkpoint(tmp_path / "parts"))
-    assert losses(parts) == losses(whole)
-    assert_same_weights(parts.model.state_dict(), whole.model.state_dict())
 
 
 @pytest.mark.parametrize("file", [None, "trainer_state.json", "model.safetensors", "optimizer.pt", "rng_state.pth"])
@@ -77,34 +61,6 @@ def test_a_loss_that_is_nan_ends_the_training_and_leaves_the_checkpoints(tmp_pat
         training.train()
     assert signal.getsignal(signal.SIGINT) is before
     assert newest_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
-
-
-class Send(TrainerCallback):
-    """Sends this process a signal in the middle of a step."""
-
-    def __init__(self, number, step):
-        self.number, self.step = number, step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            os.kill(os.getpid(), self.number)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_training_after_a_checkpoint(tmp_path, number):
-    before = signal.getsignal(number)
-    settings = {"max_steps": 6, "eval_strategy": "no", "save_strategy": "epoch"}
-    whole = trainer(tmp_path / "whole", **settings)
-    whole.train()
-    stopped = trainer(tmp_path / "parts", **settings)
-    stopped.add_callback(Send(number, 2))
-    stopped.train()
-    assert stopped.stop.signal == number
-    assert stopped.state.global_step == 3
-    assert signal.getsignal(number) is before
-    parts = trainer(tmp_path / "parts", **settings)
-    parts.train(resume_from_checkpoint=newest_whole_checkpoint(tmp_path / "parts"))
-    assert_same_weights(parts.model.state_dict(), whole.model.state_dict())
 
 
 def test_the_card_that_is_pushed_shows_gates_and_a_plain_model_keeps_the_trainers(tmp_path):

@@ -9,11 +9,11 @@ import time
 
 import pytest
 import torch
-from launching import ROOT, run_python
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
+from launching import ROOT, run_processes, run_python
 from rsa_hf.cli import main
 from rsa_hf.training.rsa_trainer import RSATrainer
 from small_runs import assert_same_weights
@@ -178,15 +178,6 @@ def test_mistakes_end_in_one_line(tmp_path, text, capsys, words, said):
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("words", ["train defect", "train lm", "evaluate defect", "evaluate lm"])
-def test_help_lists_the_keys(capsys, words):
-    assert command(*words.split(), "--help") == 0
-    said = capsys.readouterr().out
-    assert f"Example: rsa-hf {words}" in said
-    for key in ("--model_name_or_path", "--rsa", "--sample_seed", "--rsa_learning_rate", "--num_train_epochs"):
-        assert key in said
-
-
 def test_out_of_memory_names_what_to_lower(tmp_path, text, capsys, monkeypatch):
     def full(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
@@ -212,7 +203,7 @@ def test_a_calibrated_run_continues_with_its_plan(tmp_path, text, capsys, monkey
 # --- processes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_the_same_command_starts_continues_to_the_same_weights_and_has_finished(tmp_path, text, capsys, number):
     settings = {**LM, "train_file": str(text), "max_steps": 60, "eval_steps": 5, "save_steps": 5}
     run = ["train", "lm", written(tmp_path, settings), "--output_dir"]
@@ -232,7 +223,7 @@ def test_the_same_command_starts_continues_to_the_same_weights_and_has_finished(
     if number == signal.SIGKILL:
         assert process.returncode == -signal.SIGKILL
     else:
-        assert process.returncode == 128 + signal.SIGTERM, said
+        assert process.returncode == 128 + number, said
         assert "The same command goes on" in said
 
     assert command(*run, tmp_path / "parts") == 0
@@ -271,9 +262,9 @@ def test_two_processes_learn_what_one_does(tmp_path, text, encoder, functions, t
         settings |= {"config_overrides": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}}
         settings |= {"deduplicate": False, "use_cpu": True, "learning_rate": 1e-3}
     config = written(tmp_path, settings)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", sys.executable]
     run = ["-c", "from rsa_hf.cli import main; main()", "train", task, config, "--output_dir", tmp_path / "two"]
-    done = run_python(*launcher, *run, "--per_device_train_batch_size", "3", "--ddp_backend", "gloo")
+    run += ["--per_device_train_batch_size", "3", "--ddp_backend", "gloo"]
+    done = run_processes(2, "--no-python", sys.executable, *run)
     assert done.returncode == 0, done.stderr
     assert command("train", task, config, "--output_dir", tmp_path / "one", "--per_device_train_batch_size", "6") == 0
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")

@@ -1,0 +1,184 @@
+"""Flash and flex attention in whole models: each of their ways to pass a mask gives the results of sdpa and eager."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers.integrations import flex_attention as integration
+
+import flash_stand_in
+import flex_stand_in
+from broken import break_mask, forgets_the_offset
+from families import ENCODERS, FULL_PLAN, PAD, WINDOWED, build, build_language_model, move_rates, tokens
+from references import relative_error
+from rsa_hf import patch_model
+from rsa_hf.ops.read_mask import evaluate_block_mask
+from texts import CACHES, in_pieces, padded, uncached
+
+FLASH, FLEX = "flash_attention_2", "flex_attention"
+DECODERS = {FLASH: ["gpt2", "llama", *WINDOWED], FLEX: ["llama", *WINDOWED]}
+BIDIRECTIONAL = [*ENCODERS, "modernbert"]  # ModernBERT has windows to both sides
+CASES = [(FLASH, family) for family in [*DECODERS[FLASH], "roberta", "modernbert"]]
+CASES += [(FLEX, family) for family in [*DECODERS[FLEX], *BIDIRECTIONAL, "bart"]]
+LENGTH = 13
+TOLERANCE, FAR = 1e-6, 0.01  # relative errors: of rounding, and of a misread mask
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch):
+    flash_stand_in.install(monkeypatch)
+    monkeypatch.setattr(integration, "compile_friendly_flex_attention", flex_stand_in.attention)
+    with torch._dynamo.config.patch(disable=True):  # block masks are torch's, made without compiling
+        yield
+
+
+def pair(family, attention, reference="sdpa"):
+    """The same patched model under the attention and under a reference.
+
+    In float64: flash attention casts float32 to another dtype, and finds none in GPT-2. Eager attention then gives NaN
+    for rows of padding.
+    """
+    models = []
+    for each in (attention, reference):
+        torch.manual_seed(1)
+        model = (build if family in BIDIRECTIONAL else build_language_model)(family, each).double()
+        models.append(move_rates(patch_model(model, FULL_PLAN)))
+        assert model.config._attn_implementation == each
+    models[0].load_state_dict(models[1].state_dict())
+    return models
+
+
+def ignored(mask):
+    return replace(mask, key_mask=None, segments=None, visible=None)
+
+
+def without_window(mask):
+    return replace(mask, sliding_window=None)
+
+
+@pytest.mark.parametrize("side", ["left", "right", None])
+@pytest.mark.parametrize(("attention", "family"), CASES)
+@torch.no_grad()
+def test_padding_and_windows_give_the_results_of_the_reference(attention, family, side, monkeypatch):
+    found, expected = pair(family, attention, "sdpa" if side else "eager")
+    batch = padded(tokens(3, LENGTH), (5, 2), side or "left")
+    real = batch["attention_mask"].bool()
+    if side is None:
+        batch, real = {"input_ids": batch["input_ids"]}, real | True
+    elif family not in DECODERS[FLASH]:
+        del batch["position_ids"]  # these make their own
+    if family == "bart":
+        batch["decoder_input_ids"], real = tokens(3, 7), torch.ones(3, 7, dtype=torch.bool)
+    wanted = expected(**batch)[0][real]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="RSA met")  # recognised, so linear
+        assert relative_error(found(**batch)[0][real], wanted) < TOLERANCE
+    is_windowed = family in WINDOWED or family == "modernbert"
+    # A causal query sees no padding on its right.
+    if is_windowed if side is None else side == "left" or family not in DECODERS[FLASH]:
+        break_mask(monkeypatch, without_window if side is None else ignored)
+        assert relative_error(found(**batch)[0][real], wanted) > FAR
+
+
+@pytest.mark.parametrize(
+    ("attention", "family", "told_by"),
+    [
+        *((FLASH, family, "position_ids") for family in [*DECODERS[FLASH], "roberta"]),  # ModernBERT gets no positions
+        *((FLASH, family, "cu_seq_lens_q") for family in [*DECODERS[FLASH], "roberta", "modernbert"]),
+        *((FLEX, family, "position_ids") for family in DECODERS[FLEX]),
+    ],
+)
+@torch.no_grad()
+def test_packed_documents_give_the_results_of_single_ones(attention, family, told_by, monkeypatch):
+    found, expected = pair(family, attention)
+    lengths = [6, 1, 9, 4]
+    ids, ends = tokens(1, sum(lengths)), torch.tensor([0, *lengths]).cumsum(0).int()
+    first = PAD + 1 if family == "roberta" else 0  # RoBERTa's positions start behind the padding index
+    told = {"position_ids": torch.cat([torch.arange(first, first + n) for n in lengths])[None]}
+    if family in DECODERS[FLASH]:
+        told["use_cache"] = False
+    if told_by == "cu_seq_lens_q":
+        told |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        told |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    alone = torch.cat([expected(part)[0] for part in ids.split(lengths, 1)], 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="RSA met")
+        assert relative_error(found(ids, **told)[0], alone) < TOLERANCE
+    break_mask(monkeypatch, ignored)
+    assert relative_error(found(ids, **told)[0], alone) > FAR
+
+
+@pytest.mark.parametrize(
+    ("attention", "cache", "pieces", "padding"),
+    [
+        *((FLASH, cache, [4, 3, 1, 2, 1, 1, 1], padding) for cache in CACHES for padding in ((5, 2), ())),
+        # Static caches change the offset that a mask_mod has captured, so chunks see ahead in the plain model too.
+        *((FLEX, "dynamic", pieces, (5, 2)) for pieces in ([7, 1, 1, 1, 1, 1, 1], [3, 5, 3, 2])),
+        (FLEX, "static", [1] * LENGTH, (5, 2)),
+    ],
+)
+@pytest.mark.parametrize("family", DECODERS[FLASH])
+@torch.no_grad()
+def test_cached_runs_agree_with_the_whole_text(family, attention, cache, pieces, padding, monkeypatch):
+    if family not in DECODERS[attention]:
+        pytest.skip(f"{family} has no {attention}")
+    found, expected = pair(family, attention)
+    batch = padded(tokens(3, LENGTH), padding)
+    real = batch["attention_mask"].bool()
+    wanted = uncached(expected, batch)[real]
+
+    def gap():
+        return relative_error(in_pieces(found, batch, pieces, CACHES[cache](found))[real], wanted)
+
+    assert gap() < TOLERANCE
+    break_mask(monkeypatch, forgets_the_offset)
+    assert gap() > FAR
+
+
+@torch.no_grad()
+def test_documents_of_a_block_mask_that_change_in_place_are_read_anew(monkeypatch):
+    found, expected = pair("llama", FLEX)
+    ids, documents = tokens(3, LENGTH), torch.zeros(LENGTH, dtype=torch.long)
+    # One mask for all rows.
+    block_mask = create_block_mask(
+        lambda b, h, q, k: (k <= q) & (documents[q] == documents[k]), None, None, LENGTH, LENGTH, device="cpu"
+    )
+
+    def gap(start):
+        t = torch.arange(LENGTH)
+        documents.copy_(t >= start)
+        visible = (t <= t[:, None]) & (documents[:, None] == documents)
+        wanted = expected(ids, attention_mask=visible.expand(3, 1, -1, -1), use_cache=False)[0]
+        return relative_error(found(ids, attention_mask=block_mask, use_cache=False)[0], wanted)
+
+    assert max(gap(LENGTH), gap(4), gap(9)) < TOLERANCE
+    kept = {}  # the control keeps what a BlockMask was first evaluated to
+
+    def by_identity(mask, query, key_length):
+        return kept.setdefault(mask, evaluate_block_mask(mask, query, key_length))
+
+    monkeypatch.setattr("rsa_hf.ops.read_mask.evaluate_block_mask", by_identity)
+    assert gap(4) < TOLERANCE
+    assert gap(9) > FAR
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "modernbert"])
+def test_gradients_of_training_are_those_of_sdpa(family, monkeypatch):
+    found, expected = pair(family, FLEX)
+    batch = padded(tokens(3, LENGTH), (5, 2))
+    if family == "modernbert":
+        del batch["position_ids"]
+    real = batch["attention_mask"].bool()
+    weights = torch.randn(real.sum(), found(**batch)[0].shape[-1])
+
+    def gradients(model):
+        model.zero_grad()
+        (model(**batch)[0][real] * weights).sum().backward()
+        return torch.cat([p.grad.flatten() for n, p in model.named_parameters() if ".rsa." in n or "embed" in n])
+
+    wanted = gradients(expected)
+    assert relative_error(gradients(found), wanted) < 1e-4
+    break_mask(monkeypatch, ignored)
+    assert relative_error(gradients(found), wanted) > FAR
