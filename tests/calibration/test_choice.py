@@ -43,6 +43,14 @@ def test_heads_are_chosen_by_chance_as_rarely_as_allowed():
     assert found <= 30  # the rate allows 20 of 100 where nothing is to be found; 99.5 % of binomial draws are below
 
 
+def test_a_head_that_is_better_damped_wants_no_recurrence():
+    found = 0
+    for seed in range(20):
+        torch.manual_seed(seed)
+        found += len(chosen(gradients(damping=2.0), seed))
+    assert found <= 20  # of 320, where all wish to be damped
+
+
 def test_the_curvature_is_that_of_the_loss():
     """Of a model whose predictions are right in distribution, as the Fisher information needs."""
     torch.manual_seed(0)

@@ -93,12 +93,13 @@ def test_calibrate_saves_what_it_has_found(source, run, tmp_path, language_model
         options = ["--config", tmp_path / "run.yaml"]
 
     def choose(scores, *_):
-        return [Choice(i, h, int(scores.means[i][h].argmin()), 3.0, 1.0) for i, h in ((0, 3), (1, 1))]
+        rems = [(i, h, int(scores.means[i][h].argmin())) for i, h in ((0, 3), (1, 1))]
+        return [Choice(i, h, rem, float(scores.masses[i][rem]), 3.0, -1.0, 1.0) for i, h, rem in rems]
 
     monkeypatch.setattr(procedure, "choose", choose)
     monkeypatch.setattr(procedure, "CERTAIN", -math.inf)
-    code, out, _ = run("calibrate", base, tmp_path / "out", *options, "--rows", 12)
-    assert code == 0
+    code, out, err = run("calibrate", base, tmp_path / "out", *options, "--rows", 12)
+    assert code == 0, err
     assert " heads; the loss of 12 rows" in out
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     content = json.loads((tmp_path / "out" / "calibration.json").read_text())

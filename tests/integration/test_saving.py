@@ -163,8 +163,8 @@ LAYER = "encoder.layer.1.attention.self.rsa"
             lambda w: w.update({"pooler.rsa.eta": torch.zeros(2)}),
             "in the checkpoint, but not in the plan: pooler.rsa.eta",
         ),
-        (lambda w: w[f"{LAYER}.mu"].fill_(math.nan), f"{LAYER}.mu is .nan.*a number is needed"),
-        (lambda w: w[f"{LAYER}.eta"].fill_(math.inf), f"{LAYER}.eta is .inf.*finite number"),
+        (lambda w: w[f"{LAYER}.mu"].fill_(math.nan), f"{LAYER}.mu is .nan.*numbers of at most"),
+        (lambda w: w[f"{LAYER}.eta"].fill_(math.inf), f"{LAYER}.eta is .inf.*numbers of at most"),
     ],
 )
 def test_weights_that_do_not_fit_the_plan_are_an_error(saved, change, message):
