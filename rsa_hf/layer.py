@@ -141,18 +141,18 @@ class RSAHeads(nn.Module):
                 f"RSA parameters are {self.mu.dtype}: gates and rates are rounded, and learn coarsely. Under FSDP use "
                 "FSDP2, and call rsa_hf.training.shard_rsa_heads(model, accelerator) before the model is prepared."
             )
-        heads_per_value = H // value.shape[1]
+        num_key_value_groups = H // value.shape[1]
         is_step = mask.query_length == 1 and mask.key_length > 1 and mask.causal
         if is_step and not self._is_trained(value):
             if shard is not None and not any(head in shard.heads(H) for head in self.spec.heads):
                 return attention
 
             def rems_and_gate() -> tuple[Rems, Tensor]:
-                return local_heads(attention, *self._rems_and_gate(heads_per_value), shard)[1:]
+                return local_heads(attention, *self._rems_and_gate(num_key_value_groups), shard)[1:]
 
             return self._cache.step(self, attention, value, mask, rems_and_gate)
         self.reset_cache()
-        attention, rems, gate = local_heads(attention, *self._rems_and_gate(heads_per_value), shard)
+        attention, rems, gate = local_heads(attention, *self._rems_and_gate(num_key_value_groups), shard)
         if not rems.heads:
             return attention
         return apply_rems(value, rems, mask, attention, gate)
@@ -166,7 +166,7 @@ class RSAHeads(nn.Module):
             torch.is_grad_enabled() and (value.requires_grad or any(p.requires_grad for p in self.parameters()))
         )
 
-    def _rems_and_gate(self, heads_per_value: int) -> tuple[Rems, Tensor]:
+    def _rems_and_gate(self, num_key_value_groups: int) -> tuple[Rems, Tensor]:
         """The REMs, and the gate of each head, (R,)."""
         # float32 is too coarse near ±1: distinct parameters would give one rate, and 1 − λ² no gradient for η.
         rates = self.rates(widest_dtype(self.mu.device))
@@ -174,7 +174,7 @@ class RSAHeads(nn.Module):
         gate = rates["gate"].expand(self.spec.num_rsa_heads)
         # Behind a closed gate P V must not overflow either: 0 · inf would be NaN.
         decay = torch.where(gate.float() == 0, 0, decay)
-        rems = (self.spec.kinds, decay, theta, self.spec.dilations, heads_per_value, self.spec.heads)
+        rems = (self.spec.kinds, decay, theta, self.spec.dilations, num_key_value_groups, self.spec.heads)
         return Rems(*rems, self.amplitudes()), gate
 
     def per_head(self, rates: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -49,8 +49,7 @@ class Rems:
         decay: λ or γ, shape (H,): |z|, or z itself where it is real.
         theta: angle of z in radians, shape (H,); 0 for regular heads.
         dilation: d, of length H.
-        heads_per_value: number of heads per value head (transformers' `num_key_value_groups`); head h reads value head
-            h // heads_per_value.
+        num_key_value_groups: number of heads per value head; head h reads value head h // num_key_value_groups.
         heads: index of each head among all heads of the layer, ascending, of length H. Others are plain heads.
         amplitude: real and imaginary part of c, shape (H, 2); None: the paper's.
     """
@@ -59,7 +58,7 @@ class Rems:
     decay: Tensor
     theta: Tensor
     dilation: tuple[int, ...]
-    heads_per_value: int
+    num_key_value_groups: int
     heads: tuple[int, ...]
     amplitude: Tensor | None = None
 

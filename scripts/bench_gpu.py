@@ -59,7 +59,7 @@ from triton_interpreter import repair_interpreter
 
 from rsa_hf import RSAConfig, patch_model, rem_matrix, rem_product
 from rsa_hf.ops.autograd import apply_rems
-from rsa_hf.ops.mask import AttentionMask, segment_index
+from rsa_hf.ops.mask import AttentionMask, document_index
 from rsa_hf.ops.triton import tuning
 from rsa_hf.ops.triton.launch import triton_backward, triton_forward
 from rsa_hf.rem import Rems
@@ -178,7 +178,7 @@ class Bench:
         key_mask = torch.ones(2, T, dtype=torch.bool, device=self.device)
         key_mask[0, : T // 3] = False
         documents = torch.arange(T, device=self.device).expand(2, -1) // max(T // 5, 1)
-        masks = {"plain": {}, "padded": {"key_mask": key_mask}, "packed": {"segments": segment_index(documents)}}
+        masks = {"plain": {}, "padded": {"key_mask": key_mask}, "packed": {"documents": document_index(documents)}}
         errors = {}
         for dtype in TOLERANCE:
             for causal in (True, False):

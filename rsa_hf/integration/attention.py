@@ -36,7 +36,7 @@ from rsa_hf.integration.trial import (
     state,
 )
 from rsa_hf.ops.mask import AttentionMask, remembered
-from rsa_hf.ops.read_mask import flash_segment_ids, read_attention_mask
+from rsa_hf.ops.read_mask import flash_document_ids, read_attention_mask
 from rsa_hf.rem import is_transformed
 
 _BY_CLASS = {(architecture.path, architecture.name): architecture for architecture in ARCHITECTURES}
@@ -222,10 +222,10 @@ def mix_recurrence(
             f"{type(module).__name__} does not say whether it is causal. Patch with RSAConfig(causal=True) or "
             "RSAConfig(causal=False)."
         )
-    segment_ids, query = None, attention.transpose(1, 2)
+    document_ids, query = None, attention.transpose(1, 2)
     if flash is not None:
         sliding_window = flash.get("sliding_window")
-        segment_ids = flash_segment_ids(query, value, flash) if mask is None else None
+        document_ids = flash_document_ids(query, value, flash) if mask is None else None
     visible = read_attention_mask(
         query,
         value,
@@ -233,7 +233,7 @@ def mix_recurrence(
         causal=causal,
         aligned_top_left=aligned_top_left,
         sliding_window=sliding_window,
-        segment_ids=segment_ids,
+        document_ids=document_ids,
     )
     if positions is not None:
         require_all_keys(visible, positions)

@@ -1,7 +1,7 @@
 """Continuous batching: many requests in one row, over a paged cache (`generate_batch`, `transformers serve`).
 
 The queries of all requests lie one after the other, as do their keys; the queries of a request are the last of its
-keys. So the keys are a row of packed segments, whose P V is read at the positions of the queries.
+keys. So the keys are a row of packed documents, whose P V is read at the positions of the queries.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _read_requests(mask: Tensor, *ends: tuple[int, ...]) -> tuple[AttentionMask,
         return AttentionMask(1, longest, longest - 1, True, padding, sliding_window=window), keys.clamp(min=0)
     positions = torch.arange(T, device=mask.device) + (key_ends - query_ends)[1:].repeat_interleave(query_ends.diff())
     ids = torch.arange(count, device=mask.device).repeat_interleave(lengths)
-    return AttentionMask(S, S, 0, True, segments=ids[None], sliding_window=window), positions
+    return AttentionMask(S, S, 0, True, documents=ids[None], sliding_window=window), positions
 
 
 def wrap_init_continuous_batching(original: Callable[..., Any]) -> Callable[..., Any]:

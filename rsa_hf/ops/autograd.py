@@ -62,9 +62,9 @@ def apply_rems(
                 return product_in_pytorch(value, rems, mask, attention, gate)
             result: Tensor = _ApplyRems.apply(*tensors, rems, mask, path)  # type: ignore[no-untyped-call]
             return result
-        masks = (mask.unread_mask, mask.key_mask, mask.segments, mask.visible)
+        masks = (mask.unread_mask, mask.key_mask, mask.documents, mask.visible)
         kinds = [KINDS.index(kind) for kind in rems.kinds]
-        heads = (kinds, list(rems.dilation), list(rems.heads), rems.heads_per_value)
+        heads = (kinds, list(rems.dilation), list(rems.heads), rems.num_key_value_groups)
         sizes = (mask.query_length, mask.query_offset, mask.causal, mask.sliding_window)
         output: Tensor = torch.ops.rsa_hf.recurrence(*tensors, *masks, *heads, *sizes)
         return output
@@ -195,22 +195,22 @@ def _is_differentiated_again(grad: Tensor) -> bool:
 
 _ARGUMENTS = (
     "Tensor value, Tensor decay, Tensor theta, Tensor? amplitude, Tensor? attention, Tensor? gate, Tensor? mask, "
-    "Tensor? key_mask, Tensor? segments, Tensor? visible, int[] kinds, int[] dilation, int[] heads, "
-    "int heads_per_value, SymInt query_length, SymInt query_offset, bool causal, SymInt? sliding_window"
+    "Tensor? key_mask, Tensor? documents, Tensor? visible, int[] kinds, int[] dilation, int[] heads, "
+    "int num_key_value_groups, SymInt query_length, SymInt query_offset, bool causal, SymInt? sliding_window"
 )
 
 
 def _unflatten(*arguments: Any) -> tuple[Tensor, Rems, AttentionMask, Tensor | None, Tensor | None]:
     """The arguments of `_path` from those of the operator."""
-    value, decay, theta, amplitude, attention, gate, mask, key_mask, segments, visible, *others = arguments
-    kinds, dilation, heads, heads_per_value, query_length, query_offset, causal, window = others
+    value, decay, theta, amplitude, attention, gate, mask, key_mask, documents, visible, *others = arguments
+    kinds, dilation, heads, num_key_value_groups, query_length, query_offset, causal, window = others
     S = value.shape[2]
     if mask is None:
-        mask = AttentionMask(query_length, S, query_offset, causal, key_mask, segments, window, visible)
+        mask = AttentionMask(query_length, S, query_offset, causal, key_mask, documents, window, visible)
     else:
         mask = read_mask(mask, query_length, S, causal)
     names = tuple(KINDS[kind] for kind in kinds)
-    rems = Rems(names, decay, theta, tuple(dilation), heads_per_value, tuple(heads), amplitude)
+    rems = Rems(names, decay, theta, tuple(dilation), num_key_value_groups, tuple(heads), amplitude)
     return value, rems, mask, attention, gate
 
 

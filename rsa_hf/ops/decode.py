@@ -191,7 +191,7 @@ def _weighted_sum(weights: Tensor, value: Tensor, rems: Rems) -> Tensor:
     """Σ_s w_s v_s for weights [B or 1, H, S] and values [B, Hv, S, D]: [B, H, 1, D]."""
     # Heads that share a value head are the rows of one matrix product, plain heads among them zeros: V is read in
     # place. (`matmul` takes longer to bring its arguments to this form than `bmm` takes to multiply.)
-    shared = rems.heads_per_value
+    shared = rems.num_key_value_groups
     first, last = rems.heads[0] // shared, rems.heads[-1] // shared
     rows = tuple(head - first * shared for head in rems.heads)
     num_values = last + 1 - first

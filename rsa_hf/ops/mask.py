@@ -33,8 +33,8 @@ class AttentionMask:
         query_offset: position of the first query on the key axis.
         causal: masked or unmasked REMs.
         key_mask: [B or 1, S], False for padding keys; None: no padding.
-        segments: number of the segment of each position of packed rows, [B, S], as `segment_index` counts them; a
-            query sees keys of its own segment alone. None: a row is one segment.
+        documents: number of the document of each position of packed rows, [B, S], as `document_index` counts them; a
+            query sees keys of its own document alone. None: a row is one document.
         sliding_window: number of positions that a query sees back, itself included, and ahead if not causal; None: no
             window.
         visible: [B or 1, H or 1, T, S], for masks that the fields above cannot express; else None.
@@ -52,7 +52,7 @@ class AttentionMask:
     query_offset: int
     causal: bool
     key_mask: Tensor | None = None
-    segments: Tensor | None = None
+    documents: Tensor | None = None
     sliding_window: int | None = None
     visible: Tensor | None = None
     query_position: Tensor | None = None
@@ -79,8 +79,8 @@ class AttentionMask:
         return self.query_offset + self.query_length if self.causal else self.key_length
 
 
-def segment_index(ids: Tensor) -> Tensor:
-    """Number of the segment of each position, counted from 0 in each row, [B, S]; a run of equal ids is a segment."""
+def document_index(ids: Tensor) -> Tensor:
+    """Number of each position's document, counted from 0 in each row, [B, S]; a run of equal ids is a document."""
     return F.pad(ids[:, 1:] != ids[:, :-1], (1, 0)).cumsum(1)
 
 
@@ -103,9 +103,9 @@ def boolean_mask(mask: AttentionMask, tau: Tensor) -> Tensor:
         shown = shown & (tau.abs() < mask.sliding_window)
     if mask.key_mask is not None:
         shown = shown & mask.key_mask[:, None, None]
-    if mask.segments is not None:
-        of_queries = mask.segments[:, mask.query_offset : mask.query_offset + mask.query_length]
-        shown = shown & (of_queries[:, None, :, None] == mask.segments[:, None, None])
+    if mask.documents is not None:
+        of_queries = mask.documents[:, mask.query_offset : mask.query_offset + mask.query_length]
+        shown = shown & (of_queries[:, None, :, None] == mask.documents[:, None, None])
     return shown if mask.visible is None else shown & mask.visible
 
 

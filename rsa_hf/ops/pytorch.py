@@ -64,7 +64,7 @@ def product_in_pytorch(
 
 def _keys(value: Tensor, rems: Rems) -> Tensor:
     """V of every head, [B, H, S, D]."""
-    return take_heads(value, tuple(head // rems.heads_per_value for head in rems.heads), dim=1)
+    return take_heads(value, tuple(head // rems.num_key_value_groups for head in rems.heads), dim=1)
 
 
 def _dense(value: Tensor, rems: Rems, mask: AttentionMask) -> Tensor:
@@ -97,7 +97,9 @@ def _chunked(value: Tensor, rems: Rems, mask: AttentionMask) -> Tensor:
             heads=tuple(rems.heads[h] for h in places),
         )
         ids = (
-            None if mask.segments is None else (_interleaved(mask.segments[:, None, :seen, None], d, -1)[..., 0],) * 2
+            None
+            if mask.documents is None
+            else (_interleaved(mask.documents[:, None, :seen, None], d, -1)[..., 0],) * 2
         )
         window = None if mask.sliding_window is None else (mask.sliding_window - 1) // d + 1
         x = _interleaved(_keys(value, of_d), d, 0)[..., None, :]
@@ -135,7 +137,7 @@ def _product(
         stride: a state k steps away has the weight z^{(k − 1) · stride}, a value the real part of c z^{k − 1}.
         sides: 1: steps before a query, −1: steps after it.
         window: number of steps that a query sees to a side, itself included; None: all.
-        ids: segments of queries and of keys, [B, 1, d, steps] each; a query sees its own one. None: there is one.
+        ids: documents of queries and of keys, [B, 1, d, steps] each; a query sees its own one. None: there is one.
     """
     steps, parts = x.shape[3:5]
     C = min(steps, CHUNK)
@@ -170,7 +172,7 @@ def _product(
         writing, reading = (_matrix(*pair) for pair in ((to_state[:, :, :parts], write[side]), (to_query, read[side])))
         of_states = None
         if ids is not None:
-            # A state belongs to the segment of the last step that writes into it.
+            # A state belongs to the document of the last step that writes into it.
             ends = keys[..., -1] if side > 0 else keys[..., 0]
             before = _shift(ends, side, -2)
             writing = _where_same(ends[..., None], keys, writing)

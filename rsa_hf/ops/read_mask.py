@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rsa_hf.ops.mask import AttentionMask, boolean_mask, lags, remembered, segment_index
+from rsa_hf.ops.mask import AttentionMask, boolean_mask, document_index, lags, remembered
 from rsa_hf.rem import is_recorded, is_transformed
 
 # Additive masks hide a key with −inf, the dtype's minimum, or −10,000 in older models; anything above is a bias.
@@ -30,7 +30,7 @@ def read_attention_mask(
     causal: bool,
     aligned_top_left: bool,
     sliding_window: int | None = None,
-    segment_ids: Tensor | None = None,
+    document_ids: Tensor | None = None,
 ) -> AttentionMask:
     """Read the mask of one attention call.
 
@@ -44,7 +44,7 @@ def read_attention_mask(
         aligned_top_left: the meaning of a missing mask if T < S: queries at positions 0 … T−1 (sdpa, True), or the
             last T positions (eager, flash attention). A single query sees every key under both.
         sliding_window: number of positions back that a query sees, itself included, if no mask says so.
-        segment_ids: id of each key's packed segment, [B, S], if no mask says so.
+        document_ids: id of each key's packed document, [B, S], if no mask says so.
 
     Returns:
         Which keys each query sees.
@@ -85,12 +85,12 @@ def read_attention_mask(
         key_mask = F.pad(attention_mask[:, -S:].bool(), (0, empty))
         offset -= empty
     window = sliding_window if sliding_window is not None and sliding_window < S else None
-    packed = None if segment_ids is None else segment_index(segment_ids)
+    packed = None if document_ids is None else document_index(document_ids)
     return AttentionMask(T, S, offset, causal, key_mask, packed, window)
 
 
-def flash_segment_ids(query: Tensor, key: Tensor, keywords: Mapping[str, Any]) -> Tensor | None:
-    """Segment ids of packed documents, [1, S], from flash attention's keywords; None if there is one document.
+def flash_document_ids(query: Tensor, key: Tensor, keywords: Mapping[str, Any]) -> Tensor | None:
+    """Document ids of packed documents, [1, S], from flash attention's keywords; None if there is one document.
 
     Args:
         query: [1, H, T, D].
@@ -113,15 +113,15 @@ def flash_segment_ids(query: Tensor, key: Tensor, keywords: Mapping[str, Any]) -
         return torch.searchsorted(ends, torch.arange(S, dtype=ends.dtype, device=ends.device), right=True)[None]
     if positions is None or B != 1 or query.shape[2] != S or positions.shape != (1, S):
         return None
-    return remembered(_segment_ids_of_positions, positions)
+    return remembered(_document_ids_of_positions, positions)
 
 
-def _segment_ids_of_positions(positions: Tensor) -> Tensor | None:
+def _document_ids_of_positions(positions: Tensor) -> Tensor | None:
     begins = positions == positions.min()
     if not bool(begins[:, 1:].any()):
         return None
     if bool(begins.all()):
-        warn_single_token_segments()
+        warn_single_token_documents()
     return begins.cumsum(dim=1)
 
 
@@ -247,28 +247,28 @@ def _read_mask(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
         found = AttentionMask(T, S, offset, causal, padding)
         if explains(found):
             return found
-        segments = _segments(visible[:, 0], key_mask, offset)
-        is_packed = bool(segments.any())
+        documents = _documents(visible[:, 0], key_mask, offset)
+        is_packed = bool(documents.any())
         window = int(torch.where(visible, tau.abs(), 0).amax()) + 1
         for sliding_window in (None, window):
-            found = replace(found, segments=segments if is_packed else None, sliding_window=sliding_window)
+            found = replace(found, documents=documents if is_packed else None, sliding_window=sliding_window)
             if explains(found):
-                if is_packed and sliding_window is None and bool((segments[:, -1] == S - 1).all()):
-                    warn_single_token_segments()
+                if is_packed and sliding_window is None and bool((documents[:, -1] == S - 1).all()):
+                    warn_single_token_documents()
                 return found
     # Python's registry shows a warning of one text and place once.
     warnings.warn(
-        "unsupported mask: it does not combine direction, padding, packed segments and a sliding window. P is built "
+        "unsupported mask: it does not combine direction, padding, packed documents and a sliding window. P is built "
         "explicitly, at quadratic cost.",
         stacklevel=2,
     )
     return AttentionMask(T, S, offset, causal, visible=visible.clone())
 
 
-def _segments(visible: Tensor, key_mask: Tensor, offset: int) -> Tensor:
-    """Segments, [B, S], under the assumption that the mask [B, T, S] is one of packed rows.
+def _documents(visible: Tensor, key_mask: Tensor, offset: int) -> Tensor:
+    """Documents, [B, S], under the assumption that the mask [B, T, S] is one of packed rows.
 
-    A segment begins at a query that does not see the last real key before it. The caller checks the assumption.
+    A document begins at a query that does not see the last real key before it. The caller checks the assumption.
     """
     B, T, S = visible.shape
     positions = torch.arange(S, device=visible.device)
@@ -276,7 +276,7 @@ def _segments(visible: Tensor, key_mask: Tensor, offset: int) -> Tensor:
     before = F.pad(last_real[:, :-1], (1, 0), value=-1)[:, offset : offset + T]
     sees_it = visible.gather(2, before.clamp(min=0)[..., None])[..., 0]
     begins = torch.zeros(B, S, dtype=torch.bool, device=visible.device)
-    # Padding between the tokens of a segment begins none; padding whose query sees nothing is a segment of its own.
+    # Padding between the tokens of a document begins none; padding whose query sees nothing is a document of its own.
     real = key_mask[:, offset : offset + T] | ~visible.any(dim=2)
     begins[:, offset : offset + T] = (before >= 0) & ~sees_it & real
     return begins.cumsum(dim=1)
@@ -320,12 +320,12 @@ def query_position(visible: Tensor, T: int, S: int) -> Tensor:
     return torch.where(is_determined, fitting, (last - last_query).clamp(0, S - T))
 
 
-def warn_single_token_segments() -> None:
-    """Warn that each token is a segment of its own."""
+def warn_single_token_documents() -> None:
+    """Warn that each token is a document of its own."""
     warnings.warn(
         "No token of this input sees another one, so attention and RSA heads have nothing to work on: each token is "
-        "read as a packed segment of its own. If that is not meant, check position_ids: they start anew with each "
-        "segment, so all zeros, or one number for all tokens, make every token a segment. (A sliding window of 1 "
+        "read as a packed document of its own. If that is not meant, check position_ids: they start anew with each "
+        "document, so all zeros, or one number for all tokens, make every token a document. (A sliding window of 1 "
         "looks the same.)",
         stacklevel=2,
     )

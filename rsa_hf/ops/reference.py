@@ -30,10 +30,10 @@ def dense_rem_product(
     query_length: int | None = None,
     query_offset: int | None = None,
     causal: bool = True,
-    groups: int = 1,
+    num_key_value_groups: int = 1,
     key_mask: Tensor | None = None,
     documents: Tensor | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
     visible: Tensor | None = None,
 ) -> Tensor:
     """P V by its definition, with P written out; arguments and result as in `rem_product`, one entry per head."""
@@ -58,13 +58,13 @@ def dense_rem_product(
     if documents is not None:
         run = F.pad(documents.diff() != 0, (1, 0)).cumsum(1)  # [B, S]
         sees = sees & (run[:, None, start : start + T, None] == run[:, None, None, :])
-    if window is not None:
-        sees = sees & ((t - s).abs() < window)
+    if sliding_window is not None:
+        sees = sees & ((t - s).abs() < sliding_window)
     if visible is not None:
         sees = sees & visible
     P = torch.where(sees, P, 0)
 
-    V = value.repeat_interleave(groups, dim=1)[:, : len(kinds)]  # [B, H, S, D]
+    V = value.repeat_interleave(num_key_value_groups, dim=1)[:, : len(kinds)]  # [B, H, S, D]
     V = torch.where(sees.any(dim=2)[..., None], V, 0)  # keys that nobody sees may hold NaN
     return P @ V  # [B, H, T, D]
 
@@ -79,7 +79,7 @@ def recurrent_rem_product(
     query_length: int | None = None,
     query_offset: int | None = None,
     causal: bool = True,
-    groups: int = 1,
+    num_key_value_groups: int = 1,
     key_mask: Tensor | None = None,
     documents: Tensor | None = None,
 ) -> Tensor:
@@ -91,7 +91,7 @@ def recurrent_rem_product(
     B, _, S, _ = value.shape
     T = S if query_length is None else query_length
     start = S - T if query_offset is None else query_offset
-    V = value.repeat_interleave(groups, dim=1)[:, : len(kinds)]  # [B, H, S, D]
+    V = value.repeat_interleave(num_key_value_groups, dim=1)[:, : len(kinds)]  # [B, H, S, D]
     if key_mask is not None:
         V = torch.where(key_mask[:, None, :, None], V, 0)
     run = value.new_zeros(B, S) if documents is None else F.pad(documents.diff() != 0, (1, 0)).cumsum(1).expand(B, -1)

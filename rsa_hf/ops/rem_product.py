@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from rsa_hf.ops.autograd import apply_rems
-from rsa_hf.ops.mask import AttentionMask, segment_index
+from rsa_hf.ops.mask import AttentionMask, document_index
 from rsa_hf.rem import Rems, head_tensors
 
 
@@ -21,10 +21,10 @@ def rem_product(
     query_length: int | None = None,
     query_offset: int | None = None,
     causal: bool = True,
-    groups: int = 1,
+    num_key_value_groups: int = 1,
     key_mask: Tensor | None = None,
     documents: Tensor | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
     visible: Tensor | None = None,
     amplitude: Tensor | None = None,
 ) -> Tensor:
@@ -33,7 +33,7 @@ def rem_product(
     Time and memory are linear in the length unless `visible` is given.
 
     Args:
-        value: V, [B, Hv, S, D], any floating dtype. Head h reads value head h // groups.
+        value: V, [B, Hv, S, D], any floating dtype. Head h reads value head h // num_key_value_groups.
         kinds: the kind of each of the H heads (`"regular"`, `"cos"`, `"sin"`), or one for all.
         decay: λ (regular) or γ (cyclical) of each head, shape (H,), or one for all.
         theta: θ of each cyclical head in radians, shape (H,), or one for all.
@@ -41,11 +41,12 @@ def rem_product(
         query_length: T; default S.
         query_offset: position of the first query on the key axis; default S − T: the queries come last.
         causal: masked (True) or unmasked (False) REMs.
-        groups: number of heads per value head (grouped-query attention; transformers' `num_key_value_groups`).
+        num_key_value_groups: number of heads per value head (grouped-query attention).
         key_mask: [B or 1, S], False for keys that contribute nothing (padding).
-        documents: segment ids of packed rows, [B or 1, S]: a run of equal numbers is a document, and no query sees
-            another document.
-        window: number of positions that a query sees back, itself included, and with unmasked REMs as many ahead.
+        documents: numbers of packed rows, [B or 1, S]: a run of equal ones is a document, and no query sees another
+            document.
+        sliding_window: number of positions that a query sees back, itself included, and with unmasked REMs as many
+            ahead.
         visible: [B or 1, H or 1, T, S], False where query t does not see key s, for any other mask. Exact, but
             costs O(T·S).
         amplitude: real and imaginary part of c of each head, f(τ) = Re(c z^{τ/d − 1}), shape (H, 2); None: the
@@ -64,19 +65,19 @@ def rem_product(
     H = len(kinds)
     T = S if query_length is None else query_length
     offset = S - T if query_offset is None else query_offset
-    if groups < 1 or value.shape[1] * groups < H:
-        least = -(-H // value.shape[1])
-        raise ValueError(f"groups={groups}: {H} heads and {value.shape[1]} value heads need {least} or more.")
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}: a whole number ≥ 1 is needed, since a query sees itself.")
+    if num_key_value_groups < 1 or value.shape[1] * num_key_value_groups < H:
+        least, given = -(-H // value.shape[1]), f"num_key_value_groups={num_key_value_groups}"
+        raise ValueError(f"{given}: {H} heads and {value.shape[1]} value heads need {least} or more.")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window={sliding_window}: a whole number ≥ 1 is needed, since a query sees itself.")
     for name, mask in {"key_mask": key_mask, "documents": documents}.items():
         if mask is not None and (mask.dim() != 2 or mask.shape[0] not in (1, B) or mask.shape[1] != S):
             raise ValueError(f"{name} has shape {tuple(mask.shape)}: [{B} or 1, {S}] is needed.")
     if amplitude is not None and amplitude.shape != (H, 2):
         raise ValueError(f"amplitude has shape {tuple(amplitude.shape)}: [{H}, 2] is needed.")
-    rems = Rems(kinds, decay, theta, dilation, groups, tuple(range(H)), amplitude)
-    packed = None if documents is None else segment_index(documents)
+    rems = Rems(kinds, decay, theta, dilation, num_key_value_groups, tuple(range(H)), amplitude)
+    packed = None if documents is None else document_index(documents)
     # Copies, because the backward pass needs the masks as they are now.
     key_mask = None if key_mask is None else key_mask != 0
     visible = None if visible is None else visible.clone()
-    return apply_rems(value, rems, AttentionMask(T, S, offset, causal, key_mask, packed, window, visible))
+    return apply_rems(value, rems, AttentionMask(T, S, offset, causal, key_mask, packed, sliding_window, visible))

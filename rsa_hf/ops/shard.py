@@ -55,7 +55,7 @@ def local_heads(attention: Tensor, rems: Rems, gate: Tensor, shard: Shard | None
     some = slice(bisect_left(rems.heads, run.start), bisect_left(rems.heads, run.stop))
     decay, theta, *amplitude, gate = (rate[some] for rate in rates)
     places = tuple(head - run.start for head in rems.heads[some])
-    local = Rems(rems.kinds[some], decay, theta, rems.dilation[some], rems.heads_per_value, places, *amplitude)
+    local = Rems(rems.kinds[some], decay, theta, rems.dilation[some], rems.num_key_value_groups, places, *amplitude)
     return attention, local, gate
 
 

@@ -84,8 +84,8 @@ def test_tokens_are_those_of_generate(family, attention):
     assert off_by(batched(model, texts), expected) == float("inf")
 
 
-def one_segment(attention, value, mask):
-    return attention, value, replace(mask, segments=None, key_mask=None)
+def one_document(attention, value, mask):
+    return attention, value, replace(mask, documents=None, key_mask=None)
 
 
 def anew_in_each_call(attention, value, mask):
@@ -100,7 +100,7 @@ def without_window(attention, value, mask):
     return attention, value, replace(mask, sliding_window=None)
 
 
-BROKEN = [one_segment, anew_in_each_call, without_window]
+BROKEN = [one_document, anew_in_each_call, without_window]
 
 
 @pytest.mark.parametrize(

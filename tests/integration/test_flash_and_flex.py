@@ -51,7 +51,7 @@ def pair(family, attention, reference="sdpa"):
 
 
 def ignored(mask):
-    return replace(mask, key_mask=None, segments=None, visible=None)
+    return replace(mask, key_mask=None, documents=None, visible=None)
 
 
 def without_window(mask):

@@ -11,7 +11,7 @@ from references import double_loop, relative_error
 from rsa_hf.ops.autograd import apply_rems
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.pytorch import product_in_pytorch
-from rsa_hf.ops.read_mask import flash_segment_ids, read_attention_mask
+from rsa_hf.ops.read_mask import flash_document_ids, read_attention_mask
 from rsa_hf.rem import Rems
 from texts import visible_with_blocks
 
@@ -192,9 +192,9 @@ def test_a_mask_or_positions_that_change_in_place_are_read_anew(inference):
         mask[0, 0, :, 0] = False
         assert call(5, 5, mask).key_mask is not None
         query, positions = torch.empty(1, 2, 5, 3), torch.tensor([[0, 1, 0, 1, 2]])
-        assert flash_segment_ids(query, query, {"position_ids": positions}).tolist() == [[1, 1, 2, 2, 2]]
+        assert flash_document_ids(query, query, {"position_ids": positions}).tolist() == [[1, 1, 2, 2, 2]]
         positions[0, 2:] += 2  # one document now
-        assert flash_segment_ids(query, query, {"position_ids": positions}) is None
+        assert flash_document_ids(query, query, {"position_ids": positions}) is None
 
 
 @pytest.mark.parametrize(

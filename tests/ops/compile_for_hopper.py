@@ -27,7 +27,7 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 STRIDED = ("value", "attention", "output", "grad", "dvalue", "dattention", "x")  # (pointer, three strides)
 PER_HEAD = ("decay", "theta", "gate")  # (pointer, stride)
 INTEGERS = {"columns": "*i32", "heads": "*i32", "starts": "*i32"}
-MASKS = {"segment_ids": "*i64", "key_mask": "*u8"}  # (pointer, stride)
+MASKS = {"document_ids": "*i64", "key_mask": "*u8"}  # (pointer, stride)
 SIZES = {"forward": 8, "backward": 8, "splits": 6}
 BARE = {"causal": True, "mixed": True, "masked": False, "packed": False, "free": False, "splits": 1}
 
@@ -42,7 +42,7 @@ def variants():
     for kernel in ("forward", "backward", "splits"):
         tuning = candidates(kernel, 64, 16)[0]
         flags = {"bidirectional": {"causal": False}, "masked": {"masked": True}, "alone": {"mixed": False}}
-        flags |= {"packed": {"packed": True}, "segmented": {"splits": 8}}
+        flags |= {"packed": {"packed": True}, "documented": {"splits": 8}}
         flags |= {"everything": {"causal": False, "masked": True, "packed": True, "splits": 8}}
         for name, changed in flags.items():
             yield f"{kernel}_{name}", kernel, torch.bfloat16, tuning, 64, BARE | changed

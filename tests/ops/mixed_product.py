@@ -7,7 +7,7 @@ import torch
 
 from references import relative_error
 from rsa_hf.ops.autograd import apply_rems
-from rsa_hf.ops.mask import AttentionMask, segment_index
+from rsa_hf.ops.mask import AttentionMask, document_index
 from rsa_hf.ops.reference import dense_rem_product
 from rsa_hf.rem import Rems
 
@@ -64,15 +64,15 @@ def agreement(
     offset = S - T if offset is None else offset
     masks = {"key_mask": key_mask, "documents": documents}
     on_device = {name: None if mask is None else mask.to(device()) for name, mask in masks.items()}
-    segments = None if documents is None else segment_index(on_device["documents"])
-    attention_mask = AttentionMask(T, S, offset, causal, on_device["key_mask"], segments, window)
+    packed = None if documents is None else document_index(on_device["documents"])
+    attention_mask = AttentionMask(T, S, offset, causal, on_device["key_mask"], packed, window)
     weights = torch.randn(attention.shape).to(attention.dtype).to(device())
     found = differentiate(
         lambda *t: mixed_product(t, kinds, dilation, groups, attention_mask, heads), tensors, weights
     )
 
     def exactly(*tensors):
-        where = {"query_length": T, "query_offset": offset, "causal": causal, "window": window, **masks}
+        where = {"query_length": T, "query_offset": offset, "causal": causal, "sliding_window": window, **masks}
         return equation_4(tensors, kinds, dilation, groups, expected_heads or heads, **where)
 
     exact = [tensor.detach().double().cpu().requires_grad_() for tensor in tensors]

@@ -23,7 +23,7 @@ MASKS = {
     "cache": {"query_length": 19},
     "padding": {"key_mask": torch.arange(70)[None] >= torch.tensor([[5], [0]])},
     "documents": {"documents": torch.arange(70)[None] // torch.tensor([[9], [40]])},
-    "window": {"window": 9, "causal": False},
+    "window": {"sliding_window": 9, "causal": False},
     "visible": {"visible": torch.rand(2, 1, 70, 70, generator=torch.Generator().manual_seed(0)) < 0.7},
 }
 

@@ -16,7 +16,7 @@ from rsa_hf import RSAConfig, patch_model, rem_product
 from rsa_hf.layer import RSAHeads
 from rsa_hf.ops import autograd
 from rsa_hf.ops.cpp.build import library
-from rsa_hf.ops.mask import AttentionMask, segment_index
+from rsa_hf.ops.mask import AttentionMask, document_index
 
 NAMES = ("value", "decay", "theta", "attention", "gate")
 
@@ -49,8 +49,14 @@ def agreement(T=21, S=None, groups=1, heads=(0, 2, 3), offset=None, hidden=None,
         tensors[0].data[hidden[:, None].expand(-1, 4 // groups, -1)] = torch.nan
         masks["key_mask"] = ~hidden
     numbers = masks.get("documents")
-    segments = None if numbers is None else segment_index(numbers)
-    where = (masks.get("causal", True), masks.get("key_mask"), segments, masks.get("window"), masks.get("visible"))
+    documents = None if numbers is None else document_index(numbers)
+    where = (
+        masks.get("causal", True),
+        masks.get("key_mask"),
+        documents,
+        masks.get("sliding_window"),
+        masks.get("visible"),
+    )
     mask = AttentionMask(T, S, offset, *where)
     found = second_derivatives(lambda t: mixed_product(t, KINDS, DILATION, groups, mask, heads), tensors)
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
@@ -68,7 +74,7 @@ CASES = {
     "a few queries": {"T": 3, "S": 30, "offset": 11},
     "padding": {"hidden": PADDING},
     "documents": {"documents": torch.arange(21)[None] // torch.tensor([[6], [13]]), "causal": False},
-    "window": {"window": 5, "hidden": PADDING},
+    "window": {"sliding_window": 5, "hidden": PADDING},
     "visible": {"visible": torch.rand(2, 1, 21, 21, generator=torch.Generator().manual_seed(0)) < 0.6},
     "grouped values": {"groups": 2, "heads": (0, 1, 3)},
 }
@@ -114,7 +120,7 @@ def product(value, decay, theta, **masks):
     return rem_product(value, SIX_KINDS, decay, theta, SIX_DILATIONS, **masks)
 
 
-@pytest.mark.parametrize("masks", [{}, {"causal": False, "window": 3}], ids=["causal", "window"])
+@pytest.mark.parametrize("masks", [{}, {"causal": False, "sliding_window": 3}], ids=["causal", "window"])
 def test_all_modes_agree_with_finite_differences(masks):
     # Fast mode compares projections on random vectors.
     function, tensors = functools.partial(product, **masks), six_heads()

@@ -64,7 +64,7 @@ def test_half_precision_and_autocast_are_computed_in_float32(window, backend):
     tensors = [tensor.detach().to(dtype).requires_grad_() for tensor, dtype in zip(exact, DTYPES, strict=True)]
 
     def product(v, r, a):
-        return rem_product(v, KINDS, r, a, DILATION, window=window)
+        return rem_product(v, KINDS, r, a, DILATION, sliding_window=window)
 
     expected = values_and_gradients(product, tensors)
     with torch.autocast("cpu", torch.bfloat16):
@@ -82,15 +82,15 @@ def test_half_precision_and_autocast_are_computed_in_float32(window, backend):
 @both_directions
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 16, 59, 60, 61, 200])
 def test_windows_agree_with_dense_p(window, causal):
-    assert_agrees(draw(60), causal=causal, window=window)
+    assert_agrees(draw(60), causal=causal, sliding_window=window)
 
 
 def test_a_window_loses_no_digits_at_a_slow_decay():
     # Subtracting what has left the window from the full scan in float32 is off by 10 % here.
     value = torch.randn(1, 1, 3000, 2, dtype=torch.float64)
     decay = torch.tensor([1 - 1e-6], dtype=torch.float64)
-    expected = rem_product(value, "regular", decay, window=5)
-    found = rem_product(value.float(), "regular", decay.float(), window=5)
+    expected = rem_product(value, "regular", decay, sliding_window=5)
+    found = rem_product(value.float(), "regular", decay.float(), sliding_window=5)
     assert float((found - expected).abs().max()) < 1e-5
 
 
@@ -118,8 +118,8 @@ def test_documents_agree_with_both_references(dilation, causal, reference):
 @pytest.mark.parametrize(
     ("masks", "broken"),
     [
-        ({"window": 7}, {}),
-        ({"window": 7}, {"window": 8}),
+        ({"sliding_window": 7}, {}),
+        ({"sliding_window": 7}, {"sliding_window": 8}),
         ({"documents": numbers_of(LENGTHS)}, {}),
         ({"key_mask": torch.arange(80)[None] > 3}, {}),
         ({}, {"causal": False}),
@@ -161,7 +161,7 @@ def test_a_wrong_rem_is_caught(broken):
         ({"kinds": ["cos"] * 9}, "9 heads and 6 value heads"),
         ({"query_length": 8}, "query_offset from 0 to 7"),
         ({"query_length": 3, "query_offset": 5}, "query_offset from 0 to 7"),
-        ({"window": 0}, "window=0.*≥ 1"),
+        ({"sliding_window": 0}, "sliding_window=0.*≥ 1"),
         ({"value": torch.randn(6, 7, 2)}, r"\[B, H, S, D\]"),
     ],
 )

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("packed", [True, False])
-def test_segments_agree_with_dense_p(monkeypatch, causal, packed):
+def test_documents_agree_with_dense_p(monkeypatch, causal, packed):
     S, T = 60, 50
     monkeypatch.setattr(launch, "_splits", lambda *sizes: 4)
     documents = None
@@ -26,7 +26,7 @@ def test_segments_agree_with_dense_p(monkeypatch, causal, packed):
     assert_agrees(agreement(draw(T, S, heads=2, plain=0), KINDS[1:], (1, 2), causal=causal, documents=documents))
     if packed:
         return
-    # The control: without the states passed between segments, values and gradients are wrong.
+    # The control: without the states passed between documents, values and gradients are wrong.
     monkeypatch.setattr(
         launch._Launch, "_written", lambda self, *x, **y: torch.zeros(self.programs, 2, 4, 32, device=device())
     )
@@ -51,8 +51,8 @@ def test_windows_and_visible_masks_use_plain_pytorch(monkeypatch):
     monkeypatch.setattr(launch, "triton_forward", refuse)
     value, decay, theta, *_ = (tensor.detach() for tensor in draw(20))
     expected = rem_product(
-        value, KINDS, decay, theta, window=20, visible=torch.ones(1, 1, 20, 20).bool().tril().to(device())
+        value, KINDS, decay, theta, sliding_window=20, visible=torch.ones(1, 1, 20, 20).bool().tril().to(device())
     )
-    assert torch.allclose(rem_product(value, KINDS, decay, theta, window=20), expected, atol=1e-5)
+    assert torch.allclose(rem_product(value, KINDS, decay, theta, sliding_window=20), expected, atol=1e-5)
     with pytest.raises(AssertionError, match="called"):
         rem_product(value, KINDS, decay, theta)

@@ -71,12 +71,12 @@ def problems(draw, dtypes=DTYPES, sizes=SIZES):
         masks, visible = {"documents": numbers}, (numbers[:, S - T :, None] == numbers[:, None])[:, None]
     elif mask in ("window of 1", "window"):
         lags = (S - T + torch.arange(T))[:, None] - torch.arange(S)
-        masks = {"window": 1 if mask == "window of 1" else 4}
-        visible = visible & (lags.abs() < masks["window"])
+        masks = {"sliding_window": 1 if mask == "window of 1" else 4}
+        visible = visible & (lags.abs() < masks["sliding_window"])
     elif mask == "any":
         visible = torch.rand(B, 1, T, S, generator=generator) < 0.5
         masks = {"visible": visible}
-    keywords = {"query_length": T, "causal": causal, "groups": groups, **masks}
+    keywords = {"query_length": T, "causal": causal, "num_key_value_groups": groups, **masks}
     return (value, kinds, decay, theta, dilation), keywords, visible, weights
 
 
@@ -110,7 +110,7 @@ def looped(positional, keywords, visible, weights, magnitudes=False):
         value, decay, weights, kinds = value.abs(), decay.abs(), weights.abs(), ("regular",) * len(kinds)
     theta = torch.tensor([first_turn(angle) for angle in theta.tolist()], dtype=torch.float64)
     leaves = [tensor.clone().requires_grad_() for tensor in (value, decay, theta)]
-    keys = leaves[0].repeat_interleave(keywords["groups"], 1)[:, : len(kinds)]
+    keys = leaves[0].repeat_interleave(keywords["num_key_value_groups"], 1)[:, : len(kinds)]
     T, S = keywords["query_length"], value.shape[2]
     output = double_loop(keys, kinds, *leaves[1:], dilation, T, S - T, keywords["causal"], visible)
     output = output + 0 * sum(leaf.sum() for leaf in leaves)  # so that each has a gradient
@@ -179,7 +179,7 @@ def test_gradients_of_shared_values_are_rounded_once(backend, dtype, monkeypatch
     value = torch.zeros(1, 1, T, 2, dtype=dtype)
     weights = torch.tensor([large, -large])[None, :, None, None].expand(1, 2, T, 2)
     positional = value, ("regular",) * 2, torch.tensor([0.9, 0.9]), torch.zeros(2), (1, 2)
-    keywords = {"query_length": T, "causal": True, "groups": 2}
+    keywords = {"query_length": T, "causal": True, "num_key_value_groups": 2}
     found = differentiated(positional, keywords, weights)[1]
     exact = looped(positional, keywords, None, weights.double())[1]
     fits = exact.abs() < torch.finfo(dtype).max

@@ -60,7 +60,7 @@ BROKEN: dict[str, Broken] = {
         lambda self, attention, value, mask: _FORWARD(self, attention, value.roll(1, dims=2), mask)
     ),
     "other direction": _mask(lambda mask: replace(mask, causal=not mask.causal, visible=None)),
-    "mask ignored": _mask(lambda mask: replace(mask, key_mask=None, segments=None, visible=None)),
+    "mask ignored": _mask(lambda mask: replace(mask, key_mask=None, documents=None, visible=None)),
     "offset forgotten": _mask(forgets_the_offset),
     "not quite shut": _rates(lambda rates: {**rates, "gate": rates["gate"].clamp(min=1e-3)}),
     "rates not trained": _rates(lambda rates: {**rates, **{k: v.detach() for k, v in rates.items() if k != "gate"}}),

@@ -17,7 +17,7 @@ so the forward pass is one walk over V. The backward pass needs nothing that the
     ∂/∂gate       Re (c a) − Σ_t ⟨dy_t, attention_t⟩, on the same walk
 
 An unmasked REM is a walk in each direction. A head dilated by d has d states, which take turns. A state ends where its
-segment does, and hidden keys are not read. Rows and heads are divided among threads, and each sum has one order, so
+document does, and hidden keys are not read. Rows and heads are divided among threads, and each sum has one order, so
 the number of threads changes no bit.
 
 A sliding window of w positions: the keys are cut into blocks of w. What a query sees of its own block is a walk that

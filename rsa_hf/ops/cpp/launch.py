@@ -35,14 +35,14 @@ class _Problem(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 *("rows", "heads", "keys", "queries", "channels", "query_offset"),
-                *("heads_per_value", "is_causal", "threads", "window"),
+                *("num_key_value_groups", "is_causal", "threads", "window"),
             )
         ),
         *((name, ctypes.c_void_p) for name in ("kinds", "dilation", "indices", "decay", "theta", "amplitude", "gate")),
         ("key_mask", ctypes.c_void_p),
         ("key_mask_row", ctypes.c_int64),
-        ("segments", ctypes.c_void_p),
-        ("segments_row", ctypes.c_int64),
+        ("documents", ctypes.c_void_p),
+        ("documents_row", ctypes.c_int64),
         *((name, _Positions) for name in ("value", "attention", "output", "grad", "dvalue", "dattention")),
         ("sums", ctypes.c_void_p),
     )
@@ -80,7 +80,7 @@ def cpp_backward(
     H, dtype, S = len(rems.heads), working_dtype(value), mask.seen_length
     dvalue = empty_rows(value, dtype)
     dvalue[:, :, S:] = 0
-    for unread in other_heads(sorted({head // rems.heads_per_value for head in rems.heads}), dvalue.shape[1]):
+    for unread in other_heads(sorted({head // rems.num_key_value_groups for head in rems.heads}), dvalue.shape[1]):
         dvalue[:, unread] = 0
     sums = value.new_empty(len(value), H, 5, dtype=torch.float64)
     tensors, dattention = {"value": value.to(dtype), "dvalue": dvalue}, None
@@ -126,7 +126,7 @@ def _call(
         return _Positions(keep[-1].data_ptr(), *keep[-1].stride()[:3])
 
     key_mask, key_mask_row = rows(mask.key_mask, torch.bool)
-    segments, segments_row = rows(mask.segments, torch.int64)
+    documents, documents_row = rows(mask.documents, torch.int64)
     keys = mask.seen_length
     problem = _Problem(
         rows=B,
@@ -135,7 +135,7 @@ def _call(
         queries=mask.query_length,
         channels=D,
         query_offset=mask.query_offset,
-        heads_per_value=rems.heads_per_value,
+        num_key_value_groups=rems.num_key_value_groups,
         is_causal=mask.causal,
         threads=max(1, min(torch.get_num_threads(), B * len(rems.heads) * keys * D // WORTH_A_THREAD)),
         window=0 if mask.sliding_window is None or mask.sliding_window >= keys else mask.sliding_window,
@@ -148,8 +148,8 @@ def _call(
         gate=address(gate, torch.float64),
         key_mask=key_mask,
         key_mask_row=key_mask_row,
-        segments=segments,
-        segments_row=segments_row,
+        documents=documents,
+        documents_row=documents_row,
         sums=address(sums, torch.float64),
         **{name: positions(tensor) for name, tensor in tensors.items()},
     )

@@ -27,7 +27,7 @@ struct Tensor {
 
 // Mirrored by `_Problem` in launch.py.
 struct Problem {
-  Index rows, heads, keys, queries, channels, query_offset, heads_per_value, is_causal, threads;
+  Index rows, heads, keys, queries, channels, query_offset, num_key_value_groups, is_causal, threads;
   Index window;                        // positions that a query sees back, itself included; 0: all
   const Index *kinds, *dilation;    // [heads]; 0 regular, 1 cos, 2 sin
   const Index* indices;             // [heads]: of each among the heads of attention, ascending
@@ -36,8 +36,8 @@ struct Problem {
   const double* gate;               // [heads]; or null, for P V alone
   const std::uint8_t* key_mask;        // [rows, keys], 0 where a key is hidden; or null
   Index key_mask_row;
-  const Index* segments;  // [rows, keys]; or null
-  Index segments_row;
+  const Index* documents;  // [rows, keys]; or null
+  Index documents_row;
   Tensor value, attention, output;
   Tensor grad, dvalue, dattention;
   double* sums;  // [rows, heads, 5]: gradients with respect to decay, theta, amplitude and gate
@@ -46,7 +46,7 @@ struct Problem {
 
   // Whether head h reads the same value head as the one before it.
   bool shares_value(Index h) const {
-    return h > 0 && indices[h] / heads_per_value == indices[h - 1] / heads_per_value;
+    return h > 0 && indices[h] / num_key_value_groups == indices[h - 1] / num_key_value_groups;
   }
 };
 
@@ -116,7 +116,7 @@ struct Head {
   bool is_real;  // z and amplitude: there is no imaginary part to compute
   double gate;
   const std::uint8_t* key_mask;
-  const Index* segments;
+  const Index* documents;
 
   Head(const Problem& p, Index b, Index h)
       : row(b),
@@ -131,7 +131,7 @@ struct Head {
         is_real(z.imag() == 0 && amplitude.imag() == 0),
         gate(p.gate ? p.gate[h] : 1),
         key_mask(p.key_mask ? p.key_mask + b * p.key_mask_row : nullptr),
-        segments(p.segments ? p.segments + b * p.segments_row : nullptr) {}
+        documents(p.documents ? p.documents + b * p.documents_row : nullptr) {}
 
   bool is_seen(Index key) const { return !key_mask || key_mask[key]; }
 };
@@ -220,7 +220,7 @@ struct ForwardSweep {
         head(head),
         is_second(is_backwards),
         channels(channels),
-        value(p.value.at<const Number>(head.row, head.index / p.heads_per_value, channel)),
+        value(p.value.at<const Number>(head.row, head.index / p.num_key_value_groups, channel)),
         attention(p.attention.data ? p.attention.at<const Number>(head.row, head.index, channel) : nullptr),
         output(p.output.at<Number>(head.row, head.index, channel)) {}
 
@@ -256,7 +256,7 @@ struct ValueSweep {
         adds(head.shares_value || !is_backwards),
         channels(channels),
         grad(p.grad.at<const Number>(head.row, head.index, channel)),
-        dvalue(p.dvalue.at<Number>(head.row, head.index / p.heads_per_value, channel)) {}
+        dvalue(p.dvalue.at<Number>(head.row, head.index / p.num_key_value_groups, channel)) {}
 
   const Number* read(Index key) const {
     return p.is_query(key) ? grad + (key - p.query_offset) * p.grad.position : nullptr;
@@ -297,7 +297,7 @@ struct OtherSweep {
         head(head),
         is_second(is_backwards),
         channels(channels),
-        value(p.value.at<const Number>(head.row, head.index / p.heads_per_value, channel)),
+        value(p.value.at<const Number>(head.row, head.index / p.num_key_value_groups, channel)),
         grad(p.grad.at<const Number>(head.row, head.index, channel)),
         attention(p.attention.data ? p.attention.at<const Number>(head.row, head.index, channel) : nullptr),
         dattention(p.attention.data ? p.dattention.at<Number>(head.row, head.index, channel) : nullptr),
@@ -383,7 +383,7 @@ class Walk {
     Index steps = 0;
     for (Index i = start; i < end; i += head.dilation, steps++) {
       const Index key = key_of(i);
-      if (i >= head.dilation && !is_one_segment(i, i - head.dilation)) state = {};
+      if (i >= head.dilation && !is_one_document(i, i - head.dilation)) state = {};
       if (head.window) {
         const Index k = i / head.dilation % head.window;
         if (k == 0) {
@@ -391,7 +391,7 @@ class Walk {
           read_suffix<is_real>(i, suffix, sweep);
         }
         const Index last = i - (k + 1) * head.dilation;
-        sweep.visit(key, last >= 0 && is_one_segment(i, last) ? state + suffix[k] : state);
+        sweep.visit(key, last >= 0 && is_one_document(i, last) ? state + suffix[k] : state);
       } else sweep.visit(key, state);
       const Number* x = sweep.read(key);
       const auto loaded = x ? Lanes<Number>::load(x, sweep.channels) : Lanes<Number>{};
@@ -412,7 +412,7 @@ class Walk {
       suffix[k].template assign_product<is_real, Sweep::HAS_DERIVATIVE>(powers[k], slopes[k], sum);
       const Index before = i - (w - k) * head.dilation;
       const Number* x = sweep.read(key_of(before));
-      if (x && is_one_segment(before, last))
+      if (x && is_one_document(before, last))
         sum.template add<is_real, Sweep::HAS_DERIVATIVE>(
             written[w - 1 - k], slopes[w - 1 - k], Lanes<Number>::load(x, sweep.channels));
     }
@@ -420,8 +420,8 @@ class Walk {
 
   Index key_of(Index i) const { return is_backwards ? p.keys - 1 - i : i; }
 
-  bool is_one_segment(Index i, Index j) const {
-    return !head.segments || head.segments[key_of(i)] == head.segments[key_of(j)];
+  bool is_one_document(Index i, Index j) const {
+    return !head.documents || head.documents[key_of(i)] == head.documents[key_of(j)];
   }
 
   const Problem& p;
@@ -475,7 +475,7 @@ void backward_heads(const Problem& p, Index b, Index begin, Index end) {
 
 // Mirrored by `STEP` in step.py: one query after cached keys.
 struct Step {
-  Index rows, heads, all_heads, heads_per_value, channels;
+  Index rows, heads, all_heads, num_key_value_groups, channels;
   Index position;  // of the query, on the axis of the keys
   Index farthest;  // lag that it sees
   const Index *dilation, *reach;  // [heads]; reach: the lag beyond which nothing matters
@@ -492,7 +492,7 @@ void step_channels(const Step& p, Index b, Index h, Index first, Index channels,
   constexpr Index WIDTH = Lanes<Number>::COUNT;
   const auto* weights = static_cast<const Number*>(p.weights) + h * p.weights_head;
   const Index index = p.indices[h];
-  const auto* query = p.value.at<const Number>(b, index / p.heads_per_value, first) + p.position * p.value.position;
+  const auto* query = p.value.at<const Number>(b, index / p.num_key_value_groups, first) + p.position * p.value.position;
   const Index dilation = p.dilation[h], farthest = std::min(p.reach[h], p.farthest);
   Lanes<Number> y[4];
   for (Index lag = farthest / dilation * dilation; lag > 0; lag -= dilation) {

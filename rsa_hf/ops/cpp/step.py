@@ -36,7 +36,7 @@ class CppStep:
         described = [integers(tuple(numbers)) for numbers in (rems.dilation, reach, rems.heads)]
         gate = gate.detach().double().contiguous()
         self.memory = (*described, weights, gate)  # alive as long as their addresses are used
-        self.dtype, self.heads, self.heads_per_value = weights.dtype, len(weights), rems.heads_per_value
+        self.dtype, self.heads, self.num_key_value_groups = weights.dtype, len(weights), rems.num_key_value_groups
         addresses = map(ctypes.addressof, described)
         self.described = (*addresses, weights.data_ptr(), weights.stride(0), gate.data_ptr())
         self.run: Any = compiled_function("step", self.dtype)
@@ -68,7 +68,7 @@ class CppStep:
         v_row, v_head, v_position, _ = value.stride()
         self.run(
             STEP.pack(
-                *(B, self.heads, H, self.heads_per_value, D, position, farthest),
+                *(B, self.heads, H, self.num_key_value_groups, D, position, farthest),
                 *self.described,
                 *(value.data_ptr(), v_row, v_head, v_position),
                 *(attention.data_ptr(), row, head, 0),

@@ -66,7 +66,7 @@ def backward_kernel(
     dattention,
     partial,
     key_mask,
-    segment_ids,
+    document_ids,
     columns,
     heads,
     table,
@@ -88,13 +88,13 @@ def backward_kernel(
     """
     BLOCK: tl.constexpr = SHAPE.block
     CHUNK: tl.constexpr = SHAPE.chunk
-    rows, num_columns, num_heads, length, offset, queries, heads_per_value, slots = sizes
+    rows, num_columns, num_heads, length, offset, queries, num_key_value_groups, slots = sizes
     head, index, row, block, column, channels, table, axis, part = _program(
-        columns, heads, table, segment_ids, rows, num_columns, length, SHAPE
+        columns, heads, table, document_ids, rows, num_columns, length, SHAPE
     )
     split, _per_split, first, last = part
     dout = _of_head(grad, row, index)
-    v_rows = _of_head(value, row, index // heads_per_value)
+    v_rows = _of_head(value, row, index // num_key_value_groups)
     dv_rows = _of_head(dvalue, row, index)
     mask, mask_stride = key_mask
     mask += row * mask_stride

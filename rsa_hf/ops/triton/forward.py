@@ -43,7 +43,7 @@ def _entering_of(
     entering, row, block, head, num_heads, slots, length, axis, SHAPE: tl.constexpr, STATES: tl.constexpr
 ):
     """Where a program keeps the states that enter its chunks from the right."""
-    _segment_ids, _steps, residue, d = axis
+    _document_ids, _steps, residue, d = axis
     slot = ((row * SHAPE.blocks + block) * num_heads + head) * slots
     return entering + (slot + residue * (tl.cdiv(tl.cdiv(length, d), SHAPE.chunk) - 1)) * (STATES * SHAPE.block)
 
@@ -55,7 +55,7 @@ def forward_kernel(
     gate,
     output,
     key_mask,
-    segment_ids,
+    document_ids,
     columns,
     heads,
     table,
@@ -72,7 +72,7 @@ def forward_kernel(
         gate: (H,), as (pointer, stride).
         output: a tensor, [B, H', T, D] if mixed, else [B, H, T, D].
         key_mask: [B or 1, S] bytes, 0 where a key is hidden, as (pointer, stride of rows); if masked.
-        segment_ids: [B, S], which segment each position belongs to, as (pointer, stride of rows); if packed.
+        document_ids: [B, S], which document each position belongs to, as (pointer, stride of rows); if packed.
         columns: head and residue of each column, [columns, 2].
         heads: dilation, kind and index of each head, [H, 3].
         table: of `powers_kernel`.
@@ -82,13 +82,13 @@ def forward_kernel(
     """
     BLOCK: tl.constexpr = SHAPE.block
     CHUNK: tl.constexpr = SHAPE.chunk
-    rows, num_columns, num_heads, length, offset, queries, heads_per_value, slots = sizes
+    rows, num_columns, num_heads, length, offset, queries, num_key_value_groups, slots = sizes
     head, index, row, block, _column, channels, table, axis, part = _program(
-        columns, heads, table, segment_ids, rows, num_columns, length, SHAPE
+        columns, heads, table, document_ids, rows, num_columns, length, SHAPE
     )
-    _segment_ids, _steps, residue, d = axis
+    _document_ids, _steps, residue, d = axis
     _split, _per_split, first, last = part
-    v = _of_head(value, row, index // heads_per_value)
+    v = _of_head(value, row, index // num_key_value_groups)
     out = _of_head(output, row, index)
     mask, mask_stride = key_mask
     mask += row * mask_stride

@@ -66,7 +66,7 @@ def triton_backward(
     tuning: Tuning | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of `triton_forward` with respect to V, the rates, attention and gate, from that of its output."""
-    heads_per_value = rems.heads_per_value
+    num_key_value_groups = rems.num_key_value_groups
     dvalue = empty_rows(value)
     rates = [
         None if rate is None else torch.empty_like(rate, memory_format=torch.contiguous_format) for rate in rems.rates
@@ -79,8 +79,8 @@ def triton_backward(
     dvalue[:, :, length:] = 0
     # Heads that share a value head each write a gradient in float32.
     heads = dvalue
-    if heads_per_value > 1:
-        num_heads = value.shape[1] * heads_per_value
+    if num_key_value_groups > 1:
+        num_heads = value.shape[1] * num_key_value_groups
         heads = value.new_empty(len(value), num_heads, length, value.shape[3], dtype=torch.float32)
     for plain in other_heads(rems.heads, heads.shape[1]):
         heads[:, plain] = 0
@@ -92,8 +92,8 @@ def triton_backward(
 
     with _on(value.device):
         run(tuning or _tuning("backward", run, value, rems, mask, attention))
-    if heads_per_value > 1:
-        dvalue[:, :, :length] = heads.unflatten(1, (-1, heads_per_value)).sum(2)
+    if num_key_value_groups > 1:
+        dvalue[:, :, :length] = heads.unflatten(1, (-1, num_key_value_groups)).sum(2)
     return dvalue, *rates, dattention, dgate
 
 
@@ -101,7 +101,7 @@ def _tuning(kernel: str, run: Any, value: Tensor, rems: Rems, mask: AttentionMas
     options = candidates(kernel, value.shape[3], 8 * value.element_size())
     steps = mask.seen_length // min(rems.dilation)
     size = (value.numel().bit_length(), steps.bit_length())
-    flags = (mask.causal, attention is None, mask.segments is None, mask.key_mask is None)
+    flags = (mask.causal, attention is None, mask.documents is None, mask.key_mask is None)
     question = (kernel, value.device, value.dtype, value.shape[3], size, flags)
     return fastest(question, options, run, value.device)
 
@@ -184,7 +184,7 @@ class _Launch:
             mask.causal,
             self.is_mixed,
             mask.key_mask is not None,
-            mask.segments is not None,
+            mask.documents is not None,
             rems.amplitude is not None,
             value.element_size() == 2,
         )
@@ -194,8 +194,8 @@ class _Launch:
         self.heads, self.columns, self.starts = _plan(rems.kinds, rems.dilation, rems.heads, residues, device)
         self.table = value.new_empty(H, int(TABLE_ROWS), self.shape.powers, dtype=torch.float32)
         key_mask = value if mask.key_mask is None else with_rows(mask.key_mask).view(torch.uint8)
-        segment_ids = value if mask.segments is None else mask.segments
-        masks = tuple((tensor, tensor.stride(0) if len(tensor) > 1 else 0) for tensor in (key_mask, segment_ids))
+        document_ids = value if mask.documents is None else mask.documents
+        masks = tuple((tensor, tensor.stride(0) if len(tensor) > 1 else 0) for tensor in (key_mask, document_ids))
         # What all kernels that walk along the sequence take.
         self.tables = (*masks, self.columns, self.heads, self.table)
         self.sizes = (B, len(self.columns), H, self.length, mask.query_offset, mask.query_length)
@@ -212,16 +212,16 @@ class _Launch:
 
     def forward(self, output: Tensor) -> None:
         """Write the output of the RSA heads."""
-        value, heads_per_value = self.value, self.rems.heads_per_value
+        value, num_key_value_groups = self.value, self.rems.num_key_value_groups
         forward_kernel[(self.programs,)](
             _strided(value),
             _strided(self.attention),
             _per_head(self.gate),
             _strided(output.transpose(1, 2) if self.is_mixed else output),
             *self.tables,
-            self._written(value, 0, self.length, heads_per_value, backward=False),
+            self._written(value, 0, self.length, num_key_value_groups, backward=False),
             self._entering(2),
-            (*self.sizes, heads_per_value, self.slots),
+            (*self.sizes, num_key_value_groups, self.slots),
             SHAPE=self.shape,
             num_warps=self.warps,
         )
@@ -250,7 +250,7 @@ class _Launch:
             *self.tables,
             self._written(grad, mask.query_offset, mask.query_length, 1, backward=True),
             self._entering(4),
-            (*self.sizes, self.rems.heads_per_value, self.slots),
+            (*self.sizes, self.rems.num_key_value_groups, self.slots),
             SHAPE=replace(self.shape, halves=grad.element_size() == 2),
             num_warps=self.warps,
         )
@@ -271,7 +271,7 @@ class _Launch:
             num_warps=1,
         )
 
-    def _written(self, x: Tensor, shift: int, count: int, heads_per_value: int, backward: bool) -> Tensor:
+    def _written(self, x: Tensor, shift: int, count: int, num_key_value_groups: int, backward: bool) -> Tensor:
         """What each split of V or dOut adds to the states."""
         if self.shape.splits == 1:
             return self.table  # a placeholder, not read
@@ -280,7 +280,7 @@ class _Launch:
             _strided(x),
             *self.tables,
             splits,
-            (len(x), len(self.columns), self.length, shift, count, heads_per_value),
+            (len(x), len(self.columns), self.length, shift, count, num_key_value_groups),
             SHAPE=self.shape,
             BACKWARD=backward,
             num_warps=self.warps,

@@ -4,7 +4,7 @@ Several values that belong together are tuples:
 
     tensor      (pointer, stride of rows of the batch, of heads, of positions)
     x           (pointer, stride of positions), of one row and head
-    axis        (segment_ids, steps, residue, d): the sub-sequence of a program, and the segments of its row
+    axis        (document_ids, steps, residue, d): the sub-sequence of a program, and the documents of its row
     part        (split, steps per split, first chunk, one past the last): what a program does of it
     state       (h_real, h_imaginary, q_real, q_imaginary), [BLOCK] each: h and, with BACKWARD, q = ∂h/∂decay
 
@@ -18,7 +18,7 @@ from rsa_hf.ops.triton.tables import DZ, READ, REST, TABLE_ROWS, Z, _entry, _ste
 
 
 @triton.jit
-def _program(columns, heads, table, segment_ids, rows, num_columns, length, SHAPE: tl.constexpr):
+def _program(columns, heads, table, document_ids, rows, num_columns, length, SHAPE: tl.constexpr):
     """What this program owns.
 
     Returns:
@@ -38,7 +38,7 @@ def _program(columns, heads, table, segment_ids, rows, num_columns, length, SHAP
     first = split * (per_split // SHAPE.chunk)
     last = tl.minimum(first + per_split // SHAPE.chunk, tl.cdiv(steps, SHAPE.chunk))
     channels = block * SHAPE.block + tl.arange(0, SHAPE.block)
-    ids, ids_stride = segment_ids
+    ids, ids_stride = document_ids
     axis = (ids + row * ids_stride, steps, residue, d)
     table += head * TABLE_ROWS * SHAPE.powers
     return head, index, row, block, column, channels, table, axis, (split, per_split, first, last)
@@ -54,7 +54,7 @@ def _of_head(tensor, row, head):
 @triton.jit
 def _position(step, axis, BACKWARD: tl.constexpr):
     """Place on the key axis of one step, or of several."""
-    _segment_ids, steps, residue, d = axis
+    _document_ids, steps, residue, d = axis
     step = steps - 1 - step if BACKWARD else step
     return residue + step.to(tl.int64) * d
 
@@ -98,11 +98,11 @@ def _seen(key_mask, place, inside, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _segment(step, axis, BACKWARD: tl.constexpr):
-    """The segment of a step, −1 outside the sequence."""
-    segment_ids, steps, _residue, _d = axis
+def _document(step, axis, BACKWARD: tl.constexpr):
+    """The document of a step, −1 outside the sequence."""
+    document_ids, steps, _residue, _d = axis
     there = (step >= 0) & (step < steps)
-    return tl.load(segment_ids + _position(step, axis, BACKWARD), mask=there, other=-1)
+    return tl.load(document_ids + _position(step, axis, BACKWARD), mask=there, other=-1)
 
 
 @triton.jit
@@ -152,7 +152,7 @@ def _advance(state, x, writing, taken, keep, BACKWARD: tl.constexpr):
     Where:
         x: the rows, [C, BLOCK] float32.
         writing: of `_writing`, with the steps from each row to that side as exponents.
-        taken: 1 where a row belongs to the segment on the other side, [C].
+        taken: 1 where a row belongs to the document on the other side, [C].
         keep: 1 where the state does.
     """
     h_real, h_imaginary, q_real, q_imaginary = state
@@ -170,15 +170,15 @@ def _advance(state, x, writing, taken, keep, BACKWARD: tl.constexpr):
 
 @triton.jit
 def _borders(chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr, FROM_RIGHT: tl.constexpr):
-    """Where segments let a state pass: which rows it reaches, which rows write into it, and whether it goes on."""
+    """Where documents let a state pass: which rows it reaches, which rows write into it, and whether it goes on."""
     reached, taken, keep = 1.0, 1.0, 1.0
     if SHAPE.packed:
-        own = _segment(chunk * SHAPE.chunk + tl.arange(0, SHAPE.chunk), axis, BACKWARD)
+        own = _document(chunk * SHAPE.chunk + tl.arange(0, SHAPE.chunk), axis, BACKWARD)
         first, last = chunk * SHAPE.chunk, (chunk + 1) * SHAPE.chunk - 1
         if FROM_RIGHT:
-            before, after = _segment(last + 1, axis, BACKWARD), _segment(first, axis, BACKWARD)
+            before, after = _document(last + 1, axis, BACKWARD), _document(first, axis, BACKWARD)
         else:
-            before, after = _segment(first - 1, axis, BACKWARD), _segment(last, axis, BACKWARD)
+            before, after = _document(first - 1, axis, BACKWARD), _document(last, axis, BACKWARD)
         reached, taken = (own == before).to(tl.float32), (own == after).to(tl.float32)
         keep = (before == after).to(tl.float32)
     return reached, taken, keep
@@ -330,7 +330,7 @@ def _states_of_split(
             edge, own = split * per_split - 1, (m + 1) * per_split - 1
         used = (between >= 0) & (m * per_split < axis[1])
         if SHAPE.packed:
-            used = used & (_segment(own, axis, BACKWARD) == _segment(edge, axis, BACKWARD))
+            used = used & (_document(own, axis, BACKWARD) == _document(edge, axis, BACKWARD))
         exponent = SHAPE.chunk + 1 + tl.where(used, between, 0)
         stride = apart * (8 * BLOCK)
         pointers = splits + (m.to(tl.int64) * stride)[:, None] + tl.arange(0, BLOCK)[None, :]
@@ -352,7 +352,7 @@ def _states_of_split(
 def splits_kernel(
     x,
     key_mask,
-    segment_ids,
+    document_ids,
     columns,
     heads,
     table,
@@ -369,12 +369,12 @@ def splits_kernel(
             share a head of x.
     """
     BLOCK: tl.constexpr = SHAPE.block
-    rows, num_columns, length, shift, count, heads_per_value = sizes
+    rows, num_columns, length, shift, count, num_key_value_groups = sizes
     _head, index, row, _block, _column, channels, table, axis, part = _program(
-        columns, heads, table, segment_ids, rows, num_columns, length, SHAPE
+        columns, heads, table, document_ids, rows, num_columns, length, SHAPE
     )
     _split, _per_split, first, last = part
-    x_rows = _of_head(x, row, index // heads_per_value)
+    x_rows = _of_head(x, row, index // num_key_value_groups)
     mask, mask_stride = key_mask
     into = splits + tl.program_id(0).to(tl.int64) * (8 * BLOCK) + tl.arange(0, BLOCK)
     zero = tl.zeros([BLOCK], tl.float32)

@@ -21,7 +21,7 @@ class Shape:
         causal: masked or unmasked REMs.
         mixed: whether P V is mixed into attention.
         masked: whether there is a key mask.
-        packed: whether there are segments.
+        packed: whether there are documents.
         free: whether amplitudes are given.
         halves: whether the Toeplitz matrix is a sum of two 16-bit matrices.
     """
