@@ -194,10 +194,10 @@ EXPERIMENT = Experiment(
     "Their recurrence is the cause: without it (P = 0) they end worse.",
     published="text8, 14 layers, bits per character: learnable Toeplitz P 1.183, REM 1.164 (paper, section 4). The "
     "paper has no ratio of tokens.",
-    remark="The variant rsa is RSAConfig.from_scratch, which was chosen on a Llama of 1M and enwik8 with one seed "
-    "(results/start.md), so results on enwik8 are not independent of that choice; published is the paper's "
-    "initialisation. Learning rates are chosen on the text that is scored, on which no variant is trained. Times are "
-    "of the machine that ran a variant, CPU or GPU, with other runs beside it. A GPT-2 with learned positions must "
+    remark="The variant rsa is RSAConfig.from_scratch, which was first chosen on a Llama of 1M and enwik8 with one "
+    "seed, so results on enwik8 are not independent of that choice; published is the paper's initialisation. Learning "
+    "rates are chosen on the text that is scored, on which no variant is trained. Times are of the machine that ran a "
+    "variant, CPU or GPU, with other runs beside it. A GPT-2 with learned positions must "
     "learn that near tokens matter; rotary positions give a Llama much of that from the start, which leaves less to "
     "gain. The other variants take RSA apart: alibi is a preference for near tokens alone; no softmax is P V alone; "
     "no recurrence has P = 0, so its gates only damp attention; learned toeplitz and short convolution start as RSA "
