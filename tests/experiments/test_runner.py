@@ -11,7 +11,7 @@ import torch
 
 from experiment_runs import finished
 from experiments.__main__ import main
-from experiments.runner.comparison import Comparison
+from experiments.runner.comparison import Comparison, all_measured
 from experiments.runner.experiment import EXPERIMENTS, Experiment, RequestError, find_experiment
 from experiments.runner.files import CACHE, cached
 from experiments.runner.fit import fit, shuffled_rows
@@ -237,7 +237,7 @@ def test_learning_rates_are_searched_with_the_first_seed(counted, tmp_path):
     def loss(run):
         return run.values["loss"]
 
-    compared = Comparison((), ("rsa", "plain"), loss, lambda case, arm: case.numbers(arm))
+    compared = Comparison((), ("rsa", "plain"), loss, all_measured("loss", "learning_rate"))
     searching = replace(
         counted[0],
         grid=lambda size, seeds: [{**each, "learning_rate": rate} for each in grid(size, seeds) for rate in RATES],
