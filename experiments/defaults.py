@@ -61,15 +61,15 @@ CANDIDATES: dict[str, Candidate | None] = {
     "plain": None,
     CONVOLUTION: Candidate("kernel", 4),
     "paper": Candidate(),  # from_scratch of version 0.2
-    "paper, pace 5": Candidate(pace=5.0),
-    "paper, pace 1": Candidate(pace=1.0),
+    "paper at pace 5": Candidate(pace=5.0),
+    "paper at pace 1": Candidate(pace=1.0),
     "unit lag": Candidate("unit lag"),
     "amplitude": Candidate("amplitude"),
-    "amplitude, pace 5": Candidate("amplitude", pace=5.0),
-    "amplitude, pace 1": Candidate("amplitude", pace=1.0),
-    "amplitude, a gate a head": Candidate("amplitude", gate_per_head=True),
-    "amplitude, half of the heads": Candidate("amplitude", share=0.5),
-    "amplitude, short": Candidate("amplitude", nu=-2.0),
+    "amplitude at pace 5": Candidate("amplitude", pace=5.0),
+    "amplitude at pace 1": Candidate("amplitude", pace=1.0),
+    "amplitude with a gate a head": Candidate("amplitude", gate_per_head=True),
+    "amplitude on half of the heads": Candidate("amplitude", share=0.5),
+    "amplitude from short memories": Candidate("amplitude", nu=-2.0),
     "two lags and the paper's tail": Candidate("kernel and tail", 2),
 }
 RIVALS = ("plain", CONVOLUTION)
@@ -78,8 +78,8 @@ RECALL, TRANSFORMER_XL = "recall", "transformer-xl"
 BYTES: dict[str, tuple[str, str, str, int | float]] = {
     "gpt2 of 0.1M": ("gpt2", "0.1M", "wikitext-2", 400),
     "llama of 0.1M": ("llama", "0.1M", "wikitext-2", 400),
-    "gpt2 of 0.1M, long": ("gpt2", "0.1M", "wikitext-2", 25.0),
-    "llama of 0.1M, long": ("llama", "0.1M", "wikitext-2", 25.0),
+    "gpt2 of 0.1M for long": ("gpt2", "0.1M", "wikitext-2", 25.0),
+    "llama of 0.1M for long": ("llama", "0.1M", "wikitext-2", 25.0),
     "gpt2 of 1M": ("gpt2", "1M", "wikitext-2", 400),
     "llama of 1M": ("llama", "1M", "wikitext-2", 400),
 }

@@ -15,7 +15,7 @@ from rsa_hf.layer import RSAHeads
 __all__ = ["active_heads", "attach_heads", "detach_heads", "heads_of", "is_peft_wrapper", "keep_in_float32"]
 
 # transformers searches parameter names for this pattern while it loads; its own tests want it to end with them.
-_KEEP_IN_FLOAT32 = r"(?<![^.])rsa\.(?:mu|eta|nu|theta)$"
+_KEEP_IN_FLOAT32 = r"(?<![^.])rsa\.(?:mu|eta|nu|theta|amplitude)$"
 
 
 def heads_of(module: nn.Module) -> RSAHeads | None:

@@ -126,6 +126,8 @@ def test_a_saved_model_and_an_adapter_have_the_same_amplitudes(tmp_path, config)
     content = json.loads((tmp_path / "model" / "config.json").read_text())["rsa"]
     assert content["format_version"] == 3  # which rsa_hf 0.1 and 0.2 refuse
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "model")(**batch).logits, model(**batch).logits)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).model.layers[1].self_attn.rsa
+    assert torch.equal(half.amplitude, model.model.layers[1].self_attn.rsa.amplitude)  # no bit is rounded away
     lora = LoraConfig(r=2, target_modules=["q_proj"])
     adapted = moved(rsa_hf.peft.get_peft_model(copy.deepcopy(base), lora, rsa_config=config).eval())
     adapted.save_pretrained(tmp_path / "adapter")
