@@ -21,11 +21,8 @@ SCORED_ROWS = 256
 def key_value_rows(count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """N rows of key-value pairs, and then their keys in another order, each followed by its value.
 
-    Keys are small letters, each at most once in a row; values are capital letters. The length T of a row is a multiple
-    of 4 of at most 104.
-
-    Returns:
-        Tokens [N, T]; and labels [N, T], of the values in the second half alone.
+    Keys are small letters, each at most once in a row; values are capital letters. T is a multiple of 4, at most 104.
+    Returns tokens [N, T], and labels [N, T] of the values in the second half alone.
     """
     K = length // 4
 
@@ -44,8 +41,7 @@ def key_value_rows(count: int, length: int, generator: torch.Generator) -> tuple
 def recalled_pairs(model: Any, shape: Shape, *, learning_rate: float, steps: int, seed: int) -> float:
     """Train on key-value pairs, in place, and return the share of values recalled on new rows.
 
-    A row has an eighth of the bytes of a block, and a step four times as many rows. To name any value of a row of P
-    pairs is right once in P times.
+    A row has an eighth of the bytes of a block, and a step four times as many rows.
     """
     generator, device = torch.Generator().manual_seed(seed), next(model.parameters()).device
     optimizer, schedule = adamw_with_linear_decay(model, learning_rate, steps)

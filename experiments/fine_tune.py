@@ -97,8 +97,6 @@ def fine_tune(
         "before training": start,
         "validation": scores[best_step],
         "best step": float(best_step),
-        "steps scored": [float(step) for step in scores],
-        "validation scores": [*scores.values()],
     }
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from experiments.byte_models import small_llama
 from experiments.runner.comparison import Comparison, all_measured, ratio
 from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.fit import adamw, default_device, fit
@@ -74,16 +75,7 @@ def recall_rows(count: int, pairs: int, generator: torch.Generator) -> tuple[Ten
 
 def build(pairs: int, layers: int, width: int) -> LlamaForCausalLM:
     """A Llama with random weights."""
-    sizes: dict[str, Any] = {
-        "vocab_size": SYMBOLS,
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "max_position_embeddings": 8 * pairs,
-    }
-    return LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None))
+    return small_llama(SYMBOLS, 8 * pairs, width, 2 * width, layers, HEADS, tied=False)
 
 
 def train(model: Any, pairs: int, steps: int, learning_rate: float, seed: int) -> list[float]:

@@ -17,7 +17,7 @@ from experiments import variants
 from experiments.byte_models import SHAPES, Curve, build, train_on_bytes
 from experiments.corpora import read_corpus
 from experiments.runner.comparison import Case, Comparison, compared, difference, measured
-from experiments.runner.experiment import Experiment, Size, combinations
+from experiments.runner.experiment import Experiment, Size
 from experiments.runner.fit import count_parameters, default_device, step_time_ratio
 from experiments.runner.summary import Conclusion, Row, Rows, Run, Settings, Values, weakest
 from experiments.variants import NO_RECURRENCE, VARIANTS, make_variant
@@ -55,17 +55,15 @@ RATES: dict[str, dict[str, tuple[float, ...]]] = {
 def make_grid(size: Size, seeds: int) -> list[Settings]:
     """Texts and models × seeds × families × variants × learning rates."""
     return [
-        {"corpus": corpus, "train_bytes": train_bytes, "model": model, "steps": steps, "family": family, **each}
+        {"corpus": corpus, "train_bytes": train_bytes, "model": model, "steps": steps, "family": family}
+        | dict(zip(("evaluations", "eval_bytes"), EVALUATIONS[model], strict=True))
+        | {"arm": arm, "learning_rate": rate, "seed": seed}
         for corpus, train_bytes, model, steps, arms in TEXTS[size]
         for seed in range(seeds)
         for family in OF_FAMILY
-        for each in combinations(
-            evaluations=[EVALUATIONS[model][0]],
-            eval_bytes=[EVALUATIONS[model][1]],
-            arm=[name for name in arms if name in OF_FAMILY[family]],
-            learning_rate=RATES[model][family],
-            seed=[seed],
-        )
+        for arm in arms
+        if arm in OF_FAMILY[family]
+        for rate in RATES[model][family]
     ]
 
 

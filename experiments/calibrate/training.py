@@ -73,14 +73,10 @@ def measure(settings: Settings) -> Values:
     }
 
 
-def find_calibration(
-    settings: Settings,
-) -> tuple[PreTrainedModel, Callable[[int], Task], Mapping[str, Any]]:
-    """A pretrained model, what it is trained on, and what `run_calibration` finds on rows of that, computed once.
+def find_calibration(settings: Settings) -> tuple[PreTrainedModel, Callable[[int], Task], Mapping[str, Any]]:
+    """A pretrained model; its task, by the seed that chooses the portion to train on; what `run_calibration` finds.
 
-    Returns:
-        The model, unpatched; its task, by the seed that chooses the portion to train on; and `config`, `gain`,
-        `gain_error`, `gain_without_recurrence` and `weights`, a digest of the model's weights.
+    That is computed once, on rows of the task; `weights` is a digest of the model's weights.
     """
     torch.manual_seed(settings["seed"])  # of a classifier's new head
     model, tokenizer = load_pretrained(settings["model"], settings["layers"], settings["pretraining_steps"], SCHEDULE)
@@ -117,13 +113,9 @@ def _calibrate(model: PreTrainedModel, task: Task, settings: Settings) -> dict[s
     chosen = torch.randperm(len(task.rows), generator=torch.Generator().manual_seed(settings["seed"]))
     rows = [task.rows[i] for i in chosen[: settings["rows"]].tolist()]
     batches = [{**task.collate(rows[i : i + 4])} for i in range(0, len(rows), 4)]
-    found = run_calibration(
-        model.to(default_device()),  # type: ignore[arg-type]
-        batches,
-        max_rows=settings["rows"],
-        seed=settings["seed"],
-        progress=False,
-    ).to_dict()
+    model.to(default_device())  # type: ignore[arg-type]
+    limits = {"max_rows": settings["rows"], "seed": settings["seed"]}
+    found = run_calibration(model, batches, **limits, progress=False).to_dict()
     return {name: found[name] for name in ("config", "gain", "gain_error", "gain_without_recurrence")}
 
 

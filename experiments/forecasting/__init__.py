@@ -78,10 +78,9 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
 
 
 def train(model: nn.Module, series: Series, task: Task, settings: Settings) -> list[float]:
-    """Train with Adam, and restore the weights of the epoch with the lowest validation error.
+    """Train with Adam, and restore the weights of the epoch with the lowest validation error; the errors by epoch.
 
-    The learning rate is halved after each epoch, as in the Informer's experiments. `seed` draws the windows, with
-    replacement. Returns the mean squared validation error after each epoch.
+    The learning rate is halved after each epoch, as in the Informer's experiments. `seed` draws the windows.
     """
     steps, generator = settings["steps"], torch.Generator().manual_seed(settings["seed"])
     device = next(model.parameters()).device
@@ -89,7 +88,7 @@ def train(model: nn.Module, series: Series, task: Task, settings: Settings) -> l
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** (step // steps))
     origins = series.origins("train", task.context, task.horizon)
     # The live weights: a model that diverges at once is left diverged.
-    errors, best, best_state = list[float](), math.inf, model.state_dict()
+    errors, best_state = list[float](), model.state_dict()
 
     def loss(step: int) -> Tensor:
         chosen = origins[torch.randint(len(origins), (settings["batch"],), generator=generator)]
@@ -97,11 +96,12 @@ def train(model: nn.Module, series: Series, task: Task, settings: Settings) -> l
         return F.mse_loss(model(known, times), target)
 
     def evaluate(step: int, _: Tensor) -> None:
-        nonlocal best, best_state
+        nonlocal best_state
         if step % steps == 0:
-            errors.append(score(model, series, task, "validation", settings["stride"])[0])
-            if errors[-1] < best:
-                best, best_state = errors[-1], copy.deepcopy(model.state_dict())
+            error = score(model, series, task, "validation", settings["stride"])[0]
+            if error < min(errors, default=math.inf):
+                best_state = copy.deepcopy(model.state_dict())
+            errors.append(error)
 
     fit(loss, optimizer, steps * settings["epochs"], model=model, schedule=schedule, after_step=evaluate)
     model.load_state_dict(best_state)

@@ -5,10 +5,9 @@ whether the string may end; a string counts only if all steps are correct (Bhatt
 and Limitations of Transformers to Recognize Formal Languages).
 
 What to expect: a head with λ → −1 is a clock of period 2 that does not fade, which is all that (aa)* needs; a cyclical
-pair with θ = ±π/2 is a clock of period 4, as for (abab)*. Parity flips with each 1, whenever it is read: no sum
-Σ λ^τ v with fixed rates and values of single characters computes that, because it would have to multiply rather than
-add. One head can count the 1s (λ → 1), but the layers after it must learn even and odd counts one by one, up to
-those of the training strings.
+pair with θ = ±π/2 is a clock of period 4, as for (abab)*. Parity flips with each 1, whenever it is read, and no sum
+Σ λ^τ v with fixed rates does that. One head can count the 1s (λ → 1), but the layers after it must learn even and odd
+counts one by one, up to those of the training strings.
 """
 
 from __future__ import annotations

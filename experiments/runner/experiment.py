@@ -75,11 +75,7 @@ def run_key(settings: Settings, revision: int) -> str:
 
 
 def find_experiment(name: str) -> Experiment:
-    """Import an experiment by name.
-
-    Raises:
-        RequestError: there is no such experiment.
-    """
+    """Import an experiment by name; a RequestError if there is none."""
     if name not in EXPERIMENTS:
         raise RequestError(f"there is no experiment {name!r}; choose from {', '.join(EXPERIMENTS)}.")
     experiment = import_module(f"experiments.{name.replace('-', '_')}").EXPERIMENT

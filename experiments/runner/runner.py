@@ -66,8 +66,7 @@ def run_experiment(
                 record = {"key": key, "cell": record.pop("settings"), **record}
                 with (folder / RUNS).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
-                done = ", ".join(f"{name} {value}" for name, value in run.settings.items())
-                bar.set_postfix_str(f"done: {done}", refresh=False)
+                bar.set_postfix(run.settings, refresh=False)
                 bar.update()
     # Read again: another process may have run another part.
     conclusion, runs = _write_results(experiment, size, folder, seeds, read_runs(folder))

@@ -70,6 +70,10 @@ class Rows(list[Row]):
         values = dict.fromkeys(row.settings[setting] for row in self)
         return {value: Rows(row for row in self if row.settings[setting] == value) for value in values}
 
+    def counts(self) -> tuple[int, int]:
+        """In how many runs a measure of 0 or 1 was 1, and the number of runs."""
+        return round(sum(row.mean * row.seeds for row in self)), sum(row.seeds for row in self)
+
     def negated(self) -> Rows:
         """The rows with the opposite sign: of gains, where more is better, losses."""
         return Rows(row.scaled(-1) for row in self)

@@ -25,7 +25,7 @@ def test_a_grid_has_each_run_once(name, size):
     experiment = find_experiment(name)
     grid = experiment.grid(size, 2)
     assert max(Counter(run_key(settings, experiment.revision) for settings in grid).values()) == 1
-    assert {int(settings["seed"]) for settings in grid} >= {0, 1}
+    assert len({settings["seed"] for settings in grid}) >= 2
     # `--only` splits its values at commas.
     assert not any("," in str(settings[part]) for settings in grid for part in experiment.parts)
     assert (experiment.search_by is None) or all("learning_rate" in settings for settings in grid)

@@ -19,12 +19,9 @@ def test_a_portion_has_whole_lines_and_the_size_asked_for():
     assert portion(text, 1.0, 3) == text
     pieces = {portion(text, 0.1, seed) for seed in range(20)}
     assert len(pieces) > 15
-    lines = text.splitlines(keepends=True)
     for piece in pieces:
-        found = piece.splitlines(keepends=True)
-        begin = lines.index(found[0])
-        assert lines[begin : begin + len(found)] == found
-        assert 0.1 * len(text) - 2 * len(lines[-1]) < len(piece) <= 0.1 * len(text)
+        assert b"\n" + piece in b"\n" + text and piece.endswith(b"\n")
+        assert 0.1 * len(text) - 30 < len(piece) <= 0.1 * len(text)
     assert len(portion(b"x" * 1000, 0.1, 0)) == 100  # a text of one line is cut inside the line
 
 
@@ -54,7 +51,6 @@ def test_the_test_score_is_that_of_the_step_with_the_best_validation_score():
     model, plan = Counter(), {"learning_rate": 0.1, "batch": 2, "seed": 0}
     task = scripted([3.0, 2.0, 1.0, 1.5, 4.0], lambda weight: -weight)
     values = fine_tune(model, task, **plan, steps=8, evaluations=4)
-    assert values["steps scored"] == [0, 2, 4, 6, 8] and values["validation scores"] == [3.0, 2.0, 1.0, 1.5, 4.0]
     assert (values["best step"], values["validation"], values["before training"]) == (4, 1.0, 0.0)
     assert 0 > values["loss"] > -float(model.weight.detach())  # training went on after the best step
     diverges = scripted([3.0, 2.0, math.nan], lambda weight: -weight)

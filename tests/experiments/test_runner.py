@@ -160,7 +160,7 @@ def test_a_part_runs_alone_and_the_report_says_so(counted, tmp_path, monkeypatch
     assert "**Confirmed (6 of 12 runs)**" in report
     for only, words in (
         ({"seed": ["1"]}, "cannot be split by 'seed'; allowed: model, arm"),
-        ({"model": ["smal"]}, "model=smal is in no run.*small, large"),
+        ({"model": ["smal"]}, "model=smal is in no run.*'small', 'large'"),
         ({"model": ["large"]}, "need a GPU, and there is none here"),
     ):
         with pytest.raises(RequestError, match=words):

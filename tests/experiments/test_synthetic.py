@@ -61,20 +61,15 @@ def test_steps_that_led_to_an_unstable_rnn_are_taken_back(held_out, monkeypatch)
     assert torch.equal(predict_last("linear", "tanh", x, y, most_steps=100, held_out=held_out), untrained)
 
 
-def zeroed(value, *plan):
-    return torch.zeros_like(rem_product(value, *plan))
-
-
 def ahead(value, *plan):
     """P shifted by one, so that the latest input is seen and the lags are wrong."""
     return rem_product(value, *plan).roll(1, dims=2)
 
 
-@pytest.mark.parametrize("broken", [zeroed, ahead])
-def test_a_broken_rem_loses(broken, monkeypatch):
+def test_a_broken_rem_loses(monkeypatch):
     x, y = (part.flatten(0, 1) for part in generate("tanh", (0.0,), 30, 60, seed=3))
     right = predict_last("rsa", "tanh", x, y, most_steps=60, held_out=10).mean()
-    monkeypatch.setattr(synthetic, "rem_product", broken)
+    monkeypatch.setattr(synthetic, "rem_product", ahead)
     assert predict_last("rsa", "tanh", x, y, most_steps=60, held_out=10).mean() > 1.1 * right
 
 
