@@ -63,20 +63,17 @@ def autocorrelation(series: Tensor, max_lag: int) -> Tensor:
     return found
 
 
-def recurrence_rate(tokens: Tensor, max_lag: int) -> Tensor:
-    """Share of recurrent points on diagonal τ of the recurrence plot, from [T] to [max_lag + 1], float64."""
-    T = len(tokens)
-    return torch.stack([(tokens[lag:] == tokens[: T - lag]).double().mean() for lag in range(max_lag + 1)])
-
-
 def token_autocorrelation(tokens: Tensor, max_lag: int) -> Tensor:
     """Autocorrelation of tokens [T] as one-hot vectors: the recurrence rate above chance, at most 1.
 
-    It is (rate − chance) / (1 − chance), where chance is Σ p² over the tokens' frequencies; [max_lag + 1], float64.
+    It is (rate − chance) / (1 − chance): rate is the share of recurrent points on diagonal τ of the recurrence plot,
+    chance Σ p² over the tokens' frequencies; [max_lag + 1], float64.
     """
-    frequencies: Tensor = tokens.unique(return_counts=True)[1].double() / len(tokens)
+    T = len(tokens)
+    rates = torch.stack([(tokens[lag:] == tokens[: T - lag]).double().mean() for lag in range(max_lag + 1)])
+    frequencies: Tensor = tokens.unique(return_counts=True)[1].double() / T
     chance = frequencies.square().sum()
-    return (recurrence_rate(tokens, max_lag) - chance) / (1 - chance)
+    return (rates - chance) / (1 - chance)
 
 
 def suggested_dilation(series: Tensor, max_lag: int | None = None) -> int | None:

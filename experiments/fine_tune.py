@@ -35,11 +35,7 @@ NAMES = ("model", "task", "batch", "length", "most", "scored", "evaluations", "p
 Plan = tuple[tuple[Any, ...], tuple[float, ...], dict[float, int]]
 PLANS: dict[Size, Plan] = {
     "toy": (("llama-0.03M", "c", 8, 64, 20_000, 2_000, 2, 30), (1e-2,), {1.0: 30}),
-    "quick": (
-        ("llama-0.1M", "c", 8, 128, 200_000, 8_000, 4, 400),
-        (3e-3, 1e-2),
-        {0.01: 60, 0.1: 60, 1.0: 60},
-    ),
+    "quick": (("llama-0.1M", "c", 8, 128, 200_000, 8_000, 4, 400), (3e-3, 1e-2), dict.fromkeys((0.01, 0.1, 1.0), 60)),
     "full": (("smollm2", "wikitext-2", 2, 256, ALL, 20_000, 2, 0), (1e-4, 3e-4, 1e-3), {0.01: 50}),
 }
 
@@ -80,24 +76,16 @@ def fine_tune(
     """
     optimizer, schedule = adamw_with_linear_decay(model, learning_rate, steps)
     marks = evaluation_steps(steps, evaluations)
-    start = best_test = task.score(model, "test")
-    scores, best_step = {0: task.score(model, "validation")}, 0
+    test, validation = task.score(model, "test"), task.score(model, "validation")
+    best = {task.measure: test, "before training": test, "validation": validation, "best step": 0.0}
 
     def evaluate(step: int, _: Tensor) -> None:
-        nonlocal best_step, best_test
-        if step in marks:
-            scores[step] = task.score(model, "validation")
-            if scores[step] < scores[best_step]:
-                best_step, best_test = step, task.score(model, "test")
+        if step in marks and (score := task.score(model, "validation")) < best["validation"]:
+            best.update({task.measure: task.score(model, "test"), "validation": score, "best step": float(step)})
 
     loss = batch_loss(model, task.rows, batch, seed, task.collate)
     fit(loss, optimizer, steps, model=model, schedule=schedule, after_step=evaluate)
-    return {
-        task.measure: best_test,
-        "before training": start,
-        "validation": scores[best_step],
-        "best step": float(best_step),
-    }
+    return best
 
 
 # --- results ------------------------------------------------------------------------------------------------------

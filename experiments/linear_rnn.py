@@ -69,12 +69,8 @@ class LinearRNNHeads:
 def linear_rnn_to_heads(W_h: Tensor, W_x: Tensor, dilation: int = 1) -> LinearRNNHeads:
     """Turn h_t = W_h h_{t−d} + W_x x_t into heads with the same hidden states, in float64.
 
-    W_h [n, n] may be singular: directions with eigenvalue 0 are forgotten at once, and only the identity head
-    represents them.
-
-    Raises:
-        ValueError: W_h is not stable (it has an eigenvalue of modulus ≥ 1, which no REM has), or it has no basis of
-            eigenvectors (it is defective, or numerically too close to a defective matrix).
+    W_h [n, n] may be singular: only the identity head represents directions with eigenvalue 0, which are forgotten at
+    once. A ValueError if it is not stable (no REM has an eigenvalue of modulus ≥ 1), or has no basis of eigenvectors.
     """
     W_x = W_x.detach().double()
     eigenvalues, projectors = _spectrum(W_h)

@@ -41,24 +41,18 @@ WINDOW = 20  # steps over which the drop is averaged, since Adam's loss is not m
 def two_layer_rnn(x: Tensor, weights: Parameters, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """The states z^(2) [N, T, 2] of the second layer, from initial states of 0, for x [N, T, 2].
 
-    Both layers are computed in one step as an RNN of twice the size, the second layer one time step behind. The
-    weights are `W_h` and `W_z`, [N, 2, 2, 2], and `b`, [N, 2, 2], of layer 1 and layer 2.
+    The weights are `W_h` and `W_z`, [N, 2, 2, 2], and `b`, [N, 2, 2], of layer 1 and layer 2.
     """
-    N, T, n = x.shape
     W_h, W_z, b = weights["W_h"], weights["W_z"], weights["b"]
-    lower = torch.cat([W_z[:, 1], W_h[:, 1]], dim=2)
-    upper = torch.cat([W_h[:, 0], torch.zeros_like(W_h[:, 0])], dim=2)
-    both = torch.cat([upper, lower], dim=1).transpose(1, 2)
-    first = x @ W_z[:, 0].transpose(1, 2) + b[:, None, 0]
-    first = torch.cat([first, first.new_zeros(N, 1, n)], dim=1)
-    driven = torch.cat([first, b[:, None, 1].expand(N, T + 1, n)], dim=2)
-    behind = torch.cat([x.new_ones(n), x.new_zeros(n)])  # layer 2 starts one step later
-    state = activation(driven[:, :1]) * behind
-    states = []
-    for step in driven.unbind(1)[1:]:
-        state = activation(torch.baddbmm(step[:, None], state, both))
-        states.append(state)
-    return torch.cat(states, dim=1)[..., n:]
+    z = x
+    for i in range(2):
+        driven = z @ W_z[:, i].transpose(1, 2) + b[:, None, i]
+        state, states = torch.zeros_like(x[:, :1]), []
+        for step in driven.unbind(1):
+            state = activation(torch.baddbmm(step[:, None], state, W_h[:, i].transpose(1, 2)))
+            states.append(state)
+        z = torch.cat(states, dim=1)
+    return z
 
 
 def generate(activation: str, alphas: Sequence[float], segments: int, length: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,8 @@ the final score of every length: it trains at the constant rate, and after four 
 model goes on alone with the decay (Hägele et al., 2024, section 4). Lengths double; in between, the score is
 interpolated linearly over the logarithm of the tokens.
 
-After the longest training a model is also trained shortly on key-value pairs, and scored by what it recalls
-(`byte_recall.py`).
+After the longest training a model is also trained shortly on rows of key-value pairs, and scored by how many values
+it names (multi-query associative recall: Arora et al., 2023, Zoology), which its likelihood alone may not tell.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_constant_schedule_with_warmup
 
 from experiments.byte_models import SHAPES, Curve, Shape, bits_per_byte, build
-from experiments.byte_recall import recalled_pairs
 from experiments.corpora import read_corpus, training_blocks
 from experiments.runner.comparison import Column, Comparison, compared, difference, measured
 from experiments.runner.experiment import Experiment, Size, combinations
-from experiments.runner.fit import adamw, batch_loss, count_parameters, default_device, fit
+from experiments.runner.fit import adamw, adamw_with_linear_decay, batch_loss, count_parameters, default_device, fit
 from experiments.runner.panels import COLOURS, panels
 from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, worst_if_nan
 from experiments.variants import make_variant
 from rsa_hf.tasks.language_modeling import PreparedText
+from rsa_hf.tasks.text_blocks import IGNORED_LABEL
 
 CONSTANT = 0.8  # share of a length before the decay
 ALL = 10**9  # bytes: more than any text has
@@ -111,6 +111,56 @@ def train_lengths(
     loss = batch_loss(model, blocks, shape.batch, seed)
     fit(loss, optimizer, max(ends), model=model, schedule=schedule, after_step=decay)
     return scores, branch
+
+
+# --- recall -------------------------------------------------------------------------------------------------------
+
+SCORED_ROWS = 256
+
+
+def key_value_rows(count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """N rows of key-value pairs, and then their keys in another order, each followed by its value.
+
+    Keys are small letters, each at most once in a row; values are capital letters. T is a multiple of 4, at most 104.
+    Returns tokens [N, T], and labels [N, T] of the values in the second half alone.
+    """
+    K = length // 4
+
+    def permutations(size: int) -> Tensor:
+        return torch.rand(count, size, generator=generator).argsort(1)
+
+    keys = ord("a") + permutations(26)[:, :K]
+    pairs = torch.stack([keys, torch.randint(ord("A"), ord("Z") + 1, (count, K), generator=generator)], dim=-1)
+    asked = pairs.gather(1, permutations(K)[..., None].expand(-1, -1, 2))
+    tokens = torch.cat([pairs, asked], dim=1).flatten(1)
+    labels = tokens.clone()
+    labels[:, : 2 * K] = labels[:, ::2] = IGNORED_LABEL
+    return tokens, labels
+
+
+def recalled_pairs(model: Any, shape: Shape, *, learning_rate: float, steps: int, seed: int) -> float:
+    """Train on key-value pairs, in place, and return the share of values recalled on new rows.
+
+    A row has an eighth of the bytes of a block, and a step four times as many rows.
+    """
+    generator, device = torch.Generator().manual_seed(seed), next(model.parameters()).device
+    optimizer, schedule = adamw_with_linear_decay(model, learning_rate, steps)
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        tokens, labels = key_value_rows(count, shape.block // 8, generator)
+        return tokens.to(device), labels.to(device)
+
+    def loss(step: int) -> Tensor:
+        tokens, labels = draw(4 * shape.batch)
+        value: Tensor = model(input_ids=tokens, labels=labels).loss
+        return value
+
+    fit(loss, optimizer, steps, model=model, schedule=schedule)
+    tokens, labels = draw(SCORED_ROWS)
+    with torch.no_grad():
+        named = model.eval()(input_ids=tokens).logits[:, :-1].argmax(-1)
+    asked = labels[:, 1:] != IGNORED_LABEL
+    return float((named == labels[:, 1:])[asked].float().mean())
 
 
 # --- results ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from experiments.forecasting.series import Series, load_series, windows
 from experiments.runner.comparison import Column, Comparison, all_measured, measured, ratio
 from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.fit import count_parameters, default_device, fit
-from experiments.runner.summary import Conclusion, Row, Rows, Settings, Values
+from experiments.runner.summary import Conclusion, Row, Rows, Settings, Values, worst_if_nan
 from experiments.variants import NO_RECURRENCE
 from rsa_hf import param_groups
 
@@ -99,7 +99,7 @@ def train(model: nn.Module, series: Series, task: Task, settings: Settings) -> l
         nonlocal best_state
         if step % steps == 0:
             error = score(model, series, task, "validation", settings["stride"])[0]
-            if error < min(errors, default=math.inf):
+            if error < min(map(worst_if_nan, errors), default=math.inf):
                 best_state = copy.deepcopy(model.state_dict())
             errors.append(error)
 

@@ -1,16 +1,26 @@
 """The experiment `training-length`: one run gives the score of every length, and what RSA saves at each."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from transformers import get_wsd_schedule
 
 from experiment_runs import finished
 from experiments.byte_models import SHAPES, build
 from experiments.corpora import read_corpus
 from experiments.runner.fit import batch_loss, fit
-from experiments.training_length import EXPERIMENT, RATIO, RECALLED, SAVED, train_lengths
+from experiments.training_length import (
+    EXPERIMENT,
+    RATIO,
+    RECALLED,
+    SAVED,
+    key_value_rows,
+    recalled_pairs,
+    train_lengths,
+)
 from experiments.variants import make_variant
 from rsa_hf import param_groups
 from rsa_hf.tasks.text_scores import evaluate_language_model
@@ -41,18 +51,11 @@ def runs(arm, doublings=0.0):
     """Scores 3 − log₂ tokens / 10, from 1 to 8 tokens, as if trained with `doublings` more; three seeds differ."""
     shared = {"corpus": "python", "model": "0.03M", "family": "llama", "longest": 8.0, "learning_rate": RATE}
     tokens = [1.0, 2.0, 4.0, 8.0]
+    values = {"final": 1.0, "tokens": tokens, "tokens per parameter": tokens, RECALLED: 0.5 + doublings / 10}
+    curves = [[3 - (math.log2(n) + doublings) / 10 + seed / 1000 for n in tokens] for seed in range(3)]
     return [
-        finished(
-            {**shared, "arm": arm, "seed": seed},
-            {
-                "final": 1.0,
-                "tokens": tokens,
-                "tokens per parameter": tokens,
-                "bits per byte": [3 - (math.log2(n) + doublings) / 10 + seed / 1000 for n in tokens],
-                RECALLED: 0.5 + doublings / 10,
-            },
-        )
-        for seed in range(3)
+        finished({**shared, "arm": arm, "seed": seed}, {**values, "bits per byte": curve})
+        for seed, curve in enumerate(curves)
     ]
 
 
@@ -70,3 +73,35 @@ def test_the_verdict_is_on_the_longest_training(doublings, verdict):
     conclusion = EXPERIMENT.conclude(rows)
     assert conclusion.verdict == verdict
     assert "llama of 0.03M at 8 tokens per parameter" in conclusion.sentence
+
+
+# --- recall -------------------------------------------------------------------------------------------------------
+
+
+class Copier(nn.Module):
+    """Predicts what followed the last occurrence of the last token, or byte 0, which is no value."""
+
+    def __init__(self, knows):
+        super().__init__()
+        self.knows, self.weight = knows, nn.Parameter(torch.zeros(()))
+
+    def forward(self, input_ids, labels=None):
+        logits = torch.zeros(*input_ids.shape, 256)
+        for row, tokens in enumerate(input_ids.tolist()):
+            followers = dict(zip(tokens[: len(tokens) // 2 : 2], tokens[1 : len(tokens) // 2 : 2], strict=True))
+            for t, token in enumerate(tokens):
+                logits[row, t, followers.get(token, 0) if self.knows else 0] = 9.0
+        return SimpleNamespace(logits=logits + self.weight, loss=self.weight)
+
+
+def test_every_asked_key_has_the_value_of_its_pair():
+    tokens, labels = key_value_rows(20, 48, torch.Generator().manual_seed(0))
+    for row, asked in zip(tokens.tolist(), labels.tolist(), strict=True):
+        pairs = dict(zip(row[:24:2], row[1:24:2], strict=True))
+        assert len(pairs) == 12 and pairs == dict(zip(row[24::2], row[25::2], strict=True))
+        assert asked[:24] == [-100] * 24 and asked[24::2] == [-100] * 12 and asked[25::2] == row[25::2]
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_recalled_pairs_are_those_that_the_model_names(knows):
+    assert recalled_pairs(Copier(knows), SHAPES["0.03M"], learning_rate=0.0, steps=1, seed=0) == knows
