@@ -70,21 +70,6 @@ def test_variants_differ_in_rsa_alone(family):
     assert (found - predict(plain, *example())).abs().max() > 1e-4
 
 
-def test_transformer_xl_is_causal_and_reads_the_whole_context():
-    """Not the Informer: ProbSparse attention chooses its queries among all of them, in the decoder too."""
-    model = forecaster("transformer-xl", "rsa")
-    values, times = example()
-    first = predict(model, values, times)
-    later = times.clone()
-    later[:, 46:] += 0.3
-    changed = (predict(model, values, later) - first).abs().amax((0, 2))
-    assert changed[:6].max() < 1e-6 < 1e-4 < changed[6:].min()
-    for t in (0, 20, 39):
-        other = values.clone()
-        other[:, t] += 1
-        assert (predict(model, other, times) - first).abs().max() > 1e-6
-
-
 # --- learning and scores --------------------------------------------------------------------------------------------
 
 

@@ -1,14 +1,12 @@
 """The experiment `training-length`: one run gives the score of every length, and what RSA saves at each."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 from transformers import get_wsd_schedule
 
-from experiment_runs import finished
+from experiment_runs import Lookup, finished
 from experiments.byte_models import SHAPES, build
 from experiments.corpora import read_corpus
 from experiments.runner.fit import batch_loss, fit
@@ -78,22 +76,6 @@ def test_the_verdict_is_on_the_longest_training(doublings, verdict):
 # --- recall -------------------------------------------------------------------------------------------------------
 
 
-class Copier(nn.Module):
-    """Predicts what followed the last occurrence of the last token, or byte 0, which is no value."""
-
-    def __init__(self, knows):
-        super().__init__()
-        self.knows, self.weight = knows, nn.Parameter(torch.zeros(()))
-
-    def forward(self, input_ids, labels=None):
-        logits = torch.zeros(*input_ids.shape, 256)
-        for row, tokens in enumerate(input_ids.tolist()):
-            followers = dict(zip(tokens[: len(tokens) // 2 : 2], tokens[1 : len(tokens) // 2 : 2], strict=True))
-            for t, token in enumerate(tokens):
-                logits[row, t, followers.get(token, 0) if self.knows else 0] = 9.0
-        return SimpleNamespace(logits=logits + self.weight, loss=self.weight)
-
-
 def test_every_asked_key_has_the_value_of_its_pair():
     tokens, labels = key_value_rows(20, 48, torch.Generator().manual_seed(0))
     for row, asked in zip(tokens.tolist(), labels.tolist(), strict=True):
@@ -104,4 +86,5 @@ def test_every_asked_key_has_the_value_of_its_pair():
 
 @pytest.mark.parametrize("knows", [True, False])
 def test_recalled_pairs_are_those_that_the_model_names(knows):
-    assert recalled_pairs(Copier(knows), SHAPES["0.03M"], learning_rate=0.0, steps=1, seed=0) == knows
+    model = Lookup(SHAPE.block // 32, 256, knows)
+    assert recalled_pairs(model, SHAPE, learning_rate=0.0, steps=1, seed=0) == knows
