@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import fmean
 
 import torch
 
 from experiments.regular_languages.languages import LANGUAGES, make_splits
 from experiments.regular_languages.networks import VARIANTS, accuracy, encode, make_network, train
-from experiments.runner.comparison import Column, Comparison, all_measured, difference
+from experiments.runner.comparison import Column, Comparison, all_measured, compared
 from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.fit import default_device
 from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, make_rows, weakest
@@ -76,31 +75,33 @@ def measure(settings: Settings) -> Values:
 
 ALL = "all"
 LONGER = "right beyond the lengths trained on"
-NAMES = (*(f"right {low}–{high}" for longest in (10, 50) for low, high in length_bins(longest)), LONGER)
+BY_LENGTH = [f"right {low}–{high}" for longest in (10, 50) for low, high in length_bins(longest)]
 DIFFERENCE = f"{LONGER}, rsa − transformer"
 
 
 def _accuracies(run: Run) -> dict[str, float]:
-    """Accuracies by length, the training lengths first."""
-    return {name: value for name, value in run.values.items() if name.startswith("right")}
-
-
-def by_training_lengths(run: Run) -> float:
-    """The score that learning rates are chosen by: the accuracy at the training lengths, and where equal the loss."""
-    return float(run.values["loss"] - 1e4 * next(iter(_accuracies(run).values())))
+    """Accuracies by length, the training lengths first, and last their mean beyond those."""
+    by_length = {name: run.values[name] for name in BY_LENGTH if name in run.values}
+    return by_length | {LONGER: fmean([*by_length.values()][1:])}
 
 
 def _over_transformer(name: str) -> Column:
-    of_rsa = difference({"rsa"}, "transformer", name)
-    return lambda case, arm: of_rsa(case, arm) if name in case.runs[arm][0].values else None
+    of_rsa = compared({"rsa"}, "transformer", lambda run, other: _accuracies(run)[name] - _accuracies(other)[name])
+    return lambda case, arm: of_rsa(case, arm) if name in _accuracies(case.runs[arm][0]) else None
 
 
-OVER_TRANSFORMER = {f"{name}, rsa − transformer": _over_transformer(name) for name in NAMES}
+OVER_TRANSFORMER = {f"{name}, rsa − transformer": _over_transformer(name) for name in (*BY_LENGTH, LONGER)}
 COMPARISON = Comparison(
     ("language",),
     ("rsa", "transformer"),
-    by_training_lengths,
-    {**all_measured(*NAMES, "loss", "steps", "parameters", "learning_rate"), **OVER_TRANSFORMER},
+    # Learning rates are chosen by the accuracy at the training lengths, and where equal by the loss.
+    lambda run: float(run.values["loss"] - 1e4 * next(iter(_accuracies(run).values()))),
+    {
+        **all_measured(*BY_LENGTH),
+        LONGER: lambda case, arm: [_accuracies(run)[LONGER] for run in case.runs[arm]],
+        **all_measured("loss", "steps", "parameters", "learning_rate"),
+        **OVER_TRANSFORMER,
+    },
     shown=LONGER,
     label="strings entirely right, beyond the lengths trained on",
 )
@@ -108,7 +109,6 @@ COMPARISON = Comparison(
 
 def summarise(runs: Sequence[Run]) -> Rows:
     """Rows of each language; language "all" is the mean of RSA's differences over the languages."""
-    runs = [replace(r, values={**r.values, LONGER: fmean([*_accuracies(r).values()][1:])}) for r in runs]
     rows, cases = COMPARISON.summarise(runs), COMPARISON.cases(runs)
     for name, column in OVER_TRANSFORMER.items():
         of_languages = [values for case in cases if (values := column(case, "rsa")) is not None]
